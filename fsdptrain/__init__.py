@@ -1,0 +1,23 @@
+"""fsdptrain: reinforcement learning on any Hugging Face model, with PyTorch's own FSDP2.
+
+Names load on first use, so that `import fsdptrain` and `fsdptrain --help` do not import torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fsdptrain.config import Config
+    from fsdptrain.errors import FsdptrainError
+    from fsdptrain.trainer import Trainer
+
+__version__ = "0.1.0"
+__all__ = ["Config", "FsdptrainError", "Trainer"]
+
+_HOME = {"Config": "fsdptrain.config", "FsdptrainError": "fsdptrain.errors", "Trainer": "fsdptrain.trainer"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'fsdptrain' has no attribute {name!r}")

@@ -1,0 +1,51 @@
+"""The error tree.
+
+    FsdptrainError
+    ├── ConfigError          a flag, a recipe key, or a combination of them cannot work
+    ├── CheckpointError      a model or training checkpoint is missing, broken or of another model
+    ├── DataError            a data set, a column or a row cannot be used
+    ├── RewardError          too many samples could not be scored
+    ├── RolloutError         an engine failed, or did not answer before its deadline
+    ├── MemoryPlanError      the model cannot fit into the memory that is there
+    ├── NumericsError        the trainer disagrees with the stock model, or gradients are not finite too often
+    └── RankError            another rank failed: this rank ends too, and shows that rank's error
+
+The command line prints the message of any of these as one line and exits with code 2. A message names the flag (or the
+file), the value that was found, and the way out.
+"""
+
+
+class FsdptrainError(Exception):
+    """Base of every error that a user can cause and mend."""
+
+
+class ConfigError(FsdptrainError, ValueError):
+    """A flag, a recipe key, or a combination of them cannot work."""
+
+
+class CheckpointError(FsdptrainError):
+    """A model or training checkpoint is missing, broken or of another model."""
+
+
+class DataError(FsdptrainError):
+    """A data set, a column or a row cannot be used."""
+
+
+class RewardError(FsdptrainError):
+    """Too many samples could not be scored."""
+
+
+class RolloutError(FsdptrainError):
+    """An engine failed, or did not answer before its deadline."""
+
+
+class MemoryPlanError(FsdptrainError):
+    """The model cannot fit into the memory that is there."""
+
+
+class NumericsError(FsdptrainError):
+    """The trainer disagrees with the stock model, or gradients are not finite too often."""
+
+
+class RankError(FsdptrainError):
+    """Another rank failed; the message holds its error."""

@@ -1,0 +1,54 @@
+"""The device: which one, how its ranks talk, and how much memory it has. The only file that names CUDA."""
+
+import os
+
+import psutil
+import torch
+import torch.distributed as dist
+
+GIB = 1024**3
+
+
+def has_accelerator() -> bool:
+    return torch.accelerator.is_available()
+
+
+def device_type() -> str:
+    """`cuda` (or what torch.accelerator knows) where a device is there, else `cpu`."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator.type if accelerator is not None else "cpu"
+
+
+def local_device() -> torch.device:
+    """The device of this process, by LOCAL_RANK."""
+    kind = device_type()
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def distributed_backend() -> str:
+    """Device tensors go by the device's own library, host tensors by gloo: both are always there."""
+    kind = device_type()
+    return "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
+
+
+def device_memory() -> tuple[int, int]:
+    """Free and total memory of this process's device. [bytes] On a CPU: of the host."""
+    if not has_accelerator():
+        return host_memory()
+    return torch.accelerator.get_memory_info(local_device())
+
+
+def host_memory() -> tuple[int, int]:
+    """Available and total memory of the host, within the limit of its control group. [bytes]"""
+    memory = psutil.virtual_memory()
+    return memory.available, memory.total
+
+
+def peak_device_memory() -> int:
+    """Most memory that tensors held on the device since the start. [bytes] 0 on a CPU."""
+    return torch.accelerator.max_memory_allocated() if has_accelerator() else 0
+
+
+def host_rss() -> int:
+    """Resident memory of this process. [bytes]"""
+    return psutil.Process().memory_info().rss

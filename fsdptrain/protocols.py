@@ -1,0 +1,82 @@
+"""The seams: what a rollout engine, a training backend, a reward, a loss and a logger must offer.
+
+Nothing is inherited: an object with these methods will do. Every method of an engine or a backend is collective: all
+ranks call it in the same order, and the implementation decides who acts.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from fsdptrain.types import Completion, LogProbs, LossConfig, LossOutput, Metrics, PackedBatch, Prompt, SamplingParams
+
+Naming = Literal["hub", "module"]
+ModelRole = Literal["policy", "reference"]
+
+
+class RolloutEngine(Protocol):
+    """Makes completions. Each rank passes its own share of the prompts and gets the completions of that share."""
+
+    weight_naming: Naming  # the names that `update_weights` expects: of the files on the hub, or of the modules
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
+        """`num_samples` completions for each prompt, prompt by prompt, in order."""
+        ...
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
+        """Take the full tensors of `weights` (every rank iterates it to the end) and answer with them from now on."""
+        ...
+
+    def sleep(self) -> None:
+        """Give back device memory until `wake_up`."""
+        ...
+
+    def wake_up(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TrainBackend(Protocol):
+    """Owns the policy, its optimizer and its reference."""
+
+    def score(self, batches: Sequence[PackedBatch], model: ModelRole) -> list[LogProbs]:
+        """Log-probabilities without gradient, on the CPU, one record for each batch."""
+        ...
+
+    def train_step(self, batches: Sequence[PackedBatch], loss: "Loss", config: LossConfig) -> Metrics:
+        """One optimizer step over the packs of this rank; every rank passes the same number of packs."""
+        ...
+
+    def hf_weights(self, naming: Naming = "hub") -> Iterator[tuple[str, Tensor]]:
+        """Full tensors in the compute dtype, layer by layer, on the device; every rank gets each of them."""
+        ...
+
+    def offload(self) -> None:
+        """Move everything to the host until `onload`, to make room for an engine on the same device."""
+        ...
+
+    def onload(self) -> None: ...
+
+    def save(self, directory: Path, step: int) -> None: ...
+
+    def load(self, directory: Path) -> int:
+        """Returns the step that was saved. Raises CheckpointError; never starts anew silently."""
+        ...
+
+
+class RewardFunction(Protocol):
+    def __call__(self, prompt: Prompt, response: str) -> float | Mapping[str, float] | None: ...
+
+
+class Loss(Protocol):
+    def __call__(self, batch: PackedBatch, logprobs: LogProbs, config: LossConfig) -> LossOutput: ...
+
+
+class Logger(Protocol):
+    def log(self, metrics: Mapping[str, float], step: int) -> None: ...
+
+    def log_samples(self, samples: Sequence[Mapping[str, object]], step: int) -> None: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,178 @@
+"""What the tests stand on, shipped so that users test with it too: real ranks, tiny real models, a scripted engine."""
+
+import io
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from fsdptrain import platform
+from fsdptrain.protocols import Naming
+from fsdptrain.types import Completion, Prompt, SamplingParams
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level, 256 bytes and a few special tokens, with a chat template. Lossless."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate(["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>", *alphabet])}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<|pad|>",
+        eos_token="<|end|>",
+        additional_special_tokens=["<|user|>", "<|assistant|>", "<|system|>"],
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def tiny_qwen3(seed: int = 0, **overrides: Any) -> Qwen3ForCausalLM:
+    """A random float32 Qwen3 of about 0.1 M parameters over `tiny_tokenizer`'s vocabulary."""
+    config = Qwen3Config(
+        **{
+            "vocab_size": 264,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "max_position_embeddings": 1024,
+            "tie_word_embeddings": True,
+            "eos_token_id": 1,
+            "pad_token_id": 0,
+            **overrides,
+        }
+    )
+    torch.manual_seed(seed)
+    return Qwen3ForCausalLM(config).float()
+
+
+def save_tiny_checkpoint(directory: Path, seed: int = 0, **overrides: Any) -> Path:
+    """Write `tiny_qwen3` and `tiny_tokenizer` as a hub folder, in float32, in several files."""
+    tiny_qwen3(seed, **overrides).save_pretrained(directory, max_shard_size="200KB")
+    tiny_tokenizer().save_pretrained(directory)
+    return directory
+
+
+class FakeRolloutEngine:
+    """Answers from a script, and remembers which weights it was given. For tests of everything around an engine."""
+
+    weight_naming: Naming = "hub"
+
+    def __init__(self, respond: Callable[[Prompt, int], Sequence[int]]) -> None:
+        self.respond = respond  # (prompt, index of the sample) -> response tokens
+        self.policy_version = 0
+        self.weights: dict[str, Tensor] = {}
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
+        completions: list[Completion] = []
+        for prompt in prompts:
+            for index in range(sampling.num_samples):
+                tokens = list(self.respond(prompt, index))[: sampling.max_tokens]
+                stopped = bool(tokens) and tokens[-1] in sampling.stop_token_ids
+                reason = "stop" if stopped else "length"
+                completions.append(Completion(prompt.id, tokens, [-1.0] * len(tokens), reason, self.policy_version))
+        return completions
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
+        self.weights = {name: tensor.detach().cpu().clone() for name, tensor in weights}
+        self.policy_version = policy_version
+
+    def sleep(self) -> None: ...
+
+    def wake_up(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def spawn(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+    """Run `fn(*args)` on `world_size` real ranks (gloo, or the device's library) and return their results by rank.
+
+    `fn` lies at the top of a module. Raises RuntimeError with the traceback of the first rank that failed, or when
+    `timeout` seconds have passed; no process is left behind.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["fsdptrain.testing"])  # ranks start from a process that has imported torch already
+    port = free_port()
+    pipes: list[Connection] = []
+    processes = []
+    for rank in range(world_size):
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_run_rank, args=(theirs, rank, world_size, port, fn, args), daemon=True)
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    try:
+        return _collect(pipes, deadline=time.monotonic() + timeout)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    while len(results) < len(pipes):
+        waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
+        ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            missing = [rank for rank in range(len(pipes)) if rank not in results]
+            raise RuntimeError(f"ranks {missing} did not finish before the deadline")
+        for pipe in ready:
+            rank = pipes.index(pipe)  # type: ignore[arg-type]
+            try:
+                ok, payload = pipes[rank].recv()
+            except EOFError:
+                raise RuntimeError(f"rank {rank} died without a word") from None
+            if not ok:
+                raise RuntimeError(f"rank {rank} failed:\n{payload}")
+            results[rank] = torch.load(io.BytesIO(payload), weights_only=False)
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _run_rank(pipe: Connection, rank: int, world_size: int, port: int, fn: Callable[..., Any], args: tuple) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    torch.set_num_threads(1)  # ranks share the cores: spinning threads cost more than they bring
+    try:
+        dist.init_process_group(platform.distributed_backend(), timeout=timedelta(seconds=60))
+        buffer = io.BytesIO()
+        torch.save(fn(*args), buffer)
+        pipe.send((True, buffer.getvalue()))
+        dist.destroy_process_group()
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+        raise

@@ -1,0 +1,131 @@
+"""The records that flow through a step, in the order in which they are made.
+
+    Prompt -> Completion -> Sample -> PackedBatch -> LogProbs -> LossOutput
+
+All are frozen: make a new one with `dataclasses.replace`. Shapes: P prompt tokens, R response tokens, L = P + R tokens of
+one sample, T tokens of one pack, N segments of one pack, [] a scalar.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+FinishReason = Literal["stop", "length"]
+Metrics = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One question, already tokenised: what the engine sees is exactly `token_ids`."""
+
+    id: str  # unique within its data set, and stable between runs
+    token_ids: list[int]  # (P,)
+    text: str  # what `token_ids` decode to; shown to people, never tokenised again
+    label: Any = None  # the reference answer, in whatever form the reward understands
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How an engine samples. `seed` and the ids of prompt and sample fix every draw."""
+
+    num_samples: int  # completions for each prompt
+    max_tokens: int  # longest response, in tokens
+    temperature: float = 1.0  # 0.0: greedy
+    top_p: float = 1.0
+    top_k: int = -1  # -1: off
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One response of the engine."""
+
+    prompt_id: str
+    token_ids: list[int]  # (R,) with the stop token, when one was sampled
+    logprobs: list[float]  # (R,) of the distribution that was sampled from (after temperature)
+    finish_reason: FinishReason
+    policy_version: int
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One trainable sequence. A multi-turn sample has several runs of False in `loss_mask`."""
+
+    group_id: str  # samples of one prompt share it
+    token_ids: list[int]  # (L,)
+    loss_mask: list[bool]  # (L,) True where the model itself made the token
+    rollout_logprobs: list[float]  # (L,) 0.0 where loss_mask is False
+    reward: float | None = None  # None: could not be scored
+    rewards: Mapping[str, float] = field(default_factory=dict)  # by name
+    advantage: float = 0.0
+    policy_version: int = 0
+    truncated: bool = False
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """Several whole samples in one row. Every [T] field at t speaks of `labels[t]`, the token after `input_ids[t]`.
+
+    The last position of a segment has no next token: its label is 0 and its mask False. `loss_weights` hold the global
+    denominator of the optimizer step, so that losses are summed over packs and ranks and never divided again.
+    """
+
+    input_ids: Tensor  # [T] i64
+    labels: Tensor  # [T] i64
+    position_ids: Tensor  # [T] i64, from 0 in each segment
+    cu_seqlens: Tensor  # [N+1] i32
+    seqlens: tuple[int, ...]  # (N,) the same on the host: reading it never waits for a device
+    prefix_segment: Tensor  # [N] i32, -1: none
+    loss_mask: Tensor  # [T] bool
+    loss_weights: Tensor  # [T] f32
+    advantages: Tensor  # [T] f32
+    rollout_logprobs: Tensor  # [T] f32
+    num_loss_tokens: int  # loss tokens of the whole optimizer step, over every rank: the denominator of metrics
+    old_logprobs: Tensor | None = None  # [T] f32; None: strictly on-policy, the current logprobs are the old ones
+    ref_logprobs: Tensor | None = None  # [T] f32
+
+    @property
+    def num_tokens(self) -> int:
+        return self.input_ids.numel()
+
+    @property
+    def max_seqlen(self) -> int:
+        return max(self.seqlens)
+
+    def to(self, device: torch.device) -> "PackedBatch":
+        """The same batch on `device`; from pinned memory the copy does not block."""
+        moved = {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in vars(self).items()}
+        return PackedBatch(**moved)
+
+
+@dataclass(frozen=True)
+class LogProbs:
+    """What the model says of `labels`, at the temperature of the rollout."""
+
+    values: Tensor  # [T] f32, with gradient while training
+    entropy: Tensor | None = None  # [T] f32 of the whole next-token distribution, in nats
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """A loss and what to log of it. Names that end in `_max` are reduced by maximum, all others by sum."""
+
+    loss: Tensor  # [] a sum over this pack, weighted by `loss_weights`
+    metrics: Mapping[str, Tensor]  # name -> [] detached; already divided by `num_loss_tokens`
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """What a loss function needs to know of the configuration."""
+
+    eps_clip: float = 0.2
+    eps_clip_high: float = 0.2
+    eps_clip_c: float | None = None
+    kl_loss_coef: float = 0.0
+    kl_loss_type: str = "k3"
+    entropy_coef: float = 0.0
