@@ -1,6 +1,9 @@
 """The device: which one, how its ranks talk, and how much memory it has. The only file that names CUDA."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 
 import psutil
 import torch
@@ -52,3 +55,22 @@ def peak_device_memory() -> int:
 def host_rss() -> int:
     """Resident memory of this process. [bytes]"""
     return psutil.Process().memory_info().rss
+
+
+@contextmanager
+def process_group(timeout_s: float) -> Iterator[None]:
+    """The group of all ranks: the one that is there, else by torchrun's variables, else of this process alone.
+
+    A group that is made here ends here. `timeout_s` is the deadline of every wait between ranks.
+    """
+    if dist.is_initialized():
+        yield
+        return
+    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if "RANK" not in os.environ else {}
+    if has_accelerator():
+        torch.accelerator.set_device_index(local_device().index)
+    dist.init_process_group(distributed_backend(), timeout=timedelta(seconds=timeout_s), **alone)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
