@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from fsdptrain.protocols import RolloutEngine
 
-# Name -> "module:function", called as function(config, checkpoint=Path, device=torch.device); imported when it is chosen.
+# Name -> "module:function", imported when it is chosen and called as function(config, checkpoint=..., device=...).
 ENGINES = {"hf": "fsdptrain.rollout.hf:build_hf_engine"}
 _PLANNED = ("vllm",)
 _PLUGIN_GROUP = "fsdptrain.plugins"
@@ -48,6 +48,7 @@ def _find(name: str) -> str:
         return plugin.value
     if name in _PLANNED:
         raise ConfigError(f"{_FLAG} {name} is not built yet; use {_FLAG} hf")
+    known = ", ".join(ENGINES)
     raise ConfigError(
-        f"{_FLAG} does not know {name!r}{suggest(name, ENGINES)}; it takes {', '.join(ENGINES)} or package.module:function"
+        f"{_FLAG} does not know {name!r}{suggest(name, ENGINES)}; it takes auto, {known} or package.module:function"
     )

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -61,7 +62,7 @@ def decode(
     logits, cache, mask, positions = prefill(model, prompts, device=device)
 
     rows = torch.tensor(prompt_of_row, device=device)
-    cache.reorder_cache(rows)  # a copy of its prompt's cache for each row; every kind of layer knows this operation
+    select_rows(cache, rows)  # a copy of its prompt's cache for each row
     logits, positions = logits[rows], positions[rows]
     if mask is not None:
         mask = torch.cat([mask[rows], mask.new_ones(uniforms.shape)], dim=1)  # [R, P + max_tokens]
@@ -87,7 +88,7 @@ def decode(
             if len(going) == 0:
                 break
             if len(going) < (1.0 - _DROP_SHARE) * len(active):
-                cache.reorder_cache(going)
+                select_rows(cache, going)
                 active, finished, token, positions = (x[going] for x in (active, finished, token, positions))
                 mask = mask[going] if mask is not None else None
         seen = mask[:, : mask.shape[1] - sampling.max_tokens + step + 1] if mask is not None else None
@@ -110,6 +111,15 @@ def prefill(
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     logits = forward(model, ids, mask, positions, cache)
     return logits, cache, mask, lengths[:, None].to(device)
+
+
+def select_rows(cache: Cache, rows: Tensor) -> None:
+    """Make row i of `cache` what row `rows[i]` was: rows may repeat, or be left out.
+
+    The one selection that layers of every kind have: full and sliding attention, and recurrent states, which lack
+    batch_repeat_interleave and batch_select_indices (transformers 5.23).
+    """
+    cache.reorder_cache(cast(torch.LongTensor, rows))
 
 
 def forward(model: PreTrainedModel, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: Cache) -> Tensor:

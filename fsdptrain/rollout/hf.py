@@ -39,7 +39,7 @@ class HFEngine:
         max_batch_tokens: int = 262_144,
     ) -> None:
         self.model = build_replica(checkpoint, dtype=dtype, trust_remote_code=trust_remote_code)
-        self.stop_token_ids = stop_tokens(checkpoint, self.model)
+        self.stop_token_ids = stop_tokens(checkpoint, self.model, trust_remote_code=trust_remote_code)
         self.max_positions = max_positions(self.model)
         self.device = device
         self.max_batch_tokens = max_batch_tokens

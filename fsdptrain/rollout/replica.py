@@ -19,7 +19,10 @@ _SHOWN = 5  # names that an error lists
 
 
 def build_replica(checkpoint: Path, *, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
-    """The model of `checkpoint` on meta: parameters in `dtype`, buffers in float32, as FSDP's mixed precision has them."""
+    """The model of `checkpoint` on meta: parameters in `dtype`, buffers in float32, as under FSDP's mixed precision.
+
+    RolloutError if it has no key-value cache that the decode loop can work with.
+    """
     config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
@@ -46,7 +49,8 @@ def materialise(model: PreTrainedModel, device: torch.device) -> None:
     for tensor in model.state_dict(keep_vars=True).values():
         tensor._is_hf_initialized = True
     for module in model.modules():
-        module._is_hf_initialized = False  # set by the first initialisation, which would skip every later one
+        # set by the first initialisation, which would skip every later one
+        vars(module).pop("_is_hf_initialized", None)
     model.initialize_weights()
 
 
@@ -88,7 +92,7 @@ def copy_weights(model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) 
         )
 
 
-def stop_tokens(checkpoint: Path, model: PreTrainedModel) -> tuple[int, ...]:
+def stop_tokens(checkpoint: Path, model: PreTrainedModel, *, trust_remote_code: bool) -> tuple[int, ...]:
     """The ids that end a response: of generation_config.json, else of the model's config, else of the tokenizer."""
     if (checkpoint / "generation_config.json").is_file():
         ids = _as_ids(GenerationConfig.from_pretrained(checkpoint).eos_token_id)
@@ -96,7 +100,7 @@ def stop_tokens(checkpoint: Path, model: PreTrainedModel) -> tuple[int, ...]:
             return ids
     ids = _as_ids(model.config.get_text_config(decoder=True).eos_token_id)
     if not ids and (checkpoint / "tokenizer_config.json").is_file():
-        ids = _as_ids(AutoTokenizer.from_pretrained(checkpoint).eos_token_id)
+        ids = _as_ids(AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=trust_remote_code).eos_token_id)
     return ids
 
 
