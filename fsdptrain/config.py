@@ -215,8 +215,10 @@ class RunConfig(Section):
     """Rollouts between evaluations, also before the first and after the last; 0: never."""
     n_samples_per_eval_prompt: int = Field(1, ge=1)
     """Completions for each evaluation prompt; pass@k is reported for each power of two up to it."""
-    eval_temperature: float = Field(1.0, ge=0.0)
-    """Sampling temperature of the evaluation; 0: greedy."""
+    eval_temperature: float = Field(1.0, gt=0.0)
+    """Sampling temperature of the evaluation."""
+    eval_greedy: bool = False
+    """Evaluate greedy decoding too, as eval/heldout_greedy."""
 
 
 class LogConfig(Section):
