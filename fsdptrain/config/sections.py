@@ -1,20 +1,24 @@
-"""The configuration: each field here is a flag, a recipe key and a Python keyword.
+"""The sections of the configuration: each field here is a flag, a recipe key and a Python keyword.
 
 Sections in `PREFIXED` put their name before their flags (`fsdp.cpu_offload` is `--fsdp-cpu-offload`), the others do not
-(`model.hf_checkpoint` is `--hf-checkpoint`). In a recipe and in Python a key may stand in its section or flat, by its
-flag's name with underscores: `Config(hf_checkpoint="...", fsdp_cpu_offload=True)`.
+(`model.hf_checkpoint` is `--hf-checkpoint`). The docstring of a field is its help text and its entry in the docs.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, BeforeValidator, Field
 
 PREFIXED = ("fsdp", "rollout", "ref", "log")
 
 
 class Section(BaseModel):
-    model_config = pydantic.ConfigDict(strict=True, frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = pydantic.ConfigDict(
+        strict=True, frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+
+Names = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 
 
 class ModelConfig(Section):
@@ -33,7 +37,7 @@ class ModelConfig(Section):
     bf16: bool = True
     """Compute in bfloat16, with float32 master weights and float32 gradient reduction. `--no-bf16`: float32."""
     fp16: bool = False
-    """Compute in float16 with a gradient scaler, in place of bfloat16."""
+    """Compute in float16 with a gradient scaler. It turns the default of bf16 off; both given is an error."""
     gradient_checkpointing: bool = False
     """Recompute each decoder layer in the backward pass: less memory, about a third more time."""
     logprob_chunk_size: int = Field(512, ge=1)
@@ -41,12 +45,19 @@ class ModelConfig(Section):
     deterministic_mode: bool = False
     """Only deterministic kernels (torch.use_deterministic_algorithms)."""
 
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _one_compute_dtype(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("fp16") is True:
+            return {"bf16": False, **values}
+        return values
+
 
 class DataConfig(Section):
     """Prompts and how they become tokens."""
 
     prompt_data: str = "reasoning_gym:gsm_symbolic"
-    """`reasoning_gym:<task>[?key=value&...]`, a .jsonl or .parquet file, or the name or folder of a `datasets` data set."""
+    """`reasoning_gym:<task>[?key=value&...]`, a .jsonl or .parquet file, or the name or folder of a `datasets` set."""
     prompt_split: str = "train"
     """Split of a `datasets` data set to train on."""
     input_key: str = "prompt"
@@ -60,11 +71,12 @@ class DataConfig(Section):
     chat_template_kwargs: dict[str, bool | int | str] = {}
     """Handed to the chat template, e.g. `enable_thinking: false`."""
     system_prompt: str = "auto"
-    """System message before each prompt; "" for none. `auto`: with reasoning_gym data it asks for <answer> tags, else none."""
+    """System message before each prompt; "" for none. `auto`: a request for <answer> tags with reasoning_gym data,
+    else none."""
     eval_prompt_data: str | None = None
     """Data to evaluate on, in any form of --prompt-data. Default: rows of --prompt-data that are never trained on."""
     eval_size: int = Field(128, ge=0)
-    """Prompts to hold out for evaluation; 0: none. [prompts]"""
+    """Prompts to evaluate on, held out from --prompt-data or taken from --eval-prompt-data; 0: none. [prompts]"""
     data_size: int = Field(100_000, ge=1)
     """Rows to draw from a generator such as reasoning-gym, which has no end. [prompts]"""
 
@@ -72,8 +84,9 @@ class DataConfig(Section):
 class RewardConfig(Section):
     """What a good response is."""
 
-    reward: list[str] = ["auto"]
-    """One or more of auto, reasoning_gym, math, exact, format or `package.module:function`, each with an optional `=weight`."""
+    reward: Names = Field(["auto"], min_length=1)
+    """One or more of auto, reasoning_gym, math, exact, format or `package.module:function`, each with an optional
+    `=weight`."""
     max_unscored_fraction: float = Field(0.1, ge=0.0, le=1.0)
     """Stop when more than this share of a rollout's samples could not be scored."""
 
@@ -204,7 +217,8 @@ class RunConfig(Section):
     seed: int = 0
     """Seed of everything but sampling."""
     resume: str = "auto"
-    """`auto`: go on from the newest checkpoint in output_dir if there is one. `never`: an output_dir in use is an error. Or a checkpoint's folder."""
+    """`auto`: go on from the newest checkpoint in output_dir if there is one. `never`: an output_dir in use is an
+    error. Or a checkpoint's folder."""
     save_interval: int = Field(50, ge=0)
     """Rollouts between checkpoints; 0: only the last, none if --keep-last is 0."""
     keep_last: int = Field(2, ge=0)
@@ -222,8 +236,8 @@ class RunConfig(Section):
 class LogConfig(Section):
     """Where metrics go."""
 
-    to: list[Literal["console", "wandb", "trackio"]] = ["console"]
-    """Loggers beside metrics.jsonl, which is always written."""
+    to: Names = ["console"]
+    """Loggers beside metrics.jsonl, which is always written: any of console, wandb, trackio, or a plug-in's."""
     project: str = "fsdptrain"
     """Project name for wandb and trackio."""
     run_name: str | None = None
@@ -247,23 +261,3 @@ class LaunchConfig(Section):
     """Deadline of every wait between ranks. [s]"""
     dry_run: bool = False
     """Print the resolved configuration with the source of each value, and stop."""
-
-
-class Config(Section):
-    """The whole configuration of a run."""
-
-    model: ModelConfig = ModelConfig()
-    data: DataConfig = DataConfig()
-    reward: RewardConfig = RewardConfig()
-    algorithm: AlgorithmConfig = AlgorithmConfig()
-    optim: OptimConfig = OptimConfig()
-    batch: BatchConfig = BatchConfig()
-    fsdp: FsdpConfig = FsdpConfig()
-    rollout: RolloutConfig = RolloutConfig()
-    ref: RefConfig = RefConfig()
-    run: RunConfig = RunConfig()
-    log: LogConfig = LogConfig()
-    launch: LaunchConfig = LaunchConfig()
-
-    def __init__(self, **values: Any) -> None:
-        super().__init__(**values)
