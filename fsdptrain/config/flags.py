@@ -6,7 +6,7 @@ import io
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, get_origin
+from typing import Annotated, Any, get_args, get_origin
 
 import tyro
 import yaml
@@ -153,7 +153,9 @@ def view(groups: Mapping[str, Mapping[str, Option]], docs: Mapping[str, str] | N
 
 
 def _member(name: str, option: Option) -> tuple[str, Any, Any]:
-    marks: list[Any] = [tyro.conf.arg(name=option.flag[2:], prefix_name=False, help=option.help)]
+    inner = [choice for choice in get_args(option.annotation) if choice is not type(None)]
+    metavar = inner[0].__name__.upper() if type(None) in get_args(option.annotation) else None  # not {None}|STR
+    marks: list[Any] = [tyro.conf.arg(name=option.flag[2:], prefix_name=False, help=option.help, metavar=metavar)]
     if get_origin(option.annotation) is dict:
         marks.append(_MAPPING)
     annotation = Annotated[(option.annotation, *marks)]  # pyright: ignore[reportInvalidTypeForm]

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import pydantic
 
 from fsdptrain.config import checks
-from fsdptrain.config.keys import group_by_section
+from fsdptrain.config.keys import SECTIONS, group_by_section
 from fsdptrain.config.problems import field_problem
 from fsdptrain.config.sections import (
     AlgorithmConfig,
@@ -94,10 +94,8 @@ def build_sections(values: Mapping[str, Any]) -> dict[str, Section]:
     """Each section that `values` speaks of, with its fields checked one by one. ConfigError at the first bad one."""
     sections: dict[str, Section] = {}
     for name, fields in group_by_section(values).items():
-        section = Config.model_fields[name].annotation
-        assert section is not None
         try:
-            sections[name] = section(**fields)
+            sections[name] = SECTIONS[name](**fields)
         except pydantic.ValidationError as error:
             raise field_problem(error, section=name) from None
     return sections
