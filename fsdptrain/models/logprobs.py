@@ -77,6 +77,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias, labels, logsumexp, entropy)
         ctx.transform, ctx.chunk_size, ctx.with_entropy = transform, chunk_size, with_entropy
         ctx.set_materialize_grads(False)
+        if not with_entropy:
+            ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
