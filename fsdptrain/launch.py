@@ -17,7 +17,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,13 +41,14 @@ _PR_SET_PDEATHSIG = 1  # prctl(2)
 def run(config: Config, argv: Sequence[str]) -> int:
     """Train on all processes that `config.launch` asks for; the exit code. `argv` is what each of them is given."""
     if "RANK" in os.environ:
-        return _train_as_rank(config)
+        return run_as_rank(config, lambda: _train(config))
     nproc = config.launch.nproc_per_node or max(1, torch.accelerator.device_count())
     if nproc * config.launch.nnodes > 1:
         check_world_size(config, nproc * config.launch.nnodes)
-        return _start_ranks(config, argv, nproc)
-    _quieten(rank=0, num_local=1)
-    _train(config)
+        return start_ranks(config, argv, nproc=nproc)
+    _quieten(rank=0)
+    with distributed(config):
+        _train(config)
     return 0
 
 
@@ -82,25 +83,26 @@ def _check_started(config: Config) -> None:
 def _train(config: Config) -> None:
     from fsdptrain.trainer import Trainer  # after the environment is set
 
-    with distributed(config):
-        Trainer(config).fit()
+    Trainer(config).fit()
 
 
-def _train_as_rank(config: Config) -> int:
-    """Train as one of several ranks. An error ends this process at once: the others may never reach a clean end."""
-    rank, num_local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    _quieten(rank=rank, num_local=num_local)
+def run_as_rank(config: Config, work: Callable[[], None]) -> int:
+    """Do `work` as one of several ranks. An error ends this process at once: the others may never reach a clean end."""
+    rank = int(os.environ["RANK"])
+    _quieten(rank=rank)
     if _FAILURES in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # no orphans when the starting process is killed
-    with _EndRankOnError(rank):
-        _train(config)
+    end = _EndRankOnError(rank)
+    with end, distributed(config), end:  # the inner one: before the group is torn down, where others may be waiting
+        work()
     return 0
 
 
 class _EndRankOnError:
     """Leaves the error for the starting process (under a torchrun of the user: on stderr) and ends this process.
 
-    It does not return to its caller, since tearing down a process group waits for ranks that may be gone.
+    Nothing after it is run: to tear down the process group could wait for ranks that are gone, and would end the others
+    with errors of their own before this one is known.
     """
 
     def __init__(self, rank: int) -> None:
@@ -155,16 +157,20 @@ def _failure(error: BaseException, rank: int) -> _Failure:
     return _Failure(rank, time.time(), text, mendable, isinstance(error, RankError))
 
 
-def _start_ranks(config: Config, argv: Sequence[str], nproc: int) -> int:
-    """Run `python -m fsdptrain` on `nproc` ranks of this machine, wait for them, and show the first error once."""
+def start_ranks(config: Config, argv: Sequence[str], *, nproc: int, module: str = "fsdptrain") -> int:
+    """Run `python -m <module> <argv>` on `nproc` ranks of this machine and wait for them; the exit code.
+
+    The first error is shown once: raised where a user can mend it, else written to stderr with its traceback.
+    """
     _set_defaults(
         OMP_NUM_THREADS=str(max(1, (os.cpu_count() or 1) // nproc)),
+        TORCH_CPP_LOG_LEVEL="ERROR",
         TORCH_ELASTIC_SHUTDOWN_TIMEOUT="10",  # [s] for ranks to end by themselves after one failed
     )
     with tempfile.TemporaryDirectory(prefix="fsdptrain-") as directory, _silent_agent():
         os.environ[_FAILURES] = directory
         try:
-            elastic_launch(_elastic_config(config, nproc), sys.executable)("-m", "fsdptrain", *argv)
+            elastic_launch(_elastic_config(config, nproc), sys.executable)("-m", module, *argv)
         except ChildFailedError as error:
             return _show(_failures(Path(directory)), error)
         except SignalException as error:
@@ -226,14 +232,9 @@ def _silent_agent() -> Iterator[None]:
         logging.disable(before)
 
 
-def _quieten(*, rank: int, num_local: int) -> None:
+def _quieten(*, rank: int) -> None:
     """Rank 0 speaks, and only of this program. What the user has set in the environment stays."""
-    _set_defaults(
-        OMP_NUM_THREADS=str(max(1, (os.cpu_count() or 1) // num_local)),
-        TORCH_CPP_LOG_LEVEL="ERROR",
-        TRANSFORMERS_VERBOSITY="error",
-        DATASETS_VERBOSITY="error",
-    )
+    _set_defaults(TRANSFORMERS_VERBOSITY="error", DATASETS_VERBOSITY="error")
     log = logging.getLogger("fsdptrain")
     log.setLevel(logging.INFO if rank == 0 else logging.ERROR)
     if not log.handlers:
