@@ -94,7 +94,9 @@ def write_samples(folder: Path) -> None:
     held_out = [row for row in rows if row["set"] == "heldout"]
     steps = sorted({row["step"] for row in held_out})
     lines = ["| question | before | | after | |", "|---|---|---|---|---|"]
-    for first, last in zip(*([row for row in held_out if row["step"] == s] for s in (steps[0], steps[-1])), strict=True):
+    for first, last in zip(
+        *([row for row in held_out if row["step"] == s] for s in (steps[0], steps[-1])), strict=True
+    ):
         cells = [first["prompt"], first["response"], mark(first), last["response"], mark(last)]
         lines.append("| " + " | ".join(f"`{cell}`" if len(cell) > 1 else cell for cell in cells) + " |")
     (folder / "samples.md").write_text("\n".join(lines) + "\n")

@@ -23,7 +23,16 @@ from fsdptrain.types import LogProbs, PackedBatch
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 
 # What may go wrong when a model is called in a way that it was not written for.
-REFUSALS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, ImportError, AssertionError, NumericsError)
+REFUSALS = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    ImportError,
+    AssertionError,
+    NumericsError,
+)
 
 # How configs name what the model does to its logits. The self-check proves the entry, or stops the run.
 _SCALE_KEYS: dict[str, Callable[[float], float]] = {

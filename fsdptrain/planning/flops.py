@@ -50,7 +50,9 @@ def model_flops(model: PreTrainedModel) -> ModelFlops:
     head_size = _field(config, "head_dim") or config.hidden_size // config.num_attention_heads
     kinds = _field(config, "layer_types") or ["full_attention"] * config.num_hidden_layers
     num_attention_layers = sum("attention" in kind and "linear" not in kind for kind in kinds)
-    return ModelFlops(body, sum(p.numel() for p in head.parameters()), num_attention_layers * config.num_attention_heads * head_size)
+    return ModelFlops(
+        body, sum(p.numel() for p in head.parameters()), num_attention_layers * config.num_attention_heads * head_size
+    )
 
 
 def peak_tflops(device: torch.device, dtype: torch.dtype) -> float:

@@ -24,6 +24,7 @@ from fsdptrain.rewards import build_reward
 from fsdptrain.rollout import build_engine
 from fsdptrain.trainer.evaluation import Evaluation
 from fsdptrain.trainer.experience import RolloutSource, SampleSource, SftSource, own_share
+from fsdptrain.trainer.folder import RunFolder
 from fsdptrain.trainer.speed import Speed
 from fsdptrain.types import LossConfig, Prompt, SamplingParams
 
@@ -44,7 +45,7 @@ class Parts:
 
 @contextmanager
 def build_parts(
-    config: Config, folder: Path, *, reward: RewardFunction | None, dataset: Sequence[Mapping[str, Any]] | None
+    config: Config, folder: RunFolder, *, reward: RewardFunction | None, dataset: Sequence[Mapping[str, Any]] | None
 ) -> Iterator[Parts]:
     """Data and rewards first, then the model, then the engine; whatever was built is closed at the end."""
     checkpoint = resolve_checkpoint(config.model.hf_checkpoint)
@@ -56,7 +57,13 @@ def build_parts(
     is_sft = config.algorithm.algorithm == "sft"
     device = platform.local_device()
     engine = None if is_sft and not held_out else build_engine(config, checkpoint=checkpoint, device=device)
-    loggers = build_loggers(config.log, folder, total_steps=config.run.num_rollout)
+    loggers = build_loggers(
+        config.log,
+        folder.path,
+        total_steps=config.run.num_rollout,
+        resumed_step=folder.resumed_step,
+        config=config,
+    )
     evaluation = None
     if engine is not None and held_out:
         evaluation = Evaluation(config, engine, own_share(held_out), score, tokenizer)

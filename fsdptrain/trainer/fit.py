@@ -1,7 +1,6 @@
 """Trainer: the loop, and what happens around it."""
 
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,13 +21,9 @@ from fsdptrain.trainer import summary
 from fsdptrain.trainer.batches import PackingRules, StepBatches, make_batches
 from fsdptrain.trainer.build import Parts, build_parts, loss_config
 from fsdptrain.trainer.experience import Experience
-from fsdptrain.trainer.folder import open_folder
+from fsdptrain.trainer.folder import PROGRESS_FILE, RunFolder, open_folder
 from fsdptrain.trainer.summary import Stopwatch
 from fsdptrain.types import Metrics, PackedBatch
-
-log = logging.getLogger(__name__)
-
-STATE_FILE = "progress.json"
 
 
 class Trainer:
@@ -58,19 +53,19 @@ class Trainer:
         with platform.process_group(self.config.launch.dist_timeout):
             platform.seed_everything(self.config.run.seed + dist.get_rank())
             platform.set_deterministic(self.config.model.deterministic_mode)
-            folder, checkpoint = open_folder(self.config)
+            folder = open_folder(self.config)
             with build_parts(self.config, folder, reward=self._reward, dataset=self._dataset) as parts:
-                return _Run(self.config, folder, parts).go(checkpoint)
+                return _Run(self.config, folder, parts).go()
 
 
 class _Run:
     """One call of `fit`: the parts, and what counts up."""
 
-    def __init__(self, config: Config, folder: Path, parts: Parts) -> None:
+    def __init__(self, config: Config, folder: RunFolder, parts: Parts) -> None:
         self._config = config
         self._folder = folder
         self._parts = parts
-        self._checkpoints = CheckpointFolder(folder, keep_last=config.run.keep_last)
+        self._checkpoints = CheckpointFolder(folder.path, keep_last=config.run.keep_last)
         self._loss = LOSSES[config.algorithm.algorithm]
         self._loss_config = loss_config(config.algorithm)
         self._rules = PackingRules(
@@ -84,13 +79,12 @@ class _Run:
         self._reward_names = summary.RewardNames()
         self._last: Metrics = {}
 
-    def go(self, checkpoint: Path | None) -> Metrics:
-        """From `checkpoint`, or from the start, to --num-rollout."""
+    def go(self) -> Metrics:
+        """From the checkpoint, or from the start, to --num-rollout."""
         run = self._config.run
-        if checkpoint is not None:
-            self._resume(checkpoint)
+        self._resume()
         self._hand_over_weights()
-        if checkpoint is None:
+        if self._step == 0:
             self._evaluate()
         while self._step < run.num_rollout:
             self._rollout_and_train()
@@ -100,7 +94,7 @@ class _Run:
             if last or (run.save_interval and self._step % run.save_interval == 0):
                 self._checkpoints.write(self._step, self._save)
         if run.export:
-            self._parts.backend.export(self._folder / "hf")
+            self._parts.backend.export(self._folder.path / "hf")
         return self._last
 
     def _rollout_and_train(self) -> None:
@@ -199,15 +193,16 @@ class _Run:
         self._parts.backend.save(directory, self._step)
         if dist.get_rank() == 0:
             state = {"step": self._step, "totals": self._totals, "source": self._parts.source.state_dict()}
-            (directory / STATE_FILE).write_text(json.dumps(state))
+            (directory / PROGRESS_FILE).write_text(json.dumps(state))
 
-    def _resume(self, checkpoint: Path) -> None:
-        with together(CheckpointError, f"--resume: checkpoint {checkpoint} cannot be read"):
-            state = json.loads((checkpoint / STATE_FILE).read_text())
-            self._parts.source.load_state_dict(state["source"])
+    def _resume(self) -> None:
+        checkpoint, progress = self._folder.checkpoint, self._folder.progress
+        if checkpoint is None or progress is None:
+            return
+        with together(CheckpointError, f"--resume: checkpoint {checkpoint}"):
+            self._parts.source.load_state_dict(progress["source"])
         self._step = self._parts.backend.load(checkpoint)
-        self._totals = state["totals"]
-        log.info("resumed from %s", checkpoint)
+        self._totals = progress["totals"]
 
 
 def _with(packs: Sequence[PackedBatch], field: str, scores: Sequence[Any]) -> list[PackedBatch]:

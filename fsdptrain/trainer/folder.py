@@ -1,6 +1,9 @@
 """The folder of a run: what it holds, and whether this run may go on in it."""
 
+import json
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -10,9 +13,21 @@ from fsdptrain.fsdp.checkpoint import CheckpointFolder
 from fsdptrain.models.collective import together
 
 CONFIG_FILE = "config.yaml"
+PROGRESS_FILE = "progress.json"  # in a checkpoint: what the loop counts, beside what the backend saves
 
 
-def open_folder(config: Config) -> tuple[Path, Path | None]:
+@dataclass(frozen=True)
+class RunFolder:
+    path: Path
+    checkpoint: Path | None  # to go on from; None: the run begins
+    progress: dict[str, Any] | None  # of that checkpoint
+
+    @property
+    def resumed_step(self) -> int | None:
+        return None if self.progress is None else self.progress["step"]
+
+
+def open_folder(config: Config) -> RunFolder:
     """Make --output-dir, leave the resolved configuration there, and find the checkpoint to resume from. Collective."""
     folder = Path(config.run.output_dir)
     with together(ConfigError, f"--output-dir {folder}"):
@@ -23,7 +38,11 @@ def open_folder(config: Config) -> tuple[Path, Path | None]:
         if dist.get_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / CONFIG_FILE).write_text(to_yaml(config))
-    return folder, checkpoint
+    progress = None
+    if checkpoint is not None:
+        with together(CheckpointError, f"--resume: checkpoint {checkpoint} cannot be read"):
+            progress = json.loads((checkpoint / PROGRESS_FILE).read_text())
+    return RunFolder(folder, checkpoint, progress)
 
 
 def _refuse_used_folder(config: Config, folder: Path) -> None:
