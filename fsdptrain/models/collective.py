@@ -44,6 +44,13 @@ def agree(error: Exception | None) -> None:
     raise RankError(f"rank {rank} of {len(messages)}: {message}")
 
 
+def require_same(value: Any, error: FsdptrainError) -> None:
+    """`error` on all ranks if `value`, something small, differs between any two of them; collective."""
+    values = gather(value)
+    if any(other != values[0] for other in values):
+        raise error
+
+
 class together:  # noqa: N801 - reads as a verb: `with together(CheckpointError, path): ...`
     """A block of rank-local work; at its end every rank raises the same error, or none does. No collectives inside.
 
