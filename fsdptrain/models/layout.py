@@ -14,7 +14,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdptrain import platform
@@ -30,6 +29,7 @@ from fsdptrain.models.policy import (
     over_ranks,
     plain_batch,
     policy_logprobs,
+    reshard,
 )
 from fsdptrain.models.random_copy import random_copy
 
@@ -195,16 +195,8 @@ def _score(
     refusals: list[Exception] = []
     values = model(plain_batch(segments, device=device), layout=layout, refusals=refusals)[0]
     said = next((words for words in gather(one_line(refusals[0]) if refusals else None) if words), "")
-    if said:
-        _put_in_order(model)
+    reshard(model)
     return values, said
-
-
-def _put_in_order(model: PreTrainedModel) -> None:
-    """After a forward that broke off within a layer: its group is gathered still."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def _gradient_difference(model: PreTrainedModel, probe: LayoutProbe) -> float:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdptrain import platform
@@ -142,6 +143,7 @@ def check_head(
     with evaluating(model):
         ours = policy_logprobs(model, batch, layout=layout).values
         stock = model(batch, layout=layout, stock_head=True)[0]
+    reshard(model)
     difference = over_ranks((ours - stock).abs().sum().item() / (num_tokens - 1))
     tolerance = TOLERANCES[compute_dtype]
     if not difference <= tolerance:
@@ -175,6 +177,13 @@ def plain_batch(segments: list[list[int]], *, device: torch.device) -> PackedBat
         rollout_logprobs=zeros,
         num_loss_tokens=int(mask.sum()),
     ).to(device)
+
+
+def reshard(model: nn.Module) -> None:
+    """Free what a forward without a backward left gathered: the root's group always, a layer's where it broke off."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 class evaluating:  # noqa: N801 - reads as a verb: `with evaluating(model): ...`
