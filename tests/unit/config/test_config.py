@@ -71,7 +71,7 @@ def test_every_option_has_a_help_text():
         ({"use_kl_loss": True}, "unknown key 'use_kl_loss': it is --kl-loss-coef here (above 0 turns it on)"),
         (
             {"colocate": True},
-            "unknown key 'colocate': there is no such flag here, the engine always shares the trainer's",
+            "unknown key 'colocate': there is no such flag here: the engine always shares the trainer's",
         ),
         ({"fsdp": True}, "'fsdp' is a section, it takes a mapping such as {cpu_offload: False}, got True"),
         ({"lr": 1e-5, "optim": {"lr": 1e-5}}, "optim.lr is given twice, in its section and flat: give it once"),
