@@ -40,8 +40,8 @@ SLIME = """\
 <!-- made by docs/generate_configuration.py: change fsdptrain/config/former_flags.py -->
 
 What became of the flags of slime's FSDP backend. The command line knows this table: an unknown flag that stands in it
-is answered with its row. Booleans that are on by default can be turned off here (`--no-x`), a recipe wins over defaults,
-and flags win over a recipe.
+is answered with its row. Booleans that are on by default can be turned off here (`--no-x`), a recipe wins over
+defaults, and flags win over a recipe.
 
 | there (its default) | here (its default) | |
 |---|---|---|
