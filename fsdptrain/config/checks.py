@@ -195,16 +195,11 @@ def _run(config: Config) -> Iterator[str]:
     if not run.keep_last:
         yield from _without_effect(config, "save_interval", "with --keep-last 0, which writes no checkpoint")
     if not run.eval_interval:
-        keys = "eval_prompt_data eval_size n_samples_per_eval_prompt eval_temperature"
+        keys = "eval_prompt_data eval_size n_samples_per_eval_prompt eval_temperature eval_greedy"
         yield from _without_effect(config, keys, "with --eval-interval 0, which never evaluates")
     elif not config.data.eval_size:
-        keys = "eval_prompt_data eval_interval n_samples_per_eval_prompt eval_temperature"
+        keys = "eval_prompt_data eval_interval n_samples_per_eval_prompt eval_temperature eval_greedy"
         yield from _without_effect(config, keys, "with --eval-size 0, which leaves no prompts to evaluate on")
-    if run.eval_temperature == 0 and run.n_samples_per_eval_prompt > 1:
-        yield (
-            f"--n-samples-per-eval-prompt {run.n_samples_per_eval_prompt} makes equal samples with "
-            "--eval-temperature 0, which is greedy: use 1 sample, or a temperature above 0"
-        )
 
 
 def _log(config: Config) -> Iterator[str]:
