@@ -1,0 +1,181 @@
+"""Nineteen small causal language models, one of each family: random weights, real transformers classes.
+
+    model = build("gemma2", seed=3)      # float32, on the CPU
+    for name in ARCHITECTURES: ...
+
+Every parameter is random, the norms and biases too, which the stock initialisation leaves at one and zero: a weight
+that was lost, swapped or left at its initial value shows in the logits. The vocabulary is that of
+`testing.tiny_tokenizer`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    DeepseekV3Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    Glm4Config,
+    GPT2Config,
+    GptOssConfig,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    Phi3Config,
+    PhiConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+)
+
+VOCAB_SIZE = 264
+HIDDEN = 64
+_TOKENS = {"vocab_size": VOCAB_SIZE, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1}
+_BASE = {
+    **_TOKENS,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 128,
+}
+_MLA = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+_GROUPS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+_GDN = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+}
+
+
+def _config(config_class: Callable[..., PreTrainedConfig], **overrides: Any) -> Callable[..., PreTrainedConfig]:
+    def make(**changes: Any) -> PreTrainedConfig:
+        return config_class(**{**_BASE, **overrides, **changes})
+
+    return make
+
+
+def _gpt2(**changes: Any) -> PreTrainedConfig:
+    own = {"n_embd": HIDDEN, "n_layer": 2, "n_head": 4, "n_inner": 128, "n_positions": 512}
+    quiet = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return GPT2Config(**{**_TOKENS, **own, **quiet, "tie_word_embeddings": True, **changes})
+
+
+CONFIGS: dict[str, Callable[..., PreTrainedConfig]] = {
+    "llama": _config(LlamaConfig),
+    "llama3_rope": _config(LlamaConfig, rope_parameters=_LLAMA3_ROPE),
+    "qwen2": _config(Qwen2Config, tie_word_embeddings=True),
+    "qwen3": _config(Qwen3Config, head_dim=16),
+    "qwen3_moe": _config(
+        Qwen3MoeConfig,
+        head_dim=16,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        decoder_sparse_step=1,
+    ),
+    "mixtral": _config(MixtralConfig, num_local_experts=4, num_experts_per_tok=2),
+    "mistral": _config(MistralConfig, sliding_window=16),
+    "gemma2": _config(
+        Gemma2Config,
+        head_dim=16,
+        query_pre_attn_scalar=16,
+        sliding_window=16,
+        attn_logit_softcapping=5.0,
+        final_logit_softcapping=3.0,
+        tie_word_embeddings=True,
+    ),
+    "gemma3": _config(
+        Gemma3TextConfig,
+        num_hidden_layers=3,
+        head_dim=16,
+        query_pre_attn_scalar=16,
+        sliding_window=16,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        tie_word_embeddings=True,
+    ),
+    "gpt_oss": _config(
+        GptOssConfig,
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=16,
+        rope_parameters=_YARN,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "qwen3_next": _config(
+        Qwen3NextConfig,
+        **_GDN,
+        num_hidden_layers=4,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        shared_expert_intermediate_size=48,
+        layer_types=["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+    ),
+    "glm4": _config(Glm4Config, head_dim=16),
+    "phi3": _config(Phi3Config),
+    "phi": _config(PhiConfig),
+    "deepseek_v3": _config(
+        DeepseekV3Config, **_MLA, **_GROUPS, num_key_value_heads=4, moe_intermediate_size=48, n_shared_experts=1
+    ),
+    "olmo2": _config(Olmo2Config),
+    "granite": _config(
+        GraniteConfig, logits_scaling=4.0, residual_multiplier=0.5, embedding_multiplier=2.0, attention_multiplier=0.2
+    ),
+    "gpt2": _gpt2,
+    "cohere": _config(CohereConfig, logit_scale=0.25, tie_word_embeddings=True),
+}
+ARCHITECTURES = tuple(CONFIGS)
+MOE = ("qwen3_moe", "mixtral", "gpt_oss", "qwen3_next", "deepseek_v3")
+TIED = ("qwen2", "gemma2", "gemma3", "gpt2", "cohere")
+
+
+def config(name: str, **changes: Any) -> PreTrainedConfig:
+    """The small configuration of the family `name`, with `changes`."""
+    return CONFIGS[name](**changes)
+
+
+def build(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A random float32 model of the family `name`, on the CPU, in eval mode."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config(name, **changes), dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(0.2 * noise if parameter.dim() == 1 else 0.05 * noise)
+        for name_, buffer in model.named_buffers():
+            if name_.endswith("e_score_correction_bias"):  # a persistent buffer, trained by its own rule
+                buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
+    return model.eval()
