@@ -1,0 +1,58 @@
+"""The reference model: a sharded copy of weights on the host, put in the policy's place while it is scored.
+
+One shard of host memory for each rank, and no second model: not on the device, not in FSDP. Bitwise exact both ways.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from fsdptrain import platform
+from fsdptrain.fsdp.shards import local_shard, reshard
+
+
+class ReferenceBank:
+    """Holds the weights that `model` has now, each rank its own shards. Costs [bytes] one shard of the host's memory."""
+
+    def __init__(self, model: nn.Module) -> None:
+        reshard(model)
+        self._model = model
+        self._bank = [_host_copy(tensor) for tensor in _live_tensors(model)]
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """Inside, the model is the reference; afterwards, and on any error, the policy again."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        """Exchange model and bank, tensor by tensor, through one buffer that is there before anything is changed."""
+        reshard(self._model)
+        pairs = list(zip(_live_tensors(self._model), self._bank, strict=True))
+        scratch: dict[torch.device, Tensor] = {}
+        for device in {live.device for live, _ in pairs}:
+            size = max(live.nbytes for live, _ in pairs if live.device == device)
+            scratch[device] = torch.empty(size, dtype=torch.uint8, device=device)
+        for live, banked in pairs:
+            policy = scratch[live.device][: live.nbytes].view(live.dtype).view(live.shape)
+            policy.copy_(live)
+            live.copy_(banked, non_blocking=True)
+            banked.copy_(policy, non_blocking=True)
+        if platform.has_accelerator():
+            torch.accelerator.synchronize()  # from here on the host may read and free what was copied
+
+
+def _live_tensors(model: nn.Module) -> list[Tensor]:
+    """This rank's shards, and buffers; a tied weight is there once, and is exchanged once."""
+    return [local_shard(tensor) for tensor in [*model.parameters(), *model.buffers()]]
+
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=platform.has_accelerator())
+    return host.copy_(tensor)
