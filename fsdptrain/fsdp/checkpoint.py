@@ -35,7 +35,7 @@ from fsdptrain import platform
 from fsdptrain.errors import CheckpointError
 from fsdptrain.fsdp.optim import Optimizer
 from fsdptrain.fsdp.shards import persistent_buffers, reshard
-from fsdptrain.models.collective import agree
+from fsdptrain.models.collective import together
 
 MANIFEST = "manifest.json"
 _STATE, _SHARDS, _RNG = "trainer.json", "shards", "rng-{rank:05d}.safetensors"
@@ -62,9 +62,15 @@ class CheckpointFolder:
             return None
         final = self._name(step)
         temporary = self.directory / f".tmp-{final.name}"
-        _collectively(lambda: self._prepare(temporary), only_rank_0=True)
-        _collectively(lambda: save(temporary))
-        _collectively(lambda: self._publish(temporary, final), only_rank_0=True)
+        failure = f"--output-dir: cannot write checkpoint {final}"
+        with together(CheckpointError, failure):
+            if dist.get_rank() == 0:
+                self._prepare(temporary)
+        with together(CheckpointError, failure):
+            save(temporary)
+        with together(CheckpointError, failure):
+            if dist.get_rank() == 0:
+                self._publish(temporary, final)
         return final
 
     def latest(self) -> Path | None:
@@ -84,18 +90,15 @@ class CheckpointFolder:
         return self.directory / (f"step_{step:08d}" + (f".{attempt}" if attempt else ""))
 
     def _name(self, step: int) -> Path:
-        """A name that is free: a run that went back and came again to `step` must not replace a whole folder in place."""
+        """A free name: a run that went back and came to `step` again must not replace a whole folder in place."""
         taken = [attempt for (other, attempt), _ in self._existing() if other == step] if dist.get_rank() == 0 else []
         return self._folder(step, _broadcast([max(taken, default=-1) + 1])[0])
 
     def _prepare(self, temporary: Path) -> None:
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            for leftover in [*self.directory.glob(".tmp-*"), *self.directory.glob(".old-*")]:
-                shutil.rmtree(leftover)
-            temporary.mkdir()
-        except OSError as error:
-            raise CheckpointError(f"--output-dir: cannot write checkpoints to {self.directory}: {error}") from error
+        self.directory.mkdir(parents=True, exist_ok=True)
+        for leftover in [*self.directory.glob(".tmp-*"), *self.directory.glob(".old-*")]:
+            shutil.rmtree(leftover)
+        temporary.mkdir()
 
     def _publish(self, temporary: Path, final: Path) -> None:
         _write_manifest(temporary)
@@ -120,7 +123,7 @@ def save_checkpoint(directory: Path, model: nn.Module, optimizer: Optimizer, *, 
     try:
         dcp.save(tensors, storage_writer=writer)
     except CheckpointException as error:
-        raise CheckpointError(f"--output-dir: checkpoint {directory} cannot be written ({_reasons(error)})") from error
+        raise CheckpointError(f"checkpoint {directory} cannot be written ({_reasons(error)})") from error
     _save_rng(directory / _RNG.format(rank=dist.get_rank()))
     if dist.get_rank() == 0:
         state = {
@@ -139,16 +142,18 @@ def load_checkpoint(directory: Path, model: nn.Module, optimizer: Optimizer) -> 
     On the number of ranks that wrote it the run goes on bitwise. On another number, a rank that has no random state of
     its own keeps the present one. Raises CheckpointError on every rank, and never leaves it at a silent restart.
     """
-    state: dict[str, Any] = {}
-    _collectively(lambda: state.update(_read_state(directory, model)))
     reshard(model)
+    state: dict[str, Any] = {}
+    with together(CheckpointError, f"checkpoint {directory} cannot be read"):
+        state = _read_state(directory, model)
     tensors = _tensors(model, optimizer)
     try:
         dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(directory / _SHARDS)))
     except CheckpointException as error:
         raise CheckpointError(f"checkpoint {directory} cannot be read ({_reasons(error)}): {_WAY_OUT}") from error
-    _collectively(lambda: optimizer.load_state_dict(state["optimizer"]))
-    _collectively(lambda: _load_rng(directory / _RNG.format(rank=dist.get_rank())))
+    with together(CheckpointError, f"checkpoint {directory} cannot be read"):
+        optimizer.load_state_dict(state["optimizer"])
+        _load_rng(directory / _RNG.format(rank=dist.get_rank()))
     return state["step"]
 
 
@@ -275,17 +280,6 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _collectively(action: Callable[[], None], *, only_rank_0: bool = False) -> None:
-    """Run `action` and let every rank know how it went: an error of one is an error of all."""
-    error: Exception | None = None
-    if not only_rank_0 or dist.get_rank() == 0:
-        try:
-            action()
-        except Exception as caught:  # noqa: BLE001 (raised again by agree, on every rank)
-            error = caught
-    agree(error)
 
 
 def _broadcast(values: list[int]) -> list[int]:

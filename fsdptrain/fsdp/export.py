@@ -20,7 +20,7 @@ from fsdptrain import platform
 from fsdptrain.errors import CheckpointError
 from fsdptrain.fsdp.checkpoint import sync_tree
 from fsdptrain.fsdp.shards import local_shard, persistent_buffers, reshard
-from fsdptrain.models.collective import agree
+from fsdptrain.models.collective import together
 from fsdptrain.models.structure import decoder_layers
 from fsdptrain.protocols import Naming
 
@@ -87,16 +87,12 @@ def export_hf(
     for name, tensor in stream_weights(model, dtype=dtype, naming="hub"):
         if writer is not None:
             writer.add(name, tensor)
-    error: Exception | None = None
-    if writer is not None:
-        try:
+    with together(CheckpointError, f"the model cannot be exported to {target}"):
+        if writer is not None:
             writer.finish()
             _copy_rest(source, temporary, dtype)
             sync_tree(temporary)
             _replace(temporary, target)
-        except (OSError, ValueError) as caught:
-            error = CheckpointError(f"the model cannot be exported to {target}: {caught}")
-    agree(error)
 
 
 class _Writer:

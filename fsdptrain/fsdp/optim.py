@@ -82,8 +82,8 @@ def _check_schedule(config: OptimConfig, *, decay_steps: int, warmup_steps: int)
             raise ConfigError("--lr-decay-style WSD needs --lr-wsd-decay-iters: a tenth of the run is usual")
         if wsd_steps > decay_steps - warmup_steps:
             raise ConfigError(
-                f"--lr-wsd-decay-iters must fit into the {decay_steps - warmup_steps} steps between warm-up and the end "
-                f"of the decay, got {wsd_steps}"
+                f"--lr-wsd-decay-iters must fit into the {decay_steps - warmup_steps} steps from warm-up to the end of "
+                f"the decay, got {wsd_steps}"
             )
 
 
@@ -162,7 +162,7 @@ class Optimizer:
         self.zero_grad()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Adam's state by parameter name, to save or to load in place: DTensors, and step counts as views of shape [1]."""
+        """Adam's state by parameter name, to save or load in place: DTensors, and step counts as views of shape [1]."""
         found: dict[str, Tensor] = {}
         for p, name in self._names.items():
             state = self._adam.state[p]

@@ -14,7 +14,7 @@ from fsdptrain.fsdp.shards import local_shard, reshard
 
 
 class ReferenceBank:
-    """Holds the weights that `model` has now, each rank its own shards. Costs [bytes] one shard of the host's memory."""
+    """Holds the weights that `model` has now, each rank its own shards: one shard of host memory."""
 
     def __init__(self, model: nn.Module) -> None:
         reshard(model)

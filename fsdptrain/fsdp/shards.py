@@ -1,8 +1,8 @@
 """Touching the shards of an FSDP2 model from outside, without leaving stale copies behind.
 
-After a forward pass without gradient the root group (and every group, without reshard-after-forward) stays gathered: its
-parameters are plain tensors, and the next gather is a no-op. Who then writes to the shards, by an optimizer step, a load
-or a swap, is not seen by the next forward. So `reshard` comes before every such write.
+After a forward pass without gradient the root group (and every group, without reshard-after-forward) stays gathered:
+its parameters are plain tensors, and the next gather is a no-op. Who then writes to the shards, by an optimizer step, a
+load or a swap, is not seen by the next forward. So `reshard` comes before every such write.
 """
 
 from collections.abc import Iterable, Iterator
