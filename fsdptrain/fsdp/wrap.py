@@ -89,7 +89,7 @@ def _expert_placement(num_shards: int) -> Callable[[nn.Parameter], Shard | None]
 
 
 def _every_rank_owns_some(rows: int, num_shards: int) -> bool:
-    """Whether chunks of ceil(rows / num_shards), dealt from rank 0 on, reach the last rank: 6 rows on 4 ranks do not."""
+    """Whether chunks of ceil(rows / num_shards), dealt from rank 0 on, reach the last one: 6 rows on 4 do not."""
     return math.ceil(rows / num_shards) * (num_shards - 1) < rows
 
 

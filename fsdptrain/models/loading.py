@@ -11,24 +11,20 @@ transformers: `_ShardReader` stands on the reader behind `from_pretrained`, of t
 
 import copy
 import hashlib
-import json
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import transformers
-from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -44,31 +40,12 @@ from transformers.utils import logging as transformers_logging
 from fsdptrain import platform
 from fsdptrain.errors import CheckpointError, ConfigError
 from fsdptrain.models.collective import gather, together
+from fsdptrain.models.files import resolve_checkpoint, some_of, weight_files
 
 TESTED_TRANSFORMERS = ((5, 17), (5, 24))  # from, and below
-HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py"]
-NOT_HUB_FILES = ["original/*", "metal/*", "onnx/*", "consolidated*"]  # the same weights in other formats
-SHOWN = 3  # names in an error message
 
+__all__ = ["build_meta_model", "load_weights", "resolve_checkpoint", "verify_loaded", "weight_files"]
 logger = logging.getLogger(__name__)
-
-
-def resolve_checkpoint(name: str) -> Path:
-    """The local folder of `name`: a folder, or a repository of the hub, which one rank of each node downloads.
-
-    Raises:
-        CheckpointError: no such folder or repository, no network, or no config.json and safetensors in it.
-    """
-    here = gather(Path(name).is_dir())
-    if any(here) or Path(name).is_absolute():
-        with together(CheckpointError, f"--hf-checkpoint {name}"):
-            return _checked(Path(name))
-    download = partial(snapshot_download, name, allow_patterns=HUB_FILES, ignore_patterns=NOT_HUB_FILES)
-    with together(CheckpointError, f"--hf-checkpoint {name} is neither a folder here nor loadable from the hub"):
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            download()
-    with together(CheckpointError, f"--hf-checkpoint {name}"):
-        return _checked(Path(download(local_files_only=True)))
 
 
 def build_meta_model(path: Path, *, trust_remote_code: bool, attn_implementation: str) -> PreTrainedModel:
@@ -110,7 +87,7 @@ def load_weights(model: PreTrainedModel, path: Path, *, strategy: str, cpu_offlo
     with together(CheckpointError, f"--hf-checkpoint {path}"), _quiet_transformers():
         files = weight_files(path)
         if strategy == "shard" and (obstacle := _needs_whole_tensors(model, files)):
-            logger.warning("%s: loading as with --load-strategy rank0", obstacle)
+            logger.warning("%s: --load-strategy rank0 is used in place of shard", obstacle)
             strategy = "rank0"
     if strategy == "shard":
         _read_shards(model, path, files, cpu_offload=cpu_offload)
@@ -122,25 +99,6 @@ def load_weights(model: PreTrainedModel, path: Path, *, strategy: str, cpu_offlo
     verify_loaded(model, path)
 
 
-def weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a checkpoint. CheckpointError for one that its index names and that is not there."""
-    if (path / "model.safetensors").is_file():
-        return [path / "model.safetensors"]
-    index = path / "model.safetensors.index.json"
-    if not index.is_file():
-        raise CheckpointError(
-            f"--hf-checkpoint {path} has neither model.safetensors nor {index.name}; "
-            "other formats can be converted by transformers' save_pretrained"
-        )
-    names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    absent = [name for name in names if not (path / name).is_file()]
-    if absent:
-        raise CheckpointError(
-            f"--hf-checkpoint {path} lacks {_some(absent)}, which {index.name} names: download it again"
-        )
-    return [path / name for name in names]
-
-
 def verify_loaded(model: PreTrainedModel, path: Path) -> None:
     """Nothing on meta, everything float32, tied as the config says, and the same on every rank; collective."""
     with together(CheckpointError, f"--hf-checkpoint {path}"):
@@ -149,23 +107,12 @@ def verify_loaded(model: PreTrainedModel, path: Path) -> None:
     _require_same_parameters(model, path)
 
 
-def _checked(path: Path) -> Path:
-    if not path.is_dir():
-        raise CheckpointError(
-            f"--hf-checkpoint {path} is not a folder; it takes one, or the name of a repository on the hub"
-        )
-    if not (path / "config.json").is_file():
-        raise CheckpointError(f"--hf-checkpoint {path} has no config.json: is it the folder of a Hugging Face model?")
-    weight_files(path)
-    return path
-
-
 def _problems(model: PreTrainedModel) -> list[str]:
     tensors = [*model.named_parameters(), *model.named_buffers()]
     on_meta = [name for name, tensor in tensors if tensor.is_meta]
     other_dtype = [name for name, parameter in model.named_parameters() if parameter.dtype != torch.float32]
-    problems = [f"{_some(on_meta)} not loaded"] if on_meta else []
-    problems += [f"{_some(other_dtype)} not float32"] if other_dtype else []
+    problems = [f"{some_of(on_meta)} not loaded"] if on_meta else []
+    problems += [f"{some_of(other_dtype)} not float32"] if other_dtype else []
     for target, source in model.get_expanded_tied_weights_keys(all_submodels=True).items():
         if model.get_parameter(target) is not model.get_parameter(source):
             problems.append(f"the config ties {target} to {source}, but the files hold two different tensors")
@@ -183,13 +130,13 @@ def _read_shards(model: PreTrainedModel, path: Path, files: list[Path], *, cpu_o
         pretrained_model_name_or_path=str(path),
         dtype=torch.float32,
         device_map={"": device},
-        weight_mapping=get_model_conversion_mapping(model),
+        weight_mapping=cast(list[WeightConverter | WeightRenaming], get_model_conversion_mapping(model)),
     )
     with together(CheckpointError, f"--hf-checkpoint {path}"), _quiet_transformers():
         info, _ = PreTrainedModel._load_pretrained_model(model, None, [str(file) for file in files], load_config)
         if info.mismatched_keys:
             names = sorted(name for name, _, _ in info.mismatched_keys)
-            raise CheckpointError(f"--hf-checkpoint {path}: {_some(names)} of another shape than config.json says")
+            raise CheckpointError(f"--hf-checkpoint {path}: {some_of(names)} of another shape than config.json says")
         if info.conversion_errors:
             name, reason = min(info.conversion_errors.items())
             raise CheckpointError(f"--hf-checkpoint {path}: cannot convert {name}: {reason.strip().splitlines()[-1]}")
@@ -223,7 +170,7 @@ def _needs_whole_tensors(model: PreTrainedModel, files: list[Path]) -> str:
             for key in tensors.keys():  # noqa: SIM118 - not a mapping
                 name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, parameters)
                 if pattern is not None and not _commutes(by_pattern[pattern], parameters.get(name)):
-                    return f"{name} is made from several tensors of the files by an operation that needs them whole"
+                    return f"transformers converts {key} of the files by an operation that needs it whole"
     return ""
 
 
@@ -234,7 +181,7 @@ def _commutes(converter: WeightConverter, parameter: Tensor | None) -> bool:
     sharded = {
         placement.dim
         for axis, placement in enumerate(parameter.placements)
-        if placement.is_shard() and parameter.device_mesh.size(axis) > 1
+        if isinstance(placement, Shard) and parameter.device_mesh.size(axis) > 1
     }
     for operation in converter.operations:
         if isinstance(operation, MergeModulelist) and operation.dim == 0:
@@ -247,10 +194,10 @@ def _commutes(converter: WeightConverter, parameter: Tensor | None) -> bool:
 
 def _refuse_leftovers(path: Path, missing: set[str], unexpected: set[str]) -> None:
     if missing:
-        raise CheckpointError(f"--hf-checkpoint {path}: the files lack {_some(sorted(missing))}, which the model has")
+        raise CheckpointError(f"--hf-checkpoint {path}: the files lack {some_of(sorted(missing))}, which the model has")
     if unexpected:
         raise CheckpointError(
-            f"--hf-checkpoint {path}: the files hold {_some(sorted(unexpected))}, which the model has not; "
+            f"--hf-checkpoint {path}: the files hold {some_of(sorted(unexpected))}, which the model has not; "
             "does config.json belong to them?"
         )
 
@@ -261,7 +208,7 @@ def _move_shards_to_host(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     The reader puts a shard where the mesh of its DTensor is. With CPU offload that is the accelerator, while the
     shards belong on the host.
     """
-    originals = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor)}
+    originals: dict[str, Any] = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor)}
     meshes = {mesh: _host_mesh(mesh) for mesh in {p.device_mesh for p in originals.values()}}
     stand_ins: dict[nn.Parameter, nn.Parameter] = {}
     for original in originals.values():
@@ -383,11 +330,6 @@ def _require_same(value: Any, path: Path) -> None:
         raise CheckpointError(
             f"--hf-checkpoint {path}: ranks see different checkpoints; is the folder on a shared disk?"
         )
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
 
 
 @contextmanager
