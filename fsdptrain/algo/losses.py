@@ -1,8 +1,8 @@
 """Policy losses: sums over the loss tokens of a pack, weighted by `loss_weights`, which hold the global denominator.
 
-Everything is computed at `loss_positions` only ([M]), so what stands elsewhere in a pack can never reach a gradient. Metrics
-are divided by the loss tokens of the whole optimizer step: summed over packs and ranks they are means. Which names are
-emitted depends on the configuration alone, so that every pack of every rank emits the same.
+Everything is computed at `loss_positions` only ([M]), so what stands elsewhere in a pack can never reach a gradient.
+Metrics are divided by the loss tokens of the whole optimizer step: summed over packs and ranks they are means. Which
+names are emitted depends on the configuration alone, so that every pack of every rank emits the same.
 """
 
 from collections.abc import Mapping
@@ -66,8 +66,9 @@ LOSSES: Mapping[str, Loss] = {"grpo": grpo, "sft": sft}
 def finish_metrics(metrics: Mapping[str, float]) -> Metrics:
     """What to log, from metrics that were reduced over packs and ranks.
 
-    A mean or a sum needs nothing; a value that is not linear in its tokens travels as the sums that it is made of, whose last
-    part begins with `_`. They are taken out here: ess = (sum w)^2 / (n sum w^2), in (0, 1], 1 where engine and trainer agree.
+    A mean or a sum needs nothing; a value that is not linear in its tokens travels as the sums that it is made of,
+    whose last part begins with `_`. They are taken out here: ess = (sum w)^2 / (n sum w^2), in (0, 1], 1 where engine
+    and trainer agree.
     """
     finished = {name: value for name, value in metrics.items() if not name.rpartition("/")[2].startswith("_")}
     if "mismatch/_w_mean" in metrics:
@@ -110,7 +111,7 @@ def _total(tokens: LossTokens, policy: Tensor, config: LossConfig, metrics: Mapp
 
 
 def _policy_metrics(tokens: LossTokens, log_ratio: Tensor, *, low: float, high: float) -> dict[str, Tensor]:
-    """A token counts as clipped only where the clip takes its gradient away: on the side that its advantage pushes to."""
+    """Clipped is a token whose gradient the clip takes away: one on the side that its advantage pushes to."""
     ratio = log_ratio.exp()
     clipped_low = (ratio < low) & (tokens.advantages < 0)
     clipped_high = (ratio > high) & (tokens.advantages > 0)
@@ -123,7 +124,7 @@ def _policy_metrics(tokens: LossTokens, log_ratio: Tensor, *, low: float, high: 
 
 
 def _mismatch_metrics(tokens: LossTokens) -> dict[str, Tensor]:
-    """Trainer against engine on the same weights: w = exp(lo - lr). With `use_rollout_logprobs` lo is lr, and all is 0."""
+    """Trainer against engine on the same weights, w = exp(lo - lr); with `use_rollout_logprobs` lo is lr."""
     log_w = _clamped(tokens.old_logprobs - tokens.rollout_logprobs)
     w = log_w.exp()
     low, high = MISMATCH_BOUNDS

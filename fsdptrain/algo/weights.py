@@ -2,7 +2,8 @@
 
 A loss is `sum(loss_weights * per_token)` over packs and ranks; nothing is divided afterwards. So the gradient cannot
 depend on how samples were packed, on the number of micro-batches or on the number of ranks. Notation of algorithms.md:
-T_i loss tokens of sequence i, N_tok and N_seq those of the WHOLE optimizer step over every rank, L_max the longest response.
+T_i loss tokens of sequence i, N_tok and N_seq those of the WHOLE optimizer step over every rank, L_max the longest
+response.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +26,7 @@ def num_loss_tokens(sample: Sample) -> int:
 
 
 def count_totals(loss_tokens: Sequence[int]) -> Totals:
-    """The totals of sequences with so many loss tokens each: pass those of the whole optimizer step, not of one rank."""
+    """The totals of sequences with so many loss tokens each: those of the whole optimizer step."""
     return Totals(num_tokens=sum(loss_tokens), num_sequences=sum(count > 0 for count in loss_tokens))
 
 

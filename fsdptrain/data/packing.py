@@ -1,7 +1,7 @@
 """Which samples share a pack, and what a pack looks like.
 
-`plan_packs` looks at lengths only, so every rank computes the same plan from the same lengths. `pack` makes the tensors, and
-is the only place where tokens and what is said of them are shifted against each other.
+`plan_packs` looks at lengths only, so every rank computes the same plan from the same lengths. `pack` makes the
+tensors, and is the only place where tokens and what is said of them are shifted against each other.
 """
 
 from bisect import bisect_left, insort
@@ -16,14 +16,15 @@ from fsdptrain.algo.weights import Totals, num_loss_tokens, token_weight
 from fsdptrain.errors import ConfigError
 from fsdptrain.types import PackedBatch, Sample
 
-# Cost of a sequence of L tokens in units of a token's linear work: L + QUADRATIC_COST * L^2. A transformer layer of width h
-# does 24 h^2 operations for a token's matrices and, causal, 2 L h for its attention: 1 / (12 h), here with h = 2048.
+# Cost of a sequence of L tokens in units of a token's linear work: L + QUADRATIC_COST * L^2. A transformer layer of
+# width h does 24 h^2 operations for a token's matrices and, causal, 2 L h for its attention: 1 / (12 h), here with h =
+# 2048.
 QUADRATIC_COST = 1 / (12 * 2048)
 
 
 @dataclass(frozen=True)
 class PackPlan:
-    """Which samples go where. Each sample stands in one pack; packs of a rank run from the costliest to the cheapest."""
+    """Which samples go where, each into one pack. Packs of a rank run from the costliest to the cheapest."""
 
     packs: tuple[tuple[tuple[int, ...], ...], ...]  # [rank][pack] -> indices of samples; the same number for each rank
     fill: float  # tokens / (max_tokens x packs of all ranks), in [0, 1]
@@ -40,9 +41,10 @@ def plan_packs(
 ) -> PackPlan:
     """As few packs as best-fit decreasing needs, the same number on each rank, balanced by linear plus quadratic cost.
 
-    Best-fit decreasing shares first-fit decreasing's bound of 11/9 of the optimum, and needs no tree. The budget is hard.
-    Once the number of packs is known, samples are spread evenly over them (the costliest to the cheapest pack so far); where
-    packs are too full for that, the best-fit packs stay and only their ranks are balanced. O(n log n) comparisons.
+    Best-fit decreasing shares first-fit decreasing's bound of 11/9 of the optimum, and needs no tree. The budget is
+    hard. Once the number of packs is known, samples are spread evenly over them (the costliest to the cheapest pack so
+    far); where packs are too full for that, the best-fit packs stay and only their ranks are balanced. O(n log n)
+    comparisons.
 
     Raises ConfigError if a sample is longer than `max_tokens`.
     """
@@ -67,14 +69,14 @@ def check_lengths(lengths: Sequence[int], *, max_tokens: int) -> None:
     """Raises ConfigError for a sample that cannot fit into any pack."""
     if lengths and max(lengths) > max_tokens:
         raise ConfigError(
-            f"--max-tokens-per-gpu {max_tokens} is less than a sample of {max(lengths)} tokens, and samples are never split: "
-            "raise it, lower --rollout-max-prompt-len or --rollout-max-response-len, or leave such samples out by "
+            f"--max-tokens-per-gpu {max_tokens} is less than a sample of {max(lengths)} tokens, and samples are never "
+            "split: raise it, lower --rollout-max-prompt-len or --rollout-max-response-len, or leave such samples out by "
             "--overlong drop"
         )
 
 
 def drop_overlong(samples: Sequence[Sample], *, max_tokens: int, overlong: str) -> tuple[list[Sample], int]:
-    """The samples that fit into a pack, and how many were dropped; ConfigError if one does not fit and must not be dropped."""
+    """The samples that fit into a pack, and how many were dropped; ConfigError if none must be (`error`)."""
     fitting = [sample for sample in samples if len(sample.token_ids) <= max_tokens]
     if overlong == "error":
         check_lengths([len(sample.token_ids) for sample in samples], max_tokens=max_tokens)
@@ -207,7 +209,7 @@ def _spread(
 
 
 def _deal(pack_costs: Sequence[float], num_ranks: int) -> list[list[int]]:
-    """Packs by rank. Packs of like cost run at the same time; within each round the costliest goes to the rank with least."""
+    """Packs by rank. Like costs run at the same time; in each round the costliest goes to the rank with least."""
     costliest_first = sorted(range(len(pack_costs)), key=pack_costs.__getitem__, reverse=True)
     by_rank: list[list[int]] = [[] for _ in range(num_ranks)]
     totals = [0.0] * num_ranks
