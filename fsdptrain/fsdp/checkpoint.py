@@ -18,9 +18,8 @@ import random
 import re
 import shutil
 from collections.abc import Callable
-from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -34,7 +33,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from fsdptrain import platform
 from fsdptrain.errors import CheckpointError
 from fsdptrain.fsdp.optim import Optimizer
-from fsdptrain.fsdp.shards import persistent_buffers, reshard
+from fsdptrain.fsdp.shards import describe, fingerprint, model_tensors, reshard
 from fsdptrain.models.collective import together
 
 MANIFEST = "manifest.json"
@@ -164,24 +163,8 @@ def _reasons(error: CheckpointException) -> str:
     return "; ".join(sorted({f"{type(e).__name__}: {e}" for e, _ in error.failures.values()}))
 
 
-def fingerprint(model: nn.Module) -> dict[str, Any]:
-    """What tells one model from another: its class, and the names, shapes and dtypes of its tensors."""
-    tensors = {name: [list(t.shape), str(t.dtype)] for name, t in _model_tensors(model).items()}
-    digest = sha256(json.dumps(tensors, sort_keys=True).encode()).hexdigest()[:16]
-    num_parameters = sum(p.numel() for p in model.parameters())
-    return {"class": _class_name(model), "num_parameters": num_parameters, "tensors": digest}
-
-
-def _class_name(model: nn.Module) -> str:
-    return type(model).__name__.removeprefix("FSDP")  # fully_shard makes a class FSDP<Name>
-
-
-def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    return dict(model.named_parameters()) | dict(persistent_buffers(model))
-
-
 def _tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    of_model = {f"model.{name}": torch.atleast_1d(t.detach()) for name, t in _model_tensors(model).items()}  # views
+    of_model = {f"model.{name}": torch.atleast_1d(t.detach()) for name, t in model_tensors(model).items()}  # views
     return of_model | {f"optimizer.{name}": tensor for name, tensor in optimizer.tensors().items()}
 
 
@@ -215,19 +198,15 @@ def _read_state(directory: Path, model: nn.Module) -> dict[str, Any]:
     ours, theirs = fingerprint(model), state["model"]
     if ours != theirs:
         raise CheckpointError(
-            f"checkpoint {directory} is of another model ({_describe(theirs)}) than --hf-checkpoint "
-            f"({_describe(ours)}): {_WAY_OUT}"
+            f"checkpoint {directory} is of another model ({describe(theirs)}) than --hf-checkpoint "
+            f"({describe(ours)}): {_WAY_OUT}"
         )
     return state
 
 
-def _describe(model: dict[str, Any]) -> str:
-    return f"{model['class']}, {model['num_parameters']:,} parameters, tensors {model['tensors']}"
-
-
 def _save_rng(path: Path) -> None:
     version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    kind, keys, position, has_gauss, cached = cast(tuple, np.random.get_state(legacy=True))
     tensors = {
         "torch": torch.get_rng_state(),
         "python": torch.tensor(words, dtype=torch.int64),

@@ -19,7 +19,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from fsdptrain import platform
 from fsdptrain.errors import CheckpointError
 from fsdptrain.fsdp.checkpoint import sync_tree
-from fsdptrain.fsdp.shards import local_shard, persistent_buffers, reshard
+from fsdptrain.fsdp.shards import local_shard, model_tensors, reshard
 from fsdptrain.models.collective import together
 from fsdptrain.models.structure import decoder_layers
 from fsdptrain.protocols import Naming
@@ -49,7 +49,7 @@ def _units(model: PreTrainedModel) -> list[dict[str, Tensor]]:
     prefixes = [f"{name}." for name, module in model.named_modules() if id(module) in layers]
     inside: dict[str, dict[str, Tensor]] = {prefix: {} for prefix in prefixes}
     units: list[dict[str, Tensor]] = []
-    for name, tensor in [*model.named_parameters(), *persistent_buffers(model)]:
+    for name, tensor in model_tensors(model).items():
         prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), None)
         if prefix is None:
             units.append({name: tensor})

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdptrain.config import OptimConfig
-from fsdptrain.errors import ConfigError, NumericsError
+from fsdptrain.errors import NumericsError
 from fsdptrain.fsdp.shards import reshard
 
 Schedule = Callable[[int], float]
@@ -36,13 +36,12 @@ def lr_schedule(config: OptimConfig, *, total_steps: int) -> Schedule:
                       linear 1 - x; cosine (1 + cos(pi x)) / 2; WSD 1 until d - v and then, with x = (k - (d - v)) / v
                       and v = --lr-wsd-decay-iters, also exponential 2 * 0.5^x - 1 or minus_sqrt 1 - sqrt(x)
       inverse-square-root: max(min_lr, lr sqrt(max(w, 1) / max(k, 1)))
-    These are the definitions that users of Megatron-LM and slime know. Raises ConfigError.
+    These are the definitions that users of Megatron-LM and slime know; `config` has been checked for them.
     """
     decay_steps = config.lr_decay_iters or max(total_steps, 1)
     warmup_steps = config.lr_warmup_iters
     if config.lr_warmup_fraction is not None:
         warmup_steps = math.floor(config.lr_warmup_fraction * decay_steps)
-    _check_schedule(config, decay_steps=decay_steps, warmup_steps=warmup_steps)
     decay = _decay(config, decay_steps=decay_steps, warmup_steps=warmup_steps)
 
     def schedule(num_updates: int) -> float:
@@ -63,28 +62,10 @@ def _decay(config: OptimConfig, *, decay_steps: int, warmup_steps: int) -> Sched
         return lambda num_updates: max(floor, peak * math.sqrt(max(warmup_steps, 1) / max(num_updates, 1)))
     length, shape = decay_steps - warmup_steps, config.lr_decay_style
     if config.lr_decay_style == "WSD":
-        assert config.lr_wsd_decay_iters is not None
+        assert config.lr_wsd_decay_iters is not None  # config/checks.py
         length, shape = config.lr_wsd_decay_iters, config.lr_wsd_decay_style
     start, left = decay_steps - length, DECAYS[shape]
     return lambda num_updates: floor + (peak - floor) * left(max(0.0, (num_updates - start) / max(length, 1)))
-
-
-def _check_schedule(config: OptimConfig, *, decay_steps: int, warmup_steps: int) -> None:
-    if warmup_steps > decay_steps:
-        raise ConfigError(
-            f"--lr-warmup-iters must not exceed the {decay_steps} steps of --lr-decay-iters, got {warmup_steps}"
-        )
-    if config.lr_decay_style != "constant" and config.min_lr > config.lr:
-        raise ConfigError(f"--min-lr must not exceed --lr, got {config.min_lr} and {config.lr}")
-    if config.lr_decay_style == "WSD":
-        wsd_steps = config.lr_wsd_decay_iters
-        if wsd_steps is None:
-            raise ConfigError("--lr-decay-style WSD needs --lr-wsd-decay-iters: a tenth of the run is usual")
-        if wsd_steps > decay_steps - warmup_steps:
-            raise ConfigError(
-                f"--lr-wsd-decay-iters must fit into the {decay_steps - warmup_steps} steps from warm-up to the end of "
-                f"the decay, got {wsd_steps}"
-            )
 
 
 class Optimizer:

@@ -10,31 +10,31 @@ import torch
 from torch import Tensor, nn
 
 from fsdptrain import platform
-from fsdptrain.fsdp.shards import local_shard, reshard
+from fsdptrain.fsdp.shards import fingerprint, local_shard, reshard
 
 
 class ReferenceBank:
-    """Holds the weights that `model` has now, each rank its own shards: one shard of host memory."""
+    """A copy of the weights that `source` has now, each rank its own shards: one shard of host memory."""
 
-    def __init__(self, model: nn.Module) -> None:
-        reshard(model)
-        self._model = model
-        self._bank = [_host_copy(tensor) for tensor in _live_tensors(model)]
+    def __init__(self, source: nn.Module) -> None:
+        reshard(source)
+        self.fingerprint = fingerprint(source)
+        self._bank = [_host_copy(tensor) for tensor in _live_tensors(source)]
 
     @contextmanager
-    def swapped_in(self) -> Iterator[None]:
-        """Inside, the model is the reference; afterwards, and on any error, the policy again."""
-        self._swap()
+    def swapped_into(self, model: nn.Module) -> Iterator[None]:
+        """Inside, `model`, sharded like the source, is the reference; afterwards, and on errors, the policy again."""
+        self._swap(model)
         try:
             yield
         finally:
-            self._swap()
+            self._swap(model)
 
     @torch.no_grad()
-    def _swap(self) -> None:
+    def _swap(self, model: nn.Module) -> None:
         """Exchange model and bank, tensor by tensor, through one buffer that is there before anything is changed."""
-        reshard(self._model)
-        pairs = list(zip(_live_tensors(self._model), self._bank, strict=True))
+        reshard(model)
+        pairs = list(zip(_live_tensors(model), self._bank, strict=True))
         scratch: dict[torch.device, Tensor] = {}
         for device in {live.device for live, _ in pairs}:
             size = max(live.nbytes for live, _ in pairs if live.device == device)

@@ -5,7 +5,10 @@ its parameters are plain tensors, and the next gather is a no-op. Who then write
 load or a swap, is not seen by the next forward. So `reshard` comes before every such write.
 """
 
-from collections.abc import Iterable, Iterator
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from hashlib import sha256
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +39,26 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             if name not in module._non_persistent_buffers_set and buffer not in seen:
                 seen.add(buffer)
                 yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """All that a checkpoint of `model` holds, by name: parameters (tied ones once) and persistent buffers."""
+    return dict(model.named_parameters()) | dict(persistent_buffers(model))
+
+
+def fingerprint(model: nn.Module) -> dict[str, Any]:
+    """What tells one model from another: its class, and the names, shapes and dtypes of its tensors."""
+    tensors = {name: [list(t.shape), str(t.dtype)] for name, t in model_tensors(model).items()}
+    return {
+        "class": type(model).__name__.removeprefix("FSDP"),  # fully_shard makes a class FSDP<Name>
+        "num_parameters": sum(p.numel() for p in model.parameters()),
+        "tensors": sha256(json.dumps(tensors, sort_keys=True).encode()).hexdigest()[:16],
+    }
+
+
+def describe(model: Mapping[str, Any]) -> str:
+    """A fingerprint in words."""
+    return f"{model['class']}, {model['num_parameters']:,} parameters, tensors {model['tensors']}"
 
 
 class HostStash:
