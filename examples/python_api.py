@@ -1,6 +1,6 @@
 """A whole run from Python. The keyword arguments are the command line's flags, with underscores.
 
-    python examples/python_api.py Qwen/Qwen3-0.6B runs/python_api
+python examples/python_api.py Qwen/Qwen3-0.6B runs/python_api
 """
 
 import sys

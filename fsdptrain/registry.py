@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Mapping
 from difflib import get_close_matches
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
 from fsdptrain.errors import ConfigError
@@ -38,3 +39,32 @@ def suggest(name: str, known: Mapping[str, object] | list[str]) -> str:
     """`; did you mean 'x'?` or nothing."""
     close = get_close_matches(name, list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def plugin_names(kind: str) -> list[str]:
+    """Names of the installed plug-ins of a `kind` (loggers, engines, backends), without importing them."""
+    return [point.name.removeprefix(f"{kind}.") for point in _entry_points(kind)]
+
+
+def load_plugins(kind: str) -> dict[str, Any]:
+    """The installed plug-ins of a `kind` by name.
+
+    A package offers one by an entry point of the group `fsdptrain.plugins` named `<kind>.<name>`:
+
+        [project.entry-points."fsdptrain.plugins"]
+        "loggers.mlflow" = "my_package.mlflow:MlflowLogger"
+    """
+    return {point.name.removeprefix(f"{kind}."): _load(point) for point in _entry_points(kind)}
+
+
+def _entry_points(kind: str) -> list[EntryPoint]:
+    return [point for point in entry_points(group="fsdptrain.plugins") if point.name.startswith(f"{kind}.")]
+
+
+def _load(point: EntryPoint) -> Any:
+    try:
+        return point.load()
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"plug-in {point.name} = {point.value} cannot be loaded: {error}; mend or remove it"
+        ) from error

@@ -31,7 +31,9 @@ CHAT_TEMPLATE = (
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """Byte-level, 256 bytes and a few special tokens, with a chat template. Lossless."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: i for i, token in enumerate(["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>", *alphabet])}
+    vocab = {
+        token: i for i, token in enumerate(["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>", *alphabet])
+    }
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()

@@ -82,6 +82,7 @@ class PackedBatch:
     seqlens: tuple[int, ...]  # (N,) the same on the host: reading it never waits for a device
     prefix_segment: Tensor  # [N] i32, -1: none
     loss_mask: Tensor  # [T] bool
+    loss_positions: Tensor  # [M] i64, where loss_mask is True; [0] where it is True nowhere, so that M >= 1
     loss_weights: Tensor  # [T] f32
     advantages: Tensor  # [T] f32
     rollout_logprobs: Tensor  # [T] f32

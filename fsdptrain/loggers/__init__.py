@@ -1,0 +1,56 @@
+"""Where metrics go. metrics.jsonl and samples.jsonl are always written; `--log-to` names what else there is.
+
+A plug-in is a callable `(RunInfo) -> Logger`, under an entry point `loggers.<name>` of the group `fsdptrain.plugins`, or
+given as `--log-to package.module:MyLogger`.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch.distributed as dist
+
+from fsdptrain.config import Config, LogConfig
+from fsdptrain.loggers.console import ConsoleLogger
+from fsdptrain.loggers.jsonl import JsonlLogger
+from fsdptrain.loggers.run_info import RunInfo
+from fsdptrain.loggers.trackio import TrackioLogger
+from fsdptrain.loggers.wandb import WandbLogger
+from fsdptrain.protocols import Logger
+from fsdptrain.registry import load_plugins, resolve
+
+__all__ = ["LOGGERS", "RunInfo", "build_loggers"]
+
+LOGGERS: Mapping[str, Callable[[RunInfo], Logger]] = {
+    "console": ConsoleLogger,
+    "wandb": WandbLogger,
+    "trackio": TrackioLogger,
+}
+
+
+def build_loggers(
+    log: LogConfig,
+    output_dir: Path,
+    *,
+    total_steps: int,
+    resumed_step: int | None = None,
+    config: Config | None = None,
+) -> list[Logger]:
+    """The loggers of a run on rank 0, JSONL first; none on the other ranks.
+
+    Step k is logged after the k-th rollout, counted from 1; step 0 is the evaluation before the first one. With
+    `resumed_step`, what was logged of later steps is dropped. Raises ConfigError for an unknown logger, a package that
+    is not installed, and a folder that cannot be written.
+    """
+    if _rank() != 0:
+        return []
+    info = RunInfo(
+        output_dir, log.project, log.run_name or output_dir.resolve().name, total_steps, resumed_step, config
+    )
+    table = LOGGERS if set(log.to) <= LOGGERS.keys() else {**load_plugins("loggers"), **LOGGERS}
+    makers = [resolve(name, table, flag="--log-to") for name in log.to]
+    return [JsonlLogger(info), *(make(info) for make in makers)]
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))

@@ -58,7 +58,9 @@ def _draw_evaluations(axes, run: Path) -> None:
             continue
         axes.plot(steps, values, color=colour, marker="o", markersize=4, linewidth=2, label=label)
         for index in (0, -1):
-            axes.annotate(f"{values[index]:.2f}", (steps[index], values[index]), (0, 6), textcoords="offset points", color=colour)
+            axes.annotate(
+                f"{values[index]:.2f}", (steps[index], values[index]), (0, 6), textcoords="offset points", color=colour
+            )
     axes.set_ylim(0, 1.08)
     axes.legend(frameon=False, loc="lower right")
 

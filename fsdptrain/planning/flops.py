@@ -9,10 +9,13 @@ PaLM (Chowdhery et al. 2022, appendix B).
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+
+from fsdptrain.models.structure import lm_head
 
 PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "B200": 2250.0, "A100": 312.0}  # dense bfloat16, by device name
 
@@ -36,7 +39,7 @@ def model_flops(model: PreTrainedModel) -> ModelFlops:
     """Count on the real parameters: it holds for any architecture, sharded or on meta."""
     config = model.config.get_text_config()
     embeddings = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
-    head = model.get_output_embeddings()
+    head = lm_head(model)
     head_ids = {id(p) for p in head.parameters()}
     body = 0.0
     for parameter in model.parameters():
@@ -47,7 +50,9 @@ def model_flops(model: PreTrainedModel) -> ModelFlops:
     head_size = _field(config, "head_dim") or config.hidden_size // config.num_attention_heads
     kinds = _field(config, "layer_types") or ["full_attention"] * config.num_hidden_layers
     num_attention_layers = sum("attention" in kind and "linear" not in kind for kind in kinds)
-    return ModelFlops(body, head.weight.numel(), num_attention_layers * config.num_attention_heads * head_size)
+    return ModelFlops(
+        body, sum(p.numel() for p in head.parameters()), num_attention_layers * config.num_attention_heads * head_size
+    )
 
 
 def peak_tflops(device: torch.device, dtype: torch.dtype) -> float:
@@ -65,8 +70,8 @@ def _measured_tflops(device: torch.device, dtype: torch.dtype, size: int = 512, 
     (a @ a).sum().item()
     start = time.perf_counter()
     for _ in range(repeats):
-        b = a @ a
-    b.sum().item()
+        a @ a
+    a.sum().item()  # waits for the device
     return 2 * size**3 * repeats / (time.perf_counter() - start) / 1e12
 
 
@@ -74,6 +79,6 @@ def _is_moe(config: object) -> bool:
     return _field(config, "num_experts_per_tok") is not None
 
 
-def _field(config: object, name: str) -> object:
+def _field(config: object, name: str) -> Any:
     """An entry of a config whose class differs from model to model."""
     return vars(config).get(name)

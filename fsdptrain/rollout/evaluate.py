@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 
 from fsdptrain.config import Config
+from fsdptrain.errors import RolloutError
+from fsdptrain.models.collective import together
 from fsdptrain.protocols import RolloutEngine
 from fsdptrain.types import Completion, Metrics, Prompt, SamplingParams
 
@@ -57,10 +59,11 @@ def evaluate(
     these count as reward 0 and as wrong), and `pass@k`, a mean over prompts, for each power of two up to num_samples.
     Empty if no rank has a prompt.
     """
-    completions = engine.generate(prompts, sampling)
-    responses = [decode(completion.token_ids) for completion in completions]
-    asked = [prompt for prompt in prompts for _ in range(sampling.num_samples)]
-    rewards = list(score(asked, responses))
+    with together(RolloutError, f"evaluation of {name}"):
+        completions = engine.generate(prompts, sampling)
+        responses = [decode(completion.token_ids) for completion in completions]
+        asked = [prompt for prompt in prompts for _ in range(sampling.num_samples)]
+        rewards = list(score(asked, responses))
     correct = [reward is not None and reward >= correct_reward - _TOLERANCE for reward in rewards]
 
     ks = [2**i for i in range(sampling.num_samples.bit_length())]

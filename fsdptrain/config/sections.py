@@ -1,20 +1,24 @@
-"""The configuration: each field here is a flag, a recipe key and a Python keyword.
+"""The sections of the configuration: each field here is a flag, a recipe key and a Python keyword.
 
 Sections in `PREFIXED` put their name before their flags (`fsdp.cpu_offload` is `--fsdp-cpu-offload`), the others do not
-(`model.hf_checkpoint` is `--hf-checkpoint`). In a recipe and in Python a key may stand in its section or flat, by its
-flag's name with underscores: `Config(hf_checkpoint="...", fsdp_cpu_offload=True)`.
+(`model.hf_checkpoint` is `--hf-checkpoint`). The docstring of a field is its help text and its entry in the docs.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, BeforeValidator, Field
 
 PREFIXED = ("fsdp", "rollout", "ref", "log")
 
 
 class Section(BaseModel):
-    model_config = pydantic.ConfigDict(strict=True, frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = pydantic.ConfigDict(
+        strict=True, frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+
+Names = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 
 
 class ModelConfig(Section):
@@ -33,20 +37,27 @@ class ModelConfig(Section):
     bf16: bool = True
     """Compute in bfloat16, with float32 master weights and float32 gradient reduction. `--no-bf16`: float32."""
     fp16: bool = False
-    """Compute in float16 with a gradient scaler, in place of bfloat16."""
+    """Compute in float16 with a gradient scaler. It turns the default of bf16 off; both given is an error."""
     gradient_checkpointing: bool = False
     """Recompute each decoder layer in the backward pass: less memory, about a third more time."""
-    logprob_chunk_size: int = Field(512, ge=1)
+    logprob_chunk_size: int = Field(default=512, ge=1)
     """Tokens for which logits exist at one time. [tokens]"""
     deterministic_mode: bool = False
     """Only deterministic kernels (torch.use_deterministic_algorithms)."""
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _one_compute_dtype(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("fp16") is True:
+            return {"bf16": False, **values}
+        return values
 
 
 class DataConfig(Section):
     """Prompts and how they become tokens."""
 
     prompt_data: str = "reasoning_gym:gsm_symbolic"
-    """`reasoning_gym:<task>[?key=value&...]`, a .jsonl or .parquet file, or the name or folder of a `datasets` data set."""
+    """`reasoning_gym:<task>[?key=value&...]`, a .jsonl or .parquet file, or the name or folder of a `datasets` set."""
     prompt_split: str = "train"
     """Split of a `datasets` data set to train on."""
     input_key: str = "prompt"
@@ -60,21 +71,23 @@ class DataConfig(Section):
     chat_template_kwargs: dict[str, bool | int | str] = {}
     """Handed to the chat template, e.g. `enable_thinking: false`."""
     system_prompt: str = "auto"
-    """System message before each prompt; "" for none. `auto`: with reasoning_gym data it asks for <answer> tags, else none."""
+    """System message before each prompt; "" for none. `auto`: a request for <answer> tags with reasoning_gym data,
+    else none."""
     eval_prompt_data: str | None = None
     """Data to evaluate on, in any form of --prompt-data. Default: rows of --prompt-data that are never trained on."""
-    eval_size: int = Field(128, ge=0)
-    """Prompts to hold out for evaluation; 0: none. [prompts]"""
-    data_size: int = Field(100_000, ge=1)
+    eval_size: int = Field(default=128, ge=0)
+    """Prompts to evaluate on, held out from --prompt-data or taken from --eval-prompt-data; 0: none. [prompts]"""
+    data_size: int = Field(default=100_000, ge=1)
     """Rows to draw from a generator such as reasoning-gym, which has no end. [prompts]"""
 
 
 class RewardConfig(Section):
     """What a good response is."""
 
-    reward: list[str] = ["auto"]
-    """One or more of auto, reasoning_gym, math, exact, format or `package.module:function`, each with an optional `=weight`."""
-    max_unscored_fraction: float = Field(0.1, ge=0.0, le=1.0)
+    reward: Names = Field(default=["auto"], min_length=1)
+    """One or more of auto, reasoning_gym, reasoning_gym_strict, math, exact, format or `package.module:function`, each with an optional
+    `=weight`."""
+    max_unscored_fraction: float = Field(default=0.1, ge=0.0, le=1.0)
     """Stop when more than this share of a rollout's samples could not be scored."""
 
 
@@ -83,23 +96,23 @@ class AlgorithmConfig(Section):
 
     algorithm: Literal["grpo", "sft"] = "grpo"
     """`grpo`: reinforcement learning on prompts. `sft`: supervised training on prompts and their labels."""
-    n_samples_per_prompt: int = Field(8, ge=1)
+    n_samples_per_prompt: int = Field(default=8, ge=1)
     """Completions for each prompt: the size of a group."""
     advantage_estimator: Literal["grpo", "dr_grpo"] = "grpo"
     """`grpo`: (reward - mean) / std within the group. `dr_grpo`: reward - mean."""
-    eps_clip: float = Field(0.2, gt=0.0, lt=1.0)
+    eps_clip: float = Field(default=0.2, gt=0.0, lt=1.0)
     """Lower clip of the policy ratio: 1 - eps_clip."""
-    eps_clip_high: float | None = Field(None, gt=0.0)
+    eps_clip_high: float | None = Field(default=None, gt=0.0)
     """Upper clip of the policy ratio: 1 + eps_clip_high. Default: eps_clip."""
-    eps_clip_c: float | None = Field(None, gt=1.0)
+    eps_clip_c: float | None = Field(default=None, gt=1.0)
     """Dual clip: bound of the loss where the advantage is negative, usually 3. Default: off."""
     loss_aggregation: Literal["token_mean", "sequence_mean", "fixed_length"] = "token_mean"
     """How tokens are weighted, over the whole optimizer step and all ranks."""
-    kl_loss_coef: float = Field(0.0, ge=0.0)
+    kl_loss_coef: float = Field(default=0.0, ge=0.0)
     """Coefficient of the KL divergence to the reference model. 0: no reference model is built."""
     kl_loss_type: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the KL divergence."""
-    entropy_coef: float = Field(0.0, ge=0.0)
+    entropy_coef: float = Field(default=0.0, ge=0.0)
     """Coefficient of the entropy bonus."""
     use_rollout_logprobs: bool = False
     """Take the engine's logprobs as the old ones, in place of scoring them again with the trainer."""
@@ -110,46 +123,46 @@ class OptimConfig(Section):
 
     optimizer: Literal["adam"] = "adam"
     """AdamW."""
-    lr: float = Field(1e-6, ge=0.0)
+    lr: float = Field(default=1e-6, ge=0.0)
     """Peak learning rate."""
-    lr_warmup_init: float = Field(0.0, ge=0.0)
+    lr_warmup_init: float = Field(default=0.0, ge=0.0)
     """Learning rate at the start of the warm-up."""
-    min_lr: float = Field(0.0, ge=0.0)
+    min_lr: float = Field(default=0.0, ge=0.0)
     """Learning rate at the end of the decay."""
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "constant"
     """Shape of the decay."""
-    lr_decay_iters: int | None = Field(None, ge=1)
+    lr_decay_iters: int | None = Field(default=None, ge=1)
     """Optimizer steps until min_lr. Default: all of the run."""
-    lr_warmup_iters: int = Field(0, ge=0)
+    lr_warmup_iters: int = Field(default=0, ge=0)
     """Optimizer steps of linear warm-up."""
-    lr_warmup_fraction: float | None = Field(None, ge=0.0, lt=1.0)
+    lr_warmup_fraction: float | None = Field(default=None, ge=0.0, lt=1.0)
     """Warm-up as a share of lr_decay_iters, in place of lr_warmup_iters."""
-    lr_wsd_decay_iters: int | None = Field(None, ge=1)
+    lr_wsd_decay_iters: int | None = Field(default=None, ge=1)
     """WSD: optimizer steps of the final decay."""
     lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "exponential"
     """WSD: shape of the final decay."""
-    weight_decay: float = Field(0.0, ge=0.0)
+    weight_decay: float = Field(default=0.0, ge=0.0)
     """Decoupled weight decay."""
-    adam_beta1: float = Field(0.9, ge=0.0, lt=1.0)
+    adam_beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
     """Decay of the first moment."""
-    adam_beta2: float = Field(0.95, ge=0.0, lt=1.0)
+    adam_beta2: float = Field(default=0.95, ge=0.0, lt=1.0)
     """Decay of the second moment."""
-    adam_eps: float = Field(1e-8, gt=0.0)
+    adam_eps: float = Field(default=1e-8, gt=0.0)
     """Added to the root of the second moment."""
-    clip_grad: float = Field(1.0, ge=0.0)
+    clip_grad: float = Field(default=1.0, ge=0.0)
     """Largest global gradient norm. 0: no clipping."""
-    max_skipped_steps: int = Field(10, ge=0)
+    max_skipped_steps: int = Field(default=10, ge=0)
     """Stop after this many optimizer steps were skipped for gradients that are not finite."""
 
 
 class BatchConfig(Section):
     """How much is trained at one time."""
 
-    max_tokens_per_gpu: int = Field(8192, ge=1)
+    max_tokens_per_gpu: int = Field(default=8192, ge=1)
     """Largest pack: no forward or backward pass of a rank holds more tokens. [tokens]"""
     overlong: Literal["error", "drop"] = "error"
     """A sample longer than max_tokens_per_gpu stops the run, or is dropped and counted."""
-    global_batch_size: int | None = Field(None, ge=1)
+    global_batch_size: int | None = Field(default=None, ge=1)
     """Samples in one optimizer step. Default: the whole rollout, strictly on-policy. [samples]"""
 
 
@@ -158,7 +171,7 @@ class FsdpConfig(Section):
 
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory."""
-    replicate_size: int = Field(1, ge=1)
+    replicate_size: int = Field(default=1, ge=1)
     """Replicas of the sharded model (HSDP): world size = replicas x shards."""
     reshard_after_forward: bool = True
     """Free each layer's gathered parameters after its forward pass. Off: faster, more memory."""
@@ -171,15 +184,15 @@ class RolloutConfig(Section):
 
     engine: Literal["auto", "hf", "vllm"] = "auto"
     """`hf`: embedded, on the trainer's device. `auto`: vLLM where it is installed and there is a GPU, else `hf`."""
-    batch_size: int = Field(32, ge=1)
+    batch_size: int = Field(default=32, ge=1)
     """Prompts in one rollout. [prompts]"""
-    max_prompt_len: int | None = Field(None, ge=1)
+    max_prompt_len: int | None = Field(default=None, ge=1)
     """Longer prompts are left out and counted. Default: what max_tokens_per_gpu leaves beside a response. [tokens]"""
-    max_response_len: int = Field(2048, ge=1)
+    max_response_len: int = Field(default=2048, ge=1)
     """Longest response. [tokens]"""
-    temperature: float = Field(1.0, gt=0.0)
+    temperature: float = Field(default=1.0, gt=0.0)
     """Sampling temperature; the trainer scores at the same one."""
-    max_batch_tokens: int = Field(262_144, ge=1)
+    max_batch_tokens: int = Field(default=262_144, ge=1)
     """Embedded engine: tokens that its key-value cache may hold at one time. [tokens]"""
     shuffle: bool = True
     """Shuffle the prompts, anew in each epoch."""
@@ -199,23 +212,24 @@ class RunConfig(Section):
 
     output_dir: str = "runs/default"
     """Folder of the run: config.yaml, metrics.jsonl, checkpoints, the exported model."""
-    num_rollout: int = Field(200, ge=0)
+    num_rollout: int = Field(default=200, ge=0)
     """Rollouts of the run; with `--algorithm sft`, optimizer steps."""
     seed: int = 0
     """Seed of everything but sampling."""
     resume: str = "auto"
-    """`auto`: go on from the newest checkpoint in output_dir if there is one. `never`: an output_dir in use is an error. Or a checkpoint's folder."""
-    save_interval: int = Field(50, ge=0)
+    """`auto`: go on from the newest checkpoint in output_dir if there is one. `never`: an output_dir in use is an
+    error. Or a checkpoint's folder."""
+    save_interval: int = Field(default=50, ge=0)
     """Rollouts between checkpoints; 0: only the last, none if --keep-last is 0."""
-    keep_last: int = Field(2, ge=0)
+    keep_last: int = Field(default=2, ge=0)
     """Checkpoints to keep; 0: write none."""
     export: bool = True
     """Write the trained model to output_dir/hf at the end, as from_pretrained reads it."""
-    eval_interval: int = Field(20, ge=0)
+    eval_interval: int = Field(default=20, ge=0)
     """Rollouts between evaluations, also before the first and after the last; 0: never."""
-    n_samples_per_eval_prompt: int = Field(1, ge=1)
+    n_samples_per_eval_prompt: int = Field(default=1, ge=1)
     """Completions for each evaluation prompt; pass@k is reported for each power of two up to it."""
-    eval_temperature: float = Field(1.0, gt=0.0)
+    eval_temperature: float = Field(default=1.0, gt=0.0)
     """Sampling temperature of the evaluation."""
     eval_greedy: bool = False
     """Evaluate greedy decoding too, as eval/heldout_greedy."""
@@ -224,48 +238,28 @@ class RunConfig(Section):
 class LogConfig(Section):
     """Where metrics go."""
 
-    to: list[Literal["console", "wandb", "trackio"]] = ["console"]
-    """Loggers beside metrics.jsonl, which is always written."""
+    to: Names = ["console"]
+    """Loggers beside metrics.jsonl, which is always written: any of console, wandb, trackio, or a plug-in's."""
     project: str = "fsdptrain"
     """Project name for wandb and trackio."""
     run_name: str | None = None
     """Run name for wandb and trackio. Default: the last part of output_dir."""
-    num_samples: int = Field(4, ge=0)
+    num_samples: int = Field(default=4, ge=0)
     """Completions to write to samples.jsonl after each rollout."""
 
 
 class LaunchConfig(Section):
     """Processes. Under torchrun these come from the environment."""
 
-    nproc_per_node: int | None = Field(None, ge=1)
+    nproc_per_node: int | None = Field(default=None, ge=1)
     """Processes on this machine. Default: one for each visible GPU, else one."""
-    nnodes: int = Field(1, ge=1)
+    nnodes: int = Field(default=1, ge=1)
     """Machines."""
-    node_rank: int = Field(0, ge=0)
+    node_rank: int = Field(default=0, ge=0)
     """Index of this machine."""
     rdzv_endpoint: str | None = None
     """host:port of machine 0, with --nnodes above 1."""
-    dist_timeout: int = Field(1800, ge=1)
+    dist_timeout: int = Field(default=1800, ge=1)
     """Deadline of every wait between ranks. [s]"""
     dry_run: bool = False
     """Print the resolved configuration with the source of each value, and stop."""
-
-
-class Config(Section):
-    """The whole configuration of a run."""
-
-    model: ModelConfig = ModelConfig()
-    data: DataConfig = DataConfig()
-    reward: RewardConfig = RewardConfig()
-    algorithm: AlgorithmConfig = AlgorithmConfig()
-    optim: OptimConfig = OptimConfig()
-    batch: BatchConfig = BatchConfig()
-    fsdp: FsdpConfig = FsdpConfig()
-    rollout: RolloutConfig = RolloutConfig()
-    ref: RefConfig = RefConfig()
-    run: RunConfig = RunConfig()
-    log: LogConfig = LogConfig()
-    launch: LaunchConfig = LaunchConfig()
-
-    def __init__(self, **values: Any) -> None:
-        super().__init__(**values)

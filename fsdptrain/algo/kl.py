@@ -1,0 +1,28 @@
+"""Estimators of KL(policy || reference) from the logprobs of tokens that the policy sampled.
+
+From John Schulman, "Approximating KL divergence" (2020), with log_ratio = l - lf of algorithms.md. All three have the
+KL as their expectation or near it; as a loss, the gradient of k1 has expectation zero, so k2 or k3 is meant there.
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+
+def k1(log_ratio: Tensor) -> Tensor:
+    """l - lf: unbiased, of high variance, may be negative."""
+    return log_ratio
+
+
+def k2(log_ratio: Tensor) -> Tensor:
+    """(l - lf)^2 / 2: biased, of low variance, never negative."""
+    return 0.5 * log_ratio.square()
+
+
+def k3(log_ratio: Tensor) -> Tensor:
+    """exp(lf - l) - (lf - l) - 1: unbiased, of low variance, never negative."""
+    return torch.expm1(-log_ratio) + log_ratio
+
+
+KL_ESTIMATORS: Mapping[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}

@@ -1,0 +1,120 @@
+"""The command line: `fsdptrain [flags]` trains, `fsdptrain export` writes a checkpoint as a Hugging Face folder.
+
+Whatever a user can cause and mend ends in one line on stderr and exit code 2; Ctrl-C ends quietly with 130.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import tyro
+
+from fsdptrain import __version__
+from fsdptrain.config.flags import RECIPE, Option, config_options, parse, resolve, view
+from fsdptrain.config.keys import SECTIONS, all_keys
+from fsdptrain.config.recipe import to_yaml
+from fsdptrain.errors import ConfigError, FsdptrainError
+
+DESCRIPTION = """\
+Reinforcement learning on any Hugging Face model, with PyTorch's own FSDP2.
+
+  fsdptrain --hf-checkpoint Qwen/Qwen3-4B --fsdp-cpu-offload     a complete GRPO run
+  fsdptrain --recipe recipes/sft.yaml --lr 1e-5 --dry-run        what would run, and why
+  fsdptrain export --checkpoint runs/x/checkpoints/step_50 --output my-model
+
+Options are default < recipe < flag. The resolved configuration is written to the run's folder."""
+
+EXPORT_EXAMPLE = "--checkpoint runs/x/checkpoints/step_50 --output my-model"
+EXPORT = {
+    "checkpoint": Option("--checkpoint", str | None, "Training checkpoint, e.g. runs/x/checkpoints/step_50.", None),
+    "output": Option("--output", str | None, "Folder to write, which from_pretrained reads.", None),
+}
+
+
+def main() -> None:
+    """The console script. Exits with 0, with 2 for an error that the user can mend, with 130 after Ctrl-C."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(argv: Sequence[str]) -> int:
+    """Do what `argv` says; the exit code."""
+    try:
+        return _command(argv)
+    except FsdptrainError as error:
+        sys.stderr.write(f"fsdptrain: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `fsdptrain --help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _command(argv: Sequence[str]) -> int:
+    first = argv[0] if argv else ""
+    if first in COMMANDS:
+        return COMMANDS[first](argv[1:])
+    return train(argv)
+
+
+def train(argv: Sequence[str]) -> int:
+    """`fsdptrain [flags]`."""
+    if _asks_for_help(argv):
+        return show_help()
+    if "--version" in argv:
+        sys.stdout.write(f"fsdptrain {__version__}\n")
+        return 0
+    resolved = resolve(argv)
+    if resolved.config.launch.dry_run:
+        sys.stdout.write(to_yaml(resolved.config, resolved.sources, colour=_wants_colour()))
+        return 0
+    from fsdptrain import launch  # torch: only now
+
+    return launch.run(resolved.config, argv)
+
+
+def export(argv: Sequence[str]) -> int:
+    """`fsdptrain export --checkpoint DIR --output DIR`."""
+    if _asks_for_help(argv):
+        return _print_help(
+            "fsdptrain export", "Write a training checkpoint as a Hugging Face folder.", view({"": EXPORT})
+        )
+    values = parse(argv, EXPORT)
+    for key, option in EXPORT.items():
+        if not values.get(key):
+            raise ConfigError(f"{option.flag} is missing, e.g. fsdptrain export {EXPORT_EXAMPLE}")
+    from fsdptrain.trainer import export_checkpoint  # torch: only now
+
+    export_checkpoint(Path(values["checkpoint"]), Path(values["output"]))
+    return 0
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"train": train, "export": export}
+
+
+def show_help() -> int:
+    """Every flag with its help text and its default, a box for each section."""
+    options = config_options()
+    groups = {"": {"recipe": RECIPE}} | {
+        section: {flat: options[flat] for flat, key in all_keys().items() if key.section == section}
+        for section in SECTIONS
+    }
+    docs = {section: cls.__doc__ or "" for section, cls in SECTIONS.items()}
+    return _print_help("fsdptrain", DESCRIPTION, view(groups, docs))
+
+
+def _print_help(prog: str, description: str, options: type) -> int:
+    try:
+        tyro.cli(options, prog=prog, description=description, args=["--help"])
+    except SystemExit:
+        sys.stdout.flush()
+    return 0
+
+
+def _asks_for_help(argv: Sequence[str]) -> bool:
+    return "--help" in argv or "-h" in argv
+
+
+def _wants_colour() -> bool:
+    return sys.stdout.isatty() and "NO_COLOR" not in os.environ

@@ -1,0 +1,178 @@
+"""From argv to a configuration: which flags were given, what they say, and where each value comes from."""
+
+import contextlib
+import dataclasses
+import io
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, get_args, get_origin
+
+import tyro
+import yaml
+
+from fsdptrain.config.keys import advice, all_keys
+from fsdptrain.config.problems import describe, near
+from fsdptrain.config.recipe import Source, merge, read_recipe
+from fsdptrain.config.root import Config
+from fsdptrain.errors import ConfigError
+
+_FLAG = re.compile(r"--[A-Za-z]")
+
+
+@dataclass(frozen=True)
+class Option:
+    """One flag of a command."""
+
+    flag: str  # with the dashes
+    annotation: Any
+    help: str
+    default: Any
+
+    @property
+    def many(self) -> bool:
+        """Takes any number of values."""
+        return get_origin(self.annotation) in (list, dict)
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A configuration and the source of each of its values, by flat key."""
+
+    config: Config
+    sources: Mapping[str, Source]
+
+
+RECIPE = Option("--recipe", str | None, "YAML file with any of the options below. Flags win over it.", None)
+
+
+def config_options() -> dict[str, Option]:
+    """Every option of `Config`, by flat key."""
+    return {
+        flat: Option(
+            key.flag,
+            key.field.annotation,
+            " ".join((key.field.description or "").split()),
+            key.field.get_default(call_default_factory=True),
+        )
+        for flat, key in all_keys().items()
+    }
+
+
+def resolve(argv: Sequence[str]) -> Resolved:
+    """The configuration of a command line: default < recipe < flag. ConfigError, in one line, for whatever is wrong."""
+    values = parse(argv, {"recipe": RECIPE, **config_options()})
+    path = values.pop("recipe", None)
+    recipe = read_recipe(path) if path is not None else {}
+    config = Config(**merge(recipe, values))
+    sources: dict[str, Source] = dict.fromkeys(all_keys(), "default")
+    sources.update(dict.fromkeys(_flat_keys(recipe), "recipe"))
+    sources.update(dict.fromkeys(values, "flag"))
+    return Resolved(config, sources)
+
+
+def _flat_keys(values: Mapping[str, Any]) -> list[str]:
+    given = merge(values)
+    return [flat for flat, key in all_keys().items() if key.name in given.get(key.section, {})]
+
+
+def parse(argv: Sequence[str], options: Mapping[str, Option]) -> dict[str, Any]:
+    """The values of the flags that stand in `argv`, by key. A flag that is given twice has its last value."""
+    by_flag = {option.flag: key for key, option in options.items()}
+    values: dict[str, Any] = {}
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        flag, equals, attached = word.partition("=")
+        flag = flag.replace("_", "-")
+        key, negated = _find(flag, by_flag, options, word)
+        option = options[key]
+        if option.annotation is bool:
+            _refuse_value(option, attached if equals else None, rest)
+            values[key] = not negated
+            continue
+        tokens = [attached] if equals else _take(rest, many=option.many)
+        values[key] = convert(option, tokens)
+    return values
+
+
+def _find(flag: str, by_flag: Mapping[str, str], options: Mapping[str, Option], word: str) -> tuple[str, bool]:
+    """The key that `flag` sets, and whether it is the `--no-` form."""
+    if flag in by_flag:
+        return by_flag[flag], False
+    positive = "--" + flag.removeprefix("--no-")
+    if flag.startswith("--no-") and positive in by_flag and options[by_flag[positive]].annotation is bool:
+        return by_flag[positive], True
+    if not _FLAG.match(word):
+        raise ConfigError(f"{word!r} stands alone: options begin with --, e.g. --hf-checkpoint {word}")
+    raise ConfigError(f"unknown flag {flag}{advice(flag, list(by_flag))}")
+
+
+def _refuse_value(option: Option, attached: str | None, rest: list[str]) -> None:
+    following = rest[0] if rest and rest[0].lower() in ("true", "false", "0", "1", "yes", "no", "on", "off") else None
+    value = attached if attached is not None else following
+    if value is not None:
+        raise ConfigError(f"{option.flag} takes no value, got {value!r}: it is {option.flag} or --no-{option.flag[2:]}")
+
+
+def _take(rest: list[str], *, many: bool) -> list[str]:
+    """Remove the values of a flag from the front of `rest`: one, or as many as there are before the next flag."""
+    tokens: list[str] = []
+    while rest and not _FLAG.match(rest[0]) and (many or not tokens):
+        tokens.append(rest.pop(0))
+    return tokens
+
+
+def convert(option: Option, tokens: Sequence[str]) -> Any:
+    """The value that `tokens` write, of the option's type."""
+    if not tokens and not option.many:
+        raise ConfigError(f"{option.flag} needs a value: {describe(option.annotation)}")
+    words = [f"{option.flag}={tokens[0]}"] if len(tokens) == 1 and not option.many else [option.flag, *tokens]
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):  # tyro's box, for which there is one line below
+            parsed = tyro.cli(view({"": {"value": option}}), args=words, console_outputs=False, add_help=False)
+    except SystemExit:
+        shown = " ".join(tokens)
+        hint = near(shown, option.annotation)
+        raise ConfigError(f"{option.flag} must be {describe(option.annotation)}, got {shown!r}{hint}") from None
+    return parsed.value
+
+
+def view(groups: Mapping[str, Mapping[str, Option]], docs: Mapping[str, str] | None = None) -> type:
+    """A dataclass that tyro turns into flags. Each group is a box of the help text; the group "" is the top one."""
+    fields: list[tuple[str, Any, Any]] = []
+    for group, options in groups.items():
+        members = [_member(name, option) for name, option in options.items()]
+        if not group:
+            fields += members
+            continue
+        section = dataclasses.make_dataclass(group, members)
+        section.__doc__ = (docs or {}).get(group, "")
+        fields.append((group, section, dataclasses.field(default_factory=section)))
+    return dataclasses.make_dataclass("Options", fields)
+
+
+def _member(name: str, option: Option) -> tuple[str, Any, Any]:
+    inner = [choice for choice in get_args(option.annotation) if choice is not type(None)]
+    metavar = inner[0].__name__.upper() if type(None) in get_args(option.annotation) else None  # not {None}|STR
+    marks: list[Any] = [tyro.conf.arg(name=option.flag[2:], prefix_name=False, help=option.help, metavar=metavar)]
+    if get_origin(option.annotation) is dict:
+        marks.append(_MAPPING)
+    annotation = Annotated[(option.annotation, *marks)]  # pyright: ignore[reportInvalidTypeForm]
+    return name, annotation, dataclasses.field(default_factory=lambda: option.default)
+
+
+def _read_mapping(words: list[str]) -> dict[str, Any]:
+    pairs = [word.partition("=") for word in words]
+    if any(not equals for _, equals, _ in pairs):
+        raise ValueError("it is key=value")
+    return {key: yaml.safe_load(value) for key, _, value in pairs}
+
+
+_MAPPING = tyro.constructors.PrimitiveConstructorSpec(
+    nargs="*",
+    metavar="[KEY=VALUE ...]",
+    instance_from_str=_read_mapping,
+    is_instance=lambda value: isinstance(value, dict),
+    str_from_instance=lambda mapping: [f"{key}={value}" for key, value in mapping.items()],
+)

@@ -1,0 +1,103 @@
+"""What became of the flags of slime's FSDP backend: for error messages, and for docs/coming_from_slime.md."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Former:
+    """One flag of slime's FSDP backend."""
+
+    here: str  # the flag that does it here; "": there is none
+    note: str = ""
+    default: str = ""  # its default there, where it had one
+
+    @property
+    def advice(self) -> str:
+        """What to do about it, for the end of an error message."""
+        if self.here:
+            return f"it is {self.here} here" + (f" ({self.note})" if self.note else "")
+        return f"there is no such flag here, {self.note}"
+
+
+def _same(name: str, note: str = "", default: str = "") -> tuple[str, Former]:
+    return name, Former(name, note, default)
+
+
+_NOT_YET = "not built yet"
+_TRUNCATION = "since the trainer scores the untruncated distribution and truncated sampling would bias the ratio"
+
+FORMER_FLAGS: dict[str, Former] = dict(
+    [
+        _same("--hf-checkpoint"),
+        _same("--ref-load", "only with --kl-loss-coef above 0; without it the reference is --hf-checkpoint"),
+        ("--backend", Former("", "FSDP2 is the only backend so far")),
+        _same("--optimizer", default="adam"),
+        _same("--lr", default="2e-5"),
+        _same("--lr-warmup-init", default="0"),
+        _same("--min-lr", default="0"),
+        _same("--lr-decay-style"),
+        _same("--lr-decay-iters"),
+        _same("--lr-warmup-iters", default="0"),
+        _same("--lr-warmup-fraction"),
+        _same("--lr-wsd-decay-iters"),
+        _same("--lr-wsd-decay-style"),
+        _same("--weight-decay", default="0"),
+        _same("--adam-beta1", default="0.9"),
+        _same("--adam-beta2", default="0.95"),
+        _same("--adam-eps", default="1e-8"),
+        _same("--clip-grad", default="1.0"),
+        _same("--attn-implementation", "`auto` takes flash-attn where it is installed", "flash_attention_2"),
+        _same("--gradient-checkpointing"),
+        _same("--fp16", "bfloat16 is the default, as there"),
+        _same("--fsdp-cpu-offload"),
+        ("--fsdp-state-dict-cpu-offload", Former("", "state dicts are always streamed to the host", "on")),
+        ("--fsdp-cpu-backend", Former("", "host tensors always travel by gloo", "gloo")),
+        _same("--deterministic-mode"),
+        ("--record-memory-history", Former("", _NOT_YET)),
+        ("--memory-snapshot-path", Former("", _NOT_YET)),
+        ("--use-pytorch-profiler", Former("", _NOT_YET)),
+        ("--profile-step-start", Former("", _NOT_YET, "10")),
+        ("--profile-step-end", Former("", _NOT_YET, "12")),
+        ("--save", Former("--output-dir", "checkpoints go to its folder `checkpoints`")),
+        ("--load", Former("--resume", "`auto`, `never`, or a checkpoint's folder")),
+        _same("--save-interval", "counts rollouts"),
+        _same("--max-tokens-per-gpu", "a hard limit"),
+        ("--micro-batch-size", Former("--max-tokens-per-gpu", "batches are packed to a token budget")),
+        _same("--global-batch-size", "default: the whole rollout, strictly on-policy"),
+        _same("--rollout-batch-size"),
+        _same("--n-samples-per-prompt"),
+        _same("--num-rollout"),
+        _same("--rollout-max-response-len"),
+        _same("--rollout-temperature", default="1.0"),
+        _same("--advantage-estimator", "`grpo` and `dr_grpo`; gspo is not built yet"),
+        _same("--eps-clip", default="0.2"),
+        _same("--eps-clip-high"),
+        ("--use-kl-loss", Former("--kl-loss-coef", "above 0 turns it on")),
+        _same("--kl-loss-coef", default="0"),
+        _same("--kl-loss-type", default="k1"),
+        ("--use-unbiased-kl", Former("", _NOT_YET)),
+        ("--ref-update-interval", Former("", "the reference model is fixed")),
+        _same("--entropy-coef", default="0"),
+        ("--calculate-per-token-loss", Former("--loss-aggregation", "`token_mean`, the default")),
+        _same("--use-rollout-logprobs"),
+        ("--use-opsm", Former("", _NOT_YET)),
+        ("--opsm-delta", Former("", _NOT_YET, "1e-4")),
+        ("--colocate", Former("", "the engine always shares the trainer's devices")),
+        ("--update-weight-buffer-size", Former("", "weights are handed over layer by layer", "512 MiB")),
+        _same("--prompt-data", "JSONL, parquet, a `datasets` name, or `reasoning_gym:<task>`"),
+        _same("--input-key"),
+        _same("--label-key"),
+        _same("--apply-chat-template", "on by default; `--no-apply-chat-template` turns it off"),
+        _same("--rollout-shuffle", "on by default"),
+        _same("--rollout-max-prompt-len"),
+        ("--rollout-top-p", Former("", _TRUNCATION)),
+        ("--rollout-top-k", Former("", _TRUNCATION)),
+        _same("--rollout-seed"),
+        _same("--eval-prompt-data", "without it, rows of --prompt-data are held out"),
+        _same("--eval-interval", "counts rollouts"),
+        _same("--n-samples-per-eval-prompt"),
+        ("--custom-rm-path", Former("--reward", "`package.module:function`")),
+        ("--debug-rollout-only", Former("", _NOT_YET)),
+        ("--debug-train-only", Former("", "`--algorithm sft` trains without rollouts")),
+    ]
+)

@@ -1,0 +1,104 @@
+"""Where a key lives: its section, its name there, its flat name and its flag."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from fsdptrain.config import sections
+from fsdptrain.config.former_flags import FORMER_FLAGS
+from fsdptrain.errors import ConfigError
+from fsdptrain.registry import suggest
+
+SECTIONS: dict[str, type[sections.Section]] = {
+    "model": sections.ModelConfig,
+    "data": sections.DataConfig,
+    "reward": sections.RewardConfig,
+    "algorithm": sections.AlgorithmConfig,
+    "optim": sections.OptimConfig,
+    "batch": sections.BatchConfig,
+    "fsdp": sections.FsdpConfig,
+    "rollout": sections.RolloutConfig,
+    "ref": sections.RefConfig,
+    "run": sections.RunConfig,
+    "log": sections.LogConfig,
+    "launch": sections.LaunchConfig,
+}
+
+
+@dataclass(frozen=True)
+class Key:
+    """One option."""
+
+    section: str
+    name: str  # in its section
+    field: FieldInfo
+
+    @property
+    def flat(self) -> str:
+        return f"{self.section}_{self.name}" if self.section in sections.PREFIXED else self.name
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.flat.replace("_", "-")
+
+
+@cache
+def all_keys() -> Mapping[str, Key]:
+    """Every option by its flat name, in the order of the declaration."""
+    keys = [Key(section, name, f) for section, cls in SECTIONS.items() for name, f in cls.model_fields.items()]
+    return {key.flat: key for key in keys}
+
+
+def flag_of(section: str, name: str) -> str:
+    return Key(section, name, SECTIONS[section].model_fields[name]).flag
+
+
+def group_by_section(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """`values`, sections and flat keys mixed, as section -> name -> value. ConfigError for unknown or doubled keys."""
+    grouped: dict[str, dict[str, Any]] = {}
+    for section, name, value in _pairs(values):
+        fields = grouped.setdefault(section, {})
+        if name in fields:
+            raise ConfigError(f"{section}.{name} is given twice, in its section and flat: give it once")
+        fields[name] = value
+    return grouped
+
+
+def _pairs(values: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    keys = all_keys()
+    for key, value in values.items():
+        is_section = key in SECTIONS and (isinstance(value, Mapping | sections.Section) or key not in keys)
+        if is_section:
+            yield from ((key, name, v) for name, v in _fields_of(key, value).items())
+        elif key in keys:
+            yield keys[key].section, keys[key].name, value
+        else:
+            raise ConfigError(f"unknown key {str(key)!r}{advice(str(key), [*keys, *SECTIONS])}")
+
+
+def _fields_of(section: str, value: Any) -> dict[str, Any]:
+    if isinstance(value, SECTIONS[section]):
+        return {name: v for name, v in value if name in value.model_fields_set}
+    if value is None:
+        return {}  # `model:` with nothing under it
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{section!r} is a section, it takes a mapping such as {_example(section)}, got {value!r}")
+    known = list(SECTIONS[section].model_fields)
+    for name in value:
+        if name not in known:
+            raise ConfigError(f"unknown key {str(name)!r} in section {section!r}{advice(str(name), known)}")
+    return dict(value)
+
+
+def _example(section: str) -> str:
+    name, field = next(iter(SECTIONS[section].model_fields.items()))
+    return f"{{{name}: {field.default!r}}}"
+
+
+def advice(name: str, known: list[str]) -> str:
+    """What to write in place of an unknown `name`: what became of a known former flag, or the nearest name."""
+    former = FORMER_FLAGS.get("--" + name.lstrip("-").replace("_", "-"))
+    return f": {former.advice}" if former else suggest(name, known)

@@ -1,0 +1,67 @@
+"""From a pydantic error to one line that names the flag, the value and what it takes."""
+
+import types
+from typing import Any, Literal, Union, get_args, get_origin
+
+import pydantic
+from pydantic_core import ErrorDetails
+
+from fsdptrain.config.keys import SECTIONS, flag_of
+from fsdptrain.errors import ConfigError
+from fsdptrain.registry import suggest
+
+_BOUNDS = {
+    "greater_than": ("must be greater than", "gt"),
+    "greater_than_equal": ("must be at least", "ge"),
+    "less_than": ("must be less than", "lt"),
+    "less_than_equal": ("must be at most", "le"),
+}
+_NOUNS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+
+
+def field_problem(error: pydantic.ValidationError, *, section: str) -> ConfigError:
+    """The first thing that is wrong in a section, as a line such as `--eps-clip must be less than 1, got 1.5`."""
+    detail = error.errors(include_url=False)[0]
+    name = str(detail["loc"][0])
+    annotation = SECTIONS[section].model_fields[name].annotation
+    value = detail["input"]
+    return ConfigError(
+        f"{flag_of(section, name)} {_reason(detail, annotation)}, got {_shown(value)}{near(value, annotation)}"
+    )
+
+
+def _reason(detail: ErrorDetails, annotation: Any) -> str:
+    kind = detail["type"]
+    if kind in _BOUNDS:
+        words, bound = _BOUNDS[kind]
+        return f"{words} {detail.get('ctx', {})[bound]:g}"
+    if kind == "finite_number":
+        return "must be finite"
+    if kind == "too_short":
+        return "needs at least one"
+    return f"must be {describe(annotation)}"
+
+
+def describe(annotation: Any) -> str:
+    """What values an annotation takes, in words."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return "one of " + ", ".join(str(choice) for choice in args)
+    if origin in (Union, types.UnionType):
+        return " or ".join(describe(choice) for choice in args if choice is not type(None))
+    if origin is list:
+        return "a list of texts"
+    if origin is dict:
+        return "a mapping (on the command line: key=value ...)"
+    return _NOUNS[annotation]
+
+
+def near(value: Any, annotation: Any) -> str:
+    """`; did you mean 'x'?` where the annotation is a choice of texts and `value` is close to one."""
+    choices = [choice for choice in get_args(annotation) if isinstance(choice, str)]
+    return suggest(value, choices) if isinstance(value, str) else ""
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

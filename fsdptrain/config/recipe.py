@@ -1,0 +1,118 @@
+"""Recipes: a configuration as a YAML file, in and out. What is written can be read again."""
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from fsdptrain.config.keys import all_keys, group_by_section
+from fsdptrain.config.root import Config, build_sections
+from fsdptrain.errors import ConfigError
+
+Source = Literal["default", "recipe", "flag"]
+_COLOURS: dict[Source, str] = {"default": "\x1b[2m", "recipe": "\x1b[36m", "flag": "\x1b[1;33m"}
+_NOT_WRITTEN = ("dry_run",)  # a recipe that only prints itself would be of no use
+
+
+def load_recipe(path: str | Path, **flags: Any) -> Config:
+    """The configuration of a recipe; `flags` (flat keys or sections) win over it."""
+    return Config(**merge(read_recipe(path), flags))
+
+
+def merge(*layers: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Section -> name -> value; later layers win, key by key."""
+    merged: dict[str, dict[str, Any]] = {}
+    for layer in layers:
+        for section, fields in group_by_section(layer).items():
+            merged[section] = {**merged.get(section, {}), **fields}
+    return merged
+
+
+def read_recipe(path: str | Path) -> dict[str, Any]:
+    """The values of a recipe as they stand there, each of them checked. ConfigError names the file."""
+    try:
+        values = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Loader)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
+        raise ConfigError(f"--recipe {path} cannot be read: {reason}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--recipe {path} is not YAML: {_one_line(error)}") from error
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"--recipe {path} must hold keys with values, such as `lr: 1e-6`, got {type(values).__name__}"
+        )
+    try:
+        build_sections(values)
+    except ConfigError as error:
+        raise ConfigError(f"recipe {path}: {error}") from error
+    return values
+
+
+def to_yaml(config: Config, sources: Mapping[str, Source] | None = None, *, colour: bool = False) -> str:
+    """`config` as a recipe, every value written out, with the source of each (by flat key) as an aligned comment."""
+    lines: list[tuple[str, Source | None]] = []
+    section = ""
+    for flat, key in all_keys().items():
+        if flat in _NOT_WRITTEN:
+            continue
+        if key.section != section:
+            section = key.section
+            lines.append((f"{section}:", None))
+        value = getattr(getattr(config, section), key.name)
+        lines.append((f"  {key.name}: {_scalar(value)}", sources[flat] if sources else None))
+    width = max(min(len(line), 60) for line, _ in lines)
+    return "".join(_line(line, source, width, colour=colour) for line, source in lines)
+
+
+def _line(text: str, source: Source | None, width: int, *, colour: bool) -> str:
+    if source is None:
+        return text + "\n"
+    comment = f"# {source}"
+    return f"{text:<{width}}  {_COLOURS[source]}{comment}\x1b[0m\n" if colour else f"{text:<{width}}  {comment}\n"
+
+
+def _scalar(value: Any) -> str:
+    """`value` on one line."""
+    style = '"' if isinstance(value, str) and not value.isprintable() else None
+    in_list = yaml.dump(
+        [value],
+        Dumper=_Dumper,
+        default_flow_style=True,
+        default_style=style,
+        width=math.inf,
+        allow_unicode=True,
+        sort_keys=False,
+    )
+    return in_list.strip()[1:-1]
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML with floats as Python writes them (1e-6), and without keys given twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} is given twice", key.start_mark)
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep=deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes whatever `_Loader` would read as a number."""
+
+
+_FLOAT = re.compile(r"^[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$")
+for _resolver in (_Loader, _Dumper):
+    _resolver.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
+
+
+def _one_line(error: yaml.YAMLError) -> str:
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"line {error.problem_mark.line + 1}: {error.problem}"
+    return " ".join(str(error).split())

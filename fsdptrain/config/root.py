@@ -1,0 +1,101 @@
+"""`Config`: all sections together, checked, with what follows from them."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import pydantic
+
+from fsdptrain.config import checks
+from fsdptrain.config.keys import SECTIONS, group_by_section
+from fsdptrain.config.problems import field_problem
+from fsdptrain.config.sections import (
+    AlgorithmConfig,
+    BatchConfig,
+    DataConfig,
+    FsdpConfig,
+    LaunchConfig,
+    LogConfig,
+    ModelConfig,
+    OptimConfig,
+    RefConfig,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+    Section,
+)
+
+
+class Config(Section):
+    """The whole configuration of a run.
+
+    `Config(**values)` takes sections and flat keys alike. Raises ConfigError, one line that names the flag, for an
+    unknown key, for a value that a field refuses, and for a combination that cannot work.
+    """
+
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    reward: RewardConfig = RewardConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    optim: OptimConfig = OptimConfig()
+    batch: BatchConfig = BatchConfig()
+    fsdp: FsdpConfig = FsdpConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    ref: RefConfig = RefConfig()
+    run: RunConfig = RunConfig()
+    log: LogConfig = LogConfig()
+    launch: LaunchConfig = LaunchConfig()
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**build_sections(values))
+        checks.check(self)
+
+    @property
+    def compute_dtype_name(self) -> Literal["bfloat16", "float16", "float32"]:
+        if self.model.fp16:
+            return "float16"
+        return "bfloat16" if self.model.bf16 else "float32"
+
+    @property
+    def samples_per_rollout(self) -> int:
+        """Samples between two batches of prompts; with `--algorithm sft`, in one optimizer step. [samples]"""
+        if self.algorithm.algorithm == "sft":
+            return self.batch.global_batch_size or self.rollout.batch_size
+        return self.rollout.batch_size * self.algorithm.n_samples_per_prompt
+
+    @property
+    def steps_per_rollout(self) -> int:
+        """Optimizer steps on one rollout."""
+        return self.samples_per_rollout // (self.batch.global_batch_size or self.samples_per_rollout)
+
+    @property
+    def on_policy(self) -> bool:
+        """Each rollout is one optimizer step: the policy that is trained is the one that generated."""
+        return self.steps_per_rollout == 1
+
+    @property
+    def total_optimizer_steps(self) -> int:
+        return self.run.num_rollout * self.steps_per_rollout
+
+    @property
+    def prompt_budget(self) -> int:
+        """Longest prompt: --rollout-max-prompt-len, else what a response leaves of --max-tokens-per-gpu. [tokens]"""
+        if self.rollout.max_prompt_len is not None:
+            return self.rollout.max_prompt_len
+        response = 1 if self.algorithm.algorithm == "sft" else self.rollout.max_response_len
+        return self.batch.max_tokens_per_gpu - response
+
+    @property
+    def evaluates(self) -> bool:
+        """There is something to evaluate on, and a time for it."""
+        return self.run.eval_interval > 0 and self.data.eval_size > 0
+
+
+def build_sections(values: Mapping[str, Any]) -> dict[str, Section]:
+    """Each section that `values` speaks of, with its fields checked one by one. ConfigError at the first bad one."""
+    sections: dict[str, Section] = {}
+    for name, fields in group_by_section(values).items():
+        try:
+            sections[name] = SECTIONS[name](**fields)
+        except pydantic.ValidationError as error:
+            raise field_problem(error, section=name) from None
+    return sections

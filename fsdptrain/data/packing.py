@@ -1,0 +1,221 @@
+"""Which samples share a pack, and what a pack looks like.
+
+`plan_packs` looks at lengths only, so every rank computes the same plan from the same lengths. `pack` makes the
+tensors, and is the only place where tokens and what is said of them are shifted against each other.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush, heapreplace
+
+import torch
+from torch import Tensor
+
+from fsdptrain.algo.weights import Totals, num_loss_tokens, token_weight
+from fsdptrain.errors import ConfigError
+from fsdptrain.types import PackedBatch, Sample
+
+# Cost of a sequence of L tokens in units of a token's linear work: L + QUADRATIC_COST * L^2. A transformer layer of
+# width h does 24 h^2 operations for a token's matrices and, causal, 2 L h for its attention: 1 / (12 h), here with h =
+# 2048.
+QUADRATIC_COST = 1 / (12 * 2048)
+
+
+@dataclass(frozen=True)
+class PackPlan:
+    """Which samples go where, each into one pack. Packs of a rank run from the costliest to the cheapest."""
+
+    packs: tuple[tuple[tuple[int, ...], ...], ...]  # [rank][pack] -> indices of samples; the same number for each rank
+    fill: float  # tokens / (max_tokens x packs of all ranks), in [0, 1]
+    imbalance: float  # share of time that ranks wait for the slowest, if time is cost and ranks meet after each pack
+
+    @property
+    def num_packs(self) -> int:
+        """Packs of each rank, at least 1."""
+        return len(self.packs[0])
+
+
+def plan_packs(
+    lengths: Sequence[int], *, num_ranks: int, max_tokens: int, quadratic_cost: float = QUADRATIC_COST
+) -> PackPlan:
+    """As few packs as best-fit decreasing needs, the same number on each rank, balanced by linear plus quadratic cost.
+
+    Best-fit decreasing shares first-fit decreasing's bound of 11/9 of the optimum, and needs no tree. The budget is
+    hard. Once the number of packs is known, samples are spread evenly over them (the costliest to the cheapest pack so
+    far); where packs are too full for that, the best-fit packs stay and only their ranks are balanced. O(n log n)
+    comparisons.
+
+    Raises ConfigError if a sample is longer than `max_tokens`.
+    """
+    check_lengths(lengths, max_tokens=max_tokens)
+    longest_first = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)  # stable: ties by index
+    costs = [length + quadratic_cost * length * length for length in lengths]
+    packs = _best_fit_decreasing(lengths, longest_first, max_tokens)
+    num_packs = max(1, -(-len(packs) // num_ranks))
+    spread = _spread(lengths, costs, longest_first, num_bins=num_packs * num_ranks, max_tokens=max_tokens)
+    packs = packs + [[] for _ in range(num_packs * num_ranks - len(packs))] if spread is None else spread
+    pack_costs = [sum(costs[index] for index in pack) for pack in packs]
+    by_rank = _deal(pack_costs, num_ranks)
+    slowest = sum(max(pack_costs[row[k]] for row in by_rank) for k in range(num_packs))
+    return PackPlan(
+        packs=tuple(tuple(tuple(packs[pack]) for pack in row) for row in by_rank),
+        fill=sum(lengths) / (num_ranks * num_packs * max_tokens),
+        imbalance=max(0.0, 1 - sum(pack_costs) / (num_ranks * slowest)) if slowest else 0.0,
+    )
+
+
+def check_lengths(lengths: Sequence[int], *, max_tokens: int) -> None:
+    """Raises ConfigError for a sample that cannot fit into any pack."""
+    if lengths and max(lengths) > max_tokens:
+        raise ConfigError(
+            f"--max-tokens-per-gpu {max_tokens} is less than a sample of {max(lengths)} tokens, and samples are never "
+            "split: raise it, lower --rollout-max-prompt-len or --rollout-max-response-len, or leave such samples out "
+            "by --overlong drop"
+        )
+
+
+def drop_overlong(samples: Sequence[Sample], *, max_tokens: int, overlong: str) -> tuple[list[Sample], int]:
+    """The samples that fit into a pack, and how many were dropped; ConfigError if none must be (`error`)."""
+    fitting = [sample for sample in samples if len(sample.token_ids) <= max_tokens]
+    if overlong == "error":
+        check_lengths([len(sample.token_ids) for sample in samples], max_tokens=max_tokens)
+    return fitting, len(samples) - len(fitting)
+
+
+def pack(
+    samples: Sequence[Sample], *, aggregation: str, totals: Totals, max_response_len: int, pin_memory: bool = False
+) -> PackedBatch:
+    """One row of whole samples, on the CPU. `totals` are those of the whole optimizer step over every rank.
+
+    Position t of a segment holds token t, and everything that is said of token t + 1 (label, mask, weight, advantage,
+    rollout logprob): this is the one shift of the program. Pinned memory lets `PackedBatch.to` copy without waiting.
+    """
+    if not samples:
+        return empty_pack(totals, pin_memory=pin_memory)
+    columns = _Columns([], [], [], [], [], [])
+    for sample in samples:
+        _append_shifted(columns, sample, aggregation=aggregation, totals=totals, max_response_len=max_response_len)
+    seqlens = tuple(len(sample.token_ids) for sample in samples)
+    return _to_batch(columns, seqlens, totals, pin_memory=pin_memory)
+
+
+def empty_pack(totals: Totals, *, pin_memory: bool = False) -> PackedBatch:
+    """One token of weight zero: for a rank without work, so that it takes part in every collective."""
+    return _to_batch(_Columns([0], [0], [False], [0.0], [0.0], [0.0]), (1,), totals, pin_memory=pin_memory)
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """What becomes the [T] tensors of a pack, while it grows."""
+
+    input_ids: list[int]
+    labels: list[int]
+    loss_mask: list[bool]
+    loss_weights: list[float]
+    advantages: list[float]
+    rollout_logprobs: list[float]
+
+
+def _append_shifted(
+    columns: _Columns, sample: Sample, *, aggregation: str, totals: Totals, max_response_len: int
+) -> None:
+    assert len(sample.token_ids) == len(sample.loss_mask) == len(sample.rollout_logprobs) > 0
+    mask = [*sample.loss_mask[1:], False]
+    loss_tokens = num_loss_tokens(sample)
+    weight = 0.0
+    if loss_tokens:
+        weight = token_weight(aggregation, loss_tokens=loss_tokens, totals=totals, max_response_len=max_response_len)
+    columns.input_ids.extend(sample.token_ids)
+    columns.labels.extend([*sample.token_ids[1:], 0])
+    columns.loss_mask.extend(mask)
+    columns.loss_weights.extend(weight if m else 0.0 for m in mask)
+    columns.advantages.extend(sample.advantage if m else 0.0 for m in mask)
+    columns.rollout_logprobs.extend([*sample.rollout_logprobs[1:], 0.0])
+
+
+def _to_batch(columns: _Columns, seqlens: tuple[int, ...], totals: Totals, *, pin_memory: bool) -> PackedBatch:
+    def tensor(values: Sequence[float] | Tensor, dtype: torch.dtype) -> Tensor:
+        made = torch.as_tensor(values, dtype=dtype)
+        return made.pin_memory() if pin_memory else made
+
+    boundaries = torch.tensor([0, *seqlens]).cumsum(0)
+    positions = torch.arange(len(columns.input_ids)) - boundaries[:-1].repeat_interleave(torch.tensor(seqlens))
+    loss_positions = [t for t, m in enumerate(columns.loss_mask) if m] or [0]
+    return PackedBatch(
+        input_ids=tensor(columns.input_ids, torch.int64),
+        labels=tensor(columns.labels, torch.int64),
+        position_ids=tensor(positions, torch.int64),
+        cu_seqlens=tensor(boundaries, torch.int32),
+        seqlens=seqlens,
+        prefix_segment=tensor([-1] * len(seqlens), torch.int32),
+        loss_mask=tensor(columns.loss_mask, torch.bool),
+        loss_positions=tensor(loss_positions, torch.int64),
+        loss_weights=tensor(columns.loss_weights, torch.float32),
+        advantages=tensor(columns.advantages, torch.float32),
+        rollout_logprobs=tensor(columns.rollout_logprobs, torch.float32),
+        num_loss_tokens=totals.num_tokens,
+    )
+
+
+def _best_fit_decreasing(lengths: Sequence[int], longest_first: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Each sample goes to the pack that it fills best, else opens one. `rooms`: the different free rooms, sorted."""
+    packs: list[list[int]] = []
+    rooms: list[int] = []
+    packs_with_room: dict[int, list[int]] = {}
+    for index in longest_first:
+        length = lengths[index]
+        at = bisect_left(rooms, length)
+        if at == len(rooms):
+            room, number = max_tokens, len(packs)
+            packs.append([index])
+        else:
+            room = rooms[at]
+            number = packs_with_room[room].pop()
+            packs[number].append(index)
+            if not packs_with_room[room]:
+                del packs_with_room[room], rooms[at]
+        left = room - length
+        if left not in packs_with_room:
+            packs_with_room[left] = []
+            insort(rooms, left)
+        packs_with_room[left].append(number)
+    return packs
+
+
+def _spread(
+    lengths: Sequence[int], costs: Sequence[float], longest_first: Sequence[int], *, num_bins: int, max_tokens: int
+) -> list[list[int]] | None:
+    """Each sample to the cheapest pack so far that has room; None where packs are too full for it."""
+    packs: list[list[int]] = [[] for _ in range(num_bins)]
+    rooms = [max_tokens] * num_bins
+    cheapest = [(0.0, number) for number in range(num_bins)]
+    heapify(cheapest)
+    tries = 4 * len(lengths)  # bounds the search for room, and so the whole, to O(n log n)
+    for index in longest_first:
+        passed = []
+        while cheapest and rooms[cheapest[0][1]] < lengths[index]:
+            passed.append(heappop(cheapest))
+            tries -= 1
+        if not cheapest or tries < 0:
+            return None
+        cost, number = cheapest[0]
+        heapreplace(cheapest, (cost + costs[index], number))
+        packs[number].append(index)
+        rooms[number] -= lengths[index]
+        for entry in passed:
+            heappush(cheapest, entry)
+    return packs
+
+
+def _deal(pack_costs: Sequence[float], num_ranks: int) -> list[list[int]]:
+    """Packs by rank. Like costs run at the same time; in each round the costliest goes to the rank with least."""
+    costliest_first = sorted(range(len(pack_costs)), key=pack_costs.__getitem__, reverse=True)
+    by_rank: list[list[int]] = [[] for _ in range(num_ranks)]
+    totals = [0.0] * num_ranks
+    for start in range(0, len(pack_costs), num_ranks):
+        least_first = sorted(range(num_ranks), key=totals.__getitem__)
+        for rank, number in zip(least_first, costliest_first[start : start + num_ranks], strict=True):
+            by_rank[rank].append(number)
+            totals[rank] += pack_costs[number]
+    return by_rank

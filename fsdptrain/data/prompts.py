@@ -1,0 +1,229 @@
+"""From rows to tokenised prompts, and the endless, seeded, resumable stream of them."""
+
+import hashlib
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from fsdptrain.config import DataConfig, RolloutConfig
+from fsdptrain.data.sources import GENERATOR, Message, Row, Rows, as_messages, content_hash
+from fsdptrain.errors import ConfigError, DataError
+from fsdptrain.types import Prompt
+
+ANSWER_TAGS_PROMPT = (
+    "Reason about the question first. Then give the final answer, and nothing else, inside <answer></answer> tags, "
+    "for example <answer>42</answer>."
+)
+RESERVED_TEMPLATE_KWARGS = ("tokenize", "add_generation_prompt", "continue_final_message")
+
+
+class PromptStream:
+    """Prompts without end, shuffled anew in each epoch by `rollout.seed`.
+
+    It holds indices, not data: its state is a few numbers, and a resumed stream goes on with the very next row. Rows
+    whose content is in `exclude` (`content_hash` of the evaluation rows) are never given out; rows longer than
+    `max_prompt_len` (default: `rollout.max_prompt_len`) tokens are left out and counted in `num_too_long`. From the
+    second epoch on an id carries the epoch (`task:17@1`), so that no two prompts of a run share one, nor the random
+    numbers that hang on it.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        data: DataConfig,
+        rollout: RolloutConfig,
+        exclude: Collection[str] = (),
+        max_prompt_len: int | None = None,
+    ) -> None:
+        check_template(tokenizer, data)
+        self.rows = rows
+        self.tokenizer = tokenizer
+        self.data = data
+        self.exclude = frozenset(exclude)
+        self.max_prompt_len = max_prompt_len or rollout.max_prompt_len
+        self.shuffle = rollout.shuffle
+        self.seed = rollout.seed
+        self.epoch = 0  # epochs that are complete
+        self.position = 0  # rows of this epoch that were looked at
+        self.num_too_long = 0
+        self._order = self._make_order()
+        self._since_last = 0  # rows looked at since the last prompt that was given out
+
+    @property
+    def progress(self) -> float:
+        """Epochs so far, with their fraction."""
+        return self.epoch + self.position / len(self.rows)
+
+    def next(self, n: int) -> list[Prompt]:
+        """The next `n` prompts; one epoch runs into the next. DataError if no row at all can be used."""
+        prompts: list[Prompt] = []
+        while len(prompts) < n:
+            prompt = self._prompt_of_next_row()
+            if prompt is not None:
+                prompts.append(prompt)
+        return prompts
+
+    def state_dict(self) -> dict[str, int]:
+        return {
+            "epoch": self.epoch,
+            "position": self.position,
+            "seed": self.seed,
+            "num_rows": len(self.rows),
+            "num_too_long": self.num_too_long,
+        }
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on where `state` was taken. DataError if the data have another number of rows now."""
+        if state["num_rows"] != len(self.rows):
+            raise DataError(
+                f"--prompt-data {self.data.prompt_data} has {len(self.rows)} rows to train on, {state['num_rows']} "
+                "when the checkpoint was made: resume with the same data and --eval-size, or start anew with --resume never"
+            )
+        self.epoch, self.position, self.seed = state["epoch"], state["position"], state["seed"]
+        self.num_too_long = state["num_too_long"]
+        self._order = self._make_order()
+        self._since_last = 0
+
+    def _prompt_of_next_row(self) -> Prompt | None:
+        if self._since_last >= len(self.rows):
+            self._raise_none_left()
+        if self.position == len(self.rows):
+            self.epoch, self.position = self.epoch + 1, 0
+            self._order = self._make_order()
+        row = self.rows[int(self._order[self.position])]
+        self.position += 1
+        self._since_last += 1
+        if content_hash(row) in self.exclude:
+            return None
+        row_id = f"{row.id}@{self.epoch}" if self.epoch else row.id
+        prompt = make_prompt(row, self.tokenizer, data=self.data, prompt_id=row_id)
+        if self.max_prompt_len is not None and len(prompt.token_ids) > self.max_prompt_len:
+            self.num_too_long += 1
+            return None
+        self._since_last = 0
+        return prompt
+
+    def _raise_none_left(self) -> None:
+        raise DataError(
+            f"--prompt-data {self.data.prompt_data}: none of its {len(self.rows)} rows can be trained on, all are "
+            f"longer than {self.max_prompt_len} tokens or held out; raise --rollout-max-prompt-len "
+            "(or --max-tokens-per-gpu), or lower --eval-size"
+        )
+
+    def _make_order(self) -> torch.Tensor:
+        """[rows] i64: the rows of this epoch in order."""
+        if not self.shuffle:
+            return torch.arange(len(self.rows))
+        digest = hashlib.sha256(f"{self.seed}:{self.epoch}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        return torch.randperm(len(self.rows), generator=generator)
+
+
+def make_prompts(
+    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, *, data: DataConfig, max_prompt_len: int | None = None
+) -> list[Prompt]:
+    """All rows that are not longer than `max_prompt_len` tokens, in order: for evaluation."""
+    check_template(tokenizer, data)
+    prompts = [make_prompt(row, tokenizer, data=data) for row in rows]
+    return [p for p in prompts if max_prompt_len is None or len(p.token_ids) <= max_prompt_len]
+
+
+def make_prompt(row: Row, tokenizer: PreTrainedTokenizerBase, *, data: DataConfig, prompt_id: str = "") -> Prompt:
+    """Tokenise a row once and for all. Special tokens come from the template or the tokenizer, never from both."""
+    system_prompt = _system_prompt(data)
+    if data.apply_chat_template:
+        text = _render_chat(as_messages(row.prompt), tokenizer, data=data, system_prompt=system_prompt, row_id=row.id)
+        token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    else:
+        text = _plain_text(row, system_prompt)
+        has_bos = tokenizer.bos_token is not None and text.startswith(str(tokenizer.bos_token))
+        token_ids = tokenizer(text, add_special_tokens=not has_bos)["input_ids"]
+    if not token_ids:
+        raise DataError(f"--input-key {data.input_key}: row {row.id} is an empty prompt")
+    return Prompt(
+        id=prompt_id or row.id,
+        token_ids=list(token_ids),
+        text=str(tokenizer.decode(token_ids)),
+        label=row.label,
+        metadata=row.metadata,
+    )
+
+
+def check_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> None:
+    """Raises ConfigError if the chat template is asked for and there is none, or is given what only we may set."""
+    if data.apply_chat_template and tokenizer.chat_template is None:
+        raise ConfigError(
+            "--apply-chat-template: the tokenizer of --hf-checkpoint has no chat template; "
+            "use --no-apply-chat-template to train on plain text"
+        )
+    for name in RESERVED_TEMPLATE_KWARGS:
+        if name in data.chat_template_kwargs:
+            raise ConfigError(
+                f"--chat-template-kwargs must not set {name}: prompts always end where the response begins"
+            )
+
+
+def _system_prompt(data: DataConfig) -> str:
+    if data.system_prompt != "auto":
+        return data.system_prompt
+    return ANSWER_TAGS_PROMPT if data.prompt_data.startswith(GENERATOR) else ""
+
+
+def _plain_text(row: Row, system_prompt: str) -> str:
+    if not isinstance(row.prompt, str):
+        raise DataError(f"row {row.id} is a list of chat messages, which need --apply-chat-template")
+    return f"{system_prompt}\n\n{row.prompt}" if system_prompt else row.prompt
+
+
+def _render_chat(
+    messages: list[Message], tokenizer: PreTrainedTokenizerBase, *, data: DataConfig, system_prompt: str, row_id: str
+) -> str:
+    """The chat as text. A system prompt of ours goes to the first message where the template knows no system role
+    (gemma
+    raises, others leave it out); a row that brings its own system message keeps that one."""
+    own_system = messages[0]["role"] == "system"
+    try:
+        if system_prompt and not own_system:
+            with_system = [{"role": "system", "content": system_prompt}, *messages]
+            text = _try_template(with_system, tokenizer, data.chat_template_kwargs)
+            if text is not None and system_prompt in text:
+                return text
+            messages = _in_front(system_prompt, messages)
+        return _apply_template(messages, tokenizer, data.chat_template_kwargs)
+    except (TemplateError, ValueError) as error:
+        raise DataError(f"the chat template of --hf-checkpoint does not take row {row_id}: {error}") from error
+
+
+def _try_template(
+    messages: list[Message], tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any]
+) -> str | None:
+    try:
+        return _apply_template(messages, tokenizer, template_kwargs)
+    except TemplateError:
+        return None
+
+
+def _apply_template(
+    messages: list[Message], tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any]
+) -> str:
+    """A chat that ends with the assistant's own words is continued there."""
+    prefilled = messages[-1]["role"] == "assistant"
+    text = tokenizer.apply_chat_template(
+        [dict(message) for message in messages],
+        tokenize=False,
+        add_generation_prompt=not prefilled,
+        continue_final_message=prefilled,
+        **template_kwargs,
+    )
+    assert isinstance(text, str)
+    return text
+
+
+def _in_front(system_prompt: str, messages: list[Message]) -> list[Message]:
+    first, *rest = messages
+    return [{**first, "content": f"{system_prompt}\n\n{first['content']}"}, *rest]

@@ -1,0 +1,262 @@
+"""Where rows come from: reasoning-gym generators, JSONL and parquet files, `datasets` by name or folder, or your own
+object.
+
+A `--prompt-data` is a name, with options behind a `?`: `reasoning_gym:spell_backward?max_word_len=6`,
+`openai/gsm8k?name=main&split=test`, `my/prompts.jsonl`. Rows are made or read when they are looked at.
+"""
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import yaml
+
+from fsdptrain.config import DataConfig
+from fsdptrain.errors import ConfigError, DataError
+from fsdptrain.registry import suggest
+
+Message = Mapping[str, Any]  # {"role": ..., "content": ...}
+GENERATOR = "reasoning_gym:"
+FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One question as it stands in the data."""
+
+    id: str  # unique within its data set, and stable between runs
+    prompt: str | list[Message]
+    label: Any = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Rows(Protocol):
+    """Rows by index, made or read on demand: a list of rows is one, too."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Row: ...
+
+
+class Table(Protocol):
+    """What `as_rows` takes: a `datasets.Dataset`, or a list of mappings."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
+
+
+def load_rows(data: DataConfig, *, seed: int, flag: str = "--prompt-data") -> Rows:
+    """The rows of `data.prompt_data`. For evaluation data pass a copy of `data` that names them, and their `flag`.
+
+    Raises ConfigError for a task, parameter or option that does not exist, DataError for data that cannot be read.
+    """
+    name, _, query = data.prompt_data.partition("?")
+    options = _parse_options(query, flag=flag)
+    if name.startswith(GENERATOR):
+        return _generate(name.removeprefix(GENERATOR), {"seed": seed, "size": data.data_size, **options}, flag=flag)
+    table = _load_table(name, {"split": data.prompt_split, **options}, flag=flag)
+    return as_rows(table, data, name=Path(name).name if Path(name).exists() else name, flag=flag)
+
+
+def as_rows(dataset: Rows | Table, data: DataConfig, *, name: str = "dataset", flag: str = "--prompt-data") -> Rows:
+    """Rows from a list of `Row`, or of mappings by the columns that `data` names (`label_key` "": no labels)."""
+    if len(dataset) == 0:
+        raise DataError(f"{flag} {name} has no rows; check the file and --prompt-split {data.prompt_split}")
+    first = dataset[0]
+    if isinstance(first, Row):
+        return dataset  # type: ignore[return-value]  # a sequence of Row by its first element
+    for option, column in (("--input-key", data.input_key), ("--label-key", data.label_key)):
+        _check_column(option, column, first, where=f"{flag} {name}")
+    if data.metadata_key is not None:
+        _check_column("--metadata-key", data.metadata_key, first, where=f"{flag} {name}")
+    return _TableRows(dataset, name, data.input_key, data.label_key, data.metadata_key)  # type: ignore[arg-type]
+
+
+def split_rows(rows: Rows, eval_size: int, seed: int) -> tuple[Rows, list[Row]]:
+    """Rows to train on, and up to `eval_size` different ones to hold out, drawn by `seed`.
+
+    Generators repeat themselves, so that the same question may stand at other indices too: give `content_hash` of the
+    held-out rows to the PromptStream, which leaves out their like. Raises DataError if nothing is left to train on.
+    """
+    held_out: dict[str, Row] = {}
+    taken: set[int] = set()
+    for index in torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()[: 4 * eval_size]:
+        if len(held_out) == eval_size:
+            break
+        row = rows[index]
+        held_out.setdefault(content_hash(row), row)
+        taken.add(index)
+    if len(taken) == len(rows):
+        raise DataError(
+            f"--eval-size {eval_size} leaves nothing to train on, the data has {len(rows)} rows; "
+            "lower it, or name other data by --eval-prompt-data"
+        )
+    return _Subset(rows, [index for index in range(len(rows)) if index not in taken]), list(held_out.values())
+
+
+def content_hash(row: Row) -> str:
+    """Equal for rows that ask the same thing, whatever their id, label, or form (a text is one user message)."""
+    messages = as_messages(row.prompt)
+    content = [[m["role"], m["content"].strip() if isinstance(m["content"], str) else m["content"]] for m in messages]
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def as_messages(prompt: str | list[Message]) -> list[Message]:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+
+
+class _GeneratedRows:
+    """Rows of a reasoning-gym task, each made when it is looked at. Their metadata is what the task's scorer needs."""
+
+    def __init__(self, task: str, dataset: Any) -> None:
+        self.task = task
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Row:
+        if not 0 <= index < len(self):
+            raise IndexError(index)  # a generator would go on for ever
+        entry = self.dataset[index]
+        metadata = {"task": self.task, "entry": entry}
+        return Row(f"{self.task}:{index}", entry["question"], label=entry["answer"], metadata=metadata)
+
+
+@dataclass(frozen=True)
+class _TableRows:
+    """Rows of a table, by column names; an empty `label_key` and a `metadata_key` of None mean that there are none."""
+
+    table: Table
+    name: str
+    input_key: str
+    label_key: str
+    metadata_key: str | None
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, index: int) -> Row:
+        values, row_id = self.table[index], f"{self.name}:{index}"
+        return Row(
+            id=row_id,
+            prompt=_checked_prompt(values.get(self.input_key), row_id, self.input_key),
+            label=values.get(self.label_key) if self.label_key else None,
+            metadata=(values.get(self.metadata_key) or {}) if self.metadata_key else {},
+        )
+
+
+@dataclass(frozen=True)
+class _Subset:
+    """Some of the rows, in the order of `indices`."""
+
+    rows: Rows
+    indices: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Row:
+        return self.rows[self.indices[index]]
+
+
+def _checked_prompt(prompt: Any, row_id: str, column: str) -> str | list[Message]:
+    if isinstance(prompt, str):
+        return prompt
+    is_chat = isinstance(prompt, list) and prompt and all(isinstance(m, Mapping) for m in prompt)
+    if not is_chat or not all(m.get("role") is not None and m.get("content") is not None for m in prompt):
+        raise DataError(
+            f"--input-key {column}: row {row_id} holds {str(prompt)[:80]!r}; "
+            "a prompt is a text or a list of messages with role and content"
+        )
+    return prompt
+
+
+def _check_column(option: str, column: str, row: Mapping[str, Any], *, where: str) -> None:
+    if column not in row and not (option == "--label-key" and column == ""):
+        none = ', or --label-key "" if there are no labels' if option == "--label-key" else ""
+        raise DataError(
+            f"{option} {column!r} is not a column of {where}{suggest(column, row)}; "
+            f"set it to one of {', '.join(row)}{none}"
+        )
+
+
+def _generate(task: str, options: dict[str, Any], *, flag: str) -> Rows:
+    import reasoning_gym  # 0.7 s: only where its data is asked for
+    from reasoning_gym.factory import DATASETS
+
+    where = f"{flag} {GENERATOR}{task}"
+    if task not in DATASETS:
+        raise ConfigError(f"{where}: reasoning_gym has no task {task!r}{suggest(task, DATASETS)}")
+    known = [parameter.name for parameter in dataclasses.fields(DATASETS[task][1])]
+    for name in options:
+        if name not in known:
+            raise ConfigError(f"{where}: no parameter {name!r}{suggest(name, known)}; it takes {', '.join(known)}")
+    try:
+        dataset = reasoning_gym.create_dataset(task, **options)
+    except (AssertionError, TypeError, ValueError) as error:
+        raise ConfigError(f"{where} does not take {options}: {_first_line(error)}") from error
+    return _GeneratedRows(task, dataset)
+
+
+def _load_table(name: str, options: dict[str, Any], *, flag: str) -> Table:
+    import datasets  # 1 s: only where its data is asked for
+    from datasets.exceptions import DatasetsError
+
+    path = Path(name)
+    is_file = path.suffix in FILE_FORMATS
+    if is_file and not path.is_file():
+        raise DataError(f"{flag} {name}: there is no such file")
+    for option in options:
+        if option not in ("name", "split", "revision", "data_dir"):
+            raise ConfigError(f"{flag} {name}: no option {option!r}; it takes name, split, revision, data_dir")
+    try:
+        if is_file:
+            if path.stat().st_size == 0:
+                raise DataError(f"{flag} {name} has no rows: the file is empty")
+            return datasets.load_dataset(FILE_FORMATS[path.suffix], data_files=name, split="train")
+        if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
+            return _load_saved(path, options["split"])
+        return datasets.load_dataset(name, **options)
+    except (OSError, ValueError, KeyError, RuntimeError, DatasetsError) as error:
+        cause = error.__cause__ or error
+        raise DataError(f"{flag} {name} cannot be read: {_first_line(cause)}") from error
+
+
+def _load_saved(path: Path, split: str) -> Table:
+    """A folder of `save_to_disk`: one data set, or one for each split."""
+    import datasets
+
+    saved = datasets.load_from_disk(str(path))
+    if isinstance(saved, datasets.Dataset):
+        return saved
+    if split not in saved:
+        raise DataError(f"--prompt-split {split} is not in {path}; it has {', '.join(map(str, saved))}")
+    return saved[split]
+
+
+def _parse_options(query: str, *, flag: str) -> dict[str, Any]:
+    """`a=1&b=[x,y]` with the values that YAML would read."""
+    options: dict[str, Any] = {}
+    for part in filter(None, query.split("&")):
+        name, equals, text = part.partition("=")
+        if not equals:
+            raise ConfigError(f"{flag}: {part!r} behind the ? is not of the form name=value")
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{flag}: {name}={text} is not a YAML value: {_first_line(error)}") from error
+        is_exponent = isinstance(value, str) and re.fullmatch(r"[-+]?\d+[eE][-+]?\d+", value)
+        options[name] = float(value) if is_exponent else value  # PyYAML reads 1e-3 as a text for want of a dot
+    return options
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

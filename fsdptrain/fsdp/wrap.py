@@ -1,0 +1,112 @@
+"""FSDP2 over a transformers model: one group for each decoder layer, one for all the rest.
+
+Gradients are summed over ranks, not averaged: `loss_weights` already hold the global denominator (invariant 2).
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from transformers import PreTrainedModel
+
+from fsdptrain import platform
+from fsdptrain.errors import ConfigError
+from fsdptrain.fsdp.mesh import shard_size
+from fsdptrain.models.structure import decoder_layers
+
+
+def shard_model(
+    model: PreTrainedModel,
+    mesh: DeviceMesh,
+    *,
+    compute_dtype: torch.dtype,
+    cpu_offload: bool,
+    reshard_after_forward: bool,
+    prefetch: bool,
+) -> None:
+    """Shard `model` in place over the shard axis of `mesh`; parameters may be on meta.
+
+    Embedding, last norm and head are one group with the root: the head is then gathered where the logprobs are
+    computed, and a tied weight has one owner. That group stays gathered between forward and backward.
+
+    Args:
+        compute_dtype: dtype of gathered parameters; sharded ones keep theirs (float32), and so do reduced gradients.
+        cpu_offload: keep shards, gradients and therefore the optimizer's state in host memory.
+        reshard_after_forward: free each layer after its forward and gather it again for its backward.
+        prefetch: gather one layer ahead, forward and backward. Off: one layer at a time.
+    """
+    placement = _expert_placement(shard_size(mesh))
+    offload = CPUOffloadPolicy(pin_memory=platform.has_accelerator()) if cpu_offload else OffloadPolicy()
+    layers = decoder_layers(model)
+    for layer in layers:
+        fully_shard(
+            layer,
+            mesh=mesh,
+            reshard_after_forward=reshard_after_forward,
+            shard_placement_fn=placement,
+            # a layer takes what it would get from a stock model in this dtype, also where a float32 buffer promoted it
+            mp_policy=MixedPrecisionPolicy(compute_dtype, torch.float32, cast_forward_inputs=True),
+            offload_policy=offload,
+        )
+    fully_shard(
+        model,
+        mesh=mesh,
+        reshard_after_forward=False,  # the backward pass begins with this group
+        shard_placement_fn=placement,
+        mp_policy=MixedPrecisionPolicy(compute_dtype, torch.float32, cast_forward_inputs=False),
+        offload_policy=offload,
+    )
+    for module in _sharded_modules(model):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM, which a divide factor uses otherwise
+    _set_prefetch([cast(FSDPModule, model), *(cast(FSDPModule, layer) for layer in layers)], prefetch)
+
+
+def _expert_placement(num_shards: int) -> Callable[[nn.Parameter], Shard | None]:
+    """Fused experts [E, ., .] are sharded over E, or over their last dim where some ranks would own no expert.
+
+    Not over dim 1: there transformers concatenates gate and up, and its reader would interleave their slices.
+    """
+
+    def place(parameter: nn.Parameter) -> Shard | None:
+        if parameter.dim() != 3 or _every_rank_owns_some(parameter.shape[0], num_shards):
+            return None
+        num_experts, _, last = parameter.shape
+        if last % num_shards:
+            raise ConfigError(
+                f"{num_experts} experts with {last} columns cannot be sharded over {num_shards} processes: set "
+                f"--fsdp-replicate-size so that processes / replicas divides {num_experts} or {last}"
+            )
+        return Shard(2)
+
+    return place
+
+
+def _every_rank_owns_some(rows: int, num_shards: int) -> bool:
+    """Whether chunks of ceil(rows / num_shards), dealt from rank 0 on, reach the last one: 6 rows on 4 do not."""
+    return math.ceil(rows / num_shards) * (num_shards - 1) < rows
+
+
+def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _set_prefetch(groups: Sequence[FSDPModule], prefetch: bool) -> None:
+    """`groups` in the order of the forward pass.
+
+    By itself FSDP2 gathers the next group when the forward comes to it, which overlaps only while the host runs ahead,
+    and gathers one group ahead in the backward pass. So forward is made explicit, and backward is left as it is; or
+    it is switched off by a list that holds the group itself, which is gathered already.
+    """
+    if prefetch:
+        for group, following in pairwise(groups):
+            group.set_modules_to_forward_prefetch([following])
+    else:
+        for group in groups:
+            group.set_modules_to_backward_prefetch([group])

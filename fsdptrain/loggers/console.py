@@ -1,0 +1,158 @@
+"""The console: a live progress bar in a terminal, plain lines elsewhere, and a table at the end."""
+
+import time
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+from fsdptrain import __version__
+from fsdptrain.config import Config
+from fsdptrain.loggers.run_info import RunInfo
+
+_SHOWN = {  # label -> metric; `eval/<set>/` names stand for the first set
+    "reward": "reward/mean",
+    "acc": "eval/*/accuracy",
+    "loss": "loss/total",
+    "len": "completion/length_mean",
+    "grad": "optim/grad_norm",
+    "tok/s": "perf/tokens_per_s",
+}
+_ONLY_WITHOUT_REWARD = "loss"  # a policy loss says nothing to people; a supervised one does
+
+
+class ConsoleLogger:
+    """Shows how the run goes, in one line that is renewed (in a terminal) or in a line for each step."""
+
+    def __init__(self, info: RunInfo, *, console: Console | None = None) -> None:
+        self._console = console if console is not None else Console()
+        self._info = info
+        self._started = time.monotonic()
+        self._first_step = info.resumed_step or 0
+        self._history: dict[str, list[float]] = {}  # label -> values, in the order in which they came
+        self._print(header(info))
+        self._bar = _bar(self._console) if self._console.is_terminal else None
+        if self._bar is not None:
+            self._task = self._bar.add_task("", total=info.total_steps, completed=self._first_step, line="")
+            self._bar.start()
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        shown = _pick(metrics)
+        for label, value in shown.items():
+            self._history.setdefault(label, []).append(value)
+        if self._bar is not None:
+            latest = {label: values[-1] for label, values in self._history.items()}
+            self._bar.update(self._task, completed=step, line=f"{metrics_line(latest)}  {self._eta(step)}")
+        elif shown:
+            width = len(str(self._info.total_steps))
+            self._print(
+                f"step {step:>{width}}/{self._info.total_steps}  {metrics_line(shown)}  {self._eta(step)}".rstrip()
+            )
+
+    def log_samples(self, samples: Sequence[Mapping[str, object]], step: int) -> None:
+        """Nothing: samples.jsonl has them."""
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        if any(self._history.values()):
+            self._console.print(summary(self._history))
+        self._print(f"{duration(time.monotonic() - self._started)}, written to {self._info.output_dir}")
+
+    def _eta(self, step: int) -> str:
+        """How long the rest will take at the pace so far."""
+        done, left = step - self._first_step, self._info.total_steps - step
+        if done <= 0 or left <= 0:
+            return ""
+        return f"ETA {duration((time.monotonic() - self._started) / done * left)}"
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True, markup=False, highlight=False)
+
+
+def header(info: RunInfo) -> str:
+    """What is about to run, in two or three short lines."""
+    lines = [f"fsdptrain {__version__}  {info.run_name}"]
+    if info.config is not None:
+        lines += _facts(info.config)
+    if info.resumed_step is not None:
+        lines.append(f"goes on after step {info.resumed_step} of {info.total_steps}")
+    return "\n".join(lines)
+
+
+def _facts(config: Config) -> list[str]:
+    algorithm = config.algorithm.algorithm
+    size = (
+        f"{config.samples_per_rollout} samples a step"
+        if algorithm == "sft"
+        else f"{config.rollout.batch_size} prompts x {config.algorithm.n_samples_per_prompt} samples a rollout, "
+        f"{config.steps_per_rollout} optimizer step{'s' if config.steps_per_rollout > 1 else ''} on each"
+    )
+    return [
+        f"  {algorithm} of {config.model.hf_checkpoint} ({config.compute_dtype_name}) on {config.data.prompt_data}",
+        f"  {config.run.num_rollout} x {size}, lr {config.optim.lr:g} {config.optim.lr_decay_style}",
+    ]
+
+
+def metrics_line(shown: Mapping[str, float]) -> str:
+    """`reward 0.531  len 128  grad 0.310  tok/s 1.2k`"""
+    return "  ".join(f"{label} {number(shown[label])}" for label in _SHOWN if label in shown)
+
+
+def summary(history: Mapping[str, Sequence[float]]) -> Table:
+    """First, last, lowest and highest value of what was shown."""
+    table = Table("", "first", "last", "lowest", "highest", box=None, pad_edge=False)
+    for label in (label for label in _SHOWN if history.get(label)):
+        values = history[label]
+        table.add_row(label, *(number(value) for value in (values[0], values[-1], min(values), max(values))))
+    return table
+
+
+def _pick(metrics: Mapping[str, float]) -> dict[str, float]:
+    shown: dict[str, float] = {}
+    for label, pattern in _SHOWN.items():
+        head, _, tail = pattern.partition("*")
+        found = [
+            name for name in metrics if name == pattern or (tail and name.startswith(head) and name.endswith(tail))
+        ]
+        if found and not (label == _ONLY_WITHOUT_REWARD and "reward/mean" in metrics):
+            shown[label] = metrics[found[0]]
+    return shown
+
+
+def number(value: float) -> str:
+    """Three or four characters that matter: 0.531, 12.3, 128, 1.2k, 3.4M."""
+    size = abs(value)
+    if size >= 1e6:
+        return f"{value / 1e6:.1f}M"
+    if size >= 1e4:
+        return f"{value / 1e3:.0f}k"
+    if size >= 1e3:
+        return f"{value / 1e3:.1f}k"
+    if size >= 100:
+        return f"{value:.0f}"
+    if size >= 10:
+        return f"{value:.1f}"
+    return f"{value:.3f}" if size >= 1e-3 or not size else f"{value:.1e}"
+
+
+def duration(seconds: float) -> str:
+    """`45s`, `3m20s`, `2h05m`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+def _bar(console: Console) -> Progress:
+    return Progress(
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[line]}", markup=False),
+        console=console,
+        redirect_stdout=True,
+        redirect_stderr=True,
+    )

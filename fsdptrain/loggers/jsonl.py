@@ -1,0 +1,66 @@
+"""metrics.jsonl and samples.jsonl: one JSON object in a line, each line on disk when `log` returns."""
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from fsdptrain.errors import ConfigError
+from fsdptrain.loggers.run_info import RunInfo
+
+
+class JsonlLogger:
+    """Appends to the files of a run that goes on, after dropping the lines of steps that will be made again."""
+
+    def __init__(self, info: RunInfo) -> None:
+        try:
+            info.output_dir.mkdir(parents=True, exist_ok=True)
+            self._metrics = _open(info.output_dir / "metrics.jsonl", info.resumed_step)
+            self._samples = _open(info.output_dir / "samples.jsonl", info.resumed_step)
+        except OSError as error:
+            raise ConfigError(
+                f"--output-dir {info.output_dir} cannot be written: {error.strerror}; choose a folder of your own"
+            ) from error
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        _write(self._metrics, [{"step": step, "time": round(time.time(), 3), **metrics}])
+
+    def log_samples(self, samples: Sequence[Mapping[str, object]], step: int) -> None:
+        _write(self._samples, ({"step": step, **sample} for sample in samples))
+
+    def close(self) -> None:
+        self._metrics.close()
+        self._samples.close()
+
+
+def _open(path: Path, resumed_step: int | None) -> TextIO:
+    """Open for appending, with only the lines up to `resumed_step` (None: no line) left in the file."""
+    kept = _lines_until(path, resumed_step) if resumed_step is not None and path.exists() else []
+    half = path.with_name(f".{path.name}.half")
+    half.write_text("".join(kept), encoding="utf-8")
+    half.replace(path)  # a kill at any moment leaves the old file or the new one
+    return path.open("a", encoding="utf-8", buffering=1)
+
+
+def _lines_until(path: Path, step: int) -> list[str]:
+    """Lines of steps up to `step`. A last line that a kill cut short is left out."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    return [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+
+
+def _write(file: TextIO, records: Iterable[Mapping[str, Any]]) -> None:
+    file.write("".join(json.dumps(_finite(record), ensure_ascii=False, default=str) + "\n" for record in records))
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _finite(value: Any) -> Any:
+    """`value` with null for what JSON cannot say: infinite and undefined numbers."""
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,48 @@
+"""trackio: a dashboard on this machine, `trackio show`. Its data base lies in TRACKIO_DIR, else in output_dir/trackio."""
+
+import contextlib
+import io
+import logging
+import math
+import os
+from collections.abc import Mapping, Sequence
+
+from fsdptrain.errors import ConfigError
+from fsdptrain.loggers.run_info import RunInfo
+
+_LOG = logging.getLogger(__name__)
+
+
+class TrackioLogger:
+    """Goes on with the trackio run of the same name when the training run is resumed."""
+
+    def __init__(self, info: RunInfo) -> None:
+        os.environ.setdefault(
+            "TRACKIO_DIR", str((info.output_dir / "trackio").resolve())
+        )  # read when trackio is imported
+        try:
+            import trackio
+        except ImportError as error:
+            raise ConfigError("--log-to trackio needs the trackio package: pip install 'fsdptrain[trackio]'") from error
+        self._trackio = trackio
+        with contextlib.redirect_stdout(io.StringIO()):  # six lines on how to see the dashboard; ours is one
+            self._run = trackio.init(
+                project=info.project,
+                name=info.run_name,
+                config=info.config.model_dump() if info.config is not None else None,
+                resume="allow" if info.resumed_step is not None else "never",
+                embed=False,
+                auto_log_gpu=False,
+                auto_log_cpu=False,
+            )
+        _LOG.info("dashboard: TRACKIO_DIR=%s trackio show --project %s", os.environ["TRACKIO_DIR"], info.project)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._run.log({name: value for name, value in metrics.items() if math.isfinite(value)}, step=step)
+
+    def log_samples(self, samples: Sequence[Mapping[str, object]], step: int) -> None:
+        """Nothing: trackio's tables need a data frame library, and samples.jsonl has them all."""
+
+    def close(self) -> None:
+        with contextlib.redirect_stdout(io.StringIO()):
+            self._trackio.finish()

@@ -1,0 +1,54 @@
+"""Weights & Biases. `WANDB_MODE=offline` writes to output_dir/wandb for a later `wandb sync`."""
+
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from fsdptrain.errors import ConfigError
+from fsdptrain.loggers.run_info import RunInfo
+
+
+class WandbLogger:
+    """Goes on with the same wandb run when the training run is resumed."""
+
+    def __init__(self, info: RunInfo) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise ConfigError("--log-to wandb needs the wandb package: pip install 'fsdptrain[wandb]'") from error
+        self._table = wandb.Table
+        try:
+            self._run = wandb.init(
+                project=info.project,
+                name=info.run_name,
+                id=_run_id(info.output_dir, fresh=info.resumed_step is None),
+                resume="allow",
+                dir=info.output_dir,
+                config=info.config.model_dump() if info.config is not None else {},
+                settings=wandb.Settings(silent=True, console="off"),
+            )
+        except (wandb.errors.UsageError, wandb.errors.CommError) as error:
+            reason = " ".join(str(error).split())
+            raise ConfigError(f"--log-to wandb: {reason}; set WANDB_API_KEY, or WANDB_MODE=offline") from error
+        self._run.define_metric("*", step_metric="step")  # wandb's own step refuses to go back on a resume
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._run.log({**metrics, "step": step})
+
+    def log_samples(self, samples: Sequence[Mapping[str, object]], step: int) -> None:
+        if samples:
+            columns = list(samples[0])
+            rows = [[str(sample.get(column, "")) for column in columns] for sample in samples]
+            self._run.log({"samples": self._table(columns=columns, data=rows), "step": step})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _run_id(output_dir: Path, *, fresh: bool) -> str:
+    """The id of this training run on wandb, kept in its folder."""
+    path = output_dir / "wandb_run_id"
+    if fresh or not path.exists():
+        output_dir.mkdir(parents=True, exist_ok=True)
+        path.write_text(uuid.uuid4().hex[:12])
+    return path.read_text()

@@ -1,0 +1,283 @@
+"""Attention over packs, through transformers' AttentionInterface: boundaries are passed, never inferred.
+
+A transformers model asks for its attention by name. Two names are ours, and neither ever builds a dense mask:
+
+    fsdptrain_segments   scaled_dot_product_attention segment by segment: any device, any dtype
+    fsdptrain_varlen     torch.nn.attention.varlen, one kernel for the whole pack, on the device and in half precision;
+                         what that kernel cannot do (float32, softcap, sinks, dropout, heads over 256) goes by segments
+
+Both read where segments begin from the argument `boundaries` that travels through the model's keyword arguments. It is
+on the host already, so no layer waits for the device. A call without it is an error: a guess would be a leak.
+
+Padded rows need no mask either: tokens stand at the left, and a causal query never sees what is to the right of it.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from fsdptrain.errors import ConfigError, NumericsError
+from fsdptrain.types import PackedBatch
+
+SEGMENTS = "fsdptrain_segments"
+VARLEN = "fsdptrain_varlen"
+OURS = (SEGMENTS, VARLEN)
+BLOCK = 512  # queries that are taken at once where scores are materialised
+MAX_VARLEN_HEAD_DIM = 256  # of the flash kernels behind varlen_attn
+_VARLEN_TAKES_GQA = (
+    "enable_gqa" in inspect.signature(varlen_attn).parameters
+)  # torch >= 2.13; before, heads are repeated
+_FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+
+
+@dataclass(frozen=True)
+class Boundaries:
+    """Where sequences lie in the hidden states. Packed: N segments in one row. Padded: N rows, tokens at the left."""
+
+    seqlens: tuple[int, ...]  # (N,)
+    cu_seqlens: Tensor  # [N+1] i32
+    padded: bool
+
+
+def register_attention() -> None:
+    """Make both names known to transformers; calling it again changes nothing."""
+    AttentionInterface.register(SEGMENTS, partial(attend, varlen=False))
+    AttentionInterface.register(VARLEN, partial(attend, varlen=True))
+    for name in OURS:
+        AttentionMaskInterface.register(name, no_mask)
+
+
+def resolve_attention(requested: str, device_type: str) -> str:
+    """The name for the model's config. `requested`: auto, varlen, sdpa, or any name that transformers knows.
+
+    Auto takes flash-attn where it is installed and there is a GPU, else torch's own kernel there, else segments.
+    Raises ConfigError where the device or a package is missing.
+    """
+    register_attention()
+    if requested == "auto":
+        return _best(device_type)
+    if requested in {"sdpa", SEGMENTS}:
+        return SEGMENTS
+    if requested in {"varlen", VARLEN}:
+        if device_type == "cpu":
+            raise ConfigError(
+                "--attn-implementation varlen needs a GPU and there is none here: auto or sdpa works on a CPU"
+            )
+        return VARLEN
+    package = _FLASH_PACKAGES.get(requested)
+    if package is not None and (device_type == "cpu" or find_spec(package) is None):
+        missing = (
+            "a GPU and there is none here" if device_type == "cpu" else f"the package {package}, not installed here"
+        )
+        raise ConfigError(f"--attn-implementation {requested} needs {missing}: auto takes what there is")
+    return requested
+
+
+def attention_kwargs(batch: PackedBatch) -> dict[str, Any]:
+    """What the attention and the recurrent mixers of a packed call need to know; the standard names of transformers.
+
+    `boundaries` is ours; the others serve flash-attn and the kernels of Mamba and Gated DeltaNet.
+    """
+    positions = torch.arange(batch.num_tokens, device=batch.cu_seqlens.device, dtype=torch.int32)
+    segment = torch.searchsorted(batch.cu_seqlens[1:], positions, right=True).to(torch.int32)
+    return {
+        "boundaries": Boundaries(batch.seqlens, batch.cu_seqlens, padded=False),
+        "cu_seq_lens_q": batch.cu_seqlens,
+        "cu_seq_lens_k": batch.cu_seqlens,
+        "max_length_q": batch.max_seqlen,
+        "max_length_k": batch.max_seqlen,
+        "seq_idx": segment[None],  # [1, T] i32
+    }
+
+
+def no_mask(*_: Any, use_vmap: bool = False, **__: Any) -> None:
+    """The mask that transformers asks for: none. Causality, windows and boundaries are the attention's own affair.
+
+    Raises NumericsError for a model that draws a mask of its own (prefix or image overlays), which would be lost.
+    """
+    if use_vmap:
+        raise NumericsError(
+            "this model lays its own pattern over the causal mask, which a call without a mask would lose"
+        )
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,  # [B, H, S, D]; packed: B = 1, S = T
+    key: Tensor,  # [B, HK, S, D]
+    value: Tensor,  # [B, HK, S, DV]
+    attention_mask: Tensor | None,
+    *,
+    varlen: bool,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,  # keys that a query sees, itself included
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,  # [H] logits of the sinks: weight that goes to no key
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    boundaries: Boundaries | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:  # [B, S, H, DV]
+    """Causal attention within each segment, exact in forward and backward. Raises NumericsError rather than leak."""
+    _refuse_unknown(module, query, key, attention_mask, position_bias, is_causal)
+    spans = _spans(query, boundaries)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    fused = varlen and query.device.type != "cpu" and query.dtype in {torch.float16, torch.bfloat16}
+    plain = softcap is None and s_aux is None and dropout == 0.0
+    if fused and plain and boundaries is not None and not boundaries.padded and query.shape[-1] <= MAX_VARLEN_HEAD_DIM:
+        return _varlen(query, key, value, boundaries, scale, sliding_window), None
+    one = partial(_segment, scale=scale, dropout=dropout, window=sliding_window, softcap=softcap, sinks=s_aux)
+    parts = [one(*qkv) for qkv in zip(*(x.split(spans, dim=2) for x in (query, key, value)), strict=True)]
+    return torch.cat([part.transpose(1, 2) for part in parts], dim=1), None
+
+
+def _best(device_type: str) -> str:
+    if device_type == "cpu":
+        return SEGMENTS
+    return "flash_attention_2" if find_spec("flash_attn") is not None else VARLEN
+
+
+def _spans(query: Tensor, boundaries: Boundaries | None) -> list[int]:
+    """Lengths of the pieces of dimension 2 that must not see each other."""
+    batch, length = query.shape[0], query.shape[2]
+    if boundaries is None:
+        raise NumericsError(
+            "a packed attention call came without its boundaries: this model does not pass keyword arguments on to its "
+            "attention, so sequences would leak into each other"
+        )
+    found = (batch, length)
+    wanted = (len(boundaries.seqlens), max(boundaries.seqlens)) if boundaries.padded else (1, sum(boundaries.seqlens))
+    if found != wanted:
+        raise NumericsError(f"attention got hidden states of {found} rows and tokens, and boundaries for {wanted}")
+    return [length] if boundaries.padded else list(boundaries.seqlens)
+
+
+def _refuse_unknown(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    attention_mask: Tensor | None,
+    position_bias: Tensor | None,
+    is_causal: bool | None,
+) -> None:
+    if attention_mask is not None or position_bias is not None:
+        raise NumericsError(
+            f"{type(module).__name__} hands a mask or a position bias to its attention, which has no place for it"
+        )
+    causal = vars(module).get("is_causal", True) if is_causal is None else is_causal
+    if not causal or query.shape[2] != key.shape[2]:
+        raise NumericsError(f"{type(module).__name__} asks for attention that is not causal over its own tokens")
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, boundaries: Boundaries, scale: float, window: int | None) -> Tensor:
+    """One call for the pack, [1, T, H, DV]. The kernel wants one head width for q, k and v, a multiple of 8."""
+    width = -(-max(q.shape[-1], v.shape[-1]) // 8) * 8
+    rows = [F.pad(x, (0, width - x.shape[-1]))[0].transpose(0, 1) for x in (q, k, v)]  # [T, heads, width]
+    options: dict[str, Any] = {"enable_gqa": True} if _VARLEN_TAKES_GQA else {}
+    if not _VARLEN_TAKES_GQA:
+        groups = q.shape[1] // k.shape[1]
+        rows[1:] = [x.repeat_interleave(groups, dim=1) for x in rows[1:]]
+    longest = max(boundaries.seqlens)
+    left = -1 if window is None or window >= longest else window - 1  # the kernel counts the keys before the query
+    cu, size = boundaries.cu_seqlens, (left, 0)
+    out = varlen_attn(*rows, cu, cu, longest, longest, scale=scale, window_size=size, **options)
+    assert isinstance(out, Tensor)
+    return out[None, :, :, : v.shape[-1]]
+
+
+def _segment(
+    q: Tensor,  # [B, H, L, D]
+    k: Tensor,  # [B, HK, L, D]
+    v: Tensor,  # [B, HK, L, DV]
+    *,
+    scale: float,
+    dropout: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:  # [B, H, L, DV]
+    length = q.shape[2]
+    window = None if window is None or window >= length else window
+    if softcap is not None or sinks is not None:
+        block = partial(_by_scores, scale=scale, dropout=dropout, window=window, softcap=softcap, sinks=sinks)
+        return _in_blocks(block, q, k, v, window, recompute=length > BLOCK)
+    width = q.shape[-1] - v.shape[-1]
+    v_wide = F.pad(v, (0, width)) if width > 0 else v  # the fused kernels want one head width (MLA has two)
+    if window is None:
+        options = {"dropout_p": dropout, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
+        out = F.scaled_dot_product_attention(q, k, v_wide, is_causal=True, **options)
+    else:
+        out = _in_blocks(partial(_by_mask, scale=scale, dropout=dropout, window=window), q, k, v_wide, window)
+    return out[..., : v.shape[-1]]
+
+
+def _in_blocks(
+    block: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, window: int | None, *, recompute: bool = False
+) -> Tensor:
+    """`block(q, k, v, offset)` over runs of queries with only the keys that they can see."""
+    parts = []
+    for start, stop, first in _blocks(q.shape[2], window):
+        args = (q[:, :, start:stop], k[:, :, first:stop], v[:, :, first:stop], start - first)
+        # Scores of all blocks together would be quadratic in memory: the backward makes them again, block by block.
+        parts.append(checkpoint(block, *args, use_reentrant=False) if recompute else block(*args))
+    return torch.cat(parts, dim=2)
+
+
+def _blocks(length: int, window: int | None) -> Iterator[tuple[int, int, int]]:
+    """(first query, end of queries and keys, first key that any of these queries sees)"""
+    for start in range(0, length, BLOCK):
+        first = 0 if window is None else max(0, start - window + 1)
+        yield start, min(start + BLOCK, length), first
+
+
+def _visible(num_queries: int, num_keys: int, offset: int, window: int | None, device: torch.device) -> Tensor:
+    """[queries, keys] bool: key j for the query at position i + offset."""
+    ahead = torch.arange(num_queries, device=device)[:, None] + offset - torch.arange(num_keys, device=device)
+    return ahead >= 0 if window is None else (ahead >= 0) & (ahead < window)
+
+
+def _by_mask(
+    q: Tensor, k: Tensor, v: Tensor, offset: int, *, scale: float, dropout: float, window: int | None
+) -> Tensor:
+    mask = _visible(q.shape[2], k.shape[2], offset, window, q.device)
+    options = {"dropout_p": dropout, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **options)
+
+
+def _by_scores(
+    q: Tensor,  # [B, H, Q, D]
+    k: Tensor,  # [B, HK, K, D]
+    v: Tensor,
+    offset: int,
+    *,
+    scale: float,
+    dropout: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Softmax written out, in float32: the one way in plain torch that takes a softcap and sinks (gemma2, gpt_oss)."""
+    batch, heads, length, _ = q.shape
+    groups = heads // k.shape[1]
+    scores = q.unflatten(1, (-1, groups)) @ k[:, :, None].transpose(-1, -2) * scale  # [B, HK, G, Q, K]
+    scores = scores.flatten(1, 2).to(torch.promote_types(q.dtype, torch.float32))
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~_visible(length, k.shape[2], offset, window, q.device), float("-inf"))
+    if sinks is not None:
+        column = sinks.to(scores.dtype).view(1, heads, 1, 1).expand(batch, heads, length, 1)
+        scores = torch.cat([scores, column], dim=-1)
+    weights = scores.softmax(dim=-1)[..., : k.shape[2]].to(q.dtype)
+    weights = F.dropout(weights, dropout) if dropout else weights
+    return (weights.unflatten(1, (-1, groups)) @ v[:, :, None]).flatten(1, 2)

@@ -1,0 +1,101 @@
+"""All ranks succeed, or all ranks fail with the same words.
+
+A rank that raises alone leaves the others waiting in their next collective until it times out. So rank-local work that
+can fail (reading a file, parsing a row) ends in `agree`, or runs inside `together`: each rank learns of every failure
+before anyone goes on. For start-up and for failures; the good path of `agree` costs one all_reduce of one number.
+"""
+
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from fsdptrain.errors import FsdptrainError, RankError
+
+LONGEST_MESSAGE = 600  # characters of a foreign exception that are shown
+
+
+def gather(value: Any) -> list[Any]:
+    """`value` of every rank, by rank. Small picklable things only; collective."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def agree(error: Exception | None) -> None:
+    """Returns on every rank, or raises on every rank; collective.
+
+    Args:
+        error: what went wrong on this rank, or None.
+
+    Raises:
+        Exception: `error` itself, on a rank that has one.
+        RankError: on the ranks that were fine, with the message of the first rank that was not.
+    """
+    if not _anyone(error is not None):
+        return
+    messages = gather(None if error is None else one_line(error))
+    if error is not None:
+        raise error
+    rank, message = next((rank, message) for rank, message in enumerate(messages) if message is not None)
+    raise RankError(f"rank {rank} of {len(messages)}: {message}")
+
+
+def require_same(value: Any, error: FsdptrainError) -> None:
+    """`error` on all ranks if `value`, something small, differs between any two of them; collective."""
+    values = gather(value)
+    if any(other != values[0] for other in values):
+        raise error
+
+
+class together:  # noqa: N801 - reads as a verb: `with together(CheckpointError, path): ...`
+    """A block of rank-local work; at its end every rank raises the same error, or none does. No collectives inside.
+
+    An FsdptrainError keeps its class. Anything else that derives from Exception becomes `error_class` with one line,
+    after `context`: what it is does not matter, that the others learn of it does. KeyboardInterrupt passes through.
+    """
+
+    def __init__(self, error_class: type[FsdptrainError], context: str) -> None:
+        self.error_class = error_class
+        self.context = context
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None and not isinstance(error, Exception):
+            return
+        if not _anyone(error is not None):
+            return
+        reports = gather(None if error is None else self._report(error))
+        failed = [(rank, *report) for rank, report in enumerate(reports) if report is not None]
+        rank, error_class, message = failed[0]
+        where = "" if len(failed) == len(reports) else f" (rank {rank} of {len(reports)})"
+        raise error_class(message + where) from error
+
+    def _report(self, error: Exception) -> tuple[type[FsdptrainError], str]:
+        if isinstance(error, FsdptrainError):
+            return type(error), str(error)
+        return self.error_class, f"{self.context}: {one_line(error)}"
+
+
+def one_line(error: Exception) -> str:
+    """The message of `error` without line breaks; with its class where it is not one of ours."""
+    text = " ".join(str(error).split())
+    if isinstance(error, FsdptrainError):
+        return text
+    text = text if len(text) <= LONGEST_MESSAGE else text[:LONGEST_MESSAGE] + " ..."
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _anyone(condition: bool) -> bool:
+    if not dist.is_initialized():
+        return condition
+    flag = torch.tensor(int(condition))  # on the CPU: gloo is always there (platform.distributed_backend)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag.item())

@@ -1,0 +1,76 @@
+"""The files of a checkpoint: where they are, and that they are all there."""
+
+import json
+import os
+from functools import partial
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+
+from fsdptrain.errors import CheckpointError
+from fsdptrain.models.collective import gather, together
+
+HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py"]
+NOT_HUB_FILES = ["original/*", "metal/*", "onnx/*", "consolidated*"]  # the same weights in other formats
+SHOWN = 3  # names in an error message
+
+
+def resolve_checkpoint(name: str) -> Path:
+    """The local folder of `name`: a folder, or a repository of the hub, which one rank of each node downloads.
+
+    Raises:
+        CheckpointError: no such folder or repository, no network, or no config.json and safetensors in it.
+    """
+    here = gather(Path(name).is_dir())
+    if any(here) or Path(name).is_absolute():
+        with together(CheckpointError, f"--hf-checkpoint {name}"):
+            return _checked(Path(name))
+    download = partial(snapshot_download, name, allow_patterns=HUB_FILES, ignore_patterns=NOT_HUB_FILES)
+    with together(CheckpointError, f"--hf-checkpoint {name} is neither a folder here nor loadable from the hub"):
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            download()
+    with together(CheckpointError, f"--hf-checkpoint {name}"):
+        return _checked(Path(download(local_files_only=True)))
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The safetensors files of a checkpoint. CheckpointError for one that its index names and that is not there."""
+    if (path / "model.safetensors").is_file():
+        return [path / "model.safetensors"]
+    index = path / "model.safetensors.index.json"
+    if not index.is_file():
+        raise CheckpointError(
+            f"--hf-checkpoint {path} has neither model.safetensors nor {index.name}; "
+            "other formats can be converted by transformers' save_pretrained"
+        )
+    names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    absent = [name for name in names if not (path / name).is_file()]
+    if absent:
+        raise CheckpointError(
+            f"--hf-checkpoint {path} lacks {some_of(absent)}, which {index.name} names: download it again"
+        )
+    return [path / name for name in names]
+
+
+def _checked(path: Path) -> Path:
+    if not path.is_dir():
+        raise CheckpointError(
+            f"--hf-checkpoint {path} is not a folder; it takes one, or the name of a repository on the hub"
+        )
+    if not (path / "config.json").is_file():
+        raise CheckpointError(f"--hf-checkpoint {path} has no config.json: is it the folder of a Hugging Face model?")
+    weight_files(path)
+    return path
+
+
+def different_files(path: Path) -> CheckpointError:
+    """For ranks that came to different results from what should be the same files."""
+    return CheckpointError(
+        f"--hf-checkpoint {path} is not the same on all ranks: put it on a disk that all nodes share"
+    )
+
+
+def some_of(names: list[str]) -> str:
+    """The first few of `names`, and how many more there are."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more

@@ -1,0 +1,224 @@
+"""Packed or padded: the model itself is asked, before the first step, on the device that will train.
+
+Two segments are scored in each candidate layout and compared with the stock model (its own eager attention and masks),
+one segment at a time. Then the first segment is changed, which must not move the second. The tolerance is that of the
+dtype, but never more than a quarter of what a full leak would do to this very model. No list of model names decides: what
+differs, raises, or leaks, is not used, and the report says why.
+
+    layout: packed, attention fsdptrain_segments (probe: 1.2e-06 <= 0.0001)
+    layout: padded, attention fsdptrain_segments (probe: 3.4e-07 <= 0.0001; packed: ValueError: ...)
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from fsdptrain import platform
+from fsdptrain.errors import NumericsError
+from fsdptrain.models.attention import register_attention, resolve_attention
+from fsdptrain.models.collective import gather, one_line
+from fsdptrain.models.inputs import Layout
+from fsdptrain.models.policy import (
+    TOLERANCES,
+    check_head,
+    evaluating,
+    install_policy_forward,
+    over_ranks,
+    plain_batch,
+    policy_logprobs,
+    reshard,
+)
+from fsdptrain.models.random_copy import random_copy
+
+RequestedLayout = Literal["auto", "packed", "padded"]
+STOCK = ("sdpa", "eager")  # transformers' own, with dense masks: for what has a mask that ours would lose
+REFERENCE = "eager"  # every model has it
+SHORT, LONG, LONGEST = 23, 40, 1100  # tokens of the probe's segments; a window up to LONGEST is exceeded
+LOSES_MASK = {"attention_chunk_size": "its attention is chunked, which no boundary expresses"}  # llama4
+
+
+@dataclass(frozen=True)
+class LayoutProbe:
+    """What was chosen and what was measured."""
+
+    layout: Layout
+    attention: str  # name of the attention implementation that the model now has
+    max_difference: float  # largest over segments of the mean difference of logprobs from the stock model, one by one
+    tolerance: float
+    reason: str = ""  # why what was preferred is not used
+    gradient_difference: float | None = None  # relative to the largest gradient; measured on a random copy only
+
+    @property
+    def line(self) -> str:
+        """For the report at start."""
+        measured = f"probe: {self.max_difference:.2g} <= {self.tolerance:g}"
+        return (
+            f"layout: {self.layout}, attention {self.attention} ({measured}{'; ' if self.reason else ''}{self.reason})"
+        )
+
+
+class Candidate(NamedTuple):
+    layout: Layout
+    attention: str
+
+
+@torch.no_grad()
+def choose_layout(
+    model: PreTrainedModel,
+    requested: RequestedLayout,
+    *,
+    vocab_size: int,
+    compute_dtype: torch.dtype,
+    device: torch.device | None = None,
+) -> LayoutProbe:
+    """Find the first layout that the policy (see `install_policy_forward`) computes exactly, and leave the model set to it.
+
+    Collective where the model is sharded; every rank comes to the same result. Order: packed, then padded, both with the
+    attention that the model was built with, then padded with transformers' own. Raises NumericsError when none is exact,
+    or when `requested` is packed and that is not.
+    """
+    register_attention()
+    device = device or platform.local_device()
+    segments = probe_segments(model, vocab_size)
+    reasons: list[str] = []
+    configured = model.config._attn_implementation
+    with evaluating(model):
+        reference, leak = _reference(model, segments, device)
+        tolerance = min(TOLERANCES[compute_dtype], leak / 4)
+        for candidate in _candidates(model, requested, configured, reasons):
+            difference, refusal = _try(model, candidate, segments, reference, device)
+            if difference <= tolerance:
+                return LayoutProbe(candidate.layout, candidate.attention, difference, tolerance, "; ".join(reasons))
+            reasons.append(
+                f"{candidate.layout} with {candidate.attention}: {refusal or f'differs by {difference:.2g}'}"
+            )
+    raise NumericsError(
+        f"--layout {requested}: {type(model).__name__} is not computed exactly (tolerance {tolerance:g}): "
+        f"{'; '.join(reasons)}; --layout auto takes what is exact, if anything is"
+    )
+
+
+def probe_random_copy(
+    config: PreTrainedConfig, *, attention: str = "auto", trust_remote_code: bool = False
+) -> LayoutProbe:
+    """The same probe without weights, on the CPU in float32, with the backward pass: `random_copy` of the model.
+
+    Raises NumericsError where no layout is exact, forward and backward, or where the head is not understood.
+    """
+    model = random_copy(config, trust_remote_code=trust_remote_code)
+    install_policy_forward(model, chunk_size=SHORT)
+    options: dict[str, Any] = {
+        "vocab_size": model.config.get_text_config().vocab_size,
+        "compute_dtype": torch.float32,
+        "device": torch.device("cpu"),
+    }
+    model.set_attn_implementation(REFERENCE)
+    check_head(model, layout="padded", **options)
+    refused = ""
+    for requested in ("auto", "padded"):
+        model.set_attn_implementation(resolve_attention(attention, "cpu"))
+        probe = choose_layout(model, requested, **options)
+        difference = _gradient_difference(model, probe)
+        if difference <= probe.tolerance:
+            reason = "; ".join(text for text in (refused, probe.reason) if text)
+            return replace(probe, gradient_difference=difference, reason=reason)
+        refused = f"{probe.layout} with {probe.attention}: gradients differ by {difference:.2g}"
+    raise NumericsError(f"{type(model).__name__} is not computed exactly backward: {refused}")
+
+
+def probe_segments(model: PreTrainedModel, vocab_size: int) -> list[list[int]]:
+    """Two segments and a twin of the first; the second is longer than the model's sliding window, where that is affordable."""
+    values = model.config.get_text_config().to_dict()
+    window = values.get("sliding_window")
+    longer = LONG if window is None or window + 8 > LONGEST else max(LONG, window + 8)
+    longest = values.get("max_position_embeddings") or longer
+    generator = torch.Generator().manual_seed(0)
+    lengths = (min(SHORT, longest), min(longer, longest), min(SHORT, longest))
+    return [torch.randint(vocab_size, (length,), generator=generator).tolist() for length in lengths]
+
+
+def _candidates(
+    model: PreTrainedModel, requested: RequestedLayout, configured: str, reasons: list[str]
+) -> list[Candidate]:
+    values = model.config.get_text_config().to_dict()
+    lost = [why for key, why in LOSES_MASK.items() if values.get(key) is not None]
+    stock = [Candidate("padded", name) for name in STOCK]
+    if lost:
+        reasons += [f"{configured}: {why}" for why in lost]
+        return [] if requested == "packed" else stock
+    packed, padded = Candidate("packed", configured), Candidate("padded", configured)
+    return {"auto": [packed, padded, *stock], "packed": [packed], "padded": [padded, *stock]}[requested]
+
+
+def _reference(model: PreTrainedModel, segments: list[list[int]], device: torch.device) -> tuple[list[Tensor], float]:
+    """Logprobs [L] of the first two segments by the stock attention, each alone; how far a full leak moves the second."""
+    model.set_attn_implementation(REFERENCE)
+    first, second = segments[:2]
+    found = []
+    for segment in (first, second, first + second):
+        values, refusal = _score(model, [segment], "padded", device)
+        if refusal:
+            raise NumericsError(f"{type(model).__name__} cannot score one sequence by itself: {refusal}")
+        found.append(values)
+    leak = (found[2][len(first) :] - found[1]).abs().mean().item()
+    return found[:2], over_ranks(leak)
+
+
+def _try(
+    model: PreTrainedModel,
+    candidate: Candidate,
+    segments: list[list[int]],
+    reference: list[Tensor],
+    device: torch.device,
+) -> tuple[float, str]:
+    """The largest difference of any rank (inf where it refuses), and the refusal's words."""
+    first, second, twin = segments
+    model.set_attn_implementation(candidate.attention)
+    values, refusal = _score(model, [first, second], candidate.layout, device)
+    changed, other = _score(model, [twin, second], candidate.layout, device)
+    if refusal or other:
+        return float("inf"), refusal or other
+    apart = values.split([len(first), len(second)])
+    leak = (changed[len(twin) :] - apart[1]).abs().mean()
+    differences = [(found - wanted).abs().mean() for found, wanted in zip(apart, reference, strict=True)]
+    worst = over_ranks(torch.stack([*differences, leak]).max().item())
+    return (worst if worst == worst else float("inf")), ""
+
+
+def _score(
+    model: PreTrainedModel, segments: list[list[int]], layout: Layout, device: torch.device
+) -> tuple[Tensor, str]:
+    """Logprobs [T], and the words of the first rank that could not make them."""
+    refusals: list[Exception] = []
+    values = model(plain_batch(segments, device=device), layout=layout, refusals=refusals)[0]
+    said = next((words for words in gather(one_line(refusals[0]) if refusals else None) if words), "")
+    reshard(model)
+    return values, said
+
+
+def _gradient_difference(model: PreTrainedModel, probe: LayoutProbe) -> float:
+    """Largest difference from the gradients of the stock model, one by one, relative to the largest gradient."""
+    device = torch.device("cpu")
+    first, second, _ = probe_segments(model, model.config.get_text_config().vocab_size)
+    model.set_attn_implementation(REFERENCE)
+    wanted = _gradients(model, [[first], [second]], "padded", device)
+    model.set_attn_implementation(probe.attention)
+    found = _gradients(model, [[first, second]], probe.layout, device)
+    largest = max(gradient.abs().max().item() for gradient in wanted.values())
+    return max((found[name] - wanted[name]).abs().max().item() for name in wanted) / largest
+
+
+def _gradients(
+    model: PreTrainedModel, packs: list[list[list[int]]], layout: Layout, device: torch.device
+) -> dict[str, Tensor]:
+    """Of the sum of all logprobs, position by position with its own weight."""
+    for pack in packs:
+        batch = plain_batch(pack, device=device)
+        values = policy_logprobs(model, batch, layout=layout).values
+        (values * (batch.position_ids + 1).sin()).sum().backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return gradients

@@ -1,0 +1,166 @@
+"""Log-probabilities and entropy from hidden states, in chunks of tokens: [T, V] never exists whole, nor does its gradient.
+
+    raw = hidden @ weight.T + bias          the head
+    z = cap(scale * raw) / temperature      what the model does to its logits, then the temperature of the rollout
+    logprob = z[label] - logsumexp(z)
+    entropy = logsumexp(z) - sum(softmax(z) * z)
+
+The backward makes the logits again, chunk by chunk. With p = softmax(z) and incoming gradients g (logprob), h (entropy):
+    dz = g * (onehot(label) - p) - h * p * (z - logsumexp(z) + entropy)
+A chunk holds two float32 buffers of chunk_size x V at a time (three with a softcap), and the head's product is made three
+times per token: once forward, and twice more backward beside its recomputation.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class HeadTransform:
+    """What a model does to `hidden @ weight.T + bias` before the softmax."""
+
+    logit_scale: float = 1.0  # first: multiplies (granite divides by its logits_scaling: its inverse)
+    softcap: float | None = None  # then: cap * tanh(logits / cap)
+    temperature: float = 1.0  # last: divides
+
+
+def chunked_logprobs(
+    hidden: Tensor,  # [T, D]
+    weight: Tensor,  # [V, D]
+    labels: Tensor,  # [T] i64
+    *,
+    bias: Tensor | None = None,  # [V]
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    chunk_size: int = 1024,  # tokens
+    with_entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probability of `labels` and, where asked for, entropy in nats: [T] in float32, or float64 for float64 input.
+
+    The product with the head runs in the dtype of its inputs, everything after it in float32 or more; the gradient of the
+    weight is summed over chunks in float32.
+    """
+    transform = HeadTransform(logit_scale, softcap, temperature)
+    logprobs, entropy = _ChunkedLogprobs.apply(hidden, weight, bias, labels, transform, chunk_size, with_entropy)
+    return logprobs, entropy if with_entropy else None
+
+
+class _ChunkedLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        transform: HeadTransform,
+        chunk_size: int,
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor]:
+        exact = torch.promote_types(hidden.dtype, torch.float32)
+        num_tokens = hidden.shape[0]
+        logprobs = torch.empty(num_tokens, dtype=exact, device=hidden.device)
+        logsumexp = torch.empty_like(logprobs)
+        entropy = torch.zeros_like(logprobs) if not with_entropy else torch.empty_like(logprobs)
+        for start in range(0, num_tokens, chunk_size):
+            rows = slice(start, start + chunk_size)
+            z = _logits(hidden[rows], weight, bias, transform)
+            chosen = z.gather(1, labels[rows, None])[:, 0]
+            logsumexp[rows] = lse = torch.logsumexp(z, dim=1)
+            logprobs[rows] = chosen - lse
+            if with_entropy:
+                entropy[rows] = -_mean_logprob(z.sub_(lse[:, None]))
+        ctx.save_for_backward(hidden, weight, bias, labels, logsumexp, entropy)
+        ctx.transform, ctx.chunk_size, ctx.with_entropy = transform, chunk_size, with_entropy
+        ctx.set_materialize_grads(False)
+        if not with_entropy:
+            ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, labels, logsumexp, entropy = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_logprobs, grad_entropy = grads
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=logsumexp.dtype) if needs_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=logsumexp.dtype) if needs_bias else None
+        for start in range(0, hidden.shape[0], ctx.chunk_size):
+            rows = slice(start, start + ctx.chunk_size)
+            z = _logits(hidden[rows], weight, bias, ctx.transform)
+            slope = _slope(z, ctx.transform)
+            dz = _grad_logits(
+                z.sub_(logsumexp[rows, None]),
+                labels[rows],
+                None if grad_logprobs is None else grad_logprobs[rows],
+                None if grad_entropy is None or not ctx.with_entropy else grad_entropy[rows],
+                entropy[rows],
+            ).mul_(slope)
+            if grad_bias is not None:
+                grad_bias += dz.sum(0)
+            dz = dz.to(hidden.dtype)
+            if grad_hidden is not None:
+                torch.mm(dz, weight, out=grad_hidden[rows])
+            if grad_weight is not None:
+                _add_product(grad_weight, dz, hidden[rows])
+        return (grad_hidden, grad_weight, grad_bias, None, None, None, None)
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: HeadTransform) -> Tensor:
+    """[C, V] in float32 or more, after scale, cap and temperature."""
+    raw = hidden @ weight.T if bias is None else torch.addmm(bias, hidden, weight.T)
+    z = raw.to(torch.promote_types(raw.dtype, torch.float32))
+    if transform.softcap is not None:
+        z = z.mul_(transform.logit_scale / transform.softcap).tanh_().mul_(transform.softcap / transform.temperature)
+        return z
+    factor = transform.logit_scale / transform.temperature
+    return z if factor == 1.0 else z.mul_(factor)
+
+
+def _slope(z: Tensor, transform: HeadTransform) -> Tensor | float:
+    """dz / draw, from z itself: with a softcap tanh' = 1 - tanh^2, and tanh = z * temperature / cap."""
+    factor = transform.logit_scale / transform.temperature
+    if transform.softcap is None:
+        return factor
+    return (z * (transform.temperature / transform.softcap)).square_().neg_().add_(1.0).mul_(factor)
+
+
+def _mean_logprob(logp: Tensor) -> Tensor:
+    """sum over the vocabulary of p log p, [C]; the input is [C, V]."""
+    return logp.exp().mul_(logp).sum(1)
+
+
+def _grad_logits(
+    logp: Tensor,  # [C, V] = z - logsumexp(z); overwritten
+    labels: Tensor,  # [C]
+    grad_logprobs: Tensor | None,  # [C]
+    grad_entropy: Tensor | None,  # [C]
+    entropy: Tensor,  # [C]
+) -> Tensor:
+    """dz [C, V] of this module's docstring, in the buffers that are there."""
+    if grad_entropy is None:
+        dz = logp.exp_()
+        if grad_logprobs is None:
+            return dz.zero_()
+        dz.mul_(-grad_logprobs[:, None])
+    else:
+        p = logp.exp()
+        dz = logp.add_(entropy[:, None]).mul_(-grad_entropy[:, None])
+        if grad_logprobs is not None:
+            dz.sub_(grad_logprobs[:, None])
+        dz.mul_(p)
+    if grad_logprobs is not None:
+        dz.scatter_add_(1, labels[:, None], grad_logprobs[:, None])
+    return dz
+
+
+def _add_product(total: Tensor, dz: Tensor, hidden: Tensor) -> None:
+    """total [V, D] += dz.T @ hidden, summed over chunks in the dtype of `total`."""
+    if total.dtype == hidden.dtype:
+        total.addmm_(dz.T, hidden)
+    else:
+        total.add_(dz.T @ hidden)

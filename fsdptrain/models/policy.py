@@ -1,0 +1,223 @@
+"""The policy's forward pass: a pack in, the log-probabilities of its labels out, all inside the root's forward.
+
+Under FSDP2 the head's weight is whole only there, so the logprobs are made there too; every group keeps the hooks that
+it has. The stock head stays reachable for one purpose, the self-check at start.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from fsdptrain import platform
+from fsdptrain.errors import NumericsError
+from fsdptrain.models.collective import gather
+from fsdptrain.models.inputs import Layout, model_inputs, select_tokens
+from fsdptrain.models.logprobs import HeadTransform, chunked_logprobs
+from fsdptrain.models.structure import base_model, lm_head
+from fsdptrain.types import LogProbs, PackedBatch
+
+# Mean difference of a logprob between two exact ways of computing it. Half precision: what rounding of logits of
+# magnitude 30 makes; a leak or a lost scale moves logprobs by far more.
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 1e-1}
+
+# What may go wrong when a model is called in a way that it was not written for.
+REFUSALS = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    ImportError,
+    AssertionError,
+    NumericsError,
+)
+
+# How configs name what the model does to its logits. The self-check proves the entry, or stops the run.
+_SCALE_KEYS: dict[str, Callable[[float], float]] = {
+    "logit_scale": lambda x: x,  # cohere
+    "lm_head_multiplier": lambda x: x,  # falcon_h1
+    "logits_scaling": lambda x: 1.0 / x,  # granite
+}
+_MULTIPLIES_BY_LOGITS_SCALING = {"hyperclovax"}
+_SOFTCAP_KEY = "final_logit_softcapping"  # gemma
+
+
+def install_policy_forward(model: PreTrainedModel, *, chunk_size: int) -> None:
+    """Replace `model.forward`, before sharding: it then takes a PackedBatch, and is called by `policy_logprobs`.
+
+    The new forward returns a tuple of tensors, because FSDP2 hangs its backward hooks on tensors in tuples and finds none
+    in a record. chunk_size: tokens whose logits exist at a time.
+    """
+    stock = model.forward
+    transform = head_transform(model.config)
+
+    def forward(
+        batch: PackedBatch,
+        *,
+        layout: Layout,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+        stock_head: bool = False,
+        refusals: list[Exception] | None = None,
+    ) -> tuple[Tensor, ...]:
+        inputs = model_inputs(
+            batch,
+            layout,
+            attn_implementation=model.config._attn_implementation,
+            pad_token_id=model.config.get_text_config().pad_token_id,
+        )
+        try:
+            if stock_head:
+                return (_stock_logprobs(stock(**inputs).logits, batch, layout),)
+            hidden = base_model(model)(**inputs).last_hidden_state
+        except REFUSALS as error:
+            if refusals is None:
+                raise
+            refusals.append(error)  # caught inside the root's forward, which leaves FSDP2 in order
+            return (torch.zeros(batch.num_tokens, device=batch.input_ids.device),)
+        weight, bias = _head_weights(lm_head(model))
+        found = chunked_logprobs(
+            select_tokens(hidden, batch, layout, batch.loss_positions),
+            weight,
+            batch.labels.index_select(0, batch.loss_positions),
+            bias=bias,
+            temperature=temperature,
+            softcap=transform.softcap,
+            logit_scale=transform.logit_scale,
+            chunk_size=chunk_size,
+            with_entropy=with_entropy,
+        )
+        return tuple(_spread(x, batch) for x in found if x is not None)
+
+    model.forward = forward
+
+
+def policy_logprobs(
+    model: PreTrainedModel,
+    batch: PackedBatch,
+    *,
+    layout: Layout,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+) -> LogProbs:
+    """Score the labels of `batch`, which lies on the device of the computation. Collective where the model is sharded.
+
+    The head runs only at `batch.loss_positions`; elsewhere values and entropy are 0, without gradient.
+    """
+    found = model(batch, layout=layout, temperature=temperature, with_entropy=with_entropy)
+    return LogProbs(values=found[0], entropy=found[1] if with_entropy else None)
+
+
+def head_transform(config: PreTrainedConfig) -> HeadTransform:
+    """What the config says that the model does to its logits."""
+    text = config.get_text_config()
+    values = text.to_dict()
+    scale = 1.0
+    for key, factor in _SCALE_KEYS.items():
+        value = values.get(key)
+        if value is not None:
+            scale *= value if text.model_type in _MULTIPLIES_BY_LOGITS_SCALING else factor(value)
+    return HeadTransform(logit_scale=scale, softcap=values.get(_SOFTCAP_KEY))
+
+
+@torch.no_grad()
+def check_head(
+    model: PreTrainedModel,
+    *,
+    vocab_size: int,
+    layout: Layout,
+    compute_dtype: torch.dtype,
+    device: torch.device | None = None,
+    num_tokens: int = 16,
+) -> float:
+    """Compare the chunked logprobs with those of the stock model on a few random tokens. Collective.
+
+    Returns the mean difference, the largest over ranks. Raises NumericsError on every rank where it is over the tolerance of
+    `compute_dtype`: then the model does something to its logits that `head_transform` does not know.
+    """
+    tokens = torch.randint(vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(0)).tolist()
+    batch = plain_batch([tokens], device=device or platform.local_device())
+    with evaluating(model):
+        ours = policy_logprobs(model, batch, layout=layout).values
+        stock = model(batch, layout=layout, stock_head=True)[0]
+    reshard(model)
+    difference = over_ranks((ours - stock).abs().sum().item() / (num_tokens - 1))
+    tolerance = TOLERANCES[compute_dtype]
+    if not difference <= tolerance:
+        raise NumericsError(
+            f"the logprobs of {type(model).__name__} differ by {difference:.2g} from those of its stock head "
+            f"(tolerance {tolerance:g} in {str(compute_dtype).removeprefix('torch.')}): it changes its logits in a way that "
+            f"fsdptrain does not know; its config may name a key that models/policy.py lacks"
+        )
+    return difference
+
+
+def plain_batch(segments: list[list[int]], *, device: torch.device) -> PackedBatch:
+    """A pack of whole token lists with a loss on every next token: for checks, which need no samples and no weights."""
+    tokens = torch.tensor([token for segment in segments for token in segment])
+    seqlens = tuple(len(segment) for segment in segments)
+    ends = torch.tensor(seqlens).cumsum(0)
+    mask = torch.ones(len(tokens), dtype=torch.bool)
+    mask[ends - 1] = False
+    zeros = torch.zeros(len(tokens))
+    return PackedBatch(
+        input_ids=tokens,
+        labels=tokens.roll(-1) * mask,
+        position_ids=torch.cat([torch.arange(length) for length in seqlens]),
+        cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(torch.int32),
+        seqlens=seqlens,
+        prefix_segment=torch.full((len(seqlens),), -1, dtype=torch.int32),
+        loss_mask=mask,
+        loss_positions=mask.nonzero()[:, 0] if mask.any() else torch.zeros(1, dtype=torch.int64),
+        loss_weights=mask.float(),
+        advantages=zeros,
+        rollout_logprobs=zeros,
+        num_loss_tokens=int(mask.sum()),
+    ).to(device)
+
+
+def reshard(model: nn.Module) -> None:
+    """Free what a forward without a backward left gathered: the root's group always, a layer's where it broke off."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+class evaluating:  # noqa: N801 - reads as a verb: `with evaluating(model): ...`
+    """Dropout off, and back as it was."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.was_training = model, model.training
+
+    def __enter__(self) -> None:
+        self.model.eval()
+
+    def __exit__(self, *_: object) -> None:
+        self.model.train(self.was_training)
+
+
+def over_ranks(value: float) -> float:
+    """The largest `value` of any rank; nan where any has nan. Collective."""
+    values = gather(value)
+    return next((x for x in values if x != x), max(values))
+
+
+def _head_weights(head: nn.Module) -> tuple[Tensor, Tensor | None]:
+    parameters = dict(head.named_parameters(recurse=False))
+    return parameters["weight"], parameters.get("bias")
+
+
+def _stock_logprobs(logits: Tensor, batch: PackedBatch, layout: Layout) -> Tensor:
+    """[T] from the logits of a stock model; few tokens only, since [T, V] is whole here."""
+    chosen = select_tokens(logits, batch, layout, batch.loss_positions).float().log_softmax(-1)
+    labels = batch.labels.index_select(0, batch.loss_positions)
+    return _spread(chosen.gather(1, labels[:, None])[:, 0], batch)
+
+
+def _spread(values: Tensor, batch: PackedBatch) -> Tensor:
+    """[M] at the loss positions -> [T] with zeros elsewhere."""
+    everywhere = torch.zeros(batch.num_tokens, dtype=values.dtype, device=values.device)
+    return everywhere.index_copy(0, batch.loss_positions, values)

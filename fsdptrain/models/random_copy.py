@@ -1,0 +1,67 @@
+"""A small random model with the same code paths as a large one: real layers, one of each kind, no weights needed.
+
+It is what `inspect` and `--dry-run --probe` measure. Layers are told apart by what they hold (names and shapes of their
+parameters) and by their entry in the config's per-layer lists. Widths that only make things bigger are cut, and windows are made short
+enough for the probe to go beyond them.
+"""
+
+import copy
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from fsdptrain.models.structure import decoder_layers
+
+_AT_MOST = {"vocab_size": 512, "intermediate_size": 512, "moe_intermediate_size": 128, "sliding_window": 16}
+_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+_TOKEN_KEYS = ("pad_token_id", "bos_token_id", "eos_token_id")  # may lie outside the smaller vocabulary
+
+
+def random_copy(config: PreTrainedConfig, *, trust_remote_code: bool = False, seed: int = 0) -> PreTrainedModel:
+    """A float32 model on the CPU, from a copy of `config` that is cut down; in eval mode."""
+    small = copy.deepcopy(config)
+    text = small.get_text_config()
+    _cut_widths(text)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(small, dtype=torch.float32, trust_remote_code=trust_remote_code)
+    _keep_one_of_each_kind(model)
+    torch.manual_seed(seed)
+    model.to_empty(device="cpu")
+    model.init_weights()
+    return model.eval()
+
+
+def _cut_widths(text: PreTrainedConfig) -> None:
+    values = text.to_dict()
+    for key, limit in _AT_MOST.items():
+        if isinstance(values.get(key), int) and values[key] > limit:
+            setattr(text, key, limit)
+    enough = max(2 * (values.get("num_experts_per_tok") or 1), 4 * (values.get("n_group") or 1))
+    for key in _EXPERT_KEYS:
+        if isinstance(values.get(key), int) and values[key] > enough:
+            setattr(text, key, enough)
+    for key in _TOKEN_KEYS:
+        if values.get(key) is not None:
+            setattr(text, key, 0)
+
+
+def _keep_one_of_each_kind(model: PreTrainedModel) -> None:
+    """Cut the list of layers of a meta model, and every per-layer list of its config with it."""
+    text = model.config.get_text_config()
+    layers = decoder_layers(model)
+    lists = {k: v for k, v in text.to_dict().items() if isinstance(v, list | tuple) and len(v) == len(layers)}
+    kinds: dict[tuple, int] = {}
+    for index, layer in enumerate(layers):
+        held = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
+        kinds.setdefault((held, tuple(str(values[index]) for values in lists.values())), index)
+    kept = sorted(kinds.values())
+    path = next(
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and layers[0] in list(module)
+    )
+    model.set_submodule(path, nn.ModuleList([layers[index] for index in kept]))
+    text.num_hidden_layers = len(kept)
+    for key, values in lists.items():
+        setattr(text, key, [values[index] for index in kept])

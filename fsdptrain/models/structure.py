@@ -1,0 +1,72 @@
+"""Where the parts of a transformers model are, whatever its authors called them."""
+
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from fsdptrain.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    """How many numbers a model has; tied weights count once."""
+
+    total: int
+    largest_layer: int  # of the largest decoder layer
+    outside_layers: int  # embedding, last norm, head
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The repeated blocks, in the order of the model; the same before and after sharding.
+
+    They are the members of a ModuleList whose class transformers itself never splits over devices
+    (`_no_split_modules`); where a model does not declare any, the members of its largest ModuleList.
+    """
+    unsplit = set(model._no_split_modules or ())
+    layers: list[nn.Module] = []
+    for module_list in _outermost_lists(model):
+        layers += [layer for layer in module_list if _class_names(layer) & unsplit]
+    if layers:
+        return layers
+    lists = [module_list for module_list in _outermost_lists(model) if len(module_list) > 0]
+    if not lists:
+        raise CheckpointError(f"{type(model).__name__} has no repeated layers: fsdptrain shards a model layer by layer")
+    return list(max(lists, key=_numel))
+
+
+def base_model(model: PreTrainedModel) -> nn.Module:
+    """The part that makes hidden states: everything but the head."""
+    return model.base_model
+
+
+def lm_head(model: PreTrainedModel) -> nn.Module:
+    """The module that turns hidden states into logits. CheckpointError where there is none."""
+    head = model.get_output_embeddings()
+    if head is None:
+        raise CheckpointError(f"{type(model).__name__} has no output embedding: it is not a causal language model")
+    return head
+
+
+def count_parameters(model: PreTrainedModel) -> ParameterCounts:
+    """Exact counts, from the shapes: the model may be on meta, and sharded."""
+    total = _numel(model)
+    layers = [_numel(layer) for layer in decoder_layers(model)]
+    return ParameterCounts(total=total, largest_layer=max(layers), outside_layers=total - sum(layers))
+
+
+def _outermost_lists(model: nn.Module) -> list[nn.ModuleList]:
+    """Every ModuleList that does not lie within another one (as the experts of a layer do)."""
+    found: list[nn.ModuleList] = []
+    for child in model.children():
+        found += [child] if isinstance(child, nn.ModuleList) else _outermost_lists(child)
+    return found
+
+
+def _class_names(module: nn.Module) -> set[str]:
+    """With those of its bases: sharding changes the class of a module to a subclass."""
+    return {cls.__name__ for cls in type(module).__mro__}
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

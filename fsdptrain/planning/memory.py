@@ -1,0 +1,159 @@
+"""Will it fit? The memory of one rank before anything is loaded, from exact parameter counts.
+
+Counted: float32 master weights, Adam's two moments and gradients of one shard (4 bytes each), the layers that are
+gathered at one time, the reference's shard, the copy of the embedded engine, and a margin. Not counted: activations,
+the key-value cache, and the pages of files that the system caches and gives back by itself.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from fsdptrain.errors import MemoryPlanError
+from fsdptrain.models.structure import ParameterCounts
+
+GIB = 1024**3
+MASTER_BYTES = 4  # float32
+GATHERED_LAYERS = 2  # the one that computes, and the one that is prefetched
+DEVICE_MARGIN = 1.05  # fragmentation, and what kernels need for themselves
+HOST_MARGIN = 1.05
+
+
+@dataclass(frozen=True)
+class MemoryDemand:
+    """What decides how much memory a rank needs."""
+
+    counts: ParameterCounts
+    num_shards: int  # ranks over which one replica is sharded
+    compute_bytes: int  # of one gathered number: 2 for bfloat16 and float16, 4 for float32
+    cpu_offload: bool = False
+    reshard_after_forward: bool = True
+    embedded_engine: bool = False  # a whole copy in the compute dtype, between the training steps
+    reference: bool = False  # one more float32 shard, on the host
+    load_strategy: str = "shard"
+
+
+@dataclass(frozen=True)
+class MemorySupply:
+    """What this rank finds. On a machine without accelerator, device memory is host memory."""
+
+    device_free: int  # bytes
+    device_total: int  # bytes
+    host_free: int  # bytes, of the node
+    host_total: int  # bytes, of the node
+    ranks_per_node: int
+    has_accelerator: bool
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """Bytes by purpose. `device` is for one rank, `host` for all ranks of a node; margins are part of the sums."""
+
+    device_parts: Mapping[str, int]
+    host_parts: Mapping[str, int]
+
+    @property
+    def device(self) -> int:
+        return math.ceil(DEVICE_MARGIN * sum(self.device_parts.values()))
+
+    @property
+    def host(self) -> int:
+        return math.ceil(HOST_MARGIN * sum(self.host_parts.values()))
+
+
+def load_memory_need(demand: MemoryDemand, supply: MemorySupply) -> MemoryNeed:
+    """The most that a rank holds at one time while it trains, or while the embedded engine generates."""
+    counts, ranks = demand.counts, supply.ranks_per_node
+    shard = MASTER_BYTES * math.ceil(counts.total / demand.num_shards)
+    state = {"weights": shard, "Adam's moments": 2 * shard, "gradients": shard}
+    work = _working_memory(demand)
+    device = dict(work) if demand.cpu_offload else {**state, **work}
+    host = {name: ranks * size for name, size in state.items()} if demand.cpu_offload else {}
+    if demand.reference:
+        host["the reference"] = ranks * shard
+    if demand.load_strategy == "rank0":
+        host["rank 0's whole copy"] = MASTER_BYTES * counts.total
+    if supply.has_accelerator:
+        return MemoryNeed(device, host)
+    for name, size in device.items():
+        host[name] = host.get(name, 0) + ranks * size
+    return MemoryNeed({}, host)
+
+
+def load_memory_line(demand: MemoryDemand, supply: MemorySupply) -> str:
+    """One line to print before loading: what is needed, what is there."""
+    need = load_memory_need(demand, supply)
+    size = f"{demand.counts.total / 1e9:.2f} B parameters over {demand.num_shards} shard{'s' * (demand.num_shards > 1)}"
+    device = f"device {_gib(need.device)} of {_gib(supply.device_free)} GiB free on each rank, "
+    host = f"host {_gib(need.host)} of {_gib(supply.host_free)} GiB free for {supply.ranks_per_node} rank"
+    host += "s" * (supply.ranks_per_node > 1)
+    return f"memory to load {size}, before activations: {device if supply.has_accelerator else ''}{host}"
+
+
+def check_load_memory(demand: MemoryDemand, supply: MemorySupply) -> None:
+    """MemoryPlanError if the model cannot fit, with the flags that would help. Not collective: see `together`."""
+    need = load_memory_need(demand, supply)
+    if supply.has_accelerator and need.device > supply.device_free:
+        raise MemoryPlanError(_message("device", need.device, need.device_parts, supply.device_free, demand, supply))
+    if need.host > supply.host_free:
+        raise MemoryPlanError(_message("host", need.host, need.host_parts, supply.host_free, demand, supply))
+
+
+def _working_memory(demand: MemoryDemand) -> dict[str, int]:
+    """What comes and goes: gathered layers while training, or the engine's copy while it generates, the larger one."""
+    counts = demand.counts
+    layers = (
+        GATHERED_LAYERS * counts.largest_layer if demand.reshard_after_forward else counts.total - counts.outside_layers
+    )
+    gathered = demand.compute_bytes * (layers + counts.outside_layers)
+    reduction = (demand.compute_bytes + MASTER_BYTES) * max(counts.largest_layer, counts.outside_layers)
+    training = {"gathered layers": gathered, "gradients of one layer": reduction}
+    engine = {"the embedded engine": demand.compute_bytes * counts.total} if demand.embedded_engine else {}
+    return max(training, engine, key=lambda parts: sum(parts.values()))
+
+
+def _message(
+    kind: str, needed: int, parts: Mapping[str, int], free: int, demand: MemoryDemand, supply: MemorySupply
+) -> str:
+    largest_first = sorted(parts.items(), key=lambda part: -part[1])
+    detail = ", ".join(f"{name} {_gib(size)}" for name, size in largest_first)
+    where = "on each rank" if kind == "device" else f"for {supply.ranks_per_node} of its ranks"
+    remedies = _remedies(demand, supply)
+    way_out = "; ".join(remedies) if remedies else "use a smaller --hf-checkpoint or a machine with more memory"
+    return (
+        f"--hf-checkpoint with {demand.counts.total / 1e9:.2f} B parameters needs {_gib(needed)} GiB of {kind} memory "
+        f"{where} before activations ({detail}), {_gib(free)} GiB are free: {way_out}"
+    )
+
+
+def _remedies(demand: MemoryDemand, supply: MemorySupply) -> list[str]:
+    """The single changes that make it fit."""
+    more_ranks = next((n for n in _doublings(demand.num_shards) if _fits(replace(demand, num_shards=n), supply)), None)
+    changes = [
+        ("--load-strategy shard", replace(demand, load_strategy="shard")),
+        ("--fsdp-reshard-after-forward", replace(demand, reshard_after_forward=True)),
+        ("--fsdp-cpu-offload", replace(demand, cpu_offload=True)),
+        ("--no-fsdp-cpu-offload", replace(demand, cpu_offload=False)),
+        ("--rollout-engine vllm", replace(demand, embedded_engine=False)),
+        ("--kl-loss-coef 0", replace(demand, reference=False)),
+    ]
+    if not supply.has_accelerator:  # without a device, offload moves nothing, and there is no vLLM
+        changes = [change for change in changes if "offload" not in change[0] and "vllm" not in change[0]]
+    enough = [flag for flag, changed in changes if changed != demand and _fits(changed, supply)]
+    if more_ranks is not None:
+        gpus = "--nproc-per-node, " if supply.has_accelerator else ""
+        enough.append(f"{more_ranks} shards ({gpus}--nnodes, or a smaller --fsdp-replicate-size)")
+    return enough
+
+
+def _fits(demand: MemoryDemand, supply: MemorySupply) -> bool:
+    need = load_memory_need(demand, supply)
+    return need.device <= supply.device_free and need.host <= supply.host_free
+
+
+def _doublings(start: int) -> list[int]:
+    return [start * 2**i for i in range(1, 8)]
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.1f}"

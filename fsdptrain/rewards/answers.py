@@ -1,0 +1,44 @@
+"""Where the final answer stands in a response."""
+
+OPEN, CLOSE = "<answer>", "</answer>"
+BOXED = "\\boxed{"
+
+
+def extract_answer(text: str) -> str:
+    """The last <answer>...</answer>, else the last \\boxed{...}, else the whole text; without blanks around it."""
+    found = find_answer(text)
+    return text.strip() if found is None else found
+
+
+def find_answer(text: str) -> str | None:
+    """As `extract_answer`, but None if the text marks no answer. What is opened and never closed does not count."""
+    close = text.rfind(CLOSE)
+    start = text.rfind(OPEN, 0, close) if close >= 0 else -1
+    if start >= 0:
+        return text[start + len(OPEN) : close].strip()
+    return _last_boxed(text)
+
+
+def _last_boxed(text: str) -> str | None:
+    start = text.rfind(BOXED)
+    while start >= 0:
+        content = _up_to_closing_brace(text, start + len(BOXED))
+        if content is not None:
+            return content.strip()
+        start = text.rfind(BOXED, 0, start)
+    return None
+
+
+def _up_to_closing_brace(text: str, start: int) -> str | None:
+    depth, at = 1, start
+    while at < len(text):
+        if text[at] == "\\":
+            at += 1  # an escaped brace is a character of the answer
+        elif text[at] == "{":
+            depth += 1
+        elif text[at] == "}":
+            depth -= 1
+            if depth == 0:
+                return text[start:at]
+        at += 1
+    return None

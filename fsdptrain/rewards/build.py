@@ -1,0 +1,76 @@
+"""From `--reward` to one reward function."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fsdptrain import registry
+from fsdptrain.config import RewardConfig
+from fsdptrain.errors import ConfigError
+from fsdptrain.protocols import RewardFunction
+from fsdptrain.rewards.scoring import Score, to_score
+from fsdptrain.rewards.verifiers import REWARDS
+from fsdptrain.types import Prompt
+
+GENERATOR = "reasoning_gym:"
+
+
+def build_reward(reward: RewardConfig, *, prompt_data: str) -> RewardFunction:
+    """The weighted sum of `--reward`, e.g. ["math=0.9", "format=0.1"]; each component is reported by its name.
+
+    `auto` is reasoning-gym's own scorer on its data, and `math` on all other. Raises ConfigError for a name that does
+    not exist, a weight that is no number, or a scorer that the data cannot feed.
+    """
+    parts = [_parse(spec, prompt_data) for spec in reward.reward]
+    names = [part.name for part in parts]
+    if not parts or len(set(names)) < len(names):
+        raise ConfigError(f"--reward must name one or more different rewards, got {reward.reward}")
+    return WeightedSum(tuple(parts))
+
+
+@dataclass(frozen=True)
+class Component:
+    name: str
+    weight: float
+    function: RewardFunction
+
+
+@dataclass(frozen=True)
+class WeightedSum:
+    """Several rewards as one; unscored as soon as one of them is."""
+
+    components: tuple[Component, ...]
+
+    def __call__(self, prompt: Prompt, response: str) -> Mapping[str, float] | None:
+        total, reported = 0.0, dict[str, float]()
+        for component in self.components:
+            score: Score = to_score(component.function(prompt, response), name=component.name)
+            if score.reward is None:
+                return None
+            total += component.weight * score.reward
+            reported |= score.rewards
+        return {**reported, "reward": total}
+
+
+def _parse(spec: str, prompt_data: str) -> Component:
+    name, equals, text = spec.rpartition("=")
+    if not equals:
+        name, text = spec, "1"
+    if name == "auto":
+        name = "reasoning_gym" if prompt_data.startswith(GENERATOR) else "math"
+    if name.startswith("reasoning_gym") and not prompt_data.startswith(GENERATOR):
+        raise ConfigError(
+            f"--reward {name} scores reasoning_gym:<task> data only, not --prompt-data {prompt_data}; "
+            f"use one of {', '.join(key for key in REWARDS if not key.startswith('reasoning_gym'))} or package.module:function"
+        )
+    return Component(name.rpartition(":")[2], _weight(text, spec), registry.resolve(name, REWARDS, flag="--reward"))
+
+
+def _weight(text: str, spec: str) -> float:
+    try:
+        weight = float(text)
+    except ValueError:
+        weight = math.nan
+    if not math.isfinite(weight):
+        raise ConfigError(f"--reward {spec}: the weight behind = must be a number, got {text!r}")
+    return weight

@@ -1,0 +1,112 @@
+"""Scoring, in which a sample that cannot be scored does not end the run, and too many of them do."""
+
+import math
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdptrain.errors import RewardError
+from fsdptrain.protocols import RewardFunction
+from fsdptrain.types import Prompt
+
+ERROR_BYTES = 1024  # of an error's text, that ranks tell each other
+
+
+@dataclass(frozen=True)
+class Score:
+    """What one response is worth: the reward, None if it cannot be scored, and its parts by name."""
+
+    reward: float | None
+    rewards: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """One score for each response, in order."""
+
+    scores: list[Score]
+    num_unscored: int
+    first_error: str | None  # why the first unscored one is so; None if all were scored
+
+
+def score_completions(reward: RewardFunction, prompts: Sequence[Prompt], texts: Sequence[str]) -> Scores:
+    """Score `texts[i]` as a response to `prompts[i]`, one after the other.
+
+    A reward that raises, returns None, or something that is no finite number leaves its sample unscored.
+    """
+    scores: list[Score] = []
+    first_error: str | None = None
+    for prompt, text in zip(prompts, texts, strict=True):
+        score, error = _score(reward, prompt, text)
+        scores.append(score)
+        first_error = first_error or error
+    return Scores(scores, sum(score.reward is None for score in scores), first_error)
+
+
+def check_unscored(scores: Scores, *, max_unscored_fraction: float) -> int:
+    """Unscored samples of all ranks; collective. RewardError on all ranks together if their share is too large."""
+    counts = torch.tensor([scores.num_unscored, len(scores.scores)])
+    if dist.is_initialized():
+        dist.all_reduce(counts)
+    unscored, total = counts.tolist()
+    if unscored > max_unscored_fraction * total:
+        raise RewardError(
+            f"--reward could not score {unscored} of {total} samples, more than --max-unscored-fraction "
+            f"{max_unscored_fraction}; the first reason: {_first_error_of_all_ranks(scores)}"
+        )
+    return unscored
+
+
+def to_score(value: Any, *, name: str = "") -> Score:
+    """The score that a reward's return value means, which must be finite.
+
+    A number is the reward, reported under `name` if there is one. Of a mapping, "reward" is the reward, by default the
+    sum of all values, and every other key is reported. TypeError or ValueError for anything else.
+    """
+    if value is None:
+        return Score(None)
+    parts = {key: _number(part) for key, part in value.items()} if isinstance(value, Mapping) else {}
+    total = parts.pop("reward", math.fsum(parts.values())) if isinstance(value, Mapping) else _number(value)
+    return Score(total, {**parts, name: total} if name else parts)
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, str | bytes):
+        raise TypeError(f"the reward returned {value!r:.80}, which is no number")
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"the reward returned {number}")
+    return number
+
+
+def _score(reward: RewardFunction, prompt: Prompt, text: str) -> tuple[Score, str | None]:
+    try:
+        score = to_score(reward(prompt, text))
+    except Exception as error:  # noqa: BLE001  # a user's function: whatever it raises, the run goes on
+        return Score(None), _describe(error)
+    return score, "the reward returned None" if score.reward is None else None
+
+
+def _describe(error: Exception) -> str:
+    """One line: what, and where in the user's code."""
+    message = (str(error).strip() or "no message").splitlines()[0]
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{type(error).__name__}: {message} ({Path(frames[-1].filename).name}:{frames[-1].lineno})"
+
+
+def _first_error_of_all_ranks(scores: Scores) -> str | None:
+    """That of the lowest rank that has one, so that all ranks end with the same message. Collective."""
+    if not dist.is_initialized():
+        return scores.first_error
+    text = (scores.first_error or "").encode()[:ERROR_BYTES]
+    ours = torch.zeros(ERROR_BYTES, dtype=torch.uint8)
+    ours[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+    gathered = [torch.empty_like(ours) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, ours)
+    errors = [bytes(part.tolist()).rstrip(b"\0").decode(errors="ignore") for part in gathered]
+    return next((error for error in errors if error), None)
