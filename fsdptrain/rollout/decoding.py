@@ -12,7 +12,6 @@ from fsdptrain.rollout.sampling import sample
 from fsdptrain.types import SamplingParams
 
 _DROP_SHARE = 0.25  # finished rows are dropped from the cache once they are more than this share of it
-_SYNC_INTERVAL = 8  # tokens between two looks at which rows have finished: each look waits for the device
 
 
 @dataclass(frozen=True)
@@ -50,14 +49,16 @@ def decode(
     *,
     sampling: SamplingParams,
     stop_token_ids: Sequence[int],
+    sync_interval: int,
 ) -> tuple[Tensor, Tensor]:
     """Continue `prompts` by up to `sampling.max_tokens` tokens, in one row for each entry of `prompt_of_row`.
 
-    `uniforms` [R, max_tokens] f64 decide every draw. Returns tokens [R, max_tokens] i64 and their log-probabilities f32
-    on the CPU; what stands behind a row's first stop token has no meaning.
+    `uniforms` [R, max_tokens] f64 decide every draw. Every `sync_interval` tokens the host looks which rows have
+    finished, and drops them from the cache when they are many: each look waits for the device. Returns tokens
+    [R, max_tokens] i64 and their log-probabilities f32 on the CPU; what stands behind a row's first stop token has no
+    meaning.
     """
     device = uniforms.device
-    sync_interval = 1 if device.type == "cpu" else _SYNC_INTERVAL
     stop = torch.tensor(stop_token_ids, dtype=torch.int64, device=device)
     logits, cache, mask, positions = prefill(model, prompts, device=device)
 

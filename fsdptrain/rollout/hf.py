@@ -19,6 +19,7 @@ from fsdptrain.rollout.sampling import uniform_stream
 from fsdptrain.types import Completion, Prompt, SamplingParams
 
 COMPUTE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_SYNC_INTERVAL = 8  # tokens; on a CPU a look at which rows have finished costs nothing
 
 
 class HFEngine:
@@ -102,6 +103,7 @@ class HFEngine:
             torch.from_numpy(np.stack(streams)).to(self.device),
             sampling=sampling,
             stop_token_ids=stop,
+            sync_interval=1 if self.device.type == "cpu" else _SYNC_INTERVAL,
         )
         return [
             self._completion(prompts[row.prompt], row_tokens, row_logprobs, stop)
