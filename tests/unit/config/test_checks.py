@@ -66,10 +66,6 @@ REFUSED = [
     ({"eval_interval": 0, "eval_size": 64}, ["--eval-size", "--eval-interval 0"], {"eval_interval": 5}),
     ({"eval_interval": 0, "eval_prompt_data": "a.jsonl"}, ["--eval-prompt-data"], {"eval_interval": 5}),
     ({"eval_size": 0, "eval_interval": 5}, ["--eval-interval", "--eval-size 0"], {"eval_size": 5}),
-    (
-        {"eval_temperature": 0.0, "n_samples_per_eval_prompt": 4},
-        {"eval_temperature": 0.6},
-    ),
     ({"log_to": ["wand"]}, ["--log-to", "'wand'", "wandb"], {"log_to": ["wandb"]}),
     ({"log_to": ["console", "console"]}, ["--log-to", "twice"], {"log_to": ["console"]}),
     ({"log_project": "p"}, ["--log-project", "trackio"], {"log_to": ["trackio"]}),
