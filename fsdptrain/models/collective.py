@@ -44,6 +44,13 @@ def agree(error: Exception | None) -> None:
     raise RankError(f"rank {rank} of {len(messages)}: {message}")
 
 
+def require_same(value: Any, error: FsdptrainError) -> None:
+    """`error`, with the words of rank 0, on all ranks if `value`, something small, differs between them; collective."""
+    values = gather((value, str(error)))
+    if any(other != values[0][0] for other, _ in values):
+        raise type(error)(values[0][1])
+
+
 class together:  # noqa: N801 - reads as a verb: `with together(CheckpointError, path): ...`
     """A block of rank-local work; at its end every rank raises the same error, or none does. No collectives inside.
 

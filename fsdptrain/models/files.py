@@ -63,6 +63,13 @@ def _checked(path: Path) -> Path:
     return path
 
 
+def different_files(path: Path) -> CheckpointError:
+    """For ranks that came to different results from what should be the same files."""
+    return CheckpointError(
+        f"--hf-checkpoint {path} is not the same on all ranks: put it on a disk that all nodes share"
+    )
+
+
 def some_of(names: list[str]) -> str:
     """The first few of `names`, and how many more there are."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""

@@ -12,35 +12,27 @@ transformers: `_ShardReader` stands on the reader behind `from_pretrained`, of t
 import copy
 import hashlib
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import transformers
-from safetensors import safe_open
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    Concatenate,
-    MergeModulelist,
-    WeightConverter,
-    WeightRenaming,
-    rename_source_key,
-)
-from transformers.modeling_utils import LoadStateDictConfig
-from transformers.utils import logging as transformers_logging
 
 from fsdptrain import platform
 from fsdptrain.errors import CheckpointError, ConfigError
-from fsdptrain.models.collective import gather, together
-from fsdptrain.models.files import resolve_checkpoint, some_of, weight_files
+from fsdptrain.models.collective import require_same, together
+from fsdptrain.models.files import different_files, resolve_checkpoint, some_of, weight_files
+from fsdptrain.models.materialize import (
+    filled_like,
+    parameter_names,
+    quiet_transformers,
+    refuse_leftovers,
+    register,
+)
 
 TESTED_TRANSFORMERS = ((5, 17), (5, 24))  # from, and below
 
@@ -84,18 +76,10 @@ def load_weights(model: PreTrainedModel, path: Path, *, strategy: str, cpu_offlo
             or of another shape, or are not tied as the config says.
         ConfigError: `shard` with a version of transformers whose reader was not tested.
     """
-    with together(CheckpointError, f"--hf-checkpoint {path}"), _quiet_transformers():
-        files = weight_files(path)
-        if strategy == "shard" and (obstacle := _needs_whole_tensors(model, files)):
-            logger.warning("%s: --load-strategy rank0 is used in place of shard", obstacle)
-            strategy = "rank0"
-    if strategy == "shard":
-        _read_shards(model, path, files, cpu_offload=cpu_offload)
-    else:
+    if strategy != "shard" or not _read_shards(model, path, cpu_offload=cpu_offload):
         _broadcast_from_rank0(model, path, cpu_offload=cpu_offload)
-    for module in model.modules():
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            setattr(module, name, buffer.to(platform.local_device()))
+    for name, buffer in list(model.named_buffers()):
+        register(model, [name], buffer.to(platform.local_device()))
     verify_loaded(model, path)
 
 
@@ -119,124 +103,20 @@ def _problems(model: PreTrainedModel) -> list[str]:
     return problems
 
 
-# ------------------------------------------------------------------------------------------- each rank its own slices
+def _read_shards(model: PreTrainedModel, path: Path, *, cpu_offload: bool) -> bool:
+    """Each rank reads its own slices; False, with nothing read, where the conversion of the checkpoint forbids it."""
+    _require_tested_transformers()
+    from fsdptrain.models import shard_reader  # private names that another version may lack: only after the check
 
-
-def _read_shards(model: PreTrainedModel, path: Path, files: list[Path], *, cpu_offload: bool) -> None:
-    """transformers' own reader: it slices each safetensors entry as the DTensor of that name is sharded."""
-    device = torch.device("cpu") if cpu_offload else platform.local_device()
-    shards = _move_shards_to_host(model) if cpu_offload else {}
-    load_config = LoadStateDictConfig(
-        pretrained_model_name_or_path=str(path),
-        dtype=torch.float32,
-        device_map={"": device},
-        weight_mapping=cast(list[WeightConverter | WeightRenaming], get_model_conversion_mapping(model)),
-    )
-    with together(CheckpointError, f"--hf-checkpoint {path}"), _quiet_transformers():
-        info, _ = PreTrainedModel._load_pretrained_model(model, None, [str(file) for file in files], load_config)
-        if info.mismatched_keys:
-            names = sorted(name for name, _, _ in info.mismatched_keys)
-            raise CheckpointError(f"--hf-checkpoint {path}: {some_of(names)} of another shape than config.json says")
-        if info.conversion_errors:
-            name, reason = min(info.conversion_errors.items())
-            raise CheckpointError(f"--hf-checkpoint {path}: cannot convert {name}: {reason.strip().splitlines()[-1]}")
-    _require_same(sorted(info.missing_keys), path)  # ties are compared over ranks below: all must come to the same ones
-    with together(CheckpointError, f"--hf-checkpoint {path}"), _quiet_transformers():
-        info = PreTrainedModel._finalize_model_loading(model, load_config, info)
-        _refuse_leftovers(path, info.missing_keys, info.unexpected_keys)
-        _restore_shards(model, shards)
-
-
-def _needs_whole_tensors(model: PreTrainedModel, files: list[Path]) -> str:
-    """Why slices cannot be read, or "".
-
-    A conversion that splits or joins along the axis that is sharded mixes rows of different ranks, with the right
-    shapes and without an error. Stacking experts and joining their gate and up along another axis is exact.
-    """
-    low, high = TESTED_TRANSFORMERS
-    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
-    if not low <= version < high:
-        raise ConfigError(
-            f"--load-strategy shard is tested with transformers >= {low[0]}.{low[1]}, < {high[0]}.{high[1]}, "
-            f"got {transformers.__version__}: install one of these, or use --load-strategy rank0"
-        )
-    parameters = model.state_dict()
-    mapping = get_model_conversion_mapping(model)
-    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    for file in files:
-        with safe_open(file, framework="pt") as tensors:
-            for key in tensors.keys():  # noqa: SIM118 - not a mapping
-                name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, parameters)
-                if pattern is not None and not _commutes(by_pattern[pattern], parameters.get(name)):
-                    return f"transformers converts {key} of the files by an operation that needs it whole"
-    return ""
-
-
-def _commutes(converter: WeightConverter, parameter: Tensor | None) -> bool:
-    """Whether converting the slices gives the slice of the converted tensor."""
-    if not isinstance(parameter, DTensor):
-        return True
-    sharded = {
-        placement.dim
-        for axis, placement in enumerate(parameter.placements)
-        if isinstance(placement, Shard) and parameter.device_mesh.size(axis) > 1
-    }
-    for operation in converter.operations:
-        if isinstance(operation, MergeModulelist) and operation.dim == 0:
-            continue
-        if isinstance(operation, Concatenate) and operation.dim not in sharded:
-            continue
-        return not sharded
+    with together(CheckpointError, f"--hf-checkpoint {path}"), quiet_transformers():
+        files = weight_files(path)
+        obstacle = shard_reader.needs_whole_tensors(model, files)
+    require_same(obstacle, different_files(path))
+    if obstacle:
+        logger.warning("%s: --load-strategy rank0 is used in place of shard", obstacle)
+        return False
+    shard_reader.read_shards(model, path, files, cpu_offload=cpu_offload)
     return True
-
-
-def _refuse_leftovers(path: Path, missing: set[str], unexpected: set[str]) -> None:
-    if missing:
-        raise CheckpointError(f"--hf-checkpoint {path}: the files lack {some_of(sorted(missing))}, which the model has")
-    if unexpected:
-        raise CheckpointError(
-            f"--hf-checkpoint {path}: the files hold {some_of(sorted(unexpected))}, which the model has not; "
-            "does config.json belong to them?"
-        )
-
-
-def _move_shards_to_host(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """Give each sharded parameter a stand-in on a mesh of CPUs; returns name -> original.
-
-    The reader puts a shard where the mesh of its DTensor is. With CPU offload that is the accelerator, while the
-    shards belong on the host.
-    """
-    originals: dict[str, Any] = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor)}
-    meshes = {mesh: _host_mesh(mesh) for mesh in {p.device_mesh for p in originals.values()}}
-    stand_ins: dict[nn.Parameter, nn.Parameter] = {}
-    for original in originals.values():
-        shard = DTensor.from_local(
-            torch.empty(original.to_local().shape, dtype=original.dtype, device="meta"),
-            meshes[original.device_mesh],
-            original.placements,
-            run_check=False,
-            shape=original.shape,
-            stride=original.stride(),
-        )
-        stand_ins[original] = nn.Parameter(shard, requires_grad=original.requires_grad)
-    _replace_parameters(model, stand_ins)
-    return originals
-
-
-def _host_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    return init_device_mesh("cpu", mesh.shape, mesh_dim_names=mesh.mesh_dim_names)
-
-
-def _restore_shards(model: PreTrainedModel, originals: dict[str, nn.Parameter]) -> None:
-    """Put what the stand-ins have read into host tensors of the original mesh."""
-    host = torch.device("cpu")
-    loaded = {model.get_parameter(name): original for name, original in originals.items()}
-    _replace_parameters(model, {read: _filled(original, _local(read), host) for read, original in loaded.items()})
-
-
-# ------------------------------------------------------------------------------------------- rank 0 reads for all
 
 
 def _broadcast_from_rank0(model: PreTrainedModel, path: Path, *, cpu_offload: bool) -> None:
@@ -246,32 +126,27 @@ def _broadcast_from_rank0(model: PreTrainedModel, path: Path, *, cpu_offload: bo
     """
     _require_same_parameters(model, path)
     source: PreTrainedModel | None = None
-    with together(CheckpointError, f"--hf-checkpoint {path}"), _quiet_transformers():
+    with together(CheckpointError, f"--hf-checkpoint {path}"), quiet_transformers():
         if not dist.is_initialized() or dist.get_rank() == 0:
             source = _load_whole(model, path)
     device = platform.local_device()
-    filled: dict[nn.Parameter, nn.Parameter] = {}
-    for name, parameter in model.named_parameters():
-        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-        _receive(whole, source.get_parameter(name) if source is not None else None)
-        filled[parameter] = _filled(
-            parameter, _own_part(whole, parameter), torch.device("cpu") if cpu_offload else device
-        )
-    _replace_parameters(model, filled)
+    shard_device = torch.device("cpu") if cpu_offload else device
+    for names in parameter_names(model):
+        parameter = model.get_parameter(names[0])
+        whole = _broadcast(source.get_parameter(names[0]) if source is not None else None, parameter, device)
+        register(model, names, filled_like(parameter, _own_part(whole, parameter), shard_device))
     for name, buffer in list(model.named_buffers()):
-        whole = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
-        _receive(whole, source.get_buffer(name) if source is not None else None)
-        owner, _, own_name = name.rpartition(".")
-        setattr(model.get_submodule(owner), own_name, whole)
+        register(model, [name], _broadcast(source.get_buffer(name) if source is not None else None, buffer, device))
 
 
 def _load_whole(model: PreTrainedModel, path: Path) -> PreTrainedModel:
     """The stock model of `path` on the host, checked to be the one that `model` is on meta."""
+    weight_files(path)
     stock = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
     source, info = stock.from_pretrained(
         path, config=copy.deepcopy(model.config), dtype=torch.float32, use_safetensors=True, output_loading_info=True
     )
-    _refuse_leftovers(path, set(info["missing_keys"]), set(info["unexpected_keys"]))
+    refuse_leftovers(path, set(info["missing_keys"]), set(info["unexpected_keys"]))
     if problems := _problems(source):
         raise CheckpointError(f"--hf-checkpoint {path}: {'; '.join(problems)}")
     assert {n: p.shape for n, p in source.named_parameters()} == {n: p.shape for n, p in model.named_parameters()}
@@ -280,12 +155,14 @@ def _load_whole(model: PreTrainedModel, path: Path) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def _receive(whole: Tensor, source: Tensor | None) -> None:
-    """Fill `whole` with `source` of rank 0, in place; collective."""
+def _broadcast(source: Tensor | None, like: Tensor, device: torch.device) -> Tensor:
+    """`source` of rank 0, whole, on `device` of every rank; the others pass None; collective."""
+    whole = torch.empty(like.shape, dtype=like.dtype, device=device)
     if source is not None:
         whole.copy_(source)
     if dist.is_initialized():
         dist.broadcast(whole, src=0)
+    return whole
 
 
 def _own_part(whole: Tensor, parameter: nn.Parameter) -> Tensor:
@@ -294,53 +171,17 @@ def _own_part(whole: Tensor, parameter: nn.Parameter) -> Tensor:
     return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None).to_local()
 
 
-# ------------------------------------------------------------------------------------------- small parts of both
-
-
-@torch.no_grad()
-def _filled(parameter: nn.Parameter, local: Tensor, device: torch.device) -> nn.Parameter:
-    """A parameter like the meta `parameter`, on `device`, that holds `local`."""
-    tensor = torch.empty_like(parameter, device=device)
-    _local(tensor).copy_(local)
-    return nn.Parameter(tensor, requires_grad=parameter.requires_grad)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _replace_parameters(model: nn.Module, new: dict[nn.Parameter, nn.Parameter]) -> None:
-    """Wherever a key of `new` is registered, register its value: what was tied stays tied."""
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            if parameter in new:
-                setattr(module, name, new[parameter])
-
-
 def _require_same_parameters(model: PreTrainedModel, path: Path) -> None:
     facts = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
     facts += [(name, tuple(b.shape), str(b.dtype)) for name, b in model.named_buffers()]
-    _require_same(hashlib.sha256(repr(facts).encode()).hexdigest(), path)
+    require_same(hashlib.sha256(repr(facts).encode()).hexdigest(), different_files(path))
 
 
-def _require_same(value: Any, path: Path) -> None:
-    """CheckpointError on all ranks if `value` differs between them; collective."""
-    values = gather(value)
-    if any(other != values[0] for other in values):
-        raise CheckpointError(
-            f"--hf-checkpoint {path}: ranks see different checkpoints; is the folder on a shared disk?"
+def _require_tested_transformers() -> None:
+    low, high = TESTED_TRANSFORMERS
+    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    if not low <= version < high:
+        raise ConfigError(
+            f"--load-strategy shard is tested with transformers >= {low[0]}.{low[1]}, < {high[0]}.{high[1]}, "
+            f"got {transformers.__version__}: install one of these, or use --load-strategy rank0"
         )
-
-
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """No progress bars and no load reports: what is wrong becomes one error."""
-    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        if bars:
-            transformers_logging.enable_progress_bar()
