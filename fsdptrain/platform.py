@@ -1,10 +1,12 @@
 """The device: which one, how its ranks talk, and how much memory it has. The only file that names CUDA."""
 
 import os
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
+import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
@@ -74,3 +76,17 @@ def process_group(timeout_s: float) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def seed_everything(seed: int) -> None:
+    """All generators that a library may draw from in this process."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def set_deterministic(enabled: bool) -> None:
+    """Only deterministic kernels: an operation without one raises."""
+    if enabled:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
+    torch.use_deterministic_algorithms(enabled)

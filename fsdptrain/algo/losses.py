@@ -81,7 +81,7 @@ def _loss_tokens(batch: PackedBatch, logprobs: LogProbs) -> LossTokens:
     at = batch.loss_positions
     current = logprobs.values[at]
     # In an empty pack `at` is [0], where the mask is False: then weight and share are 0.
-    shares = batch.loss_mask[at].to(batch.loss_weights.dtype) / max(1, batch.num_loss_tokens)
+    shares = batch.loss_mask[at].to(current.dtype) / max(1, batch.num_loss_tokens)
     return LossTokens(
         logprobs=current,
         entropy=None if logprobs.entropy is None else logprobs.entropy[at],

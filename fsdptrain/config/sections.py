@@ -85,8 +85,8 @@ class RewardConfig(Section):
     """What a good response is."""
 
     reward: Names = Field(default=["auto"], min_length=1)
-    """One or more of auto, reasoning_gym, math, exact, format or `package.module:function`, each with an optional
-    `=weight`."""
+    """One or more of auto, reasoning_gym, reasoning_gym_strict, math, exact, format or `package.module:function`, each
+    with an optional `=weight`."""
     max_unscored_fraction: float = Field(default=0.1, ge=0.0, le=1.0)
     """Stop when more than this share of a rollout's samples could not be scored."""
 
@@ -229,8 +229,10 @@ class RunConfig(Section):
     """Rollouts between evaluations, also before the first and after the last; 0: never."""
     n_samples_per_eval_prompt: int = Field(default=1, ge=1)
     """Completions for each evaluation prompt; pass@k is reported for each power of two up to it."""
-    eval_temperature: float = Field(default=1.0, ge=0.0)
-    """Sampling temperature of the evaluation; 0: greedy."""
+    eval_temperature: float = Field(default=1.0, gt=0.0)
+    """Sampling temperature of the evaluation."""
+    eval_greedy: bool = False
+    """Evaluate greedy decoding too, as eval/heldout_greedy."""
 
 
 class LogConfig(Section):

@@ -70,8 +70,8 @@ def check_lengths(lengths: Sequence[int], *, max_tokens: int) -> None:
     if lengths and max(lengths) > max_tokens:
         raise ConfigError(
             f"--max-tokens-per-gpu {max_tokens} is less than a sample of {max(lengths)} tokens, and samples are never "
-            "split: raise it, lower --rollout-max-prompt-len or --rollout-max-response-len, or leave such samples out by "
-            "--overlong drop"
+            "split: raise it, lower --rollout-max-prompt-len or --rollout-max-response-len, or leave such samples out "
+            "by --overlong drop"
         )
 
 

@@ -81,8 +81,8 @@ class PromptStream:
         """Go on where `state` was taken. DataError if the data have another number of rows now."""
         if state["num_rows"] != len(self.rows):
             raise DataError(
-                f"--prompt-data {self.data.prompt_data} has {len(self.rows)} rows to train on, the checkpoint was made "
-                f"with {state['num_rows']}: resume with the same data and --eval-size, or start anew with --resume never"
+                f"--prompt-data {self.data.prompt_data} has {len(self.rows)} rows to train on, {state['num_rows']} "
+                "when the checkpoint was made: resume with the same data and --eval-size, or start anew with --resume never"
             )
         self.epoch, self.position, self.seed = state["epoch"], state["position"], state["seed"]
         self.num_too_long = state["num_too_long"]
@@ -110,9 +110,9 @@ class PromptStream:
 
     def _raise_none_left(self) -> None:
         raise DataError(
-            f"--prompt-data {self.data.prompt_data}: none of its {len(self.rows)} rows can be trained on, each is longer "
-            f"than {self.max_prompt_len} tokens or held out for evaluation; raise --rollout-max-prompt-len (or "
-            "--max-tokens-per-gpu), or lower --eval-size"
+            f"--prompt-data {self.data.prompt_data}: none of its {len(self.rows)} rows can be trained on, all are "
+            f"longer than {self.max_prompt_len} tokens or held out; raise --rollout-max-prompt-len "
+            "(or --max-tokens-per-gpu), or lower --eval-size"
         )
 
     def _make_order(self) -> torch.Tensor:

@@ -14,7 +14,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdptrain import platform
@@ -30,6 +29,7 @@ from fsdptrain.models.policy import (
     over_ranks,
     plain_batch,
     policy_logprobs,
+    reshard,
 )
 from fsdptrain.models.random_copy import random_copy
 
@@ -55,7 +55,9 @@ class LayoutProbe:
     def line(self) -> str:
         """For the report at start."""
         measured = f"probe: {self.max_difference:.2g} <= {self.tolerance:g}"
-        return f"layout: {self.layout}, attention {self.attention} ({measured}{'; ' if self.reason else ''}{self.reason})"
+        return (
+            f"layout: {self.layout}, attention {self.attention} ({measured}{'; ' if self.reason else ''}{self.reason})"
+        )
 
 
 class Candidate(NamedTuple):
@@ -90,7 +92,9 @@ def choose_layout(
             difference, refusal = _try(model, candidate, segments, reference, device)
             if difference <= tolerance:
                 return LayoutProbe(candidate.layout, candidate.attention, difference, tolerance, "; ".join(reasons))
-            reasons.append(f"{candidate.layout} with {candidate.attention}: {refusal or f'differs by {difference:.2g}'}")
+            reasons.append(
+                f"{candidate.layout} with {candidate.attention}: {refusal or f'differs by {difference:.2g}'}"
+            )
     raise NumericsError(
         f"--layout {requested}: {type(model).__name__} is not computed exactly (tolerance {tolerance:g}): "
         f"{'; '.join(reasons)}; --layout auto takes what is exact, if anything is"
@@ -149,9 +153,7 @@ def _candidates(
     return {"auto": [packed, padded, *stock], "packed": [packed], "padded": [padded, *stock]}[requested]
 
 
-def _reference(
-    model: PreTrainedModel, segments: list[list[int]], device: torch.device
-) -> tuple[list[Tensor], float]:
+def _reference(model: PreTrainedModel, segments: list[list[int]], device: torch.device) -> tuple[list[Tensor], float]:
     """Logprobs [L] of the first two segments by the stock attention, each alone; how far a full leak moves the second."""
     model.set_attn_implementation(REFERENCE)
     first, second = segments[:2]
@@ -193,16 +195,8 @@ def _score(
     refusals: list[Exception] = []
     values = model(plain_batch(segments, device=device), layout=layout, refusals=refusals)[0]
     said = next((words for words in gather(one_line(refusals[0]) if refusals else None) if words), "")
-    if said:
-        _put_in_order(model)
+    reshard(model)
     return values, said
-
-
-def _put_in_order(model: PreTrainedModel) -> None:
-    """After a forward that broke off within a layer: its group is gathered still."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def _gradient_difference(model: PreTrainedModel, probe: LayoutProbe) -> float:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdptrain import platform
@@ -23,7 +24,16 @@ from fsdptrain.types import LogProbs, PackedBatch
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 
 # What may go wrong when a model is called in a way that it was not written for.
-REFUSALS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, ImportError, AssertionError, NumericsError)
+REFUSALS = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    ImportError,
+    AssertionError,
+    NumericsError,
+)
 
 # How configs name what the model does to its logits. The self-check proves the entry, or stops the run.
 _SCALE_KEYS: dict[str, Callable[[float], float]] = {
@@ -133,6 +143,7 @@ def check_head(
     with evaluating(model):
         ours = policy_logprobs(model, batch, layout=layout).values
         stock = model(batch, layout=layout, stock_head=True)[0]
+    reshard(model)
     difference = over_ranks((ours - stock).abs().sum().item() / (num_tokens - 1))
     tolerance = TOLERANCES[compute_dtype]
     if not difference <= tolerance:
@@ -166,6 +177,13 @@ def plain_batch(segments: list[list[int]], *, device: torch.device) -> PackedBat
         rollout_logprobs=zeros,
         num_loss_tokens=int(mask.sum()),
     ).to(device)
+
+
+def reshard(model: nn.Module) -> None:
+    """Free what a forward without a backward left gathered: the root's group always, a layer's where it broke off."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 class evaluating:  # noqa: N801 - reads as a verb: `with evaluating(model): ...`

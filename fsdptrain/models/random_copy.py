@@ -56,7 +56,11 @@ def _keep_one_of_each_kind(model: PreTrainedModel) -> None:
         held = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
         kinds.setdefault((held, tuple(str(values[index]) for values in lists.values())), index)
     kept = sorted(kinds.values())
-    path = next(name for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and layers[0] in list(module))
+    path = next(
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and layers[0] in list(module)
+    )
     model.set_submodule(path, nn.ModuleList([layers[index] for index in kept]))
     text.num_hidden_layers = len(kept)
     for key, values in lists.items():

@@ -58,10 +58,10 @@ def _parse(spec: str, prompt_data: str) -> Component:
         name, text = spec, "1"
     if name == "auto":
         name = "reasoning_gym" if prompt_data.startswith(GENERATOR) else "math"
-    if name == "reasoning_gym" and not prompt_data.startswith(GENERATOR):
+    if name.startswith("reasoning_gym") and not prompt_data.startswith(GENERATOR):
         raise ConfigError(
-            f"--reward reasoning_gym scores reasoning_gym:<task> data only, not --prompt-data {prompt_data}; "
-            f"use one of {', '.join(key for key in REWARDS if key != name)} or package.module:function"
+            f"--reward {name} scores reasoning_gym:<task> data only, not --prompt-data {prompt_data}; "
+            f"use one of {', '.join(key for key in REWARDS if not key.startswith('reasoning_gym'))} or package.module:function"
         )
     return Component(name.rpartition(":")[2], _weight(text, spec), registry.resolve(name, REWARDS, flag="--reward"))
 

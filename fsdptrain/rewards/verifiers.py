@@ -25,6 +25,11 @@ def reasoning_gym(prompt: Prompt, response: str) -> float:
     return float(score(extract_answer(response), prompt.metadata["entry"]))
 
 
+def reasoning_gym_strict(prompt: Prompt, response: str) -> float:
+    """1 where the task's own scorer gives full marks, else 0: partial credit, divided by a small std, misleads GRPO."""
+    return float(reasoning_gym(prompt, response) >= 1.0 - 1e-6)
+
+
 def math(prompt: Prompt, response: str) -> float | None:
     """1 if the answer equals the label as mathematics (math-verify), else 0; None if the label is no mathematics.
 
@@ -58,6 +63,7 @@ def format_tags(prompt: Prompt, response: str) -> float:
 
 REWARDS: Mapping[str, RewardFunction] = {
     "reasoning_gym": reasoning_gym,
+    "reasoning_gym_strict": reasoning_gym_strict,
     "math": math,
     "exact": exact,
     "format": format_tags,

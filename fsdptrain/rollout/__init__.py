@@ -1,0 +1,54 @@
+"""Rollout engines: what makes completions. `build_engine` is the way in."""
+
+import importlib.util
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fsdptrain.config import Config
+from fsdptrain.errors import ConfigError
+from fsdptrain.registry import import_attribute, suggest
+
+if TYPE_CHECKING:
+    import torch
+
+    from fsdptrain.protocols import RolloutEngine
+
+# Name -> "module:function", imported when it is chosen and called as function(config, checkpoint=..., device=...).
+ENGINES = {"hf": "fsdptrain.rollout.hf:build_hf_engine"}
+_PLANNED = ("vllm",)
+_PLUGIN_GROUP = "fsdptrain.plugins"
+_FLAG = "--rollout-engine"
+
+
+def build_engine(config: Config, *, checkpoint: Path, device: "torch.device") -> "RolloutEngine":
+    """The engine that `--rollout-engine` names: of `ENGINES`, `package.module:function`, or a plug-in's entry point.
+
+    An entry point lies in the group `fsdptrain.plugins` and is named `rollout.<engine>`. ConfigError if there is none.
+    The engine holds no weights before the first `update_weights`.
+    """
+    name = choose_engine(config.rollout.engine, device_type=device.type)
+    return import_attribute(_find(name), flag=_FLAG)(config, checkpoint=checkpoint, device=device)
+
+
+def choose_engine(requested: str, *, device_type: str) -> str:
+    """What `auto` stands for: vLLM where it is built in, installed, and has a GPU; else the embedded engine."""
+    if requested != "auto":
+        return requested
+    ready = "vllm" in ENGINES and device_type == "cuda" and importlib.util.find_spec("vllm") is not None
+    return "vllm" if ready else "hf"
+
+
+def _find(name: str) -> str:
+    if name in ENGINES:
+        return ENGINES[name]
+    if ":" in name:
+        return name
+    for plugin in entry_points(group=_PLUGIN_GROUP, name=f"rollout.{name}"):
+        return plugin.value
+    if name in _PLANNED:
+        raise ConfigError(f"{_FLAG} {name} is not built yet; use {_FLAG} hf")
+    known = ", ".join(ENGINES)
+    raise ConfigError(
+        f"{_FLAG} does not know {name!r}{suggest(name, ENGINES)}; it takes auto, {known} or package.module:function"
+    )

@@ -1,0 +1,138 @@
+"""Tokens per second of the embedded engine against transformers' `generate`, paired in one run on one model.
+
+    python benchmarks/rollout.py            # about two minutes on two cores
+    python benchmarks/rollout.py --quick    # seconds
+
+Both sample at temperature 1 from the same random weights, with the same prompts and number of samples. `generate` gets
+what helps it: one left-padded batch, no scores, num_return_sequences. The engine returns log-probabilities as well. The
+two take turns, and the median of the rounds counts. Only tokens up to the first stop token are counted. "equal" has no
+stop token, so that all responses are of full length, the best case of a static batch; "mixed" has eight, for a mean
+length of about 33.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from fsdptrain.platform import local_device
+from fsdptrain.rollout.hf import HFEngine
+from fsdptrain.types import Prompt, SamplingParams
+
+RESULTS = Path(__file__).parent / "results" / "rollout.json"
+SIZES = {
+    "0.1M": {"vocab_size": 264, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16},
+    "4M": {"vocab_size": 4096, "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 64},
+    "48M": {"vocab_size": 8192, "hidden_size": 640, "num_hidden_layers": 8, "num_attention_heads": 10, "head_dim": 64},
+}
+STOP = {"equal": [], "mixed": list(range(1, 9))}
+
+
+def build(size: str, stop: list[int], vocab_scale: int) -> PreTrainedModel:
+    """A random model in which each of `vocab_scale` stop ids comes with a chance of about 1 in 264."""
+    torch.manual_seed(0)
+    stop = [token * vocab_scale + i for token in stop for i in range(vocab_scale)]
+    shape = SIZES[size]
+    config = Qwen3Config(
+        **shape,
+        intermediate_size=2 * shape["hidden_size"],
+        num_key_value_heads=shape["num_attention_heads"] // 2,
+        max_position_embeddings=1024,
+        eos_token_id=stop or None,
+        pad_token_id=0,
+    )
+    return Qwen3ForCausalLM(config).eval()
+
+
+def run_engine(engine: HFEngine, prompts: list[Prompt], sampling: SamplingParams) -> int:
+    return sum(len(completion.token_ids) for completion in engine.generate(prompts, sampling))
+
+
+def run_generate(model: PreTrainedModel, prompts: list[Prompt], sampling: SamplingParams) -> int:
+    width = max(len(prompt.token_ids) for prompt in prompts)
+    ids = torch.tensor([[0] * (width - len(p.token_ids)) + p.token_ids for p in prompts])
+    mask = torch.tensor([[0] * (width - len(p.token_ids)) + [1] * len(p.token_ids) for p in prompts])
+    with torch.inference_mode():
+        output = model.generate(
+            ids.to(model.device),
+            attention_mask=mask.to(model.device),
+            do_sample=True,
+            top_k=0,
+            num_return_sequences=sampling.num_samples,
+            max_new_tokens=sampling.max_tokens,
+        )
+    stop = set(model.config.eos_token_id or [])
+    responses = output[:, width:].tolist()
+    ends = (next((i + 1 for i, t in enumerate(row) if t in stop), sampling.max_tokens) for row in responses)
+    return sum(min(end, len(row)) for end, row in zip(ends, responses, strict=True))
+
+
+def timed(run: Callable[[], int]) -> tuple[float, float]:
+    """Tokens per second of wall time and of this process's CPU time."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    tokens = run()
+    return tokens / (time.perf_counter() - wall), tokens / (time.process_time() - cpu)
+
+
+def compare(size: str, case: str, *, num_prompts: int, num_samples: int, max_tokens: int, rounds: int) -> dict:
+    model = build(size, STOP[case], vocab_scale=SIZES[size]["vocab_size"] // 256)
+    device = local_device()
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        engine = HFEngine(Path(folder), dtype=torch.float32, device=device)
+    engine.update_weights(model.state_dict().items(), 0)
+    model.to(device)
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(8, 20, (num_prompts,), generator=generator).tolist()
+    prompts = [
+        Prompt(str(i), torch.randint(200, 256, (n,), generator=generator).tolist(), "") for i, n in enumerate(lengths)
+    ]
+    sampling = SamplingParams(num_samples=num_samples, max_tokens=max_tokens)
+    sides = {
+        "engine": lambda: run_engine(engine, prompts, sampling),
+        "generate": lambda: run_generate(model, prompts, sampling),
+    }
+    speeds: dict[str, list[tuple[float, float]]] = {side: [] for side in sides}
+    for round_ in range(rounds + 1):
+        for side, run in sides.items():
+            measured = timed(run)
+            if round_ > 0:  # the first warms up
+                speeds[side].append(measured)
+    row: dict = {"model": size, "case": case, "rows": num_prompts * num_samples, "max_tokens": max_tokens}
+    for side, pairs in speeds.items():
+        row[f"{side}_tokens_per_s"] = round(statistics.median(wall for wall, _ in pairs))
+        row[f"{side}_tokens_per_cpu_s"] = round(statistics.median(cpu for _, cpu in pairs))
+    ratios = [ours[0] / theirs[0] for ours, theirs in zip(speeds["engine"], speeds["generate"], strict=True)]
+    row["speedup"] = round(statistics.median(ratios), 2)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="the smallest model only, and no file is written")
+    quick = parser.parse_args().quick
+    transformers.utils.logging.disable_progress_bar()
+    rows = []
+    for size in ["0.1M"] if quick else SIZES:
+        for case in STOP:
+            num_prompts = 8 if quick else 32
+            row = compare(size, case, num_prompts=num_prompts, num_samples=8, max_tokens=96, rounds=2 if quick else 3)
+            rows.append(row)
+            print(json.dumps(row))
+    if not quick:
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        machine = {"device": str(local_device()), "threads": torch.get_num_threads(), "machine": platform.machine()}
+        RESULTS.parent.mkdir(exist_ok=True)
+        RESULTS.write_text(json.dumps({**versions, **machine, "results": rows}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""Your own reward and your own data: a function, and a list of rows.
+
+    python examples/custom_reward.py Qwen/Qwen3-0.6B runs/custom_reward
+
+From the command line the same function is `--reward examples.custom_reward:brevity`.
+"""
+
+import sys
+
+from fsdptrain import Config, Trainer
+from fsdptrain.types import Prompt
+
+ROWS = [{"prompt": f"Say the number {n} in words.", "label": str(n)} for n in range(64)]
+
+
+def brevity(prompt: Prompt, response: str) -> dict[str, float]:
+    """Short answers that do not just repeat the digits. A mapping is summed up, and each part is logged by its name."""
+    return {"short": max(0.0, 1.0 - len(response) / 200), "no_digits": float(prompt.label not in response)}
+
+
+def main(hf_checkpoint: str, output_dir: str, **flags: object) -> None:
+    config = Config(
+        hf_checkpoint=hf_checkpoint,
+        output_dir=output_dir,
+        **{"num_rollout": 20, "rollout_batch_size": 16, "rollout_max_response_len": 64, "eval_size": 8, **flags},
+    )
+    Trainer(config, reward=brevity, dataset=ROWS).fit()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

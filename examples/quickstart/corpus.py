@@ -1,0 +1,45 @@
+"""Demonstrations for the warm-up, by two demonstrators: one who is careful, and one who is hasty.
+
+The careful one spells the word backward in <think> and is right. The hasty one thinks nothing and swaps letters, so is
+mostly wrong, on purpose. The warm-up imitates the mixture; GRPO must find out from the reward alone which one pays.
+"""
+
+import json
+from pathlib import Path
+from random import Random
+
+from fsdptrain.config import Config
+from fsdptrain.data.sources import Row, load_rows, split_rows
+
+
+def write_demonstrations(target: Path, config: Config, *, count: int) -> Path:
+    """`count` rows of prompt and response, on words that the GRPO run of `config` does not hold out for evaluation."""
+    rows = load_rows(config.data, seed=config.run.seed)
+    train, held_out = split_rows(rows, config.data.eval_size, config.run.seed)
+    unseen = {word_of(row).lower() for row in held_out}
+    rng = Random(config.run.seed)
+    with target.open("w") as file:
+        for index in rng.sample(range(len(train)), count):
+            row = train[index]
+            if word_of(row).lower() not in unseen:
+                demonstrate = rng.choice([careful, hasty])
+                file.write(json.dumps({"prompt": row.prompt, "response": demonstrate(str(row.label), rng)}) + "\n")
+    return target
+
+
+def word_of(row: Row) -> str:
+    return str(row.label)[::-1]
+
+
+def careful(answer: str, rng: Random) -> str:
+    del rng  # never errs
+    return f"<think>{answer}</think><answer>{answer}</answer>"
+
+
+def hasty(answer: str, rng: Random) -> str:
+    """One to three swaps of neighbours: wrong, unless they undo each other or swap equal letters."""
+    letters = list(answer)
+    for _ in range(rng.randint(1, 3)):
+        left = rng.randrange(len(letters) - 1)
+        letters[left : left + 2] = letters[left + 1], letters[left]
+    return f"<think></think><answer>{''.join(letters)}</answer>"

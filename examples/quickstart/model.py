@@ -1,0 +1,54 @@
+"""A letter tokenizer and a Qwen3 of 0.1 M parameters, as a folder that from_pretrained reads."""
+
+import json
+import string
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+QUESTION = "Spell this word backward (example: sun -> nus): "  # reasoning-gym's words
+TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message.role == 'assistant' %}<|assistant|>{{ message.content }}<|end|>"
+    "{% else %}<|user|>{{ message.content }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """One token for each printable character, one for each tag, and one for the phrase that begins every question.
+
+    The tags are not special tokens: those would be left out of the text that the reward reads.
+    """
+    special = ["<|pad|>", "<|unk|>", "<|end|>", "<|user|>", "<|assistant|>"]
+    vocab = {token: index for index, token in enumerate([*special, *string.printable[:95], "\n"])}
+    backend = Tokenizer(models.WordLevel(vocab, unk_token="<|unk|>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    backend.add_tokens([AddedToken(text, special=False, normalized=False) for text in [*TAGS, QUESTION]])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<|pad|>",
+        unk_token="<|unk|>",
+        eos_token="<|end|>",
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=128,
+    )
+
+
+def save_start(target: Path, *, seed: int) -> Path:
+    """Write the untrained model, by the sizes in model.json beside this file, and its tokenizer."""
+    tokenizer = build_tokenizer()
+    sizes = json.loads(Path(__file__).with_name("model.json").read_text())
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        **sizes, vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id
+    )
+    Qwen3ForCausalLM(config).save_pretrained(target)
+    tokenizer.save_pretrained(target)
+    return target

@@ -1,0 +1,84 @@
+"""Model FLOPs of a step and the peak of the device, for `perf/mfu`.
+
+Model FLOPs count what the mathematics needs, not what recomputation adds: 2 per weight and token forward, twice that
+backward; attention by the true head size, in both published conventions (every pair of tokens, or causal pairs only).
+The embedding is a look-up and counts nothing; the head counts only where it is computed, on loss tokens. Convention of
+PaLM (Chowdhery et al. 2022, appendix B).
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from fsdptrain.models.structure import lm_head
+
+PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "B200": 2250.0, "A100": 312.0}  # dense bfloat16, by device name
+
+
+@dataclass(frozen=True)
+class ModelFlops:
+    """What one forward pass costs."""
+
+    body_weights: float  # weights that multiply each token; of experts only the active share
+    head_weights: int  # weights of the LM head
+    attention_width: int  # sum over attention layers of heads x head size
+
+    def forward(self, seqlens: Sequence[int], num_head_tokens: int, *, causal: bool) -> float:
+        """FLOPs of one forward pass over sequences of these lengths."""
+        pairs = sum(length * length for length in seqlens) * (0.5 if causal else 1.0)
+        dense = self.body_weights * sum(seqlens) + self.head_weights * num_head_tokens
+        return 2 * dense + 4 * self.attention_width * pairs
+
+
+def model_flops(model: PreTrainedModel) -> ModelFlops:
+    """Count on the real parameters: it holds for any architecture, sharded or on meta."""
+    config = model.config.get_text_config()
+    embeddings = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
+    head = lm_head(model)
+    head_ids = {id(p) for p in head.parameters()}
+    body = 0.0
+    for parameter in model.parameters():
+        if id(parameter) in embeddings or id(parameter) in head_ids or parameter.ndim < 2:
+            continue
+        active = config.num_experts_per_tok / parameter.shape[0] if parameter.ndim == 3 and _is_moe(config) else 1.0
+        body += parameter.numel() * active
+    head_size = _field(config, "head_dim") or config.hidden_size // config.num_attention_heads
+    kinds = _field(config, "layer_types") or ["full_attention"] * config.num_hidden_layers
+    num_attention_layers = sum("attention" in kind and "linear" not in kind for kind in kinds)
+    return ModelFlops(
+        body, sum(p.numel() for p in head.parameters()), num_attention_layers * config.num_attention_heads * head_size
+    )
+
+
+def peak_tflops(device: torch.device, dtype: torch.dtype) -> float:
+    """Published peak of a known GPU; of anything else what a square matrix product reaches now."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        for known, peak in PEAK_TFLOPS.items():
+            if known in name:
+                return peak
+    return _measured_tflops(device, dtype)
+
+
+def _measured_tflops(device: torch.device, dtype: torch.dtype, size: int = 512, repeats: int = 8) -> float:
+    a = torch.randn(size, size, device=device).to(dtype)
+    (a @ a).sum().item()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        a @ a
+    a.sum().item()  # waits for the device
+    return 2 * size**3 * repeats / (time.perf_counter() - start) / 1e12
+
+
+def _is_moe(config: object) -> bool:
+    return _field(config, "num_experts_per_tok") is not None
+
+
+def _field(config: object, name: str) -> Any:
+    """An entry of a config whose class differs from model to model."""
+    return vars(config).get(name)

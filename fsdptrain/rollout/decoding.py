@@ -1,0 +1,136 @@
+"""The decode loop of the embedded engine: one prefill for each prompt, then a token for each row at a time."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from fsdptrain.rollout.sampling import sample
+from fsdptrain.types import SamplingParams
+
+_DROP_SHARE = 0.25  # finished rows are dropped from the cache once they are more than this share of it
+
+
+@dataclass(frozen=True)
+class Row:
+    """One completion to make."""
+
+    prompt: int  # index of its prompt
+    sample: int  # index among the samples of that prompt
+
+
+def plan_chunks(lengths: Sequence[int], *, num_samples: int, max_tokens: int, max_batch_tokens: int) -> list[list[Row]]:
+    """Rows that are decoded together: at most `max_batch_tokens` tokens, were every response of full length.
+
+    Longest prompts first, so that prompts of like length meet and little is padded. A row alone may not exceed the
+    budget; the caller has checked. `lengths` of the prompts. [tokens]
+    """
+    order = sorted(range(len(lengths)), key=lambda prompt: -lengths[prompt])
+    rows = [Row(prompt, sample_index) for prompt in order for sample_index in range(num_samples)]
+    chunks: list[list[Row]] = []
+    start = 0
+    while start < len(rows):
+        width = lengths[rows[start].prompt] + max_tokens
+        size = max_batch_tokens // width
+        assert size >= 1, "a row alone exceeds max_batch_tokens"
+        chunks.append(rows[start : start + size])
+        start += size
+    return chunks
+
+
+def decode(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    prompt_of_row: Sequence[int],
+    uniforms: Tensor,
+    *,
+    sampling: SamplingParams,
+    stop_token_ids: Sequence[int],
+    sync_interval: int,
+) -> tuple[Tensor, Tensor]:
+    """Continue `prompts` by up to `sampling.max_tokens` tokens, in one row for each entry of `prompt_of_row`.
+
+    `uniforms` [R, max_tokens] f64 decide every draw. Every `sync_interval` tokens the host looks which rows have
+    finished, and drops them from the cache when they are many: each look waits for the device. Returns tokens
+    [R, max_tokens] i64 and their log-probabilities f32 on the CPU; what stands behind a row's first stop token has no
+    meaning.
+    """
+    device = uniforms.device
+    stop = torch.tensor(stop_token_ids, dtype=torch.int64, device=device)
+    logits, cache, mask, positions = prefill(model, prompts, device=device)
+
+    rows = torch.tensor(prompt_of_row, device=device)
+    select_rows(cache, rows)  # a copy of its prompt's cache for each row
+    logits, positions = logits[rows], positions[rows]
+    if mask is not None:
+        mask = torch.cat([mask[rows], mask.new_ones(uniforms.shape)], dim=1)  # [R, P + max_tokens]
+
+    active = torch.arange(len(rows), device=device)  # rows of the result that are in the cache
+    finished = torch.zeros_like(active, dtype=torch.bool)
+    tokens = torch.zeros(uniforms.shape, dtype=torch.int64, device=device)
+    logprobs = torch.zeros(uniforms.shape, dtype=torch.float32, device=device)
+    for step in range(sampling.max_tokens):
+        token, logprob = sample(
+            logits,
+            uniforms[active, step],
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+        )
+        tokens[active, step], logprobs[active, step] = token, logprob
+        finished |= (token[:, None] == stop).any(-1)
+        if step + 1 == sampling.max_tokens:
+            break
+        if (step + 1) % sync_interval == 0:
+            going = (~finished).nonzero().squeeze(-1)  # waits for the device
+            if len(going) == 0:
+                break
+            if len(going) < (1.0 - _DROP_SHARE) * len(active):
+                select_rows(cache, going)
+                active, finished, token, positions = (x[going] for x in (active, finished, token, positions))
+                mask = mask[going] if mask is not None else None
+        seen = mask[:, : mask.shape[1] - sampling.max_tokens + step + 1] if mask is not None else None
+        logits = forward(model, token[:, None], seen, positions + step, cache)
+    return tokens.cpu(), logprobs.cpu()
+
+
+def prefill(
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], *, device: torch.device
+) -> tuple[Tensor, Cache, Tensor | None, Tensor]:
+    """Logits of the next token [N, V], the cache, the mask [N, P] (None: nothing is padded), next positions [N, 1]."""
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    width = int(lengths.max())
+    ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts]).to(device)
+    padded = int(lengths.min()) < width
+    columns = torch.arange(width)
+    pads = (width - lengths)[:, None]
+    mask = (columns >= pads).long().to(device) if padded else None
+    positions = (columns - pads).clamp(min=0).to(device)
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    logits = forward(model, ids, mask, positions, cache)
+    return logits, cache, mask, lengths[:, None].to(device)
+
+
+def select_rows(cache: Cache, rows: Tensor) -> None:
+    """Make row i of `cache` what row `rows[i]` was: rows may repeat, or be left out.
+
+    The one selection that layers of every kind have: full and sliding attention, and recurrent states, which lack
+    batch_repeat_interleave and batch_select_indices (transformers 5.23).
+    """
+    cache.reorder_cache(cast(torch.LongTensor, rows))
+
+
+def forward(model: PreTrainedModel, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: Cache) -> Tensor:
+    """Logits after the last of `ids` [R, S], in the model's dtype: [R, V]. Grows `cache`."""
+    output = model(
+        input_ids=ids,
+        attention_mask=mask,
+        position_ids=positions,
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    return output.logits[:, -1]

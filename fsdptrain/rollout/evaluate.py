@@ -1,0 +1,107 @@
+"""Evaluation on prompts that are never trained on: accuracy, pass@k, mean reward and length, over all ranks."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from fsdptrain.config import Config
+from fsdptrain.errors import RolloutError
+from fsdptrain.models.collective import together
+from fsdptrain.protocols import RolloutEngine
+from fsdptrain.types import Completion, Metrics, Prompt, SamplingParams
+
+# Total reward of each response, None where it could not be scored: rewards.score_completions, or anything like it.
+ScoreFunction = Callable[[Sequence[Prompt], Sequence[str]], Sequence[float | None]]
+
+_EVAL_SEED = (
+    1_000_003  # far from every seed of training, and the same at every evaluation: they differ by the policy only
+)
+_TOLERANCE = 1e-6  # weighted sums of rewards reach 1.0 but for rounding
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What an evaluation found: metrics of all ranks, and the responses of this one, `num_samples` for each prompt."""
+
+    metrics: Metrics  # named eval/<name>/...
+    completions: list[Completion]
+    responses: list[str]
+    rewards: list[float | None]
+
+
+def eval_sampling(config: Config) -> SamplingParams:
+    """How to sample in every evaluation of a run."""
+    return SamplingParams(
+        num_samples=config.run.n_samples_per_eval_prompt,
+        max_tokens=config.rollout.max_response_len,
+        temperature=config.run.eval_temperature,
+        seed=config.rollout.seed + _EVAL_SEED,
+    )
+
+
+def evaluate(
+    engine: RolloutEngine,
+    prompts: Sequence[Prompt],
+    score: ScoreFunction,
+    decode: Callable[[list[int]], str],
+    *,
+    sampling: SamplingParams,
+    name: str,
+    correct_reward: float = 1.0,
+) -> Evaluation:
+    """Generate for `prompts` (this rank's share, which may be empty), score, and sum over ranks. Collective.
+
+    Metrics, each `eval/<name>/...` and a mean over all samples of all ranks: `accuracy` (share whose reward reaches
+    `correct_reward`), `reward_mean`, `length_mean` [tokens], `truncated` (share that hit the limit), `unscored` (share;
+    these count as reward 0 and as wrong), and `pass@k`, a mean over prompts, for each power of two up to num_samples.
+    Empty if no rank has a prompt.
+    """
+    with together(RolloutError, f"evaluation of {name}"):
+        completions = engine.generate(prompts, sampling)
+        responses = [decode(completion.token_ids) for completion in completions]
+        asked = [prompt for prompt in prompts for _ in range(sampling.num_samples)]
+        rewards = list(score(asked, responses))
+    correct = [reward is not None and reward >= correct_reward - _TOLERANCE for reward in rewards]
+
+    ks = [2**i for i in range(sampling.num_samples.bit_length())]
+    hits = [sum(group) for group in _groups(correct, sampling.num_samples)]
+    per_sample = {
+        "accuracy": sum(correct),
+        "reward_mean": math.fsum(reward for reward in rewards if reward is not None),
+        "length_mean": sum(len(completion.token_ids) for completion in completions),
+        "truncated": sum(completion.finish_reason == "length" for completion in completions),
+        "unscored": sum(reward is None for reward in rewards),
+    }
+    per_prompt = {f"pass@{k}": math.fsum(pass_at_k(sampling.num_samples, c, k) for c in hits) for k in ks}
+    sums = _sum_over_ranks([len(completions), len(prompts), *per_sample.values(), *per_prompt.values()])
+    num_samples, num_prompts = sums[:2]
+    counts = [num_samples] * len(per_sample) + [num_prompts] * len(per_prompt)
+    metrics = {
+        f"eval/{name}/{metric}": total / count
+        for metric, total, count in zip([*per_sample, *per_prompt], sums[2:], counts, strict=True)
+        if count > 0
+    }
+    return Evaluation(metrics, completions, responses, rewards)
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Chance that one of k samples is correct, when c of n were: 1 - C(n-c, k) / C(n, k), which is unbiased.
+
+    Chen et al. 2021, "Evaluating large language models trained on code", equation 1.
+    """
+    assert 1 <= k <= num_samples
+    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+
+
+def _groups(values: Sequence[bool], size: int) -> list[Sequence[bool]]:
+    return [values[start : start + size] for start in range(0, len(values), size)]
+
+
+def _sum_over_ranks(values: Sequence[float]) -> list[float]:
+    total = torch.tensor(values, dtype=torch.float64)  # on the host: gloo is always there
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    return total.tolist()

@@ -1,0 +1,149 @@
+"""The embedded engine: a plain replica of the model on each rank, and a decode loop of our own.
+
+docs/rollouts.md says why a replica, and what it costs.
+"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fsdptrain.config import Config
+from fsdptrain.errors import RolloutError
+from fsdptrain.protocols import Naming
+from fsdptrain.rollout.decoding import Row, decode, plan_chunks
+from fsdptrain.rollout.replica import build_replica, copy_weights, materialise, max_positions, release, stop_tokens
+from fsdptrain.rollout.sampling import uniform_stream
+from fsdptrain.types import Completion, Prompt, SamplingParams
+
+COMPUTE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_SYNC_INTERVAL = 8  # tokens; on a CPU a look at which rows have finished costs nothing
+
+
+class HFEngine:
+    """Generates with transformers' own model code, on the device of this rank. No method waits for another rank.
+
+    It holds no weights until the first `update_weights`, and none after `sleep`.
+    """
+
+    weight_naming: Naming = "module"
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        trust_remote_code: bool = False,
+        max_batch_tokens: int = 262_144,
+    ) -> None:
+        self.model = build_replica(checkpoint, dtype=dtype, trust_remote_code=trust_remote_code)
+        self.stop_token_ids = stop_tokens(checkpoint, self.model, trust_remote_code=trust_remote_code)
+        self.max_positions = max_positions(self.model)
+        self.device = device
+        self.max_batch_tokens = max_batch_tokens
+        self.policy_version = 0
+        self._has_weights = False
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
+        """Take every parameter and persistent buffer, by module name. RolloutError if the names or shapes differ."""
+        self._has_weights = False  # half an update must not answer
+        if self.model.device.type == "meta":
+            materialise(self.model, self.device)
+        copy_weights(self.model, weights)
+        self.policy_version = policy_version
+        self._has_weights = True
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
+        """`num_samples` completions for each prompt, prompt by prompt, in order.
+
+        Stops at the model's own end-of-text ids and at `sampling.stop_token_ids`.
+        """
+        if not self._has_weights:
+            raise RolloutError("the embedded engine has no weights: call update_weights first, also after sleep()")
+        self._check_lengths(prompts, sampling)
+        stop = sorted({*self.stop_token_ids, *sampling.stop_token_ids})
+        chunks = plan_chunks(
+            [len(prompt.token_ids) for prompt in prompts],
+            num_samples=sampling.num_samples,
+            max_tokens=sampling.max_tokens,
+            max_batch_tokens=self.max_batch_tokens,
+        )
+        made: dict[Row, Completion] = {}
+        for chunk in chunks:
+            made.update(zip(chunk, self._generate_chunk(prompts, chunk, sampling, stop), strict=True))
+        return [made[Row(i, k)] for i in range(len(prompts)) for k in range(sampling.num_samples)]
+
+    def sleep(self) -> None:
+        """Free the weights. `generate` is refused until the next `update_weights`."""
+        self._has_weights = False
+        release(self.model)
+
+    def wake_up(self) -> None:
+        """Nothing to do: memory is taken by the `update_weights` that must follow."""
+
+    def close(self) -> None:
+        self.sleep()
+
+    @torch.inference_mode()
+    def _generate_chunk(
+        self, prompts: Sequence[Prompt], chunk: Sequence[Row], sampling: SamplingParams, stop: Sequence[int]
+    ) -> list[Completion]:
+        distinct = list(dict.fromkeys(row.prompt for row in chunk))
+        place = {prompt: i for i, prompt in enumerate(distinct)}
+        streams = [
+            uniform_stream(sampling.seed, prompts[row.prompt].id, row.sample, sampling.max_tokens) for row in chunk
+        ]
+        tokens, logprobs = decode(
+            self.model,
+            [prompts[prompt].token_ids for prompt in distinct],
+            [place[row.prompt] for row in chunk],
+            torch.from_numpy(np.stack(streams)).to(self.device),
+            sampling=sampling,
+            stop_token_ids=stop,
+            sync_interval=1 if self.device.type == "cpu" else _SYNC_INTERVAL,
+        )
+        return [
+            self._completion(prompts[row.prompt], row_tokens, row_logprobs, stop)
+            for row, row_tokens, row_logprobs in zip(chunk, tokens.tolist(), logprobs.tolist(), strict=True)
+        ]
+
+    def _completion(self, prompt: Prompt, tokens: list[int], logprobs: list[float], stop: Sequence[int]) -> Completion:
+        end = next((i for i, token in enumerate(tokens) if token in stop), None)
+        length = len(tokens) if end is None else end + 1
+        if not np.isfinite(logprobs[:length]).all():
+            raise RolloutError(
+                f"the logits for prompt {prompt.id!r} are not finite under policy version {self.policy_version}; "
+                "lower --lr, or use --bf16 in place of --fp16"
+            )
+        reason = "length" if end is None else "stop"
+        return Completion(prompt.id, tokens[:length], logprobs[:length], reason, self.policy_version)
+
+    def _check_lengths(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> None:
+        for prompt in prompts:
+            length = len(prompt.token_ids)
+            if length == 0:
+                raise RolloutError(f"prompt {prompt.id!r} has no tokens; a prompt needs at least one")
+            if length + sampling.max_tokens > self.max_batch_tokens:
+                raise RolloutError(
+                    f"--rollout-max-batch-tokens {self.max_batch_tokens} cannot hold prompt {prompt.id!r} of {length} "
+                    f"tokens and --rollout-max-response-len {sampling.max_tokens}; raise it, or lower the others"
+                )
+            if self.max_positions is not None and length + sampling.max_tokens > self.max_positions:
+                raise RolloutError(
+                    f"prompt {prompt.id!r} of {length} tokens and --rollout-max-response-len {sampling.max_tokens} "
+                    f"exceed the {self.max_positions} positions of the model; lower it, or --rollout-max-prompt-len"
+                )
+
+
+def build_hf_engine(config: Config, *, checkpoint: Path, device: torch.device) -> HFEngine:
+    """The embedded engine as `config` wants it."""
+    return HFEngine(
+        checkpoint,
+        dtype=COMPUTE_DTYPES[config.compute_dtype_name],
+        device=device,
+        trust_remote_code=config.model.trust_remote_code,
+        max_batch_tokens=config.rollout.max_batch_tokens,
+    )

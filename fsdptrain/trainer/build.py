@@ -1,0 +1,148 @@
+"""What a run is made of, built in the order in which it can fail most cheaply."""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from fsdptrain import platform
+from fsdptrain.backends.fsdp import FSDPBackend
+from fsdptrain.config import Config
+from fsdptrain.config.sections import AlgorithmConfig
+from fsdptrain.data.prompts import PromptStream, make_prompts
+from fsdptrain.data.sources import Row, as_rows, content_hash, load_rows, split_rows
+from fsdptrain.errors import CheckpointError, DataError
+from fsdptrain.loggers import build_loggers
+from fsdptrain.models.collective import together
+from fsdptrain.models.loading import resolve_checkpoint
+from fsdptrain.protocols import Logger, RewardFunction, RolloutEngine
+from fsdptrain.rewards import build_reward
+from fsdptrain.rollout import build_engine
+from fsdptrain.trainer.evaluation import Evaluation
+from fsdptrain.trainer.experience import RolloutSource, SampleSource, SftSource, own_share
+from fsdptrain.trainer.folder import RunFolder
+from fsdptrain.trainer.speed import Speed
+from fsdptrain.types import LossConfig, Prompt, SamplingParams
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """All that a run owns."""
+
+    backend: FSDPBackend
+    engine: RolloutEngine | None  # None: nothing is ever generated
+    source: SampleSource
+    evaluation: Evaluation | None
+    speed: Speed
+    loggers: list[Logger]
+
+
+@contextmanager
+def build_parts(
+    config: Config, folder: RunFolder, *, reward: RewardFunction | None, dataset: Sequence[Mapping[str, Any]] | None
+) -> Iterator[Parts]:
+    """Data and rewards first, then the model, then the engine; whatever was built is closed at the end."""
+    checkpoint = resolve_checkpoint(config.model.hf_checkpoint)
+    with together(DataError, "--prompt-data"):
+        tokenizer = load_tokenizer(checkpoint, trust_remote_code=config.model.trust_remote_code)
+        score = reward or build_reward(config.reward, prompt_data=config.data.prompt_data)
+        stream, held_out = build_data(config, tokenizer, dataset)
+    backend = FSDPBackend(config, total_steps=config.total_optimizer_steps)
+    is_sft = config.algorithm.algorithm == "sft"
+    device = platform.local_device()
+    engine = None if is_sft and not held_out else build_engine(config, checkpoint=checkpoint, device=device)
+    loggers = build_loggers(
+        config.log,
+        folder.path,
+        total_steps=config.run.num_rollout,
+        resumed_step=folder.resumed_step,
+        config=config,
+    )
+    evaluation = None
+    if engine is not None and held_out:
+        evaluation = Evaluation(config, engine, own_share(held_out), score, tokenizer)
+    try:
+        yield Parts(
+            backend=backend,
+            engine=engine,
+            source=build_source(config, stream, tokenizer, engine=engine, reward=score),
+            evaluation=evaluation,
+            speed=Speed.of(backend.model, device, backend.compute_dtype),
+            loggers=loggers,
+        )
+    finally:
+        if engine is not None:
+            engine.close()
+        for logger in loggers:
+            logger.close()
+
+
+def load_tokenizer(checkpoint: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"--hf-checkpoint {checkpoint} has no tokenizer that can be loaded: {error}") from error
+
+
+def build_data(
+    config: Config, tokenizer: PreTrainedTokenizerBase, dataset: Sequence[Mapping[str, Any]] | None
+) -> tuple[PromptStream, list[Prompt]]:
+    """The stream to train on, and the prompts that are held out from it; none if nothing is ever evaluated."""
+    data = config.data
+    rows = load_rows(data, seed=config.run.seed) if dataset is None else as_rows(dataset, data)
+    held_out: list[Row] = []
+    if config.evaluates and data.eval_prompt_data is not None:
+        source = data.model_copy(update={"prompt_data": data.eval_prompt_data})
+        other = load_rows(source, seed=config.run.seed, flag="--eval-prompt-data")
+        held_out = [other[i] for i in range(min(len(other), data.eval_size))]
+    elif config.evaluates:
+        rows, held_out = split_rows(rows, data.eval_size, config.run.seed)
+    exclude = {content_hash(row) for row in held_out}
+    budget = config.prompt_budget
+    stream = PromptStream(rows, tokenizer, data=data, rollout=config.rollout, exclude=exclude, max_prompt_len=budget)
+    return stream, make_prompts(held_out, tokenizer, data=data, max_prompt_len=budget)
+
+
+def build_source(
+    config: Config,
+    stream: PromptStream,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    engine: RolloutEngine | None,
+    reward: RewardFunction,
+) -> SampleSource:
+    if config.algorithm.algorithm == "sft" or engine is None:
+        return SftSource(stream, tokenizer, num_prompts=config.samples_per_rollout)
+    return RolloutSource(
+        stream=stream,
+        engine=engine,
+        reward=reward,
+        tokenizer=tokenizer,
+        sampling=SamplingParams(
+            num_samples=config.algorithm.n_samples_per_prompt,
+            max_tokens=config.rollout.max_response_len,
+            temperature=config.rollout.temperature,
+            seed=config.rollout.seed,
+        ),
+        num_prompts=config.rollout.batch_size,
+        num_shown=config.log.num_samples,
+        advantage_estimator=config.algorithm.advantage_estimator,
+    )
+
+
+def loss_config(algorithm: AlgorithmConfig) -> LossConfig:
+    high = algorithm.eps_clip if algorithm.eps_clip_high is None else algorithm.eps_clip_high
+    return LossConfig(
+        eps_clip=algorithm.eps_clip,
+        eps_clip_high=high,
+        eps_clip_c=algorithm.eps_clip_c,
+        kl_loss_coef=algorithm.kl_loss_coef,
+        kl_loss_type=algorithm.kl_loss_type,
+        entropy_coef=algorithm.entropy_coef,
+    )

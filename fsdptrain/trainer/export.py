@@ -1,0 +1,21 @@
+"""`fsdptrain export`: a checkpoint of a run becomes a folder that from_pretrained reads."""
+
+from pathlib import Path
+
+from fsdptrain import platform
+from fsdptrain.backends.fsdp import FSDPBackend
+from fsdptrain.config import load_recipe
+from fsdptrain.errors import CheckpointError
+from fsdptrain.trainer.folder import CONFIG_FILE
+
+
+def export_checkpoint(checkpoint: Path, output: Path) -> None:
+    """Write the model of `checkpoint` (<output_dir>/checkpoints/step_*) to `output`, by the configuration of its run."""
+    recipe = checkpoint.resolve().parent.parent / CONFIG_FILE
+    if not recipe.is_file():
+        raise CheckpointError(f"--checkpoint {checkpoint} is not in the folder of a run: {recipe} is not there")
+    config = load_recipe(recipe)
+    with platform.process_group(config.launch.dist_timeout):
+        backend = FSDPBackend(config, total_steps=config.total_optimizer_steps)
+        backend.load(checkpoint)
+        backend.export(output)

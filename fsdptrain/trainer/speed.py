@@ -1,0 +1,33 @@
+"""How much of the device's arithmetic a step used."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from fsdptrain.planning.flops import ModelFlops, model_flops, peak_tflops
+from fsdptrain.trainer import summary
+from fsdptrain.trainer.batches import StepBatches
+from fsdptrain.types import Metrics
+
+
+@dataclass(frozen=True)
+class Speed:
+    flops: ModelFlops
+    peak_tflops: float
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> "Speed":
+        return cls(model_flops(model), peak_tflops(device, dtype))
+
+    def utilisation(self, steps: Sequence[StepBatches], *, train_s: float) -> Metrics:
+        """perf/mfu and perf/mfu_causal of the training passes (forward and backward: 3 forwards), mean over ranks."""
+        packs = [pack for step in steps for pack in step.packs]
+        own = {
+            name: sum(3 * self.flops.forward(p.seqlens, p.loss_positions.numel(), causal=causal) for p in packs)
+            for name, causal in (("perf/mfu", False), ("perf/mfu_causal", True))
+        }
+        possible = self.peak_tflops * 1e12 * max(train_s, 1e-9) * dist.get_world_size()
+        return {name: total / possible for name, total in summary.reduce_sums(own).items()}

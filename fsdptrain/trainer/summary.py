@@ -1,0 +1,149 @@
+"""What a step is reported as: statistics of the samples over all ranks, times, throughput, memory."""
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from fsdptrain import platform
+from fsdptrain.algo.advantages import zero_spread_groups
+from fsdptrain.models.collective import gather
+from fsdptrain.trainer.batches import StepBatches
+from fsdptrain.trainer.experience import Experience
+from fsdptrain.types import Metrics, Sample
+
+
+class Stopwatch:
+    """Seconds by stage: `with watch("train"): ...`, then `watch.seconds["train"]`."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[stage] = time.perf_counter() - start
+
+
+class RewardNames:
+    """The parts of the reward, as all ranks know them. They are told each other only when one is new."""
+
+    def __init__(self) -> None:
+        self._known: tuple[str, ...] = ()
+
+    def of(self, samples: Sequence[Sample]) -> tuple[str, ...]:
+        """Collective."""
+        own = {name for sample in samples for name in sample.rewards}
+        if reduce_max({"new": float(not own <= set(self._known))})["new"]:
+            self._known = tuple(sorted(set().union(self._known, *gather(sorted(own)))))
+        return self._known
+
+
+def sample_metrics(experience: Experience, reward_names: RewardNames) -> Metrics:
+    """reward/*, group/*, completion/*, progress/* over every rank. Unscored samples count in lengths only."""
+    samples = experience.samples
+    names = reward_names.of(samples)
+    scored = [sample for sample in samples if sample.reward is not None]
+    rewards = [sample.reward for sample in scored if sample.reward is not None]
+    lengths = [sum(sample.loss_mask) for sample in samples]
+    flat, groups = zero_spread_groups(samples)
+    total = reduce_sums(
+        {
+            "rewards": math.fsum(rewards),
+            "squares": math.fsum(reward * reward for reward in rewards),
+            "scored": len(rewards),
+            "flat": flat,
+            "groups": groups,
+            "lengths": sum(lengths),
+            "samples": len(samples),
+            "truncated": sum(sample.truncated for sample in samples),
+            "dropped": experience.num_dropped,
+            "tokens": sum(len(sample.token_ids) for sample in samples),
+            **{_reward(name): math.fsum(sample.rewards.get(name, 0.0) for sample in scored) for name in names},
+        }
+    )
+    shortest, longest = _extremes(lengths)
+    num_samples = max(1.0, total["samples"])
+    metrics = {
+        "completion/length_mean": total["lengths"] / num_samples,
+        "completion/length_min": shortest,
+        "completion/length_max": longest,
+        "completion/truncated_fraction": total["truncated"] / num_samples,
+        "progress/samples": total["samples"],
+        "progress/tokens": total["tokens"],
+        "progress/dropped": total["dropped"],
+    }
+    if experience.scores is None:
+        return metrics
+    num_scored = max(1.0, total["scored"])
+    mean = total["rewards"] / num_scored
+    return metrics | {
+        "reward/mean": mean,
+        "reward/std": math.sqrt(max(0.0, total["squares"] / num_scored - mean * mean)),
+        "reward/unscored_fraction": 1 - total["scored"] / num_samples,
+        "group/zero_std_fraction": total["flat"] / max(1.0, total["groups"]),
+        **{_reward(name): total[_reward(name)] / num_scored for name in names},
+    }
+
+
+def reduce_sums(values: Mapping[str, float]) -> Metrics:
+    """The sum of each value over the ranks: one collective. Every rank passes the same names."""
+    packed = torch.tensor(list(values.values()), dtype=torch.float64)
+    dist.all_reduce(packed)
+    return dict(zip(values, packed.tolist(), strict=True))
+
+
+def reduce_max(values: Mapping[str, float]) -> Metrics:
+    """The largest of each value over the ranks: one collective."""
+    packed = torch.tensor(list(values.values()), dtype=torch.float64)
+    dist.all_reduce(packed, op=dist.ReduceOp.MAX)
+    return dict(zip(values, packed.tolist(), strict=True))
+
+
+def packing_metrics(steps: Sequence[StepBatches]) -> Metrics:
+    count = max(1, len(steps))
+    return {
+        "perf/pack_fill": sum(step.fill for step in steps) / count,
+        "perf/rank_imbalance": sum(step.imbalance for step in steps) / count,
+    }
+
+
+def memory_metrics() -> Metrics:
+    """Of the rank that holds most."""
+    return reduce_max(
+        {
+            "perf/peak_memory_gib": platform.peak_device_memory() / platform.GIB,
+            "perf/host_rss_gib": platform.host_rss() / platform.GIB,
+        }
+    )
+
+
+def mean_metrics(steps: Sequence[Metrics]) -> Metrics:
+    """One record for several optimizer steps: maxima stay maxima, counters stay counters, all else is a mean."""
+    if not steps:
+        return {}
+    names = steps[0].keys()
+    return {name: _COMBINE.get(name, _mean)([step[name] for step in steps]) for name in names}
+
+
+def _reward(name: str) -> str:
+    return f"reward/{name}"
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+_COMBINE = {"mismatch/abs_max": max, "optim/skipped_steps": max, "optim/lr": lambda values: values[-1]}
+
+
+def _extremes(lengths: Sequence[int]) -> tuple[float, float]:
+    """Least and most, over every rank; 0 where there is nothing."""
+    found = reduce_max({"longest": max(lengths, default=0), "minus_shortest": -min(lengths, default=math.inf)})
+    if math.isinf(found["minus_shortest"]):
+        return 0.0, 0.0
+    return -found["minus_shortest"], found["longest"]

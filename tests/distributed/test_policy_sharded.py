@@ -1,0 +1,92 @@
+"""The policy's forward, its checks and its gradients do not depend on the number of ranks."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from fsdptrain.fsdp.mesh import build_mesh
+from fsdptrain.fsdp.wrap import shard_model
+from fsdptrain.models.attention import SEGMENTS, register_attention
+from fsdptrain.models.layout import choose_layout
+from fsdptrain.models.policy import check_head, install_policy_forward, plain_batch, policy_logprobs
+from fsdptrain.testing import spawn
+from fsdptrain.types import LogProbs
+from tests import zoo
+
+CPU = torch.device("cpu")
+ARCHITECTURES = ("qwen2", "gpt_oss", "qwen3_next", "granite")  # tied; sinks and experts; refuses packs; scaled logits
+SEGMENT_LENGTHS = ((9, 21), (3, 14), (30,), (1, 5, 2))  # of four packs, each rank takes every world_size-th
+
+
+def prepare(name: str, attention: str = SEGMENTS) -> PreTrainedModel:
+    model = zoo.build(name)
+    register_attention()
+    model.set_attn_implementation(attention)
+    install_policy_forward(model, chunk_size=16)
+    return model
+
+
+def shard(model: PreTrainedModel, compute_dtype: torch.dtype = torch.float32) -> None:
+    mesh = build_mesh(1)
+    options = {"cpu_offload": False, "reshard_after_forward": True, "prefetch": True}
+    shard_model(model, mesh, compute_dtype=compute_dtype, **options)
+
+
+def objective(found: LogProbs) -> Tensor:
+    assert found.entropy is not None
+    return found.values.sum() + 0.3 * found.entropy.sum()
+
+
+def gradients(model: PreTrainedModel, layout: Any, rank: int, world_size: int) -> dict[str, Tensor]:
+    for number in range(rank, len(SEGMENT_LENGTHS), world_size):
+        generator = torch.Generator().manual_seed(number)
+        lengths = SEGMENT_LENGTHS[number]
+        segments = [torch.randint(zoo.VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
+        batch = plain_batch(segments, device=CPU)
+        objective(policy_logprobs(model, batch, layout=layout, temperature=0.8, with_entropy=True)).backward()
+    return {
+        name: (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad)
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
+
+
+def probe_and_train(name: str, attention: str, dtype: torch.dtype) -> tuple[str, str, float, dict[str, Tensor]]:
+    model = prepare(name, attention)
+    shard(model, dtype)
+    options = {"vocab_size": zoo.VOCAB_SIZE, "compute_dtype": dtype}
+    probe = choose_layout(model, "auto", **options)
+    head = check_head(model, layout=probe.layout, **options)
+    found = gradients(model, probe.layout, dist.get_rank(), dist.get_world_size())
+    return probe.layout, probe.reason, head, found
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_two_ranks_probe_and_train_like_one_process(name: str) -> None:
+    results = spawn(2, probe_and_train, name, SEGMENTS, torch.float32)
+    wanted = gradients(prepare(name), "padded", 0, 1)
+    largest = max(gradient.abs().max().item() for gradient in wanted.values())
+    for layout, reason, head, found in results:
+        assert layout == ("padded" if name == "qwen3_next" else "packed"), reason
+        assert head < 1e-5
+        assert found.keys() == wanted.keys()
+        for key in wanted:
+            torch.testing.assert_close(found[key], wanted[key], rtol=0, atol=5e-6 * largest)
+
+
+def test_an_attention_that_leaks_is_found_on_the_sharded_model() -> None:
+    for layout, reason, _, _ in spawn(2, probe_and_train, "gpt_oss", "eager", torch.float32):
+        assert layout == "padded"
+        assert "packed with eager: differs by" in reason
+
+
+def test_bfloat16_compute_with_float32_shards_passes_the_checks() -> None:
+    for layout, reason, head, found in spawn(2, probe_and_train, "gemma2", SEGMENTS, torch.bfloat16):
+        assert layout == "packed", reason
+        assert head < 2e-2
+        assert {gradient.dtype for gradient in found.values()} == {torch.float32}

@@ -1,0 +1,138 @@
+"""Every mistake ends in one line that names the flag and the way out, with exit code 2, and loses nothing."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fsdptrain.testing import save_tiny_checkpoint
+from tests.e2e import command
+from tests.e2e.command import TINY_RUN
+
+Prepare = Callable[[Path, Path], list[str]]  # (folder for the test, a good checkpoint) -> flags
+
+
+def copy_of(checkpoint: Path, folder: Path) -> Path:
+    return Path(shutil.copytree(checkpoint, folder / "broken"))
+
+
+def missing_folder(folder: Path, checkpoint: Path) -> list[str]:
+    return ["--hf-checkpoint", str(folder / "nowhere")]
+
+
+def missing_shard(folder: Path, checkpoint: Path) -> list[str]:
+    broken = copy_of(checkpoint, folder)
+    next(broken.glob("model-00002*.safetensors")).unlink()
+    return ["--hf-checkpoint", str(broken)]
+
+
+def corrupt_shard(folder: Path, checkpoint: Path) -> list[str]:
+    broken = copy_of(checkpoint, folder)
+    shard = next(broken.glob("model-00002*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:1000])
+    return ["--hf-checkpoint", str(broken)]
+
+
+def no_tokenizer(folder: Path, checkpoint: Path) -> list[str]:
+    broken = copy_of(checkpoint, folder)
+    for path in broken.glob("tokenizer*"):
+        path.unlink()
+    return ["--hf-checkpoint", str(broken)]
+
+
+def wrong_column(folder: Path, checkpoint: Path) -> list[str]:
+    (folder / "rows.jsonl").write_text(json.dumps({"question": "1+1", "answer": "2"}) + "\n")
+    return ["--prompt-data", str(folder / "rows.jsonl")]
+
+
+def empty_data(folder: Path, checkpoint: Path) -> list[str]:
+    (folder / "rows.jsonl").write_text("")
+    return ["--prompt-data", str(folder / "rows.jsonl")]
+
+
+def unknown_recipe_key(folder: Path, checkpoint: Path) -> list[str]:
+    (folder / "r.yaml").write_text("optim:\n  learning_rate: 1e-5\n")
+    return ["--recipe", str(folder / "r.yaml")]
+
+
+def raising_reward(folder: Path, checkpoint: Path) -> list[str]:
+    return ["--reward", "tests.e2e.rewards:raises"]
+
+
+def used_folder(folder: Path, checkpoint: Path) -> list[str]:
+    (folder / "run").mkdir()
+    (folder / "run" / "config.yaml").write_text("run: {}\n")
+    return ["--resume", "never"]
+
+
+def file_as_folder(folder: Path, checkpoint: Path) -> list[str]:
+    (folder / "file").write_text("")
+    return ["--output-dir", str(folder / "file" / "run")]
+
+
+def flags(*values: str) -> Prepare:
+    return lambda folder, checkpoint: list(values)
+
+
+BAD_INPUT: list[tuple[Prepare, list[str]]] = [
+    (missing_folder, ["--hf-checkpoint", "nowhere"]),
+    (missing_shard, ["--hf-checkpoint", "model-00002"]),
+    (corrupt_shard, ["--hf-checkpoint", "model-00002"]),
+    (no_tokenizer, ["--hf-checkpoint", "tokenizer"]),
+    (wrong_column, ["--input-key", "prompt", "question"]),
+    (empty_data, ["--prompt-data", "rows.jsonl"]),
+    (unknown_recipe_key, ["learning_rate"]),
+    (raising_reward, ["--max-unscored-fraction", "ZeroDivisionError"]),
+    (used_folder, ["--output-dir", "--resume"]),
+    (file_as_folder, ["--output-dir"]),
+    (flags("--global-batch-size", "7"), ["--global-batch-size", "16"]),
+    (flags("--max-tokens-per-gpu", "9"), ["--max-tokens-per-gpu"]),
+    (flags("--rollout-max-prompt-len", "3"), ["--rollout-max-prompt-len"]),
+    (flags("--lrr", "1"), ["--lrr", "--lr"]),
+    (flags("--eps-clip", "1.5"), ["--eps-clip", "1.5"]),
+    (flags("--prompt-data", "reasoning_gym:spell_backwards"), ["spell_backwards", "spell_backward"]),
+    (flags("--resume", "nowhere/step_3"), ["--resume", "nowhere"]),
+    (flags("--attn-implementation", "flash_attention_2"), ["--attn-implementation", "flash_attention_2"]),
+    (flags("--fsdp-replicate-size", "3"), ["--fsdp-replicate-size"]),
+]
+
+
+@pytest.mark.parametrize(("prepare", "words"), BAD_INPUT, ids=lambda value: getattr(value, "__name__", ""))
+def test_bad_input_is_one_line(prepare: Prepare, words: list[str], checkpoint: Path, tmp_path: Path) -> None:
+    argv = ["--hf-checkpoint", str(checkpoint), "--output-dir", str(tmp_path / "run"), *TINY_RUN]
+
+    result = command.run([*argv, *prepare(tmp_path, checkpoint)], tmp_path / "out")
+
+    assert result.code == 2, result.err
+    last = result.err.strip().splitlines()[-1]
+    assert "Traceback" not in result.err
+    assert last.startswith("fsdptrain: ")
+    for word in words:
+        assert word in last
+
+
+@pytest.mark.slow
+def test_checkpoint_of_another_model_is_refused_and_left_alone(checkpoint: Path, tmp_path: Path) -> None:
+    argv = ["--output-dir", str(tmp_path / "run"), *TINY_RUN, "--num-rollout", "1"]
+    assert command.run(["--hf-checkpoint", str(checkpoint), *argv], tmp_path / "1").code == 0
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run" / "checkpoints").rglob("*")}
+    other = save_tiny_checkpoint(tmp_path / "other", hidden_size=32)
+
+    result = command.run(["--hf-checkpoint", str(other), *argv, "--num-rollout", "2"], tmp_path / "2")
+
+    assert result.code == 2
+    assert "--resume" in result.err.strip().splitlines()[-1]
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run" / "checkpoints").rglob("*")} == before
+
+
+@pytest.mark.slow
+def test_error_of_one_rank_ends_all_with_its_line(checkpoint: Path, tmp_path: Path) -> None:
+    argv = ["--hf-checkpoint", str(checkpoint), "--output-dir", str(tmp_path / "run"), *TINY_RUN]
+    argv += ["--nproc-per-node", "2", "--reward", "tests.e2e.rewards:raises"]
+
+    result = command.run(argv, tmp_path / "out")
+
+    assert result.code == 2
+    assert [line.startswith("fsdptrain: ") for line in result.err.strip().splitlines()] == [True]

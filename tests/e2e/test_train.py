@@ -1,0 +1,129 @@
+"""Whole runs by the real command line: what they leave behind, and what the next one makes of it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from fsdptrain.config import load_recipe
+from tests.e2e import command
+from tests.e2e.command import TINY_RUN
+
+EMITTED = """
+reward/mean reward/std reward/reasoning_gym reward/unscored_fraction group/zero_std_fraction
+completion/length_mean completion/length_min completion/length_max completion/truncated_fraction loss/total
+loss/policy loss/kl loss/entropy policy/ratio_mean policy/clip_fraction_low policy/clip_fraction_high
+policy/approx_kl policy/entropy mismatch/abs_mean mismatch/abs_max mismatch/k3 mismatch/ess
+mismatch/out_of_bounds optim/grad_norm optim/lr optim/skipped_steps perf/step_s perf/generate_s perf/score_s
+perf/train_s perf/sync_s perf/idle_s perf/tokens_per_s perf/tokens_per_s_per_device perf/mfu perf/mfu_causal
+perf/pack_fill perf/rank_imbalance perf/peak_memory_gib perf/host_rss_gib progress/samples progress/tokens
+progress/epoch eval/heldout/accuracy eval/heldout/pass@1 eval/heldout/pass@2 eval/heldout/length_mean
+eval/heldout_greedy/accuracy
+"""
+
+
+def metrics_of(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def learned(run: Path) -> list[dict[str, float]]:
+    """What must be equal between equal runs: everything but times and memory."""
+    return [{k: v for k, v in row.items() if not k.startswith("perf/") and k != "time"} for row in metrics_of(run)]
+
+
+@pytest.mark.slow
+def test_run_emits_every_metric_and_leaves_a_model_that_transformers_loads(checkpoint: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    flags = ["--kl-loss-coef", "0.1", "--entropy-coef", "0.01", "--global-batch-size", "8"]
+    flags += ["--n-samples-per-eval-prompt", "2", "--eval-greedy"]
+    argv = ["--hf-checkpoint", str(checkpoint), "--output-dir", str(run), *TINY_RUN, *flags]
+
+    result = command.run(argv, tmp_path)
+
+    assert result.code == 0, result.err
+    emitted = set().union(*metrics_of(run))
+    assert [name for name in EMITTED.split() if name not in emitted] == []
+    config = load_recipe(run / "config.yaml")
+    assert config.algorithm.kl_loss_coef == 0.1
+    model = AutoModelForCausalLM.from_pretrained(run / "hf", dtype=torch.float32)
+    start = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), start.parameters(), strict=True))
+    assert AutoTokenizer.from_pretrained(run / "hf").chat_template is not None
+    rows = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    assert {row["set"] for row in rows} == {"train", "heldout"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_run_that_was_killed_goes_on_bitwise(checkpoint: Path, tmp_path: Path, num_ranks: int) -> None:
+    flags = ["--num-rollout", "4", "--save-interval", "1", "--nproc-per-node", str(num_ranks)]
+    base = ["--hf-checkpoint", str(checkpoint), *TINY_RUN, *flags]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert command.run([*base, "--output-dir", str(whole)], tmp_path / "1").code == 0
+
+    process = command.start([*base, "--output-dir", str(killed)], tmp_path / "2")
+    wait_for(killed / "checkpoints" / "step_00000002")
+    os.kill(process.pid or 0, signal.SIGKILL)
+    process.join()
+    resumed = command.run([*base, "--output-dir", str(killed)], tmp_path / "3")
+
+    assert resumed.code == 0, resumed.err
+    assert learned(killed) == learned(whole)
+    for ours, theirs in zip(weights(killed), weights(whole), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.slow
+def test_run_does_not_depend_on_the_number_of_ranks(checkpoint: Path, tmp_path: Path) -> None:
+    """The same prompts, completions and plan: float32 rewards and weights agree to rounding."""
+    for num_ranks in (1, 2):
+        argv = ["--hf-checkpoint", str(checkpoint), *TINY_RUN, "--nproc-per-node", str(num_ranks)]
+        result = command.run([*argv, "--output-dir", str(tmp_path / f"{num_ranks}")], tmp_path / f"out{num_ranks}")
+        assert result.code == 0, result.err
+    one, two = metrics_of(tmp_path / "1"), metrics_of(tmp_path / "2")
+    for name in ("reward/mean", "completion/length_mean", "loss/total", "optim/grad_norm", "mismatch/k3"):
+        for a, b in zip(one, two, strict=True):
+            assert a.get(name) == pytest.approx(b.get(name), rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.slow
+def test_sft_learns_its_rows(checkpoint: Path, tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text("\n".join(json.dumps({"prompt": f"say {i}", "response": str(i)}) for i in range(8)))
+    argv = ["--hf-checkpoint", str(checkpoint), "--algorithm", "sft", "--prompt-data", str(data), "--no-bf16"]
+    argv += ["--label-key", "response", "--rollout-batch-size", "8", "--num-rollout", "30", "--lr", "1e-2"]
+    argv += ["--eval-interval", "0", "--output-dir", str(tmp_path / "run"), "--max-tokens-per-gpu", "512"]
+
+    result = command.run(argv, tmp_path)
+
+    assert result.code == 0, result.err
+    losses = [row["loss/total"] for row in metrics_of(tmp_path / "run")]
+    assert losses[-1] < 0.3 * losses[0]
+
+
+@pytest.mark.slow
+def test_module_runs_in_a_process_of_its_own(checkpoint: Path, tmp_path: Path) -> None:
+    argv = ["--hf-checkpoint", str(checkpoint), "--output-dir", str(tmp_path / "run"), *TINY_RUN]
+    done = subprocess.run(
+        [sys.executable, "-m", "fsdptrain", *argv], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(metrics_of(tmp_path / "run")) > 2
+
+
+def wait_for(path: Path, timeout: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} did not appear"
+        time.sleep(0.005)
+
+
+def weights(run: Path) -> list[torch.Tensor]:
+    return list(AutoModelForCausalLM.from_pretrained(run / "hf", dtype=torch.float32).state_dict().values())

@@ -1,0 +1,6 @@
+"""Hypothesis for machines that are busy: no deadline for an example, and the same examples in each run."""
+
+from hypothesis import settings
+
+settings.register_profile("fsdptrain", deadline=None, derandomize=True, max_examples=60)
+settings.load_profile("fsdptrain")

@@ -1,0 +1,86 @@
+"""The gradient depends on samples alone: not on packing, micro-batches or ranks (architecture.md, invariant 2)."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fsdptrain.algo.losses import LOSSES, finish_metrics
+from fsdptrain.algo.weights import AGGREGATIONS, count_totals, num_loss_tokens
+from fsdptrain.data.packing import pack, plan_packs
+from fsdptrain.types import LogProbs, LossConfig, PackedBatch, Sample
+from tests.properties.strategies import sample_lists
+
+VOCAB = 11
+CONFIG = LossConfig(eps_clip_c=3.0, kl_loss_coef=0.1, entropy_coef=0.01)
+
+
+def table(seed: int) -> Tensor:
+    """A bigram model, [V, V] f64: logits of the next token by the current one."""
+    return torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def logprobs_of(model: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+    logprobs = model[batch.input_ids % VOCAB].log_softmax(-1)
+    values = logprobs.gather(-1, (batch.labels % VOCAB).unsqueeze(-1)).squeeze(-1)
+    return values, -(logprobs.exp() * logprobs).sum(-1)
+
+
+def step(samples: list[Sample], aggregation: str, *, num_ranks: int, max_tokens: int, dtype: torch.dtype) -> tuple:
+    """Loss, gradient and metrics of one optimizer step, summed over the packs of all ranks as FSDP does."""
+    model = table(0).to(dtype).requires_grad_()
+    totals = count_totals([num_loss_tokens(sample) for sample in samples])
+    plan = plan_packs([len(sample.token_ids) for sample in samples], num_ranks=num_ranks, max_tokens=max_tokens)
+    loss, metrics = torch.zeros((), dtype=dtype), dict[str, float]()
+    for indices in (indices for rank in plan.packs for indices in rank):
+        batch = pack([samples[i] for i in indices], aggregation=aggregation, totals=totals, max_response_len=24)
+        with torch.no_grad():
+            old, _ = logprobs_of(table(1).to(dtype), batch)
+            ref, _ = logprobs_of(table(2).to(dtype), batch)
+        values, entropy = logprobs_of(model, batch)
+        batch = PackedBatch(**{**vars(batch), "old_logprobs": old, "ref_logprobs": ref})
+        output = LOSSES["grpo"](batch, LogProbs(values, entropy), CONFIG)
+        output.loss.backward()
+        loss = loss + output.loss.detach()
+        for name, value in output.metrics.items():
+            so_far = metrics.get(name, 0.0)
+            metrics[name] = max(so_far, value.item()) if name.endswith("_max") else so_far + value.item()
+    assert model.grad is not None
+    return loss, model.grad, finish_metrics(metrics)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
+@given(
+    samples=sample_lists(min_size=1),
+    aggregation=st.sampled_from(sorted(AGGREGATIONS)),
+    num_ranks=st.integers(1, 5),
+    max_tokens=st.integers(24, 100),
+)
+def test_loss_gradient_and_metrics_do_not_depend_on_the_plan(
+    dtype: torch.dtype, tolerance: float, samples: list[Sample], aggregation: str, num_ranks: int, max_tokens: int
+) -> None:
+    alone = step(samples, aggregation, num_ranks=1, max_tokens=10_000, dtype=dtype)
+    split = step(samples, aggregation, num_ranks=num_ranks, max_tokens=max_tokens, dtype=dtype)
+    scale = max(1.0, float(alone[1].abs().max()))
+    torch.testing.assert_close(split[0], alone[0], rtol=tolerance, atol=tolerance * scale)
+    torch.testing.assert_close(split[1], alone[1], rtol=tolerance, atol=tolerance * scale)
+    for name, value in alone[2].items():
+        assert split[2][name] == pytest.approx(value, rel=10 * tolerance, abs=10 * tolerance), name
+
+
+@given(samples=sample_lists(min_size=1), aggregation=st.sampled_from(sorted(AGGREGATIONS)))
+def test_training_everything_twice_in_one_step_changes_nothing(samples: list[Sample], aggregation: str) -> None:
+    """A mean stays the same when each sample is there twice; a per-pack or per-rank denominator would not know."""
+    once = step(samples, aggregation, num_ranks=1, max_tokens=60, dtype=torch.float64)
+    twice = step(samples * 2, aggregation, num_ranks=3, max_tokens=60, dtype=torch.float64)
+    scale = max(1.0, float(once[1].abs().max()))
+    torch.testing.assert_close(twice[1], once[1], rtol=1e-6, atol=1e-6 * scale)  # f32 weights: 1/n and 1/2n round
+
+
+@given(samples=sample_lists(min_size=1), dtype=st.sampled_from([torch.float64]))
+def test_samples_without_advantage_pull_only_by_kl_and_entropy(samples: list[Sample], dtype: torch.dtype) -> None:
+    idle = [Sample(**{**vars(sample), "advantage": 0.0}) for sample in samples]
+    _, _, metrics = step(idle, "token_mean", num_ranks=2, max_tokens=40, dtype=dtype)
+    assert metrics["loss/policy"] == 0.0
+    assert metrics["loss/total"] == pytest.approx(metrics["loss/kl"] + metrics["loss/entropy"])

@@ -1,0 +1,176 @@
+"""The laws of plans and packs (architecture.md, invariants 1 to 3; lineage.md, defects 3 to 5)."""
+
+import math
+import random
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdptrain.algo.weights import AGGREGATIONS, count_totals, num_loss_tokens
+from fsdptrain.data.packing import PackPlan, drop_overlong, pack, plan_packs
+from fsdptrain.errors import ConfigError
+from fsdptrain.types import PackedBatch, Sample
+from tests.properties.strategies import sample_lists
+
+BUDGET = 64
+lengths_lists = st.lists(st.integers(1, BUDGET), max_size=60)
+
+
+def packed(samples: list[Sample], aggregation: str = "token_mean") -> PackedBatch:
+    totals = count_totals([num_loss_tokens(sample) for sample in samples])
+    return pack(samples, aggregation=aggregation, totals=totals, max_response_len=24)
+
+
+def planned(plan: PackPlan) -> list[int]:
+    return sorted(index for rank in plan.packs for pack in rank for index in pack)
+
+
+@given(lengths=lengths_lists, num_ranks=st.integers(1, 8))
+def test_plan_trains_every_sample_exactly_once(lengths: list[int], num_ranks: int) -> None:
+    plan = plan_packs(lengths, num_ranks=num_ranks, max_tokens=BUDGET)
+    assert planned(plan) == list(range(len(lengths)))
+
+
+@given(lengths=lengths_lists, num_ranks=st.integers(1, 8))
+def test_no_pack_exceeds_the_budget(lengths: list[int], num_ranks: int) -> None:
+    plan = plan_packs(lengths, num_ranks=num_ranks, max_tokens=BUDGET)
+    assert max(sum(lengths[i] for i in pack) for rank in plan.packs for pack in rank) <= BUDGET
+
+
+@given(lengths=lengths_lists, num_ranks=st.integers(1, 8))
+def test_every_rank_runs_the_same_number_of_packs(lengths: list[int], num_ranks: int) -> None:
+    plan = plan_packs(lengths, num_ranks=num_ranks, max_tokens=BUDGET)
+    assert {len(rank) for rank in plan.packs} == {plan.num_packs}
+    assert len(plan.packs) == num_ranks
+    assert plan.num_packs >= 1
+
+
+@given(lengths=lengths_lists, num_ranks=st.integers(1, 8))
+def test_equal_lengths_make_equal_plans(lengths: list[int], num_ranks: int) -> None:
+    first = plan_packs(lengths, num_ranks=num_ranks, max_tokens=BUDGET)
+    assert first == plan_packs(tuple(lengths), num_ranks=num_ranks, max_tokens=BUDGET)
+
+
+@given(lengths=st.lists(st.integers(1, BUDGET), min_size=1, max_size=8))
+def test_packs_are_few(lengths: list[int]) -> None:
+    """Best-fit decreasing needs at most 11/9 of the optimum + 6/9 packs, as first-fit decreasing does (Dosa, 2007)."""
+    plan = plan_packs(lengths, num_ranks=1, max_tokens=BUDGET)
+    assert plan.num_packs <= 11 / 9 * fewest_packs(lengths) + 6 / 9
+
+
+def fewest_packs(lengths: list[int]) -> int:
+    """The optimum, by trying: for each subset, the fewest packs and then the least tokens in the last of them."""
+    best = {0: (1, 0)}
+    for subset in range(1, 2 ** len(lengths)):
+        options = []
+        for i, length in enumerate(lengths):
+            if subset >> i & 1:
+                packs, filled = best[subset ^ 1 << i]
+                options.append((packs, filled + length) if filled + length <= BUDGET else (packs + 1, length))
+        best[subset] = min(options)
+    return best[2 ** len(lengths) - 1][0]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 8])
+@pytest.mark.parametrize("seed", range(3))
+def test_realistic_plans_are_full_and_balanced(num_ranks: int, seed: int) -> None:
+    """Response lengths as they are (lognormal): no pack more than the tokens need, and ranks hardly wait."""
+    draw = random.Random(seed)
+    lengths = [min(8000, max(20, int(draw.lognormvariate(6.5, 0.8)))) for _ in range(1024)]
+    plan = plan_packs(lengths, num_ranks=num_ranks, max_tokens=8192)
+    assert plan.num_packs == math.ceil(math.ceil(sum(lengths) / 8192) / num_ranks)
+    assert plan.fill == pytest.approx(sum(lengths) / (plan.num_packs * num_ranks * 8192))
+    assert plan.imbalance < 0.02
+
+
+def test_balance_counts_the_quadratic_cost() -> None:
+    """Two long and many short sequences of as many tokens: the longs must not meet the same rank, nor cost the same."""
+    lengths = [4000, 4000] + [100] * 80
+    plan = plan_packs(lengths, num_ranks=2, max_tokens=10_000, quadratic_cost=1 / 1000)
+    assert [sum(lengths[i] == 4000 for i in packs[0]) for packs in plan.packs] == [1, 1]
+    lengths = [4000] + [100] * 80
+    (long,), (short,) = plan_packs(lengths, num_ranks=2, max_tokens=10_000, quadratic_cost=1 / 1000).packs
+    assert (len(long), len(short)) in {(1, 80), (80, 1)}, "the long one alone costs more than all the others"
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_lengths_take_less_than_a_second() -> None:
+    draw = random.Random(0)
+    lengths = [draw.randint(1, 8192) for _ in range(100_000)]
+    seconds = []
+    for _ in range(3):
+        start = time.process_time()
+        plan_packs(lengths, num_ranks=64, max_tokens=8192)
+        seconds.append(time.process_time() - start)
+    assert min(seconds) < 1.0
+
+
+def test_a_sample_longer_than_the_budget_is_an_error_that_names_the_flags() -> None:
+    with pytest.raises(ConfigError, match=r"--max-tokens-per-gpu 64 .* 65 tokens.*--overlong drop"):
+        plan_packs([3, 65], num_ranks=1, max_tokens=64)
+
+
+def test_overlong_samples_are_dropped_and_counted_only_if_asked_for() -> None:
+    samples = [Sample("g", [1] * n, [False] * n, [0.0] * n) for n in (3, 9, 4)]
+    assert drop_overlong(samples, max_tokens=8, overlong="drop") == ([samples[0], samples[2]], 1)
+    with pytest.raises(ConfigError, match="--max-tokens-per-gpu 8"):
+        drop_overlong(samples, max_tokens=8, overlong="error")
+    assert drop_overlong(samples, max_tokens=9, overlong="error") == (samples, 0)
+
+
+@given(samples=sample_lists(min_size=1))
+def test_everything_at_t_speaks_of_the_token_after_t(samples: list[Sample]) -> None:
+    batch = packed(samples)
+    for sample, start, end in zip(samples, batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True):
+        assert batch.input_ids[start:end].tolist() == sample.token_ids
+        assert batch.position_ids[start:end].tolist() == list(range(len(sample.token_ids)))
+        assert batch.labels[start : end - 1].tolist() == sample.token_ids[1:]
+        assert batch.loss_mask[start : end - 1].tolist() == sample.loss_mask[1:]
+        assert torch.equal(batch.rollout_logprobs[start : end - 1], torch.tensor(sample.rollout_logprobs[1:]))
+        advantages = torch.tensor([sample.advantage if m else 0.0 for m in sample.loss_mask[1:]])
+        assert torch.equal(batch.advantages[start : end - 1], advantages)
+        assert not batch.loss_mask[end - 1], "the last token of a segment predicts nothing"
+
+
+@given(samples=sample_lists())
+def test_loss_positions_are_where_the_mask_is_true(samples: list[Sample]) -> None:
+    batch = packed(samples)
+    assert batch.loss_positions.tolist() == (batch.loss_mask.nonzero().flatten().tolist() or [0])
+    assert ((batch.loss_weights > 0) == batch.loss_mask).all()
+
+
+@given(samples=sample_lists(min_size=1), zeros=st.integers(1, 3))
+def test_token_id_zero_is_nothing_special(samples: list[Sample], zeros: int) -> None:
+    """Defect 3 of lineage.md: trailing zeros were taken for padding. Here ids change nothing but ids."""
+    renamed = [Sample(**{**vars(s), "token_ids": [t if t > zeros else 0 for t in s.token_ids]}) for s in samples]
+    ours, theirs = packed(samples), packed(renamed)
+    for name, value in vars(ours).items():
+        if name in ("input_ids", "labels"):
+            continue
+        other = getattr(theirs, name)
+        assert torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other, name
+
+
+@given(samples=sample_lists(min_size=1), aggregation=st.sampled_from(sorted(AGGREGATIONS)))
+def test_weights_add_up_to_what_the_aggregation_promises(samples: list[Sample], aggregation: str) -> None:
+    counts = [num_loss_tokens(sample) for sample in samples]
+    total = packed(samples, aggregation).loss_weights.double().sum().item()
+    sequences = sum(count > 0 for count in counts)
+    promised = {
+        "token_mean": 1.0,
+        "sequence_mean": 1.0,
+        "fixed_length": sum(counts) / (max(1, sequences) * 24),
+    }
+    assert total == pytest.approx(promised[aggregation] if sequences else 0.0, rel=1e-6)
+
+
+def test_a_pack_of_nothing_has_one_token_and_no_weight() -> None:
+    batch = packed([])
+    assert batch.seqlens == (1,)
+    assert batch.cu_seqlens.tolist() == [0, 1]
+    assert not batch.loss_mask.any()
+    assert batch.loss_weights.sum() == 0
+    assert batch.loss_positions.tolist() == [0]

@@ -1,0 +1,132 @@
+"""The model itself decides between packed and padded, and what it says is true."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AttentionInterface, Llama4TextConfig, PreTrainedModel
+
+from fsdptrain.errors import NumericsError
+from fsdptrain.models.attention import SEGMENTS, Boundaries, attend
+from fsdptrain.models.layout import choose_layout, probe_random_copy, probe_segments
+from fsdptrain.models.random_copy import random_copy
+from tests import zoo
+from tests.unit.models.test_policy import policy_model
+
+CPU = torch.device("cpu")
+OPTIONS: dict[str, Any] = {"vocab_size": zoo.VOCAB_SIZE, "compute_dtype": torch.float32, "device": CPU}
+
+
+def with_attention(name: str, attention: str, **changes: Any) -> PreTrainedModel:
+    model = policy_model(name, **changes)
+    model.set_attn_implementation(attention)
+    return model
+
+
+@pytest.mark.parametrize("name", [name for name in zoo.ARCHITECTURES if name != "qwen3_next"])
+def test_architectures_of_plain_attention_are_packed(name: str) -> None:
+    probe = choose_layout(policy_model(name), "auto", **OPTIONS)
+    assert (probe.layout, probe.attention, probe.reason) == ("packed", SEGMENTS, "")
+    assert probe.max_difference < 2e-6
+
+
+def test_a_model_that_refuses_packs_is_padded_and_the_report_says_why() -> None:
+    probe = choose_layout(policy_model("qwen3_next"), "auto", **OPTIONS)
+    assert (probe.layout, probe.attention) == ("padded", SEGMENTS)
+    assert probe.max_difference < 2e-6
+    assert "can't keep packed sequences apart" in probe.line
+
+
+def test_an_attention_that_leaks_is_padded_and_the_report_says_by_how_much() -> None:
+    model = with_attention("gpt_oss", "eager")  # this file of transformers does not mask by position ids: fsdp2.md 2.1
+    probe = choose_layout(model, "auto", **OPTIONS)
+    assert (probe.layout, probe.attention) == ("padded", "eager")
+    assert probe.line.startswith("layout: padded, attention eager (probe: ")
+    assert "packed with eager: differs by" in probe.line
+
+
+def test_packs_that_were_asked_for_are_refused_where_they_leak() -> None:
+    with pytest.raises(NumericsError, match="--layout packed: .* is not computed exactly"):
+        choose_layout(with_attention("gpt_oss", "eager"), "packed", **OPTIONS)
+
+
+def blind_to(what: str) -> Any:
+    """Our attention with one thing forgotten."""
+
+    def forgetful(*args: Any, boundaries: Boundaries, **options: Any) -> Any:
+        if what == "boundaries" and not boundaries.padded:
+            total = boundaries.cu_seqlens[-1:]
+            boundaries = Boundaries((int(total),), torch.cat([torch.zeros_like(total), total]), padded=False)
+        options.pop(what, None)
+        return attend(*args, varlen=False, boundaries=boundaries, **options)
+
+    return forgetful
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "what"), [("qwen3", "boundaries"), ("gpt_oss", "sliding_window"), ("gpt_oss", "s_aux")]
+)
+def test_an_implementation_that_forgets_something_is_not_used(name: str, what: str, dtype: torch.dtype) -> None:
+    AttentionInterface.register(SEGMENTS, blind_to(what))
+    try:
+        model = with_attention(name, "eager").to(dtype)
+        model.config._attn_implementation = SEGMENTS
+        options = {**OPTIONS, "compute_dtype": dtype, "requested": "packed"}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("fsdptrain.models.layout.register_attention", lambda: None)
+            with pytest.raises(NumericsError, match="packed with fsdptrain_segments: differs by"):
+                choose_layout(model, **options)
+    finally:
+        del AttentionInterface._global_mapping[SEGMENTS]
+
+
+def test_the_probe_looks_beyond_the_window_and_within_the_positions() -> None:
+    lengths = [len(segment) for segment in probe_segments(policy_model("mistral", sliding_window=100), 264)]
+    assert lengths[1] > 100
+    lengths = [len(s) for s in probe_segments(policy_model("mistral", max_position_embeddings=30), 264)]
+    assert max(lengths) <= 30
+
+
+@pytest.mark.parametrize("name", zoo.ARCHITECTURES)
+def test_a_random_copy_is_exact_backward_too_and_agrees_with_the_model(name: str) -> None:
+    probe = probe_random_copy(zoo.config(name))
+    assert probe.layout == ("padded" if name == "qwen3_next" else "packed")
+    assert probe.gradient_difference is not None
+    assert probe.gradient_difference < 3e-6
+
+
+def test_a_random_copy_holds_one_layer_of_each_kind() -> None:
+    deepseek = random_copy(zoo.config("deepseek_v3", num_hidden_layers=6, first_k_dense_replace=2))
+    assert [layer.mlp.__class__.__name__ for layer in deepseek.model.layers] == ["DeepseekV3MLP", "DeepseekV3MoE"]
+    types = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+    gpt_oss = random_copy(zoo.config("gpt_oss", num_hidden_layers=4, layer_types=types))
+    assert gpt_oss.config.layer_types == ["full_attention", "sliding_attention"]
+    assert len(gpt_oss.model.layers) == gpt_oss.config.num_hidden_layers == 2
+
+
+def test_a_random_copy_of_a_large_config_is_small() -> None:
+    large = zoo.config(
+        "qwen3_moe", vocab_size=150_000, num_experts=128, num_hidden_layers=40, moe_intermediate_size=1536
+    )
+    assert random_copy(large).num_parameters() < 1_000_000
+    assert large.num_hidden_layers == 40
+
+
+def test_chunked_attention_goes_to_the_masks_of_transformers() -> None:
+    config = Llama4TextConfig(
+        vocab_size=264,
+        hidden_size=64,
+        intermediate_size=64,
+        intermediate_size_mlp=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_local_experts=2,
+        attention_chunk_size=16,
+        pad_token_id=0,
+    )
+    probe = probe_random_copy(config)
+    assert (probe.layout, probe.attention) == ("padded", "sdpa")
+    assert "its attention is chunked" in probe.reason

@@ -1,0 +1,123 @@
+"""Chunked logprobs equal a full log-softmax, in value and gradient, without its memory."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdptrain.models.logprobs import chunked_logprobs
+
+T, D, V = 40, 8, 50
+
+
+def full_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    logits = hidden @ weight.T
+    logits = (logits if bias is None else logits + bias) * logit_scale
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    logp = (logits / temperature).log_softmax(-1)
+    return logp.gather(1, labels[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+
+
+def head(
+    num_tokens: int = T, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """hidden, weight, bias, labels"""
+    generator = torch.Generator().manual_seed(seed)
+    made = [torch.randn(shape, generator=generator).to(dtype) for shape in ((num_tokens, D), (V, D), (V,))]
+    hidden, weight, bias = (tensor.requires_grad_() for tensor in made)
+    return hidden, weight, bias, torch.randint(V, (num_tokens,), generator=generator)
+
+
+class LargestTensor(TorchDispatchMode):
+    """The largest number of elements that any operation made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        made = out if isinstance(out, tuple | list) else (out,)
+        self.numel = max([self.numel, *(tensor.numel() for tensor in made if isinstance(tensor, Tensor))])
+        return out
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_no_tensor_of_the_size_of_all_logits_exists_forward_or_backward(with_entropy: bool) -> None:
+    num_tokens, width, vocab, chunk = 96, 4, 120, 8
+    hidden = torch.randn(num_tokens, width, requires_grad=True)
+    weight = torch.randn(vocab, width, requires_grad=True)
+    labels = torch.randint(vocab, (num_tokens,))
+    with LargestTensor() as watch:
+        logprobs, entropy = chunked_logprobs(
+            hidden, weight, labels, softcap=3.0, temperature=0.7, chunk_size=chunk, with_entropy=with_entropy
+        )
+        (logprobs.sum() if entropy is None else logprobs.sum() + entropy.sum()).backward()
+    assert weight.grad is not None
+    assert watch.numel == chunk * vocab  # one chunk, not num_tokens * vocab
+
+    with LargestTensor() as control:
+        full_logprobs(hidden, weight, labels)
+    assert control.numel == num_tokens * vocab
+
+
+@pytest.mark.parametrize("chunk_size", [1, 7, 39, 40, 1000])
+def test_the_chunk_size_changes_nothing(chunk_size: int) -> None:
+    hidden, weight, bias, labels = head(dtype=torch.float64)
+    results = []
+    for size in (chunk_size, T):
+        logprobs, entropy = chunked_logprobs(hidden, weight, labels, bias=bias, chunk_size=size, with_entropy=True)
+        assert entropy is not None
+        grads = torch.autograd.grad((logprobs * entropy).sum(), (hidden, weight, bias))
+        results.append((logprobs, entropy, *grads))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_gives_float32_that_is_as_near_as_its_logits_allow(dtype: torch.dtype) -> None:
+    hidden, weight, bias, labels = head(dtype=dtype)
+    logprobs, entropy = chunked_logprobs(hidden, weight, labels, bias=bias, chunk_size=16, with_entropy=True)
+    assert entropy is not None
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    wide = [tensor.detach().float().requires_grad_() for tensor in (hidden, weight, bias)]
+    wanted, wanted_entropy = full_logprobs(wide[0], wide[1], labels, bias=wide[2])
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(logprobs, wanted, rtol=0, atol=20 * eps)  # logits up to about 10
+    (logprobs.sum() + entropy.sum()).backward()
+    (wanted.sum() + wanted_entropy.sum()).backward()
+    for found, expected in zip((hidden, weight, bias), wide, strict=True):
+        assert found.grad is not None
+        assert found.grad.dtype == dtype
+        assert expected.grad is not None
+        torch.testing.assert_close(
+            found.grad.float(), expected.grad, rtol=0, atol=30 * eps * expected.grad.abs().max().item()
+        )
+
+
+def test_a_frozen_head_gets_no_gradient_and_the_hidden_states_the_same_one() -> None:
+    hidden, weight, _, labels = head()
+    alone = torch.autograd.grad(chunked_logprobs(hidden, weight.detach(), labels)[0].sum(), hidden)[0]
+    both = torch.autograd.grad(chunked_logprobs(hidden, weight, labels)[0].sum(), (hidden, weight))[0]
+    torch.testing.assert_close(alone, both, rtol=0, atol=0)
+
+
+def test_logits_of_any_size_stay_finite() -> None:
+    hidden, weight, _, labels = head()
+    logprobs, entropy = chunked_logprobs(hidden * 1e4, weight, labels, with_entropy=True)
+    assert entropy is not None
+    gradient = torch.autograd.grad(logprobs.sum() + entropy.sum(), weight)[0]
+    assert torch.isfinite(logprobs).all()
+    assert torch.isfinite(entropy).all()
+    assert torch.isfinite(gradient).all()

@@ -1,0 +1,162 @@
+"""The policy's forward scores a pack as the stock model scores each sequence alone, forward and backward."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from fsdptrain.errors import NumericsError
+from fsdptrain.models import policy
+from fsdptrain.models.attention import SEGMENTS, register_attention
+from fsdptrain.models.inputs import Layout, padding_factor
+from fsdptrain.models.policy import check_head, head_transform, install_policy_forward, plain_batch, policy_logprobs
+from tests import zoo
+
+CPU = torch.device("cpu")
+LENGTHS = (37, 5, 50, 21, 1)  # longer and shorter than the zoo's window of 16
+LAYOUTS: tuple[Layout, ...] = ("packed", "padded")
+REFUSE_PACKS = {"qwen3_next"}
+
+
+def segments(lengths: tuple[int, ...] = LENGTHS, seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(zoo.VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
+
+
+def policy_model(name: str, chunk_size: int = 16, **changes: Any) -> PreTrainedModel:
+    register_attention()
+    model = zoo.build(name, **changes)
+    model.set_attn_implementation(SEGMENTS)
+    install_policy_forward(model, chunk_size=chunk_size)
+    return model
+
+
+def weights(values: Tensor) -> Tensor:
+    """A gradient that differs from token to token."""
+    return torch.linspace(-1.0, 2.0, values.numel())
+
+
+def gradients(model: PreTrainedModel, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def stock_one_by_one(name: str) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Logprobs [T] (0 at the end of a segment), entropy [T] and gradients of the untouched model with its own attention."""
+    model = zoo.build(name)
+    model.set_attn_implementation("eager")
+    values, entropies = [], []
+    for segment in segments():
+        ids = torch.tensor([segment])
+        logp = model(input_ids=ids, use_cache=False).logits[0, :-1].log_softmax(-1)
+        end = torch.zeros(1)
+        values.append(torch.cat([logp.gather(1, ids[0, 1:, None])[:, 0], end]))
+        entropies.append(torch.cat([-(logp.exp() * logp).sum(-1), end]))
+    values, entropy = torch.cat(values), torch.cat(entropies)
+    return values.detach(), entropy.detach(), gradients(model, (weights(values) * (values + 0.5 * entropy)).sum())
+
+
+@pytest.mark.parametrize("name", zoo.ARCHITECTURES)
+def test_packed_and_padded_are_exact_for_every_architecture(name: str) -> None:
+    wanted, wanted_entropy, wanted_gradients = stock_one_by_one(name)
+    largest = max(gradient.abs().max().item() for gradient in wanted_gradients.values())
+    model = policy_model(name)
+    batch = plain_batch(segments(), device=CPU)
+    for layout in LAYOUTS:
+        if layout == "packed" and name in REFUSE_PACKS:
+            continue
+        found = policy_logprobs(model, batch, layout=layout, with_entropy=True)
+        assert found.entropy is not None
+        torch.testing.assert_close(found.values, wanted, rtol=1e-6, atol=2e-6)
+        torch.testing.assert_close(found.entropy, wanted_entropy, rtol=2e-6, atol=1e-6)
+        found_gradients = gradients(model, (weights(wanted) * (found.values + 0.5 * found.entropy)).sum())
+        assert found_gradients.keys() == wanted_gradients.keys()
+        for key, gradient in wanted_gradients.items():
+            torch.testing.assert_close(
+                found_gradients[key], gradient, rtol=0, atol=3e-6 * largest, msg=f"{layout} {key}"
+            )
+
+
+@pytest.mark.parametrize("name", sorted(REFUSE_PACKS))
+def test_a_recurrent_mixer_without_kernels_refuses_packs_aloud(name: str) -> None:
+    with pytest.raises(ValueError, match="packed sequences"):
+        policy_logprobs(policy_model(name), plain_batch(segments(), device=CPU), layout="packed")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_segment_does_not_know_its_neighbours(layout: Layout) -> None:
+    model = policy_model("qwen3")
+    others = [segments(seed=seed) for seed in (0, 1)]
+    kept = others[0][2]
+    start, stop = sum(LENGTHS[:2]), sum(LENGTHS[:3])
+    found = []
+    for neighbours in others:
+        batch = plain_batch([*neighbours[:2], kept, *neighbours[3:]], device=CPU)
+        found.append(policy_logprobs(model, batch, layout=layout).values[start:stop])
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_only_loss_positions_are_scored_and_they_do_not_change(layout: Layout) -> None:
+    model = policy_model("qwen3")
+    every = plain_batch(segments(), device=CPU)
+    some = every.loss_positions[::3]
+    found = policy_logprobs(model, replace(every, loss_positions=some), layout=layout).values
+    wanted = policy_logprobs(model, every, layout=layout).values
+    torch.testing.assert_close(found[some], wanted[some], rtol=1e-6, atol=1e-6)
+    assert found.count_nonzero() == len(some)
+
+
+def test_the_temperature_divides_the_logits() -> None:
+    model = policy_model("gemma2")
+    batch = plain_batch(segments(), device=CPU)
+    found = policy_logprobs(model, batch, layout="packed", temperature=0.6).values[: LENGTHS[0] - 1]
+    stock = zoo.build("gemma2")
+    ids = batch.input_ids[None, : LENGTHS[0]]
+    logp = (stock(input_ids=ids, use_cache=False).logits[0, :-1] / 0.6).log_softmax(-1)
+    torch.testing.assert_close(found, logp.gather(1, ids[0, 1:, None])[:, 0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", zoo.ARCHITECTURES)
+def test_the_head_of_every_architecture_is_understood(name: str) -> None:
+    options: dict[str, Any] = {"vocab_size": zoo.VOCAB_SIZE, "compute_dtype": torch.float32, "device": CPU}
+    assert check_head(policy_model(name), layout="padded", **options) < 2e-6
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [("granite", {"_SCALE_KEYS": {}}), ("cohere", {"_SCALE_KEYS": {}}), ("gemma2", {"_SOFTCAP_KEY": "unknown"})],
+)
+def test_a_head_that_is_not_understood_stops_the_run(
+    name: str, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for attribute, value in change.items():
+        monkeypatch.setattr(policy, attribute, value)
+    with pytest.raises(NumericsError, match="differ by .* from those of its stock head"):
+        check_head(
+            policy_model(name), vocab_size=zoo.VOCAB_SIZE, layout="packed", compute_dtype=torch.float32, device=CPU
+        )
+
+
+def test_configs_say_what_happens_to_logits() -> None:
+    assert head_transform(zoo.config("granite")).logit_scale == 0.25
+    assert head_transform(zoo.config("cohere")).logit_scale == 0.25
+    assert head_transform(zoo.config("gemma2")).softcap == 3.0
+    assert head_transform(zoo.config("llama")) == policy.HeadTransform()
+
+
+def test_a_shared_prefix_is_refused() -> None:
+    batch = plain_batch(segments(), device=CPU)
+    prefix = batch.prefix_segment.clone()
+    prefix[1] = 0
+    with pytest.raises(RuntimeError, match="prefixes are not supported"):
+        policy_logprobs(policy_model("qwen3"), replace(batch, prefix_segment=prefix), layout="packed")
+
+
+def test_padding_factor_counts_what_is_computed_for_each_token() -> None:
+    assert padding_factor((4, 4, 4)) == 1.0
+    assert padding_factor((6, 1, 1)) == 18 / 8

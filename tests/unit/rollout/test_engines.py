@@ -1,0 +1,66 @@
+"""--rollout-engine: a name is found, refused or plugged in, and never replaced by another."""
+
+from importlib.metadata import EntryPoint, EntryPoints
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdptrain import rollout
+from fsdptrain.config import Config
+from fsdptrain.errors import ConfigError
+from fsdptrain.rollout import build_engine, choose_engine
+from fsdptrain.rollout.hf import HFEngine
+from fsdptrain.testing import FakeRolloutEngine, save_tiny_checkpoint
+
+CPU = torch.device("cpu")
+HERE = "tests.unit.rollout.test_engines:build_fake"
+
+
+def build_fake(config: Config, *, checkpoint: Path, device: torch.device) -> FakeRolloutEngine:
+    return FakeRolloutEngine(lambda prompt, index: [index])
+
+
+def config_with(engine: str) -> Config:
+    config = Config(hf_checkpoint="here")
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": engine})})
+
+
+def test_auto_and_hf_build_the_embedded_engine(tmp_path):
+    save_tiny_checkpoint(tmp_path)
+    for name in ["auto", "hf"]:
+        engine = build_engine(config_with(name), checkpoint=tmp_path, device=CPU)
+        assert isinstance(engine, HFEngine)
+        assert engine.max_batch_tokens == config_with(name).rollout.max_batch_tokens
+        assert {parameter.dtype for parameter in engine.model.parameters()} == {torch.bfloat16}
+
+
+def test_auto_takes_only_what_is_built():
+    assert choose_engine("auto", device_type="cpu") == "hf"
+    assert choose_engine("auto", device_type="cuda") == "hf"
+    assert choose_engine("vllm", device_type="cpu") == "vllm"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("vllm", "--rollout-engine vllm is not built yet; use --rollout-engine hf"),
+        ("hff", "--rollout-engine does not know 'hff'; did you mean 'hf'?"),
+        ("nowhere.engines:Engine", "--rollout-engine nowhere.engines:Engine: No module named 'nowhere'"),
+    ],
+)
+def test_what_is_not_there_is_refused_in_one_line(name, message):
+    with pytest.raises(ConfigError) as caught:
+        build_engine(config_with(name), checkpoint=Path("unused"), device=CPU)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_engine_can_be_named_by_its_path_or_plugged_in(monkeypatch):
+    by_path = build_engine(config_with(HERE), checkpoint=Path("unused"), device=CPU)
+    assert isinstance(by_path, FakeRolloutEngine)
+
+    installed = EntryPoints([EntryPoint("rollout.mine", HERE, "fsdptrain.plugins")])
+    monkeypatch.setattr(rollout, "entry_points", installed.select)
+    plugged_in = build_engine(config_with("mine"), checkpoint=Path("unused"), device=CPU)
+    assert isinstance(plugged_in, FakeRolloutEngine)

@@ -1,0 +1,276 @@
+"""The embedded engine: exact against the plain model, and the same whatever is generated beside."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from fsdptrain.errors import RolloutError
+from fsdptrain.rollout.hf import HFEngine
+from fsdptrain.testing import tiny_qwen3
+from fsdptrain.types import Completion, Prompt, SamplingParams
+from tests import zoo
+
+CPU = torch.device("cpu")
+SAMPLING = SamplingParams(num_samples=4, max_tokens=24, seed=5)
+GREEDY = replace(SAMPLING, num_samples=1, temperature=0.0)
+
+
+def make_prompts(lengths: list[int]) -> list[Prompt]:
+    generator = torch.Generator().manual_seed(7)
+    return [
+        Prompt(f"p{i}", torch.randint(5, zoo.VOCAB_SIZE, (length,), generator=generator).tolist(), "")
+        for i, length in enumerate(lengths)
+    ]
+
+
+PROMPTS = make_prompts([7, 30, 1, 18, 30, 3])
+
+
+def make_engine(model: PreTrainedModel, folder: Path, **options) -> HFEngine:
+    model.save_pretrained(folder)
+    engine = HFEngine(folder, dtype=torch.float32, device=CPU, **options)
+    engine.update_weights(model.state_dict().items(), 1)
+    return engine
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny_qwen3().eval()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("checkpoint")
+
+
+@pytest.fixture
+def engine(model, folder) -> HFEngine:
+    return make_engine(model, folder)
+
+
+@torch.no_grad()
+def plain_logprobs(model: PreTrainedModel, prompt: Prompt, completion: Completion, temperature: float) -> torch.Tensor:
+    """Of the response, by one forward pass over the whole sequence, without a cache and without padding."""
+    ids = torch.tensor([prompt.token_ids + completion.token_ids])
+    logprobs = (model(ids, use_cache=False).logits[0, :-1].float() / temperature).log_softmax(-1)
+    return logprobs.gather(-1, ids[0, 1:, None]).squeeze(-1)[len(prompt.token_ids) - 1 :]
+
+
+def assert_same(ours: list[Completion], theirs: list[Completion]) -> None:
+    """The same tokens, and logprobs but for rounding."""
+    for one, other in zip(ours, theirs, strict=True):
+        assert (one.prompt_id, one.token_ids, one.finish_reason) == (
+            other.prompt_id,
+            other.token_ids,
+            other.finish_reason,
+        )
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", zoo.ARCHITECTURES)
+def test_every_architecture_generates_what_the_stock_model_says(name, tmp_path):
+    model = zoo.build(name)
+    engine = make_engine(model, tmp_path)
+    for (ours, buffer), (theirs, expected) in zip(engine.model.named_buffers(), model.named_buffers(), strict=True):
+        assert ours == theirs
+        torch.testing.assert_close(buffer, expected, rtol=0.0, atol=0.0)
+
+    for prompt, completion in zip(PROMPTS, engine.generate(PROMPTS, GREEDY), strict=True):
+        output = model.generate(torch.tensor([prompt.token_ids]), do_sample=False, max_new_tokens=24, pad_token_id=0)
+        assert completion.token_ids == output[0, len(prompt.token_ids) :].tolist()
+
+    tempered = replace(SAMPLING, temperature=0.7)
+    asked = [prompt for prompt in PROMPTS for _ in range(4)]
+    for prompt, completion in zip(asked, engine.generate(PROMPTS, tempered), strict=True):
+        expected = plain_logprobs(model, prompt, completion, temperature=0.7)
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, rtol=0.0, atol=1e-5)
+
+
+def test_replica_equals_from_pretrained_bitwise(model, folder, engine):
+    reloaded = AutoModelForCausalLM.from_pretrained(folder).eval()
+    ids = torch.tensor([PROMPTS[1].token_ids])
+    with torch.no_grad():
+        assert torch.equal(engine.model(ids).logits, reloaded(ids).logits)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "qwen3_next"])
+def test_completion_does_not_depend_on_what_is_generated_beside_it(name, tmp_path):
+    engine = make_engine(zoo.build(name), tmp_path)
+    together = engine.generate(PROMPTS, SAMPLING)
+    alone = [completion for prompt in PROMPTS for completion in engine.generate([prompt], SAMPLING)]
+    assert_same(together, alone)
+    backward = engine.generate(PROMPTS[::-1], SAMPLING)
+    assert_same(
+        together, [c for prompt in range(len(PROMPTS)) for c in backward[::-1][4 * prompt : 4 * prompt + 4][::-1]]
+    )
+    engine.max_batch_tokens = 54  # one row of the longest prompt: chunks of one to two rows, within a group too
+    assert_same(together, engine.generate(PROMPTS, SAMPLING))
+
+
+def test_same_seed_same_completions_another_seed_others(engine):
+    once = engine.generate(PROMPTS, SAMPLING)
+    assert once == engine.generate(PROMPTS, SAMPLING)
+    others = engine.generate(PROMPTS, replace(SAMPLING, seed=6))
+    assert all(one.token_ids != other.token_ids for one, other in zip(once, others, strict=True))
+
+
+def test_samples_of_a_prompt_differ_and_more_of_them_or_longer_ones_only_append(engine):
+    few = engine.generate(PROMPTS, SAMPLING)
+    assert len({tuple(completion.token_ids) for completion in few}) == len(few)
+    more = engine.generate(PROMPTS, replace(SAMPLING, num_samples=6, max_tokens=30))
+    for i, prompt in enumerate(PROMPTS):
+        for k in range(4):
+            short, long = few[4 * i + k], more[6 * i + k]
+            assert short.prompt_id == long.prompt_id == prompt.id
+            assert long.token_ids[: len(short.token_ids)] == short.token_ids
+
+
+def test_first_tokens_follow_the_model(engine, model):
+    """Chi-square of 4000 first tokens against the stock model's distribution, in bins of at least 20 expected."""
+    sampling = SamplingParams(num_samples=4000, max_tokens=1, temperature=0.4)
+    tokens = torch.tensor([completion.token_ids[0] for completion in engine.generate(PROMPTS[:1], sampling)])
+    with torch.no_grad():
+        logits = model(torch.tensor([PROMPTS[0].token_ids])).logits[0, -1]
+    expected = 4000 * (logits.double() / 0.4).softmax(-1)
+    counts = torch.bincount(tokens, minlength=len(expected)).double()
+    common = expected >= 20
+    assert common.sum() > 30
+    expected = torch.cat([expected[common], expected[~common].sum()[None]])
+    counts = torch.cat([counts[common], counts[~common].sum()[None]])
+    chi_square = ((counts - expected) ** 2 / expected).sum().item()
+    freedom = len(expected) - 1
+    assert chi_square < freedom + 4 * (2 * freedom) ** 0.5
+
+
+def test_stops_at_eos_and_at_given_ids_and_says_so(engine, model):
+    free = engine.generate(PROMPTS, replace(SAMPLING, max_tokens=64))
+    assert {completion.finish_reason for completion in free} == {"stop", "length"}
+    for completion in free:
+        ended = 1 in completion.token_ids  # eos_token_id of the tiny model
+        assert completion.finish_reason == ("stop" if ended else "length")
+        assert completion.token_ids.index(1) == len(completion.token_ids) - 1 if ended else True
+        assert len(completion.token_ids) == len(completion.logprobs) == (len(completion.token_ids) if ended else 64)
+
+    extra = tuple(range(50, 80))
+    stopped = engine.generate(PROMPTS, replace(SAMPLING, max_tokens=64, stop_token_ids=extra))
+    for whole, cut in zip(free, stopped, strict=True):
+        ends = [i for i, token in enumerate(whole.token_ids) if token in {1, *extra}]
+        assert cut.token_ids == whole.token_ids[: ends[0] + 1 if ends else None]
+        assert cut.finish_reason == ("stop" if ends else "length")
+
+
+@pytest.mark.parametrize("where", ["generation_config", "config list", "tokenizer", "nowhere"])
+def test_finds_the_stop_ids_of_the_checkpoint(where, tmp_path):
+    model = tiny_qwen3(eos_token_id=[9, 11] if where == "config list" else None)
+    model.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    if where == "generation_config":
+        model.generation_config.eos_token_id = [9, 10]
+        model.generation_config.save_pretrained(tmp_path)
+    if where == "tokenizer":
+        from fsdptrain.testing import tiny_tokenizer
+
+        tiny_tokenizer().save_pretrained(tmp_path)
+    engine = HFEngine(tmp_path, dtype=torch.float32, device=CPU)
+    expected = {"generation_config": (9, 10), "config list": (9, 11), "tokenizer": (1,), "nowhere": ()}
+    assert engine.stop_token_ids == expected[where]
+
+
+def test_new_weights_change_the_answers_and_their_version(engine):
+    before = engine.generate(PROMPTS, SAMPLING)
+    assert {completion.policy_version for completion in before} == {1}
+    engine.update_weights(tiny_qwen3(seed=1).state_dict().items(), 2)
+    after = engine.generate(PROMPTS, SAMPLING)
+    assert {completion.policy_version for completion in after} == {2}
+    assert all(one.token_ids != other.token_ids for one, other in zip(before, after, strict=True))
+    engine.update_weights(tiny_qwen3(seed=0).state_dict().items(), 1)
+    assert engine.generate(PROMPTS, SAMPLING) == before
+
+
+def test_tied_head_may_be_absent_or_come_under_either_name(engine, model):
+    expected = engine.generate(PROMPTS, SAMPLING)
+    for absent in ["lm_head.weight", "model.embed_tokens.weight"]:
+        weights = [(name, tensor) for name, tensor in model.state_dict().items() if name != absent]
+        engine.sleep()
+        engine.update_weights(weights, 1)
+        assert engine.generate(PROMPTS, SAMPLING) == expected
+
+
+def test_weights_that_do_not_fit_are_refused_by_name_after_reading_them_all(engine, model):
+    weights = model.state_dict()
+    del weights["model.norm.weight"]
+    weights["model.extra"] = torch.zeros(1)
+    weights["model.layers.0.mlp.up_proj.weight"] = torch.zeros(2, 2)
+    stream = iter(weights.items())
+    with pytest.raises(RolloutError) as caught:
+        engine.update_weights(stream, 2)
+    message = str(caught.value)
+    assert "1 missing: model.norm.weight" in message
+    assert "1 unknown: model.extra" in message
+    assert "model.layers.0.mlp.up_proj.weight [2, 2] for [128, 64]" in message
+    assert "\n" not in message
+    assert next(stream, None) is None  # making the weights is collective: the other ranks must not wait
+    with pytest.raises(RolloutError, match="no weights"):
+        engine.generate(PROMPTS, SAMPLING)
+
+
+def test_sleep_frees_the_weights_and_refuses_until_new_ones_come(engine, model):
+    expected = engine.generate(PROMPTS, SAMPLING)
+    engine.sleep()
+    assert all(tensor.is_meta for tensor in [*engine.model.parameters(), *engine.model.buffers()])
+    for wake in [lambda: None, engine.wake_up]:
+        wake()
+        with pytest.raises(RolloutError, match="update_weights"):
+            engine.generate(PROMPTS, SAMPLING)
+    engine.update_weights(model.state_dict().items(), 1)
+    assert engine.generate(PROMPTS, SAMPLING) == expected
+
+
+def test_new_engine_has_no_memory_and_no_weights(model, folder):
+    model.save_pretrained(folder)
+    engine = HFEngine(folder, dtype=torch.float32, device=CPU)
+    assert all(tensor.is_meta for tensor in engine.model.parameters())
+    with pytest.raises(RolloutError, match="update_weights"):
+        engine.generate(PROMPTS, SAMPLING)
+
+
+def test_compute_dtype_is_that_of_parameters_and_not_of_buffers(model, folder):
+    model.save_pretrained(folder)
+    engine = HFEngine(folder, dtype=torch.bfloat16, device=CPU)
+    engine.update_weights(model.state_dict().items(), 1)
+    assert {parameter.dtype for parameter in engine.model.parameters()} == {torch.bfloat16}
+    assert {buffer.dtype for buffer in engine.model.buffers()} == {torch.float32}
+    for completion in engine.generate(PROMPTS[:1], SAMPLING):
+        expected = plain_logprobs(model, PROMPTS[0], completion, temperature=1.0)
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, rtol=0.0, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "message"),
+    [
+        (Prompt("void", [], ""), SAMPLING, "'void' has no tokens"),
+        (Prompt("long", [5] * 1001, ""), SAMPLING, "1024 positions.*--rollout-max-prompt-len"),
+        (Prompt("wide", [5] * 300, ""), SAMPLING, "--rollout-max-batch-tokens 320.*--rollout-max-response-len 24"),
+    ],
+)
+def test_impossible_requests_are_one_line_that_names_the_flag(engine, prompt, sampling, message):
+    if prompt.id == "wide":
+        engine.max_batch_tokens = 320
+    with pytest.raises(RolloutError, match=message) as caught:
+        engine.generate([prompt], sampling)
+    assert "\n" not in str(caught.value)
+
+
+def test_logits_that_are_not_finite_stop_the_run(engine, model):
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    weights["model.norm.weight"].fill_(torch.nan)
+    engine.update_weights(weights.items(), 3)
+    with pytest.raises(RolloutError, match="not finite under policy version 3"):
+        engine.generate(PROMPTS, SAMPLING)
+
+
+def test_nothing_asked_nothing_made(engine):
+    assert engine.generate([], SAMPLING) == []

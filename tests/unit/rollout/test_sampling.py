@@ -1,0 +1,128 @@
+"""The sampler draws what the logits say, and depends on the name of the completion alone."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from fsdptrain.rollout.sampling import inverse_cdf, restrict, running_sums, sample, uniform_stream
+
+OFF = {"top_p": 1.0, "top_k": -1}
+
+
+def grid(count: int) -> torch.Tensor:
+    """Numbers that fill [0, 1) evenly: what is drawn with them has exactly the shares of the distribution."""
+    return (torch.arange(count, dtype=torch.float64) + 0.5) / count
+
+
+def test_stream_depends_on_every_part_of_its_name_and_only_grows():
+    stream = uniform_stream(3, "prompt", 1, 100)
+    assert np.array_equal(stream[:40], uniform_stream(3, "prompt", 1, 40))
+    for other in [(4, "prompt", 1), (3, "other", 1), (3, "prompt", 2)]:
+        assert not np.isclose(stream, uniform_stream(*other, 100)).any()
+
+
+def test_streams_are_uniform_and_independent_of_each_other():
+    draws = np.stack([uniform_stream(0, str(prompt), k, 50) for prompt in range(100) for k in range(8)])
+    assert draws.min() >= 0.0
+    assert draws.max() < 1.0
+    counts = np.histogram(draws, bins=20, range=(0.0, 1.0))[0]
+    expected = draws.size / 20
+    chi_square = ((counts - expected) ** 2 / expected).sum()  # 19 degrees of freedom: above 43.8 once in a thousand
+    assert chi_square < 43.8
+    correlations = np.corrcoef(draws.T) - np.eye(50)  # over streams, between positions
+    assert np.abs(correlations).max() < 5 / math.sqrt(len(draws))
+
+
+@pytest.mark.parametrize("vocab_size", [2, 127, 128, 129, 1000, 20_000])
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_shares_of_tokens_are_their_probabilities(vocab_size, temperature):
+    count = 4000
+    logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(vocab_size)) * 2
+    expected = (logits.double() / temperature).softmax(-1)
+    tokens = [
+        sample(logits.expand(len(part), -1), part, temperature=temperature, **OFF)[0] for part in grid(count).split(500)
+    ]
+    shares = torch.bincount(torch.cat(tokens), minlength=vocab_size) / count
+    # each interval holds the grid's points but for one at either end
+    torch.testing.assert_close(shares.double(), expected, rtol=1e-5, atol=1.01 / count)
+
+
+def test_draw_agrees_with_the_plain_inverse():
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.rand(64, 5000, generator=generator).pow(8)
+    uniforms = torch.rand(64, dtype=torch.float64, generator=generator)
+    sums = weights.double().cumsum(-1)
+    expected = torch.searchsorted(sums, uniforms[:, None] * sums[:, -1:], right=True).squeeze(-1)
+    assert torch.equal(inverse_cdf(weights, uniforms), expected)
+
+
+@pytest.mark.parametrize("uniform", [0.0, 0.3, 1.0 - 2.0**-53])
+@pytest.mark.parametrize("vocab_size", [5, 300, 70_000])
+def test_token_of_probability_zero_is_never_drawn(uniform, vocab_size):
+    allowed = [vocab_size // 3, vocab_size // 2]
+    logits = torch.full((1, vocab_size), -torch.inf)
+    logits[0, allowed] = torch.tensor([0.1, 2.0])
+    tokens, _ = sample(logits, torch.tensor([uniform], dtype=torch.float64), temperature=1.0, **OFF)
+    assert tokens.item() in allowed
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 3.0])
+def test_logprob_is_that_of_the_tempered_softmax(temperature):
+    logits = torch.randn(50, 400, generator=torch.Generator().manual_seed(1)) * 3
+    tokens, logprobs = sample(logits, grid(50), temperature=temperature, **OFF)
+    expected = (logits.double() / temperature).log_softmax(-1).gather(-1, tokens[:, None]).squeeze(-1)
+    torch.testing.assert_close(logprobs.double(), expected, rtol=0.0, atol=2e-6)
+
+
+def test_bfloat16_logits_are_normalised_in_float32():
+    logits = torch.randn(20, 400, generator=torch.Generator().manual_seed(1)).bfloat16()
+    tokens, logprobs = sample(logits, grid(20), temperature=1.0, **OFF)
+    assert logprobs.dtype == torch.float32
+    expected = logits.double().log_softmax(-1).gather(-1, tokens[:, None]).squeeze(-1)
+    torch.testing.assert_close(logprobs.double(), expected, rtol=0.0, atol=2e-6)
+
+
+def test_temperature_zero_takes_the_most_likely_token_and_its_untempered_logprob():
+    logits = torch.randn(20, 400, generator=torch.Generator().manual_seed(1))
+    tokens, logprobs = sample(logits, grid(20), temperature=0.0, **OFF)
+    assert torch.equal(tokens, logits.argmax(-1))
+    torch.testing.assert_close(logprobs, logits.log_softmax(-1).amax(-1))
+
+
+def test_top_k_and_top_p_keep_the_head_and_renormalise():
+    logits = torch.tensor([[0.05, 0.4, 0.25, 0.1, 0.2]]).log()
+    assert restrict(logits, top_p=1.0, top_k=2).isfinite().tolist() == [[False, True, True, False, False]]
+    assert restrict(logits, top_p=0.5, top_k=-1).isfinite().tolist() == [[False, True, True, False, False]]
+    assert restrict(logits, top_p=0.39, top_k=-1).isfinite().tolist() == [[False, True, False, False, False]]
+    assert restrict(logits, top_p=1e-9, top_k=-1).isfinite().tolist() == [[False, True, False, False, False]]
+    assert restrict(logits, top_p=1.0, top_k=9).isfinite().all()
+    # top_p counts within what top_k left: 0.4 / 0.65 of the mass lies before the second token
+    assert restrict(logits, top_p=0.6, top_k=2).isfinite().tolist() == [[False, True, False, False, False]]
+
+    _, logprobs = sample(logits, torch.tensor([0.0], dtype=torch.float64), temperature=1.0, top_p=0.5, top_k=-1)
+    torch.testing.assert_close(logprobs, torch.tensor([0.4 / 0.65]).log())
+
+
+@pytest.mark.parametrize("length", [1, 127, 128, 129, 16_384, 20_001])
+def test_running_sums(length):
+    values = torch.rand(3, length, dtype=torch.float64, generator=torch.Generator().manual_seed(length))
+    torch.testing.assert_close(running_sums(values), values.cumsum(-1), rtol=1e-12, atol=0.0)
+
+
+def test_many_rows_are_sampled_in_parts_as_if_at_once(monkeypatch):
+    logits = torch.randn(30, 64, generator=torch.Generator().manual_seed(1))
+    whole = sample(logits, grid(30), temperature=1.0, **OFF)
+    monkeypatch.setattr("fsdptrain.rollout.sampling._MAX_ELEMENTS", 64 * 7)
+    parts = sample(logits, grid(30), temperature=1.0, **OFF)
+    assert torch.equal(whole[0], parts[0])
+    assert torch.equal(whole[1], parts[1])
+
+
+def test_logits_that_are_not_finite_give_a_nan_logprob_and_a_token_in_range():
+    logits = torch.randn(2, 300)
+    logits[0, 7], logits[1, 200] = torch.nan, torch.inf
+    tokens, logprobs = sample(logits, grid(2), temperature=1.0, **OFF)
+    assert logprobs.isnan().all()
+    assert ((tokens >= 0) & (tokens < 300)).all()
