@@ -34,7 +34,9 @@ VARLEN = "fsdptrain_varlen"
 OURS = (SEGMENTS, VARLEN)
 BLOCK = 512  # queries that are taken at once where scores are materialised
 MAX_VARLEN_HEAD_DIM = 256  # of the flash kernels behind varlen_attn
-_VARLEN_TAKES_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch >= 2.13; before, heads are repeated
+_VARLEN_TAKES_GQA = (
+    "enable_gqa" in inspect.signature(varlen_attn).parameters
+)  # torch >= 2.13; before, heads are repeated
 _FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
 
 
@@ -68,11 +70,15 @@ def resolve_attention(requested: str, device_type: str) -> str:
         return SEGMENTS
     if requested in {"varlen", VARLEN}:
         if device_type == "cpu":
-            raise ConfigError("--attn-implementation varlen needs a GPU and there is none here: auto or sdpa works on a CPU")
+            raise ConfigError(
+                "--attn-implementation varlen needs a GPU and there is none here: auto or sdpa works on a CPU"
+            )
         return VARLEN
     package = _FLASH_PACKAGES.get(requested)
     if package is not None and (device_type == "cpu" or find_spec(package) is None):
-        missing = "a GPU and there is none here" if device_type == "cpu" else f"the package {package}, not installed here"
+        missing = (
+            "a GPU and there is none here" if device_type == "cpu" else f"the package {package}, not installed here"
+        )
         raise ConfigError(f"--attn-implementation {requested} needs {missing}: auto takes what there is")
     return requested
 
@@ -100,7 +106,9 @@ def no_mask(*_: Any, use_vmap: bool = False, **__: Any) -> None:
     Raises NumericsError for a model that draws a mask of its own (prefix or image overlays), which would be lost.
     """
     if use_vmap:
-        raise NumericsError("this model lays its own pattern over the causal mask, which a call without a mask would lose")
+        raise NumericsError(
+            "this model lays its own pattern over the causal mask, which a call without a mask would lose"
+        )
 
 
 def attend(
@@ -149,9 +157,7 @@ def _spans(query: Tensor, boundaries: Boundaries | None) -> list[int]:
             "attention, so sequences would leak into each other"
         )
     found = (batch, length)
-    wanted = (
-        (len(boundaries.seqlens), max(boundaries.seqlens)) if boundaries.padded else (1, sum(boundaries.seqlens))
-    )
+    wanted = (len(boundaries.seqlens), max(boundaries.seqlens)) if boundaries.padded else (1, sum(boundaries.seqlens))
     if found != wanted:
         raise NumericsError(f"attention got hidden states of {found} rows and tokens, and boundaries for {wanted}")
     return [length] if boundaries.padded else list(boundaries.seqlens)
@@ -166,7 +172,9 @@ def _refuse_unknown(
     is_causal: bool | None,
 ) -> None:
     if attention_mask is not None or position_bias is not None:
-        raise NumericsError(f"{type(module).__name__} hands a mask or a position bias to its attention, which has no place for it")
+        raise NumericsError(
+            f"{type(module).__name__} hands a mask or a position bias to its attention, which has no place for it"
+        )
     causal = vars(module).get("is_causal", True) if is_causal is None else is_causal
     if not causal or query.shape[2] != key.shape[2]:
         raise NumericsError(f"{type(module).__name__} asks for attention that is not causal over its own tokens")
@@ -175,15 +183,17 @@ def _refuse_unknown(
 def _varlen(q: Tensor, k: Tensor, v: Tensor, boundaries: Boundaries, scale: float, window: int | None) -> Tensor:
     """One call for the pack, [1, T, H, DV]. The kernel wants one head width for q, k and v, a multiple of 8."""
     width = -(-max(q.shape[-1], v.shape[-1]) // 8) * 8
-    rows = [F.pad(x, (0, width - x.shape[-1]))[0].transpose(0, 1) for x in (q, k, v)]  # [T, heads, width]
+    queries, keys, values = (
+        F.pad(x, (0, width - x.shape[-1]))[0].transpose(0, 1) for x in (q, k, v)
+    )  # [T, heads, width]
     options: dict[str, Any] = {"enable_gqa": True} if _VARLEN_TAKES_GQA else {}
     if not _VARLEN_TAKES_GQA:
         groups = q.shape[1] // k.shape[1]
-        rows[1:] = [x.repeat_interleave(groups, dim=1) for x in rows[1:]]
+        keys, values = keys.repeat_interleave(groups, dim=1), values.repeat_interleave(groups, dim=1)
     longest = max(boundaries.seqlens)
     left = -1 if window is None or window >= longest else window - 1  # the kernel counts the keys before the query
-    cu, size = boundaries.cu_seqlens, (left, 0)
-    out = varlen_attn(*rows, cu, cu, longest, longest, scale=scale, window_size=size, **options)
+    cu = boundaries.cu_seqlens
+    out = varlen_attn(queries, keys, values, cu, cu, longest, longest, scale=scale, window_size=(left, 0), **options)
     assert isinstance(out, Tensor)
     return out[None, :, :, : v.shape[-1]]
 
@@ -239,7 +249,9 @@ def _visible(num_queries: int, num_keys: int, offset: int, window: int | None, d
     return ahead >= 0 if window is None else (ahead >= 0) & (ahead < window)
 
 
-def _by_mask(q: Tensor, k: Tensor, v: Tensor, offset: int, *, scale: float, dropout: float, window: int | None) -> Tensor:
+def _by_mask(
+    q: Tensor, k: Tensor, v: Tensor, offset: int, *, scale: float, dropout: float, window: int | None
+) -> Tensor:
     mask = _visible(q.shape[2], k.shape[2], offset, window, q.device)
     options = {"dropout_p": dropout, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **options)

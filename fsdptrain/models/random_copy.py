@@ -1,8 +1,8 @@
 """A small random model with the same code paths as a large one: real layers, one of each kind, no weights needed.
 
 It is what `inspect` and `--dry-run --probe` measure. Layers are told apart by what they hold (names and shapes of their
-parameters) and by their entry in the config's per-layer lists. Widths that only make things bigger are cut, and windows are made short
-enough for the probe to go beyond them.
+parameters) and by their entry in the config's per-layer lists. Widths that only make things bigger are cut, and windows
+are made short enough for the probe to go beyond them.
 """
 
 import copy
@@ -56,7 +56,11 @@ def _keep_one_of_each_kind(model: PreTrainedModel) -> None:
         held = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
         kinds.setdefault((held, tuple(str(values[index]) for values in lists.values())), index)
     kept = sorted(kinds.values())
-    path = next(name for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and layers[0] in list(module))
+    path = next(
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and layers[0] in list(module)
+    )
     model.set_submodule(path, nn.ModuleList([layers[index] for index in kept]))
     text.num_hidden_layers = len(kept)
     for key, values in lists.items():

@@ -46,7 +46,7 @@ def gradients(model: PreTrainedModel, loss: Tensor) -> dict[str, Tensor]:
 
 
 def stock_one_by_one(name: str) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Logprobs [T] (0 at the end of a segment), entropy [T] and gradients of the untouched model with its own attention."""
+    """Logprobs [T] (0 at the end of a segment), entropy [T], gradients: the untouched model with its own attention."""
     model = zoo.build(name)
     model.set_attn_implementation("eager")
     values, entropies = [], []
@@ -76,7 +76,9 @@ def test_packed_and_padded_are_exact_for_every_architecture(name: str) -> None:
         found_gradients = gradients(model, (weights(wanted) * (found.values + 0.5 * found.entropy)).sum())
         assert found_gradients.keys() == wanted_gradients.keys()
         for key, gradient in wanted_gradients.items():
-            torch.testing.assert_close(found_gradients[key], gradient, rtol=0, atol=3e-6 * largest, msg=f"{layout} {key}")
+            torch.testing.assert_close(
+                found_gradients[key], gradient, rtol=0, atol=3e-6 * largest, msg=f"{layout} {key}"
+            )
 
 
 @pytest.mark.parametrize("name", sorted(REFUSE_PACKS))
@@ -134,7 +136,7 @@ def test_a_head_that_is_not_understood_stops_the_run(
 ) -> None:
     for attribute, value in change.items():
         monkeypatch.setattr(policy, attribute, value)
-    with pytest.raises(NumericsError, match="differ by .* from those of its stock head"):
+    with pytest.raises(NumericsError, match=r"differ by .* from those of its stock head"):
         check_head(
             policy_model(name), vocab_size=zoo.VOCAB_SIZE, layout="packed", compute_dtype=torch.float32, device=CPU
         )
