@@ -1,8 +1,8 @@
 """A small random model with the same code paths as a large one: real layers, one of each kind, no weights needed.
 
 It is what `inspect` and `--dry-run --probe` measure. Layers are told apart by what they hold (names and shapes of their
-parameters) and by their entry in the config's per-layer lists. Widths that only make things bigger are cut, and windows are made short
-enough for the probe to go beyond them.
+parameters) and by their entry in the config's per-layer lists. Widths that only make things bigger are cut, and windows
+are made short enough for the probe to go beyond them.
 """
 
 import copy
