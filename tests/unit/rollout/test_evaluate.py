@@ -65,7 +65,7 @@ def test_without_prompts_there_are_no_metrics():
 
 
 def test_every_evaluation_of_a_run_samples_alike_and_unlike_training():
-    config = Config(hf_checkpoint="here", n_samples_per_eval_prompt=4, eval_temperature=0.0, rollout_seed=3)
+    config = Config(hf_checkpoint="here", n_samples_per_eval_prompt=4, eval_temperature=0.5, rollout_seed=3)
     sampling = eval_sampling(config)
     assert sampling == eval_sampling(config)
     assert (sampling.num_samples, sampling.temperature, sampling.max_tokens) == (
