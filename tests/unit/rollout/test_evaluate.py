@@ -27,7 +27,7 @@ def run(prompts=PROMPTS):
         return "".join("." if token == 0 else chr(92 + token) for token in ids)
 
     pairs = list(itertools.product(prompts, range(4)))
-        return evaluate(engine, prompts, score, decode, sampling=SAMPLING, name="held_out")
+    return evaluate(engine, prompts, score, decode, sampling=SAMPLING, name="held_out")
 
 
 @pytest.mark.parametrize("num_correct", range(7))
