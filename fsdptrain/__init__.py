@@ -7,14 +7,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fsdptrain.config import Config
+    from fsdptrain.config import Config, load_recipe
     from fsdptrain.errors import FsdptrainError
     from fsdptrain.trainer import Trainer
 
 __version__ = "0.1.0"
-__all__ = ["Config", "FsdptrainError", "Trainer"]
+__all__ = ["Config", "FsdptrainError", "Trainer", "load_recipe"]
 
-_HOME = {"Config": "fsdptrain.config", "FsdptrainError": "fsdptrain.errors", "Trainer": "fsdptrain.trainer"}
+_HOME = {
+    "Config": "fsdptrain.config",
+    "FsdptrainError": "fsdptrain.errors",
+    "Trainer": "fsdptrain.trainer",
+    "load_recipe": "fsdptrain.config",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -42,7 +42,8 @@ def run(argv: Sequence[str]) -> int:
     try:
         return _command(argv)
     except FsdptrainError as error:
-        sys.stderr.write(f"fsdptrain: {error}\n")
+        if _is_first():
+            sys.stderr.write(f"fsdptrain: {error}\n")
         return 2
     except KeyboardInterrupt:
         return 130
@@ -67,7 +68,8 @@ def train(argv: Sequence[str]) -> int:
         return 0
     resolved = resolve(argv)
     if resolved.config.launch.dry_run:
-        sys.stdout.write(to_yaml(resolved.config, resolved.sources, colour=_wants_colour()))
+        if _is_first():
+            sys.stdout.write(to_yaml(resolved.config, resolved.sources, colour=_wants_colour()))
         return 0
     from fsdptrain import launch  # torch: only now
 
@@ -114,6 +116,11 @@ def _print_help(prog: str, description: str, options: type) -> int:
 
 def _asks_for_help(argv: Sequence[str]) -> bool:
     return "--help" in argv or "-h" in argv
+
+
+def _is_first() -> bool:
+    """Under torchrun every rank reads the same command line; one of them speaks of it."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _wants_colour() -> bool:

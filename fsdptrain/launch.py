@@ -25,14 +25,13 @@ from types import TracebackType
 from typing import NoReturn
 
 import torch
-import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from fsdptrain import platform
-from fsdptrain.config import Config, check_world_size
-from fsdptrain.errors import ConfigError, FsdptrainError, RankError
+from fsdptrain.config import Config, check_processes, check_world_size
+from fsdptrain.errors import FsdptrainError, RankError
 
 _FAILURES = "FSDPTRAIN_FAILURES"  # folder in which ranks leave their errors for the process that started them
 _PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -58,26 +57,10 @@ def distributed(config: Config) -> Iterator[None]:
 
     A group that exists already is used and left as it is.
     """
-    _check_started(config)
+    world_size, local = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    check_processes(config, world_size=world_size, local_world_size=local)
     with platform.process_group(config.launch.dist_timeout):
-        check_world_size(config, dist.get_world_size())
         yield
-
-
-def _check_started(config: Config) -> None:
-    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    num_nodes = int(os.environ.get("WORLD_SIZE", "1")) // num_local
-    wanted = config.launch.nproc_per_node
-    if wanted not in (None, num_local):
-        raise ConfigError(
-            f"--nproc-per-node {wanted} does not fit the {num_local} processes that were started here: "
-            "leave it out, or start with the fsdptrain command or torchrun"
-        )
-    if config.launch.nnodes not in (1, num_nodes):
-        raise ConfigError(
-            f"--nnodes {config.launch.nnodes} does not fit the {num_nodes} machines that were started: "
-            "leave it out, or start with the fsdptrain command or torchrun"
-        )
 
 
 def _train(config: Config) -> None:

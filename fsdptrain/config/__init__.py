@@ -11,7 +11,7 @@ In a recipe and in Python a key may stand in its section or flat, by its flag's 
 Nothing here imports torch, so that `fsdptrain --help` is instant.
 """
 
-from fsdptrain.config.checks import check_world_size
+from fsdptrain.config.checks import check_processes, check_world_size
 from fsdptrain.config.flags import Resolved, resolve
 from fsdptrain.config.recipe import load_recipe, read_recipe, to_yaml
 from fsdptrain.config.root import Config
@@ -49,6 +49,7 @@ __all__ = [
     "RolloutConfig",
     "RunConfig",
     "Section",
+    "check_processes",
     "check_world_size",
     "load_recipe",
     "read_recipe",

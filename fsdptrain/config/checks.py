@@ -25,6 +25,12 @@ def check(config: Config) -> None:
             raise ConfigError(problem)
 
 
+def check_data_options(config: Config) -> None:
+    """ConfigError for an option that --prompt-data cannot use. Not in `check`: Python may hand over its own data."""
+    for problem in _columns(config):
+        raise ConfigError(problem)
+
+
 def check_world_size(config: Config, world_size: int) -> None:
     """ConfigError where the number of processes does not fit. It is known only when they have started."""
     replicas = config.fsdp.replicate_size
@@ -33,6 +39,21 @@ def check_world_size(config: Config, world_size: int) -> None:
             f"--fsdp-replicate-size {replicas} must divide the number of processes, {world_size}: "
             "world size = replicas x shards"
         )
+
+
+def check_processes(config: Config, *, world_size: int, local_world_size: int) -> None:
+    """ConfigError where other processes were started than the flags say, or more or fewer than can be used."""
+    wanted, num_nodes = config.launch.nproc_per_node, world_size // local_world_size
+    remedy = "leave it out, or start with the fsdptrain command or torchrun"
+    if wanted not in (None, local_world_size):
+        raise ConfigError(
+            f"--nproc-per-node {wanted} does not fit the {local_world_size} processes that were started here: {remedy}"
+        )
+    if config.launch.nnodes not in (1, num_nodes):
+        raise ConfigError(
+            f"--nnodes {config.launch.nnodes} does not fit the {num_nodes} machines that were started: {remedy}"
+        )
+    check_world_size(config, world_size)
 
 
 def _changed(config: Config, *keys: str) -> Iterator[str]:
@@ -57,10 +78,15 @@ def _model(config: Config) -> Iterator[str]:
 
 
 def _data(config: Config) -> Iterator[str]:
-    data = config.data
-    names = [name for name in (data.prompt_data, data.eval_prompt_data) if name is not None]
+    if not config.data.apply_chat_template:
+        yield from _without_effect(config, "chat_template_kwargs", "with --no-apply-chat-template: leave it out")
+
+
+def _columns(config: Config) -> Iterator[str]:
+    """Options that the form of the data makes meaningless."""
+    names = [name.partition("?")[0] for name in (config.data.prompt_data, config.data.eval_prompt_data) if name]
     generated = [name.startswith("reasoning_gym:") for name in names]
-    files = [name.endswith((".jsonl", ".parquet")) for name in names]
+    files = [name.endswith((".jsonl", ".json", ".parquet")) for name in names]
     if all(generated):
         reason = "with reasoning_gym data, which has no columns: leave it out"
         yield from _without_effect(config, "input_key label_key metadata_key", reason)
@@ -68,11 +94,6 @@ def _data(config: Config) -> Iterator[str]:
         yield from _without_effect(config, "data_size", "on data of a fixed size: only reasoning_gym data is generated")
     if all(known or is_file for known, is_file in zip(generated, files, strict=True)):
         yield from _without_effect(config, "prompt_split", "on files and generated data: only `datasets` has splits")
-    if not data.apply_chat_template:
-        reason = "with --no-apply-chat-template: put it into the prompts"
-        yield from _without_effect(config, "chat_template_kwargs", reason)
-        if data.system_prompt not in ("auto", ""):
-            yield f"--system-prompt has no effect {reason}"
 
 
 _GRPO_ONLY = (

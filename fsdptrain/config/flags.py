@@ -11,6 +11,7 @@ from typing import Annotated, Any, get_args, get_origin
 import tyro
 import yaml
 
+from fsdptrain.config.checks import check_data_options
 from fsdptrain.config.keys import advice, all_keys
 from fsdptrain.config.problems import describe, near
 from fsdptrain.config.recipe import Source, merge, read_recipe
@@ -65,6 +66,7 @@ def resolve(argv: Sequence[str]) -> Resolved:
     path = values.pop("recipe", None)
     recipe = read_recipe(path) if path is not None else {}
     config = Config(**merge(recipe, values))
+    check_data_options(config)
     sources: dict[str, Source] = dict.fromkeys(all_keys(), "default")
     sources.update(dict.fromkeys(_flat_keys(recipe), "recipe"))
     sources.update(dict.fromkeys(values, "flag"))

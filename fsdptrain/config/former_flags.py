@@ -16,7 +16,7 @@ class Former:
         """What to do about it, for the end of an error message."""
         if self.here:
             return f"it is {self.here} here" + (f" ({self.note})" if self.note else "")
-        return f"there is no such flag here, {self.note}"
+        return f"there is no such flag here: {self.note}"
 
 
 def _same(name: str, note: str = "", default: str = "") -> tuple[str, Former]:
@@ -24,7 +24,7 @@ def _same(name: str, note: str = "", default: str = "") -> tuple[str, Former]:
 
 
 _NOT_YET = "not built yet"
-_TRUNCATION = "since the trainer scores the untruncated distribution and truncated sampling would bias the ratio"
+_TRUNCATION = "the trainer scores the whole distribution, so truncated sampling would bias the policy ratio"
 
 FORMER_FLAGS: dict[str, Former] = dict(
     [
@@ -48,7 +48,7 @@ FORMER_FLAGS: dict[str, Former] = dict(
         _same("--clip-grad", default="1.0"),
         _same("--attn-implementation", "`auto` takes flash-attn where it is installed", "flash_attention_2"),
         _same("--gradient-checkpointing"),
-        _same("--fp16", "bfloat16 is the default, as there"),
+        _same("--fp16", "default: bfloat16, as there"),
         _same("--fsdp-cpu-offload"),
         ("--fsdp-state-dict-cpu-offload", Former("", "state dicts are always streamed to the host", "on")),
         ("--fsdp-cpu-backend", Former("", "host tensors always travel by gloo", "gloo")),

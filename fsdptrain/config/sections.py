@@ -85,8 +85,8 @@ class RewardConfig(Section):
     """What a good response is."""
 
     reward: Names = Field(default=["auto"], min_length=1)
-    """One or more of auto, reasoning_gym, reasoning_gym_strict, math, exact, format or `package.module:function`, each with an optional
-    `=weight`."""
+    """One or more of auto, reasoning_gym, reasoning_gym_strict, math, exact, format or `package.module:function`, each
+    with an optional `=weight`."""
     max_unscored_fraction: float = Field(default=0.1, ge=0.0, le=1.0)
     """Stop when more than this share of a rollout's samples could not be scored."""
 

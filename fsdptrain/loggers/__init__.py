@@ -1,7 +1,7 @@
 """Where metrics go. metrics.jsonl and samples.jsonl are always written; `--log-to` names what else there is.
 
-A plug-in is a callable `(RunInfo) -> Logger`, under an entry point `loggers.<name>` of the group `fsdptrain.plugins`, or
-given as `--log-to package.module:MyLogger`.
+A plug-in is a callable `(RunInfo) -> Logger`: an entry point `loggers.<name>` of the group `fsdptrain.plugins`, or
+`--log-to package.module:MyLogger`.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""trackio: a dashboard on this machine, `trackio show`. Its data base lies in TRACKIO_DIR, else in output_dir/trackio."""
+"""trackio: a dashboard on this machine, `trackio show`. Its database is in TRACKIO_DIR, else in output_dir/trackio."""
 
 import contextlib
 import io

@@ -3,6 +3,7 @@
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from fsdptrain.errors import ConfigError
 from fsdptrain.loggers.run_info import RunInfo
@@ -14,6 +15,7 @@ class WandbLogger:
     def __init__(self, info: RunInfo) -> None:
         try:
             import wandb
+            from wandb.errors import CommError, UsageError
         except ImportError as error:
             raise ConfigError("--log-to wandb needs the wandb package: pip install 'fsdptrain[wandb]'") from error
         self._table = wandb.Table
@@ -27,7 +29,7 @@ class WandbLogger:
                 config=info.config.model_dump() if info.config is not None else {},
                 settings=wandb.Settings(silent=True, console="off"),
             )
-        except (wandb.errors.UsageError, wandb.errors.CommError) as error:
+        except (UsageError, CommError) as error:
             reason = " ".join(str(error).split())
             raise ConfigError(f"--log-to wandb: {reason}; set WANDB_API_KEY, or WANDB_MODE=offline") from error
         self._run.define_metric("*", step_metric="step")  # wandb's own step refuses to go back on a resume
@@ -37,8 +39,8 @@ class WandbLogger:
 
     def log_samples(self, samples: Sequence[Mapping[str, object]], step: int) -> None:
         if samples:
-            columns = list(samples[0])
-            rows = [[str(sample.get(column, "")) for column in columns] for sample in samples]
+            columns: list[Any] = list(samples[0])
+            rows: list[Any] = [[str(sample.get(column, "")) for column in columns] for sample in samples]
             self._run.log({"samples": self._table(columns=columns, data=rows), "step": step})
 
     def close(self) -> None:

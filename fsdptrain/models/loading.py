@@ -141,6 +141,7 @@ def _broadcast_from_rank0(model: PreTrainedModel, path: Path, *, cpu_offload: bo
 
 def _load_whole(model: PreTrainedModel, path: Path) -> PreTrainedModel:
     """The stock model of `path` on the host, checked to be the one that `model` is on meta."""
+    weight_files(path)
     stock = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
     source, info = stock.from_pretrained(
         path, config=copy.deepcopy(model.config), dtype=torch.float32, use_safetensors=True, output_loading_info=True

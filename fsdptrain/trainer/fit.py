@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fsdptrain import platform
-from fsdptrain.algo.losses import LOSSES, finish_metrics
+from fsdptrain.algo.losses import LOSSES
 from fsdptrain.config import Config
 from fsdptrain.data.packing import drop_overlong
 from fsdptrain.errors import CheckpointError, RolloutError
@@ -113,7 +113,7 @@ class _Run:
             self._step += 1
             with watch("sync"):
                 self._hand_over_weights()
-        metrics |= summary.mean_metrics([finish_metrics(step) for step in trained])
+        metrics |= summary.mean_metrics(trained)
         metrics |= summary.packing_metrics(steps)
         metrics |= self._performance(steps, watch, num_tokens=metrics["progress/tokens"])
         metrics |= self._advance(metrics)

@@ -64,7 +64,9 @@ def blind_to(what: str) -> Any:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("name", "what"), [("qwen3", "boundaries"), ("gpt_oss", "sliding_window"), ("gpt_oss", "s_aux")])
+@pytest.mark.parametrize(
+    ("name", "what"), [("qwen3", "boundaries"), ("gpt_oss", "sliding_window"), ("gpt_oss", "s_aux")]
+)
 def test_an_implementation_that_forgets_something_is_not_used(name: str, what: str, dtype: torch.dtype) -> None:
     AttentionInterface.register(SEGMENTS, blind_to(what))
     try:
@@ -104,7 +106,9 @@ def test_a_random_copy_holds_one_layer_of_each_kind() -> None:
 
 
 def test_a_random_copy_of_a_large_config_is_small() -> None:
-    large = zoo.config("qwen3_moe", vocab_size=150_000, num_experts=128, num_hidden_layers=40, moe_intermediate_size=1536)
+    large = zoo.config(
+        "qwen3_moe", vocab_size=150_000, num_experts=128, num_hidden_layers=40, moe_intermediate_size=1536
+    )
     assert random_copy(large).num_parameters() < 1_000_000
     assert large.num_hidden_layers == 40
 

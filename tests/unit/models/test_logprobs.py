@@ -29,7 +29,9 @@ def full_logprobs(
     return logp.gather(1, labels[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
 
-def head(num_tokens: int = T, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def head(
+    num_tokens: int = T, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """hidden, weight, bias, labels"""
     generator = torch.Generator().manual_seed(seed)
     made = [torch.randn(shape, generator=generator).to(dtype) for shape in ((num_tokens, D), (V, D), (V,))]
@@ -99,7 +101,9 @@ def test_half_precision_gives_float32_that_is_as_near_as_its_logits_allow(dtype:
         assert found.grad is not None
         assert found.grad.dtype == dtype
         assert expected.grad is not None
-        torch.testing.assert_close(found.grad.float(), expected.grad, rtol=0, atol=30 * eps * expected.grad.abs().max().item())
+        torch.testing.assert_close(
+            found.grad.float(), expected.grad, rtol=0, atol=30 * eps * expected.grad.abs().max().item()
+        )
 
 
 def test_a_frozen_head_gets_no_gradient_and_the_hidden_states_the_same_one() -> None:

@@ -76,7 +76,9 @@ def test_packed_and_padded_are_exact_for_every_architecture(name: str) -> None:
         found_gradients = gradients(model, (weights(wanted) * (found.values + 0.5 * found.entropy)).sum())
         assert found_gradients.keys() == wanted_gradients.keys()
         for key, gradient in wanted_gradients.items():
-            torch.testing.assert_close(found_gradients[key], gradient, rtol=0, atol=3e-6 * largest, msg=f"{layout} {key}")
+            torch.testing.assert_close(
+                found_gradients[key], gradient, rtol=0, atol=3e-6 * largest, msg=f"{layout} {key}"
+            )
 
 
 @pytest.mark.parametrize("name", sorted(REFUSE_PACKS))

@@ -1,0 +1,233 @@
+"""The training backend on PyTorch's own FSDP2: any transformers model, one process for each device."""
+
+import gc
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from fsdptrain import platform
+from fsdptrain.algo.losses import finish_metrics
+from fsdptrain.config import Config
+from fsdptrain.errors import CheckpointError
+from fsdptrain.fsdp.checkpoint import load_checkpoint, save_checkpoint
+from fsdptrain.fsdp.export import export_hf, stream_weights
+from fsdptrain.fsdp.mesh import build_mesh
+from fsdptrain.fsdp.optim import Optimizer
+from fsdptrain.fsdp.reference import ReferenceBank
+from fsdptrain.fsdp.shards import HostStash, describe, fingerprint, local_shard, reshard
+from fsdptrain.fsdp.wrap import shard_model
+from fsdptrain.models.attention import resolve_attention
+from fsdptrain.models.checkpointing import enable_gradient_checkpointing
+from fsdptrain.models.layout import LayoutProbe, choose_layout
+from fsdptrain.models.loading import build_meta_model, load_weights, resolve_checkpoint
+from fsdptrain.models.policy import check_head, evaluating, install_policy_forward, policy_logprobs
+from fsdptrain.protocols import Loss, ModelRole, Naming
+from fsdptrain.types import LogProbs, LossConfig, Metrics, PackedBatch
+
+
+class FSDPBackend:
+    """Owns the policy, its optimizer and its reference. Every method is collective.
+
+    Dropout is off while scoring, and in reinforcement learning while training too: there the ratio of new to old
+    logprobs must measure the policy, not the noise. `--algorithm sft` trains with what the model's config says.
+
+    Gradients are reduced after every pack: a rank then holds the sum of its own shard and never a whole gradient.
+    """
+
+    def __init__(self, config: Config, *, total_steps: int) -> None:
+        """Load, shard and verify the model of `config`. Raises ConfigError, CheckpointError or NumericsError."""
+        self.device = platform.local_device()
+        self.mesh = build_mesh(config.fsdp.replicate_size)
+        self.compute_dtype: torch.dtype = getattr(torch, config.compute_dtype_name)
+        self.checkpoint_path = resolve_checkpoint(config.model.hf_checkpoint)
+        self._config = config
+        self._stash = HostStash()
+        other = self._other_reference()  # before the policy: two models are never on the device together
+        self._model = _load_model(config, self.checkpoint_path, self.mesh, self.compute_dtype)
+        self._reference = self._checked_reference(other)
+        self.layout_probe = self._verify_model()
+        self._optimizer = Optimizer(self._model, config.optim, total_steps=total_steps, fp16=config.model.fp16)
+
+    @property
+    def hf_config(self) -> PreTrainedConfig:
+        return self._model.config
+
+    def score(self, batches: Sequence[PackedBatch], model: ModelRole) -> list[LogProbs]:
+        """Log-probabilities at the temperature of the rollout, without gradient, on the CPU, for each batch.
+
+        All batches of `reference` are scored under one swap of weights. It must have been asked for by --kl-loss-coef.
+        """
+        assert not self._stash, "onload comes before score"
+        with torch.no_grad(), evaluating(self._model), self._weights_of(model):
+            found = [self._logprobs(batch.to(self.device), with_entropy=False) for batch in batches]
+            return [LogProbs(values=logprobs.values.cpu()) for logprobs in found]
+
+    def train_step(self, batches: Sequence[PackedBatch], loss: Loss, config: LossConfig) -> Metrics:
+        """One optimizer step over the packs of this rank; every rank passes the same number of packs.
+
+        Waits for the device once. Gradients that are not finite on any rank are dropped on every rank; then there is no
+        optim/grad_norm. Raises NumericsError after more than --max-skipped-steps of such.
+        """
+        assert not self._stash, "onload comes before train_step"
+        self._model.train(self._config.algorithm.algorithm == "sft")
+        self._optimizer.zero_grad()
+        sums = _MetricSums()
+        for batch in batches:
+            moved = batch.to(self.device)
+            logprobs = self._logprobs(moved, with_entropy=True)
+            if config.entropy_coef == 0 and logprobs.entropy is not None:  # a metric only: spare its gradient
+                logprobs = LogProbs(logprobs.values, logprobs.entropy.detach())
+            output = loss(moved, logprobs, config)
+            self._optimizer.scale(output.loss).backward()
+            sums.add(output.metrics)
+        norm = self._optimizer.clip().to(self.device)
+        metrics, norm_value, finite = sums.reduce(norm)
+        metrics = finish_metrics(metrics) | {"optim/lr": self._optimizer.lr}
+        if finite:
+            self._optimizer.step()
+            metrics["optim/grad_norm"] = norm_value
+        else:
+            self._optimizer.skip()
+        return metrics | {"optim/skipped_steps": float(self._optimizer.num_skipped)}
+
+    def hf_weights(self, naming: Naming = "hub") -> Iterator[tuple[str, Tensor]]:
+        """Full tensors in the compute dtype, layer by layer, on the device; every rank gets each and takes each."""
+        assert not self._stash, "onload comes before hf_weights"
+        return stream_weights(self._model, dtype=self.compute_dtype, naming=naming)
+
+    def export(self, target: Path) -> None:
+        """Write the policy as a Hugging Face folder, in the dtype of the checkpoint that it came from."""
+        assert not self._stash, "onload comes before export"
+        dtype = _dtype_of(self.checkpoint_path, default=self.compute_dtype)
+        export_hf(self._model, self.checkpoint_path, target, dtype=dtype)
+
+    def offload(self) -> None:
+        """Move parameters and optimizer state to the host until `onload`. Nothing to do where they are there anyway."""
+        reshard(self._model)
+        self._optimizer.zero_grad()
+        tensors = [*self._model.parameters(), *self._optimizer.tensors().values()]
+        on_device = [local_shard(tensor) for tensor in tensors if tensor.device.type != "cpu"]
+        self._stash.stash(on_device)
+
+    def onload(self) -> None:
+        self._stash.restore()
+
+    def save(self, directory: Path, step: int) -> None:
+        """Into a folder that exists: see `CheckpointFolder.write`."""
+        assert not self._stash, "onload comes before save"
+        save_checkpoint(directory, self._model, self._optimizer, step=step)
+
+    def load(self, directory: Path) -> int:
+        """Returns the step that was saved. Raises CheckpointError."""
+        assert not self._stash, "onload comes before load"
+        return load_checkpoint(directory, self._model, self._optimizer)
+
+    def _weights_of(self, role: ModelRole) -> AbstractContextManager[None]:
+        if role == "policy":
+            return nullcontext()
+        assert self._reference is not None, "there is no reference without --kl-loss-coef"
+        return self._reference.swapped_into(self._model)
+
+    def _logprobs(self, batch: PackedBatch, *, with_entropy: bool) -> LogProbs:
+        return policy_logprobs(
+            self._model,
+            batch,
+            layout=self.layout_probe.layout,
+            temperature=self._temperature,
+            with_entropy=with_entropy,
+        )
+
+    @property
+    def _temperature(self) -> float:
+        """Supervised training knows no rollout."""
+        return 1.0 if self._config.algorithm.algorithm == "sft" else self._config.rollout.temperature
+
+    def _verify_model(self) -> LayoutProbe:
+        """The layout that the model computes exactly. NumericsError: there is none, or its head is not understood."""
+        vocab_size = self.hf_config.get_text_config().vocab_size
+        probe = choose_layout(
+            self._model, self._config.model.layout, vocab_size=vocab_size, compute_dtype=self.compute_dtype
+        )
+        check_head(self._model, vocab_size=vocab_size, layout=probe.layout, compute_dtype=self.compute_dtype)
+        return probe
+
+    def _other_reference(self) -> ReferenceBank | None:
+        """The weights of --ref-load, where there is one; its sharded model is gone again when this returns."""
+        config = self._config
+        if config.algorithm.kl_loss_coef == 0 or config.ref.load is None:
+            return None
+        path = resolve_checkpoint(config.ref.load)
+        bank = ReferenceBank(_load_model(config, path, self.mesh, self.compute_dtype))
+        gc.collect()  # modules and FSDP's hooks refer to each other
+        return bank
+
+    def _checked_reference(self, other: ReferenceBank | None) -> ReferenceBank | None:
+        if self._config.algorithm.kl_loss_coef == 0:
+            return None
+        own = fingerprint(self._model)
+        if other is not None and other.fingerprint != own:
+            raise CheckpointError(
+                f"--ref-load {self._config.ref.load} is {describe(other.fingerprint)}, but --hf-checkpoint is "
+                f"{describe(own)}: the reference must have the same shapes"
+            )
+        return other or ReferenceBank(self._model)
+
+
+def _load_model(config: Config, path: Path, mesh: DeviceMesh, compute_dtype: torch.dtype) -> PreTrainedModel:
+    """The sharded model of `path` with its weights, whose forward scores packs. The order of these calls matters."""
+    attention = resolve_attention(config.model.attn_implementation, platform.device_type())
+    model = build_meta_model(path, trust_remote_code=config.model.trust_remote_code, attn_implementation=attention)
+    if config.model.gradient_checkpointing:
+        enable_gradient_checkpointing(model)
+    install_policy_forward(model, chunk_size=config.model.logprob_chunk_size)
+    shard_model(
+        model,
+        mesh,
+        compute_dtype=compute_dtype,
+        cpu_offload=config.fsdp.cpu_offload,
+        reshard_after_forward=config.fsdp.reshard_after_forward,
+        prefetch=config.fsdp.prefetch,
+    )
+    load_weights(model, path, strategy=config.model.load_strategy, cpu_offload=config.fsdp.cpu_offload)
+    return model
+
+
+def _dtype_of(checkpoint: Path, *, default: torch.dtype) -> torch.dtype:
+    config = json.loads((checkpoint / "config.json").read_text())
+    name = config.get("dtype") or config.get("torch_dtype")  # the older name
+    return getattr(torch, name) if isinstance(name, str) and name != "auto" else default
+
+
+class _MetricSums:
+    """Metrics of the packs of one step, on the device until all are there. Every pack must name the same ones."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, Tensor] = {}  # name -> [] f32
+
+    def add(self, metrics: Mapping[str, Tensor]) -> None:
+        for name, value in metrics.items():
+            before = self._values.get(name)
+            combine = torch.maximum if name.endswith("_max") else torch.add
+            self._values[name] = value if before is None else combine(before, value)
+
+    def reduce(self, norm: Tensor) -> tuple[Metrics, float, bool]:
+        """Over ranks: (metrics, `norm`, whether `norm` is finite on every rank).
+
+        One all_reduce, and one more where a name ends in `_max`; then the only wait of a step for the device.
+        """
+        maxima = sorted(name for name in self._values if name.endswith("_max"))
+        sums = sorted(name for name in self._values if not name.endswith("_max"))
+        summed = torch.stack([*(self._values[name] for name in sums), (~norm.isfinite()).to(norm.dtype)])
+        dist.all_reduce(summed)
+        highest = torch.stack([*(self._values[name] for name in maxima), norm])
+        if maxima:
+            dist.all_reduce(highest[:-1], op=dist.ReduceOp.MAX)
+        *values, num_not_finite, norm_value = torch.cat([highest[:-1], summed, highest[-1:]]).tolist()
+        return dict(zip([*maxima, *sums], values, strict=True)), norm_value, num_not_finite == 0

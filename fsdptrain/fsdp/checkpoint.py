@@ -1,0 +1,268 @@
+"""Checkpoints of a run: written whole or not at all, resumed bitwise, read on any number of ranks.
+
+    <output_dir>/checkpoints/step_00000050/
+        shards/*.safetensors     model and optimizer, by torch.distributed.checkpoint
+        rng-00000.safetensors    random states of rank 0, and so on
+        trainer.json             counters, schedule, loss scale, fingerprint of the model
+        ...                      what the caller of `CheckpointFolder.write` adds
+        manifest.json            every file above with its size; written last
+
+Nothing here is a pickle. torch.distributed.checkpoint's own file format keeps its `.metadata` as a pickle and loads it
+with `pickle.load` (torch 2.13, filesystem.py), which runs whatever a foreign folder holds; its safetensors format, used
+here, has JSON headers only.
+"""
+
+import json
+import os
+import random
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+from fsdptrain import platform
+from fsdptrain.errors import CheckpointError
+from fsdptrain.fsdp.optim import Optimizer
+from fsdptrain.fsdp.shards import describe, fingerprint, model_tensors, reshard
+from fsdptrain.models.collective import together
+
+MANIFEST = "manifest.json"
+_STATE, _SHARDS, _RNG = "trainer.json", "shards", "rng-{rank:05d}.safetensors"
+_FORMAT = 1
+_FILE_BYTES = 1 << 30  # of one rank: a file passes through host memory whole, twice
+_FOLDER = re.compile(r"step_(\d{8,})(?:\.(\d+))?")
+
+
+class CheckpointFolder:
+    """The checkpoints of one run. A folder `step_*` is whole at any moment; what is not whole has another name."""
+
+    def __init__(self, output_dir: Path, *, keep_last: int) -> None:
+        self.directory = output_dir / "checkpoints"
+        self._keep_last = keep_last
+
+    def write(self, step: int, save: Callable[[Path], None]) -> Path | None:
+        """Call `save(folder)` on every rank, make what it wrote durable, give it its name, drop the oldest. Collective.
+
+        Checkpoints of later steps go too: the run has been taken back, and they are of a future that did not happen.
+        Returns the folder, or None where --keep-last is 0. Raises on all ranks when it failed on any; the older
+        checkpoints are untouched then. `save` must not use collectives after something that can fail on one rank.
+        """
+        if self._keep_last == 0:
+            return None
+        final = self._name(step)
+        temporary = self.directory / f".tmp-{final.name}"
+        failure = f"--output-dir: cannot write checkpoint {final}"
+        with together(CheckpointError, failure):
+            if dist.get_rank() == 0:
+                self._prepare(temporary)
+        with together(CheckpointError, failure):
+            save(temporary)
+        with together(CheckpointError, failure):
+            if dist.get_rank() == 0:
+                self._publish(temporary, final)
+        return final
+
+    def latest(self) -> Path | None:
+        """The newest whole checkpoint, as rank 0 sees it. Collective."""
+        newest = self._existing()[-1:] if dist.get_rank() == 0 else []
+        found = _broadcast([*newest[0][0], 1] if newest else [0, 0, 0])
+        return self._folder(found[0], found[1]) if found[2] else None
+
+    def _existing(self) -> list[tuple[tuple[int, int], Path]]:
+        """((step, attempt), folder) from old to new."""
+        if not self.directory.is_dir():
+            return []
+        matches = [(match, path) for path in self.directory.iterdir() if (match := _FOLDER.fullmatch(path.name))]
+        return sorted(((int(match[1]), int(match[2] or 0)), path) for match, path in matches)
+
+    def _folder(self, step: int, attempt: int) -> Path:
+        return self.directory / (f"step_{step:08d}" + (f".{attempt}" if attempt else ""))
+
+    def _name(self, step: int) -> Path:
+        """A free name: a run that went back and came to `step` again must not replace a whole folder in place."""
+        taken = [attempt for (other, attempt), _ in self._existing() if other == step] if dist.get_rank() == 0 else []
+        return self._folder(step, _broadcast([max(taken, default=-1) + 1])[0])
+
+    def _prepare(self, temporary: Path) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        for leftover in [*self.directory.glob(".tmp-*"), *self.directory.glob(".old-*")]:
+            shutil.rmtree(leftover)
+        temporary.mkdir()
+
+    def _publish(self, temporary: Path, final: Path) -> None:
+        _write_manifest(temporary)
+        sync_tree(temporary)
+        temporary.rename(final)
+        _sync(self.directory)
+        paths = [path for _, path in self._existing()]
+        before, abandoned = paths[: paths.index(final)], paths[paths.index(final) + 1 :]
+        for path in [*before[: len(before) + 1 - self._keep_last], *abandoned]:
+            doomed = path.with_name(f".old-{path.name}")
+            path.rename(doomed)  # a kill while files go must not leave half a folder under a good name
+            shutil.rmtree(doomed)
+
+
+def save_checkpoint(directory: Path, model: nn.Module, optimizer: Optimizer, *, step: int) -> None:
+    """Write model, optimizer and random states into `directory`, which exists. Collective."""
+    reshard(model)
+    tensors = _tensors(model, optimizer)
+    writer = dcp.HuggingFaceStorageWriter(
+        str(directory / _SHARDS), fqn_to_index_mapping=_file_plan(tensors), save_distributed=True
+    )
+    try:
+        dcp.save(tensors, storage_writer=writer)
+    except CheckpointException as error:
+        raise CheckpointError(f"checkpoint {directory} cannot be written ({_reasons(error)})") from error
+    _save_rng(directory / _RNG.format(rank=dist.get_rank()))
+    if dist.get_rank() == 0:
+        state = {
+            "format": _FORMAT,
+            "step": step,
+            "world_size": dist.get_world_size(),
+            "model": fingerprint(model),
+            "optimizer": optimizer.state_dict(),
+        }
+        (directory / _STATE).write_text(json.dumps(state, indent=2))
+
+
+def load_checkpoint(directory: Path, model: nn.Module, optimizer: Optimizer) -> int:
+    """Read what `save_checkpoint` wrote, in place, and return its step. Collective.
+
+    On the number of ranks that wrote it the run goes on bitwise. On another number, a rank that has no random state of
+    its own keeps the present one. Raises CheckpointError on every rank, and never leaves it at a silent restart.
+    """
+    reshard(model)
+    state: dict[str, Any] = {}
+    with together(CheckpointError, f"checkpoint {directory} cannot be read"):
+        state = _read_state(directory, model)
+    tensors = _tensors(model, optimizer)
+    try:
+        dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(directory / _SHARDS)))
+    except CheckpointException as error:
+        raise CheckpointError(f"checkpoint {directory} cannot be read ({_reasons(error)}): {_WAY_OUT}") from error
+    with together(CheckpointError, f"checkpoint {directory} cannot be read"):
+        optimizer.load_state_dict(state["optimizer"])
+        _load_rng(directory / _RNG.format(rank=dist.get_rank()))
+    return state["step"]
+
+
+_WAY_OUT = "resume from another with --resume DIR, or start anew with --resume never"
+
+
+def _reasons(error: CheckpointException) -> str:
+    return "; ".join(sorted({f"{type(e).__name__}: {e}" for e, _ in error.failures.values()}))
+
+
+def _tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    of_model = {f"model.{name}": torch.atleast_1d(t.detach()) for name, t in model_tensors(model).items()}  # views
+    return of_model | {f"optimizer.{name}": tensor for name, tensor in optimizer.tensors().items()}
+
+
+def _file_plan(tensors: dict[str, Tensor]) -> dict[str, int]:
+    """Tensor to number of its file, from 1: about `_FILE_BYTES` in each file of each rank."""
+    plan: dict[str, int] = {}
+    written = 0
+    for name, tensor in tensors.items():
+        plan[name] = 1 + written // _FILE_BYTES
+        written += tensor.numel() * tensor.element_size() // dist.get_world_size()
+    numbers = {number: i for i, number in enumerate(sorted(set(plan.values())), start=1)}
+    return {name: numbers[number] for name, number in plan.items()}
+
+
+def _read_state(directory: Path, model: nn.Module) -> dict[str, Any]:
+    if not directory.is_dir():
+        raise CheckpointError(f"checkpoint {directory} is not there: {_WAY_OUT}")
+    try:
+        manifest = json.loads((directory / MANIFEST).read_text())
+        for name, size in manifest.items():
+            found = (directory / name).stat().st_size
+            if found != size:
+                raise CheckpointError(
+                    f"checkpoint {directory} is broken: {name} has {found} bytes, not {size}: {_WAY_OUT}"
+                )
+        state = json.loads((directory / _STATE).read_text())
+    except (OSError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"checkpoint {directory} is broken ({error}): {_WAY_OUT}") from error
+    if state.get("format") != _FORMAT:
+        raise CheckpointError(f"checkpoint {directory} has format {state.get('format')}, not {_FORMAT}: {_WAY_OUT}")
+    ours, theirs = fingerprint(model), state["model"]
+    if ours != theirs:
+        raise CheckpointError(
+            f"checkpoint {directory} is of another model ({describe(theirs)}) than --hf-checkpoint "
+            f"({describe(ours)}): {_WAY_OUT}"
+        )
+    return state
+
+
+def _save_rng(path: Path) -> None:
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = cast(tuple, np.random.get_state(legacy=True))
+    tensors = {
+        "torch": torch.get_rng_state(),
+        "python": torch.tensor(words, dtype=torch.int64),
+        "numpy": torch.from_numpy(keys.astype(np.int64)),
+    }
+    if platform.has_accelerator():
+        tensors["device"] = _device_module().get_rng_state()
+    scalars = {"python": [version, gauss], "numpy": [kind, position, has_gauss, cached]}
+    save_file(tensors, path, metadata={"scalars": json.dumps(scalars)})
+
+
+def _load_rng(path: Path) -> None:
+    if not path.exists():
+        return  # more ranks than before; a file that is lost was found out by the manifest
+    try:
+        with safe_open(path, framework="pt") as file:
+            scalars = json.loads(file.metadata()["scalars"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"checkpoint file {path} cannot be read ({error}): {_WAY_OUT}") from error
+    version, gauss = scalars["python"]
+    random.setstate((version, tuple(tensors["python"].tolist()), gauss))
+    kind, position, has_gauss, cached = scalars["numpy"]
+    np.random.set_state((kind, tensors["numpy"].numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(tensors["torch"])
+    if platform.has_accelerator() and "device" in tensors:
+        _device_module().set_rng_state(tensors["device"])
+
+
+def _device_module() -> Any:
+    return torch.get_device_module(platform.device_type())
+
+
+def _write_manifest(directory: Path) -> None:
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    sizes = {str(path.relative_to(directory)): path.stat().st_size for path in files}
+    (directory / MANIFEST).write_text(json.dumps(sizes, indent=2))
+
+
+def sync_tree(directory: Path) -> None:
+    """Make every file and folder under `directory`, and itself, durable."""
+    for path in sorted(directory.rglob("*"), reverse=True):
+        _sync(path)
+    _sync(directory)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _broadcast(values: list[int]) -> list[int]:
+    """Rank 0's small numbers, over gloo."""
+    tensor = torch.tensor(values, dtype=torch.int64)
+    dist.broadcast(tensor, src=0)
+    return tensor.tolist()

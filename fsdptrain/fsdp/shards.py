@@ -1,0 +1,111 @@
+"""Touching the shards of an FSDP2 model from outside, without leaving stale copies behind.
+
+After a forward pass without gradient the root group (and every group, without reshard-after-forward) stays gathered:
+its parameters are plain tensors, and the next gather is a no-op. Who then writes to the shards, by an optimizer step, a
+load or a swap, is not seen by the next forward. So `reshard` comes before every such write.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from hashlib import sha256
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from fsdptrain import platform
+
+
+def reshard(model: nn.Module) -> None:
+    """Free what is gathered, in every group, so that parameters are DTensors and the next forward gathers anew."""
+    groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for group in reversed(groups):  # children first: what is left gathered in a parent is then its own
+        group.reshard()
+        if any(not isinstance(p, DTensor) for p in cast(nn.Module, group).parameters()):
+            # A forward that broke off: the group takes itself to be inside it, and stays gathered as it should there.
+            group.set_reshard_after_forward(True, recurse=False)
+            group.reshard()
+            group.set_reshard_after_forward(False, recurse=False)
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, or a plain tensor itself: no copy, no gradient. [local shape]"""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The buffers that a state dict holds, each once, by name."""
+    seen: set[Tensor] = set()
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set and buffer not in seen:
+                seen.add(buffer)
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """All that a checkpoint of `model` holds, by name: parameters (tied ones once) and persistent buffers."""
+    return dict(model.named_parameters()) | dict(persistent_buffers(model))
+
+
+def fingerprint(model: nn.Module) -> dict[str, Any]:
+    """What tells one model from another: its class, and the names, shapes and dtypes of its tensors."""
+    tensors = {name: [list(t.shape), str(t.dtype)] for name, t in model_tensors(model).items()}
+    return {
+        "class": type(model).__name__.removeprefix("FSDP"),  # fully_shard makes a class FSDP<Name>
+        "num_parameters": sum(p.numel() for p in model.parameters()),
+        "tensors": sha256(json.dumps(tensors, sort_keys=True).encode()).hexdigest()[:16],
+    }
+
+
+def describe(model: Mapping[str, Any]) -> str:
+    """A fingerprint in words."""
+    return f"{model['class']}, {model['num_parameters']:,} parameters, tensors {model['tensors']}"
+
+
+class HostStash:
+    """Moves device storages to the host and back. Every tensor, view and DTensor on them keeps its identity.
+
+    The storages are emptied in place, as FSDP2 itself frees what it gathered, so nobody who holds a parameter (the
+    optimizer, FSDP's own buffers) has to be told.
+    """
+
+    def __init__(self) -> None:
+        self._stashed: list[tuple[torch.UntypedStorage, Tensor]] = []
+
+    def stash(self, tensors: Iterable[Tensor]) -> None:
+        """Copy the storages under `tensors` to the host (pinned where there is an accelerator) and free them."""
+        assert not self._stashed, "stashed already"
+        storages = {storage.data_ptr(): storage for tensor in tensors if (storage := tensor.untyped_storage()).nbytes()}
+        for storage in storages.values():
+            host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=platform.has_accelerator())
+            host.copy_(_bytes(storage), non_blocking=True)
+            self._stashed.append((storage, host))
+        _synchronize()  # the copies must have ended before their sources are freed
+        for storage, _ in self._stashed:
+            storage.resize_(0)
+        if platform.has_accelerator():
+            torch.accelerator.empty_cache()
+
+    def restore(self) -> None:
+        """Fill the storages again and give the host memory back."""
+        for storage, host in self._stashed:
+            storage.resize_(host.numel())
+            _bytes(storage).copy_(host, non_blocking=True)
+        _synchronize()  # the copies must have ended before the host memory goes
+        self._stashed = []
+
+    def __bool__(self) -> bool:
+        return bool(self._stashed)
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _synchronize() -> None:
+    if platform.has_accelerator():
+        torch.accelerator.synchronize()

@@ -1,0 +1,314 @@
+"""FSDPBackend on real ranks: gradients do not depend on how the work is cut; skips, reference and resume are exact."""
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdptrain.algo.losses import LOSSES
+from fsdptrain.algo.weights import count_totals, num_loss_tokens
+from fsdptrain.backends.fsdp import FSDPBackend
+from fsdptrain.config import Config
+from fsdptrain.data.packing import pack, plan_packs
+from fsdptrain.errors import CheckpointError, NumericsError
+from fsdptrain.fsdp.checkpoint import CheckpointFolder
+from fsdptrain.testing import save_tiny_checkpoint, spawn
+from fsdptrain.types import LossConfig, Sample
+from tests import zoo
+
+from .sharded import full_state
+
+MAX_RESPONSE = 40
+GRPO = LossConfig(entropy_coef=0.01, kl_loss_coef=0.1)
+
+
+def samples(count: int = 10, seed: int = 0) -> list[Sample]:
+    """Unequal lengths, prompts without loss, advantages of both signs."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def number(low, high):
+        return int(torch.randint(low, high, (1,), generator=generator))
+
+    made = []
+    for i in range(count):
+        prompt, response = number(1, 9), number(1, MAX_RESPONSE)
+        tokens = torch.randint(5, zoo.VOCAB_SIZE, (prompt + response,), generator=generator).tolist()
+        advantage = float(torch.randn((), generator=generator))
+        mask = [False] * prompt + [True] * response
+        made.append(Sample(str(i), tokens, mask, [-5.0 if m else 0.0 for m in mask], advantage=advantage))
+    return made
+
+
+def packs_of_this_rank(items: list[Sample], max_tokens: int):
+    """As the trainer does it: one plan for all ranks, this rank's packs of it."""
+    plan = plan_packs([len(s.token_ids) for s in items], num_ranks=dist.get_world_size(), max_tokens=max_tokens)
+    totals = count_totals([num_loss_tokens(s) for s in items])
+    return [
+        pack([items[i] for i in indices], aggregation="sequence_mean", totals=totals, max_response_len=MAX_RESPONSE)
+        for indices in plan.packs[dist.get_rank()]
+    ]
+
+
+def config(checkpoint: str, **values) -> Config:
+    flat = {"bf16": False, "lr": 1e-2, "clip_grad": 0.5, "rollout_temperature": 0.9, "rollout_max_response_len": 64}
+    return Config(hf_checkpoint=checkpoint, **(flat | values))
+
+
+def scored(backend, packs, *, reference: bool):
+    """Old logprobs a little off the policy's, so that ratios differ from 1; reference logprobs where asked for."""
+    found = []
+    olds = backend.score(packs, "policy")
+    refs = backend.score(packs, "reference") if reference else [None] * len(packs)
+    for batch, old, ref in zip(packs, olds, refs, strict=True):
+        old = old.values + 0.1 * torch.sin(batch.labels.float())
+        found.append(dataclasses.replace(batch, old_logprobs=old, ref_logprobs=None if ref is None else ref.values))
+    return found
+
+
+def keep_gradients(optimizer) -> dict:
+    """Filled, before clipping, in each step from now on."""
+    found: dict = {}
+    clip = optimizer.clip
+
+    def keep_and_clip():
+        found.update({name: p.grad.full_tensor().clone() for p, name in optimizer._names.items()})
+        return clip()
+
+    optimizer.clip = keep_and_clip
+    return found
+
+
+def train(checkpoint: str, max_tokens: int, values: dict, count: int = 10):
+    """Three optimizer steps: the gradients of each, all metrics, and the weights after the last."""
+    # with a large epsilon Adam does not blow the rounding of tiny gradients up to whole steps
+    backend = FSDPBackend(config(checkpoint, kl_loss_coef=0.1, adam_eps=0.01, **values), total_steps=10)
+    found = keep_gradients(backend._optimizer)
+    gradients, history = [], []
+    for step in range(3):
+        packs = scored(backend, packs_of_this_rank(samples(count, seed=step), max_tokens), reference=True)
+        history.append(backend.train_step(packs, LOSSES["grpo"], GRPO))
+        gradients.append(dict(found))
+    return gradients, history, full_state(backend._model)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> str:
+    return str(save_tiny_checkpoint(tmp_path_factory.mktemp("qwen3")))
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoint):
+    """One rank, one pack."""
+    [result] = spawn(1, train, checkpoint, 4096, {})
+    return result
+
+
+def relative(found: dict, wanted: dict) -> float:
+    """Largest difference over all tensors, relative to the largest element of its tensor."""
+    assert found.keys() == wanted.keys()
+    return max(((found[n] - wanted[n]).abs().max() / wanted[n].abs().max()).item() for n in wanted)
+
+
+CUTS = {
+    "1 rank, small packs": (1, 64, {}),
+    "2 ranks": (2, 4096, {}),
+    "2 ranks, small packs, gradient checkpointing": (2, 64, {"gradient_checkpointing": True}),
+    "2 ranks, cpu offload": (2, 128, {"fsdp_cpu_offload": True}),
+    "2 ranks, padded": (2, 128, {"layout": "padded"}),
+    "2 ranks, no reshard, no prefetch": (2, 128, {"fsdp_reshard_after_forward": False, "fsdp_prefetch": False}),
+    "4 ranks": (4, 64, {}),
+    "4 ranks, HSDP": (4, 64, {"fsdp_replicate_size": 2}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cut", CUTS)
+def test_gradients_and_steps_do_not_depend_on_how_the_work_is_cut(checkpoint, alone, cut):
+    world, max_tokens, values = CUTS[cut]
+    gradients, history, weights = alone
+    for other_gradients, other_history, other_weights in spawn(world, train, checkpoint, max_tokens, values):
+        assert relative(other_gradients[0], gradients[0]) < 1e-6
+        for found, expected in zip(other_gradients, gradients, strict=True):  # later ones at weights that differ too
+            assert relative(found, expected) < 3e-6
+        assert relative(other_weights, weights) < 1e-6
+        for metrics, expected in zip(other_history, history, strict=True):
+            assert metrics == pytest.approx(expected, rel=1e-3, abs=1e-5)
+
+
+def test_a_rank_without_work_takes_part_and_changes_nothing(checkpoint):
+    [one] = spawn(1, train, checkpoint, 4096, {}, 1)
+    for result in spawn(2, train, checkpoint, 4096, {}, 1):
+        assert relative(result[0][0], one[0][0]) < 1e-6
+        assert result[1][0] == pytest.approx(one[1][0], rel=1e-4, abs=1e-6)
+
+
+def swap(checkpoint: str, values: dict):
+    """Reference logprobs before and after training; the policy around a swap, and around one that breaks off."""
+    backend = FSDPBackend(config(checkpoint, kl_loss_coef=0.1, **values), total_steps=10)
+    packs = packs_of_this_rank(samples(), 128)
+
+    def score(role):
+        return [x.values for x in backend.score(packs, role)]
+
+    start, reference = score("policy"), score("reference")
+    backend.train_step(packs, LOSSES["grpo"], GRPO)
+    trained, weights = score("policy"), full_state(backend._model)
+    later = score("reference")
+    after = score("policy")
+    broken = dataclasses.replace(packs[0], labels=torch.full_like(packs[0].labels, 10**6))
+    with pytest.raises((IndexError, RuntimeError)):
+        backend.score([packs[0], broken], "reference")
+    again, kept = score("policy"), full_state(backend._model)
+    assert all(torch.equal(weights[name], kept[name]) for name in weights)
+    return start, reference, trained, later, after, again
+
+
+@pytest.mark.parametrize(
+    ("world", "values"),
+    [(1, {}), (2, {"fsdp_reshard_after_forward": False}), (2, {"fsdp_cpu_offload": True})],
+)
+def test_the_reference_stays_what_it_was_and_the_policy_comes_back_bitwise(checkpoint, world, values):
+    for start, reference, trained, later, after, again in spawn(world, swap, checkpoint, values):
+        for i in range(len(start)):
+            assert torch.equal(start[i], reference[i])
+            assert torch.equal(reference[i], later[i])
+            assert torch.equal(trained[i], after[i])
+            assert torch.equal(trained[i], again[i])
+            assert not torch.equal(trained[i], later[i])
+
+
+def other_reference(checkpoint: str, other: str):
+    packs = packs_of_this_rank(samples(), 128)
+    backend = FSDPBackend(config(checkpoint, kl_loss_coef=0.1, ref_load=other), total_steps=10)
+    found = [x.values for role in ("policy", "reference") for x in backend.score(packs, role)]
+    expected = []
+    for path in (checkpoint, other):
+        expected += [x.values for x in FSDPBackend(config(path), total_steps=10).score(packs, "policy")]
+    return found, expected
+
+
+def test_ref_load_takes_another_checkpoint_of_the_same_shapes(checkpoint, tmp_path):
+    other = str(save_tiny_checkpoint(tmp_path / "other", seed=5))
+    for found, expected in spawn(2, other_reference, checkpoint, other):
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        assert not torch.equal(found[0], found[len(found) // 2])
+    small = str(save_tiny_checkpoint(tmp_path / "small", hidden_size=32))
+    assert "--ref-load" in spawn(1, refused_reference, checkpoint, small)[0]
+
+
+def refused_reference(checkpoint: str, other: str):
+    with pytest.raises(CheckpointError) as caught:
+        FSDPBackend(config(checkpoint, kl_loss_coef=0.1, ref_load=other), total_steps=10)
+    return str(caught.value)
+
+
+def spoil_one_rank(backend, bad_step: int, value: float):
+    """From now on the gradient of rank 1 holds `value` in step `bad_step`."""
+    clip, steps = backend._optimizer.clip, iter(range(100))
+
+    def spoiled():
+        if next(steps) == bad_step and dist.get_rank() == 1:
+            next(p for p in backend._model.parameters() if p.grad.to_local().numel()).grad.to_local().view(-1)[0] = (
+                value
+            )
+        return clip()
+
+    backend._optimizer.clip = spoiled
+
+
+def skip(checkpoint: str, value: float, values: dict):
+    backend = FSDPBackend(config(checkpoint, max_skipped_steps=0 if not values else 10, **values), total_steps=10)
+    packs = packs_of_this_rank(samples(), 128)
+    backend.train_step(packs, LOSSES["grpo"], GRPO)
+    spoil_one_rank(backend, 0, value)
+    before, state = full_state(backend._model), {k: v.clone() for k, v in backend._optimizer.tensors().items()}
+    scale = backend._optimizer._scaler.get_scale()
+    try:
+        metrics = backend.train_step(packs, LOSSES["grpo"], GRPO)
+    except NumericsError as error:
+        metrics = {"optim/skipped_steps": 1.0, "message": str(error)}
+    after = full_state(backend._model)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert all(torch.equal(full(state[k]), full(v)) for k, v in backend._optimizer.tensors().items())
+    next_metrics = backend.train_step(packs, LOSSES["grpo"], GRPO)
+    return metrics, scale, backend._optimizer._scaler.get_scale(), next_metrics
+
+
+def full(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_fp16_skips_on_all_ranks_when_one_overflows_and_halves_its_scale(checkpoint, value):
+    results = spawn(2, skip, checkpoint, value, {"fp16": True})
+    assert results[0] == results[1]
+    metrics, scale, halved, following = results[0]
+    assert halved == scale / 2
+    assert metrics["optim/skipped_steps"] == following["optim/skipped_steps"] == 1
+    assert "optim/grad_norm" not in metrics
+    assert math.isfinite(following["optim/grad_norm"])
+
+
+def test_a_nan_on_one_rank_skips_everywhere_and_stops_the_run_at_the_limit(checkpoint):
+    for metrics, _, _, following in spawn(2, skip, checkpoint, math.nan, {}):
+        assert "--max-skipped-steps" in metrics["message"]
+        assert following["optim/skipped_steps"] == 1
+
+
+def offload_between_steps(checkpoint: str):
+    backend = FSDPBackend(config(checkpoint), total_steps=10)
+    packs = packs_of_this_rank(samples(), 128)
+    backend.train_step(packs, LOSSES["grpo"], GRPO)
+    before = full_state(backend._model)
+    backend.offload()
+    backend.onload()
+    after = full_state(backend._model)
+    backend.train_step(packs, LOSSES["grpo"], GRPO)
+    return all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_offload_and_onload_change_nothing(checkpoint):
+    assert all(spawn(2, offload_between_steps, checkpoint))  # the mechanism itself: test_fsdp_shards.py
+
+
+def save_and_go_on(checkpoint: str, directory: str, values: dict):
+    backend = FSDPBackend(config(checkpoint, **values), total_steps=10)
+    packs = packs_of_this_rank(samples(), 128)
+    for _ in range(2):
+        backend.train_step(packs, LOSSES["grpo"], GRPO)
+    CheckpointFolder(Path(directory), keep_last=1).write(2, lambda folder: backend.save(folder, 2))
+    return [backend.train_step(packs, LOSSES["grpo"], GRPO) for _ in range(2)], full_state(backend._model)
+
+
+def load_and_go_on(checkpoint: str, directory: str, values: dict):
+    backend = FSDPBackend(config(checkpoint, **values), total_steps=10)
+    packs = packs_of_this_rank(samples(), 128)
+    latest = CheckpointFolder(Path(directory), keep_last=1).latest()
+    assert backend.load(latest) == 2
+    return [backend.train_step(packs, LOSSES["grpo"], GRPO) for _ in range(2)], full_state(backend._model)
+
+
+@pytest.mark.parametrize("values", [{"lr_decay_style": "cosine", "min_lr": 1e-4}, {"fp16": True}])
+def test_a_resumed_run_has_bitwise_the_same_metrics(checkpoint, tmp_path, values):
+    whole = spawn(2, save_and_go_on, checkpoint, str(tmp_path), values)
+    resumed = spawn(2, load_and_go_on, checkpoint, str(tmp_path), values)
+    for (metrics, weights), (other_metrics, other_weights) in zip(whole, resumed, strict=True):
+        assert metrics == other_metrics
+        assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
+
+
+def sft(checkpoint: str):
+    backend = FSDPBackend(config(checkpoint, algorithm="sft", rollout_temperature=1.0), total_steps=10)
+    packs = packs_of_this_rank(samples(), 128)
+    losses = [backend.train_step(packs, LOSSES["sft"], LossConfig())["loss/total"] for _ in range(5)]
+    exported = dict(backend.hf_weights("module"))
+    return losses, all(torch.equal(exported[name], full) for name, full in full_state(backend._model).items())
+
+
+def test_sft_learns_and_the_engine_gets_the_present_weights(checkpoint):
+    for losses, same in spawn(2, sft, checkpoint):
+        assert losses == sorted(losses, reverse=True)
+        assert same

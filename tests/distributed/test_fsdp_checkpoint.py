@@ -1,0 +1,284 @@
+"""Checkpoints on real ranks: bitwise, whole at any moment, readable on other numbers of ranks, refused when broken."""
+
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdptrain import platform
+from fsdptrain.config import OptimConfig
+from fsdptrain.errors import CheckpointError
+from fsdptrain.fsdp.checkpoint import CheckpointFolder, load_checkpoint, save_checkpoint
+from fsdptrain.fsdp.optim import Optimizer
+from fsdptrain.testing import spawn
+
+from .sharded import full, full_state, sharded_qwen3, train
+
+CONFIG = OptimConfig(lr=1e-2, lr_decay_style="cosine", weight_decay=0.1)
+
+
+def build(**options):
+    model = sharded_qwen3(**options)
+    return model, Optimizer(model, CONFIG, total_steps=10, fp16=options.get("fp16", False))
+
+
+def draw():
+    """One number of each random stream."""
+    return [
+        torch.rand(()).item(),
+        random.random(),
+        random.gauss(0, 1),
+        float(np.random.rand()),
+        float(np.random.randn()),
+    ]
+
+
+def seed_all(seed):
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+def everything(model, optimizer):
+    return full_state(model) | {f"optimizer.{name}": full(t) for name, t in optimizer.tensors().items()}
+
+
+def save_and_go_on(directory: str, options: dict):
+    model, optimizer = build(**options)
+    train(model, optimizer, range(3))
+    seed_all(100 + dist.get_rank())
+    draw()
+    written = CheckpointFolder(Path(directory), keep_last=2).write(
+        3, lambda folder: save_checkpoint(folder, model, optimizer, step=3)
+    )
+    saved = everything(model, optimizer)
+    draws = [draw() for _ in range(3)]
+    norms = train(model, optimizer, range(3, 6))
+    return str(written), saved, draws, norms, everything(model, optimizer)
+
+
+def load_and_go_on(directory: str, options: dict):
+    model, optimizer = build(seed=9, **options)
+    train(model, optimizer, range(20, 21))  # another past, to be forgotten
+    seed_all(7)
+    latest = CheckpointFolder(Path(directory), keep_last=2).latest()
+    assert load_checkpoint(latest, model, optimizer) == 3
+    loaded = everything(model, optimizer)
+    draws = [draw() for _ in range(3)]
+    norms = train(model, optimizer, range(3, 6))
+    return str(latest), loaded, draws, norms, everything(model, optimizer)
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize(
+    ("world", "options"),
+    [
+        (1, {}),
+        (2, {}),
+        (2, {"reshard_after_forward": False, "tie_word_embeddings": False}),
+        (2, {"cpu_offload": True}),
+        (4, {"replicate_size": 2}),
+    ],
+)
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, world, options):
+    before = spawn(world, save_and_go_on, str(tmp_path), options)
+    after = spawn(world, load_and_go_on, str(tmp_path), options)
+    for one, other in zip(before, after, strict=True):
+        assert one[0] == other[0]
+        assert same(one[1], other[1])
+        assert one[2:4] == other[2:4]
+        assert same(one[4], other[4])
+    assert len({str(result[2]) for result in before}) == world  # each rank has a random stream of its own
+
+
+@pytest.mark.parametrize(("saving", "loading"), [(2, 4), (4, 1), (1, 2)])
+def test_it_loads_on_another_number_of_ranks(tmp_path, saving, loading):
+    """Bitwise; and with 4 ranks some own no row of the small tensors."""
+    before = spawn(saving, save_and_go_on, str(tmp_path), {"num_key_value_heads": 1, "head_dim": 2})
+    after = spawn(loading, load_and_go_on, str(tmp_path), {"num_key_value_heads": 1, "head_dim": 2})
+    assert same(before[0][1], after[0][1])
+    assert before[0][3] == pytest.approx(after[0][3], rel=1e-4)
+
+
+def keep_last(directory: str):
+    model, optimizer = build()
+    folder = CheckpointFolder(Path(directory), keep_last=2)
+    assert folder.latest() is None
+    history = []
+    for step in (1, 2, 3, 2):  # the last: the run was taken back to step 1
+        folder.write(step, lambda path, step=step: save_checkpoint(path, model, optimizer, step=step))
+        dist.barrier()
+        history.append((sorted(os.listdir(folder.directory)), folder.latest().name))
+    off = CheckpointFolder(Path(directory) / "off", keep_last=0)
+    assert off.write(1, lambda path: None) is None
+    return history
+
+
+def test_the_last_k_stay_and_an_abandoned_future_goes(tmp_path):
+    history = spawn(2, keep_last, str(tmp_path))[1]
+    assert history == [
+        (["step_00000001"], "step_00000001"),
+        (["step_00000001", "step_00000002"], "step_00000002"),
+        (["step_00000002", "step_00000003"], "step_00000003"),
+        (["step_00000002", "step_00000002.1"], "step_00000002.1"),
+    ]
+
+
+def fail_while_writing(directory: str, failing_rank: int):
+    model, optimizer = build()
+    folder = CheckpointFolder(Path(directory), keep_last=1)
+    folder.write(1, lambda path: save_checkpoint(path, model, optimizer, step=1))
+
+    def save(path):
+        save_checkpoint(path, model, optimizer, step=2)
+        if dist.get_rank() == failing_rank:
+            raise OSError("no space left on device")
+
+    with pytest.raises(CheckpointError) as caught:
+        folder.write(2, save)
+    latest = folder.latest()
+    return str(caught.value), latest.name, load_checkpoint(latest, model, optimizer)
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_a_failure_on_one_rank_is_an_error_of_all_and_leaves_the_last_one_whole(tmp_path, failing_rank):
+    for message, latest, step in spawn(2, fail_while_writing, str(tmp_path), failing_rank):
+        assert "--output-dir" in message
+        assert "no space left on device" in message
+        assert (latest, step) == ("step_00000001", 1)
+
+
+def write_until_killed(directory: str, kill_at: int, pipe):
+    """One process, one write after the newest checkpoint; SIGKILL in front of its file operation number `kill_at`."""
+    operations = 0
+    writing = False
+
+    def audit(event, args):
+        nonlocal operations
+        if writing and event in FILE_OPERATIONS and "checkpoints" in str(args[0]):
+            operations += 1
+            if operations == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(audit)
+    torch.set_num_threads(1)
+    with platform.process_group(60):
+        model, optimizer = build()
+        folder = CheckpointFolder(Path(directory), keep_last=1)
+        latest = folder.latest()
+        step = 0 if latest is None else load_checkpoint(latest, model, optimizer)
+        pipe.send(step)
+        train(model, optimizer, [step])
+        writing = True
+        folder.write(step + 1, lambda path: save_checkpoint(path, model, optimizer, step=step + 1))
+        pipe.send(operations)
+
+
+FILE_OPERATIONS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree")
+
+
+@pytest.mark.slow
+def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
+    """SIGKILL in front of every third file operation of a write: the next process finds a whole checkpoint."""
+    assert killed_at(0, tmp_path, newest=0) == 0
+    newest, moment = 1, 1
+    while killed_at(moment, tmp_path, newest=newest) == -signal.SIGKILL:
+        names = sorted(path.name for path in (tmp_path / "checkpoints").glob("step_*"))
+        assert int(names[-1][5:13]) in (newest, newest + 1)
+        newest = int(names[-1][5:13])
+        moment += 3
+    assert moment > 16, "there are more file operations than that"
+
+
+def killed_at(moment: int, directory: Path, *, newest: int) -> int | None:
+    """Exit code of a process that found checkpoint `newest`, then wrote another one and was killed at `moment`."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["fsdptrain.testing"])
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=write_until_killed, args=(str(directory), moment, theirs))
+    process.start()
+    theirs.close()
+    process.join(60)
+    assert ours.recv() == newest, f"at file operation {moment}: not the newest whole checkpoint"
+    return process.exitcode
+
+
+def damage_shard(folder: Path):
+    shard = max((folder / "shards").iterdir())
+    shard.write_bytes(shard.read_bytes()[:-1])
+
+
+def lose_shard(folder: Path):
+    max((folder / "shards").iterdir()).unlink()
+
+
+def garble_shard(folder: Path):
+    shard = max((folder / "shards").iterdir())
+    shard.write_bytes(b"\x00" * shard.stat().st_size)
+
+
+def garble_rng(folder: Path):
+    path = folder / "rng-00001.safetensors"
+    path.write_bytes(b"\xff" * path.stat().st_size)
+
+
+def garble_state(folder: Path):
+    (folder / "trainer.json").write_text("{" * (folder / "trainer.json").stat().st_size)
+
+
+def lose_manifest(folder: Path):
+    (folder / "manifest.json").unlink()
+
+
+def lose_everything(folder: Path):
+    shutil.rmtree(folder)
+
+
+DAMAGES = [damage_shard, lose_shard, garble_shard, garble_rng, garble_state, lose_manifest, lose_everything]
+
+
+def refusals(folders: list[str], options: dict):
+    model, optimizer = build(**options)
+    messages = []
+    for folder in folders:
+        with pytest.raises(CheckpointError) as caught:
+            load_checkpoint(Path(folder), model, optimizer)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_a_broken_checkpoint_is_one_line_on_every_rank(tmp_path):
+    whole = spawn(2, save_and_go_on, str(tmp_path), {})[0][0]
+    folders = []
+    for damage in DAMAGES:
+        folder = tmp_path / damage.__name__
+        shutil.copytree(whole, folder)
+        damage(folder)
+        folders.append(str(folder))
+    for messages in spawn(2, refusals, folders, {}):
+        for folder, message in zip(folders, messages, strict=True):
+            assert folder in message
+            assert "--resume" in message
+            assert "\n" not in message
+
+
+def test_another_model_is_refused_with_both_names_and_no_file_is_a_pickle(tmp_path):
+    folder = spawn(1, save_and_go_on, str(tmp_path), {})[0][0]
+    [[message]] = spawn(1, refusals, [folder], {"hidden_size": 32})
+    assert "of another model" in message
+    assert message.count("Qwen3ForCausalLM") == 2
+    files = [path for path in Path(folder).rglob("*") if path.is_file()]
+    assert {path.suffix for path in files} == {".json", ".safetensors"}
+    assert len(json.loads((Path(folder) / "manifest.json").read_text())) == len(files) - 1

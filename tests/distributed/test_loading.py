@@ -1,0 +1,168 @@
+"""A sharded model that was loaded from files is the plain model: logits and buffers are bitwise equal."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+from transformers import AutoModelForCausalLM, HrmTextConfig, PreTrainedModel
+
+from fsdptrain.fsdp.mesh import build_mesh
+from fsdptrain.fsdp.wrap import shard_model
+from fsdptrain.models.loading import build_meta_model, load_weights
+from fsdptrain.testing import spawn
+from tests import zoo
+
+GROUPS = [zoo.ARCHITECTURES[start : start + 5] for start in range(0, len(zoo.ARCHITECTURES), 5)]
+HSDP = ("qwen3_moe", "gemma2", "gpt_oss", "deepseek_v3")
+FEW_EXPERTS = {
+    "mixtral": {"num_local_experts": 2},
+    "qwen3_moe": {"num_experts": 6},  # chunks of 2, 2, 2 and 0
+    "gpt_oss": {"num_local_experts": 2},
+}
+INPUT = (torch.arange(48) * 7 % zoo.VOCAB_SIZE)[None]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Each architecture of the zoo, in several files."""
+    root = tmp_path_factory.mktemp("zoo")
+    for name in zoo.ARCHITECTURES:
+        zoo.build(name).save_pretrained(root / name, max_shard_size="200KB")
+    return root
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["shard", "rank0"])
+@pytest.mark.parametrize("names", GROUPS, ids="-".join)
+def test_two_ranks_hold_the_plain_model(names: tuple[str, ...], strategy: str, checkpoints: Path):
+    for differences in spawn(2, _differences, checkpoints, names, strategy):
+        assert differences == _nothing(names)
+
+
+@pytest.mark.slow
+def test_two_replicas_of_two_shards_hold_the_plain_model(checkpoints: Path):
+    for differences in spawn(4, _differences, checkpoints, HSDP, "shard", 2):
+        assert differences == _nothing(HSDP)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["shard", "rank0"])
+def test_offloaded_shards_hold_the_plain_model(strategy: str, checkpoints: Path):
+    names = ("qwen2", "qwen3_moe", "gpt2")
+    for differences in spawn(2, _differences, checkpoints, names, strategy, 1, True):
+        assert differences == _nothing(names)
+
+
+@pytest.mark.slow
+def test_one_rank_uses_the_same_path(checkpoints: Path):
+    names = ("qwen2", "mixtral", "gemma3")
+    assert spawn(1, _differences, checkpoints, names, "shard") == [_nothing(names)]
+
+
+@pytest.mark.slow
+def test_a_rank_without_experts_does_not_exist(tmp_path: Path):
+    for name, changes in FEW_EXPERTS.items():
+        zoo.build(name, **changes).save_pretrained(tmp_path / name)
+    for differences, columns in spawn(4, _few_experts, tmp_path):
+        assert differences == _nothing(FEW_EXPERTS)
+        assert columns == {name: {2} for name in FEW_EXPERTS}
+
+
+@pytest.mark.parametrize("strategy", ["shard", "rank0"])
+def test_masters_are_float32_whatever_lies_on_disk(strategy: str, tmp_path: Path):
+    for dtype in (torch.bfloat16, torch.float16):
+        zoo.build("qwen2").to(dtype).save_pretrained(tmp_path / str(dtype))  # half of the bytes, and rounded
+    for differences in spawn(2, _upcast_differences, tmp_path, strategy):
+        assert differences == {"torch.bfloat16": [], "torch.float16": []}
+
+
+def test_a_conversion_that_mixes_rows_is_done_on_whole_tensors(tmp_path: Path):
+    """hrm_text splits one tensor of the files into q, k, v and gate: slices of it would be wrong without an error."""
+    _hrm_text().save_pretrained(tmp_path)
+    assert spawn(2, _hrm_differences, tmp_path) == [[], []]
+
+
+def _nothing(names: Iterable[str]) -> dict[str, list[str]]:
+    return {name: [] for name in names}
+
+
+def _load(path: Path, strategy: str, replicas: int = 1, cpu_offload: bool = False) -> PreTrainedModel:
+    model = build_meta_model(path, trust_remote_code=False, attn_implementation="eager").eval()
+    shard_model(
+        model,
+        build_mesh(replicas),
+        compute_dtype=torch.float32,
+        cpu_offload=cpu_offload,
+        reshard_after_forward=True,
+        prefetch=True,
+    )
+    load_weights(model, path, strategy=strategy, cpu_offload=cpu_offload)
+    return model
+
+
+def _differences(
+    root: Path, names: tuple[str, ...], strategy: str, replicas: int = 1, cpu_offload: bool = False
+) -> dict[str, list[str]]:
+    return {
+        name: _compare(
+            _load(root / name, strategy, replicas, cpu_offload), zoo.build(name, attn_implementation="eager")
+        )
+        for name in names
+    }
+
+
+def _few_experts(root: Path) -> tuple[dict[str, list[str]], dict[str, set[int]]]:
+    differences, columns = {}, {}
+    for name, changes in FEW_EXPERTS.items():
+        model = _load(root / name, "shard")
+        experts = [p for p in model.parameters() if p.dim() == 3]
+        columns[name] = {p.placements[0].dim for p in experts if isinstance(p.placements[0], Shard)}
+        differences[name] = _compare(model, zoo.build(name, attn_implementation="eager", **changes))
+    return differences, columns
+
+
+def _upcast_differences(root: Path, strategy: str) -> dict[str, list[str]]:
+    differences = {}
+    for dtype in (torch.bfloat16, torch.float16):
+        plain = zoo.build("qwen2", attn_implementation="eager")
+        with torch.no_grad():
+            for parameter in plain.parameters():
+                parameter.copy_(parameter.to(dtype))
+        differences[str(dtype)] = _compare(_load(root / str(dtype), strategy), plain)
+    return differences
+
+
+def _hrm_text() -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = HrmTextConfig(
+        vocab_size=zoo.VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=128,
+        num_attention_heads=4,
+        head_dim=16,
+        num_layers_per_stack=1,
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def _hrm_differences(path: Path) -> list[str]:
+    return _unequal(dict(_load(path, "shard").named_parameters()), dict(_hrm_text().named_parameters()))
+
+
+def _compare(model: PreTrainedModel, plain: PreTrainedModel) -> list[str]:
+    """Names of what is not bitwise the same."""
+    unequal = _unequal(dict(model.named_parameters()), dict(plain.named_parameters()))
+    unequal += _unequal(dict(model.named_buffers()), dict(plain.named_buffers()))
+    with torch.no_grad():
+        logits = {"logits": model(input_ids=INPUT, use_cache=False).logits}
+        unequal += _unequal(logits, {"logits": plain(input_ids=INPUT, use_cache=False).logits})
+    return unequal
+
+
+def _unequal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:
+    assert list(ours) == list(theirs)
+    whole = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in ours.items()}
+    return [name for name in ours if whole[name].dtype != theirs[name].dtype or not whole[name].equal(theirs[name])]

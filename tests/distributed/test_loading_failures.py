@@ -1,0 +1,176 @@
+"""A checkpoint that cannot be loaded is one error, the same on all ranks, also where only one of them finds it."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from fsdptrain.errors import CheckpointError, FsdptrainError
+from fsdptrain.fsdp.mesh import build_mesh
+from fsdptrain.fsdp.wrap import shard_model
+from fsdptrain.models.loading import build_meta_model, load_weights, resolve_checkpoint
+from fsdptrain.testing import spawn
+from tests import zoo
+
+INDEX = "model.safetensors.index.json"
+
+
+def _corrupt(path: Path) -> None:
+    first = min(path.glob("*.safetensors"))
+    first.write_bytes(first.read_bytes()[:1000])
+
+
+def _lose_a_file(path: Path) -> None:
+    min(path.glob("*.safetensors")).unlink()
+
+
+def _break_the_index(path: Path) -> None:
+    (path / INDEX).write_text("{")
+
+
+def _grow(path: Path) -> None:
+    _edit_config(path, intermediate_size=160)
+
+
+def _lose_a_weight(path: Path) -> None:
+    _edit_weights(path, lambda weights: weights.pop("model.norm.weight"))
+
+
+def _add_a_weight(path: Path) -> None:
+    _edit_weights(path, lambda weights: weights.update(stowaway=torch.ones(3)))
+
+
+def _untie(path: Path) -> None:
+    _edit_weights(path, lambda weights: weights.update({"lm_head.weight": torch.ones(zoo.VOCAB_SIZE, zoo.HIDDEN)}))
+
+
+BREAKAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "corrupt": (_corrupt, "SafetensorError"),
+    "lost file": (_lose_a_file, "lacks model-00001-of-"),
+    "broken index": (_break_the_index, "JSONDecodeError"),
+    "lost weight": (_lose_a_weight, "lack model.norm.weight"),
+    "one weight too many": (_add_a_weight, "hold stowaway"),
+    "two tied weights that differ": (_untie, "ties lm_head.weight to model.embed_tokens.weight"),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("broken")
+    zoo.build("qwen2").save_pretrained(root / "good", max_shard_size="200KB")
+    for name, (breakage, _) in BREAKAGES.items():
+        shutil.copytree(root / "good", root / name)
+        breakage(root / name)
+    shutil.copytree(root / "good", root / "another shape")
+    _grow(root / "another shape")
+    return root
+
+
+@pytest.mark.parametrize("strategy", ["shard", "rank0"])
+def test_every_rank_gets_the_same_error(strategy: str, folders: Path):
+    first, second = spawn(2, _errors, folders, list(BREAKAGES), strategy)
+    assert first == second
+    for name, (_, words) in BREAKAGES.items():
+        kind, message = first[name]
+        assert (kind, words in message, "\n" in message) == ("CheckpointError", True, False), message
+        assert "--hf-checkpoint" in message
+
+
+@pytest.mark.parametrize("strategy", ["shard", "rank0"])
+def test_a_checkpoint_of_another_shape_is_refused(strategy: str, folders: Path):
+    first, second = spawn(2, _shape_error, folders, strategy)
+    assert first == second
+    assert first[0] == "CheckpointError"
+    assert "\n" not in first[1]
+
+
+def test_one_rank_with_a_broken_disk_stops_all(folders: Path):
+    """Rank 1 alone reads the broken folder. The last load, of the good one, shows that the ranks are still in step."""
+    names = ["corrupt", "lost file", "lost weight"]
+    first, second = spawn(2, _errors_of_one_rank, folders, names)
+    assert first == second
+    assert [first[name][0] for name in names] == ["CheckpointError"] * len(names)
+    assert "(rank 1 of 2)" in first["corrupt"][1]
+    assert "good" not in first
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path: Path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "no weights").mkdir()
+    (tmp_path / "no weights" / "config.json").write_text("{}")
+    for name, words in [
+        ("absent", "is not a folder"),
+        ("empty", "no config.json"),
+        ("no weights", "neither model.safe"),
+    ]:
+        with pytest.raises(CheckpointError, match=words):
+            resolve_checkpoint(str(tmp_path / name))
+
+
+def test_a_quantised_checkpoint_is_refused(folders: Path, tmp_path: Path):
+    shutil.copytree(folders / "good", tmp_path / "quantised")
+    _edit_config(tmp_path / "quantised", quantization_config={"quant_method": "mxfp4"})
+    with pytest.raises(CheckpointError, match=r"quantised \(mxfp4\)"):
+        build_meta_model(tmp_path / "quantised", trust_remote_code=False, attn_implementation="eager")
+
+
+def _errors(root: Path, names: list[str], strategy: str) -> dict[str, tuple[str, str]]:
+    errors = {}
+    for name in names:
+        try:
+            _load(root / name, root / "good", strategy)
+        except FsdptrainError as error:
+            errors[name] = (type(error).__name__, str(error))
+    return errors
+
+
+def _shape_error(root: Path, strategy: str) -> tuple[str, str]:
+    try:
+        _load(root / "another shape", root / "another shape", strategy)
+    except FsdptrainError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def _errors_of_one_rank(root: Path, names: list[str]) -> dict[str, tuple[str, str]]:
+    errors = {}
+    for name in [*names, "good"]:
+        try:
+            _load(root / (name if dist.get_rank() == 1 else "good"), root / "good", "shard")
+        except FsdptrainError as error:
+            errors[name] = (type(error).__name__, str(error))
+    return errors
+
+
+def _load(weights: Path, config: Path, strategy: str) -> None:
+    model = build_meta_model(config, trust_remote_code=False, attn_implementation="eager")
+    shard_model(
+        model,
+        build_mesh(1),
+        compute_dtype=torch.float32,
+        cpu_offload=False,
+        reshard_after_forward=True,
+        prefetch=True,
+    )
+    load_weights(model, weights, strategy=strategy)
+
+
+def _edit_config(path: Path, **changes: object) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | changes))
+
+
+def _edit_weights(path: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Write all weights of `path` into one file, after `edit`."""
+    weights = {}
+    for file in path.glob("*.safetensors"):
+        weights |= load_file(file)
+        file.unlink()
+    (path / INDEX).unlink()
+    edit(weights)
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})

@@ -1,0 +1,116 @@
+"""Combinations that cannot work, or have no effect, are refused with the way out; their repaired forms are not."""
+
+import pytest
+
+from fsdptrain.config import Config, check_world_size
+from fsdptrain.config.checks import check_data_options
+from fsdptrain.errors import ConfigError
+
+SFT = {"algorithm": "sft"}
+OFF_POLICY = {"global_batch_size": 64}
+
+# (what is refused, what the line names, what repairs it)
+REFUSED = [
+    ({"hf_checkpoint": ""}, ["--hf-checkpoint", "Qwen/Qwen3-4B"], {"hf_checkpoint": "x"}),
+    ({"fp16": True, "bf16": True}, ["--fp16", "--no-bf16"], {"bf16": False}),
+    (
+        {"apply_chat_template": False, "chat_template_kwargs": {"a": 1}},
+        ["--chat-template-kwargs"],
+        {"chat_template_kwargs": {}},
+    ),
+    ({**SFT, "n_samples_per_prompt": 4}, ["--n-samples-per-prompt", "sft"], {"algorithm": "grpo"}),
+    ({**SFT, "kl_loss_coef": 0.1}, ["--kl-loss-coef", "sft"], {"algorithm": "grpo"}),
+    ({**SFT, "entropy_coef": 0.1}, ["--entropy-coef", "sft"], {"algorithm": "grpo"}),
+    ({**SFT, "rollout_temperature": 0.7}, ["--rollout-temperature", "sft"], {"algorithm": "grpo"}),
+    ({**SFT, "rollout_batch_size": 8, "global_batch_size": 4}, ["--rollout-batch-size"], {"rollout_batch_size": 4}),
+    ({"n_samples_per_prompt": 1}, ["--n-samples-per-prompt", "at least 2"], {"n_samples_per_prompt": 2}),
+    ({"kl_loss_type": "k1"}, ["--kl-loss-type", "--kl-loss-coef"], {"kl_loss_coef": 0.001}),
+    ({"ref_load": "y"}, ["--ref-load", "--kl-loss-coef"], {"kl_loss_coef": 0.001}),
+    ({"eps_clip_high": 0.28}, ["--eps-clip-high", "--global-batch-size below 256"], OFF_POLICY),
+    ({"eps_clip": 0.1}, ["--eps-clip ", "ratio is always 1"], {"use_rollout_logprobs": True}),
+    ({"eps_clip_c": 3.0}, ["--eps-clip-c"], OFF_POLICY),
+    ({"global_batch_size": 100}, ["--global-batch-size 100", "32", "8", "256", "e.g. 64"], OFF_POLICY),
+    ({"global_batch_size": 512}, ["--global-batch-size 512", "e.g. 256"], OFF_POLICY),
+    (
+        {"rollout_max_response_len": 8192},
+        ["--rollout-max-response-len 8192", "--max-tokens-per-gpu 8192"],
+        {"max_tokens_per_gpu": 9000},
+    ),
+    ({"rollout_max_prompt_len": 7000}, ["--rollout-max-prompt-len 7000", "--overlong drop"], {"overlong": "drop"}),
+    ({"rollout_max_batch_tokens": 100}, ["--rollout-max-batch-tokens 100"], {"rollout_max_batch_tokens": 8192}),
+    (
+        {"rollout_engine": "vllm", "rollout_max_batch_tokens": 9000},
+        ["--rollout-max-batch-tokens"],
+        {"rollout_engine": "hf"},
+    ),
+    ({"lr_decay_style": "linear", "min_lr": 1.0}, ["--min-lr", "--lr"], {"min_lr": 1e-7}),
+    ({"lr_warmup_iters": 5, "lr_warmup_init": 1.0}, ["--lr-warmup-init"], {"lr_warmup_init": 1e-8}),
+    (
+        {"lr_warmup_iters": 5, "lr_warmup_fraction": 0.1},
+        ["--lr-warmup-iters", "--lr-warmup-fraction"],
+        {"lr_warmup_iters": 0},
+    ),
+    ({"lr_warmup_init": 1e-8}, ["--lr-warmup-init", "--lr-warmup-iters"], {"lr_warmup_iters": 5}),
+    ({"min_lr": 1e-7}, ["--min-lr", "--lr-decay-style"], {"lr_decay_style": "cosine"}),
+    ({"lr_decay_iters": 50}, ["--lr-decay-iters"], {"lr_decay_style": "linear"}),
+    ({"lr_wsd_decay_iters": 5}, ["--lr-wsd-decay-iters", "WSD"], {"lr_decay_style": "WSD"}),
+    ({"lr_wsd_decay_style": "linear"}, ["--lr-wsd-decay-style"], {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 5}),
+    ({"lr_decay_style": "WSD"}, ["--lr-wsd-decay-iters", "e.g. 20"], {"lr_wsd_decay_iters": 20}),
+    (
+        {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 500},
+        ["--lr-wsd-decay-iters 500", "200"],
+        {"lr_wsd_decay_iters": 200},
+    ),
+    ({"lr_decay_style": "cosine", "lr_warmup_iters": 200}, ["--lr-warmup-iters 200"], {"lr_warmup_iters": 199}),
+    ({"keep_last": 0, "save_interval": 5}, ["--save-interval", "--keep-last 0"], {"keep_last": 1}),
+    ({"eval_interval": 0, "eval_size": 64}, ["--eval-size", "--eval-interval 0"], {"eval_interval": 5}),
+    ({"eval_interval": 0, "eval_prompt_data": "a.jsonl"}, ["--eval-prompt-data"], {"eval_interval": 5}),
+    ({"eval_size": 0, "eval_interval": 5}, ["--eval-interval", "--eval-size 0"], {"eval_size": 5}),
+    ({"log_to": ["wand"]}, ["--log-to", "'wand'", "wandb"], {"log_to": ["wandb"]}),
+    ({"log_to": ["console", "console"]}, ["--log-to", "twice"], {"log_to": ["console"]}),
+    ({"log_project": "p"}, ["--log-project", "trackio"], {"log_to": ["trackio"]}),
+    ({"nnodes": 2}, ["--rdzv-endpoint", "10.0.0.1:29500"], {"rdzv_endpoint": "10.0.0.1:29500"}),
+    ({"nnodes": 2, "rdzv_endpoint": "host"}, ["--rdzv-endpoint", "host:port"], {"rdzv_endpoint": "host:29500"}),
+    ({"rdzv_endpoint": "h:1"}, ["--rdzv-endpoint", "--nnodes"], {"nnodes": 2}),
+    ({"node_rank": 1}, ["--node-rank 1", "--nnodes 1"], {"nnodes": 2, "rdzv_endpoint": "h:1"}),
+]
+
+
+@pytest.mark.parametrize(("values", "named", "repair"), REFUSED, ids=[" ".join(named) for _, named, _ in REFUSED])
+def test_what_cannot_work_is_one_line_with_the_way_out(values, named, repair):
+    values = {"hf_checkpoint": "x", **values}
+    with pytest.raises(ConfigError) as caught:
+        Config(**values)
+    line = str(caught.value)
+    assert "\n" not in line
+    assert [part for part in named if part not in line] == []
+    Config(**{**values, **repair})
+
+
+# With data that is named; Python may hand over data of its own.
+DATA_REFUSED = [
+    ({"input_key": "question"}, ["--input-key", "reasoning_gym"], {"prompt_data": "a.jsonl"}),
+    ({"label_key": "question"}, ["--label-key"], {"prompt_data": "a.jsonl"}),
+    ({"metadata_key": "question"}, ["--metadata-key"], {"prompt_data": "gsm8k"}),
+    ({"prompt_split": "test"}, ["--prompt-split"], {"prompt_data": "gsm8k"}),
+    ({"prompt_data": "a.jsonl", "data_size": 10}, ["--data-size"], {"prompt_data": "reasoning_gym:spell_backward"}),
+    ({"prompt_data": "a.jsonl?x=1", "prompt_split": "test"}, ["--prompt-split"], {"prompt_data": "folder"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("values", "named", "repair"), DATA_REFUSED, ids=[" ".join(named) for _, named, _ in DATA_REFUSED]
+)
+def test_options_that_the_data_cannot_use_are_refused(values, named, repair):
+    config = Config(**{"hf_checkpoint": "x", **values})
+    with pytest.raises(ConfigError) as caught:
+        check_data_options(config)
+    assert [part for part in named if part not in str(caught.value)] == []
+    check_data_options(Config(**{"hf_checkpoint": "x", **values, **repair}))
+
+
+def test_replicas_divide_the_world():
+    config = Config(hf_checkpoint="x", fsdp_replicate_size=2)
+    check_world_size(config, 4)
+    with pytest.raises(ConfigError, match="--fsdp-replicate-size 2 must divide the number of processes, 3"):
+        check_world_size(config, 3)

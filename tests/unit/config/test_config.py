@@ -1,0 +1,126 @@
+"""Sections and flat keys say the same, whatever is wrong is one line, and what follows from the values."""
+
+import pickle
+
+import pytest
+
+from fsdptrain.config import AlgorithmConfig, Config, FsdpConfig
+from fsdptrain.config.keys import all_keys
+from fsdptrain.errors import ConfigError
+
+
+def config(**values):
+    return Config(**{"hf_checkpoint": "x", **values})
+
+
+def test_sections_flat_keys_and_records_are_three_ways_to_say_the_same():
+    flat = config(lr=1e-5, fsdp_cpu_offload=True, algorithm="sft", reward=["math"])
+    nested = Config(
+        model={"hf_checkpoint": "x"},
+        optim={"lr": 1e-5},
+        fsdp={"cpu_offload": True},
+        algorithm={"algorithm": "sft"},
+        reward={"reward": ["math"]},
+    )
+    records = config(
+        lr=1e-5, fsdp=FsdpConfig(cpu_offload=True), algorithm=AlgorithmConfig(algorithm="sft"), reward="math"
+    )
+    assert flat == nested == records
+
+
+def test_a_config_survives_a_pickle():
+    assert pickle.loads(pickle.dumps(config(fp16=True))) == config(fp16=True)
+
+
+def test_no_two_options_share_a_flag():
+    flags = [key.flag for key in all_keys().values()]
+    assert len(set(flags)) == len(flags)
+    assert all_keys()["fsdp_cpu_offload"].flag == "--fsdp-cpu-offload"
+
+
+def test_every_option_has_a_help_text():
+    assert [key.flag for key in all_keys().values() if not key.field.description] == []
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        ({"eps_clip": 1.5}, "--eps-clip must be less than 1, got 1.5"),
+        ({"eps_clip": -1}, "--eps-clip must be greater than 0, got -1"),
+        ({"lr": -1e-6}, "--lr must be at least 0, got -1e-06"),
+        ({"lr": float("inf")}, "--lr must be finite, got inf"),
+        ({"lr": float("nan")}, "--lr must be finite, got nan"),
+        ({"lr": "fast"}, "--lr must be a number, got 'fast'"),
+        ({"max_unscored_fraction": 2.0}, "--max-unscored-fraction must be at most 1, got 2.0"),
+        ({"num_rollout": 2.5}, "--num-rollout must be a whole number, got 2.5"),
+        ({"num_rollout": None}, "--num-rollout must be a whole number, got None"),
+        ({"fsdp_cpu_offload": "yes"}, "--fsdp-cpu-offload must be true or false, got 'yes'"),
+        ({"fsdp": {"cpu_offload": 1}}, "--fsdp-cpu-offload must be true or false, got 1"),
+        ({"layout": "paked"}, "--layout must be one of auto, packed, padded, got 'paked'; did you mean 'packed'?"),
+        ({"eps_clip_high": "x"}, "--eps-clip-high must be a number, got 'x'"),
+        ({"output_dir": 3}, "--output-dir must be a text, got 3"),
+        ({"reward": 3}, "--reward must be a list of texts, got 3"),
+        ({"reward": []}, "--reward needs at least one, got []"),
+        (
+            {"chat_template_kwargs": []},
+            "--chat-template-kwargs must be a mapping (on the command line: key=value ...), got []",
+        ),
+        ({"learning_rate": 1}, "unknown key 'learning_rate'"),
+        ({"epsclip": 1}, "unknown key 'epsclip'; did you mean 'eps_clip'?"),
+        ({"fsdp": {"cpu_ofload": True}}, "unknown key 'cpu_ofload' in section 'fsdp'; did you mean 'cpu_offload'?"),
+        ({"use_kl_loss": True}, "unknown key 'use_kl_loss': it is --kl-loss-coef here (above 0 turns it on)"),
+        (
+            {"colocate": True},
+            "unknown key 'colocate': there is no such flag here: the engine always shares the trainer's",
+        ),
+        ({"fsdp": True}, "'fsdp' is a section, it takes a mapping such as {cpu_offload: False}, got True"),
+        ({"lr": 1e-5, "optim": {"lr": 1e-5}}, "optim.lr is given twice, in its section and flat: give it once"),
+    ],
+)
+def test_a_bad_value_is_one_line_that_names_the_flag(values, line):
+    with pytest.raises(ConfigError) as caught:
+        config(**values)
+    assert str(caught.value).startswith(line)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_empty_section_of_a_recipe_is_fine():
+    assert config(fsdp=None) == config()
+
+
+def test_a_config_cannot_be_changed():
+    with pytest.raises(ValueError, match="frozen"):
+        config().optim.lr = 1.0
+
+
+@pytest.mark.parametrize(
+    ("values", "name"), [({}, "bfloat16"), ({"bf16": False}, "float32"), ({"fp16": True}, "float16")]
+)
+def test_the_compute_dtype(values, name):
+    assert config(**values).compute_dtype_name == name
+
+
+def test_the_size_of_a_rollout_and_of_its_steps():
+    grpo = config(rollout_batch_size=32, n_samples_per_prompt=8, global_batch_size=64, num_rollout=10)
+    assert (grpo.samples_per_rollout, grpo.steps_per_rollout, grpo.on_policy, grpo.total_optimizer_steps) == (
+        256,
+        4,
+        False,
+        40,
+    )
+    assert config().on_policy
+    sft = config(algorithm="sft", global_batch_size=64, num_rollout=10)
+    assert (sft.samples_per_rollout, sft.steps_per_rollout, sft.total_optimizer_steps) == (64, 1, 10)
+    assert config(algorithm="sft", rollout_batch_size=16).samples_per_rollout == 16
+
+
+def test_a_prompt_may_take_what_a_response_leaves():
+    assert config(max_tokens_per_gpu=4096, rollout_max_response_len=1024).prompt_budget == 3072
+    assert config(rollout_max_prompt_len=100).prompt_budget == 100
+    assert config(algorithm="sft", max_tokens_per_gpu=4096).prompt_budget == 4095
+
+
+def test_evaluation_needs_prompts_and_a_time():
+    assert config().evaluates
+    assert not config(eval_interval=0).evaluates
+    assert not config(eval_size=0).evaluates

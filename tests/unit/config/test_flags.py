@@ -1,0 +1,113 @@
+"""From argv to values: every spelling of a flag, and one line for each mistake."""
+
+import pytest
+
+from fsdptrain.config import Config, resolve
+from fsdptrain.config.flags import config_options, convert
+from fsdptrain.config.keys import all_keys
+from fsdptrain.errors import ConfigError
+
+MODEL = ["--hf-checkpoint", "x"]
+
+
+def value(flat, *argv):
+    key = all_keys()[flat]
+    return getattr(getattr(resolve([*MODEL, *argv]).config, key.section), key.name)
+
+
+@pytest.mark.parametrize(
+    ("flat", "argv", "expected"),
+    [
+        ("lr", ["--lr", "2e-5"], 2e-5),
+        ("lr", ["--lr=2e-5"], 2e-5),
+        ("lr", ["--lr", "1", "--lr", "2"], 2.0),
+        ("bf16", ["--no-bf16"], False),
+        ("bf16", ["--no-bf16", "--bf16"], True),
+        ("fsdp_cpu_offload", ["--fsdp-cpu-offload"], True),
+        ("fsdp_cpu_offload", ["--fsdp_cpu_offload"], True),
+        ("rollout_seed", ["--rollout-seed", "-1"], -1),
+        ("system_prompt", ["--system-prompt=--think"], "--think"),
+        ("system_prompt", ["--system-prompt", ""], ""),
+        ("prompt_data", ["--prompt-data", "reasoning_gym:sort?min=1&max=2"], "reasoning_gym:sort?min=1&max=2"),
+        ("reward", ["--reward", "math", "format=0.2", "--lr", "1"], ["math", "format=0.2"]),
+        ("log_to", ["--log-to"], []),
+        (
+            "chat_template_kwargs",
+            ["--chat-template-kwargs", "think=false", "n=3", "s=a=b"],
+            {"think": False, "n": 3, "s": "a=b"},
+        ),
+        ("log_run_name", ["--log-run-name", "None", "--log-to", "wandb"], None),
+        ("lr_decay_style", ["--lr-decay-style", "inverse-square-root"], "inverse-square-root"),
+    ],
+)
+def test_flags_are_read(flat, argv, expected):
+    assert value(flat, *argv) == expected
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["--lr", "abc"], "--lr must be a number, got 'abc'"),
+        (["--lr"], "--lr needs a value: a number"),
+        (["--lr", "--bf16"], "--lr needs a value: a number"),
+        (["--num-rollout", "2.5"], "--num-rollout must be a whole number, got '2.5'"),
+        (["--layout", "packd"], "--layout must be one of auto, packed, padded, got 'packd'; did you mean 'packed'?"),
+        (["--bf16=false"], "--bf16 takes no value, got 'false': it is --bf16 or --no-bf16"),
+        (["--bf16", "false"], "--bf16 takes no value, got 'false': it is --bf16 or --no-bf16"),
+        (["--hf-chekpoint", "x"], "unknown flag --hf-chekpoint; did you mean '--hf-checkpoint'?"),
+        (["--no-lr"], "unknown flag --no-lr"),
+        (["--custom-rm-path", "a.b"], "unknown flag --custom-rm-path: it is --reward here (`package.module:function`)"),
+        (["--rollout-top-p", "0.9"], "unknown flag --rollout-top-p: there is no such flag here: the trainer"),
+        (["Qwen/Qwen3-4B"], "'Qwen/Qwen3-4B' stands alone: options begin with --, e.g. --hf-checkpoint Qwen/Qwen3-4B"),
+        (["--lr", "1", "2"], "'2' stands alone"),
+        (
+            ["--chat-template-kwargs", "a"],
+            "--chat-template-kwargs must be a mapping (on the command line: key=value ...)",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line_and_nothing_is_printed(argv, line, capsys):
+    with pytest.raises(ConfigError) as caught:
+        resolve(argv)
+    assert str(caught.value).startswith(line)
+    assert "\n" not in str(caught.value)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_flag_wins_over_a_recipe_and_a_recipe_over_the_default(tmp_path):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("hf_checkpoint: y\noptim:\n  lr: 1e-6\n  adam_beta1: 0.8\nfsdp_prefetch: false\nbf16: false\n")
+    resolved = resolve(["--recipe", str(recipe), "--lr", "3e-6", "--bf16"])
+    config, sources = resolved.config, resolved.sources
+    assert (config.optim.lr, config.optim.adam_beta1, config.optim.adam_beta2) == (3e-6, 0.8, 0.95)
+    assert (config.fsdp.prefetch, config.model.bf16, config.model.hf_checkpoint) == (False, True, "y")
+    given = {key: source for key, source in sources.items() if source != "default"}
+    assert given == {
+        "hf_checkpoint": "recipe",
+        "lr": "flag",
+        "adam_beta1": "recipe",
+        "fsdp_prefetch": "recipe",
+        "bf16": "flag",
+    }
+
+
+@pytest.mark.parametrize("flat", [flat for flat, key in all_keys().items() if key.field.annotation is bool])
+def test_every_boolean_can_be_set_both_ways(flat):
+    flag = all_keys()[flat].flag
+    extra = ["--no-bf16"] if flat == "fp16" else []
+    assert value(flat, flag, *extra) is True
+    assert value(flat, "--no-" + flag[2:]) is False
+
+
+@pytest.mark.parametrize("flat", [flat for flat, option in config_options().items() if option.annotation is not bool])
+def test_every_default_can_be_written_as_a_flag(flat):
+    """What a flag says is what its field takes: the types of tyro and of pydantic agree."""
+    option = config_options()[flat]
+    if isinstance(option.default, dict):
+        words = [f"{key}={value}" for key, value in option.default.items()]
+    else:
+        words = option.default if isinstance(option.default, list) else [str(option.default)]
+    converted = convert(option, words)
+    assert converted == option.default
+    assert type(converted) is type(option.default)
+    Config(**{"hf_checkpoint": "x", flat: converted} if flat != "hf_checkpoint" else {"hf_checkpoint": "x"})

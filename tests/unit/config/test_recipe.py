@@ -1,0 +1,96 @@
+"""Recipes are read with every mistake named, and written so that they can be read again."""
+
+from pathlib import Path
+
+import pytest
+
+from fsdptrain.config import Config, load_recipe, read_recipe, resolve, to_yaml
+from fsdptrain.errors import ConfigError
+
+RECIPES = sorted((Path(__file__).parents[3] / "recipes").rglob("*.yaml"))
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    def write(text):
+        path = tmp_path / "r.yaml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+def test_every_recipe_of_the_repository_is_a_configuration(path):
+    assert load_recipe(path).model.hf_checkpoint
+
+
+def test_the_recipes_are_found():
+    assert {"grpo_gsm_symbolic_qwen3_4b.yaml", "sft.yaml"} <= {path.name for path in RECIPES}
+
+
+def test_numbers_as_python_writes_them_are_numbers(recipe):
+    config = load_recipe(recipe("hf_checkpoint: x\nlr: 1e-6\nadam_eps: 1E-8\nweight_decay: 1.5e-2\nadam_beta1: .5\n"))
+    assert (config.optim.lr, config.optim.adam_eps, config.optim.weight_decay, config.optim.adam_beta1) == (
+        1e-6,
+        1e-8,
+        0.015,
+        0.5,
+    )
+
+
+def test_keywords_win_over_the_recipe(recipe):
+    path = recipe("hf_checkpoint: x\noptim: {lr: 1e-6, adam_beta1: 0.8}\n")
+    config = load_recipe(path, lr=1e-5, fsdp={"cpu_offload": True})
+    assert (config.optim.lr, config.optim.adam_beta1, config.fsdp.cpu_offload) == (1e-5, 0.8, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("lr: [", "is not YAML: line "),
+        ("lr: 1\nlr: 2\n", "is not YAML: line 2: key 'lr' is given twice"),
+        ("- a\n", "must hold keys with values, such as `lr: 1e-6`, got list"),
+        ("learning_rat: 1\n", "unknown key 'learning_rat'"),
+        ("fsdp:\n  cpu_ofload: true\n", "unknown key 'cpu_ofload' in section 'fsdp'; did you mean 'cpu_offload'?"),
+        ("eps_clip: 1.5\n", "--eps-clip must be less than 1, got 1.5"),
+        ("1: 2\n", "unknown key '1'"),
+    ],
+)
+def test_a_mistake_names_the_file(recipe, text, line):
+    path = recipe(text)
+    with pytest.raises(ConfigError) as caught:
+        read_recipe(path)
+    assert str(path) in str(caught.value)
+    assert line in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_recipe_is_one_line(tmp_path):
+    with pytest.raises(ConfigError, match=r"--recipe .*none.yaml cannot be read: No such file"):
+        read_recipe(tmp_path / "none.yaml")
+
+
+def test_an_empty_recipe_says_nothing(recipe):
+    assert read_recipe(recipe("# nothing\n")) == {}
+
+
+def test_each_value_is_written_with_its_source(recipe):
+    resolved = resolve(["--recipe", str(recipe("hf_checkpoint: x\nlr: 1e-6\n")), "--no-bf16"])
+    lines = to_yaml(resolved.config, resolved.sources).splitlines()
+    found = {line.split(":")[0].strip(): line for line in lines}
+    assert found["hf_checkpoint"].split("#")[1] == " recipe"
+    assert found["bf16"].split() == ["bf16:", "false", "#", "flag"]
+    assert found["fp16"].split() == ["fp16:", "false", "#", "default"]
+    assert len({line.index("#") for line in lines if "#" in line}) == 1
+
+
+def test_colour_is_only_there_when_asked_for():
+    config = Config(hf_checkpoint="x")
+    sources = resolve(["--hf-checkpoint", "x"]).sources
+    assert "\x1b" not in to_yaml(config, sources)
+    assert "\x1b" in to_yaml(config, sources, colour=True)
+
+
+def test_a_dry_run_is_not_part_of_a_recipe():
+    assert "dry_run" not in to_yaml(Config(hf_checkpoint="x", dry_run=True))

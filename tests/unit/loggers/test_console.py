@@ -1,0 +1,74 @@
+"""The console says what matters, in a terminal and in a log file."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from fsdptrain.config import Config
+from fsdptrain.loggers.console import ConsoleLogger, duration, number
+from fsdptrain.loggers.run_info import RunInfo
+
+STEP = {"reward/mean": 0.25, "completion/length_mean": 131.7, "optim/grad_norm": 0.31, "perf/tokens_per_s": 1234.0}
+
+
+def run(tmp_path, *, terminal: bool, resumed_step: int | None = None) -> str:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=terminal, width=140, color_system=None)
+    config = Config(hf_checkpoint="Qwen/Qwen3-4B", num_rollout=4)
+    logger = ConsoleLogger(RunInfo(tmp_path, "p", "run-a", 4, resumed_step, config), console=console)
+    for step in range((resumed_step or 0) + 1, 5):
+        logger.log({**STEP, "reward/mean": 0.25 * step, "loss/total": 0.1}, step)
+    logger.log({"eval/held_out/accuracy": 0.5}, 4)
+    logger.close()
+    return out.getvalue()
+
+
+def test_plain_output_has_one_line_for_each_step(tmp_path):
+    lines = run(tmp_path, terminal=False).splitlines()
+    steps = [line for line in lines if line.startswith("step")]
+    assert len(steps) == 5
+    assert steps[1].startswith("step 2/4  reward 0.500  len 132  grad 0.310  tok/s 1.2k  ETA")
+    assert steps[4] == "step 4/4  acc 0.500"
+    assert "\x1b" not in "".join(lines)
+
+
+def test_the_header_says_what_runs_and_the_table_how_it_went(tmp_path):
+    text = run(tmp_path, terminal=False)
+    assert "grpo of Qwen/Qwen3-4B (bfloat16) on reasoning_gym:gsm_symbolic" in text
+    assert ["reward", "0.250", "1.000", "0.250", "1.000"] in [line.split() for line in text.splitlines()]
+    assert str(tmp_path) in text
+
+
+def test_a_terminal_shows_a_bar_with_the_latest_values(tmp_path):
+    text = run(tmp_path, terminal=True)
+    assert "4/4" in text
+    assert "reward 1.000" in text
+    assert "acc 0.500" in text
+
+
+def test_a_resumed_run_starts_its_bar_where_it_goes_on(tmp_path):
+    text = run(tmp_path, terminal=True, resumed_step=2)
+    assert "goes on after step 2 of 4" in text
+    assert "1/4" not in text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0.000"),
+        (0.5312, "0.531"),
+        (-12.34, "-12.3"),
+        (128.4, "128"),
+        (1234.0, "1.2k"),
+        (3.4e6, "3.4M"),
+        (2e-5, "2.0e-05"),
+    ],
+)
+def test_numbers_are_short(value, text):
+    assert number(value) == text
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(45, "45s"), (59.7, "1m00s"), (200, "3m20s"), (7512, "2h05m")])
+def test_durations_are_short(seconds, text):
+    assert duration(seconds) == text
