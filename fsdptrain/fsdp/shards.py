@@ -8,7 +8,7 @@ load or a swap, is not seen by the next forward. So `reshard` comes before every
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from hashlib import sha256
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,14 @@ from fsdptrain import platform
 
 def reshard(model: nn.Module) -> None:
     """Free what is gathered, in every group, so that parameters are DTensors and the next forward gathers anew."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for group in reversed(groups):  # children first: what is left gathered in a parent is then its own
+        group.reshard()
+        if any(not isinstance(p, DTensor) for p in cast(nn.Module, group).parameters()):
+            # A forward that broke off: the group takes itself to be inside it, and stays gathered as it should there.
+            group.set_reshard_after_forward(True, recurse=False)
+            group.reshard()
+            group.set_reshard_after_forward(False, recurse=False)
 
 
 def local_shard(tensor: Tensor) -> Tensor:

@@ -183,15 +183,17 @@ def _refuse_unknown(
 def _varlen(q: Tensor, k: Tensor, v: Tensor, boundaries: Boundaries, scale: float, window: int | None) -> Tensor:
     """One call for the pack, [1, T, H, DV]. The kernel wants one head width for q, k and v, a multiple of 8."""
     width = -(-max(q.shape[-1], v.shape[-1]) // 8) * 8
-    rows = [F.pad(x, (0, width - x.shape[-1]))[0].transpose(0, 1) for x in (q, k, v)]  # [T, heads, width]
+    queries, keys, values = (
+        F.pad(x, (0, width - x.shape[-1]))[0].transpose(0, 1) for x in (q, k, v)
+    )  # [T, heads, width]
     options: dict[str, Any] = {"enable_gqa": True} if _VARLEN_TAKES_GQA else {}
     if not _VARLEN_TAKES_GQA:
         groups = q.shape[1] // k.shape[1]
-        rows[1:] = [x.repeat_interleave(groups, dim=1) for x in rows[1:]]
+        keys, values = keys.repeat_interleave(groups, dim=1), values.repeat_interleave(groups, dim=1)
     longest = max(boundaries.seqlens)
     left = -1 if window is None or window >= longest else window - 1  # the kernel counts the keys before the query
-    cu, size = boundaries.cu_seqlens, (left, 0)
-    out = varlen_attn(*rows, cu, cu, longest, longest, scale=scale, window_size=size, **options)
+    cu = boundaries.cu_seqlens
+    out = varlen_attn(queries, keys, values, cu, cu, longest, longest, scale=scale, window_size=(left, 0), **options)
     assert isinstance(out, Tensor)
     return out[None, :, :, : v.shape[-1]]
 

@@ -45,10 +45,10 @@ def agree(error: Exception | None) -> None:
 
 
 def require_same(value: Any, error: FsdptrainError) -> None:
-    """`error` on all ranks if `value`, something small, differs between any two of them; collective."""
-    values = gather(value)
-    if any(other != values[0] for other in values):
-        raise error
+    """`error`, with the words of rank 0, on all ranks if `value`, something small, differs between them; collective."""
+    values = gather((value, str(error)))
+    if any(other != values[0][0] for other, _ in values):
+        raise type(error)(values[0][1])
 
 
 class together:  # noqa: N801 - reads as a verb: `with together(CheckpointError, path): ...`

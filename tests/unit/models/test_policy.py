@@ -46,7 +46,7 @@ def gradients(model: PreTrainedModel, loss: Tensor) -> dict[str, Tensor]:
 
 
 def stock_one_by_one(name: str) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Logprobs [T] (0 at the end of a segment), entropy [T] and gradients of the untouched model with its own attention."""
+    """Logprobs [T] (0 at the end of a segment), entropy [T], gradients: the untouched model with its own attention."""
     model = zoo.build(name)
     model.set_attn_implementation("eager")
     values, entropies = [], []
@@ -136,7 +136,7 @@ def test_a_head_that_is_not_understood_stops_the_run(
 ) -> None:
     for attribute, value in change.items():
         monkeypatch.setattr(policy, attribute, value)
-    with pytest.raises(NumericsError, match="differ by .* from those of its stock head"):
+    with pytest.raises(NumericsError, match=r"differ by .* from those of its stock head"):
         check_head(
             policy_model(name), vocab_size=zoo.VOCAB_SIZE, layout="packed", compute_dtype=torch.float32, device=CPU
         )

@@ -1,0 +1,86 @@
+"""One rank's failure is everyone's, in the same words, and afterwards the ranks are still in step."""
+
+import pytest
+import torch.distributed as dist
+
+from fsdptrain.errors import CheckpointError, DataError, FsdptrainError
+from fsdptrain.models.collective import agree, gather, require_same, together
+from fsdptrain.testing import spawn
+
+FAILURES = {
+    "nobody": lambda rank: None,
+    "one of ours": lambda rank: DataError("--input-key is wrong") if rank == 1 else None,
+    "a foreign one": lambda rank: ValueError("two\nlines") if rank == 2 else None,
+    "everyone": lambda rank: OSError("no disk"),
+}
+
+
+def test_together_raises_the_same_on_all_ranks():
+    first, *others = spawn(3, _together)
+    assert all(other == first for other in others)
+    assert first == {
+        "nobody": ("", ""),
+        "one of ours": ("DataError", "--input-key is wrong (rank 1 of 3)"),
+        "a foreign one": ("CheckpointError", "here: ValueError: two lines (rank 2 of 3)"),
+        "everyone": ("CheckpointError", "here: OSError: no disk"),
+        "in step": ("0 1 2", ""),
+    }
+
+
+def test_agree_raises_on_the_ranks_that_were_fine_too():
+    fine, failed, also_fine = spawn(3, _agree)
+    assert fine == also_fine
+    assert failed == {"nobody": ("", ""), "one of ours": ("DataError", "--input-key is wrong")}
+    assert fine == {"nobody": ("", ""), "one of ours": ("RankError", "rank 1 of 3: --input-key is wrong")}
+
+
+def test_require_same_speaks_with_one_voice():
+    assert spawn(2, _require_same) == [("CheckpointError", "said by rank 0")] * 2
+
+
+def test_without_ranks_the_error_is_just_raised():
+    agree(None)
+    assert gather(3) == [3]
+    with pytest.raises(ValueError, match="mine"):
+        agree(ValueError("mine"))
+    with pytest.raises(CheckpointError, match=r"here: ValueError: mine$"), together(CheckpointError, "here"):
+        raise ValueError("mine")
+
+
+def test_an_interrupt_is_not_held_back():
+    with pytest.raises(KeyboardInterrupt), together(CheckpointError, "here"):
+        raise KeyboardInterrupt
+
+
+def _together() -> dict[str, tuple[str, str]]:
+    seen = {}
+    for name, failure in FAILURES.items():
+        try:
+            with together(CheckpointError, "here"):
+                if (error := failure(dist.get_rank())) is not None:
+                    raise error
+            seen[name] = ("", "")
+        except FsdptrainError as error:
+            seen[name] = (type(error).__name__, str(error))
+    seen["in step"] = (" ".join(str(rank) for rank in gather(dist.get_rank())), "")
+    return seen
+
+
+def _agree() -> dict[str, tuple[str, str]]:
+    seen = {}
+    for name in ("nobody", "one of ours"):
+        try:
+            agree(FAILURES[name](dist.get_rank()))
+            seen[name] = ("", "")
+        except FsdptrainError as error:
+            seen[name] = (type(error).__name__, str(error))
+    return seen
+
+
+def _require_same() -> tuple[str, str]:
+    require_same("equal", CheckpointError("not raised"))
+    try:
+        require_same(dist.get_rank(), CheckpointError(f"said by rank {dist.get_rank()}"))
+    except FsdptrainError as error:
+        return type(error).__name__, str(error)
+    return "", ""

@@ -1,0 +1,121 @@
+"""Export of sharded models: what was loaded comes out bitwise, by the names of the files."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from fsdptrain.errors import CheckpointError
+from fsdptrain.fsdp.export import export_hf, stream_weights
+from fsdptrain.fsdp.mesh import build_mesh
+from fsdptrain.fsdp.shards import local_shard, reshard
+from fsdptrain.fsdp.wrap import shard_model
+from fsdptrain.models.loading import build_meta_model, load_weights
+from fsdptrain.testing import save_tiny_checkpoint, spawn, tiny_tokenizer
+from tests import zoo
+
+ARCHITECTURES = ["qwen3", "qwen2", "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "gemma3", "phi3", "gpt2"]
+
+
+def load(path: str, **options):
+    model = build_meta_model(Path(path), trust_remote_code=False, attn_implementation="eager")
+    settings = {"cpu_offload": False, "reshard_after_forward": True, "prefetch": True} | options
+    shard_model(model, build_mesh(1), compute_dtype=torch.float32, **settings)
+    load_weights(model, Path(path), strategy="shard")
+    return model
+
+
+def tensors_of(folder: Path) -> dict:
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def write_zoo(name: str, folder: Path) -> Path:
+    model = zoo.build(name, seed=3)
+    model.generation_config.max_new_tokens = 7
+    model.save_pretrained(folder, max_shard_size="100KB")
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def export_many(sources: list[str], targets: list[str]):
+    for source, target in zip(sources, targets, strict=True):
+        model = load(source)
+        model(torch.arange(5, 25)[None], use_cache=False)  # groups that stay gathered must not be exported stale
+        export_hf(model, Path(source), Path(target), dtype=torch.float32, max_shard_bytes=100_000)
+
+
+@pytest.mark.slow
+def test_what_was_loaded_comes_out_bitwise_by_the_names_of_the_files(tmp_path):
+    sources = [write_zoo(name, tmp_path / f"in-{name}") for name in ARCHITECTURES]
+    targets = [tmp_path / f"out-{name}" for name in ARCHITECTURES]
+    spawn(2, export_many, [str(p) for p in sources], [str(p) for p in targets])
+    for name, source, target in zip(ARCHITECTURES, sources, targets, strict=True):
+        expected, found = tensors_of(source), tensors_of(target)
+        assert expected.keys() == found.keys(), name
+        assert all(torch.equal(expected[key], found[key]) for key in expected), name
+        index = json.loads((target / "model.safetensors.index.json").read_text())
+        assert index["weight_map"].keys() == found.keys()
+        for file in set(index["weight_map"].values()):
+            tensors = load_file(target / file)
+            assert len(tensors) == 1 or sum(t.nbytes for t in tensors.values()) <= 100_000
+        model, info = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, output_loading_info=True)
+        assert not info["missing_keys"], name
+        assert not info["unexpected_keys"], name
+        stock = zoo.build(name, seed=3).state_dict()
+        assert all(torch.equal(stock[key], tensor) for key, tensor in model.state_dict().items()), name
+        assert model.generation_config.max_new_tokens == 7
+        assert AutoTokenizer.from_pretrained(target).encode("spell") == tiny_tokenizer().encode("spell")
+
+
+def stream_in_both_namings(path: str):
+    model = load(path)
+    named = {name: p.full_tensor() for name, p in model.named_parameters()}
+    module = dict(stream_weights(model, dtype=torch.float32, naming="module"))
+    buffers = {name: tensor.dtype for name, tensor in stream_weights(model, dtype=torch.bfloat16, naming="module")}
+    hub = {name: tensor.dtype for name, tensor in stream_weights(model, dtype=torch.bfloat16, naming="hub")}
+    exact = all(torch.equal(module[name], tensor) for name, tensor in named.items())
+    return exact, sorted(set(module) - set(named)), buffers, hub
+
+
+def test_module_names_are_those_of_the_modules_and_buffers_keep_their_dtype(tmp_path):
+    source = write_zoo("deepseek_v3", tmp_path / "in")
+    results = spawn(2, stream_in_both_namings, str(source))
+    assert results[0] == results[1]
+    exact, beyond_parameters, module, hub = results[0]
+    assert exact
+    assert [name.rpartition(".")[2] for name in beyond_parameters] == ["e_score_correction_bias"]
+    assert hub.keys() == tensors_of(source).keys()
+    for dtypes in (module, hub):
+        assert {dtype for name, dtype in dtypes.items() if "correction_bias" not in name} == {torch.bfloat16}
+        assert {dtype for name, dtype in dtypes.items() if "correction_bias" in name} == {torch.float32}
+
+
+def export_again(source: str, target: str, blocked: str):
+    """To bf16 over an older export, after a change; and to a place where a file is in the way."""
+    model = load(source)
+    export_hf(model, Path(source), Path(target), dtype=torch.float32)
+    reshard(model)
+    with torch.no_grad():
+        for p in model.parameters():
+            local_shard(p).mul_(2.0)
+    export_hf(model, Path(source), Path(target), dtype=torch.bfloat16)
+    with pytest.raises(CheckpointError) as caught:
+        export_hf(model, Path(source), Path(blocked) / "hf", dtype=torch.float32)
+    return str(caught.value), dist.get_rank()
+
+
+def test_an_export_replaces_the_older_one_and_fails_on_all_ranks_together(tmp_path):
+    source, target, blocked = save_tiny_checkpoint(tmp_path / "in"), tmp_path / "out", tmp_path / "file"
+    blocked.write_text("in the way")
+    for message, _ in spawn(2, export_again, str(source), str(target), str(blocked)):
+        assert str(blocked) in message
+        assert "\n" not in message
+    assert {p.name for p in tmp_path.iterdir()} == {"in", "out", "file"}
+    expected, found = tensors_of(source), tensors_of(target)
+    assert all(torch.equal((expected[name] * 2).bfloat16(), tensor) for name, tensor in found.items())
+    assert AutoModelForCausalLM.from_pretrained(target).dtype == torch.bfloat16
+    assert sorted(p.name for p in target.glob("model*")) == ["model.safetensors"]

@@ -1,0 +1,208 @@
+"""Gradients are the sum over ranks, whatever the mesh, the offload, the resharding or the prefetching."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from fsdptrain.errors import ConfigError
+from fsdptrain.fsdp.mesh import build_mesh, shard_size
+from fsdptrain.fsdp.wrap import shard_model
+from fsdptrain.models.checkpointing import enable_gradient_checkpointing
+from fsdptrain.models.loading import build_meta_model, load_weights
+from fsdptrain.testing import spawn
+from tests import zoo
+
+ARCHITECTURES = ("qwen2", "qwen3_moe")  # tied; and experts that lie on no more than three ranks
+LENGTHS = (3, 40, 11, 7, 25, 2, 30)  # tokens of seven rows: no two ranks get the same work
+TOLERANCE = 1e-6  # of the largest gradient: float32 sums in another order
+WAYS: dict[str, dict[str, bool]] = {
+    "plain": {},
+    "offload": {"cpu_offload": True},
+    "kept": {"reshard_after_forward": False},
+    "no prefetch": {"prefetch": False},
+    "checkpointing": {"checkpointing": True},
+    "accumulated": {"accumulate": True},
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("wrap")
+    for name in (*ARCHITECTURES, "gemma2"):
+        zoo.build(name).save_pretrained(root / name)
+    return root
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "replicas"), [(1, 1), (2, 1), (4, 1), (4, 2), (4, 4)])
+def test_gradients_are_those_of_one_process(ranks: int, replicas: int, checkpoints: Path):
+    ways = list(WAYS) if ranks == 2 else ["plain", "accumulated"]
+    for errors in spawn(ranks, _gradient_errors, checkpoints, replicas, ways):
+        assert {way: error for way, error in errors.items() if not error < TOLERANCE} == {}
+
+
+def test_checkpointing_changes_no_bit_of_a_sharded_gradient(checkpoints: Path):
+    assert spawn(2, _checkpointing_differences, checkpoints) == [[], []]
+
+
+def test_bfloat16_computes_what_the_stock_model_computes(checkpoints: Path):
+    for report in spawn(2, _bfloat16, checkpoints):
+        assert report == {"logits": True, "output": torch.bfloat16, "masters": True, "gradients": True}
+
+
+def test_prefetch_gathers_one_layer_ahead(checkpoints: Path):
+    """Which groups lie gathered while the first layer computes: its own and the root's, and the next one or not."""
+    for with_prefetch, without in spawn(2, _gathered_in_first_layer, checkpoints):
+        assert (with_prefetch, without) == ([True, True], [True, False])
+
+
+def test_meshes():
+    assert (
+        spawn(4, _meshes) == [[(1, 4), (2, 2), (2, 1), "--fsdp-replicate-size 3 does not divide the 4 processes"]] * 4
+    )
+
+
+def test_experts_that_cannot_be_sharded_are_refused():
+    for message in spawn(3, _three_ranks):
+        assert "2 experts with 64 columns cannot be sharded over 3 processes: set --fsdp-replicate-size" in message
+
+
+def _sharded(
+    path: Path, replicas: int = 1, *, dtype: torch.dtype = torch.float32, checkpointing: bool = False, **options: bool
+) -> PreTrainedModel:
+    model = build_meta_model(path, trust_remote_code=False, attn_implementation="eager").eval()
+    if checkpointing:
+        enable_gradient_checkpointing(model)
+    options = {"cpu_offload": False, "reshard_after_forward": True, "prefetch": True, **options}
+    shard_model(model, build_mesh(replicas), compute_dtype=dtype, **options)
+    load_weights(model, path, strategy="shard", cpu_offload=options["cpu_offload"])
+    return model
+
+
+def _rows() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(2, zoo.VOCAB_SIZE, (1, length), generator=generator) for length in LENGTHS]
+
+
+def _loss(model: PreTrainedModel, row: Tensor) -> Tensor:
+    """A sum over tokens that already holds the global denominator."""
+    logits = model(input_ids=row, use_cache=False).logits
+    return F.cross_entropy(logits[0, :-1].float(), row[0, 1:], reduction="sum") / sum(LENGTHS)
+
+
+def _backward(model: PreTrainedModel, accumulate: bool = False) -> dict[str, Tensor]:
+    """Whole gradients of all rows: rank r has every world-size-th row, and none twice; a missing one has weight 0."""
+    rows, world_size = _rows(), dist.get_world_size()
+    mine = [(row, 1.0) for row in rows[dist.get_rank() :: world_size]]
+    mine += [(rows[0], 0.0)] * (-(-len(rows) // world_size) - len(mine))
+    for index, (row, weight) in enumerate(mine):
+        if accumulate:
+            model.set_requires_gradient_sync(index == len(mine) - 1)
+        (_loss(model, row) * weight).backward()
+    return {name: _whole(p.grad) for name, p in model.named_parameters()}
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _gradient_errors(root: Path, replicas: int, ways: list[str]) -> dict[str, float]:
+    """The largest difference to one process without FSDP, relative to its largest gradient."""
+    errors = {}
+    for name in ARCHITECTURES:
+        plain = zoo.build(name, attn_implementation="eager")
+        for row in _rows():
+            _loss(plain, row).backward()
+        expected = {key: p.grad for key, p in plain.named_parameters()}
+        scale = max(gradient.abs().max() for gradient in expected.values())
+        for way in ways:
+            options = dict(WAYS[way])
+            accumulate = options.pop("accumulate", False)
+            found = _backward(_sharded(root / name, replicas, **options), accumulate)
+            assert list(found) == list(expected)
+            errors[f"{name} {way}"] = float(max((found[k] - expected[k]).abs().max() / scale for k in expected))
+    return errors
+
+
+def _checkpointing_differences(root: Path) -> list[str]:
+    unequal = []
+    for name in ARCHITECTURES:
+        without, with_it = (_backward(_sharded(root / name, checkpointing=on)) for on in (False, True))
+        assert list(without) == list(with_it)
+        unequal += [key for key in without if not without[key].equal(with_it[key])]
+    return unequal
+
+
+def _bfloat16(root: Path) -> dict[str, object]:
+    path, row = root / "gemma2", _rows()[1]
+    model = _sharded(path, dtype=torch.bfloat16)
+    stock = zoo.build("gemma2").__class__.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="eager")
+    logits = model(input_ids=row, use_cache=False).logits
+    with torch.no_grad():
+        expected = stock(input_ids=row, use_cache=False).logits
+    logits.float().sum().backward()
+    return {
+        "logits": logits.equal(expected),
+        "output": logits.dtype,
+        "masters": all(p.dtype == torch.float32 for p in model.parameters()),
+        "gradients": all(p.grad.dtype == torch.float32 for p in model.parameters()),
+    }
+
+
+def _gathered_in_first_layer(root: Path) -> list[list[bool]]:
+    seen = []
+    for prefetch in (True, False):
+        model = _sharded(root / "qwen2", prefetch=prefetch)
+        first, second = model.model.layers
+        gathered: list[bool] = []
+
+        def look(*_: object, groups: tuple[FSDPModule, ...] = (first, second), into: list[bool] = gathered) -> None:
+            into += [_is_gathered(group) for group in groups]
+
+        first.mlp.register_forward_pre_hook(look)
+        with torch.no_grad():
+            model(input_ids=_rows()[0], use_cache=False)
+        seen.append(gathered)
+    return seen
+
+
+def _is_gathered(group: FSDPModule) -> bool:
+    """Or on the way: an all-gather was started."""
+    state = group._get_fsdp_state()._fsdp_param_groups[0]
+    return state.is_unsharded or state._all_gather_result is not None
+
+
+def _meshes() -> list[object]:
+    seen: list[object] = []
+    for replicas in (1, 2, 4):
+        mesh = build_mesh(replicas)
+        seen.append((mesh.ndim, shard_size(mesh)))
+    try:
+        build_mesh(3)
+    except ConfigError as error:
+        seen.append(str(error).split(";")[0])
+    return seen
+
+
+def _three_ranks() -> str:
+    with torch.device("meta"):
+        model = zoo.build("mixtral", num_local_experts=2)
+    try:
+        shard_model(
+            model,
+            build_mesh(1),
+            compute_dtype=torch.float32,
+            cpu_offload=False,
+            reshard_after_forward=True,
+            prefetch=True,
+        )
+    except ConfigError as error:
+        return str(error)
+    return ""
