@@ -1,7 +1,7 @@
 """From a PackedBatch to what a transformers model is called with, and back to tokens.
 
-Two layouts hold the same tokens. `packed`: one row of T tokens, with boundaries. `padded`: N rows of S tokens, as many as
-the longest segment has, tokens at the left; a causal model never looks to the right, so padding needs no mask and
+Two layouts hold the same tokens. `packed`: one row of T tokens, with boundaries. `padded`: N rows of S tokens, as many
+as the longest segment has, tokens at the left; a causal model never looks to the right, so padding needs no mask and
 changes nothing. Nothing outside this file knows which one it is: [T] goes in, [T] comes out.
 """
 

@@ -22,6 +22,7 @@ from fsdptrain.models.attention import register_attention, resolve_attention
 from fsdptrain.models.collective import gather, one_line
 from fsdptrain.models.inputs import Layout
 from fsdptrain.models.policy import (
+    REFUSALS,
     TOLERANCES,
     check_head,
     evaluating,
@@ -76,9 +77,9 @@ def choose_layout(
 ) -> LayoutProbe:
     """Find the first layout that the policy computes exactly, and leave the model set to it.
 
-    After `install_policy_forward`. Collective where the model is sharded; every rank comes to the same result, and groups
-    are resharded. Order: packed, then padded, both with the attention that the model was built with, then padded with
-    transformers' own. Raises NumericsError when none is exact, or when `requested` is packed and that is not.
+    After `install_policy_forward`. Collective where the model is sharded; every rank comes to the same result. Order:
+    packed, then padded, both with the attention that the model was built with, then padded with transformers' own.
+    Raises NumericsError when none is exact, or when `requested` is packed and that is not.
     """
     register_attention()
     device = device or platform.local_device()
@@ -108,7 +109,15 @@ def probe_random_copy(
 
     Raises NumericsError where no layout is exact, forward and backward, or where the head is not understood.
     """
-    model = random_copy(config, trust_remote_code=trust_remote_code)
+    try:
+        model = random_copy(config, trust_remote_code=trust_remote_code)
+        return _probe_copy(model, attention)
+    except REFUSALS:  # a few families tie other parts to the number of layers (gemma3n, gemma4): then all of them
+        model = random_copy(config, trust_remote_code=trust_remote_code, all_layers=True)
+        return _probe_copy(model, attention)
+
+
+def _probe_copy(model: PreTrainedModel, attention: str) -> LayoutProbe:
     install_policy_forward(model, chunk_size=SHORT)
     options: dict[str, Any] = {
         "vocab_size": model.config.get_text_config().vocab_size,

@@ -153,7 +153,8 @@ def _grad_logits(
             dz.sub_(grad_logprobs[:, None])
         dz.mul_(p)
     if grad_logprobs is not None:
-        dz.scatter_add_(1, labels[:, None], grad_logprobs[:, None])
+        rows = torch.arange(len(labels), device=labels.device)
+        dz.index_put_((rows, labels), grad_logprobs, accumulate=True)  # scatter_add_ is not deterministic on CUDA
     return dz
 
 

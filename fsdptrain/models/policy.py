@@ -135,8 +135,8 @@ def check_head(
 ) -> float:
     """Compare the chunked logprobs with those of the stock model on a few random tokens. Collective.
 
-    Returns the mean difference, the largest over ranks. Raises NumericsError on every rank where it exceeds the tolerance
-    of `compute_dtype`: then the model does something to its logits that `head_transform` does not know.
+    Returns the mean difference, the largest over ranks. Raises NumericsError on every rank where it is over the
+    tolerance of `compute_dtype`: then the model does something to its logits that `head_transform` does not know.
     """
     tokens = torch.randint(vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(0)).tolist()
     batch = plain_batch([tokens], device=device or platform.local_device())
@@ -148,9 +148,9 @@ def check_head(
     tolerance = TOLERANCES[compute_dtype]
     if not difference <= tolerance:
         raise NumericsError(
-            f"the logprobs of {type(model).__name__} differ by {difference:.2g} from those of its stock head (tolerance "
-            f"{tolerance:g}, {compute_dtype}): it changes its logits in a way that fsdptrain does not know; add the key "
-            "of its config to fsdptrain/models/policy.py, or choose another --hf-checkpoint"
+            f"the logprobs of {type(model).__name__} differ by {difference:.2g} from those of its stock head "
+            f"(tolerance {tolerance:g}, {compute_dtype}): it changes its logits in an unknown way; add the key of "
+            "its config to fsdptrain/models/policy.py, or choose another --hf-checkpoint"
         )
     return difference
 

@@ -117,10 +117,16 @@ def plan_memory(model: PreTrainedModel, config: Config, *, embedded_engine: bool
 
 
 def load_tokenizer(checkpoint: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """CheckpointError where there is none; transformers would make an empty one from the model's kind."""
     try:
-        return AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"--hf-checkpoint {checkpoint} has no tokenizer that can be loaded: {error}") from error
+    if not tokenizer("a", add_special_tokens=False)["input_ids"]:
+        raise CheckpointError(
+            f"--hf-checkpoint {checkpoint} has no tokenizer with a vocabulary: is tokenizer.json missing?"
+        )
+    return tokenizer
 
 
 def build_data(

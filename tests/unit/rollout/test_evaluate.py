@@ -20,11 +20,13 @@ def run(prompts=PROMPTS):
     engine = FakeRolloutEngine(lambda prompt, index: [int(prompt.id) + 5] * index + [0])
 
     def score(asked, responses):
-        assert responses == ["".join(chr(97 + int(p.id)) * k + "." for p, k in [pair]) for pair in pairs]
+        assert responses == [chr(97 + int(prompt.id)) * k + "." for prompt, k in pairs]
         return [REWARDS[int(prompt.id)][k] for prompt, k in pairs]
 
+    def decode(ids):
+        return "".join("." if token == 0 else chr(92 + token) for token in ids)
+
     pairs = list(itertools.product(prompts, range(4)))
-    decode = lambda ids: "".join("." if token == 0 else chr(92 + token) for token in ids)  # noqa: E731
     return evaluate(engine, prompts, score, decode, sampling=SAMPLING, name="held_out")
 
 
@@ -65,12 +67,9 @@ def test_without_prompts_there_are_no_metrics():
 
 
 def test_every_evaluation_of_a_run_samples_alike_and_unlike_training():
-    config = Config(hf_checkpoint="here", n_samples_per_eval_prompt=4, eval_temperature=0.0, rollout_seed=3)
+    config = Config(hf_checkpoint="here", n_samples_per_eval_prompt=4, eval_temperature=0.5, rollout_seed=3)
     sampling = eval_sampling(config)
     assert sampling == eval_sampling(config)
-    assert (sampling.num_samples, sampling.temperature, sampling.max_tokens) == (
-        4,
-        0.0,
-        config.rollout.max_response_len,
-    )
+    assert (sampling.num_samples, sampling.temperature) == (4, 0.5)
+    assert sampling.max_tokens == config.rollout.max_response_len
     assert sampling.seed != 3
