@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from fsdptrain.config import Config, load_recipe, read_recipe, resolve, to_yaml
+from fsdptrain.config.recipe import LEFT_OUT
 from fsdptrain.errors import ConfigError
 
 RECIPES = sorted((Path(__file__).parents[3] / "recipes").rglob("*.yaml"))
