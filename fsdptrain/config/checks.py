@@ -15,6 +15,7 @@ from fsdptrain.registry import plugin_names, suggest
 if TYPE_CHECKING:
     from fsdptrain.config.root import Config
 
+
 class NoEffectError(ConfigError):
     """An option that does nothing beside the others. `key`: its flat name."""
 

@@ -76,6 +76,7 @@ class _Run:
             aggregation=config.algorithm.loss_aggregation,
             max_response_len=config.rollout.max_response_len,
             num_steps=config.steps_per_rollout,
+            layout=parts.backend.layout_probe.layout,
         )
         self._step = 0  # rollouts that were trained on; also the version of the policy
         self._totals = {"progress/samples": 0.0, "progress/tokens": 0.0}
