@@ -22,7 +22,7 @@ def main(hf_checkpoint: str, output_dir: str, **flags: object) -> None:
     config = Config(
         hf_checkpoint=hf_checkpoint,
         output_dir=output_dir,
-        **{"num_rollout": 20, "rollout_batch_size": 16, "rollout_max_response_len": 64, "eval_size": 8, **flags},
+        **{"num_rollout": 20, "rollout_batch_size": 16, "rollout_max_response_len": 64, **flags},
     )
     Trainer(config, reward=brevity, dataset=ROWS).fit()
 

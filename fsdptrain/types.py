@@ -2,12 +2,12 @@
 
     Prompt -> Completion -> Sample -> PackedBatch -> LogProbs -> LossOutput
 
-All are frozen: make a new one with `dataclasses.replace`. Shapes: P prompt tokens, R response tokens, L = P + R tokens of
-one sample, T tokens of one pack, N segments of one pack, [] a scalar.
+All are frozen: make a new one with `dataclasses.replace`. Shapes: P prompt tokens, R response tokens, L = P + R tokens
+of one sample, T tokens of one pack, N segments of one pack, M loss tokens of one pack, [] a scalar.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -100,8 +100,8 @@ class PackedBatch:
 
     def to(self, device: torch.device) -> "PackedBatch":
         """The same batch on `device`; from pinned memory the copy does not block."""
-        moved = {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in vars(self).items()}
-        return PackedBatch(**moved)
+        tensors = {k: v.to(device, non_blocking=True) for k, v in vars(self).items() if isinstance(v, Tensor)}
+        return replace(self, **tensors)
 
 
 @dataclass(frozen=True)

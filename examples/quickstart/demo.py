@@ -2,9 +2,9 @@
 
     python examples/quickstart/demo.py [--seed 0] [--output-dir runs/quickstart]
 
-It shows that GRPO selects and sharpens a behaviour that the warm-up taught (think first, then answer); the hasty half of
-the warm-up is wrong on purpose. It does not show a new skill learnt from nothing. Everything else is as in a run of a
-model of 4 B parameters: the same command, the same code.
+It shows that GRPO selects and sharpens a behaviour that the warm-up taught (think first, then answer); the hasty half
+of the warm-up is wrong on purpose. It does not show a new skill learnt from nothing. Everything else is as in a run of
+a model of 4 B parameters: the same command, the same code.
 """
 
 import argparse

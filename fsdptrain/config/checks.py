@@ -232,7 +232,7 @@ def _run(config: Config) -> Iterator[Problem]:
     if not run.eval_interval:
         keys = "eval_prompt_data eval_size n_samples_per_eval_prompt eval_temperature eval_greedy"
         yield from _without_effect(config, keys, "with --eval-interval 0, which never evaluates")
-    elif not config.data.eval_size:
+    elif config.data.eval_size == 0:
         keys = "eval_prompt_data eval_interval n_samples_per_eval_prompt eval_temperature eval_greedy"
         yield from _without_effect(config, keys, "with --eval-size 0, which leaves no prompts to evaluate on")
 

@@ -87,7 +87,7 @@ class Config(Section):
     @property
     def evaluates(self) -> bool:
         """There is something to evaluate on, and a time for it."""
-        return self.run.eval_interval > 0 and self.data.eval_size > 0
+        return self.run.eval_interval > 0 and self.data.eval_size != 0
 
 
 def build_sections(values: Mapping[str, Any]) -> dict[str, Section]:

@@ -75,8 +75,8 @@ class DataConfig(Section):
     else none."""
     eval_prompt_data: str | None = None
     """Data to evaluate on, in any form of --prompt-data. Default: rows of --prompt-data that are never trained on."""
-    eval_size: int = Field(default=128, ge=0)
-    """Prompts to evaluate on, held out from --prompt-data or taken from --eval-prompt-data; 0: none. [prompts]"""
+    eval_size: int | None = Field(default=None, ge=0)
+    """Prompts to hold out for evaluation; 0: none. Default: 128, but at most a tenth of the data. [prompts]"""
     data_size: int = Field(default=100_000, ge=1)
     """Rows to draw from a generator such as reasoning-gym, which has no end. [prompts]"""
 

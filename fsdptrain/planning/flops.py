@@ -69,9 +69,10 @@ def _measured_tflops(device: torch.device, dtype: torch.dtype, size: int = 512, 
     a = torch.randn(size, size, device=device).to(dtype)
     (a @ a).sum().item()
     start = time.perf_counter()
+    product = a
     for _ in range(repeats):
-        a @ a
-    a.sum().item()  # waits for the device
+        product = a @ a
+    product.sum().item()  # waits for the device
     return 2 * size**3 * repeats / (time.perf_counter() - start) / 1e12
 
 

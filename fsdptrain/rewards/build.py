@@ -59,9 +59,10 @@ def _parse(spec: str, prompt_data: str) -> Component:
     if name == "auto":
         name = "reasoning_gym" if prompt_data.startswith(GENERATOR) else "math"
     if name.startswith("reasoning_gym") and not prompt_data.startswith(GENERATOR):
+        others = [key for key in REWARDS if not key.startswith("reasoning_gym")]
         raise ConfigError(
             f"--reward {name} scores reasoning_gym:<task> data only, not --prompt-data {prompt_data}; "
-            f"use one of {', '.join(key for key in REWARDS if not key.startswith('reasoning_gym'))} or package.module:function"
+            f"use one of {', '.join(others)} or package.module:function"
         )
     return Component(name.rpartition(":")[2], _weight(text, spec), registry.resolve(name, REWARDS, flag="--reward"))
 

@@ -35,6 +35,8 @@ from fsdptrain.types import LossConfig, Prompt, SamplingParams
 
 log = logging.getLogger(__name__)
 
+DEFAULT_EVAL_SIZE = 128  # prompts
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -139,9 +141,10 @@ def build_data(
     if config.evaluates and data.eval_prompt_data is not None:
         source = data.model_copy(update={"prompt_data": data.eval_prompt_data})
         other = load_rows(source, seed=config.run.seed, flag="--eval-prompt-data")
-        held_out = [other[i] for i in range(min(len(other), data.eval_size))]
+        held_out = [other[i] for i in range(min(len(other), data.eval_size or DEFAULT_EVAL_SIZE))]
     elif config.evaluates:
-        rows, held_out = split_rows(rows, data.eval_size, config.run.seed)
+        size = min(DEFAULT_EVAL_SIZE, len(rows) // 10) if data.eval_size is None else data.eval_size
+        rows, held_out = split_rows(rows, size, config.run.seed)
     exclude = {content_hash(row) for row in held_out}
     budget = config.prompt_budget
     stream = PromptStream(rows, tokenizer, data=data, rollout=config.rollout, exclude=exclude, max_prompt_len=budget)

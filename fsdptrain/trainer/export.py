@@ -10,7 +10,7 @@ from fsdptrain.trainer.folder import CONFIG_FILE
 
 
 def export_checkpoint(checkpoint: Path, output: Path) -> None:
-    """Write the model of `checkpoint` (<output_dir>/checkpoints/step_*) to `output`, by the configuration of its run."""
+    """Write the model of `checkpoint` (<output_dir>/checkpoints/step_*) to `output`, by its run's configuration."""
     recipe = checkpoint.resolve().parent.parent / CONFIG_FILE
     if not recipe.is_file():
         raise CheckpointError(f"--checkpoint {checkpoint} is not in the folder of a run: {recipe} is not there")

@@ -23,7 +23,7 @@ CONFIGS = {
 
 
 def make_batch(seed: int = 0, *, on_policy: bool = False) -> tuple[PackedBatch, LogProbs]:
-    """Three samples of random numbers, logprobs far enough apart for every clip to act; poison where there is no loss."""
+    """Three samples of random numbers, far enough apart for every clip to act; poison where there is no loss."""
     rng = np.random.default_rng(seed)
     samples = []
     for length in (9, 2, 14):

@@ -11,7 +11,8 @@ from fsdptrain.testing import tiny_tokenizer
 
 NO_SYSTEM_ROLE = (  # as gemma's: it raises
     "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-    "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}[model]{% endif %}"
+    "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}[model]{% endif %}"
 )
 DROPS_SYSTEM = (
     "{% for m in messages %}{% if m['role'] != 'system' %}[{{ m['role'] }}]{{ m['content'] }}{% endif %}{% endfor %}"
@@ -157,11 +158,16 @@ def test_the_order_hangs_on_the_seed_alone(tokenizer: Any) -> None:
 @pytest.mark.parametrize("stop", [0, 1, 9, 10, 11, 25])
 def test_a_resumed_stream_goes_on_as_if_nothing_had_happened(tokenizer: Any, stop: int) -> None:
     exclude = {content_hash(rows()[4])}
-    whole = stream(tokenizer, exclude=exclude)
+
+    def make(**values: Any) -> PromptStream:
+        mixed = [*rows(), Row("long", "a" * 90)]
+        return stream(tokenizer, mixed, exclude=exclude, max_prompt_len=40, **values)
+
+    whole = make()
     expected = [whole.next(1)[0] for _ in range(40)]
-    first = stream(tokenizer, exclude=exclude)
+    first = make()
     begun = first.next(stop)
-    second = stream(tokenizer, exclude=exclude, seed=99)  # the state brings the seed
+    second = make(seed=99)  # the state brings the seed
     second.load_state_dict(first.state_dict())
     assert begun + second.next(40 - stop) == expected
     assert second.state_dict() == whole.state_dict()
@@ -184,7 +190,7 @@ def test_long_prompts_are_left_out_and_counted(tokenizer: Any) -> None:
 
 
 def test_no_usable_row_is_an_error_and_no_endless_loop(tokenizer: Any) -> None:
-    with pytest.raises(DataError, match="none of its 10 rows can be trained on.*longer than 3 tokens.*--eval-size"):
+    with pytest.raises(DataError, match=r"none of its 10 rows can be trained on.*longer than 3 tokens.*--eval-size"):
         stream(tokenizer, max_prompt_len=3).next(1)
     with pytest.raises(DataError, match="none of its 10 rows"):
         stream(tokenizer, exclude={content_hash(row) for row in rows()}).next(1)

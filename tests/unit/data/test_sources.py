@@ -50,7 +50,7 @@ def test_the_split_of_a_saved_data_set_can_be_chosen(tmp_path: Path) -> None:
     datasets.DatasetDict(train=table, test=table.select([4])).save_to_disk(tmp_path / "d")
     assert load_rows(config(f"{tmp_path / 'd'}?split=test"), seed=0)[0].prompt == "question 4"
     assert len(load_rows(config(tmp_path / "d", prompt_split="test"), seed=0)) == 1
-    with pytest.raises(DataError, match="--prompt-split dev is not in .*; it has train, test"):
+    with pytest.raises(DataError, match=r"--prompt-split dev is not in .*; it has train, test"):
         load_rows(config(tmp_path / "d", prompt_split="dev"), seed=0)
 
 

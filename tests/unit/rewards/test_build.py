@@ -4,7 +4,7 @@ import pytest
 
 from fsdptrain.config import RewardConfig
 from fsdptrain.errors import ConfigError
-from fsdptrain.rewards import build_reward, score_completions
+from fsdptrain.rewards import build_reward
 from fsdptrain.types import Prompt
 
 PROMPT = Prompt("p", [1], "", label="4")
