@@ -120,7 +120,9 @@ def test_metrics_are_means_over_the_loss_tokens_of_the_step() -> None:
     assert batch.old_logprobs is not None
     at, n = batch.loss_positions, 40
     metrics = LOSSES["grpo"](batch, logprobs, LossConfig()).metrics
-    old, new, rollout = (x[at].detach().double().numpy() for x in (batch.old_logprobs, logprobs.values, batch.rollout_logprobs))
+    old, new, rollout = (
+        x[at].detach().double().numpy() for x in (batch.old_logprobs, logprobs.values, batch.rollout_logprobs)
+    )
     advantages = batch.advantages[at].numpy()
     ratio, w = np.exp(new - old), np.exp(old - rollout)
     expected = {
@@ -138,7 +140,9 @@ def test_metrics_are_means_over_the_loss_tokens_of_the_step() -> None:
         assert not metrics[name].requires_grad
     assert expected["policy/clip_fraction_low"] > 0
     assert expected["policy/clip_fraction_high"] > 0
-    scale = len(at) / n  # this pack holds so much of the step: with the rest at w = 0, ess would be that share of its own
+    scale = (
+        len(at) / n
+    )  # this pack holds so much of the step: with the rest at w = 0, ess would be that share of its own
     ess = finish_metrics({name: value.item() for name, value in metrics.items()})["mismatch/ess"]
     assert ess == pytest.approx(scale * w.sum() ** 2 / (len(at) * (w**2).sum()), rel=1e-6)
 

@@ -13,7 +13,9 @@ NO_SYSTEM_ROLE = (  # as gemma's: it raises
     "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
     "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}[model]{% endif %}"
 )
-DROPS_SYSTEM = "{% for m in messages %}{% if m['role'] != 'system' %}[{{ m['role'] }}]{{ m['content'] }}{% endif %}{% endfor %}"
+DROPS_SYSTEM = (
+    "{% for m in messages %}{% if m['role'] != 'system' %}[{{ m['role'] }}]{{ m['content'] }}{% endif %}{% endfor %}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +41,12 @@ def stream(tokenizer: Any, data_rows: Any = None, **values: Any) -> PromptStream
     rollout = RolloutConfig(**values)
     data_rows = rows() if data_rows is None else data_rows
     return PromptStream(
-        data_rows, tokenizer, data=DataConfig(prompt_data="x"), rollout=rollout, exclude=exclude, max_prompt_len=max_prompt_len
+        data_rows,
+        tokenizer,
+        data=DataConfig(prompt_data="x"),
+        rollout=rollout,
+        exclude=exclude,
+        max_prompt_len=max_prompt_len,
     )
 
 
@@ -190,7 +197,9 @@ def test_training_never_meets_the_content_of_an_evaluation_row(tokenizer: Any) -
     hashes = {content_hash(row) for row in held_out}
     repeated = sum(content_hash(train[i]) in hashes for i in range(len(train)))
     assert repeated > 0, "the data must repeat for this to show anything"
-    prompts = PromptStream(train, tokenizer, data=data, rollout=RolloutConfig(), exclude=hashes).next(len(train) - repeated)
+    prompts = PromptStream(train, tokenizer, data=data, rollout=RolloutConfig(), exclude=hashes).next(
+        len(train) - repeated
+    )
     evaluated = {row.prompt for row in held_out}
     assert not any(p.metadata["entry"]["question"] in evaluated for p in prompts)
     assert len({p.id for p in prompts}) == len(prompts)

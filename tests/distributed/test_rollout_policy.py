@@ -1,0 +1,52 @@
+"""The engine's logprobs are those of the trainer's own, sharded policy, after the weights were handed over."""
+
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from fsdptrain.algo.weights import Totals
+from fsdptrain.backends.fsdp import FSDPBackend
+from fsdptrain.config import Config
+from fsdptrain.data.packing import pack
+from fsdptrain.rollout import build_engine
+from fsdptrain.testing import spawn
+from fsdptrain.types import Prompt, Sample, SamplingParams
+from tests import zoo
+
+# tied, fused experts, softcap and eager attention, sinks, recurrent states, a persistent buffer, learned positions
+ARCHITECTURES = ("qwen2", "qwen3_moe", "gemma2", "gpt_oss", "qwen3_next", "deepseek_v3", "gpt2")
+
+
+def largest_difference(folder: Path) -> float:
+    config = Config(hf_checkpoint=str(folder), bf16=False, rollout_temperature=0.7)
+    backend = FSDPBackend(config, total_steps=1)
+    engine = build_engine(config, checkpoint=backend.checkpoint_path, device=backend.device)
+    engine.update_weights(backend.hf_weights(engine.weight_naming), 1)
+
+    prompts = [Prompt(f"{dist.get_rank()}/{i}", [5 + i] * length, "") for i, length in enumerate([3, 17, 9])]
+    sampling = SamplingParams(num_samples=2, max_tokens=20, temperature=0.7)
+    samples = []
+    for i, completion in enumerate(engine.generate(prompts, sampling)):
+        prompt, response = prompts[i // 2].token_ids, completion.token_ids
+        mask = [False] * len(prompt) + [True] * len(response)
+        logprobs = [0.0] * len(prompt) + completion.logprobs
+        samples.append(Sample(completion.prompt_id, prompt + response, mask, logprobs))
+    batch = pack(samples, aggregation="token_mean", totals=Totals(1000, 100), max_response_len=20)
+    [logprobs] = backend.score([batch], "policy")
+    return (logprobs.values - batch.rollout_logprobs)[batch.loss_mask].abs().max().item()
+
+
+def differences(folders: list[Path]) -> list[float]:
+    return [largest_difference(folder) for folder in folders]
+
+
+@pytest.mark.slow
+def test_engine_and_trainer_agree_on_every_sampled_token(tmp_path):
+    folders = [tmp_path / name for name in ARCHITECTURES]
+    for name, folder in zip(ARCHITECTURES, folders, strict=True):
+        zoo.build(name).save_pretrained(folder)
+    for found in spawn(2, differences, folders):
+        assert dict(zip(ARCHITECTURES, found, strict=True)) == pytest.approx(
+            dict.fromkeys(ARCHITECTURES, 0.0), abs=1e-5
+        )
