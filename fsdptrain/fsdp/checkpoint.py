@@ -39,7 +39,7 @@ from fsdptrain.models.collective import together
 MANIFEST = "manifest.json"
 _STATE, _SHARDS, _RNG = "trainer.json", "shards", "rng-{rank:05d}.safetensors"
 _FORMAT = 1
-_FILE_BYTES = 1 << 30  # of one rank: a file passes through host memory whole, twice
+_FILE_BYTES = 1 << 28  # of one rank: a file passes through host memory whole, twice
 _FOLDER = re.compile(r"step_(\d{8,})(?:\.(\d+))?")
 
 

@@ -18,8 +18,12 @@ from fsdptrain import platform
 from fsdptrain.config import OptimConfig
 from fsdptrain.errors import CheckpointError
 from fsdptrain.fsdp.checkpoint import CheckpointFolder, load_checkpoint, save_checkpoint
+from fsdptrain.fsdp.mesh import build_mesh
 from fsdptrain.fsdp.optim import Optimizer
+from fsdptrain.fsdp.wrap import shard_model
+from fsdptrain.models.loading import build_meta_model, load_weights
 from fsdptrain.testing import spawn
+from tests import zoo
 
 from .sharded import full, full_state, sharded_qwen3, train
 
@@ -110,6 +114,42 @@ def test_it_loads_on_another_number_of_ranks(tmp_path, saving, loading):
     after = spawn(loading, load_and_go_on, str(tmp_path), {"num_key_value_heads": 1, "head_dim": 2})
     assert same(before[0][1], after[0][1])
     assert before[0][3] == pytest.approx(after[0][3], rel=1e-4)
+
+
+def moe(path: str):
+    model = build_meta_model(Path(path), trust_remote_code=False, attn_implementation="eager")
+    options = {"cpu_offload": False, "reshard_after_forward": True, "prefetch": True}
+    shard_model(model, build_mesh(1), compute_dtype=torch.float32, **options)
+    load_weights(model, Path(path), strategy="shard")
+    return model, Optimizer(model, CONFIG, total_steps=10, fp16=False)
+
+
+def save_moe(path: str, directory: str):
+    model, optimizer = moe(path)
+    optimizer.zero_grad()
+    model(torch.arange(5, 25)[None], use_cache=False).logits.square().mean().backward()
+    optimizer.clip()
+    optimizer.step()
+    CheckpointFolder(Path(directory), keep_last=1).write(
+        1, lambda folder: save_checkpoint(folder, model, optimizer, step=1)
+    )
+    return everything(model, optimizer)
+
+
+def load_moe(path: str, directory: str):
+    model, optimizer = moe(path)
+    load_checkpoint(CheckpointFolder(Path(directory), keep_last=1).latest(), model, optimizer)
+    return everything(model, optimizer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "saving"), [("qwen3_moe", 8), ("deepseek_v3", 4)])
+def test_experts_that_were_sharded_over_another_dim_come_back_bitwise(tmp_path, name, saving):
+    """Six experts on eight ranks are cut along their last dim, on two along the experts. deepseek_v3 has a buffer."""
+    zoo.build(name).save_pretrained(tmp_path / "model")
+    saved = spawn(saving, save_moe, str(tmp_path / "model"), str(tmp_path))[0]
+    loaded = spawn(2, load_moe, str(tmp_path / "model"), str(tmp_path))[0]
+    assert same(saved, loaded)
 
 
 def keep_last(directory: str):
