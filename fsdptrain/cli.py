@@ -92,7 +92,7 @@ def export(argv: Sequence[str]) -> int:
     return 0
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"train": train, "export": export}
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"export": export}
 
 
 def show_help() -> int:

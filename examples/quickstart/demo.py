@@ -55,8 +55,11 @@ def prepare(folder: Path, seed: int) -> None:
     """The untrained model and the demonstrations; words that GRPO will be evaluated on are left out of them."""
     from corpus import write_demonstrations
     from model import save_start
+    from transformers.utils import logging
 
     from fsdptrain.config import load_recipe
+
+    logging.disable_progress_bar()
 
     print("Building a tokenizer and a Qwen3 of 0.1 M parameters, and writing 20,000 demonstrations ...", flush=True)
     save_start(folder / "start", seed=seed)
@@ -97,7 +100,8 @@ def write_samples(folder: Path) -> None:
     for first, last in zip(
         *([row for row in held_out if row["step"] == s] for s in (steps[0], steps[-1])), strict=True
     ):
-        cells = [first["prompt"], first["response"], mark(first), last["response"], mark(last)]
+        question = first["prompt"].removeprefix("<|user|>").removesuffix("<|assistant|>")
+        cells = [question, first["response"], mark(first), last["response"], mark(last)]
         lines.append("| " + " | ".join(f"`{cell}`" if len(cell) > 1 else cell for cell in cells) + " |")
     (folder / "samples.md").write_text("\n".join(lines) + "\n")
 

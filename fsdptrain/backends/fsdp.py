@@ -2,7 +2,7 @@
 
 import gc
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -41,8 +41,13 @@ class FSDPBackend:
     Gradients are reduced after every pack: a rank then holds the sum of its own shard and never a whole gradient.
     """
 
-    def __init__(self, config: Config, *, total_steps: int) -> None:
-        """Load, shard and verify the model of `config`. Raises ConfigError, CheckpointError or NumericsError."""
+    def __init__(
+        self, config: Config, *, total_steps: int, before_load: Callable[[PreTrainedModel], None] | None = None
+    ) -> None:
+        """Load, shard and verify the model of `config`. Raises ConfigError, CheckpointError or NumericsError.
+
+        `before_load` sees the model while it is on meta and unsharded: whether it will fit, for one.
+        """
         self.device = platform.local_device()
         self.mesh = build_mesh(config.fsdp.replicate_size)
         self.compute_dtype: torch.dtype = getattr(torch, config.compute_dtype_name)
@@ -50,10 +55,14 @@ class FSDPBackend:
         self._config = config
         self._stash = HostStash()
         other = self._other_reference()  # before the policy: two models are never on the device together
-        self._model = _load_model(config, self.checkpoint_path, self.mesh, self.compute_dtype)
+        self._model = _load_model(config, self.checkpoint_path, self.mesh, self.compute_dtype, before_load=before_load)
         self._reference = self._checked_reference(other)
         self.layout_probe = self._verify_model()
         self._optimizer = Optimizer(self._model, config.optim, total_steps=total_steps, fp16=config.model.fp16)
+
+    @property
+    def model(self) -> PreTrainedModel:
+        return self._model
 
     @property
     def hf_config(self) -> PreTrainedConfig:
@@ -180,10 +189,19 @@ class FSDPBackend:
         return other or ReferenceBank(self._model)
 
 
-def _load_model(config: Config, path: Path, mesh: DeviceMesh, compute_dtype: torch.dtype) -> PreTrainedModel:
+def _load_model(
+    config: Config,
+    path: Path,
+    mesh: DeviceMesh,
+    compute_dtype: torch.dtype,
+    *,
+    before_load: Callable[[PreTrainedModel], None] | None = None,
+) -> PreTrainedModel:
     """The sharded model of `path` with its weights, whose forward scores packs. The order of these calls matters."""
     attention = resolve_attention(config.model.attn_implementation, platform.device_type())
     model = build_meta_model(path, trust_remote_code=config.model.trust_remote_code, attn_implementation=attention)
+    if before_load is not None:
+        before_load(model)
     if config.model.gradient_checkpointing:
         enable_gradient_checkpointing(model)
     install_policy_forward(model, chunk_size=config.model.logprob_chunk_size)

@@ -15,6 +15,16 @@ from fsdptrain.registry import plugin_names, suggest
 if TYPE_CHECKING:
     from fsdptrain.config.root import Config
 
+
+class NoEffectError(ConfigError):
+    """An option that does nothing beside the others. `key`: its flat name."""
+
+    def __init__(self, message: str, key: str) -> None:
+        super().__init__(message)
+        self.key = key
+
+
+Problem = str | NoEffectError
 LOGGER_NAMES = ("console", "wandb", "trackio")
 
 
@@ -22,13 +32,13 @@ def check(config: Config) -> None:
     """ConfigError with the first problem of the whole configuration."""
     for find in _CHECKS:
         for problem in find(config):
-            raise ConfigError(problem)
+            raise _error(problem)
 
 
 def check_data_options(config: Config) -> None:
     """ConfigError for an option that --prompt-data cannot use. Not in `check`: Python may hand over its own data."""
     for problem in _columns(config):
-        raise ConfigError(problem)
+        raise _error(problem)
 
 
 def check_world_size(config: Config, world_size: int) -> None:
@@ -56,33 +66,37 @@ def check_processes(config: Config, *, world_size: int, local_world_size: int) -
     check_world_size(config, world_size)
 
 
+def _error(problem: Problem) -> ConfigError:
+    return ConfigError(problem) if isinstance(problem, str) else problem
+
+
 def _changed(config: Config, *keys: str) -> Iterator[str]:
-    """The flags among `keys` (flat names) whose value is not the default."""
+    """Those of `keys` (flat names) whose value is not the default."""
     for flat in keys:
         key = all_keys()[flat]
         value = getattr(getattr(config, key.section), key.name)
         if value != key.field.get_default(call_default_factory=True):
-            yield key.flag
+            yield flat
 
 
-def _without_effect(config: Config, keys: str, reason: str) -> Iterator[str]:
-    for flag in _changed(config, *keys.split()):
-        yield f"{flag} has no effect {reason}"
+def _without_effect(config: Config, keys: str, reason: str) -> Iterator[Problem]:
+    for flat in _changed(config, *keys.split()):
+        yield NoEffectError(f"{all_keys()[flat].flag} has no effect {reason}", flat)
 
 
-def _model(config: Config) -> Iterator[str]:
+def _model(config: Config) -> Iterator[Problem]:
     if not config.model.hf_checkpoint:
         yield "--hf-checkpoint is missing: the model to train, e.g. --hf-checkpoint Qwen/Qwen3-4B or a local folder"
     if config.model.fp16 and config.model.bf16:
         yield "--fp16 and --bf16 are both on: choose one, e.g. --fp16 --no-bf16"
 
 
-def _data(config: Config) -> Iterator[str]:
+def _data(config: Config) -> Iterator[Problem]:
     if not config.data.apply_chat_template:
         yield from _without_effect(config, "chat_template_kwargs", "with --no-apply-chat-template: leave it out")
 
 
-def _columns(config: Config) -> Iterator[str]:
+def _columns(config: Config) -> Iterator[Problem]:
     """Options that the form of the data makes meaningless."""
     names = [name.partition("?")[0] for name in (config.data.prompt_data, config.data.eval_prompt_data) if name]
     generated = [name.startswith("reasoning_gym:") for name in names]
@@ -102,7 +116,7 @@ _GRPO_ONLY = (
 )
 
 
-def _algorithm(config: Config) -> Iterator[str]:
+def _algorithm(config: Config) -> Iterator[Problem]:
     algorithm = config.algorithm
     if algorithm.algorithm == "sft":
         yield from _without_effect(config, _GRPO_ONLY, "with --algorithm sft: leave it out, or use --algorithm grpo")
@@ -123,7 +137,7 @@ def _algorithm(config: Config) -> Iterator[str]:
         yield from _without_effect(config, "eps_clip eps_clip_high eps_clip_c", reason)
 
 
-def _batch(config: Config) -> Iterator[str]:
+def _batch(config: Config) -> Iterator[Problem]:
     size, samples = config.batch.global_batch_size, config.samples_per_rollout
     if config.algorithm.algorithm == "sft":
         if size and list(_changed(config, "rollout_batch_size")) and size != config.rollout.batch_size:
@@ -145,7 +159,7 @@ def _divisor(samples: int, size: int) -> int:
     return next(divisor for divisor in range(min(size, samples), 0, -1) if samples % divisor == 0)
 
 
-def _lengths(config: Config) -> Iterator[str]:
+def _lengths(config: Config) -> Iterator[Problem]:
     budget, prompt, response = (
         config.batch.max_tokens_per_gpu,
         config.rollout.max_prompt_len,
@@ -173,7 +187,7 @@ def _lengths(config: Config) -> Iterator[str]:
         )
 
 
-def _schedule(config: Config) -> Iterator[str]:
+def _schedule(config: Config) -> Iterator[Problem]:
     optim = config.optim
     if optim.min_lr > optim.lr:
         yield f"--min-lr {optim.min_lr:g} is above --lr {optim.lr:g}: it is where the decay ends"
@@ -194,7 +208,7 @@ def _schedule(config: Config) -> Iterator[str]:
     yield from _decay_steps(config)
 
 
-def _decay_steps(config: Config) -> Iterator[str]:
+def _decay_steps(config: Config) -> Iterator[Problem]:
     optim = config.optim
     steps = optim.lr_decay_iters or config.total_optimizer_steps
     if optim.lr_decay_style == "constant" or not steps:
@@ -211,7 +225,7 @@ def _decay_steps(config: Config) -> Iterator[str]:
         yield f"--lr-wsd-decay-iters {optim.lr_wsd_decay_iters} is more than the {steps} optimizer steps: lower it"
 
 
-def _run(config: Config) -> Iterator[str]:
+def _run(config: Config) -> Iterator[Problem]:
     run = config.run
     if not run.keep_last:
         yield from _without_effect(config, "save_interval", "with --keep-last 0, which writes no checkpoint")
@@ -223,7 +237,7 @@ def _run(config: Config) -> Iterator[str]:
         yield from _without_effect(config, keys, "with --eval-size 0, which leaves no prompts to evaluate on")
 
 
-def _log(config: Config) -> Iterator[str]:
+def _log(config: Config) -> Iterator[Problem]:
     others = [name for name in config.log.to if name not in LOGGER_NAMES and ":" not in name]
     known = [*LOGGER_NAMES, *plugin_names("loggers")] if others else []
     for name in others:
@@ -237,7 +251,7 @@ def _log(config: Config) -> Iterator[str]:
         yield from _without_effect(config, "log_project log_run_name", reason)
 
 
-def _launch(config: Config) -> Iterator[str]:
+def _launch(config: Config) -> Iterator[Problem]:
     launch = config.launch
     if launch.node_rank >= launch.nnodes:
         yield f"--node-rank {launch.node_rank} must be below --nnodes {launch.nnodes}: machines are counted from 0"
@@ -249,6 +263,6 @@ def _launch(config: Config) -> Iterator[str]:
         yield f"--rdzv-endpoint must be host:port, got {launch.rdzv_endpoint!r}, e.g. 10.0.0.1:29500"
 
 
-_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
+_CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _model, _data, _algorithm, _batch, _lengths, _schedule, _run, _log, _launch,
 )  # fmt: skip

@@ -14,7 +14,7 @@ import yaml
 from fsdptrain.config.checks import check_data_options
 from fsdptrain.config.keys import advice, all_keys
 from fsdptrain.config.problems import describe, near
-from fsdptrain.config.recipe import Source, merge, read_recipe
+from fsdptrain.config.recipe import LEFT_OUT, Source, combine, merge, read_recipe
 from fsdptrain.config.root import Config
 from fsdptrain.errors import ConfigError
 
@@ -65,10 +65,11 @@ def resolve(argv: Sequence[str]) -> Resolved:
     values = parse(argv, {"recipe": RECIPE, **config_options()})
     path = values.pop("recipe", None)
     recipe = read_recipe(path) if path is not None else {}
-    config = Config(**merge(recipe, values))
+    config, left_out = combine(recipe, values)
     check_data_options(config)
     sources: dict[str, Source] = dict.fromkeys(all_keys(), "default")
     sources.update(dict.fromkeys(_flat_keys(recipe), "recipe"))
+    sources.update(dict.fromkeys(left_out, LEFT_OUT))
     sources.update(dict.fromkeys(values, "flag"))
     return Resolved(config, sources)
 

@@ -8,18 +8,44 @@ from typing import Any, Literal
 
 import yaml
 
+from fsdptrain.config.checks import NoEffectError
 from fsdptrain.config.keys import all_keys, group_by_section
 from fsdptrain.config.root import Config, build_sections
 from fsdptrain.errors import ConfigError
 
-Source = Literal["default", "recipe", "flag"]
-_COLOURS: dict[Source, str] = {"default": "\x1b[2m", "recipe": "\x1b[36m", "flag": "\x1b[1;33m"}
+Source = Literal["default", "recipe", "flag", "default, since a flag takes the recipe's value its effect"]
+LEFT_OUT: Source = "default, since a flag takes the recipe's value its effect"
+_COLOURS: dict[Source, str] = {
+    "default": "\x1b[2m",
+    LEFT_OUT: "\x1b[2m",
+    "recipe": "\x1b[36m",
+    "flag": "\x1b[1;33m",
+}
 _NOT_WRITTEN = ("dry_run",)  # a recipe that only prints itself would be of no use
 
 
 def load_recipe(path: str | Path, **flags: Any) -> Config:
     """The configuration of a recipe; `flags` (flat keys or sections) win over it."""
-    return Config(**merge(read_recipe(path), flags))
+    return combine(read_recipe(path), flags)[0]
+
+
+def combine(recipe: Mapping[str, Any], flags: Mapping[str, Any]) -> tuple[Config, list[str]]:
+    """The configuration, and the recipe's keys that `flags` took the effect of and that are back at their default.
+
+    A flag that turns something off (`--eval-interval 0`) wins over what the recipe says about it (`eval_size`). Without
+    flags nothing is left out: a recipe that contradicts itself is an error.
+    """
+    given, by_flag = merge(recipe), merge(flags)
+    left_out: list[str] = []
+    while True:
+        try:
+            return Config(**merge(given, by_flag)), left_out
+        except NoEffectError as error:
+            key = all_keys()[error.key]
+            if not flags or key.name in by_flag.get(key.section, {}):
+                raise
+            del given[key.section][key.name]
+            left_out.append(error.key)
 
 
 def merge(*layers: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

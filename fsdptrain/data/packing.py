@@ -55,8 +55,44 @@ def plan_packs(
     num_packs = max(1, -(-len(packs) // num_ranks))
     spread = _spread(lengths, costs, longest_first, num_bins=num_packs * num_ranks, max_tokens=max_tokens)
     packs = packs + [[] for _ in range(num_packs * num_ranks - len(packs))] if spread is None else spread
-    pack_costs = [sum(costs[index] for index in pack) for pack in packs]
+    return _plan(packs, [sum(costs[index] for index in pack) for pack in packs], lengths, num_ranks, max_tokens)
+
+
+def plan_rows(
+    lengths: Sequence[int], *, num_ranks: int, max_tokens: int, quadratic_cost: float = QUADRATIC_COST
+) -> PackPlan:
+    """The plan for the padded layout, where a pack computes (samples x longest) tokens: that product keeps the budget.
+
+    Samples of like length share a pack. So that every rank has as many packs, the costliest are halved, rather than
+    that some ranks get none.
+    """
+    check_lengths(lengths, max_tokens=max_tokens)
+    longest_first = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+    packs: list[list[int]] = []
+    for index in longest_first:
+        if not packs or (len(packs[-1]) + 1) * lengths[packs[-1][0]] > max_tokens:
+            packs.append([])
+        packs[-1].append(index)
+
+    def cost(pack: list[int]) -> float:
+        longest = lengths[pack[0]] if pack else 0
+        return len(pack) * (longest + quadratic_cost * longest * longest)
+
+    while len(packs) % num_ranks:
+        costliest = max(range(len(packs)), key=lambda number: (len(packs[number]) > 1, cost(packs[number])))
+        half = -(-len(packs[costliest]) // 2)
+        packs[costliest], rest = packs[costliest][:half], packs[costliest][half:]
+        packs.append(rest)
+    packs = packs or [[] for _ in range(num_ranks)]
+    return _plan(packs, [cost(pack) for pack in packs], lengths, num_ranks, max_tokens)
+
+
+def _plan(
+    packs: Sequence[Sequence[int]], pack_costs: Sequence[float], lengths: Sequence[int], num_ranks: int, max_tokens: int
+) -> PackPlan:
+    """Deal the packs, whose number the ranks divide, to the ranks."""
     by_rank = _deal(pack_costs, num_ranks)
+    num_packs = len(by_rank[0])
     slowest = sum(max(pack_costs[row[k]] for row in by_rank) for k in range(num_packs))
     return PackPlan(
         packs=tuple(tuple(tuple(packs[pack]) for pack in row) for row in by_rank),

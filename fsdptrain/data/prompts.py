@@ -82,7 +82,7 @@ class PromptStream:
         if state["num_rows"] != len(self.rows):
             raise DataError(
                 f"--prompt-data {self.data.prompt_data} has {len(self.rows)} rows to train on, {state['num_rows']} "
-                "when the checkpoint was made: resume with the same data and --eval-size, or start anew with --resume never"
+                "when the checkpoint was made: resume with the same data and --eval-size, or use --resume never"
             )
         self.epoch, self.position, self.seed = state["epoch"], state["position"], state["seed"]
         self.num_too_long = state["num_too_long"]

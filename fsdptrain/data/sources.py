@@ -221,6 +221,7 @@ def _load_table(name: str, options: dict[str, Any], *, flag: str) -> Table:
         if is_file:
             if path.stat().st_size == 0:
                 raise DataError(f"{flag} {name} has no rows: the file is empty")
+            datasets.disable_progress_bars()  # a local file is read in a moment
             return datasets.load_dataset(FILE_FORMATS[path.suffix], data_files=name, split="train")
         if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
             return _load_saved(path, options["split"])

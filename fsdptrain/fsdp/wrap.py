@@ -41,27 +41,17 @@ def shard_model(
         reshard_after_forward: free each layer after its forward and gather it again for its backward.
         prefetch: gather one layer ahead, forward and backward. Off: one layer at a time.
     """
-    placement = _expert_placement(shard_size(mesh))
-    offload = CPUOffloadPolicy(pin_memory=platform.has_accelerator()) if cpu_offload else OffloadPolicy()
+    options = {
+        "mesh": mesh,
+        "shard_placement_fn": _expert_placement(shard_size(mesh)),
+        "offload_policy": CPUOffloadPolicy(pin_memory=platform.has_accelerator()) if cpu_offload else OffloadPolicy(),
+        # inputs of layers stay what the model made them: rotary tables in float32, where its authors meant that
+        "mp_policy": MixedPrecisionPolicy(compute_dtype, torch.float32, cast_forward_inputs=False),
+    }
     layers = decoder_layers(model)
     for layer in layers:
-        fully_shard(
-            layer,
-            mesh=mesh,
-            reshard_after_forward=reshard_after_forward,
-            shard_placement_fn=placement,
-            # a layer takes what it would get from a stock model in this dtype, also where a float32 buffer promoted it
-            mp_policy=MixedPrecisionPolicy(compute_dtype, torch.float32, cast_forward_inputs=True),
-            offload_policy=offload,
-        )
-    fully_shard(
-        model,
-        mesh=mesh,
-        reshard_after_forward=False,  # the backward pass begins with this group
-        shard_placement_fn=placement,
-        mp_policy=MixedPrecisionPolicy(compute_dtype, torch.float32, cast_forward_inputs=False),
-        offload_policy=offload,
-    )
+        fully_shard(layer, reshard_after_forward=reshard_after_forward, **options)
+    fully_shard(model, reshard_after_forward=False, **options)  # the backward pass begins with this group
     for module in _sharded_modules(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM, which a divide factor uses otherwise

@@ -19,6 +19,7 @@ _SHOWN = {  # label -> metric; `eval/<set>/` names stand for the first set
     "grad": "optim/grad_norm",
     "tok/s": "perf/tokens_per_s",
 }
+PLAIN_LINES = 50
 _ONLY_WITHOUT_REWARD = "loss"  # a policy loss says nothing to people; a supervised one does
 
 
@@ -44,7 +45,7 @@ class ConsoleLogger:
         if self._bar is not None:
             latest = {label: values[-1] for label, values in self._history.items()}
             self._bar.update(self._task, completed=step, line=f"{metrics_line(latest)}  {self._eta(step)}")
-        elif shown:
+        elif shown and self._due(step, metrics):
             width = len(str(self._info.total_steps))
             self._print(
                 f"step {step:>{width}}/{self._info.total_steps}  {metrics_line(shown)}  {self._eta(step)}".rstrip()
@@ -59,6 +60,11 @@ class ConsoleLogger:
         if any(self._history.values()):
             self._console.print(summary(self._history))
         self._print(f"{duration(time.monotonic() - self._started)}, written to {self._info.output_dir}")
+
+    def _due(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """A log file gets about `PLAIN_LINES` lines, and every evaluation."""
+        every = max(1, self._info.total_steps // PLAIN_LINES)
+        return step % every == 0 or step in (1, self._info.total_steps) or any(m.startswith("eval/") for m in metrics)
 
     def _eta(self, step: int) -> str:
         """How long the rest will take at the pace so far."""

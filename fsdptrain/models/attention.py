@@ -135,7 +135,8 @@ def attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     fused = varlen and query.device.type != "cpu" and query.dtype in {torch.float16, torch.bfloat16}
     plain = softcap is None and s_aux is None and dropout == 0.0
-    if fused and plain and boundaries is not None and not boundaries.padded and query.shape[-1] <= MAX_VARLEN_HEAD_DIM:
+    narrow = max(query.shape[-1], value.shape[-1]) <= MAX_VARLEN_HEAD_DIM
+    if fused and plain and narrow and boundaries is not None and not boundaries.padded:
         return _varlen(query, key, value, boundaries, scale, sliding_window), None
     one = partial(_segment, scale=scale, dropout=dropout, window=sliding_window, softcap=softcap, sinks=s_aux)
     parts = [one(*qkv) for qkv in zip(*(x.split(spans, dim=2) for x in (query, key, value)), strict=True)]
@@ -183,15 +184,15 @@ def _refuse_unknown(
 def _varlen(q: Tensor, k: Tensor, v: Tensor, boundaries: Boundaries, scale: float, window: int | None) -> Tensor:
     """One call for the pack, [1, T, H, DV]. The kernel wants one head width for q, k and v, a multiple of 8."""
     width = -(-max(q.shape[-1], v.shape[-1]) // 8) * 8
-    rows = [F.pad(x, (0, width - x.shape[-1]))[0].transpose(0, 1) for x in (q, k, v)]  # [T, heads, width]
+    queries, keys, values = (_widen(x, width)[0].transpose(0, 1) for x in (q, k, v))  # [T, heads, width]
     options: dict[str, Any] = {"enable_gqa": True} if _VARLEN_TAKES_GQA else {}
     if not _VARLEN_TAKES_GQA:
         groups = q.shape[1] // k.shape[1]
-        rows[1:] = [x.repeat_interleave(groups, dim=1) for x in rows[1:]]
+        keys, values = keys.repeat_interleave(groups, dim=1), values.repeat_interleave(groups, dim=1)
     longest = max(boundaries.seqlens)
     left = -1 if window is None or window >= longest else window - 1  # the kernel counts the keys before the query
-    cu, size = boundaries.cu_seqlens, (left, 0)
-    out = varlen_attn(*rows, cu, cu, longest, longest, scale=scale, window_size=size, **options)
+    cu = boundaries.cu_seqlens
+    out = varlen_attn(queries, keys, values, cu, cu, longest, longest, scale=scale, window_size=(left, 0), **options)
     assert isinstance(out, Tensor)
     return out[None, :, :, : v.shape[-1]]
 
@@ -212,14 +213,19 @@ def _segment(
     if softcap is not None or sinks is not None:
         block = partial(_by_scores, scale=scale, dropout=dropout, window=window, softcap=softcap, sinks=sinks)
         return _in_blocks(block, q, k, v, window, recompute=length > BLOCK)
-    width = q.shape[-1] - v.shape[-1]
-    v_wide = F.pad(v, (0, width)) if width > 0 else v  # the fused kernels want one head width (MLA has two)
+    v_wide = _widen(v, q.shape[-1])  # the fused kernels want one head width (MLA has two)
     if window is None:
         options = {"dropout_p": dropout, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
         out = F.scaled_dot_product_attention(q, k, v_wide, is_causal=True, **options)
     else:
         out = _in_blocks(partial(_by_mask, scale=scale, dropout=dropout, window=window), q, k, v_wide, window)
     return out[..., : v.shape[-1]]
+
+
+def _widen(x: Tensor, width: int) -> Tensor:
+    """Zeros at the end of the last dimension, up to `width`; the same tensor where it is as wide already."""
+    missing = width - x.shape[-1]
+    return F.pad(x, (0, missing)) if missing > 0 else x
 
 
 def _in_blocks(

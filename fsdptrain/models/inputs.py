@@ -1,8 +1,8 @@
 """From a PackedBatch to what a transformers model is called with, and back to tokens.
 
-Two layouts hold the same tokens. `packed`: one row of T tokens, with boundaries. `padded`: N rows of S tokens, the longest
-segment, with tokens at the left; a causal model never looks to the right, so that padding needs no mask and changes
-nothing. Nothing outside this file knows which one it is: [T] goes in, [T] comes out.
+Two layouts hold the same tokens. `packed`: one row of T tokens, with boundaries. `padded`: N rows of S tokens, as many
+as the longest segment has, tokens at the left; a causal model never looks to the right, so padding needs no mask and
+changes nothing. Nothing outside this file knows which one it is: [T] goes in, [T] comes out.
 """
 
 from typing import Any, Literal
@@ -36,7 +36,7 @@ def model_inputs(
 
 
 def select_tokens(rows: Tensor, batch: PackedBatch, layout: Layout, positions: Tensor) -> Tensor:
-    """The vectors of the tokens at `positions` [M] of the pack. Rows: [1, T, D] packed, [N, S, D] padded; out: [M, D]."""
+    """The vectors [M, D] of the tokens at `positions` [M] of the pack; rows are [1, T, D] packed, [N, S, D] padded."""
     index = positions if layout == "packed" else _padded_index(batch, positions)
     return rows.flatten(0, 1).index_select(0, index)
 

@@ -2,8 +2,8 @@
 
 Two segments are scored in each candidate layout and compared with the stock model (its own eager attention and masks),
 one segment at a time. Then the first segment is changed, which must not move the second. The tolerance is that of the
-dtype, but never more than a quarter of what a full leak would do to this very model. No list of model names decides: what
-differs, raises, or leaks, is not used, and the report says why.
+dtype, but never more than a quarter of what a full leak would do to this very model. No list of model names decides:
+what differs, raises or leaks is not used, and the report says why.
 
     layout: packed, attention fsdptrain_segments (probe: 1.2e-06 <= 0.0001)
     layout: padded, attention fsdptrain_segments (probe: 3.4e-07 <= 0.0001; packed: ValueError: ...)
@@ -22,6 +22,7 @@ from fsdptrain.models.attention import register_attention, resolve_attention
 from fsdptrain.models.collective import gather, one_line
 from fsdptrain.models.inputs import Layout
 from fsdptrain.models.policy import (
+    REFUSALS,
     TOLERANCES,
     check_head,
     evaluating,
@@ -74,17 +75,17 @@ def choose_layout(
     compute_dtype: torch.dtype,
     device: torch.device | None = None,
 ) -> LayoutProbe:
-    """Find the first layout that the policy (see `install_policy_forward`) computes exactly, and leave the model set to it.
+    """Find the first layout that the policy computes exactly, and leave the model set to it.
 
-    Collective where the model is sharded; every rank comes to the same result. Order: packed, then padded, both with the
-    attention that the model was built with, then padded with transformers' own. Raises NumericsError when none is exact,
-    or when `requested` is packed and that is not.
+    After `install_policy_forward`. Collective where the model is sharded; every rank comes to the same result. Order:
+    packed, then padded, both with the attention that the model was built with, then padded with transformers' own.
+    Raises NumericsError when none is exact, or when `requested` is packed and that is not.
     """
     register_attention()
     device = device or platform.local_device()
     segments = probe_segments(model, vocab_size)
     reasons: list[str] = []
-    configured = model.config._attn_implementation
+    configured = str(model.config._attn_implementation)
     with evaluating(model):
         reference, leak = _reference(model, segments, device)
         tolerance = min(TOLERANCES[compute_dtype], leak / 4)
@@ -108,7 +109,15 @@ def probe_random_copy(
 
     Raises NumericsError where no layout is exact, forward and backward, or where the head is not understood.
     """
-    model = random_copy(config, trust_remote_code=trust_remote_code)
+    try:
+        model = random_copy(config, trust_remote_code=trust_remote_code)
+        return _probe_copy(model, attention)
+    except REFUSALS:  # a few families tie other parts to the number of layers (gemma3n, gemma4): then all of them
+        model = random_copy(config, trust_remote_code=trust_remote_code, all_layers=True)
+        return _probe_copy(model, attention)
+
+
+def _probe_copy(model: PreTrainedModel, attention: str) -> LayoutProbe:
     install_policy_forward(model, chunk_size=SHORT)
     options: dict[str, Any] = {
         "vocab_size": model.config.get_text_config().vocab_size,
@@ -130,7 +139,7 @@ def probe_random_copy(
 
 
 def probe_segments(model: PreTrainedModel, vocab_size: int) -> list[list[int]]:
-    """Two segments and a twin of the first; the second is longer than the model's sliding window, where that is affordable."""
+    """Two segments and a twin of the first; the second is longer than the sliding window, where that is affordable."""
     values = model.config.get_text_config().to_dict()
     window = values.get("sliding_window")
     longer = LONG if window is None or window + 8 > LONGEST else max(LONG, window + 8)
@@ -154,7 +163,7 @@ def _candidates(
 
 
 def _reference(model: PreTrainedModel, segments: list[list[int]], device: torch.device) -> tuple[list[Tensor], float]:
-    """Logprobs [L] of the first two segments by the stock attention, each alone; how far a full leak moves the second."""
+    """Logprobs [L] of the first two segments, stock and each alone; and how far a full leak moves the second."""
     model.set_attn_implementation(REFERENCE)
     first, second = segments[:2]
     found = []

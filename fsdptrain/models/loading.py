@@ -11,6 +11,7 @@ transformers: `_ShardReader` stands on the reader behind `from_pretrained`, of t
 
 import copy
 import hashlib
+import json
 import logging
 from pathlib import Path
 
@@ -20,7 +21,7 @@ import transformers
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from fsdptrain import platform
 from fsdptrain.errors import CheckpointError, ConfigError
@@ -47,6 +48,8 @@ def build_meta_model(path: Path, *, trust_remote_code: bool, attn_implementation
         CheckpointError: the config is missing, unknown to transformers, of a quantised model, or needs remote code.
     """
     with together(CheckpointError, f"--hf-checkpoint {path}"):
+        if not trust_remote_code:
+            _refuse_remote_code(path)
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         if quantisation := config.to_dict().get("quantization_config"):
             raise CheckpointError(
@@ -89,6 +92,14 @@ def verify_loaded(model: PreTrainedModel, path: Path) -> None:
         if problems := _problems(model):
             raise CheckpointError(f"--hf-checkpoint {path}: {'; '.join(problems)}")
     _require_same_parameters(model, path)
+
+
+def _refuse_remote_code(path: Path) -> None:
+    config = json.loads((path / "config.json").read_text())
+    if "auto_map" in config and config.get("model_type") not in CONFIG_MAPPING:
+        raise CheckpointError(
+            f"--hf-checkpoint {path} needs the Python code that it ships: read it, then allow it by --trust-remote-code"
+        )
 
 
 def _problems(model: PreTrainedModel) -> list[str]:

@@ -1,14 +1,14 @@
-"""Log-probabilities and entropy from hidden states, in chunks of tokens: [T, V] never exists whole, nor does its gradient.
+"""Log-probabilities and entropy from hidden states, in chunks of tokens: neither [T, V] nor its gradient exists whole.
 
     raw = hidden @ weight.T + bias          the head
     z = cap(scale * raw) / temperature      what the model does to its logits, then the temperature of the rollout
     logprob = z[label] - logsumexp(z)
     entropy = logsumexp(z) - sum(softmax(z) * z)
 
-The backward makes the logits again, chunk by chunk. With p = softmax(z) and incoming gradients g (logprob), h (entropy):
+The backward makes the logits again, chunk by chunk. With p = softmax(z), and gradients g of logprob and h of entropy:
     dz = g * (onehot(label) - p) - h * p * (z - logsumexp(z) + entropy)
-A chunk holds two float32 buffers of chunk_size x V at a time (three with a softcap), and the head's product is made three
-times per token: once forward, and twice more backward beside its recomputation.
+A chunk holds two float32 buffers of chunk_size x V at a time (three with a softcap). A token costs four products with
+the head: one forward; backward one again, and one for each of the two gradients.
 """
 
 from dataclasses import dataclass
@@ -41,8 +41,8 @@ def chunked_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of `labels` and, where asked for, entropy in nats: [T] in float32, or float64 for float64 input.
 
-    The product with the head runs in the dtype of its inputs, everything after it in float32 or more; the gradient of the
-    weight is summed over chunks in float32.
+    The product with the head runs in the dtype of its inputs, everything after it in float32 or more; the gradient of
+    the weight is summed over chunks in float32.
     """
     transform = HeadTransform(logit_scale, softcap, temperature)
     logprobs, entropy = _ChunkedLogprobs.apply(hidden, weight, bias, labels, transform, chunk_size, with_entropy)
@@ -115,8 +115,7 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: Head
     raw = hidden @ weight.T if bias is None else torch.addmm(bias, hidden, weight.T)
     z = raw.to(torch.promote_types(raw.dtype, torch.float32))
     if transform.softcap is not None:
-        z = z.mul_(transform.logit_scale / transform.softcap).tanh_().mul_(transform.softcap / transform.temperature)
-        return z
+        return z.mul_(transform.logit_scale / transform.softcap).tanh_().mul_(transform.softcap / transform.temperature)
     factor = transform.logit_scale / transform.temperature
     return z if factor == 1.0 else z.mul_(factor)
 
@@ -154,7 +153,8 @@ def _grad_logits(
             dz.sub_(grad_logprobs[:, None])
         dz.mul_(p)
     if grad_logprobs is not None:
-        dz.scatter_add_(1, labels[:, None], grad_logprobs[:, None])
+        rows = torch.arange(len(labels), device=labels.device)
+        dz.index_put_((rows, labels), grad_logprobs, accumulate=True)  # scatter_add_ is not deterministic on CUDA
     return dz
 
 

@@ -48,8 +48,8 @@ _SOFTCAP_KEY = "final_logit_softcapping"  # gemma
 def install_policy_forward(model: PreTrainedModel, *, chunk_size: int) -> None:
     """Replace `model.forward`, before sharding: it then takes a PackedBatch, and is called by `policy_logprobs`.
 
-    The new forward returns a tuple of tensors, because FSDP2 hangs its backward hooks on tensors in tuples and finds none
-    in a record. chunk_size: tokens whose logits exist at a time.
+    The new forward returns a tuple of tensors, because FSDP2 hangs its backward hooks on tensors in tuples and finds
+    none in a record. chunk_size: tokens whose logits exist at a time.
     """
     stock = model.forward
     transform = head_transform(model.config)
@@ -66,7 +66,7 @@ def install_policy_forward(model: PreTrainedModel, *, chunk_size: int) -> None:
         inputs = model_inputs(
             batch,
             layout,
-            attn_implementation=model.config._attn_implementation,
+            attn_implementation=str(model.config._attn_implementation),
             pad_token_id=model.config.get_text_config().pad_token_id,
         )
         try:
@@ -135,8 +135,8 @@ def check_head(
 ) -> float:
     """Compare the chunked logprobs with those of the stock model on a few random tokens. Collective.
 
-    Returns the mean difference, the largest over ranks. Raises NumericsError on every rank where it is over the tolerance of
-    `compute_dtype`: then the model does something to its logits that `head_transform` does not know.
+    Returns the mean difference, the largest over ranks. Raises NumericsError on every rank where it is over the
+    tolerance of `compute_dtype`: then the model does something to its logits that `head_transform` does not know.
     """
     tokens = torch.randint(vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(0)).tolist()
     batch = plain_batch([tokens], device=device or platform.local_device())
@@ -149,8 +149,8 @@ def check_head(
     if not difference <= tolerance:
         raise NumericsError(
             f"the logprobs of {type(model).__name__} differ by {difference:.2g} from those of its stock head "
-            f"(tolerance {tolerance:g} in {str(compute_dtype).removeprefix('torch.')}): it changes its logits in a way that "
-            f"fsdptrain does not know; its config may name a key that models/policy.py lacks"
+            f"(tolerance {tolerance:g}, {compute_dtype}): it changes its logits in an unknown way; add the key of "
+            "its config to fsdptrain/models/policy.py, or choose another --hf-checkpoint"
         )
     return difference
 

@@ -1,8 +1,8 @@
 """A small random model with the same code paths as a large one: real layers, one of each kind, no weights needed.
 
 It is what `inspect` and `--dry-run --probe` measure. Layers are told apart by what they hold (names and shapes of their
-parameters) and by their entry in the config's per-layer lists. Widths that only make things bigger are cut, and windows are made short
-enough for the probe to go beyond them.
+parameters) and by their entry in the config's per-layer lists. Widths that only make things bigger are cut, and windows
+are made short enough for the probe to go beyond them.
 """
 
 import copy
@@ -18,14 +18,17 @@ _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 _TOKEN_KEYS = ("pad_token_id", "bos_token_id", "eos_token_id")  # may lie outside the smaller vocabulary
 
 
-def random_copy(config: PreTrainedConfig, *, trust_remote_code: bool = False, seed: int = 0) -> PreTrainedModel:
+def random_copy(
+    config: PreTrainedConfig, *, trust_remote_code: bool = False, all_layers: bool = False, seed: int = 0
+) -> PreTrainedModel:
     """A float32 model on the CPU, from a copy of `config` that is cut down; in eval mode."""
     small = copy.deepcopy(config)
     text = small.get_text_config()
     _cut_widths(text)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(small, dtype=torch.float32, trust_remote_code=trust_remote_code)
-    _keep_one_of_each_kind(model)
+    if not all_layers:
+        _keep_one_of_each_kind(model)
     torch.manual_seed(seed)
     model.to_empty(device="cpu")
     model.init_weights()

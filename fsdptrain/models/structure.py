@@ -37,7 +37,13 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 def base_model(model: PreTrainedModel) -> nn.Module:
     """The part that makes hidden states: everything but the head."""
-    return model.base_model
+    base = model.base_model
+    if base is not model:
+        return base
+    inner = [child for child in model.children() if isinstance(child, PreTrainedModel)]
+    if len(inner) != 1:
+        raise CheckpointError(f"{type(model).__name__} has no one part that makes hidden states")
+    return inner[0]  # llama4's language model names a prefix that it does not have
 
 
 def lm_head(model: PreTrainedModel) -> nn.Module:

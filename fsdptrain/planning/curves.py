@@ -52,17 +52,19 @@ def _draw_noisy(axes, series: Series, title: str, colour: str) -> None:
 
 def _draw_evaluations(axes, run: Path) -> None:
     axes.set_title("Held-out accuracy", loc="left", fontsize=11, color=INK)
-    for name, label, colour in (("eval/heldout", "sampled", BLUE), ("eval/heldout_greedy", "greedy", ORANGE)):
+    for name, label, colour, above in (
+        ("eval/heldout", "sampled", BLUE, -14),
+        ("eval/heldout_greedy", "greedy", ORANGE, 6),
+    ):
         steps, values = read_series(run, f"{name}/accuracy")
         if not steps:
             continue
         axes.plot(steps, values, color=colour, marker="o", markersize=4, linewidth=2, label=label)
         for index in (0, -1):
-            axes.annotate(
-                f"{values[index]:.2f}", (steps[index], values[index]), (0, 6), textcoords="offset points", color=colour
-            )
+            text, at = f"{values[index]:.2f}", (steps[index], values[index])
+            axes.annotate(text, at, (0, above), textcoords="offset points", ha="center", color=colour)
     axes.set_ylim(0, 1.08)
-    axes.legend(frameon=False, loc="lower right")
+    axes.legend(frameon=False, loc="lower center")
 
 
 def _tidy(axes) -> None:

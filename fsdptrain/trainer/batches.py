@@ -7,7 +7,8 @@ import torch.distributed as dist
 
 from fsdptrain import platform
 from fsdptrain.data.exchange import exchange_samples, gather_index
-from fsdptrain.data.packing import pack, plan_packs
+from fsdptrain.data.packing import pack, plan_packs, plan_rows
+from fsdptrain.models.inputs import Layout
 from fsdptrain.types import PackedBatch, Sample
 
 
@@ -17,6 +18,7 @@ class PackingRules:
     aggregation: str
     max_response_len: int
     num_steps: int  # optimizer steps that share the rollout
+    layout: Layout  # padded: a pack computes samples x longest tokens, and that is what the budget bounds
 
 
 @dataclass(frozen=True)
@@ -34,11 +36,11 @@ def make_batches(samples: Sequence[Sample], rules: PackingRules) -> list[StepBat
     Samples are dealt to the optimizer steps in turn, so that each step has its part of every rank's prompts.
     """
     index = gather_index(samples)
+    make_plan = plan_packs if rules.layout == "packed" else plan_rows
     steps: list[StepBatches] = []
     for chosen in deal(len(index.lengths), rules.num_steps):
-        plan = plan_packs(
-            [index.lengths[i] for i in chosen], num_ranks=dist.get_world_size(), max_tokens=rules.max_tokens
-        )
+        lengths = [index.lengths[i] for i in chosen]
+        plan = make_plan(lengths, num_ranks=dist.get_world_size(), max_tokens=rules.max_tokens)
         destinations = [[chosen[i] for packed in packs for i in packed] for packs in plan.packs]
         arrived = iter(exchange_samples(samples, destinations, index=index))
         totals = index.totals(chosen)

@@ -1,13 +1,16 @@
 """What a run is made of, built in the order in which it can fail most cheaply."""
 
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+import torch
+import torch.distributed as dist
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from fsdptrain import platform
 from fsdptrain.backends.fsdp import FSDPBackend
@@ -15,10 +18,12 @@ from fsdptrain.config import Config
 from fsdptrain.config.sections import AlgorithmConfig
 from fsdptrain.data.prompts import PromptStream, make_prompts
 from fsdptrain.data.sources import Row, as_rows, content_hash, load_rows, split_rows
-from fsdptrain.errors import CheckpointError, DataError
+from fsdptrain.errors import CheckpointError, DataError, MemoryPlanError
 from fsdptrain.loggers import build_loggers
 from fsdptrain.models.collective import together
 from fsdptrain.models.loading import resolve_checkpoint
+from fsdptrain.models.structure import count_parameters
+from fsdptrain.planning.memory import MemoryDemand, MemorySupply, check_load_memory, load_memory_line
 from fsdptrain.protocols import Logger, RewardFunction, RolloutEngine
 from fsdptrain.rewards import build_reward
 from fsdptrain.rollout import build_engine
@@ -83,11 +88,45 @@ def build_parts(
             logger.close()
 
 
+def plan_memory(model: PreTrainedModel, config: Config, *, embedded_engine: bool) -> None:
+    """Say what loading will need and what is there; MemoryPlanError on all ranks if it cannot fit. Collective."""
+    world_size = dist.get_world_size()
+    device_free, device_total = platform.device_memory()
+    host_free, host_total = platform.host_memory()
+    demand = MemoryDemand(
+        counts=count_parameters(model),
+        num_shards=world_size // config.fsdp.replicate_size,
+        compute_bytes=getattr(torch, config.compute_dtype_name).itemsize,
+        cpu_offload=config.fsdp.cpu_offload,
+        reshard_after_forward=config.fsdp.reshard_after_forward,
+        embedded_engine=embedded_engine,
+        reference=config.algorithm.kl_loss_coef > 0,
+        load_strategy=config.model.load_strategy,
+    )
+    supply = MemorySupply(
+        device_free=device_free,
+        device_total=device_total,
+        host_free=host_free,
+        host_total=host_total,
+        ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        has_accelerator=platform.has_accelerator(),
+    )
+    log.info("%s", load_memory_line(demand, supply))
+    with together(MemoryPlanError, "--hf-checkpoint"):
+        check_load_memory(demand, supply)
+
+
 def load_tokenizer(checkpoint: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """CheckpointError where there is none; transformers would make an empty one from the model's kind."""
     try:
-        return AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"--hf-checkpoint {checkpoint} has no tokenizer that can be loaded: {error}") from error
+    if not tokenizer("a", add_special_tokens=False)["input_ids"]:
+        raise CheckpointError(
+            f"--hf-checkpoint {checkpoint} has no tokenizer with a vocabulary: is tokenizer.json missing?"
+        )
+    return tokenizer
 
 
 def build_data(

@@ -1,6 +1,7 @@
 """Trainer: the loop, and what happens around it."""
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 from fsdptrain import platform
 from fsdptrain.algo.losses import LOSSES
-from fsdptrain.config import Config
+from fsdptrain.config import Config, check_processes
 from fsdptrain.data.packing import drop_overlong
 from fsdptrain.errors import CheckpointError, RolloutError
 from fsdptrain.fsdp.checkpoint import CheckpointFolder
@@ -51,6 +52,8 @@ class Trainer:
     def fit(self) -> Metrics:
         """Train from the start, or from the newest checkpoint, to the end. Returns the last value of every metric."""
         with platform.process_group(self.config.launch.dist_timeout):
+            local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            check_processes(self.config, world_size=dist.get_world_size(), local_world_size=local_world_size)
             platform.seed_everything(self.config.run.seed + dist.get_rank())
             platform.set_deterministic(self.config.model.deterministic_mode)
             folder = open_folder(self.config)
@@ -73,6 +76,7 @@ class _Run:
             aggregation=config.algorithm.loss_aggregation,
             max_response_len=config.rollout.max_response_len,
             num_steps=config.steps_per_rollout,
+            layout=parts.backend.layout_probe.layout,
         )
         self._step = 0  # rollouts that were trained on; also the version of the policy
         self._totals = {"progress/samples": 0.0, "progress/tokens": 0.0}

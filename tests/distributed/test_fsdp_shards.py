@@ -9,7 +9,7 @@ from fsdptrain.fsdp.reference import ReferenceBank
 from fsdptrain.fsdp.shards import HostStash, local_shard, reshard
 from fsdptrain.testing import spawn
 
-from .sharded import full_state, sharded_qwen3, tokens, train
+from .sharded import backward, full_state, sharded_qwen3, tokens, train
 
 
 def logits(model):
@@ -38,6 +38,23 @@ def test_a_write_after_reshard_is_seen_by_the_next_forward(options):
     for before, after, expected in spawn(2, write_after_forward, options):
         assert torch.equal(after, expected)
         assert not torch.equal(after, before)
+
+
+def step_after_evaluation(evaluate: bool, options: dict):
+    model = sharded_qwen3(**options)
+    optimizer = Optimizer(model, OptimConfig(lr=1e-2), total_steps=3, fp16=False)
+    backward(model, optimizer, seed=0)
+    if evaluate:
+        logits(model)
+    optimizer.clip()
+    optimizer.step()
+    return logits(model)
+
+
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}])
+def test_an_optimizer_step_after_an_evaluation_is_seen_by_the_next_forward(options):
+    expected, found = (spawn(2, step_after_evaluation, evaluate, options) for evaluate in (False, True))
+    assert torch.equal(found[0], expected[0])
 
 
 def break_off(options: dict):

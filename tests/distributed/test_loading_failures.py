@@ -119,6 +119,16 @@ def test_a_quantised_checkpoint_is_refused(folders: Path, tmp_path: Path):
         build_meta_model(tmp_path / "quantised", trust_remote_code=False, attn_implementation="eager")
 
 
+def test_code_of_a_checkpoint_runs_only_when_asked_for(folders: Path, tmp_path: Path):
+    shutil.copytree(folders / "good", tmp_path / "custom")
+    ran = tmp_path / "ran"
+    (tmp_path / "custom" / "own.py").write_text(f"open({str(ran)!r}, 'w')\nclass Own: pass\n")
+    _edit_config(tmp_path / "custom", model_type="own", auto_map={"AutoConfig": "own.Own"})
+    with pytest.raises(CheckpointError, match="--trust-remote-code"):
+        build_meta_model(tmp_path / "custom", trust_remote_code=False, attn_implementation="eager")
+    assert not ran.exists()
+
+
 def _errors(root: Path, names: list[str], strategy: str) -> dict[str, tuple[str, str]]:
     errors = {}
     for name in names:

@@ -13,7 +13,8 @@ from fsdptrain import cli
 TINY_RUN = [
     *("--prompt-data", "reasoning_gym:spell_backward?max_word_len=4"),
     *("--num-rollout", "2", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4"),
-    *("--rollout-max-response-len", "8", "--max-tokens-per-gpu", "512", "--eval-size", "4", "--data-size", "64"),
+    *("--rollout-max-response-len", "8", "--max-tokens-per-gpu", "512", "--eval-size", "4"),
+    *("--reward", "reasoning_gym", "tests.e2e.rewards:variety"),
     *("--lr", "1e-3", "--no-bf16", "--system-prompt", "", "--log-to"),
 ]
 

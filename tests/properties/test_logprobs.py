@@ -1,4 +1,4 @@
-"""Chunked logprobs over every head that there is: softcap, temperature, bias, scale; values, and gradients by gradcheck."""
+"""Chunked logprobs over every kind of head: softcap, temperature, bias, scale; values, and gradients by gradcheck."""
 
 import torch
 from hypothesis import given, settings

@@ -10,12 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdptrain.algo.weights import AGGREGATIONS, count_totals, num_loss_tokens
-from fsdptrain.data.packing import PackPlan, drop_overlong, pack, plan_packs
+from fsdptrain.data.packing import PackPlan, drop_overlong, pack, plan_packs, plan_rows
 from fsdptrain.errors import ConfigError
 from fsdptrain.types import PackedBatch, Sample
 from tests.properties.strategies import sample_lists
 
 BUDGET = 64
+BOTH_PLANS = pytest.mark.parametrize("plan_them", [plan_packs, plan_rows])
 lengths_lists = st.lists(st.integers(1, BUDGET), max_size=60)
 
 
@@ -28,30 +29,41 @@ def planned(plan: PackPlan) -> list[int]:
     return sorted(index for rank in plan.packs for pack in rank for index in pack)
 
 
+@BOTH_PLANS
 @given(lengths=lengths_lists, num_ranks=st.integers(1, 8))
-def test_plan_trains_every_sample_exactly_once(lengths: list[int], num_ranks: int) -> None:
-    plan = plan_packs(lengths, num_ranks=num_ranks, max_tokens=BUDGET)
+def test_plan_trains_every_sample_exactly_once(plan_them, lengths: list[int], num_ranks: int) -> None:
+    plan = plan_them(lengths, num_ranks=num_ranks, max_tokens=BUDGET)
     assert planned(plan) == list(range(len(lengths)))
 
 
+@BOTH_PLANS
 @given(lengths=lengths_lists, num_ranks=st.integers(1, 8))
-def test_no_pack_exceeds_the_budget(lengths: list[int], num_ranks: int) -> None:
-    plan = plan_packs(lengths, num_ranks=num_ranks, max_tokens=BUDGET)
+def test_no_pack_exceeds_the_budget(plan_them, lengths: list[int], num_ranks: int) -> None:
+    plan = plan_them(lengths, num_ranks=num_ranks, max_tokens=BUDGET)
     assert max(sum(lengths[i] for i in pack) for rank in plan.packs for pack in rank) <= BUDGET
 
 
 @given(lengths=lengths_lists, num_ranks=st.integers(1, 8))
-def test_every_rank_runs_the_same_number_of_packs(lengths: list[int], num_ranks: int) -> None:
-    plan = plan_packs(lengths, num_ranks=num_ranks, max_tokens=BUDGET)
+def test_no_padded_pack_exceeds_the_budget(lengths: list[int], num_ranks: int) -> None:
+    plan = plan_rows(lengths, num_ranks=num_ranks, max_tokens=BUDGET)
+    packs = [[lengths[i] for i in pack] for rank in plan.packs for pack in rank]
+    assert max(len(pack) * max(pack, default=0) for pack in packs) <= BUDGET
+
+
+@BOTH_PLANS
+@given(lengths=lengths_lists, num_ranks=st.integers(1, 8))
+def test_every_rank_runs_the_same_number_of_packs(plan_them, lengths: list[int], num_ranks: int) -> None:
+    plan = plan_them(lengths, num_ranks=num_ranks, max_tokens=BUDGET)
     assert {len(rank) for rank in plan.packs} == {plan.num_packs}
     assert len(plan.packs) == num_ranks
     assert plan.num_packs >= 1
 
 
+@BOTH_PLANS
 @given(lengths=lengths_lists, num_ranks=st.integers(1, 8))
-def test_equal_lengths_make_equal_plans(lengths: list[int], num_ranks: int) -> None:
-    first = plan_packs(lengths, num_ranks=num_ranks, max_tokens=BUDGET)
-    assert first == plan_packs(tuple(lengths), num_ranks=num_ranks, max_tokens=BUDGET)
+def test_equal_lengths_make_equal_plans(plan_them, lengths: list[int], num_ranks: int) -> None:
+    first = plan_them(lengths, num_ranks=num_ranks, max_tokens=BUDGET)
+    assert first == plan_them(tuple(lengths), num_ranks=num_ranks, max_tokens=BUDGET)
 
 
 @given(lengths=st.lists(st.integers(1, BUDGET), min_size=1, max_size=8))

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from fsdptrain.config import Config, load_recipe, read_recipe, resolve, to_yaml
+from fsdptrain.config.recipe import LEFT_OUT
 from fsdptrain.errors import ConfigError
 
 RECIPES = sorted((Path(__file__).parents[3] / "recipes").rglob("*.yaml"))
@@ -94,3 +95,22 @@ def test_colour_is_only_there_when_asked_for():
 
 def test_a_dry_run_is_not_part_of_a_recipe():
     assert "dry_run" not in to_yaml(Config(hf_checkpoint="x", dry_run=True))
+
+
+def test_flag_that_turns_something_off_wins_over_what_the_recipe_says_about_it(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("hf_checkpoint: x\neval_size: 64\neval_greedy: true\n")
+
+    resolved = resolve(["--recipe", str(recipe), "--eval-interval", "0"])
+
+    assert (resolved.config.data.eval_size, resolved.config.run.eval_greedy) == (128, False)
+    assert resolved.sources["eval_size"] == LEFT_OUT
+    with pytest.raises(ConfigError, match="--eval-size has no effect"):
+        resolve(["--recipe", str(recipe), "--eval-interval", "0", "--eval-size", "64"])
+
+
+def test_recipe_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("hf_checkpoint: x\neval_size: 64\neval_interval: 0\n")
+    with pytest.raises(ConfigError, match="--eval-size has no effect"):
+        resolve(["--recipe", str(recipe)])

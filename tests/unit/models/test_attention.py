@@ -180,3 +180,27 @@ def test_names_of_the_flag(requested: str, device_type: str, name: str) -> None:
 def test_an_attention_that_cannot_run_here_is_a_config_error(requested: str, device_type: str) -> None:
     with pytest.raises(ConfigError, match=f"--attn-implementation {requested} needs"):
         resolve_attention(requested, device_type)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("window", [None, 1, 16, 64])
+@pytest.mark.parametrize("shape", [(4, 4, 64, 64), (8, 2, 64, 64), (4, 4, 96, 64), (4, 2, 20, 20)])
+def test_the_kernel_of_the_device_computes_what_segments_do(
+    shape: tuple[int, int, int, int], window: int | None
+) -> None:
+    lengths = [37, 1, 130, 64]
+    num_heads, kv_heads, width, value_width = shape
+    exact = heads(1, sum(lengths), (num_heads, width), (kv_heads, width), (kv_heads, value_width))
+    limits = Boundaries(tuple(lengths), torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).cuda(), padded=False)
+    options: dict[str, Any] = {"sliding_window": window, "boundaries": limits}
+    wanted, _ = attend(MODULE, *exact, None, varlen=False, **options)
+    half = [tensor.detach().to("cuda", torch.bfloat16).requires_grad_() for tensor in exact]
+    found, _ = attend(MODULE, *half, None, varlen=True, **options)
+    torch.testing.assert_close(found.double().cpu(), wanted, rtol=0, atol=4e-2)
+    found.sum().backward()
+    wanted.sum().backward()
+    for got, expected in zip(half, exact, strict=True):
+        assert got.grad is not None
+        assert expected.grad is not None
+        torch.testing.assert_close(got.grad.double().cpu(), expected.grad, rtol=5e-2, atol=1e-1)

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from fsdptrain.errors import NumericsError
 from fsdptrain.models import policy
 from fsdptrain.models.attention import SEGMENTS, register_attention
+from fsdptrain.models.checkpointing import enable_gradient_checkpointing
 from fsdptrain.models.inputs import Layout, padding_factor
 from fsdptrain.models.policy import check_head, head_transform, install_policy_forward, plain_batch, policy_logprobs
 from tests import zoo
@@ -46,7 +47,7 @@ def gradients(model: PreTrainedModel, loss: Tensor) -> dict[str, Tensor]:
 
 
 def stock_one_by_one(name: str) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Logprobs [T] (0 at the end of a segment), entropy [T] and gradients of the untouched model with its own attention."""
+    """Logprobs [T] (0 at the end of a segment), entropy [T], gradients: the untouched model with its own attention."""
     model = zoo.build(name)
     model.set_attn_implementation("eager")
     values, entropies = [], []
@@ -136,7 +137,7 @@ def test_a_head_that_is_not_understood_stops_the_run(
 ) -> None:
     for attribute, value in change.items():
         monkeypatch.setattr(policy, attribute, value)
-    with pytest.raises(NumericsError, match="differ by .* from those of its stock head"):
+    with pytest.raises(NumericsError, match=r"differ by .* from those of its stock head"):
         check_head(
             policy_model(name), vocab_size=zoo.VOCAB_SIZE, layout="packed", compute_dtype=torch.float32, device=CPU
         )
@@ -160,3 +161,17 @@ def test_a_shared_prefix_is_refused() -> None:
 def test_padding_factor_counts_what_is_computed_for_each_token() -> None:
     assert padding_factor((4, 4, 4)) == 1.0
     assert padding_factor((6, 1, 1)) == 18 / 8
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt_oss", "gemma2"])
+def test_gradient_checkpointing_changes_no_gradient(name: str) -> None:
+    batch = plain_batch(segments(), device=CPU)
+    found = []
+    for checkpointed in (False, True):
+        model = policy_model(name)
+        if checkpointed:
+            enable_gradient_checkpointing(model)
+        values = policy_logprobs(model, batch, layout="packed").values
+        found.append(gradients(model, (weights(values) * values).sum()))
+    for key in found[0]:
+        torch.testing.assert_close(found[1][key], found[0][key], rtol=0, atol=0)

@@ -1,0 +1,106 @@
+"""Samples between real ranks: each arrives once, bit by bit, where the common plan wants it."""
+
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdptrain.algo.losses import LOSSES
+from fsdptrain.algo.weights import num_loss_tokens
+from fsdptrain.data.exchange import exchange_samples, gather_index
+from fsdptrain.data.packing import pack, plan_packs
+from fsdptrain.testing import spawn
+from fsdptrain.types import LogProbs, LossConfig, Sample
+
+COUNTS = [5, 0, 11, 2]  # samples that ranks generated; one has none
+
+
+def make_samples(rank: int) -> list[Sample]:
+    rng = Random(rank)
+    return [make_sample(rng, f"task:{rank}ü{index}") for index in range(COUNTS[rank])]
+
+
+def make_sample(rng: Random, group_id: str) -> Sample:
+    length = rng.choice([1, 2, rng.randrange(3, 60)])
+    mask = [False] + [rng.random() < 0.7 for _ in range(length - 1)]
+    return Sample(
+        group_id=group_id,
+        token_ids=[rng.choice([0, rng.randrange(2**31)]) for _ in range(length)],
+        loss_mask=mask,
+        rollout_logprobs=[-rng.expovariate(1) if m else 0.0 for m in mask],
+        reward=rng.choice([None, 0.0, -0.0, rng.random()]),
+        rewards={name: rng.random() for name in rng.sample(["math", "format", "länge"], rng.randrange(4))},
+        advantage=rng.gauss(0, 1),
+        policy_version=rng.randrange(2**31),
+        truncated=rng.random() < 0.5,
+    )
+
+
+def key(sample: Sample) -> str:
+    return repr(sample)  # tells -0.0 from 0.0, and every bit of a float
+
+
+def exchange(shuffle_seed: int) -> tuple[Any, list[str]]:
+    """Send samples to and fro in a random plan that all ranks know; some are sent nowhere."""
+    mine = make_samples(dist.get_rank())
+    index = gather_index(mine)
+    assert [index.lengths[i] for i, owner in enumerate(index.owners) if owner == dist.get_rank()] == [
+        len(sample.token_ids) for sample in mine
+    ]
+    order = list(range(len(index.lengths)))
+    Random(shuffle_seed).shuffle(order)
+    destinations: list[list[int]] = [[] for _ in range(dist.get_world_size())]
+    for place, i in enumerate(order[:-1]):
+        destinations[place**2 % len(destinations)].append(i)
+    received = exchange_samples(mine, destinations, index=index)
+    return (index, destinations), [key(sample) for sample in received]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_every_sample_arrives_once_bit_by_bit_in_the_order_of_the_plan(world_size: int) -> None:
+    everything = [key(sample) for rank in range(world_size) for sample in make_samples(rank)]
+    results = spawn(world_size, exchange, world_size)
+    assert len({repr(plan) for plan, _ in results}) == 1, "every rank knows the same"
+    (_, destinations), _ = results[0]
+    for rank, (_, received) in enumerate(results):
+        assert received == [everything[i] for i in destinations[rank]]
+
+
+def test_one_process_without_a_group_needs_no_exchange() -> None:
+    samples = make_samples(2)
+    index = gather_index(samples)
+    assert exchange_samples(samples, [[4, 2, 0]], index=index) == [samples[4], samples[2], samples[0]]
+    assert exchange_samples([], [[]], index=gather_index([])) == []
+
+
+def train_step(world_size: int) -> tuple[torch.Tensor, int]:
+    """The way of a rollout: gather, plan, exchange, pack, and the gradient of a bigram model, summed over ranks."""
+    mine = [sample for rank in range(4) if rank % world_size == dist.get_rank() for sample in make_samples(rank)]
+    index = gather_index(mine)
+    plan = plan_packs(index.lengths, num_ranks=world_size, max_tokens=100)
+    received = iter(exchange_samples(mine, [[i for p in packs for i in p] for packs in plan.packs], index=index))
+    totals = index.totals(range(len(index.lengths)))
+    model = torch.randn(7, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
+    for indices in plan.packs[dist.get_rank()]:
+        samples = [next(received) for _ in indices]
+        batch = pack(samples, aggregation="sequence_mean", totals=totals, max_response_len=60)
+        logprobs = model[batch.input_ids % 7].log_softmax(-1)[torch.arange(batch.num_tokens), batch.labels % 7]
+        LOSSES["grpo"](batch, LogProbs(logprobs), LossConfig()).loss.backward()
+    assert model.grad is not None
+    dist.all_reduce(model.grad)
+    return model.grad, plan.num_packs
+
+
+def test_the_gradient_does_not_depend_on_the_number_of_ranks() -> None:
+    gradients = [spawn(world_size, train_step, world_size)[0][0] for world_size in (1, 2, 4)]
+    assert gradients[0].abs().max() > 1e-3
+    for gradient in gradients[1:]:
+        torch.testing.assert_close(gradient, gradients[0], rtol=1e-12, atol=1e-14)
+
+
+def test_loss_tokens_of_all_ranks_are_the_denominator() -> None:
+    samples = [sample for rank in range(4) for sample in make_samples(rank)]
+    totals = gather_index(samples).totals(range(len(samples)))
+    assert totals.num_tokens == sum(map(num_loss_tokens, samples))

@@ -1,0 +1,42 @@
+import torch
+
+from fsdptrain.algo.kl import KL_ESTIMATORS
+
+
+def distributions() -> tuple[torch.Tensor, torch.Tensor]:
+    """Logprobs of a policy and a reference over 50 tokens, f64."""
+    generator = torch.Generator().manual_seed(0)
+    policy, reference = torch.randn(2, 50, generator=generator, dtype=torch.float64).log_softmax(-1)
+    return policy, reference
+
+
+def test_k1_and_k3_have_the_kl_as_their_expectation() -> None:
+    policy, reference = distributions()
+    true = (policy.exp() * (policy - reference)).sum()
+    for name in ("k1", "k3"):
+        torch.testing.assert_close((policy.exp() * KL_ESTIMATORS[name](policy - reference)).sum(), true)
+
+
+def test_k2_has_the_gradient_of_the_kl() -> None:
+    """Its expectation is biased, but its expected gradient is that of the KL (Schulman 2020)."""
+    policy, reference = distributions()
+    logits = policy.clone().requires_grad_()
+    logprobs = logits.log_softmax(-1)
+    (true,) = torch.autograd.grad((logprobs.exp() * (logprobs - reference)).sum(), logits, retain_graph=True)
+    sampled = (policy.exp() * KL_ESTIMATORS["k2"](logprobs - reference)).sum()
+    (ours,) = torch.autograd.grad(sampled, logits)
+    torch.testing.assert_close(ours, true)
+
+
+def test_estimators_vanish_where_the_models_agree_and_k2_and_k3_are_never_negative() -> None:
+    log_ratio = torch.linspace(-12, 12, 101, dtype=torch.float64)
+    for name, estimate in KL_ESTIMATORS.items():
+        assert estimate(torch.zeros(3)).eq(0).all()
+        assert name == "k1" or (estimate(log_ratio) >= 0).all()
+
+
+def test_k3_keeps_its_digits_near_zero() -> None:
+    """exp(x) - 1 - x cancels in float32 where x is small; expm1 does not."""
+    log_ratio = torch.tensor([1e-3, -1e-3])
+    expected = torch.expm1(-log_ratio.double()) + log_ratio.double()
+    torch.testing.assert_close(KL_ESTIMATORS["k3"](log_ratio).double(), expected, rtol=5e-4, atol=0)

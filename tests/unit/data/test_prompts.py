@@ -1,0 +1,219 @@
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from fsdptrain.config import DataConfig, RolloutConfig
+from fsdptrain.data.prompts import ANSWER_TAGS_PROMPT, PromptStream, make_prompt, make_prompts
+from fsdptrain.data.sources import Row, content_hash, load_rows, split_rows
+from fsdptrain.errors import ConfigError, DataError
+from fsdptrain.testing import tiny_tokenizer
+
+NO_SYSTEM_ROLE = (  # as gemma's: it raises
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}[model]{% endif %}"
+)
+DROPS_SYSTEM = (
+    "{% for m in messages %}{% if m['role'] != 'system' %}[{{ m['role'] }}]{{ m['content'] }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return tiny_tokenizer()
+
+
+def with_template(template: str | None, **special_tokens: str) -> PreTrainedTokenizerFast:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    for name, token in special_tokens.items():
+        setattr(tokenizer, name, token)
+    return tokenizer
+
+
+def rows(n: int = 10) -> list[Row]:
+    return [Row(f"r:{i}", f"question {i}", label=i) for i in range(n)]
+
+
+def stream(tokenizer: Any, data_rows: Any = None, **values: Any) -> PromptStream:
+    exclude = values.pop("exclude", ())
+    max_prompt_len = values.pop("max_prompt_len", None)
+    rollout = RolloutConfig(**values)
+    data_rows = rows() if data_rows is None else data_rows
+    return PromptStream(
+        data_rows,
+        tokenizer,
+        data=DataConfig(prompt_data="x"),
+        rollout=rollout,
+        exclude=exclude,
+        max_prompt_len=max_prompt_len,
+    )
+
+
+def text_of(tokenizer: Any, prompt: Any, **values: Any) -> str:
+    return make_prompt(Row("r", prompt), tokenizer, data=DataConfig(**{"prompt_data": "x", **values})).text
+
+
+def test_the_template_wraps_a_text_as_one_user_message(tokenizer: Any) -> None:
+    assert text_of(tokenizer, "2+2?") == "<|user|>2+2?<|end|><|assistant|>"
+    assert text_of(tokenizer, "2+2?", system_prompt="Be brief.") == (
+        "<|system|>Be brief.<|end|><|user|>2+2?<|end|><|assistant|>"
+    )
+
+
+def test_special_tokens_of_the_template_are_tokens_and_there_once(tokenizer: Any) -> None:
+    prompt = make_prompt(Row("r", "a"), tokenizer, data=DataConfig(prompt_data="x"))
+    expected = ["<|user|>", "a", "<|end|>", "<|assistant|>"]
+    assert tokenizer.convert_ids_to_tokens(prompt.token_ids) == expected
+
+
+@pytest.mark.parametrize("text", ["a", "<|user|>a"])
+def test_plain_text_gets_one_bos_whether_it_brings_it_or_not(text: str) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = with_template(None, bos_token="<|user|>")
+    bos = ("<|user|>", tokenizer.convert_tokens_to_ids("<|user|>"))
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<|user|> $A", special_tokens=[bos])
+    data = DataConfig(prompt_data="x", apply_chat_template=False)
+    assert make_prompt(Row("r", text), tokenizer, data=data).text == "<|user|>a"
+
+
+def test_a_template_with_its_own_bos_gets_no_second_one() -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = with_template("{{ bos_token }}{{ messages[0]['content'] }}", bos_token="<|user|>")
+    bos = ("<|user|>", tokenizer.convert_tokens_to_ids("<|user|>"))
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<|user|> $A", special_tokens=[bos])
+    assert text_of(tokenizer, "a") == "<|user|>a"
+
+
+def test_plain_text_is_the_text_as_it_is(tokenizer: Any) -> None:
+    assert text_of(tokenizer, " 2+2?\n", apply_chat_template=False) == " 2+2?\n"
+    assert text_of(tokenizer, "2+2?", apply_chat_template=False, system_prompt="S") == "S\n\n2+2?"
+
+
+@pytest.mark.parametrize("template", [NO_SYSTEM_ROLE, DROPS_SYSTEM], ids=["raises", "drops"])
+def test_a_system_prompt_reaches_a_model_whose_template_knows_no_system_role(template: str) -> None:
+    text = text_of(with_template(template), "2+2?", system_prompt="Be brief.")
+    assert text.startswith("[user]Be brief.\n\n2+2?")
+
+
+def test_a_template_that_does_not_take_a_row_is_an_error_that_names_it() -> None:
+    with pytest.raises(DataError, match="does not take row r: System role not supported"):
+        text_of(with_template(NO_SYSTEM_ROLE), [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}])
+
+
+def test_a_row_keeps_its_own_system_message(tokenizer: Any) -> None:
+    chat = [{"role": "system", "content": "mine"}, {"role": "user", "content": "y"}]
+    assert text_of(tokenizer, chat, system_prompt="other") == "<|system|>mine<|end|><|user|>y<|end|><|assistant|>"
+
+
+def test_a_chat_that_ends_with_the_assistant_is_continued(tokenizer: Any) -> None:
+    chat = [{"role": "user", "content": "y"}, {"role": "assistant", "content": "<think>"}]
+    assert text_of(tokenizer, chat) == "<|user|>y<|end|><|assistant|><think>"
+
+
+def test_auto_asks_for_answer_tags_with_reasoning_gym_only(tokenizer: Any) -> None:
+    assert ANSWER_TAGS_PROMPT in text_of(tokenizer, "x", prompt_data="reasoning_gym:spell_backward")
+    assert "system" not in text_of(tokenizer, "x", prompt_data="x.jsonl")
+    assert "system" not in text_of(tokenizer, "x", prompt_data="reasoning_gym:spell_backward", system_prompt="")
+
+
+def test_template_kwargs_reach_the_template() -> None:
+    tokenizer = with_template("{% if enable_thinking %}think{% else %}no{% endif %}")
+    assert text_of(tokenizer, "x", chat_template_kwargs={"enable_thinking": True}) == "think"
+    with pytest.raises(ConfigError, match="must not set tokenize"):
+        make_prompts(rows(), tokenizer, data=DataConfig(chat_template_kwargs={"tokenize": True}))
+
+
+def test_no_template_is_an_error_that_names_the_way_out(tokenizer: Any) -> None:
+    with pytest.raises(ConfigError, match="--no-apply-chat-template"):
+        stream(with_template(None))
+    with pytest.raises(DataError, match="row r is a list of chat messages, which need --apply-chat-template"):
+        text_of(tokenizer, [{"role": "user", "content": "y"}], apply_chat_template=False)
+    with pytest.raises(DataError, match="row r is an empty prompt"):
+        text_of(tokenizer, "", apply_chat_template=False)
+
+
+def test_each_epoch_gives_every_row_once_in_another_order(tokenizer: Any) -> None:
+    prompts = stream(tokenizer).next(30)
+    epochs = [[p.label for p in prompts[start : start + 10]] for start in (0, 10, 20)]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert len({p.id for p in prompts}) == 30
+    assert {p.id for p in prompts[10:20]} == {f"r:{i}@1" for i in range(10)}
+
+
+def test_without_shuffling_rows_keep_their_order(tokenizer: Any) -> None:
+    assert [p.label for p in stream(tokenizer, shuffle=False).next(13)] == [*range(10), 0, 1, 2]
+
+
+def test_the_order_hangs_on_the_seed_alone(tokenizer: Any) -> None:
+    first, same, other = (stream(tokenizer, seed=seed).next(10) for seed in (1, 1, 2))
+    assert first == same
+    assert first != other
+
+
+@pytest.mark.parametrize("stop", [0, 1, 9, 10, 11, 25])
+def test_a_resumed_stream_goes_on_as_if_nothing_had_happened(tokenizer: Any, stop: int) -> None:
+    exclude = {content_hash(rows()[4])}
+    whole = stream(tokenizer, exclude=exclude)
+    expected = [whole.next(1)[0] for _ in range(40)]
+    first = stream(tokenizer, exclude=exclude)
+    begun = first.next(stop)
+    second = stream(tokenizer, exclude=exclude, seed=99)  # the state brings the seed
+    second.load_state_dict(first.state_dict())
+    assert begun + second.next(40 - stop) == expected
+    assert second.state_dict() == whole.state_dict()
+    assert second.progress == whole.progress
+
+
+def test_the_state_is_a_few_numbers_and_knows_its_data(tokenizer: Any) -> None:
+    state = stream(tokenizer).state_dict()
+    assert all(isinstance(value, int) for value in state.values())
+    with pytest.raises(DataError, match=r"has 9 rows to train on, 10 when the checkpoint.*--eval-size"):
+        stream(tokenizer, rows(9)).load_state_dict(state)
+
+
+def test_long_prompts_are_left_out_and_counted(tokenizer: Any) -> None:
+    mixed = [Row("short", "a"), Row("long", "a" * 50)]
+    prompts = stream(tokenizer, mixed, max_prompt_len=20)
+    assert [p.id for p in prompts.next(2)] == ["short", "short@1"]
+    assert prompts.num_too_long in (1, 2)
+    assert [p.id for p in make_prompts(mixed, tokenizer, data=DataConfig(), max_prompt_len=20)] == []
+
+
+def test_no_usable_row_is_an_error_and_no_endless_loop(tokenizer: Any) -> None:
+    with pytest.raises(DataError, match="none of its 10 rows can be trained on.*longer than 3 tokens.*--eval-size"):
+        stream(tokenizer, max_prompt_len=3).next(1)
+    with pytest.raises(DataError, match="none of its 10 rows"):
+        stream(tokenizer, exclude={content_hash(row) for row in rows()}).next(1)
+
+
+def test_training_never_meets_the_content_of_an_evaluation_row(tokenizer: Any) -> None:
+    """A generator that repeats itself: 1,500 rows of a few hundred words, drawn again and again."""
+    data = DataConfig(prompt_data="reasoning_gym:spell_backward?max_word_len=3", data_size=1500)
+    train, held_out = split_rows(load_rows(data, seed=0), 32, seed=0)
+    hashes = {content_hash(row) for row in held_out}
+    repeated = sum(content_hash(train[i]) in hashes for i in range(len(train)))
+    assert repeated > 0, "the data must repeat for this to show anything"
+    prompts = PromptStream(train, tokenizer, data=data, rollout=RolloutConfig(), exclude=hashes).next(
+        len(train) - repeated
+    )
+    evaluated = {row.prompt for row in held_out}
+    assert not any(p.metadata["entry"]["question"] in evaluated for p in prompts)
+    assert len({p.id for p in prompts}) == len(prompts)
+
+
+def test_a_stream_over_endless_data_starts_at_once(tokenizer: Any) -> None:
+    looked_at: list[int] = []
+
+    class Counted(list[Row]):
+        def __getitem__(self, index: Any) -> Any:
+            looked_at.append(index)
+            return super().__getitem__(index)
+
+    prompts = stream(tokenizer, Counted(rows(100_000)))
+    assert looked_at == []
+    prompts.next(5)
+    assert len(looked_at) == 5

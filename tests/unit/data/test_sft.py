@@ -1,0 +1,43 @@
+import pytest
+
+from fsdptrain.config import DataConfig
+from fsdptrain.data.prompts import make_prompt
+from fsdptrain.data.sft import sft_sample
+from fsdptrain.data.sources import Row
+from fsdptrain.errors import ConfigError, DataError
+from fsdptrain.testing import tiny_tokenizer
+from fsdptrain.types import Prompt, Sample
+
+
+def sample_of(label: object) -> Sample:
+    tokenizer = tiny_tokenizer()
+    return sft_sample(make_prompt(Row("r", "2+2?", label), tokenizer, data=DataConfig(prompt_data="x")), tokenizer)
+
+
+def test_the_loss_is_on_the_response_and_its_end() -> None:
+    sample = sample_of("four")
+    trained = [token for token, m in zip(sample.token_ids, sample.loss_mask, strict=True) if m]
+    assert tiny_tokenizer().decode(sample.token_ids) == "<|user|>2+2?<|end|><|assistant|>four<|end|>"
+    assert tiny_tokenizer().decode(trained) == "four<|end|>"
+    assert sample.loss_mask == sorted(sample.loss_mask)
+    assert (sample.reward, sample.advantage) == (None, 1.0)
+    assert sample.rollout_logprobs == [0.0] * len(sample.token_ids)
+
+
+def test_a_number_is_a_response_too() -> None:
+    assert tiny_tokenizer().decode(sample_of(4).token_ids).endswith("4<|end|>")
+
+
+@pytest.mark.parametrize("label", [None, ""])
+def test_a_row_without_response_is_an_error(label: object) -> None:
+    with pytest.raises(DataError, match="row r has no response; --label-key"):
+        sample_of(label)
+
+
+def test_another_end_token_can_be_named_and_one_is_needed() -> None:
+    tokenizer = tiny_tokenizer()
+    prompt = Prompt("r", [5], "a", label="b")
+    assert sft_sample(prompt, tokenizer, eos_token_id=2).token_ids[-1] == 2
+    tokenizer.eos_token = None
+    with pytest.raises(ConfigError, match="no end-of-sequence token"):
+        sft_sample(prompt, tokenizer)

@@ -1,0 +1,192 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from fsdptrain.config import DataConfig
+from fsdptrain.data.sources import Row, as_rows, content_hash, load_rows, split_rows
+from fsdptrain.errors import ConfigError, DataError
+
+ROWS = [{"prompt": f"question {i}", "label": str(i), "extra": {"level": i}} for i in range(7)]
+
+
+def config(prompt_data: object, **values: Any) -> DataConfig:
+    return DataConfig(prompt_data=str(prompt_data), **values)
+
+
+@pytest.fixture(params=["jsonl", "parquet", "folder", "folder of splits", "list"])
+def rows(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The same rows in every form that they may come in."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    table = datasets.Dataset.from_list(ROWS)
+    path = tmp_path / "rows"
+    if request.param == "jsonl":
+        path = path.with_suffix(".jsonl")
+        path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    elif request.param == "parquet":
+        path = path.with_suffix(".parquet")
+        table.to_parquet(path)
+    elif request.param == "folder":
+        table.save_to_disk(path)
+    elif request.param == "folder of splits":
+        datasets.DatasetDict(train=table, test=table.select([0])).save_to_disk(path)
+    else:
+        return as_rows(ROWS, config("", metadata_key="extra"))
+    return load_rows(config(path, metadata_key="extra"), seed=0)
+
+
+def test_rows_are_the_same_whatever_form_they_come_in(rows: Any) -> None:
+    assert len(rows) == 7
+    assert [(row.prompt, row.label, row.metadata) for row in (rows[i] for i in range(7))] == [
+        (row["prompt"], row["label"], row["extra"]) for row in ROWS
+    ]
+    assert len({rows[i].id for i in range(7)}) == 7
+
+
+def test_the_split_of_a_saved_data_set_can_be_chosen(tmp_path: Path) -> None:
+    table = datasets.Dataset.from_list(ROWS)
+    datasets.DatasetDict(train=table, test=table.select([4])).save_to_disk(tmp_path / "d")
+    assert load_rows(config(f"{tmp_path / 'd'}?split=test"), seed=0)[0].prompt == "question 4"
+    assert len(load_rows(config(tmp_path / "d", prompt_split="test"), seed=0)) == 1
+    with pytest.raises(DataError, match="--prompt-split dev is not in .*; it has train, test"):
+        load_rows(config(tmp_path / "d", prompt_split="dev"), seed=0)
+
+
+def test_chat_messages_are_prompts_too() -> None:
+    chat = [{"role": "user", "content": "hello"}]
+    assert as_rows([{"prompt": chat, "label": 1}], config(""))[0].prompt == chat
+
+
+def test_rows_of_your_own_are_taken_as_they_are() -> None:
+    mine = [Row("x", "hello")]
+    assert as_rows(mine, config("")) is mine
+
+
+def test_labels_can_be_absent_if_that_is_said() -> None:
+    assert as_rows([{"prompt": "x"}], config("", label_key=""))[0].label is None
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"input_key": "promt"}, "--input-key 'promt' is not a column .* did you mean 'prompt'.*prompt, label, extra"),
+        ({"label_key": "answer"}, "--label-key 'answer' .* prompt, label, extra, or --label-key \"\""),
+        ({"metadata_key": "meta"}, "--metadata-key 'meta' is not a column"),
+    ],
+)
+def test_a_wrong_column_is_an_error_that_lists_the_columns(values: dict[str, str], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        as_rows(ROWS, config("x", **values))
+
+
+@pytest.mark.parametrize("prompt", [None, 3, [], ["text"], [{"role": "user"}], [{"role": "user", "content": None}]])
+def test_a_prompt_that_is_none_is_an_error_that_names_the_row(prompt: object) -> None:
+    rows = as_rows([{"prompt": "x", "label": 1}, {"prompt": prompt, "label": 1}], config(""), name="mine")
+    with pytest.raises(DataError, match="row mine:1 holds"):
+        rows[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("gone.jsonl", None, "--prompt-data .*gone.jsonl: there is no such file"),
+        ("empty.jsonl", "", "has no rows"),
+        ("broken.jsonl", '{"prompt": "a"\nfoo', "cannot be read: JSON parse error"),
+        ("broken.parquet", "foo", "cannot be read: "),
+        ("nofolder/at_all", None, "cannot be read: "),
+    ],
+)
+def test_data_that_cannot_be_read_is_one_line(
+    name: str, content: str | None, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=message) as error:
+        load_rows(config(name), seed=0)
+    assert "\n" not in str(error.value)
+
+
+def test_an_empty_data_set_is_an_error() -> None:
+    with pytest.raises(DataError, match="--prompt-data mine has no rows"):
+        as_rows([], config(""), name="mine")
+
+
+def test_reasoning_gym_rows_carry_what_their_scorer_needs() -> None:
+    rows = load_rows(config("reasoning_gym:spell_backward", data_size=50), seed=3)
+    entry = rows[7].metadata["entry"]
+    assert len(rows) == 50
+    assert (rows[7].prompt, rows[7].label) == (entry["question"], entry["answer"])
+    assert rows[7].metadata["task"] == "spell_backward"
+    assert rows[7] == load_rows(config("reasoning_gym:spell_backward", data_size=50), seed=3)[7]
+    assert rows[7].prompt != load_rows(config("reasoning_gym:spell_backward", data_size=50), seed=4)[7].prompt
+
+
+def test_reasoning_gym_takes_typed_parameters() -> None:
+    rows = load_rows(config("reasoning_gym:spell_backward?min_word_len=4&max_word_len=4&size=9"), seed=0)
+    assert len(rows) == 9
+    assert {len(rows[i].label) for i in range(9)} == {4}
+
+
+def test_reasoning_gym_takes_lists() -> None:
+    rows = load_rows(config("reasoning_gym:basic_arithmetic?operators=[+]&allow_negation=false&size=30"), seed=0)
+    assert not any("*" in str(rows[i].prompt) or "/" in str(rows[i].prompt) for i in range(30))
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("spel_backward", "no task 'spel_backward'; did you mean 'spell_backward'"),
+        ("spell_backward?max_len=3", "no parameter 'max_len'.*it takes .*max_word_len"),
+        ("spell_backward?max_word_len=2", "does not take .*max_word_len must be >= min_word_len"),
+        ("spell_backward?max_word_len=many", "does not take .*'max_word_len': 'many'"),
+        ("spell_backward?max_word_len=1e-3", "does not take .*'max_word_len': 0.001"),
+        ("spell_backward?max_word_len", "'max_word_len' behind the . is not of the form name=value"),
+        ("spell_backward?max_word_len=[", "is not a YAML value"),
+    ],
+)
+def test_a_task_or_parameter_that_does_not_exist_is_an_error(spec: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        load_rows(config(f"reasoning_gym:{spec}"), seed=0)
+    assert "\n" not in str(error.value)
+
+
+def test_rows_are_made_when_they_are_looked_at() -> None:
+    """A row of knight_swap takes up to two seconds, so this ends only if no other row is made."""
+    rows = load_rows(config("reasoning_gym:knight_swap", data_size=10**9), seed=0)
+    assert len(rows) == 10**9
+    assert rows[10**8].id == "knight_swap:100000000"
+    with pytest.raises(IndexError):
+        rows[10**9]
+
+
+def test_train_and_eval_have_no_row_in_common_and_together_all_rows() -> None:
+    rows = as_rows(ROWS, config(""))
+    train, evaluation = split_rows(rows, 3, seed=5)
+    held_out = {row.id for row in evaluation}
+    assert len(held_out) == 3
+    assert held_out | {train[i].id for i in range(len(train))} == {f"dataset:{i}" for i in range(7)}
+    assert [row.id for row in split_rows(rows, 3, seed=5)[1]] == [row.id for row in evaluation]
+    assert split_rows(rows, 0, seed=5)[1] == []
+
+
+def test_eval_rows_are_all_different() -> None:
+    rows = as_rows([{"prompt": f"{i % 10}", "label": ""} for i in range(200)], config(""))
+    _, evaluation = split_rows(rows, 8, seed=0)
+    assert len({content_hash(row) for row in evaluation}) == len(evaluation) == 8
+
+
+def test_holding_everything_out_is_an_error() -> None:
+    with pytest.raises(DataError, match="--eval-size 128 leaves nothing to train on, the data has 7 rows"):
+        split_rows(as_rows(ROWS, config("")), 128, seed=0)
+
+
+def test_content_is_what_is_asked_and_nothing_else() -> None:
+    same = [Row("a", "hello", 1), Row("b", " hello\n", 2), Row("c", [{"role": "user", "content": "hello"}])]
+    assert len({content_hash(row) for row in same}) == 1
+    assert content_hash(Row("a", "hello!")) != content_hash(same[0])
+    assert content_hash(Row("a", [{"role": "system", "content": "hello"}])) != content_hash(same[0])

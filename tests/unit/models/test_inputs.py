@@ -1,0 +1,49 @@
+"""Both layouts hold the same tokens, and give them back in the order of the pack."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdptrain.models.attention import SEGMENTS, attention_kwargs
+from fsdptrain.models.inputs import model_inputs, select_tokens
+from fsdptrain.models.policy import plain_batch
+
+CPU = torch.device("cpu")
+SEGMENT_LISTS = st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=9), min_size=1, max_size=6)
+
+
+@settings(max_examples=50, deadline=None)
+@given(segments=SEGMENT_LISTS, pad_token_id=st.sampled_from([None, 0, 7]))
+def test_padded_rows_hold_each_segment_at_the_left(segments: list[list[int]], pad_token_id: int | None) -> None:
+    batch = plain_batch(segments, device=CPU)
+    inputs = model_inputs(batch, "padded", attn_implementation=SEGMENTS, pad_token_id=pad_token_id)
+    rows = inputs["input_ids"].tolist()
+    assert [row[: len(segment)] for row, segment in zip(rows, segments, strict=True)] == segments
+    fill = [token for row, segment in zip(rows, segments, strict=True) for token in row[len(segment) :]]
+    assert pad_token_id not in fill
+
+
+@settings(max_examples=50, deadline=None)
+@given(segments=SEGMENT_LISTS, step=st.integers(1, 4))
+def test_tokens_come_back_in_the_order_of_the_pack(segments: list[list[int]], step: int) -> None:
+    batch = plain_batch(segments, device=CPU)
+    positions = torch.arange(0, batch.num_tokens, step)
+    for layout in ("packed", "padded"):
+        inputs = model_inputs(batch, layout, attn_implementation=SEGMENTS, pad_token_id=None)
+        hidden = inputs["input_ids"][..., None].double()  # [1, T, 1] or [N, S, 1]
+        found = select_tokens(hidden, batch, layout, positions)
+        assert torch.equal(found[:, 0].long(), batch.input_ids[positions])
+
+
+def test_every_way_to_name_boundaries_names_the_same_ones() -> None:
+    batch = plain_batch([[1, 2, 3], [4], [5, 6]], device=CPU)
+    found = attention_kwargs(batch)
+    assert found["boundaries"].seqlens == (3, 1, 2)
+    assert found["cu_seq_lens_q"].tolist() == found["cu_seq_lens_k"].tolist() == [0, 3, 4, 6]
+    assert found["max_length_q"] == found["max_length_k"] == 3
+    assert found["seq_idx"].tolist() == [[0, 0, 0, 1, 2, 2]]
+
+
+def test_implementations_of_transformers_get_no_argument_that_they_do_not_know() -> None:
+    batch = plain_batch([[1, 2, 3], [4]], device=CPU)
+    assert set(model_inputs(batch, "padded", attn_implementation="sdpa", pad_token_id=0)) == {"input_ids", "use_cache"}

@@ -1,0 +1,53 @@
+from pathlib import Path
+
+import pytest
+
+from fsdptrain.config import RewardConfig
+from fsdptrain.errors import ConfigError
+from fsdptrain.rewards import build_reward, score_completions
+from fsdptrain.types import Prompt
+
+PROMPT = Prompt("p", [1], "", label="4")
+GOOD = "<think>2+2</think><answer>4</answer>"
+
+
+def test_several_rewards_are_a_weighted_sum_that_names_its_parts() -> None:
+    parts = build_reward(RewardConfig(reward=["math=0.9", "format=0.1"]), prompt_data="x")(PROMPT, "<answer>4</answer>")
+    assert parts == {"math": 1.0, "format": 0.0, "reward": 0.9}
+    parts = build_reward(RewardConfig(reward=["exact", "format=-0.5"]), prompt_data="x")(PROMPT, GOOD)
+    assert parts == {"exact": 1.0, "format": 1.0, "reward": 0.5}
+
+
+def test_auto_is_the_scorer_that_fits_the_data() -> None:
+    assert build_reward(RewardConfig(), prompt_data="x.jsonl")(PROMPT, GOOD) == {"math": 1.0, "reward": 1.0}
+    entry = {"question": "", "answer": "4", "metadata": {}}
+    prompt = Prompt("p", [1], "", metadata={"task": "spell_backward", "entry": entry})
+    reward = build_reward(RewardConfig(), prompt_data="reasoning_gym:spell_backward")
+    assert reward(prompt, GOOD) == {"reasoning_gym": 1.0, "reward": 1.0}
+
+
+def test_a_function_of_your_own_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_rewards.py").write_text(
+        "def brevity(prompt, response):\n    return {'short': 1, 'len': len(response)}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    reward = build_reward(RewardConfig(reward=["my_rewards:brevity=0.5", "math"]), prompt_data="x")
+    assert reward(PROMPT, "4") == {"short": 1.0, "len": 1.0, "brevity": 2.0, "math": 1.0, "reward": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("specs", "message"),
+    [
+        (["maths"], "--reward does not know 'maths'; did you mean 'math'"),
+        (["math=much"], "--reward math=much: the weight behind = must be a number"),
+        (["math=nan"], "must be a number"),
+        (["math", "math=0.5"], "one or more different rewards"),
+        ([], "one or more different rewards"),
+        (["reasoning_gym"], "--reward reasoning_gym scores reasoning_gym:<task> data only, not --prompt-data x.jsonl"),
+        (["no_such_module:f"], "--reward no_such_module:f: No module named"),
+        (["math:f"], "has no attribute 'f'"),
+    ],
+)
+def test_a_reward_that_cannot_be_is_an_error(specs: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_reward(RewardConfig(reward=specs), prompt_data="x.jsonl")

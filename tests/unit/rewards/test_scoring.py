@@ -1,0 +1,80 @@
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdptrain.errors import RewardError
+from fsdptrain.rewards import Score, check_unscored, score_completions
+from fsdptrain.testing import spawn
+from fsdptrain.types import Prompt
+
+PROMPT = Prompt("p", [1], "")
+
+
+def score_of(value: Any) -> Score:
+    return score_completions(lambda _prompt, _text: value, [PROMPT], [""]).scores[0]
+
+
+@pytest.mark.parametrize("value", [1, 1.0, True, np.float32(1), torch.tensor(1.0), {"reward": 1}])
+def test_any_number_is_a_reward(value: Any) -> None:
+    assert score_of(value) == Score(1.0)
+
+
+def test_a_mapping_is_its_reward_or_the_sum_of_its_parts() -> None:
+    assert score_of({"a": 1, "b": 0.5}) == Score(1.5, {"a": 1.0, "b": 0.5})
+    assert score_of({"a": 1, "b": 0.5, "reward": 7}) == Score(7.0, {"a": 1.0, "b": 0.5})
+
+
+@pytest.mark.parametrize("value", [None, math.nan, math.inf, "1.0", [1.0], {"a": None}, {"a": math.nan}, object()])
+def test_what_is_no_finite_number_leaves_the_sample_unscored(value: Any) -> None:
+    assert score_of(value) == Score(None)
+
+
+def failing(_prompt: Prompt, text: str) -> float | None:
+    if text == "none":
+        return None
+    return 1 / int(text)
+
+
+def test_a_reward_that_raises_costs_one_sample_and_the_first_reason_is_kept() -> None:
+    scores = score_completions(failing, [PROMPT] * 5, ["1", "0", "none", "x", "2"])
+    assert [score.reward for score in scores.scores] == [1.0, None, None, None, 0.5]
+    assert scores.num_unscored == 3
+    assert scores.first_error is not None
+    assert scores.first_error.startswith("ZeroDivisionError: division by zero (test_scoring.py:")
+
+
+def test_an_interrupt_is_not_swallowed() -> None:
+    def interrupted(_prompt: Prompt, _text: str) -> float:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        score_completions(interrupted, [PROMPT], [""])
+
+
+def test_too_many_unscored_samples_stop_the_run_with_the_first_reason() -> None:
+    scores = score_completions(failing, [PROMPT] * 4, ["1", "none", "1", "1"])
+    assert check_unscored(scores, max_unscored_fraction=0.25) == 1
+    with pytest.raises(RewardError, match=r"1 of 4 samples.*--max-unscored-fraction 0.2;.*the reward returned None"):
+        check_unscored(scores, max_unscored_fraction=0.2)
+    assert check_unscored(score_completions(failing, [], []), max_unscored_fraction=0.0) == 0
+
+
+def check_on_ranks(limits: list[float]) -> list[int | str]:
+    """Rank 1 of 3 has all the trouble."""
+    texts = ["none", "0"] if dist.get_rank() == 1 else ["1"] * 4
+    scores = score_completions(failing, [PROMPT] * len(texts), texts)
+    results: list[int | str] = []
+    for limit in limits:
+        try:
+            results.append(check_unscored(scores, max_unscored_fraction=limit))
+        except RewardError as error:
+            results.append(str(error).partition("first reason: ")[2])
+    return results
+
+
+def test_the_share_is_that_of_all_ranks_and_all_fail_together() -> None:
+    assert spawn(3, check_on_ranks, [0.2, 0.1]) == [[2, "the reward returned None"]] * 3

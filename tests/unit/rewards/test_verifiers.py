@@ -1,0 +1,87 @@
+import threading
+
+import pytest
+
+from fsdptrain.config import DataConfig
+from fsdptrain.rewards import REWARDS
+from fsdptrain.types import Prompt
+
+
+def prompt(label: object = None, text: str = "", **metadata: object) -> Prompt:
+    return Prompt("p", [1], text, label=label, metadata=metadata)
+
+
+@pytest.mark.parametrize(
+    ("label", "response", "reward"),
+    [
+        ("42", "The answer is \\boxed{42}.", 1),
+        ("42", "<answer>42</answer>", 1),
+        ("42", "It is 42", 1),
+        ("42", "<answer>41</answer>", 0),
+        ("42", "I do not know", 0),
+        ("42", "", 0),
+        (42, "<answer>42.0</answer>", 1),
+        ("1/2", "<answer>0.5</answer>", 1),
+        ("\\frac{1}{2}", "<answer>\\frac{2}{4}</answer>", 1),
+        ("$x^2-1$", "\\boxed{(x-1)(x+1)}", 1),
+        ("\\boxed{7}", "<answer>$7$</answer>", 1),
+        ("Ann has 3 + 4 apples.\n#### 7", "<answer>7</answer>", 1),
+        ("#### 1,234", "<answer>1234</answer>", 1),
+        ("", "<answer>1</answer>", None),
+    ],
+)
+def test_math_compares_as_mathematics(label: object, response: str, reward: float | None) -> None:
+    assert REWARDS["math"](prompt(label), response) == reward
+
+
+def test_math_works_outside_of_the_main_thread() -> None:
+    """math-verify's time limit is a signal, which raises there."""
+    results: list[object] = []
+    thread = threading.Thread(target=lambda: results.append(REWARDS["math"](prompt("4"), "<answer>2+2</answer>")))
+    thread.start()
+    thread.join()
+    assert results == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("label", "response", "reward"),
+    [("sun", "<answer> sun\n</answer>", 1), (" sun", "sun", 1), ("sun", "Sun", 0), (3, "3", 1), (None, "3", None)],
+)
+def test_exact_compares_characters(label: object, response: str, reward: float | None) -> None:
+    assert REWARDS["exact"](prompt(label), response) == reward
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [
+        ("<think>a</think><answer>b</answer>", 1),
+        (" <think>\na\n</think>\n\n<answer>b</answer>\n", 1),
+        ("<think></think><answer></answer>", 1),
+        ("<think>a</think><answer>b</answer> and more", 0),
+        ("so <think>a</think><answer>b</answer>", 0),
+        ("<answer>b</answer><think>a</think>", 0),
+        ("<think>a</think>", 0),
+        ("<think>a<answer>b</answer></think>", 0),
+        ("<think>a</think><answer>b</answer><answer>c</answer>", 0),
+        ("<think>a</think>x<answer>b</answer>", 0),
+        ("", 0),
+    ],
+)
+def test_format_wants_both_tags_once_and_nothing_else(response: str, reward: float) -> None:
+    assert REWARDS["format"](prompt(), response) == reward
+
+
+def test_format_knows_that_the_template_may_open_the_thinking() -> None:
+    assert REWARDS["format"](prompt(text="<|assistant|><think>\n"), "a</think><answer>b</answer>") == 1
+
+
+def test_reasoning_gym_scores_with_the_tasks_own_scorer() -> None:
+    from fsdptrain.data.sources import load_rows
+
+    for task in ("spell_backward", "gsm_symbolic", "countdown"):
+        row = load_rows(DataConfig(prompt_data=f"reasoning_gym:{task}", data_size=5), seed=0)[3]
+        asked = prompt(row.label, **row.metadata)
+        assert REWARDS["reasoning_gym"](asked, f"well... <answer>{row.label}</answer>") == 1
+        wrong = REWARDS["reasoning_gym"](asked, "<answer>-12345</answer>")
+        assert isinstance(wrong, float)
+        assert wrong < 0.2
