@@ -6,9 +6,8 @@
 Both sample at temperature 1 from the same random weights, with the same prompts and number of samples. `generate` gets
 what helps it: one left-padded batch, no scores, num_return_sequences. The engine returns log-probabilities as well. The
 two take turns, and the median of the rounds counts; on a machine that is shared, tokens per second of CPU time are
-steadier than of wall time. Only tokens up to the first stop token are counted. "equal" has no
-stop token, so that all responses are of full length, the best case of a static batch; "mixed" has eight, for a mean
-length of about 33.
+steadier than of wall time. Only tokens up to the first stop token are counted. "equal" has no stop token, so that all
+responses are of full length, the best case of a static batch; "mixed" has eight, for a mean length of about 33.
 """
 
 import argparse

@@ -103,7 +103,7 @@ def test_flag_that_turns_something_off_wins_over_what_the_recipe_says_about_it(t
 
     resolved = resolve(["--recipe", str(recipe), "--eval-interval", "0"])
 
-    assert (resolved.config.data.eval_size, resolved.config.run.eval_greedy) == (128, False)
+    assert (resolved.config.data.eval_size, resolved.config.run.eval_greedy) == (None, False)
     assert resolved.sources["eval_size"] == LEFT_OUT
     with pytest.raises(ConfigError, match="--eval-size has no effect"):
         resolve(["--recipe", str(recipe), "--eval-interval", "0", "--eval-size", "64"])

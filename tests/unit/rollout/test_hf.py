@@ -15,6 +15,7 @@ from tests import zoo
 
 CPU = torch.device("cpu")
 SAMPLING = SamplingParams(num_samples=4, max_tokens=24, seed=5)
+ENDING = replace(SAMPLING, stop_token_ids=tuple(range(5, 25)))  # rows end all the time, and are dropped from the cache
 GREEDY = replace(SAMPLING, num_samples=1, temperature=0.0)
 
 
@@ -82,7 +83,7 @@ def test_every_architecture_generates_what_the_stock_model_says(name, tmp_path):
         output = model.generate(torch.tensor([prompt.token_ids]), do_sample=False, max_new_tokens=24, pad_token_id=0)
         assert completion.token_ids == output[0, len(prompt.token_ids) :].tolist()
 
-    tempered = replace(SAMPLING, temperature=0.7)
+    tempered = replace(ENDING, temperature=0.7)
     asked = [prompt for prompt in PROMPTS for _ in range(4)]
     for prompt, completion in zip(asked, engine.generate(PROMPTS, tempered), strict=True):
         expected = plain_logprobs(model, prompt, completion, temperature=0.7)
@@ -99,15 +100,15 @@ def test_replica_equals_from_pretrained_bitwise(model, folder, engine):
 @pytest.mark.parametrize("name", ["qwen3", "gemma3", "qwen3_next"])
 def test_completion_does_not_depend_on_what_is_generated_beside_it(name, tmp_path):
     engine = make_engine(zoo.build(name), tmp_path)
-    together = engine.generate(PROMPTS, SAMPLING)
-    alone = [completion for prompt in PROMPTS for completion in engine.generate([prompt], SAMPLING)]
+    together = engine.generate(PROMPTS, ENDING)
+    alone = [completion for prompt in PROMPTS for completion in engine.generate([prompt], ENDING)]
     assert_same(together, alone)
-    backward = engine.generate(PROMPTS[::-1], SAMPLING)
+    backward = engine.generate(PROMPTS[::-1], ENDING)
     assert_same(
         together, [c for prompt in range(len(PROMPTS)) for c in backward[::-1][4 * prompt : 4 * prompt + 4][::-1]]
     )
     engine.max_batch_tokens = 54  # one row of the longest prompt: chunks of one to two rows, within a group too
-    assert_same(together, engine.generate(PROMPTS, SAMPLING))
+    assert_same(together, engine.generate(PROMPTS, ENDING))
 
 
 def test_same_seed_same_completions_another_seed_others(engine):
@@ -274,3 +275,17 @@ def test_logits_that_are_not_finite_stop_the_run(engine, model):
 
 def test_nothing_asked_nothing_made(engine):
     assert engine.generate([], SAMPLING) == []
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_completions_agree_and_sleep_frees_the_memory(model, folder):
+    model.save_pretrained(folder)
+    engine = HFEngine(folder, dtype=torch.float32, device=torch.device("cuda"))
+    before = torch.accelerator.memory_allocated()
+    engine.update_weights(model.state_dict().items(), 1)
+    asked = [prompt for prompt in PROMPTS for _ in range(4)]
+    for prompt, completion in zip(asked, engine.generate(PROMPTS, ENDING), strict=True):
+        expected = plain_logprobs(model, prompt, completion, temperature=1.0)
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, rtol=0.0, atol=1e-4)
+    engine.sleep()
+    assert torch.accelerator.memory_allocated() <= before
