@@ -182,8 +182,8 @@ class FsdpConfig(Section):
 class RolloutConfig(Section):
     """Generation."""
 
-    engine: Literal["auto", "hf", "vllm"] = "auto"
-    """`hf`: embedded, on the trainer's device. `auto`: vLLM where it is installed and there is a GPU, else `hf`."""
+    engine: str = "auto"
+    """`hf`: embedded, on the trainer's device; or `package.module:function`. `auto`: the best that is there."""
     batch_size: int = Field(default=32, ge=1)
     """Prompts in one rollout. [prompts]"""
     max_prompt_len: int | None = Field(default=None, ge=1)

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
+from safetensors import SafetensorError, safe_open
 
 from fsdptrain.errors import CheckpointError
 from fsdptrain.models.collective import gather, together
@@ -34,7 +35,20 @@ def resolve_checkpoint(name: str) -> Path:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a checkpoint. CheckpointError for one that its index names and that is not there."""
+    """The safetensors files of a checkpoint. CheckpointError for one that is not there, or broken or cut off."""
+    files = _named_files(path)
+    for file in files:
+        try:
+            with safe_open(file, framework="pt"):  # compares the header with the size of the file
+                pass
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"--hf-checkpoint {path}: {file.name} is broken ({error}): download or copy it again"
+            ) from error
+    return files
+
+
+def _named_files(path: Path) -> list[Path]:
     if (path / "model.safetensors").is_file():
         return [path / "model.safetensors"]
     index = path / "model.safetensors.index.json"

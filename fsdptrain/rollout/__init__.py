@@ -10,6 +10,8 @@ from fsdptrain.errors import ConfigError
 from fsdptrain.registry import import_attribute, suggest
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
     from fsdptrain.protocols import RolloutEngine
@@ -27,8 +29,12 @@ def build_engine(config: Config, *, checkpoint: Path, device: "torch.device") ->
     An entry point lies in the group `fsdptrain.plugins` and is named `rollout.<engine>`. ConfigError if there is none.
     The engine holds no weights before the first `update_weights`.
     """
-    name = choose_engine(config.rollout.engine, device_type=device.type)
-    return import_attribute(_find(name), flag=_FLAG)(config, checkpoint=checkpoint, device=device)
+    return engine_factory(config.rollout.engine, device_type=device.type)(config, checkpoint=checkpoint, device=device)
+
+
+def engine_factory(requested: str, *, device_type: str) -> "Callable[..., RolloutEngine]":
+    """What makes the engine. ConfigError where there is none of that name: to be called before a model is loaded."""
+    return import_attribute(_find(choose_engine(requested, device_type=device_type)), flag=_FLAG)
 
 
 def choose_engine(requested: str, *, device_type: str) -> str:

@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from fsdptrain.config import Config
 from fsdptrain.config.sections import AlgorithmConfig
 from fsdptrain.data.prompts import PromptStream, make_prompts
 from fsdptrain.data.sources import Row, as_rows, content_hash, load_rows, split_rows
-from fsdptrain.errors import CheckpointError, DataError, MemoryPlanError
+from fsdptrain.errors import CheckpointError, ConfigError, DataError, MemoryPlanError
 from fsdptrain.loggers import build_loggers
 from fsdptrain.models.collective import together
 from fsdptrain.models.loading import resolve_checkpoint
@@ -26,7 +26,7 @@ from fsdptrain.models.structure import count_parameters
 from fsdptrain.planning.memory import MemoryDemand, MemorySupply, check_load_memory, load_memory_line
 from fsdptrain.protocols import Logger, RewardFunction, RolloutEngine
 from fsdptrain.rewards import build_reward
-from fsdptrain.rollout import build_engine
+from fsdptrain.rollout import engine_factory
 from fsdptrain.trainer.evaluation import Evaluation
 from fsdptrain.trainer.experience import RolloutSource, SampleSource, SftSource, own_share
 from fsdptrain.trainer.folder import RunFolder
@@ -60,21 +60,23 @@ def build_parts(
         tokenizer = load_tokenizer(checkpoint, trust_remote_code=config.model.trust_remote_code)
         score = reward or build_reward(config.reward, prompt_data=config.data.prompt_data)
         stream, held_out = build_data(config, tokenizer, dataset)
-    backend = FSDPBackend(config, total_steps=config.total_optimizer_steps)
-    is_sft = config.algorithm.algorithm == "sft"
+        make_engine = engine_factory(config.rollout.engine, device_type=platform.device_type())
+    generates = bool(held_out) or config.algorithm.algorithm != "sft"
     device = platform.local_device()
-    engine = None if is_sft and not held_out else build_engine(config, checkpoint=checkpoint, device=device)
-    loggers = build_loggers(
-        config.log,
-        folder.path,
-        total_steps=config.run.num_rollout,
-        resumed_step=folder.resumed_step,
-        config=config,
-    )
-    evaluation = None
-    if engine is not None and held_out:
-        evaluation = Evaluation(config, engine, own_share(held_out), score, tokenizer)
-    try:
+    with ExitStack() as stack:
+        loggers = open_loggers(config, folder, stack)
+        backend = FSDPBackend(
+            config,
+            total_steps=config.total_optimizer_steps,
+            before_load=lambda model: plan_memory(model, config, embedded_engine=generates),
+        )
+        log.info("%s", backend.layout_probe.line)
+        engine = make_engine(config, checkpoint=checkpoint, device=device) if generates else None
+        evaluation = None
+        if engine is not None:
+            stack.callback(engine.close)
+            if held_out:
+                evaluation = Evaluation(config, engine, own_share(held_out), score, tokenizer)
         yield Parts(
             backend=backend,
             engine=engine,
@@ -83,11 +85,21 @@ def build_parts(
             speed=Speed.of(backend.model, device, backend.compute_dtype),
             loggers=loggers,
         )
-    finally:
-        if engine is not None:
-            engine.close()
-        for logger in loggers:
-            logger.close()
+
+
+def open_loggers(config: Config, folder: RunFolder, stack: ExitStack) -> list[Logger]:
+    """The loggers of rank 0, closed by `stack`. An error of one is that of all ranks. Collective."""
+    with together(ConfigError, "--log-to"):
+        loggers = build_loggers(
+            config.log,
+            folder.path,
+            total_steps=config.run.num_rollout,
+            resumed_step=folder.resumed_step,
+            config=config,
+        )
+    for logger in loggers:
+        stack.callback(logger.close)
+    return loggers
 
 
 def plan_memory(model: PreTrainedModel, config: Config, *, embedded_engine: bool) -> None:

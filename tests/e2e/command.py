@@ -11,7 +11,7 @@ from pathlib import Path
 from fsdptrain import cli
 
 TINY_RUN = [
-    *("--prompt-data", "reasoning_gym:spell_backward?max_word_len=4"),
+    *("--prompt-data", "reasoning_gym:spell_backward?max_word_len=4&size=64"),
     *("--num-rollout", "2", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4"),
     *("--rollout-max-response-len", "8", "--max-tokens-per-gpu", "512", "--eval-size", "4"),
     *("--reward", "reasoning_gym", "tests.e2e.rewards:variety"),

@@ -44,12 +44,12 @@ def no_tokenizer(folder: Path, checkpoint: Path) -> list[str]:
 
 def wrong_column(folder: Path, checkpoint: Path) -> list[str]:
     (folder / "rows.jsonl").write_text(json.dumps({"question": "1+1", "answer": "2"}) + "\n")
-    return ["--prompt-data", str(folder / "rows.jsonl")]
+    return ["--prompt-data", str(folder / "rows.jsonl"), "--reward", "exact"]
 
 
 def empty_data(folder: Path, checkpoint: Path) -> list[str]:
     (folder / "rows.jsonl").write_text("")
-    return ["--prompt-data", str(folder / "rows.jsonl")]
+    return ["--prompt-data", str(folder / "rows.jsonl"), "--reward", "exact"]
 
 
 def unknown_recipe_key(folder: Path, checkpoint: Path) -> list[str]:
@@ -73,7 +73,11 @@ def file_as_folder(folder: Path, checkpoint: Path) -> list[str]:
 
 
 def flags(*values: str) -> Prepare:
-    return lambda folder, checkpoint: list(values)
+    def prepare(folder: Path, checkpoint: Path) -> list[str]:
+        return list(values)
+
+    prepare.__name__ = values[0].removeprefix("--")
+    return prepare
 
 
 BAD_INPUT: list[tuple[Prepare, list[str]]] = [

@@ -42,7 +42,6 @@ def test_a_function_of_your_own_from_the_current_folder(tmp_path: Path, monkeypa
         (["math=much"], "--reward math=much: the weight behind = must be a number"),
         (["math=nan"], "must be a number"),
         (["math", "math=0.5"], "one or more different rewards"),
-        ([], "one or more different rewards"),
         (["reasoning_gym"], "--reward reasoning_gym scores reasoning_gym:<task> data only, not --prompt-data x.jsonl"),
         (["no_such_module:f"], "--reward no_such_module:f: No module named"),
         (["math:f"], "has no attribute 'f'"),
