@@ -70,6 +70,11 @@ def train(argv: Sequence[str]) -> int:
     if resolved.config.launch.dry_run:
         if _is_first():
             sys.stdout.write(to_yaml(resolved.config, resolved.sources, colour=_wants_colour()))
+            if resolved.config.launch.probe:
+                from fsdptrain.models.dry_probe import probe_line
+
+                model = resolved.config.model
+                sys.stdout.write(f"# {probe_line(model.hf_checkpoint, trust_remote_code=model.trust_remote_code)}\n")
         return 0
     from fsdptrain import launch  # torch: only now
 

@@ -259,6 +259,8 @@ def _launch(config: Config) -> Iterator[Problem]:
         yield f"--nnodes {launch.nnodes} needs --rdzv-endpoint, the host:port of machine 0, e.g. 10.0.0.1:29500"
     if launch.nnodes == 1:
         yield from _without_effect(config, "rdzv_endpoint", "on one machine: set --nnodes, or leave it out")
+    if not launch.dry_run:
+        yield from _without_effect(config, "probe", "without --dry-run: a run probes the model itself")
     if launch.rdzv_endpoint is not None and not launch.rdzv_endpoint.rpartition(":")[2].isdigit():
         yield f"--rdzv-endpoint must be host:port, got {launch.rdzv_endpoint!r}, e.g. 10.0.0.1:29500"
 

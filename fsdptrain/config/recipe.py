@@ -21,7 +21,7 @@ _COLOURS: dict[Source, str] = {
     "recipe": "\x1b[36m",
     "flag": "\x1b[1;33m",
 }
-_NOT_WRITTEN = ("dry_run",)  # a recipe that only prints itself would be of no use
+_NOT_WRITTEN = ("dry_run", "probe")  # a recipe that only prints itself would be of no use
 
 
 def load_recipe(path: str | Path, **flags: Any) -> Config:

@@ -261,5 +261,7 @@ class LaunchConfig(Section):
     """host:port of machine 0, with --nnodes above 1."""
     dist_timeout: int = Field(default=1800, ge=1)
     """Deadline of every wait between ranks. [s]"""
+    probe: bool = False
+    """With --dry-run: build a small random copy of the model from its config.json and say how it will be computed."""
     dry_run: bool = False
     """Print the resolved configuration with the source of each value, and stop."""

@@ -83,7 +83,7 @@ def load_memory_need(demand: MemoryDemand, supply: MemorySupply) -> MemoryNeed:
 def load_memory_line(demand: MemoryDemand, supply: MemorySupply) -> str:
     """One line to print before loading: what is needed, what is there."""
     need = load_memory_need(demand, supply)
-    size = f"{demand.counts.total / 1e9:.2f} B parameters over {demand.num_shards} shard{'s' * (demand.num_shards > 1)}"
+    size = f"{_count(demand.counts.total)} parameters over {demand.num_shards} shard{'s' * (demand.num_shards > 1)}"
     device = f"device {_gib(need.device)} of {_gib(supply.device_free)} GiB free on each rank, "
     host = f"host {_gib(need.host)} of {_gib(supply.host_free)} GiB free for {supply.ranks_per_node} rank"
     host += "s" * (supply.ranks_per_node > 1)
@@ -121,7 +121,7 @@ def _message(
     remedies = _remedies(demand, supply)
     way_out = "; ".join(remedies) if remedies else "use a smaller --hf-checkpoint or a machine with more memory"
     return (
-        f"--hf-checkpoint with {demand.counts.total / 1e9:.2f} B parameters needs {_gib(needed)} GiB of {kind} memory "
+        f"--hf-checkpoint with {_count(demand.counts.total)} parameters needs {_gib(needed)} GiB of {kind} memory "
         f"{where} before activations ({detail}), {_gib(free)} GiB are free: {way_out}"
     )
 
@@ -157,3 +157,7 @@ def _doublings(start: int) -> list[int]:
 
 def _gib(size: int) -> str:
     return f"{size / GIB:.1f}"
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.2f} B" if number >= 1e8 else f"{number / 1e6:.2f} M"

@@ -1,0 +1,32 @@
+"""The examples run, on a tiny model."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples import custom_reward, python_api
+
+TINY: dict[str, Any] = {
+    "num_rollout": 1,
+    "rollout_batch_size": 4,
+    "n_samples_per_prompt": 2,
+    "rollout_max_response_len": 8,
+    "bf16": False,
+    "eval_size": 4,
+    "log_to": [],
+}
+
+
+@pytest.mark.slow
+def test_python_api(checkpoint: Path, tmp_path: Path) -> None:
+    python_api.main(str(checkpoint), str(tmp_path / "run"), **TINY)
+    assert (tmp_path / "run" / "hf" / "config.json").is_file()
+
+
+@pytest.mark.slow
+def test_custom_reward(checkpoint: Path, tmp_path: Path) -> None:
+    custom_reward.main(str(checkpoint), str(tmp_path / "run"), **TINY)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert any("reward/no_digits" in row for row in rows)

@@ -1,0 +1,25 @@
+"""`--dry-run --probe` needs config.json alone."""
+
+from pathlib import Path
+
+import pytest
+
+from tests import zoo
+from tests.e2e import command
+
+
+@pytest.mark.parametrize(("name", "layout"), [("qwen3", "packed"), ("qwen3_next", "padded")])
+def test_the_layout_is_known_without_weights(name: str, layout: str, tmp_path: Path) -> None:
+    zoo.config(name).save_pretrained(tmp_path / "model")
+
+    result = command.run(["--hf-checkpoint", str(tmp_path / "model"), "--dry-run", "--probe"], tmp_path)
+
+    assert result.code == 0, result.err
+    assert result.out.strip().splitlines()[-1].startswith(f"# layout: {layout}, ")
+    assert "backward" in result.out
+
+
+def test_a_probe_without_a_dry_run_is_refused(tmp_path: Path) -> None:
+    result = command.run(["--hf-checkpoint", "x", "--probe"], tmp_path)
+    assert result.code == 2
+    assert "--dry-run" in result.err
