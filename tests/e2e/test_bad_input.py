@@ -35,6 +35,13 @@ def corrupt_shard(folder: Path, checkpoint: Path) -> list[str]:
     return ["--hf-checkpoint", str(broken)]
 
 
+def giant_model(folder: Path, checkpoint: Path) -> list[str]:
+    giant = copy_of(checkpoint, folder)
+    sizes = json.loads((giant / "config.json").read_text()) | {"hidden_size": 65536, "intermediate_size": 262144}
+    (giant / "config.json").write_text(json.dumps(sizes))
+    return ["--hf-checkpoint", str(giant)]
+
+
 def no_tokenizer(folder: Path, checkpoint: Path) -> list[str]:
     broken = copy_of(checkpoint, folder)
     for path in broken.glob("tokenizer*"):
@@ -84,6 +91,7 @@ BAD_INPUT: list[tuple[Prepare, list[str]]] = [
     (missing_folder, ["--hf-checkpoint", "nowhere"]),
     (missing_shard, ["--hf-checkpoint", "model-00002"]),
     (corrupt_shard, ["--hf-checkpoint", "model-00002"]),
+    (giant_model, ["--hf-checkpoint", "GiB", "host"]),
     (no_tokenizer, ["--hf-checkpoint", "tokenizer"]),
     (wrong_column, ["--input-key", "prompt", "question"]),
     (empty_data, ["--prompt-data", "rows.jsonl"]),
@@ -139,4 +147,6 @@ def test_error_of_one_rank_ends_all_with_its_line(checkpoint: Path, tmp_path: Pa
     result = command.run(argv, tmp_path / "out")
 
     assert result.code == 2
-    assert [line.startswith("fsdptrain: ") for line in result.err.strip().splitlines()] == [True]
+    lines = result.err.strip().splitlines()
+    assert [line for line in lines if line.startswith("fsdptrain: ")] == lines[-1:]
+    assert "Traceback" not in result.err
