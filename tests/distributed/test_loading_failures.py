@@ -50,9 +50,9 @@ def _untie(path: Path) -> None:
 
 
 BREAKAGES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "corrupt": (_corrupt, "SafetensorError"),
+    "corrupt": (_corrupt, "model-00001-of-00002.safetensors is broken"),
     "lost file": (_lose_a_file, "lacks model-00001-of-"),
-    "broken index": (_break_the_index, "JSONDecodeError"),
+    "broken index": (_break_the_index, "model.safetensors.index.json is broken"),
     "lost weight": (_lose_a_weight, "lack model.norm.weight"),
     "one weight too many": (_add_a_weight, "hold stowaway"),
     "two tied weights that differ": (_untie, "ties lm_head.weight to model.embed_tokens.weight"),
