@@ -102,6 +102,24 @@ def test_a_segment_does_not_know_its_neighbours(layout: Layout) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_long_sequence_that_would_change_the_rotation_of_a_short_one_is_refused(layout: Layout) -> None:
+    """phi3 takes other frequencies for the whole batch when its longest sequence exceeds the original length."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [float(i + 2) for i in range(8)], "factor": 8.0}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64, **factors}
+    model = policy_model("phi3", rope_parameters=rope, original_max_position_embeddings=64)
+
+    def first(*lengths: int) -> Tensor:
+        return policy_logprobs(model, plain_batch(segments(lengths), device=CPU), layout=layout).values[: lengths[0]]
+
+    torch.testing.assert_close(first(40, 64), first(40))
+    torch.testing.assert_close(first(70, 100), first(70))
+    with pytest.raises(
+        NumericsError, match="sequences of 40 and 65 tokens, and beyond 64 .*--rollout-max-response-len"
+    ):
+        first(40, 65)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_only_loss_positions_are_scored_and_they_do_not_change(layout: Layout) -> None:
     model = policy_model("qwen3")
     every = plain_batch(segments(), device=CPU)
