@@ -12,7 +12,7 @@ from fsdptrain.errors import NumericsError
 from fsdptrain.models import policy
 from fsdptrain.models.attention import SEGMENTS, register_attention
 from fsdptrain.models.checkpointing import enable_gradient_checkpointing
-from fsdptrain.models.inputs import Layout, padding_factor
+from fsdptrain.models.inputs import Layout
 from fsdptrain.models.policy import check_head, head_transform, install_policy_forward, plain_batch, policy_logprobs
 from tests import zoo
 
@@ -172,11 +172,6 @@ def test_a_shared_prefix_is_refused() -> None:
     prefix[1] = 0
     with pytest.raises(RuntimeError, match="prefixes are not supported"):
         policy_logprobs(policy_model("qwen3"), replace(batch, prefix_segment=prefix), layout="packed")
-
-
-def test_padding_factor_counts_what_is_computed_for_each_token() -> None:
-    assert padding_factor((4, 4, 4)) == 1.0
-    assert padding_factor((6, 1, 1)) == 18 / 8
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt_oss", "gemma2"])
