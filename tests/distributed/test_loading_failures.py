@@ -99,6 +99,13 @@ def test_one_rank_with_a_broken_disk_stops_all(folders: Path):
     assert "good" not in first
 
 
+@pytest.mark.parametrize("strategy", ["shard", "rank0"])
+def test_buffers_in_another_order_stop_all_ranks_together(strategy: str, folders: Path):
+    """Defect 9 of lineage.md: a broadcast in the order of each rank's own buffers deadlocks, or mixes them up."""
+    for message in spawn(2, _error_of_reversed_buffers, folders / "good", strategy):
+        assert "is not the same on all ranks" in message
+
+
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "no weights").mkdir()
@@ -145,6 +152,21 @@ def _shape_error(root: Path, strategy: str) -> tuple[str, str]:
     except FsdptrainError as error:
         return type(error).__name__, str(error)
     return "", ""
+
+
+def _error_of_reversed_buffers(path: Path, strategy: str) -> str:
+    model = build_meta_model(path, trust_remote_code=False, attn_implementation="eager")
+    owner = model.model.rotary_emb
+    buffers = dict(reversed(owner._buffers.items()))
+    assert len(buffers) > 1
+    if dist.get_rank() == 1:
+        owner._buffers.clear()
+        owner._buffers.update(buffers)
+    try:
+        load_weights(model, path, strategy=strategy)
+    except FsdptrainError as error:
+        return str(error)
+    return ""
 
 
 def _errors_of_one_rank(root: Path, names: list[str]) -> dict[str, tuple[str, str]]:
