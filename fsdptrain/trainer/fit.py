@@ -87,6 +87,7 @@ class _Run:
         """From the checkpoint, or from the start, to --num-rollout."""
         run = self._config.run
         self._resume()
+        self._folder.write_config(self._config)
         self._hand_over_weights()
         if self._step == 0:
             self._evaluate()
