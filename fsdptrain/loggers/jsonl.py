@@ -4,12 +4,15 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
 from fsdptrain.errors import ConfigError
 from fsdptrain.loggers.run_info import RunInfo
+
+_LATER = "mend that, and the same command goes on from the newest checkpoint"
 
 
 class JsonlLogger:
@@ -21,26 +24,33 @@ class JsonlLogger:
     def __init__(self, info: RunInfo) -> None:
         self._resumed_step = info.resumed_step
         self._has_begun = False
-        try:
+        self._folder = info.output_dir
+        with self._writing("choose a folder of your own"):
             info.output_dir.mkdir(parents=True, exist_ok=True)
             self._metrics = _open(info.output_dir / "metrics.jsonl")
             self._samples = _open(info.output_dir / "samples.jsonl")
-        except OSError as error:
-            raise ConfigError(
-                f"--output-dir {info.output_dir} cannot be written: {error.strerror}; choose a folder of your own"
-            ) from error
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._begin()
-        _write(self._metrics, [{"step": step, "time": round(time.time(), 3), **metrics}])
+        with self._writing(_LATER):
+            self._begin()
+            _write(self._metrics, [{"step": step, "time": round(time.time(), 3), **metrics}])
 
     def log_samples(self, samples: Sequence[Mapping[str, object]], step: int) -> None:
-        self._begin()
-        _write(self._samples, ({"step": step, **sample} for sample in samples))
+        with self._writing(_LATER):
+            self._begin()
+            _write(self._samples, ({"step": step, **sample} for sample in samples))
 
     def close(self) -> None:
-        self._metrics.close()
-        self._samples.close()
+        with self._writing(_LATER):  # what the disk did not take yet is tried again
+            self._metrics.close()
+            self._samples.close()
+
+    @contextmanager
+    def _writing(self, way_out: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ConfigError(f"--output-dir {self._folder} cannot be written: {error.strerror}; {way_out}") from error
 
     def _begin(self) -> None:
         if not self._has_begun:
