@@ -19,7 +19,7 @@ def meet(fate: str) -> None:
     dist.all_reduce(total)
     if fate == "fine" and rank == 0:
         sys.stdout.write(f"{int(total)} ranks, {os.environ['OMP_NUM_THREADS']} threads\n")
-    if fate == "mendable" and rank == 1 or fate == "everyone":
+    if (fate == "mendable" and rank == 1) or fate == "everyone":
         raise CheckpointError("--hf-checkpoint x holds no config.json")
     if fate == "bug" and rank == 1:
         raise ZeroDivisionError("a bug")
