@@ -13,6 +13,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from fsdptrain.errors import ConfigError
+
 GIB = 1024**3
 
 
@@ -94,12 +96,22 @@ def process_group(timeout_s: float) -> Iterator[None]:
         return
     alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if "RANK" not in os.environ else {}
     if has_accelerator():
-        torch.accelerator.set_device_index(local_device().index)
+        index = local_device().index
+        _check_device(index, torch.accelerator.device_count())
+        torch.accelerator.set_device_index(index)
     dist.init_process_group(distributed_backend(), timeout=timedelta(seconds=timeout_s), **alone)
     try:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def _check_device(index: int, count: int) -> None:
+    if index >= count:
+        raise ConfigError(
+            f"--nproc-per-node asks for more processes than this machine has devices: process {index + 1} finds "
+            f"{count}; each needs its own"
+        )
 
 
 def seed_everything(seed: int) -> None:

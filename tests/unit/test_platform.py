@@ -1,8 +1,11 @@
-"""The memory that is there is what the control group leaves, not what the machine has."""
+"""What the machine has for this process: memory within the limits of its control groups, and a device of its own."""
 
 from pathlib import Path
 
-from fsdptrain.platform import _control_groups, _group_memory, host_memory
+import pytest
+
+from fsdptrain.errors import ConfigError
+from fsdptrain.platform import _check_device, _control_groups, _group_memory, host_memory
 
 MIB = 1024**2
 
@@ -31,3 +34,9 @@ def test_every_group_above_the_process_is_a_limit(tmp_path: Path) -> None:
 def test_of_this_host() -> None:
     free, total = host_memory()
     assert 0 <= free <= total
+
+
+def test_a_process_without_a_device_of_its_own_is_refused() -> None:
+    _check_device(1, 2)
+    with pytest.raises(ConfigError, match=r"^--nproc-per-node .* process 3 finds 2"):
+        _check_device(2, 2)
