@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from fsdptrain import platform
 from fsdptrain.algo.losses import LOSSES
-from fsdptrain.config import Config, check_processes
+from fsdptrain.config import Config, DataConfig, check_processes
 from fsdptrain.data.packing import drop_overlong
-from fsdptrain.errors import CheckpointError, RolloutError
+from fsdptrain.errors import CheckpointError, ConfigError, RolloutError
 from fsdptrain.fsdp.checkpoint import CheckpointFolder
 from fsdptrain.models.collective import together
 from fsdptrain.protocols import RewardFunction
@@ -45,7 +45,7 @@ class Trainer:
         reward: RewardFunction | None = None,
         dataset: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
-        self.config = config
+        self.config = config if dataset is None else _with_own_data(config)
         self._reward = reward
         self._dataset = dataset
 
@@ -217,6 +217,15 @@ class _Run:
             self._parts.source.load_state_dict(progress["source"])
         self._step = self._parts.backend.load(checkpoint)
         self._totals = progress["totals"]
+
+
+def _with_own_data(config: Config) -> Config:
+    """Data from Python are no reasoning-gym task: its scorer and its system prompt are not theirs."""
+    if config.data.prompt_data != DataConfig().prompt_data:
+        raise ConfigError(
+            f"--prompt-data {config.data.prompt_data} and Trainer(dataset=...) are both given: choose one"
+        )
+    return config.model_copy(update={"data": config.data.model_copy(update={"prompt_data": "dataset"})})
 
 
 def _with(packs: Sequence[PackedBatch], field: str, scores: Sequence[Any]) -> list[PackedBatch]:
