@@ -21,13 +21,14 @@ from fsdptrain.fsdp.export import export_hf, stream_weights
 from fsdptrain.fsdp.mesh import build_mesh
 from fsdptrain.fsdp.optim import Optimizer
 from fsdptrain.fsdp.reference import ReferenceBank
-from fsdptrain.fsdp.shards import HostStash, describe, fingerprint, local_shard, reshard
+from fsdptrain.fsdp.shards import HostStash, describe, fingerprint, local_shard
 from fsdptrain.fsdp.wrap import shard_model
 from fsdptrain.models.attention import resolve_attention
 from fsdptrain.models.checkpointing import enable_gradient_checkpointing
 from fsdptrain.models.layout import LayoutProbe, choose_layout
 from fsdptrain.models.loading import build_meta_model, load_weights, resolve_checkpoint
 from fsdptrain.models.policy import check_head, evaluating, install_policy_forward, policy_logprobs
+from fsdptrain.models.structure import reshard
 from fsdptrain.protocols import Loss, ModelRole, Naming
 from fsdptrain.types import LogProbs, LossConfig, Metrics, PackedBatch
 

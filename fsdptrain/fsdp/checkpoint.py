@@ -33,8 +33,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from fsdptrain import platform
 from fsdptrain.errors import CheckpointError
 from fsdptrain.fsdp.optim import Optimizer
-from fsdptrain.fsdp.shards import describe, fingerprint, model_tensors, reshard
+from fsdptrain.fsdp.shards import describe, fingerprint, model_tensors
 from fsdptrain.models.collective import together
+from fsdptrain.models.structure import reshard
 
 MANIFEST = "manifest.json"
 _STATE, _SHARDS, _RNG = "trainer.json", "shards", "rng-{rank:05d}.safetensors"

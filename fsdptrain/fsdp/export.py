@@ -19,9 +19,9 @@ from transformers.core_model_loading import revert_weight_conversion
 from fsdptrain import platform
 from fsdptrain.errors import CheckpointError
 from fsdptrain.fsdp.checkpoint import sync_tree
-from fsdptrain.fsdp.shards import local_shard, model_tensors, reshard
+from fsdptrain.fsdp.shards import local_shard, model_tensors
 from fsdptrain.models.collective import together
-from fsdptrain.models.structure import decoder_layers
+from fsdptrain.models.structure import decoder_layers, reshard
 from fsdptrain.protocols import Naming
 
 _WEIGHT_SUFFIXES = {".bin", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth", ".safetensors"}

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdptrain.config import OptimConfig
 from fsdptrain.errors import NumericsError
-from fsdptrain.fsdp.shards import reshard
+from fsdptrain.models.structure import reshard
 
 Schedule = Callable[[int], float]
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fsdptrain import platform
-from fsdptrain.fsdp.shards import fingerprint, local_shard, reshard
+from fsdptrain.fsdp.shards import fingerprint, local_shard
+from fsdptrain.models.structure import reshard
 
 
 class ReferenceBank:

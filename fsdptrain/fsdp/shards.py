@@ -2,32 +2,19 @@
 
 After a forward pass without gradient the root group (and every group, without reshard-after-forward) stays gathered:
 its parameters are plain tensors, and the next gather is a no-op. Who then writes to the shards, by an optimizer step, a
-load or a swap, is not seen by the next forward. So `reshard` comes before every such write.
+load or a swap, is not seen by the next forward. So `models.structure.reshard` comes before every such write.
 """
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from hashlib import sha256
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fsdptrain import platform
-
-
-def reshard(model: nn.Module) -> None:
-    """Free what is gathered, in every group, so that parameters are DTensors and the next forward gathers anew."""
-    groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for group in reversed(groups):  # children first: what is left gathered in a parent is then its own
-        group.reshard()
-        if any(not isinstance(p, DTensor) for p in cast(nn.Module, group).parameters()):
-            # A forward that broke off: the group takes itself to be inside it, and stays gathered as it should there.
-            group.set_reshard_after_forward(True, recurse=False)
-            group.reshard()
-            group.set_reshard_after_forward(False, recurse=False)
 
 
 def local_shard(tensor: Tensor) -> Tensor:

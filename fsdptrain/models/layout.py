@@ -31,9 +31,9 @@ from fsdptrain.models.policy import (
     over_ranks,
     plain_batch,
     policy_logprobs,
-    reshard,
 )
 from fsdptrain.models.random_copy import random_copy
+from fsdptrain.models.structure import reshard
 
 RequestedLayout = Literal["auto", "packed", "padded"]
 STOCK = ("sdpa", "eager")  # transformers' own, with dense masks: for what has a mask that ours would lose

@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdptrain import platform
@@ -16,7 +15,7 @@ from fsdptrain.errors import NumericsError
 from fsdptrain.models.collective import gather
 from fsdptrain.models.inputs import Layout, model_inputs, select_tokens
 from fsdptrain.models.logprobs import HeadTransform, chunked_logprobs
-from fsdptrain.models.structure import base_model, lm_head
+from fsdptrain.models.structure import base_model, lm_head, reshard
 from fsdptrain.types import LogProbs, PackedBatch
 
 # Mean difference of a logprob between two exact ways of computing it. Half precision: what rounding of logits of
@@ -192,13 +191,6 @@ def plain_batch(segments: list[list[int]], *, device: torch.device) -> PackedBat
         rollout_logprobs=zeros,
         num_loss_tokens=int(mask.sum()),
     ).to(device)
-
-
-def reshard(model: nn.Module) -> None:
-    """Free what a forward without a backward left gathered: the root's group always, a layer's where it broke off."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 class evaluating:  # noqa: N801 - reads as a verb: `with evaluating(model): ...`

@@ -1,8 +1,11 @@
 """Where the parts of a transformers model are, whatever its authors called them."""
 
 from dataclasses import dataclass
+from typing import cast
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from fsdptrain.errors import CheckpointError
@@ -59,6 +62,18 @@ def count_parameters(model: PreTrainedModel) -> ParameterCounts:
     total = _numel(model)
     layers = [_numel(layer) for layer in decoder_layers(model)]
     return ParameterCounts(total=total, largest_layer=max(layers), outside_layers=total - sum(layers))
+
+
+def reshard(model: nn.Module) -> None:
+    """Free what is gathered, in every group, so that parameters are DTensors and the next forward gathers anew."""
+    groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for group in reversed(groups):  # children first: what is left gathered in a parent is then its own
+        group.reshard()
+        if any(not isinstance(p, DTensor) for p in cast(nn.Module, group).parameters()):
+            # A forward that broke off: the group takes itself to be inside it, and stays gathered as it should there.
+            group.set_reshard_after_forward(True, recurse=False)
+            group.reshard()
+            group.set_reshard_after_forward(False, recurse=False)
 
 
 def _outermost_lists(model: nn.Module) -> list[nn.ModuleList]:

@@ -44,6 +44,7 @@ class Parts:
 
     backend: FSDPBackend
     engine: RolloutEngine | None  # None: nothing is ever generated
+    stream: PromptStream
     source: SampleSource
     evaluation: Evaluation | None
     speed: Speed
@@ -80,6 +81,7 @@ def build_parts(
         yield Parts(
             backend=backend,
             engine=engine,
+            stream=stream,
             source=build_source(config, stream, tokenizer, engine=engine, reward=score),
             evaluation=evaluation,
             speed=Speed.of(backend.model, device, backend.compute_dtype),

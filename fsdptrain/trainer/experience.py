@@ -33,15 +33,6 @@ class Experience:
 class SampleSource(Protocol):
     def collect(self, step: int) -> Experience: ...
 
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-    @property
-    def epoch(self) -> float:
-        """Epochs so far, with their fraction."""
-        ...
-
 
 @dataclass
 class RolloutSource:
@@ -73,16 +64,6 @@ class RolloutSource:
             reward_s=time.perf_counter() - generated,
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        return self.stream.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.stream.load_state_dict(state)
-
-    @property
-    def epoch(self) -> float:
-        return self.stream.progress
-
 
 @dataclass
 class SftSource:
@@ -96,16 +77,6 @@ class SftSource:
         del step  # the stream knows where it is
         prompts = own_share(self.stream.next(self.num_prompts))
         return Experience([sft_sample(prompt, self.tokenizer) for prompt in prompts])
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.stream.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.stream.load_state_dict(state)
-
-    @property
-    def epoch(self) -> float:
-        return self.stream.progress
 
 
 def own_share(items: Sequence[T]) -> list[T]:

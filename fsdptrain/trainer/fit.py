@@ -13,7 +13,7 @@ from fsdptrain import platform
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.config import Config, DataConfig, check_processes
 from fsdptrain.data.packing import drop_overlong
-from fsdptrain.errors import CheckpointError, ConfigError, RolloutError
+from fsdptrain.errors import CheckpointError, ConfigError, DataError, RolloutError
 from fsdptrain.fsdp.checkpoint import CheckpointFolder
 from fsdptrain.models.collective import together
 from fsdptrain.protocols import RewardFunction
@@ -110,6 +110,11 @@ class _Run:
             if experience.scores is not None:
                 check_unscored(experience.scores, max_unscored_fraction=self._config.reward.max_unscored_fraction)
             steps = make_batches(experience.samples, self._rules)
+            if not steps:
+                raise DataError(
+                    f"--overlong drop left nothing to train on: all {metrics['progress/dropped']:.0f} samples are longer "
+                    f"than --max-tokens-per-gpu {self._rules.max_tokens}; raise it"
+                )
             with watch("score"):
                 steps = self._score(steps)
             with watch("train"):
@@ -191,7 +196,7 @@ class _Run:
 
     def _advance(self, metrics: Metrics) -> Metrics:
         self._totals = {name: total + metrics[name] for name, total in self._totals.items()}
-        return {**self._totals, "progress/epoch": self._parts.source.epoch}
+        return {**self._totals, "progress/epoch": self._parts.stream.progress}
 
     def _report(self, metrics: Metrics) -> None:
         self._last |= metrics
@@ -206,7 +211,7 @@ class _Run:
     def _save(self, directory: Path) -> None:
         self._parts.backend.save(directory, self._step)
         if dist.get_rank() == 0:
-            state = {"step": self._step, "totals": self._totals, "source": self._parts.source.state_dict()}
+            state = {"step": self._step, "totals": self._totals, "stream": self._parts.stream.state_dict()}
             (directory / PROGRESS_FILE).write_text(json.dumps(state))
 
     def _resume(self) -> None:
@@ -214,7 +219,7 @@ class _Run:
         if checkpoint is None or progress is None:
             return
         with together(CheckpointError, f"--resume: checkpoint {checkpoint}"):
-            self._parts.source.load_state_dict(progress["source"])
+            self._parts.stream.load_state_dict(progress["stream"])
         self._step = self._parts.backend.load(checkpoint)
         self._totals = progress["totals"]
 
