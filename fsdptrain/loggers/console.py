@@ -31,6 +31,7 @@ class ConsoleLogger:
         self._info = info
         self._started = time.monotonic()
         self._first_step = info.resumed_step or 0
+        self._last_step = self._first_step
         self._history: dict[str, list[float]] = {}  # label -> values, in the order in which they came
         self._print(header(info))
         self._bar = _bar(self._console) if self._console.is_terminal else None
@@ -39,6 +40,7 @@ class ConsoleLogger:
             self._bar.start()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._last_step = step
         shown = _pick(metrics)
         for label, value in shown.items():
             self._history.setdefault(label, []).append(value)
@@ -59,7 +61,12 @@ class ConsoleLogger:
             self._bar.stop()
         if any(self._history.values()):
             self._console.print(summary(self._history))
-        self._print(f"{duration(time.monotonic() - self._started)}, written to {self._info.output_dir}")
+        self._print(f"{self._end()} {duration(time.monotonic() - self._started)}, written to {self._info.output_dir}")
+
+    def _end(self) -> str:
+        if self._last_step >= self._info.total_steps:
+            return "done in"
+        return f"stopped after step {self._last_step} of {self._info.total_steps},"
 
     def _due(self, step: int, metrics: Mapping[str, float]) -> bool:
         """A log file gets about `PLAIN_LINES` lines, and every evaluation."""
@@ -82,7 +89,9 @@ def header(info: RunInfo) -> str:
     lines = [f"fsdptrain {__version__}  {info.run_name}"]
     if info.config is not None:
         lines += _facts(info.config)
-    if info.resumed_step is not None:
+    if info.resumed_step is not None and info.resumed_step >= info.total_steps:
+        lines.append(f"is at its end, step {info.resumed_step} of {info.total_steps}: a larger --num-rollout goes on")
+    elif info.resumed_step is not None:
         lines.append(f"goes on after step {info.resumed_step} of {info.total_steps}")
     return "\n".join(lines)
 
@@ -108,7 +117,9 @@ def metrics_line(shown: Mapping[str, float]) -> str:
 
 def summary(history: Mapping[str, Sequence[float]]) -> Table:
     """First, last, lowest and highest value of what was shown."""
-    table = Table("", "first", "last", "lowest", "highest", box=None, pad_edge=False)
+    table = Table("", box=None, pad_edge=False)
+    for column in ("first", "last", "lowest", "highest"):
+        table.add_column(column, justify="right")
     for label in (label for label in _SHOWN if history.get(label)):
         values = history[label]
         table.add_row(label, *(number(value) for value in (values[0], values[-1], min(values), max(values))))
