@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from fsdptrain import __version__
 from fsdptrain.config import Config
@@ -34,7 +34,7 @@ class ConsoleLogger:
         self._last_step = self._first_step
         self._history: dict[str, list[float]] = {}  # label -> values, in the order in which they came
         self._print(header(info))
-        self._bar = _bar(self._console) if self._console.is_terminal else None
+        self._bar = _bar(self._console, info.total_steps) if self._console.is_terminal else None
         if self._bar is not None:
             self._task = self._bar.add_task("", total=info.total_steps, completed=self._first_step, line="")
             self._bar.start()
@@ -46,7 +46,7 @@ class ConsoleLogger:
             self._history.setdefault(label, []).append(value)
         if self._bar is not None:
             latest = {label: values[-1] for label, values in self._history.items()}
-            self._bar.update(self._task, completed=step, line=f"{metrics_line(latest)}  {self._eta(step)}")
+            self._bar.update(self._task, completed=step, line=f"{self._eta(step)}  {metrics_line(latest)}".strip())
         elif shown and self._due(step, metrics):
             width = len(str(self._info.total_steps))
             self._print(
@@ -164,12 +164,15 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
 
 
-def _bar(console: Console) -> Progress:
+def _bar(console: Console, total: int) -> Progress:
+    whole = Column(no_wrap=True, min_width=len(f"{total}/{total}"))  # in 80 columns the metrics give way, not the count
+    rest = Column(no_wrap=True, overflow="ellipsis", ratio=1)
     return Progress(
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[line]}", markup=False),
+        BarColumn(bar_width=min(24, console.width // 8)),
+        MofNCompleteColumn(table_column=whole),
+        TextColumn("{task.fields[line]}", markup=False, table_column=rest),
         console=console,
         redirect_stdout=True,
         redirect_stderr=True,
+        expand=True,
     )

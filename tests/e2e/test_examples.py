@@ -1,6 +1,8 @@
 """The examples run, on a tiny model."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,3 +32,9 @@ def test_custom_reward(checkpoint: Path, tmp_path: Path) -> None:
     custom_reward.main(str(checkpoint), str(tmp_path / "run"), **TINY)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert any("reward/no_digits" in row for row in rows)
+
+
+@pytest.mark.parametrize("example", [custom_reward, python_api])
+def test_an_example_without_arguments_says_how_to_call_it(example: Any) -> None:
+    done = subprocess.run([sys.executable, example.__file__], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (1, f"usage: python {example.__file__} MODEL OUTPUT_DIR\n")

@@ -12,9 +12,9 @@ from fsdptrain.loggers.run_info import RunInfo
 STEP = {"reward/mean": 0.25, "completion/length_mean": 131.7, "optim/grad_norm": 0.31, "perf/tokens_per_s": 1234.0}
 
 
-def run(tmp_path, *, terminal: bool, resumed_step: int | None = None, total_steps: int = 4) -> str:
+def run(tmp_path, *, terminal: bool, resumed_step: int | None = None, total_steps: int = 4, width: int = 140) -> str:
     out = io.StringIO()
-    console = Console(file=out, force_terminal=terminal, width=140, color_system=None)
+    console = Console(file=out, force_terminal=terminal, width=width, color_system=None)
     config = Config(hf_checkpoint="Qwen/Qwen3-4B", num_rollout=4)
     logger = ConsoleLogger(RunInfo(tmp_path, "p", "run-a", total_steps, resumed_step, config), console=console)
     for step in range((resumed_step or 0) + 1, 5):
@@ -51,6 +51,14 @@ def test_a_terminal_shows_a_bar_with_the_latest_values(tmp_path):
     assert "4/4" in text
     assert "reward 1.000" in text
     assert "acc 0.500" in text
+
+
+def test_a_narrow_terminal_keeps_the_count_the_time_and_the_reward(tmp_path):
+    text = run(tmp_path, terminal=True, total_steps=1000, width=60)
+    bar = next(line for line in text.splitlines() if "4/1000" in line)
+    assert "ETA" in bar
+    assert "reward 1.000" in bar
+    assert "…" in bar
 
 
 def test_a_resumed_run_starts_its_bar_where_it_goes_on(tmp_path):
