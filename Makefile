@@ -20,7 +20,7 @@ install: .venv/.installed  ## make .venv with the tested set of versions
 check: install  ## format, lint, types, layers
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 
 test: install  ## everything that runs without a GPU
