@@ -1,5 +1,8 @@
-# fsdptrain on CUDA. Build: docker build -t fsdptrain .   Run: docker run --gpus all --ipc=host fsdptrain --help
-# Not built in CI: it has run only where somebody ran it.
+# fsdptrain on CUDA. CI does not build it.
+#
+#     docker build -t fsdptrain .
+#     docker run --gpus all --ipc=host -v ~/.cache/huggingface:/root/.cache/huggingface \
+#         -v "$PWD/runs:/workspace/fsdptrain/runs" fsdptrain --hf-checkpoint Qwen/Qwen3-4B
 FROM nvidia/cuda:13.0.2-devel-ubuntu24.04
 
 RUN apt-get update \

@@ -1,15 +1,21 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install check test quick gpu demo clean
+.DEFAULT_GOAL := help
+.PHONY: help install check test quick gpu demo clean
+
+help:  ## what there is to make
+	@sed -n 's/^\([a-z]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
 
 install: .venv/.installed  ## make .venv with the tested set of versions
 
 .venv/.installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
-	touch $@
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12")'
+	@echo "Installing torch and the rest into .venv: a few minutes on the first call, nothing later."
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0
+	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
 
 check: install  ## format, lint, types, layers
 	$(BIN)/ruff format --check .
@@ -26,8 +32,8 @@ quick: install  ## the fast part
 gpu: install  ## what needs a GPU
 	$(BIN)/pytest -m gpu
 
-demo: install  ## warm up a small model, train it with GRPO, plot what happened: three minutes on two cores
-	$(BIN)/python examples/quickstart/demo.py
+demo: install  ## warm up a small model, train it with GRPO, plot what happened: about a minute on two cores
+	@$(BIN)/python examples/quickstart/demo.py $(if $(SEED),--seed $(SEED))
 
-clean:
-	rm -rf .venv runs build dist *.egg-info
+clean:  ## delete .venv and what was built; runs/ stays
+	rm -rf .venv build dist *.egg-info

@@ -2,7 +2,7 @@
 
     python examples/custom_reward.py Qwen/Qwen3-0.6B runs/custom_reward
 
-From the command line the same function is `--reward examples.custom_reward:brevity`.
+From the command line, in this repository's folder, the same function is `--reward examples.custom_reward:brevity`.
 """
 
 import sys
@@ -28,4 +28,6 @@ def main(hf_checkpoint: str, output_dir: str, **flags: object) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit(f"usage: python {sys.argv[0]} MODEL OUTPUT_DIR")
     main(*sys.argv[1:])

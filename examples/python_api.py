@@ -20,4 +20,6 @@ def main(hf_checkpoint: str, output_dir: str, **flags: object) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit(f"usage: python {sys.argv[0]} MODEL OUTPUT_DIR")
     main(*sys.argv[1:])

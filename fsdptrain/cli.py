@@ -1,4 +1,5 @@
-"""The command line: `fsdptrain [flags]` trains, `fsdptrain export` writes a checkpoint as a Hugging Face folder.
+"""The command line: `fsdptrain [flags]` trains, `fsdptrain export` writes a checkpoint as a Hugging Face folder,
+`fsdptrain report` shows what a run did.
 
 Whatever a user can cause and mend ends in one line on stderr and exit code 2; Ctrl-C ends quietly with 130.
 """
@@ -19,17 +20,30 @@ from fsdptrain.errors import ConfigError, FsdptrainError
 DESCRIPTION = """\
 Reinforcement learning on any Hugging Face model, with PyTorch's own FSDP2.
 
-  fsdptrain --hf-checkpoint Qwen/Qwen3-4B --fsdp-cpu-offload     a complete GRPO run
-  fsdptrain --recipe recipes/sft.yaml --lr 1e-5 --dry-run        what would run, and why
-  fsdptrain export --checkpoint runs/x/checkpoints/step_50 --output my-model
+Train (a complete GRPO run), look first, look back, take the model along:
+  fsdptrain --hf-checkpoint Qwen/Qwen3-4B --fsdp-cpu-offload
+  fsdptrain --recipe recipes/sft.yaml --lr 1e-5 --dry-run
+  fsdptrain report runs/default
+  fsdptrain export --checkpoint runs/default/checkpoints/step_00000050 \\
+                   --output my-model
 
-Options are default < recipe < flag. The resolved configuration is written to the run's folder."""
+A flag wins over a recipe, a recipe over a default; --dry-run shows which."""
 
-EXPORT_EXAMPLE = "--checkpoint runs/x/checkpoints/step_50 --output my-model"
+EXPORT_EXAMPLE = "--checkpoint runs/default/checkpoints/step_00000050 --output my-model"
 EXPORT = {
-    "checkpoint": Option("--checkpoint", str | None, "Training checkpoint, e.g. runs/x/checkpoints/step_50.", None),
+    "checkpoint": Option(
+        "--checkpoint", str | None, "Training checkpoint, e.g. runs/default/checkpoints/step_00000050.", None
+    ),
     "output": Option("--output", str | None, "Folder to write, which from_pretrained reads.", None),
 }
+REPORT_USAGE = """\
+usage: fsdptrain report RUN_DIR
+
+Print the first, the best and the last reward, held-out accuracy, length and (without
+a reward) loss of a run, and draw them to RUN_DIR/curves.png. The run may still go on.
+
+  RUN_DIR   the --output-dir of the run, e.g. runs/default
+"""
 
 
 def main() -> None:
@@ -56,6 +70,13 @@ def _command(argv: Sequence[str]) -> int:
     first = argv[0] if argv else ""
     if first in COMMANDS:
         return COMMANDS[first](argv[1:])
+    if first == "help":
+        return show_help()
+    if first.isalpha() and not Path(first).exists():  # a path or a hub id gets its own advice
+        raise ConfigError(
+            f"{first!r} is not a command: it is fsdptrain {', fsdptrain '.join(COMMANDS)}, or only flags to train, "
+            "e.g. fsdptrain --hf-checkpoint Qwen/Qwen3-4B"
+        )
     return train(argv)
 
 
@@ -97,7 +118,23 @@ def export(argv: Sequence[str]) -> int:
     return 0
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"export": export}
+def report(argv: Sequence[str]) -> int:
+    """`fsdptrain report RUN_DIR`: a table, and RUN_DIR/curves.png."""
+    if _asks_for_help(argv):
+        sys.stdout.write(REPORT_USAGE)
+        return 0
+    if len(argv) != 1 or argv[0].startswith("-"):
+        raise ConfigError("report takes the folder of one run and nothing else, e.g. fsdptrain report runs/default")
+    from fsdptrain.planning.curves import draw_curves  # rich: only now
+    from fsdptrain.planning.report import print_report
+
+    run = Path(argv[0])
+    print_report(run)
+    sys.stdout.write(f"drawn to {draw_curves(run, run / 'curves.png')}\n")
+    return 0
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"export": export, "report": report}
 
 
 def show_help() -> int:

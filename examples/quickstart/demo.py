@@ -10,6 +10,7 @@ a model of 4 B parameters: the same command, the same code.
 import argparse
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+HEADINGS = {
+    "sft": "[2/3] Warm-up: imitate a careful and a hasty demonstrator",
+    "grpo": "[3/3] GRPO: find out from the reward alone which of them pays",
+}
+MARK = ".fsdptrain-demo"  # in a folder that the next demo may replace
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}  # so small a model is faster on one thread
 
 
@@ -27,17 +33,44 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output-dir", type=Path, default=Path("runs/quickstart"))
     args = parser.parse_args(argv)
     folder: Path = args.output_dir
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    try:
+        play(folder, args.seed)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except subprocess.CalledProcessError as error:  # the command has said what was wrong
+        sys.exit(error.returncode)
+
+
+def play(folder: Path, seed: int) -> None:
+    """The whole of it."""
+    clear(folder)
     seconds: dict[str, float] = {}
     begin = time.monotonic()
-    prepare(folder, args.seed)
+    prepare(folder, seed)
     seconds["prepare"] = time.monotonic() - begin
-    for stage, recipe, flags in stages(folder, args.seed):
+    for stage, recipe, flags in stages(folder, seed):
         begin = time.monotonic()
-        run_command(["--recipe", str(ROOT / "recipes" / recipe), *flags])
+        print(f"\n{HEADINGS[stage]}", end="", flush=True)
+        run_command(["--recipe", short(ROOT / "recipes" / recipe), *flags])
         seconds[stage] = time.monotonic() - begin
     finish(folder, seconds)
+
+
+def short(path: Path) -> str:
+    """As seen from here, if it is below."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def clear(folder: Path) -> None:
+    """An empty folder. One of a former demo is replaced, any other that holds something is refused."""
+    used = folder.is_dir() and any(folder.iterdir())
+    if (folder.exists() and not folder.is_dir()) or (used and not (folder / MARK).is_file()):
+        sys.exit(f"--output-dir {folder} is not of a demo and is left alone: name a new folder, or delete it")
+    if used:
+        print(f"Replacing the demo in {folder}; --output-dir NEW_FOLDER keeps it.", flush=True)
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / MARK).touch()
 
 
 def stages(folder: Path, seed: int) -> list[tuple[str, str, list[str]]]:
@@ -61,20 +94,22 @@ def prepare(folder: Path, seed: int) -> None:
 
     logging.disable_progress_bar()
 
-    print("Building a tokenizer and a Qwen3 of 0.1 M parameters, and writing 20,000 demonstrations ...", flush=True)
+    print(
+        "[1/3] Building a tokenizer and a Qwen3 of 0.1 M parameters, and writing 20,000 demonstrations ...", flush=True
+    )
     save_start(folder / "start", seed=seed)
     config = load_recipe(ROOT / "recipes" / "quickstart.yaml", seed=seed, rollout_seed=seed)
     write_demonstrations(folder / "demonstrations.jsonl", config, count=20_000)
 
 
 def run_command(flags: list[str]) -> None:
-    print("\n$ fsdptrain " + " ".join(flags), flush=True)
+    print("\n$ fsdptrain " + shlex.join(flags), flush=True)
     subprocess.run([sys.executable, "-m", "fsdptrain", *flags], check=True, env={**ENVIRONMENT, **os.environ})
 
 
 def finish(folder: Path, seconds: dict[str, float]) -> None:
-    """summary.json, curves.png, samples.md, and a table."""
-    from fsdptrain.planning.curves import draw_curves, read_series
+    """summary.json, samples.md, the report of the GRPO run with its picture, and where they are."""
+    from fsdptrain.planning.report import read_series
 
     _, sampled = read_series(folder / "grpo", "eval/heldout/accuracy")
     _, greedy = read_series(folder / "grpo", "eval/heldout_greedy/accuracy")
@@ -86,8 +121,10 @@ def finish(folder: Path, seconds: dict[str, float]) -> None:
         "seconds": {stage: round(value, 1) for stage, value in seconds.items()},
     }
     (folder / "summary.json").write_text(json.dumps(summary, indent=2))
-    draw_curves(folder / "grpo", folder / "curves.png")
     write_samples(folder)
+    print(flush=True)
+    run_command(["report", str(folder / "grpo")])
+    shutil.copyfile(folder / "grpo" / "curves.png", folder / "curves.png")
     show(folder, summary)
 
 
@@ -96,12 +133,15 @@ def write_samples(folder: Path) -> None:
     rows = [json.loads(line) for line in (folder / "grpo" / "samples.jsonl").read_text().splitlines()]
     held_out = [row for row in rows if row["set"] == "heldout"]
     steps = sorted({row["step"] for row in held_out})
-    lines = ["| question | before | | after | |", "|---|---|---|---|---|"]
-    for first, last in zip(
-        *([row for row in held_out if row["step"] == s] for s in (steps[0], steps[-1])), strict=True
-    ):
+    before, after = ([row for row in held_out if row["step"] == step] for step in (steps[0], steps[-1]))
+    lines = [
+        f"The first {len(before)} of 256 held-out words, sampled at temperature 1, before and after GRPO.\n",
+        "| question | right answer | before | | after | |",
+        "|---|---|---|---|---|---|",
+    ]
+    for first, last in zip(before, after, strict=True):
         question = first["prompt"].removeprefix("<|user|>").removesuffix("<|assistant|>")
-        cells = [question, first["response"], mark(first), last["response"], mark(last)]
+        cells = [question, first["label"], first["response"], mark(first), last["response"], mark(last)]
         lines.append("| " + " | ".join(f"`{cell}`" if len(cell) > 1 else cell for cell in cells) + " |")
     (folder / "samples.md").write_text("\n".join(lines) + "\n")
 
@@ -111,18 +151,18 @@ def mark(row: dict[str, float]) -> str:
 
 
 def show(folder: Path, summary: dict) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title="spell_backward, 256 words that were never trained on", title_justify="left")
-    for column in ("accuracy", "before GRPO", "after GRPO"):
-        table.add_column(column, justify="left" if column == "accuracy" else "right")
-    for row, name in (("sampled, temperature 1", "accuracy"), ("greedy", "greedy")):
-        table.add_row(row, f"{summary[f'{name}_before']:.3f}", f"{summary[f'{name}_after']:.3f}")
-    console = Console()
-    console.print(table)
-    total = sum(summary["seconds"].values())
-    console.print(f"{total:.0f} s. Look at {folder}/curves.png and {folder}/samples.md; model: {folder}/grpo/hf")
+    print(
+        f"\nHeld-out accuracy, sampled: {summary['accuracy_before']:.3f} -> {summary['accuracy_after']:.3f}, ", end=""
+    )
+    print(f"greedy: {summary['greedy_before']:.3f} -> {summary['greedy_after']:.3f}; ", end="")
+    print(f"{sum(summary['seconds'].values()):.0f} s")
+    for name, what in (
+        ("curves.png", "reward, accuracy and length"),
+        ("samples.md", "answers before and after"),
+        ("summary.json", "these numbers"),
+        ("grpo/hf", "the model, for from_pretrained"),
+    ):
+        print(f"  {folder / name}  {what}")
 
 
 if __name__ == "__main__":

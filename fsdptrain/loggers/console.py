@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from fsdptrain import __version__
 from fsdptrain.config import Config
@@ -31,20 +31,22 @@ class ConsoleLogger:
         self._info = info
         self._started = time.monotonic()
         self._first_step = info.resumed_step or 0
+        self._last_step = self._first_step
         self._history: dict[str, list[float]] = {}  # label -> values, in the order in which they came
         self._print(header(info))
-        self._bar = _bar(self._console) if self._console.is_terminal else None
+        self._bar = _bar(self._console, info.total_steps) if self._console.is_terminal else None
         if self._bar is not None:
             self._task = self._bar.add_task("", total=info.total_steps, completed=self._first_step, line="")
             self._bar.start()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._last_step = step
         shown = _pick(metrics)
         for label, value in shown.items():
             self._history.setdefault(label, []).append(value)
         if self._bar is not None:
             latest = {label: values[-1] for label, values in self._history.items()}
-            self._bar.update(self._task, completed=step, line=f"{metrics_line(latest)}  {self._eta(step)}")
+            self._bar.update(self._task, completed=step, line=f"{self._eta(step)}  {metrics_line(latest)}".strip())
         elif shown and self._due(step, metrics):
             width = len(str(self._info.total_steps))
             self._print(
@@ -59,7 +61,12 @@ class ConsoleLogger:
             self._bar.stop()
         if any(self._history.values()):
             self._console.print(summary(self._history))
-        self._print(f"{duration(time.monotonic() - self._started)}, written to {self._info.output_dir}")
+        self._print(f"{self._end()} {duration(time.monotonic() - self._started)}, written to {self._info.output_dir}")
+
+    def _end(self) -> str:
+        if self._last_step >= self._info.total_steps:
+            return "done in"
+        return f"stopped after step {self._last_step} of {self._info.total_steps},"
 
     def _due(self, step: int, metrics: Mapping[str, float]) -> bool:
         """A log file gets about `PLAIN_LINES` lines, and every evaluation."""
@@ -82,7 +89,9 @@ def header(info: RunInfo) -> str:
     lines = [f"fsdptrain {__version__}  {info.run_name}"]
     if info.config is not None:
         lines += _facts(info.config)
-    if info.resumed_step is not None:
+    if info.resumed_step is not None and info.resumed_step >= info.total_steps:
+        lines.append(f"is at its end, step {info.resumed_step} of {info.total_steps}: a larger --num-rollout goes on")
+    elif info.resumed_step is not None:
         lines.append(f"goes on after step {info.resumed_step} of {info.total_steps}")
     return "\n".join(lines)
 
@@ -108,7 +117,9 @@ def metrics_line(shown: Mapping[str, float]) -> str:
 
 def summary(history: Mapping[str, Sequence[float]]) -> Table:
     """First, last, lowest and highest value of what was shown."""
-    table = Table("", "first", "last", "lowest", "highest", box=None, pad_edge=False)
+    table = Table("", box=None, pad_edge=False)
+    for column in ("first", "last", "lowest", "highest"):
+        table.add_column(column, justify="right")
     for label in (label for label in _SHOWN if history.get(label)):
         values = history[label]
         table.add_row(label, *(number(value) for value in (values[0], values[-1], min(values), max(values))))
@@ -153,12 +164,15 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
 
 
-def _bar(console: Console) -> Progress:
+def _bar(console: Console, total: int) -> Progress:
+    whole = Column(no_wrap=True, min_width=len(f"{total}/{total}"))  # in 80 columns the metrics give way, not the count
+    rest = Column(no_wrap=True, overflow="ellipsis", ratio=1)
     return Progress(
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[line]}", markup=False),
+        BarColumn(bar_width=min(24, console.width // 8)),
+        MofNCompleteColumn(table_column=whole),
+        TextColumn("{task.fields[line]}", markup=False, table_column=rest),
         console=console,
         redirect_stdout=True,
         redirect_stderr=True,
+        expand=True,
     )

@@ -30,7 +30,7 @@ class WandbLogger:
                 settings=wandb.Settings(silent=True, console="off"),
             )
         except (UsageError, CommError) as error:
-            reason = " ".join(str(error).split())
+            reason = " ".join(str(error).split()).rstrip(".")
             raise ConfigError(f"--log-to wandb: {reason}; set WANDB_API_KEY, or WANDB_MODE=offline") from error
         self._run.define_metric("*", step_metric="step")  # wandb's own step refuses to go back on a resume
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from fsdptrain.cli import DESCRIPTION
 from fsdptrain.config import Config, load_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +43,8 @@ def test_help_shows_every_flag_in_under_a_second_of_cpu():
 
 
 @pytest.mark.parametrize(
-    "argv", [["--help"], [*MODEL, "--dry-run"], ["export", "--help"], ["--no-such-flag"], ["--version"]]
+    "argv",
+    [["--help"], [*MODEL, "--dry-run"], ["export", "--help"], ["report", "--help"], ["--no-such-flag"], ["--version"]],
 )
 def test_torch_is_not_imported_to_answer(argv):
     program = (
@@ -51,6 +53,19 @@ def test_torch_is_not_imported_to_answer(argv):
     )
     done = subprocess.run([sys.executable, "-c", program, *argv], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_help_fits_into_80_columns():
+    """The description is printed as it is: a line that is too long would be broken in the middle of a word."""
+    shown = fsdptrain("--help", COLUMNS="80").stdout
+    assert all(len(line) <= 80 for line in shown.splitlines())
+    for line in DESCRIPTION.splitlines():
+        assert line in shown.splitlines()
+
+
+@pytest.mark.parametrize("argv", [["help"], ["-h"], ["--lr", "1", "--help"]])
+def test_help_has_many_names(argv):
+    assert fsdptrain(*argv).stdout == fsdptrain("--help").stdout
 
 
 def test_importing_the_package_does_not_import_torch():
@@ -84,7 +99,7 @@ def test_every_recipe_can_be_dry_run(path):
         (["--hf-chekpoint", "x"], "unknown flag --hf-chekpoint; did you mean '--hf-checkpoint'?"),
         ([*MODEL, "--global-batch-size", "100"], "--global-batch-size 100 must divide --rollout-batch-size 32 x "),
         (["--recipe", "none.yaml"], "--recipe none.yaml cannot be read: No such file or directory"),
-        (["export"], "--checkpoint is missing, e.g. fsdptrain export --checkpoint runs/x/checkpoints/step_50"),
+        (["export"], "--checkpoint is missing, e.g. fsdptrain export --checkpoint runs/default/checkpoints/"),
         (["export", "--chekpoint", "x"], "unknown flag --chekpoint; did you mean '--checkpoint'?"),
     ],
 )

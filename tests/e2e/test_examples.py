@@ -1,6 +1,8 @@
 """The examples run, on a tiny model."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,3 +42,9 @@ def test_own_data_and_prompt_data_exclude_each_other() -> None:
     config = Config(hf_checkpoint="x", prompt_data="rows.jsonl")
     with pytest.raises(ConfigError, match="--prompt-data"):
         Trainer(config, dataset=custom_reward.ROWS)
+
+
+@pytest.mark.parametrize("example", [custom_reward, python_api])
+def test_an_example_without_arguments_says_how_to_call_it(example: Any) -> None:
+    done = subprocess.run([sys.executable, example.__file__], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (1, f"usage: python {example.__file__} MODEL OUTPUT_DIR\n")

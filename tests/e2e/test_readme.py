@@ -15,7 +15,7 @@ README = (ROOT / "README.md").read_text()
 COMMANDS = re.findall(r"^    (fsdptrain .*?)(?:\s+#.*)?$", README, re.MULTILINE)
 
 
-@pytest.mark.parametrize("line", [line for line in COMMANDS if not line.startswith("fsdptrain export")])
+@pytest.mark.parametrize("line", [line for line in COMMANDS if line.startswith("fsdptrain --")])
 def test_commands_are_accepted(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     assert resolve(shlex.split(line)[1:]).config.model.hf_checkpoint
@@ -24,6 +24,13 @@ def test_commands_are_accepted(line: str, monkeypatch: pytest.MonkeyPatch) -> No
 def test_there_are_commands() -> None:
     assert len(COMMANDS) >= 8
     assert sum(line.startswith("fsdptrain export") for line in COMMANDS) == 1
+    assert sum(line.startswith("fsdptrain report") for line in COMMANDS) == 1
+
+
+def test_no_command_is_expanded_by_a_shell() -> None:
+    """`?` and `*` outside quotes stop zsh with `no matches found`."""
+    for line in COMMANDS:
+        assert not set("?*[") & set(re.sub(r"'[^']*'", "", line)), line
 
 
 @pytest.mark.parametrize("target", re.findall(r"\]\(([^)#]+)\)", README))

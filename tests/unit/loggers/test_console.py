@@ -12,11 +12,11 @@ from fsdptrain.loggers.run_info import RunInfo
 STEP = {"reward/mean": 0.25, "completion/length_mean": 131.7, "optim/grad_norm": 0.31, "perf/tokens_per_s": 1234.0}
 
 
-def run(tmp_path, *, terminal: bool, resumed_step: int | None = None) -> str:
+def run(tmp_path, *, terminal: bool, resumed_step: int | None = None, total_steps: int = 4, width: int = 140) -> str:
     out = io.StringIO()
-    console = Console(file=out, force_terminal=terminal, width=140, color_system=None)
+    console = Console(file=out, force_terminal=terminal, width=width, color_system=None)
     config = Config(hf_checkpoint="Qwen/Qwen3-4B", num_rollout=4)
-    logger = ConsoleLogger(RunInfo(tmp_path, "p", "run-a", 4, resumed_step, config), console=console)
+    logger = ConsoleLogger(RunInfo(tmp_path, "p", "run-a", total_steps, resumed_step, config), console=console)
     for step in range((resumed_step or 0) + 1, 5):
         logger.log({**STEP, "reward/mean": 0.25 * step, "loss/total": 0.1}, step)
     logger.log({"eval/held_out/accuracy": 0.5}, 4)
@@ -40,6 +40,12 @@ def test_the_header_says_what_runs_and_the_table_how_it_went(tmp_path):
     assert str(tmp_path) in text
 
 
+def test_the_last_line_says_whether_the_run_came_to_its_end(tmp_path):
+    assert run(tmp_path, terminal=False).splitlines()[-1].startswith("done in 0s, written to ")
+    stopped = run(tmp_path, terminal=False, total_steps=9).splitlines()[-1]
+    assert stopped.startswith("stopped after step 4 of 9, 0s, written to ")
+
+
 def test_a_terminal_shows_a_bar_with_the_latest_values(tmp_path):
     text = run(tmp_path, terminal=True)
     assert "4/4" in text
@@ -47,10 +53,22 @@ def test_a_terminal_shows_a_bar_with_the_latest_values(tmp_path):
     assert "acc 0.500" in text
 
 
+def test_a_narrow_terminal_keeps_the_count_the_time_and_the_reward(tmp_path):
+    text = run(tmp_path, terminal=True, total_steps=1000, width=60)
+    bar = next(line for line in text.splitlines() if "4/1000" in line)
+    assert "ETA" in bar
+    assert "reward 1.000" in bar
+    assert "…" in bar
+
+
 def test_a_resumed_run_starts_its_bar_where_it_goes_on(tmp_path):
     text = run(tmp_path, terminal=True, resumed_step=2)
     assert "goes on after step 2 of 4" in text
     assert "1/4" not in text
+
+
+def test_a_run_that_is_at_its_end_says_what_would_go_on(tmp_path):
+    assert "is at its end, step 4 of 4: a larger --num-rollout goes on" in run(tmp_path, terminal=False, resumed_step=4)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,101 @@
+"""What a run did, read from its folder: the first, the best and the last value of what matters."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fsdptrain.errors import ConfigError
+
+Series = tuple[list[float], list[float]]  # steps, values
+
+
+@dataclass(frozen=True)
+class Row:
+    """One metric: (step, value) of its first, its best (None: no value is better than another) and its last value."""
+
+    label: str
+    first: tuple[int, float]
+    best: tuple[int, float] | None
+    last: tuple[int, float]
+
+
+def report_rows(run: Path) -> list[Row]:
+    """Reward, accuracy of each held-out set, length and, where there is no reward, the loss."""
+    rows = [_row("reward", read_series(run, "reward/mean"), max)]
+    for name in evaluations(run):
+        label = "accuracy" + {"heldout": "", "heldout_greedy": ", greedy"}.get(name, f", {name}")
+        rows.append(_row(label, read_series(run, f"eval/{name}/accuracy"), max))
+    rows.append(_row("length [tokens]", read_series(run, "completion/length_mean"), None))
+    if rows[0] is None:  # a policy loss says nothing to people; a supervised one does
+        rows.insert(0, _row("loss", read_series(run, "loss/total"), min))
+    found = [row for row in rows if row is not None]
+    if not found:
+        raise ConfigError(f"{run / 'metrics.jsonl'} holds no step yet: wait for the first")
+    return found
+
+
+def print_report(run: Path) -> None:
+    """The rows as a table on stdout."""
+    rows = report_rows(run)
+    table = Table("", box=None, pad_edge=False)
+    for column in ("first", "best", "last"):
+        table.add_column(column, justify="right")
+        table.add_column("at step", justify="right", style="dim")
+    for row in rows:
+        table.add_row(Text(row.label), *(cell for point in (row.first, row.best, row.last) for cell in _cells(point)))
+    console = Console()
+    console.print(title(run), soft_wrap=True, markup=False, highlight=False, style="bold")
+    console.print(table)
+
+
+def _cells(point: tuple[int, float] | None) -> tuple[str, str]:
+    if point is None:
+        return "-", ""
+    step, value = point
+    return f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}", str(step)
+
+
+def read_series(run: Path, name: str) -> Series:
+    """Steps and values of one metric, in order."""
+    found = [(row["step"], row[name]) for row in read_metrics(run) if row.get(name) is not None]
+    return [float(step) for step, _ in found], [float(value) for _, value in found]
+
+
+def evaluations(run: Path) -> list[str]:
+    """Names of the sets that were evaluated, in the order in which they are logged."""
+    names = dict.fromkeys(name for row in read_metrics(run) for name in row)
+    return [name.split("/")[1] for name in names if name.startswith("eval/") and name.endswith("/accuracy")]
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl, without a last one that is being written."""
+    path = run / "metrics.jsonl"
+    if not path.is_file():
+        raise ConfigError(f"{run} has no metrics.jsonl: name the --output-dir of a run")
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def title(run: Path) -> str:
+    """`grpo of Qwen/Qwen3-4B on reasoning_gym:gsm_symbolic`, or the folder's name where there is no config.yaml."""
+    path = run / "config.yaml"
+    config: Mapping[str, Any] = (yaml.safe_load(path.read_text()) if path.is_file() else None) or {}
+    named = (("algorithm", "algorithm"), ("model", "hf_checkpoint"), ("data", "prompt_data"))
+    if not all(key in (config.get(section) or {}) for section, key in named):
+        return run.resolve().name
+    return "{} of {} on {}".format(*(config[section][key] for section, key in named))
+
+
+def _row(label: str, series: Series, better: Callable[[Sequence[float]], float] | None) -> Row | None:
+    steps, values = series
+    if not values:
+        return None
+    points = [(int(step), value) for step, value in zip(steps, values, strict=True)]
+    best = points[values.index(better(values))] if better is not None else None
+    return Row(label, points[0], best, points[-1])

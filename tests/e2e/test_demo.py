@@ -1,0 +1,47 @@
+"""What the demo does to a folder, and how it ends when it cannot go on. `make demo` itself is the proof of the rest."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+DEMO = Path(__file__).parents[2] / "examples" / "quickstart" / "demo.py"
+_SPEC = importlib.util.spec_from_file_location("demo", DEMO)
+assert _SPEC is not None
+assert _SPEC.loader is not None
+demo = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(demo)
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("ten years")
+    done = subprocess.run(
+        [sys.executable, DEMO, "--output-dir", tmp_path], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert (
+        done.stderr == f"--output-dir {tmp_path} is not of a demo and is left alone: name a new folder, or delete it\n"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_former_demo_is_replaced_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "quickstart"
+    demo.clear(folder)
+    assert capsys.readouterr().out == ""
+    (folder / "summary.json").write_text("{}")
+    demo.clear(folder)
+    assert capsys.readouterr().out.startswith(f"Replacing the demo in {folder}")
+    assert not (folder / "summary.json").exists()
+
+
+def test_a_command_that_fails_ends_the_demo_with_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(folder: Path, seed: int) -> None:
+        demo.run_command(["--no-such-flag"])
+
+    monkeypatch.setattr(demo, "play", fail)
+    with pytest.raises(SystemExit) as end:
+        demo.main(["--output-dir", str(tmp_path / "x")])
+    assert end.value.code == 2

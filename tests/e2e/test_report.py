@@ -1,0 +1,45 @@
+"""`fsdptrain report`: a table and a picture of a run, by the real command line."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.e2e import command
+from tests.e2e.command import TINY_RUN
+
+
+@pytest.mark.slow
+def test_report_of_a_real_run(checkpoint: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    trained = command.run(["--hf-checkpoint", str(checkpoint), "--output-dir", str(run), *TINY_RUN], tmp_path / "1")
+    assert trained.code == 0, trained.err
+
+    result = command.run(["report", str(run)], tmp_path / "2")
+
+    assert (result.code, result.err) == (0, "")
+    last = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][-2]
+    table = {line.split("  ")[0]: line.split() for line in result.out.splitlines()}
+    assert table["reward"][-2:] == [f"{last['reward/mean']:.3f}", "2"]
+    assert "accuracy" in table
+    assert f"grpo of {checkpoint}" in result.out.replace("\n", "")
+    assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["report"], "report takes the folder of one run and nothing else, e.g. fsdptrain report runs/default"),
+        (["report", "--run", "x"], "report takes the folder of one run and nothing else"),
+        (["report", "nowhere"], "nowhere has no metrics.jsonl: name the --output-dir of a run"),
+        (
+            ["train", "--lr", "1e-5"],
+            "'train' is not a command: it is fsdptrain export, fsdptrain report, or only flags",
+        ),
+    ],
+)
+def test_mistakes_are_one_line(argv: list[str], said: str, tmp_path: Path) -> None:
+    result = command.run(argv, tmp_path)
+    assert (result.code, result.out) == (2, "")
+    assert result.err.startswith(f"fsdptrain: {said}")
+    assert result.err.count("\n") == 1
