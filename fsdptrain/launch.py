@@ -35,6 +35,7 @@ from fsdptrain.errors import FsdptrainError, RankError
 
 _FAILURES = "FSDPTRAIN_FAILURES"  # folder in which ranks leave their errors for the process that started them
 _PR_SET_PDEATHSIG = 1  # prctl(2)
+_RANK_0_FIRST = 2.0  # [s]
 
 
 def run(config: Config, argv: Sequence[str]) -> int:
@@ -105,6 +106,8 @@ class _EndRankOnError:
         if directory is not None:
             failure.write(Path(directory))
         elif not failure.echo or self.rank == 0:
+            if failure.mendable and self.rank != 0:
+                time.sleep(_RANK_0_FIRST)  # what all ranks know is said once: torchrun ends the others with rank 0
             sys.stderr.write(failure.line() if failure.mendable else failure.text)
         _end(2 if failure.mendable else 1)
 
@@ -192,8 +195,10 @@ def _show(failures: list[_Failure], error: ChildFailedError) -> int:
             name = signal.Signals(-process.exitcode).name
             hint = "; the host may be out of memory: see dmesg, use fewer --nproc-per-node" if name == "SIGKILL" else ""
             raise RankError(f"rank {rank} was killed by {name}{hint}") from None
-    if not failures:
-        rank, process = error.get_first_failure()
+    told = {failure.rank for failure in failures}
+    silent = [(rank, process) for rank, process in error.failures.items() if process.exitcode > 0 and rank not in told]
+    if silent or not failures:  # the errors of the others only say that this one is gone
+        rank, process = silent[0] if silent else error.get_first_failure()
         if process.exitcode != 2:  # 2: the rank has said what was wrong with its command line
             sys.stderr.write(f"fsdptrain: rank {rank} ended with exit code {process.exitcode} and left no error\n")
         return process.exitcode

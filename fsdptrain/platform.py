@@ -2,14 +2,18 @@
 
 import os
 import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 
 import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
+
+from fsdptrain.errors import ConfigError
 
 GIB = 1024**3
 
@@ -44,9 +48,31 @@ def device_memory() -> tuple[int, int]:
 
 
 def host_memory() -> tuple[int, int]:
-    """Available and total memory of the host, within the limit of its control group. [bytes]"""
+    """Available and total memory of the host, within the limits of its control groups. [bytes]"""
     memory = psutil.virtual_memory()
-    return memory.available, memory.total
+    free, total = memory.available, memory.total
+    for group in _control_groups(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")):
+        limit, left = _group_memory(group)
+        free, total = min(free, left), min(total, limit)
+    return max(0, free), total
+
+
+def _control_groups(membership: Path, root: Path) -> list[Path]:
+    """Folders of the groups (version 2) that this process is in, those with a limit: of a container, a Slurm job."""
+    lines = membership.read_text().splitlines() if membership.is_file() else []
+    own = [root / line.removeprefix("0::").lstrip("/") for line in lines if line.startswith("0::")]
+    groups = [folder for path in own for folder in (path, *path.parents) if folder.is_relative_to(root)]
+    return [group for group in groups if (group / "memory.max").is_file()]
+
+
+def _group_memory(group: Path) -> tuple[int, int]:
+    """Limit of a control group and what is left of it; pages of files that the kernel can drop are left. [bytes]"""
+    text = (group / "memory.max").read_text().strip()
+    if text == "max":
+        return sys.maxsize, sys.maxsize
+    stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    used = int((group / "memory.current").read_text()) - int(stat["inactive_file"])
+    return int(text), int(text) - used
 
 
 def peak_device_memory() -> int:
@@ -70,12 +96,22 @@ def process_group(timeout_s: float) -> Iterator[None]:
         return
     alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if "RANK" not in os.environ else {}
     if has_accelerator():
-        torch.accelerator.set_device_index(local_device().index)
+        index = local_device().index
+        _check_device(index, torch.accelerator.device_count())
+        torch.accelerator.set_device_index(index)
     dist.init_process_group(distributed_backend(), timeout=timedelta(seconds=timeout_s), **alone)
     try:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def _check_device(index: int, count: int) -> None:
+    if index >= count:
+        raise ConfigError(
+            f"--nproc-per-node asks for more processes than this machine has devices: process {index + 1} finds "
+            f"{count}; each needs its own"
+        )
 
 
 def seed_everything(seed: int) -> None:

@@ -6,7 +6,7 @@ All are frozen: make a new one with `dataclasses.replace`. Shapes: P prompt toke
 of one sample, T tokens of one pack, N segments of one pack, M loss tokens of one pack, [] a scalar.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -100,8 +100,13 @@ class PackedBatch:
 
     def to(self, device: torch.device) -> "PackedBatch":
         """The same batch on `device`; from pinned memory the copy does not block."""
-        tensors = {k: v.to(device, non_blocking=True) for k, v in vars(self).items() if isinstance(v, Tensor)}
-        return replace(self, **tensors)
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin_memory(self) -> "PackedBatch":
+        return self._map(Tensor.pin_memory)
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> "PackedBatch":
+        return replace(self, **{k: change(v) for k, v in vars(self).items() if isinstance(v, Tensor)})
 
 
 @dataclass(frozen=True)

@@ -112,14 +112,21 @@ def _columns(config: Config) -> Iterator[Problem]:
 
 _GRPO_ONLY = (
     "n_samples_per_prompt advantage_estimator eps_clip eps_clip_high eps_clip_c kl_loss_coef kl_loss_type entropy_coef "
-    "use_rollout_logprobs ref_load rollout_temperature"
+    "use_rollout_logprobs ref_load rollout_temperature max_unscored_fraction"
 )
+_GENERATION = "reward rollout_engine rollout_max_response_len rollout_max_batch_tokens log_num_samples"
 
 
 def _algorithm(config: Config) -> Iterator[Problem]:
     algorithm = config.algorithm
     if algorithm.algorithm == "sft":
         yield from _without_effect(config, _GRPO_ONLY, "with --algorithm sft: leave it out, or use --algorithm grpo")
+        if not config.evaluates:
+            keys = _GENERATION
+            if algorithm.loss_aggregation == "fixed_length":  # which divides by the longest response
+                keys = keys.replace("rollout_max_response_len ", "")
+            reason = "with --algorithm sft that never evaluates: leave it out, or set --eval-interval and --eval-size"
+            yield from _without_effect(config, keys, reason)
         return
     if algorithm.n_samples_per_prompt < 2:
         yield (
@@ -180,7 +187,7 @@ def _lengths(config: Config) -> Iterator[Problem]:
         yield from _without_effect(
             config, "rollout_max_batch_tokens", "with --rollout-engine vllm, which sizes its own cache"
         )
-    elif config.rollout.max_batch_tokens < config.prompt_budget + response:
+    elif config.generates and config.rollout.max_batch_tokens < config.prompt_budget + response:
         yield (
             f"--rollout-max-batch-tokens {config.rollout.max_batch_tokens} cannot hold one sequence of "
             f"{config.prompt_budget} prompt and {response} response tokens: raise it"

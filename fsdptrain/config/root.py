@@ -89,6 +89,11 @@ class Config(Section):
         """There is something to evaluate on, and a time for it."""
         return self.run.eval_interval > 0 and self.data.eval_size != 0
 
+    @property
+    def generates(self) -> bool:
+        """Completions are made: to train on, or to evaluate."""
+        return self.algorithm.algorithm != "sft" or self.evaluates
+
 
 def build_sections(values: Mapping[str, Any]) -> dict[str, Section]:
     """Each section that `values` speaks of, with its fields checked one by one. ConfigError at the first bad one."""

@@ -53,6 +53,8 @@ def exchange_samples(
     """
     assert len(set(itertools.chain(*destinations))) == sum(map(len, destinations)), "a sample has two destinations"
     rank, num_ranks = _rank_and_size()
+    if num_ranks == 1:
+        return [samples[i] for i in destinations[0]]
     first = index.owners.index(rank) if samples else 0
     outgoing = [[samples[i - first] for i in wanted if index.owners[i] == rank] for wanted in destinations]
     parts = [_encode(batch) for batch in outgoing]
@@ -83,8 +85,6 @@ def _all_gather_rows(rows: Tensor) -> list[Tensor]:
 
 def _all_to_all(parts: Sequence[Tensor]) -> list[Tensor]:
     """`parts[r]` goes to rank r; what comes back at r came from rank r. Sizes may all differ."""
-    if len(parts) == 1:
-        return list(parts)
     send_sizes = torch.tensor([part.numel() for part in parts])
     receive_sizes = torch.empty_like(send_sizes)
     dist.all_to_all_single(receive_sizes, send_sizes)

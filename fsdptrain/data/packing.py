@@ -5,11 +5,13 @@ tensors, and is the only place where tokens and what is said of them are shifted
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush, heapreplace
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fsdptrain.algo.weights import Totals, num_loss_tokens, token_weight
@@ -129,69 +131,51 @@ def pack(
     """
     if not samples:
         return empty_pack(totals, pin_memory=pin_memory)
-    columns = _Columns([], [], [], [], [], [])
-    for sample in samples:
-        _append_shifted(columns, sample, aggregation=aggregation, totals=totals, max_response_len=max_response_len)
-    seqlens = tuple(len(sample.token_ids) for sample in samples)
-    return _to_batch(columns, seqlens, totals, pin_memory=pin_memory)
+    assert all(0 < len(s.token_ids) == len(s.loss_mask) == len(s.rollout_logprobs) for s in samples)
+    seqlens = torch.tensor([len(sample.token_ids) for sample in samples])
+    boundaries = F.pad(seqlens.cumsum(0), (1, 0))
+    last = boundaries[1:] - 1
+
+    def of_next_token(values: Tensor) -> Tensor:
+        return values.roll(-1).index_fill_(0, last, 0)
+
+    def per_token(values: Iterable[float]) -> Tensor:
+        return torch.tensor(list(values), dtype=torch.float32).repeat_interleave(seqlens) * loss_mask
+
+    def weight(sample: Sample) -> float:
+        count = num_loss_tokens(sample)
+        if not count:
+            return 0.0
+        return token_weight(aggregation, loss_tokens=count, totals=totals, max_response_len=max_response_len)
+
+    token_ids = _column([sample.token_ids for sample in samples], torch.int64)
+    loss_mask = of_next_token(_column([sample.loss_mask for sample in samples], torch.bool))
+    batch = PackedBatch(
+        input_ids=token_ids,
+        labels=of_next_token(token_ids),
+        position_ids=torch.arange(len(token_ids)) - boundaries[:-1].repeat_interleave(seqlens),
+        cu_seqlens=boundaries.to(torch.int32),
+        seqlens=tuple(seqlens.tolist()),
+        prefix_segment=torch.full((len(samples),), -1, dtype=torch.int32),
+        loss_mask=loss_mask,
+        loss_positions=loss_mask.nonzero()[:, 0] if loss_mask.any() else torch.zeros(1, dtype=torch.int64),
+        loss_weights=per_token(weight(sample) for sample in samples),
+        advantages=per_token(sample.advantage for sample in samples),
+        rollout_logprobs=of_next_token(_column([sample.rollout_logprobs for sample in samples], torch.float32)),
+        num_loss_tokens=totals.num_tokens,
+    )
+    return batch.pin_memory() if pin_memory else batch
 
 
 def empty_pack(totals: Totals, *, pin_memory: bool = False) -> PackedBatch:
     """One token of weight zero: for a rank without work, so that it takes part in every collective."""
-    return _to_batch(_Columns([0], [0], [False], [0.0], [0.0], [0.0]), (1,), totals, pin_memory=pin_memory)
+    nothing = Sample("", [0], [False], [0.0])
+    return pack([nothing], aggregation="token_mean", totals=totals, max_response_len=1, pin_memory=pin_memory)
 
 
-@dataclass(frozen=True)
-class _Columns:
-    """What becomes the [T] tensors of a pack, while it grows."""
-
-    input_ids: list[int]
-    labels: list[int]
-    loss_mask: list[bool]
-    loss_weights: list[float]
-    advantages: list[float]
-    rollout_logprobs: list[float]
-
-
-def _append_shifted(
-    columns: _Columns, sample: Sample, *, aggregation: str, totals: Totals, max_response_len: int
-) -> None:
-    assert len(sample.token_ids) == len(sample.loss_mask) == len(sample.rollout_logprobs) > 0
-    mask = [*sample.loss_mask[1:], False]
-    loss_tokens = num_loss_tokens(sample)
-    weight = 0.0
-    if loss_tokens:
-        weight = token_weight(aggregation, loss_tokens=loss_tokens, totals=totals, max_response_len=max_response_len)
-    columns.input_ids.extend(sample.token_ids)
-    columns.labels.extend([*sample.token_ids[1:], 0])
-    columns.loss_mask.extend(mask)
-    columns.loss_weights.extend(weight if m else 0.0 for m in mask)
-    columns.advantages.extend(sample.advantage if m else 0.0 for m in mask)
-    columns.rollout_logprobs.extend([*sample.rollout_logprobs[1:], 0.0])
-
-
-def _to_batch(columns: _Columns, seqlens: tuple[int, ...], totals: Totals, *, pin_memory: bool) -> PackedBatch:
-    def tensor(values: Sequence[float] | Tensor, dtype: torch.dtype) -> Tensor:
-        made = torch.as_tensor(values, dtype=dtype)
-        return made.pin_memory() if pin_memory else made
-
-    boundaries = torch.tensor([0, *seqlens]).cumsum(0)
-    positions = torch.arange(len(columns.input_ids)) - boundaries[:-1].repeat_interleave(torch.tensor(seqlens))
-    loss_positions = [t for t, m in enumerate(columns.loss_mask) if m] or [0]
-    return PackedBatch(
-        input_ids=tensor(columns.input_ids, torch.int64),
-        labels=tensor(columns.labels, torch.int64),
-        position_ids=tensor(positions, torch.int64),
-        cu_seqlens=tensor(boundaries, torch.int32),
-        seqlens=seqlens,
-        prefix_segment=tensor([-1] * len(seqlens), torch.int32),
-        loss_mask=tensor(columns.loss_mask, torch.bool),
-        loss_positions=tensor(loss_positions, torch.int64),
-        loss_weights=tensor(columns.loss_weights, torch.float32),
-        advantages=tensor(columns.advantages, torch.float32),
-        rollout_logprobs=tensor(columns.rollout_logprobs, torch.float32),
-        num_loss_tokens=totals.num_tokens,
-    )
+def _column(parts: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
+    """[T]. By numpy, which reads a list of numbers five times as fast as torch does."""
+    return torch.from_numpy(np.concatenate([np.array(part) for part in parts])).to(dtype)
 
 
 def _best_fit_decreasing(lengths: Sequence[int], longest_first: Sequence[int], max_tokens: int) -> list[list[int]]:

@@ -184,8 +184,8 @@ def _render_chat(
     messages: list[Message], tokenizer: PreTrainedTokenizerBase, *, data: DataConfig, system_prompt: str, row_id: str
 ) -> str:
     """The chat as text. A system prompt of ours goes to the first message where the template knows no system role
-    (gemma
-    raises, others leave it out); a row that brings its own system message keeps that one."""
+    (gemma raises, others leave it out); a row that brings its own system message keeps that one.
+    """
     own_system = messages[0]["role"] == "system"
     try:
         if system_prompt and not own_system:
@@ -195,7 +195,7 @@ def _render_chat(
                 return text
             messages = _in_front(system_prompt, messages)
         return _apply_template(messages, tokenizer, data.chat_template_kwargs)
-    except (TemplateError, ValueError) as error:
+    except (TemplateError, ValueError, TypeError) as error:  # TypeError: content that is no text, in most templates
         raise DataError(f"the chat template of --hf-checkpoint does not take row {row_id}: {error}") from error
 
 
@@ -204,7 +204,7 @@ def _try_template(
 ) -> str | None:
     try:
         return _apply_template(messages, tokenizer, template_kwargs)
-    except TemplateError:
+    except (TemplateError, TypeError):
         return None
 
 
@@ -226,4 +226,4 @@ def _apply_template(
 
 def _in_front(system_prompt: str, messages: list[Message]) -> list[Message]:
     first, *rest = messages
-    return [{**first, "content": f"{system_prompt}\n\n{first['content']}"}, *rest]
+    return [{**first, "content": f"{system_prompt}\n\n" + first["content"]}, *rest]

@@ -4,45 +4,74 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
 from fsdptrain.errors import ConfigError
 from fsdptrain.loggers.run_info import RunInfo
 
+_LATER = "mend that, and the same command goes on from the newest checkpoint"
+
 
 class JsonlLogger:
-    """Appends to the files of a run that goes on, after dropping the lines of steps that will be made again."""
+    """Appends to the files of a run that goes on, after dropping the lines of steps that will be made again.
+
+    They are dropped with the first line that is logged: a run that fails before it has begun loses nothing.
+    """
 
     def __init__(self, info: RunInfo) -> None:
-        try:
+        self._resumed_step = info.resumed_step
+        self._has_begun = False
+        self._folder = info.output_dir
+        with self._writing("choose a folder of your own"):
             info.output_dir.mkdir(parents=True, exist_ok=True)
-            self._metrics = _open(info.output_dir / "metrics.jsonl", info.resumed_step)
-            self._samples = _open(info.output_dir / "samples.jsonl", info.resumed_step)
-        except OSError as error:
-            raise ConfigError(
-                f"--output-dir {info.output_dir} cannot be written: {error.strerror}; choose a folder of your own"
-            ) from error
+            self._metrics = _open(info.output_dir / "metrics.jsonl")
+            self._samples = _open(info.output_dir / "samples.jsonl")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        _write(self._metrics, [{"step": step, "time": round(time.time(), 3), **metrics}])
+        with self._writing(_LATER):
+            self._begin()
+            _write(self._metrics, [{"step": step, "time": round(time.time(), 3), **metrics}])
 
     def log_samples(self, samples: Sequence[Mapping[str, object]], step: int) -> None:
-        _write(self._samples, ({"step": step, **sample} for sample in samples))
+        with self._writing(_LATER):
+            self._begin()
+            _write(self._samples, ({"step": step, **sample} for sample in samples))
 
     def close(self) -> None:
-        self._metrics.close()
-        self._samples.close()
+        with self._writing(_LATER):  # what the disk did not take yet is tried again
+            self._metrics.close()
+            self._samples.close()
+
+    @contextmanager
+    def _writing(self, way_out: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ConfigError(f"--output-dir {self._folder} cannot be written: {error.strerror}; {way_out}") from error
+
+    def _begin(self) -> None:
+        if not self._has_begun:
+            self._metrics = _reopen(self._metrics, self._resumed_step)
+            self._samples = _reopen(self._samples, self._resumed_step)
+            self._has_begun = True
 
 
-def _open(path: Path, resumed_step: int | None) -> TextIO:
-    """Open for appending, with only the lines up to `resumed_step` (None: no line) left in the file."""
-    kept = _lines_until(path, resumed_step) if resumed_step is not None and path.exists() else []
+def _open(path: Path) -> TextIO:
+    return path.open("a", encoding="utf-8", buffering=1)
+
+
+def _reopen(file: TextIO, resumed_step: int | None) -> TextIO:
+    """The same file, with only the lines up to `resumed_step` (None: no line) left in it."""
+    file.close()
+    path = Path(file.name)
+    kept = _lines_until(path, resumed_step) if resumed_step is not None else []
     half = path.with_name(f".{path.name}.half")
     half.write_text("".join(kept), encoding="utf-8")
     half.replace(path)  # a kill at any moment leaves the old file or the new one
-    return path.open("a", encoding="utf-8", buffering=1)
+    return _open(path)
 
 
 def _lines_until(path: Path, step: int) -> list[str]:

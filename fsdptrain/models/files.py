@@ -57,7 +57,10 @@ def _named_files(path: Path) -> list[Path]:
             f"--hf-checkpoint {path} has neither model.safetensors nor {index.name}; "
             "other formats can be converted by transformers' save_pretrained"
         )
-    names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError) as error:
+        raise CheckpointError(f"--hf-checkpoint {path}: {index.name} is broken ({error}): download it again") from error
     absent = [name for name in names if not (path / name).is_file()]
     if absent:
         raise CheckpointError(

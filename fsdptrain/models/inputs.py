@@ -41,11 +41,6 @@ def select_tokens(rows: Tensor, batch: PackedBatch, layout: Layout, positions: T
     return rows.flatten(0, 1).index_select(0, index)
 
 
-def padding_factor(seqlens: tuple[int, ...]) -> float:
-    """How many tokens the padded layout computes for each real one."""
-    return len(seqlens) * max(seqlens) / sum(seqlens)
-
-
 def _padded_index(batch: PackedBatch, positions: Tensor) -> Tensor:
     """Where the tokens at `positions` [M] of the pack lie in the flattened rows."""
     row = torch.searchsorted(batch.cu_seqlens[1:], positions.to(torch.int32), right=True)

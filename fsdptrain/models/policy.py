@@ -53,6 +53,7 @@ def install_policy_forward(model: PreTrainedModel, *, chunk_size: int) -> None:
     """
     stock = model.forward
     transform = head_transform(model.config)
+    switch = rope_switch(model.config)
 
     def forward(
         batch: PackedBatch,
@@ -63,6 +64,12 @@ def install_policy_forward(model: PreTrainedModel, *, chunk_size: int) -> None:
         stock_head: bool = False,
         refusals: list[Exception] | None = None,
     ) -> tuple[Tensor, ...]:
+        if switch is not None and min(batch.seqlens) <= switch < batch.max_seqlen:
+            raise NumericsError(
+                f"a pack holds sequences of {min(batch.seqlens)} and {batch.max_seqlen} tokens, and beyond {switch} "
+                "this model (longrope) rotates all of them by other frequencies: keep prompts and responses within "
+                f"{switch} tokens by --rollout-max-prompt-len and --rollout-max-response-len"
+            )
         inputs = model_inputs(
             batch,
             layout,
@@ -121,6 +128,14 @@ def head_transform(config: PreTrainedConfig) -> HeadTransform:
         if value is not None:
             scale *= value if text.model_type in _MULTIPLIES_BY_LOGITS_SCALING else factor(value)
     return HeadTransform(logit_scale=scale, softcap=values.get(_SOFTCAP_KEY))
+
+
+def rope_switch(config: PreTrainedConfig) -> int | None:
+    """Tokens beyond which the longest sequence changes the rotary frequencies of a whole batch (phi3); None: never."""
+    rope = config.get_text_config().to_dict().get("rope_parameters") or {}
+    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]  # one for all layers, or by their type
+    found = [kind["original_max_position_embeddings"] for kind in kinds if kind.get("rope_type") == "longrope"]
+    return min(found, default=None)
 
 
 @torch.no_grad()

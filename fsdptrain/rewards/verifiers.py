@@ -20,9 +20,16 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
 def reasoning_gym(prompt: Prompt, response: str) -> float:
-    """The task's own scorer on the extracted answer; some tasks give partial credit."""
-    score = _scorer(prompt.metadata["task"])
-    return float(score(extract_answer(response), prompt.metadata["entry"]))
+    """The task's own scorer on the extracted answer; some tasks give partial credit.
+
+    A few scorers (prime_factorization, boxnet) raise at an answer that they cannot read: such an answer is wrong. It is
+    not unscored, or a model that writes nonsense would stop the run.
+    """
+    task, entry = prompt.metadata["task"], prompt.metadata["entry"]
+    try:
+        return float(_scorer(task)(extract_answer(response), entry))
+    except (ValueError, TypeError, LookupError, ArithmeticError):
+        return 0.0
 
 
 def reasoning_gym_strict(prompt: Prompt, response: str) -> float:
@@ -37,7 +44,8 @@ def math(prompt: Prompt, response: str) -> float | None:
     """
     from math_verify import verify  # sympy takes a while: only where it is asked for
 
-    label = _parse_math(str(prompt.label).rpartition("####")[2].strip(), marked=True)
+    text = "" if prompt.label is None else str(prompt.label).rpartition("####")[2].strip()
+    label = _parse_math(text, marked=True)
     if not label:
         return None
     answer = find_answer(response)

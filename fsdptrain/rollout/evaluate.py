@@ -16,9 +16,7 @@ from fsdptrain.types import Completion, Metrics, Prompt, SamplingParams
 # Total reward of each response, None where it could not be scored: rewards.score_completions, or anything like it.
 ScoreFunction = Callable[[Sequence[Prompt], Sequence[str]], Sequence[float | None]]
 
-_EVAL_SEED = (
-    1_000_003  # far from every seed of training, and the same at every evaluation: they differ by the policy only
-)
+_EVAL_SEED = -1  # below every seed of training, and the same at every evaluation: they differ by the policy only
 _TOLERANCE = 1e-6  # weighted sums of rewards reach 1.0 but for rounding
 
 

@@ -18,7 +18,6 @@ from fsdptrain.rollout.replica import build_replica, copy_weights, materialise, 
 from fsdptrain.rollout.sampling import uniform_stream
 from fsdptrain.types import Completion, Prompt, SamplingParams
 
-COMPUTE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _SYNC_INTERVAL = 8  # tokens; on a CPU a look at which rows have finished costs nothing
 
 
@@ -142,7 +141,7 @@ def build_hf_engine(config: Config, *, checkpoint: Path, device: torch.device) -
     """The embedded engine as `config` wants it."""
     return HFEngine(
         checkpoint,
-        dtype=COMPUTE_DTYPES[config.compute_dtype_name],
+        dtype=getattr(torch, config.compute_dtype_name),
         device=device,
         trust_remote_code=config.model.trust_remote_code,
         max_batch_tokens=config.rollout.max_batch_tokens,

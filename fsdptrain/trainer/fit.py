@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from fsdptrain import platform
 from fsdptrain.algo.losses import LOSSES
-from fsdptrain.config import Config, check_processes
+from fsdptrain.config import Config, DataConfig, check_processes
 from fsdptrain.data.packing import drop_overlong
-from fsdptrain.errors import CheckpointError, RolloutError
+from fsdptrain.errors import CheckpointError, ConfigError, RolloutError
 from fsdptrain.fsdp.checkpoint import CheckpointFolder
 from fsdptrain.models.collective import together
 from fsdptrain.protocols import RewardFunction
@@ -45,7 +45,7 @@ class Trainer:
         reward: RewardFunction | None = None,
         dataset: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
-        self.config = config
+        self.config = config if dataset is None else _with_own_data(config)
         self._reward = reward
         self._dataset = dataset
 
@@ -87,15 +87,15 @@ class _Run:
         """From the checkpoint, or from the start, to --num-rollout."""
         run = self._config.run
         self._resume()
+        self._folder.write_config(self._config)
         self._hand_over_weights()
         if self._step == 0:
             self._evaluate()
         while self._step < run.num_rollout:
             self._rollout_and_train()
-            last = self._step == run.num_rollout
-            if last or (run.eval_interval and self._step % run.eval_interval == 0):
+            if self._evaluation_is_due:
                 self._evaluate()
-            if last or (run.save_interval and self._step % run.save_interval == 0):
+            if self._step == run.num_rollout or (run.save_interval and self._step % run.save_interval == 0):
                 self._checkpoints.write(self._step, self._save)
         if run.export:
             self._parts.backend.export(self._folder.path / "hf")
@@ -154,10 +154,20 @@ class _Run:
         return [replace(step, packs=[next(remaining) for _ in step.packs]) for step in steps]
 
     def _hand_over_weights(self) -> None:
+        """Where the engine will generate before the next optimizer step; else it stays asleep."""
         engine = self._parts.engine
-        if engine is not None:
+        generates = self._config.algorithm.algorithm != "sft" and self._step < self._config.run.num_rollout
+        if engine is not None and (generates or self._evaluation_is_due):
             engine.wake_up()
             engine.update_weights(self._parts.backend.hf_weights(engine.weight_naming), self._step)
+
+    @property
+    def _evaluation_is_due(self) -> bool:
+        """After this step: the first and the last one, and every --eval-interval."""
+        if self._parts.evaluation is None:
+            return False
+        run = self._config.run
+        return self._step in (0, run.num_rollout) or self._step % run.eval_interval == 0
 
     def _evaluate(self) -> None:
         if self._parts.evaluation is None:
@@ -207,6 +217,15 @@ class _Run:
             self._parts.source.load_state_dict(progress["source"])
         self._step = self._parts.backend.load(checkpoint)
         self._totals = progress["totals"]
+
+
+def _with_own_data(config: Config) -> Config:
+    """Data from Python are no reasoning-gym task: its scorer and its system prompt are not theirs."""
+    if config.data.prompt_data != DataConfig().prompt_data:
+        raise ConfigError(
+            f"--prompt-data {config.data.prompt_data} and Trainer(dataset=...) are both given: choose one"
+        )
+    return config.model_copy(update={"data": config.data.model_copy(update={"prompt_data": "dataset"})})
 
 
 def _with(packs: Sequence[PackedBatch], field: str, scores: Sequence[Any]) -> list[PackedBatch]:

@@ -26,18 +26,21 @@ class RunFolder:
     def resumed_step(self) -> int | None:
         return None if self.progress is None else self.progress["step"]
 
+    def write_config(self, config: Config) -> None:
+        """Leave the resolved configuration, once the run has begun: one that is refused changes nothing. Collective."""
+        with together(ConfigError, f"--output-dir {self.path} cannot be written: choose another"):
+            if dist.get_rank() == 0:
+                self.path.mkdir(parents=True, exist_ok=True)
+                (self.path / CONFIG_FILE).write_text(to_yaml(config))
+
 
 def open_folder(config: Config) -> RunFolder:
-    """Make --output-dir, leave the resolved configuration there, and find the checkpoint to resume from. Collective."""
+    """Whether --output-dir may be used, and the checkpoint in it to resume from. Collective."""
     folder = Path(config.run.output_dir)
     with together(ConfigError, f"--output-dir {folder}"):
         if dist.get_rank() == 0:
             _refuse_used_folder(config, folder)
     checkpoint = _checkpoint_to_resume(config, folder)
-    with together(ConfigError, f"--output-dir {folder} cannot be written: choose another"):
-        if dist.get_rank() == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / CONFIG_FILE).write_text(to_yaml(config))
     progress = None
     if checkpoint is not None:
         with together(CheckpointError, f"--resume: checkpoint {checkpoint} cannot be read"):

@@ -123,22 +123,22 @@ def memory_metrics() -> Metrics:
 
 
 def mean_metrics(steps: Sequence[Metrics]) -> Metrics:
-    """One record for several optimizer steps: maxima stay maxima, counters stay counters, all else is a mean."""
-    if not steps:
-        return {}
-    names = steps[0].keys()
-    return {name: _COMBINE.get(name, _mean)([step[name] for step in steps]) for name in names}
+    """One record for several optimizer steps: maxima (`_max`) and counters by maximum, all else a mean.
+
+    Over the steps that have the metric: one that was skipped has no gradient norm.
+    """
+    names = dict.fromkeys(name for step in steps for name in step)
+    return {name: _combine(name, [step[name] for step in steps if name in step]) for name in names}
 
 
 def _reward(name: str) -> str:
     return f"reward/{name}"
 
 
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
-
-
-_COMBINE = {"mismatch/abs_max": max, "optim/skipped_steps": max, "optim/lr": lambda values: values[-1]}
+def _combine(name: str, values: Sequence[float]) -> float:
+    if name.endswith("_max") or name == "optim/skipped_steps":
+        return max(values)
+    return values[-1] if name == "optim/lr" else math.fsum(values) / len(values)
 
 
 def _extremes(lengths: Sequence[int]) -> tuple[float, float]:

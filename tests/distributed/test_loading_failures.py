@@ -50,9 +50,9 @@ def _untie(path: Path) -> None:
 
 
 BREAKAGES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "corrupt": (_corrupt, "SafetensorError"),
+    "corrupt": (_corrupt, "model-00001-of-00002.safetensors is broken"),
     "lost file": (_lose_a_file, "lacks model-00001-of-"),
-    "broken index": (_break_the_index, "JSONDecodeError"),
+    "broken index": (_break_the_index, "model.safetensors.index.json is broken"),
     "lost weight": (_lose_a_weight, "lack model.norm.weight"),
     "one weight too many": (_add_a_weight, "hold stowaway"),
     "two tied weights that differ": (_untie, "ties lm_head.weight to model.embed_tokens.weight"),
@@ -97,6 +97,13 @@ def test_one_rank_with_a_broken_disk_stops_all(folders: Path):
     assert [first[name][0] for name in names] == ["CheckpointError"] * len(names)
     assert "(rank 1 of 2)" in first["corrupt"][1]
     assert "good" not in first
+
+
+@pytest.mark.parametrize("strategy", ["shard", "rank0"])
+def test_buffers_in_another_order_stop_all_ranks_together(strategy: str, folders: Path):
+    """Defect 9 of lineage.md: a broadcast in the order of each rank's own buffers deadlocks, or mixes them up."""
+    for message in spawn(2, _error_of_reversed_buffers, folders / "good", strategy):
+        assert "is not the same on all ranks" in message
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path):
@@ -145,6 +152,21 @@ def _shape_error(root: Path, strategy: str) -> tuple[str, str]:
     except FsdptrainError as error:
         return type(error).__name__, str(error)
     return "", ""
+
+
+def _error_of_reversed_buffers(path: Path, strategy: str) -> str:
+    model = build_meta_model(path, trust_remote_code=False, attn_implementation="eager")
+    owner = model.model.rotary_emb
+    buffers = dict(reversed(owner._buffers.items()))
+    assert len(buffers) > 1
+    if dist.get_rank() == 1:
+        owner._buffers.clear()
+        owner._buffers.update(buffers)
+    try:
+        load_weights(model, path, strategy=strategy)
+    except FsdptrainError as error:
+        return str(error)
+    return ""
 
 
 def _errors_of_one_rank(root: Path, names: list[str]) -> dict[str, tuple[str, str]]:

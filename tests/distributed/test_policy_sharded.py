@@ -12,14 +12,17 @@ from transformers import PreTrainedModel
 from fsdptrain.fsdp.mesh import build_mesh
 from fsdptrain.fsdp.wrap import shard_model
 from fsdptrain.models.attention import SEGMENTS, register_attention
+from fsdptrain.models.checkpointing import enable_gradient_checkpointing
 from fsdptrain.models.layout import choose_layout
 from fsdptrain.models.policy import check_head, install_policy_forward, plain_batch, policy_logprobs
 from fsdptrain.testing import spawn
 from fsdptrain.types import LogProbs
 from tests import zoo
+from tests.unit.models.test_logprobs import LargestTensor
 
 CPU = torch.device("cpu")
 ARCHITECTURES = ("qwen2", "gpt_oss", "qwen3_next", "granite")  # tied; sinks and experts; refuses packs; scaled logits
+LONG = 512  # tokens
 SEGMENT_LENGTHS = ((9, 21), (3, 14), (30,), (1, 5, 2))  # of four packs, each rank takes every world_size-th
 
 
@@ -93,3 +96,24 @@ def test_bfloat16_compute_with_float32_shards_passes_the_checks() -> None:
         assert layout == "packed", reason
         assert head < 2e-2
         assert {gradient.dtype for gradient in found.values()} == {torch.float32}
+
+
+def largest_tensor(with_checkpointing: bool) -> tuple[int, float]:
+    model = prepare("qwen2")
+    if with_checkpointing:
+        enable_gradient_checkpointing(model)
+    shard(model, torch.bfloat16)
+    tokens = torch.randint(zoo.VOCAB_SIZE, (LONG,), generator=torch.Generator().manual_seed(0)).tolist()
+    batch = plain_batch([tokens], device=CPU)
+    with LargestTensor() as watch:
+        objective(policy_logprobs(model, batch, layout="packed", with_entropy=True)).backward()
+    return watch.numel, sum(p.grad.full_tensor().norm().item() for p in model.parameters() if p.grad is not None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("with_checkpointing", [False, True])
+def test_all_logits_never_exist_on_the_sharded_model_either(with_checkpointing: bool) -> None:
+    """Defect 8 of lineage.md, where it counts: inside the root's forward, whose head was gathered, and backward."""
+    for numel, norm in spawn(2, largest_tensor, with_checkpointing):
+        assert norm > 0
+        assert LONG * zoo.HIDDEN <= numel < LONG * zoo.VOCAB_SIZE  # activations are seen, logits of a chunk only

@@ -19,12 +19,14 @@ def meet(fate: str) -> None:
     dist.all_reduce(total)
     if fate == "fine" and rank == 0:
         sys.stdout.write(f"{int(total)} ranks, {os.environ['OMP_NUM_THREADS']} threads\n")
-    if fate == "mendable" and rank == 1:
+    if (fate == "mendable" and rank == 1) or fate == "everyone":
         raise CheckpointError("--hf-checkpoint x holds no config.json")
     if fate == "bug" and rank == 1:
         raise ZeroDivisionError("a bug")
     if fate == "killed" and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
+    if fate == "silent" and rank == 1:
+        os._exit(9)
     if fate == "interrupted":
         sys.stdout.write(f"ready {os.getpid()}\n")
         sys.stdout.flush()

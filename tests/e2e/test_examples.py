@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from examples import custom_reward, python_api
+from fsdptrain import Config, Trainer
+from fsdptrain.errors import ConfigError
 
 TINY: dict[str, Any] = {
     "num_rollout": 1,
@@ -32,6 +34,14 @@ def test_custom_reward(checkpoint: Path, tmp_path: Path) -> None:
     custom_reward.main(str(checkpoint), str(tmp_path / "run"), **TINY)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert any("reward/no_digits" in row for row in rows)
+    shown = (tmp_path / "run" / "samples.jsonl").read_text()
+    assert "<answer>" not in shown  # the system prompt of reasoning-gym's data is not for other data
+
+
+def test_own_data_and_prompt_data_exclude_each_other() -> None:
+    config = Config(hf_checkpoint="x", prompt_data="rows.jsonl")
+    with pytest.raises(ConfigError, match="--prompt-data"):
+        Trainer(config, dataset=custom_reward.ROWS)
 
 
 @pytest.mark.parametrize("example", [custom_reward, python_api])

@@ -14,10 +14,10 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
 
 
-def start(*argv):
+def start(*argv, before=()):
     variables = {**os.environ, "PYTHONPATH": str(ROOT)}
     variables.pop("OMP_NUM_THREADS", None)
-    command = [sys.executable, "-m", "tests.e2e.rank_program", *argv]
+    command = [sys.executable, *before, "-m", "tests.e2e.rank_program", *argv]
     return subprocess.Popen(command, env=variables, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -48,6 +48,20 @@ def test_a_killed_rank_is_named():
     assert code == 2
     assert err.startswith("fsdptrain: rank 1 was killed by SIGKILL; the host may be out of memory")
     assert err.count("\n") == 1
+
+
+def test_a_rank_that_ends_without_a_word_is_named_and_not_those_that_miss_it():
+    assert finish(start("silent")) == (9, "", "fsdptrain: rank 1 ended with exit code 9 and left no error\n")
+
+
+@pytest.mark.parametrize("fate", ["mendable", "everyone"])
+def test_under_torchrun_an_error_is_said_once(fate):
+    run = ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
+    code, _, err = finish(start(fate, before=["-m", *run]))
+    assert code == 1
+    assert [line for line in err.splitlines() if line.startswith("fsdptrain: ")] == [
+        "fsdptrain: --hf-checkpoint x holds no config.json"
+    ]
 
 
 def test_an_interrupt_ends_all_quietly():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -96,6 +97,23 @@ def test_run_does_not_depend_on_the_number_of_ranks(checkpoint: Path, tmp_path: 
         for a, b in zip(trained(one), trained(two), strict=True):
             assert a[name] == pytest.approx(b[name], rel=1e-4, abs=1e-6), name
     assert min(row["optim/grad_norm"] for row in trained(one)) > 1e-3
+
+
+@pytest.mark.slow
+def test_one_process_exports_a_run_of_replicas_without_its_reference(checkpoint: Path, tmp_path: Path) -> None:
+    run, reference = tmp_path / "run", Path(shutil.copytree(checkpoint, tmp_path / "reference"))
+    argv = ["--hf-checkpoint", str(checkpoint), "--output-dir", str(run), *TINY_RUN]
+    argv += ["--nproc-per-node", "2", "--fsdp-replicate-size", "2"]
+    argv += ["--kl-loss-coef", "0.1", "--kl-loss-type", "k1", "--ref-load", str(reference)]
+    assert command.run(argv, tmp_path / "1").code == 0
+    shutil.rmtree(reference)
+
+    exported = ["export", "--checkpoint", str(run / "checkpoints" / "step_00000002"), "--output", str(tmp_path / "hf")]
+    result = command.run(exported, tmp_path / "2")
+
+    assert result.code == 0, result.err
+    for path in (run / "hf").iterdir():
+        assert (tmp_path / "hf" / path.name).read_bytes() == path.read_bytes()
 
 
 @pytest.mark.slow

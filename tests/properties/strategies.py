@@ -11,14 +11,14 @@ REWARD_NAMES = ("math", "format", "länge")
 
 @st.composite
 def samples(draw: st.DrawFn, max_length: int = 24) -> Sample:
-    """Any sample: several turns, token ids that are 0 at any place, the loss on any tokens but the first, or on none.
+    """Any sample: several turns, token ids that are 0 at any place, the loss on any tokens or on none.
 
     Hypothesis draws the shape, a seeded generator the many numbers in it: drawing each would take minutes.
     """
     length = draw(st.integers(1, max_length))
-    loss_bits = draw(st.integers(0, 2 ** (length - 1) - 1))
+    loss_bits = draw(st.integers(0, 2**length - 1))
     numbers = Random(draw(st.integers(0, 1000)))
-    loss_mask = [False] + [bool(loss_bits >> t & 1) for t in range(length - 1)]
+    loss_mask = [bool(loss_bits >> t & 1) for t in range(length)]
     return Sample(
         group_id=numbers.choice(["a:0", "a:1", "b:0@1", "ü"]),
         token_ids=[numbers.choice([0, 0, numbers.randrange(1, 4), numbers.randrange(200_000)]) for _ in range(length)],

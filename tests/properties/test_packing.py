@@ -149,7 +149,8 @@ def test_everything_at_t_speaks_of_the_token_after_t(samples: list[Sample]) -> N
         assert torch.equal(batch.rollout_logprobs[start : end - 1], torch.tensor(sample.rollout_logprobs[1:]))
         advantages = torch.tensor([sample.advantage if m else 0.0 for m in sample.loss_mask[1:]])
         assert torch.equal(batch.advantages[start : end - 1], advantages)
-        assert not batch.loss_mask[end - 1], "the last token of a segment predicts nothing"
+        last = [batch.labels, batch.loss_mask, batch.loss_weights, batch.advantages, batch.rollout_logprobs]
+        assert not any(column[end - 1] for column in last), "the last token of a segment predicts nothing"
 
 
 @given(samples=sample_lists())

@@ -4,6 +4,7 @@ import pytest
 
 from fsdptrain.config import Config, check_world_size
 from fsdptrain.config.checks import check_data_options
+from fsdptrain.config.keys import all_keys
 from fsdptrain.errors import ConfigError
 
 SFT = {"algorithm": "sft"}
@@ -22,6 +23,17 @@ REFUSED = [
     ({**SFT, "kl_loss_coef": 0.1}, ["--kl-loss-coef", "sft"], {"algorithm": "grpo"}),
     ({**SFT, "entropy_coef": 0.1}, ["--entropy-coef", "sft"], {"algorithm": "grpo"}),
     ({**SFT, "rollout_temperature": 0.7}, ["--rollout-temperature", "sft"], {"algorithm": "grpo"}),
+    ({**SFT, "max_unscored_fraction": 0.5}, ["--max-unscored-fraction", "sft"], {"algorithm": "grpo"}),
+    *(
+        ({**SFT, "eval_interval": 0, key: value}, [all_keys()[key].flag, "never evaluates"], {"eval_interval": 5})
+        for key, value in [
+            ("reward", "exact"),
+            ("rollout_engine", "hf"),
+            ("rollout_max_response_len", 7),
+            ("rollout_max_batch_tokens", 20_000),
+            ("log_num_samples", 2),
+        ]
+    ),
     ({**SFT, "rollout_batch_size": 8, "global_batch_size": 4}, ["--rollout-batch-size"], {"rollout_batch_size": 4}),
     ({"n_samples_per_prompt": 1}, ["--n-samples-per-prompt", "at least 2"], {"n_samples_per_prompt": 2}),
     ({"kl_loss_type": "k1"}, ["--kl-loss-type", "--kl-loss-coef"], {"kl_loss_coef": 0.001}),

@@ -104,6 +104,16 @@ def test_a_template_that_does_not_take_a_row_is_an_error_that_names_it() -> None
         text_of(with_template(NO_SYSTEM_ROLE), [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}])
 
 
+@pytest.mark.parametrize("content", [3, [{"type": "text", "text": "y"}]])
+@pytest.mark.parametrize("system_prompt", ["", "Be brief."])
+def test_content_that_a_template_cannot_join_is_an_error_that_names_the_row(
+    content: object, system_prompt: str
+) -> None:
+    joins = with_template("{% for m in messages %}{{ '[' + m['role'] + ']' + m['content'] }}{% endfor %}")
+    with pytest.raises(DataError, match=r"does not take row r: can only concatenate str"):
+        text_of(joins, [{"role": "user", "content": content}], system_prompt=system_prompt)
+
+
 def test_a_row_keeps_its_own_system_message(tokenizer: Any) -> None:
     chat = [{"role": "system", "content": "mine"}, {"role": "user", "content": "y"}]
     assert text_of(tokenizer, chat, system_prompt="other") == "<|system|>mine<|end|><|user|>y<|end|><|assistant|>"

@@ -1,6 +1,7 @@
 """Every line is JSON, every step is there once, also after a resume."""
 
 import json
+import resource
 
 import pytest
 
@@ -61,7 +62,29 @@ def test_a_new_run_begins_with_empty_files(tmp_path):
     assert len(records(tmp_path / "metrics.jsonl")) == 1
 
 
+def test_a_run_that_fails_before_it_has_begun_loses_nothing(tmp_path):
+    log = logger(tmp_path)
+    for step in range(3):
+        log.log({"x": 1.0}, step)
+    log.close()
+    for resumed_step in (1, None):
+        logger(tmp_path, resumed_step).close()
+        assert [r["step"] for r in records(tmp_path / "metrics.jsonl")] == [0, 1, 2]
+
+
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"^--output-dir .*file/run cannot be written: Not a directory"):
         logger(tmp_path / "file" / "run")
+
+
+def test_a_full_disk_is_one_line(tmp_path):
+    log = logger(tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(ConfigError, match=r"^--output-dir .* cannot be written: File too large; .* checkpoint$"):
+            log.log({"x" * 200: 1.0}, 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    log.close()

@@ -1,5 +1,6 @@
 """Attention over packs is dense attention within each segment, and refuses what it cannot keep apart."""
 
+import itertools
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
@@ -182,10 +183,47 @@ def test_an_attention_that_cannot_run_here_is_a_config_error(requested: str, dev
         resolve_attention(requested, device_type)
 
 
+SHAPES = [(4, 4, 64, 64), (8, 2, 64, 64), (4, 4, 96, 64), (4, 2, 20, 20)]
+
+
+def varlen_as_documented(q: Tensor, k: Tensor, v: Tensor, *limits: Any, scale: float, window_size: Any, **gqa: bool):
+    """torch.nn.attention.varlen.varlen_attn on [T, heads, width]: a window (W, 0) holds W keys and the query's own."""
+    assert q.shape[-1] == k.shape[-1] == v.shape[-1]
+    assert q.shape[-1] % 8 == 0, "the flash kernels want multiples of 8"
+    assert q.shape[1] == k.shape[1] or gqa == {"enable_gqa": True}
+    (left, right), cu = window_size, limits[0].tolist()
+    assert (limits[1].tolist(), right) == (cu, 0)
+    assert limits[2:] == (max(b - a for a, b in itertools.pairwise(cu)),) * 2
+    window = None if left < 0 else left + 1
+    parts = [
+        dense(
+            *(x[a:b].transpose(0, 1)[None] for x in (q, k, v)), window=window, softcap=None, sinks=None, scaling=scale
+        )
+        for a, b in itertools.pairwise(cu)
+    ]
+    return torch.cat(parts, dim=1)[0]
+
+
+@pytest.mark.parametrize("takes_gqa", [False, True])  # before torch 2.13, and since
+@pytest.mark.parametrize("window", [None, 1, 16, 64])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_kernel_of_the_device_is_called_as_it_is_documented(
+    shape: tuple[int, int, int, int], window: int | None, takes_gqa: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "varlen_attn", varlen_as_documented)
+    monkeypatch.setattr(attention, "_VARLEN_TAKES_GQA", takes_gqa)
+    lengths = [37, 1, 65]
+    num_heads, kv_heads, width, value_width = shape
+    qkv = heads(1, sum(lengths), (num_heads, width), (kv_heads, width), (kv_heads, value_width))
+    found = attention._varlen(*qkv, boundaries(lengths), width**-0.5, window)
+    wanted, _ = attend(MODULE, *qkv, None, varlen=False, sliding_window=window, boundaries=boundaries(lengths))
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("window", [None, 1, 16, 64])
-@pytest.mark.parametrize("shape", [(4, 4, 64, 64), (8, 2, 64, 64), (4, 4, 96, 64), (4, 2, 20, 20)])
+@pytest.mark.parametrize("shape", SHAPES)
 def test_the_kernel_of_the_device_computes_what_segments_do(
     shape: tuple[int, int, int, int], window: int | None
 ) -> None:

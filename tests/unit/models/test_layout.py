@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import AttentionInterface, Llama4TextConfig, PreTrainedModel
 
 from fsdptrain.errors import NumericsError
@@ -43,6 +44,19 @@ def test_an_attention_that_leaks_is_padded_and_the_report_says_by_how_much() -> 
     assert (probe.layout, probe.attention) == ("padded", "eager")
     assert probe.line.startswith("layout: padded, attention eager (probe: ")
     assert "packed with eager: differs by" in probe.line
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_leak_of_one_token_does_not_hide_in_the_noise_of_half_precision(dtype: torch.dtype) -> None:
+    """Layers that mix in a little of the token before, as a short convolution does, whatever sequence it belongs to."""
+    model = policy_model("qwen3").to(dtype)
+    for layer in model.model.layers:
+        layer.mlp.register_forward_pre_hook(lambda _, args: (args[0] + 0.3 * F.pad(args[0], (0, 0, 1, 0))[:, :-1],))
+    options = {**OPTIONS, "compute_dtype": dtype}
+    probe = choose_layout(model, "auto", **options)
+    assert probe.layout == "padded"
+    words = "moves the logprobs of another by" if dtype == torch.bfloat16 else "differs by"
+    assert words in probe.line
 
 
 def test_packs_that_were_asked_for_are_refused_where_they_leak() -> None:

@@ -12,7 +12,7 @@ from fsdptrain.errors import NumericsError
 from fsdptrain.models import policy
 from fsdptrain.models.attention import SEGMENTS, register_attention
 from fsdptrain.models.checkpointing import enable_gradient_checkpointing
-from fsdptrain.models.inputs import Layout, padding_factor
+from fsdptrain.models.inputs import Layout
 from fsdptrain.models.policy import check_head, head_transform, install_policy_forward, plain_batch, policy_logprobs
 from tests import zoo
 
@@ -102,6 +102,22 @@ def test_a_segment_does_not_know_its_neighbours(layout: Layout) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_long_sequence_that_would_change_the_rotation_of_a_short_one_is_refused(layout: Layout) -> None:
+    """phi3 takes other frequencies for the whole batch when its longest sequence exceeds the original length."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [float(i + 2) for i in range(8)], "factor": 8.0}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64, **factors}
+    model = policy_model("phi3", rope_parameters=rope, original_max_position_embeddings=64)
+
+    def first(*lengths: int) -> Tensor:
+        return policy_logprobs(model, plain_batch(segments(lengths), device=CPU), layout=layout).values[: lengths[0]]
+
+    torch.testing.assert_close(first(40, 64), first(40))
+    torch.testing.assert_close(first(70, 100), first(70))
+    with pytest.raises(NumericsError, match=r"sequences of 40 and 65 tokens, and beyond 64 .*--rollout-max-response"):
+        first(40, 65)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_only_loss_positions_are_scored_and_they_do_not_change(layout: Layout) -> None:
     model = policy_model("qwen3")
     every = plain_batch(segments(), device=CPU)
@@ -156,11 +172,6 @@ def test_a_shared_prefix_is_refused() -> None:
     prefix[1] = 0
     with pytest.raises(RuntimeError, match="prefixes are not supported"):
         policy_logprobs(policy_model("qwen3"), replace(batch, prefix_segment=prefix), layout="packed")
-
-
-def test_padding_factor_counts_what_is_computed_for_each_token() -> None:
-    assert padding_factor((4, 4, 4)) == 1.0
-    assert padding_factor((6, 1, 1)) == 18 / 8
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt_oss", "gemma2"])

@@ -28,6 +28,7 @@ def prompt(label: object = None, text: str = "", **metadata: object) -> Prompt:
         ("Ann has 3 + 4 apples.\n#### 7", "<answer>7</answer>", 1),
         ("#### 1,234", "<answer>1234</answer>", 1),
         ("", "<answer>1</answer>", None),
+        (None, "<answer>1</answer>", None),  # not the symbol None
     ],
 )
 def test_math_compares_as_mathematics(label: object, response: str, reward: float | None) -> None:
@@ -85,3 +86,22 @@ def test_reasoning_gym_scores_with_the_tasks_own_scorer() -> None:
         wrong = REWARDS["reasoning_gym"](asked, "<answer>-12345</answer>")
         assert isinstance(wrong, float)
         assert wrong < 0.2
+
+
+ODD_ANSWERS = ["", "foo", "None", "{}", "[[", "-1", "1e999", "1/0", "nan", "²", "9" * 5000, "\x00"]
+RAISING = ("prime_factorization", "boxnet", "coin_flip", "game_of_life")  # scorers that raise at some of these
+
+
+@pytest.mark.parametrize("task", [*RAISING, "gsm_symbolic", "countdown", "sudoku"])
+def test_an_answer_that_a_task_cannot_read_is_wrong_and_not_unscored(task: str) -> None:
+    from fsdptrain.data.sources import load_rows
+
+    row = load_rows(DataConfig(prompt_data=f"reasoning_gym:{task}", data_size=1), seed=0)[0]
+    asked = prompt(row.label, **row.metadata)
+    for answer in ODD_ANSWERS:
+        assert 0 <= REWARDS["reasoning_gym"](asked, f"<answer>{answer}</answer>") < 0.5, answer
+
+
+def test_reasoning_gym_on_other_rows_is_not_a_wrong_answer() -> None:
+    with pytest.raises(KeyError):
+        REWARDS["reasoning_gym"](prompt("4"), "4")

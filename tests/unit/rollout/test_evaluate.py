@@ -8,6 +8,7 @@ import pytest
 from fsdptrain.config import Config
 from fsdptrain.rollout.evaluate import eval_sampling, evaluate, pass_at_k
 from fsdptrain.testing import FakeRolloutEngine
+from fsdptrain.trainer.experience import sampling_at
 from fsdptrain.types import Prompt, SamplingParams
 
 PROMPTS = [Prompt(str(i), [1], "") for i in range(3)]
@@ -72,4 +73,5 @@ def test_every_evaluation_of_a_run_samples_alike_and_unlike_training():
     assert sampling == eval_sampling(config)
     assert (sampling.num_samples, sampling.temperature) == (4, 0.5)
     assert sampling.max_tokens == config.rollout.max_response_len
-    assert sampling.seed != 3
+    training = SamplingParams(num_samples=4, max_tokens=1, seed=3)
+    assert sampling.seed not in {sampling_at(training, step).seed for step in range(100)}

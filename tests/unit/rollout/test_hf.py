@@ -278,6 +278,7 @@ def test_nothing_asked_nothing_made(engine):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_completions_agree_and_sleep_frees_the_memory(model, folder):
     model.save_pretrained(folder)
     engine = HFEngine(folder, dtype=torch.float32, device=torch.device("cuda"))

@@ -1,0 +1,42 @@
+"""What the machine has for this process: memory within the limits of its control groups, and a device of its own."""
+
+from pathlib import Path
+
+import pytest
+
+from fsdptrain.errors import ConfigError
+from fsdptrain.platform import _check_device, _control_groups, _group_memory, host_memory
+
+MIB = 1024**2
+
+
+def make_group(folder: Path, limit: str, used: int, file_pages: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.max").write_text(f"{limit}\n")
+    (folder / "memory.current").write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon {used - file_pages}\ninactive_file {file_pages}\n")
+
+
+def test_every_group_above_the_process_is_a_limit(tmp_path: Path) -> None:
+    root, membership = tmp_path / "cgroup", tmp_path / "membership"
+    make_group(root / "job", str(100 * MIB), 60 * MIB, 20 * MIB)
+    make_group(root / "job" / "step", "max", 50 * MIB, 20 * MIB)
+    membership.write_text("4:memory:/v1\n0::/job/step\n")
+
+    groups = _control_groups(membership, root)
+
+    assert groups == [root / "job" / "step", root / "job"]
+    assert _group_memory(groups[1]) == (100 * MIB, 60 * MIB)
+    assert min(_group_memory(groups[0])) > 2**60
+    assert _control_groups(tmp_path / "nowhere", root) == []
+
+
+def test_of_this_host() -> None:
+    free, total = host_memory()
+    assert 0 <= free <= total
+
+
+def test_a_process_without_a_device_of_its_own_is_refused() -> None:
+    _check_device(1, 2)
+    with pytest.raises(ConfigError, match=r"^--nproc-per-node .* process 3 finds 2"):
+        _check_device(2, 2)
