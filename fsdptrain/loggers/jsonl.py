@@ -1,6 +1,7 @@
 """metrics.jsonl and samples.jsonl: one JSON object in a line, each line on disk when `log` returns."""
 
 import json
+import logging
 import math
 import os
 import time
@@ -11,6 +12,8 @@ from typing import Any, TextIO
 
 from fsdptrain.errors import ConfigError
 from fsdptrain.loggers.run_info import RunInfo
+
+log = logging.getLogger(__name__)
 
 _LATER = "mend that, and the same command goes on from the newest checkpoint"
 
@@ -64,10 +67,18 @@ def _open(path: Path) -> TextIO:
 
 
 def _reopen(file: TextIO, resumed_step: int | None) -> TextIO:
-    """The same file, with only the lines up to `resumed_step` (None: no line) left in it."""
+    """The same file, with only the lines up to `resumed_step` left in it.
+
+    None: the run begins. What an earlier one left, which wrote no checkpoint, is kept as `<name>.old`.
+    """
     file.close()
     path = Path(file.name)
-    kept = _lines_until(path, resumed_step) if resumed_step is not None else []
+    if resumed_step is None:
+        if path.stat().st_size > 0:
+            path.replace(path.with_name(f"{path.name}.old"))
+            log.warning("%s is of a run without a checkpoint: kept as %s.old", path, path.name)
+        return _open(path)
+    kept = _lines_until(path, resumed_step)
     half = path.with_name(f".{path.name}.half")
     half.write_text("".join(kept), encoding="utf-8")
     half.replace(path)  # a kill at any moment leaves the old file or the new one

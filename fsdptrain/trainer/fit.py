@@ -112,8 +112,8 @@ class _Run:
             steps = make_batches(experience.samples, self._rules)
             if not steps:
                 raise DataError(
-                    f"--overlong drop left nothing to train on: all {metrics['progress/dropped']:.0f} samples are longer "
-                    f"than --max-tokens-per-gpu {self._rules.max_tokens}; raise it"
+                    f"--overlong drop left nothing to train on: all {metrics['progress/dropped']:.0f} samples are "
+                    f"longer than --max-tokens-per-gpu {self._rules.max_tokens}; raise it"
                 )
             with watch("score"):
                 steps = self._score(steps)

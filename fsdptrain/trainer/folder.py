@@ -1,18 +1,26 @@
 """The folder of a run: what it holds, and whether this run may go on in it."""
 
 import json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from fsdptrain.config import Config, to_yaml
+from fsdptrain.config import Config, load_recipe, to_yaml
+from fsdptrain.config.keys import all_keys
 from fsdptrain.errors import CheckpointError, ConfigError
 from fsdptrain.fsdp.checkpoint import CheckpointFolder
 from fsdptrain.models.collective import together
 
+log = logging.getLogger(__name__)
+
 CONFIG_FILE = "config.yaml"
+_NOT_LEARNED = {  # sections and keys that may change without a word
+    *("launch", "log", "output_dir", "num_rollout", "resume", "save_interval", "keep_last", "export"),
+    *("eval_interval", "n_samples_per_eval_prompt", "eval_temperature", "eval_greedy"),
+}
 PROGRESS_FILE = "progress.json"  # in a checkpoint: what the loop counts, beside what the backend saves
 
 
@@ -45,7 +53,33 @@ def open_folder(config: Config) -> RunFolder:
     if checkpoint is not None:
         with together(CheckpointError, f"--resume: checkpoint {checkpoint} cannot be read"):
             progress = json.loads((checkpoint / PROGRESS_FILE).read_text())
+            _tell_changes(config, checkpoint, progress["step"])
     return RunFolder(folder, checkpoint, progress)
+
+
+def _tell_changes(config: Config, checkpoint: Path, step: int) -> None:
+    """A run may go on with other values, and says so; of a finished run nothing is left that they could change."""
+    written = checkpoint.parent.parent / CONFIG_FILE
+    changes = changed_values(load_recipe(written), config) if written.is_file() else []
+    if changes and step >= config.run.num_rollout:
+        raise ConfigError(
+            f"{checkpoint} is the end of a run of {step} rollouts, so {changes[0]} would have no effect: "
+            "choose another --output-dir, or a larger --num-rollout to go on"
+        )
+    for change in changes:
+        log.warning("goes on after step %d with %s", step, change)
+
+
+def changed_values(before: Config, now: Config) -> list[str]:
+    """`--lr 0.001 in place of 1e-06` for each option that takes part in what is learned."""
+    changes: list[str] = []
+    for key in all_keys().values():
+        if key.section in _NOT_LEARNED or key.name in _NOT_LEARNED:
+            continue
+        old, new = (getattr(getattr(config, key.section), key.name) for config in (before, now))
+        if old != new:
+            changes.append(f"{key.flag} {new} in place of {old}")
+    return changes
 
 
 def _refuse_used_folder(config: Config, folder: Path) -> None:

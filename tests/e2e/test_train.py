@@ -86,6 +86,26 @@ def test_run_that_was_killed_goes_on_bitwise(checkpoint: Path, tmp_path: Path, n
 
 
 @pytest.mark.slow
+def test_changed_options_of_a_resumed_run_are_told_and_of_a_finished_one_refused(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    base = ["--hf-checkpoint", str(checkpoint), *TINY_RUN, "--output-dir", str(run)]
+    assert command.run(base, tmp_path / "1").code == 0
+    before = (run / "config.yaml").read_text()
+
+    refused = command.run([*base, "--lr", "0.5"], tmp_path / "2")
+    assert refused.code == 2
+    assert "--lr 0.5 in place of 0.001" in refused.err.strip().splitlines()[-1]
+    assert (run / "config.yaml").read_text() == before
+
+    longer = command.run([*base, "--lr", "0.5", "--num-rollout", "3"], tmp_path / "3")
+    assert longer.code == 0, longer.err
+    assert "--lr 0.5 in place of 0.001" in longer.err
+    assert [row["step"] for row in trained(metrics_of(run))] == [1, 2, 3]
+
+
+@pytest.mark.slow
 def test_run_does_not_depend_on_the_number_of_ranks(checkpoint: Path, tmp_path: Path) -> None:
     """The same prompts, completions and plan: float32 rewards and weights agree to rounding."""
     for num_ranks in (1, 2):

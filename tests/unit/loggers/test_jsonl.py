@@ -88,3 +88,16 @@ def test_a_full_disk_is_one_line(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     log.close()
+
+
+def test_a_run_that_begins_anew_keeps_what_an_earlier_one_logged(tmp_path):
+    first = logger(tmp_path)
+    first.log({"loss": 1.0}, 1)
+    first.close()
+
+    second = logger(tmp_path)
+    second.log({"loss": 2.0}, 1)
+    second.close()
+
+    assert json.loads((tmp_path / "metrics.jsonl.old").read_text())["loss"] == 1.0
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["loss"] == 2.0
