@@ -1,7 +1,7 @@
 """How tokens are weighted: the one place that knows a denominator.
 
 A loss is `sum(loss_weights * per_token)` over packs and ranks; nothing is divided afterwards. So the gradient cannot
-depend on how samples were packed, on the number of micro-batches or on the number of ranks. Notation of algorithms.md:
+depend on how samples were packed, on the number of micro-batches or on the number of ranks. Notation:
 T_i loss tokens of sequence i, N_tok and N_seq those of the WHOLE optimizer step over every rank, L_max the longest
 response.
 """

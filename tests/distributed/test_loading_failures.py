@@ -101,7 +101,7 @@ def test_one_rank_with_a_broken_disk_stops_all(folders: Path):
 
 @pytest.mark.parametrize("strategy", ["shard", "rank0"])
 def test_buffers_in_another_order_stop_all_ranks_together(strategy: str, folders: Path):
-    """Defect 9 of lineage.md: a broadcast in the order of each rank's own buffers deadlocks, or mixes them up."""
+    """A defect of slime's backend: a broadcast in the order of each rank's own buffers deadlocks, or mixes them up."""
     for message in spawn(2, _error_of_reversed_buffers, folders / "good", strategy):
         assert "is not the same on all ranks" in message
 

@@ -1,4 +1,4 @@
-"""No rank holds more of a tied model than its shard while it loads (lineage.md, defect 7)."""
+"""No rank holds more of a tied model than its shard while it loads, a defect of slime's backend."""
 
 import threading
 import time

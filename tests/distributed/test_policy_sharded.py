@@ -113,7 +113,7 @@ def largest_tensor(with_checkpointing: bool) -> tuple[int, float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("with_checkpointing", [False, True])
 def test_all_logits_never_exist_on_the_sharded_model_either(with_checkpointing: bool) -> None:
-    """Defect 8 of lineage.md, where it counts: inside the root's forward, whose head was gathered, and backward."""
+    """Where it counts: inside the root's forward, whose head was gathered, and backward."""
     for numel, norm in spawn(2, largest_tensor, with_checkpointing):
         assert norm > 0
         assert LONG * zoo.HIDDEN <= numel < LONG * zoo.VOCAB_SIZE  # activations are seen, logits of a chunk only

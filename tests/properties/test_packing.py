@@ -1,4 +1,4 @@
-"""The laws of plans and packs (architecture.md, invariants 1 to 3; lineage.md, defects 3 to 5)."""
+"""The laws of plans and packs (docs/architecture.md, invariants 1 to 3)."""
 
 import itertools
 import math
@@ -162,7 +162,7 @@ def test_loss_positions_are_where_the_mask_is_true(samples: list[Sample]) -> Non
 
 @given(samples=sample_lists(min_size=1), zeros=st.integers(1, 3))
 def test_token_id_zero_is_nothing_special(samples: list[Sample], zeros: int) -> None:
-    """Defect 3 of lineage.md: trailing zeros were taken for padding. Here ids change nothing but ids."""
+    """A defect of slime's backend: trailing zeros were taken for padding. Here ids change nothing but ids."""
     renamed = [Sample(**{**vars(s), "token_ids": [t if t > zeros else 0 for t in s.token_ids]}) for s in samples]
     ours, theirs = packed(samples), packed(renamed)
     for name, value in vars(ours).items():

@@ -1,4 +1,4 @@
-"""Losses against references that are written token by token from algorithms.md, in float64."""
+"""Losses against references that are written token by token from the formulas, in float64."""
 
 import math
 from dataclasses import replace

@@ -39,7 +39,7 @@ def test_a_model_that_refuses_packs_is_padded_and_the_report_says_why() -> None:
 
 
 def test_an_attention_that_leaks_is_padded_and_the_report_says_by_how_much() -> None:
-    model = with_attention("gpt_oss", "eager")  # this file of transformers does not mask by position ids: fsdp2.md 2.1
+    model = with_attention("gpt_oss", "eager")  # this file of transformers does not mask by position ids
     probe = choose_layout(model, "auto", **OPTIONS)
     assert (probe.layout, probe.attention) == ("padded", "eager")
     assert probe.line.startswith("layout: padded, attention eager (probe: ")
