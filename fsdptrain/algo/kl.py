@@ -1,7 +1,8 @@
 """Estimators of KL(policy || reference) from the logprobs of tokens that the policy sampled.
 
-From John Schulman, "Approximating KL divergence" (2020), with log_ratio = l - lf (current minus reference). All three have the
-KL as their expectation or near it; as a loss, the gradient of k1 has expectation zero, so k2 or k3 is meant there.
+From John Schulman, "Approximating KL divergence" (2020), with log_ratio = l - lf (current minus reference). All three
+have the KL as their expectation or near it; as a loss, the gradient of k1 has expectation zero, so k2 or k3 is meant
+there.
 """
 
 from collections.abc import Callable, Mapping
