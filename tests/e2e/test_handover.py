@@ -17,7 +17,6 @@ def calls(checkpoint: Path, folder: Path, **values: Any) -> list[str]:
         **{
             "hf_checkpoint": str(checkpoint),
             "output_dir": str(folder),
-            "prompt_data": "rows.jsonl",
             "num_rollout": 3,
             "rollout_batch_size": 2,
             "rollout_max_response_len": 4,
