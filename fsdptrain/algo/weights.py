@@ -37,10 +37,12 @@ def token_weight(aggregation: str, *, loss_tokens: int, totals: Totals, max_resp
 
 
 def _token_mean(_loss_tokens: int, totals: Totals, _max_response_len: int) -> float:
+    """Every token counts the same (DAPO, arXiv 2503.14476)."""
     return 1 / totals.num_tokens
 
 
 def _sequence_mean(loss_tokens: int, totals: Totals, _max_response_len: int) -> float:
+    """Every sequence counts the same, so a token of a long one counts less (GRPO, arXiv 2402.03300)."""
     return 1 / (totals.num_sequences * loss_tokens)
 
 
@@ -49,8 +51,14 @@ def _fixed_length(_loss_tokens: int, totals: Totals, max_response_len: int) -> f
     return 1 / (totals.num_sequences * max_response_len)
 
 
+def _sequence_sum(_loss_tokens: int, totals: Totals, _max_response_len: int) -> float:
+    """Sums over tokens, mean over sequences: REINFORCE as it is derived. The gradient grows with the length."""
+    return 1 / totals.num_sequences
+
+
 AGGREGATIONS: Mapping[str, Callable[[int, Totals, int], float]] = {
     "token_mean": _token_mean,
     "sequence_mean": _sequence_mean,
     "fixed_length": _fixed_length,
+    "sequence_sum": _sequence_sum,
 }

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fsdptrain.algo.losses import LOSSES, finish_metrics
+from fsdptrain.algo.losses import LOSSES
+from fsdptrain.algo.metrics import finish_metrics
 from fsdptrain.algo.weights import AGGREGATIONS, count_totals, num_loss_tokens
 from fsdptrain.data.packing import pack, plan_packs
 from fsdptrain.types import LogProbs, LossConfig, PackedBatch, Sample
