@@ -23,7 +23,7 @@ Reinforcement learning on any Hugging Face model, with PyTorch's own FSDP2.
   fsdptrain --recipe recipes/sft.yaml --lr 1e-5 --dry-run        what would run, and why
   fsdptrain export --checkpoint runs/x/checkpoints/step_50 --output my-model
 
-Options are default < recipe < flag. The resolved configuration is written to the run's folder."""
+Options are default < preset of --algorithm < recipe < flag. The run's folder gets the resolved configuration."""
 
 EXPORT_EXAMPLE = "--checkpoint runs/x/checkpoints/step_50 --output my-model"
 EXPORT = {

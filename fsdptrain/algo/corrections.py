@@ -1,8 +1,9 @@
 """Corrections for the mismatch between the engine that sampled and the trainer that computes the gradient.
 
-w = exp(lo - lr), of a token or of a whole sequence, bounded, without gradient, times the loss of the policy before it is
-aggregated. Denominators are not touched: a token that is rejected still counts. Where engine and trainer agree every
-w is 1. KL and entropy terms are not weighted.
+w = exp(lo - lr), of a token or of a whole sequence, bounded, without gradient, times the loss of the policy before it
+is aggregated. Denominators are not touched: a token that is rejected still counts. Where engine and trainer agree
+every w is 1. KL and entropy terms are not weighted. In losses of whole sequences (gspo, gmpo) the weight of a token is
+that of its own part of the gradient: a token that is rejected has none.
 """
 
 from collections.abc import Callable, Mapping

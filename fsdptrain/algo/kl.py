@@ -26,7 +26,7 @@ def k3(log_ratio: Tensor) -> Tensor:
 
 
 def low_var_kl(log_ratio: Tensor) -> Tensor:
-    """k3 of l - lf clamped to +-20, itself clamped to +-10: finite and bounded, without gradient beyond either bound."""
+    """k3 of l - lf clamped to +-20, itself clamped to +-10: bounded, and without gradient beyond a bound."""
     return k3(log_ratio.clamp(-20, 20)).clamp(-10, 10)
 
 

@@ -62,7 +62,7 @@ def dppo_tv(batch: PackedBatch, logprobs: LogProbs, config: LossConfig) -> LossO
 
 
 def dppo_kl(batch: PackedBatch, logprobs: LogProbs, config: LossConfig) -> LossOutput:
-    """As dppo_tv, with the KL divergence of "this token or another" as the distance (DPPO, arXiv 2602.04879, binary KL).
+    """As dppo_tv, with the KL divergence of "this token or another" as distance (DPPO, arXiv 2602.04879, binary KL).
 
     D = po (lo - l) + (1 - po) log((1 - po) / (1 - p)); dropped is p > po with D > eps_clip_high where A > 0, and p < po
     with D > eps_clip elsewhere.

@@ -75,7 +75,9 @@ PRESETS: Mapping[str, Preset] = {
         loss_aggregation="sequence_mean",
     ),
     "cispo": Preset("cispo", "When rare but decisive tokens are clipped away by grpo; several steps on each rollout."),
-    "sapo": Preset("sapo", "A gate without an edge: smoother than a clip off-policy.", loss_aggregation="sequence_mean"),
+    "sapo": Preset(
+        "sapo", "A gate without an edge: smoother than a clip off-policy.", loss_aggregation="sequence_mean"
+    ),
     "gmpo": Preset(
         "gmpo",
         "When single ratios are outliers: their geometric mean is not, and allows a wider clip.",
@@ -99,7 +101,9 @@ PRESETS: Mapping[str, Preset] = {
         "Few samples for each prompt: the scale of an advantage comes from the whole batch.",
         advantage_estimator="reinforce++_baseline",
     ),
-    "max_rl": Preset("grpo", "Hard prompts that are rarely solved, with rewards of 0 and 1.", advantage_estimator="max_rl"),
+    "max_rl": Preset(
+        "grpo", "Hard prompts that are rarely solved, with rewards of 0 and 1.", advantage_estimator="max_rl"
+    ),
     "opo": Preset("reinforce", "Strictly on-policy, with answers of very different length.", advantage_estimator="opo"),
     "sft": Preset("sft", "Supervised training on prompts and their labels, without rollouts."),
 }
