@@ -37,7 +37,7 @@ def assign_advantages(samples: Sequence[Sample], estimator: str) -> list[Sample]
 
 
 def whiten(samples: Sequence[Sample], reduce_sums: ReduceSums) -> list[Sample]:
-    """Advantages with mean 0 and variance 1 over the response tokens of the batch (REINFORCE++, arXiv 2501.03262).
+    """Whitened: mean 0 and variance 1 over the response tokens of the whole batch (REINFORCE++, arXiv 2501.03262).
 
     (A - mean) / sqrt(var + 1e-8), unbiased; each of a sample's tokens counts, an unscored sample's do not and it keeps
     its 0. `reduce_sums` adds up over the ranks: every rank must call this, with whatever samples it has.
@@ -90,6 +90,11 @@ def _centred(rewards: Sequence[float], _lengths: Sequence[int]) -> list[float]:
     return [reward - mean for reward in rewards]
 
 
+def _to_be_whitened(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
+    """s - mean within the group; the scale comes from the batch (REINFORCE++ with baseline, arXiv 2501.03262)."""
+    return _centred(rewards, lengths)
+
+
 def _rloo(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
     """s - the mean of the others = G / (G - 1) (s - mean); 0 for a sample that is alone (RLOO, arXiv 2402.14740)."""
     others = max(1, len(rewards) - 1)
@@ -125,7 +130,7 @@ ADVANTAGES: Mapping[str, Advantage] = {
     "grpo": Advantage(_grpo),
     "dr_grpo": Advantage(_centred),
     "rloo": Advantage(_rloo),
-    "reinforce++_baseline": Advantage(_centred, whitened=True),
+    "reinforce++_baseline": Advantage(_to_be_whitened, whitened=True),
     "max_rl": Advantage(_max_rl),
     "opo": Advantage(_opo),
 }
