@@ -62,11 +62,9 @@ def algorithms_page() -> str:
     parts += [_loss_part(name) for name in LOSSES]
     parts.append(_section("Off-policy sequence masking: `--use-opsm`", {"`use_opsm`": off_policy_sequences}))
     estimates = {f"`{name}`": advantage.estimate for name, advantage in ADVANTAGES.items()}
-    whitened = [name for name, advantage in ADVANTAGES.items() if advantage.whitened]
+    whitened = ", ".join(f"`{name}`" for name, advantage in ADVANTAGES.items() if advantage.whitened)
     parts.append(_section("Advantages: `--advantage-estimator`", estimates))
-    parts.append(
-        f"\nThen, for {', '.join(f'`{name}`' for name in whitened)}, whitened: {_flow(inspect.getdoc(whiten))}\n"
-    )
+    parts.append(f"\nThen, for {whitened}: {(inspect.getdoc(whiten) or '').splitlines()[0]}\n")
     parts.append(_section("Aggregation: `--loss-aggregation`", {f"`{k}`": v for k, v in AGGREGATIONS.items()}))
     parts.append(_section("KL to the reference: `--kl-loss-type`", {f"`{k}`": v for k, v in KL_ESTIMATORS.items()}))
     parts.append(f"\n`--use-unbiased-kl`: {_help('use_unbiased_kl')}\n")
