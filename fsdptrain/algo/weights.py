@@ -42,12 +42,12 @@ def _token_mean(_loss_tokens: int, totals: Totals, _max_response_len: int) -> fl
 
 
 def _sequence_mean(loss_tokens: int, totals: Totals, _max_response_len: int) -> float:
-    """1 / (N_seq T_i): every sequence counts the same, so a token of a long one counts less (GRPO, arXiv 2402.03300)."""
+    """1 / (N_seq T_i): every sequence counts the same, a token of a long one less (GRPO, arXiv 2402.03300)."""
     return 1 / (totals.num_sequences * loss_tokens)
 
 
 def _fixed_length(_loss_tokens: int, totals: Totals, max_response_len: int) -> float:
-    """1 / (N_seq L_max): a constant for the length, so that long answers are not favoured (Dr.GRPO, arXiv 2503.20783)."""
+    """1 / (N_seq L_max): the length does not matter, so long answers are not favoured (Dr.GRPO, arXiv 2503.20783)."""
     return 1 / (totals.num_sequences * max_response_len)
 
 
