@@ -132,6 +132,16 @@ class LossConfig:
     eps_clip: float = 0.2
     eps_clip_high: float = 0.2
     eps_clip_c: float | None = None
+    is_cap_high: float = 5.0  # absolute
+    sapo_tau_pos: float = 1.0
+    sapo_tau_neg: float = 1.05
+    ipo_kl_coef: float = 1e-3
+    use_opsm: bool = False
+    opsm_delta: float = 1e-4
+    mismatch_correction: str = "none"
+    mismatch_low: float = 0.5
+    mismatch_high: float = 2.0
     kl_loss_coef: float = 0.0
     kl_loss_type: str = "k3"
+    use_unbiased_kl: bool = False
     entropy_coef: float = 0.0

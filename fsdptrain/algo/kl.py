@@ -1,6 +1,6 @@
 """Estimators of KL(policy || reference) from the logprobs of tokens that the policy sampled.
 
-From John Schulman, "Approximating KL divergence" (2020), with log_ratio = l - lf (current minus reference). All three
+From John Schulman, "Approximating KL divergence" (2020), with log_ratio = l - lf (current minus reference). They
 have the KL as their expectation or near it; as a loss, the gradient of k1 has expectation zero, so k2 or k3 is meant
 there.
 """
@@ -26,4 +26,9 @@ def k3(log_ratio: Tensor) -> Tensor:
     return torch.expm1(-log_ratio) + log_ratio
 
 
-KL_ESTIMATORS: Mapping[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+def low_var_kl(log_ratio: Tensor) -> Tensor:
+    """k3 of l - lf clamped to +-20, itself clamped to +-10: bounded, and without gradient beyond a bound."""
+    return k3(log_ratio.clamp(-20, 20)).clamp(-10, 10)
+
+
+KL_ESTIMATORS: Mapping[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3, "low_var_kl": low_var_kl}

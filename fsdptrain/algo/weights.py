@@ -37,20 +37,28 @@ def token_weight(aggregation: str, *, loss_tokens: int, totals: Totals, max_resp
 
 
 def _token_mean(_loss_tokens: int, totals: Totals, _max_response_len: int) -> float:
+    """1 / N_tok: every token counts the same (DAPO, arXiv 2503.14476)."""
     return 1 / totals.num_tokens
 
 
 def _sequence_mean(loss_tokens: int, totals: Totals, _max_response_len: int) -> float:
+    """1 / (N_seq T_i): every sequence counts the same, a token of a long one less (GRPO, arXiv 2402.03300)."""
     return 1 / (totals.num_sequences * loss_tokens)
 
 
 def _fixed_length(_loss_tokens: int, totals: Totals, max_response_len: int) -> float:
-    """Dr.GRPO (arXiv 2503.20783): a constant in place of the length, so that long answers are not favoured."""
+    """1 / (N_seq L_max): the length does not matter, so long answers are not favoured (Dr.GRPO, arXiv 2503.20783)."""
     return 1 / (totals.num_sequences * max_response_len)
+
+
+def _sequence_sum(_loss_tokens: int, totals: Totals, _max_response_len: int) -> float:
+    """1 / N_seq: a sequence counts by its length, as REINFORCE is derived. The gradient grows with the length."""
+    return 1 / totals.num_sequences
 
 
 AGGREGATIONS: Mapping[str, Callable[[int, Totals, int], float]] = {
     "token_mean": _token_mean,
     "sequence_mean": _sequence_mean,
     "fixed_length": _fixed_length,
+    "sequence_sum": _sequence_sum,
 }

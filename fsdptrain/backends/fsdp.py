@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdptrain import platform
-from fsdptrain.algo.losses import finish_metrics
+from fsdptrain.algo.metrics import finish_metrics
 from fsdptrain.config import Config
 from fsdptrain.errors import CheckpointError
 from fsdptrain.fsdp.checkpoint import load_checkpoint, save_checkpoint

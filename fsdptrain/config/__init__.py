@@ -1,6 +1,6 @@
 """The configuration of a run: one declaration (`sections`), three faces (flag, recipe key, Python keyword).
 
-    default < recipe < flag
+    default < preset of the algorithm < recipe < flag
 
 In a recipe and in Python a key may stand in its section or flat, by its flag's name with underscores:
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from fsdptrain.config.keys import all_keys
+from fsdptrain.config.keys import Key, all_keys
+from fsdptrain.config.presets import LOSS_FIELDS, LOSS_OPTIONS, is_own_loss, preset_values
 from fsdptrain.errors import ConfigError
 from fsdptrain.registry import plugin_names, suggest
 
@@ -71,12 +72,19 @@ def _error(problem: Problem) -> ConfigError:
 
 
 def _changed(config: Config, *keys: str) -> Iterator[str]:
-    """Those of `keys` (flat names) whose value is not the default."""
+    """Those of `keys` (flat names) that somebody chose: not the default, nor what the algorithm's preset says."""
     for flat in keys:
         key = all_keys()[flat]
         value = getattr(getattr(config, key.section), key.name)
-        if value != key.field.get_default(call_default_factory=True):
+        if value != _unchosen(config, key):
             yield flat
+
+
+def _unchosen(config: Config, key: Key) -> object:
+    default = key.field.get_default(call_default_factory=True)
+    if key.section != "algorithm":
+        return default
+    return preset_values(config.algorithm.algorithm, config.algorithm.loss).get(key.name, default)
 
 
 def _without_effect(config: Config, keys: str, reason: str) -> Iterator[Problem]:
@@ -110,9 +118,9 @@ def _columns(config: Config) -> Iterator[Problem]:
         yield from _without_effect(config, "prompt_split", "on files and generated data: only `datasets` has splits")
 
 
-_GRPO_ONLY = (
-    "n_samples_per_prompt advantage_estimator eps_clip eps_clip_high eps_clip_c kl_loss_coef kl_loss_type entropy_coef "
-    "use_rollout_logprobs ref_load rollout_temperature max_unscored_fraction"
+_ROLLOUT_ONLY = (
+    "n_samples_per_prompt advantage_estimator kl_loss_coef kl_loss_type use_unbiased_kl entropy_coef ref_load "
+    f"rollout_temperature max_unscored_fraction {' '.join(LOSS_FIELDS)}"
 )
 _GENERATION = "reward rollout_engine rollout_max_response_len rollout_max_batch_tokens log_num_samples"
 
@@ -120,7 +128,9 @@ _GENERATION = "reward rollout_engine rollout_max_response_len rollout_max_batch_
 def _algorithm(config: Config) -> Iterator[Problem]:
     algorithm = config.algorithm
     if algorithm.algorithm == "sft":
-        yield from _without_effect(config, _GRPO_ONLY, "with --algorithm sft: leave it out, or use --algorithm grpo")
+        yield from _without_effect(config, _ROLLOUT_ONLY, "with --algorithm sft: leave it out, or use --algorithm grpo")
+        if not is_own_loss(algorithm.loss):
+            yield from _without_effect(config, "loss", "with --algorithm sft, which has no advantages: leave it out")
         if not config.evaluates:
             keys = _GENERATION
             if algorithm.loss_aggregation == "fixed_length":  # which divides by the longest response
@@ -130,18 +140,42 @@ def _algorithm(config: Config) -> Iterator[Problem]:
         return
     if algorithm.n_samples_per_prompt < 2:
         yield (
-            f"--n-samples-per-prompt must be at least 2 with --algorithm grpo, got {algorithm.n_samples_per_prompt}: "
-            "an advantage compares the samples of one prompt, 8 is usual"
+            f"--n-samples-per-prompt must be at least 2 with --algorithm {algorithm.algorithm}, got "
+            f"{algorithm.n_samples_per_prompt}: an advantage compares the samples of one prompt, 8 is usual"
         )
     if not algorithm.kl_loss_coef:
         reason = "without a KL term: set --kl-loss-coef above 0, e.g. 0.001"
-        yield from _without_effect(config, "kl_loss_type ref_load", reason)
+        yield from _without_effect(config, "kl_loss_type use_unbiased_kl ref_load", reason)
+    if not algorithm.use_opsm:
+        yield from _without_effect(config, "opsm_delta", "without --use-opsm")
+    if algorithm.mismatch_correction == "none":
+        reason = "without a correction: set --mismatch-correction, e.g. tis"
+        yield from _without_effect(config, "mismatch_low mismatch_high", reason)
+    elif algorithm.use_rollout_logprobs:
+        reason = "with --use-rollout-logprobs, where the old logprobs are the engine's: leave one of them out"
+        yield from _without_effect(config, "mismatch_correction", reason)
+
+
+def _loss(config: Config) -> Iterator[Problem]:
+    """Options that the chosen loss does not read, or that on-policy training leaves without work."""
+    algorithm = config.algorithm
+    if is_own_loss(algorithm.loss) or algorithm.algorithm == "sft":
+        return  # nothing is known of it; nothing but its data makes it
+    options = LOSS_OPTIONS.get(algorithm.loss)
+    if options is None:
+        takes = f"it takes {', '.join(LOSS_OPTIONS)} or package.module:function"
+        yield f"--loss does not know {algorithm.loss!r}{suggest(algorithm.loss, dict(LOSS_OPTIONS))} ({takes})"
+        return
+    if algorithm.loss == "sft":
+        yield "--loss sft learns from labels, not from rewards: use --algorithm sft, or choose another loss"
+    unread = " ".join(name for name in LOSS_FIELDS if name not in options.reads)
+    yield from _without_effect(config, unread, f"with --loss {algorithm.loss}, which does not read it: leave it out")
     if config.on_policy and not algorithm.use_rollout_logprobs:
         reason = (
             "when each rollout is one optimizer step, where the policy ratio is always 1: "
             f"set --global-batch-size below {config.samples_per_rollout}, or leave it out"
         )
-        yield from _without_effect(config, "eps_clip eps_clip_high eps_clip_c", reason)
+        yield from _without_effect(config, " ".join(sorted(options.idle_on_policy)), reason)
 
 
 def _batch(config: Config) -> Iterator[Problem]:
@@ -172,12 +206,12 @@ def _lengths(config: Config) -> Iterator[Problem]:
         config.rollout.max_prompt_len,
         config.rollout.max_response_len,
     )
-    if config.algorithm.algorithm == "grpo" and response >= budget:
+    if config.algorithm.algorithm != "sft" and response >= budget:
         yield (
             f"--rollout-max-response-len {response} leaves no room for a prompt in --max-tokens-per-gpu {budget}: "
             "lower the first or raise the second"
         )
-    longest = config.prompt_budget + (response if config.algorithm.algorithm == "grpo" else 1)
+    longest = config.prompt_budget + (response if config.algorithm.algorithm != "sft" else 1)
     if prompt is not None and longest > budget and config.batch.overlong == "error":
         yield (
             f"--rollout-max-prompt-len {prompt} and a response make {longest} tokens, more than --max-tokens-per-gpu "
@@ -273,5 +307,5 @@ def _launch(config: Config) -> Iterator[Problem]:
 
 
 _CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (
-    _model, _data, _algorithm, _batch, _lengths, _schedule, _run, _log, _launch,
+    _model, _data, _algorithm, _loss, _batch, _lengths, _schedule, _run, _log, _launch,
 )  # fmt: skip

@@ -13,6 +13,7 @@ import yaml
 
 from fsdptrain.config.checks import check_data_options
 from fsdptrain.config.keys import advice, all_keys
+from fsdptrain.config.presets import preset_values
 from fsdptrain.config.problems import describe, near
 from fsdptrain.config.recipe import LEFT_OUT, Source, combine, merge, read_recipe
 from fsdptrain.config.root import Config
@@ -61,17 +62,26 @@ def config_options() -> dict[str, Option]:
 
 
 def resolve(argv: Sequence[str]) -> Resolved:
-    """The configuration of a command line: default < recipe < flag. ConfigError, in one line, for whatever is wrong."""
+    """The configuration of a command line: default < preset < recipe < flag. Whatever is wrong is a ConfigError."""
     values = parse(argv, {"recipe": RECIPE, **config_options()})
     path = values.pop("recipe", None)
     recipe = read_recipe(path) if path is not None else {}
     config, left_out = combine(recipe, values)
     check_data_options(config)
     sources: dict[str, Source] = dict.fromkeys(all_keys(), "default")
+    sources.update(dict.fromkeys(_set_by_preset(config, merge(recipe, values)), "preset"))
     sources.update(dict.fromkeys(_flat_keys(recipe), "recipe"))
     sources.update(dict.fromkeys(left_out, LEFT_OUT))
     sources.update(dict.fromkeys(values, "flag"))
     return Resolved(config, sources)
+
+
+def _set_by_preset(config: Config, given: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Flat keys that the algorithm's preset sets to something else than their default."""
+    values = preset_values(config.algorithm.algorithm, given.get("algorithm", {}).get("loss"))
+    fields = {key.name: flat for flat, key in all_keys().items() if key.section == "algorithm"}
+    defaults = {name: all_keys()[flat].field.get_default() for name, flat in fields.items()}
+    return [fields[name] for name, value in values.items() if value != defaults[name]]
 
 
 def _flat_keys(values: Mapping[str, Any]) -> list[str]:

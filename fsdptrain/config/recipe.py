@@ -13,11 +13,12 @@ from fsdptrain.config.keys import all_keys, group_by_section
 from fsdptrain.config.root import Config, build_sections
 from fsdptrain.errors import ConfigError
 
-Source = Literal["default", "recipe", "flag", "default, since a flag takes the recipe's value its effect"]
+Source = Literal["default", "preset", "recipe", "flag", "default, since a flag takes the recipe's value its effect"]
 LEFT_OUT: Source = "default, since a flag takes the recipe's value its effect"
 _COLOURS: dict[Source, str] = {
     "default": "\x1b[2m",
     LEFT_OUT: "\x1b[2m",
+    "preset": "\x1b[35m",
     "recipe": "\x1b[36m",
     "flag": "\x1b[1;33m",
 }

@@ -7,6 +7,7 @@ import pydantic
 
 from fsdptrain.config import checks
 from fsdptrain.config.keys import SECTIONS, group_by_section
+from fsdptrain.config.presets import LOSS_OPTIONS, is_own_loss, preset_values
 from fsdptrain.config.problems import field_problem
 from fsdptrain.config.sections import (
     AlgorithmConfig,
@@ -28,8 +29,9 @@ from fsdptrain.config.sections import (
 class Config(Section):
     """The whole configuration of a run.
 
-    `Config(**values)` takes sections and flat keys alike. Raises ConfigError, one line that names the flag, for an
-    unknown key, for a value that a field refuses, and for a combination that cannot work.
+    `Config(**values)` takes sections and flat keys alike, and the algorithm's preset for what they leave open. Raises
+    ConfigError, one line that names the flag, for an unknown key, for a value that a field refuses, and for a
+    combination that cannot work.
     """
 
     model: ModelConfig = ModelConfig()
@@ -46,7 +48,7 @@ class Config(Section):
     launch: LaunchConfig = LaunchConfig()
 
     def __init__(self, **values: Any) -> None:
-        super().__init__(**build_sections(values))
+        super().__init__(**build_sections(_with_preset(values)))
         checks.check(self)
 
     @property
@@ -73,6 +75,12 @@ class Config(Section):
         return self.steps_per_rollout == 1
 
     @property
+    def needs_old_logprobs(self) -> bool:
+        """The policy changes within a rollout, and the loss compares with what it was before."""
+        loss = self.algorithm.loss
+        return not self.on_policy and (is_own_loss(loss) or "use_rollout_logprobs" in LOSS_OPTIONS[loss].reads)
+
+    @property
     def total_optimizer_steps(self) -> int:
         return self.run.num_rollout * self.steps_per_rollout
 
@@ -93,6 +101,14 @@ class Config(Section):
     def generates(self) -> bool:
         """Completions are made: to train on, or to evaluate."""
         return self.algorithm.algorithm != "sft" or self.evaluates
+
+
+def _with_preset(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Section -> name -> value, with the algorithm's preset where `values` say nothing."""
+    grouped = group_by_section(values)
+    given = grouped.get("algorithm", {})
+    algorithm = given.get("algorithm", AlgorithmConfig().algorithm)
+    return {**grouped, "algorithm": {**preset_values(algorithm, given.get("loss")), **given}}
 
 
 def build_sections(values: Mapping[str, Any]) -> dict[str, Section]:

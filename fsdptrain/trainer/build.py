@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from fsdptrain import platform
+from fsdptrain import platform, registry
+from fsdptrain.algo.corrections import CORRECTIONS
+from fsdptrain.algo.losses import LOSSES
 from fsdptrain.backends.fsdp import FSDPBackend
 from fsdptrain.config import Config
 from fsdptrain.config.sections import AlgorithmConfig
@@ -24,7 +26,7 @@ from fsdptrain.models.collective import together
 from fsdptrain.models.loading import resolve_checkpoint
 from fsdptrain.models.structure import count_parameters
 from fsdptrain.planning.memory import MemoryDemand, MemorySupply, check_load_memory, load_memory_line
-from fsdptrain.protocols import Logger, RewardFunction, RolloutEngine
+from fsdptrain.protocols import Logger, Loss, RewardFunction, RolloutEngine
 from fsdptrain.rewards import build_reward
 from fsdptrain.rollout import engine_factory
 from fsdptrain.trainer.evaluation import Evaluation
@@ -43,6 +45,7 @@ class Parts:
     """All that a run owns."""
 
     backend: FSDPBackend
+    loss: Loss
     engine: RolloutEngine | None  # None: nothing is ever generated
     stream: PromptStream
     source: SampleSource
@@ -59,6 +62,7 @@ def build_parts(
     checkpoint = resolve_checkpoint(config.model.hf_checkpoint)
     with together(DataError, "--prompt-data"):
         tokenizer = load_tokenizer(checkpoint, trust_remote_code=config.model.trust_remote_code)
+        loss = registry.resolve(config.algorithm.loss, LOSSES, flag="--loss")
         score = reward or build_reward(config.reward, prompt_data=config.data.prompt_data)
         stream, held_out = build_data(config, tokenizer, dataset)
         make_engine = engine_factory(config.rollout.engine, device_type=platform.device_type())
@@ -80,6 +84,7 @@ def build_parts(
                 evaluation = Evaluation(config, engine, own_share(held_out), score, tokenizer)
         yield Parts(
             backend=backend,
+            loss=loss,
             engine=engine,
             stream=stream,
             source=build_source(config, stream, tokenizer, engine=engine, reward=score),
@@ -193,12 +198,23 @@ def build_source(
 
 
 def loss_config(algorithm: AlgorithmConfig) -> LossConfig:
-    high = algorithm.eps_clip if algorithm.eps_clip_high is None else algorithm.eps_clip_high
+    """What the loss is told, with every default filled in."""
+    high, correction = algorithm.eps_clip_high, CORRECTIONS[algorithm.mismatch_correction]
     return LossConfig(
         eps_clip=algorithm.eps_clip,
-        eps_clip_high=high,
+        eps_clip_high=algorithm.eps_clip if high is None else high,
         eps_clip_c=algorithm.eps_clip_c,
+        is_cap_high=algorithm.is_cap_high,
+        sapo_tau_pos=algorithm.sapo_tau_pos,
+        sapo_tau_neg=algorithm.sapo_tau_neg,
+        ipo_kl_coef=algorithm.ipo_kl_coef,
+        use_opsm=algorithm.use_opsm,
+        opsm_delta=algorithm.opsm_delta,
+        mismatch_correction=algorithm.mismatch_correction,
+        mismatch_low=correction.low if algorithm.mismatch_low is None else algorithm.mismatch_low,
+        mismatch_high=correction.high if algorithm.mismatch_high is None else algorithm.mismatch_high,
         kl_loss_coef=algorithm.kl_loss_coef,
         kl_loss_type=algorithm.kl_loss_type,
+        use_unbiased_kl=algorithm.use_unbiased_kl,
         entropy_coef=algorithm.entropy_coef,
     )

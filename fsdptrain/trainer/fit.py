@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fsdptrain import platform
-from fsdptrain.algo.losses import LOSSES
+from fsdptrain.algo.advantages import ADVANTAGES, whiten
 from fsdptrain.config import Config, DataConfig, check_processes
 from fsdptrain.data.packing import drop_overlong
 from fsdptrain.errors import CheckpointError, ConfigError, DataError, RolloutError
@@ -69,7 +69,7 @@ class _Run:
         self._folder = folder
         self._parts = parts
         self._checkpoints = CheckpointFolder(folder.path, keep_last=config.run.keep_last)
-        self._loss = LOSSES[config.algorithm.algorithm]
+        self._loss = parts.loss
         self._loss_config = loss_config(config.algorithm)
         self._rules = PackingRules(
             max_tokens=config.batch.max_tokens_per_gpu,
@@ -141,6 +141,8 @@ class _Run:
         watch.seconds["generate"] = experience.generate_s
         watch.seconds["reward"] = experience.reward_s
         watch.seconds["idle"] = max(0.0, watch.seconds["collect"] - experience.generate_s - experience.reward_s)
+        if experience.scores is not None and ADVANTAGES[self._config.algorithm.advantage_estimator].whitened:
+            kept = whiten(kept, summary.reduce_sums)  # after `together`: it is collective
         return replace(experience, samples=kept, num_dropped=dropped)
 
     def _score(self, steps: list[StepBatches]) -> list[StepBatches]:
@@ -151,7 +153,7 @@ class _Run:
             return steps
         if algorithm.use_rollout_logprobs:
             packs = [replace(pack, old_logprobs=pack.rollout_logprobs) for pack in packs]
-        elif not self._config.on_policy:
+        elif self._config.needs_old_logprobs:
             packs = _with(packs, "old_logprobs", self._parts.backend.score(packs, "policy"))
         if algorithm.kl_loss_coef > 0:
             packs = _with(packs, "ref_logprobs", self._parts.backend.score(packs, "reference"))

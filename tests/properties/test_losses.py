@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fsdptrain.algo.losses import LOSSES, finish_metrics
+from fsdptrain.algo.losses import LOSSES
+from fsdptrain.algo.metrics import finish_metrics
 from fsdptrain.algo.weights import AGGREGATIONS, count_totals, num_loss_tokens
 from fsdptrain.data.packing import pack, plan_packs
 from fsdptrain.types import LogProbs, LossConfig, PackedBatch, Sample
@@ -14,6 +15,11 @@ from tests.properties.strategies import sample_lists
 
 VOCAB = 11
 CONFIG = LossConfig(eps_clip_c=3.0, kl_loss_coef=0.1, entropy_coef=0.01)
+SEQUENCES = LossConfig(
+    eps_clip=0.1, use_opsm=True, mismatch_correction="mis_sequence", mismatch_low=0.1, mismatch_high=9.0,
+    kl_loss_coef=0.1, kl_loss_type="low_var_kl", use_unbiased_kl=True,
+)  # fmt: skip
+TRUNCATED = LossConfig(eps_clip_c=1.5, is_cap_high=1.2, mismatch_correction="tis_sequence", mismatch_low=0.0)
 
 
 def table(seed: int) -> Tensor:
@@ -27,7 +33,16 @@ def logprobs_of(model: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
     return values, -(logprobs.exp() * logprobs).sum(-1)
 
 
-def step(samples: list[Sample], aggregation: str, *, num_ranks: int, max_tokens: int, dtype: torch.dtype) -> tuple:
+def step(
+    samples: list[Sample],
+    aggregation: str,
+    *,
+    num_ranks: int,
+    max_tokens: int,
+    dtype: torch.dtype,
+    loss_name: str = "grpo",
+    config: LossConfig = CONFIG,
+) -> tuple:
     """Loss, gradient and metrics of one optimizer step, summed over the packs of all ranks as FSDP does."""
     model = table(0).to(dtype).requires_grad_()
     totals = count_totals([num_loss_tokens(sample) for sample in samples])
@@ -40,7 +55,7 @@ def step(samples: list[Sample], aggregation: str, *, num_ranks: int, max_tokens:
             ref, _ = logprobs_of(table(2).to(dtype), batch)
         values, entropy = logprobs_of(model, batch)
         batch = PackedBatch(**{**vars(batch), "old_logprobs": old, "ref_logprobs": ref})
-        output = LOSSES["grpo"](batch, LogProbs(values, entropy), CONFIG)
+        output = LOSSES[loss_name](batch, LogProbs(values, entropy), config)
         output.loss.backward()
         loss = loss + output.loss.detach()
         for name, value in output.metrics.items():
@@ -69,11 +84,40 @@ def test_loss_gradient_and_metrics_do_not_depend_on_the_plan(
         assert split[2][name] == pytest.approx(value, rel=10 * tolerance, abs=10 * tolerance), name
 
 
-@given(samples=sample_lists(min_size=1), aggregation=st.sampled_from(sorted(AGGREGATIONS)))
-def test_training_everything_twice_in_one_step_changes_nothing(samples: list[Sample], aggregation: str) -> None:
+@pytest.mark.parametrize("aggregation", sorted(AGGREGATIONS))
+@pytest.mark.parametrize("loss_name", sorted(LOSSES))
+@settings(max_examples=10)
+@given(
+    samples=sample_lists(min_size=1),
+    config=st.sampled_from([CONFIG, SEQUENCES, TRUNCATED]),
+    num_ranks=st.integers(1, 5),
+    max_tokens=st.integers(24, 60),
+)
+def test_gradient_of_every_loss_does_not_depend_on_packs_or_ranks(
+    loss_name: str, aggregation: str, samples: list[Sample], config: LossConfig, num_ranks: int, max_tokens: int
+) -> None:
+    which = {"dtype": torch.float64, "loss_name": loss_name, "config": config}
+    alone = step(samples, aggregation, num_ranks=1, max_tokens=10_000, **which)
+    split = step(samples[::-1], aggregation, num_ranks=num_ranks, max_tokens=max_tokens, **which)
+    scale = max(1.0, float(alone[1].abs().max()))
+    torch.testing.assert_close(split[0], alone[0], rtol=1e-12, atol=1e-12 * scale)
+    torch.testing.assert_close(split[1], alone[1], rtol=1e-12, atol=1e-12 * scale)
+    for name, value in alone[2].items():
+        assert split[2][name] == pytest.approx(value, rel=1e-10, abs=1e-11), name
+
+
+@given(
+    samples=sample_lists(min_size=1),
+    aggregation=st.sampled_from(sorted(AGGREGATIONS)),
+    loss_name=st.sampled_from(sorted(LOSSES)),
+)
+def test_training_everything_twice_in_one_step_changes_nothing(
+    samples: list[Sample], aggregation: str, loss_name: str
+) -> None:
     """A mean stays the same when each sample is there twice; a per-pack or per-rank denominator would not know."""
-    once = step(samples, aggregation, num_ranks=1, max_tokens=60, dtype=torch.float64)
-    twice = step(samples * 2, aggregation, num_ranks=3, max_tokens=60, dtype=torch.float64)
+    which = {"dtype": torch.float64, "loss_name": loss_name}
+    once = step(samples, aggregation, num_ranks=1, max_tokens=60, **which)
+    twice = step(samples * 2, aggregation, num_ranks=3, max_tokens=60, **which)
     scale = max(1.0, float(once[1].abs().max()))
     torch.testing.assert_close(twice[1], once[1], rtol=1e-6, atol=1e-6 * scale)  # f32 weights: 1/n and 1/2n round
 

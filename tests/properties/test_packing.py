@@ -181,6 +181,7 @@ def test_weights_add_up_to_what_the_aggregation_promises(samples: list[Sample], 
         "token_mean": 1.0,
         "sequence_mean": 1.0,
         "fixed_length": sum(counts) / (max(1, sequences) * 24),
+        "sequence_sum": sum(counts) / max(1, sequences),
     }
     assert total == pytest.approx(promised[aggregation] if sequences else 0.0, rel=1e-6)
 

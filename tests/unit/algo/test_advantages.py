@@ -1,30 +1,80 @@
 import numpy as np
 import pytest
 
-from fsdptrain.algo.advantages import ADVANTAGES, assign_advantages, zero_spread_groups
+from fsdptrain.algo.advantages import ADVANTAGES, assign_advantages, whiten, zero_spread_groups
 from fsdptrain.types import Sample
 
 
-def sample(group: str, reward: float | None) -> Sample:
-    return Sample(group, [1, 2], [False, True], [0.0, -1.0], reward=reward)
+def sample(group: str, reward: float | None, length: int = 1) -> Sample:
+    tokens = length + 1
+    return Sample(group, [1] * tokens, [False] + [True] * length, [0.0] * tokens, reward=reward)
 
 
-def advantages(rewards: list[tuple[str, float | None]], estimator: str) -> list[float]:
-    return [s.advantage for s in assign_advantages([sample(*r) for r in rewards], estimator)]
+def advantages(
+    rewards: list[tuple[str, float | None]], estimator: str, lengths: list[int] | None = None
+) -> list[float]:
+    lengths = lengths or [1] * len(rewards)
+    made = [sample(*row, length) for row, length in zip(rewards, lengths, strict=True)]
+    return [s.advantage for s in assign_advantages(made, estimator)]
 
 
-def reference(estimator: str, rewards: np.ndarray) -> np.ndarray:
+def reference(estimator: str, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     centred = rewards - rewards.mean()
-    return {"grpo": centred / (rewards.std(ddof=1) + 1e-6), "dr_grpo": centred}[estimator]
+    others = [np.delete(rewards, i).mean() for i in range(len(rewards))]
+    return {
+        "grpo": centred / (rewards.std(ddof=1) + 1e-6),
+        "dr_grpo": centred,
+        "rloo": rewards - others,
+        "reinforce++_baseline": centred,
+        "max_rl": centred / rewards.mean(),
+        "opo": rewards - np.average(rewards, weights=lengths),
+    }[estimator]
 
 
 @pytest.mark.parametrize("estimator", sorted(ADVANTAGES))
 def test_advantages_equal_their_formula(estimator: str) -> None:
-    rewards = np.random.default_rng(0).normal(size=(5, 8))
+    rng = np.random.default_rng(0)
+    rewards, lengths = rng.random(size=(5, 8)), rng.integers(1, 30, size=(5, 8))
     # Groups interleaved, as samples of several groups may stand in any order.
-    flat = [(f"g{g}", float(rewards[g, i])) for i in range(8) for g in range(5)]
-    ours = np.array(advantages(flat, estimator)).reshape(8, 5).T
-    np.testing.assert_allclose(ours, [reference(estimator, group) for group in rewards], rtol=1e-12, atol=1e-12)
+    order = [(g, i) for i in range(8) for g in range(5)]
+    flat, long = [(f"g{g}", float(rewards[g, i])) for g, i in order], [int(lengths[g, i]) for g, i in order]
+    ours = np.array(advantages(flat, estimator, long)).reshape(8, 5).T
+    expected = [reference(estimator, *group) for group in zip(rewards, lengths, strict=True)]
+    np.testing.assert_allclose(ours, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_max_rl_never_turns_the_sign_of_an_advantage() -> None:
+    assert advantages([("g", 0.0), ("g", 1.0)], "max_rl") == [-1.0, 1.0]
+    assert advantages([("g", -1.0), ("g", -2.0)], "max_rl") == [0.0, 0.0]
+
+
+def test_opo_without_any_token_is_the_mean() -> None:
+    unsaid = [Sample("g", [1], [False], [0.0], reward=reward) for reward in (0.0, 1.0)]
+    assert [s.advantage for s in assign_advantages(unsaid, "opo")] == [-0.5, 0.5]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_whitened_advantages_have_mean_0_and_variance_1_over_the_tokens_of_all_ranks(num_ranks: int) -> None:
+    rng = np.random.default_rng(1)
+    made = [sample(f"g{i // 4}", float(rng.random()), int(rng.integers(1, 20))) for i in range(24)]
+    made = assign_advantages([*made, sample("h", None, 7)], "reinforce++_baseline")
+    shares = [made[rank::num_ranks] for rank in range(num_ranks)]
+    collected: list[dict[str, float]] = []
+    for share in shares:
+        whiten(share, lambda sums: collected.append(dict(sums)) or sums)
+    total = {name: sum(part[name] for part in collected) for name in collected[0]}
+    whitened = [s for share in shares for s in whiten(share, lambda _sums: total)]
+
+    tokens = [s.advantage for s in whitened if s.reward is not None for _ in range(sum(s.loss_mask))]
+    assert np.mean(tokens) == pytest.approx(0, abs=1e-12)
+    assert np.std(tokens, ddof=1) == pytest.approx(1, rel=1e-6)
+    assert [s.advantage for s in whitened if s.reward is None] == [0.0]
+
+
+def test_a_batch_without_spread_or_without_samples_stays_as_it_is() -> None:
+    flat = assign_advantages([sample("g", 1.0), sample("g", 1.0)], "reinforce++_baseline")
+    assert whiten(flat, dict) == flat
+    assert whiten([], dict) == []
 
 
 @pytest.mark.parametrize("estimator", sorted(ADVANTAGES))
@@ -41,7 +91,7 @@ def test_an_unscored_sample_gets_zero_and_leaves_its_group_alone(estimator: str)
     assert with_hole[0] > 0
 
 
-@pytest.mark.parametrize("estimator", sorted(ADVANTAGES))
+@pytest.mark.parametrize("estimator", sorted(set(ADVANTAGES) - {"max_rl"}))  # divides by the level
 def test_advantages_do_not_move_with_the_level_of_the_rewards(estimator: str) -> None:
     low, high = ([("g", base + x) for x in (0.0, 1.0, 0.5)] for base in (0.0, 10.0))
     np.testing.assert_allclose(advantages(low, estimator), advantages(high, estimator), atol=1e-9)

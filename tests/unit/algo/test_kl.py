@@ -35,6 +35,13 @@ def test_estimators_vanish_where_the_models_agree_and_k2_and_k3_are_never_negati
         assert name == "k1" or (estimate(log_ratio) >= 0).all()
 
 
+def test_low_var_kl_is_k3_within_bounds() -> None:
+    log_ratio = torch.tensor([-200.0, -2.0, 0.5, 9.0, 200.0], dtype=torch.float64)
+    k3 = KL_ESTIMATORS["k3"](log_ratio[1:4])
+    expected = torch.tensor([10.0, *k3.tolist(), 10.0], dtype=torch.float64)
+    torch.testing.assert_close(KL_ESTIMATORS["low_var_kl"](log_ratio), expected)
+
+
 def test_k3_keeps_its_digits_near_zero() -> None:
     """exp(x) - 1 - x cancels in float32 where x is small; expm1 does not."""
     log_ratio = torch.tensor([1e-3, -1e-3])

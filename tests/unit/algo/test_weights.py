@@ -6,7 +6,7 @@ from fsdptrain.types import Sample
 
 @pytest.mark.parametrize(
     ("aggregation", "weight"),
-    [("token_mean", 1 / 30), ("sequence_mean", 1 / (4 * 5)), ("fixed_length", 1 / (4 * 100))],
+    [("token_mean", 1 / 30), ("sequence_mean", 1 / (4 * 5)), ("fixed_length", 1 / (4 * 100)), ("sequence_sum", 1 / 4)],
 )
 def test_weights_equal_the_table_of_algorithms(aggregation: str, weight: float) -> None:
     totals = Totals(num_tokens=30, num_sequences=4)

@@ -94,7 +94,12 @@ def test_a_flag_wins_over_a_recipe_and_a_recipe_over_the_default(tmp_path):
 @pytest.mark.parametrize("flat", [flat for flat, key in all_keys().items() if key.field.annotation is bool])
 def test_every_boolean_can_be_set_both_ways(flat):
     flag = all_keys()[flat].flag
-    extra = {"fp16": ["--no-bf16"], "probe": ["--dry-run"]}.get(flat, [])
+    extra = {
+        "fp16": ["--no-bf16"],
+        "probe": ["--dry-run"],
+        "use_opsm": ["--global-batch-size", "64"],
+        "use_unbiased_kl": ["--kl-loss-coef", "0.1"],
+    }.get(flat, [])
     assert value(flat, flag, *extra) is True
     assert value(flat, "--no-" + flag[2:]) is False
 

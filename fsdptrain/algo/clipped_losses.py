@@ -1,0 +1,68 @@
+"""Losses that follow the ratio of new to old policy up to a clip: grpo, gspo, gmpo."""
+
+import torch
+from torch import Tensor
+
+from fsdptrain.algo.objective import policy_loss
+from fsdptrain.algo.tokens import LossTokens, at_loss_tokens, clamped, sequence_mean, with_value
+from fsdptrain.types import LogProbs, LossConfig, LossOutput, PackedBatch
+
+
+def grpo(batch: PackedBatch, logprobs: LogProbs, config: LossConfig) -> LossOutput:
+    """Clipped policy gradient, with dual clip where `eps_clip_c` is set (arXiv 2402.03300; 1912.09729 section 3.2).
+
+    -min(r A, clip(r, 1 - eps_clip, 1 + eps_clip_high) A), r = exp(l - lo); where A < 0 at most -eps_clip_c A. Strictly
+    on-policy (`old_logprobs` None) r is 1 and its gradient is that of l.
+    """
+    tokens = at_loss_tokens(batch, logprobs)
+    return _clipped_ratio(tokens, tokens.log_ratio, config)
+
+
+def gspo(batch: PackedBatch, logprobs: LogProbs, config: LossConfig) -> LossOutput:
+    """One ratio for a whole sequence, clipped like that of grpo (GSPO, arXiv 2507.18071).
+
+    s_i = exp(mean_t(l - lo)); r = s_i with the gradient of l, in the paper's token form: then as grpo. Over
+    tokens of equal weight its gradient is that of the sequence form.
+    """
+    tokens = at_loss_tokens(batch, logprobs)
+    mean = sequence_mean(tokens, (tokens.logprobs - tokens.old_logprobs).detach())
+    return _clipped_ratio(tokens, clamped(with_value(tokens.logprobs, mean)), config)
+
+
+def gmpo(batch: PackedBatch, logprobs: LogProbs, config: LossConfig) -> LossOutput:
+    """The geometric mean of a sequence's ratios, each clipped before (GMPO, arXiv 2507.20673).
+
+    d = min(l - lo, eps_clip_high) where A > 0, else max(l - lo, -eps_clip): bounds of the LOG ratio, exp(-0.4) and
+    exp(0.4) in the paper. -A exp(mean_t d), with the gradient through each d.
+    """
+    tokens = at_loss_tokens(batch, logprobs)
+    log_ratio, rises = tokens.log_ratio, tokens.advantages > 0
+    low, high = -config.eps_clip, config.eps_clip_high
+    clipped = torch.where(rises, log_ratio.clamp(max=high), log_ratio.clamp(min=low))
+    ratio = with_value(clipped, sequence_mean(tokens, clipped)).exp()
+    return policy_loss(
+        tokens,
+        -ratio * tokens.advantages,
+        config,
+        ratio=ratio,
+        clipped_low=(log_ratio < low) & (tokens.advantages < 0),
+        clipped_high=(log_ratio > high) & rises,
+    )
+
+
+def _clipped_ratio(tokens: LossTokens, log_ratio: Tensor, config: LossConfig) -> LossOutput:
+    """PPO's pessimistic bound, with the dual clip, for the ratio of a token or of its sequence."""
+    ratio = log_ratio.exp()
+    low, high = 1 - config.eps_clip, 1 + config.eps_clip_high
+    policy = -torch.minimum(ratio * tokens.advantages, ratio.clamp(low, high) * tokens.advantages)
+    if config.eps_clip_c is not None:
+        bound = torch.where(tokens.advantages < 0, -config.eps_clip_c * tokens.advantages, torch.inf)
+        policy = torch.minimum(policy, bound)
+    return policy_loss(
+        tokens,
+        policy,
+        config,
+        ratio=ratio,
+        clipped_low=(ratio < low) & (tokens.advantages < 0),
+        clipped_high=(ratio > high) & (tokens.advantages > 0),
+    )

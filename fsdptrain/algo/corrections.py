@@ -1,0 +1,75 @@
+"""Corrections for the mismatch between the engine that sampled and the trainer that computes the gradient.
+
+w = exp(lo - lr), of a token or of a whole sequence, bounded, without gradient, times the loss of the policy before it
+is aggregated. Denominators are not touched: a token that is rejected still counts. Where engine and trainer agree
+every w is 1. KL and entropy terms are not weighted. In losses of whole sequences (gspo, gmpo) the weight of a token is
+that of its own part of the gradient: a token that is rejected has none.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fsdptrain.algo.tokens import LossTokens, clamped, sequence_mean, sequence_sum
+from fsdptrain.types import LossConfig
+
+
+@dataclass(frozen=True)
+class Correction:
+    """One way to weight: which ratio, and what becomes of it outside of the bounds."""
+
+    log_ratio: Callable[[LossTokens, Tensor], Tensor]  # from log w of each token, [M] -> [M]
+    bounded: Callable[[Tensor, float, float], Tensor]  # (w [M], low, high) -> weights [M]
+    low: float  # default bounds, low <= 1 <= high
+    high: float
+    formula: str
+    source: str
+
+
+def correction_weights(tokens: LossTokens, config: LossConfig) -> Tensor:
+    """The weight of each token's loss, in [0, mismatch_high]. [M], without gradient."""
+    bounded = CORRECTIONS[config.mismatch_correction].bounded
+    return bounded(correction_ratio(tokens, config), config.mismatch_low, config.mismatch_high)
+
+
+def correction_ratio(tokens: LossTokens, config: LossConfig) -> Tensor:
+    """w of each token, before it is bounded: in [exp(-20), exp(20)]. [M], without gradient."""
+    log_ratio = CORRECTIONS[config.mismatch_correction].log_ratio
+    return clamped(log_ratio(tokens, tokens.old_logprobs - tokens.rollout_logprobs)).exp()
+
+
+def _of_token(_tokens: LossTokens, log_w: Tensor) -> Tensor:
+    return log_w
+
+
+def _truncated(w: Tensor, low: float, high: float) -> Tensor:
+    return w.clamp(low, high)
+
+
+def _masked(w: Tensor, low: float, high: float) -> Tensor:
+    return torch.where((w >= low) & (w <= high), w, 0.0)
+
+
+def _ones(w: Tensor, _low: float, _high: float) -> Tensor:
+    return torch.ones_like(w)
+
+
+CORRECTIONS: Mapping[str, Correction] = {
+    "none": Correction(_of_token, _ones, 0.5, 2.0, "1", "bounds are those of mismatch/out_of_bounds"),
+    "tis": Correction(_of_token, _truncated, 0.0, 2.0, "clamp(w_t, low, high)", "truncated importance sampling, 2025"),
+    "tis_sequence": Correction(
+        sequence_sum, _truncated, 0.0, 2.0, "clamp(exp(sum_t log w_t), low, high)", "the same for whole sequences"
+    ),
+    "mis": Correction(_of_token, _masked, 0.5, 2.0, "w_t inside [low, high], else 0", "masked importance sampling"),
+    "mis_sequence": Correction(
+        sequence_mean,
+        _masked,
+        0.99,
+        1.01,
+        "exp(mean_t log w_t) inside [low, high], else 0",
+        "the same by the geometric mean of a sequence; its bounds are our choice",
+    ),
+    "icepop": Correction(_of_token, _masked, 0.5, 5.0, "w_t inside [low, high], else 0", "IcePop, arXiv 2510.18855"),
+}

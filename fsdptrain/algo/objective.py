@@ -1,0 +1,72 @@
+"""From the policy's loss of each token to one number: corrections, then KL and entropy, then the weighted sum.
+
+Losses are sums over the loss tokens of a pack, weighted by `loss_weights`, which hold the global denominator: nobody
+divides afterwards.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from fsdptrain.algo.corrections import correction_weights
+from fsdptrain.algo.kl import KL_ESTIMATORS
+from fsdptrain.algo.metrics import mismatch_metrics, policy_metrics
+from fsdptrain.algo.tokens import LossTokens, sequence_mean
+from fsdptrain.types import LossConfig, LossOutput
+
+
+def policy_loss(
+    tokens: LossTokens,
+    policy: Tensor,
+    config: LossConfig,
+    *,
+    ratio: Tensor,
+    clipped_low: Tensor,
+    clipped_high: Tensor,
+) -> LossOutput:
+    """The end of a loss that compares with the old policy: `policy` [M], weighted and masked, then `total`.
+
+    Args:
+        policy: the loss of each token, before aggregation.
+        ratio: what the loss takes as the ratio of new to old policy, for metrics.
+        clipped_low, clipped_high: tokens that a clip holds back, for metrics.
+    """
+    metrics = policy_metrics(
+        tokens,
+        ratio=ratio.detach(),
+        log_ratio=tokens.log_ratio.detach(),
+        clipped_low=clipped_low,
+        clipped_high=clipped_high,
+    )
+    metrics |= mismatch_metrics(tokens, config)
+    policy = correction_weights(tokens, config) * policy
+    if config.use_opsm:
+        dropped = off_policy_sequences(tokens, config.opsm_delta)
+        policy = torch.where(dropped, 0.0, policy)
+        metrics["policy/opsm_fraction"] = (tokens.shares * dropped).sum()
+    return total(tokens, policy, config, metrics)
+
+
+def off_policy_sequences(tokens: LossTokens, delta: float) -> Tensor:
+    """OPSM: sequences with A < 0 and mean_t(lo - l) > delta, which are dropped (DeepSeek-V3.2, 2512.02556). [M] bool"""
+    drift = sequence_mean(tokens, tokens.old_logprobs - tokens.logprobs.detach())
+    return (tokens.advantages < 0) & (drift > delta)
+
+
+def total(tokens: LossTokens, policy: Tensor, config: LossConfig, metrics: Mapping[str, Tensor]) -> LossOutput:
+    """policy + kl_loss_coef * KL - entropy_coef * H; loss/policy, loss/kl and loss/entropy add up to loss/total."""
+    terms = {"loss/policy": (tokens.weights * policy).sum()}
+    extra: dict[str, Tensor] = {}
+    if tokens.ref_logprobs is not None:
+        kl = KL_ESTIMATORS[config.kl_loss_type](tokens.logprobs - tokens.ref_logprobs)
+        if config.use_unbiased_kl:
+            kl = tokens.log_ratio.exp() * kl
+        terms["loss/kl"] = config.kl_loss_coef * (tokens.weights * kl).sum()
+        extra["policy/ref_kl"] = (tokens.shares * kl).sum()
+    if tokens.entropy is not None:
+        terms["loss/entropy"] = -config.entropy_coef * (tokens.weights * tokens.entropy).sum()
+        extra["policy/entropy"] = (tokens.shares * tokens.entropy).sum()
+    loss = torch.stack(list(terms.values())).sum()
+    logged = {"loss/total": loss, **terms, **extra, **metrics}
+    return LossOutput(loss, {name: value.detach() for name, value in logged.items()})

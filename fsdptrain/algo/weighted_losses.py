@@ -1,0 +1,123 @@
+"""Losses that weight or mask the policy gradient of each token: cispo, sapo, dppo_tv, dppo_kl, ipo, reinforce."""
+
+import torch
+from torch import Tensor
+
+from fsdptrain.algo.metrics import mismatch_metrics, policy_metrics
+from fsdptrain.algo.objective import policy_loss, total
+from fsdptrain.algo.tokens import LossTokens, at_loss_tokens, clamped
+from fsdptrain.types import LogProbs, LossConfig, LossOutput, PackedBatch
+
+TINY = 1e-8  # probability: keeps the logarithm of 1 - p finite
+
+
+def reinforce(batch: PackedBatch, logprobs: LogProbs, config: LossConfig) -> LossOutput:
+    """The plain policy gradient, -A l: no ratio, no clip (Williams 1992, Machine Learning 8)."""
+    tokens = at_loss_tokens(batch, logprobs)
+    none = torch.zeros_like(tokens.mask)
+    policy = -tokens.advantages * tokens.logprobs
+    return policy_loss(tokens, policy, config, ratio=tokens.log_ratio.exp(), clipped_low=none, clipped_high=none)
+
+
+def cispo(batch: PackedBatch, logprobs: LogProbs, config: LossConfig) -> LossOutput:
+    """Every token keeps a gradient, its importance weight is capped (CISPO, arXiv 2506.13585).
+
+    -sg(min(r, is_cap_high)) A l, r = exp(l - lo). The cap is absolute, not 1 + eps.
+    """
+    tokens = at_loss_tokens(batch, logprobs)
+    ratio = tokens.log_ratio.detach().exp()
+    return policy_loss(
+        tokens,
+        -ratio.clamp(max=config.is_cap_high) * tokens.advantages * tokens.logprobs,
+        config,
+        ratio=ratio,
+        clipped_low=torch.zeros_like(tokens.mask),
+        clipped_high=ratio > config.is_cap_high,
+    )
+
+
+def sapo(batch: PackedBatch, logprobs: LogProbs, config: LossConfig) -> LossOutput:
+    """A soft gate in place of the clip (SAPO, arXiv 2511.20347).
+
+    -(4 / tau) sigmoid(tau (r - 1)) A, r = exp(l - lo), tau = sapo_tau_pos where A > 0, else sapo_tau_neg. On-policy the
+    gradient is that of l, whatever tau.
+    """
+    tokens = at_loss_tokens(batch, logprobs)
+    ratio = tokens.log_ratio.exp()
+    tau = torch.full_like(ratio, config.sapo_tau_neg).masked_fill(tokens.advantages > 0, config.sapo_tau_pos)
+    policy = -(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * tokens.advantages
+    none = torch.zeros_like(tokens.mask)
+    return policy_loss(tokens, policy, config, ratio=ratio, clipped_low=none, clipped_high=none)
+
+
+def dppo_tv(batch: PackedBatch, logprobs: LogProbs, config: LossConfig) -> LossOutput:
+    """A trust region in probability: tokens that left it are dropped (DPPO, arXiv 2602.04879, total variation).
+
+    -sg(min(r, is_cap_high)) A l where kept; with p = exp(l), kept is p - po <= eps_clip_high where A > 0, and
+    p - po >= -eps_clip elsewhere.
+    """
+    tokens = at_loss_tokens(batch, logprobs)
+    moved = tokens.logprobs.detach().exp() - tokens.old_logprobs.exp()
+    return _masked_gradient(tokens, config, too_high=moved > config.eps_clip_high, too_low=moved < -config.eps_clip)
+
+
+def dppo_kl(batch: PackedBatch, logprobs: LogProbs, config: LossConfig) -> LossOutput:
+    """As dppo_tv, with the KL divergence of "this token or another" as distance (DPPO, arXiv 2602.04879, binary KL).
+
+    D = po (lo - l) + (1 - po) log((1 - po) / (1 - p)); dropped is p > po with D > eps_clip_high where A > 0, and p < po
+    with D > eps_clip elsewhere.
+    """
+    tokens = at_loss_tokens(batch, logprobs)
+    log_ratio = tokens.logprobs.detach() - tokens.old_logprobs
+    old = tokens.old_logprobs.exp()
+    rest, old_rest = _rest(tokens.logprobs.detach()), _rest(tokens.old_logprobs)
+    distance = -old * log_ratio + old_rest * (old_rest / rest).log()
+    return _masked_gradient(
+        tokens,
+        config,
+        too_high=(log_ratio > 0) & (distance > config.eps_clip_high),
+        too_low=(log_ratio < 0) & (distance > config.eps_clip),
+    )
+
+
+def ipo(batch: PackedBatch, logprobs: LogProbs, config: LossConfig) -> LossOutput:
+    """Straight on the engine's logprobs, without old ones (prime-rl's default; mask of arXiv 2602.04879, penalty of
+    2602.02276).
+
+    -rho A where kept, rho = exp(l - lr) with its gradient, plus ipo_kl_coef (l - lr)^2 on every token. Kept is
+    p - pr <= eps_clip_high where A > 0, p - pr >= -eps_clip elsewhere.
+    """
+    tokens = at_loss_tokens(batch, logprobs)
+    log_ratio = clamped(tokens.logprobs - tokens.rollout_logprobs)
+    moved = tokens.logprobs.detach().exp() - tokens.rollout_logprobs.exp()
+    too_high, too_low = moved > config.eps_clip_high, moved < -config.eps_clip
+    dropped = torch.where(tokens.advantages > 0, too_high, too_low)
+    ratio = log_ratio.exp()
+    policy = torch.where(dropped, 0.0, -ratio * tokens.advantages) + config.ipo_kl_coef * log_ratio.square()
+    metrics = policy_metrics(
+        tokens,
+        ratio=ratio.detach(),
+        log_ratio=log_ratio.detach(),
+        clipped_low=too_low & (tokens.advantages < 0),
+        clipped_high=too_high & (tokens.advantages > 0),
+    )
+    return total(tokens, policy, config, metrics | mismatch_metrics(tokens, config))
+
+
+def _masked_gradient(tokens: LossTokens, config: LossConfig, *, too_high: Tensor, too_low: Tensor) -> LossOutput:
+    dropped = torch.where(tokens.advantages > 0, too_high, too_low)
+    ratio = tokens.log_ratio.detach().exp()
+    policy = -ratio.clamp(max=config.is_cap_high) * tokens.advantages * tokens.logprobs
+    return policy_loss(
+        tokens,
+        torch.where(dropped, 0.0, policy),
+        config,
+        ratio=ratio,
+        clipped_low=too_low & (tokens.advantages < 0),
+        clipped_high=too_high & (tokens.advantages > 0),
+    )
+
+
+def _rest(logprobs: Tensor) -> Tensor:
+    """1 - p, without cancellation for small p, and never 0."""
+    return (-torch.expm1(logprobs)).clamp(min=TINY)

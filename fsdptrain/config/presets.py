@@ -1,0 +1,133 @@
+"""What `--algorithm NAME` and `--loss NAME` mean: data only, which the checks, the sources of values and the docs read.
+
+An algorithm is a preset of loss, aggregation, advantage and the loss's own options. Whatever a recipe or a flag says
+wins over it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+RATIO = frozenset({"use_rollout_logprobs", "use_opsm", "opsm_delta"})  # read by every loss that has an old policy
+MISMATCH = frozenset({"mismatch_correction", "mismatch_low", "mismatch_high"})
+OLD_POLICY = RATIO | MISMATCH
+CLIP = frozenset({"eps_clip", "eps_clip_high"})
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """The options of the section `algorithm` that a loss reads, beside KL and entropy, which every loss has."""
+
+    reads: frozenset[str]
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # where they differ from those of the section
+    idle_on_policy: frozenset[str] = frozenset()  # what has no effect where the policy ratio is always 1
+
+
+@dataclass(frozen=True)
+class Preset:
+    """What an algorithm is made of."""
+
+    loss: str
+    when: str  # to use it, for the docs
+    loss_aggregation: str = "token_mean"
+    advantage_estimator: str = "grpo"
+    options: Mapping[str, Any] = field(default_factory=dict)  # of its loss, over the loss's own defaults
+
+
+def _loss(*names: str, **defaults: Any) -> LossOptions:
+    """A loss with an old policy, that reads `names` too."""
+    reads = frozenset(names)
+    return LossOptions(OLD_POLICY | reads, defaults, idle_on_policy=reads | {"use_opsm", "opsm_delta"})
+
+
+LOSS_OPTIONS: Mapping[str, LossOptions] = {
+    "grpo": _loss(*CLIP, "eps_clip_c"),
+    "gspo": _loss(*CLIP, "eps_clip_c", eps_clip=3e-4, eps_clip_high=4e-4),
+    "gmpo": _loss(*CLIP, eps_clip=0.4),
+    "cispo": _loss("is_cap_high"),
+    "sapo": _loss("sapo_tau_pos", "sapo_tau_neg"),
+    "dppo_tv": _loss(*CLIP, "is_cap_high", is_cap_high=20.0),
+    "dppo_kl": _loss(*CLIP, "is_cap_high", eps_clip=0.05, is_cap_high=20.0),
+    "ipo": LossOptions(CLIP | {"ipo_kl_coef"}),
+    "reinforce": _loss(),
+    "sft": LossOptions(frozenset()),
+}
+LOSS_FIELDS = tuple(sorted(frozenset().union(*(options.reads for options in LOSS_OPTIONS.values()))))
+
+PRESETS: Mapping[str, Preset] = {
+    "grpo": Preset("grpo", "The default: verifiable rewards, a few optimizer steps on each rollout."),
+    "dapo": Preset(
+        "grpo",
+        "Long reasoning, where the entropy falls. So far the clip and the token mean of DAPO: dynamic sampling and "
+        "overlong shaping are not built yet.",
+        options={"eps_clip_high": 0.28},
+    ),
+    "dr_grpo": Preset(
+        "grpo",
+        "When answers grow long without growing right: neither length nor difficulty weights a sample.",
+        loss_aggregation="fixed_length",
+        advantage_estimator="dr_grpo",
+    ),
+    "gspo": Preset(
+        "gspo",
+        "Mixture-of-experts models and long answers, where ratios of single tokens are noise. Takes several optimizer "
+        "steps on each rollout.",
+        loss_aggregation="sequence_mean",
+    ),
+    "cispo": Preset("cispo", "When rare but decisive tokens are clipped away by grpo; several steps on each rollout."),
+    "sapo": Preset(
+        "sapo", "A gate without an edge: smoother than a clip off-policy.", loss_aggregation="sequence_mean"
+    ),
+    "gmpo": Preset(
+        "gmpo",
+        "When single ratios are outliers: their geometric mean is not, and allows a wider clip.",
+        loss_aggregation="sequence_mean",
+    ),
+    "dppo_tv": Preset(
+        "dppo_tv", "Large vocabularies: a ratio clip holds back rare tokens too much and frequent ones too little."
+    ),
+    "dppo_kl": Preset("dppo_kl", "As dppo_tv, stricter on tokens that were nearly certain."),
+    "ipo": Preset(
+        "ipo",
+        "When engine and trainer differ, or samples are older than a step: no old logprobs are scored at all.",
+        advantage_estimator="dr_grpo",
+    ),
+    "reinforce": Preset(
+        "reinforce", "One optimizer step on each rollout, and nothing to tune.", advantage_estimator="dr_grpo"
+    ),
+    "rloo": Preset("reinforce", "As reinforce, with an unbiased baseline.", advantage_estimator="rloo"),
+    "reinforce++_baseline": Preset(
+        "grpo",
+        "Few samples for each prompt: the scale of an advantage comes from the whole batch.",
+        advantage_estimator="reinforce++_baseline",
+    ),
+    "max_rl": Preset(
+        "grpo", "Hard prompts that are rarely solved, with rewards of 0 and 1.", advantage_estimator="max_rl"
+    ),
+    "opo": Preset("reinforce", "Strictly on-policy, with answers of very different length.", advantage_estimator="opo"),
+    "sft": Preset("sft", "Supervised training on prompts and their labels, without rollouts."),
+}
+
+
+def preset_values(algorithm: object, loss: object) -> dict[str, Any]:
+    """What `--algorithm` and `--loss` (None: not given) say of the section `algorithm`, by field name.
+
+    A loss that is not the preset's brings its own defaults. An unknown name says nothing: it is refused elsewhere.
+    """
+    preset = PRESETS.get(algorithm) if isinstance(algorithm, str) else None
+    if preset is None:
+        return {}
+    chosen = preset.loss if loss is None else loss
+    options = LOSS_OPTIONS.get(chosen) if isinstance(chosen, str) else None
+    return {
+        "loss": preset.loss,
+        "loss_aggregation": preset.loss_aggregation,
+        "advantage_estimator": preset.advantage_estimator,
+        **(options.defaults if options else {}),
+        **(preset.options if chosen == preset.loss else {}),
+    }
+
+
+def is_own_loss(loss: str) -> bool:
+    """`package.module:function`, of which nothing is known."""
+    return ":" in loss

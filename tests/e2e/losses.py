@@ -1,0 +1,11 @@
+"""A loss of a user's own, for `--loss tests.e2e.losses:doubled`."""
+
+from dataclasses import replace
+
+from fsdptrain.algo.losses import LOSSES
+from fsdptrain.types import LogProbs, LossConfig, LossOutput, PackedBatch
+
+
+def doubled(batch: PackedBatch, logprobs: LogProbs, config: LossConfig) -> LossOutput:
+    output = LOSSES["reinforce"](batch, logprobs, config)
+    return replace(output, loss=2 * output.loss, metrics={**output.metrics, "policy/doubled": output.loss.detach()})

@@ -1,0 +1,172 @@
+"""The losses once more, sequence by sequence from their papers, in float64, with autograd through the formula.
+
+Nothing of fsdptrain.algo is used. A sequence is a mapping of float64 vectors over its T loss tokens: l (with gradient),
+lo, lr; and its advantage A. A loss gives the T losses of its tokens.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fsdptrain.types import LossConfig
+
+
+@dataclass(frozen=True)
+class Sequence:
+    l: Tensor  # noqa: E741 - the notation of the papers' logarithm
+    lo: Tensor
+    lr: Tensor
+    lf: Tensor
+    w: Tensor  # weights
+    A: float
+
+
+def bound(x: Tensor) -> Tensor:
+    """House rule: log ratios lie in [-20, 20]."""
+    return torch.clip(x, -20.0, 20.0)
+
+
+def grpo(s: Sequence, c: LossConfig) -> Tensor:
+    return ppo(bound(s.l - s.lo).exp(), s.A, c)
+
+
+def gspo(s: Sequence, c: LossConfig) -> Tensor:
+    """The sequence form: one ratio, (pi / pi_old)^(1 / |y|), with the gradient through all of it."""
+    log_ratio = s.l.sum() - s.lo.sum()
+    return ppo(bound(log_ratio / len(s.l)).exp(), s.A, c) * torch.ones_like(s.l)
+
+
+def ppo(r: Tensor, a: float, c: LossConfig) -> Tensor:
+    surrogate = torch.min(r * a, torch.clip(r, 1 - c.eps_clip, 1 + c.eps_clip_high) * a)
+    if a < 0 and c.eps_clip_c is not None:
+        surrogate = torch.max(surrogate, torch.full_like(r, c.eps_clip_c * a))
+    return -surrogate
+
+
+def gmpo(s: Sequence, c: LossConfig) -> Tensor:
+    """prod_t min(r^sgn(A), clip(r)^sgn(A))^(1 / |y|), turned back by sgn(A), times A."""
+    product = torch.ones((), dtype=torch.float64)
+    for t in range(len(s.l)):
+        d = bound(s.l[t] - s.lo[t])
+        if s.A > 0 and d.item() > c.eps_clip_high:
+            d = torch.tensor(c.eps_clip_high, dtype=torch.float64)
+        if s.A < 0 and d.item() < -c.eps_clip:
+            d = torch.tensor(-c.eps_clip, dtype=torch.float64)
+        product = product * (d / len(s.l)).exp()
+    return -s.A * product * torch.ones_like(s.l)
+
+
+def cispo(s: Sequence, c: LossConfig) -> Tensor:
+    weights = [min(x, c.is_cap_high) for x in bound(s.l - s.lo).exp().tolist()]
+    return -torch.tensor(weights, dtype=torch.float64) * s.A * s.l
+
+
+def sapo(s: Sequence, c: LossConfig) -> Tensor:
+    tau = c.sapo_tau_pos if s.A > 0 else c.sapo_tau_neg
+    r = bound(s.l - s.lo).exp()
+    return -s.A * (4 / tau) / (1 + torch.exp(-tau * (r - 1)))
+
+
+def dppo(s: Sequence, c: LossConfig, far: Callable[[float, float, float], bool]) -> Tensor:
+    """`far`: (p, po, threshold). Dropped is what is far, on the side that the advantage pushes to."""
+    losses = []
+    for t in range(len(s.l)):
+        p, po = s.l[t].detach().exp().item(), s.lo[t].exp().item()
+        out = (p > po and far(p, po, c.eps_clip_high)) if s.A > 0 else (p < po and far(p, po, c.eps_clip))
+        weight = min(bound(s.l[t] - s.lo[t]).exp().item(), c.is_cap_high)
+        losses.append(0.0 * s.l[t] if out else -s.A * weight * s.l[t])
+    return torch.stack(losses)
+
+
+def dppo_tv(s: Sequence, c: LossConfig) -> Tensor:
+    return dppo(s, c, lambda p, po, threshold: abs(p - po) > threshold)
+
+
+def dppo_kl(s: Sequence, c: LossConfig) -> Tensor:
+    def far(p: float, po: float, threshold: float) -> bool:
+        both = torch.tensor([[po, 1 - po], [p, 1 - p]], dtype=torch.float64)
+        old, new = both.clip(min=1e-8)
+        change = (old / new).log()
+        change[0] = min(max(change[0].item(), -700), 700)
+        return (both[0] * change).sum().item() > threshold
+
+    return dppo(s, c, far)
+
+
+def ipo(s: Sequence, c: LossConfig) -> Tensor:
+    losses = []
+    for t in range(len(s.l)):
+        moved = s.l[t].detach().exp().item() - s.lr[t].exp().item()
+        dropped = moved > c.eps_clip_high if s.A > 0 else moved < -c.eps_clip
+        rho = bound(s.l[t] - s.lr[t])
+        losses.append((0.0 if dropped else -s.A) * rho.exp() + c.ipo_kl_coef * rho**2)
+    return torch.stack(losses)
+
+
+def reinforce(s: Sequence, _c: LossConfig) -> Tensor:
+    return -s.A * s.l
+
+
+def sft(s: Sequence, _c: LossConfig) -> Tensor:
+    return -s.l
+
+
+POLICY: Mapping[str, Callable[[Sequence, LossConfig], Tensor]] = {
+    "grpo": grpo, "gspo": gspo, "gmpo": gmpo, "cispo": cispo, "sapo": sapo, "dppo_tv": dppo_tv, "dppo_kl": dppo_kl,
+    "ipo": ipo, "reinforce": reinforce, "sft": sft,
+}  # fmt: skip
+UNCORRECTED = ("ipo", "sft")
+OF_SEQUENCES = ("gspo", "gmpo")
+
+
+def mismatch_weights(s: Sequence, c: LossConfig) -> list[float]:
+    low, high = c.mismatch_low, c.mismatch_high
+    logs = (s.lo - s.lr).tolist()
+    n, kind = len(logs), c.mismatch_correction
+    if kind == "tis_sequence":
+        logs = [sum(logs)] * n
+    if kind == "mis_sequence":
+        logs = [sum(logs) / n] * n
+    ratios = torch.tensor([min(max(x, -20.0), 20.0) for x in logs], dtype=torch.float64).exp().tolist()
+    if kind == "none":
+        return [1.0] * n
+    if kind in ("tis", "tis_sequence"):
+        return [min(max(w, low), high) for w in ratios]
+    return [w if low <= w <= high else 0.0 for w in ratios]
+
+
+def kl(s: Sequence, c: LossConfig) -> Tensor:
+    d = s.l - s.lf
+    clipped = torch.clip(d, -20, 20)
+    values = {
+        "k1": d,
+        "k2": d * d / 2,
+        "k3": torch.expm1(-d) + d,
+        "low_var_kl": torch.clip(torch.expm1(-clipped) + clipped, -10, 10),
+    }[c.kl_loss_type]
+    return values * bound(s.l - s.lo).exp() if c.use_unbiased_kl else values
+
+
+def by_token(policy: Tensor, l: Tensor) -> Tensor:  # noqa: E741
+    """The same values, with d sum(policy) / d l[t] at t alone: so that a token's correction weights its own part."""
+    (gradient,) = torch.autograd.grad(policy.sum(), l, retain_graph=True)
+    return policy.detach() + gradient * (l - l.detach())
+
+
+def loss_of(name: str, sequences: list[Sequence], c: LossConfig) -> Tensor:
+    """Sum over sequences and tokens of w (W L + beta KL)."""
+    total = torch.zeros((), dtype=torch.float64)
+    for s in sequences:
+        policy = POLICY[name](s, c)
+        if name in OF_SEQUENCES and policy.requires_grad:
+            policy = by_token(policy, s.l)
+        if name not in UNCORRECTED:
+            policy = policy * torch.tensor(mismatch_weights(s, c), dtype=torch.float64)
+            if c.use_opsm and s.A < 0 and (s.lo.sum() - s.l.detach().sum()).item() / len(s.l) > c.opsm_delta:
+                policy = 0.0 * s.l
+        total = total + (s.w * policy).sum()
+        if c.kl_loss_coef:
+            total = total + (s.w * c.kl_loss_coef * kl(s, c)).sum()
+    return total

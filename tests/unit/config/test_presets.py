@@ -1,0 +1,119 @@
+"""An algorithm is a preset: consistent by itself, weaker than a recipe or a flag, and visible."""
+
+from dataclasses import fields
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from fsdptrain.algo.advantages import ADVANTAGES
+from fsdptrain.algo.corrections import CORRECTIONS
+from fsdptrain.algo.kl import KL_ESTIMATORS
+from fsdptrain.algo.losses import LOSSES
+from fsdptrain.algo.weights import AGGREGATIONS
+from fsdptrain.config import AlgorithmConfig, Config, load_recipe, resolve, to_yaml
+from fsdptrain.config.presets import LOSS_FIELDS, LOSS_OPTIONS, PRESETS
+from fsdptrain.errors import ConfigError
+from fsdptrain.trainer.build import loss_config
+from fsdptrain.types import LossConfig
+
+MODEL = ["--hf-checkpoint", "x"]
+
+
+@pytest.mark.parametrize(
+    ("field", "table"),
+    [
+        ("algorithm", PRESETS),
+        ("advantage_estimator", ADVANTAGES),
+        ("loss_aggregation", AGGREGATIONS),
+        ("kl_loss_type", KL_ESTIMATORS),
+        ("mismatch_correction", CORRECTIONS),
+    ],
+)
+def test_the_command_line_offers_what_the_tables_hold(field, table):
+    assert set(get_args(AlgorithmConfig.model_fields[field].annotation)) == set(table)
+
+
+def test_every_loss_says_what_it_reads():
+    assert set(LOSS_OPTIONS) == set(LOSSES)
+    assert {preset.loss for preset in PRESETS.values()} == set(LOSSES)
+    assert all(name in AlgorithmConfig.model_fields["loss"].description for name in LOSSES)
+    known = {field.name for field in fields(LossConfig)}
+    assert set(LOSS_FIELDS) - known == {"use_rollout_logprobs"}  # decides which old logprobs there are
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+@pytest.mark.parametrize("off_policy", [False, True])
+def test_every_algorithm_is_a_configuration_that_can_be_written_and_read(name, off_policy, tmp_path):
+    batch = ["--global-batch-size", "64"] if off_policy and name != "sft" else []
+    resolved = resolve([*MODEL, "--algorithm", name, *batch])
+    algorithm, preset = resolved.config.algorithm, PRESETS[name]
+    assert (algorithm.loss, algorithm.loss_aggregation, algorithm.advantage_estimator) == (
+        preset.loss,
+        preset.loss_aggregation,
+        preset.advantage_estimator,
+    )
+    assert set(preset.options) | set(LOSS_OPTIONS[preset.loss].defaults) <= LOSS_OPTIONS[preset.loss].reads
+    (tmp_path / "r.yaml").write_text(to_yaml(resolved.config, resolved.sources))
+    assert load_recipe(tmp_path / "r.yaml") == resolved.config
+
+
+def test_defaults_of_the_section_are_the_preset_of_the_default_algorithm():
+    assert Config(hf_checkpoint="x").algorithm == AlgorithmConfig()
+    assert loss_config(AlgorithmConfig()) == LossConfig()
+
+
+def test_a_recipe_and_a_flag_win_over_the_preset(tmp_path: Path):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("hf_checkpoint: x\nalgorithm: gspo\nglobal_batch_size: 64\nloss_aggregation: token_mean\n")
+    resolved = resolve(["--recipe", str(recipe), "--eps-clip", "0.01"])
+    algorithm, sources = resolved.config.algorithm, resolved.sources
+    assert (algorithm.loss, algorithm.eps_clip, algorithm.eps_clip_high) == ("gspo", 0.01, 4e-4)
+    assert algorithm.loss_aggregation == "token_mean"
+    assert [sources[key] for key in ("algorithm", "loss", "eps_clip", "eps_clip_high", "loss_aggregation", "lr")] == [
+        "recipe", "preset", "flag", "preset", "recipe", "default",
+    ]  # fmt: skip
+    assert "eps_clip_high: 0.0004" in to_yaml(resolved.config, sources)
+
+
+def test_another_loss_brings_its_own_clip():
+    config = resolve([*MODEL, "--algorithm", "dapo", "--loss", "gspo"]).config
+    assert (config.algorithm.eps_clip, config.algorithm.eps_clip_high) == (3e-4, 4e-4)
+    own = resolve([*MODEL, "--algorithm", "gspo", "--loss", "a.b:c"])
+    assert own.config.algorithm.eps_clip == 0.2
+    assert own.sources["eps_clip"] == "default"
+
+
+def test_a_recipe_of_another_loss_gives_way_to_a_flag(tmp_path: Path):
+    written = to_yaml(Config(hf_checkpoint="x", algorithm="gspo", global_batch_size=64))
+    (tmp_path / "r.yaml").write_text(written)
+    resolved = resolve(["--recipe", str(tmp_path / "r.yaml"), "--loss", "cispo"])
+    assert (resolved.config.algorithm.loss, resolved.config.algorithm.eps_clip) == ("cispo", 0.2)
+
+
+def test_bounds_of_a_correction_are_those_of_its_kind():
+    for kind, correction in CORRECTIONS.items():
+        config = loss_config(AlgorithmConfig(mismatch_correction=kind))
+        assert (config.mismatch_low, config.mismatch_high) == (correction.low, correction.high)
+        assert correction.low <= 1 <= correction.high
+    given = loss_config(AlgorithmConfig(mismatch_correction="tis", mismatch_low=0.0, mismatch_high=9.0))
+    assert (given.mismatch_low, given.mismatch_high) == (0.0, 9.0)
+
+
+def test_the_upper_clip_follows_the_lower_one():
+    config = loss_config(Config(hf_checkpoint="x", algorithm="gmpo").algorithm)
+    assert (config.eps_clip, config.eps_clip_high) == (0.4, 0.4)
+
+
+@pytest.mark.parametrize(
+    ("name", "needed"), [("grpo", True), ("reinforce", True), ("ipo", False), ("cispo", True), ("sft", False)]
+)
+def test_old_logprobs_are_scored_only_where_they_are_used(name, needed):
+    size = {} if name == "sft" else {"global_batch_size": 64}
+    assert Config(hf_checkpoint="x", algorithm=name, **size).needs_old_logprobs is needed
+    assert not Config(hf_checkpoint="x", algorithm=name).needs_old_logprobs
+
+
+def test_an_unknown_algorithm_is_one_line():
+    with pytest.raises(ConfigError, match=r"--algorithm must be one of grpo, dapo.*did you mean 'gspo'"):
+        Config(hf_checkpoint="x", algorithm="gpso")

@@ -1,0 +1,29 @@
+"""The page of the algorithms is what the code says, and says it of every one."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+from fsdptrain.algo.advantages import ADVANTAGES
+from fsdptrain.algo.kl import KL_ESTIMATORS
+from fsdptrain.algo.losses import LOSSES
+from fsdptrain.algo.weights import AGGREGATIONS
+from fsdptrain.config.presets import PRESETS
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "algorithms.md").read_text(encoding="utf-8")
+
+
+def test_the_page_is_what_the_code_says() -> None:
+    made = runpy.run_path(str(DOCS / "generate_algorithms.py"))["algorithms_page"]()
+    assert made == PAGE, "run: python docs/generate_algorithms.py"
+
+
+@pytest.mark.parametrize("table", [LOSSES, AGGREGATIONS, KL_ESTIMATORS, {k: v.estimate for k, v in ADVANTAGES.items()}])
+def test_every_formula_is_in_its_docstring(table) -> None:
+    assert [name for name, function in table.items() if not function.__doc__] == []
+
+
+def test_what_a_preset_lacks_is_said() -> None:
+    assert "not built yet" in PRESETS["dapo"].when
