@@ -27,8 +27,7 @@ Train (a complete GRPO run), look first, look back, take the model along:
   fsdptrain export --checkpoint runs/default/checkpoints/step_00000050 \\
                    --output my-model
 
-A flag wins over a recipe, a recipe over the preset of --algorithm, and that over
-a default; --dry-run shows which."""
+A flag wins over a recipe, a recipe over a preset; --dry-run shows which."""
 
 EXPORT_EXAMPLE = "--checkpoint runs/default/checkpoints/step_00000050 --output my-model"
 EXPORT = {
