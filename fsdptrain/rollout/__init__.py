@@ -1,4 +1,4 @@
-"""Rollout engines: what makes completions. `build_engine` is the way in."""
+"""Rollout engines: what makes completions. `engine_factory` is the way in."""
 
 import importlib.util
 from importlib.metadata import entry_points
@@ -23,17 +23,13 @@ _PLUGIN_GROUP = "fsdptrain.plugins"
 _FLAG = "--rollout-engine"
 
 
-def build_engine(config: Config, *, checkpoint: Path, device: "torch.device") -> "RolloutEngine":
-    """The engine that `--rollout-engine` names: of `ENGINES`, `package.module:function`, or a plug-in's entry point.
-
-    An entry point lies in the group `fsdptrain.plugins` and is named `rollout.<engine>`. ConfigError if there is none.
-    The engine holds no weights before the first `update_weights`.
-    """
-    return engine_factory(config.rollout.engine, device_type=device.type)(config, checkpoint=checkpoint, device=device)
-
-
 def engine_factory(requested: str, *, device_type: str) -> "Callable[..., RolloutEngine]":
-    """What makes the engine. ConfigError where there is none of that name: to be called before a model is loaded."""
+    """What makes the engine that `--rollout-engine` names: of `ENGINES`, `package.module:function`, or a plug-in's.
+
+    Call it before a model is loaded: ConfigError where there is none of that name. What it returns is called as
+    (config, *, checkpoint, device). An entry point lies in the group `fsdptrain.plugins` and is named
+    `rollout.<engine>`. The engine holds no weights before the first `update_weights`.
+    """
     return import_attribute(_find(choose_engine(requested, device_type=device_type)), flag=_FLAG)
 
 

@@ -9,7 +9,7 @@ from fsdptrain.algo.weights import Totals
 from fsdptrain.backends.fsdp import FSDPBackend
 from fsdptrain.config import Config
 from fsdptrain.data.packing import pack
-from fsdptrain.rollout import build_engine
+from fsdptrain.rollout import engine_factory
 from fsdptrain.testing import spawn
 from fsdptrain.types import Prompt, Sample, SamplingParams
 from tests import zoo
@@ -21,7 +21,8 @@ ARCHITECTURES = ("qwen2", "qwen3_moe", "gemma2", "gpt_oss", "qwen3_next", "deeps
 def largest_difference(folder: Path) -> float:
     config = Config(hf_checkpoint=str(folder), bf16=False, rollout_temperature=0.7)
     backend = FSDPBackend(config, total_steps=1)
-    engine = build_engine(config, checkpoint=backend.checkpoint_path, device=backend.device)
+    make_engine = engine_factory(config.rollout.engine, device_type=backend.device.type)
+    engine = make_engine(config, checkpoint=backend.checkpoint_path, device=backend.device)
     engine.update_weights(backend.hf_weights(engine.weight_naming), 1)
 
     prompts = [Prompt(f"{dist.get_rank()}/{i}", [5 + i] * length, "") for i, length in enumerate([3, 17, 9])]

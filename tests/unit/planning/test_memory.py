@@ -103,6 +103,9 @@ def test_what_cannot_fit_is_one_line_with_a_way_out(demand: MemoryDemand, supply
     assert [word for word in words if word not in message] == [], message
 
 
-def test_what_fits_passes():
-    check_load_memory(DEMAND, GPU)
+def test_what_just_fits_passes_and_a_byte_less_does_not():
+    need = load_memory_need(DEMAND, GPU).device
+    check_load_memory(DEMAND, replace(GPU, device_free=need))
+    with pytest.raises(MemoryPlanError):
+        check_load_memory(DEMAND, replace(GPU, device_free=need - 1))
     check_load_memory(MemoryDemand(counts=count_parameters(zoo.build("llama")), num_shards=1, compute_bytes=4), CPU)

@@ -9,7 +9,7 @@ import torch
 from fsdptrain import rollout
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
-from fsdptrain.rollout import build_engine, choose_engine
+from fsdptrain.rollout import choose_engine, engine_factory
 from fsdptrain.rollout.hf import HFEngine
 from fsdptrain.testing import FakeRolloutEngine, save_tiny_checkpoint
 
@@ -21,6 +21,10 @@ def build_fake(config: Config, *, checkpoint: Path, device: torch.device) -> Fak
     return FakeRolloutEngine(lambda prompt, index: [index])
 
 
+def build(config, **parts):
+    return engine_factory(config.rollout.engine, device_type=CPU.type)(config, **parts)
+
+
 def config_with(engine: str) -> Config:
     config = Config(hf_checkpoint="here")
     return config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": engine})})
@@ -29,7 +33,7 @@ def config_with(engine: str) -> Config:
 def test_auto_and_hf_build_the_embedded_engine(tmp_path):
     save_tiny_checkpoint(tmp_path)
     for name in ["auto", "hf"]:
-        engine = build_engine(config_with(name), checkpoint=tmp_path, device=CPU)
+        engine = build(config_with(name), checkpoint=tmp_path, device=CPU)
         assert isinstance(engine, HFEngine)
         assert engine.max_batch_tokens == config_with(name).rollout.max_batch_tokens
         assert {parameter.dtype for parameter in engine.model.parameters()} == {torch.bfloat16}
@@ -51,16 +55,16 @@ def test_auto_takes_only_what_is_built():
 )
 def test_what_is_not_there_is_refused_in_one_line(name, message):
     with pytest.raises(ConfigError) as caught:
-        build_engine(config_with(name), checkpoint=Path("unused"), device=CPU)
+        build(config_with(name), checkpoint=Path("unused"), device=CPU)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_an_engine_can_be_named_by_its_path_or_plugged_in(monkeypatch):
-    by_path = build_engine(config_with(HERE), checkpoint=Path("unused"), device=CPU)
+    by_path = build(config_with(HERE), checkpoint=Path("unused"), device=CPU)
     assert isinstance(by_path, FakeRolloutEngine)
 
     installed = EntryPoints([EntryPoint("rollout.mine", HERE, "fsdptrain.plugins")])
     monkeypatch.setattr(rollout, "entry_points", installed.select)
-    plugged_in = build_engine(config_with("mine"), checkpoint=Path("unused"), device=CPU)
+    plugged_in = build(config_with("mine"), checkpoint=Path("unused"), device=CPU)
     assert isinstance(plugged_in, FakeRolloutEngine)
