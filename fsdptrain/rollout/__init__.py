@@ -2,17 +2,13 @@
 
 import importlib.util
 from importlib.metadata import entry_points
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
 from fsdptrain.registry import import_attribute, suggest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import torch
 
     from fsdptrain.protocols import RolloutEngine
 
