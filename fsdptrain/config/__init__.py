@@ -11,13 +11,14 @@ In a recipe and in Python a key may stand in its section or flat, by its flag's 
 Nothing here imports torch, so that `fsdptrain --help` is instant.
 """
 
+from fsdptrain.config.algorithm import AlgorithmConfig
 from fsdptrain.config.checks import check_processes, check_world_size
 from fsdptrain.config.flags import Resolved, resolve
 from fsdptrain.config.recipe import load_recipe, read_recipe, to_yaml
 from fsdptrain.config.root import Config
+from fsdptrain.config.section import Section
 from fsdptrain.config.sections import (
     PREFIXED,
-    AlgorithmConfig,
     BatchConfig,
     DataConfig,
     FsdpConfig,
@@ -29,7 +30,6 @@ from fsdptrain.config.sections import (
     RewardConfig,
     RolloutConfig,
     RunConfig,
-    Section,
 )
 
 __all__ = [

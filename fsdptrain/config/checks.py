@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from fsdptrain.config.keys import Key, all_keys
-from fsdptrain.config.presets import LOSS_FIELDS, LOSS_OPTIONS, is_own_loss, preset_values
+from fsdptrain.config.algorithm_checks import ALGORITHM_CHECKS
+from fsdptrain.config.effects import Problem, without_effect
 from fsdptrain.errors import ConfigError
 from fsdptrain.registry import plugin_names, suggest
 
@@ -17,15 +17,6 @@ if TYPE_CHECKING:
     from fsdptrain.config.root import Config
 
 
-class NoEffectError(ConfigError):
-    """An option that does nothing beside the others. `key`: its flat name."""
-
-    def __init__(self, message: str, key: str) -> None:
-        super().__init__(message)
-        self.key = key
-
-
-Problem = str | NoEffectError
 LOGGER_NAMES = ("console", "wandb", "trackio")
 
 
@@ -71,27 +62,6 @@ def _error(problem: Problem) -> ConfigError:
     return ConfigError(problem) if isinstance(problem, str) else problem
 
 
-def _changed(config: Config, *keys: str) -> Iterator[str]:
-    """Those of `keys` (flat names) that somebody chose: not the default, nor what the algorithm's preset says."""
-    for flat in keys:
-        key = all_keys()[flat]
-        value = getattr(getattr(config, key.section), key.name)
-        if value != _unchosen(config, key):
-            yield flat
-
-
-def _unchosen(config: Config, key: Key) -> object:
-    default = key.field.get_default(call_default_factory=True)
-    if key.section != "algorithm":
-        return default
-    return preset_values(config.algorithm.algorithm, config.algorithm.loss).get(key.name, default)
-
-
-def _without_effect(config: Config, keys: str, reason: str) -> Iterator[Problem]:
-    for flat in _changed(config, *keys.split()):
-        yield NoEffectError(f"{all_keys()[flat].flag} has no effect {reason}", flat)
-
-
 def _model(config: Config) -> Iterator[Problem]:
     if not config.model.hf_checkpoint:
         yield "--hf-checkpoint is missing: the model to train, e.g. --hf-checkpoint Qwen/Qwen3-4B or a local folder"
@@ -101,7 +71,7 @@ def _model(config: Config) -> Iterator[Problem]:
 
 def _data(config: Config) -> Iterator[Problem]:
     if not config.data.apply_chat_template:
-        yield from _without_effect(config, "chat_template_kwargs", "with --no-apply-chat-template: leave it out")
+        yield from without_effect(config, "chat_template_kwargs", "with --no-apply-chat-template: leave it out")
 
 
 def _columns(config: Config) -> Iterator[Problem]:
@@ -111,93 +81,11 @@ def _columns(config: Config) -> Iterator[Problem]:
     files = [name.endswith((".jsonl", ".json", ".parquet")) for name in names]
     if all(generated):
         reason = "with reasoning_gym data, which has no columns: leave it out"
-        yield from _without_effect(config, "input_key label_key metadata_key", reason)
+        yield from without_effect(config, "input_key label_key metadata_key", reason)
     if not any(generated):
-        yield from _without_effect(config, "data_size", "on data of a fixed size: only reasoning_gym data is generated")
+        yield from without_effect(config, "data_size", "on data of a fixed size: only reasoning_gym data is generated")
     if all(known or is_file for known, is_file in zip(generated, files, strict=True)):
-        yield from _without_effect(config, "prompt_split", "on files and generated data: only `datasets` has splits")
-
-
-_ROLLOUT_ONLY = (
-    "n_samples_per_prompt advantage_estimator kl_loss_coef kl_loss_type use_unbiased_kl entropy_coef ref_load "
-    f"rollout_temperature max_unscored_fraction {' '.join(LOSS_FIELDS)}"
-)
-_GENERATION = "reward rollout_engine rollout_max_response_len rollout_max_batch_tokens log_num_samples"
-
-
-def _algorithm(config: Config) -> Iterator[Problem]:
-    algorithm = config.algorithm
-    if algorithm.algorithm == "sft":
-        yield from _without_effect(config, _ROLLOUT_ONLY, "with --algorithm sft: leave it out, or use --algorithm grpo")
-        if not is_own_loss(algorithm.loss):
-            yield from _without_effect(config, "loss", "with --algorithm sft, which has no advantages: leave it out")
-        if not config.evaluates:
-            keys = _GENERATION
-            if algorithm.loss_aggregation == "fixed_length":  # which divides by the longest response
-                keys = keys.replace("rollout_max_response_len ", "")
-            reason = "with --algorithm sft that never evaluates: leave it out, or set --eval-interval and --eval-size"
-            yield from _without_effect(config, keys, reason)
-        return
-    if algorithm.n_samples_per_prompt < 2:
-        yield (
-            f"--n-samples-per-prompt must be at least 2 with --algorithm {algorithm.algorithm}, got "
-            f"{algorithm.n_samples_per_prompt}: an advantage compares the samples of one prompt, 8 is usual"
-        )
-    if not algorithm.kl_loss_coef:
-        reason = "without a KL term: set --kl-loss-coef above 0, e.g. 0.001"
-        yield from _without_effect(config, "kl_loss_type use_unbiased_kl ref_load", reason)
-    if not algorithm.use_opsm:
-        yield from _without_effect(config, "opsm_delta", "without --use-opsm")
-    if algorithm.mismatch_correction == "none":
-        reason = "without a correction: set --mismatch-correction, e.g. tis"
-        yield from _without_effect(config, "mismatch_low mismatch_high", reason)
-    elif algorithm.use_rollout_logprobs:
-        reason = "with --use-rollout-logprobs, where the old logprobs are the engine's: leave one of them out"
-        yield from _without_effect(config, "mismatch_correction", reason)
-
-
-def _loss(config: Config) -> Iterator[Problem]:
-    """Options that the chosen loss does not read, or that on-policy training leaves without work."""
-    algorithm = config.algorithm
-    if is_own_loss(algorithm.loss) or algorithm.algorithm == "sft":
-        return  # nothing is known of it; nothing but its data makes it
-    options = LOSS_OPTIONS.get(algorithm.loss)
-    if options is None:
-        takes = f"it takes {', '.join(LOSS_OPTIONS)} or package.module:function"
-        yield f"--loss does not know {algorithm.loss!r}{suggest(algorithm.loss, dict(LOSS_OPTIONS))} ({takes})"
-        return
-    if algorithm.loss == "sft":
-        yield "--loss sft learns from labels, not from rewards: use --algorithm sft, or choose another loss"
-    unread = " ".join(name for name in LOSS_FIELDS if name not in options.reads)
-    yield from _without_effect(config, unread, f"with --loss {algorithm.loss}, which does not read it: leave it out")
-    if config.on_policy and not algorithm.use_rollout_logprobs:
-        reason = (
-            "when each rollout is one optimizer step, where the policy ratio is always 1: "
-            f"set --global-batch-size below {config.samples_per_rollout}, or leave it out"
-        )
-        yield from _without_effect(config, " ".join(sorted(options.idle_on_policy)), reason)
-
-
-def _batch(config: Config) -> Iterator[Problem]:
-    size, samples = config.batch.global_batch_size, config.samples_per_rollout
-    if config.algorithm.algorithm == "sft":
-        if size and list(_changed(config, "rollout_batch_size")) and size != config.rollout.batch_size:
-            yield (
-                f"--rollout-batch-size {config.rollout.batch_size} and --global-batch-size {size} differ: "
-                "with --algorithm sft both mean the samples of one optimizer step, give one of them"
-            )
-        return
-    if size and samples % size:
-        yield (
-            f"--global-batch-size {size} must divide --rollout-batch-size {config.rollout.batch_size} x "
-            f"--n-samples-per-prompt {config.algorithm.n_samples_per_prompt} = {samples} samples, "
-            f"e.g. {_divisor(samples, size)}"
-        )
-
-
-def _divisor(samples: int, size: int) -> int:
-    """The largest divisor of `samples` that is not above `size`."""
-    return next(divisor for divisor in range(min(size, samples), 0, -1) if samples % divisor == 0)
+        yield from without_effect(config, "prompt_split", "on files and generated data: only `datasets` has splits")
 
 
 def _lengths(config: Config) -> Iterator[Problem]:
@@ -218,7 +106,7 @@ def _lengths(config: Config) -> Iterator[Problem]:
             f"{budget}: lower the first, raise the second, or use --overlong drop"
         )
     if config.rollout.engine == "vllm":
-        yield from _without_effect(
+        yield from without_effect(
             config, "rollout_max_batch_tokens", "with --rollout-engine vllm, which sizes its own cache"
         )
     elif config.generates and config.rollout.max_batch_tokens < config.prompt_budget + response:
@@ -238,14 +126,14 @@ def _schedule(config: Config) -> Iterator[Problem]:
         yield "--lr-warmup-iters and --lr-warmup-fraction are both given: choose one"
     if not optim.lr_warmup_iters and not optim.lr_warmup_fraction:
         reason = "without a warm-up: set --lr-warmup-iters or --lr-warmup-fraction"
-        yield from _without_effect(config, "lr_warmup_init", reason)
+        yield from without_effect(config, "lr_warmup_init", reason)
     if optim.lr_decay_style == "constant":
         reason = "with --lr-decay-style constant: choose linear, cosine, inverse-square-root or WSD"
-        yield from _without_effect(config, "min_lr", reason)
+        yield from without_effect(config, "min_lr", reason)
         if optim.lr_warmup_fraction is None:
-            yield from _without_effect(config, "lr_decay_iters", reason)
+            yield from without_effect(config, "lr_decay_iters", reason)
     if optim.lr_decay_style != "WSD":
-        yield from _without_effect(config, "lr_wsd_decay_iters lr_wsd_decay_style", "without --lr-decay-style WSD")
+        yield from without_effect(config, "lr_wsd_decay_iters lr_wsd_decay_style", "without --lr-decay-style WSD")
     yield from _decay_steps(config)
 
 
@@ -269,13 +157,13 @@ def _decay_steps(config: Config) -> Iterator[Problem]:
 def _run(config: Config) -> Iterator[Problem]:
     run = config.run
     if not run.keep_last:
-        yield from _without_effect(config, "save_interval", "with --keep-last 0, which writes no checkpoint")
+        yield from without_effect(config, "save_interval", "with --keep-last 0, which writes no checkpoint")
     if not run.eval_interval:
         keys = "eval_prompt_data eval_size n_samples_per_eval_prompt eval_temperature eval_greedy"
-        yield from _without_effect(config, keys, "with --eval-interval 0, which never evaluates")
+        yield from without_effect(config, keys, "with --eval-interval 0, which never evaluates")
     elif config.data.eval_size == 0:
         keys = "eval_prompt_data eval_interval n_samples_per_eval_prompt eval_temperature eval_greedy"
-        yield from _without_effect(config, keys, "with --eval-size 0, which leaves no prompts to evaluate on")
+        yield from without_effect(config, keys, "with --eval-size 0, which leaves no prompts to evaluate on")
 
 
 def _log(config: Config) -> Iterator[Problem]:
@@ -289,7 +177,7 @@ def _log(config: Config) -> Iterator[Problem]:
         yield f"--log-to names a logger twice: {', '.join(config.log.to)}"
     if all(name == "console" for name in config.log.to):
         reason = "without a logger that has projects: add e.g. --log-to console trackio"
-        yield from _without_effect(config, "log_project log_run_name", reason)
+        yield from without_effect(config, "log_project log_run_name", reason)
 
 
 def _launch(config: Config) -> Iterator[Problem]:
@@ -299,13 +187,13 @@ def _launch(config: Config) -> Iterator[Problem]:
     if launch.nnodes > 1 and launch.rdzv_endpoint is None:
         yield f"--nnodes {launch.nnodes} needs --rdzv-endpoint, the host:port of machine 0, e.g. 10.0.0.1:29500"
     if launch.nnodes == 1:
-        yield from _without_effect(config, "rdzv_endpoint", "on one machine: set --nnodes, or leave it out")
+        yield from without_effect(config, "rdzv_endpoint", "on one machine: set --nnodes, or leave it out")
     if not launch.dry_run:
-        yield from _without_effect(config, "probe", "without --dry-run: a run probes the model itself")
+        yield from without_effect(config, "probe", "without --dry-run: a run probes the model itself")
     if launch.rdzv_endpoint is not None and not launch.rdzv_endpoint.rpartition(":")[2].isdigit():
         yield f"--rdzv-endpoint must be host:port, got {launch.rdzv_endpoint!r}, e.g. 10.0.0.1:29500"
 
 
 _CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (
-    _model, _data, _algorithm, _loss, _batch, _lengths, _schedule, _run, _log, _launch,
+    _model, _data, *ALGORITHM_CHECKS, _lengths, _schedule, _run, _log, _launch,
 )  # fmt: skip

@@ -8,15 +8,17 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from fsdptrain.config import sections
+from fsdptrain.config.algorithm import AlgorithmConfig
 from fsdptrain.config.former_flags import FORMER_FLAGS
+from fsdptrain.config.section import Section
 from fsdptrain.errors import ConfigError
 from fsdptrain.registry import suggest
 
-SECTIONS: dict[str, type[sections.Section]] = {
+SECTIONS: dict[str, type[Section]] = {
     "model": sections.ModelConfig,
     "data": sections.DataConfig,
     "reward": sections.RewardConfig,
-    "algorithm": sections.AlgorithmConfig,
+    "algorithm": AlgorithmConfig,
     "optim": sections.OptimConfig,
     "batch": sections.BatchConfig,
     "fsdp": sections.FsdpConfig,
@@ -70,7 +72,7 @@ def group_by_section(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def _pairs(values: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
     keys = all_keys()
     for key, value in values.items():
-        is_section = key in SECTIONS and (isinstance(value, Mapping | sections.Section) or key not in keys)
+        is_section = key in SECTIONS and (isinstance(value, Mapping | Section) or key not in keys)
         if is_section:
             yield from ((key, name, v) for name, v in _fields_of(key, value).items())
         elif key in keys:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import yaml
 
-from fsdptrain.config.checks import NoEffectError
+from fsdptrain.config.effects import NoEffectError
 from fsdptrain.config.keys import all_keys, group_by_section
 from fsdptrain.config.root import Config, build_sections
 from fsdptrain.errors import ConfigError

@@ -6,11 +6,12 @@ from typing import Any, Literal
 import pydantic
 
 from fsdptrain.config import checks
+from fsdptrain.config.algorithm import AlgorithmConfig
 from fsdptrain.config.keys import SECTIONS, group_by_section
 from fsdptrain.config.presets import LOSS_OPTIONS, is_own_loss, preset_values
 from fsdptrain.config.problems import field_problem
+from fsdptrain.config.section import Section
 from fsdptrain.config.sections import (
-    AlgorithmConfig,
     BatchConfig,
     DataConfig,
     FsdpConfig,
@@ -22,7 +23,6 @@ from fsdptrain.config.sections import (
     RewardConfig,
     RolloutConfig,
     RunConfig,
-    Section,
 )
 
 

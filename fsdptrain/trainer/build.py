@@ -17,7 +17,7 @@ from fsdptrain.algo.corrections import CORRECTIONS
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.backends.fsdp import FSDPBackend
 from fsdptrain.config import Config
-from fsdptrain.config.sections import AlgorithmConfig
+from fsdptrain.config.algorithm import AlgorithmConfig
 from fsdptrain.data.prompts import PromptStream, make_prompts
 from fsdptrain.data.sources import Row, as_rows, content_hash, load_rows, split_rows
 from fsdptrain.errors import CheckpointError, ConfigError, DataError, MemoryPlanError
@@ -30,7 +30,7 @@ from fsdptrain.protocols import Logger, Loss, RewardFunction, RolloutEngine
 from fsdptrain.rewards import build_reward
 from fsdptrain.rollout import engine_factory
 from fsdptrain.trainer.evaluation import Evaluation
-from fsdptrain.trainer.experience import RolloutSource, SampleSource, SftSource, own_share
+from fsdptrain.trainer.experience import RolloutSource, SampleSource, SftSource, SingleTurn, own_share
 from fsdptrain.trainer.folder import RunFolder
 from fsdptrain.trainer.speed import Speed
 from fsdptrain.types import LossConfig, Prompt, SamplingParams
@@ -182,9 +182,7 @@ def build_source(
         return SftSource(stream, tokenizer, num_prompts=config.samples_per_rollout)
     return RolloutSource(
         stream=stream,
-        engine=engine,
-        reward=reward,
-        tokenizer=tokenizer,
+        maker=SingleTurn(engine, reward, tokenizer),
         sampling=SamplingParams(
             num_samples=config.algorithm.n_samples_per_prompt,
             max_tokens=config.rollout.max_response_len,

@@ -11,6 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from fsdptrain.algo.advantages import assign_advantages
 from fsdptrain.data.prompts import PromptStream
 from fsdptrain.data.sft import sft_sample
+from fsdptrain.errors import RolloutError
+from fsdptrain.models.collective import together
 from fsdptrain.protocols import RewardFunction, RolloutEngine
 from fsdptrain.rewards.scoring import Score, Scores, score_completions
 from fsdptrain.types import Completion, Prompt, Sample, SamplingParams
@@ -31,37 +33,78 @@ class Experience:
 
 
 class SampleSource(Protocol):
+    """Every method is collective: an error of one rank is raised on all."""
+
     def collect(self, step: int) -> Experience: ...
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one round of generation brought on this rank."""
+
+    samples: list[Sample]  # whole groups, in the order of the prompts; no advantages yet
+    prompts: list[Prompt]  # of each sample
+    texts: list[str]  # of each sample, for people
+    scores: Scores
+    generate_s: float
+    reward_s: float
+
+
+class SampleMaker(Protocol):
+    """From prompts to scored samples."""
+
+    def make(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> Round:
+        """Collective; a rank may come without prompts."""
+        ...
+
+
+@dataclass
+class SingleTurn:
+    """One completion for each sample, scored by the reward function."""
+
+    engine: RolloutEngine
+    reward: RewardFunction
+    tokenizer: PreTrainedTokenizerBase
+
+    def make(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> Round:
+        with together(RolloutError, "rollout"):
+            start = time.perf_counter()
+            completions = self.engine.generate(prompts, sampling)
+            generated = time.perf_counter()
+            asked = [prompt for prompt in prompts for _ in range(sampling.num_samples)]
+            texts = self.tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
+            scored = score_completions(self.reward, asked, texts)
+            return Round(
+                samples=[make_sample(*row) for row in zip(asked, completions, scored.scores, strict=True)],
+                prompts=asked,
+                texts=texts,
+                scores=scored,
+                generate_s=generated - start,
+                reward_s=time.perf_counter() - generated,
+            )
 
 
 @dataclass
 class RolloutSource:
-    """Prompts from a stream, completions from an engine, rewards from a function, advantages within groups."""
+    """Prompts from a stream, scored samples from a maker, advantages within groups."""
 
     stream: PromptStream
-    engine: RolloutEngine
-    reward: RewardFunction
-    tokenizer: PreTrainedTokenizerBase
+    maker: SampleMaker
     sampling: SamplingParams
     num_prompts: int  # of all ranks together
     num_shown: int
     advantage_estimator: str
 
     def collect(self, step: int) -> Experience:
-        prompts = own_share(self.stream.next(self.num_prompts))
-        start = time.perf_counter()
-        completions = self.engine.generate(prompts, sampling_at(self.sampling, step))
-        generated = time.perf_counter()
-        asked = [prompt for prompt in prompts for _ in range(self.sampling.num_samples)]
-        texts = self.tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
-        scored = score_completions(self.reward, asked, texts)
-        samples = [make_sample(*row) for row in zip(asked, completions, scored.scores, strict=True)]
+        with together(RolloutError, "rollout"):
+            prompts = own_share(self.stream.next(self.num_prompts))
+        made = self.maker.make(prompts, sampling_at(self.sampling, step))
         return Experience(
-            samples=assign_advantages(samples, self.advantage_estimator),
-            shown=show(asked, texts, [score.reward for score in scored.scores], self.num_shown),
-            scores=scored,
-            generate_s=generated - start,
-            reward_s=time.perf_counter() - generated,
+            samples=assign_advantages(made.samples, self.advantage_estimator),
+            shown=show(made.prompts, made.texts, [score.reward for score in made.scores.scores], self.num_shown),
+            scores=made.scores,
+            generate_s=made.generate_s,
+            reward_s=made.reward_s,
         )
 
 
@@ -75,8 +118,9 @@ class SftSource:
 
     def collect(self, step: int) -> Experience:
         del step  # the stream knows where it is
-        prompts = own_share(self.stream.next(self.num_prompts))
-        return Experience([sft_sample(prompt, self.tokenizer) for prompt in prompts])
+        with together(RolloutError, "--prompt-data"):
+            prompts = own_share(self.stream.next(self.num_prompts))
+            return Experience([sft_sample(prompt, self.tokenizer) for prompt in prompts])
 
 
 def own_share(items: Sequence[T]) -> list[T]:

@@ -131,13 +131,14 @@ class _Run:
 
     def _collect(self, watch: Stopwatch) -> Experience:
         batch = self._config.batch
-        with watch("collect"), together(RolloutError, "rollout"):
+        with watch("collect"):
             experience = self._parts.source.collect(self._step)
-            kept, dropped = drop_overlong(
-                experience.samples, max_tokens=batch.max_tokens_per_gpu, overlong=batch.overlong
-            )
-            if self._parts.engine is not None:
-                self._parts.engine.sleep()
+            with together(RolloutError, "rollout"):
+                kept, dropped = drop_overlong(
+                    experience.samples, max_tokens=batch.max_tokens_per_gpu, overlong=batch.overlong
+                )
+                if self._parts.engine is not None:
+                    self._parts.engine.sleep()
         watch.seconds["generate"] = experience.generate_s
         watch.seconds["reward"] = experience.reward_s
         watch.seconds["idle"] = max(0.0, watch.seconds["collect"] - experience.generate_s - experience.reward_s)

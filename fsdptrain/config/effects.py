@@ -1,0 +1,45 @@
+"""Which options somebody chose, and the error for one that does nothing beside the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from fsdptrain.config.keys import Key, all_keys
+from fsdptrain.config.presets import preset_values
+from fsdptrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fsdptrain.config.root import Config
+
+
+class NoEffectError(ConfigError):
+    """An option that does nothing beside the others. `key`: its flat name."""
+
+    def __init__(self, message: str, key: str) -> None:
+        super().__init__(message)
+        self.key = key
+
+
+Problem = str | NoEffectError
+
+
+def changed(config: Config, *keys: str) -> Iterator[str]:
+    """Those of `keys` (flat names) that somebody chose: not the default, nor what the algorithm's preset says."""
+    for flat in keys:
+        key = all_keys()[flat]
+        value = getattr(getattr(config, key.section), key.name)
+        if value != _unchosen(config, key):
+            yield flat
+
+
+def _unchosen(config: Config, key: Key) -> object:
+    default = key.field.get_default(call_default_factory=True)
+    if key.section != "algorithm":
+        return default
+    return preset_values(config.algorithm.algorithm, config.algorithm.loss).get(key.name, default)
+
+
+def without_effect(config: Config, keys: str, reason: str) -> Iterator[Problem]:
+    for flat in changed(config, *keys.split()):
+        yield NoEffectError(f"{all_keys()[flat].flag} has no effect {reason}", flat)
