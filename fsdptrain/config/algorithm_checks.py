@@ -16,7 +16,7 @@ _ROLLOUT_ONLY = (
     "n_samples_per_prompt advantage_estimator kl_loss_coef kl_loss_type use_unbiased_kl entropy_coef ref_load "
     f"rollout_temperature max_unscored_fraction {' '.join(LOSS_FIELDS)}"
 )
-_GENERATION = "reward rollout_engine rollout_max_response_len rollout_max_batch_tokens log_num_samples"
+_GENERATION = "reward environment rollout_engine rollout_max_response_len rollout_max_batch_tokens log_num_samples"
 
 
 def _algorithm(config: Config) -> Iterator[Problem]:

@@ -9,9 +9,9 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from fsdptrain.config import DataConfig, RolloutConfig
-from fsdptrain.data.sources import GENERATOR, Message, Row, Rows, as_messages, content_hash
+from fsdptrain.data.sources import GENERATOR, Row, Rows, as_messages, content_hash
 from fsdptrain.errors import ConfigError, DataError
-from fsdptrain.types import Prompt
+from fsdptrain.types import Message, Prompt
 
 ANSWER_TAGS_PROMPT = (
     "Reason about the question first. Then give the final answer, and nothing else, inside <answer></answer> tags, "

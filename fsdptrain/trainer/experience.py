@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from fsdptrain.algo.advantages import assign_advantages
 from fsdptrain.data.prompts import PromptStream
 from fsdptrain.data.sft import sft_sample
+from fsdptrain.data.turns import TurnRenderer
 from fsdptrain.errors import RolloutError
 from fsdptrain.models.collective import together
 from fsdptrain.protocols import RewardFunction, RolloutEngine
@@ -114,13 +115,14 @@ class SftSource:
 
     stream: PromptStream
     tokenizer: PreTrainedTokenizerBase
+    renderer: TurnRenderer
     num_prompts: int  # of all ranks together
 
     def collect(self, step: int) -> Experience:
         del step  # the stream knows where it is
         with together(RolloutError, "--prompt-data"):
             prompts = own_share(self.stream.next(self.num_prompts))
-            return Experience([sft_sample(prompt, self.tokenizer) for prompt in prompts])
+            return Experience([sft_sample(prompt, self.tokenizer, renderer=self.renderer) for prompt in prompts])
 
 
 def own_share(items: Sequence[T]) -> list[T]:

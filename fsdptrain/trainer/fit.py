@@ -107,6 +107,8 @@ class _Run:
         with watch("step"):
             experience = self._collect(watch)
             metrics = summary.sample_metrics(experience, self._reward_names)
+            if self._config.environment.environment is not None:
+                metrics |= summary.episode_metrics(experience.samples)
             if experience.scores is not None:
                 check_unscored(experience.scores, max_unscored_fraction=self._config.reward.max_unscored_fraction)
             steps = make_batches(experience.samples, self._rules)
