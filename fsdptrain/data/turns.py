@@ -47,7 +47,7 @@ class TurnRenderer:
         if not self.data.apply_chat_template:
             return self._tokenise("\n".join(message["content"] for message in messages))
         tokens = self._tokenise(self._behind_said(messages if self._shows_tools else _without_tools(messages)))
-        return tokens[self._num_said(tokens) :] if last_token in self._special else tokens
+        return tokens[self._num_said(tokens, last_token) :] if last_token in self._special else tokens
 
     def _plain(self, text: str) -> str:
         """At most `max_observation_len` tokens of `text`, without special ones: nothing that is said ends its turn."""
@@ -60,9 +60,16 @@ class TurnRenderer:
             return plain
         return str(self.tokenizer.decode(ids[:limit])).rstrip("\ufffd") + _CUT
 
-    def _num_said(self, tokens: Sequence[int]) -> int:
-        """Tokens at the start that a turn which has ended holds already: up to the template's own end of a turn."""
+    def _num_said(self, tokens: Sequence[int], last_token: int) -> int:
+        """How many of `tokens` a turn that ended with the special `last_token` holds already.
+
+        Up to that token, which may also be the first of the next message (GLM). The model may have another end of a
+        turn than the template (Llama's <|eom_id|>): then up to the template's own.
+        """
         closing = len(self._tokenise(self._behind_said([], generation=False)))
+        head = tokens[: max(1, closing)]
+        if last_token in head:
+            return head.index(last_token) + 1
         return next((index + 1 for index, token in enumerate(tokens[:closing]) if token in self._special), 0)
 
     def _behind_said(self, messages: Sequence[Message], *, generation: bool = True) -> str:

@@ -16,7 +16,7 @@ from fsdptrain.errors import ConfigError, RolloutError
 from fsdptrain.models.collective import anyone, together
 from fsdptrain.protocols import RewardFunction, RolloutEngine
 from fsdptrain.rewards.scoring import Score, Scores, score_completions, to_score
-from fsdptrain.trainer.experience import Round
+from fsdptrain.trainer.experience import Round, response_text
 from fsdptrain.types import Completion, Episode, Message, Prompt, Sample, SamplingParams, Turn
 
 ROLES = ("user", "tool", "system")  # of an observation: the assistant is the model
@@ -139,9 +139,8 @@ class MultiTurn:
 
     def _take_turn(self, active: Sequence[Conversation], completions: Sequence[Completion], *, seed: int) -> None:
         """One turn of the model and the environment's answer, in each episode that goes on."""
-        texts = self.tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
-        for episode, completion, text in zip(active, completions, texts, strict=True):
-            episode.say(completion, text)
+        for episode, completion in zip(active, completions, strict=True):
+            episode.say(completion, response_text(self.tokenizer, completion))
         turns = self.threads.run([self._step(episode, seed) for episode in active])
         for episode, turn in zip(active, turns, strict=True):
             if isinstance(turn, Exception):

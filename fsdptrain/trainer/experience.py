@@ -73,7 +73,7 @@ class SingleTurn:
             completions = self.engine.generate(prompts, sampling)
             generated = time.perf_counter()
             asked = [prompt for prompt in prompts for _ in range(sampling.num_samples)]
-            texts = self.tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
+            texts = [response_text(self.tokenizer, completion) for completion in completions]
             scored = score_completions(self.reward, asked, texts)
             return Round(
                 samples=[make_sample(*row) for row in zip(asked, completions, scored.scores, strict=True)],
@@ -134,6 +134,11 @@ def own_share(items: Sequence[T]) -> list[T]:
 def sampling_at(sampling: SamplingParams, step: int) -> SamplingParams:
     """Draws differ between steps, so that a prompt that comes again is answered anew."""
     return replace(sampling, seed=sampling.seed + 1_000_003 * step)
+
+
+def response_text(tokenizer: PreTrainedTokenizerBase, completion: Completion) -> str:
+    """What rewards and environments read: special tokens are left out."""
+    return str(tokenizer.decode(completion.token_ids, skip_special_tokens=True))
 
 
 def make_sample(prompt: Prompt, completion: Completion, score: Score) -> Sample:
