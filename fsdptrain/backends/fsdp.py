@@ -16,7 +16,13 @@ from fsdptrain import platform
 from fsdptrain.algo.metrics import finish_metrics
 from fsdptrain.config import Config
 from fsdptrain.errors import CheckpointError
-from fsdptrain.fsdp.checkpoint import load_checkpoint, save_checkpoint
+from fsdptrain.fsdp.checkpoint import (
+    has_reference,
+    load_checkpoint,
+    load_reference,
+    save_checkpoint,
+    save_reference,
+)
 from fsdptrain.fsdp.export import export_hf, stream_weights
 from fsdptrain.fsdp.mesh import build_mesh
 from fsdptrain.fsdp.optim import Optimizer
@@ -29,6 +35,7 @@ from fsdptrain.models.layout import LayoutProbe, choose_layout
 from fsdptrain.models.loading import build_meta_model, load_weights, resolve_checkpoint
 from fsdptrain.models.policy import check_head, evaluating, install_policy_forward, policy_logprobs
 from fsdptrain.models.structure import reshard
+from fsdptrain.models.truncation import Truncation
 from fsdptrain.protocols import Loss, ModelRole, Naming
 from fsdptrain.types import LogProbs, LossConfig, Metrics, PackedBatch
 
@@ -58,6 +65,7 @@ class FSDPBackend:
         other = self._other_reference()  # before the policy: two models are never on the device together
         self._model = _load_model(config, self.checkpoint_path, self.mesh, self.compute_dtype, before_load=before_load)
         self._reference = self._checked_reference(other)
+        self._reference_moved = False  # it is no longer the one that this run began with
         self.layout_probe = self._verify_model()
         self._optimizer = Optimizer(self._model, config.optim, total_steps=total_steps, fp16=config.model.fp16)
 
@@ -72,7 +80,7 @@ class FSDPBackend:
     def score(self, batches: Sequence[PackedBatch], model: ModelRole) -> list[LogProbs]:
         """Log-probabilities at the temperature of the rollout, without gradient, on the CPU, for each batch.
 
-        All batches of `reference` are scored under one swap of weights. It must have been asked for by --kl-loss-coef.
+        All batches of `reference` are scored under one swap of weights. There is one if a KL term asks for it.
         """
         assert not self._stash, "onload comes before score"
         with torch.no_grad(), evaluating(self._model), self._weights_of(model):
@@ -107,6 +115,12 @@ class FSDPBackend:
             self._optimizer.skip()
         return metrics | {"optim/skipped_steps": float(self._optimizer.num_skipped)}
 
+    def update_reference(self) -> None:
+        """Make the present policy the reference. Checkpoints hold it from now on."""
+        assert not self._stash, "onload comes before update_reference"
+        self._bank.copy_from(self._model)
+        self._reference_moved = True
+
     def hf_weights(self, naming: Naming = "hub") -> Iterator[tuple[str, Tensor]]:
         """Full tensors in the compute dtype, layer by layer, on the device; every rank gets each and takes each."""
         assert not self._stash, "onload comes before hf_weights"
@@ -133,17 +147,29 @@ class FSDPBackend:
         """Into a folder that exists: see `CheckpointFolder.write`."""
         assert not self._stash, "onload comes before save"
         save_checkpoint(directory, self._model, self._optimizer, step=step)
+        if self._reference_moved:
+            with self._bank.swapped_into(self._model):
+                save_reference(directory, self._model)
 
     def load(self, directory: Path) -> int:
         """Returns the step that was saved. Raises CheckpointError."""
         assert not self._stash, "onload comes before load"
-        return load_checkpoint(directory, self._model, self._optimizer)
+        step = load_checkpoint(directory, self._model, self._optimizer)
+        self._reference_moved = self._reference is not None and has_reference(directory)
+        if self._reference_moved:
+            with self._bank.swapped_into(self._model):
+                load_reference(directory, self._model)
+        return step
+
+    @property
+    def _bank(self) -> ReferenceBank:
+        assert self._reference is not None, "there is no reference without a KL term"
+        return self._reference
 
     def _weights_of(self, role: ModelRole) -> AbstractContextManager[None]:
         if role == "policy":
             return nullcontext()
-        assert self._reference is not None, "there is no reference without --kl-loss-coef"
-        return self._reference.swapped_into(self._model)
+        return self._bank.swapped_into(self._model)
 
     def _logprobs(self, batch: PackedBatch, *, with_entropy: bool) -> LogProbs:
         return policy_logprobs(
@@ -151,6 +177,7 @@ class FSDPBackend:
             batch,
             layout=self.layout_probe.layout,
             temperature=self._temperature,
+            truncation=self._truncation,
             with_entropy=with_entropy,
         )
 
@@ -158,6 +185,11 @@ class FSDPBackend:
     def _temperature(self) -> float:
         """Supervised training knows no rollout."""
         return 1.0 if self._config.algorithm.algorithm == "sft" else self._config.rollout.temperature
+
+    @property
+    def _truncation(self) -> Truncation:
+        rollout = self._config.rollout
+        return Truncation(rollout.top_p, rollout.top_k or -1, rollout.min_p)
 
     def _verify_model(self) -> LayoutProbe:
         """The layout that the model computes exactly. NumericsError: there is none, or its head is not understood."""
@@ -171,7 +203,7 @@ class FSDPBackend:
     def _other_reference(self) -> ReferenceBank | None:
         """The weights of --ref-load, where there is one; its sharded model is gone again when this returns."""
         config = self._config
-        if config.algorithm.kl_loss_coef == 0 or config.ref.load is None:
+        if not config.needs_reference or config.ref.load is None:
             return None
         path = resolve_checkpoint(config.ref.load)
         bank = ReferenceBank(_load_model(config, path, self.mesh, self.compute_dtype))
@@ -179,7 +211,7 @@ class FSDPBackend:
         return bank
 
     def _checked_reference(self, other: ReferenceBank | None) -> ReferenceBank | None:
-        if self._config.algorithm.kl_loss_coef == 0:
+        if not self._config.needs_reference:
             return None
         own = fingerprint(self._model)
         if other is not None and other.fingerprint != own:

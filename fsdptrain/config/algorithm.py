@@ -47,11 +47,20 @@ class AlgorithmConfig(Section):
     loss_aggregation: Literal["token_mean", "sequence_mean", "fixed_length", "sequence_sum"] = "token_mean"
     """How tokens are weighted, over the whole optimizer step and all ranks."""
     kl_loss_coef: float = Field(default=0.0, ge=0.0)
-    """Coefficient of the KL divergence to the reference model. 0: no reference model is built."""
+    """Coefficient of the KL divergence to the reference model in the loss. 0 here and in the reward: there is none."""
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = "k3"
     """Estimator of the KL divergence. `low_var_kl`: k3 within bounds."""
     use_unbiased_kl: bool = False
     """Multiply the KL by the policy ratio, with its gradient: unbiased off-policy, and in its gradient."""
+    kl_reward_coef: float = Field(default=0.0, ge=0.0)
+    """Coefficient of the KL divergence of old policy to reference, summed over a response and taken from its reward."""
+    kl_reward_type: Literal["k1", "k2", "k3", "low_var_kl"] = "k1"
+    """Estimator of the KL divergence in the reward, where none needs a gradient: k1 is unbiased."""
+    kl_target: float | None = Field(default=None, gt=0.0)
+    """Adapt the KL coefficient, after each rollout, so that the KL divergence comes to this. Default: off. [nats for
+    each token]"""
+    kl_horizon: int = Field(default=10_000, ge=1)
+    """Samples in which the coefficient grows or shrinks by a fifth, at most. [samples]"""
     entropy_coef: float = Field(default=0.0, ge=0.0)
     """Coefficient of the entropy bonus."""
     use_rollout_logprobs: bool = False
@@ -62,3 +71,11 @@ class AlgorithmConfig(Section):
     """Lower bound of that ratio. Default: tis 0, mis and icepop 0.5, mis_sequence 0.99."""
     mismatch_high: float | None = Field(default=None, ge=1.0)
     """Upper bound of that ratio. Default: tis and mis 2, icepop 5, mis_sequence 1.01."""
+    mismatch_rejection: Literal[
+        "none", "token_k1", "token_k2", "token_k3", "seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k1",
+        "seq_max_k2", "seq_max_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
+    ] = "none"  # fmt: skip
+    """Drop tokens, or sequences by their mean, largest or summed token, where this estimate of the KL divergence of
+    engine to trainer is above --mismatch-rejection-max; beside any correction."""
+    mismatch_rejection_max: float | None = Field(default=None, gt=0.0)
+    """Bound of the rejection, e.g. 0.01 for seq_mean_k3. [nats]"""

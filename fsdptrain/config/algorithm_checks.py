@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from fsdptrain.config.root import Config
 
 _ROLLOUT_ONLY = (
-    "n_samples_per_prompt advantage_estimator kl_loss_coef kl_loss_type use_unbiased_kl entropy_coef ref_load "
-    f"rollout_temperature max_unscored_fraction {' '.join(LOSS_FIELDS)}"
+    "n_samples_per_prompt advantage_estimator kl_loss_coef kl_loss_type use_unbiased_kl kl_reward_coef kl_reward_type "
+    "kl_target kl_horizon entropy_coef ref_load ref_update_interval rollout_temperature rollout_top_p rollout_top_k "
+    f"rollout_min_p max_unscored_fraction {' '.join(LOSS_FIELDS)}"
 )
 _GENERATION = "reward rollout_engine rollout_max_response_len rollout_max_batch_tokens log_num_samples"
 
@@ -37,9 +38,6 @@ def _algorithm(config: Config) -> Iterator[Problem]:
             f"--n-samples-per-prompt must be at least 2 with --algorithm {algorithm.algorithm}, got "
             f"{algorithm.n_samples_per_prompt}: an advantage compares the samples of one prompt, 8 is usual"
         )
-    if not algorithm.kl_loss_coef:
-        reason = "without a KL term: set --kl-loss-coef above 0, e.g. 0.001"
-        yield from without_effect(config, "kl_loss_type use_unbiased_kl ref_load", reason)
     if not algorithm.use_opsm:
         yield from without_effect(config, "opsm_delta", "without --use-opsm")
     if algorithm.mismatch_correction == "none":
@@ -48,6 +46,46 @@ def _algorithm(config: Config) -> Iterator[Problem]:
     elif algorithm.use_rollout_logprobs:
         reason = "with --use-rollout-logprobs, where the old logprobs are the engine's: leave one of them out"
         yield from without_effect(config, "mismatch_correction", reason)
+    if algorithm.mismatch_rejection == "none":
+        reason = "without a rejection: set --mismatch-rejection, e.g. seq_mean_k3"
+        yield from without_effect(config, "mismatch_rejection_max", reason)
+    elif algorithm.mismatch_rejection_max is None:
+        yield (
+            f"--mismatch-rejection {algorithm.mismatch_rejection} needs --mismatch-rejection-max, its bound in nats, "
+            "e.g. 0.01 for seq_mean_k3"
+        )
+
+
+def _kl(config: Config) -> Iterator[Problem]:
+    algorithm, interval = config.algorithm, config.ref.update_interval
+    if algorithm.algorithm == "sft":
+        return
+    if not config.needs_reference:
+        reason = "without a KL term: set --kl-loss-coef or --kl-reward-coef above 0, e.g. 0.001"
+        yield from without_effect(config, "ref_load ref_update_interval kl_target", reason)
+    if not algorithm.kl_loss_coef:
+        reason = "without a KL term in the loss: set --kl-loss-coef above 0, e.g. 0.001"
+        yield from without_effect(config, "kl_loss_type use_unbiased_kl", reason)
+    if not algorithm.kl_reward_coef:
+        reason = "without a KL term in the reward: set --kl-reward-coef above 0, e.g. 0.001"
+        yield from without_effect(config, "kl_reward_type", reason)
+    if algorithm.kl_target is None:
+        yield from without_effect(config, "kl_horizon", "without an adaptive coefficient: set --kl-target")
+    elif algorithm.kl_loss_coef and algorithm.kl_reward_coef:
+        yield (
+            f"--kl-target {algorithm.kl_target:g} adapts one coefficient, but --kl-loss-coef "
+            f"{algorithm.kl_loss_coef:g} and --kl-reward-coef {algorithm.kl_reward_coef:g} are both given: choose one"
+        )
+    elif algorithm.kl_horizon < config.samples_per_rollout:
+        yield (
+            f"--kl-horizon {algorithm.kl_horizon} is less than the {config.samples_per_rollout} samples of a rollout, "
+            "after which the coefficient is adapted: raise it, 10000 is usual"
+        )
+    if interval == 1 and config.on_policy and config.needs_reference:
+        yield (
+            "--ref-update-interval 1 makes every KL divergence 0 when each rollout is one optimizer step, since the "
+            f"policy is its own reference: raise it, or set --global-batch-size below {config.samples_per_rollout}"
+        )
 
 
 def _loss(config: Config) -> Iterator[Problem]:
@@ -94,4 +132,4 @@ def _divisor(samples: int, size: int) -> int:
     return next(divisor for divisor in range(min(size, samples), 0, -1) if samples % divisor == 0)
 
 
-ALGORITHM_CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (_algorithm, _loss, _batch)
+ALGORITHM_CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (_algorithm, _kl, _loss, _batch)

@@ -81,6 +81,11 @@ class Config(Section):
         return not self.on_policy and (is_own_loss(loss) or "use_rollout_logprobs" in LOSS_OPTIONS[loss].reads)
 
     @property
+    def needs_reference(self) -> bool:
+        """There is a KL term, in the loss or in the reward."""
+        return self.algorithm.kl_loss_coef > 0 or self.algorithm.kl_reward_coef > 0
+
+    @property
     def total_optimizer_steps(self) -> int:
         return self.run.num_rollout * self.steps_per_rollout
 

@@ -158,6 +158,13 @@ class RolloutConfig(Section):
     """Longest response. [tokens]"""
     temperature: float = Field(default=1.0, gt=0.0)
     """Sampling temperature; the trainer scores at the same one."""
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Sample from the fewest of the most likely tokens whose probability reaches this. The trainer scores among them
+    too."""
+    top_k: int | None = Field(default=None, ge=1)
+    """Sample from the k most likely tokens; the trainer scores among them too. Default: off. [tokens]"""
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    """Sample from tokens that are at least so likely as this times the likeliest; the trainer scores among them too."""
     max_batch_tokens: int = Field(default=262_144, ge=1)
     """Embedded engine: tokens that its key-value cache may hold at one time. [tokens]"""
     shuffle: bool = True
@@ -171,6 +178,8 @@ class RefConfig(Section):
 
     load: str | None = None
     """Checkpoint of the reference. Default: --hf-checkpoint. It must have the same shapes."""
+    update_interval: int | None = Field(default=None, ge=1)
+    """Make the policy the reference after so many rollouts, again and again. Default: never. [rollouts]"""
 
 
 class RunConfig(Section):

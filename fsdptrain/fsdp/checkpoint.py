@@ -2,6 +2,7 @@
 
     <output_dir>/checkpoints/step_00000050/
         shards/*.safetensors     model and optimizer, by torch.distributed.checkpoint
+        reference/*.safetensors  the reference, where it is no longer the one that the run began with
         rng-00000.safetensors    random states of rank 0, and so on
         trainer.json             counters, schedule, loss scale, fingerprint of the model
         ...                      what the caller of `CheckpointFolder.write` adds
@@ -38,7 +39,7 @@ from fsdptrain.models.collective import together
 from fsdptrain.models.structure import reshard
 
 MANIFEST = "manifest.json"
-_STATE, _SHARDS, _RNG = "trainer.json", "shards", "rng-{rank:05d}.safetensors"
+_STATE, _SHARDS, _REFERENCE, _RNG = "trainer.json", "shards", "reference", "rng-{rank:05d}.safetensors"
 _FORMAT = 1
 _FILE_BYTES = 1 << 28  # of one rank: a file passes through host memory whole, twice
 _FOLDER = re.compile(r"step_(\d{8,})(?:\.(\d+))?")
@@ -116,14 +117,7 @@ class CheckpointFolder:
 def save_checkpoint(directory: Path, model: nn.Module, optimizer: Optimizer, *, step: int) -> None:
     """Write model, optimizer and random states into `directory`, which exists. Collective."""
     reshard(model)
-    tensors = _tensors(model, optimizer)
-    writer = dcp.HuggingFaceStorageWriter(
-        str(directory / _SHARDS), fqn_to_index_mapping=_file_plan(tensors), save_distributed=True
-    )
-    try:
-        dcp.save(tensors, storage_writer=writer)
-    except CheckpointException as error:
-        raise CheckpointError(f"checkpoint {directory} cannot be written ({_reasons(error)})") from error
+    _write_shards(directory / _SHARDS, _of_model(model) | _of_optimizer(optimizer))
     _save_rng(directory / _RNG.format(rank=dist.get_rank()))
     if dist.get_rank() == 0:
         state = {
@@ -146,15 +140,28 @@ def load_checkpoint(directory: Path, model: nn.Module, optimizer: Optimizer) -> 
     state: dict[str, Any] = {}
     with together(CheckpointError, f"checkpoint {directory} cannot be read"):
         state = _read_state(directory, model)
-    tensors = _tensors(model, optimizer)
-    try:
-        dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(directory / _SHARDS)))
-    except CheckpointException as error:
-        raise CheckpointError(f"checkpoint {directory} cannot be read ({_reasons(error)}): {_WAY_OUT}") from error
+    _read_shards(directory / _SHARDS, _of_model(model) | _of_optimizer(optimizer))
     with together(CheckpointError, f"checkpoint {directory} cannot be read"):
         optimizer.load_state_dict(state["optimizer"])
         _load_rng(directory / _RNG.format(rank=dist.get_rank()))
     return state["step"]
+
+
+def save_reference(directory: Path, model: nn.Module) -> None:
+    """Write `model`, which is the reference now, beside what `save_checkpoint` wrote. Collective."""
+    reshard(model)
+    _write_shards(directory / _REFERENCE, _of_model(model))
+
+
+def has_reference(directory: Path) -> bool:
+    """As rank 0 sees it. Collective."""
+    return bool(_broadcast([int((directory / _REFERENCE).is_dir())])[0])
+
+
+def load_reference(directory: Path, model: nn.Module) -> None:
+    """Read what `save_reference` wrote into `model`. Collective."""
+    reshard(model)
+    _read_shards(directory / _REFERENCE, _of_model(model))
 
 
 _WAY_OUT = "resume from another with --resume DIR, or start anew with --resume never"
@@ -164,9 +171,27 @@ def _reasons(error: CheckpointException) -> str:
     return "; ".join(sorted({f"{type(e).__name__}: {e}" for e, _ in error.failures.values()}))
 
 
-def _tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    of_model = {f"model.{name}": torch.atleast_1d(t.detach()) for name, t in model_tensors(model).items()}  # views
-    return of_model | {f"optimizer.{name}": tensor for name, tensor in optimizer.tensors().items()}
+def _of_model(model: nn.Module) -> dict[str, Tensor]:
+    return {f"model.{name}": torch.atleast_1d(t.detach()) for name, t in model_tensors(model).items()}  # views
+
+
+def _of_optimizer(optimizer: Optimizer) -> dict[str, Tensor]:
+    return {f"optimizer.{name}": tensor for name, tensor in optimizer.tensors().items()}
+
+
+def _write_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
+    writer = dcp.HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=_file_plan(tensors), save_distributed=True)
+    try:
+        dcp.save(tensors, storage_writer=writer)
+    except CheckpointException as error:
+        raise CheckpointError(f"checkpoint {folder} cannot be written ({_reasons(error)})") from error
+
+
+def _read_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
+    try:
+        dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
+    except CheckpointException as error:
+        raise CheckpointError(f"checkpoint {folder} cannot be read ({_reasons(error)}): {_WAY_OUT}") from error
 
 
 def _file_plan(tensors: dict[str, Tensor]) -> dict[str, int]:

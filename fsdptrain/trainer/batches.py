@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from fsdptrain import platform
-from fsdptrain.data.exchange import exchange_samples, gather_index
+from fsdptrain.data.exchange import SampleIndex, exchange_samples, gather_index
 from fsdptrain.data.packing import pack, plan_packs, plan_rows
 from fsdptrain.models.inputs import Layout
 from fsdptrain.types import PackedBatch, Sample
@@ -26,6 +26,8 @@ class StepBatches:
     """The packs of one optimizer step on this rank; every rank has as many."""
 
     packs: list[PackedBatch]
+    members: list[tuple[int, ...]]  # of each pack: its samples, by their number in `index`; () for an empty pack
+    index: SampleIndex  # of all samples of the rollout
     fill: float
     imbalance: float
 
@@ -54,7 +56,8 @@ def make_batches(samples: Sequence[Sample], rules: PackingRules) -> list[StepBat
             )
             for members in plan.packs[dist.get_rank()]
         ]
-        steps.append(StepBatches(packs, plan.fill, plan.imbalance))
+        members = [tuple(chosen[i] for i in packed) for packed in plan.packs[dist.get_rank()]]
+        steps.append(StepBatches(packs, members, index, plan.fill, plan.imbalance))
     return steps
 
 

@@ -121,7 +121,7 @@ def plan_memory(model: PreTrainedModel, config: Config, *, embedded_engine: bool
         cpu_offload=config.fsdp.cpu_offload,
         reshard_after_forward=config.fsdp.reshard_after_forward,
         embedded_engine=embedded_engine,
-        reference=config.algorithm.kl_loss_coef > 0,
+        reference=config.needs_reference,
         load_strategy=config.model.load_strategy,
     )
     supply = MemorySupply(
@@ -187,6 +187,9 @@ def build_source(
             num_samples=config.algorithm.n_samples_per_prompt,
             max_tokens=config.rollout.max_response_len,
             temperature=config.rollout.temperature,
+            top_p=config.rollout.top_p,
+            top_k=config.rollout.top_k or -1,
+            min_p=config.rollout.min_p,
             seed=config.rollout.seed,
         ),
         num_prompts=config.rollout.batch_size,
@@ -211,6 +214,9 @@ def loss_config(algorithm: AlgorithmConfig) -> LossConfig:
         mismatch_correction=algorithm.mismatch_correction,
         mismatch_low=correction.low if algorithm.mismatch_low is None else algorithm.mismatch_low,
         mismatch_high=correction.high if algorithm.mismatch_high is None else algorithm.mismatch_high,
+        mismatch_rejection=algorithm.mismatch_rejection,
+        mismatch_rejection_max=algorithm.mismatch_rejection_max or 0.0,
+        use_rollout_logprobs=algorithm.use_rollout_logprobs,
         kl_loss_coef=algorithm.kl_loss_coef,
         kl_loss_type=algorithm.kl_loss_type,
         use_unbiased_kl=algorithm.use_unbiased_kl,

@@ -14,7 +14,8 @@ def export_checkpoint(checkpoint: Path, output: Path) -> None:
     recipe = checkpoint.resolve().parent.parent / CONFIG_FILE
     if not recipe.is_file():
         raise CheckpointError(f"--checkpoint {checkpoint} is not in the folder of a run: {recipe} is not there")
-    config = load_recipe(recipe, kl_loss_coef=0.0, fsdp_replicate_size=1)  # no reference, and any number of processes
+    no_reference = {"kl_loss_coef": 0.0, "kl_reward_coef": 0.0}
+    config = load_recipe(recipe, **no_reference, fsdp_replicate_size=1)  # and so any number of processes
     with platform.process_group(config.launch.dist_timeout):
         backend = FSDPBackend(config, total_steps=config.total_optimizer_steps)
         backend.load(checkpoint)

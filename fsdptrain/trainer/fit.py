@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fsdptrain import platform
-from fsdptrain.algo.advantages import ADVANTAGES, whiten
+from fsdptrain.algo.advantages import ADVANTAGES, assign_advantages, whiten
 from fsdptrain.config import Config, DataConfig, check_processes
 from fsdptrain.data.packing import drop_overlong
 from fsdptrain.errors import CheckpointError, ConfigError, DataError, RolloutError
@@ -23,8 +23,10 @@ from fsdptrain.trainer.batches import PackingRules, StepBatches, make_batches
 from fsdptrain.trainer.build import Parts, build_parts, loss_config
 from fsdptrain.trainer.experience import Experience
 from fsdptrain.trainer.folder import PROGRESS_FILE, RunFolder, open_folder
+from fsdptrain.trainer.kl import KlControl, kl_in_reward
+from fsdptrain.trainer.scoring import Scorer
 from fsdptrain.trainer.summary import Stopwatch
-from fsdptrain.types import Metrics, PackedBatch
+from fsdptrain.types import Metrics, Sample
 
 
 class Trainer:
@@ -71,6 +73,8 @@ class _Run:
         self._checkpoints = CheckpointFolder(folder.path, keep_last=config.run.keep_last)
         self._loss = parts.loss
         self._loss_config = loss_config(config.algorithm)
+        self._scorer = Scorer(config, parts.backend)
+        self._kl = KlControl(config)
         self._rules = PackingRules(
             max_tokens=config.batch.max_tokens_per_gpu,
             aggregation=config.algorithm.loss_aggregation,
@@ -116,13 +120,16 @@ class _Run:
                     f"longer than --max-tokens-per-gpu {self._rules.max_tokens}; raise it"
                 )
             with watch("score"):
-                steps = self._score(steps)
+                steps, kl_metrics = self._score(steps, experience.samples)
             with watch("train"):
-                trained = [self._parts.backend.train_step(s.packs, self._loss, self._loss_config) for s in steps]
+                loss = replace(self._loss_config, kl_loss_coef=self._kl.loss_coef)
+                trained = [self._parts.backend.train_step(s.packs, self._loss, loss) for s in steps]
             self._step += 1
+            self._update_reference()
             with watch("sync"):
                 self._hand_over_weights()
-        metrics |= summary.mean_metrics(trained)
+        metrics |= kl_metrics | summary.mean_metrics(trained)
+        metrics |= self._kl.adapt(metrics)
         metrics |= summary.packing_metrics(steps)
         metrics |= self._performance(steps, watch, num_tokens=metrics["progress/tokens"])
         metrics |= self._advance(metrics)
@@ -142,24 +149,39 @@ class _Run:
         watch.seconds["generate"] = experience.generate_s
         watch.seconds["reward"] = experience.reward_s
         watch.seconds["idle"] = max(0.0, watch.seconds["collect"] - experience.generate_s - experience.reward_s)
-        if experience.scores is not None and ADVANTAGES[self._config.algorithm.advantage_estimator].whitened:
-            kept = whiten(kept, summary.reduce_sums)  # after `together`: it is collective
+        if experience.scores is not None:
+            kept = self._whitened(kept)  # after `together`: it is collective
         return replace(experience, samples=kept, num_dropped=dropped)
 
-    def _score(self, steps: list[StepBatches]) -> list[StepBatches]:
-        """Add old and reference log-probabilities where the loss asks for them, before the first update."""
-        algorithm = self._config.algorithm
-        packs = [pack for step in steps for pack in step.packs]
-        if algorithm.algorithm == "sft":
-            return steps
-        if algorithm.use_rollout_logprobs:
-            packs = [replace(pack, old_logprobs=pack.rollout_logprobs) for pack in packs]
-        elif self._config.needs_old_logprobs:
-            packs = _with(packs, "old_logprobs", self._parts.backend.score(packs, "policy"))
-        if algorithm.kl_loss_coef > 0:
-            packs = _with(packs, "ref_logprobs", self._parts.backend.score(packs, "reference"))
-        remaining = iter(packs)
-        return [replace(step, packs=[next(remaining) for _ in step.packs]) for step in steps]
+    def _whitened(self, samples: list[Sample]) -> list[Sample]:
+        if not ADVANTAGES[self._config.algorithm.advantage_estimator].whitened:
+            return samples
+        return whiten(samples, summary.reduce_sums)
+
+    def _advantages(self, samples: list[Sample]) -> list[Sample]:
+        """Once more, for rewards that have changed. Collective."""
+        with together(RolloutError, "--advantage-estimator"):
+            samples = assign_advantages(samples, self._config.algorithm.advantage_estimator)
+        return self._whitened(samples)
+
+    def _score(self, steps: list[StepBatches], samples: Sequence[Sample]) -> tuple[list[StepBatches], Metrics]:
+        """Old and reference log-probabilities, and what follows from them for the rewards, before the first update."""
+        steps = self._scorer.score(steps)
+        if not self._config.algorithm.kl_reward_coef:
+            return steps, {}
+        steps, metrics = kl_in_reward(
+            samples,
+            steps,
+            coef=self._kl.reward_coef,
+            estimator=self._config.algorithm.kl_reward_type,
+            advantages=self._advantages,
+        )
+        return self._scorer.for_loss(steps), metrics
+
+    def _update_reference(self) -> None:
+        interval = self._config.ref.update_interval
+        if interval is not None and self._step % interval == 0:
+            self._parts.backend.update_reference()
 
     def _hand_over_weights(self) -> None:
         """Where the engine will generate before the next optimizer step; else it stays asleep."""
@@ -215,6 +237,7 @@ class _Run:
         self._parts.backend.save(directory, self._step)
         if dist.get_rank() == 0:
             state = {"step": self._step, "totals": self._totals, "stream": self._parts.stream.state_dict()}
+            state["kl_scale"] = self._kl.scale
             (directory / PROGRESS_FILE).write_text(json.dumps(state))
 
     def _resume(self) -> None:
@@ -225,6 +248,7 @@ class _Run:
             self._parts.stream.load_state_dict(progress["stream"])
         self._step = self._parts.backend.load(checkpoint)
         self._totals = progress["totals"]
+        self._kl.scale = progress.get("kl_scale", 1.0)  # older checkpoints have none
 
 
 def _with_own_data(config: Config) -> Config:
@@ -234,7 +258,3 @@ def _with_own_data(config: Config) -> Config:
             f"--prompt-data {config.data.prompt_data} and Trainer(dataset=...) are both given: choose one"
         )
     return config.model_copy(update={"data": config.data.model_copy(update={"prompt_data": "dataset"})})
-
-
-def _with(packs: Sequence[PackedBatch], field: str, scores: Sequence[Any]) -> list[PackedBatch]:
-    return [replace(pack, **{field: score.values}) for pack, score in zip(packs, scores, strict=True)]

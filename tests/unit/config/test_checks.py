@@ -37,7 +37,47 @@ REFUSED = [
     ({**SFT, "rollout_batch_size": 8, "global_batch_size": 4}, ["--rollout-batch-size"], {"rollout_batch_size": 4}),
     ({"n_samples_per_prompt": 1}, ["--n-samples-per-prompt", "at least 2"], {"n_samples_per_prompt": 2}),
     ({"kl_loss_type": "k1"}, ["--kl-loss-type", "--kl-loss-coef"], {"kl_loss_coef": 0.001}),
-    ({"ref_load": "y"}, ["--ref-load", "--kl-loss-coef"], {"kl_loss_coef": 0.001}),
+    ({"ref_load": "y"}, ["--ref-load", "--kl-loss-coef"], {"kl_reward_coef": 0.001}),
+    ({"ref_update_interval": 5}, ["--ref-update-interval", "--kl-reward-coef"], {"kl_reward_coef": 0.001}),
+    (
+        {"ref_update_interval": 1, "kl_loss_coef": 0.1},
+        ["--ref-update-interval 1", "KL divergence 0", "--global-batch-size below 256"],
+        {"ref_update_interval": 2},
+    ),
+    ({"kl_target": 0.1}, ["--kl-target", "--kl-loss-coef"], {"kl_loss_coef": 0.001}),
+    ({"kl_horizon": 512, "kl_loss_coef": 0.1}, ["--kl-horizon", "--kl-target"], {"kl_target": 0.1}),
+    (
+        {"kl_horizon": 100, "kl_loss_coef": 0.1, "kl_target": 0.1},
+        ["--kl-horizon 100", "256 samples", "10000 is usual"],
+        {"kl_horizon": 256},
+    ),
+    (
+        {"kl_target": 0.1, "kl_loss_coef": 0.1, "kl_reward_coef": 0.2},
+        ["--kl-target 0.1", "--kl-loss-coef 0.1", "--kl-reward-coef 0.2", "choose one"],
+        {"kl_loss_coef": 0.0},
+    ),
+    ({"kl_reward_coef": 0.1, "kl_loss_type": "k1"}, ["--kl-loss-type", "in the loss"], {"kl_loss_coef": 0.001}),
+    ({"kl_loss_coef": 0.1, "kl_reward_type": "k3"}, ["--kl-reward-type", "in the reward"], {"kl_reward_coef": 0.001}),
+    ({"mismatch_rejection": "seq_mean_k3"}, ["--mismatch-rejection-max", "0.01"], {"mismatch_rejection_max": 0.01}),
+    (
+        {"mismatch_rejection_max": 0.1},
+        ["--mismatch-rejection-max", "--mismatch-rejection, e.g."],
+        {"mismatch_rejection": "token_k1", "use_rollout_logprobs": True},
+    ),
+    (
+        {"algorithm": "ipo", "mismatch_rejection": "token_k1", "mismatch_rejection_max": 0.1},
+        ["--mismatch-rejection", "ipo"],
+        {"algorithm": "grpo"},
+    ),
+    *(
+        ({**SFT, key: value}, [all_keys()[key].flag, "sft"], {"algorithm": "grpo"})
+        for key, value in [
+            ("kl_reward_coef", 0.1),
+            ("rollout_top_p", 0.9),
+            ("rollout_top_k", 5),
+            ("rollout_min_p", 0.1),
+        ]
+    ),
     ({"eps_clip_high": 0.28}, ["--eps-clip-high", "--global-batch-size below 256"], OFF_POLICY),
     ({"eps_clip": 0.1}, ["--eps-clip ", "ratio is always 1"], {"use_rollout_logprobs": True}),
     ({"eps_clip_c": 3.0}, ["--eps-clip-c"], OFF_POLICY),
