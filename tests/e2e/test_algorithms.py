@@ -9,8 +9,9 @@ from fsdptrain.config.presets import PRESETS
 from tests.e2e import command
 from tests.e2e.command import TINY_RUN
 
-QUICK = ["--num-rollout", "1", "--eval-interval", "0", "--keep-last", "0", "--no-export"]
-TINY = [*TINY_RUN[: TINY_RUN.index("--eval-size")], *TINY_RUN[TINY_RUN.index("--eval-size") + 2 :], *QUICK]
+UNEVALUATED = [*TINY_RUN[: TINY_RUN.index("--eval-size")], *TINY_RUN[TINY_RUN.index("--eval-size") + 2 :]]
+UNEVALUATED += ["--eval-interval", "0"]
+TINY = [*UNEVALUATED, "--num-rollout", "1", "--keep-last", "0", "--no-export"]
 
 
 def trained(checkpoint: Path, folder: Path, *flags: str) -> dict[str, float]:
