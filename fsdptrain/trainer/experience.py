@@ -97,7 +97,7 @@ class SingleTurn:
             completions = self.engine.generate(prompts, sampling)
             generated = time.perf_counter()
             asked = [prompt for prompt in prompts for _ in range(sampling.num_samples)]
-            texts = self.tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
+            texts = [str(self.tokenizer.decode(c.token_ids, skip_special_tokens=True)) for c in completions]
             scored = score_completions(self.reward, asked, texts)
             return Round(
                 samples=[make_sample(*row) for row in zip(asked, completions, scored.scores, strict=True)],
