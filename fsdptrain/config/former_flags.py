@@ -93,6 +93,14 @@ FORMER_FLAGS: dict[str, Former] = dict(
         ("--rollout-top-p", Former("", _TRUNCATION)),
         ("--rollout-top-k", Former("", _TRUNCATION)),
         _same("--rollout-seed"),
+        (
+            "--dynamic-sampling-filter-path",
+            Former("--dynamic-sampling", "keeps groups whose rewards differ by more than --min-group-spread"),
+        ),
+        (
+            "--over-sampling-batch-size",
+            Former("--dynamic-sampling", "it asks for more in rounds, as many as are probably missing"),
+        ),
         _same("--eval-prompt-data", "without it, rows of --prompt-data are held out"),
         _same("--eval-interval", "counts rollouts"),
         _same("--n-samples-per-eval-prompt"),

@@ -79,7 +79,7 @@ class SampleMaker(Protocol):
     """From prompts to scored samples."""
 
     def make(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> Round:
-        """Collective; a rank may come without prompts."""
+        """Collective; a rank may come without prompts. The group of a sample is named by its prompt's id."""
         ...
 
 

@@ -4,7 +4,7 @@ import json
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdptrain.config import DataConfig, RolloutConfig
@@ -85,6 +85,7 @@ visits = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(visits=visits, decay=st.sampled_from([0.0, 0.3, 0.5, 1.0]), floor=st.floats(0.01, 1.0))
 def test_state_and_weights_are_the_same_to_the_bit_after_a_round_trip(visits, decay, floor) -> None:
     rates, again = (PassRates(20, floor=floor, decay=decay) for _ in range(2))
