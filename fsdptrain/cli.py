@@ -39,8 +39,9 @@ EXPORT = {
 REPORT_USAGE = """\
 usage: fsdptrain report RUN_DIR
 
-Print the first, the best and the last reward, held-out accuracy, length and (without
-a reward) loss of a run, and draw them to RUN_DIR/curves.png. The run may still go on.
+Print the first, the best and the last reward, held-out accuracy, length, share of
+groups kept, pass rate and (without a reward) loss of a run, as far as it has them, and
+draw them to RUN_DIR/curves.png. The run may still go on.
 
   RUN_DIR   the --output-dir of the run, e.g. runs/default
 """

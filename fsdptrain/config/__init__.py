@@ -11,7 +11,7 @@ In a recipe and in Python a key may stand in its section or flat, by its flag's 
 Nothing here imports torch, so that `fsdptrain --help` is instant.
 """
 
-from fsdptrain.config.algorithm import AlgorithmConfig
+from fsdptrain.config.algorithm import AlgorithmConfig, SelectionConfig
 from fsdptrain.config.checks import check_processes, check_world_size
 from fsdptrain.config.flags import Resolved, resolve
 from fsdptrain.config.recipe import load_recipe, read_recipe, to_yaml
@@ -49,6 +49,7 @@ __all__ = [
     "RolloutConfig",
     "RunConfig",
     "Section",
+    "SelectionConfig",
     "check_processes",
     "check_world_size",
     "load_recipe",

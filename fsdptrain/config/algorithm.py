@@ -79,3 +79,23 @@ class AlgorithmConfig(Section):
     engine to trainer is above --mismatch-rejection-max; beside any correction."""
     mismatch_rejection_max: float | None = Field(default=None, gt=0.0)
     """Bound of the rejection, e.g. 0.01 for seq_mean_k3. [nats]"""
+
+
+class SelectionConfig(Section):
+    """Which prompts are trained on."""
+
+    dynamic_sampling: bool = False
+    """Leave out groups whose samples all earned the same reward, which teach nothing, and ask new prompts in their
+    place, until --rollout-batch-size groups are kept (DAPO)."""
+    dynamic_sampling_max_rounds: int = Field(default=10, ge=1)
+    """Rounds of generation in one rollout, at most; each asks for no more prompts than --rollout-batch-size. What is
+    kept by then is trained on; 1: leave out, and ask no others."""
+    min_group_spread: float = Field(default=0.0, ge=0.0)
+    """Dynamic sampling: keep a group if its largest and smallest reward differ by more than this. [reward]"""
+    curriculum: Literal["none", "pass_rate"] = "none"
+    """`pass_rate`: from the second epoch on, ask prompts that were always or never solved less often, by 4 p (1 - p)
+    of their pass rate p. What passes: --pass-threshold."""
+    curriculum_floor: float = Field(default=0.1, gt=0.0, le=1.0)
+    """Least chance that a prompt is asked when it comes up in its epoch."""
+    curriculum_decay: float = Field(default=0.5, ge=0.0, le=1.0)
+    """Weight of a prompt's earlier answers each time it is asked anew: 1 remembers all, 0 only the last."""

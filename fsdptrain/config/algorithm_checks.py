@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 _ROLLOUT_ONLY = (
     "n_samples_per_prompt advantage_estimator kl_loss_coef kl_loss_type use_unbiased_kl kl_reward_coef kl_reward_type "
     "kl_target kl_horizon entropy_coef ref_load ref_update_interval rollout_temperature rollout_top_p rollout_top_k "
-    f"rollout_min_p max_unscored_fraction {' '.join(LOSS_FIELDS)}"
+    "rollout_min_p max_unscored_fraction dynamic_sampling curriculum "
+    f"{' '.join(LOSS_FIELDS)}"
 )
 _GENERATION = "reward rollout_engine rollout_max_response_len rollout_max_batch_tokens log_num_samples"
 
@@ -110,6 +111,18 @@ def _loss(config: Config) -> Iterator[Problem]:
         yield from without_effect(config, " ".join(sorted(options.idle_on_policy)), reason)
 
 
+def _selection(config: Config) -> Iterator[Problem]:
+    selection = config.selection
+    if not selection.dynamic_sampling:
+        yield from without_effect(config, "dynamic_sampling_max_rounds min_group_spread", "without --dynamic-sampling")
+    if selection.curriculum == "none":
+        reason = "without a curriculum: set --curriculum pass_rate"
+        yield from without_effect(config, "curriculum_floor curriculum_decay", reason)
+        if not config.evaluates:
+            reason = "where nothing is evaluated and there is no curriculum: set --eval-interval, or leave it out"
+            yield from without_effect(config, "pass_threshold", reason)
+
+
 def _batch(config: Config) -> Iterator[Problem]:
     size, samples = config.batch.global_batch_size, config.samples_per_rollout
     if config.algorithm.algorithm == "sft":
@@ -132,4 +145,4 @@ def _divisor(samples: int, size: int) -> int:
     return next(divisor for divisor in range(min(size, samples), 0, -1) if samples % divisor == 0)
 
 
-ALGORITHM_CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (_algorithm, _kl, _loss, _batch)
+ALGORITHM_CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (_algorithm, _kl, _loss, _selection, _batch)

@@ -92,6 +92,14 @@ FORMER_FLAGS: dict[str, Former] = dict(
         _same("--rollout-top-p", "the trainer scores among the same tokens", "1.0"),
         _same("--rollout-top-k", "the trainer scores among the same tokens", "-1"),
         _same("--rollout-seed"),
+        (
+            "--dynamic-sampling-filter-path",
+            Former("--dynamic-sampling", "keeps groups whose rewards differ by more than --min-group-spread"),
+        ),
+        (
+            "--over-sampling-batch-size",
+            Former("--dynamic-sampling", "it asks for more in rounds, as many as are probably missing"),
+        ),
         _same("--eval-prompt-data", "without it, rows of --prompt-data are held out"),
         _same("--eval-interval", "counts rollouts"),
         _same("--n-samples-per-eval-prompt"),

@@ -61,9 +61,10 @@ PRESETS: Mapping[str, Preset] = {
     "grpo": Preset("grpo", "The default: verifiable rewards, a few optimizer steps on each rollout."),
     "dapo": Preset(
         "grpo",
-        "Long reasoning, where the entropy falls. So far the clip and the token mean of DAPO: dynamic sampling and "
-        "overlong shaping are not built yet.",
+        "Long reasoning, where the entropy falls. So far the clip, the token mean and the dynamic sampling of DAPO: "
+        "overlong shaping is not built yet.",
         options={"eps_clip_high": 0.28},
+        beside={"dynamic_sampling": True},
     ),
     "dr_grpo": Preset(
         "grpo",

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import pydantic
 
 from fsdptrain.config import checks
-from fsdptrain.config.algorithm import AlgorithmConfig
+from fsdptrain.config.algorithm import AlgorithmConfig, SelectionConfig
 from fsdptrain.config.keys import SECTIONS, group_by_section
 from fsdptrain.config.presets import LOSS_OPTIONS, is_own_loss, preset_values
 from fsdptrain.config.problems import field_problem
@@ -38,6 +38,7 @@ class Config(Section):
     data: DataConfig = DataConfig()
     reward: RewardConfig = RewardConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    selection: SelectionConfig = SelectionConfig()
     optim: OptimConfig = OptimConfig()
     batch: BatchConfig = BatchConfig()
     fsdp: FsdpConfig = FsdpConfig()

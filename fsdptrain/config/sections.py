@@ -82,6 +82,8 @@ class RewardConfig(Section):
     with an optional `=weight`."""
     max_unscored_fraction: float = Field(default=0.1, ge=0.0, le=1.0)
     """Stop when more than this share of a rollout's samples could not be scored."""
+    pass_threshold: float = 1.0
+    """Reward from which a response counts as right: in evaluations, and for --curriculum."""
 
 
 class OptimConfig(Section):

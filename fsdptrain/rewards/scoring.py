@@ -33,6 +33,13 @@ class Scores:
     num_unscored: int
     first_error: str | None  # why the first unscored one is so; None if all were scored
 
+    def __add__(self, other: "Scores") -> "Scores":
+        return Scores(
+            [*self.scores, *other.scores],
+            self.num_unscored + other.num_unscored,
+            self.first_error or other.first_error,
+        )
+
 
 def score_completions(reward: RewardFunction, prompts: Sequence[Prompt], texts: Sequence[str]) -> Scores:
     """Score `texts[i]` as a response to `prompts[i]`, one after the other.

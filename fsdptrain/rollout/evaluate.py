@@ -62,7 +62,7 @@ def evaluate(
         responses = [decode(completion.token_ids) for completion in completions]
         asked = [prompt for prompt in prompts for _ in range(sampling.num_samples)]
         rewards = list(score(asked, responses))
-    correct = [reward is not None and reward >= correct_reward - _TOLERANCE for reward in rewards]
+    correct = [is_correct(reward, correct_reward) for reward in rewards]
 
     ks = [2**i for i in range(sampling.num_samples.bit_length())]
     hits = [sum(group) for group in _groups(correct, sampling.num_samples)]
@@ -83,6 +83,11 @@ def evaluate(
         if count > 0
     }
     return Evaluation(metrics, completions, responses, rewards)
+
+
+def is_correct(reward: float | None, correct_reward: float) -> bool:
+    """Whether a response passes: its reward reaches `correct_reward`, but for rounding."""
+    return reward is not None and reward >= correct_reward - _TOLERANCE
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:

@@ -17,7 +17,8 @@ from fsdptrain.algo.corrections import CORRECTIONS
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.backends.fsdp import FSDPBackend
 from fsdptrain.config import Config
-from fsdptrain.config.algorithm import AlgorithmConfig
+from fsdptrain.config.algorithm import AlgorithmConfig, SelectionConfig
+from fsdptrain.data.curriculum import PassRates
 from fsdptrain.data.prompts import PromptStream, make_prompts
 from fsdptrain.data.sources import Row, as_rows, content_hash, load_rows, split_rows
 from fsdptrain.errors import CheckpointError, ConfigError, DataError, MemoryPlanError
@@ -32,6 +33,7 @@ from fsdptrain.rollout import engine_factory
 from fsdptrain.trainer.evaluation import Evaluation
 from fsdptrain.trainer.experience import RolloutSource, SampleSource, SftSource, SingleTurn, own_share
 from fsdptrain.trainer.folder import RunFolder
+from fsdptrain.trainer.selection import SelectionRules
 from fsdptrain.trainer.speed import Speed
 from fsdptrain.types import LossConfig, Prompt, SamplingParams
 
@@ -166,8 +168,22 @@ def build_data(
         rows, held_out = split_rows(rows, size, config.run.seed)
     exclude = {content_hash(row) for row in held_out}
     budget = config.prompt_budget
-    stream = PromptStream(rows, tokenizer, data=data, rollout=config.rollout, exclude=exclude, max_prompt_len=budget)
+    stream = PromptStream(
+        rows,
+        tokenizer,
+        data=data,
+        rollout=config.rollout,
+        exclude=exclude,
+        max_prompt_len=budget,
+        curriculum=build_curriculum(config.selection, num_rows=len(rows)),
+    )
     return stream, make_prompts(held_out, tokenizer, data=data, max_prompt_len=budget)
+
+
+def build_curriculum(selection: SelectionConfig, *, num_rows: int) -> PassRates | None:
+    if selection.curriculum == "none":
+        return None
+    return PassRates(num_rows, floor=selection.curriculum_floor, decay=selection.curriculum_decay)
 
 
 def build_source(
@@ -195,6 +211,20 @@ def build_source(
         num_prompts=config.rollout.batch_size,
         num_shown=config.log.num_samples,
         advantage_estimator=config.algorithm.advantage_estimator,
+        max_unscored_fraction=config.reward.max_unscored_fraction,
+        rules=selection_rules(config),
+    )
+
+
+def selection_rules(config: Config) -> SelectionRules:
+    selection, pass_threshold = config.selection, config.reward.pass_threshold
+    if not selection.dynamic_sampling:
+        return SelectionRules(pass_threshold=pass_threshold)
+    return SelectionRules(
+        dynamic=True,
+        max_rounds=selection.dynamic_sampling_max_rounds,
+        min_spread=selection.min_group_spread,
+        pass_threshold=pass_threshold,
     )
 
 

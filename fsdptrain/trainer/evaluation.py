@@ -34,7 +34,15 @@ class Evaluation:
         return metrics, shown
 
     def _run(self, sampling: SamplingParams, name: str) -> tuple[Metrics, list[dict[str, Any]]]:
-        found = evaluate(self.engine, self.prompts, self._score, self._decode, sampling=sampling, name=name)
+        found = evaluate(
+            self.engine,
+            self.prompts,
+            self._score,
+            self._decode,
+            sampling=sampling,
+            name=name,
+            correct_reward=self.config.reward.pass_threshold,
+        )
         asked = [prompt for prompt in self.prompts for _ in range(sampling.num_samples)]
         return found.metrics, show(asked, found.responses, found.rewards, self.config.log.num_samples)
 

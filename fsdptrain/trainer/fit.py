@@ -17,7 +17,6 @@ from fsdptrain.errors import CheckpointError, ConfigError, DataError, RolloutErr
 from fsdptrain.fsdp.checkpoint import CheckpointFolder
 from fsdptrain.models.collective import together
 from fsdptrain.protocols import RewardFunction
-from fsdptrain.rewards.scoring import check_unscored
 from fsdptrain.trainer import summary
 from fsdptrain.trainer.batches import PackingRules, StepBatches, make_batches
 from fsdptrain.trainer.build import Parts, build_parts, loss_config
@@ -110,9 +109,7 @@ class _Run:
         watch = Stopwatch()
         with watch("step"):
             experience = self._collect(watch)
-            metrics = summary.sample_metrics(experience, self._reward_names)
-            if experience.scores is not None:
-                check_unscored(experience.scores, max_unscored_fraction=self._config.reward.max_unscored_fraction)
+            metrics = summary.sample_metrics(experience, self._reward_names) | experience.metrics
             steps = make_batches(experience.samples, self._rules)
             if not steps:
                 raise DataError(
