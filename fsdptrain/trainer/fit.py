@@ -21,6 +21,7 @@ from fsdptrain.rewards.scoring import check_unscored
 from fsdptrain.trainer import summary
 from fsdptrain.trainer.batches import PackingRules, StepBatches, make_batches
 from fsdptrain.trainer.build import Parts, build_parts, loss_config
+from fsdptrain.trainer.epochs import carry_scores
 from fsdptrain.trainer.experience import Experience
 from fsdptrain.trainer.folder import PROGRESS_FILE, RunFolder, open_folder
 from fsdptrain.trainer.summary import Stopwatch
@@ -75,7 +76,9 @@ class _Run:
             max_tokens=config.batch.max_tokens_per_gpu,
             aggregation=config.algorithm.loss_aggregation,
             max_response_len=config.rollout.max_response_len,
-            num_steps=config.steps_per_rollout,
+            steps_per_epoch=config.steps_per_rollout // config.batch.epochs_per_rollout,
+            num_epochs=config.batch.epochs_per_rollout,
+            seed=config.run.seed,
             layout=parts.backend.layout_probe.layout,
         )
         self._step = 0  # rollouts that were trained on; also the version of the policy
@@ -109,14 +112,15 @@ class _Run:
             metrics = summary.sample_metrics(experience, self._reward_names)
             if experience.scores is not None:
                 check_unscored(experience.scores, max_unscored_fraction=self._config.reward.max_unscored_fraction)
-            steps = make_batches(experience.samples, self._rules)
+            steps = make_batches(experience.samples, self._rules, rollout=self._step)
             if not steps:
                 raise DataError(
                     f"--overlong drop left nothing to train on: all {metrics['progress/dropped']:.0f} samples are "
                     f"longer than --max-tokens-per-gpu {self._rules.max_tokens}; raise it"
                 )
             with watch("score"):
-                steps = self._score(steps)
+                first = self._score(steps[: self._rules.steps_per_epoch])
+                steps = [*first, *carry_scores(first, steps[self._rules.steps_per_epoch :])]
             with watch("train"):
                 trained = [self._parts.backend.train_step(s.packs, self._loss, self._loss_config) for s in steps]
             self._step += 1
