@@ -90,10 +90,15 @@ class FSDPBackend:
     def train_step(self, batches: Sequence[PackedBatch], loss: Loss, config: LossConfig) -> Metrics:
         """One optimizer step over the packs of this rank; every rank passes the same number of packs.
 
-        Waits for the device once. Gradients that are not finite on any rank are dropped on every rank; then there is no
+        Without a loss token on any rank the weights stay, and only the schedule of the learning rate goes on. Else it
+        waits for the device once. Gradients that are not finite on any rank are dropped on every rank; then there is no
         optim/grad_norm. Raises NumericsError after more than --max-skipped-steps of such.
         """
         assert not self._stash, "onload comes before train_step"
+        if not batches[0].num_loss_tokens:  # of the whole step: the same on every rank
+            metrics = {"optim/lr": self._optimizer.lr, "optim/skipped_steps": float(self._optimizer.num_skipped)}
+            self._optimizer.pass_over()
+            return metrics
         self._model.train(self._config.algorithm.algorithm == "sft")
         self._optimizer.zero_grad()
         sums = _MetricSums()

@@ -106,7 +106,8 @@ def _loss(config: Config) -> Iterator[Problem]:
     if config.on_policy and not algorithm.use_rollout_logprobs:
         reason = (
             "when each rollout is one optimizer step, where the policy ratio is always 1: "
-            f"set --global-batch-size below {config.samples_per_rollout}, or leave it out"
+            f"set --global-batch-size below {config.samples_per_rollout} or --steps-per-rollout above 1, or leave it "
+            "out"
         )
         yield from without_effect(config, " ".join(sorted(options.idle_on_policy)), reason)
 
@@ -131,12 +132,37 @@ def _batch(config: Config) -> Iterator[Problem]:
                 f"--rollout-batch-size {config.rollout.batch_size} and --global-batch-size {size} differ: "
                 "with --algorithm sft both mean the samples of one optimizer step, give one of them"
             )
+        reason = "with --algorithm sft, which takes new samples for each optimizer step: leave it out"
+        yield from without_effect(config, "steps_per_rollout epochs_per_rollout", reason)
         return
     if size and samples % size:
         yield (
             f"--global-batch-size {size} must divide --rollout-batch-size {config.rollout.batch_size} x "
             f"--n-samples-per-prompt {config.algorithm.n_samples_per_prompt} = {samples} samples, "
             f"e.g. {_divisor(samples, size)}"
+        )
+    elif config.batch.steps_per_rollout:
+        yield from _steps(config, config.batch.steps_per_rollout)
+
+
+def _steps(config: Config, steps: int) -> Iterator[Problem]:
+    size, samples, epochs = config.batch.global_batch_size, config.samples_per_rollout, config.batch.epochs_per_rollout
+    if steps % epochs:
+        yield (
+            f"--steps-per-rollout {steps} must be a multiple of --epochs-per-rollout {epochs}: each epoch has as many "
+            f"optimizer steps, e.g. {epochs * (steps // epochs + 1)}"
+        )
+    elif size and size * steps != samples * epochs:
+        yield (
+            f"--steps-per-rollout {steps} and --global-batch-size {size} do not agree: {samples} samples, "
+            f"{epochs} time{'s' if epochs > 1 else ''}, make {samples * epochs // size} steps of {size}: give one of "
+            "them"
+        )
+    elif steps > samples * epochs:
+        yield (
+            f"--steps-per-rollout {steps} is more than --rollout-batch-size {config.rollout.batch_size} x "
+            f"--n-samples-per-prompt {config.algorithm.n_samples_per_prompt} = {samples} samples give, a sample for "
+            f"each step of an epoch: at most {samples * epochs}"
         )
 
 

@@ -67,8 +67,11 @@ class Config(Section):
 
     @property
     def steps_per_rollout(self) -> int:
-        """Optimizer steps on one rollout."""
-        return self.samples_per_rollout // (self.batch.global_batch_size or self.samples_per_rollout)
+        """Optimizer steps on one rollout, over all its epochs."""
+        if self.batch.steps_per_rollout is not None:
+            return self.batch.steps_per_rollout
+        per_epoch = self.samples_per_rollout // (self.batch.global_batch_size or self.samples_per_rollout)
+        return per_epoch * self.batch.epochs_per_rollout
 
     @property
     def on_policy(self) -> bool:

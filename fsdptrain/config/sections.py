@@ -132,6 +132,11 @@ class BatchConfig(Section):
     """A sample longer than max_tokens_per_gpu stops the run, or is dropped and counted."""
     global_batch_size: int | None = Field(default=None, ge=1)
     """Samples in one optimizer step. Default: the whole rollout, strictly on-policy. [samples]"""
+    steps_per_rollout: int | None = Field(default=None, ge=1)
+    """Optimizer steps on each rollout, all its epochs together: another way to say --global-batch-size. Samples are
+    dealt to them at random, the samples of one prompt one by one."""
+    epochs_per_rollout: int = Field(default=1, ge=1)
+    """Times that each rollout is trained on, in another order each time. Old and reference logprobs are scored once."""
 
 
 class FsdpConfig(Section):

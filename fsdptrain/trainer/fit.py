@@ -20,6 +20,7 @@ from fsdptrain.protocols import RewardFunction
 from fsdptrain.trainer import summary
 from fsdptrain.trainer.batches import PackingRules, StepBatches, make_batches
 from fsdptrain.trainer.build import Parts, build_parts, loss_config
+from fsdptrain.trainer.epochs import carry_scores
 from fsdptrain.trainer.experience import Experience
 from fsdptrain.trainer.folder import PROGRESS_FILE, RunFolder, open_folder
 from fsdptrain.trainer.kl import KlControl, kl_in_reward
@@ -78,7 +79,9 @@ class _Run:
             max_tokens=config.batch.max_tokens_per_gpu,
             aggregation=config.algorithm.loss_aggregation,
             max_response_len=config.rollout.max_response_len,
-            num_steps=config.steps_per_rollout,
+            steps_per_epoch=config.steps_per_rollout // config.batch.epochs_per_rollout,
+            num_epochs=config.batch.epochs_per_rollout,
+            seed=config.run.seed,
             layout=parts.backend.layout_probe.layout,
         )
         self._step = 0  # rollouts that were trained on; also the version of the policy
@@ -110,14 +113,15 @@ class _Run:
         with watch("step"):
             experience = self._collect(watch)
             metrics = summary.sample_metrics(experience, self._reward_names) | experience.metrics
-            steps = make_batches(experience.samples, self._rules)
+            steps = make_batches(experience.samples, self._rules, rollout=self._step)
             if not steps:
                 raise DataError(
                     f"--overlong drop left nothing to train on: all {metrics['progress/dropped']:.0f} samples are "
                     f"longer than --max-tokens-per-gpu {self._rules.max_tokens}; raise it"
                 )
             with watch("score"):
-                steps, kl_metrics = self._score(steps, experience.samples)
+                first, kl_metrics = self._score(steps[: self._rules.steps_per_epoch], experience.samples)
+                steps = [*first, *carry_scores(first, steps[self._rules.steps_per_epoch :])]
             with watch("train"):
                 loss = replace(self._loss_config, kl_loss_coef=self._kl.loss_coef)
                 trained = [self._parts.backend.train_step(s.packs, self._loss, loss) for s in steps]

@@ -113,4 +113,4 @@ def _with_advantages(pack: PackedBatch, values: Tensor) -> PackedBatch:
 def _packs(steps: Sequence[StepBatches]) -> Iterator[tuple[PackedBatch, Sequence[int]]]:
     """Each pack of this rank, and the global indices of its samples."""
     for step in steps:
-        yield from zip(step.packs, step.members, strict=True)
+        yield from zip(step.packs, step.members[dist.get_rank()], strict=True)

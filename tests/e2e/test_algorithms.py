@@ -39,6 +39,17 @@ def test_batch_whitening_does_not_depend_on_the_number_of_ranks(checkpoint: Path
 
 
 @pytest.mark.slow
+def test_several_epochs_of_several_steps_do_not_depend_on_the_number_of_ranks(checkpoint: Path, tmp_path: Path) -> None:
+    flags = ["--steps-per-rollout", "6", "--epochs-per-rollout", "2", "--lr-decay-style", "linear", "--kl-loss-coef"]
+    flags += ["0.1", "--nproc-per-node"]
+    one, two = (trained(checkpoint, tmp_path / n, *flags, n) for n in ("1", "2"))
+    assert one["optim/lr"] == two["optim/lr"] == pytest.approx(1e-3 * 1 / 6)
+    assert one["policy/approx_kl"] > 0
+    for name in ("loss/total", "loss/kl", "optim/grad_norm", "policy/approx_kl"):
+        assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.slow
 def test_corrections_masks_and_the_unbiased_kl_report_what_they_did(checkpoint: Path, tmp_path: Path) -> None:
     flags = ["--algorithm", "gspo", "--global-batch-size", "8", "--use-opsm", "--mismatch-correction", "icepop"]
     metrics = trained(checkpoint, tmp_path, *flags, "--kl-loss-coef", "0.1", "--use-unbiased-kl")

@@ -116,6 +116,19 @@ REFUSED = [
     ({**SFT, "mismatch_correction": "tis"}, ["--mismatch-correction", "sft"], {"algorithm": "grpo"}),
     ({"global_batch_size": 100}, ["--global-batch-size 100", "32", "8", "256", "e.g. 64"], OFF_POLICY),
     ({"global_batch_size": 512}, ["--global-batch-size 512", "e.g. 256"], OFF_POLICY),
+    ({**OFF_POLICY, "steps_per_rollout": 3}, ["--steps-per-rollout 3", "make 4 steps of 64"], {"steps_per_rollout": 4}),
+    (
+        {"steps_per_rollout": 3, "epochs_per_rollout": 2},
+        ["--steps-per-rollout 3", "multiple of --epochs-per-rollout 2", "e.g. 4"],
+        {"steps_per_rollout": 4},
+    ),
+    (
+        {"steps_per_rollout": 257},
+        ["--steps-per-rollout 257", "= 256 samples", "at most 256"],
+        {"steps_per_rollout": 256},
+    ),
+    ({**SFT, "steps_per_rollout": 2}, ["--steps-per-rollout", "sft"], {"algorithm": "grpo"}),
+    ({**SFT, "epochs_per_rollout": 2}, ["--epochs-per-rollout", "sft"], {"algorithm": "grpo"}),
     (
         {"rollout_max_response_len": 8192},
         ["--rollout-max-response-len 8192", "--max-tokens-per-gpu 8192"],
