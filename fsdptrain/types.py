@@ -6,7 +6,7 @@ All are frozen: make a new one with `dataclasses.replace`. Shapes: P prompt toke
 of one sample, T tokens of one pack, N segments of one pack, M loss tokens of one pack, [] a scalar.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
 Metrics = dict[str, float]
+Message = Mapping[str, Any]  # {"role": ..., "content": ...}
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,25 @@ class Prompt:
     text: str  # what `token_ids` decode to; shown to people, never tokenised again
     label: Any = None  # the reference answer, in whatever form the reward understands
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    max_tokens: int | None = None  # longest response to this prompt, where that is less than the sampling's
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What an environment answers to a response of the model."""
+
+    observation: str | Sequence[Message] = ""  # what the model reads next; a text is a message of the user
+    done: bool = False  # the episode ends here, and the observation is shown to nobody
+    reward: float | Mapping[str, float] | None = None  # added up over the episode; None: not judged
+
+
+@dataclass(frozen=True)
+class Episode:
+    """A conversation that has ended. A reward function finds it in `prompt.metadata["episode"]`."""
+
+    messages: Sequence[Message]  # behind the prompt: responses of the model, and observations
+    reward: Mapping[str, float] | None  # the environment's own: its parts by name, and "reward"; None: it gave none
+    done: bool  # by the environment's word, not by a limit
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ _ROLLOUT_ONLY = (
     "rollout_min_p max_unscored_fraction dynamic_sampling curriculum "
     f"{' '.join(LOSS_FIELDS)}"
 )
-_GENERATION = "reward rollout_engine rollout_max_response_len rollout_max_batch_tokens log_num_samples"
+_GENERATION = "reward environment rollout_engine rollout_max_response_len rollout_max_batch_tokens log_num_samples"
 
 
 def _algorithm(config: Config) -> Iterator[Problem]:

@@ -18,6 +18,7 @@ SECTIONS: dict[str, type[Section]] = {
     "model": sections.ModelConfig,
     "data": sections.DataConfig,
     "reward": sections.RewardConfig,
+    "environment": sections.EnvironmentConfig,
     "algorithm": AlgorithmConfig,
     "selection": SelectionConfig,
     "optim": sections.OptimConfig,

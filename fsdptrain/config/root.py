@@ -14,6 +14,7 @@ from fsdptrain.config.section import Section
 from fsdptrain.config.sections import (
     BatchConfig,
     DataConfig,
+    EnvironmentConfig,
     FsdpConfig,
     LaunchConfig,
     LogConfig,
@@ -37,6 +38,7 @@ class Config(Section):
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     reward: RewardConfig = RewardConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     selection: SelectionConfig = SelectionConfig()
     optim: OptimConfig = OptimConfig()

@@ -78,12 +78,30 @@ class RewardConfig(Section):
     """What a good response is."""
 
     reward: Names = Field(default=["auto"], min_length=1)
-    """One or more of auto, reasoning_gym, reasoning_gym_strict, math, exact, format or `package.module:function`, each
-    with an optional `=weight`."""
+    """One or more of auto, reasoning_gym, reasoning_gym_strict, math, exact, format, environment or
+    `package.module:function`, each with an optional `=weight`."""
     max_unscored_fraction: float = Field(default=0.1, ge=0.0, le=1.0)
     """Stop when more than this share of a rollout's samples could not be scored."""
     pass_threshold: float = 1.0
     """Reward from which a response counts as right: in evaluations, and for --curriculum."""
+
+
+class EnvironmentConfig(Section):
+    """Episodes of several turns."""
+
+    environment: str | None = None
+    """What answers the model, turn by turn: calculator, verifiers:<id>, or `package.module:Class` (or a function). See
+    docs/environments.md."""
+    environment_kwargs: dict[str, bool | int | float | str] = Field(default={})
+    """Handed to the environment when it is made."""
+    max_turns: int = Field(default=8, ge=1)
+    """Longest episode. [responses of the model]"""
+    max_observation_len: int = Field(default=512, ge=1)
+    """Longest answer of the environment; what is longer is cut short. [tokens]"""
+    environment_timeout: float = Field(default=60.0, gt=0.0)
+    """Deadline of one answer of the environment; an episode that misses it is not scored. [s]"""
+    environment_workers: int = Field(default=32, ge=1)
+    """Answers of the environment that each rank makes at one time. [threads]"""
 
 
 class OptimConfig(Section):

@@ -10,9 +10,9 @@ from transformers import PreTrainedTokenizerBase
 
 from fsdptrain.config import DataConfig, RolloutConfig
 from fsdptrain.data.curriculum import PassRates
-from fsdptrain.data.sources import GENERATOR, Message, Row, Rows, as_messages, content_hash
+from fsdptrain.data.sources import GENERATOR, Row, Rows, as_messages, content_hash
 from fsdptrain.errors import ConfigError, DataError
-from fsdptrain.types import Metrics, Prompt
+from fsdptrain.types import Message, Metrics, Prompt
 
 ANSWER_TAGS_PROMPT = (
     "Reason about the question first. Then give the final answer, and nothing else, inside <answer></answer> tags, "

@@ -15,13 +15,14 @@ from fsdptrain.types import Prompt
 GENERATOR = "reasoning_gym:"
 
 
-def build_reward(reward: RewardConfig, *, prompt_data: str) -> RewardFunction:
+def build_reward(reward: RewardConfig, *, prompt_data: str, has_environment: bool = False) -> RewardFunction:
     """The weighted sum of `--reward`, e.g. ["math=0.9", "format=0.1"]; each component is reported by its name.
 
-    `auto` is reasoning-gym's own scorer on its data, and `math` on all other. Raises ConfigError for a name that does
-    not exist, a weight that is no number, or a scorer that the data cannot feed.
+    `auto` is reasoning-gym's own scorer on its data, else what the environment gives, and `math` where there is none.
+    Raises ConfigError for a name that does not exist, a weight that is no number, or a scorer that the data cannot
+    feed.
     """
-    parts = [_parse(spec, prompt_data) for spec in reward.reward]
+    parts = [_parse(spec, prompt_data, has_environment) for spec in reward.reward]
     names = [part.name for part in parts]
     if not parts or len(set(names)) < len(names):
         raise ConfigError(f"--reward must name one or more different rewards, got {reward.reward}")
@@ -52,12 +53,21 @@ class WeightedSum:
         return {**reported, "reward": total}
 
 
-def _parse(spec: str, prompt_data: str) -> Component:
+def reads_environment(reward: RewardFunction) -> bool:
+    """Whether what an environment gives can reach the reward; nobody knows of a function that is not ours."""
+    known = set(REWARDS.values()) - {REWARDS["environment"]}
+    return not (isinstance(reward, WeightedSum) and all(part.function in known for part in reward.components))
+
+
+def _parse(spec: str, prompt_data: str, has_environment: bool) -> Component:
     name, equals, text = spec.rpartition("=")
     if not equals:
         name, text = spec, "1"
     if name == "auto":
-        name = "reasoning_gym" if prompt_data.startswith(GENERATOR) else "math"
+        other = "environment" if has_environment else "math"
+        name = "reasoning_gym" if prompt_data.startswith(GENERATOR) else other
+    if name == "environment" and not has_environment:
+        raise ConfigError("--reward environment: there is no environment; name one by --environment")
     if name.startswith("reasoning_gym") and not prompt_data.startswith(GENERATOR):
         others = [key for key in REWARDS if not key.startswith("reasoning_gym")]
         raise ConfigError(

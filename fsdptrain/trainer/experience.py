@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from fsdptrain.algo.advantages import assign_advantages
 from fsdptrain.data.prompts import PromptStream
 from fsdptrain.data.sft import sft_sample
+from fsdptrain.data.turns import TurnRenderer
 from fsdptrain.errors import RolloutError
 from fsdptrain.models.collective import together
 from fsdptrain.protocols import RewardFunction, RolloutEngine
@@ -97,7 +98,7 @@ class SingleTurn:
             completions = self.engine.generate(prompts, sampling)
             generated = time.perf_counter()
             asked = [prompt for prompt in prompts for _ in range(sampling.num_samples)]
-            texts = [str(self.tokenizer.decode(c.token_ids, skip_special_tokens=True)) for c in completions]
+            texts = [response_text(self.tokenizer, completion) for completion in completions]
             scored = score_completions(self.reward, asked, texts)
             return Round(
                 samples=[make_sample(*row) for row in zip(asked, completions, scored.scores, strict=True)],
@@ -158,13 +159,14 @@ class SftSource:
 
     stream: PromptStream
     tokenizer: PreTrainedTokenizerBase
+    renderer: TurnRenderer
     num_prompts: int  # of all ranks together
 
     def collect(self, step: int) -> Experience:
         del step  # the stream knows where it is
         with together(RolloutError, "--prompt-data"):
             prompts = own_share(self.stream.next(self.num_prompts))
-            return Experience([sft_sample(prompt, self.tokenizer) for prompt in prompts])
+            return Experience([sft_sample(prompt, self.tokenizer, renderer=self.renderer) for prompt in prompts])
 
 
 def own_share(items: Sequence[T]) -> list[T]:
@@ -175,6 +177,11 @@ def own_share(items: Sequence[T]) -> list[T]:
 def sampling_at(sampling: SamplingParams, step: int, number: int = 0) -> SamplingParams:
     """Draws differ between steps, and between the rounds of one: a prompt that comes again is answered anew."""
     return replace(sampling, seed=sampling.seed + 1_000_003 * step + 7_919 * number)
+
+
+def response_text(tokenizer: PreTrainedTokenizerBase, completion: Completion) -> str:
+    """What rewards and environments read: special tokens are left out."""
+    return str(tokenizer.decode(completion.token_ids, skip_special_tokens=True))
 
 
 def make_sample(prompt: Prompt, completion: Completion, score: Score) -> Sample:

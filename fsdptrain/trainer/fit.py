@@ -113,6 +113,8 @@ class _Run:
         with watch("step"):
             experience = self._collect(watch)
             metrics = summary.sample_metrics(experience, self._reward_names) | experience.metrics
+            if self._config.environment.environment is not None:
+                metrics |= summary.episode_metrics(experience.samples)
             steps = make_batches(experience.samples, self._rules, rollout=self._step)
             if not steps:
                 raise DataError(

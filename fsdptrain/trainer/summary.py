@@ -90,6 +90,26 @@ def sample_metrics(experience: Experience, reward_names: RewardNames) -> Metrics
     }
 
 
+def episode_metrics(samples: Sequence[Sample]) -> Metrics:
+    """episode/* over every rank: how many turns the model took, and how much the environment said."""
+    turns = [_num_turns(sample.loss_mask) for sample in samples]
+    heard = [sum(not mask for mask in sample.loss_mask[sample.loss_mask.index(True) :]) for sample in samples]
+    total = reduce_sums(
+        {"samples": len(samples), "turns": sum(turns), "longer": sum(n > 1 for n in turns), "heard": sum(heard)}
+    )
+    num_samples = max(1.0, total["samples"])
+    return {
+        "episode/turns_mean": total["turns"] / num_samples,
+        "episode/several_turns_fraction": total["longer"] / num_samples,
+        "episode/observation_length_mean": total["heard"] / num_samples,
+    }
+
+
+def _num_turns(loss_mask: Sequence[bool]) -> int:
+    """Runs of tokens that the model made."""
+    return sum(now and not before for before, now in zip([False, *loss_mask], loss_mask, strict=False))
+
+
 def reduce_sums(values: Mapping[str, float]) -> Metrics:
     """The sum of each value over the ranks: one collective. Every rank passes the same names."""
     packed = torch.tensor(list(values.values()), dtype=torch.float64)
