@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from fsdptrain.algo.advantages import ADVANTAGES, whiten
-from fsdptrain.algo.corrections import CORRECTIONS
-from fsdptrain.algo.kl import KL_ESTIMATORS
+from fsdptrain.algo.corrections import CORRECTIONS, REJECTION_ESTIMATORS, REJECTION_LEVELS
+from fsdptrain.algo.kl import KL_ESTIMATORS, adapted
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.algo.objective import off_policy_sequences
 from fsdptrain.algo.weights import AGGREGATIONS
-from fsdptrain.config import AlgorithmConfig
+from fsdptrain.config import AlgorithmConfig, RefConfig
 from fsdptrain.config.presets import LOSS_OPTIONS, OLD_POLICY, PRESETS, Preset
+from fsdptrain.models import logprobs, truncation
 
 PAGE = Path(__file__).parent / "algorithms.md"
 LEARNING = Path(__file__).parents[1] / "benchmarks" / "results" / "algorithms.json"
@@ -47,6 +48,32 @@ in `fsdptrain/algo/losses.py`. Every loss takes the KL and entropy terms too. Al
 old policy, and so take `--use-rollout-logprobs`, `--use-opsm` and the corrections below.
 """
 
+KL_HEAD = """
+KL(policy || reference) of a token, kl_t, from its log ratio l - lf. It stands in the loss, in the reward, or in both:
+
+| place | what is done | gradient | |
+|---|---|---|---|
+"""
+
+KL_PLACES = {
+    "loss: `--kl-loss-coef`, `--kl-loss-type`": (
+        "coef kl_t is added to the loss of each token, before aggregation",
+        "yes, so k2 or k3 is meant",
+        "GRPO, arXiv 2402.03300",
+    ),
+    "reward: `--kl-reward-coef`, `--kl-reward-type`": (
+        "s - coef sum_t kl_t, before advantages, with lo in place of l",
+        "none, so k1 is unbiased",
+        "Ziegler et al. 2019, arXiv 1909.08593",
+    ),
+}
+
+KL_NOTES = """
+In the reward it is scaled as the reward is: an estimator that divides by the std of a group (`grpo`) judges a group of
+equal rewards by its KL alone, at full scale; `dr_grpo`, `rloo` and `reinforce++_baseline` do not. `reward/mean` stays
+that of the task, `reward/kl` is what was added to it, `kl/reward_mean` the KL divergence of a whole response in nats.
+"""
+
 CORRECTION_HEAD = """
 ## Mismatch corrections: `--mismatch-correction`
 
@@ -71,6 +98,19 @@ numbers in `benchmarks/results/algorithms.json`, a picture beside it.
 |---|---|---|---|---|---|
 """
 
+REJECTION_HEAD = """
+### Rejection: `--mismatch-rejection`, beside any of these weights
+
+Tokens, or whole sequences, get weight 0 where an estimate of KL(engine || trainer) is above `--mismatch-rejection-max`
+[nats]; they still count in the denominator. k_t is k1, k2 or k3 of the log ratio lr - lo. `mismatch/rejected` is the
+share of tokens. As in verl's rollout correction ("When Speed Kills Stability", 2025), with one bound for all: a bound u
+of the ratio itself is log(u) of k1. With `--use-rollout-logprobs`, which takes lr for lo and scores no old policy, l
+stands in the place of lo here and in `mismatch/*`.
+
+| name | dropped where this is above the bound |
+|---|---|
+"""
+
 
 def algorithms_page() -> str:
     """docs/algorithms.md."""
@@ -82,15 +122,44 @@ def algorithms_page() -> str:
     parts.append(_section("Advantages: `--advantage-estimator`", estimates))
     parts.append(f"\nThen, for {whitened}: {(inspect.getdoc(whiten) or '').splitlines()[0]}\n")
     parts.append(_section("Aggregation: `--loss-aggregation`", {f"`{k}`": v for k, v in AGGREGATIONS.items()}))
-    parts.append(_section("KL to the reference: `--kl-loss-type`", {f"`{k}`": v for k, v in KL_ESTIMATORS.items()}))
-    parts.append(f"\n`--use-unbiased-kl`: {_help('use_unbiased_kl')}\n")
+    estimators = {f"`{k}`": v for k, v in KL_ESTIMATORS.items()}
+    parts.append(_section("KL to the reference: `--kl-loss-type`, `--kl-reward-type`", estimators))
+    parts.append(KL_HEAD)
+    parts += [f"| {place} | {' | '.join(cells)} |\n" for place, cells in KL_PLACES.items()]
+    parts += [KL_NOTES, f"\n`--use-unbiased-kl`, in the loss: {_help('use_unbiased_kl')}\n"]
+    parts.append(f"\n`--kl-target`, after each rollout: {_flow(inspect.getdoc(adapted))}\n")
+    renewed = _flow(RefConfig.model_fields["update_interval"].description)
+    parts.append(f"\n`--ref-update-interval`: {renewed} A checkpoint holds such a reference.\n")
     parts.append(CORRECTION_HEAD)
     parts += [
         f"| `{name}` | {_cell(c.formula)} | {c.low:g}, {c.high:g} | {_cell(c.source)} |\n"
         for name, c in CORRECTIONS.items()
     ]
+    parts.append(REJECTION_HEAD)
+    parts += [
+        f"| {', '.join(f'`{name}_{estimator}`' for estimator in REJECTION_ESTIMATORS)} | {level.formula} |\n"
+        for name, level in REJECTION_LEVELS.items()
+    ]
+    parts.append(_truncation_part())
     parts.append(_learning_part(json.loads(LEARNING.read_text(encoding="utf-8"))))
     return "".join(parts)
+
+
+def _truncation_part() -> str:
+    """From the docstrings of the two modules that do it."""
+    order = _paragraphs(truncation)[1]
+    filters = _paragraphs(truncation.smallest_kept)[1]
+    label = _paragraphs(logprobs)[-1]
+    return (
+        "\n## Truncated sampling: `--rollout-top-p`, `--rollout-top-k`, `--rollout-min-p`\n\n"
+        "The engine reports logprobs among the tokens that it sampled from, K, and the trainer scores l, lo and lf "
+        "among the same: l = z[label] - logsumexp_K(z), and the entropy is that over K. Evaluations sample from all "
+        f"tokens.\n\n{order}\n\n{filters}\n\n{label}\n"
+    )
+
+
+def _paragraphs(documented: Any) -> list[str]:
+    return [_flow(part) for part in (inspect.getdoc(documented) or "").split("\n\n")]
 
 
 def _learning_part(result: Mapping[str, Any]) -> str:

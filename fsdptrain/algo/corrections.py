@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fsdptrain.algo.kl import k1, k2, k3
+from fsdptrain.algo.kl import KL_ESTIMATORS
 from fsdptrain.algo.tokens import LossTokens, clamped, sequence_max, sequence_mean, sequence_sum
 from fsdptrain.types import LossConfig
 
@@ -31,6 +31,14 @@ class Correction:
     high: float
     formula: str
     source: str
+
+
+@dataclass(frozen=True)
+class RejectionLevel:
+    """What is compared with the bound, from an estimate of each token."""
+
+    statistic: Callable[[LossTokens, Tensor], Tensor]  # [M] -> [M], compared without its sign
+    formula: str
 
 
 def correction_weights(tokens: LossTokens, config: LossConfig) -> Tensor:
@@ -49,8 +57,8 @@ def correction_ratio(tokens: LossTokens, config: LossConfig) -> Tensor:
 def rejected(tokens: LossTokens, config: LossConfig) -> Tensor:
     """Where the statistic of --mismatch-rejection is above its bound. [M] bool"""
     level, _, estimator = config.mismatch_rejection.rpartition("_")
-    values = REJECTION_ESTIMATORS[estimator](clamped(mismatch(tokens, config)))
-    return REJECTION_LEVELS[level](tokens, values).abs() > config.mismatch_rejection_max
+    values = KL_ESTIMATORS[estimator](clamped(-mismatch(tokens, config)))  # the tokens are the engine's samples
+    return REJECTION_LEVELS[level].statistic(tokens, values).abs() > config.mismatch_rejection_max
 
 
 def mismatch(tokens: LossTokens, config: LossConfig) -> Tensor:
@@ -61,6 +69,10 @@ def mismatch(tokens: LossTokens, config: LossConfig) -> Tensor:
 
 def _of_token(_tokens: LossTokens, log_w: Tensor) -> Tensor:
     return log_w
+
+
+def _largest(tokens: LossTokens, values: Tensor) -> Tensor:
+    return sequence_max(tokens, values.abs())
 
 
 def _truncated(w: Tensor, low: float, high: float) -> Tensor:
@@ -92,16 +104,10 @@ CORRECTIONS: Mapping[str, Correction] = {
     ),
     "icepop": Correction(_of_token, _masked, 0.5, 5.0, "w_t inside [low, high], else 0", "IcePop, arXiv 2510.18855"),
 }
-
-# Of KL(engine || trainer), whose samples the tokens are, from log w = -(lr - lo); 0 where engine and trainer agree.
-REJECTION_ESTIMATORS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "k1": lambda log_w: k1(-log_w),
-    "k2": lambda log_w: k2(-log_w),
-    "k3": lambda log_w: k3(-log_w),
-}
-REJECTION_LEVELS: Mapping[str, Callable[[LossTokens, Tensor], Tensor]] = {
-    "token": _of_token,
-    "seq_mean": sequence_mean,
-    "seq_max": lambda tokens, values: sequence_max(tokens, values.abs()),
-    "seq_sum": sequence_sum,
+REJECTION_ESTIMATORS = ("k1", "k2", "k3")
+REJECTION_LEVELS: Mapping[str, RejectionLevel] = {
+    "token": RejectionLevel(_of_token, "abs(k_t)"),
+    "seq_mean": RejectionLevel(sequence_mean, "abs(mean_t k_t)"),
+    "seq_max": RejectionLevel(_largest, "max_t abs(k_t)"),
+    "seq_sum": RejectionLevel(sequence_sum, "abs(sum_t k_t)"),
 }

@@ -38,8 +38,8 @@ KL_ESTIMATORS: Mapping[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "
 def adapted(coef: float, kl: float, *, target: float, num_samples: int, horizon: int) -> float:
     """coef (1 + clip(kl / target - 1, -0.2, 0.2) num_samples / horizon): a proportional controller of the logarithm.
 
-    Ziegler et al. 2019, arXiv 1909.08593 section 2.2, whose gain of 0.1 is num_samples / horizon here. `kl` was
-    measured on `num_samples`; where it is not finite, of a step that was skipped, nothing changes.
+    Ziegler et al. 2019, arXiv 1909.08593, whose gain of 0.1 is num_samples / horizon here. `kl` was measured on
+    `num_samples`; where it is not finite, as in a step that was skipped, nothing changes.
     """
     if not math.isfinite(kl):
         return coef

@@ -63,7 +63,7 @@ def kl_in_reward(
 ) -> tuple[list[StepBatches], Metrics]:
     """reward - coef * sum_t kl_t over the loss tokens of each sample, and packs with the advantages that follow.
 
-    kl_t estimates KL(old policy || reference) and is a number: it has no gradient (RLHF, arXiv 1909.08593 equation 2).
+    kl_t estimates KL(old policy || reference) and is a number: it has no gradient (RLHF, arXiv 1909.08593).
     The packs of a sample lie on any rank, its group on the one that generated it. So the sums go to the owners, and the
     advantages come back, by one all_reduce each over a number for each sample of all ranks.
 

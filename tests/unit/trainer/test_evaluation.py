@@ -5,6 +5,7 @@ import pytest
 from fsdptrain.config import Config
 from fsdptrain.testing import FakeRolloutEngine, tiny_tokenizer
 from fsdptrain.trainer.evaluation import Evaluation
+from fsdptrain.trainer.experience import SingleTurn
 from fsdptrain.types import Prompt
 
 
@@ -13,9 +14,9 @@ def test_accuracy_counts_the_responses_that_reach_the_threshold(threshold: float
     rewards = {"0": 0.0, "1": 0.5, "2": 0.5 + 1e-9, "3": 1.0}
     metrics, _ = Evaluation(
         Config(hf_checkpoint="x", pass_threshold=threshold),
-        FakeRolloutEngine(lambda prompt, index: [5]),
+        SingleTurn(
+            FakeRolloutEngine(lambda prompt, index: [5]), lambda prompt, response: rewards[prompt.id], tiny_tokenizer()
+        ),
         [Prompt(name, [5], "") for name in rewards],
-        lambda prompt, response: rewards[prompt.id],
-        tiny_tokenizer(),
     ).run()
     assert metrics["eval/heldout/accuracy"] == accuracy
