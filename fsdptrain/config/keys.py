@@ -8,7 +8,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from fsdptrain.config import sections
-from fsdptrain.config.algorithm import AlgorithmConfig
+from fsdptrain.config.algorithm import AlgorithmConfig, ShapingConfig
 from fsdptrain.config.former_flags import FORMER_FLAGS
 from fsdptrain.config.section import Section
 from fsdptrain.errors import ConfigError
@@ -19,6 +19,7 @@ SECTIONS: dict[str, type[Section]] = {
     "data": sections.DataConfig,
     "reward": sections.RewardConfig,
     "algorithm": AlgorithmConfig,
+    "shaping": ShapingConfig,
     "optim": sections.OptimConfig,
     "batch": sections.BatchConfig,
     "fsdp": sections.FsdpConfig,

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from fsdptrain import platform, registry
+from fsdptrain.algo.advantages import AdvantageRule
 from fsdptrain.algo.corrections import CORRECTIONS
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.backends.fsdp import FSDPBackend
@@ -32,6 +33,7 @@ from fsdptrain.rollout import engine_factory
 from fsdptrain.trainer.evaluation import Evaluation
 from fsdptrain.trainer.experience import RolloutSource, SampleSource, SftSource, SingleTurn, own_share
 from fsdptrain.trainer.folder import RunFolder
+from fsdptrain.trainer.rules import advantage_rule, shaping_rule
 from fsdptrain.trainer.speed import Speed
 from fsdptrain.types import LossConfig, Prompt, SamplingParams
 
@@ -46,6 +48,7 @@ class Parts:
 
     backend: FSDPBackend
     loss: Loss
+    advantages: AdvantageRule
     engine: RolloutEngine | None  # None: nothing is ever generated
     stream: PromptStream
     source: SampleSource
@@ -64,6 +67,7 @@ def build_parts(
         tokenizer = load_tokenizer(checkpoint, trust_remote_code=config.model.trust_remote_code)
         loss = registry.resolve(config.algorithm.loss, LOSSES, flag="--loss")
         score = reward or build_reward(config.reward, prompt_data=config.data.prompt_data)
+        advantages = advantage_rule(config, score)
         stream, held_out = build_data(config, tokenizer, dataset)
         make_engine = engine_factory(config.rollout.engine, device_type=platform.device_type())
     generates = bool(held_out) or config.algorithm.algorithm != "sft"
@@ -85,9 +89,10 @@ def build_parts(
         yield Parts(
             backend=backend,
             loss=loss,
+            advantages=advantages,
             engine=engine,
             stream=stream,
-            source=build_source(config, stream, tokenizer, engine=engine, reward=score),
+            source=build_source(config, stream, tokenizer, engine=engine, reward=score, advantages=advantages),
             evaluation=evaluation,
             speed=Speed.of(backend.model, device, backend.compute_dtype),
             loggers=loggers,
@@ -177,6 +182,7 @@ def build_source(
     *,
     engine: RolloutEngine | None,
     reward: RewardFunction,
+    advantages: AdvantageRule,
 ) -> SampleSource:
     if config.algorithm.algorithm == "sft" or engine is None:
         return SftSource(stream, tokenizer, num_prompts=config.samples_per_rollout)
@@ -191,7 +197,8 @@ def build_source(
         ),
         num_prompts=config.rollout.batch_size,
         num_shown=config.log.num_samples,
-        advantage_estimator=config.algorithm.advantage_estimator,
+        shaping=shaping_rule(config),
+        advantages=advantages,
     )
 
 

@@ -8,7 +8,8 @@ from typing import Any, Protocol, TypeVar
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from fsdptrain.algo.advantages import assign_advantages
+from fsdptrain.algo.advantages import AdvantageRule, assign_advantages
+from fsdptrain.algo.shaping import ShapingRule, shape
 from fsdptrain.data.prompts import PromptStream
 from fsdptrain.data.sft import sft_sample
 from fsdptrain.errors import RolloutError
@@ -86,21 +87,24 @@ class SingleTurn:
 
 @dataclass
 class RolloutSource:
-    """Prompts from a stream, scored samples from a maker, advantages within groups."""
+    """Prompts from a stream, scored samples from a maker, shaped, with advantages within groups."""
 
     stream: PromptStream
     maker: SampleMaker
     sampling: SamplingParams
     num_prompts: int  # of all ranks together
     num_shown: int
-    advantage_estimator: str
+    shaping: ShapingRule
+    advantages: AdvantageRule
 
     def collect(self, step: int) -> Experience:
         with together(RolloutError, "rollout"):
             prompts = own_share(self.stream.next(self.num_prompts))
         made = self.maker.make(prompts, sampling_at(self.sampling, step))
+        with together(RolloutError, "rollout"):
+            samples = assign_advantages(shape(made.samples, self.shaping), self.advantages)
         return Experience(
-            samples=assign_advantages(made.samples, self.advantage_estimator),
+            samples=samples,
             shown=show(made.prompts, made.texts, [score.reward for score in made.scores.scores], self.num_shown),
             scores=made.scores,
             generate_s=made.generate_s,

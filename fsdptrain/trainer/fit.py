@@ -10,7 +10,8 @@ from typing import Any
 import torch.distributed as dist
 
 from fsdptrain import platform
-from fsdptrain.algo.advantages import ADVANTAGES, whiten
+from fsdptrain.algo.advantages import scale_over_batch
+from fsdptrain.algo.shaping import without_truncated
 from fsdptrain.config import Config, DataConfig, check_processes
 from fsdptrain.data.packing import drop_overlong
 from fsdptrain.errors import CheckpointError, ConfigError, DataError, RolloutError
@@ -106,15 +107,15 @@ class _Run:
         watch = Stopwatch()
         with watch("step"):
             experience = self._collect(watch)
-            metrics = summary.sample_metrics(experience, self._reward_names)
+            metrics = summary.sample_metrics(experience, self._reward_names, self._parts.advantages)
             if experience.scores is not None:
                 check_unscored(experience.scores, max_unscored_fraction=self._config.reward.max_unscored_fraction)
-            steps = make_batches(experience.samples, self._rules)
+            samples = experience.samples
+            if self._config.shaping.mask_truncated:
+                samples = without_truncated(samples)
+            steps = make_batches(samples, self._rules)
             if not steps:
-                raise DataError(
-                    f"--overlong drop left nothing to train on: all {metrics['progress/dropped']:.0f} samples are "
-                    f"longer than --max-tokens-per-gpu {self._rules.max_tokens}; raise it"
-                )
+                raise DataError(self._why_nothing_is_left(metrics))
             with watch("score"):
                 steps = self._score(steps)
             with watch("train"):
@@ -129,6 +130,18 @@ class _Run:
         self._report(metrics)
         self._log_samples(experience.shown, "train")
 
+    def _why_nothing_is_left(self, metrics: Metrics) -> str:
+        dropped = metrics["progress/dropped"]
+        if dropped and not metrics["progress/samples"]:
+            return (
+                f"--overlong drop left nothing to train on: all {dropped:.0f} samples are "
+                f"longer than --max-tokens-per-gpu {self._rules.max_tokens}; raise it"
+            )
+        return (
+            f"--mask-truncated left nothing to train on: all {metrics['progress/samples']:.0f} responses were cut off "
+            f"at --rollout-max-response-len {self._rules.max_response_len}; raise it"
+        )
+
     def _collect(self, watch: Stopwatch) -> Experience:
         batch = self._config.batch
         with watch("collect"):
@@ -142,8 +155,8 @@ class _Run:
         watch.seconds["generate"] = experience.generate_s
         watch.seconds["reward"] = experience.reward_s
         watch.seconds["idle"] = max(0.0, watch.seconds["collect"] - experience.generate_s - experience.reward_s)
-        if experience.scores is not None and ADVANTAGES[self._config.algorithm.advantage_estimator].whitened:
-            kept = whiten(kept, summary.reduce_sums)  # after `together`: it is collective
+        if experience.scores is not None:  # after `together`: it is collective
+            kept = scale_over_batch(kept, self._parts.advantages, summary.reduce_sums)
         return replace(experience, samples=kept, num_dropped=dropped)
 
     def _score(self, steps: list[StepBatches]) -> list[StepBatches]:
