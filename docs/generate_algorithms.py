@@ -96,9 +96,9 @@ SHAPING = (
 )
 
 SHAPING_NOTE = """
-`--overlong-buffer` is a fifth of `--rollout-max-response-len` by default: DAPO has 4096 of 20480 tokens. The published
-recipe of DAPO has the penalty and no filtering, and so has `--algorithm dapo`. Its rewards are -1 and 1: with 0 and 1
-the same coefficient weighs twice as much.
+`--overlong-buffer` is a fifth of `--rollout-max-response-len` by default: DAPO has 4096 of 20480 tokens. The best run
+of DAPO had the penalty and no filtering (so say the notes to its recipe in verl), and so has `--algorithm dapo`. Its
+rewards were -1 and 1: with 0 and 1 the same coefficient weighs twice as much.
 """
 
 CORRECTION_HEAD = """

@@ -166,7 +166,7 @@ def _rloo(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
 
 
 def _max_rl(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
-    """(s - mean) / mean, for rewards of 0 or more: rare successes count most (maximum-likelihood RL, 2026).
+    """(s - mean) / mean, for rewards of 0 or more: rare successes count most (MaxRL, arXiv 2602.02710).
 
     0 where the mean is not above 0: below it the division would turn the sign of every advantage.
     """

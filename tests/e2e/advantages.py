@@ -7,3 +7,7 @@ def below_the_best(rewards: list[float], lengths: list[int]) -> list[float]:
 
 def too_few(rewards: list[float], lengths: list[int]) -> list[float]:
     return rewards[1:]
+
+
+def below_64_tokens(rewards: list[float], lengths: list[int]) -> list[float]:
+    return [float(length < 64) for length in lengths]

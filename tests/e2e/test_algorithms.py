@@ -1,6 +1,7 @@
 """Each algorithm trains by the real command line, with the loss that its preset names."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -57,14 +58,16 @@ def test_several_rewards_and_shaping_do_not_depend_on_the_number_of_ranks(checkp
 
 
 @pytest.mark.slow
-def test_truncated_responses_leave_the_loss_but_not_the_report(checkpoint: Path, tmp_path: Path) -> None:
-    flags = ["--rollout-max-response-len", "64", "--advantage-scale", "batch"]
-    masked = trained(checkpoint, tmp_path / "masked", *flags, "--mask-truncated")
-    plain = trained(checkpoint, tmp_path / "plain", *flags)
-    for name in ("completion/truncated_fraction", "completion/length_mean", "reward/mean", "progress/samples"):
-        assert masked[name] == plain[name]
-    assert 0 < masked["completion/truncated_fraction"] < 1
-    assert masked["loss/policy"] != pytest.approx(plain["loss/policy"], abs=1e-3)
+def test_truncated_responses_leave_the_loss_and_its_denominators_but_not_the_report(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """With an advantage of 1 for all that are left, the mean over tokens is 1, if no other token is counted."""
+    flags = ["--rollout-max-response-len", "64", "--advantage-estimator", "tests.e2e.advantages:below_64_tokens"]
+    metrics = trained(checkpoint, tmp_path, *flags, "--advantage-scale", "batch", "--mask-truncated")
+    assert 0 < metrics["completion/truncated_fraction"] < 1
+    assert (metrics["progress/samples"], metrics["completion/length_max"]) == (16, 64)
+    std = metrics["reward/std"] * math.sqrt(16 / 15)
+    assert metrics["loss/policy"] == pytest.approx(-1 / std, rel=1e-5)
 
 
 @pytest.mark.slow
