@@ -10,14 +10,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fsdptrain.algo.advantages import ADVANTAGES, whiten
+from fsdptrain.algo.advantages import ADVANTAGES, MULTI_REWARD, divide_by_group_std
+from fsdptrain.algo.batch_scales import divide_by_batch_std, whiten_tokens
 from fsdptrain.algo.corrections import CORRECTIONS, REJECTION_ESTIMATORS, REJECTION_LEVELS
 from fsdptrain.algo.kl import KL_ESTIMATORS, adapted
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.algo.objective import off_policy_sequences
+from fsdptrain.algo.shaping import length, overlong, without_truncated
 from fsdptrain.algo.weights import AGGREGATIONS
 from fsdptrain.config import AlgorithmConfig, RefConfig
-from fsdptrain.config.presets import LOSS_OPTIONS, OLD_POLICY, PRESETS, Preset
+from fsdptrain.config.keys import all_keys
+from fsdptrain.config.presets import ADVANTAGE_SCALES, LOSS_OPTIONS, OLD_POLICY, PRESETS, Preset
 from fsdptrain.models import logprobs, truncation
 
 PAGE = Path(__file__).parent / "algorithms.md"
@@ -30,7 +33,9 @@ HEAD = """\
 
 `--algorithm NAME` is a preset of a loss, an aggregation, an advantage, the loss's own options and, where the algorithm
 is more than a loss, options of other sections. What a recipe or a flag says of one of these wins over it, and
-`--dry-run` shows which values came from the preset. An option that the chosen loss does not read is an error.
+`--dry-run` shows which values came from the preset. But a flag that names another algorithm than the recipe wins over
+what the recipe says of these: the written `config.yaml` of one run can be run with another algorithm. An option that
+the chosen loss does not read is an error.
 
 Notation: l the policy's logprob of a token, lo the old policy's, lr the engine's, lf the reference's; p = exp(l),
 r = exp(l - lo); A the advantage of the sequence; sg stops the gradient; log ratios are clamped to +-20. A group is the
@@ -72,6 +77,58 @@ KL_NOTES = """
 In the reward it is scaled as the reward is: an estimator that divides by the std of a group (`grpo`) judges a group of
 equal rewards by its KL alone, at full scale; `dr_grpo`, `rloo` and `reinforce++_baseline` do not. `reward/mean` stays
 that of the task, `reward/kl` is what was added to it, `kl/reward_mean` the KL divergence of a whole response in nats.
+"""
+
+ADVANTAGE_HEAD = """
+## Advantages: `--advantage-estimator`
+
+An estimator compares the rewards of a group, and a scale divides what it found. The scale below is what
+`--advantage-scale auto` means; any other can be chosen.
+
+| name | scale | |
+|---|---|---|
+"""
+
+OWN_ESTIMATOR = """
+Or a function of your own, `--advantage-estimator package.module:function`, with the scale `none` unless you say more:
+
+```python
+def median_baseline(rewards: list[float], lengths: list[int]) -> list[float]:
+    \"\"\"Of the scored samples of one group: reward and number of response tokens. One finite number for each.\"\"\"
+    middle = statistics.median(rewards)
+    return [reward - middle for reward in rewards]
+```
+"""
+
+SCALES = {"`group`": divide_by_group_std, "`batch`": divide_by_batch_std, "`whiten`": whiten_tokens}
+
+MULTI_REWARD_NOTE = """
+`--reward math=0.9 format=0.1` names rewards s_k and their weights w_k. Each is logged by its name, without its weight.
+`normalize_then_sum` is refused with one reward, and where the scale is not `group`. It is for rewards that differ in
+scale or difficulty, and keeps apart what a sum makes equal: (1, 0) and (0, 1).
+"""
+
+SHAPING_HEAD = """
+## Shaping by length
+
+Before advantages, in training only: evaluation sees the rewards as they are. A penalty is added to the reward, its
+coefficient times the value below; the value is logged as `reward/overlong` or `reward/length`, and `reward/mean` is the
+reward after shaping. T is the number of response tokens. An unscored sample is not shaped.
+
+| flag | formula | default | when to use it |
+|---|---|---|---|
+"""
+
+SHAPING = (
+    ("overlong_penalty", overlong, "Long answers, where a cut-off is noise in the reward. On in `--algorithm dapo`."),
+    ("length_penalty", length, "Answers that are right, and longer than they need to be. Small: 0.1 to 0.5."),
+    ("mask_truncated", without_truncated, "When what was cut off may have been on its way to a right answer."),
+)
+
+SHAPING_NOTE = """
+`--overlong-buffer` is a fifth of `--rollout-max-response-len` by default: DAPO has 4096 of 20480 tokens. The best run
+of DAPO had the penalty and no filtering (so say the notes to its recipe in verl), and so has `--algorithm dapo`. Its
+rewards were -1 and 1: with 0 and 1 the same coefficient weighs twice as much.
 """
 
 CORRECTION_HEAD = """
@@ -117,10 +174,11 @@ def algorithms_page() -> str:
     parts = [HEAD, *(_preset_row(name, preset) for name, preset in PRESETS.items()), LOSS_HEAD]
     parts += [_loss_part(name) for name in LOSSES]
     parts.append(_section("Off-policy sequence masking: `--use-opsm`", {"`use_opsm`": off_policy_sequences}))
-    estimates = {f"`{name}`": advantage.estimate for name, advantage in ADVANTAGES.items()}
-    whitened = ", ".join(f"`{name}`" for name, advantage in ADVANTAGES.items() if advantage.whitened)
-    parts.append(_section("Advantages: `--advantage-estimator`", estimates))
-    parts.append(f"\nThen, for {whitened}: {(inspect.getdoc(whiten) or '').splitlines()[0]}\n")
+    parts += [ADVANTAGE_HEAD, *(_estimator_row(name) for name in ADVANTAGES), OWN_ESTIMATOR]
+    parts.append(_section("Scale of advantages: `--advantage-scale`", SCALES))
+    parts.append("| `none` | Nothing. |\n")
+    parts.append(_section("Several rewards: `--multi-reward`", {f"`{k}`": v for k, v in MULTI_REWARD.items()}))
+    parts += [MULTI_REWARD_NOTE, SHAPING_HEAD, *(_shaping_row(*row) for row in SHAPING), SHAPING_NOTE]
     parts.append(_section("Aggregation: `--loss-aggregation`", {f"`{k}`": v for k, v in AGGREGATIONS.items()}))
     estimators = {f"`{k}`": v for k, v in KL_ESTIMATORS.items()}
     parts.append(_section("KL to the reference: `--kl-loss-type`, `--kl-reward-type`", estimators))
@@ -141,7 +199,8 @@ def algorithms_page() -> str:
         for name, level in REJECTION_LEVELS.items()
     ]
     parts.append(_truncation_part())
-    parts.append(_learning_part(json.loads(LEARNING.read_text(encoding="utf-8"))))
+    if LEARNING.is_file():
+        parts.append(_learning_part(json.loads(LEARNING.read_text(encoding="utf-8"))))
     return "".join(parts)
 
 
@@ -185,6 +244,16 @@ def _preset_row(name: str, preset: Preset) -> str:
     values = {**LOSS_OPTIONS[preset.loss].defaults, **preset.options, **preset.beside}
     cells = [f"`{name}`", f"`{preset.loss}`", f"`{preset.loss_aggregation}`", advantage, _options(values), preset.when]
     return f"| {' | '.join(cells)} |\n"
+
+
+def _estimator_row(name: str) -> str:
+    return f"| `{name}` | `{ADVANTAGE_SCALES[name]}` | {_cell(_flow(inspect.getdoc(ADVANTAGES[name])))} |\n"
+
+
+def _shaping_row(key: str, function: Callable[..., Any], when: str) -> str:
+    default = all_keys()[key].default
+    shown = f"{default:g}" if isinstance(default, float) and default else "off"
+    return f"| `{all_keys()[key].flag}` | {_cell(_flow(inspect.getdoc(function)))} | {shown} | {when} |\n"
 
 
 def _loss_part(name: str) -> str:

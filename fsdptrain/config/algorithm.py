@@ -21,10 +21,16 @@ class AlgorithmConfig(Section):
     the algorithm says."""
     n_samples_per_prompt: int = Field(default=8, ge=1)
     """Completions for each prompt: the size of a group."""
-    advantage_estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce++_baseline", "max_rl", "opo"] = "grpo"
+    advantage_estimator: str = "grpo"
     """`grpo`: (reward - mean) / std within the group. `dr_grpo`: reward - mean. `rloo`: reward - mean of the others.
     `reinforce++_baseline`: reward - mean, whitened over the batch. `max_rl`: (reward - mean) / mean. `opo`: reward -
-    mean weighted by length."""
+    mean weighted by length. Or `package.module:function`: (rewards, lengths) of a group -> advantages."""
+    advantage_scale: Literal["auto", "group", "batch", "whiten", "none"] = "auto"
+    """Divide advantages by the std of the rewards in the group, or of all ranks' rewards (`batch`), or whiten them over
+    the tokens of the batch. `auto`: as the estimator says, group for grpo."""
+    multi_reward: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
+    """Several rewards: the weighted sum is one reward, or (GDPO) each is normalised within its group, then summed by
+    weight, then whitened over the batch."""
     eps_clip: float = Field(default=0.2, gt=0.0, lt=1.0)
     """Lower clip of the policy ratio: 1 - eps_clip. gmpo: of its logarithm. dppo_tv, dppo_kl, ipo: how far a token may
     fall, in probability or KL."""
@@ -99,3 +105,18 @@ class SelectionConfig(Section):
     """Least chance that a prompt is asked when it comes up in its epoch."""
     curriculum_decay: float = Field(default=0.5, ge=0.0, le=1.0)
     """Weight of a prompt's earlier answers each time it is asked anew: 1 remembers all, 0 only the last."""
+
+
+class ShapingConfig(Section):
+    """What the length of a response does to its reward, and to its place in the loss."""
+
+    overlong_penalty: float = Field(default=0.0, ge=0.0)
+    """Taken from the reward of a response as it fills the overlong buffer, at most this much (DAPO: 1). 0: off."""
+    overlong_buffer: int | None = Field(default=None, ge=1)
+    """The last tokens before rollout_max_response_len, in which that penalty grows. Default: a fifth of it, as in
+    DAPO. [tokens]"""
+    length_penalty: float = Field(default=0.0, ge=0.0)
+    """Coefficient of a reward of +-0.5 for being shorter than others of the group; a wrong answer gains nothing by it
+    (Kimi k1.5). 0: off."""
+    mask_truncated: bool = False
+    """Leave truncated responses out of the loss and its denominators; their rewards stay in the baseline."""

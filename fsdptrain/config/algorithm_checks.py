@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from fsdptrain.config.effects import Problem, changed, without_effect
-from fsdptrain.config.presets import LOSS_FIELDS, LOSS_OPTIONS, is_own_loss
+from fsdptrain.config.presets import ADVANTAGE_SCALES, LOSS_FIELDS, LOSS_OPTIONS, is_own
 from fsdptrain.registry import suggest
 
 if TYPE_CHECKING:
     from fsdptrain.config.root import Config
 
 _ROLLOUT_ONLY = (
-    "n_samples_per_prompt advantage_estimator kl_loss_coef kl_loss_type use_unbiased_kl kl_reward_coef kl_reward_type "
+    "n_samples_per_prompt advantage_estimator advantage_scale multi_reward overlong_penalty overlong_buffer "
+    "length_penalty mask_truncated kl_loss_coef kl_loss_type use_unbiased_kl kl_reward_coef kl_reward_type "
     "kl_target kl_horizon entropy_coef ref_load ref_update_interval rollout_temperature rollout_top_p rollout_top_k "
     "rollout_min_p max_unscored_fraction dynamic_sampling curriculum "
     f"{' '.join(LOSS_FIELDS)}"
@@ -25,7 +26,7 @@ def _algorithm(config: Config) -> Iterator[Problem]:
     algorithm = config.algorithm
     if algorithm.algorithm == "sft":
         yield from without_effect(config, _ROLLOUT_ONLY, "with --algorithm sft: leave it out, or use --algorithm grpo")
-        if not is_own_loss(algorithm.loss):
+        if not is_own(algorithm.loss):
             yield from without_effect(config, "loss", "with --algorithm sft, which has no advantages: leave it out")
         if not config.evaluates:
             keys = _GENERATION
@@ -92,12 +93,11 @@ def _kl(config: Config) -> Iterator[Problem]:
 def _loss(config: Config) -> Iterator[Problem]:
     """Options that the chosen loss does not read, or that on-policy training leaves without work."""
     algorithm = config.algorithm
-    if is_own_loss(algorithm.loss) or algorithm.algorithm == "sft":
+    if is_own(algorithm.loss) or algorithm.algorithm == "sft":
         return  # nothing is known of it; nothing but its data makes it
     options = LOSS_OPTIONS.get(algorithm.loss)
     if options is None:
-        takes = f"it takes {', '.join(LOSS_OPTIONS)} or package.module:function"
-        yield f"--loss does not know {algorithm.loss!r}{suggest(algorithm.loss, dict(LOSS_OPTIONS))} ({takes})"
+        yield _unknown("--loss", algorithm.loss, LOSS_OPTIONS)
         return
     if algorithm.loss == "sft":
         yield "--loss sft learns from labels, not from rewards: use --algorithm sft, or choose another loss"
@@ -122,6 +122,45 @@ def _selection(config: Config) -> Iterator[Problem]:
         if not config.evaluates:
             reason = "where nothing is evaluated and there is no curriculum: set --eval-interval, or leave it out"
             yield from without_effect(config, "pass_threshold", reason)
+
+
+def _advantages(config: Config) -> Iterator[Problem]:
+    algorithm, scale = config.algorithm, config.advantage_scale
+    if algorithm.algorithm == "sft":
+        return
+    own = is_own(algorithm.advantage_estimator)
+    if not own and algorithm.advantage_estimator not in ADVANTAGE_SCALES:
+        yield _unknown("--advantage-estimator", algorithm.advantage_estimator, ADVANTAGE_SCALES)
+    if algorithm.multi_reward == "sum_then_normalize":
+        return
+    shaping = config.shaping
+    if len(config.reward.reward) + bool(shaping.overlong_penalty) + bool(shaping.length_penalty) < 2:
+        reason = "with one reward: name another in --reward, or leave it out"
+        yield from without_effect(config, "multi_reward", reason)
+    if scale != "group" and not (own and scale == "none"):
+        yield (
+            f"--multi-reward {algorithm.multi_reward} divides each reward by its std within the group, which "
+            f"--advantage-estimator {algorithm.advantage_estimator} with --advantage-scale {algorithm.advantage_scale} "
+            "does not: add --advantage-scale group, or leave --multi-reward out"
+        )
+
+
+def _shaping(config: Config) -> Iterator[Problem]:
+    if config.algorithm.algorithm == "sft":
+        return
+    if not config.shaping.overlong_penalty:
+        reason = "without a penalty: set --overlong-penalty, 1 is usual"
+        yield from without_effect(config, "overlong_buffer", reason)
+    elif config.overlong_buffer > config.rollout.max_response_len:
+        yield (
+            f"--overlong-buffer {config.overlong_buffer} is more than --rollout-max-response-len "
+            f"{config.rollout.max_response_len}: it is the last part of it, a fifth is usual"
+        )
+
+
+def _unknown(flag: str, name: str, table: Mapping[str, object]) -> str:
+    takes = f"it takes {', '.join(table)} or package.module:function"
+    return f"{flag} does not know {name!r}{suggest(name, table)} ({takes})"
 
 
 def _batch(config: Config) -> Iterator[Problem]:
@@ -171,4 +210,6 @@ def _divisor(samples: int, size: int) -> int:
     return next(divisor for divisor in range(min(size, samples), 0, -1) if samples % divisor == 0)
 
 
-ALGORITHM_CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (_algorithm, _kl, _loss, _selection, _batch)
+ALGORITHM_CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (
+    _algorithm, _kl, _loss, _advantages, _shaping, _selection, _batch,
+)  # fmt: skip

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from fsdptrain import platform, registry
+from fsdptrain.algo.advantages import AdvantageRule
 from fsdptrain.algo.corrections import CORRECTIONS
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.backends.fsdp import FSDPBackend
@@ -36,7 +37,7 @@ from fsdptrain.trainer.episodes import MultiTurn
 from fsdptrain.trainer.evaluation import Evaluation
 from fsdptrain.trainer.experience import RolloutSource, SampleMaker, SampleSource, SftSource, SingleTurn, own_share
 from fsdptrain.trainer.folder import RunFolder
-from fsdptrain.trainer.selection import SelectionRules
+from fsdptrain.trainer.rules import advantage_rule, selection_rules, shaping_rule
 from fsdptrain.trainer.speed import Speed
 from fsdptrain.types import LossConfig, Prompt, SamplingParams
 
@@ -52,6 +53,7 @@ class Parts:
 
     backend: FSDPBackend
     loss: Loss
+    advantages: AdvantageRule
     engine: RolloutEngine | None  # None: nothing is ever generated
     stream: PromptStream
     source: SampleSource
@@ -75,6 +77,7 @@ def build_parts(
         score = reward or build_reward(
             config.reward, prompt_data=config.data.prompt_data, has_environment=environment is not None
         )
+        advantages = advantage_rule(config, score)
         stream, held_out = build_data(told, tokenizer, dataset, environment)
         make_engine = engine_factory(config.rollout.engine, device_type=platform.device_type())
     generates = bool(held_out) or config.algorithm.algorithm != "sft"
@@ -97,9 +100,10 @@ def build_parts(
         yield Parts(
             backend=backend,
             loss=loss,
+            advantages=advantages,
             engine=engine,
             stream=stream,
-            source=build_source(told, stream, tokenizer, maker),
+            source=build_source(told, stream, tokenizer, maker, advantages),
             evaluation=evaluation,
             speed=Speed.of(backend.model, device, backend.compute_dtype),
             loggers=loggers,
@@ -247,7 +251,11 @@ def build_maker(
 
 
 def build_source(
-    config: Config, stream: PromptStream, tokenizer: PreTrainedTokenizerBase, maker: SampleMaker | None
+    config: Config,
+    stream: PromptStream,
+    tokenizer: PreTrainedTokenizerBase,
+    maker: SampleMaker | None,
+    advantages: AdvantageRule,
 ) -> SampleSource:
     if config.algorithm.algorithm == "sft" or maker is None:
         renderer = TurnRenderer(tokenizer, data=config.data)
@@ -266,21 +274,10 @@ def build_source(
         ),
         num_prompts=config.rollout.batch_size,
         num_shown=config.log.num_samples,
-        advantage_estimator=config.algorithm.advantage_estimator,
+        shaping=shaping_rule(config),
+        advantages=advantages,
         max_unscored_fraction=config.reward.max_unscored_fraction,
         rules=selection_rules(config),
-    )
-
-
-def selection_rules(config: Config) -> SelectionRules:
-    selection, pass_threshold = config.selection, config.reward.pass_threshold
-    if not selection.dynamic_sampling:
-        return SelectionRules(pass_threshold=pass_threshold)
-    return SelectionRules(
-        dynamic=True,
-        max_rounds=selection.dynamic_sampling_max_rounds,
-        min_spread=selection.min_group_spread,
-        pass_threshold=pass_threshold,
     )
 
 

@@ -8,7 +8,8 @@ from typing import Any, Protocol, TypeVar
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from fsdptrain.algo.advantages import assign_advantages
+from fsdptrain.algo.advantages import AdvantageRule, assign_advantages
+from fsdptrain.algo.shaping import ShapingRule, shape
 from fsdptrain.data.prompts import PromptStream
 from fsdptrain.data.sft import sft_sample
 from fsdptrain.data.turns import TurnRenderer
@@ -112,14 +113,15 @@ class SingleTurn:
 
 @dataclass
 class RolloutSource:
-    """Prompts from a stream, scored samples from a maker, groups that are worth training on, and their advantages."""
+    """Prompts from a stream, scored samples from a maker: groups that have something to teach, with advantages."""
 
     stream: PromptStream
     maker: SampleMaker
     sampling: SamplingParams
     num_prompts: int  # of all ranks together
     num_shown: int
-    advantage_estimator: str
+    shaping: ShapingRule
+    advantages: AdvantageRule
     max_unscored_fraction: float
     rules: SelectionRules = field(default_factory=SelectionRules)
 
@@ -131,8 +133,10 @@ class RolloutSource:
             check_unscored(made.scores, max_unscored_fraction=self.max_unscored_fraction)
         selection.check(step)
         samples = made.samples if selection.rounds == 1 else in_stream_order(made.samples, selection.kept)
+        with together(RolloutError, "rollout"):
+            samples = assign_advantages(shape(samples, self.shaping), self.advantages)
         return Experience(
-            samples=assign_advantages(samples, self.advantage_estimator),
+            samples=samples,
             shown=show(made.prompts, made.texts, [sample.reward for sample in made.samples], self.num_shown),
             scores=made.scores,
             generate_s=made.generate_s,

@@ -10,7 +10,8 @@ from typing import Any
 import torch.distributed as dist
 
 from fsdptrain import platform
-from fsdptrain.algo.advantages import ADVANTAGES, assign_advantages, whiten
+from fsdptrain.algo.advantages import assign_advantages, scale_over_batch
+from fsdptrain.algo.shaping import without_truncated
 from fsdptrain.config import Config, DataConfig, check_processes
 from fsdptrain.data.packing import drop_overlong
 from fsdptrain.errors import CheckpointError, ConfigError, DataError, RolloutError
@@ -112,15 +113,17 @@ class _Run:
         watch = Stopwatch()
         with watch("step"):
             experience = self._collect(watch)
-            metrics = summary.sample_metrics(experience, self._reward_names) | experience.metrics
+            metrics = (
+                summary.sample_metrics(experience, self._reward_names, self._parts.advantages) | experience.metrics
+            )
             if self._config.environment.environment is not None:
                 metrics |= summary.episode_metrics(experience.samples)
-            steps = make_batches(experience.samples, self._rules, rollout=self._step)
+            samples = experience.samples
+            if self._config.shaping.mask_truncated:
+                samples = without_truncated(samples)
+            steps = make_batches(samples, self._rules, rollout=self._step)
             if not steps:
-                raise DataError(
-                    f"--overlong drop left nothing to train on: all {metrics['progress/dropped']:.0f} samples are "
-                    f"longer than --max-tokens-per-gpu {self._rules.max_tokens}; raise it"
-                )
+                raise DataError(self._why_nothing_is_left(metrics))
             with watch("score"):
                 first, kl_metrics = self._score(steps[: self._rules.steps_per_epoch], experience.samples)
                 steps = [*first, *carry_scores(first, steps[self._rules.steps_per_epoch :])]
@@ -139,6 +142,18 @@ class _Run:
         self._report(metrics)
         self._log_samples(experience.shown, "train")
 
+    def _why_nothing_is_left(self, metrics: Metrics) -> str:
+        dropped = metrics["progress/dropped"]
+        if dropped and not metrics["progress/samples"]:
+            return (
+                f"--overlong drop left nothing to train on: all {dropped:.0f} samples are "
+                f"longer than --max-tokens-per-gpu {self._rules.max_tokens}; raise it"
+            )
+        return (
+            f"--mask-truncated left nothing to train on: all {metrics['progress/samples']:.0f} responses were cut off "
+            f"at --rollout-max-response-len {self._rules.max_response_len}; raise it"
+        )
+
     def _collect(self, watch: Stopwatch) -> Experience:
         batch = self._config.batch
         with watch("collect"):
@@ -152,20 +167,15 @@ class _Run:
         watch.seconds["generate"] = experience.generate_s
         watch.seconds["reward"] = experience.reward_s
         watch.seconds["idle"] = max(0.0, watch.seconds["collect"] - experience.generate_s - experience.reward_s)
-        if experience.scores is not None:
-            kept = self._whitened(kept)  # after `together`: it is collective
+        if experience.scores is not None:  # after `together`: it is collective
+            kept = scale_over_batch(kept, self._parts.advantages, summary.reduce_sums)
         return replace(experience, samples=kept, num_dropped=dropped)
-
-    def _whitened(self, samples: list[Sample]) -> list[Sample]:
-        if not ADVANTAGES[self._config.algorithm.advantage_estimator].whitened:
-            return samples
-        return whiten(samples, summary.reduce_sums)
 
     def _advantages(self, samples: list[Sample]) -> list[Sample]:
         """Once more, for rewards that have changed. Collective."""
         with together(RolloutError, "--advantage-estimator"):
-            samples = assign_advantages(samples, self._config.algorithm.advantage_estimator)
-        return self._whitened(samples)
+            samples = assign_advantages(samples, self._parts.advantages)
+        return scale_over_batch(samples, self._parts.advantages, summary.reduce_sums)
 
     def _score(self, steps: list[StepBatches], samples: Sequence[Sample]) -> tuple[list[StepBatches], Metrics]:
         """Old and reference log-probabilities, and what follows from them for the rewards, before the first update."""

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from fsdptrain.algo.advantages import ADVANTAGES
+from fsdptrain.algo.advantages import ADVANTAGES, MULTI_REWARD
 from fsdptrain.algo.kl import KL_ESTIMATORS
 from fsdptrain.algo.losses import LOSSES
+from fsdptrain.algo.shaping import SHAPES
 from fsdptrain.algo.weights import AGGREGATIONS
 from fsdptrain.config.presets import PRESETS
 
@@ -21,7 +22,7 @@ def test_the_page_is_what_the_code_says() -> None:
     assert made == PAGE, "run: python docs/generate_algorithms.py"
 
 
-@pytest.mark.parametrize("table", [LOSSES, AGGREGATIONS, KL_ESTIMATORS, {k: v.estimate for k, v in ADVANTAGES.items()}])
+@pytest.mark.parametrize("table", [LOSSES, AGGREGATIONS, KL_ESTIMATORS, ADVANTAGES, MULTI_REWARD, SHAPES])
 def test_every_formula_is_in_its_docstring(table) -> None:
     assert [name for name, function in table.items() if not function.__doc__] == []
 
