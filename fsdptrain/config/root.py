@@ -17,6 +17,7 @@ from fsdptrain.config.sections import (
     FsdpConfig,
     LaunchConfig,
     LogConfig,
+    LoraConfig,
     ModelConfig,
     OptimConfig,
     RefConfig,
@@ -35,6 +36,7 @@ class Config(Section):
     """
 
     model: ModelConfig = ModelConfig()
+    lora: LoraConfig = LoraConfig()
     data: DataConfig = DataConfig()
     reward: RewardConfig = RewardConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()

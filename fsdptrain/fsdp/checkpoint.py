@@ -1,7 +1,7 @@
 """Checkpoints of a run: written whole or not at all, resumed bitwise, read on any number of ranks.
 
     <output_dir>/checkpoints/step_00000050/
-        shards/*.safetensors     model and optimizer, by torch.distributed.checkpoint
+        shards/*.safetensors     model (or only its adapter) and optimizer, by torch.distributed.checkpoint
         rng-00000.safetensors    random states of rank 0, and so on
         trainer.json             counters, schedule, loss scale, fingerprint of the model
         ...                      what the caller of `CheckpointFolder.write` adds
@@ -113,10 +113,15 @@ class CheckpointFolder:
             shutil.rmtree(doomed)
 
 
-def save_checkpoint(directory: Path, model: nn.Module, optimizer: Optimizer, *, step: int) -> None:
-    """Write model, optimizer and random states into `directory`, which exists. Collective."""
+def save_checkpoint(
+    directory: Path, model: nn.Module, optimizer: Optimizer, *, step: int, adapter: str | None = None
+) -> None:
+    """Write model, optimizer and random states into `directory`, which exists. Collective.
+
+    adapter: only an adapter is trained, and written; these words say which, and on which frozen weights.
+    """
     reshard(model)
-    tensors = _tensors(model, optimizer)
+    tensors = _tensors(model, optimizer, only_trained=adapter is not None)
     writer = dcp.HuggingFaceStorageWriter(
         str(directory / _SHARDS), fqn_to_index_mapping=_file_plan(tensors), save_distributed=True
     )
@@ -130,13 +135,13 @@ def save_checkpoint(directory: Path, model: nn.Module, optimizer: Optimizer, *, 
             "format": _FORMAT,
             "step": step,
             "world_size": dist.get_world_size(),
-            "model": fingerprint(model),
+            "model": _identity(model, adapter),
             "optimizer": optimizer.state_dict(),
         }
         (directory / _STATE).write_text(json.dumps(state, indent=2))
 
 
-def load_checkpoint(directory: Path, model: nn.Module, optimizer: Optimizer) -> int:
+def load_checkpoint(directory: Path, model: nn.Module, optimizer: Optimizer, *, adapter: str | None = None) -> int:
     """Read what `save_checkpoint` wrote, in place, and return its step. Collective.
 
     On the number of ranks that wrote it the run goes on bitwise. On another number, a rank that has no random state of
@@ -145,8 +150,8 @@ def load_checkpoint(directory: Path, model: nn.Module, optimizer: Optimizer) -> 
     reshard(model)
     state: dict[str, Any] = {}
     with together(CheckpointError, f"checkpoint {directory} cannot be read"):
-        state = _read_state(directory, model)
-    tensors = _tensors(model, optimizer)
+        state = _read_state(directory, _identity(model, adapter))
+    tensors = _tensors(model, optimizer, only_trained=adapter is not None)
     try:
         dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(directory / _SHARDS)))
     except CheckpointException as error:
@@ -164,8 +169,13 @@ def _reasons(error: CheckpointException) -> str:
     return "; ".join(sorted({f"{type(e).__name__}: {e}" for e, _ in error.failures.values()}))
 
 
-def _tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    of_model = {f"model.{name}": torch.atleast_1d(t.detach()) for name, t in model_tensors(model).items()}  # views
+def _identity(model: nn.Module, adapter: str | None) -> dict[str, Any]:
+    return fingerprint(model) | ({} if adapter is None else {"adapter": adapter})
+
+
+def _tensors(model: nn.Module, optimizer: Optimizer, *, only_trained: bool) -> dict[str, Tensor]:
+    chosen = {name: t for name, t in model_tensors(model).items() if t.requires_grad or not only_trained}
+    of_model = {f"model.{name}": torch.atleast_1d(t.detach()) for name, t in chosen.items()}  # views
     return of_model | {f"optimizer.{name}": tensor for name, tensor in optimizer.tensors().items()}
 
 
@@ -180,7 +190,7 @@ def _file_plan(tensors: dict[str, Tensor]) -> dict[str, int]:
     return {name: numbers[number] for name, number in plan.items()}
 
 
-def _read_state(directory: Path, model: nn.Module) -> dict[str, Any]:
+def _read_state(directory: Path, ours: dict[str, Any]) -> dict[str, Any]:
     if not directory.is_dir():
         raise CheckpointError(f"checkpoint {directory} is not there: {_WAY_OUT}")
     try:
@@ -196,7 +206,7 @@ def _read_state(directory: Path, model: nn.Module) -> dict[str, Any]:
         raise CheckpointError(f"checkpoint {directory} is broken ({error}): {_WAY_OUT}") from error
     if state.get("format") != _FORMAT:
         raise CheckpointError(f"checkpoint {directory} has format {state.get('format')}, not {_FORMAT}: {_WAY_OUT}")
-    ours, theirs = fingerprint(model), state["model"]
+    theirs = state["model"]
     if ours != theirs:
         raise CheckpointError(
             f"checkpoint {directory} is of another model ({describe(theirs)}) than --hf-checkpoint "
