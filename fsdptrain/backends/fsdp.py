@@ -175,6 +175,7 @@ class FSDPBackend:
     @contextmanager
     def _weights_of(self, role: ModelRole) -> Iterator[None]:
         """Inside, the model is the one of `role`: of an adapter, the reference is the model without it."""
+        assert role == "policy" or self._reference or self.adapters, "there is no reference without --kl-loss-coef"
         with ExitStack() as stack:
             if role == "reference":
                 if self.adapters is not None:

@@ -47,7 +47,7 @@ class ModelConfig(Section):
 
 
 class LoraConfig(Section):
-    """Train a small adapter in place of the weights: LoRA, by peft. See docs/lora.md."""
+    """A small adapter that is trained in place of the weights: docs/lora.md."""
 
     rank: int = Field(default=0, ge=0)
     """Rank of the adapter, e.g. 32; 0: no adapter, all weights are trained."""

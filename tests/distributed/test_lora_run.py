@@ -176,6 +176,8 @@ def load_and_go_on(hub: str, directory: str):
 
 def refusals(hub: str, directory: str):
     latest = CheckpointFolder(Path(directory), keep_last=1).latest()
+    backend = backend_of(hub, "dense", **RUN)
+    assert backend.load(latest) == 2  # what two ranks have written, on one
     shown = []
     others = [
         backend_of(hub, "dense", lora_alpha=7, **RUN),
