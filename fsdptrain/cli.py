@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal
 
 import tyro
 
@@ -35,6 +36,14 @@ EXPORT = {
         "--checkpoint", str | None, "Training checkpoint, e.g. runs/default/checkpoints/step_00000050.", None
     ),
     "output": Option("--output", str | None, "Folder to write, which from_pretrained reads.", None),
+}
+EXPORT_CHOICES = {
+    "lora_export": Option(
+        "--lora-export",
+        Literal["adapter", "merged", "both"] | None,
+        "Of a run with an adapter: what to write. Default: as the run says.",
+        None,
+    ),
 }
 REPORT_USAGE = """\
 usage: fsdptrain report RUN_DIR
@@ -107,15 +116,17 @@ def export(argv: Sequence[str]) -> int:
     """`fsdptrain export --checkpoint DIR --output DIR`."""
     if _asks_for_help(argv):
         return _print_help(
-            "fsdptrain export", "Write a training checkpoint as a Hugging Face folder.", view({"": EXPORT})
+            "fsdptrain export",
+            "Write a training checkpoint as a Hugging Face folder.",
+            view({"": EXPORT | EXPORT_CHOICES}),
         )
-    values = parse(argv, EXPORT)
+    values = parse(argv, EXPORT | EXPORT_CHOICES)
     for key, option in EXPORT.items():
         if not values.get(key):
             raise ConfigError(f"{option.flag} is missing, e.g. fsdptrain export {EXPORT_EXAMPLE}")
     from fsdptrain.trainer import export_checkpoint  # torch: only now
 
-    export_checkpoint(Path(values["checkpoint"]), Path(values["output"]))
+    export_checkpoint(Path(values.pop("checkpoint")), Path(values.pop("output")), **values)
     return 0
 
 

@@ -71,6 +71,11 @@ def _kl(config: Config) -> Iterator[Problem]:
     if not algorithm.kl_reward_coef:
         reason = "without a KL term in the reward: set --kl-reward-coef above 0, e.g. 0.001"
         yield from without_effect(config, "kl_reward_type", reason)
+    elif algorithm.multi_reward != "sum_then_normalize":
+        yield (
+            f"--kl-reward-coef {algorithm.kl_reward_coef:g} is added to the sum of the rewards, which --multi-reward "
+            f"{algorithm.multi_reward} does not look at: use --kl-loss-coef"
+        )
     if algorithm.kl_target is None:
         yield from without_effect(config, "kl_horizon", "without an adaptive coefficient: set --kl-target")
     elif algorithm.kl_loss_coef and algorithm.kl_reward_coef:
@@ -83,6 +88,9 @@ def _kl(config: Config) -> Iterator[Problem]:
             f"--kl-horizon {algorithm.kl_horizon} is less than the {config.samples_per_rollout} samples of a rollout, "
             "after which the coefficient is adapted: raise it, 10000 is usual"
         )
+    if config.lora.rank:
+        reason = "with --lora-rank, whose reference is the model without the adapter: leave it out"
+        yield from without_effect(config, "ref_update_interval", reason)
     if interval == 1 and config.on_policy and config.needs_reference:
         yield (
             "--ref-update-interval 1 makes every KL divergence 0 when each rollout is one optimizer step, since the "

@@ -165,12 +165,17 @@ def view(groups: Mapping[str, Mapping[str, Option]], docs: Mapping[str, str] | N
 
 def _member(name: str, option: Option) -> tuple[str, Any, Any]:
     inner = [choice for choice in get_args(option.annotation) if choice is not type(None)]
-    metavar = inner[0].__name__.upper() if type(None) in get_args(option.annotation) else None  # not {None}|STR
+    metavar = _metavar(inner[0]) if type(None) in get_args(option.annotation) else None  # not {None}|STR
     marks: list[Any] = [tyro.conf.arg(name=option.flag[2:], prefix_name=False, help=option.help, metavar=metavar)]
     if get_origin(option.annotation) is dict:
         marks.append(_MAPPING)
     annotation = Annotated[(option.annotation, *marks)]  # pyright: ignore[reportInvalidTypeForm]
     return name, annotation, dataclasses.field(default_factory=lambda: option.default)
+
+
+def _metavar(annotation: Any) -> str:
+    choices = get_args(annotation)
+    return f"{{{','.join(choices)}}}" if choices else annotation.__name__.upper()
 
 
 def _read_mapping(words: list[str]) -> dict[str, Any]:

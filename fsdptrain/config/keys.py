@@ -16,6 +16,7 @@ from fsdptrain.registry import suggest
 
 SECTIONS: dict[str, type[Section]] = {
     "model": sections.ModelConfig,
+    "lora": sections.LoraConfig,
     "data": sections.DataConfig,
     "reward": sections.RewardConfig,
     "environment": sections.EnvironmentConfig,

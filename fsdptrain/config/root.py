@@ -18,6 +18,7 @@ from fsdptrain.config.sections import (
     FsdpConfig,
     LaunchConfig,
     LogConfig,
+    LoraConfig,
     ModelConfig,
     OptimConfig,
     RefConfig,
@@ -36,6 +37,7 @@ class Config(Section):
     """
 
     model: ModelConfig = ModelConfig()
+    lora: LoraConfig = LoraConfig()
     data: DataConfig = DataConfig()
     reward: RewardConfig = RewardConfig()
     environment: EnvironmentConfig = EnvironmentConfig()

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from fsdptrain.config.section import Names, Section
 
-PREFIXED = ("fsdp", "rollout", "ref", "log")
+PREFIXED = ("lora", "fsdp", "rollout", "ref", "log")
 
 
 class ModelConfig(Section):
@@ -44,6 +44,25 @@ class ModelConfig(Section):
         if isinstance(values, dict) and values.get("fp16") is True:
             return {"bf16": False, **values}
         return values
+
+
+class LoraConfig(Section):
+    """A small adapter that is trained in place of the weights: docs/lora.md."""
+
+    rank: int = Field(default=0, ge=0)
+    """Rank of the adapter, e.g. 32; 0: no adapter, all weights are trained."""
+    alpha: int = Field(default=32, ge=1)
+    """The adapter's product is multiplied by alpha / rank."""
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Dropout before the adapter; only `--algorithm sft` trains with dropout at all."""
+    targets: Names = Field(default=["all-linear"], min_length=1)
+    """What is adapted: `all-linear` (but never the head), `attention`, ends of names of linear layers (q_proj), or of
+    other weights such as experts.gate_up_proj experts.down_proj."""
+    use_dora: bool = False
+    """DoRA: train the length of each row of the weights too. Linear layers only."""
+    export: Literal["adapter", "merged", "both"] = "adapter"
+    """What is written as the trained model: `adapter`: a peft folder. `merged`: a whole model. `both`: that, and the
+    adapter in its folder `adapter`."""
 
 
 class DataConfig(Section):

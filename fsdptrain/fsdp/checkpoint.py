@@ -1,7 +1,7 @@
 """Checkpoints of a run: written whole or not at all, resumed bitwise, read on any number of ranks.
 
     <output_dir>/checkpoints/step_00000050/
-        shards/*.safetensors     model and optimizer, by torch.distributed.checkpoint
+        shards/*.safetensors     model (or only its adapter) and optimizer, by torch.distributed.checkpoint
         reference/*.safetensors  the reference, where it is no longer the one that the run began with
         rng-00000.safetensors    random states of rank 0, and so on
         trainer.json             counters, schedule, loss scale, fingerprint of the model
@@ -114,23 +114,28 @@ class CheckpointFolder:
             shutil.rmtree(doomed)
 
 
-def save_checkpoint(directory: Path, model: nn.Module, optimizer: Optimizer, *, step: int) -> None:
-    """Write model, optimizer and random states into `directory`, which exists. Collective."""
+def save_checkpoint(
+    directory: Path, model: nn.Module, optimizer: Optimizer, *, step: int, adapter: str | None = None
+) -> None:
+    """Write model, optimizer and random states into `directory`, which exists. Collective.
+
+    adapter: only an adapter is trained, and written; these words say which, and on which frozen weights.
+    """
     reshard(model)
-    _write_shards(directory / _SHARDS, _of_model(model) | _of_optimizer(optimizer))
+    _write_shards(directory / _SHARDS, _tensors(model, optimizer, only_trained=adapter is not None))
     _save_rng(directory / _RNG.format(rank=dist.get_rank()))
     if dist.get_rank() == 0:
         state = {
             "format": _FORMAT,
             "step": step,
             "world_size": dist.get_world_size(),
-            "model": fingerprint(model),
+            "model": _identity(model, adapter),
             "optimizer": optimizer.state_dict(),
         }
         (directory / _STATE).write_text(json.dumps(state, indent=2))
 
 
-def load_checkpoint(directory: Path, model: nn.Module, optimizer: Optimizer) -> int:
+def load_checkpoint(directory: Path, model: nn.Module, optimizer: Optimizer, *, adapter: str | None = None) -> int:
     """Read what `save_checkpoint` wrote, in place, and return its step. Collective.
 
     On the number of ranks that wrote it the run goes on bitwise. On another number, a rank that has no random state of
@@ -139,8 +144,8 @@ def load_checkpoint(directory: Path, model: nn.Module, optimizer: Optimizer) -> 
     reshard(model)
     state: dict[str, Any] = {}
     with together(CheckpointError, f"checkpoint {directory} cannot be read"):
-        state = _read_state(directory, model)
-    _read_shards(directory / _SHARDS, _of_model(model) | _of_optimizer(optimizer))
+        state = _read_state(directory, _identity(model, adapter))
+    _read_shards(directory / _SHARDS, _tensors(model, optimizer, only_trained=adapter is not None))
     with together(CheckpointError, f"checkpoint {directory} cannot be read"):
         optimizer.load_state_dict(state["optimizer"])
         _load_rng(directory / _RNG.format(rank=dist.get_rank()))
@@ -171,12 +176,17 @@ def _reasons(error: CheckpointException) -> str:
     return "; ".join(sorted({f"{type(e).__name__}: {e}" for e, _ in error.failures.values()}))
 
 
-def _of_model(model: nn.Module) -> dict[str, Tensor]:
-    return {f"model.{name}": torch.atleast_1d(t.detach()) for name, t in model_tensors(model).items()}  # views
+def _identity(model: nn.Module, adapter: str | None) -> dict[str, Any]:
+    return fingerprint(model) | ({} if adapter is None else {"adapter": adapter})
 
 
-def _of_optimizer(optimizer: Optimizer) -> dict[str, Tensor]:
-    return {f"optimizer.{name}": tensor for name, tensor in optimizer.tensors().items()}
+def _tensors(model: nn.Module, optimizer: Optimizer, *, only_trained: bool) -> dict[str, Tensor]:
+    return _of_model(model, only_trained=only_trained) | {f"optimizer.{n}": t for n, t in optimizer.tensors().items()}
+
+
+def _of_model(model: nn.Module, *, only_trained: bool = False) -> dict[str, Tensor]:
+    chosen = {name: t for name, t in model_tensors(model).items() if t.requires_grad or not only_trained}
+    return {f"model.{name}": torch.atleast_1d(t.detach()) for name, t in chosen.items()}  # views
 
 
 def _write_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
@@ -205,7 +215,7 @@ def _file_plan(tensors: dict[str, Tensor]) -> dict[str, int]:
     return {name: numbers[number] for name, number in plan.items()}
 
 
-def _read_state(directory: Path, model: nn.Module) -> dict[str, Any]:
+def _read_state(directory: Path, ours: dict[str, Any]) -> dict[str, Any]:
     if not directory.is_dir():
         raise CheckpointError(f"checkpoint {directory} is not there: {_WAY_OUT}")
     try:
@@ -221,7 +231,7 @@ def _read_state(directory: Path, model: nn.Module) -> dict[str, Any]:
         raise CheckpointError(f"checkpoint {directory} is broken ({error}): {_WAY_OUT}") from error
     if state.get("format") != _FORMAT:
         raise CheckpointError(f"checkpoint {directory} has format {state.get('format')}, not {_FORMAT}: {_WAY_OUT}")
-    ours, theirs = fingerprint(model), state["model"]
+    theirs = state["model"]
     if ours != theirs:
         raise CheckpointError(
             f"checkpoint {directory} is of another model ({describe(theirs)}) than --hf-checkpoint "

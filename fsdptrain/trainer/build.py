@@ -28,6 +28,7 @@ from fsdptrain.errors import CheckpointError, ConfigError, DataError, MemoryPlan
 from fsdptrain.loggers import build_loggers
 from fsdptrain.models.collective import together
 from fsdptrain.models.loading import resolve_checkpoint
+from fsdptrain.models.lora import require_peft
 from fsdptrain.models.structure import count_parameters
 from fsdptrain.planning.memory import MemoryDemand, MemorySupply, check_load_memory, load_memory_line
 from fsdptrain.protocols import Logger, Loss, RewardFunction, RolloutEngine
@@ -79,6 +80,8 @@ def build_parts(
         )
         advantages = advantage_rule(config, score)
         stream, held_out = build_data(told, tokenizer, dataset, environment)
+        if config.lora.rank:
+            require_peft()
         make_engine = engine_factory(config.rollout.engine, device_type=platform.device_type())
     generates = bool(held_out) or config.algorithm.algorithm != "sft"
     device = platform.local_device()
@@ -89,6 +92,8 @@ def build_parts(
             total_steps=config.total_optimizer_steps,
             before_load=lambda model: plan_memory(model, config, embedded_engine=generates),
         )
+        if backend.adapters is not None:
+            log.info("%s", backend.adapters.line)
         log.info("%s", backend.layout_probe.line)
         engine = make_engine(config, checkpoint=checkpoint, device=device) if generates else None
         maker = evaluation = None
@@ -137,7 +142,7 @@ def plan_memory(model: PreTrainedModel, config: Config, *, embedded_engine: bool
         cpu_offload=config.fsdp.cpu_offload,
         reshard_after_forward=config.fsdp.reshard_after_forward,
         embedded_engine=embedded_engine,
-        reference=config.needs_reference,
+        reference=config.needs_reference and (not config.lora.rank or config.ref.load is not None),
         load_strategy=config.model.load_strategy,
     )
     supply = MemorySupply(

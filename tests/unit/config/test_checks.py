@@ -19,6 +19,17 @@ REFUSED = [
         ["--chat-template-kwargs"],
         {"chat_template_kwargs": {}},
     ),
+    *(
+        ({key: value}, [all_keys()[key].flag, "--lora-rank"], {"lora_rank": 8})
+        for key, value in [
+            ("lora_alpha", 64),
+            ("lora_targets", ["attention"]),
+            ("lora_use_dora", True),
+            ("lora_export", "merged"),
+        ]
+    ),
+    ({"lora_rank": 8, "lora_dropout": 0.1}, ["--lora-dropout", "reinforcement", "--algorithm sft"], SFT),
+    ({"lora_rank": 8, "lora_targets": ["q_proj", "q_proj"]}, ["--lora-targets", "twice"], {"lora_targets": "q_proj"}),
     ({**SFT, "n_samples_per_prompt": 4}, ["--n-samples-per-prompt", "sft"], {"algorithm": "grpo"}),
     ({**SFT, "kl_loss_coef": 0.1}, ["--kl-loss-coef", "sft"], {"algorithm": "grpo"}),
     ({**SFT, "entropy_coef": 0.1}, ["--entropy-coef", "sft"], {"algorithm": "grpo"}),
