@@ -103,7 +103,8 @@ def median_baseline(rewards: list[float], lengths: list[int]) -> list[float]:
 SCALES = {"`group`": divide_by_group_std, "`batch`": divide_by_batch_std, "`whiten`": whiten_tokens}
 
 MULTI_REWARD_NOTE = """
-`--reward math=0.9 format=0.1` names rewards s_k and their weights w_k. Each is logged by its name, without its weight.
+`--reward math=0.9 format=0.1` names rewards s_k and their weights w_k. Each is logged by its name, without its weight;
+a function that returns a mapping is one reward, and its values are logged too.
 `normalize_then_sum` is refused with one reward, and where the scale is not `group`. It is for rewards that differ in
 scale or difficulty, and keeps apart what a sum makes equal: (1, 0) and (0, 1).
 """
