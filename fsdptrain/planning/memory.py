@@ -142,7 +142,7 @@ def _remedies(demand: MemoryDemand, supply: MemorySupply) -> list[str]:
         ("--no-fsdp-cpu-offload", replace(demand, cpu_offload=False)),
         ("--rollout-engine vllm", replace(demand, embedded_engine=False)),
         ("--kl-loss-coef 0", replace(demand, reference=False)),
-        ("--lora-rank 32", replace(demand, counts=_with_adapter(demand.counts), reference=False)),
+        ("--lora-rank 32", replace(demand, counts=with_adapter(demand.counts), reference=False)),
     ]
     if not supply.has_accelerator:  # without a device, offload moves nothing, and there is no vLLM
         changes = [change for change in changes if "offload" not in change[0] and "vllm" not in change[0]]
@@ -153,7 +153,7 @@ def _remedies(demand: MemoryDemand, supply: MemorySupply) -> list[str]:
     return enough
 
 
-def _with_adapter(counts: ParameterCounts) -> ParameterCounts:
+def with_adapter(counts: ParameterCounts) -> ParameterCounts:
     """About: an adapter of rank 32 is some percent of the weights."""
     if counts.frozen:
         return counts

@@ -32,7 +32,3 @@ def test_every_algorithm_was_seen_to_learn_over_three_seeds() -> None:
     seen = {(run["algorithm"], run["seed"]) for run in result["runs"]}
     assert seen == {(name, seed) for name in PRESETS if name != "sft" for seed in range(3)}
     assert [run for run in result["runs"] if run["after"] < run["before"]] == []
-
-
-def test_what_a_preset_lacks_is_said() -> None:
-    assert "not built yet" in PRESETS["dapo"].when
