@@ -24,9 +24,9 @@ HEAD = """\
 
 <!-- made by docs/generate_algorithms.py: change the docstrings in fsdptrain/algo and fsdptrain/config/presets.py -->
 
-`--algorithm NAME` is a preset of a loss, an aggregation, an advantage and the loss's own options. What a recipe or a
-flag says of one of these wins over it, and `--dry-run` shows which values came from the preset. An option that the
-chosen loss does not read is an error.
+`--algorithm NAME` is a preset of a loss, an aggregation, an advantage, the loss's own options and, where the algorithm
+is more than a loss, options of other sections. What a recipe or a flag says of one of these wins over it, and
+`--dry-run` shows which values came from the preset. An option that the chosen loss does not read is an error.
 
 Notation: l the policy's logprob of a token, lo the old policy's, lr the engine's, lf the reference's; p = exp(l),
 r = exp(l - lo); A the advantage of the sequence; sg stops the gradient; log ratios are clamped to +-20. A group is the
@@ -78,7 +78,7 @@ def algorithms_page() -> str:
 
 def _preset_row(name: str, preset: Preset) -> str:
     advantage = "none" if name == "sft" else f"`{preset.advantage_estimator}`"
-    values = {**LOSS_OPTIONS[preset.loss].defaults, **preset.options}
+    values = {**LOSS_OPTIONS[preset.loss].defaults, **preset.options, **preset.beside}
     cells = [f"`{name}`", f"`{preset.loss}`", f"`{preset.loss_aggregation}`", advantage, _options(values), preset.when]
     return f"| {' | '.join(cells)} |\n"
 

@@ -65,7 +65,7 @@ def slime_page() -> str:
 
 
 def _option_row(key: Key) -> str:
-    default = key.field.get_default(call_default_factory=True)
+    default = key.default
     return f"| `{key.flag}` | {_takes(key.field.annotation)} | {_value(default)} | {_cell(key.field.description)} |\n"
 
 
@@ -76,7 +76,7 @@ def _former_row(flag: str) -> str:
     if not former.here:
         return f"| {there} | none | {_cell(note)} |\n"
     key = next(key for key in all_keys().values() if key.flag == former.here)
-    default = key.field.get_default(call_default_factory=True)
+    default = key.default
     name = "the same" if former.here == flag else f"`{former.here}`"
     return f"| {there} | {name} ({_value(default)}) | {_cell(note)} |\n"
 

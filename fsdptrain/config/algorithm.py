@@ -14,7 +14,7 @@ class AlgorithmConfig(Section):
         "grpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl", "ipo", "reinforce", "rloo",
         "reinforce++_baseline", "max_rl", "opo", "sft",
     ] = "grpo"  # fmt: skip
-    """A preset of loss, aggregation, advantage and the loss's options; what is said of these wins over it. `sft`:
+    """A preset of loss, aggregation, advantage and other options; what is said of these wins over it. `sft`:
     supervised training on prompts and their labels; all others: reinforcement learning. See docs/algorithms.md."""
     loss: str = "grpo"
     """grpo, gspo, gmpo, cispo, sapo, dppo_tv, dppo_kl, ipo, reinforce, sft, or `package.module:function`. Default: as

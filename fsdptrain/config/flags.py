@@ -55,7 +55,7 @@ def config_options() -> dict[str, Option]:
             key.flag,
             key.field.annotation,
             " ".join((key.field.description or "").split()),
-            key.field.get_default(call_default_factory=True),
+            key.default,
         )
         for flat, key in all_keys().items()
     }
@@ -79,9 +79,7 @@ def resolve(argv: Sequence[str]) -> Resolved:
 def _set_by_preset(config: Config, given: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Flat keys that the algorithm's preset sets to something else than their default."""
     values = preset_values(config.algorithm.algorithm, given.get("algorithm", {}).get("loss"))
-    fields = {key.name: flat for flat, key in all_keys().items() if key.section == "algorithm"}
-    defaults = {name: all_keys()[flat].field.get_default() for name, flat in fields.items()}
-    return [fields[name] for name, value in values.items() if value != defaults[name]]
+    return [flat for flat, value in values.items() if value != all_keys()[flat].default]
 
 
 def _flat_keys(values: Mapping[str, Any]) -> list[str]:

@@ -44,6 +44,10 @@ class Key:
         return f"{self.section}_{self.name}" if self.section in sections.PREFIXED else self.name
 
     @property
+    def default(self) -> Any:
+        return self.field.get_default(call_default_factory=True)
+
+    @property
     def flag(self) -> str:
         return "--" + self.flat.replace("_", "-")
 

@@ -1,7 +1,7 @@
 """What `--algorithm NAME` and `--loss NAME` mean: data only, which the checks, the sources of values and the docs read.
 
-An algorithm is a preset of loss, aggregation, advantage and the loss's own options. Whatever a recipe or a flag says
-wins over it.
+An algorithm is a preset of loss, aggregation, advantage, the loss's own options, and options of any other section.
+Whatever a recipe or a flag says wins over it.
 """
 
 from collections.abc import Mapping
@@ -32,6 +32,7 @@ class Preset:
     loss_aggregation: str = "token_mean"
     advantage_estimator: str = "grpo"
     options: Mapping[str, Any] = field(default_factory=dict)  # of its loss, over the loss's own defaults
+    beside: Mapping[str, Any] = field(default_factory=dict)  # flat key -> value, of any section, whatever the loss
 
 
 def _loss(*names: str, **defaults: Any) -> LossOptions:
@@ -110,7 +111,7 @@ PRESETS: Mapping[str, Preset] = {
 
 
 def preset_values(algorithm: object, loss: object) -> dict[str, Any]:
-    """What `--algorithm` and `--loss` (None: not given) say of the section `algorithm`, by field name.
+    """What `--algorithm` and `--loss` (None: not given) say of other options, by flat key.
 
     A loss that is not the preset's brings its own defaults. An unknown name says nothing: it is refused elsewhere.
     """
@@ -123,6 +124,7 @@ def preset_values(algorithm: object, loss: object) -> dict[str, Any]:
         "loss": preset.loss,
         "loss_aggregation": preset.loss_aggregation,
         "advantage_estimator": preset.advantage_estimator,
+        **preset.beside,
         **(options.defaults if options else {}),
         **(preset.options if chosen == preset.loss else {}),
     }

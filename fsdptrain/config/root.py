@@ -109,8 +109,9 @@ def _with_preset(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Section -> name -> value, with the algorithm's preset where `values` say nothing."""
     grouped = group_by_section(values)
     given = grouped.get("algorithm", {})
-    algorithm = given.get("algorithm", AlgorithmConfig().algorithm)
-    return {**grouped, "algorithm": {**preset_values(algorithm, given.get("loss")), **given}}
+    preset = preset_values(given.get("algorithm", AlgorithmConfig().algorithm), given.get("loss"))
+    by_section = group_by_section(preset)
+    return {name: {**by_section.get(name, {}), **grouped.get(name, {})} for name in {**grouped, **by_section}}
 
 
 def build_sections(values: Mapping[str, Any]) -> dict[str, Section]:

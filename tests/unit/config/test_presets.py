@@ -1,6 +1,6 @@
 """An algorithm is a preset: consistent by itself, weaker than a recipe or a flag, and visible."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import get_args
 
@@ -74,6 +74,19 @@ def test_a_recipe_and_a_flag_win_over_the_preset(tmp_path: Path):
         "recipe", "preset", "flag", "preset", "recipe", "default",
     ]  # fmt: skip
     assert "eps_clip_high: 0.0004" in to_yaml(resolved.config, sources)
+
+
+def test_a_preset_may_speak_of_any_section(monkeypatch, tmp_path):
+    """Its values are weaker than a recipe, are no choice of the user's, and are shown as the preset's."""
+    beside = {"rollout_temperature": 0.9, "opsm_delta": 0.5}  # the second has no effect, and nobody asked for it
+    monkeypatch.setitem(PRESETS, "dapo", replace(PRESETS["dapo"], beside=beside))  # type: ignore[arg-type]
+    resolved = resolve([*MODEL, "--algorithm", "dapo", "--loss", "gspo", "--rollout-batch-size", "4"])
+    assert (resolved.config.rollout.temperature, resolved.config.rollout.batch_size) == (0.9, 4)
+    assert [resolved.sources[key] for key in ("rollout_temperature", "rollout_batch_size")] == ["preset", "flag"]
+    (tmp_path / "r.yaml").write_text("hf_checkpoint: x\nrollout: {temperature: 0.5}\n")
+    resolved = resolve(["--recipe", str(tmp_path / "r.yaml"), "--algorithm", "dapo"])
+    assert (resolved.config.rollout.temperature, resolved.sources["rollout_temperature"]) == (0.5, "recipe")
+    assert Config(hf_checkpoint="x").rollout.temperature == 1.0
 
 
 def test_another_loss_brings_its_own_clip():
