@@ -62,6 +62,10 @@ class TrainBackend(Protocol):
         """One optimizer step over the packs of this rank; every rank passes the same number of packs."""
         ...
 
+    def update_reference(self) -> None:
+        """Make the present policy the reference. Checkpoints hold it from now on."""
+        ...
+
     def hf_weights(self, naming: Naming = "hub") -> Iterator[tuple[str, Tensor]]:
         """Full tensors in the compute dtype, layer by layer, on the device; every rank gets each of them."""
         ...

@@ -57,6 +57,7 @@ class SamplingParams:
     temperature: float = 1.0  # 0.0: greedy
     top_p: float = 1.0
     top_k: int = -1  # -1: off
+    min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
     seed: int = 0
 
@@ -67,7 +68,7 @@ class Completion:
 
     prompt_id: str
     token_ids: list[int]  # (R,) with the stop token, when one was sampled
-    logprobs: list[float]  # (R,) of the distribution that was sampled from (after temperature)
+    logprobs: list[float]  # (R,) of the distribution that was sampled from: after temperature and truncation
     finish_reason: FinishReason
     policy_version: int
 
@@ -161,6 +162,9 @@ class LossConfig:
     mismatch_correction: str = "none"
     mismatch_low: float = 0.5
     mismatch_high: float = 2.0
+    mismatch_rejection: str = "none"
+    mismatch_rejection_max: float = 0.0
+    use_rollout_logprobs: bool = False
     kl_loss_coef: float = 0.0
     kl_loss_type: str = "k3"
     use_unbiased_kl: bool = False

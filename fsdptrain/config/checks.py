@@ -69,6 +69,18 @@ def _model(config: Config) -> Iterator[Problem]:
         yield "--fp16 and --bf16 are both on: choose one, e.g. --fp16 --no-bf16"
 
 
+def _lora(config: Config) -> Iterator[Problem]:
+    lora = config.lora
+    if not lora.rank:
+        keys = "lora_alpha lora_dropout lora_targets lora_use_dora lora_export"
+        yield from without_effect(config, keys, "without an adapter: set --lora-rank, e.g. 32")
+    elif config.algorithm.algorithm != "sft":
+        reason = "in reinforcement learning, which trains without dropout: leave it out, or use --algorithm sft"
+        yield from without_effect(config, "lora_dropout", reason)
+    for name in sorted({name for name in lora.targets if lora.targets.count(name) > 1}):
+        yield f"--lora-targets names {name} twice"
+
+
 def _data(config: Config) -> Iterator[Problem]:
     if not config.data.apply_chat_template:
         yield from without_effect(config, "chat_template_kwargs", "with --no-apply-chat-template: leave it out")
@@ -205,5 +217,5 @@ def _launch(config: Config) -> Iterator[Problem]:
 
 
 _CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (
-    _model, _data, _environment, *ALGORITHM_CHECKS, _lengths, _schedule, _run, _log, _launch,
+    _model, _lora, _data, _environment, *ALGORITHM_CHECKS, _lengths, _schedule, _run, _log, _launch,
 )  # fmt: skip

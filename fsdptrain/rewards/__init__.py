@@ -1,7 +1,7 @@
 """Verifiable rewards: what is a good response, decided by code."""
 
 from fsdptrain.rewards.answers import extract_answer
-from fsdptrain.rewards.build import build_reward, reads_environment
+from fsdptrain.rewards.build import WeightedSum, build_reward, reads_environment
 from fsdptrain.rewards.scoring import Score, Scores, check_unscored, score_completions
 from fsdptrain.rewards.verifiers import REWARDS
 
@@ -9,6 +9,7 @@ __all__ = [
     "REWARDS",
     "Score",
     "Scores",
+    "WeightedSum",
     "build_reward",
     "check_unscored",
     "extract_answer",

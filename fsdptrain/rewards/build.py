@@ -15,7 +15,7 @@ from fsdptrain.types import Prompt
 GENERATOR = "reasoning_gym:"
 
 
-def build_reward(reward: RewardConfig, *, prompt_data: str, has_environment: bool = False) -> RewardFunction:
+def build_reward(reward: RewardConfig, *, prompt_data: str, has_environment: bool = False) -> "WeightedSum":
     """The weighted sum of `--reward`, e.g. ["math=0.9", "format=0.1"]; each component is reported by its name.
 
     `auto` is reasoning-gym's own scorer on its data, else what the environment gives, and `math` where there is none.
@@ -31,26 +31,34 @@ def build_reward(reward: RewardConfig, *, prompt_data: str, has_environment: boo
 
 @dataclass(frozen=True)
 class Component:
-    name: str
+    name: str  # in Sample.rewards
     weight: float
     function: RewardFunction
 
 
 @dataclass(frozen=True)
 class WeightedSum:
-    """Several rewards as one; unscored as soon as one of them is."""
+    """Several rewards as one; unscored as soon as one of them is.
+
+    Reported are the rewards by name, without their weights, and what a function that returns a mapping says beside: a
+    name of the first kind wins over one of the second.
+    """
 
     components: tuple[Component, ...]
 
+    @property
+    def weights(self) -> dict[str, float]:
+        return {component.name: component.weight for component in self.components}
+
     def __call__(self, prompt: Prompt, response: str) -> Mapping[str, float] | None:
-        total, reported = 0.0, dict[str, float]()
+        rewards, details = dict[str, float](), dict[str, float]()
         for component in self.components:
             score: Score = to_score(component.function(prompt, response), name=component.name)
             if score.reward is None:
                 return None
-            total += component.weight * score.reward
-            reported |= score.rewards
-        return {**reported, "reward": total}
+            rewards[component.name] = score.reward
+            details |= score.rewards
+        return {**details, **rewards, "reward": sum(c.weight * rewards[c.name] for c in self.components)}
 
 
 def reads_environment(reward: RewardFunction) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
+from fsdptrain.models.truncation import Truncation
 from fsdptrain.rollout.sampling import sample
 from fsdptrain.types import SamplingParams
 
@@ -65,6 +66,7 @@ def decode(
     """
     device, num_steps = uniforms.device, uniforms.shape[1]
     stop = torch.tensor(stop_token_ids, dtype=torch.int64, device=device)
+    truncation = Truncation(sampling.top_p, sampling.top_k, sampling.min_p)
     logits, cache, mask, positions = prefill(model, prompts, device=device)
 
     rows = torch.tensor(prompt_of_row, device=device)
@@ -83,8 +85,7 @@ def decode(
             logits,
             uniforms[active, step],
             temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
+            truncation=truncation,
         )
         tokens[active, step], logprobs[active, step] = token, logprob
         finished |= (token[:, None] == stop).any(-1) | (limits[:, 0] == step + 1)

@@ -34,7 +34,7 @@ def evaluation_metrics(
     up to num_samples. Empty if no rank has a sample.
     """
     rewards = [sample.reward for sample in samples]
-    correct = [reward is not None and reward >= correct_reward - _TOLERANCE for reward in rewards]
+    correct = [is_correct(reward, correct_reward) for reward in rewards]
 
     ks = [2**i for i in range(num_samples.bit_length())]
     hits = [sum(group) for group in _groups(correct, num_samples)]
@@ -53,6 +53,11 @@ def evaluation_metrics(
         for metric, total, count in zip([*per_sample, *per_prompt], sums[2:], counts, strict=True)
         if count > 0
     }
+
+
+def is_correct(reward: float | None, correct_reward: float) -> bool:
+    """Whether a response passes: its reward reaches `correct_reward`, but for rounding."""
+    return reward is not None and reward >= correct_reward - _TOLERANCE
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:

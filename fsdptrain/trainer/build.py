@@ -13,11 +13,13 @@ import torch.distributed as dist
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from fsdptrain import platform, registry
+from fsdptrain.algo.advantages import AdvantageRule
 from fsdptrain.algo.corrections import CORRECTIONS
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.backends.fsdp import FSDPBackend
 from fsdptrain.config import Config
-from fsdptrain.config.algorithm import AlgorithmConfig
+from fsdptrain.config.algorithm import AlgorithmConfig, SelectionConfig
+from fsdptrain.data.curriculum import PassRates
 from fsdptrain.data.prompts import PromptStream, make_prompts
 from fsdptrain.data.sources import Row, Rows, as_rows, content_hash, environment_rows, load_rows, split_rows
 from fsdptrain.data.turns import TurnRenderer
@@ -26,6 +28,7 @@ from fsdptrain.errors import CheckpointError, ConfigError, DataError, MemoryPlan
 from fsdptrain.loggers import build_loggers
 from fsdptrain.models.collective import together
 from fsdptrain.models.loading import resolve_checkpoint
+from fsdptrain.models.lora import require_peft
 from fsdptrain.models.structure import count_parameters
 from fsdptrain.planning.memory import MemoryDemand, MemorySupply, check_load_memory, load_memory_line
 from fsdptrain.protocols import Logger, Loss, RewardFunction, RolloutEngine
@@ -35,6 +38,7 @@ from fsdptrain.trainer.episodes import MultiTurn
 from fsdptrain.trainer.evaluation import Evaluation
 from fsdptrain.trainer.experience import RolloutSource, SampleMaker, SampleSource, SftSource, SingleTurn, own_share
 from fsdptrain.trainer.folder import RunFolder
+from fsdptrain.trainer.rules import advantage_rule, selection_rules, shaping_rule
 from fsdptrain.trainer.speed import Speed
 from fsdptrain.types import LossConfig, Prompt, SamplingParams
 
@@ -50,6 +54,7 @@ class Parts:
 
     backend: FSDPBackend
     loss: Loss
+    advantages: AdvantageRule
     engine: RolloutEngine | None  # None: nothing is ever generated
     stream: PromptStream
     source: SampleSource
@@ -73,7 +78,10 @@ def build_parts(
         score = reward or build_reward(
             config.reward, prompt_data=config.data.prompt_data, has_environment=environment is not None
         )
+        advantages = advantage_rule(config, score)
         stream, held_out = build_data(told, tokenizer, dataset, environment)
+        if config.lora.rank:
+            require_peft()
         make_engine = engine_factory(config.rollout.engine, device_type=platform.device_type())
     generates = bool(held_out) or config.algorithm.algorithm != "sft"
     device = platform.local_device()
@@ -84,6 +92,8 @@ def build_parts(
             total_steps=config.total_optimizer_steps,
             before_load=lambda model: plan_memory(model, config, embedded_engine=generates),
         )
+        if backend.adapters is not None:
+            log.info("%s", backend.adapters.line)
         log.info("%s", backend.layout_probe.line)
         engine = make_engine(config, checkpoint=checkpoint, device=device) if generates else None
         maker = evaluation = None
@@ -95,9 +105,10 @@ def build_parts(
         yield Parts(
             backend=backend,
             loss=loss,
+            advantages=advantages,
             engine=engine,
             stream=stream,
-            source=build_source(told, stream, tokenizer, maker),
+            source=build_source(told, stream, tokenizer, maker, advantages),
             evaluation=evaluation,
             speed=Speed.of(backend.model, device, backend.compute_dtype),
             loggers=loggers,
@@ -131,7 +142,7 @@ def plan_memory(model: PreTrainedModel, config: Config, *, embedded_engine: bool
         cpu_offload=config.fsdp.cpu_offload,
         reshard_after_forward=config.fsdp.reshard_after_forward,
         embedded_engine=embedded_engine,
-        reference=config.algorithm.kl_loss_coef > 0,
+        reference=config.needs_reference and (not config.lora.rank or config.ref.load is not None),
         load_strategy=config.model.load_strategy,
     )
     supply = MemorySupply(
@@ -191,8 +202,22 @@ def build_data(
         rows, held_out = split_rows(rows, size, config.run.seed)
     exclude = {content_hash(row) for row in held_out}
     budget = config.prompt_budget
-    stream = PromptStream(rows, tokenizer, data=data, rollout=config.rollout, exclude=exclude, max_prompt_len=budget)
+    stream = PromptStream(
+        rows,
+        tokenizer,
+        data=data,
+        rollout=config.rollout,
+        exclude=exclude,
+        max_prompt_len=budget,
+        curriculum=build_curriculum(config.selection, num_rows=len(rows)),
+    )
     return stream, make_prompts(held_out, tokenizer, data=data, max_prompt_len=budget)
+
+
+def build_curriculum(selection: SelectionConfig, *, num_rows: int) -> PassRates | None:
+    if selection.curriculum == "none":
+        return None
+    return PassRates(num_rows, floor=selection.curriculum_floor, decay=selection.curriculum_decay)
 
 
 def _rows(config: Config, environment: LoadedEnvironment | None) -> Rows:
@@ -231,7 +256,11 @@ def build_maker(
 
 
 def build_source(
-    config: Config, stream: PromptStream, tokenizer: PreTrainedTokenizerBase, maker: SampleMaker | None
+    config: Config,
+    stream: PromptStream,
+    tokenizer: PreTrainedTokenizerBase,
+    maker: SampleMaker | None,
+    advantages: AdvantageRule,
 ) -> SampleSource:
     if config.algorithm.algorithm == "sft" or maker is None:
         renderer = TurnRenderer(tokenizer, data=config.data)
@@ -243,11 +272,17 @@ def build_source(
             num_samples=config.algorithm.n_samples_per_prompt,
             max_tokens=config.rollout.max_response_len,
             temperature=config.rollout.temperature,
+            top_p=config.rollout.top_p,
+            top_k=config.rollout.top_k or -1,
+            min_p=config.rollout.min_p,
             seed=config.rollout.seed,
         ),
         num_prompts=config.rollout.batch_size,
         num_shown=config.log.num_samples,
-        advantage_estimator=config.algorithm.advantage_estimator,
+        shaping=shaping_rule(config),
+        advantages=advantages,
+        max_unscored_fraction=config.reward.max_unscored_fraction,
+        rules=selection_rules(config),
     )
 
 
@@ -267,6 +302,9 @@ def loss_config(algorithm: AlgorithmConfig) -> LossConfig:
         mismatch_correction=algorithm.mismatch_correction,
         mismatch_low=correction.low if algorithm.mismatch_low is None else algorithm.mismatch_low,
         mismatch_high=correction.high if algorithm.mismatch_high is None else algorithm.mismatch_high,
+        mismatch_rejection=algorithm.mismatch_rejection,
+        mismatch_rejection_max=algorithm.mismatch_rejection_max or 0.0,
+        use_rollout_logprobs=algorithm.use_rollout_logprobs,
         kl_loss_coef=algorithm.kl_loss_coef,
         kl_loss_type=algorithm.kl_loss_type,
         use_unbiased_kl=algorithm.use_unbiased_kl,

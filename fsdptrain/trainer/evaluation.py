@@ -28,6 +28,11 @@ class Evaluation:
 
     def _run(self, sampling: SamplingParams, name: str) -> tuple[Metrics, list[dict[str, Any]]]:
         made = self.maker.make(self.prompts, sampling)
-        metrics = evaluation_metrics(made.samples, num_samples=sampling.num_samples, name=name)
+        metrics = evaluation_metrics(
+            made.samples,
+            num_samples=sampling.num_samples,
+            name=name,
+            correct_reward=self.config.reward.pass_threshold,
+        )
         rewards = [sample.reward for sample in made.samples]
         return metrics, show(made.prompts, made.texts, rewards, self.config.log.num_samples)

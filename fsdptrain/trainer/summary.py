@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from fsdptrain import platform
-from fsdptrain.algo.advantages import zero_spread_groups
+from fsdptrain.algo.advantages import AdvantageRule, zero_spread_groups
 from fsdptrain.models.collective import gather
 from fsdptrain.trainer.batches import StepBatches
 from fsdptrain.trainer.experience import Experience
@@ -43,14 +43,17 @@ class RewardNames:
         return self._known
 
 
-def sample_metrics(experience: Experience, reward_names: RewardNames) -> Metrics:
-    """reward/*, group/*, completion/*, progress/* over every rank. Unscored samples count in lengths only."""
+def sample_metrics(experience: Experience, reward_names: RewardNames, advantages: AdvantageRule) -> Metrics:
+    """reward/*, group/*, completion/*, progress/* over every rank. Unscored samples count in lengths only.
+
+    The reward is what advantages are made of, after shaping; its parts are reported without their weights.
+    """
     samples = experience.samples
     names = reward_names.of(samples)
     scored = [sample for sample in samples if sample.reward is not None]
     rewards = [sample.reward for sample in scored if sample.reward is not None]
     lengths = [sum(sample.loss_mask) for sample in samples]
-    flat, groups = zero_spread_groups(samples)
+    flat, groups = zero_spread_groups(samples, advantages.weights or ())
     total = reduce_sums(
         {
             "rewards": math.fsum(rewards),
