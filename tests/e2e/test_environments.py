@@ -56,7 +56,7 @@ def test_a_model_learns_to_ask_a_calculator(warm_model: Path, tmp_path: Path) ->
     assert rows[-1]["reward/mean"] > rows[0]["reward/mean"] + 0.2
     assert rows[-1]["episode/several_turns_fraction"] > rows[0]["episode/several_turns_fraction"] + 0.2
     assert rows[-1]["episode/turns_mean"] == 1 + rows[-1]["episode/several_turns_fraction"]  # asked once
-    assert max(row["mismatch/abs_max"] for row in rows) < 1e-5  # observations have no part in it
+    assert max(row["mismatch/abs_max"] for row in rows) < 1e-4  # of the trained tokens, all sampled
 
     shown = [row for row in rows_of(run) if row["reward"] == 1.0]
     assert {row["set"] for row in shown} == {"train", "heldout"}
@@ -66,14 +66,15 @@ def test_a_model_learns_to_ask_a_calculator(warm_model: Path, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_run_of_episodes_goes_on_bitwise(warm_model: Path, tmp_path: Path, num_ranks: int) -> None:
-    base = ["--hf-checkpoint", str(warm_model), *calculator.GRPO, *calculator.BOTH, "--nproc-per-node", str(num_ranks)]
+def test_a_run_of_episodes_goes_on_bitwise(warm_model: Path, tmp_path: Path) -> None:
+    base = ["--hf-checkpoint", str(warm_model), *calculator.GRPO, *calculator.BOTH]
     base += ["--rollout-batch-size", "4", "--global-batch-size", "16", "--eval-size", "3", "--eval-interval", "2"]
     base += ["--save-interval", "1", "--no-export", "--log-to"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     results = [
-        command.run([*base, "--output-dir", str(folder), "--num-rollout", str(count)], tmp_path / f"{folder.name}{count}")
+        command.run(
+            [*base, "--output-dir", str(folder), "--num-rollout", str(count)], tmp_path / f"{folder.name}{count}"
+        )
         for folder, count in ((whole, 4), (parts, 2), (parts, 4))
     ]
     assert [result.code for result in results] == [0, 0, 0], results[-1].err
@@ -99,7 +100,10 @@ def test_an_environment_of_ones_own_brings_its_prompts(checkpoint: Path, tmp_pat
     [
         (["--environment", "calculater"], "--environment does not know 'calculater'; did you mean 'calculator'?"),
         (["--environment", "calculator", "--environment-kwargs", "a=1"], "cannot be made with --environment-kwargs"),
-        (["--environment", "calculator", "--prompt-data", "environment"], "calculator has no method dataset"),
+        (
+            ["--environment", "calculator", "--prompt-data", "environment", "--reward", "exact"],
+            "--environment calculator has no method dataset; name data of your own",
+        ),
         (["--reward", "environment"], "--reward environment: there is no environment; name one by --environment"),
         (["--max-turns", "3"], "--max-turns has no effect without an environment: set --environment"),
         (["--prompt-data", "environment"], "are the rows that an environment brings: name it by --environment"),
