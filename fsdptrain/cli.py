@@ -1,9 +1,10 @@
-"""The command line: `fsdptrain [flags]` trains, `fsdptrain export` writes a checkpoint as a Hugging Face folder,
-`fsdptrain report` shows what a run did.
+"""The command line: `fsdptrain [flags]` trains, `fsdptrain inspect` says what would run, `fsdptrain export` writes a
+checkpoint as a Hugging Face folder, `fsdptrain report` shows what a run did.
 
 Whatever a user can cause and mend ends in one line on stderr and exit code 2; Ctrl-C ends quietly with 130.
 """
 
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -23,12 +24,14 @@ Reinforcement learning on any Hugging Face model, with PyTorch's own FSDP2.
 Train (a complete GRPO run), look first, look back, take the model along:
   fsdptrain --hf-checkpoint Qwen/Qwen3-4B --fsdp-cpu-offload
   fsdptrain --recipe recipes/sft.yaml --lr 1e-5 --dry-run
+  fsdptrain inspect --hf-checkpoint Qwen/Qwen3-4B
   fsdptrain report runs/default
   fsdptrain export --checkpoint runs/default/checkpoints/step_00000050 \\
                    --output my-model
 
 A flag wins over a recipe, a recipe over a preset; --dry-run shows which."""
 
+HF_CHECKPOINT = Option("--hf-checkpoint", str | None, "Hub id, or a folder: its config.json is enough.", None)
 EXPORT_EXAMPLE = "--checkpoint runs/default/checkpoints/step_00000050 --output my-model"
 EXPORT = {
     "checkpoint": Option(
@@ -36,6 +39,18 @@ EXPORT = {
     ),
     "output": Option("--output", str | None, "Folder to write, which from_pretrained reads.", None),
 }
+NUM_GPUS = Option("--num-gpus", int, "Processes over which the model is sharded. [GPUs]", 1)
+JSON = Option("--json", bool, "Print JSON in place of tables.", False)
+INSPECT = {
+    "num_gpus": NUM_GPUS,
+    "json": JSON,
+    "against_checkpoint": Option(
+        "--against-checkpoint", bool, "Compare names and shapes with the checkpoint's files.", False
+    ),
+}
+INSPECT_USAGE = """\
+What will run, from config.json alone: modules, parameters, layout, kernels, dtypes.
+Takes any option of a run too, e.g. --strict: exit code 2 where something fell back."""
 REPORT_USAGE = """\
 usage: fsdptrain report RUN_DIR
 
@@ -118,6 +133,26 @@ def export(argv: Sequence[str]) -> int:
     return 0
 
 
+def inspect(argv: Sequence[str]) -> int:
+    """`fsdptrain inspect --hf-checkpoint X [--num-gpus N] [--json] [--against-checkpoint] [run flags]`."""
+    if _asks_for_help(argv):
+        return _print_help("fsdptrain inspect", INSPECT_USAGE, view({"": {"hf_checkpoint": HF_CHECKPOINT, **INSPECT}}))
+    resolved = resolve(argv, INSPECT)
+    _quieten_libraries()
+    from fsdptrain.planning import inspection  # torch: only now
+    from fsdptrain.planning.inspection_text import print_inspection
+
+    found = inspection.inspect_model(resolved.config, num_gpus=resolved.own["num_gpus"])
+    if resolved.own["against_checkpoint"]:
+        found = inspection.with_differences(found, resolved.config)
+    if resolved.own["json"]:
+        _print_json(found.as_dict())
+    else:
+        print_inspection(found)
+    inspection.require_sound(found, strict=resolved.config.model.strict)
+    return 0
+
+
 def report(argv: Sequence[str]) -> int:
     """`fsdptrain report RUN_DIR`: a table, and RUN_DIR/curves.png."""
     if _asks_for_help(argv):
@@ -134,7 +169,7 @@ def report(argv: Sequence[str]) -> int:
     return 0
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"export": export, "report": report}
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"inspect": inspect, "export": export, "report": report}
 
 
 def show_help() -> int:
@@ -154,6 +189,14 @@ def _print_help(prog: str, description: str, options: type) -> int:
     except SystemExit:
         sys.stdout.flush()
     return 0
+
+
+def _print_json(values: object) -> None:
+    sys.stdout.write(json.dumps(values, indent=2) + "\n")
+
+
+def _quieten_libraries() -> None:
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
 def _asks_for_help(argv: Sequence[str]) -> bool:

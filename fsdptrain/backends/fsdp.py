@@ -1,7 +1,6 @@
 """The training backend on PyTorch's own FSDP2: any transformers model, one process for each device."""
 
 import gc
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -25,6 +24,7 @@ from fsdptrain.fsdp.shards import HostStash, describe, fingerprint, local_shard
 from fsdptrain.fsdp.wrap import shard_model
 from fsdptrain.models.attention import resolve_attention
 from fsdptrain.models.checkpointing import enable_gradient_checkpointing
+from fsdptrain.models.files import stored_dtype
 from fsdptrain.models.layout import LayoutProbe, choose_layout
 from fsdptrain.models.loading import build_meta_model, load_weights, resolve_checkpoint
 from fsdptrain.models.policy import check_head, evaluating, install_policy_forward, policy_logprobs
@@ -115,7 +115,8 @@ class FSDPBackend:
     def export(self, target: Path) -> None:
         """Write the policy as a Hugging Face folder, in the dtype of the checkpoint that it came from."""
         assert not self._stash, "onload comes before export"
-        dtype = _dtype_of(self.checkpoint_path, default=self.compute_dtype)
+        stored = stored_dtype(self.checkpoint_path)
+        dtype = getattr(torch, stored) if stored else self.compute_dtype
         export_hf(self._model, self.checkpoint_path, target, dtype=dtype)
 
     def offload(self) -> None:
@@ -216,12 +217,6 @@ def _load_model(
     )
     load_weights(model, path, strategy=config.model.load_strategy, cpu_offload=config.fsdp.cpu_offload)
     return model
-
-
-def _dtype_of(checkpoint: Path, *, default: torch.dtype) -> torch.dtype:
-    config = json.loads((checkpoint / "config.json").read_text())
-    name = config.get("dtype") or config.get("torch_dtype")  # the older name
-    return getattr(torch, name) if isinstance(name, str) and name != "auto" else default
 
 
 class _MetricSums:

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fsdptrain.models.layer_kinds import LayerKind, layer_kinds
-from fsdptrain.models.structure import decoder_layers
+from fsdptrain.models.structure import decoder_layers, num_fused_experts
 
 # The first pattern that the name of a class fits says what it is: the field names its classes by what they do.
 _KINDS = {
@@ -55,7 +55,7 @@ def module_kind(module: nn.Module) -> str:
     name = type(module).__name__
     if name.startswith("FSDP"):
         name = type(module).__mro__[2].__name__
-    if any(parameter.dim() == 3 for parameter in module.parameters(recurse=False)) and "Conv" not in name:
+    if num_fused_experts(module):
         return "experts"
     kind = next((kind for kind, pattern in _KINDS.items() if re.search(pattern, name)), "other")
     return _MIXTURE if kind in {"MLP", "other"} and any(_are_experts(child) for child in module.children()) else kind
@@ -65,9 +65,7 @@ def _are_experts(module: nn.Module) -> bool:
     return isinstance(module, nn.ModuleList) or module_kind(module) == "experts"
 
 
-def _parts(
-    module: nn.Module, path: str, kinds: dict[str, list[LayerKind]], layer_ids: set[int]
-) -> Iterator[Part]:
+def _parts(module: nn.Module, path: str, kinds: dict[str, list[LayerKind]], layer_ids: set[int]) -> Iterator[Part]:
     """The children of `module`; a child that contains decoder layers is opened, and not listed itself."""
     for name, child in module.named_children():
         inner = f"{path}.{name}" if path else name

@@ -8,13 +8,14 @@ A fallback is correct, and slower or heavier: a run warns of each once, and `--s
 import inspect
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
 import torch
 from transformers import PreTrainedModel
 
+from fsdptrain.errors import ConfigError
 from fsdptrain.models.anatomy import module_kind
 from fsdptrain.models.attention import MAX_VARLEN_HEAD_DIM, OURS, SEGMENTS, VARLEN
 from fsdptrain.models.layout import LayoutProbe
@@ -28,6 +29,8 @@ _WORDS = {
     "flash_attention_2": "flash-attn 2",
     "flash_attention_3": "flash-attn 3",
 }
+_WRITTEN_OUT = "softmax written out, in blocks"
+_ERROR = re.compile(r"^packed with \w+: (\w+Error: )?")
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -57,24 +60,31 @@ def kernels(
     found = [_attention(model, attention, device_type, compute_dtype, probe)]
     if probe is not None:
         padded = probe.layout == "padded"
-        found.append(
-            Kernel("layout", probe.layout, "packed" if padded else "", _first(probe.reason) if padded else "")
-        )
+        found.append(Kernel("layout", probe.layout, "packed" if padded else "", _first(probe.reason) if padded else ""))
     found += [*_recurrent(model, device_type), *_experts(model)]
     found.append(Kernel("logprobs", "in chunks, by fsdptrain (no Liger kernel is used)"))
     return found
+
+
+def require_no_fallback(found: Sequence[Kernel]) -> None:
+    """For --strict: ConfigError that names every fallback."""
+    lines = [kernel.line for kernel in found if kernel.fell_back]
+    if lines:
+        raise ConfigError(f"--strict allows no fallback: {'; '.join(lines)}; install what is missing, or leave it out")
 
 
 def _attention(
     model: PreTrainedModel, name: str, device_type: str, compute_dtype: torch.dtype, probe: LayoutProbe | None
 ) -> Kernel:
     used = _WORDS.get(name, f"transformers' {name}, with dense masks")
+    if name in OURS and _has_softcap_or_sinks(model):
+        used = _WRITTEN_OUT
     if name not in OURS and "flash" not in name:
         return Kernel("attention", used, _WORDS[SEGMENTS], _first(probe.reason) if probe is not None else "asked for")
     if name == VARLEN:
         obstacle = _varlen_obstacle(model, compute_dtype)
         if obstacle:
-            return Kernel("attention", _WORDS[SEGMENTS], _WORDS[VARLEN], obstacle)
+            return Kernel("attention", used if used == _WRITTEN_OUT else _WORDS[SEGMENTS], _WORDS[VARLEN], obstacle)
     if name == SEGMENTS and device_type != "cpu":
         return Kernel("attention", used, _WORDS[VARLEN], "--attn-implementation sdpa asks for it")
     return Kernel("attention", used)
@@ -86,22 +96,25 @@ def _varlen_obstacle(model: PreTrainedModel, compute_dtype: torch.dtype) -> str:
     values = text.to_dict()
     if compute_dtype not in _HALF:
         return "it needs bfloat16 or float16"
-    if values.get("attn_logit_softcapping"):
-        return "it has no softcap"
-    if any(name.endswith("sinks") for name, _ in model.named_parameters()):
-        return "it has no sinks"
+    if _has_softcap_or_sinks(model):
+        return "that kernel has neither softcap nor sinks"
     head_dim = values.get("head_dim") or text.hidden_size // text.num_attention_heads
     widest = max([head_dim, (values.get("qk_nope_head_dim") or 0) + (values.get("qk_rope_head_dim") or 0)])
     return f"heads of {widest} are over its {MAX_VARLEN_HEAD_DIM}" if widest > MAX_VARLEN_HEAD_DIM else ""
+
+
+def _has_softcap_or_sinks(model: PreTrainedModel) -> bool:
+    capped = model.config.get_text_config().to_dict().get("attn_logit_softcapping")
+    return bool(capped) or any(name.endswith("sinks") for name, _ in model.named_parameters())
 
 
 def _recurrent(model: PreTrainedModel, device_type: str) -> Iterator[Kernel]:
     """Packages that the files of this model's classes call, where it has layers that would use them."""
     files = {type(module).__module__ for module in model.modules() if module_kind(module) == "recurrent mixer"}
     sources = [inspect.getsource(sys.modules[name]) for name in sorted(files)]
-    packages = dict.fromkeys(package for source in sources for _, package in _STAND_IN.findall(source))
-    for package in packages:
-        wanted = _DISTRIBUTIONS.get(package, package)
+    packages = [match[2] for source in sources for match in _STAND_IN.finditer(source)]
+    for package in dict.fromkeys(packages):
+        wanted: str = _DISTRIBUTIONS.get(package, package)
         if find_spec(package) is None:
             yield Kernel("recurrent mixer", "torch", wanted, "not installed here")
         elif device_type == "cpu":
@@ -122,5 +135,5 @@ def _experts(model: PreTrainedModel) -> Iterator[Kernel]:
 
 
 def _first(reason: str) -> str:
-    """The first of the reasons of a probe."""
-    return reason.split("; ")[0].removeprefix("packed with ")
+    """The first of the reasons of a probe, without the name of the error."""
+    return _ERROR.sub("", reason.split("; ")[0])

@@ -24,7 +24,7 @@ class LayerKind:
 
     @property
     def span(self) -> str:
-        """`0-35`, or `0-2, 4-6, 8-10 ...` where kinds alternate."""
+        """`0-35`, or `0-2, 4-6 ...` where kinds alternate."""
         runs: list[list[int]] = []
         for index in self.indices:
             if runs and index == runs[-1][-1] + 1:
@@ -32,7 +32,7 @@ class LayerKind:
             else:
                 runs.append([index])
         shown = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
-        return ", ".join(shown[:3]) + (" ..." if len(shown) > 3 else "")
+        return ", ".join(shown[:2]) + (" ..." if len(shown) > 2 else "")
 
 
 def layer_kinds(model: PreTrainedModel) -> list[LayerKind]:

@@ -23,6 +23,7 @@ from fsdptrain.data.sources import Row, as_rows, content_hash, load_rows, split_
 from fsdptrain.errors import CheckpointError, ConfigError, DataError, MemoryPlanError
 from fsdptrain.loggers import build_loggers
 from fsdptrain.models.collective import together
+from fsdptrain.models.kernels import kernels, require_no_fallback
 from fsdptrain.models.loading import resolve_checkpoint
 from fsdptrain.models.structure import count_parameters
 from fsdptrain.planning.memory import MemoryDemand, MemorySupply, check_load_memory, load_memory_line
@@ -76,6 +77,7 @@ def build_parts(
             before_load=lambda model: plan_memory(model, config, embedded_engine=generates),
         )
         log.info("%s", backend.layout_probe.line)
+        report_fallbacks(backend, strict=config.model.strict)
         engine = make_engine(config, checkpoint=checkpoint, device=device) if generates else None
         evaluation = None
         if engine is not None:
@@ -92,6 +94,22 @@ def build_parts(
             speed=Speed.of(backend.model, device, backend.compute_dtype),
             loggers=loggers,
         )
+
+
+def report_fallbacks(backend: FSDPBackend, *, strict: bool) -> None:
+    """One warning for each; with --strict a ConfigError, on all ranks. Collective."""
+    found = kernels(
+        backend.model,
+        device_type=platform.device_type(),
+        compute_dtype=backend.compute_dtype,
+        probe=backend.layout_probe,
+    )
+    for kernel in found:
+        if kernel.fell_back and not strict and dist.get_rank() == 0:
+            log.warning("fallback: %s", kernel.line)
+    with together(ConfigError, "--strict"):
+        if strict:
+            require_no_fallback(found)
 
 
 def open_loggers(config: Config, folder: RunFolder, stack: ExitStack) -> list[Logger]:
