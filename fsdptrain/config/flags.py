@@ -115,6 +115,22 @@ def parse(argv: Sequence[str], options: Mapping[str, Option]) -> dict[str, Any]:
     return values
 
 
+def without(argv: Sequence[str], options: Mapping[str, Option]) -> list[str]:
+    """`argv` without these options and their values; `parse` has accepted it."""
+    own = {option.flag: option for option in options.values()}
+    kept: list[str] = []
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        flag, equals, _ = word.partition("=")
+        option = own.get(flag.replace("_", "-") if flag.startswith("--") else flag)
+        if option is None:
+            kept.append(word)
+        elif option.annotation is not bool and not equals:
+            _take(rest, many=option.many)
+    return kept
+
+
 def _find(flag: str, by_flag: Mapping[str, str], options: Mapping[str, Option], word: str) -> tuple[str, bool]:
     """The key that `flag` sets, and whether it is the `--no-` form."""
     if flag in by_flag:

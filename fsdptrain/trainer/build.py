@@ -27,6 +27,7 @@ from fsdptrain.models.kernels import kernels, require_no_fallback
 from fsdptrain.models.loading import resolve_checkpoint
 from fsdptrain.models.structure import count_parameters
 from fsdptrain.planning.memory import MemoryDemand, MemorySupply, check_load_memory, load_memory_line
+from fsdptrain.planning.plan import Machine, Planner
 from fsdptrain.protocols import Logger, Loss, RewardFunction, RolloutEngine
 from fsdptrain.rewards import build_reward
 from fsdptrain.rollout import engine_factory
@@ -52,6 +53,7 @@ class Parts:
     source: SampleSource
     evaluation: Evaluation | None
     speed: Speed
+    planned_memory: int | None  # bytes of a rank's device; None: there is no device, or it cannot be planned
     loggers: list[Logger]
 
 
@@ -92,6 +94,7 @@ def build_parts(
             source=build_source(config, stream, tokenizer, engine=engine, reward=score),
             evaluation=evaluation,
             speed=Speed.of(backend.model, device, backend.compute_dtype),
+            planned_memory=planned_memory(backend.model, config) if platform.has_accelerator() else None,
             loggers=loggers,
         )
 
@@ -153,6 +156,17 @@ def plan_memory(model: PreTrainedModel, config: Config, *, embedded_engine: bool
     log.info("%s", load_memory_line(demand, supply))
     with together(MemoryPlanError, "--hf-checkpoint"):
         check_load_memory(demand, supply)
+
+
+def planned_memory(model: PreTrainedModel, config: Config) -> int | None:
+    """What the memory plan expects at the fullest moment, without its margin; None where it cannot tell. [bytes]"""
+    planner = Planner(model, Machine(dist.get_world_size(), platform.device_memory()[1]))
+    try:
+        moments = [planner.training(config), planner.generation(config)]
+    except MemoryPlanError as error:
+        log.info("%s", error)
+        return None
+    return max(moment.total for moment in moments if moment is not None)
 
 
 def load_tokenizer(checkpoint: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
