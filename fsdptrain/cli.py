@@ -52,8 +52,9 @@ INSPECT = {
     ),
 }
 INSPECT_USAGE = """\
-What will run, from config.json alone: modules, parameters, layout, kernels, dtypes.
-Takes any option of a run too, e.g. --strict: exit code 2 where something fell back."""
+What will run, by config.json alone: modules, layout, kernels, dtypes.
+
+Takes any option of a run too; with --strict a fallback ends in exit code 2."""
 PLAN = {
     "num_gpus": NUM_GPUS,
     "gpu_memory_gib": Option("--gpu-memory-gib", float, "Memory of one GPU. [GiB]", 80.0),
@@ -61,8 +62,9 @@ PLAN = {
     "json": JSON,
 }
 PLAN_USAGE = """\
-The memory of a run, from config.json alone: what each GPU and host will hold, and
-which flags make it fit. Takes any option of a run too, e.g. --max-tokens-per-gpu."""
+The memory of a run, by config.json alone, and which flags make it fit.
+
+Takes any option of a run too, e.g. --max-tokens-per-gpu 4096."""
 REPORT_USAGE = """\
 usage: fsdptrain report RUN_DIR
 

@@ -141,7 +141,7 @@ def cache_bytes(
     mode = FakeTensorMode()
     model, kinds = _fake_model(config, dtype, "eager", mode, trust_remote_code)
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    with mode, torch.no_grad(), _refused(model):
+    with mode, Ledger(), torch.no_grad(), _refused(model):
         ids = torch.ones((1, num_tokens), dtype=torch.int64)
         model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
     per_layer = [_bytes_of(layer) for layer in cache.layers]

@@ -38,7 +38,7 @@ def test_the_report_for_machines_holds_the_same(tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma-3-12b", "gpt-oss-20b", "qwen3.5-35b-a3b"])
+@pytest.mark.parametrize("name", ["gemma-3-12b", "gpt-oss-20b"])
 def test_it_works_on_public_models(name: str, tmp_path: Path):
     result = inspect(configs.CONFIGS / name, tmp_path, "--json")
     assert result.code == 0, result.err
