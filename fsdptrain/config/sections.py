@@ -35,6 +35,8 @@ class ModelConfig(Section):
     """Recompute each decoder layer in the backward pass: less memory, about a third more time."""
     logprob_chunk_size: int = Field(default=512, ge=1)
     """Tokens for which logits exist at one time. [tokens]"""
+    strict: bool = False
+    """A fallback (padding in place of packing, torch code in place of a kernel) is an error, not a warning."""
     deterministic_mode: bool = False
     """Only deterministic kernels (torch.use_deterministic_algorithms)."""
 
