@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import io
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -201,6 +202,8 @@ def _metavar(annotation: Any) -> str:
 
 
 def _read_mapping(words: list[str]) -> dict[str, Any]:
+    if len(words) == 1 and words[0].startswith("{"):
+        return json.loads(words[0])
     pairs = [word.partition("=") for word in words]
     if any(not equals for _, equals, _ in pairs):
         raise ValueError("it is key=value")

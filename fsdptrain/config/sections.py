@@ -195,7 +195,12 @@ class RolloutConfig(Section):
     """Generation."""
 
     engine: str = "auto"
-    """`hf`: embedded, on the trainer's device; or `package.module:function`. `auto`: the best that is there."""
+    """`hf`: embedded, on the trainer's device. `vllm`: in the trainer's process. Or `package.module:function`. `auto`:
+    vllm where it is installed and there is a GPU, else hf."""
+    engine_args: dict[str, Any] = Field(default={})
+    """vllm: options of vLLM's own, as key=value or as one JSON object, e.g. max_num_seqs=512."""
+    kv_cache_gib: float | None = Field(default=None, gt=0.0)
+    """vllm: memory for its key-value cache. Default: on a GPU as vLLM decides, on a CPU 1. [GiB]"""
     batch_size: int = Field(default=32, ge=1)
     """Prompts in one rollout. [prompts]"""
     max_prompt_len: int | None = Field(default=None, ge=1)

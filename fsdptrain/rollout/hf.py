@@ -14,8 +14,9 @@ from fsdptrain.config import Config
 from fsdptrain.errors import RolloutError
 from fsdptrain.protocols import Naming
 from fsdptrain.rollout.decoding import Row, decode, plan_chunks
-from fsdptrain.rollout.replica import build_replica, copy_weights, materialise, max_positions, release, stop_tokens
+from fsdptrain.rollout.replica import build_replica, copy_weights, materialise, max_positions, release
 from fsdptrain.rollout.sampling import uniform_stream
+from fsdptrain.rollout.stop_tokens import stop_tokens
 from fsdptrain.types import Completion, Prompt, SamplingParams
 
 _SYNC_INTERVAL = 8  # tokens; on a CPU a look at which rows have finished costs nothing
@@ -39,7 +40,7 @@ class HFEngine:
         max_batch_tokens: int = 262_144,
     ) -> None:
         self.model = build_replica(checkpoint, dtype=dtype, trust_remote_code=trust_remote_code)
-        self.stop_token_ids = stop_tokens(checkpoint, self.model, trust_remote_code=trust_remote_code)
+        self.stop_token_ids = stop_tokens(checkpoint, self.model.config, trust_remote_code=trust_remote_code)
         self.max_positions = max_positions(self.model)
         self.device = device
         self.max_batch_tokens = max_batch_tokens
