@@ -105,6 +105,7 @@ class VLLMEngine:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=max(sampling.top_k, 0),  # vLLM: 0 is off
+            min_p=sampling.min_p,
             stop_token_ids=sorted({*self.stop_token_ids, *sampling.stop_token_ids}),
             ignore_eos=True,  # which ids end a response is said by `stop_token_ids` alone
             logprobs=0,  # of the sampled token only
