@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from fsdptrain.algo import balance
 from fsdptrain.algo.advantages import ADVANTAGES, whiten
 from fsdptrain.algo.corrections import CORRECTIONS
 from fsdptrain.algo.kl import KL_ESTIMATORS
@@ -73,6 +74,7 @@ def algorithms_page() -> str:
         f"| `{name}` | {_cell(c.formula)} | {c.low:g}, {c.high:g} | {_cell(c.source)} |\n"
         for name, c in CORRECTIONS.items()
     ]
+    parts.append(f"\n## Mixtures of experts: `--router-aux-loss-coef`\n\n{inspect.getdoc(balance)}\n")
     return "".join(parts)
 
 

@@ -4,6 +4,7 @@ import gc
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdptrain import platform
 from fsdptrain.algo.metrics import finish_metrics
+from fsdptrain.backends.experts import Experts
 from fsdptrain.config import Config
 from fsdptrain.errors import CheckpointError
 from fsdptrain.fsdp.checkpoint import load_checkpoint, save_checkpoint
@@ -27,7 +29,7 @@ from fsdptrain.models.attention import resolve_attention
 from fsdptrain.models.checkpointing import enable_gradient_checkpointing
 from fsdptrain.models.layout import LayoutProbe, choose_layout
 from fsdptrain.models.loading import build_meta_model, load_weights, resolve_checkpoint
-from fsdptrain.models.policy import check_head, evaluating, install_policy_forward, policy_logprobs
+from fsdptrain.models.policy import RouterFunction, check_head, evaluating, install_policy_forward, policy_logprobs
 from fsdptrain.models.structure import reshard
 from fsdptrain.protocols import Loss, ModelRole, Naming
 from fsdptrain.types import LogProbs, LossConfig, Metrics, PackedBatch
@@ -55,8 +57,16 @@ class FSDPBackend:
         self.checkpoint_path = resolve_checkpoint(config.model.hf_checkpoint)
         self._config = config
         self._stash = HostStash()
+        self._experts = Experts(config)
         other = self._other_reference()  # before the policy: two models are never on the device together
-        self._model = _load_model(config, self.checkpoint_path, self.mesh, self.compute_dtype, before_load=before_load)
+        self._model = _load_model(
+            config,
+            self.checkpoint_path,
+            self.mesh,
+            self.compute_dtype,
+            experts=self._experts,
+            before_load=before_load,
+        )
         self._reference = self._checked_reference(other)
         self.layout_probe = self._verify_model()
         self._optimizer = Optimizer(self._model, config.optim, total_steps=total_steps, fp16=config.model.fp16)
@@ -73,33 +83,40 @@ class FSDPBackend:
         """Log-probabilities at the temperature of the rollout, without gradient, on the CPU, for each batch.
 
         All batches of `reference` are scored under one swap of weights. It must have been asked for by --kl-loss-coef.
+        It chooses its own experts; the policy takes those of `batch.routes`, or reports which it took, as
+        --router-replay says.
         """
         assert not self._stash, "onload comes before score"
+        records = self._experts.records and model == "policy"
+        if model == "reference":
+            batches = [replace(batch, routes=None) for batch in batches]
         with torch.no_grad(), evaluating(self._model), self._weights_of(model):
-            found = [self._logprobs(batch.to(self.device), with_entropy=False) for batch in batches]
-            return [LogProbs(values=logprobs.values.cpu()) for logprobs in found]
+            found = [self._logprobs(b.to(self.device), with_entropy=False, with_routes=records) for b in batches]
+            return [LogProbs(x.values.cpu(), routes=x.routes.cpu() if x.routes is not None else None) for x in found]
 
     def train_step(self, batches: Sequence[PackedBatch], loss: Loss, config: LossConfig) -> Metrics:
         """One optimizer step over the packs of this rank; every rank passes the same number of packs.
 
-        Waits for the device once. Gradients that are not finite on any rank are dropped on every rank; then there is no
-        optim/grad_norm. Raises NumericsError after more than --max-skipped-steps of such.
+        Waits for the device once, and once more for the load of experts. Gradients that are not finite on any rank are
+        dropped on every rank; then there is no optim/grad_norm. Raises NumericsError after more than
+        --max-skipped-steps of such.
         """
         assert not self._stash, "onload comes before train_step"
         self._model.train(self._config.algorithm.algorithm == "sft")
         self._optimizer.zero_grad()
+        load = self._experts.load(self._model, batches, layout=self.layout_probe.layout, device=self.device)
         sums = _MetricSums()
         for batch in batches:
             moved = batch.to(self.device)
-            logprobs = self._logprobs(moved, with_entropy=True)
+            logprobs = self._logprobs(moved, with_entropy=True, router=self._experts.router_loss(moved, load))
             if config.entropy_coef == 0 and logprobs.entropy is not None:  # a metric only: spare its gradient
-                logprobs = LogProbs(logprobs.values, logprobs.entropy.detach())
-            output = loss(moved, logprobs, config)
+                logprobs = replace(logprobs, entropy=logprobs.entropy.detach())
+            output = self._experts.add_loss(loss(moved, logprobs, config), logprobs)
             self._optimizer.scale(output.loss).backward()
             sums.add(output.metrics)
         norm = self._optimizer.clip().to(self.device)
         metrics, norm_value, finite = sums.reduce(norm)
-        metrics = finish_metrics(metrics) | {"optim/lr": self._optimizer.lr}
+        metrics = finish_metrics(metrics) | {"optim/lr": self._optimizer.lr} | (load.metrics() if load else {})
         if finite:
             self._optimizer.step()
             metrics["optim/grad_norm"] = norm_value
@@ -145,13 +162,22 @@ class FSDPBackend:
         assert self._reference is not None, "there is no reference without --kl-loss-coef"
         return self._reference.swapped_into(self._model)
 
-    def _logprobs(self, batch: PackedBatch, *, with_entropy: bool) -> LogProbs:
+    def _logprobs(
+        self,
+        batch: PackedBatch,
+        *,
+        with_entropy: bool,
+        with_routes: bool = False,
+        router: RouterFunction | None = None,
+    ) -> LogProbs:
         return policy_logprobs(
             self._model,
             batch,
             layout=self.layout_probe.layout,
             temperature=self._temperature,
             with_entropy=with_entropy,
+            with_routes=with_routes,
+            router=router,
         )
 
     @property
@@ -196,6 +222,7 @@ def _load_model(
     mesh: DeviceMesh,
     compute_dtype: torch.dtype,
     *,
+    experts: Experts | None = None,
     before_load: Callable[[PreTrainedModel], None] | None = None,
 ) -> PreTrainedModel:
     """The sharded model of `path` with its weights, whose forward scores packs. The order of these calls matters."""
@@ -205,7 +232,8 @@ def _load_model(
         before_load(model)
     if config.model.gradient_checkpointing:
         enable_gradient_checkpointing(model)
-    install_policy_forward(model, chunk_size=config.model.logprob_chunk_size)
+    replay = experts.replay(model, recomputed=config.model.gradient_checkpointing) if experts else None
+    install_policy_forward(model, chunk_size=config.model.logprob_chunk_size, replay=replay)
     shard_model(
         model,
         mesh,

@@ -29,6 +29,7 @@ from fsdptrain.config.sections import (
     RefConfig,
     RewardConfig,
     RolloutConfig,
+    RouterConfig,
     RunConfig,
 )
 
@@ -47,6 +48,7 @@ __all__ = [
     "Resolved",
     "RewardConfig",
     "RolloutConfig",
+    "RouterConfig",
     "RunConfig",
     "Section",
     "check_processes",

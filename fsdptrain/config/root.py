@@ -22,6 +22,7 @@ from fsdptrain.config.sections import (
     RefConfig,
     RewardConfig,
     RolloutConfig,
+    RouterConfig,
     RunConfig,
 )
 
@@ -43,6 +44,7 @@ class Config(Section):
     fsdp: FsdpConfig = FsdpConfig()
     rollout: RolloutConfig = RolloutConfig()
     ref: RefConfig = RefConfig()
+    router: RouterConfig = RouterConfig()
     run: RunConfig = RunConfig()
     log: LogConfig = LogConfig()
     launch: LaunchConfig = LaunchConfig()

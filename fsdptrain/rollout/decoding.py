@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
+from fsdptrain.rollout.routes import RouteRecorder
 from fsdptrain.rollout.sampling import sample
 from fsdptrain.types import SamplingParams
 
@@ -50,17 +51,20 @@ def decode(
     sampling: SamplingParams,
     stop_token_ids: Sequence[int],
     sync_interval: int,
+    recorder: RouteRecorder | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Continue `prompts` by up to `sampling.max_tokens` tokens, in one row for each entry of `prompt_of_row`.
 
     `uniforms` [R, max_tokens] f64 decide every draw. Every `sync_interval` tokens the host looks which rows have
     finished, and drops them from the cache when they are many: each look waits for the device. Returns tokens
     [R, max_tokens] i64 and their log-probabilities f32 on the CPU; what stands behind a row's first stop token has no
-    meaning.
+    meaning. `recorder` is told of each forward pass.
     """
     device = uniforms.device
     stop = torch.tensor(stop_token_ids, dtype=torch.int64, device=device)
     logits, cache, mask, positions = prefill(model, prompts, device=device)
+    if recorder is not None:
+        recorder.read_prompts()
 
     rows = torch.tensor(prompt_of_row, device=device)
     select_rows(cache, rows)  # a copy of its prompt's cache for each row
@@ -94,6 +98,8 @@ def decode(
                 mask = mask[going] if mask is not None else None
         seen = mask[:, : mask.shape[1] - sampling.max_tokens + step + 1] if mask is not None else None
         logits = forward(model, token[:, None], seen, positions + step, cache)
+        if recorder is not None:
+            recorder.read_tokens(active)
     return tokens.cpu(), logprobs.cpu()
 
 

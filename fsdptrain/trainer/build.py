@@ -188,6 +188,7 @@ def build_source(
             max_tokens=config.rollout.max_response_len,
             temperature=config.rollout.temperature,
             seed=config.rollout.seed,
+            with_routes=config.router.replay == "rollout",
         ),
         num_prompts=config.rollout.batch_size,
         num_shown=config.log.num_samples,

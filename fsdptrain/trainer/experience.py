@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fsdptrain.algo.advantages import assign_advantages
 from fsdptrain.data.prompts import PromptStream
+from fsdptrain.data.routes import check_routes, sample_routes
 from fsdptrain.data.sft import sft_sample
 from fsdptrain.errors import RolloutError
 from fsdptrain.models.collective import together
@@ -99,6 +100,9 @@ class RolloutSource:
         with together(RolloutError, "rollout"):
             prompts = own_share(self.stream.next(self.num_prompts))
         made = self.maker.make(prompts, sampling_at(self.sampling, step))
+        if self.sampling.with_routes:
+            with together(RolloutError, "rollout"):
+                check_routes(made.samples)
         return Experience(
             samples=assign_advantages(made.samples, self.advantage_estimator),
             shown=show(made.prompts, made.texts, [score.reward for score in made.scores.scores], self.num_shown),
@@ -146,6 +150,7 @@ def make_sample(prompt: Prompt, completion: Completion, score: Score) -> Sample:
         rewards=score.rewards,
         policy_version=completion.policy_version,
         truncated=completion.finish_reason == "length",
+        routes=sample_routes([completion.routes], before + after),
     )
 
 

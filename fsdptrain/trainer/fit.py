@@ -155,7 +155,10 @@ class _Run:
         if algorithm.use_rollout_logprobs:
             packs = [replace(pack, old_logprobs=pack.rollout_logprobs) for pack in packs]
         elif self._config.needs_old_logprobs:
-            packs = _with(packs, "old_logprobs", self._parts.backend.score(packs, "policy"))
+            scores = self._parts.backend.score(packs, "policy")
+            packs = _with(packs, "old_logprobs", scores)
+            if self._config.router.replay == "scoring":
+                packs = [replace(pack, routes=score.routes) for pack, score in zip(packs, scores, strict=True)]
         if algorithm.kl_loss_coef > 0:
             packs = _with(packs, "ref_logprobs", self._parts.backend.score(packs, "reference"))
         remaining = iter(packs)
