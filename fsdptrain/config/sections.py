@@ -11,7 +11,7 @@ from pydantic import Field
 
 from fsdptrain.config.section import Names, Section
 
-PREFIXED = ("lora", "fsdp", "rollout", "ref", "log")
+PREFIXED = ("lora", "fsdp", "rollout", "ref", "router", "log")
 
 
 class ModelConfig(Section):
@@ -231,6 +231,17 @@ class RefConfig(Section):
     """Checkpoint of the reference. Default: --hf-checkpoint. It must have the same shapes."""
     update_interval: int | None = Field(default=None, ge=1)
     """Make the policy the reference after so many rollouts, again and again. Default: never. [rollouts]"""
+
+
+class RouterConfig(Section):
+    """Mixture-of-experts models: which experts a token takes."""
+
+    aux_loss_coef: float | Literal["config"] = 0.0
+    """Coefficient of the load-balancing loss over each optimizer step; `config`: what the model's config says. 0: off.
+    Without --router-replay it costs one more forward pass."""
+    replay: Literal["off", "scoring", "rollout"] = "off"
+    """Train with the experts that a token took before. `scoring`: when its old logprob was scored (R2). `rollout`: in
+    the engine (R3), for scoring too."""
 
 
 class RunConfig(Section):

@@ -308,6 +308,7 @@ def build_source(
             top_k=config.rollout.top_k or -1,
             min_p=config.rollout.min_p,
             seed=config.rollout.seed,
+            with_routes=config.router.replay == "rollout",
         ),
         num_prompts=config.rollout.batch_size,
         num_shown=config.log.num_samples,
