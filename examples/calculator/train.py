@@ -37,7 +37,7 @@ GRPO = [
     *("--environment", "calculator", "--max-turns", "3", "--prompt-data", DATA, "--data-size", "5000"),
     *("--system-prompt", "", "--reward", "reasoning_gym_strict", "--rollout-max-response-len", "40"),
     *("--rollout-batch-size", "16", "--n-samples-per-prompt", "8", "--lr", "3e-4", "--lr-warmup-iters", "5"),
-    *("--global-batch-size", "64", "--eval-size", "128", "--save-interval", "10"),
+    *("--global-batch-size", "64", "--eval-size", "128"),
 ]
 
 
