@@ -30,6 +30,11 @@ class SampleIndex:
     owners: tuple[int, ...]  # rank that holds each sample
     keys: tuple[int, ...]  # a name for each sample that does not depend on where it is
 
+    def of_rank(self, rank: int) -> range:
+        """The samples that `rank` holds."""
+        first = sum(owner < rank for owner in self.owners)
+        return range(first, first + self.owners.count(rank))
+
     def totals(self, indices: Sequence[int]) -> Totals:
         """The denominators of an optimizer step that trains these samples."""
         return count_totals([self.loss_tokens[index] for index in indices])
@@ -71,7 +76,7 @@ def exchange_samples(
     rank, num_ranks = _rank_and_size()
     if num_ranks == 1:
         return [samples[i] for i in destinations[0]]
-    first = index.owners.index(rank) if samples else 0
+    first = index.of_rank(rank).start
     outgoing = [[samples[i - first] for i in wanted if index.owners[i] == rank] for wanted in destinations]
     parts = [_encode(batch) for batch in outgoing]
     integers = _all_to_all([part[0] for part in parts])

@@ -32,6 +32,7 @@ class StepBatches:
 
     packs: list[PackedBatch]
     members: Members  # the same on every rank
+    index: SampleIndex  # of all samples of the rollout
     fill: float
     imbalance: float
 
@@ -84,4 +85,4 @@ def _make_step(
         )
         for packed in members[dist.get_rank()]
     ]
-    return StepBatches(packs, members, plan.fill, plan.imbalance)
+    return StepBatches(packs, members, index, plan.fill, plan.imbalance)

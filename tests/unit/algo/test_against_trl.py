@@ -16,7 +16,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Qwen3ForCausalLM
 
-from fsdptrain.algo.advantages import STD_EPSILON, assign_advantages
+from fsdptrain.algo.advantages import ADVANTAGES, STD_EPSILON, AdvantageRule, assign_advantages
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.algo.weights import count_totals, num_loss_tokens
 from fsdptrain.data.packing import pack
@@ -323,7 +323,7 @@ def test_advantages_are_those_of_trl(scale: str, estimator: str, checkpoint: Pat
     samples = make_samples(checkpoint)
     samples[1] = replace(samples[1], reward=None)
     trl_case = case("grpo", "token_mean", loss_type="dapo", scale_rewards=scale)
-    found = [sample.advantage for sample in assign_advantages(samples, estimator)]
+    found = [sample.advantage for sample in assign_advantages(samples, AdvantageRule(ADVANTAGES[estimator], scale))]
     wanted = theirs(trl_case, samples, checkpoint, tmp_path).advantages
     for start in range(0, len(samples), GROUP_SIZE):
         rows = slice(start, start + GROUP_SIZE)
