@@ -1,11 +1,11 @@
 """Does every algorithm learn? Held-out accuracy before and after a short run of each, over several seeds.
 
-    python benchmarks/algorithms.py                        # 15 algorithms, 3 seeds: about 12 minutes on two quiet cores
+    python benchmarks/algorithms.py                        # 15 algorithms, 3 seeds: about 15 minutes on two quiet cores
     python benchmarks/algorithms.py --algorithms gspo --seeds 0 1
     python benchmarks/algorithms.py --quick --algorithms grpo --seeds 0     # seconds, and no file is written
 
 The task, the model and the warm-up are those of the quickstart (`make demo`): spelling words backward, 0.1 M
-parameters. The warm-up is made once for each seed. Every algorithm then runs as its preset says, 30 rollouts of two
+parameters. The warm-up is made once for each seed. Every algorithm then runs as its preset says, 16 rollouts of two
 optimizer steps, at one learning rate for all, which is that of the quickstart and was not tuned for any of them: the
 table says that each one learns, not which one is best. Results are written after each run, and runs that are there are
 not repeated; --fresh begins anew.
@@ -38,7 +38,7 @@ from fsdptrain.planning.report import read_series
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "algorithms.json"
 NAMES = [name for name in PRESETS if name != "sft"]
-NUM_ROLLOUTS = 30
+NUM_ROLLOUTS = 16
 TINY = {"demonstrations": 200, "sft_steps": 2, "rollouts": 1}
 
 
