@@ -73,7 +73,9 @@ def test_a_run_of_episodes_goes_on_bitwise(warm_model: Path, tmp_path: Path, num
     base += ["--save-interval", "1", "--no-export", "--log-to"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     results = [
-        command.run([*base, "--output-dir", str(folder), "--num-rollout", str(count)], tmp_path / f"{folder.name}{count}")
+        command.run(
+            [*base, "--output-dir", str(folder), "--num-rollout", str(count)], tmp_path / f"{folder.name}{count}"
+        )
         for folder, count in ((whole, 4), (parts, 2), (parts, 4))
     ]
     assert [result.code for result in results] == [0, 0, 0], results[-1].err
