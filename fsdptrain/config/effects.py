@@ -34,10 +34,7 @@ def changed(config: Config, *keys: str) -> Iterator[str]:
 
 
 def _unchosen(config: Config, key: Key) -> object:
-    default = key.field.get_default(call_default_factory=True)
-    if key.section != "algorithm":
-        return default
-    return preset_values(config.algorithm.algorithm, config.algorithm.loss).get(key.name, default)
+    return preset_values(config.algorithm.algorithm, config.algorithm.loss).get(key.flat, key.default)
 
 
 def without_effect(config: Config, keys: str, reason: str) -> Iterator[Problem]:

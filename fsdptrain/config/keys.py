@@ -8,7 +8,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from fsdptrain.config import sections
-from fsdptrain.config.algorithm import AlgorithmConfig
+from fsdptrain.config.algorithm import AlgorithmConfig, SelectionConfig, ShapingConfig
 from fsdptrain.config.former_flags import FORMER_FLAGS
 from fsdptrain.config.section import Section
 from fsdptrain.errors import ConfigError
@@ -16,9 +16,13 @@ from fsdptrain.registry import suggest
 
 SECTIONS: dict[str, type[Section]] = {
     "model": sections.ModelConfig,
+    "lora": sections.LoraConfig,
     "data": sections.DataConfig,
     "reward": sections.RewardConfig,
+    "environment": sections.EnvironmentConfig,
     "algorithm": AlgorithmConfig,
+    "shaping": ShapingConfig,
+    "selection": SelectionConfig,
     "optim": sections.OptimConfig,
     "batch": sections.BatchConfig,
     "fsdp": sections.FsdpConfig,
@@ -41,6 +45,10 @@ class Key:
     @property
     def flat(self) -> str:
         return f"{self.section}_{self.name}" if self.section in sections.PREFIXED else self.name
+
+    @property
+    def default(self) -> Any:
+        return self.field.get_default(call_default_factory=True)
 
     @property
     def flag(self) -> str:

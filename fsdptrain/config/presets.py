@@ -1,7 +1,7 @@
 """What `--algorithm NAME` and `--loss NAME` mean: data only, which the checks, the sources of values and the docs read.
 
-An algorithm is a preset of loss, aggregation, advantage and the loss's own options. Whatever a recipe or a flag says
-wins over it.
+An algorithm is a preset of loss, aggregation, advantage, the loss's own options, and options of any other section.
+Whatever a recipe or a flag says wins over it.
 """
 
 from collections.abc import Mapping
@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 RATIO = frozenset({"use_rollout_logprobs", "use_opsm", "opsm_delta"})  # read by every loss that has an old policy
-MISMATCH = frozenset({"mismatch_correction", "mismatch_low", "mismatch_high"})
+MISMATCH = frozenset(
+    {"mismatch_correction", "mismatch_low", "mismatch_high", "mismatch_rejection", "mismatch_rejection_max"}
+)
 OLD_POLICY = RATIO | MISMATCH
 CLIP = frozenset({"eps_clip", "eps_clip_high"})
 
@@ -32,6 +34,7 @@ class Preset:
     loss_aggregation: str = "token_mean"
     advantage_estimator: str = "grpo"
     options: Mapping[str, Any] = field(default_factory=dict)  # of its loss, over the loss's own defaults
+    beside: Mapping[str, Any] = field(default_factory=dict)  # flat key -> value, of any section, whatever the loss
 
 
 def _loss(*names: str, **defaults: Any) -> LossOptions:
@@ -52,15 +55,24 @@ LOSS_OPTIONS: Mapping[str, LossOptions] = {
     "reinforce": _loss(),
     "sft": LossOptions(frozenset()),
 }
+ADVANTAGE_SCALES: Mapping[str, str] = {  # what `--advantage-scale auto` means
+    "grpo": "group",
+    "dr_grpo": "none",
+    "rloo": "none",
+    "reinforce++_baseline": "whiten",
+    "max_rl": "none",
+    "opo": "none",
+}
 LOSS_FIELDS = tuple(sorted(frozenset().union(*(options.reads for options in LOSS_OPTIONS.values()))))
 
 PRESETS: Mapping[str, Preset] = {
     "grpo": Preset("grpo", "The default: verifiable rewards, a few optimizer steps on each rollout."),
     "dapo": Preset(
         "grpo",
-        "Long reasoning, where the entropy falls. So far the clip and the token mean of DAPO: dynamic sampling and "
-        "overlong shaping are not built yet.",
+        "Long reasoning, where the entropy falls: room upwards for unlikely tokens, less reward for answers that come "
+        "close to the limit, and new prompts in place of those that teach nothing.",
         options={"eps_clip_high": 0.28},
+        beside={"dynamic_sampling": True, "overlong_penalty": 1.0},
     ),
     "dr_grpo": Preset(
         "grpo",
@@ -110,7 +122,7 @@ PRESETS: Mapping[str, Preset] = {
 
 
 def preset_values(algorithm: object, loss: object) -> dict[str, Any]:
-    """What `--algorithm` and `--loss` (None: not given) say of the section `algorithm`, by field name.
+    """What `--algorithm` and `--loss` (None: not given) say of other options, by flat key.
 
     A loss that is not the preset's brings its own defaults. An unknown name says nothing: it is refused elsewhere.
     """
@@ -123,11 +135,12 @@ def preset_values(algorithm: object, loss: object) -> dict[str, Any]:
         "loss": preset.loss,
         "loss_aggregation": preset.loss_aggregation,
         "advantage_estimator": preset.advantage_estimator,
+        **preset.beside,
         **(options.defaults if options else {}),
         **(preset.options if chosen == preset.loss else {}),
     }
 
 
-def is_own_loss(loss: str) -> bool:
-    """`package.module:function`, of which nothing is known."""
-    return ":" in loss
+def is_own(name: str) -> bool:
+    """A loss or an estimator by `package.module:function`, of which nothing is known."""
+    return ":" in name

@@ -16,6 +16,7 @@ from fsdptrain.models.collective import gather
 from fsdptrain.models.inputs import Layout, model_inputs, select_tokens
 from fsdptrain.models.logprobs import HeadTransform, chunked_logprobs
 from fsdptrain.models.structure import base_model, lm_head, reshard
+from fsdptrain.models.truncation import UNTRUNCATED, Truncation
 from fsdptrain.types import LogProbs, PackedBatch
 
 # Mean difference of a logprob between two exact ways of computing it. Half precision: what rounding of logits of
@@ -59,6 +60,7 @@ def install_policy_forward(model: PreTrainedModel, *, chunk_size: int) -> None:
         *,
         layout: Layout,
         temperature: float = 1.0,
+        truncation: Truncation = UNTRUNCATED,
         with_entropy: bool = False,
         stock_head: bool = False,
         refusals: list[Exception] | None = None,
@@ -93,6 +95,7 @@ def install_policy_forward(model: PreTrainedModel, *, chunk_size: int) -> None:
             temperature=temperature,
             softcap=transform.softcap,
             logit_scale=transform.logit_scale,
+            truncation=truncation,
             chunk_size=chunk_size,
             with_entropy=with_entropy,
         )
@@ -107,13 +110,15 @@ def policy_logprobs(
     *,
     layout: Layout,
     temperature: float = 1.0,
+    truncation: Truncation = UNTRUNCATED,
     with_entropy: bool = False,
 ) -> LogProbs:
     """Score the labels of `batch`, which lies on the device of the computation. Collective where the model is sharded.
 
-    The head runs only at `batch.loss_positions`; elsewhere values and entropy are 0, without gradient.
+    The head runs only at `batch.loss_positions`; elsewhere values and entropy are 0, without gradient. Temperature and
+    truncation are those that the labels were sampled with.
     """
-    found = model(batch, layout=layout, temperature=temperature, with_entropy=with_entropy)
+    found = model(batch, layout=layout, temperature=temperature, truncation=truncation, with_entropy=with_entropy)
     return LogProbs(values=found[0], entropy=found[1] if with_entropy else None)
 
 
