@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fsdptrain.algo import balance
 from fsdptrain.algo.advantages import ADVANTAGES, MULTI_REWARD, divide_by_group_std
 from fsdptrain.algo.batch_scales import divide_by_batch_std, whiten_tokens
 from fsdptrain.algo.corrections import CORRECTIONS, REJECTION_ESTIMATORS, REJECTION_LEVELS
@@ -201,8 +202,8 @@ def algorithms_page() -> str:
         for name, level in REJECTION_LEVELS.items()
     ]
     parts.append(_truncation_part())
-    if LEARNING.is_file():
-        parts.append(_learning_part(json.loads(LEARNING.read_text(encoding="utf-8"))))
+    parts.append(f"\n## Mixtures of experts: `--router-aux-loss-coef`\n\n{inspect.getdoc(balance)}\n")
+    parts.append(_learning_part(json.loads(LEARNING.read_text(encoding="utf-8"))))
     return "".join(parts)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 FinishReason = Literal["stop", "length"]
 Metrics = dict[str, float]
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
+NO_ROUTE = -1  # in routes: no experts in this layer, or none known, so that the model chooses itself
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class SamplingParams:
     min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
     seed: int = 0
+    with_routes: bool = False  # report the experts that each token took
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,8 @@ class Completion:
     logprobs: list[float]  # (R,) of the distribution that was sampled from: after temperature and truncation
     finish_reason: FinishReason
     policy_version: int
+    routes: Tensor | None = field(default=None, compare=False, repr=False)
+    """[P + R - 1, layers, k] i16 on the CPU: the experts of each token but the last, which the engine never read"""
 
 
 @dataclass(frozen=True)
@@ -86,11 +90,13 @@ class Sample:
     advantage: float = 0.0
     policy_version: int = 0
     truncated: bool = False
+    routes: Tensor | None = field(default=None, compare=False, repr=False)  # [L, layers, k] i16 on the CPU
 
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """Several whole samples in one row. Every [T] field at t speaks of `labels[t]`, the token after `input_ids[t]`.
+    """Several whole samples in one row. Every [T] field at t speaks of `labels[t]`, the token after `input_ids[t]`;
+    only `position_ids` and `routes` speak of `input_ids[t]` itself.
 
     The last position of a segment has no next token: its label is 0 and its mask False. `loss_weights` hold the global
     denominator of the optimizer step, so that losses are summed over packs and ranks and never divided again.
@@ -110,6 +116,7 @@ class PackedBatch:
     num_loss_tokens: int  # loss tokens of the whole optimizer step, over every rank: the denominator of metrics
     old_logprobs: Tensor | None = None  # [T] f32; None: strictly on-policy, the current logprobs are the old ones
     ref_logprobs: Tensor | None = None  # [T] f32
+    routes: Tensor | None = None  # [T, layers, k] i16, experts to take; NO_ROUTE, or None: the model chooses
 
     @property
     def num_tokens(self) -> int:
@@ -136,6 +143,8 @@ class LogProbs:
 
     values: Tensor  # [T] f32, with gradient while training
     entropy: Tensor | None = None  # [T] f32 of the whole next-token distribution, in nats
+    routes: Tensor | None = None  # [T, layers, k] i16, the experts that were taken; where asked for
+    router_loss: Tensor | None = None  # [] this pack's part of the load-balancing loss; where asked for
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """The training backend on PyTorch's own FSDP2: any transformers model, one process for each device."""
 
 import gc
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdptrain import platform
 from fsdptrain.algo.metrics import finish_metrics
+from fsdptrain.backends.experts import Experts
 from fsdptrain.config import Config
 from fsdptrain.errors import CheckpointError, ConfigError
 from fsdptrain.fsdp.adapter import export_adapter, stream_adapter
@@ -33,11 +34,12 @@ from fsdptrain.fsdp.wrap import shard_model
 from fsdptrain.models.attention import resolve_attention
 from fsdptrain.models.checkpointing import enable_gradient_checkpointing
 from fsdptrain.models.collective import together
+from fsdptrain.models.files import stored_dtype
 from fsdptrain.models.layout import LayoutProbe, choose_layout
 from fsdptrain.models.loading import build_meta_model, load_weights, resolve_checkpoint
 from fsdptrain.models.lora import Adapters, add_adapters
 from fsdptrain.models.materialize import store_in
-from fsdptrain.models.policy import check_head, evaluating, install_policy_forward, policy_logprobs
+from fsdptrain.models.policy import RouterFunction, check_head, evaluating, install_policy_forward, policy_logprobs
 from fsdptrain.models.structure import reshard
 from fsdptrain.models.truncation import Truncation
 from fsdptrain.protocols import Loss, ModelRole, Naming
@@ -66,8 +68,11 @@ class FSDPBackend:
         self.checkpoint_path = resolve_checkpoint(config.model.hf_checkpoint)
         self._config = config
         self._stash = HostStash()
+        self._experts = Experts(config)
         other = self._other_reference()  # before the policy: two models are never on the device together
-        self._model, self.adapters = _load_model(config, self.checkpoint_path, self.mesh, before_load=before_load)
+        self._model, self.adapters = _load_model(
+            config, self.checkpoint_path, self.mesh, experts=self._experts, before_load=before_load
+        )
         self._base_digest = ""  # of the frozen weights
         if self.adapters is not None:
             with self.adapters.detached():
@@ -89,18 +94,24 @@ class FSDPBackend:
         """Log-probabilities at the temperature of the rollout, without gradient, on the CPU, for each batch.
 
         All batches of `reference` are scored under one swap of weights. There is one if a KL term asks for it.
+        It chooses its own experts; the policy takes those of `batch.routes`, or reports which it took, as
+        --router-replay says.
         """
         assert not self._stash, "onload comes before score"
+        records = self._experts.records and model == "policy"
+        if model == "reference":
+            batches = [replace(batch, routes=None) for batch in batches]
         with torch.no_grad(), evaluating(self._model), self._weights_of(model):
-            found = [self._logprobs(batch.to(self.device), with_entropy=False) for batch in batches]
-            return [LogProbs(values=logprobs.values.cpu()) for logprobs in found]
+            found = [self._logprobs(b.to(self.device), with_entropy=False, with_routes=records) for b in batches]
+            return [LogProbs(x.values.cpu(), routes=x.routes.cpu() if x.routes is not None else None) for x in found]
 
     def train_step(self, batches: Sequence[PackedBatch], loss: Loss, config: LossConfig) -> Metrics:
         """One optimizer step over the packs of this rank; every rank passes the same number of packs.
 
         Without a loss token on any rank the weights stay, and only the schedule of the learning rate goes on. Else it
-        waits for the device once. Gradients that are not finite on any rank are dropped on every rank; then there is no
-        optim/grad_norm. Raises NumericsError after more than --max-skipped-steps of such.
+        waits for the device once, and once more for the load of experts. Gradients that are not finite on any rank are
+        dropped on every rank; then there is no optim/grad_norm. Raises NumericsError after more than
+        --max-skipped-steps of such.
         """
         assert not self._stash, "onload comes before train_step"
         if not batches[0].num_loss_tokens:  # of the whole step: the same on every rank
@@ -109,18 +120,19 @@ class FSDPBackend:
             return metrics
         self._model.train(self._config.algorithm.algorithm == "sft")
         self._optimizer.zero_grad()
+        load = self._experts.load(self._model, batches, layout=self.layout_probe.layout, device=self.device)
         sums = _MetricSums()
         for batch in batches:
             moved = batch.to(self.device)
-            logprobs = self._logprobs(moved, with_entropy=True)
+            logprobs = self._logprobs(moved, with_entropy=True, router=self._experts.router_loss(moved, load))
             if config.entropy_coef == 0 and logprobs.entropy is not None:  # a metric only: spare its gradient
-                logprobs = LogProbs(logprobs.values, logprobs.entropy.detach())
-            output = loss(moved, logprobs, config)
+                logprobs = replace(logprobs, entropy=logprobs.entropy.detach())
+            output = self._experts.add_loss(loss(moved, logprobs, config), logprobs)
             self._optimizer.scale(output.loss).backward()
             sums.add(output.metrics)
         norm = self._optimizer.clip().to(self.device)
         metrics, norm_value, finite = sums.reduce(norm)
-        metrics = finish_metrics(metrics) | {"optim/lr": self._optimizer.lr}
+        metrics = finish_metrics(metrics) | {"optim/lr": self._optimizer.lr} | (load.metrics() if load else {})
         if finite:
             self._optimizer.step()
             metrics["optim/grad_norm"] = norm_value
@@ -153,7 +165,8 @@ class FSDPBackend:
         assert not self._stash, "onload comes before export"
         form = "merged" if self.adapters is None else self._config.lora.export
         if form != "adapter":
-            dtype = _dtype_of(self.checkpoint_path, default=self.compute_dtype)
+            stored = stored_dtype(self.checkpoint_path)
+            dtype = getattr(torch, stored) if stored else self.compute_dtype
             export_hf(self._model, self.checkpoint_path, target, dtype=dtype, adapters=self.adapters)
         if self.adapters is not None and form != "merged":
             folder = target if form == "adapter" else target / "adapter"
@@ -216,7 +229,14 @@ class FSDPBackend:
                     stack.enter_context(self._reference.swapped_into(self._model))
             yield
 
-    def _logprobs(self, batch: PackedBatch, *, with_entropy: bool) -> LogProbs:
+    def _logprobs(
+        self,
+        batch: PackedBatch,
+        *,
+        with_entropy: bool,
+        with_routes: bool = False,
+        router: RouterFunction | None = None,
+    ) -> LogProbs:
         return policy_logprobs(
             self._model,
             batch,
@@ -224,6 +244,8 @@ class FSDPBackend:
             temperature=self._temperature,
             truncation=self._truncation,
             with_entropy=with_entropy,
+            with_routes=with_routes,
+            router=router,
         )
 
     @property
@@ -276,6 +298,7 @@ def _load_model(
     mesh: DeviceMesh,
     *,
     with_adapters: bool = True,
+    experts: Experts | None = None,
     before_load: Callable[[PreTrainedModel], None] | None = None,
 ) -> tuple[PreTrainedModel, Adapters | None]:
     """The sharded model of `path` with its weights, whose forward scores packs. The order of these calls matters.
@@ -297,7 +320,8 @@ def _load_model(
         before_load(model)
     if config.model.gradient_checkpointing:
         enable_gradient_checkpointing(model)
-    install_policy_forward(model, chunk_size=config.model.logprob_chunk_size)
+    replay = experts.replay(model, recomputed=config.model.gradient_checkpointing) if experts else None
+    install_policy_forward(model, chunk_size=config.model.logprob_chunk_size, replay=replay)
     shard_model(
         model,
         mesh,
@@ -312,12 +336,6 @@ def _load_model(
     if adapters is not None:
         adapters.finish(seed=config.run.seed, cpu_offload=config.fsdp.cpu_offload)
     return model, adapters
-
-
-def _dtype_of(checkpoint: Path, *, default: torch.dtype) -> torch.dtype:
-    config = json.loads((checkpoint / "config.json").read_text())
-    name = config.get("dtype") or config.get("torch_dtype")  # the older name
-    return getattr(torch, name) if isinstance(name, str) and name != "auto" else default
 
 
 class _MetricSums:

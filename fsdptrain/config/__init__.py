@@ -33,6 +33,7 @@ from fsdptrain.config.sections import (
     RefConfig,
     RewardConfig,
     RolloutConfig,
+    RouterConfig,
     RunConfig,
 )
 
@@ -53,6 +54,7 @@ __all__ = [
     "Resolved",
     "RewardConfig",
     "RolloutConfig",
+    "RouterConfig",
     "RunConfig",
     "Section",
     "SelectionConfig",

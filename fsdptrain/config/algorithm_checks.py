@@ -213,11 +213,27 @@ def _steps(config: Config, steps: int) -> Iterator[Problem]:
         )
 
 
+def _router(config: Config) -> Iterator[Problem]:
+    router = config.router
+    if router.aux_loss_coef != "config" and router.aux_loss_coef < 0:
+        yield f"--router-aux-loss-coef must be at least 0 or `config`, got {router.aux_loss_coef:g}"
+    if config.algorithm.algorithm == "sft":
+        yield from without_effect(config, "router_replay", "with --algorithm sft, which has no routes to replay")
+    elif router.replay == "scoring" and (not config.needs_old_logprobs or config.algorithm.use_rollout_logprobs):
+        reason = "where no old logprobs are scored: use --router-replay rollout, or leave it out"
+        yield from without_effect(config, "router_replay", reason)
+    elif router.replay == "scoring" and config.batch.epochs_per_rollout > 1:
+        yield (
+            f"--router-replay scoring knows the routes of one pass, not of --epochs-per-rollout "
+            f"{config.batch.epochs_per_rollout}: use --router-replay rollout"
+        )
+
+
 def _divisor(samples: int, size: int) -> int:
     """The largest divisor of `samples` that is not above `size`."""
     return next(divisor for divisor in range(min(size, samples), 0, -1) if samples % divisor == 0)
 
 
 ALGORITHM_CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (
-    _algorithm, _kl, _loss, _advantages, _shaping, _selection, _batch,
+    _algorithm, _kl, _loss, _advantages, _shaping, _selection, _batch, _router,
 )  # fmt: skip

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 class NoEffectError(ConfigError):
-    """An option that does nothing beside the others. `key`: its flat name."""
+    """An option that does nothing beside the others, or on the model. `key`: its flat name, where the config knows."""
 
-    def __init__(self, message: str, key: str) -> None:
+    def __init__(self, message: str, key: str = "") -> None:
         super().__init__(message)
         self.key = key
 

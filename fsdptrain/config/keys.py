@@ -28,6 +28,7 @@ SECTIONS: dict[str, type[Section]] = {
     "fsdp": sections.FsdpConfig,
     "rollout": sections.RolloutConfig,
     "ref": sections.RefConfig,
+    "router": sections.RouterConfig,
     "run": sections.RunConfig,
     "log": sections.LogConfig,
     "launch": sections.LaunchConfig,

@@ -24,6 +24,7 @@ from fsdptrain.config.sections import (
     RefConfig,
     RewardConfig,
     RolloutConfig,
+    RouterConfig,
     RunConfig,
 )
 
@@ -49,6 +50,7 @@ class Config(Section):
     fsdp: FsdpConfig = FsdpConfig()
     rollout: RolloutConfig = RolloutConfig()
     ref: RefConfig = RefConfig()
+    router: RouterConfig = RouterConfig()
     run: RunConfig = RunConfig()
     log: LogConfig = LogConfig()
     launch: LaunchConfig = LaunchConfig()

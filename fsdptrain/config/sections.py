@@ -11,7 +11,7 @@ from pydantic import Field
 
 from fsdptrain.config.section import Names, Section
 
-PREFIXED = ("lora", "fsdp", "rollout", "ref", "log")
+PREFIXED = ("lora", "fsdp", "rollout", "ref", "router", "log")
 
 
 class ModelConfig(Section):
@@ -35,6 +35,8 @@ class ModelConfig(Section):
     """Recompute each decoder layer in the backward pass: less memory, about a third more time."""
     logprob_chunk_size: int = Field(default=512, ge=1)
     """Tokens for which logits exist at one time. [tokens]"""
+    strict: bool = False
+    """A fallback (padding in place of packing, torch code in place of a kernel) is an error, not a warning."""
     deterministic_mode: bool = False
     """Only deterministic kernels (torch.use_deterministic_algorithms)."""
 
@@ -193,7 +195,12 @@ class RolloutConfig(Section):
     """Generation."""
 
     engine: str = "auto"
-    """`hf`: embedded, on the trainer's device; or `package.module:function`. `auto`: the best that is there."""
+    """`hf`: embedded, on the trainer's device. `vllm`: in the trainer's process. Or `package.module:function`. `auto`:
+    vllm where it is installed and there is a GPU, else hf."""
+    engine_args: dict[str, Any] = Field(default={})
+    """vllm: options of vLLM's own, as key=value or as one JSON object, e.g. max_num_seqs=512."""
+    kv_cache_gib: float | None = Field(default=None, gt=0.0)
+    """vllm: memory for its key-value cache. Default: on a GPU as vLLM decides, on a CPU 1. [GiB]"""
     batch_size: int = Field(default=32, ge=1)
     """Prompts in one rollout. [prompts]"""
     max_prompt_len: int | None = Field(default=None, ge=1)
@@ -224,6 +231,17 @@ class RefConfig(Section):
     """Checkpoint of the reference. Default: --hf-checkpoint. It must have the same shapes."""
     update_interval: int | None = Field(default=None, ge=1)
     """Make the policy the reference after so many rollouts, again and again. Default: never. [rollouts]"""
+
+
+class RouterConfig(Section):
+    """Mixture-of-experts models: which experts a token takes."""
+
+    aux_loss_coef: float | Literal["config"] = 0.0
+    """Coefficient of the load-balancing loss over each optimizer step; `config`: what the model's config says. 0: off.
+    Without --router-replay it costs one more forward pass."""
+    replay: Literal["off", "scoring", "rollout"] = "off"
+    """Train with the experts that a token took before. `scoring`: when its old logprob was scored (R2). `rollout`: in
+    the engine (R3), for scoring too."""
 
 
 class RunConfig(Section):

@@ -2,7 +2,8 @@
 
 Every rank learns the lengths of all samples (`gather_index`), makes the same plan from them, and sends each sample to
 the one rank that needs it. Nothing is pickled: token ids and masks travel as int32, logprobs and rewards as float64,
-so a sample arrives bit by bit. Both functions are collective over the default group, whose CPU backend is gloo.
+routes, where there are any, as they are; so a sample arrives bit by bit. Both functions are collective over the default
+group, whose CPU backend is gloo.
 
 Measured on torch 2.13: gloo's all_to_all_single takes uneven splits on 1, 2 and 4 ranks, so no padding is needed.
 """
@@ -11,13 +12,14 @@ import hashlib
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fsdptrain.algo.weights import Totals, count_totals, num_loss_tokens
+from fsdptrain.data.routes import join_routes
 from fsdptrain.types import Sample
 
 
@@ -29,6 +31,7 @@ class SampleIndex:
     loss_tokens: tuple[int, ...]  # loss tokens of each sample
     owners: tuple[int, ...]  # rank that holds each sample
     keys: tuple[int, ...]  # a name for each sample that does not depend on where it is
+    route_shape: tuple[int, int] | None = None  # (layers, k), where samples have routes
 
     def of_rank(self, rank: int) -> range:
         """The samples that `rank` holds."""
@@ -42,16 +45,23 @@ class SampleIndex:
 
 def gather_index(samples: Sequence[Sample]) -> SampleIndex:
     """What a plan needs to know of every rank's samples: two small collectives."""
-    sizes = [(len(sample.token_ids), num_loss_tokens(sample)) for sample in samples]
-    facts = [(*size, key) for size, key in zip(sizes, sample_keys(samples), strict=True)]
-    by_rank = _all_gather_rows(torch.tensor(facts, dtype=torch.int64).reshape(-1, 3))
+    facts = [
+        (len(sample.token_ids), num_loss_tokens(sample), key, *_route_shape(sample))
+        for sample, key in zip(samples, sample_keys(samples), strict=True)
+    ]
+    by_rank = _all_gather_rows(torch.tensor(facts, dtype=torch.int64).reshape(-1, 5))
     rows = torch.cat(by_rank).tolist()
     return SampleIndex(
-        lengths=tuple(length for length, _, _ in rows),
-        loss_tokens=tuple(count for _, count, _ in rows),
+        lengths=tuple(length for length, *_ in rows),
+        loss_tokens=tuple(count for _, count, *_ in rows),
         owners=tuple(rank for rank, held in enumerate(by_rank) for _ in range(len(held))),
-        keys=tuple(key for _, _, key in rows),
+        keys=tuple(key for _, _, key, *_ in rows),
+        route_shape=next(((layers, k) for *_, layers, k in rows if k), None),
     )
+
+
+def _route_shape(sample: Sample) -> tuple[int, int]:
+    return (0, 0) if sample.routes is None else (sample.routes.shape[1], sample.routes.shape[2])
 
 
 def sample_keys(samples: Sequence[Sample]) -> list[int]:
@@ -81,7 +91,11 @@ def exchange_samples(
     parts = [_encode(batch) for batch in outgoing]
     integers = _all_to_all([part[0] for part in parts])
     floats = _all_to_all([part[1] for part in parts])
-    arrived = [iter(_decode(integers[source], floats[source])) for source in range(num_ranks)]
+    decoded = [_decode(integers[source], floats[source]) for source in range(num_ranks)]
+    if index.route_shape is not None:
+        routes = _all_to_all([_route_bytes(batch) for batch in outgoing])
+        decoded = [_with_routes(*part, index.route_shape) for part in zip(decoded, routes, strict=True)]
+    arrived = [iter(batch) for batch in decoded]
     return [next(arrived[index.owners[i]]) for i in destinations[rank]]
 
 
@@ -141,6 +155,20 @@ def _all_to_all(parts: Sequence[Tensor]) -> list[Tensor]:
     received = parts[0].new_empty(int(receive_sizes.sum()))
     dist.all_to_all_single(received, torch.cat(list(parts)), receive_sizes.tolist(), send_sizes.tolist())
     return list(received.split(receive_sizes.tolist()))
+
+
+def _route_bytes(samples: Sequence[Sample]) -> Tensor:
+    """As bytes, because gloo has no int16. NO_ROUTE for a sample without any: the model then chooses itself."""
+    routes = join_routes(samples)
+    return torch.empty(0, dtype=torch.uint8) if routes is None else routes.flatten().view(torch.uint8)
+
+
+def _with_routes(samples: Sequence[Sample], sent: Tensor, shape: tuple[int, int]) -> list[Sample]:
+    routes = sent.view(torch.int16).view(-1, *shape)
+    if not len(routes):
+        return list(samples)  # none of these had any
+    parts = routes.split([len(sample.token_ids) for sample in samples])
+    return [replace(sample, routes=part) for sample, part in zip(samples, parts, strict=True)]
 
 
 # One sample as integers: a head of six, token ids, mask, then the UTF-8 bytes of its strings, each closed by a zero

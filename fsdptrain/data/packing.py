@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdptrain.algo.weights import Totals, num_loss_tokens, token_weight
+from fsdptrain.data.routes import join_routes
 from fsdptrain.errors import ConfigError
 from fsdptrain.types import PackedBatch, Sample
 
@@ -126,8 +127,9 @@ def pack(
 ) -> PackedBatch:
     """One row of whole samples, on the CPU. `totals` are those of the whole optimizer step over every rank.
 
-    Position t of a segment holds token t, and everything that is said of token t + 1 (label, mask, weight, advantage,
-    rollout logprob): this is the one shift of the program. Pinned memory lets `PackedBatch.to` copy without waiting.
+    Position t of a segment holds token t with its routes, and everything that is said of token t + 1 (label, mask,
+    weight, advantage, rollout logprob): this is the one shift of the program. Pinned memory lets `PackedBatch.to` copy
+    without waiting.
     """
     if not samples:
         return empty_pack(totals, pin_memory=pin_memory)
@@ -163,6 +165,7 @@ def pack(
         advantages=per_token(sample.advantage for sample in samples),
         rollout_logprobs=of_next_token(_column([sample.rollout_logprobs for sample in samples], torch.float32)),
         num_loss_tokens=totals.num_tokens,
+        routes=join_routes(samples),
     )
     return batch.pin_memory() if pin_memory else batch
 

@@ -24,21 +24,35 @@ def model_inputs(
     if layout == "packed":
         tokens = {"input_ids": batch.input_ids[None], "position_ids": batch.position_ids[None]}
         return {**tokens, "use_cache": False, **attention_kwargs(batch)}
-    rows, longest = len(batch.seqlens), batch.max_seqlen
-    every = torch.arange(batch.num_tokens, device=batch.input_ids.device)
     fill = int(pad_token_id == 0)  # any token will do but the pad token, at which transformers warns
-    ids = torch.full((rows * longest,), fill, dtype=torch.int64, device=batch.input_ids.device)
-    ids = ids.index_copy(0, _padded_index(batch, every), batch.input_ids)
-    inputs: dict[str, Any] = {"input_ids": ids.view(rows, longest), "use_cache": False}
+    ids = to_rows(batch.input_ids, batch, layout, fill=fill)
+    inputs: dict[str, Any] = {"input_ids": ids.view(len(batch.seqlens), batch.max_seqlen), "use_cache": False}
     if attn_implementation in OURS:
         inputs["boundaries"] = Boundaries(batch.seqlens, batch.cu_seqlens, padded=True)
     return inputs
+
+
+def to_rows(values: Tensor, batch: PackedBatch, layout: Layout, *, fill: int) -> Tensor:
+    """[T, ...] of the tokens of the pack -> [R, ...] of the model's flattened rows, with `fill` at padding."""
+    if layout == "packed":
+        return values
+    rows = values.new_full((len(batch.seqlens) * batch.max_seqlen, *values.shape[1:]), fill)
+    return rows.index_copy(0, _padded_index(batch, _every(batch)), values)
+
+
+def from_rows(rows: Tensor, batch: PackedBatch, layout: Layout) -> Tensor:
+    """[R, ...] of the model's flattened rows -> [T, ...] of the tokens of the pack."""
+    return rows if layout == "packed" else rows.index_select(0, _padded_index(batch, _every(batch)))
 
 
 def select_tokens(rows: Tensor, batch: PackedBatch, layout: Layout, positions: Tensor) -> Tensor:
     """The vectors [M, D] of the tokens at `positions` [M] of the pack; rows are [1, T, D] packed, [N, S, D] padded."""
     index = positions if layout == "packed" else _padded_index(batch, positions)
     return rows.flatten(0, 1).index_select(0, index)
+
+
+def _every(batch: PackedBatch) -> Tensor:
+    return torch.arange(batch.num_tokens, device=batch.input_ids.device)
 
 
 def _padded_index(batch: PackedBatch, positions: Tensor) -> Tensor:

@@ -4,7 +4,8 @@ Under FSDP2 the head's weight is whole only there, so the logprobs are made ther
 it has. The stock head stays reachable for one purpose, the self-check at start.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +14,15 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from fsdptrain import platform
 from fsdptrain.errors import NumericsError
 from fsdptrain.models.collective import gather
-from fsdptrain.models.inputs import Layout, model_inputs, select_tokens
+from fsdptrain.models.inputs import Layout, from_rows, model_inputs, select_tokens, to_rows
 from fsdptrain.models.logprobs import HeadTransform, chunked_logprobs
+from fsdptrain.models.router import RouterReplay
 from fsdptrain.models.structure import base_model, lm_head, reshard
 from fsdptrain.models.truncation import UNTRUNCATED, Truncation
-from fsdptrain.types import LogProbs, PackedBatch
+from fsdptrain.types import NO_ROUTE, LogProbs, PackedBatch
+
+# From the router logits [T, E] of each layer with experts to a number, or a tensor, inside the root's forward.
+RouterFunction = Callable[[Sequence[Tensor]], Tensor]
 
 # Mean difference of a logprob between two exact ways of computing it. Half precision: what rounding of logits of
 # magnitude 30 makes; a leak or a lost scale moves logprobs by far more.
@@ -45,11 +50,12 @@ _MULTIPLIES_BY_LOGITS_SCALING = {"hyperclovax"}
 _SOFTCAP_KEY = "final_logit_softcapping"  # gemma
 
 
-def install_policy_forward(model: PreTrainedModel, *, chunk_size: int) -> None:
+def install_policy_forward(model: PreTrainedModel, *, chunk_size: int, replay: RouterReplay | None = None) -> None:
     """Replace `model.forward`, before sharding: it then takes a PackedBatch, and is called by `policy_logprobs`.
 
     The new forward returns a tuple of tensors, because FSDP2 hangs its backward hooks on tensors in tuples and finds
-    none in a record. chunk_size: tokens whose logits exist at a time.
+    none in a record. chunk_size: tokens whose logits exist at a time. replay: makes the model take the experts of
+    `batch.routes`, and report those that it took.
     """
     stock = model.forward
     transform = head_transform(model.config)
@@ -62,6 +68,9 @@ def install_policy_forward(model: PreTrainedModel, *, chunk_size: int) -> None:
         temperature: float = 1.0,
         truncation: Truncation = UNTRUNCATED,
         with_entropy: bool = False,
+        with_routes: bool = False,
+        router: RouterFunction | None = None,
+        router_only: bool = False,
         stock_head: bool = False,
         refusals: list[Exception] | None = None,
     ) -> tuple[Tensor, ...]:
@@ -80,15 +89,24 @@ def install_policy_forward(model: PreTrainedModel, *, chunk_size: int) -> None:
         try:
             if stock_head:
                 return (_stock_logprobs(stock(**inputs).logits, batch, layout),)
-            hidden = base_model(model)(**inputs).last_hidden_state
+            with choosing(batch, layout, with_routes):
+                output = base_model(model)(**inputs, **({"output_router_logits": True} if router else {}))
         except REFUSALS as error:
             if refusals is None:
                 raise
             refusals.append(error)  # caught inside the root's forward, which leaves FSDP2 in order
             return (torch.zeros(batch.num_tokens, device=batch.input_ids.device),)
+        extra: list[Tensor] = []
+        if router is not None:
+            extra.append(router([from_rows(x.flatten(0, -2), batch, layout) for x in output.router_logits]))
+            if router_only:
+                return tuple(extra)
+        if with_routes:
+            assert replay is not None, "routes are known where install_policy_forward got a RouterReplay"
+            extra.append(from_rows(replay.routes, batch, layout))
         weight, bias = _head_weights(lm_head(model))
         found = chunked_logprobs(
-            select_tokens(hidden, batch, layout, batch.loss_positions),
+            select_tokens(output.last_hidden_state, batch, layout, batch.loss_positions),
             weight,
             batch.labels.index_select(0, batch.loss_positions),
             bias=bias,
@@ -99,7 +117,12 @@ def install_policy_forward(model: PreTrainedModel, *, chunk_size: int) -> None:
             chunk_size=chunk_size,
             with_entropy=with_entropy,
         )
-        return tuple(_spread(x, batch) for x in found if x is not None)
+        return (*(_spread(x, batch) for x in found if x is not None), *extra)
+
+    def choosing(batch: PackedBatch, layout: Layout, with_routes: bool) -> AbstractContextManager[None]:
+        if replay is None or (batch.routes is None and not with_routes):
+            return nullcontext()
+        return replay.choosing(None if batch.routes is None else to_rows(batch.routes, batch, layout, fill=NO_ROUTE))
 
     model.forward = forward
 
@@ -112,14 +135,36 @@ def policy_logprobs(
     temperature: float = 1.0,
     truncation: Truncation = UNTRUNCATED,
     with_entropy: bool = False,
+    with_routes: bool = False,
+    router: RouterFunction | None = None,
 ) -> LogProbs:
     """Score the labels of `batch`, which lies on the device of the computation. Collective where the model is sharded.
 
     The head runs only at `batch.loss_positions`; elsewhere values and entropy are 0, without gradient. Temperature and
-    truncation are those that the labels were sampled with.
+    truncation are those that the labels were sampled with. `router` makes `LogProbs.router_loss`.
     """
-    found = model(batch, layout=layout, temperature=temperature, truncation=truncation, with_entropy=with_entropy)
-    return LogProbs(values=found[0], entropy=found[1] if with_entropy else None)
+    found = iter(
+        model(
+            batch,
+            layout=layout,
+            temperature=temperature,
+            truncation=truncation,
+            with_entropy=with_entropy,
+            with_routes=with_routes,
+            router=router,
+        )
+    )
+    return LogProbs(
+        values=next(found),
+        entropy=next(found) if with_entropy else None,
+        router_loss=next(found) if router else None,
+        routes=next(found) if with_routes else None,
+    )
+
+
+def router_statistic(model: PreTrainedModel, batch: PackedBatch, router: RouterFunction, *, layout: Layout) -> Tensor:
+    """What `router` makes of the router logits of one forward pass without the head. Collective like the above."""
+    return model(batch, layout=layout, router=router, router_only=True)[0]
 
 
 def head_transform(config: PreTrainedConfig) -> HeadTransform:

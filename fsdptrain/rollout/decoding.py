@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from fsdptrain.models.truncation import Truncation
+from fsdptrain.rollout.routes import RouteRecorder
 from fsdptrain.rollout.sampling import sample
 from fsdptrain.types import SamplingParams
 
@@ -56,18 +57,21 @@ def decode(
     sampling: SamplingParams,
     stop_token_ids: Sequence[int],
     sync_interval: int,
+    recorder: RouteRecorder | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Continue `prompts` by up to `limit_of_row` tokens, in one row for each entry of `prompt_of_row`.
 
     `uniforms` [R, S] f64, S the largest limit, decide every draw. Every `sync_interval` tokens the host looks which
     rows have finished, and drops them from the cache when they are many: each look waits for the device. Returns
     tokens [R, S] i64 and their log-probabilities f32 on the CPU; what stands behind a row's first stop token or its
-    limit has no meaning.
+    limit has no meaning. `recorder` is told of each forward pass.
     """
     device, num_steps = uniforms.device, uniforms.shape[1]
     stop = torch.tensor(stop_token_ids, dtype=torch.int64, device=device)
     truncation = Truncation(sampling.top_p, sampling.top_k, sampling.min_p)
     logits, cache, mask, positions = prefill(model, prompts, device=device)
+    if recorder is not None:
+        recorder.read_prompts()
 
     rows = torch.tensor(prompt_of_row, device=device)
     select_rows(cache, rows)  # a copy of its prompt's cache for each row
@@ -101,10 +105,11 @@ def decode(
                 positions, limits = positions[going], limits[going]
                 mask = mask[going] if mask is not None else None
         seen = mask[:, : mask.shape[1] - num_steps + step + 1] if mask is not None else None
-        place = positions + (limits - 1).clamp(
-            max=step
-        )  # a row behind its limit must not pass the model's last position
+        # a row behind its limit must not pass the model's last position
+        place = positions + (limits - 1).clamp(max=step)
         logits = forward(model, token[:, None], seen, place, cache)
+        if recorder is not None:
+            recorder.read_tokens(active)
     return tokens.cpu(), logprobs.cpu()
 
 

@@ -4,6 +4,8 @@ docs/rollouts.md says why a replica, and what it costs.
 """
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +14,13 @@ from torch import Tensor
 
 from fsdptrain.config import Config
 from fsdptrain.errors import RolloutError
+from fsdptrain.models.router import RouterReplay, expert_choice
 from fsdptrain.protocols import Naming
 from fsdptrain.rollout.decoding import Row, decode, plan_chunks
-from fsdptrain.rollout.replica import build_replica, copy_weights, materialise, max_positions, release, stop_tokens
+from fsdptrain.rollout.replica import build_replica, copy_weights, materialise, max_positions, release
+from fsdptrain.rollout.routes import RouteRecorder
 from fsdptrain.rollout.sampling import uniform_stream
+from fsdptrain.rollout.stop_tokens import stop_tokens
 from fsdptrain.types import Completion, Prompt, SamplingParams
 
 _SYNC_INTERVAL = 8  # tokens; on a CPU a look at which rows have finished costs nothing
@@ -39,8 +44,9 @@ class HFEngine:
         max_batch_tokens: int = 262_144,
     ) -> None:
         self.model = build_replica(checkpoint, dtype=dtype, trust_remote_code=trust_remote_code)
-        self.stop_token_ids = stop_tokens(checkpoint, self.model, trust_remote_code=trust_remote_code)
+        self.stop_token_ids = stop_tokens(checkpoint, self.model.config, trust_remote_code=trust_remote_code)
         self.max_positions = max_positions(self.model)
+        self._replay: RouterReplay | None = None  # from the first request of routes on
         self.device = device
         self.max_batch_tokens = max_batch_tokens
         self.policy_version = 0
@@ -98,25 +104,43 @@ class HFEngine:
     ) -> list[Completion]:
         distinct = list(dict.fromkeys(row.prompt for row in chunk))
         place = {prompt: i for i, prompt in enumerate(distinct)}
+        prompt_of_row = [place[row.prompt] for row in chunk]
         limit_of_row = [limits[row.prompt] for row in chunk]
         num_steps = max(limit_of_row)
         streams = [uniform_stream(sampling.seed, prompts[row.prompt].id, row.sample, num_steps) for row in chunk]
-        tokens, logprobs = decode(
-            self.model,
-            [prompts[prompt].token_ids for prompt in distinct],
-            [place[row.prompt] for row in chunk],
-            limit_of_row,
-            torch.from_numpy(np.stack(streams)).to(self.device),
-            sampling=sampling,
-            stop_token_ids=stop,
-            sync_interval=1 if self.device.type == "cpu" else _SYNC_INTERVAL,
-        )
-        return [
+        recorder = None
+        if sampling.with_routes:
+            recorder = self._recorder([len(prompts[prompt].token_ids) for prompt in distinct], prompt_of_row)
+        with recorder.recording() if recorder else nullcontext():
+            tokens, logprobs = decode(
+                self.model,
+                [prompts[prompt].token_ids for prompt in distinct],
+                prompt_of_row,
+                limit_of_row,
+                torch.from_numpy(np.stack(streams)).to(self.device),
+                sampling=sampling,
+                stop_token_ids=stop,
+                sync_interval=1 if self.device.type == "cpu" else _SYNC_INTERVAL,
+                recorder=recorder,
+            )
+        made = [
             self._completion(prompts[row.prompt], row_tokens[:limit], row_logprobs[:limit], stop)
             for row, limit, row_tokens, row_logprobs in zip(
                 chunk, limit_of_row, tokens.tolist(), logprobs.tolist(), strict=True
             )
         ]
+        if recorder is None:
+            return made
+        routes = recorder.of_rows([len(completion.token_ids) for completion in made])
+        return [replace(completion, routes=row) for completion, row in zip(made, routes, strict=True)]
+
+    def _recorder(self, prompt_lengths: Sequence[int], prompt_of_row: Sequence[int]) -> RouteRecorder:
+        if self._replay is None:
+            choice = expert_choice(self.model.config)
+            if choice is None:
+                raise RolloutError(f"{type(self.model).__name__} has no experts: it takes no routes to report")
+            self._replay = RouterReplay(self.model, choice)
+        return RouteRecorder(self._replay, prompt_lengths, prompt_of_row)
 
     def _completion(self, prompt: Prompt, tokens: list[int], logprobs: list[float], stop: Sequence[int]) -> Completion:
         end = next((i for i, token in enumerate(tokens) if token in stop), None)

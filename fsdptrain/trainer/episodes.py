@@ -7,8 +7,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from fsdptrain.data.routes import sample_routes
 from fsdptrain.data.sources import as_messages
 from fsdptrain.data.turns import TurnRenderer
 from fsdptrain.environments import LoadedEnvironment, StepThreads
@@ -36,6 +38,7 @@ class Conversation:
     loss_mask: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
+    routes: list[Tensor | None] = field(default_factory=list)  # as the engine reported them, turn by turn
     num_turns: int = 0
     policy_version: int = 0
     state: Any = _NEVER
@@ -65,6 +68,8 @@ class Conversation:
         self.loss_mask += [True] * len(ids)
         self.logprobs += completion.logprobs[: len(ids)]
         self.messages.append({"role": "assistant", "content": text})
+        length = len(self.prompt.token_ids) + len(self.token_ids)
+        self.routes.append(None if completion.routes is None else completion.routes[:length])
         self.num_turns += 1
         self.policy_version = completion.policy_version
 
@@ -235,4 +240,5 @@ def _sample(episode: Conversation, score: Score) -> Sample:
         rewards=score.rewards,
         policy_version=episode.policy_version,
         truncated=episode.truncated,
+        routes=sample_routes(episode.routes, num_prompt + len(episode.token_ids)),
     )

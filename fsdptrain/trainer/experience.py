@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from fsdptrain.algo.advantages import AdvantageRule, assign_advantages
 from fsdptrain.algo.shaping import ShapingRule, shape
 from fsdptrain.data.prompts import PromptStream
+from fsdptrain.data.routes import check_routes, sample_routes
 from fsdptrain.data.sft import sft_sample
 from fsdptrain.data.turns import TurnRenderer
 from fsdptrain.errors import RolloutError
@@ -135,6 +136,8 @@ class RolloutSource:
         samples = made.samples if selection.rounds == 1 else in_stream_order(made.samples, selection.kept)
         with together(RolloutError, "rollout"):
             samples = assign_advantages(shape(samples, self.shaping), self.advantages)
+            if self.sampling.with_routes:
+                check_routes(samples)
         return Experience(
             samples=samples,
             shown=show(made.prompts, made.texts, [sample.reward for sample in made.samples], self.num_shown),
@@ -200,6 +203,7 @@ def make_sample(prompt: Prompt, completion: Completion, score: Score) -> Sample:
         rewards=score.rewards,
         policy_version=completion.policy_version,
         truncated=completion.finish_reason == "length",
+        routes=sample_routes([completion.routes], before + after),
     )
 
 

@@ -25,7 +25,10 @@ class Scorer:
         if algorithm.use_rollout_logprobs:
             packs = [replace(pack, old_logprobs=pack.rollout_logprobs) for pack in packs]
         elif self.config.needs_old_logprobs or algorithm.kl_reward_coef > 0:
-            packs = _with(packs, "old_logprobs", self.backend.score(packs, "policy"))
+            scores = self.backend.score(packs, "policy")
+            packs = _with(packs, "old_logprobs", scores)
+            if self.config.router.replay == "scoring":
+                packs = [replace(pack, routes=score.routes) for pack, score in zip(packs, scores, strict=True)]
         if self.config.needs_reference:
             packs = _with(packs, "ref_logprobs", self.backend.score(packs, "reference"))
         return regrouped(steps, packs)

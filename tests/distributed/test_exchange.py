@@ -1,5 +1,6 @@
 """Samples between real ranks: each arrives once, bit by bit, where the common plan wants it."""
 
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -17,9 +18,17 @@ from fsdptrain.types import LogProbs, LossConfig, Sample
 COUNTS = [5, 0, 11, 2]  # samples that ranks generated; one has none
 
 
-def make_samples(rank: int) -> list[Sample]:
+def make_samples(rank: int, *, routes: bool = False) -> list[Sample]:
     rng = Random(rank)
-    return [make_sample(rng, f"task:{rank}ü{index}") for index in range(COUNTS[rank])]
+    samples = [make_sample(rng, f"task:{rank}ü{index}") for index in range(COUNTS[rank])]
+    if not routes:
+        return samples
+    return [replace(s, routes=torch.tensor(numbers(rng, len(s.token_ids)), dtype=torch.int16)) for s in samples]
+
+
+def numbers(rng: Random, length: int) -> list:
+    """Routes of `length` tokens in 3 layers, 2 experts each."""
+    return [[[rng.randrange(-1, 300) for _ in range(2)] for _ in range(3)] for _ in range(length)]
 
 
 def make_sample(rng: Random, group_id: str) -> Sample:
@@ -39,12 +48,13 @@ def make_sample(rng: Random, group_id: str) -> Sample:
 
 
 def key(sample: Sample) -> str:
-    return repr(sample)  # tells -0.0 from 0.0, and every bit of a float
+    routes = None if sample.routes is None else (sample.routes.dtype, sample.routes.tolist())
+    return repr((sample, routes))  # tells -0.0 from 0.0, and every bit of a float
 
 
-def exchange(shuffle_seed: int) -> tuple[Any, list[str]]:
+def exchange(shuffle_seed: int, routes: bool) -> tuple[Any, list[str]]:
     """Send samples to and fro in a random plan that all ranks know; some are sent nowhere."""
-    mine = make_samples(dist.get_rank())
+    mine = make_samples(dist.get_rank(), routes=routes)
     index = gather_index(mine)
     assert [index.lengths[i] for i, owner in enumerate(index.owners) if owner == dist.get_rank()] == [
         len(sample.token_ids) for sample in mine
@@ -58,10 +68,10 @@ def exchange(shuffle_seed: int) -> tuple[Any, list[str]]:
     return (index, destinations), [key(sample) for sample in received]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_every_sample_arrives_once_bit_by_bit_in_the_order_of_the_plan(world_size: int) -> None:
-    everything = [key(sample) for rank in range(world_size) for sample in make_samples(rank)]
-    results = spawn(world_size, exchange, world_size)
+@pytest.mark.parametrize(("world_size", "routes"), [(1, False), (2, False), (4, False), (4, True)])
+def test_every_sample_arrives_once_bit_by_bit_in_the_order_of_the_plan(world_size: int, routes: bool) -> None:
+    everything = [key(sample) for rank in range(world_size) for sample in make_samples(rank, routes=routes)]
+    results = spawn(world_size, exchange, world_size, routes)
     assert len({repr(plan) for plan, _ in results}) == 1, "every rank knows the same"
     (_, destinations), _ = results[0]
     for rank, (_, received) in enumerate(results):

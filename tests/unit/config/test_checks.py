@@ -151,6 +151,18 @@ REFUSED = [
     ({**SFT, "overlong_penalty": 1.0}, ["--overlong-penalty", "sft"], {"algorithm": "grpo"}),
     ({**SFT, "mask_truncated": True}, ["--mask-truncated", "sft"], {"algorithm": "grpo"}),
     ({**SFT, "mismatch_correction": "tis"}, ["--mismatch-correction", "sft"], {"algorithm": "grpo"}),
+    ({**SFT, "router_replay": "rollout"}, ["--router-replay", "sft"], {"algorithm": "grpo"}),
+    ({"router_replay": "scoring"}, ["--router-replay", "--router-replay rollout"], OFF_POLICY),
+    (
+        {**OFF_POLICY, "router_replay": "scoring", "use_rollout_logprobs": True},
+        ["--router-replay", "no old logprobs are scored"],
+        {"router_replay": "rollout"},
+    ),
+    (
+        {"router_aux_loss_coef": -0.1},
+        ["--router-aux-loss-coef", "`config`", "-0.1"],
+        {"router_aux_loss_coef": "config"},
+    ),
     ({"global_batch_size": 100}, ["--global-batch-size 100", "32", "8", "256", "e.g. 64"], OFF_POLICY),
     ({"global_batch_size": 512}, ["--global-batch-size 512", "e.g. 256"], OFF_POLICY),
     ({**OFF_POLICY, "steps_per_rollout": 3}, ["--steps-per-rollout 3", "make 4 steps of 64"], {"steps_per_rollout": 4}),

@@ -1,0 +1,61 @@
+"""A mixture of experts by the real command line: the router's loss, and the engine's routes in training."""
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import Qwen3MoeForCausalLM
+
+from fsdptrain.testing import tiny_tokenizer
+from tests import zoo
+from tests.e2e import command
+from tests.e2e.command import TINY_RUN
+
+QUICK = ["--eval-interval", "0", "--keep-last", "0"]
+TINY = [*TINY_RUN[: TINY_RUN.index("--eval-size")], *TINY_RUN[TINY_RUN.index("--eval-size") + 2 :], *QUICK]
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random tiny Qwen3-MoE with its tokenizer, as a hub folder."""
+    folder = tmp_path_factory.mktemp("hub") / "moe"
+    model = zoo.build("qwen3_moe", router_aux_loss_coef=0.02)
+    assert isinstance(model, Qwen3MoeForCausalLM)
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def trained(checkpoint: Path, folder: Path, *flags: str) -> list[dict[str, float]]:
+    argv = ["--hf-checkpoint", str(checkpoint), "--output-dir", str(folder / "run"), *TINY, *flags]
+    result = command.run(argv, folder)
+    assert result.code == 0, result.err
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_routes_of_the_engine_and_the_loss_of_the_router_on_two_ranks(moe: Path, tmp_path: Path) -> None:
+    flags = ["--router-replay", "rollout", "--router-aux-loss-coef", "config", "--nproc-per-node", "2"]
+    rows = trained(moe, tmp_path, *flags, "--global-batch-size", "8", "--gradient-checkpointing")
+    assert len(rows) == 2
+    for row in rows:
+        assert row["loss/router"] == pytest.approx(0.02 * row["moe/aux_loss"], rel=1e-4)
+        assert 1.9 < row["moe/aux_loss"] <= 6  # k is balanced, E the most
+        assert 1 <= row["moe/load_max"] <= 3  # E / k: all tokens choose it
+        assert row["mismatch/abs_mean"] < 1e-4  # in float32 on the same weights and experts
+        assert row["optim/skipped_steps"] == 0
+
+
+@pytest.mark.slow
+def test_routes_of_scoring(moe: Path, tmp_path: Path) -> None:
+    [row, _] = trained(moe, tmp_path, "--router-replay", "scoring", "--global-batch-size", "8")
+    assert "moe/load_max" in row
+    assert "moe/aux_loss" not in row
+
+
+@pytest.mark.slow
+def test_a_dense_model_is_refused_in_one_line(checkpoint: Path, tmp_path: Path) -> None:
+    argv = ["--hf-checkpoint", str(checkpoint), "--output-dir", str(tmp_path / "run"), *TINY]
+    result = command.run([*argv, "--router-replay", "rollout"], tmp_path)
+    assert result.code == 2
+    assert "--router-replay has no effect on qwen3, which has no experts" in result.err.splitlines()[-1]
