@@ -26,10 +26,11 @@ One declaration, three faces. The option `cpu_offload` of the section `fsdp` is
 | recipe, flat | `fsdp_cpu_offload: true` |
 | Python | `Config(fsdp_cpu_offload=True)` or `Config(fsdp={"cpu_offload": True})` |
 
-Sections `fsdp`, `rollout`, `ref`, `router` and `log` put their name before their flags, the others do not. Defaults
-give way to the recipe (`--recipe FILE`), and the recipe to flags. `--dry-run` prints every value with its source, and
-is a recipe itself; so is the `config.yaml` in the folder of a run. Unknown keys, and options that would have no effect,
-are errors.
+Sections `lora`, `fsdp`, `rollout`, `ref`, `router` and `log` put their name before their flags, the others do not.
+Defaults give way to the recipe (`--recipe FILE`), and the recipe to flags. The preset of an algorithm stands just below
+whoever names it: an `--algorithm` that differs from the recipe's wins over what the recipe says of loss, clip,
+aggregation and advantage. `--dry-run` prints every value with its source, and is a recipe itself; so is the
+`config.yaml` in the folder of a run. Unknown keys, and options that would have no effect, are errors.
 
 Lists take several words: `--reward math format=0.2`. Mappings take `key=value`: `--chat-template-kwargs
 enable_thinking=false`. `None` unsets an option that has no default value.

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal
 
 import tyro
 
@@ -36,11 +37,20 @@ EXPORT = {
     ),
     "output": Option("--output", str | None, "Folder to write, which from_pretrained reads.", None),
 }
+EXPORT_CHOICES = {
+    "lora_export": Option(
+        "--lora-export",
+        Literal["adapter", "merged", "both"] | None,
+        "Of a run with an adapter: what to write. Default: as the run says.",
+        None,
+    ),
+}
 REPORT_USAGE = """\
 usage: fsdptrain report RUN_DIR
 
-Print the first, the best and the last reward, held-out accuracy, length and (without
-a reward) loss of a run, and draw them to RUN_DIR/curves.png. The run may still go on.
+Print the first, the best and the last reward, held-out accuracy, length, share of
+groups kept, pass rate and (without a reward) loss of a run, as far as it has them, and
+draw them to RUN_DIR/curves.png. The run may still go on.
 
   RUN_DIR   the --output-dir of the run, e.g. runs/default
 """
@@ -106,15 +116,17 @@ def export(argv: Sequence[str]) -> int:
     """`fsdptrain export --checkpoint DIR --output DIR`."""
     if _asks_for_help(argv):
         return _print_help(
-            "fsdptrain export", "Write a training checkpoint as a Hugging Face folder.", view({"": EXPORT})
+            "fsdptrain export",
+            "Write a training checkpoint as a Hugging Face folder.",
+            view({"": EXPORT | EXPORT_CHOICES}),
         )
-    values = parse(argv, EXPORT)
+    values = parse(argv, EXPORT | EXPORT_CHOICES)
     for key, option in EXPORT.items():
         if not values.get(key):
             raise ConfigError(f"{option.flag} is missing, e.g. fsdptrain export {EXPORT_EXAMPLE}")
     from fsdptrain.trainer import export_checkpoint  # torch: only now
 
-    export_checkpoint(Path(values["checkpoint"]), Path(values["output"]))
+    export_checkpoint(Path(values.pop("checkpoint")), Path(values.pop("output")), **values)
     return 0
 
 

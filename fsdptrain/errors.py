@@ -14,6 +14,9 @@ The command line prints the message of any of these as one line and exits with c
 file), the value that was found, and the way out.
 """
 
+import traceback
+from pathlib import Path
+
 
 class FsdptrainError(Exception):
     """Base of every error that a user can cause and mend."""
@@ -49,3 +52,10 @@ class NumericsError(FsdptrainError):
 
 class RankError(FsdptrainError):
     """Another rank failed; the message holds its error."""
+
+
+def describe(error: Exception) -> str:
+    """An exception of a user's own function on one line: what, and where in their code."""
+    message = (str(error).strip() or "no message").splitlines()[0]
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{type(error).__name__}: {message} ({Path(frames[-1].filename).name}:{frames[-1].lineno})"

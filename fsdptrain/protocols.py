@@ -1,4 +1,4 @@
-"""The seams: what a rollout engine, a training backend, a reward, a loss and a logger must offer.
+"""The seams: what a rollout engine, a training backend, a reward, an environment, a loss and a logger must offer.
 
 Nothing is inherited: an object with these methods will do. Every method of an engine or a backend is collective: all
 ranks call it in the same order, and the implementation decides who acts.
@@ -6,11 +6,21 @@ ranks call it in the same order, and the implementation decides who acts.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
-from fsdptrain.types import Completion, LogProbs, LossConfig, LossOutput, Metrics, PackedBatch, Prompt, SamplingParams
+from fsdptrain.types import (
+    Completion,
+    LogProbs,
+    LossConfig,
+    LossOutput,
+    Metrics,
+    PackedBatch,
+    Prompt,
+    SamplingParams,
+    Turn,
+)
 
 Naming = Literal["hub", "module"]
 ModelRole = Literal["policy", "reference"]
@@ -22,7 +32,10 @@ class RolloutEngine(Protocol):
     weight_naming: Naming  # the names that `update_weights` expects: of the files on the hub, or of the modules
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
-        """`num_samples` completions for each prompt, prompt by prompt, in order."""
+        """`num_samples` completions for each prompt, prompt by prompt, in order.
+
+        An engine may stop at a prompt's own `max_tokens`; the caller cuts what is longer.
+        """
         ...
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
@@ -49,6 +62,10 @@ class TrainBackend(Protocol):
         """One optimizer step over the packs of this rank; every rank passes the same number of packs."""
         ...
 
+    def update_reference(self) -> None:
+        """Make the present policy the reference. Checkpoints hold it from now on."""
+        ...
+
     def hf_weights(self, naming: Naming = "hub") -> Iterator[tuple[str, Tensor]]:
         """Full tensors in the compute dtype, layer by layer, on the device; every rank gets each of them."""
         ...
@@ -68,6 +85,21 @@ class TrainBackend(Protocol):
 
 class RewardFunction(Protocol):
     def __call__(self, prompt: Prompt, response: str) -> float | Mapping[str, float] | None: ...
+
+
+class Environment(Protocol):
+    """The other side of a conversation. One object serves all episodes, from several threads at once.
+
+    What it may have besides, and what for: docs/environments.md.
+    """
+
+    def reset(self, prompt: Prompt, seed: int) -> Any:
+        """Begin an episode: its state, in whatever form. `seed` is the same for all samples of a prompt."""
+        ...
+
+    def step(self, state: Any, response: str) -> Turn:
+        """Answer `response`. Called after each response of the model, also after one that a limit cut short."""
+        ...
 
 
 class Loss(Protocol):

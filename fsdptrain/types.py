@@ -6,7 +6,7 @@ All are frozen: make a new one with `dataclasses.replace`. Shapes: P prompt toke
 of one sample, T tokens of one pack, N segments of one pack, M loss tokens of one pack, [] a scalar.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
 Metrics = dict[str, float]
+Message = Mapping[str, Any]  # {"role": ..., "content": ...}
 NO_ROUTE = -1  # in routes: no experts in this layer, or none known, so that the model chooses itself
 
 
@@ -27,6 +28,25 @@ class Prompt:
     text: str  # what `token_ids` decode to; shown to people, never tokenised again
     label: Any = None  # the reference answer, in whatever form the reward understands
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    max_tokens: int | None = None  # longest response to this prompt, where that is less than the sampling's
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What an environment answers to a response of the model."""
+
+    observation: str | Sequence[Message] = ""  # what the model reads next; a text is a message of the user
+    done: bool = False  # the episode ends here, and the observation is shown to nobody
+    reward: float | Mapping[str, float] | None = None  # added up over the episode; None: not judged
+
+
+@dataclass(frozen=True)
+class Episode:
+    """A conversation that has ended. A reward function finds it in `prompt.metadata["episode"]`."""
+
+    messages: Sequence[Message]  # behind the prompt: responses of the model, and observations
+    reward: Mapping[str, float] | None  # the environment's own: its parts by name, and "reward"; None: it gave none
+    done: bool  # by the environment's word, not by a limit
 
 
 @dataclass(frozen=True)
@@ -38,6 +58,7 @@ class SamplingParams:
     temperature: float = 1.0  # 0.0: greedy
     top_p: float = 1.0
     top_k: int = -1  # -1: off
+    min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
     seed: int = 0
     with_routes: bool = False  # report the experts that each token took
@@ -49,7 +70,7 @@ class Completion:
 
     prompt_id: str
     token_ids: list[int]  # (R,) with the stop token, when one was sampled
-    logprobs: list[float]  # (R,) of the distribution that was sampled from (after temperature)
+    logprobs: list[float]  # (R,) of the distribution that was sampled from: after temperature and truncation
     finish_reason: FinishReason
     policy_version: int
     routes: Tensor | None = field(default=None, compare=False, repr=False)
@@ -150,6 +171,9 @@ class LossConfig:
     mismatch_correction: str = "none"
     mismatch_low: float = 0.5
     mismatch_high: float = 2.0
+    mismatch_rejection: str = "none"
+    mismatch_rejection_max: float = 0.0
+    use_rollout_logprobs: bool = False
     kl_loss_coef: float = 0.0
     kl_loss_type: str = "k3"
     use_unbiased_kl: bool = False

@@ -4,6 +4,10 @@ w = exp(lo - lr), of a token or of a whole sequence, bounded, without gradient, 
 is aggregated. Denominators are not touched: a token that is rejected still counts. Where engine and trainer agree
 every w is 1. KL and entropy terms are not weighted. In losses of whole sequences (gspo, gmpo) the weight of a token is
 that of its own part of the gradient: a token that is rejected has none.
+
+A rejection stands beside any of these weights, and sets them to 0 where an estimate of KL(engine || trainer) is too
+large, of a token or of its sequence. With `use_rollout_logprobs`, where lo is lr, the trainer's logprobs are those of
+the present policy, l.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,7 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fsdptrain.algo.tokens import LossTokens, clamped, sequence_mean, sequence_sum
+from fsdptrain.algo.kl import KL_ESTIMATORS
+from fsdptrain.algo.tokens import LossTokens, clamped, sequence_max, sequence_mean, sequence_sum
 from fsdptrain.types import LossConfig
 
 
@@ -28,20 +33,46 @@ class Correction:
     source: str
 
 
+@dataclass(frozen=True)
+class RejectionLevel:
+    """What is compared with the bound, from an estimate of each token."""
+
+    statistic: Callable[[LossTokens, Tensor], Tensor]  # [M] -> [M], compared without its sign
+    formula: str
+
+
 def correction_weights(tokens: LossTokens, config: LossConfig) -> Tensor:
     """The weight of each token's loss, in [0, mismatch_high]. [M], without gradient."""
     bounded = CORRECTIONS[config.mismatch_correction].bounded
-    return bounded(correction_ratio(tokens, config), config.mismatch_low, config.mismatch_high)
+    weights = bounded(correction_ratio(tokens, config), config.mismatch_low, config.mismatch_high)
+    return weights if config.mismatch_rejection == "none" else torch.where(rejected(tokens, config), 0.0, weights)
 
 
 def correction_ratio(tokens: LossTokens, config: LossConfig) -> Tensor:
     """w of each token, before it is bounded: in [exp(-20), exp(20)]. [M], without gradient."""
     log_ratio = CORRECTIONS[config.mismatch_correction].log_ratio
-    return clamped(log_ratio(tokens, tokens.old_logprobs - tokens.rollout_logprobs)).exp()
+    return clamped(log_ratio(tokens, mismatch(tokens, config))).exp()
+
+
+def rejected(tokens: LossTokens, config: LossConfig) -> Tensor:
+    """Where the statistic of --mismatch-rejection is above its bound. [M] bool"""
+    level, _, estimator = config.mismatch_rejection.rpartition("_")
+    values = KL_ESTIMATORS[estimator](clamped(-mismatch(tokens, config)))  # the tokens are the engine's samples
+    return REJECTION_LEVELS[level].statistic(tokens, values).abs() > config.mismatch_rejection_max
+
+
+def mismatch(tokens: LossTokens, config: LossConfig) -> Tensor:
+    """log w of each token: trainer minus engine. [M], without gradient."""
+    trainer = tokens.logprobs.detach() if config.use_rollout_logprobs else tokens.old_logprobs
+    return trainer - tokens.rollout_logprobs
 
 
 def _of_token(_tokens: LossTokens, log_w: Tensor) -> Tensor:
     return log_w
+
+
+def _largest(tokens: LossTokens, values: Tensor) -> Tensor:
+    return sequence_max(tokens, values.abs())
 
 
 def _truncated(w: Tensor, low: float, high: float) -> Tensor:
@@ -72,4 +103,11 @@ CORRECTIONS: Mapping[str, Correction] = {
         "the same by the geometric mean of a sequence; its bounds are our choice",
     ),
     "icepop": Correction(_of_token, _masked, 0.5, 5.0, "w_t inside [low, high], else 0", "IcePop, arXiv 2510.18855"),
+}
+REJECTION_ESTIMATORS = ("k1", "k2", "k3")
+REJECTION_LEVELS: Mapping[str, RejectionLevel] = {
+    "token": RejectionLevel(_of_token, "abs(k_t)"),
+    "seq_mean": RejectionLevel(sequence_mean, "abs(mean_t k_t)"),
+    "seq_max": RejectionLevel(_largest, "max_t abs(k_t)"),
+    "seq_sum": RejectionLevel(sequence_sum, "abs(sum_t k_t)"),
 }

@@ -5,6 +5,7 @@ have the KL as their expectation or near it; as a loss, the gradient of k1 has e
 there.
 """
 
+import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -32,3 +33,15 @@ def low_var_kl(log_ratio: Tensor) -> Tensor:
 
 
 KL_ESTIMATORS: Mapping[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3, "low_var_kl": low_var_kl}
+
+
+def adapted(coef: float, kl: float, *, target: float, num_samples: int, horizon: int) -> float:
+    """coef (1 + clip(kl / target - 1, -0.2, 0.2) num_samples / horizon): a proportional controller of the logarithm.
+
+    Ziegler et al. 2019, arXiv 1909.08593, whose gain of 0.1 is num_samples / horizon here. `kl` was measured on
+    `num_samples`; where it is not finite, as in a step that was skipped, nothing changes.
+    """
+    if not math.isfinite(kl):
+        return coef
+    error = min(max(kl / target - 1, -0.2), 0.2)
+    return coef * (1 + error * num_samples / horizon)

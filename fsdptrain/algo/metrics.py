@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fsdptrain.algo.corrections import correction_ratio
+from fsdptrain.algo.corrections import correction_ratio, mismatch, rejected
 from fsdptrain.algo.kl import k3
 from fsdptrain.algo.tokens import LossTokens, clamped
 from fsdptrain.types import LossConfig, Metrics
@@ -32,17 +32,17 @@ def policy_metrics(
 
 
 def mismatch_metrics(tokens: LossTokens, config: LossConfig) -> dict[str, Tensor]:
-    """Trainer against engine on the same weights, w = exp(lo - lr); with `use_rollout_logprobs` lo is lr.
+    """Trainer against engine on the same weights, w = exp(lo - lr); with `use_rollout_logprobs` l in place of lo.
 
     Out of bounds is a token whose w, or whose sequence's for a correction of sequences, lies outside of
-    [mismatch_low, mismatch_high].
+    [mismatch_low, mismatch_high]; rejected is what --mismatch-rejection drops.
     """
-    log_w = clamped(tokens.old_logprobs - tokens.rollout_logprobs)
+    difference = mismatch(tokens, config)
+    distance, log_w = difference.abs(), clamped(difference)
     w = log_w.exp()
-    distance = (tokens.old_logprobs - tokens.rollout_logprobs).abs()
     in_use = correction_ratio(tokens, config)
     outside = (in_use < config.mismatch_low) | (in_use > config.mismatch_high)
-    return {
+    metrics = {
         "mismatch/abs_mean": (tokens.shares * distance).sum(),
         "mismatch/abs_max": torch.where(tokens.shares > 0, distance, 0.0).max(),
         "mismatch/k3": (tokens.shares * k3(-log_w)).sum(),  # KL(rollout || trainer): the engine made the tokens
@@ -50,6 +50,9 @@ def mismatch_metrics(tokens: LossTokens, config: LossConfig) -> dict[str, Tensor
         "mismatch/_w_mean": (tokens.shares * w).sum(),
         "mismatch/_w2_mean": (tokens.shares * w.square()).sum(),
     }
+    if config.mismatch_rejection != "none":
+        metrics["mismatch/rejected"] = (tokens.shares * rejected(tokens, config)).sum()
+    return metrics
 
 
 def finish_metrics(metrics: Mapping[str, float]) -> Metrics:

@@ -75,6 +75,13 @@ def sequence_mean(tokens: LossTokens, values: Tensor) -> Tensor:
     return sequence_sum(tokens, values) / counts.clamp(min=1)  # 0 loss tokens: an empty pack
 
 
+def sequence_max(tokens: LossTokens, values: Tensor) -> Tensor:
+    """At each token the largest of `values`, at least 0, over the loss tokens of its sequence. [M] -> [M]"""
+    counted = torch.where(tokens.mask, values, 0.0)
+    largest = counted.new_zeros(tokens.num_segments).scatter_reduce(0, tokens.segments, counted, "amax")
+    return largest[tokens.segments]
+
+
 def with_value(values: Tensor, target: Tensor) -> Tensor:
     """`target`, with the gradient of `values`: what GSPO calls the token form of a sequence's quantity. [M]
 

@@ -3,7 +3,7 @@
 import gc
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,20 +17,31 @@ from fsdptrain import platform
 from fsdptrain.algo.metrics import finish_metrics
 from fsdptrain.backends.experts import Experts
 from fsdptrain.config import Config
-from fsdptrain.errors import CheckpointError
-from fsdptrain.fsdp.checkpoint import load_checkpoint, save_checkpoint
+from fsdptrain.errors import CheckpointError, ConfigError
+from fsdptrain.fsdp.adapter import export_adapter, stream_adapter
+from fsdptrain.fsdp.checkpoint import (
+    has_reference,
+    load_checkpoint,
+    load_reference,
+    save_checkpoint,
+    save_reference,
+)
 from fsdptrain.fsdp.export import export_hf, stream_weights
 from fsdptrain.fsdp.mesh import build_mesh
 from fsdptrain.fsdp.optim import Optimizer
 from fsdptrain.fsdp.reference import ReferenceBank
-from fsdptrain.fsdp.shards import HostStash, describe, fingerprint, local_shard
+from fsdptrain.fsdp.shards import HostStash, content_digest, describe, fingerprint, local_shard
 from fsdptrain.fsdp.wrap import shard_model
 from fsdptrain.models.attention import resolve_attention
 from fsdptrain.models.checkpointing import enable_gradient_checkpointing
+from fsdptrain.models.collective import together
 from fsdptrain.models.layout import LayoutProbe, choose_layout
 from fsdptrain.models.loading import build_meta_model, load_weights, resolve_checkpoint
+from fsdptrain.models.lora import Adapters, add_adapters
+from fsdptrain.models.materialize import store_in
 from fsdptrain.models.policy import RouterFunction, check_head, evaluating, install_policy_forward, policy_logprobs
 from fsdptrain.models.structure import reshard
+from fsdptrain.models.truncation import Truncation
 from fsdptrain.protocols import Loss, ModelRole, Naming
 from fsdptrain.types import LogProbs, LossConfig, Metrics, PackedBatch
 
@@ -59,15 +70,15 @@ class FSDPBackend:
         self._stash = HostStash()
         self._experts = Experts(config)
         other = self._other_reference()  # before the policy: two models are never on the device together
-        self._model = _load_model(
-            config,
-            self.checkpoint_path,
-            self.mesh,
-            self.compute_dtype,
-            experts=self._experts,
-            before_load=before_load,
+        self._model, self.adapters = _load_model(
+            config, self.checkpoint_path, self.mesh, experts=self._experts, before_load=before_load
         )
+        self._base_digest = ""  # of the frozen weights
+        if self.adapters is not None:
+            with self.adapters.detached():
+                self._base_digest = content_digest(self._model)
         self._reference = self._checked_reference(other)
+        self._reference_moved = False  # it is no longer the one that this run began with
         self.layout_probe = self._verify_model()
         self._optimizer = Optimizer(self._model, config.optim, total_steps=total_steps, fp16=config.model.fp16)
 
@@ -82,7 +93,7 @@ class FSDPBackend:
     def score(self, batches: Sequence[PackedBatch], model: ModelRole) -> list[LogProbs]:
         """Log-probabilities at the temperature of the rollout, without gradient, on the CPU, for each batch.
 
-        All batches of `reference` are scored under one swap of weights. It must have been asked for by --kl-loss-coef.
+        All batches of `reference` are scored under one swap of weights. There is one if a KL term asks for it.
         It chooses its own experts; the policy takes those of `batch.routes`, or reports which it took, as
         --router-replay says.
         """
@@ -97,11 +108,16 @@ class FSDPBackend:
     def train_step(self, batches: Sequence[PackedBatch], loss: Loss, config: LossConfig) -> Metrics:
         """One optimizer step over the packs of this rank; every rank passes the same number of packs.
 
-        Waits for the device once, and once more for the load of experts. Gradients that are not finite on any rank are
+        Without a loss token on any rank the weights stay, and only the schedule of the learning rate goes on. Else it
+        waits for the device once, and once more for the load of experts. Gradients that are not finite on any rank are
         dropped on every rank; then there is no optim/grad_norm. Raises NumericsError after more than
         --max-skipped-steps of such.
         """
         assert not self._stash, "onload comes before train_step"
+        if not batches[0].num_loss_tokens:  # of the whole step: the same on every rank
+            metrics = {"optim/lr": self._optimizer.lr, "optim/skipped_steps": float(self._optimizer.num_skipped)}
+            self._optimizer.pass_over()
+            return metrics
         self._model.train(self._config.algorithm.algorithm == "sft")
         self._optimizer.zero_grad()
         load = self._experts.load(self._model, batches, layout=self.layout_probe.layout, device=self.device)
@@ -124,16 +140,36 @@ class FSDPBackend:
             self._optimizer.skip()
         return metrics | {"optim/skipped_steps": float(self._optimizer.num_skipped)}
 
+    def update_reference(self) -> None:
+        """Make the present policy the reference. Checkpoints hold it from now on."""
+        assert not self._stash, "onload comes before update_reference"
+        self._bank.copy_from(self._model)
+        self._reference_moved = True
+
     def hf_weights(self, naming: Naming = "hub") -> Iterator[tuple[str, Tensor]]:
         """Full tensors in the compute dtype, layer by layer, on the device; every rank gets each and takes each."""
         assert not self._stash, "onload comes before hf_weights"
-        return stream_weights(self._model, dtype=self.compute_dtype, naming=naming)
+        return stream_weights(self._model, dtype=self.compute_dtype, naming=naming, adapters=self.adapters)
+
+    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Full float32 tensors of the adapter by peft's names, on the device: for engines that take adapters."""
+        assert not self._stash, "onload comes before adapter_weights"
+        assert self.adapters is not None, "there is no adapter without --lora-rank"
+        return stream_adapter(self._model, self.adapters)
 
     def export(self, target: Path) -> None:
-        """Write the policy as a Hugging Face folder, in the dtype of the checkpoint that it came from."""
+        """Write the policy as a Hugging Face folder, in the dtype of the checkpoint that it came from.
+
+        With an adapter --lora-export says what is written: it as a peft folder, the model with it, or both.
+        """
         assert not self._stash, "onload comes before export"
-        dtype = _dtype_of(self.checkpoint_path, default=self.compute_dtype)
-        export_hf(self._model, self.checkpoint_path, target, dtype=dtype)
+        form = "merged" if self.adapters is None else self._config.lora.export
+        if form != "adapter":
+            dtype = _dtype_of(self.checkpoint_path, default=self.compute_dtype)
+            export_hf(self._model, self.checkpoint_path, target, dtype=dtype, adapters=self.adapters)
+        if self.adapters is not None and form != "merged":
+            folder = target if form == "adapter" else target / "adapter"
+            export_adapter(self._model, self.adapters, folder, source=self.checkpoint_path, base=self._base_name)
 
     def offload(self) -> None:
         """Move parameters and optimizer state to the host until `onload`. Nothing to do where they are there anyway."""
@@ -149,18 +185,48 @@ class FSDPBackend:
     def save(self, directory: Path, step: int) -> None:
         """Into a folder that exists: see `CheckpointFolder.write`."""
         assert not self._stash, "onload comes before save"
-        save_checkpoint(directory, self._model, self._optimizer, step=step)
+        save_checkpoint(directory, self._model, self._optimizer, step=step, adapter=self._adapter_identity)
+        if self._reference_moved:
+            with self._bank.swapped_into(self._model):
+                save_reference(directory, self._model)
 
     def load(self, directory: Path) -> int:
         """Returns the step that was saved. Raises CheckpointError."""
         assert not self._stash, "onload comes before load"
-        return load_checkpoint(directory, self._model, self._optimizer)
+        step = load_checkpoint(directory, self._model, self._optimizer, adapter=self._adapter_identity)
+        self._reference_moved = self._reference is not None and has_reference(directory)
+        if self._reference_moved:
+            with self._bank.swapped_into(self._model):
+                load_reference(directory, self._model)
+        return step
 
-    def _weights_of(self, role: ModelRole) -> AbstractContextManager[None]:
-        if role == "policy":
-            return nullcontext()
-        assert self._reference is not None, "there is no reference without --kl-loss-coef"
-        return self._reference.swapped_into(self._model)
+    @property
+    def _bank(self) -> ReferenceBank:
+        assert self._reference is not None, "there is no reference of its own weights"
+        return self._reference
+
+    @property
+    def _adapter_identity(self) -> str | None:
+        """What a checkpoint says that it belongs to, since it does not hold the frozen weights."""
+        return None if self.adapters is None else f"{self.adapters.kind} on weights {self._base_digest}"
+
+    @property
+    def _base_name(self) -> str:
+        """How an adapter names its base: as a user of it would."""
+        name = self._config.model.hf_checkpoint
+        return str(Path(name).resolve()) if Path(name).is_dir() else name
+
+    @contextmanager
+    def _weights_of(self, role: ModelRole) -> Iterator[None]:
+        """Inside, the model is the one of `role`: of an adapter, the reference is the model without it."""
+        assert role == "policy" or self._reference or self.adapters, "there is no reference without a KL term"
+        with ExitStack() as stack:
+            if role == "reference":
+                if self.adapters is not None:
+                    stack.enter_context(self.adapters.detached())
+                if self._reference is not None:
+                    stack.enter_context(self._reference.swapped_into(self._model))
+            yield
 
     def _logprobs(
         self,
@@ -175,6 +241,7 @@ class FSDPBackend:
             batch,
             layout=self.layout_probe.layout,
             temperature=self._temperature,
+            truncation=self._truncation,
             with_entropy=with_entropy,
             with_routes=with_routes,
             router=router,
@@ -184,6 +251,11 @@ class FSDPBackend:
     def _temperature(self) -> float:
         """Supervised training knows no rollout."""
         return 1.0 if self._config.algorithm.algorithm == "sft" else self._config.rollout.temperature
+
+    @property
+    def _truncation(self) -> Truncation:
+        rollout = self._config.rollout
+        return Truncation(rollout.top_p, rollout.top_k or -1, rollout.min_p)
 
     def _verify_model(self) -> LayoutProbe:
         """The layout that the model computes exactly. NumericsError: there is none, or its head is not understood."""
@@ -197,37 +269,52 @@ class FSDPBackend:
     def _other_reference(self) -> ReferenceBank | None:
         """The weights of --ref-load, where there is one; its sharded model is gone again when this returns."""
         config = self._config
-        if config.algorithm.kl_loss_coef == 0 or config.ref.load is None:
+        if not config.needs_reference or config.ref.load is None:
             return None
         path = resolve_checkpoint(config.ref.load)
-        bank = ReferenceBank(_load_model(config, path, self.mesh, self.compute_dtype))
+        bank = ReferenceBank(_load_model(config, path, self.mesh, with_adapters=False)[0])
         gc.collect()  # modules and FSDP's hooks refer to each other
         return bank
 
     def _checked_reference(self, other: ReferenceBank | None) -> ReferenceBank | None:
-        if self._config.algorithm.kl_loss_coef == 0:
+        if not self._config.needs_reference:
             return None
-        own = fingerprint(self._model)
+        with nullcontext() if self.adapters is None else self.adapters.detached():
+            own = fingerprint(self._model)
         if other is not None and other.fingerprint != own:
             raise CheckpointError(
                 f"--ref-load {self._config.ref.load} is {describe(other.fingerprint)}, but --hf-checkpoint is "
                 f"{describe(own)}: the reference must have the same shapes"
             )
-        return other or ReferenceBank(self._model)
+        if other is None and self.adapters is None:
+            return ReferenceBank(self._model)
+        return other
 
 
 def _load_model(
     config: Config,
     path: Path,
     mesh: DeviceMesh,
-    compute_dtype: torch.dtype,
     *,
+    with_adapters: bool = True,
     experts: Experts | None = None,
     before_load: Callable[[PreTrainedModel], None] | None = None,
-) -> PreTrainedModel:
-    """The sharded model of `path` with its weights, whose forward scores packs. The order of these calls matters."""
+) -> tuple[PreTrainedModel, Adapters | None]:
+    """The sharded model of `path` with its weights, whose forward scores packs. The order of these calls matters.
+
+    Of a run that trains an adapter, weights are stored in the compute dtype: they stay as they are.
+    """
+    compute_dtype: torch.dtype = getattr(torch, config.compute_dtype_name)
+    stored = compute_dtype if config.lora.rank else torch.float32
     attention = resolve_attention(config.model.attn_implementation, platform.device_type())
     model = build_meta_model(path, trust_remote_code=config.model.trust_remote_code, attn_implementation=attention)
+    adapters = None
+    if config.lora.rank and with_adapters:
+        with together(ConfigError, "--lora-targets"):
+            adapters = add_adapters(model, config.lora)
+    without_adapters = nullcontext if adapters is None else adapters.detached
+    with without_adapters():
+        store_in(model, stored)
     if before_load is not None:
         before_load(model)
     if config.model.gradient_checkpointing:
@@ -242,8 +329,12 @@ def _load_model(
         reshard_after_forward=config.fsdp.reshard_after_forward,
         prefetch=config.fsdp.prefetch,
     )
-    load_weights(model, path, strategy=config.model.load_strategy, cpu_offload=config.fsdp.cpu_offload)
-    return model
+    with without_adapters():
+        offload = config.fsdp.cpu_offload
+        load_weights(model, path, strategy=config.model.load_strategy, cpu_offload=offload, dtype=stored)
+    if adapters is not None:
+        adapters.finish(seed=config.run.seed, cpu_offload=config.fsdp.cpu_offload)
+    return model, adapters
 
 
 def _dtype_of(checkpoint: Path, *, default: torch.dtype) -> torch.dtype:

@@ -2,6 +2,8 @@
 
     default < preset of the algorithm < recipe < flag
 
+A preset stands just below whoever names its algorithm: see precedence.
+
 In a recipe and in Python a key may stand in its section or flat, by its flag's name with underscores:
 
     Config(hf_checkpoint="Qwen/Qwen3-4B", fsdp_cpu_offload=True)
@@ -11,7 +13,7 @@ In a recipe and in Python a key may stand in its section or flat, by its flag's 
 Nothing here imports torch, so that `fsdptrain --help` is instant.
 """
 
-from fsdptrain.config.algorithm import AlgorithmConfig
+from fsdptrain.config.algorithm import AlgorithmConfig, SelectionConfig, ShapingConfig
 from fsdptrain.config.checks import check_processes, check_world_size
 from fsdptrain.config.flags import Resolved, resolve
 from fsdptrain.config.recipe import load_recipe, read_recipe, to_yaml
@@ -21,9 +23,11 @@ from fsdptrain.config.sections import (
     PREFIXED,
     BatchConfig,
     DataConfig,
+    EnvironmentConfig,
     FsdpConfig,
     LaunchConfig,
     LogConfig,
+    LoraConfig,
     ModelConfig,
     OptimConfig,
     RefConfig,
@@ -39,9 +43,11 @@ __all__ = [
     "BatchConfig",
     "Config",
     "DataConfig",
+    "EnvironmentConfig",
     "FsdpConfig",
     "LaunchConfig",
     "LogConfig",
+    "LoraConfig",
     "ModelConfig",
     "OptimConfig",
     "RefConfig",
@@ -51,6 +57,8 @@ __all__ = [
     "RouterConfig",
     "RunConfig",
     "Section",
+    "SelectionConfig",
+    "ShapingConfig",
     "check_processes",
     "check_world_size",
     "load_recipe",

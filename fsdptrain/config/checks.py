@@ -69,18 +69,40 @@ def _model(config: Config) -> Iterator[Problem]:
         yield "--fp16 and --bf16 are both on: choose one, e.g. --fp16 --no-bf16"
 
 
+def _lora(config: Config) -> Iterator[Problem]:
+    lora = config.lora
+    if not lora.rank:
+        keys = "lora_alpha lora_dropout lora_targets lora_use_dora lora_export"
+        yield from without_effect(config, keys, "without an adapter: set --lora-rank, e.g. 32")
+    elif config.algorithm.algorithm != "sft":
+        reason = "in reinforcement learning, which trains without dropout: leave it out, or use --algorithm sft"
+        yield from without_effect(config, "lora_dropout", reason)
+    for name in sorted({name for name in lora.targets if lora.targets.count(name) > 1}):
+        yield f"--lora-targets names {name} twice"
+
+
 def _data(config: Config) -> Iterator[Problem]:
     if not config.data.apply_chat_template:
         yield from without_effect(config, "chat_template_kwargs", "with --no-apply-chat-template: leave it out")
+
+
+def _environment(config: Config) -> Iterator[Problem]:
+    if config.environment.environment is None:
+        keys = "environment_kwargs max_turns max_observation_len environment_timeout environment_workers"
+        yield from without_effect(config, keys, "without an environment: set --environment, e.g. calculator")
+        if config.data.prompt_data == "environment":
+            yield "--prompt-data environment are the rows that an environment brings: name it by --environment"
+    if config.data.eval_prompt_data == "environment":
+        yield "--eval-prompt-data environment: leave it out, its prompts are held out from --prompt-data environment"
 
 
 def _columns(config: Config) -> Iterator[Problem]:
     """Options that the form of the data makes meaningless."""
     names = [name.partition("?")[0] for name in (config.data.prompt_data, config.data.eval_prompt_data) if name]
     generated = [name.startswith("reasoning_gym:") for name in names]
-    files = [name.endswith((".jsonl", ".json", ".parquet")) for name in names]
-    if all(generated):
-        reason = "with reasoning_gym data, which has no columns: leave it out"
+    files = [name.endswith((".jsonl", ".json", ".parquet")) or name == "environment" for name in names]
+    if all(known or name == "environment" for known, name in zip(generated, names, strict=True)):
+        reason = "with data of reasoning_gym or an environment, which have no columns: leave it out"
         yield from without_effect(config, "input_key label_key metadata_key", reason)
     if not any(generated):
         yield from without_effect(config, "data_size", "on data of a fixed size: only reasoning_gym data is generated")
@@ -195,5 +217,5 @@ def _launch(config: Config) -> Iterator[Problem]:
 
 
 _CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (
-    _model, _data, *ALGORITHM_CHECKS, _lengths, _schedule, _run, _log, _launch,
+    _model, _lora, _data, _environment, *ALGORITHM_CHECKS, _lengths, _schedule, _run, _log, _launch,
 )  # fmt: skip

@@ -15,7 +15,7 @@ from fsdptrain.config.checks import check_data_options
 from fsdptrain.config.keys import advice, all_keys
 from fsdptrain.config.presets import preset_values
 from fsdptrain.config.problems import describe, near
-from fsdptrain.config.recipe import LEFT_OUT, Source, combine, merge, read_recipe
+from fsdptrain.config.recipe import Source, combine, merge, read_recipe
 from fsdptrain.config.root import Config
 from fsdptrain.errors import ConfigError
 
@@ -69,16 +69,16 @@ def resolve(argv: Sequence[str]) -> Resolved:
     config, left_out = combine(recipe, values)
     check_data_options(config)
     sources: dict[str, Source] = dict.fromkeys(all_keys(), "default")
-    sources.update(dict.fromkeys(_set_by_preset(config, merge(recipe, values)), "preset"))
+    sources.update(dict.fromkeys(_set_by_preset(config), "preset"))
     sources.update(dict.fromkeys(_flat_keys(recipe), "recipe"))
-    sources.update(dict.fromkeys(left_out, LEFT_OUT))
+    sources.update(left_out)
     sources.update(dict.fromkeys(values, "flag"))
     return Resolved(config, sources)
 
 
-def _set_by_preset(config: Config, given: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def _set_by_preset(config: Config) -> list[str]:
     """Flat keys that the algorithm's preset sets to something else than their default."""
-    values = preset_values(config.algorithm.algorithm, given.get("algorithm", {}).get("loss"))
+    values = preset_values(config.algorithm.algorithm, config.algorithm.loss)
     return [flat for flat, value in values.items() if value != all_keys()[flat].default]
 
 
@@ -165,12 +165,17 @@ def view(groups: Mapping[str, Mapping[str, Option]], docs: Mapping[str, str] | N
 
 def _member(name: str, option: Option) -> tuple[str, Any, Any]:
     inner = [choice for choice in get_args(option.annotation) if choice is not type(None)]
-    metavar = inner[0].__name__.upper() if type(None) in get_args(option.annotation) else None  # not {None}|STR
+    metavar = _metavar(inner[0]) if type(None) in get_args(option.annotation) else None  # not {None}|STR
     marks: list[Any] = [tyro.conf.arg(name=option.flag[2:], prefix_name=False, help=option.help, metavar=metavar)]
     if get_origin(option.annotation) is dict:
         marks.append(_MAPPING)
     annotation = Annotated[(option.annotation, *marks)]  # pyright: ignore[reportInvalidTypeForm]
     return name, annotation, dataclasses.field(default_factory=lambda: option.default)
+
+
+def _metavar(annotation: Any) -> str:
+    choices = get_args(annotation)
+    return f"{{{','.join(choices)}}}" if choices else annotation.__name__.upper()
 
 
 def _read_mapping(words: list[str]) -> dict[str, Any]:

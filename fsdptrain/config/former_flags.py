@@ -24,12 +24,11 @@ def _same(name: str, note: str = "", default: str = "") -> tuple[str, Former]:
 
 
 _NOT_YET = "not built yet"
-_TRUNCATION = "the trainer scores the whole distribution, so truncated sampling would bias the policy ratio"
 
 FORMER_FLAGS: dict[str, Former] = dict(
     [
         _same("--hf-checkpoint"),
-        _same("--ref-load", "only with --kl-loss-coef above 0; without it the reference is --hf-checkpoint"),
+        _same("--ref-load", "only with a KL term; without it the reference is --hf-checkpoint"),
         ("--backend", Former("", "FSDP2 is the only backend so far")),
         _same("--optimizer", default="adam"),
         _same("--lr", default="2e-5"),
@@ -76,7 +75,7 @@ FORMER_FLAGS: dict[str, Former] = dict(
         _same("--kl-loss-coef", default="0"),
         _same("--kl-loss-type", default="k1"),
         _same("--use-unbiased-kl"),
-        ("--ref-update-interval", Former("", "the reference model is fixed")),
+        _same("--ref-update-interval", "counts rollouts"),
         _same("--entropy-coef", default="0"),
         ("--calculate-per-token-loss", Former("--loss-aggregation", "`token_mean`, the default")),
         _same("--use-rollout-logprobs"),
@@ -90,9 +89,17 @@ FORMER_FLAGS: dict[str, Former] = dict(
         _same("--apply-chat-template", "on by default; `--no-apply-chat-template` turns it off"),
         _same("--rollout-shuffle", "on by default"),
         _same("--rollout-max-prompt-len"),
-        ("--rollout-top-p", Former("", _TRUNCATION)),
-        ("--rollout-top-k", Former("", _TRUNCATION)),
+        _same("--rollout-top-p", "the trainer scores among the same tokens", "1.0"),
+        _same("--rollout-top-k", "the trainer scores among the same tokens", "-1"),
         _same("--rollout-seed"),
+        (
+            "--dynamic-sampling-filter-path",
+            Former("--dynamic-sampling", "keeps groups whose rewards differ by more than --min-group-spread"),
+        ),
+        (
+            "--over-sampling-batch-size",
+            Former("--dynamic-sampling", "it asks for more in rounds, as many as are probably missing"),
+        ),
         _same("--eval-prompt-data", "without it, rows of --prompt-data are held out"),
         _same("--eval-interval", "counts rollouts"),
         _same("--n-samples-per-eval-prompt"),

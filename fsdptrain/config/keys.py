@@ -8,7 +8,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from fsdptrain.config import sections
-from fsdptrain.config.algorithm import AlgorithmConfig
+from fsdptrain.config.algorithm import AlgorithmConfig, SelectionConfig, ShapingConfig
 from fsdptrain.config.former_flags import FORMER_FLAGS
 from fsdptrain.config.section import Section
 from fsdptrain.errors import ConfigError
@@ -16,9 +16,13 @@ from fsdptrain.registry import suggest
 
 SECTIONS: dict[str, type[Section]] = {
     "model": sections.ModelConfig,
+    "lora": sections.LoraConfig,
     "data": sections.DataConfig,
     "reward": sections.RewardConfig,
+    "environment": sections.EnvironmentConfig,
     "algorithm": AlgorithmConfig,
+    "shaping": ShapingConfig,
+    "selection": SelectionConfig,
     "optim": sections.OptimConfig,
     "batch": sections.BatchConfig,
     "fsdp": sections.FsdpConfig,

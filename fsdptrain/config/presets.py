@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 RATIO = frozenset({"use_rollout_logprobs", "use_opsm", "opsm_delta"})  # read by every loss that has an old policy
-MISMATCH = frozenset({"mismatch_correction", "mismatch_low", "mismatch_high"})
+MISMATCH = frozenset(
+    {"mismatch_correction", "mismatch_low", "mismatch_high", "mismatch_rejection", "mismatch_rejection_max"}
+)
 OLD_POLICY = RATIO | MISMATCH
 CLIP = frozenset({"eps_clip", "eps_clip_high"})
 
@@ -53,15 +55,24 @@ LOSS_OPTIONS: Mapping[str, LossOptions] = {
     "reinforce": _loss(),
     "sft": LossOptions(frozenset()),
 }
+ADVANTAGE_SCALES: Mapping[str, str] = {  # what `--advantage-scale auto` means
+    "grpo": "group",
+    "dr_grpo": "none",
+    "rloo": "none",
+    "reinforce++_baseline": "whiten",
+    "max_rl": "none",
+    "opo": "none",
+}
 LOSS_FIELDS = tuple(sorted(frozenset().union(*(options.reads for options in LOSS_OPTIONS.values()))))
 
 PRESETS: Mapping[str, Preset] = {
     "grpo": Preset("grpo", "The default: verifiable rewards, a few optimizer steps on each rollout."),
     "dapo": Preset(
         "grpo",
-        "Long reasoning, where the entropy falls. So far the clip and the token mean of DAPO: dynamic sampling and "
-        "overlong shaping are not built yet.",
+        "Long reasoning, where the entropy falls: room upwards for unlikely tokens, less reward for answers that come "
+        "close to the limit, and new prompts in place of those that teach nothing.",
         options={"eps_clip_high": 0.28},
+        beside={"dynamic_sampling": True, "overlong_penalty": 1.0},
     ),
     "dr_grpo": Preset(
         "grpo",
@@ -130,6 +141,6 @@ def preset_values(algorithm: object, loss: object) -> dict[str, Any]:
     }
 
 
-def is_own_loss(loss: str) -> bool:
-    """`package.module:function`, of which nothing is known."""
-    return ":" in loss
+def is_own(name: str) -> bool:
+    """A loss or an estimator by `package.module:function`, of which nothing is known."""
+    return ":" in name

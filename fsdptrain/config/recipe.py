@@ -10,15 +10,25 @@ import yaml
 
 from fsdptrain.config.effects import NoEffectError
 from fsdptrain.config.keys import all_keys, group_by_section
+from fsdptrain.config.precedence import superseded
 from fsdptrain.config.root import Config, build_sections
 from fsdptrain.errors import ConfigError
 
-Source = Literal["default", "preset", "recipe", "flag", "default, since a flag takes the recipe's value its effect"]
+Source = Literal[
+    "default",
+    "preset",
+    "recipe",
+    "flag",
+    "default, since a flag takes the recipe's value its effect",
+    "preset, since a flag names another algorithm or loss",
+]
 LEFT_OUT: Source = "default, since a flag takes the recipe's value its effect"
+SUPERSEDED: Source = "preset, since a flag names another algorithm or loss"
 _COLOURS: dict[Source, str] = {
     "default": "\x1b[2m",
     LEFT_OUT: "\x1b[2m",
     "preset": "\x1b[35m",
+    SUPERSEDED: "\x1b[35m",
     "recipe": "\x1b[36m",
     "flag": "\x1b[1;33m",
 }
@@ -30,14 +40,17 @@ def load_recipe(path: str | Path, **flags: Any) -> Config:
     return combine(read_recipe(path), flags)[0]
 
 
-def combine(recipe: Mapping[str, Any], flags: Mapping[str, Any]) -> tuple[Config, list[str]]:
-    """The configuration, and the recipe's keys that `flags` took the effect of and that are back at their default.
+def combine(recipe: Mapping[str, Any], flags: Mapping[str, Any]) -> tuple[Config, dict[str, Source]]:
+    """The configuration, and the recipe's keys that give way to `flags`, with the source of their value.
 
-    A flag that turns something off (`--eval-interval 0`) wins over what the recipe says about it (`eval_size`). Without
-    flags nothing is left out: a recipe that contradicts itself is an error.
+    A flag that names another algorithm or loss wins over what the recipe says of its options (see `superseded`); one
+    that turns something off (`--eval-interval 0`) over what the recipe says about it (`eval_size`). Without flags
+    nothing is left out: a recipe that contradicts itself is an error.
     """
     given, by_flag = merge(recipe), merge(flags)
-    left_out: list[str] = []
+    left_out: dict[str, Source] = dict.fromkeys(superseded(given, by_flag), SUPERSEDED)
+    for flat in left_out:
+        del given[all_keys()[flat].section][all_keys()[flat].name]
     while True:
         try:
             return Config(**merge(given, by_flag)), left_out
@@ -46,7 +59,7 @@ def combine(recipe: Mapping[str, Any], flags: Mapping[str, Any]) -> tuple[Config
             if not flags or key.name in by_flag.get(key.section, {}):
                 raise
             del given[key.section][key.name]
-            left_out.append(error.key)
+            left_out[error.key] = LEFT_OUT
 
 
 def merge(*layers: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -6,17 +6,19 @@ from typing import Any, Literal
 import pydantic
 
 from fsdptrain.config import checks
-from fsdptrain.config.algorithm import AlgorithmConfig
+from fsdptrain.config.algorithm import AlgorithmConfig, SelectionConfig, ShapingConfig
 from fsdptrain.config.keys import SECTIONS, group_by_section
-from fsdptrain.config.presets import LOSS_OPTIONS, is_own_loss, preset_values
+from fsdptrain.config.presets import ADVANTAGE_SCALES, LOSS_OPTIONS, is_own, preset_values
 from fsdptrain.config.problems import field_problem
 from fsdptrain.config.section import Section
 from fsdptrain.config.sections import (
     BatchConfig,
     DataConfig,
+    EnvironmentConfig,
     FsdpConfig,
     LaunchConfig,
     LogConfig,
+    LoraConfig,
     ModelConfig,
     OptimConfig,
     RefConfig,
@@ -36,9 +38,13 @@ class Config(Section):
     """
 
     model: ModelConfig = ModelConfig()
+    lora: LoraConfig = LoraConfig()
     data: DataConfig = DataConfig()
     reward: RewardConfig = RewardConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    shaping: ShapingConfig = ShapingConfig()
+    selection: SelectionConfig = SelectionConfig()
     optim: OptimConfig = OptimConfig()
     batch: BatchConfig = BatchConfig()
     fsdp: FsdpConfig = FsdpConfig()
@@ -68,8 +74,11 @@ class Config(Section):
 
     @property
     def steps_per_rollout(self) -> int:
-        """Optimizer steps on one rollout."""
-        return self.samples_per_rollout // (self.batch.global_batch_size or self.samples_per_rollout)
+        """Optimizer steps on one rollout, over all its epochs."""
+        if self.batch.steps_per_rollout is not None:
+            return self.batch.steps_per_rollout
+        per_epoch = self.samples_per_rollout // (self.batch.global_batch_size or self.samples_per_rollout)
+        return per_epoch * self.batch.epochs_per_rollout
 
     @property
     def on_policy(self) -> bool:
@@ -80,7 +89,23 @@ class Config(Section):
     def needs_old_logprobs(self) -> bool:
         """The policy changes within a rollout, and the loss compares with what it was before."""
         loss = self.algorithm.loss
-        return not self.on_policy and (is_own_loss(loss) or "use_rollout_logprobs" in LOSS_OPTIONS[loss].reads)
+        return not self.on_policy and (is_own(loss) or "use_rollout_logprobs" in LOSS_OPTIONS[loss].reads)
+
+    @property
+    def advantage_scale(self) -> str:
+        """group, batch, whiten or none. A function of the user's own is left as it is, unless somebody says more."""
+        chosen = self.algorithm.advantage_scale
+        return ADVANTAGE_SCALES.get(self.algorithm.advantage_estimator, "none") if chosen == "auto" else chosen
+
+    @property
+    def overlong_buffer(self) -> int:
+        """--overlong-buffer, else a fifth of the longest response, as 4096 of 20480 in DAPO. [tokens]"""
+        return self.shaping.overlong_buffer or max(1, self.rollout.max_response_len // 5)
+
+    @property
+    def needs_reference(self) -> bool:
+        """There is a KL term, in the loss or in the reward."""
+        return self.algorithm.kl_loss_coef > 0 or self.algorithm.kl_reward_coef > 0
 
     @property
     def total_optimizer_steps(self) -> int:

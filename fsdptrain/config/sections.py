@@ -11,7 +11,7 @@ from pydantic import Field
 
 from fsdptrain.config.section import Names, Section
 
-PREFIXED = ("fsdp", "rollout", "ref", "router", "log")
+PREFIXED = ("lora", "fsdp", "rollout", "ref", "router", "log")
 
 
 class ModelConfig(Section):
@@ -46,6 +46,25 @@ class ModelConfig(Section):
         return values
 
 
+class LoraConfig(Section):
+    """A small adapter that is trained in place of the weights: docs/lora.md."""
+
+    rank: int = Field(default=0, ge=0)
+    """Rank of the adapter, e.g. 32; 0: no adapter, all weights are trained."""
+    alpha: int = Field(default=32, ge=1)
+    """The adapter's product is multiplied by alpha / rank."""
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Dropout before the adapter; only `--algorithm sft` trains with dropout at all."""
+    targets: Names = Field(default=["all-linear"], min_length=1)
+    """What is adapted: `all-linear` (but never the head), `attention`, ends of names of linear layers (q_proj), or of
+    other weights such as experts.gate_up_proj experts.down_proj."""
+    use_dora: bool = False
+    """DoRA: train the length of each row of the weights too. Linear layers only."""
+    export: Literal["adapter", "merged", "both"] = "adapter"
+    """What is written as the trained model: `adapter`: a peft folder. `merged`: a whole model. `both`: that, and the
+    adapter in its folder `adapter`."""
+
+
 class DataConfig(Section):
     """Prompts and how they become tokens."""
 
@@ -78,10 +97,30 @@ class RewardConfig(Section):
     """What a good response is."""
 
     reward: Names = Field(default=["auto"], min_length=1)
-    """One or more of auto, reasoning_gym, reasoning_gym_strict, math, exact, format or `package.module:function`, each
-    with an optional `=weight`."""
+    """One or more of auto, reasoning_gym, reasoning_gym_strict, math, exact, format, environment or
+    `package.module:function`, each with an optional `=weight`."""
     max_unscored_fraction: float = Field(default=0.1, ge=0.0, le=1.0)
     """Stop when more than this share of a rollout's samples could not be scored."""
+    pass_threshold: float = 1.0
+    """Reward from which a response counts as right: in evaluations, and for --curriculum."""
+
+
+class EnvironmentConfig(Section):
+    """Episodes of several turns."""
+
+    environment: str | None = None
+    """What answers the model, turn by turn: calculator, verifiers:<id>, or `package.module:Class` (or a function). See
+    docs/environments.md."""
+    environment_kwargs: dict[str, bool | int | float | str] = Field(default={})
+    """Handed to the environment when it is made."""
+    max_turns: int = Field(default=8, ge=1)
+    """Longest episode. [responses of the model]"""
+    max_observation_len: int = Field(default=512, ge=1)
+    """Longest answer of the environment; what is longer is cut short. [tokens]"""
+    environment_timeout: float = Field(default=60.0, gt=0.0)
+    """Deadline of one answer of the environment; an episode that misses it is not scored. [s]"""
+    environment_workers: int = Field(default=32, ge=1)
+    """Answers of the environment that each rank makes at one time. [threads]"""
 
 
 class OptimConfig(Section):
@@ -130,6 +169,11 @@ class BatchConfig(Section):
     """A sample longer than max_tokens_per_gpu stops the run, or is dropped and counted."""
     global_batch_size: int | None = Field(default=None, ge=1)
     """Samples in one optimizer step. Default: the whole rollout, strictly on-policy. [samples]"""
+    steps_per_rollout: int | None = Field(default=None, ge=1)
+    """Optimizer steps on each rollout, all its epochs together: another way to say --global-batch-size. Samples are
+    dealt to them at random, the samples of one prompt one by one."""
+    epochs_per_rollout: int = Field(default=1, ge=1)
+    """Times that each rollout is trained on, in another order each time. Old and reference logprobs are scored once."""
 
 
 class FsdpConfig(Section):
@@ -158,6 +202,13 @@ class RolloutConfig(Section):
     """Longest response. [tokens]"""
     temperature: float = Field(default=1.0, gt=0.0)
     """Sampling temperature; the trainer scores at the same one."""
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Sample from the fewest of the most likely tokens whose probability reaches this. The trainer scores among them
+    too."""
+    top_k: int | None = Field(default=None, ge=1)
+    """Sample from the k most likely tokens; the trainer scores among them too. Default: off. [tokens]"""
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    """Sample from tokens that are at least so likely as this times the likeliest; the trainer scores among them too."""
     max_batch_tokens: int = Field(default=262_144, ge=1)
     """Embedded engine: tokens that its key-value cache may hold at one time. [tokens]"""
     shuffle: bool = True
@@ -171,6 +222,8 @@ class RefConfig(Section):
 
     load: str | None = None
     """Checkpoint of the reference. Default: --hf-checkpoint. It must have the same shapes."""
+    update_interval: int | None = Field(default=None, ge=1)
+    """Make the policy the reference after so many rollouts, again and again. Default: never. [rollouts]"""
 
 
 class RouterConfig(Section):

@@ -8,8 +8,10 @@ group, whose CPU backend is gloo.
 Measured on torch 2.13: gloo's all_to_all_single takes uneven splits on 1, 2 and 4 ranks, so no padding is needed.
 """
 
+import hashlib
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,7 +30,13 @@ class SampleIndex:
     lengths: tuple[int, ...]  # tokens of each sample
     loss_tokens: tuple[int, ...]  # loss tokens of each sample
     owners: tuple[int, ...]  # rank that holds each sample
+    keys: tuple[int, ...]  # a name for each sample that does not depend on where it is
     route_shape: tuple[int, int] | None = None  # (layers, k), where samples have routes
+
+    def of_rank(self, rank: int) -> range:
+        """The samples that `rank` holds."""
+        first = sum(owner < rank for owner in self.owners)
+        return range(first, first + self.owners.count(rank))
 
     def totals(self, indices: Sequence[int]) -> Totals:
         """The denominators of an optimizer step that trains these samples."""
@@ -37,21 +45,34 @@ class SampleIndex:
 
 def gather_index(samples: Sequence[Sample]) -> SampleIndex:
     """What a plan needs to know of every rank's samples: two small collectives."""
-    sizes = torch.tensor(
-        [
-            [len(s.token_ids), num_loss_tokens(s), *((0, 0) if s.routes is None else s.routes.shape[1:])]
-            for s in samples
-        ],
-        dtype=torch.int64,
-    )
-    by_rank = _all_gather_rows(sizes.reshape(-1, 4))
+    facts = [
+        (len(sample.token_ids), num_loss_tokens(sample), key, *_route_shape(sample))
+        for sample, key in zip(samples, sample_keys(samples), strict=True)
+    ]
+    by_rank = _all_gather_rows(torch.tensor(facts, dtype=torch.int64).reshape(-1, 5))
     rows = torch.cat(by_rank).tolist()
     return SampleIndex(
         lengths=tuple(length for length, *_ in rows),
         loss_tokens=tuple(count for _, count, *_ in rows),
         owners=tuple(rank for rank, held in enumerate(by_rank) for _ in range(len(held))),
+        keys=tuple(key for _, _, key, *_ in rows),
         route_shape=next(((layers, k) for *_, layers, k in rows if k), None),
     )
+
+
+def _route_shape(sample: Sample) -> tuple[int, ...]:
+    return (0, 0) if sample.routes is None else tuple(sample.routes.shape[1:])
+
+
+def sample_keys(samples: Sequence[Sample]) -> list[int]:
+    """63 bits of a hash of the group and of the sample's place in it; a group is whole on one rank, in one order."""
+    places: dict[str, int] = {}
+    keys: list[int] = []
+    for sample in samples:
+        places[sample.group_id] = place = places.get(sample.group_id, -1) + 1
+        digest = hashlib.blake2b(f"{place} {sample.group_id}".encode(), digest_size=8).digest()
+        keys.append(int.from_bytes(digest) >> 1)
+    return keys
 
 
 def exchange_samples(
@@ -65,7 +86,7 @@ def exchange_samples(
     rank, num_ranks = _rank_and_size()
     if num_ranks == 1:
         return [samples[i] for i in destinations[0]]
-    first = index.owners.index(rank) if samples else 0
+    first = index.of_rank(rank).start
     outgoing = [[samples[i - first] for i in wanted if index.owners[i] == rank] for wanted in destinations]
     parts = [_encode(batch) for batch in outgoing]
     integers = _all_to_all([part[0] for part in parts])
@@ -76,6 +97,35 @@ def exchange_samples(
         decoded = [_with_routes(*part, index.route_shape) for part in zip(decoded, routes, strict=True)]
     arrived = [iter(batch) for batch in decoded]
     return [next(arrived[index.owners[i]]) for i in destinations[rank]]
+
+
+def exchange_rows(
+    rows: Mapping[int, Tensor],
+    wanted: Sequence[Sequence[int]],
+    *,
+    holders: Mapping[int, int],
+    shapes: Sequence[tuple[int, ...]],
+) -> list[Tensor]:
+    """This rank's part of `wanted` ([rank] -> numbers, any of them many times), in that order.
+
+    Args:
+        rows: number -> float32, those that this rank holds.
+        wanted: the same on every rank.
+        holders: number -> the rank that holds it; the same on every rank.
+        shapes: of what this rank will get.
+    """
+    rank, num_ranks = _rank_and_size()
+    if num_ranks == 1:
+        return [rows[i] for i in wanted[0]]
+    parts = [[rows[i].reshape(-1) for i in numbers if holders[i] == rank] for numbers in wanted]
+    received = _all_to_all([torch.cat([torch.empty(0), *part]) for part in parts])
+    used = [0] * num_ranks
+    found: list[Tensor] = []
+    for i, shape in zip(wanted[rank], shapes, strict=True):
+        start = used[holders[i]]
+        used[holders[i]] = end = start + math.prod(shape)
+        found.append(received[holders[i]][start:end].reshape(shape))
+    return found
 
 
 def _rank_and_size() -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """From rows to tokenised prompts, and the endless, seeded, resumable stream of them."""
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,9 +9,10 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from fsdptrain.config import DataConfig, RolloutConfig
-from fsdptrain.data.sources import GENERATOR, Message, Row, Rows, as_messages, content_hash
+from fsdptrain.data.curriculum import PassRates
+from fsdptrain.data.sources import GENERATOR, Row, Rows, as_messages, content_hash
 from fsdptrain.errors import ConfigError, DataError
-from fsdptrain.types import Prompt
+from fsdptrain.types import Message, Metrics, Prompt
 
 ANSWER_TAGS_PROMPT = (
     "Reason about the question first. Then give the final answer, and nothing else, inside <answer></answer> tags, "
@@ -28,6 +29,9 @@ class PromptStream:
     `max_prompt_len` (default: `rollout.max_prompt_len`) tokens are left out and counted in `num_too_long`. From the
     second epoch on an id carries the epoch (`task:17@1`), so that no two prompts of a run share one, nor the random
     numbers that hang on it.
+
+    With a `curriculum` a row that comes up may be skipped for this epoch; what `record` is told decides. A rank whose
+    stream was asked for other prompts, or told other results, than those of the others would go its own way.
     """
 
     def __init__(
@@ -39,6 +43,7 @@ class PromptStream:
         rollout: RolloutConfig,
         exclude: Collection[str] = (),
         max_prompt_len: int | None = None,
+        curriculum: PassRates | None = None,
     ) -> None:
         check_template(tokenizer, data)
         self.rows = rows
@@ -48,11 +53,14 @@ class PromptStream:
         self.max_prompt_len = max_prompt_len or rollout.max_prompt_len
         self.shuffle = rollout.shuffle
         self.seed = rollout.seed
+        self.curriculum = curriculum
         self.epoch = 0  # epochs that are complete
         self.position = 0  # rows of this epoch that were looked at
         self.num_too_long = 0
         self._order = self._make_order()
-        self._since_last = 0  # rows looked at since the last prompt that was given out
+        self._since_last = 0  # rows looked at since the last one that can be used
+        self._given_out: dict[str, int] = {}  # prompt -> row, for the curriculum, until its result is recorded
+        self._num_given, self._num_skipped = 0, 0  # since the last `metrics`
 
     @property
     def progress(self) -> float:
@@ -68,17 +76,38 @@ class PromptStream:
                 prompts.append(prompt)
         return prompts
 
-    def state_dict(self) -> dict[str, int]:
+    def record(self, prompt: Prompt, *, passed: int, tried: int) -> None:
+        """What became of a prompt that was given out: `passed` of the `tried` answers that could be scored."""
+        if self.curriculum is not None:
+            self.curriculum.record(self._given_out.pop(prompt.id), passed=passed, tried=tried)
+
+    def metrics(self) -> Metrics:
+        """curriculum/*, of the prompts since the last call; nothing without a curriculum."""
+        if self.curriculum is None:
+            return {}
+        skipped, looked_at = self._num_skipped, self._num_skipped + self._num_given
+        self._num_given, self._num_skipped = 0, 0
         return {
+            "curriculum/skipped_fraction": skipped / max(1, looked_at),
+            "curriculum/mean_pass_rate": self.curriculum.mean_rate,
+            "curriculum/seen_fraction": self.curriculum.seen_fraction,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        state = {
             "epoch": self.epoch,
             "position": self.position,
             "seed": self.seed,
             "num_rows": len(self.rows),
             "num_too_long": self.num_too_long,
         }
+        return state if self.curriculum is None else state | {"curriculum": self.curriculum.state_dict()}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on where `state` was taken. DataError if the data have another number of rows now."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was taken. DataError if the data have another number of rows now.
+
+        A curriculum that `state` knows nothing of, since that run had none, begins here.
+        """
         if state["num_rows"] != len(self.rows):
             raise DataError(
                 f"--prompt-data {self.data.prompt_data} has {len(self.rows)} rows to train on, {state['num_rows']} "
@@ -88,15 +117,22 @@ class PromptStream:
         self.num_too_long = state["num_too_long"]
         self._order = self._make_order()
         self._since_last = 0
+        if self.curriculum is not None and "curriculum" in state:
+            self.curriculum.load_state_dict(state["curriculum"])
 
     def _prompt_of_next_row(self) -> Prompt | None:
-        if self._since_last >= len(self.rows):
+        if self._since_last >= 2 * len(self.rows):  # a whole epoch lies in these, wherever they began
             self._raise_none_left()
         if self.position == len(self.rows):
             self.epoch, self.position = self.epoch + 1, 0
             self._order = self._make_order()
-        row = self.rows[int(self._order[self.position])]
+        index = int(self._order[self.position])
         self.position += 1
+        if self.curriculum is not None and not self.curriculum.draws(index, epoch=self.epoch, seed=self.seed):
+            self._num_skipped += 1
+            self._since_last = 0  # it was asked before, so it can be used: in an epoch to come
+            return None
+        row = self.rows[index]
         self._since_last += 1
         if content_hash(row) in self.exclude:
             return None
@@ -106,6 +142,9 @@ class PromptStream:
             self.num_too_long += 1
             return None
         self._since_last = 0
+        if self.curriculum is not None:
+            self._given_out[prompt.id] = index
+            self._num_given += 1
         return prompt
 
     def _raise_none_left(self) -> None:

@@ -1,30 +1,70 @@
 """Supervised samples: a prompt, its label as the response, and the end-of-sequence token."""
 
+from collections.abc import Mapping, Sequence
+from itertools import groupby, pairwise
+from typing import Any
+
 from transformers import PreTrainedTokenizerBase
 
+from fsdptrain.data.turns import TurnRenderer
 from fsdptrain.errors import ConfigError, DataError
-from fsdptrain.types import Prompt, Sample
+from fsdptrain.types import Message, Prompt, Sample
 
 
-def sft_sample(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, *, eos_token_id: int | None = None) -> Sample:
+def sft_sample(
+    prompt: Prompt,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    renderer: TurnRenderer | None = None,
+    eos_token_id: int | None = None,
+) -> Sample:
     """The loss is on the response and the token that ends it (`eos_token_id`, by default the tokenizer's).
 
-    The response is tokenised by itself, behind the prompt's tokens: exactly what an engine will have to produce. No
-    reward, so no group; the advantage is 1. Too long samples are left to `packing.drop_overlong`.
+    The response is tokenised by itself, behind the prompt's tokens: exactly what an engine will have to produce. A
+    label that is a list of messages is a conversation behind the prompt: the loss is on each turn of the assistant, and
+    `renderer` makes the others, as it makes the observations of an environment. No reward, so no group; the advantage
+    is 1. Too long samples are left to `packing.drop_overlong`.
     """
     end = tokenizer.eos_token_id if eos_token_id is None else eos_token_id
     if not isinstance(end, int):
         raise ConfigError(
             "--algorithm sft: the tokenizer of --hf-checkpoint has no end-of-sequence token; set eos_token in it"
         )
-    if prompt.label is None or prompt.label == "":
-        raise DataError(f"--algorithm sft: row {prompt.id} has no response; --label-key names the column that holds it")
-    response = [*tokenizer(str(prompt.label), add_special_tokens=False)["input_ids"], end]
-    num_prompt = len(prompt.token_ids)
+    token_ids, loss_mask = list(prompt.token_ids), [False] * len(prompt.token_ids)
+    for is_model, messages in groupby(_conversation(prompt), key=_is_model):
+        if is_model:
+            [said] = messages
+            ids = [*tokenizer(said["content"], add_special_tokens=False)["input_ids"], end]
+        else:
+            assert renderer is not None, "a conversation needs a renderer"
+            ids = renderer.between(list(messages), last_token=end)
+        token_ids += ids
+        loss_mask += [is_model] * len(ids)
     return Sample(
         group_id=prompt.id,
-        token_ids=[*prompt.token_ids, *response],
-        loss_mask=[False] * num_prompt + [True] * len(response),
-        rollout_logprobs=[0.0] * (num_prompt + len(response)),
+        token_ids=token_ids,
+        loss_mask=loss_mask,
+        rollout_logprobs=[0.0] * len(token_ids),
         advantage=1.0,
     )
+
+
+def _conversation(prompt: Prompt) -> Sequence[Message]:
+    """The label as messages that begin and end with the assistant, which never speaks twice in a row."""
+    label: Any = prompt.label
+    if label is None or label in ("", []):
+        raise DataError(f"--algorithm sft: row {prompt.id} has no response; --label-key names the column that holds it")
+    if not isinstance(label, list):
+        return [{"role": "assistant", "content": str(label)}]
+    whole = all(isinstance(m, Mapping) and m.get("role") and isinstance(m.get("content"), str) for m in label)
+    spoken = [_is_model(message) for message in label] if whole else []
+    if not whole or not (spoken[0] and spoken[-1]) or any(a and b for a, b in pairwise(spoken)):
+        raise DataError(
+            f"--algorithm sft: the response of row {prompt.id} is a list, {str(label)[:80]}; it is messages with role "
+            "and content, the first and the last of the assistant, and others between its turns"
+        )
+    return label
+
+
+def _is_model(message: Message) -> bool:
+    return message["role"] == "assistant"

@@ -20,8 +20,8 @@ import yaml
 from fsdptrain.config import DataConfig
 from fsdptrain.errors import ConfigError, DataError
 from fsdptrain.registry import suggest
+from fsdptrain.types import Message
 
-Message = Mapping[str, Any]  # {"role": ..., "content": ...}
 GENERATOR = "reasoning_gym:"
 FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
@@ -79,6 +79,15 @@ def as_rows(dataset: Rows | Table, data: DataConfig, *, name: str = "dataset", f
     return _TableRows(dataset, name, data.input_key, data.label_key, data.metadata_key)  # type: ignore[arg-type]
 
 
+def environment_rows(dataset: Sequence[Mapping[str, Any]]) -> Rows:
+    """The rows that an environment brings: mappings with prompt, label (or none), metadata (or none)."""
+    if len(dataset) == 0:
+        raise DataError("--prompt-data environment has no rows: the environment's dataset() is empty")
+    table = _TableRows(dataset, "environment", "prompt", "label", "metadata")
+    _check_column("dataset()", "prompt", dataset[0], where="--prompt-data environment")
+    return table
+
+
 def split_rows(rows: Rows, eval_size: int, seed: int) -> tuple[Rows, list[Row]]:
     """Rows to train on, and up to `eval_size` different ones to hold out, drawn by `seed`.
 
@@ -108,7 +117,7 @@ def content_hash(row: Row) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def as_messages(prompt: str | list[Message]) -> list[Message]:
+def as_messages(prompt: str | Sequence[Message]) -> list[Message]:
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
 
 

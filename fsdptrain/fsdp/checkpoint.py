@@ -1,7 +1,8 @@
 """Checkpoints of a run: written whole or not at all, resumed bitwise, read on any number of ranks.
 
     <output_dir>/checkpoints/step_00000050/
-        shards/*.safetensors     model and optimizer, by torch.distributed.checkpoint
+        shards/*.safetensors     model (or only its adapter) and optimizer, by torch.distributed.checkpoint
+        reference/*.safetensors  the reference, where it is no longer the one that the run began with
         rng-00000.safetensors    random states of rank 0, and so on
         trainer.json             counters, schedule, loss scale, fingerprint of the model
         ...                      what the caller of `CheckpointFolder.write` adds
@@ -38,7 +39,7 @@ from fsdptrain.models.collective import together
 from fsdptrain.models.structure import reshard
 
 MANIFEST = "manifest.json"
-_STATE, _SHARDS, _RNG = "trainer.json", "shards", "rng-{rank:05d}.safetensors"
+_STATE, _SHARDS, _REFERENCE, _RNG = "trainer.json", "shards", "reference", "rng-{rank:05d}.safetensors"
 _FORMAT = 1
 _FILE_BYTES = 1 << 28  # of one rank: a file passes through host memory whole, twice
 _FOLDER = re.compile(r"step_(\d{8,})(?:\.(\d+))?")
@@ -113,30 +114,28 @@ class CheckpointFolder:
             shutil.rmtree(doomed)
 
 
-def save_checkpoint(directory: Path, model: nn.Module, optimizer: Optimizer, *, step: int) -> None:
-    """Write model, optimizer and random states into `directory`, which exists. Collective."""
+def save_checkpoint(
+    directory: Path, model: nn.Module, optimizer: Optimizer, *, step: int, adapter: str | None = None
+) -> None:
+    """Write model, optimizer and random states into `directory`, which exists. Collective.
+
+    adapter: only an adapter is trained, and written; these words say which, and on which frozen weights.
+    """
     reshard(model)
-    tensors = _tensors(model, optimizer)
-    writer = dcp.HuggingFaceStorageWriter(
-        str(directory / _SHARDS), fqn_to_index_mapping=_file_plan(tensors), save_distributed=True
-    )
-    try:
-        dcp.save(tensors, storage_writer=writer)
-    except CheckpointException as error:
-        raise CheckpointError(f"checkpoint {directory} cannot be written ({_reasons(error)})") from error
+    _write_shards(directory / _SHARDS, _tensors(model, optimizer, only_trained=adapter is not None))
     _save_rng(directory / _RNG.format(rank=dist.get_rank()))
     if dist.get_rank() == 0:
         state = {
             "format": _FORMAT,
             "step": step,
             "world_size": dist.get_world_size(),
-            "model": fingerprint(model),
+            "model": _identity(model, adapter),
             "optimizer": optimizer.state_dict(),
         }
         (directory / _STATE).write_text(json.dumps(state, indent=2))
 
 
-def load_checkpoint(directory: Path, model: nn.Module, optimizer: Optimizer) -> int:
+def load_checkpoint(directory: Path, model: nn.Module, optimizer: Optimizer, *, adapter: str | None = None) -> int:
     """Read what `save_checkpoint` wrote, in place, and return its step. Collective.
 
     On the number of ranks that wrote it the run goes on bitwise. On another number, a rank that has no random state of
@@ -145,16 +144,29 @@ def load_checkpoint(directory: Path, model: nn.Module, optimizer: Optimizer) -> 
     reshard(model)
     state: dict[str, Any] = {}
     with together(CheckpointError, f"checkpoint {directory} cannot be read"):
-        state = _read_state(directory, model)
-    tensors = _tensors(model, optimizer)
-    try:
-        dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(directory / _SHARDS)))
-    except CheckpointException as error:
-        raise CheckpointError(f"checkpoint {directory} cannot be read ({_reasons(error)}): {_WAY_OUT}") from error
+        state = _read_state(directory, _identity(model, adapter))
+    _read_shards(directory / _SHARDS, _tensors(model, optimizer, only_trained=adapter is not None))
     with together(CheckpointError, f"checkpoint {directory} cannot be read"):
         optimizer.load_state_dict(state["optimizer"])
         _load_rng(directory / _RNG.format(rank=dist.get_rank()))
     return state["step"]
+
+
+def save_reference(directory: Path, model: nn.Module) -> None:
+    """Write `model`, which is the reference now, beside what `save_checkpoint` wrote. Collective."""
+    reshard(model)
+    _write_shards(directory / _REFERENCE, _of_model(model))
+
+
+def has_reference(directory: Path) -> bool:
+    """As rank 0 sees it. Collective."""
+    return bool(_broadcast([int((directory / _REFERENCE).is_dir())])[0])
+
+
+def load_reference(directory: Path, model: nn.Module) -> None:
+    """Read what `save_reference` wrote into `model`. Collective."""
+    reshard(model)
+    _read_shards(directory / _REFERENCE, _of_model(model))
 
 
 _WAY_OUT = "resume from another with --resume DIR, or start anew with --resume never"
@@ -164,9 +176,32 @@ def _reasons(error: CheckpointException) -> str:
     return "; ".join(sorted({f"{type(e).__name__}: {e}" for e, _ in error.failures.values()}))
 
 
-def _tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    of_model = {f"model.{name}": torch.atleast_1d(t.detach()) for name, t in model_tensors(model).items()}  # views
-    return of_model | {f"optimizer.{name}": tensor for name, tensor in optimizer.tensors().items()}
+def _identity(model: nn.Module, adapter: str | None) -> dict[str, Any]:
+    return fingerprint(model) | ({} if adapter is None else {"adapter": adapter})
+
+
+def _tensors(model: nn.Module, optimizer: Optimizer, *, only_trained: bool) -> dict[str, Tensor]:
+    return _of_model(model, only_trained=only_trained) | {f"optimizer.{n}": t for n, t in optimizer.tensors().items()}
+
+
+def _of_model(model: nn.Module, *, only_trained: bool = False) -> dict[str, Tensor]:
+    chosen = {name: t for name, t in model_tensors(model).items() if t.requires_grad or not only_trained}
+    return {f"model.{name}": torch.atleast_1d(t.detach()) for name, t in chosen.items()}  # views
+
+
+def _write_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
+    writer = dcp.HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=_file_plan(tensors), save_distributed=True)
+    try:
+        dcp.save(tensors, storage_writer=writer)
+    except CheckpointException as error:
+        raise CheckpointError(f"checkpoint {folder} cannot be written ({_reasons(error)})") from error
+
+
+def _read_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
+    try:
+        dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
+    except CheckpointException as error:
+        raise CheckpointError(f"checkpoint {folder} cannot be read ({_reasons(error)}): {_WAY_OUT}") from error
 
 
 def _file_plan(tensors: dict[str, Tensor]) -> dict[str, int]:
@@ -180,7 +215,7 @@ def _file_plan(tensors: dict[str, Tensor]) -> dict[str, int]:
     return {name: numbers[number] for name, number in plan.items()}
 
 
-def _read_state(directory: Path, model: nn.Module) -> dict[str, Any]:
+def _read_state(directory: Path, ours: dict[str, Any]) -> dict[str, Any]:
     if not directory.is_dir():
         raise CheckpointError(f"checkpoint {directory} is not there: {_WAY_OUT}")
     try:
@@ -196,7 +231,7 @@ def _read_state(directory: Path, model: nn.Module) -> dict[str, Any]:
         raise CheckpointError(f"checkpoint {directory} is broken ({error}): {_WAY_OUT}") from error
     if state.get("format") != _FORMAT:
         raise CheckpointError(f"checkpoint {directory} has format {state.get('format')}, not {_FORMAT}: {_WAY_OUT}")
-    ours, theirs = fingerprint(model), state["model"]
+    theirs = state["model"]
     if ours != theirs:
         raise CheckpointError(
             f"checkpoint {directory} is of another model ({describe(theirs)}) than --hf-checkpoint "

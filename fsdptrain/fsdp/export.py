@@ -5,7 +5,8 @@ No rank ever holds more than one decoder layer (or the embedding) in full; rank 
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -19,8 +20,11 @@ from transformers.core_model_loading import revert_weight_conversion
 from fsdptrain import platform
 from fsdptrain.errors import CheckpointError
 from fsdptrain.fsdp.checkpoint import sync_tree
-from fsdptrain.fsdp.shards import local_shard, model_tensors
+from fsdptrain.fsdp.shards import model_tensors
 from fsdptrain.models.collective import together
+from fsdptrain.models.lora import Adapters
+from fsdptrain.models.lora_weights import merged
+from fsdptrain.models.materialize import moved
 from fsdptrain.models.structure import decoder_layers, reshard
 from fsdptrain.protocols import Naming
 
@@ -28,18 +32,26 @@ _WEIGHT_SUFFIXES = {".bin", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth", 
 _NOT_COPIED = {"config.json", "README.md", ".gitattributes"}
 
 
-def stream_weights(model: PreTrainedModel, *, dtype: torch.dtype, naming: Naming) -> Iterator[tuple[str, Tensor]]:
+def stream_weights(
+    model: PreTrainedModel, *, dtype: torch.dtype, naming: Naming, adapters: Adapters | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """(name, full tensor) of all that a checkpoint holds, tied weights once, on the device of the shards. Collective.
 
     Every rank must iterate to the end. `module` names are those of `model.named_parameters()`. `hub` names are those
     of the files: fused experts are taken apart again, by the conversions of transformers. Parameters are cast to
-    `dtype` before they are gathered; buffers (such as DeepSeek's routing bias) keep theirs.
+    `dtype` before they are gathered; buffers (such as DeepSeek's routing bias) keep theirs. `adapters` are merged into
+    the weights, in float32: the names are those of the model without them.
     """
     reshard(model)
-    for unit in _units(model):
-        gathered = {name: _full(tensor, dtype) for name, tensor in unit.items()}
+    detached = nullcontext if adapters is None else adapters.detached
+    layers = {} if adapters is None else adapters.layers
+    with detached():
+        units = _units(model)
+    for unit in units:
+        gathered = {name: _full(tensor, dtype, layers.get(name)) for name, tensor in unit.items()}
         if naming == "hub":
-            gathered = revert_weight_conversion(model, gathered)
+            with detached():  # not while the caller has a tensor: it may run the model
+                gathered = revert_weight_conversion(model, gathered)
         yield from gathered.items()
 
 
@@ -61,21 +73,24 @@ def _units(model: PreTrainedModel) -> list[dict[str, Tensor]]:
 
 
 @torch.no_grad()
-def _full(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def _full(tensor: Tensor, dtype: torch.dtype, adapter: nn.Module | None) -> Tensor:
     """Cast and moved as a shard, gathered on the device: the least memory, and the fast links, with offload too."""
-    local = local_shard(tensor).to(
-        platform.local_device(), dtype if isinstance(tensor, nn.Parameter) else tensor.dtype, non_blocking=True
-    )
-    if not isinstance(tensor, DTensor):
-        return local
-    shard = DTensor.from_local(
-        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
-    return shard.full_tensor()
+    device = platform.local_device()
+    if adapter is not None:
+        tensor = merged(tensor, adapter, device).to(dtype)
+    else:
+        tensor = moved(tensor, device, dtype if isinstance(tensor, nn.Parameter) else tensor.dtype)
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def export_hf(
-    model: PreTrainedModel, source: Path, target: Path, *, dtype: torch.dtype, max_shard_bytes: int = 4_000_000_000
+    model: PreTrainedModel,
+    source: Path,
+    target: Path,
+    *,
+    dtype: torch.dtype,
+    adapters: Adapters | None = None,
+    max_shard_bytes: int = 4_000_000_000,
 ) -> None:
     """Write `model` as a folder like `source`, the checkpoint that it was loaded from. Collective.
 
@@ -84,15 +99,16 @@ def export_hf(
     """
     temporary = target.with_name(f".tmp-{target.name}")
     writer = _Writer(temporary, max_shard_bytes) if dist.get_rank() == 0 else None
-    for name, tensor in stream_weights(model, dtype=dtype, naming="hub"):
+    for name, tensor in stream_weights(model, dtype=dtype, naming="hub", adapters=adapters):
         if writer is not None:
             writer.add(name, tensor)
     with together(CheckpointError, f"the model cannot be exported to {target}"):
         if writer is not None:
             writer.finish()
-            _copy_rest(source, temporary, dtype)
+            _write_config(source, temporary, dtype)
+            copy_rest(source, temporary)
             sync_tree(temporary)
-            _replace(temporary, target)
+            replace_folder(temporary, target)
 
 
 class _Writer:
@@ -150,25 +166,30 @@ class _Writer:
         (self._folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
 
-def _copy_rest(source: Path, target: Path, dtype: torch.dtype) -> None:
-    """The config with the new dtype and without a quantisation that is gone; all other files as they are."""
+def copy_rest(source: Path, target: Path, *, but: Set[str] = frozenset()) -> None:
+    """Tokenizer, code and all else that is neither weights nor config, as it is, but the files named `but`."""
+    for path in source.iterdir():
+        if path.is_dir() and path.name == "additional_chat_templates":
+            shutil.copytree(path, target / path.name)
+        elif path.is_file() and not _is_weights(path) and path.name not in _NOT_COPIED | but:
+            shutil.copyfile(path, target / path.name)  # hub snapshots are links: take the content, not the link
+
+
+def _write_config(source: Path, target: Path, dtype: torch.dtype) -> None:
+    """That of `source` with the new dtype, and without a quantisation that is gone."""
     config = json.loads((source / "config.json").read_text())
     config.pop("quantization_config", None)
     config.pop("torch_dtype", None)  # the older name of `dtype`
     config["dtype"] = str(dtype).removeprefix("torch.")
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    for path in source.iterdir():
-        if path.is_dir() and path.name == "additional_chat_templates":
-            shutil.copytree(path, target / path.name)
-        elif path.is_file() and not _is_weights(path) and path.name not in _NOT_COPIED:
-            shutil.copyfile(path, target / path.name)  # hub snapshots are links: take the content, not the link
 
 
 def _is_weights(path: Path) -> bool:
     return path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".index.json")
 
 
-def _replace(temporary: Path, target: Path) -> None:
+def replace_folder(temporary: Path, target: Path) -> None:
+    """Give the whole folder `temporary` the name `target`, in place of what was there."""
     old = target.with_name(f".old-{target.name}")
     shutil.rmtree(old, ignore_errors=True)
     if target.exists():

@@ -86,7 +86,7 @@ class Optimizer:
         self._adam = _adamw(list(self._names), config)
         device_type = next(iter(self._names)).device.type
         self._scaler = torch.amp.GradScaler(device_type, enabled=fp16)
-        self.num_updates = 0  # that moved the weights
+        self.num_updates = 0  # steps of the schedule that are done
         self.num_skipped = 0  # for gradients that were not finite, the search of an fp16 loss scale included
         self.num_failed = 0  # of these, the ones that a smaller loss scale does not explain
 
@@ -136,6 +136,11 @@ class Optimizer:
                 f"gradients were not finite in {self.num_failed} optimizer steps, --max-skipped-steps allows "
                 f"{self._config.max_skipped_steps}: lower --lr or --clip-grad, or compute with --no-bf16"
             )
+
+    def pass_over(self) -> None:
+        """A step without anything to learn from: the weights stay, and the schedule goes on as planned."""
+        self.zero_grad()
+        self.num_updates += 1
 
     def _finish(self) -> None:
         if self._scaler.is_enabled():

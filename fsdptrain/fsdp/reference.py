@@ -22,6 +22,15 @@ class ReferenceBank:
         self.fingerprint = fingerprint(source)
         self._bank = [_host_copy(tensor) for tensor in _live_tensors(source)]
 
+    @torch.no_grad()
+    def copy_from(self, model: nn.Module) -> None:
+        """The bank becomes what `model`, sharded like the source, is now."""
+        reshard(model)
+        for live, banked in zip(_live_tensors(model), self._bank, strict=True):
+            banked.copy_(live, non_blocking=True)
+        if platform.has_accelerator():
+            torch.accelerator.synchronize()  # `model` may change from here on
+
     @contextmanager
     def swapped_into(self, model: nn.Module) -> Iterator[None]:
         """Inside, `model`, sharded like the source, is the reference; afterwards, and on errors, the policy again."""

@@ -11,10 +11,12 @@ from hashlib import sha256
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdptrain import platform
+from fsdptrain.models.structure import reshard
 
 
 def local_shard(tensor: Tensor) -> Tensor:
@@ -48,9 +50,35 @@ def fingerprint(model: nn.Module) -> dict[str, Any]:
     }
 
 
+@torch.no_grad()
+def content_digest(model: nn.Module) -> str:
+    """What tells weights from others of the same shapes, on any number of ranks. Collective.
+
+    Sums over the bits of each tensor: of integers they do not depend on how it is cut. All are sharded over the last
+    axis of one mesh.
+    """
+    reshard(model)
+    tensors = model_tensors(model)
+    sums = {name: _bit_sum(local_shard(tensor)).to(platform.local_device()) for name, tensor in tensors.items()}
+    sharded = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
+    if sharded:
+        mesh = next(iter(sharded.values())).device_mesh
+        total = torch.stack([sums[name] for name in sharded])
+        dist.all_reduce(total, group=mesh.get_group(mesh.ndim - 1))
+        sums |= dict(zip(sharded, total, strict=True))
+    return sha256(repr([(name, int(value)) for name, value in sums.items()]).encode()).hexdigest()[:16]
+
+
+def _bit_sum(tensor: Tensor) -> Tensor:
+    """[] int64, which may wrap around."""
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return tensor.contiguous().view(bits).sum(dtype=torch.int64)
+
+
 def describe(model: Mapping[str, Any]) -> str:
     """A fingerprint in words."""
-    return f"{model['class']}, {model['num_parameters']:,} parameters, tensors {model['tensors']}"
+    words = f"{model['class']}, {model['num_parameters']:,} parameters, tensors {model['tensors']}"
+    return f"{words}, {model['adapter']}" if "adapter" in model else words
 
 
 class HostStash:

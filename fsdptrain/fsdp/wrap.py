@@ -36,17 +36,19 @@ def shard_model(
     computed, and a tied weight has one owner. That group stays gathered between forward and backward.
 
     Args:
-        compute_dtype: dtype of gathered parameters; sharded ones keep theirs (float32), and so do reduced gradients.
+        compute_dtype: dtype of gathered parameters; sharded ones keep theirs (float32), and gradients are reduced in
+            float32 (float64 for float64).
         cpu_offload: keep shards, gradients and therefore the optimizer's state in host memory.
         reshard_after_forward: free each layer after its forward and gather it again for its backward.
         prefetch: gather one layer ahead, forward and backward. Off: one layer at a time.
     """
+    reduce_dtype = torch.promote_types(compute_dtype, torch.float32)
     options = {
         "mesh": mesh,
         "shard_placement_fn": _expert_placement(shard_size(mesh)),
         "offload_policy": CPUOffloadPolicy(pin_memory=platform.has_accelerator()) if cpu_offload else OffloadPolicy(),
         # inputs of layers stay what the model made them: rotary tables in float32, where its authors meant that
-        "mp_policy": MixedPrecisionPolicy(compute_dtype, torch.float32, cast_forward_inputs=False),
+        "mp_policy": MixedPrecisionPolicy(compute_dtype, reduce_dtype, cast_forward_inputs=False),
     }
     layers = decoder_layers(model)
     for layer in layers:

@@ -25,6 +25,15 @@ def gather(value: Any) -> list[Any]:
     return values
 
 
+def anyone(condition: bool) -> bool:
+    """Whether it holds on some rank; collective."""
+    if not dist.is_initialized():
+        return condition
+    flag = torch.tensor(int(condition))  # on the CPU: gloo is always there (platform.distributed_backend)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag.item())
+
+
 def agree(error: Exception | None) -> None:
     """Returns on every rank, or raises on every rank; collective.
 
@@ -35,7 +44,7 @@ def agree(error: Exception | None) -> None:
         Exception: `error` itself, on a rank that has one.
         RankError: on the ranks that were fine, with the message of the first rank that was not.
     """
-    if not _anyone(error is not None):
+    if not anyone(error is not None):
         return
     messages = gather(None if error is None else one_line(error))
     if error is not None:
@@ -70,7 +79,7 @@ class together:  # noqa: N801 - reads as a verb: `with together(CheckpointError,
     ) -> None:
         if error is not None and not isinstance(error, Exception):
             return
-        if not _anyone(error is not None):
+        if not anyone(error is not None):
             return
         reports = gather(None if error is None else self._report(error))
         failed = [(rank, *report) for rank, report in enumerate(reports) if report is not None]
@@ -91,11 +100,3 @@ def one_line(error: Exception) -> str:
         return text
     text = text if len(text) <= LONGEST_MESSAGE else text[:LONGEST_MESSAGE] + " ..."
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def _anyone(condition: bool) -> bool:
-    if not dist.is_initialized():
-        return condition
-    flag = torch.tensor(int(condition))  # on the CPU: gloo is always there (platform.distributed_backend)
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-    return bool(flag.item())

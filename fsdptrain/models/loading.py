@@ -1,4 +1,4 @@
-"""From a checkpoint on the hub or on disk to a sharded model in float32.
+"""From a checkpoint on the hub or on disk to a sharded model, in float32 unless it is asked otherwise.
 
     path = resolve_checkpoint("Qwen/Qwen3-4B")      # downloads once for each node
     model = build_meta_model(path, ...)             # no memory
@@ -18,9 +18,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from fsdptrain import platform
@@ -29,6 +28,7 @@ from fsdptrain.models.collective import require_same, together
 from fsdptrain.models.files import different_files, resolve_checkpoint, some_of, weight_files
 from fsdptrain.models.materialize import (
     filled_like,
+    own_part,
     parameter_names,
     quiet_transformers,
     refuse_leftovers,
@@ -66,13 +66,21 @@ def build_meta_model(path: Path, *, trust_remote_code: bool, attn_implementation
             )
 
 
-def load_weights(model: PreTrainedModel, path: Path, *, strategy: str, cpu_offload: bool = False) -> None:
+def load_weights(
+    model: PreTrainedModel,
+    path: Path,
+    *,
+    strategy: str,
+    cpu_offload: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> None:
     """Fill the meta `model`, sharded or not, from the safetensors files of `path`; then verify it.
 
     Args:
         strategy: `shard`: each rank reads its own slices. `rank0`: rank 0 reads all of it into host memory and
             broadcasts, one tensor at a time; for checkpoints whose conversion needs whole tensors `shard` does so too.
         cpu_offload: what `shard_model` was given: parameters live on the host, buffers on the device.
+        dtype: of the parameters on meta, which is what they are stored in.
 
     Raises:
         CheckpointError: on all ranks, with one message: a file is missing or broken, weights are missing, left over
@@ -83,13 +91,13 @@ def load_weights(model: PreTrainedModel, path: Path, *, strategy: str, cpu_offlo
         _broadcast_from_rank0(model, path, cpu_offload=cpu_offload)
     for name, buffer in list(model.named_buffers()):
         register(model, [name], buffer.to(platform.local_device()))
-    verify_loaded(model, path)
+    verify_loaded(model, path, dtype)
 
 
-def verify_loaded(model: PreTrainedModel, path: Path) -> None:
-    """Nothing on meta, everything float32, tied as the config says, and the same on every rank; collective."""
+def verify_loaded(model: PreTrainedModel, path: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Nothing on meta, all parameters in `dtype`, tied as the config says, and the same on every rank; collective."""
     with together(CheckpointError, f"--hf-checkpoint {path}"):
-        if problems := _problems(model):
+        if problems := _problems(model, dtype):
             raise CheckpointError(f"--hf-checkpoint {path}: {'; '.join(problems)}")
     _require_same_parameters(model, path)
 
@@ -102,12 +110,12 @@ def _refuse_remote_code(path: Path) -> None:
         )
 
 
-def _problems(model: PreTrainedModel) -> list[str]:
+def _problems(model: PreTrainedModel, dtype: torch.dtype) -> list[str]:
     tensors = [*model.named_parameters(), *model.named_buffers()]
     on_meta = [name for name, tensor in tensors if tensor.is_meta]
-    other_dtype = [name for name, parameter in model.named_parameters() if parameter.dtype != torch.float32]
+    other_dtype = [name for name, parameter in model.named_parameters() if parameter.dtype != dtype]
     problems = [f"{some_of(on_meta)} not loaded"] if on_meta else []
-    problems += [f"{some_of(other_dtype)} not float32"] if other_dtype else []
+    problems += [f"{some_of(other_dtype)} not {str(dtype).removeprefix('torch.')}"] if other_dtype else []
     for target, source in model.get_expanded_tied_weights_keys(all_submodels=True).items():
         if model.get_parameter(target) is not model.get_parameter(source):
             problems.append(f"the config ties {target} to {source}, but the files hold two different tensors")
@@ -145,7 +153,7 @@ def _broadcast_from_rank0(model: PreTrainedModel, path: Path, *, cpu_offload: bo
     for names in parameter_names(model):
         parameter = model.get_parameter(names[0])
         whole = _broadcast(source.get_parameter(names[0]) if source is not None else None, parameter, device)
-        register(model, names, filled_like(parameter, _own_part(whole, parameter), shard_device))
+        register(model, names, filled_like(parameter, own_part(whole, parameter), shard_device))
     for name, buffer in list(model.named_buffers()):
         register(model, [name], _broadcast(source.get_buffer(name) if source is not None else None, buffer, device))
 
@@ -158,7 +166,7 @@ def _load_whole(model: PreTrainedModel, path: Path) -> PreTrainedModel:
         path, config=copy.deepcopy(model.config), dtype=torch.float32, use_safetensors=True, output_loading_info=True
     )
     refuse_leftovers(path, set(info["missing_keys"]), set(info["unexpected_keys"]))
-    if problems := _problems(source):
+    if problems := _problems(source, torch.float32):
         raise CheckpointError(f"--hf-checkpoint {path}: {'; '.join(problems)}")
     assert {n: p.shape for n, p in source.named_parameters()} == {n: p.shape for n, p in model.named_parameters()}
     assert [n for n, _ in source.named_buffers()] == [n for n, _ in model.named_buffers()]
@@ -174,12 +182,6 @@ def _broadcast(source: Tensor | None, like: Tensor, device: torch.device) -> Ten
     if dist.is_initialized():
         dist.broadcast(whole, src=0)
     return whole
-
-
-def _own_part(whole: Tensor, parameter: nn.Parameter) -> Tensor:
-    if not isinstance(parameter, DTensor):
-        return whole
-    return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None).to_local()
 
 
 def _require_same_parameters(model: PreTrainedModel, path: Path) -> None:

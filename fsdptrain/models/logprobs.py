@@ -2,13 +2,21 @@
 
     raw = hidden @ weight.T + bias          the head
     z = cap(scale * raw) / temperature      what the model does to its logits, then the temperature of the rollout
-    logprob = z[label] - logsumexp(z)
-    entropy = logsumexp(z) - sum(softmax(z) * z)
+    K = tokens with z >= floor              what truncated sampling left, and the label; without truncation all
+    logprob = z[label] - logsumexp_K(z)
+    entropy = logsumexp_K(z) - sum_K(softmax_K(z) * z)
 
-The backward makes the logits again, chunk by chunk. With p = softmax(z), and gradients g of logprob and h of entropy:
-    dz = g * (onehot(label) - p) - h * p * (z - logsumexp(z) + entropy)
-A chunk holds two float32 buffers of chunk_size x V at a time (three with a softcap). A token costs four products with
-the head: one forward; backward one again, and one for each of the two gradients.
+The backward makes the logits again, chunk by chunk. With p = softmax_K(z), 0 outside of K, and gradients g of logprob
+and h of entropy:
+    dz = g * (onehot(label) - p) - h * p * (z - logsumexp_K(z) + entropy)
+A chunk holds two float32 buffers of chunk_size x V at a time (three with a softcap; truncation adds what its sort
+takes). A token costs four products with the head: one forward; backward one again, and one for each of the two
+gradients.
+
+K is made from the logits of the present policy. So that the sampled token is in it, whatever rounding or an optimizer
+step did to the logits, it reaches down to the label: the smallest head of the distribution that passes the filters and
+holds the label. Then a logprob is finite, and 0 at most. (prime-rl and, by a flag, vLLM record the engine's set itself,
+as DeepSeek-V3.2 does, arXiv 2512.02556 "keep sampling mask": exact also far off-policy, for V bits a token.)
 """
 
 from dataclasses import dataclass
@@ -17,14 +25,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsdptrain.models.truncation import UNTRUNCATED, Truncation, smallest_kept
+
+# For logits outside of K: no softmax sees them, and times a probability of 0 they are 0, where -inf would be NaN.
+_EXCLUDED = -1e30
+
 
 @dataclass(frozen=True)
 class HeadTransform:
-    """What a model does to `hidden @ weight.T + bias` before the softmax."""
+    """What is done to `hidden @ weight.T + bias` before the softmax."""
 
     logit_scale: float = 1.0  # first: multiplies (granite divides by its logits_scaling: its inverse)
     softcap: float | None = None  # then: cap * tanh(logits / cap)
-    temperature: float = 1.0  # last: divides
+    temperature: float = 1.0  # then: divides
+    truncation: Truncation = UNTRUNCATED  # last
 
 
 def chunked_logprobs(
@@ -36,6 +50,7 @@ def chunked_logprobs(
     temperature: float = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
+    truncation: Truncation = UNTRUNCATED,
     chunk_size: int = 1024,  # tokens
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
@@ -44,7 +59,7 @@ def chunked_logprobs(
     The product with the head runs in the dtype of its inputs, everything after it in float32 or more; the gradient of
     the weight is summed over chunks in float32.
     """
-    transform = HeadTransform(logit_scale, softcap, temperature)
+    transform = HeadTransform(logit_scale, softcap, temperature, truncation)
     logprobs, entropy = _ChunkedLogprobs.apply(hidden, weight, bias, labels, transform, chunk_size, with_entropy)
     return logprobs, entropy if with_entropy else None
 
@@ -65,16 +80,20 @@ class _ChunkedLogprobs(torch.autograd.Function):
         num_tokens = hidden.shape[0]
         logprobs = torch.empty(num_tokens, dtype=exact, device=hidden.device)
         logsumexp = torch.empty_like(logprobs)
+        floor = torch.empty_like(logprobs) if transform.truncation else None
         entropy = torch.zeros_like(logprobs) if not with_entropy else torch.empty_like(logprobs)
         for start in range(0, num_tokens, chunk_size):
             rows = slice(start, start + chunk_size)
             z = _logits(hidden[rows], weight, bias, transform)
             chosen = z.gather(1, labels[rows, None])[:, 0]
+            if floor is not None:
+                floor[rows] = torch.minimum(smallest_kept(z, transform.truncation), chosen)
+                z.masked_fill_(z < floor[rows, None], _EXCLUDED)
             logsumexp[rows] = lse = torch.logsumexp(z, dim=1)
             logprobs[rows] = chosen - lse
             if with_entropy:
                 entropy[rows] = -_mean_logprob(z.sub_(lse[:, None]))
-        ctx.save_for_backward(hidden, weight, bias, labels, logsumexp, entropy)
+        ctx.save_for_backward(hidden, weight, bias, labels, logsumexp, entropy, floor)
         ctx.transform, ctx.chunk_size, ctx.with_entropy = transform, chunk_size, with_entropy
         ctx.set_materialize_grads(False)
         if not with_entropy:
@@ -83,7 +102,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, labels, logsumexp, entropy = ctx.saved_tensors
+        hidden, weight, bias, labels, logsumexp, entropy, floor = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_logprobs, grad_entropy = grads
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
@@ -93,6 +112,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
             rows = slice(start, start + ctx.chunk_size)
             z = _logits(hidden[rows], weight, bias, ctx.transform)
             slope = _slope(z, ctx.transform)
+            if floor is not None:
+                z.masked_fill_(z < floor[rows, None], _EXCLUDED)
             dz = _grad_logits(
                 z.sub_(logsumexp[rows, None]),
                 labels[rows],

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.utils import logging as transformers_logging
 
 from fsdptrain.errors import CheckpointError
@@ -23,6 +23,30 @@ def filled_like(parameter: nn.Parameter, local: Tensor, device: torch.device) ->
 
 def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def store_in(model: nn.Module, dtype: torch.dtype) -> None:
+    """Keep the parameters of a meta model in `dtype`; buffers, such as rotary tables, stay what they are."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+
+
+def own_part(whole: Tensor, like: Tensor) -> Tensor:
+    """What this rank owns of `whole` if it is sharded as `like` is; all of it if that is a plain tensor."""
+    if not isinstance(like, DTensor):
+        return whole
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()
+
+
+def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype, *, copy: bool = False) -> Tensor:
+    """`tensor` in `dtype` on `device`, sharded as it was; each rank moves its own part. No copy without need."""
+    tensor = tensor.detach()
+    part = local_part(tensor).to(device, dtype, non_blocking=True, copy=copy)
+    if not isinstance(tensor, DTensor):
+        return part
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
 
 
 def parameter_names(model: nn.Module) -> list[tuple[str, ...]]:

@@ -18,6 +18,7 @@ from fsdptrain.models.inputs import Layout, from_rows, model_inputs, select_toke
 from fsdptrain.models.logprobs import HeadTransform, chunked_logprobs
 from fsdptrain.models.router import RouterReplay
 from fsdptrain.models.structure import base_model, lm_head, reshard
+from fsdptrain.models.truncation import UNTRUNCATED, Truncation
 from fsdptrain.types import NO_ROUTE, LogProbs, PackedBatch
 
 # From the router logits [T, E] of each layer with experts to a number, or a tensor, inside the root's forward.
@@ -65,6 +66,7 @@ def install_policy_forward(model: PreTrainedModel, *, chunk_size: int, replay: R
         *,
         layout: Layout,
         temperature: float = 1.0,
+        truncation: Truncation = UNTRUNCATED,
         with_entropy: bool = False,
         with_routes: bool = False,
         router: RouterFunction | None = None,
@@ -111,6 +113,7 @@ def install_policy_forward(model: PreTrainedModel, *, chunk_size: int, replay: R
             temperature=temperature,
             softcap=transform.softcap,
             logit_scale=transform.logit_scale,
+            truncation=truncation,
             chunk_size=chunk_size,
             with_entropy=with_entropy,
         )
@@ -130,20 +133,22 @@ def policy_logprobs(
     *,
     layout: Layout,
     temperature: float = 1.0,
+    truncation: Truncation = UNTRUNCATED,
     with_entropy: bool = False,
     with_routes: bool = False,
     router: RouterFunction | None = None,
 ) -> LogProbs:
     """Score the labels of `batch`, which lies on the device of the computation. Collective where the model is sharded.
 
-    The head runs only at `batch.loss_positions`; elsewhere values and entropy are 0, without gradient. `router` makes
-    `LogProbs.router_loss`.
+    The head runs only at `batch.loss_positions`; elsewhere values and entropy are 0, without gradient. Temperature and
+    truncation are those that the labels were sampled with. `router` makes `LogProbs.router_loss`.
     """
     found = iter(
         model(
             batch,
             layout=layout,
             temperature=temperature,
+            truncation=truncation,
             with_entropy=with_entropy,
             with_routes=with_routes,
             router=router,

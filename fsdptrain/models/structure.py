@@ -18,6 +18,13 @@ class ParameterCounts:
     total: int
     largest_layer: int  # of the largest decoder layer
     outside_layers: int  # embedding, last norm, head
+    frozen: int = 0  # of the total: what is not trained
+    most_trained: int | None = None  # in one decoder layer, or outside of them; None: as many as there are
+
+    @property
+    def reduced_at_once(self) -> int:
+        """Gradients of one group, the largest."""
+        return max(self.largest_layer, self.outside_layers) if self.most_trained is None else self.most_trained
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
@@ -59,9 +66,16 @@ def lm_head(model: PreTrainedModel) -> nn.Module:
 
 def count_parameters(model: PreTrainedModel) -> ParameterCounts:
     """Exact counts, from the shapes: the model may be on meta, and sharded."""
-    total = _numel(model)
+    total, trained = _numel(model), _numel(model, only_trained=True)
     layers = [_numel(layer) for layer in decoder_layers(model)]
-    return ParameterCounts(total=total, largest_layer=max(layers), outside_layers=total - sum(layers))
+    trained_layers = [_numel(layer, only_trained=True) for layer in decoder_layers(model)]
+    return ParameterCounts(
+        total=total,
+        largest_layer=max(layers),
+        outside_layers=total - sum(layers),
+        frozen=total - trained,
+        most_trained=max(*trained_layers, trained - sum(trained_layers)),
+    )
 
 
 def reshard(model: nn.Module) -> None:
@@ -89,5 +103,5 @@ def _class_names(module: nn.Module) -> set[str]:
     return {cls.__name__ for cls in type(module).__mro__}
 
 
-def _numel(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+def _numel(module: nn.Module, *, only_trained: bool = False) -> int:
+    return sum(p.numel() for p in module.parameters() if p.requires_grad or not only_trained)

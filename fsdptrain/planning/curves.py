@@ -14,6 +14,7 @@ NOISY: Mapping[str, tuple[str, str]] = {
     "reward/mean": ("Reward of the rollouts", BLUE),
     "loss/total": ("Loss", RED),
     "completion/length_mean": ("Length of a completion [tokens]", GREEN),
+    "selection/kept_fraction": ("Share of groups kept", ORANGE),
 }
 
 
@@ -35,6 +36,8 @@ def make_figure(run: Path):
     except ImportError as error:
         raise ConfigError("drawing needs matplotlib: pip install 'fsdptrain[plot]'") from error
     series = {name: read_series(run, name) for name in NOISY}
+    if (earned := read_series(run, "selection/reward_mean"))[0]:
+        series["reward/mean"] = earned  # of what was kept it stays near the middle, however good the policy
     if series["reward/mean"][0]:
         del series["loss/total"]  # a policy loss says nothing; a supervised one does
     held_out = {name: read_series(run, f"eval/{name}/accuracy") for name in evaluations(run)}

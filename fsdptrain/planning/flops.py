@@ -1,9 +1,9 @@
 """Model FLOPs of a step and the peak of the device, for `perf/mfu`.
 
 Model FLOPs count what the mathematics needs, not what recomputation adds: 2 per weight and token forward, twice that
-backward; attention by the true head size, in both published conventions (every pair of tokens, or causal pairs only).
-The embedding is a look-up and counts nothing; the head counts only where it is computed, on loss tokens. Convention of
-PaLM (Chowdhery et al. 2022, appendix B).
+backward, or once where the weight is frozen; adapters are too small to count. Attention by the true head size, in both
+published conventions (every pair of tokens, or causal pairs only). The embedding is a look-up and counts nothing; the
+head counts only where it is computed, on loss tokens. Convention of PaLM (Chowdhery et al. 2022, appendix B).
 """
 
 import time
@@ -27,12 +27,20 @@ class ModelFlops:
     body_weights: float  # weights that multiply each token; of experts only the active share
     head_weights: int  # weights of the LM head
     attention_width: int  # sum over attention layers of heads x head size
+    frozen: bool = False  # only an adapter is trained: weights need no gradient of their own
 
     def forward(self, seqlens: Sequence[int], num_head_tokens: int, *, causal: bool) -> float:
         """FLOPs of one forward pass over sequences of these lengths."""
         pairs = sum(length * length for length in seqlens) * (0.5 if causal else 1.0)
-        dense = self.body_weights * sum(seqlens) + self.head_weights * num_head_tokens
-        return 2 * dense + 4 * self.attention_width * pairs
+        return 2 * self._products(seqlens, num_head_tokens) + 4 * self.attention_width * pairs
+
+    def training(self, seqlens: Sequence[int], num_head_tokens: int, *, causal: bool) -> float:
+        """FLOPs of one forward and backward pass."""
+        saved = 2 * self._products(seqlens, num_head_tokens) if self.frozen else 0.0
+        return 3 * self.forward(seqlens, num_head_tokens, causal=causal) - saved
+
+    def _products(self, seqlens: Sequence[int], num_head_tokens: int) -> float:
+        return self.body_weights * sum(seqlens) + self.head_weights * num_head_tokens
 
 
 def model_flops(model: PreTrainedModel) -> ModelFlops:
@@ -41,8 +49,11 @@ def model_flops(model: PreTrainedModel) -> ModelFlops:
     embeddings = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
     head = lm_head(model)
     head_ids = {id(p) for p in head.parameters()}
+    frozen = any(not parameter.requires_grad for parameter in model.parameters())
     body = 0.0
     for parameter in model.parameters():
+        if frozen and parameter.requires_grad:
+            continue
         if id(parameter) in embeddings or id(parameter) in head_ids or parameter.ndim < 2:
             continue
         active = config.num_experts_per_tok / parameter.shape[0] if parameter.ndim == 3 and _is_moe(config) else 1.0
@@ -51,7 +62,10 @@ def model_flops(model: PreTrainedModel) -> ModelFlops:
     kinds = _field(config, "layer_types") or ["full_attention"] * config.num_hidden_layers
     num_attention_layers = sum("attention" in kind and "linear" not in kind for kind in kinds)
     return ModelFlops(
-        body, sum(p.numel() for p in head.parameters()), num_attention_layers * config.num_attention_heads * head_size
+        body,
+        sum(p.numel() for p in head.parameters()),
+        num_attention_layers * config.num_attention_heads * head_size,
+        frozen,
     )
 
 

@@ -1,8 +1,9 @@
 """Will it fit? The memory of one rank before anything is loaded, from exact parameter counts.
 
-Counted: float32 master weights, Adam's two moments and gradients of one shard (4 bytes each), the layers that are
-gathered at one time, the reference's shard, the copy of the embedded engine, and a margin. Not counted: activations,
-the key-value cache, and the pages of files that the system caches and gives back by itself.
+Counted: float32 master weights, Adam's two moments and gradients of one shard (4 bytes each), frozen weights in the
+compute dtype, the layers that are gathered at one time, the reference's shard, the copy of the embedded engine, and a
+margin. Not counted: activations, the key-value cache, and the pages of files that the system caches and gives back by
+itself.
 """
 
 import math
@@ -17,6 +18,7 @@ MASTER_BYTES = 4  # float32
 GATHERED_LAYERS = 2  # the one that computes, and the one that is prefetched
 DEVICE_MARGIN = 1.05  # fragmentation, and what kernels need for themselves
 HOST_MARGIN = 1.05
+_ADAPTER_SHARE = 0.03  # of the weights: rank 32 on all linear layers of a model of 1 B; less on larger ones
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class MemoryDemand:
     cpu_offload: bool = False
     reshard_after_forward: bool = True
     embedded_engine: bool = False  # a whole copy in the compute dtype, between the training steps
-    reference: bool = False  # one more float32 shard, on the host
+    reference: bool = False  # one more shard of the weights, on the host
     load_strategy: str = "shard"
 
 
@@ -64,13 +66,14 @@ class MemoryNeed:
 def load_memory_need(demand: MemoryDemand, supply: MemorySupply) -> MemoryNeed:
     """The most that a rank holds at one time while it trains, or while the embedded engine generates."""
     counts, ranks = demand.counts, supply.ranks_per_node
-    shard = MASTER_BYTES * math.ceil(counts.total / demand.num_shards)
-    state = {"weights": shard, "Adam's moments": 2 * shard, "gradients": shard}
+    trained = MASTER_BYTES * math.ceil((counts.total - counts.frozen) / demand.num_shards)
+    frozen = demand.compute_bytes * math.ceil(counts.frozen / demand.num_shards)
+    state = {"weights": trained + frozen, "Adam's moments": 2 * trained, "gradients": trained}
     work = _working_memory(demand)
     device = dict(work) if demand.cpu_offload else {**state, **work}
     host = {name: ranks * size for name, size in state.items()} if demand.cpu_offload else {}
     if demand.reference:
-        host["the reference"] = ranks * shard
+        host["the reference"] = ranks * (frozen or trained)  # an adapter has none
     if demand.load_strategy == "rank0":
         host["rank 0's whole copy"] = MASTER_BYTES * counts.total
     if supply.has_accelerator:
@@ -83,7 +86,9 @@ def load_memory_need(demand: MemoryDemand, supply: MemorySupply) -> MemoryNeed:
 def load_memory_line(demand: MemoryDemand, supply: MemorySupply) -> str:
     """One line to print before loading: what is needed, what is there."""
     need = load_memory_need(demand, supply)
-    size = f"{_count(demand.counts.total)} parameters over {demand.num_shards} shard{'s' * (demand.num_shards > 1)}"
+    counts = demand.counts
+    trained = f" ({_count(counts.total - counts.frozen)} of them trained)" if counts.frozen else ""
+    size = f"{_count(counts.total)} parameters{trained} over {demand.num_shards} shard{'s' * (demand.num_shards > 1)}"
     device = f"device {_gib(need.device)} of {_gib(supply.device_free)} GiB free on each rank, "
     host = f"host {_gib(need.host)} of {_gib(supply.host_free)} GiB free for {supply.ranks_per_node} rank"
     host += "s" * (supply.ranks_per_node > 1)
@@ -106,9 +111,10 @@ def _working_memory(demand: MemoryDemand) -> dict[str, int]:
         GATHERED_LAYERS * counts.largest_layer if demand.reshard_after_forward else counts.total - counts.outside_layers
     )
     gathered = demand.compute_bytes * (layers + counts.outside_layers)
-    reduction = (demand.compute_bytes + MASTER_BYTES) * max(counts.largest_layer, counts.outside_layers)
+    reduction = (demand.compute_bytes + MASTER_BYTES) * counts.reduced_at_once
     training = {"gathered layers": gathered, "gradients of one layer": reduction}
-    engine = {"the embedded engine": demand.compute_bytes * counts.total} if demand.embedded_engine else {}
+    whole = demand.compute_bytes * (counts.frozen or counts.total)  # adapters are merged
+    engine = {"the embedded engine": whole} if demand.embedded_engine else {}
     return max(training, engine, key=lambda parts: sum(parts.values()))
 
 
@@ -136,6 +142,7 @@ def _remedies(demand: MemoryDemand, supply: MemorySupply) -> list[str]:
         ("--no-fsdp-cpu-offload", replace(demand, cpu_offload=False)),
         ("--rollout-engine vllm", replace(demand, embedded_engine=False)),
         ("--kl-loss-coef 0", replace(demand, reference=False)),
+        ("--lora-rank 32", replace(demand, counts=with_adapter(demand.counts), reference=False)),
     ]
     if not supply.has_accelerator:  # without a device, offload moves nothing, and there is no vLLM
         changes = [change for change in changes if "offload" not in change[0] and "vllm" not in change[0]]
@@ -144,6 +151,15 @@ def _remedies(demand: MemoryDemand, supply: MemorySupply) -> list[str]:
         gpus = "--nproc-per-node, " if supply.has_accelerator else ""
         enough.append(f"{more_ranks} shards ({gpus}--nnodes, or a smaller --fsdp-replicate-size)")
     return enough
+
+
+def with_adapter(counts: ParameterCounts) -> ParameterCounts:
+    """About: an adapter of rank 32 is some percent of the weights."""
+    if counts.frozen:
+        return counts
+    trained = math.ceil(_ADAPTER_SHARE * counts.total)
+    most = math.ceil(_ADAPTER_SHARE * counts.largest_layer)
+    return replace(counts, total=counts.total + trained, frozen=counts.total, most_trained=most)
 
 
 def _fits(demand: MemoryDemand, supply: MemorySupply) -> bool:

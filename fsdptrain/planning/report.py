@@ -27,12 +27,15 @@ class Row:
 
 
 def report_rows(run: Path) -> list[Row]:
-    """Reward, accuracy of each held-out set, length and, where there is no reward, the loss."""
+    """Reward, accuracy of each held-out set, length, what was selected and, where there is no reward, the loss."""
     rows = [_row("reward", read_series(run, "reward/mean"), max)]
+    rows.append(_row("reward, also of groups left out", read_series(run, "selection/reward_mean"), max))
     for name in evaluations(run):
         label = "accuracy" + {"heldout": "", "heldout_greedy": ", greedy"}.get(name, f", {name}")
         rows.append(_row(label, read_series(run, f"eval/{name}/accuracy"), max))
     rows.append(_row("length [tokens]", read_series(run, "completion/length_mean"), None))
+    rows.append(_row("share of groups kept", read_series(run, "selection/kept_fraction"), None))
+    rows.append(_row("pass rate of prompts", read_series(run, "curriculum/mean_pass_rate"), max))
     if rows[0] is None:  # a policy loss says nothing to people; a supervised one does
         rows.insert(0, _row("loss", read_series(run, "loss/total"), min))
     found = [row for row in rows if row is not None]

@@ -15,13 +15,14 @@ from fsdptrain.types import Prompt
 GENERATOR = "reasoning_gym:"
 
 
-def build_reward(reward: RewardConfig, *, prompt_data: str) -> RewardFunction:
+def build_reward(reward: RewardConfig, *, prompt_data: str, has_environment: bool = False) -> "WeightedSum":
     """The weighted sum of `--reward`, e.g. ["math=0.9", "format=0.1"]; each component is reported by its name.
 
-    `auto` is reasoning-gym's own scorer on its data, and `math` on all other. Raises ConfigError for a name that does
-    not exist, a weight that is no number, or a scorer that the data cannot feed.
+    `auto` is reasoning-gym's own scorer on its data, else what the environment gives, and `math` where there is none.
+    Raises ConfigError for a name that does not exist, a weight that is no number, or a scorer that the data cannot
+    feed.
     """
-    parts = [_parse(spec, prompt_data) for spec in reward.reward]
+    parts = [_parse(spec, prompt_data, has_environment) for spec in reward.reward]
     names = [part.name for part in parts]
     if not parts or len(set(names)) < len(names):
         raise ConfigError(f"--reward must name one or more different rewards, got {reward.reward}")
@@ -30,34 +31,51 @@ def build_reward(reward: RewardConfig, *, prompt_data: str) -> RewardFunction:
 
 @dataclass(frozen=True)
 class Component:
-    name: str
+    name: str  # in Sample.rewards
     weight: float
     function: RewardFunction
 
 
 @dataclass(frozen=True)
 class WeightedSum:
-    """Several rewards as one; unscored as soon as one of them is."""
+    """Several rewards as one; unscored as soon as one of them is.
+
+    Reported are the rewards by name, without their weights, and what a function that returns a mapping says beside: a
+    name of the first kind wins over one of the second.
+    """
 
     components: tuple[Component, ...]
 
+    @property
+    def weights(self) -> dict[str, float]:
+        return {component.name: component.weight for component in self.components}
+
     def __call__(self, prompt: Prompt, response: str) -> Mapping[str, float] | None:
-        total, reported = 0.0, dict[str, float]()
+        rewards, details = dict[str, float](), dict[str, float]()
         for component in self.components:
             score: Score = to_score(component.function(prompt, response), name=component.name)
             if score.reward is None:
                 return None
-            total += component.weight * score.reward
-            reported |= score.rewards
-        return {**reported, "reward": total}
+            rewards[component.name] = score.reward
+            details |= score.rewards
+        return {**details, **rewards, "reward": sum(c.weight * rewards[c.name] for c in self.components)}
 
 
-def _parse(spec: str, prompt_data: str) -> Component:
+def reads_environment(reward: RewardFunction) -> bool:
+    """Whether what an environment gives can reach the reward; nobody knows of a function that is not ours."""
+    known = set(REWARDS.values()) - {REWARDS["environment"]}
+    return not (isinstance(reward, WeightedSum) and all(part.function in known for part in reward.components))
+
+
+def _parse(spec: str, prompt_data: str, has_environment: bool) -> Component:
     name, equals, text = spec.rpartition("=")
     if not equals:
         name, text = spec, "1"
     if name == "auto":
-        name = "reasoning_gym" if prompt_data.startswith(GENERATOR) else "math"
+        other = "environment" if has_environment else "math"
+        name = "reasoning_gym" if prompt_data.startswith(GENERATOR) else other
+    if name == "environment" and not has_environment:
+        raise ConfigError("--reward environment: there is no environment; name one by --environment")
     if name.startswith("reasoning_gym") and not prompt_data.startswith(GENERATOR):
         others = [key for key in REWARDS if not key.startswith("reasoning_gym")]
         raise ConfigError(

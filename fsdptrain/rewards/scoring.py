@@ -1,16 +1,14 @@
 """Scoring, in which a sample that cannot be scored does not end the run, and too many of them do."""
 
 import math
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fsdptrain.errors import RewardError
+from fsdptrain.errors import RewardError, describe
 from fsdptrain.protocols import RewardFunction
 from fsdptrain.types import Prompt
 
@@ -32,6 +30,13 @@ class Scores:
     scores: list[Score]
     num_unscored: int
     first_error: str | None  # why the first unscored one is so; None if all were scored
+
+    def __add__(self, other: "Scores") -> "Scores":
+        return Scores(
+            [*self.scores, *other.scores],
+            self.num_unscored + other.num_unscored,
+            self.first_error or other.first_error,
+        )
 
 
 def score_completions(reward: RewardFunction, prompts: Sequence[Prompt], texts: Sequence[str]) -> Scores:
@@ -88,15 +93,8 @@ def _score(reward: RewardFunction, prompt: Prompt, text: str) -> tuple[Score, st
     try:
         score = to_score(reward(prompt, text))
     except Exception as error:  # noqa: BLE001  # a user's function: whatever it raises, the run goes on
-        return Score(None), _describe(error)
+        return Score(None), describe(error)
     return score, "the reward returned None" if score.reward is None else None
-
-
-def _describe(error: Exception) -> str:
-    """One line: what, and where in the user's code."""
-    message = (str(error).strip() or "no message").splitlines()[0]
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"{type(error).__name__}: {message} ({Path(frames[-1].filename).name}:{frames[-1].lineno})"
 
 
 def _first_error_of_all_ranks(scores: Scores) -> str | None:

@@ -69,7 +69,14 @@ def format_tags(prompt: Prompt, response: str) -> float:
     return float(all(response.count(tag) == 1 for tag in TAGS) and TAGGED.fullmatch(response) is not None)
 
 
+def environment(prompt: Prompt, response: str) -> Mapping[str, float] | None:
+    """What `--environment` gave in the course of the episode; None if it gave nothing at all."""
+    del response  # it has seen all of them
+    return prompt.metadata["episode"].reward
+
+
 REWARDS: Mapping[str, RewardFunction] = {
+    "environment": environment,
     "reasoning_gym": reasoning_gym,
     "reasoning_gym_strict": reasoning_gym_strict,
     "math": math,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
+from fsdptrain.models.truncation import Truncation
 from fsdptrain.rollout.routes import RouteRecorder
 from fsdptrain.rollout.sampling import sample
 from fsdptrain.types import SamplingParams
@@ -23,22 +24,26 @@ class Row:
     sample: int  # index among the samples of that prompt
 
 
-def plan_chunks(lengths: Sequence[int], *, num_samples: int, max_tokens: int, max_batch_tokens: int) -> list[list[Row]]:
+def plan_chunks(
+    lengths: Sequence[int], limits: Sequence[int], *, num_samples: int, max_batch_tokens: int
+) -> list[list[Row]]:
     """Rows that are decoded together: at most `max_batch_tokens` tokens, were every response of full length.
 
     Longest prompts first, so that prompts of like length meet and little is padded. A row alone may not exceed the
-    budget; the caller has checked. `lengths` of the prompts. [tokens]
+    budget; the caller has checked. `lengths` of the prompts, `limits` of their responses. [tokens]
     """
     order = sorted(range(len(lengths)), key=lambda prompt: -lengths[prompt])
     rows = [Row(prompt, sample_index) for prompt in order for sample_index in range(num_samples)]
     chunks: list[list[Row]] = []
-    start = 0
-    while start < len(rows):
-        width = lengths[rows[start].prompt] + max_tokens
-        size = max_batch_tokens // width
-        assert size >= 1, "a row alone exceeds max_batch_tokens"
-        chunks.append(rows[start : start + size])
-        start += size
+    longest = limit = 0  # of the last chunk
+    for row in rows:
+        longest, limit = max(longest, lengths[row.prompt]), max(limit, limits[row.prompt])
+        if chunks and (len(chunks[-1]) + 1) * (longest + limit) <= max_batch_tokens:
+            chunks[-1].append(row)
+        else:
+            longest, limit = lengths[row.prompt], limits[row.prompt]
+            assert longest + limit <= max_batch_tokens, "a row alone exceeds max_batch_tokens"
+            chunks.append([row])
     return chunks
 
 
@@ -46,6 +51,7 @@ def decode(
     model: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
     prompt_of_row: Sequence[int],
+    limit_of_row: Sequence[int],
     uniforms: Tensor,
     *,
     sampling: SamplingParams,
@@ -53,15 +59,16 @@ def decode(
     sync_interval: int,
     recorder: RouteRecorder | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Continue `prompts` by up to `sampling.max_tokens` tokens, in one row for each entry of `prompt_of_row`.
+    """Continue `prompts` by up to `limit_of_row` tokens, in one row for each entry of `prompt_of_row`.
 
-    `uniforms` [R, max_tokens] f64 decide every draw. Every `sync_interval` tokens the host looks which rows have
-    finished, and drops them from the cache when they are many: each look waits for the device. Returns tokens
-    [R, max_tokens] i64 and their log-probabilities f32 on the CPU; what stands behind a row's first stop token has no
-    meaning. `recorder` is told of each forward pass.
+    `uniforms` [R, S] f64, S the largest limit, decide every draw. Every `sync_interval` tokens the host looks which
+    rows have finished, and drops them from the cache when they are many: each look waits for the device. Returns
+    tokens [R, S] i64 and their log-probabilities f32 on the CPU; what stands behind a row's first stop token or its
+    limit has no meaning. `recorder` is told of each forward pass.
     """
-    device = uniforms.device
+    device, num_steps = uniforms.device, uniforms.shape[1]
     stop = torch.tensor(stop_token_ids, dtype=torch.int64, device=device)
+    truncation = Truncation(sampling.top_p, sampling.top_k, sampling.min_p)
     logits, cache, mask, positions = prefill(model, prompts, device=device)
     if recorder is not None:
         recorder.read_prompts()
@@ -70,23 +77,23 @@ def decode(
     select_rows(cache, rows)  # a copy of its prompt's cache for each row
     logits, positions = logits[rows], positions[rows]
     if mask is not None:
-        mask = torch.cat([mask[rows], mask.new_ones(uniforms.shape)], dim=1)  # [R, P + max_tokens]
+        mask = torch.cat([mask[rows], mask.new_ones(uniforms.shape)], dim=1)  # [R, P + S]
 
     active = torch.arange(len(rows), device=device)  # rows of the result that are in the cache
     finished = torch.zeros_like(active, dtype=torch.bool)
+    limits = torch.tensor(limit_of_row, device=device)[:, None]
     tokens = torch.zeros(uniforms.shape, dtype=torch.int64, device=device)
     logprobs = torch.zeros(uniforms.shape, dtype=torch.float32, device=device)
-    for step in range(sampling.max_tokens):
+    for step in range(num_steps):
         token, logprob = sample(
             logits,
             uniforms[active, step],
             temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
+            truncation=truncation,
         )
         tokens[active, step], logprobs[active, step] = token, logprob
-        finished |= (token[:, None] == stop).any(-1)
-        if step + 1 == sampling.max_tokens:
+        finished |= (token[:, None] == stop).any(-1) | (limits[:, 0] == step + 1)
+        if step + 1 == num_steps:
             break
         if (step + 1) % sync_interval == 0:
             going = (~finished).nonzero().squeeze(-1)  # waits for the device
@@ -94,10 +101,14 @@ def decode(
                 break
             if len(going) < (1.0 - _DROP_SHARE) * len(active):
                 select_rows(cache, going)
-                active, finished, token, positions = (x[going] for x in (active, finished, token, positions))
+                active, finished, token = (x[going] for x in (active, finished, token))
+                positions, limits = positions[going], limits[going]
                 mask = mask[going] if mask is not None else None
-        seen = mask[:, : mask.shape[1] - sampling.max_tokens + step + 1] if mask is not None else None
-        logits = forward(model, token[:, None], seen, positions + step, cache)
+        seen = mask[:, : mask.shape[1] - num_steps + step + 1] if mask is not None else None
+        place = positions + (limits - 1).clamp(
+            max=step
+        )  # a row behind its limit must not pass the model's last position
+        logits = forward(model, token[:, None], seen, place, cache)
         if recorder is not None:
             recorder.read_tokens(active)
     return tokens.cpu(), logprobs.cpu()

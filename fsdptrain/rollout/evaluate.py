@@ -1,33 +1,16 @@
 """Evaluation on prompts that are never trained on: accuracy, pass@k, mean reward and length, over all ranks."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
 from fsdptrain.config import Config
-from fsdptrain.errors import RolloutError
-from fsdptrain.models.collective import together
-from fsdptrain.protocols import RolloutEngine
-from fsdptrain.types import Completion, Metrics, Prompt, SamplingParams
-
-# Total reward of each response, None where it could not be scored: rewards.score_completions, or anything like it.
-ScoreFunction = Callable[[Sequence[Prompt], Sequence[str]], Sequence[float | None]]
+from fsdptrain.types import Metrics, Sample, SamplingParams
 
 _EVAL_SEED = -1  # below every seed of training, and the same at every evaluation: they differ by the policy only
 _TOLERANCE = 1e-6  # weighted sums of rewards reach 1.0 but for rounding
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """What an evaluation found: metrics of all ranks, and the responses of this one, `num_samples` for each prompt."""
-
-    metrics: Metrics  # named eval/<name>/...
-    completions: list[Completion]
-    responses: list[str]
-    rewards: list[float | None]
 
 
 def eval_sampling(config: Config) -> SamplingParams:
@@ -40,49 +23,41 @@ def eval_sampling(config: Config) -> SamplingParams:
     )
 
 
-def evaluate(
-    engine: RolloutEngine,
-    prompts: Sequence[Prompt],
-    score: ScoreFunction,
-    decode: Callable[[list[int]], str],
-    *,
-    sampling: SamplingParams,
-    name: str,
-    correct_reward: float = 1.0,
-) -> Evaluation:
-    """Generate for `prompts` (this rank's share, which may be empty), score, and sum over ranks. Collective.
+def evaluation_metrics(
+    samples: Sequence[Sample], *, num_samples: int, name: str, correct_reward: float = 1.0
+) -> Metrics:
+    """What `samples` (this rank's, `num_samples` for each prompt; there may be none) say of the policy. Collective.
 
     Metrics, each `eval/<name>/...` and a mean over all samples of all ranks: `accuracy` (share whose reward reaches
-    `correct_reward`), `reward_mean`, `length_mean` [tokens], `truncated` (share that hit the limit), `unscored` (share;
-    these count as reward 0 and as wrong), and `pass@k`, a mean over prompts, for each power of two up to num_samples.
-    Empty if no rank has a prompt.
+    `correct_reward`), `reward_mean`, `length_mean` [tokens of the model], `truncated` (share that hit a limit),
+    `unscored` (share; these count as reward 0 and as wrong), and `pass@k`, a mean over prompts, for each power of two
+    up to num_samples. Empty if no rank has a sample.
     """
-    with together(RolloutError, f"evaluation of {name}"):
-        completions = engine.generate(prompts, sampling)
-        responses = [decode(completion.token_ids) for completion in completions]
-        asked = [prompt for prompt in prompts for _ in range(sampling.num_samples)]
-        rewards = list(score(asked, responses))
-    correct = [reward is not None and reward >= correct_reward - _TOLERANCE for reward in rewards]
+    rewards = [sample.reward for sample in samples]
+    correct = [is_correct(reward, correct_reward) for reward in rewards]
 
-    ks = [2**i for i in range(sampling.num_samples.bit_length())]
-    hits = [sum(group) for group in _groups(correct, sampling.num_samples)]
+    ks = [2**i for i in range(num_samples.bit_length())]
+    hits = [sum(group) for group in _groups(correct, num_samples)]
     per_sample = {
         "accuracy": sum(correct),
         "reward_mean": math.fsum(reward for reward in rewards if reward is not None),
-        "length_mean": sum(len(completion.token_ids) for completion in completions),
-        "truncated": sum(completion.finish_reason == "length" for completion in completions),
+        "length_mean": sum(sum(sample.loss_mask) for sample in samples),
+        "truncated": sum(sample.truncated for sample in samples),
         "unscored": sum(reward is None for reward in rewards),
     }
-    per_prompt = {f"pass@{k}": math.fsum(pass_at_k(sampling.num_samples, c, k) for c in hits) for k in ks}
-    sums = _sum_over_ranks([len(completions), len(prompts), *per_sample.values(), *per_prompt.values()])
-    num_samples, num_prompts = sums[:2]
-    counts = [num_samples] * len(per_sample) + [num_prompts] * len(per_prompt)
-    metrics = {
+    per_prompt = {f"pass@{k}": math.fsum(pass_at_k(num_samples, c, k) for c in hits) for k in ks}
+    sums = _sum_over_ranks([len(samples), len(hits), *per_sample.values(), *per_prompt.values()])
+    counts = [sums[0]] * len(per_sample) + [sums[1]] * len(per_prompt)
+    return {
         f"eval/{name}/{metric}": total / count
         for metric, total, count in zip([*per_sample, *per_prompt], sums[2:], counts, strict=True)
         if count > 0
     }
-    return Evaluation(metrics, completions, responses, rewards)
+
+
+def is_correct(reward: float | None, correct_reward: float) -> bool:
+    """Whether a response passes: its reward reaches `correct_reward`, but for rounding."""
+    return reward is not None and reward >= correct_reward - _TOLERANCE
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:

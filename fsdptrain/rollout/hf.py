@@ -67,17 +67,18 @@ class HFEngine:
         """
         if not self._has_weights:
             raise RolloutError("the embedded engine has no weights: call update_weights first, also after sleep()")
-        self._check_lengths(prompts, sampling)
+        limits = [min(sampling.max_tokens, prompt.max_tokens or sampling.max_tokens) for prompt in prompts]
+        self._check_lengths(prompts, limits)
         stop = sorted({*self.stop_token_ids, *sampling.stop_token_ids})
         chunks = plan_chunks(
             [len(prompt.token_ids) for prompt in prompts],
+            limits,
             num_samples=sampling.num_samples,
-            max_tokens=sampling.max_tokens,
             max_batch_tokens=self.max_batch_tokens,
         )
         made: dict[Row, Completion] = {}
         for chunk in chunks:
-            made.update(zip(chunk, self._generate_chunk(prompts, chunk, sampling, stop), strict=True))
+            made.update(zip(chunk, self._generate_chunk(prompts, limits, chunk, sampling, stop), strict=True))
         return [made[Row(i, k)] for i in range(len(prompts)) for k in range(sampling.num_samples)]
 
     def sleep(self) -> None:
@@ -93,13 +94,18 @@ class HFEngine:
 
     @torch.inference_mode()
     def _generate_chunk(
-        self, prompts: Sequence[Prompt], chunk: Sequence[Row], sampling: SamplingParams, stop: Sequence[int]
+        self,
+        prompts: Sequence[Prompt],
+        limits: Sequence[int],
+        chunk: Sequence[Row],
+        sampling: SamplingParams,
+        stop: Sequence[int],
     ) -> list[Completion]:
         distinct = list(dict.fromkeys(row.prompt for row in chunk))
         place = {prompt: i for i, prompt in enumerate(distinct)}
-        streams = [
-            uniform_stream(sampling.seed, prompts[row.prompt].id, row.sample, sampling.max_tokens) for row in chunk
-        ]
+        limit_of_row = [limits[row.prompt] for row in chunk]
+        num_steps = max(limit_of_row)
+        streams = [uniform_stream(sampling.seed, prompts[row.prompt].id, row.sample, num_steps) for row in chunk]
         prompt_of_row = [place[row.prompt] for row in chunk]
         recorder = None
         if sampling.with_routes:
@@ -109,6 +115,7 @@ class HFEngine:
                 self.model,
                 [prompts[prompt].token_ids for prompt in distinct],
                 prompt_of_row,
+                limit_of_row,
                 torch.from_numpy(np.stack(streams)).to(self.device),
                 sampling=sampling,
                 stop_token_ids=stop,
@@ -116,8 +123,10 @@ class HFEngine:
                 recorder=recorder,
             )
         made = [
-            self._completion(prompts[row.prompt], row_tokens, row_logprobs, stop)
-            for row, row_tokens, row_logprobs in zip(chunk, tokens.tolist(), logprobs.tolist(), strict=True)
+            self._completion(prompts[row.prompt], row_tokens[:limit], row_logprobs[:limit], stop)
+            for row, limit, row_tokens, row_logprobs in zip(
+                chunk, limit_of_row, tokens.tolist(), logprobs.tolist(), strict=True
+            )
         ]
         if recorder is None:
             return made
@@ -143,19 +152,19 @@ class HFEngine:
         reason = "length" if end is None else "stop"
         return Completion(prompt.id, tokens[:length], logprobs[:length], reason, self.policy_version)
 
-    def _check_lengths(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> None:
-        for prompt in prompts:
+    def _check_lengths(self, prompts: Sequence[Prompt], limits: Sequence[int]) -> None:
+        for prompt, limit in zip(prompts, limits, strict=True):
             length = len(prompt.token_ids)
             if length == 0:
                 raise RolloutError(f"prompt {prompt.id!r} has no tokens; a prompt needs at least one")
-            if length + sampling.max_tokens > self.max_batch_tokens:
+            if length + limit > self.max_batch_tokens:
                 raise RolloutError(
                     f"--rollout-max-batch-tokens {self.max_batch_tokens} cannot hold prompt {prompt.id!r} of {length} "
-                    f"tokens and --rollout-max-response-len {sampling.max_tokens}; raise it, or lower the others"
+                    f"tokens and --rollout-max-response-len {limit}; raise it, or lower the others"
                 )
-            if self.max_positions is not None and length + sampling.max_tokens > self.max_positions:
+            if self.max_positions is not None and length + limit > self.max_positions:
                 raise RolloutError(
-                    f"prompt {prompt.id!r} of {length} tokens and --rollout-max-response-len {sampling.max_tokens} "
+                    f"prompt {prompt.id!r} of {length} tokens and --rollout-max-response-len {limit} "
                     f"exceed the {self.max_positions} positions of the model; lower it, or --rollout-max-prompt-len"
                 )
 

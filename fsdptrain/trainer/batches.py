@@ -1,15 +1,18 @@
 """From the samples of all ranks to the packs that this rank trains on, one list for each optimizer step."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from random import Random
 
 import torch.distributed as dist
 
 from fsdptrain import platform
-from fsdptrain.data.exchange import exchange_samples, gather_index
+from fsdptrain.data.exchange import SampleIndex, exchange_samples, gather_index
 from fsdptrain.data.packing import pack, plan_packs, plan_rows
 from fsdptrain.models.inputs import Layout
 from fsdptrain.types import PackedBatch, Sample
+
+Members = tuple[tuple[tuple[int, ...], ...], ...]  # [rank][pack] -> samples, by their number in the index of all ranks
 
 
 @dataclass(frozen=True)
@@ -17,7 +20,9 @@ class PackingRules:
     max_tokens: int  # of one pack
     aggregation: str
     max_response_len: int
-    num_steps: int  # optimizer steps that share the rollout
+    steps_per_epoch: int  # optimizer steps that share the rollout
+    num_epochs: int  # times that the whole rollout is trained on
+    seed: int
     layout: Layout  # padded: a pack computes samples x longest tokens, and that is what the budget bounds
 
 
@@ -26,41 +31,58 @@ class StepBatches:
     """The packs of one optimizer step on this rank; every rank has as many."""
 
     packs: list[PackedBatch]
+    members: Members  # the same on every rank
+    index: SampleIndex  # of all samples of the rollout
     fill: float
     imbalance: float
 
 
-def make_batches(samples: Sequence[Sample], rules: PackingRules) -> list[StepBatches]:
+def make_batches(samples: Sequence[Sample], rules: PackingRules, *, rollout: int) -> list[StepBatches]:
     """Plan on the lengths of all ranks, send each sample to the rank that trains it, pack. Collective.
 
-    Samples are dealt to the optimizer steps in turn, so that each step has its part of every rank's prompts.
+    The steps of all epochs, one after the other; `rollout` is the number of the rollout in the run. There are as many
+    as `rules` say however few the samples are, for the learning rate follows them: a step may be without any. No step
+    at all if there is no sample on any rank.
     """
     index = gather_index(samples)
+    if not index.lengths:
+        return []
+    return [
+        _make_step(samples, index, chosen, rules)
+        for epoch in range(rules.num_epochs)
+        for chosen in deal(index.keys, rules.steps_per_epoch, seed=f"{rules.seed}/{rollout}/{epoch}")
+    ]
+
+
+def deal(keys: Sequence[int], num_steps: int, *, seed: str) -> list[list[int]]:
+    """Indices for each step, drawn at random, as even as they can be.
+
+    Which samples share a step follows from `seed` and the set of `keys`, not from the order in which the ranks hold
+    them. The samples of a group are dealt one by one: their advantages are there already.
+    """
+    order = sorted(range(len(keys)), key=keys.__getitem__)
+    Random(seed).shuffle(order)
+    return [sorted(order[step::num_steps]) for step in range(num_steps)]
+
+
+def _make_step(
+    samples: Sequence[Sample], index: SampleIndex, chosen: Sequence[int], rules: PackingRules
+) -> StepBatches:
+    lengths = [index.lengths[i] for i in chosen]
     make_plan = plan_packs if rules.layout == "packed" else plan_rows
-    steps: list[StepBatches] = []
-    for chosen in deal(len(index.lengths), rules.num_steps):
-        lengths = [index.lengths[i] for i in chosen]
-        plan = make_plan(lengths, num_ranks=dist.get_world_size(), max_tokens=rules.max_tokens)
-        destinations = [[chosen[i] for packed in packs for i in packed] for packs in plan.packs]
-        arrived = iter(exchange_samples(samples, destinations, index=index))
-        totals = index.totals(chosen)
-        packs = [
-            pack(
-                [next(arrived) for _ in members],
-                aggregation=rules.aggregation,
-                totals=totals,
-                max_response_len=rules.max_response_len,
-                pin_memory=platform.has_accelerator(),
-            )
-            for members in plan.packs[dist.get_rank()]
-        ]
-        steps.append(StepBatches(packs, plan.fill, plan.imbalance))
-    return steps
-
-
-def deal(count: int, num_steps: int) -> Iterator[list[int]]:
-    """Indices for each step, as even as they can be; a step without any is left out."""
-    for step in range(num_steps):
-        chosen = list(range(step, count, num_steps))
-        if chosen:
-            yield chosen
+    plan = make_plan(lengths, num_ranks=dist.get_world_size(), max_tokens=rules.max_tokens)
+    members = tuple(tuple(tuple(chosen[i] for i in packed) for packed in packs) for packs in plan.packs)
+    destinations = [[i for packed in packs for i in packed] for packs in members]
+    arrived = iter(exchange_samples(samples, destinations, index=index))
+    totals = index.totals(chosen)
+    packs = [
+        pack(
+            [next(arrived) for _ in packed],
+            aggregation=rules.aggregation,
+            totals=totals,
+            max_response_len=rules.max_response_len,
+            pin_memory=platform.has_accelerator(),
+        )
+        for packed in members[dist.get_rank()]
+    ]
+    return StepBatches(packs, members, index, plan.fill, plan.imbalance)

@@ -13,31 +13,39 @@ import torch.distributed as dist
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from fsdptrain import platform, registry
+from fsdptrain.algo.advantages import AdvantageRule
 from fsdptrain.algo.corrections import CORRECTIONS
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.backends.fsdp import FSDPBackend
 from fsdptrain.config import Config
-from fsdptrain.config.algorithm import AlgorithmConfig
+from fsdptrain.config.algorithm import AlgorithmConfig, SelectionConfig
+from fsdptrain.data.curriculum import PassRates
 from fsdptrain.data.prompts import PromptStream, make_prompts
-from fsdptrain.data.sources import Row, as_rows, content_hash, load_rows, split_rows
+from fsdptrain.data.sources import Row, Rows, as_rows, content_hash, environment_rows, load_rows, split_rows
+from fsdptrain.data.turns import TurnRenderer
+from fsdptrain.environments import LoadedEnvironment, StepThreads, build_environment
 from fsdptrain.errors import CheckpointError, ConfigError, DataError, MemoryPlanError
 from fsdptrain.loggers import build_loggers
 from fsdptrain.models.collective import together
 from fsdptrain.models.loading import resolve_checkpoint
+from fsdptrain.models.lora import require_peft
 from fsdptrain.models.structure import count_parameters
 from fsdptrain.planning.memory import MemoryDemand, MemorySupply, check_load_memory, load_memory_line
 from fsdptrain.protocols import Logger, Loss, RewardFunction, RolloutEngine
-from fsdptrain.rewards import build_reward
+from fsdptrain.rewards import build_reward, reads_environment
 from fsdptrain.rollout import engine_factory
+from fsdptrain.trainer.episodes import MultiTurn
 from fsdptrain.trainer.evaluation import Evaluation
-from fsdptrain.trainer.experience import RolloutSource, SampleSource, SftSource, SingleTurn, own_share
+from fsdptrain.trainer.experience import RolloutSource, SampleMaker, SampleSource, SftSource, SingleTurn, own_share
 from fsdptrain.trainer.folder import RunFolder
+from fsdptrain.trainer.rules import advantage_rule, selection_rules, shaping_rule
 from fsdptrain.trainer.speed import Speed
 from fsdptrain.types import LossConfig, Prompt, SamplingParams
 
 log = logging.getLogger(__name__)
 
 DEFAULT_EVAL_SIZE = 128  # prompts
+ENVIRONMENT_DATA = "environment"  # --prompt-data: the environment brings its own
 
 
 @dataclass(frozen=True)
@@ -46,6 +54,7 @@ class Parts:
 
     backend: FSDPBackend
     loss: Loss
+    advantages: AdvantageRule
     engine: RolloutEngine | None  # None: nothing is ever generated
     stream: PromptStream
     source: SampleSource
@@ -60,11 +69,19 @@ def build_parts(
 ) -> Iterator[Parts]:
     """Data and rewards first, then the model, then the engine; whatever was built is closed at the end."""
     checkpoint = resolve_checkpoint(config.model.hf_checkpoint)
+    with together(ConfigError, "--environment"):
+        environment = build_environment(config.environment)
+        told = _with_instructions(config, environment)
     with together(DataError, "--prompt-data"):
         tokenizer = load_tokenizer(checkpoint, trust_remote_code=config.model.trust_remote_code)
         loss = registry.resolve(config.algorithm.loss, LOSSES, flag="--loss")
-        score = reward or build_reward(config.reward, prompt_data=config.data.prompt_data)
-        stream, held_out = build_data(config, tokenizer, dataset)
+        score = reward or build_reward(
+            config.reward, prompt_data=config.data.prompt_data, has_environment=environment is not None
+        )
+        advantages = advantage_rule(config, score)
+        stream, held_out = build_data(told, tokenizer, dataset, environment)
+        if config.lora.rank:
+            require_peft()
         make_engine = engine_factory(config.rollout.engine, device_type=platform.device_type())
     generates = bool(held_out) or config.algorithm.algorithm != "sft"
     device = platform.local_device()
@@ -75,19 +92,23 @@ def build_parts(
             total_steps=config.total_optimizer_steps,
             before_load=lambda model: plan_memory(model, config, embedded_engine=generates),
         )
+        if backend.adapters is not None:
+            log.info("%s", backend.adapters.line)
         log.info("%s", backend.layout_probe.line)
         engine = make_engine(config, checkpoint=checkpoint, device=device) if generates else None
-        evaluation = None
+        maker = evaluation = None
         if engine is not None:
             stack.callback(engine.close)
+            maker = build_maker(told, tokenizer, engine=engine, reward=score, environment=environment)
             if held_out:
-                evaluation = Evaluation(config, engine, own_share(held_out), score, tokenizer)
+                evaluation = Evaluation(config, maker, own_share(held_out))
         yield Parts(
             backend=backend,
             loss=loss,
+            advantages=advantages,
             engine=engine,
             stream=stream,
-            source=build_source(config, stream, tokenizer, engine=engine, reward=score),
+            source=build_source(told, stream, tokenizer, maker, advantages),
             evaluation=evaluation,
             speed=Speed.of(backend.model, device, backend.compute_dtype),
             loggers=loggers,
@@ -121,7 +142,7 @@ def plan_memory(model: PreTrainedModel, config: Config, *, embedded_engine: bool
         cpu_offload=config.fsdp.cpu_offload,
         reshard_after_forward=config.fsdp.reshard_after_forward,
         embedded_engine=embedded_engine,
-        reference=config.algorithm.kl_loss_coef > 0,
+        reference=config.needs_reference and (not config.lora.rank or config.ref.load is not None),
         load_strategy=config.model.load_strategy,
     )
     supply = MemorySupply(
@@ -150,12 +171,27 @@ def load_tokenizer(checkpoint: Path, *, trust_remote_code: bool) -> PreTrainedTo
     return tokenizer
 
 
+def _with_instructions(config: Config, environment: LoadedEnvironment | None) -> Config:
+    """What the environment says of itself in the system prompt, unless the user wrote one, and by the chat template."""
+    if environment is None:
+        return config
+    changes: dict[str, Any] = {}
+    if environment.system_prompt is not None and config.data.system_prompt == "auto":
+        changes["system_prompt"] = environment.system_prompt
+    if environment.tools:
+        changes["chat_template_kwargs"] = {**config.data.chat_template_kwargs, "tools": list(environment.tools)}
+    return config.model_copy(update={"data": config.data.model_copy(update=changes)})
+
+
 def build_data(
-    config: Config, tokenizer: PreTrainedTokenizerBase, dataset: Sequence[Mapping[str, Any]] | None
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    dataset: Sequence[Mapping[str, Any]] | None,
+    environment: LoadedEnvironment | None,
 ) -> tuple[PromptStream, list[Prompt]]:
     """The stream to train on, and the prompts that are held out from it; none if nothing is ever evaluated."""
     data = config.data
-    rows = load_rows(data, seed=config.run.seed) if dataset is None else as_rows(dataset, data)
+    rows = _rows(config, environment) if dataset is None else as_rows(dataset, data)
     held_out: list[Row] = []
     if config.evaluates and data.eval_prompt_data is not None:
         source = data.model_copy(update={"prompt_data": data.eval_prompt_data})
@@ -166,33 +202,88 @@ def build_data(
         rows, held_out = split_rows(rows, size, config.run.seed)
     exclude = {content_hash(row) for row in held_out}
     budget = config.prompt_budget
-    stream = PromptStream(rows, tokenizer, data=data, rollout=config.rollout, exclude=exclude, max_prompt_len=budget)
+    stream = PromptStream(
+        rows,
+        tokenizer,
+        data=data,
+        rollout=config.rollout,
+        exclude=exclude,
+        max_prompt_len=budget,
+        curriculum=build_curriculum(config.selection, num_rows=len(rows)),
+    )
     return stream, make_prompts(held_out, tokenizer, data=data, max_prompt_len=budget)
+
+
+def build_curriculum(selection: SelectionConfig, *, num_rows: int) -> PassRates | None:
+    if selection.curriculum == "none":
+        return None
+    return PassRates(num_rows, floor=selection.curriculum_floor, decay=selection.curriculum_decay)
+
+
+def _rows(config: Config, environment: LoadedEnvironment | None) -> Rows:
+    if config.data.prompt_data != ENVIRONMENT_DATA:
+        return load_rows(config.data, seed=config.run.seed)
+    if environment is None or environment.dataset is None:
+        name = config.environment.environment
+        raise DataError(
+            f"--prompt-data {ENVIRONMENT_DATA}: --environment {name} has no method dataset; name data of your own"
+        )
+    return environment_rows(environment.dataset())
+
+
+def build_maker(
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    engine: RolloutEngine,
+    reward: RewardFunction,
+    environment: LoadedEnvironment | None,
+) -> SampleMaker:
+    if environment is None:
+        return SingleTurn(engine, reward, tokenizer)
+    return MultiTurn(
+        engine=engine,
+        environment=environment,
+        reward=reward,
+        reads_environment=reads_environment(reward),
+        renderer=TurnRenderer(tokenizer, data=config.data, max_observation_len=config.environment.max_observation_len),
+        threads=StepThreads(
+            num_threads=config.environment.environment_workers, timeout=config.environment.environment_timeout
+        ),
+        tokenizer=tokenizer,
+        max_turns=config.environment.max_turns,
+    )
 
 
 def build_source(
     config: Config,
     stream: PromptStream,
     tokenizer: PreTrainedTokenizerBase,
-    *,
-    engine: RolloutEngine | None,
-    reward: RewardFunction,
+    maker: SampleMaker | None,
+    advantages: AdvantageRule,
 ) -> SampleSource:
-    if config.algorithm.algorithm == "sft" or engine is None:
-        return SftSource(stream, tokenizer, num_prompts=config.samples_per_rollout)
+    if config.algorithm.algorithm == "sft" or maker is None:
+        renderer = TurnRenderer(tokenizer, data=config.data)
+        return SftSource(stream, tokenizer, renderer, num_prompts=config.samples_per_rollout)
     return RolloutSource(
         stream=stream,
-        maker=SingleTurn(engine, reward, tokenizer),
+        maker=maker,
         sampling=SamplingParams(
             num_samples=config.algorithm.n_samples_per_prompt,
             max_tokens=config.rollout.max_response_len,
             temperature=config.rollout.temperature,
+            top_p=config.rollout.top_p,
+            top_k=config.rollout.top_k or -1,
+            min_p=config.rollout.min_p,
             seed=config.rollout.seed,
             with_routes=config.router.replay == "rollout",
         ),
         num_prompts=config.rollout.batch_size,
         num_shown=config.log.num_samples,
-        advantage_estimator=config.algorithm.advantage_estimator,
+        shaping=shaping_rule(config),
+        advantages=advantages,
+        max_unscored_fraction=config.reward.max_unscored_fraction,
+        rules=selection_rules(config),
     )
 
 
@@ -212,6 +303,9 @@ def loss_config(algorithm: AlgorithmConfig) -> LossConfig:
         mismatch_correction=algorithm.mismatch_correction,
         mismatch_low=correction.low if algorithm.mismatch_low is None else algorithm.mismatch_low,
         mismatch_high=correction.high if algorithm.mismatch_high is None else algorithm.mismatch_high,
+        mismatch_rejection=algorithm.mismatch_rejection,
+        mismatch_rejection_max=algorithm.mismatch_rejection_max or 0.0,
+        use_rollout_logprobs=algorithm.use_rollout_logprobs,
         kl_loss_coef=algorithm.kl_loss_coef,
         kl_loss_type=algorithm.kl_loss_type,
         use_unbiased_kl=algorithm.use_unbiased_kl,

@@ -1,28 +1,21 @@
 """Accuracy on prompts that are never trained on."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from fsdptrain.config import Config
-from fsdptrain.protocols import RewardFunction, RolloutEngine
-from fsdptrain.rewards.scoring import score_completions
-from fsdptrain.rollout.evaluate import eval_sampling, evaluate
-from fsdptrain.trainer.experience import show
+from fsdptrain.rollout.evaluate import eval_sampling, evaluation_metrics
+from fsdptrain.trainer.experience import SampleMaker, show
 from fsdptrain.types import Metrics, Prompt, SamplingParams
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The held-out prompts of this rank, and how they are scored."""
+    """The held-out prompts of this rank, and what makes scored samples of them: the same as in training."""
 
     config: Config
-    engine: RolloutEngine
+    maker: SampleMaker
     prompts: list[Prompt]
-    reward: RewardFunction
-    tokenizer: PreTrainedTokenizerBase
 
     def run(self) -> tuple[Metrics, list[dict[str, Any]]]:
         """Metrics of all ranks, and rows to show. The same draws each time: evaluations differ by the policy only."""
@@ -34,12 +27,12 @@ class Evaluation:
         return metrics, shown
 
     def _run(self, sampling: SamplingParams, name: str) -> tuple[Metrics, list[dict[str, Any]]]:
-        found = evaluate(self.engine, self.prompts, self._score, self._decode, sampling=sampling, name=name)
-        asked = [prompt for prompt in self.prompts for _ in range(sampling.num_samples)]
-        return found.metrics, show(asked, found.responses, found.rewards, self.config.log.num_samples)
-
-    def _score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float | None]:
-        return [score.reward for score in score_completions(self.reward, prompts, responses).scores]
-
-    def _decode(self, token_ids: list[int]) -> str:
-        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+        made = self.maker.make(self.prompts, sampling)
+        metrics = evaluation_metrics(
+            made.samples,
+            num_samples=sampling.num_samples,
+            name=name,
+            correct_reward=self.config.reward.pass_threshold,
+        )
+        rewards = [sample.reward for sample in made.samples]
+        return metrics, show(made.prompts, made.texts, rewards, self.config.log.num_samples)

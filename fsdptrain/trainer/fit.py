@@ -10,21 +10,24 @@ from typing import Any
 import torch.distributed as dist
 
 from fsdptrain import platform
-from fsdptrain.algo.advantages import ADVANTAGES, whiten
+from fsdptrain.algo.advantages import assign_advantages, scale_over_batch
+from fsdptrain.algo.shaping import without_truncated
 from fsdptrain.config import Config, DataConfig, check_processes
 from fsdptrain.data.packing import drop_overlong
 from fsdptrain.errors import CheckpointError, ConfigError, DataError, RolloutError
 from fsdptrain.fsdp.checkpoint import CheckpointFolder
 from fsdptrain.models.collective import together
 from fsdptrain.protocols import RewardFunction
-from fsdptrain.rewards.scoring import check_unscored
 from fsdptrain.trainer import summary
 from fsdptrain.trainer.batches import PackingRules, StepBatches, make_batches
 from fsdptrain.trainer.build import Parts, build_parts, loss_config
+from fsdptrain.trainer.epochs import carry_scores
 from fsdptrain.trainer.experience import Experience
 from fsdptrain.trainer.folder import PROGRESS_FILE, RunFolder, open_folder
+from fsdptrain.trainer.kl import KlControl, kl_in_reward
+from fsdptrain.trainer.scoring import Scorer
 from fsdptrain.trainer.summary import Stopwatch
-from fsdptrain.types import Metrics, PackedBatch
+from fsdptrain.types import Metrics, Sample
 
 
 class Trainer:
@@ -71,11 +74,15 @@ class _Run:
         self._checkpoints = CheckpointFolder(folder.path, keep_last=config.run.keep_last)
         self._loss = parts.loss
         self._loss_config = loss_config(config.algorithm)
+        self._scorer = Scorer(config, parts.backend)
+        self._kl = KlControl(config)
         self._rules = PackingRules(
             max_tokens=config.batch.max_tokens_per_gpu,
             aggregation=config.algorithm.loss_aggregation,
             max_response_len=config.rollout.max_response_len,
-            num_steps=config.steps_per_rollout,
+            steps_per_epoch=config.steps_per_rollout // config.batch.epochs_per_rollout,
+            num_epochs=config.batch.epochs_per_rollout,
+            seed=config.run.seed,
             layout=parts.backend.layout_probe.layout,
         )
         self._step = 0  # rollouts that were trained on; also the version of the policy
@@ -106,28 +113,48 @@ class _Run:
         watch = Stopwatch()
         with watch("step"):
             experience = self._collect(watch)
-            metrics = summary.sample_metrics(experience, self._reward_names)
-            if experience.scores is not None:
-                check_unscored(experience.scores, max_unscored_fraction=self._config.reward.max_unscored_fraction)
-            steps = make_batches(experience.samples, self._rules)
+            metrics = (
+                summary.sample_metrics(experience, self._reward_names, self._parts.advantages) | experience.metrics
+            )
+            if self._config.environment.environment is not None:
+                metrics |= summary.episode_metrics(experience.samples)
+            samples = experience.samples
+            if self._config.shaping.mask_truncated:
+                samples = without_truncated(samples)
+            steps = make_batches(samples, self._rules, rollout=self._step)
             if not steps:
-                raise DataError(
-                    f"--overlong drop left nothing to train on: all {metrics['progress/dropped']:.0f} samples are "
-                    f"longer than --max-tokens-per-gpu {self._rules.max_tokens}; raise it"
-                )
+                raise DataError(self._why_nothing_is_left(metrics))
             with watch("score"):
-                steps = self._score(steps)
+                first, kl_metrics = self._score(steps[: self._rules.steps_per_epoch], experience.samples)
+                later = steps[self._rules.steps_per_epoch :]
+                recorded = self._config.router.replay == "scoring"
+                steps = [*first, *carry_scores(first, later, with_routes=recorded)]
             with watch("train"):
-                trained = [self._parts.backend.train_step(s.packs, self._loss, self._loss_config) for s in steps]
+                loss = replace(self._loss_config, kl_loss_coef=self._kl.loss_coef)
+                trained = [self._parts.backend.train_step(s.packs, self._loss, loss) for s in steps]
             self._step += 1
+            self._update_reference()
             with watch("sync"):
                 self._hand_over_weights()
-        metrics |= summary.mean_metrics(trained)
+        metrics |= kl_metrics | summary.mean_metrics(trained)
+        metrics |= self._kl.adapt(metrics)
         metrics |= summary.packing_metrics(steps)
         metrics |= self._performance(steps, watch, num_tokens=metrics["progress/tokens"])
         metrics |= self._advance(metrics)
         self._report(metrics)
         self._log_samples(experience.shown, "train")
+
+    def _why_nothing_is_left(self, metrics: Metrics) -> str:
+        dropped = metrics["progress/dropped"]
+        if dropped and not metrics["progress/samples"]:
+            return (
+                f"--overlong drop left nothing to train on: all {dropped:.0f} samples are "
+                f"longer than --max-tokens-per-gpu {self._rules.max_tokens}; raise it"
+            )
+        return (
+            f"--mask-truncated left nothing to train on: all {metrics['progress/samples']:.0f} responses were cut off "
+            f"at --rollout-max-response-len {self._rules.max_response_len}; raise it"
+        )
 
     def _collect(self, watch: Stopwatch) -> Experience:
         batch = self._config.batch
@@ -142,27 +169,34 @@ class _Run:
         watch.seconds["generate"] = experience.generate_s
         watch.seconds["reward"] = experience.reward_s
         watch.seconds["idle"] = max(0.0, watch.seconds["collect"] - experience.generate_s - experience.reward_s)
-        if experience.scores is not None and ADVANTAGES[self._config.algorithm.advantage_estimator].whitened:
-            kept = whiten(kept, summary.reduce_sums)  # after `together`: it is collective
+        if experience.scores is not None:  # after `together`: it is collective
+            kept = scale_over_batch(kept, self._parts.advantages, summary.reduce_sums)
         return replace(experience, samples=kept, num_dropped=dropped)
 
-    def _score(self, steps: list[StepBatches]) -> list[StepBatches]:
-        """Add old and reference log-probabilities where the loss asks for them, before the first update."""
-        algorithm = self._config.algorithm
-        packs = [pack for step in steps for pack in step.packs]
-        if algorithm.algorithm == "sft":
-            return steps
-        if algorithm.use_rollout_logprobs:
-            packs = [replace(pack, old_logprobs=pack.rollout_logprobs) for pack in packs]
-        elif self._config.needs_old_logprobs:
-            scores = self._parts.backend.score(packs, "policy")
-            packs = _with(packs, "old_logprobs", scores)
-            if self._config.router.replay == "scoring":
-                packs = [replace(pack, routes=score.routes) for pack, score in zip(packs, scores, strict=True)]
-        if algorithm.kl_loss_coef > 0:
-            packs = _with(packs, "ref_logprobs", self._parts.backend.score(packs, "reference"))
-        remaining = iter(packs)
-        return [replace(step, packs=[next(remaining) for _ in step.packs]) for step in steps]
+    def _advantages(self, samples: list[Sample]) -> list[Sample]:
+        """Once more, for rewards that have changed. Collective."""
+        with together(RolloutError, "--advantage-estimator"):
+            samples = assign_advantages(samples, self._parts.advantages)
+        return scale_over_batch(samples, self._parts.advantages, summary.reduce_sums)
+
+    def _score(self, steps: list[StepBatches], samples: Sequence[Sample]) -> tuple[list[StepBatches], Metrics]:
+        """Old and reference log-probabilities, and what follows from them for the rewards, before the first update."""
+        steps = self._scorer.score(steps)
+        if not self._config.algorithm.kl_reward_coef:
+            return steps, {}
+        steps, metrics = kl_in_reward(
+            samples,
+            steps,
+            coef=self._kl.reward_coef,
+            estimator=self._config.algorithm.kl_reward_type,
+            advantages=self._advantages,
+        )
+        return self._scorer.for_loss(steps), metrics
+
+    def _update_reference(self) -> None:
+        interval = self._config.ref.update_interval
+        if interval is not None and self._step % interval == 0:
+            self._parts.backend.update_reference()
 
     def _hand_over_weights(self) -> None:
         """Where the engine will generate before the next optimizer step; else it stays asleep."""
@@ -218,6 +252,7 @@ class _Run:
         self._parts.backend.save(directory, self._step)
         if dist.get_rank() == 0:
             state = {"step": self._step, "totals": self._totals, "stream": self._parts.stream.state_dict()}
+            state["kl_scale"] = self._kl.scale
             (directory / PROGRESS_FILE).write_text(json.dumps(state))
 
     def _resume(self) -> None:
@@ -228,6 +263,7 @@ class _Run:
             self._parts.stream.load_state_dict(progress["stream"])
         self._step = self._parts.backend.load(checkpoint)
         self._totals = progress["totals"]
+        self._kl.scale = progress.get("kl_scale", 1.0)  # older checkpoints have none
 
 
 def _with_own_data(config: Config) -> Config:
@@ -237,7 +273,3 @@ def _with_own_data(config: Config) -> Config:
             f"--prompt-data {config.data.prompt_data} and Trainer(dataset=...) are both given: choose one"
         )
     return config.model_copy(update={"data": config.data.model_copy(update={"prompt_data": "dataset"})})
-
-
-def _with(packs: Sequence[PackedBatch], field: str, scores: Sequence[Any]) -> list[PackedBatch]:
-    return [replace(pack, **{field: score.values}) for pack, score in zip(packs, scores, strict=True)]

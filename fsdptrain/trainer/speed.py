@@ -23,10 +23,10 @@ class Speed:
         return cls(model_flops(model), peak_tflops(device, dtype))
 
     def utilisation(self, steps: Sequence[StepBatches], *, train_s: float) -> Metrics:
-        """perf/mfu and perf/mfu_causal of the training passes (forward and backward: 3 forwards), mean over ranks."""
+        """perf/mfu and perf/mfu_causal of the training passes (forward and backward), mean over ranks."""
         packs = [pack for step in steps for pack in step.packs]
         own = {
-            name: sum(3 * self.flops.forward(p.seqlens, p.loss_positions.numel(), causal=causal) for p in packs)
+            name: sum(self.flops.training(p.seqlens, p.loss_positions.numel(), causal=causal) for p in packs)
             for name, causal in (("perf/mfu", False), ("perf/mfu_causal", True))
         }
         possible = self.peak_tflops * 1e12 * max(train_s, 1e-9) * dist.get_world_size()

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from fsdptrain import platform
-from fsdptrain.algo.advantages import zero_spread_groups
+from fsdptrain.algo.advantages import AdvantageRule, zero_spread_groups
 from fsdptrain.models.collective import gather
 from fsdptrain.trainer.batches import StepBatches
 from fsdptrain.trainer.experience import Experience
@@ -43,14 +43,17 @@ class RewardNames:
         return self._known
 
 
-def sample_metrics(experience: Experience, reward_names: RewardNames) -> Metrics:
-    """reward/*, group/*, completion/*, progress/* over every rank. Unscored samples count in lengths only."""
+def sample_metrics(experience: Experience, reward_names: RewardNames, advantages: AdvantageRule) -> Metrics:
+    """reward/*, group/*, completion/*, progress/* over every rank. Unscored samples count in lengths only.
+
+    The reward is what advantages are made of, after shaping; its parts are reported without their weights.
+    """
     samples = experience.samples
     names = reward_names.of(samples)
     scored = [sample for sample in samples if sample.reward is not None]
     rewards = [sample.reward for sample in scored if sample.reward is not None]
     lengths = [sum(sample.loss_mask) for sample in samples]
-    flat, groups = zero_spread_groups(samples)
+    flat, groups = zero_spread_groups(samples, advantages.weights or ())
     total = reduce_sums(
         {
             "rewards": math.fsum(rewards),
@@ -88,6 +91,26 @@ def sample_metrics(experience: Experience, reward_names: RewardNames) -> Metrics
         "group/zero_std_fraction": total["flat"] / max(1.0, total["groups"]),
         **{_reward(name): total[_reward(name)] / num_scored for name in names},
     }
+
+
+def episode_metrics(samples: Sequence[Sample]) -> Metrics:
+    """episode/* over every rank: how many turns the model took, and how much the environment said."""
+    turns = [_num_turns(sample.loss_mask) for sample in samples]
+    heard = [sum(not mask for mask in sample.loss_mask[sample.loss_mask.index(True) :]) for sample in samples]
+    total = reduce_sums(
+        {"samples": len(samples), "turns": sum(turns), "longer": sum(n > 1 for n in turns), "heard": sum(heard)}
+    )
+    num_samples = max(1.0, total["samples"])
+    return {
+        "episode/turns_mean": total["turns"] / num_samples,
+        "episode/several_turns_fraction": total["longer"] / num_samples,
+        "episode/observation_length_mean": total["heard"] / num_samples,
+    }
+
+
+def _num_turns(loss_mask: Sequence[bool]) -> int:
+    """Runs of tokens that the model made."""
+    return sum(now and not before for before, now in zip([False, *loss_mask], loss_mask, strict=False))
 
 
 def reduce_sums(values: Mapping[str, float]) -> Metrics:

@@ -258,6 +258,22 @@ def test_a_nan_on_one_rank_skips_everywhere_and_stops_the_run_at_the_limit(check
         assert following["optim/skipped_steps"] == 1
 
 
+def step_without_work(checkpoint: str):
+    backend = FSDPBackend(config(checkpoint, lr_decay_style="linear"), total_steps=4)
+    packs = packs_of_this_rank(samples(), 128)
+    backend.train_step(packs, LOSSES["grpo"], GRPO)
+    before = full_state(backend._model)
+    nothing = backend.train_step(packs_of_this_rank([], 128), LOSSES["grpo"], GRPO)
+    after = full_state(backend._model)
+    assert all(torch.equal(before[name], after[name]) for name in before), "not even by Adam's momentum"
+    return nothing["optim/lr"], backend.train_step(packs, LOSSES["grpo"], GRPO)["optim/lr"]
+
+
+def test_a_step_without_samples_leaves_the_weights_and_keeps_the_schedule(checkpoint):
+    for rates in spawn(2, step_without_work, checkpoint):
+        assert rates == pytest.approx((1e-2 * 3 / 4, 1e-2 * 2 / 4))
+
+
 def offload_between_steps(checkpoint: str):
     backend = FSDPBackend(config(checkpoint), total_steps=10)
     packs = packs_of_this_rank(samples(), 128)

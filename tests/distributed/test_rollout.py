@@ -9,9 +9,11 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from fsdptrain.errors import RolloutError
-from fsdptrain.rollout.evaluate import evaluate
+from fsdptrain.rewards import Score
+from fsdptrain.rollout.evaluate import evaluation_metrics
 from fsdptrain.rollout.hf import HFEngine
 from fsdptrain.testing import save_tiny_checkpoint, spawn
+from fsdptrain.trainer.experience import make_sample
 from fsdptrain.types import Completion, Prompt, SamplingParams
 
 PROMPTS = [Prompt(f"p{i}", [5 + i] * (1 + 3 * (i % 4)), "") for i in range(7)]
@@ -24,18 +26,19 @@ def make_engine(folder: Path) -> HFEngine:
     return engine
 
 
-def score(prompts: list[Prompt], responses: list[str]) -> list[float | None]:
+def score(completion: Completion) -> Score:
     """By content, so that it does not matter who scores: some right, some wrong, some unscored."""
-    return [None if len(text) % 7 == 0 else float(len(text) % 2) for text in responses]
+    length = len(completion.token_ids)
+    return Score(None if length % 7 == 0 else float(length % 2))
 
 
 def run_share(folder: Path, num_prompts: int) -> tuple[list[Completion], dict[str, float]]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     share = PROMPTS[:num_prompts][rank::world_size]
-    evaluation = evaluate(
-        make_engine(folder), share, score, lambda ids: "".join(map(chr, ids)), sampling=SAMPLING, name="set"
-    )
-    return evaluation.completions, evaluation.metrics
+    completions = make_engine(folder).generate(share, SAMPLING)
+    asked = [prompt for prompt in share for _ in range(SAMPLING.num_samples)]
+    samples = [make_sample(prompt, c, score(c)) for prompt, c in zip(asked, completions, strict=True)]
+    return completions, evaluation_metrics(samples, num_samples=SAMPLING.num_samples, name="set")
 
 
 def update_with_unknown_name(folder: Path) -> tuple[str, int]:

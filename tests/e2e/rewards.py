@@ -10,3 +10,8 @@ def raises(prompt: Prompt, response: str) -> float:
 def variety(prompt: Prompt, response: str) -> float:
     """Differs between the answers of a random model, so that there is a gradient."""
     return len(set(response)) / 8
+
+
+def by_label(prompt: Prompt, response: str) -> float:
+    """The label where it is a number; where it is "luck", 1 for every other length."""
+    return float(len(response) % 2) if prompt.label == "luck" else float(prompt.label)

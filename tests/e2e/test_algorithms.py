@@ -1,6 +1,7 @@
 """Each algorithm trains by the real command line, with the loss that its preset names."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,11 @@ from fsdptrain.config.presets import PRESETS
 from tests.e2e import command
 from tests.e2e.command import TINY_RUN
 
+QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 QUICK = ["--num-rollout", "1", "--eval-interval", "0", "--keep-last", "0", "--no-export"]
-TINY = [*TINY_RUN[: TINY_RUN.index("--eval-size")], *TINY_RUN[TINY_RUN.index("--eval-size") + 2 :], *QUICK]
+UNEVALUATED = [*TINY_RUN[: TINY_RUN.index("--eval-size")], *TINY_RUN[TINY_RUN.index("--eval-size") + 2 :]]
+UNEVALUATED += ["--eval-interval", "0"]
+TINY = [*UNEVALUATED, "--num-rollout", "1", "--keep-last", "0", "--no-export"]
 
 
 def trained(checkpoint: Path, folder: Path, *flags: str) -> dict[str, float]:
@@ -18,23 +22,83 @@ def trained(checkpoint: Path, folder: Path, *flags: str) -> dict[str, float]:
     argv = ["--hf-checkpoint", str(checkpoint), "--output-dir", str(folder / "run"), *TINY, *flags]
     result = command.run(argv, folder)
     assert result.code == 0, result.err
-    return json.loads((folder / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    return metrics_of(folder / "run")
+
+
+def metrics_of(run: Path) -> dict[str, float]:
+    return json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(set(PRESETS) - {"sft", "grpo"}))  # these two have tests of their own
-def test_every_algorithm_trains(checkpoint: Path, tmp_path: Path, name: str) -> None:
-    metrics = trained(checkpoint, tmp_path, "--algorithm", name, "--global-batch-size", "8")
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_the_quickstart_trains_with_every_algorithm(checkpoint: Path, tmp_path: Path, name: str) -> None:
+    """The recipe tunes grpo; what it says of the loss gives way to the algorithm of the flag."""
+    argv = ["--recipe", str(QUICKSTART), "--algorithm", name, "--hf-checkpoint", str(checkpoint), *QUICK, "--log-to"]
+    argv += ["--output-dir", str(tmp_path / "run"), "--global-batch-size", "16"]
+    if name != "sft":
+        argv += ["--rollout-batch-size", "8", "--n-samples-per-prompt", "4", "--rollout-max-response-len", "8"]
+        argv += ["--reward", "tests.e2e.rewards:variety"]
+    result = command.run(argv, tmp_path)
+    assert result.code == 0, result.err
+    metrics = metrics_of(tmp_path / "run")
     assert metrics["optim/grad_norm"] > 0
     assert metrics["optim/skipped_steps"] == 0
+    assert ("reward/overlong" in metrics) == (name == "dapo")
 
 
 @pytest.mark.slow
-def test_batch_whitening_does_not_depend_on_the_number_of_ranks(checkpoint: Path, tmp_path: Path) -> None:
-    flags = ["--algorithm", "reinforce++_baseline", "--nproc-per-node"]
-    one, two = (trained(checkpoint, tmp_path / n, *flags, n) for n in ("1", "2"))
-    for name in ("loss/total", "optim/grad_norm"):
+def test_several_rewards_and_shaping_do_not_depend_on_the_number_of_ranks(checkpoint: Path, tmp_path: Path) -> None:
+    flags = ["--multi-reward", "normalize_then_sum", "--rollout-max-response-len", "64"]
+    flags += ["--length-penalty", "0.5", "--overlong-penalty", "1", "--overlong-buffer", "32"]
+    one, two = (trained(checkpoint, tmp_path / n, *flags, "--nproc-per-node", n) for n in ("1", "2"))
+    for name in ("loss/total", "optim/grad_norm", "reward/mean", "reward/length", "reward/overlong"):
         assert two[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6)
+    assert -0.5 <= one["reward/length"] < 0
+    assert -1 < one["reward/overlong"] < 0
+    parts = one["reward/variety"] + one["reward/reasoning_gym"] + 0.5 * one["reward/length"] + one["reward/overlong"]
+    assert one["reward/mean"] == pytest.approx(parts)
+
+
+@pytest.mark.slow
+def test_truncated_responses_leave_the_loss_and_its_denominators_but_not_the_report(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """With an advantage of 1 for all that are left, the mean over tokens is 1, if no other token is counted."""
+    flags = ["--rollout-max-response-len", "64", "--advantage-estimator", "tests.e2e.advantages:below_64_tokens"]
+    metrics = trained(checkpoint, tmp_path, *flags, "--advantage-scale", "batch", "--mask-truncated")
+    assert 0 < metrics["completion/truncated_fraction"] < 1
+    assert (metrics["progress/samples"], metrics["completion/length_max"]) == (16, 64)
+    std = metrics["reward/std"] * math.sqrt(16 / 15)
+    assert metrics["loss/policy"] == pytest.approx(-1 / std, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_where_every_response_is_cut_off_the_flag_is_named(checkpoint: Path, tmp_path: Path) -> None:
+    argv = ["--hf-checkpoint", str(checkpoint), "--output-dir", str(tmp_path / "run"), *TINY, "--mask-truncated"]
+    result = command.run([*argv, "--rollout-max-response-len", "2"], tmp_path)
+    assert result.code == 2
+    assert "all 16 responses were cut off at --rollout-max-response-len 2; raise it" in result.err.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_an_estimator_of_ones_own_is_used_and_held_to_its_contract(checkpoint: Path, tmp_path: Path) -> None:
+    own = trained(checkpoint, tmp_path / "own", "--advantage-estimator", "tests.e2e.advantages:below_the_best")
+    assert own["loss/policy"] > 0.01  # no advantage is above 0; with a mean taken away the loss is 0 on-policy
+    argv = ["--hf-checkpoint", str(checkpoint), "--output-dir", str(tmp_path / "run"), *TINY]
+    result = command.run([*argv, "--advantage-estimator", "tests.e2e.advantages:too_few"], tmp_path)
+    assert result.code == 2
+    assert "--advantage-estimator tests.e2e.advantages:too_few returned " in result.err.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_several_epochs_of_several_steps_do_not_depend_on_the_number_of_ranks(checkpoint: Path, tmp_path: Path) -> None:
+    flags = ["--steps-per-rollout", "6", "--epochs-per-rollout", "2", "--lr-decay-style", "linear", "--kl-loss-coef"]
+    flags += ["0.1", "--nproc-per-node"]
+    one, two = (trained(checkpoint, tmp_path / n, *flags, n) for n in ("1", "2"))
+    assert one["optim/lr"] == two["optim/lr"] == pytest.approx(1e-3 * 1 / 6)
+    assert one["policy/approx_kl"] > 0
+    for name in ("loss/total", "loss/kl", "optim/grad_norm", "policy/approx_kl"):
+        assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-6)
 
 
 @pytest.mark.slow

@@ -88,6 +88,7 @@ def flags(*values: str) -> Prepare:
 
 
 BAD_INPUT: list[tuple[Prepare, list[str]]] = [
+    (flags("--lora-rank", "4", "--lora-targets", "q_porj"), ["--lora-targets q_porj", "did you mean 'q_proj'"]),
     (missing_folder, ["--hf-checkpoint", "nowhere"]),
     (missing_shard, ["--hf-checkpoint", "model-00002"]),
     (corrupt_shard, ["--hf-checkpoint", "model-00002"]),

@@ -1,10 +1,11 @@
-"""Chunked logprobs over every kind of head: softcap, temperature, bias, scale; values, and gradients by gradcheck."""
+"""Chunked logprobs over every kind of head, whole or truncated; values, and gradients by gradcheck."""
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdptrain.models.logprobs import chunked_logprobs
+from fsdptrain.models.truncation import UNTRUNCATED, Truncation
 from tests.unit.models.test_logprobs import full_logprobs
 
 SIZES = {"num_tokens": st.integers(1, 7), "width": st.integers(1, 4), "vocab": st.integers(2, 9)}
@@ -12,6 +13,9 @@ HEADS = {
     "softcap": st.sampled_from([None, 2.0, 30.0]),
     "temperature": st.sampled_from([0.5, 1.0, 1.7]),
     "logit_scale": st.sampled_from([0.0625, 1.0, 3.0]),
+    "truncation": st.sampled_from(
+        [UNTRUNCATED, Truncation(top_p=0.6), Truncation(top_k=2), Truncation(min_p=0.4), Truncation(0.8, 4, 0.1)]
+    ),
     "has_bias": st.booleans(),
     "chunk_size": st.integers(1, 8),
     "seed": st.integers(0, 99),
@@ -27,6 +31,7 @@ def test_values_and_gradients_are_those_of_a_full_log_softmax(
     softcap: float | None,
     temperature: float,
     logit_scale: float,
+    truncation: Truncation,
     has_bias: bool,
     chunk_size: int,
     seed: int,
@@ -37,6 +42,7 @@ def test_values_and_gradients_are_those_of_a_full_log_softmax(
     inputs = [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
     bias = inputs[2] if has_bias else None
     options = {"bias": bias, "softcap": softcap, "temperature": temperature, "logit_scale": logit_scale}
+    options["truncation"] = truncation
     found = chunked_logprobs(inputs[0], inputs[1], labels, chunk_size=chunk_size, with_entropy=True, **options)
     wanted = full_logprobs(inputs[0], inputs[1], labels, **options)
     upstream = [torch.randn(num_tokens, generator=generator, dtype=torch.float64) for _ in range(2)]
@@ -57,6 +63,7 @@ def test_gradients_are_the_slopes_of_the_values(
     softcap: float | None,
     temperature: float,
     logit_scale: float,
+    truncation: Truncation,
     has_bias: bool,
     chunk_size: int,
     seed: int,
@@ -75,6 +82,7 @@ def test_gradients_are_the_slopes_of_the_values(
             softcap=softcap,
             temperature=temperature,
             logit_scale=logit_scale,
+            truncation=truncation,
             chunk_size=chunk_size,
             with_entropy=True,
         )

@@ -26,6 +26,10 @@ CONFIGS = [
     LossConfig(mismatch_correction="icepop", mismatch_high=5.0, kl_loss_coef=0.3, kl_loss_type="low_var_kl"),
     LossConfig(kl_loss_coef=0.3, kl_loss_type="k2", use_unbiased_kl=True),
     LossConfig(kl_loss_coef=0.3, kl_loss_type="k1", use_unbiased_kl=True),
+    LossConfig(mismatch_correction="tis", mismatch_rejection="token_k1", mismatch_rejection_max=0.1),
+    LossConfig(mismatch_rejection="seq_mean_k3", mismatch_rejection_max=0.05, use_rollout_logprobs=True),
+    LossConfig(mismatch_correction="mis", mismatch_rejection="seq_max_k2", mismatch_rejection_max=0.02),
+    LossConfig(mismatch_rejection="seq_sum_k1", mismatch_rejection_max=0.1, use_opsm=True),
 ]
 SPREADS = [0.0, 0.02, 0.3, 3.0, 200.0]  # how far old, rollout and reference logprobs lie from the current ones
 
@@ -107,11 +111,12 @@ def test_value_and_gradient_are_those_of_the_formula(
 
 
 BUSY = LossConfig(eps_clip=0.1, eps_clip_high=0.1, eps_clip_c=1.3, is_cap_high=1.2, use_opsm=True, opsm_delta=0.2,
-                  mismatch_correction="tis")  # fmt: skip
+                  mismatch_correction="tis", mismatch_rejection="token_k1", mismatch_rejection_max=0.6)  # fmt: skip
 BASES = [BUSY, replace(BUSY, eps_clip=0.4, eps_clip_high=0.4, opsm_delta=0.01)]
 OTHER = {"eps_clip": 0.001, "eps_clip_high": 0.001, "eps_clip_c": None, "is_cap_high": 1.5, "sapo_tau_pos": 2.0,
          "sapo_tau_neg": 2.0, "ipo_kl_coef": 0.1, "use_opsm": False, "opsm_delta": 0.02, "mismatch_correction": "none",
-         "mismatch_low": 0.95, "mismatch_high": 1.1}  # fmt: skip
+         "mismatch_low": 0.95, "mismatch_high": 1.1, "mismatch_rejection": "seq_mean_k2",
+         "mismatch_rejection_max": 0.3}  # fmt: skip
 
 
 def gradient_of(name: str, config: LossConfig, **other: object) -> torch.Tensor:
@@ -133,7 +138,7 @@ def test_an_option_changes_the_gradient_where_the_table_says_that_the_loss_reads
     other = {"use_rollout_logprobs": True} if field == "use_rollout_logprobs" else {}
     changed = False
     for base in BASES:
-        config = base if other else replace(base, **{field: OTHER[field]})
+        config = replace(base, use_rollout_logprobs=True) if other else replace(base, **{field: OTHER[field]})
         changed |= not torch.equal(gradient_of(name, base), gradient_of(name, config, **other))
     assert changed is (field in LOSS_OPTIONS[name].reads)
 

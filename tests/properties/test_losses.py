@@ -89,21 +89,29 @@ def test_loss_gradient_and_metrics_do_not_depend_on_the_plan(
 @settings(max_examples=10)
 @given(
     samples=sample_lists(min_size=1),
+    dtype_and_tolerance=st.sampled_from([(torch.float64, 1e-12), (torch.float32, 1e-6)]),
     config=st.sampled_from([CONFIG, SEQUENCES, TRUNCATED]),
     num_ranks=st.integers(1, 5),
     max_tokens=st.integers(24, 60),
 )
 def test_gradient_of_every_loss_does_not_depend_on_packs_or_ranks(
-    loss_name: str, aggregation: str, samples: list[Sample], config: LossConfig, num_ranks: int, max_tokens: int
+    loss_name: str,
+    aggregation: str,
+    samples: list[Sample],
+    dtype_and_tolerance: tuple[torch.dtype, float],
+    config: LossConfig,
+    num_ranks: int,
+    max_tokens: int,
 ) -> None:
-    which = {"dtype": torch.float64, "loss_name": loss_name, "config": config}
+    dtype, tolerance = dtype_and_tolerance
+    which = {"dtype": dtype, "loss_name": loss_name, "config": config}
     alone = step(samples, aggregation, num_ranks=1, max_tokens=10_000, **which)
     split = step(samples[::-1], aggregation, num_ranks=num_ranks, max_tokens=max_tokens, **which)
     scale = max(1.0, float(alone[1].abs().max()))
-    torch.testing.assert_close(split[0], alone[0], rtol=1e-12, atol=1e-12 * scale)
-    torch.testing.assert_close(split[1], alone[1], rtol=1e-12, atol=1e-12 * scale)
+    torch.testing.assert_close(split[0], alone[0], rtol=tolerance, atol=tolerance * scale)
+    torch.testing.assert_close(split[1], alone[1], rtol=tolerance, atol=tolerance * scale)
     for name, value in alone[2].items():
-        assert split[2][name] == pytest.approx(value, rel=1e-10, abs=1e-11), name
+        assert split[2][name] == pytest.approx(value, rel=100 * tolerance, abs=10 * tolerance), name
 
 
 @given(

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fsdptrain.errors import MemoryPlanError
 from fsdptrain.models.structure import ParameterCounts
-from fsdptrain.planning.memory import MemoryDemand, MemorySupply, check_load_memory, load_memory_need
+from fsdptrain.planning.memory import MemoryDemand, MemorySupply, check_load_memory, load_memory_need, with_adapter
 
 FLAGS = {
     "--load-strategy shard": {"load_strategy": "shard"},
@@ -68,6 +68,8 @@ def test_each_flag_that_is_named_makes_it_fit(demand: MemoryDemand, supply: Memo
     for remedy in way_out:
         if remedy in FLAGS:
             check_load_memory(replace(demand, **FLAGS[remedy]), supply)
+        elif remedy == "--lora-rank 32":
+            check_load_memory(replace(demand, counts=with_adapter(demand.counts), reference=False), supply)
         elif shards := re.match(r"(\d+) shards", remedy):
             check_load_memory(replace(demand, num_shards=int(shards[1])), supply)
         else:

@@ -1,11 +1,18 @@
 """Corrections leave agreement alone, are bounded, and stay finite however far engine and trainer are apart."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
 import torch
 
-from fsdptrain.algo.corrections import CORRECTIONS, correction_ratio, correction_weights
+from fsdptrain.algo.corrections import (
+    CORRECTIONS,
+    REJECTION_ESTIMATORS,
+    REJECTION_LEVELS,
+    correction_ratio,
+    correction_weights,
+)
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.algo.tokens import at_loss_tokens
 from fsdptrain.algo.weights import count_totals
@@ -13,10 +20,14 @@ from fsdptrain.data.packing import pack
 from fsdptrain.types import LogProbs, LossConfig, PackedBatch, Sample
 
 POLICY_LOSSES = sorted(set(LOSSES) - {"sft", "ipo"})
-KINDS = sorted(CORRECTIONS)
+REJECTIONS = [f"{level}_{estimator}" for level in REJECTION_LEVELS for estimator in REJECTION_ESTIMATORS]
+KINDS = [*sorted(CORRECTIONS), *REJECTIONS]
 
 
 def config_of(kind: str) -> LossConfig:
+    """A correction at its default bounds, or a rejection beside tis."""
+    if kind not in CORRECTIONS:
+        return replace(config_of("tis"), mismatch_rejection=kind, mismatch_rejection_max=0.05)
     correction = CORRECTIONS[kind]
     return LossConfig(mismatch_correction=kind, mismatch_low=correction.low, mismatch_high=correction.high)
 
@@ -65,6 +76,7 @@ def test_weights_are_bounded_and_need_no_gradient(kind: str) -> None:
     for log_w in ([-200.0, 200.0, 0.3], [0.001, 0.002], [50.0], [-50.0]):
         weights = weights_of([log_w], config)
         assert all(w == 0 or config.mismatch_low <= w <= config.mismatch_high for w in weights)
+        assert kind not in REJECTIONS or max(map(abs, log_w)) < 1 or 0 in weights
     batch, logprobs = batch_of([[0.5, 0.1]])
     on_policy = at_loss_tokens(replace(batch, old_logprobs=None), logprobs)
     assert not correction_ratio(on_policy, config).requires_grad
@@ -75,7 +87,7 @@ def test_weights_equal_their_formula() -> None:
     e = torch.tensor([0.1, 0.9, -1.0, 0.004, 0.002], dtype=torch.float64).exp().tolist()
     total, mean = (torch.tensor([x], dtype=torch.float64).exp().item() for x in (0.006, 0.003))
     zero = torch.tensor([0.0], dtype=torch.float64).exp().item()
-    expected = {
+    expected = {  # rejections: below
         "none": [1.0] * 5,
         "tis": [e[0], 2.0, e[2], e[3], e[4]],
         "tis_sequence": [zero, zero, zero, total, total],
@@ -86,6 +98,49 @@ def test_weights_equal_their_formula() -> None:
     assert set(expected) == set(CORRECTIONS)
     for kind, weights in expected.items():
         assert weights_of(log_w, config_of(kind)) == pytest.approx(weights, rel=1e-6), kind
+
+
+LOG_W = [[0.1, 0.9, -1.0], [0.2, -0.2], [0.1, 0.1, 0.1]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "bound", "kept"),
+    [
+        ("token_k1", 0.5, [[1, 0, 0], [1, 1], [1, 1, 1]]),
+        ("token_k2", 0.45, [[1, 1, 0], [1, 1], [1, 1, 1]]),  # 0.9^2 / 2 = 0.405
+        ("token_k3", 0.4, [[1, 0, 1], [1, 1], [1, 1, 1]]),  # e^0.9 - 1.9 = 0.56; e^-1 - 1 + 1 = 0.37
+        ("seq_mean_k1", 0.05, [[1, 1, 1], [1, 1], [0, 0, 0]]),  # means 0, 0, 0.1: signs cancel
+        ("seq_mean_k2", 0.01, [[0, 0, 0], [0, 0], [1, 1, 1]]),  # 0.3, 0.02, 0.005
+        ("seq_mean_k3", 0.03, [[0, 0, 0], [1, 1], [1, 1, 1]]),
+        ("seq_max_k1", 0.15, [[0, 0, 0], [0, 0], [1, 1, 1]]),
+        ("seq_max_k2", 0.1, [[0, 0, 0], [1, 1], [1, 1, 1]]),
+        ("seq_max_k3", 0.5, [[0, 0, 0], [1, 1], [1, 1, 1]]),
+        ("seq_sum_k1", 0.2, [[1, 1, 1], [1, 1], [0, 0, 0]]),
+        ("seq_sum_k2", 0.016, [[0, 0, 0], [0, 0], [1, 1, 1]]),
+        ("seq_sum_k3", 0.05, [[0, 0, 0], [1, 1], [1, 1, 1]]),
+    ],
+)
+def test_a_rejection_drops_what_its_statistic_says_and_leaves_the_weight_of_the_rest(
+    kind: str, bound: float, kept: list[list[int]]
+) -> None:
+    config = replace(config_of("tis"), mismatch_rejection=kind, mismatch_rejection_max=bound)
+    plain = weights_of(LOG_W, config_of("tis"))
+    assert weights_of(LOG_W, config) == [w * k for w, k in zip(plain, itertools.chain(*kept), strict=True)]
+    share = LOSSES["grpo"](*batch_of(LOG_W), config).metrics["mismatch/rejected"].item()
+    assert share == pytest.approx(1 - sum(map(sum, kept)) / 8)
+
+
+def test_without_old_logprobs_of_the_trainer_the_present_policy_is_compared_with_the_engine() -> None:
+    """--use-rollout-logprobs: lo is lr, and their difference says nothing."""
+    batch, logprobs = batch_of([[0.4, 0.0], [0.0]])
+    bypass = replace(batch, old_logprobs=batch.rollout_logprobs)
+    config = LossConfig(use_rollout_logprobs=True, mismatch_rejection="token_k1", mismatch_rejection_max=0.2)
+    output = LOSSES["reinforce"](bypass, logprobs, config)
+    assert output.metrics["mismatch/rejected"].item() == pytest.approx(1 / 3)  # l - lr is 0.3, -0.1, -0.1
+    assert output.metrics["mismatch/abs_mean"].item() == pytest.approx((0.3 + 0.1 + 0.1) / 3)
+    output.loss.backward()
+    assert logprobs.values.grad is not None
+    assert logprobs.values.grad[:2].tolist() == pytest.approx([0.0, -1.5 / 3])
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,12 @@ def test_the_size_of_a_rollout_and_of_its_steps():
         40,
     )
     assert config().on_policy
+    by_steps = config(steps_per_rollout=3, num_rollout=10)
+    assert (by_steps.steps_per_rollout, by_steps.needs_old_logprobs, by_steps.total_optimizer_steps) == (3, True, 30)
+    twice = config(epochs_per_rollout=2, num_rollout=10)
+    assert (twice.steps_per_rollout, twice.needs_old_logprobs, twice.total_optimizer_steps) == (2, True, 20)
+    both = config(global_batch_size=64, epochs_per_rollout=2, steps_per_rollout=8)
+    assert both.steps_per_rollout == config(global_batch_size=64, epochs_per_rollout=2).steps_per_rollout == 8
     sft = config(algorithm="sft", global_batch_size=64, num_rollout=10)
     assert (sft.samples_per_rollout, sft.steps_per_rollout, sft.total_optimizer_steps) == (64, 1, 10)
     assert config(algorithm="sft", rollout_batch_size=16).samples_per_rollout == 16

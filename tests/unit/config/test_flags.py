@@ -57,7 +57,7 @@ def test_flags_are_read(flat, argv, expected):
         (["--hf-chekpoint", "x"], "unknown flag --hf-chekpoint; did you mean '--hf-checkpoint'?"),
         (["--no-lr"], "unknown flag --no-lr"),
         (["--custom-rm-path", "a.b"], "unknown flag --custom-rm-path: it is --reward here (`package.module:function`)"),
-        (["--rollout-top-p", "0.9"], "unknown flag --rollout-top-p: there is no such flag here: the trainer"),
+        (["--colocate"], "unknown flag --colocate: there is no such flag here: the engine always shares"),
         (["Qwen/Qwen3-4B"], "'Qwen/Qwen3-4B' stands alone: options begin with --, e.g. --hf-checkpoint Qwen/Qwen3-4B"),
         (["--lr", "1", "2"], "'2' stands alone"),
         (
@@ -99,6 +99,7 @@ def test_every_boolean_can_be_set_both_ways(flat):
         "probe": ["--dry-run"],
         "use_opsm": ["--global-batch-size", "64"],
         "use_unbiased_kl": ["--kl-loss-coef", "0.1"],
+        "lora_use_dora": ["--lora-rank", "8"],
     }.get(flat, [])
     assert value(flat, flag, *extra) is True
     assert value(flat, "--no-" + flag[2:]) is False

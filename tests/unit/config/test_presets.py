@@ -6,13 +6,13 @@ from typing import get_args
 
 import pytest
 
-from fsdptrain.algo.advantages import ADVANTAGES
-from fsdptrain.algo.corrections import CORRECTIONS
+from fsdptrain.algo.advantages import ADVANTAGES, MULTI_REWARD
+from fsdptrain.algo.corrections import CORRECTIONS, REJECTION_ESTIMATORS, REJECTION_LEVELS
 from fsdptrain.algo.kl import KL_ESTIMATORS
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.algo.weights import AGGREGATIONS
 from fsdptrain.config import AlgorithmConfig, Config, load_recipe, resolve, to_yaml
-from fsdptrain.config.presets import LOSS_FIELDS, LOSS_OPTIONS, PRESETS
+from fsdptrain.config.presets import ADVANTAGE_SCALES, LOSS_FIELDS, LOSS_OPTIONS, PRESETS
 from fsdptrain.errors import ConfigError
 from fsdptrain.trainer.build import loss_config
 from fsdptrain.types import LossConfig
@@ -24,14 +24,29 @@ MODEL = ["--hf-checkpoint", "x"]
     ("field", "table"),
     [
         ("algorithm", PRESETS),
-        ("advantage_estimator", ADVANTAGES),
+        ("multi_reward", MULTI_REWARD),
         ("loss_aggregation", AGGREGATIONS),
         ("kl_loss_type", KL_ESTIMATORS),
+        ("kl_reward_type", KL_ESTIMATORS),
         ("mismatch_correction", CORRECTIONS),
+        (
+            "mismatch_rejection",
+            ["none", *(f"{level}_{kl}" for level in REJECTION_LEVELS for kl in REJECTION_ESTIMATORS)],
+        ),
     ],
 )
 def test_the_command_line_offers_what_the_tables_hold(field, table):
     assert set(get_args(AlgorithmConfig.model_fields[field].annotation)) == set(table)
+
+
+def test_every_estimator_has_a_scale_and_is_offered():
+    assert set(ADVANTAGE_SCALES) == set(ADVANTAGES)
+    assert all(f"`{name}`" in AlgorithmConfig.model_fields["advantage_estimator"].description for name in ADVANTAGES)
+    scales = get_args(AlgorithmConfig.model_fields["advantage_scale"].annotation)
+    assert set(ADVANTAGE_SCALES.values()) | {"auto", "batch"} == set(scales)
+    config = Config(hf_checkpoint="x", advantage_estimator="rloo", advantage_scale="batch")
+    assert config.advantage_scale == "batch"
+    assert Config(hf_checkpoint="x", advantage_estimator="a.b:c").advantage_scale == "none"
 
 
 def test_every_loss_says_what_it_reads():
@@ -39,7 +54,7 @@ def test_every_loss_says_what_it_reads():
     assert {preset.loss for preset in PRESETS.values()} == set(LOSSES)
     assert all(name in AlgorithmConfig.model_fields["loss"].description for name in LOSSES)
     known = {field.name for field in fields(LossConfig)}
-    assert set(LOSS_FIELDS) - known == {"use_rollout_logprobs"}  # decides which old logprobs there are
+    assert set(LOSS_FIELDS) <= known
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
@@ -76,17 +91,27 @@ def test_a_recipe_and_a_flag_win_over_the_preset(tmp_path: Path):
     assert "eps_clip_high: 0.0004" in to_yaml(resolved.config, sources)
 
 
-def test_a_preset_may_speak_of_any_section(monkeypatch, tmp_path):
-    """Its values are weaker than a recipe, are no choice of the user's, and are shown as the preset's."""
-    beside = {"rollout_temperature": 0.9, "opsm_delta": 0.5}  # the second has no effect, and nobody asked for it
-    monkeypatch.setitem(PRESETS, "dapo", replace(PRESETS["dapo"], beside=beside))  # type: ignore[arg-type]
-    resolved = resolve([*MODEL, "--algorithm", "dapo", "--loss", "gspo", "--rollout-batch-size", "4"])
-    assert (resolved.config.rollout.temperature, resolved.config.rollout.batch_size) == (0.9, 4)
-    assert [resolved.sources[key] for key in ("rollout_temperature", "rollout_batch_size")] == ["preset", "flag"]
-    (tmp_path / "r.yaml").write_text("hf_checkpoint: x\nrollout: {temperature: 0.5}\n")
-    resolved = resolve(["--recipe", str(tmp_path / "r.yaml"), "--algorithm", "dapo"])
-    assert (resolved.config.rollout.temperature, resolved.sources["rollout_temperature"]) == (0.5, "recipe")
-    assert Config(hf_checkpoint="x").rollout.temperature == 1.0
+def test_a_preset_may_speak_of_any_section(tmp_path):
+    """Its values are weaker than a recipe that names the algorithm, and are shown as the preset's."""
+    resolved = resolve([*MODEL, "--algorithm", "dapo", "--loss", "gspo", "--overlong-buffer", "4"])
+    assert (resolved.config.shaping.overlong_penalty, resolved.config.overlong_buffer) == (1.0, 4)
+    assert [resolved.sources[key] for key in ("overlong_penalty", "overlong_buffer")] == ["preset", "flag"]
+    (tmp_path / "r.yaml").write_text("hf_checkpoint: x\nalgorithm: dapo\nshaping: {overlong_penalty: 0.5}\n")
+    resolved = resolve(["--recipe", str(tmp_path / "r.yaml"), "--loss", "gspo"])
+    assert (resolved.config.shaping.overlong_penalty, resolved.sources["overlong_penalty"]) == (0.5, "recipe")
+    assert Config(hf_checkpoint="x").shaping.overlong_penalty == 0.0
+
+
+def test_what_a_preset_says_is_no_choice_of_the_users(monkeypatch):
+    """So nobody is told that it has no effect."""
+    dapo = replace(PRESETS["dapo"], beside={"overlong_buffer": 4})  # without its penalty
+    monkeypatch.setitem(PRESETS, "dapo", dapo)  # type: ignore[arg-type]
+    assert Config(hf_checkpoint="x", algorithm="dapo").overlong_buffer == 4
+
+
+def test_the_overlong_buffer_is_a_fifth_of_the_longest_response():
+    assert Config(hf_checkpoint="x", rollout_max_response_len=20480, max_tokens_per_gpu=30000).overlong_buffer == 4096
+    assert Config(hf_checkpoint="x", rollout_max_response_len=3).overlong_buffer == 1
 
 
 def test_another_loss_brings_its_own_clip():

@@ -199,6 +199,12 @@ def test_long_prompts_are_left_out_and_counted(tokenizer: Any) -> None:
     assert [p.id for p in make_prompts(mixed, tokenizer, data=DataConfig(), max_prompt_len=20)] == []
 
 
+def test_the_only_usable_row_comes_in_each_epoch_wherever_it_stands(tokenizer: Any) -> None:
+    mixed = [Row("short", "a"), *(Row(f"long:{i}", "a" * 50) for i in range(9))]
+    prompts = stream(tokenizer, mixed, max_prompt_len=20).next(30)
+    assert [p.id for p in prompts] == ["short", *(f"short@{epoch}" for epoch in range(1, 30))]
+
+
 def test_no_usable_row_is_an_error_and_no_endless_loop(tokenizer: Any) -> None:
     with pytest.raises(DataError, match=r"none of its 10 rows can be trained on.*longer than 3 tokens.*--eval-size"):
         stream(tokenizer, max_prompt_len=3).next(1)

@@ -8,6 +8,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdptrain.models.logprobs import chunked_logprobs
+from fsdptrain.models.truncation import UNTRUNCATED, Truncation
+from tests.unit.models.test_truncation import head_of
 
 T, D, V = 40, 8, 50
 
@@ -21,12 +23,21 @@ def full_logprobs(
     temperature: float = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
+    truncation: Truncation = UNTRUNCATED,
 ) -> tuple[Tensor, Tensor]:
     logits = hidden @ weight.T
     logits = (logits if bias is None else logits + bias) * logit_scale
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-    logp = (logits / temperature).log_softmax(-1)
-    return logp.gather(1, labels[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+    rows = [_of_row(z, label, truncation) for z, label in zip(logits / temperature, labels, strict=True)]
+    return torch.stack([logprob for logprob, _ in rows]), torch.stack([entropy for _, entropy in rows])
+
+
+def _of_row(z: Tensor, label: Tensor, truncation: Truncation) -> tuple[Tensor, Tensor]:
+    """Logprob and entropy over the head that sampling leaves, down to the label: of a vector of its own."""
+    floor = min(z[list(head_of(z.tolist(), truncation))].min().item(), z[label].item())
+    head = [i for i in range(len(z)) if z[i].item() >= floor]
+    logp = z[head].log_softmax(-1)
+    return logp[head.index(int(label))], -(logp.exp() * logp).sum()
 
 
 def head(
@@ -54,30 +65,43 @@ class LargestTensor(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("with_entropy", [False, True])
-def test_no_tensor_of_the_size_of_all_logits_exists_forward_or_backward(with_entropy: bool) -> None:
-    num_tokens, width, vocab, chunk = 96, 4, 120, 8
+@pytest.mark.parametrize("truncation", [UNTRUNCATED, Truncation(top_p=0.5, top_k=50, min_p=0.01)])
+def test_no_tensor_of_the_size_of_all_logits_exists_forward_or_backward(
+    with_entropy: bool, truncation: Truncation
+) -> None:
+    num_tokens, width, vocab, chunk = 512, 4, 120, 128
     hidden = torch.randn(num_tokens, width, requires_grad=True)
     weight = torch.randn(vocab, width, requires_grad=True)
     labels = torch.randint(vocab, (num_tokens,))
     with LargestTensor() as watch:
         logprobs, entropy = chunked_logprobs(
-            hidden, weight, labels, softcap=3.0, temperature=0.7, chunk_size=chunk, with_entropy=with_entropy
+            hidden,
+            weight,
+            labels,
+            softcap=3.0,
+            temperature=0.7,
+            truncation=truncation,
+            chunk_size=chunk,
+            with_entropy=with_entropy,
         )
         (logprobs.sum() if entropy is None else logprobs.sum() + entropy.sum()).backward()
     assert weight.grad is not None
     assert watch.numel == chunk * vocab  # one chunk, not num_tokens * vocab
 
     with LargestTensor() as control:
-        full_logprobs(hidden, weight, labels)
+        (hidden @ weight.T).log_softmax(-1)
     assert control.numel == num_tokens * vocab
 
 
 @pytest.mark.parametrize("chunk_size", [1, 7, 39, 40, 1000])
-def test_the_chunk_size_changes_nothing(chunk_size: int) -> None:
+@pytest.mark.parametrize("truncation", [UNTRUNCATED, Truncation(top_p=0.5)])
+def test_the_chunk_size_changes_nothing(chunk_size: int, truncation: Truncation) -> None:
     hidden, weight, bias, labels = head(dtype=torch.float64)
     results = []
     for size in (chunk_size, T):
-        logprobs, entropy = chunked_logprobs(hidden, weight, labels, bias=bias, chunk_size=size, with_entropy=True)
+        logprobs, entropy = chunked_logprobs(
+            hidden, weight, labels, bias=bias, truncation=truncation, chunk_size=size, with_entropy=True
+        )
         assert entropy is not None
         grads = torch.autograd.grad((logprobs * entropy).sum(), (hidden, weight, bias))
         results.append((logprobs, entropy, *grads))
@@ -121,3 +145,37 @@ def test_logits_of_any_size_stay_finite() -> None:
     assert torch.isfinite(logprobs).all()
     assert torch.isfinite(entropy).all()
     assert torch.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("truncation", [Truncation(top_p=0.2), Truncation(top_k=1), Truncation(min_p=1.0)])
+def test_a_label_that_truncation_would_exclude_has_a_finite_logprob_and_gradient(truncation: Truncation) -> None:
+    """Rounding or an optimizer step can put a sampled token outside: here every label is the least likely one."""
+    hidden, weight, _, _ = head()
+    labels = (hidden @ weight.T).argmin(-1)
+    logprobs, entropy = chunked_logprobs(hidden, weight, labels, truncation=truncation, with_entropy=True)
+    assert entropy is not None
+    for found, full in zip(
+        (logprobs, entropy), chunked_logprobs(hidden, weight, labels, with_entropy=True), strict=True
+    ):
+        assert torch.equal(found, full)  # nothing is less likely, so nothing is left out
+    gradient = torch.autograd.grad(logprobs.sum() + entropy.sum(), weight)[0]
+    assert gradient.isfinite().all()
+
+
+def test_truncated_logprobs_sum_to_one_over_what_is_left() -> None:
+    hidden, weight, _, _ = head(dtype=torch.float64)
+    for truncation in (Truncation(top_p=0.7), Truncation(top_k=5), Truncation(min_p=0.1)):
+        for row in hidden[:5]:
+            left = sorted(head_of((row @ weight.T).tolist(), truncation))
+            logprobs, _ = chunked_logprobs(row.expand(len(left), -1), weight, torch.tensor(left), truncation=truncation)
+            assert logprobs.exp().sum().item() == pytest.approx(1.0, rel=1e-12)
+            assert len(left) < V
+
+
+def test_truncated_logits_of_any_size_stay_finite() -> None:
+    hidden, weight, _, labels = head()
+    truncation = Truncation(top_p=0.9, top_k=20, min_p=1e-3)
+    logprobs, entropy = chunked_logprobs(hidden * 1e4, weight, labels, truncation=truncation, with_entropy=True)
+    assert entropy is not None
+    gradient = torch.autograd.grad(logprobs.sum() * 1e5 + entropy.sum() * 1e5, weight)[0]
+    assert all(x.isfinite().all() for x in (logprobs, entropy, gradient))

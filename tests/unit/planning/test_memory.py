@@ -64,6 +64,29 @@ def test_the_reference_and_a_whole_copy_are_on_the_host():
     assert need.host_parts == {"the reference": 8 * SHARD, "rank 0's whole copy": 4 * COUNTS.total}
 
 
+ADAPTER = 40_000_000
+ADAPTED = replace(
+    DEMAND,
+    counts=ParameterCounts(COUNTS.total + ADAPTER, 101_000_000, 400_000_000, COUNTS.total, most_trained=1_000_000),
+)
+
+
+def test_an_adapter_has_the_optimizer_and_frozen_weights_are_in_the_compute_dtype():
+    need = load_memory_need(replace(ADAPTED, reference=True), GPU)  # another reference, by --ref-load
+    own = 4 * ADAPTER // 8
+    assert need.device_parts == {
+        "weights": own + SHARD // 2,
+        "Adam's moments": 2 * own,
+        "gradients": own,
+        "gathered layers": 2 * (2 * 101_000_000 + 400_000_000),
+        "gradients of one layer": (2 + 4) * 1_000_000,
+    }
+    assert need.host_parts == {"the reference": 8 * SHARD // 2}
+    engine = load_memory_need(replace(ADAPTED, embedded_engine=True), GPU).device_parts["the embedded engine"]
+    assert engine == 2 * COUNTS.total
+    assert "4.04 B parameters (40.00 M of them trained) over 8 shards" in load_memory_line(ADAPTED, GPU)
+
+
 def test_without_a_device_everything_is_on_the_host():
     need, on_device = load_memory_need(DEMAND, CPU), load_memory_need(DEMAND, GPU)
     assert need.device == 0
@@ -91,6 +114,7 @@ def test_the_line_says_what_is_needed_and_what_is_there():
         (replace(DEMAND, cpu_offload=True), replace(GPU, host_free=40 * GIB), ["host memory", "--no-fsdp-cpu-offload"]),
         (replace(DEMAND, load_strategy="rank0"), replace(GPU, host_free=9 * GIB), ["--load-strategy shard"]),
         (replace(DEMAND, reference=True), replace(GPU, host_free=9 * GIB), ["--kl-loss-coef 0"]),
+        (replace(DEMAND, num_shards=1), replace(GPU, device_free=24 * GIB), ["--lora-rank 32"]),
         (DEMAND, replace(CPU, host_free=1 * GIB), ["a smaller --hf-checkpoint"]),
     ],
 )

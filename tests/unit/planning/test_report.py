@@ -41,6 +41,24 @@ def test_the_best_loss_is_the_lowest_and_stands_only_where_there_is_no_reward(tm
     assert (row.label, row.best) == ("loss", (2, 0.5))
 
 
+def test_a_run_that_selects_shows_what_all_groups_earned_and_how_many_were_kept(tmp_path):
+    steps = [{**row, "selection/reward_mean": 0.1, "selection/kept_fraction": 0.5} for row in GRPO[1:3]]
+    steps[-1] |= {"selection/reward_mean": 0.9, "curriculum/mean_pass_rate": 0.75}
+    run = write(tmp_path, steps)
+    rows = {row.label: row for row in report_rows(run)}
+    assert rows["reward"].last == (2, 0.875)
+    assert rows["reward, also of groups left out"].best == (2, 0.9)
+    assert rows["share of groups kept"].best is None
+    assert rows["pass rate of prompts"].last == (2, 0.75)
+    figure = make_figure(run)
+    assert [axes.get_title(loc="left") for axes in figure.axes] == [
+        "Reward of the rollouts",
+        "Length of a completion [tokens]",
+        "Share of groups kept",
+    ]
+    assert list(figure.axes[0].lines[0].get_ydata()) == [0.1, 0.9]
+
+
 def test_a_line_that_is_being_written_is_left_out(tmp_path):
     run = write(tmp_path, GRPO)
     with (run / "metrics.jsonl").open("a") as file:

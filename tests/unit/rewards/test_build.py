@@ -35,6 +35,15 @@ def test_a_function_of_your_own_from_the_current_folder(tmp_path: Path, monkeypa
     assert reward(PROMPT, "4") == {"short": 1.0, "len": 1.0, "brevity": 2.0, "math": 1.0, "reward": 2.0}
 
 
+def test_a_detail_of_one_reward_never_hides_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Advantages may be made of each reward by its name."""
+    (tmp_path / "detailed.py").write_text("def f(prompt, response):\n    return {'reward': 0.25, 'math': 7, 'f': 9}\n")
+    monkeypatch.chdir(tmp_path)
+    reward = build_reward(RewardConfig(reward=["math=2", "detailed:f=4"]), prompt_data="x")
+    assert reward(PROMPT, "4") == {"math": 1.0, "f": 0.25, "reward": 3.0}
+    assert reward.weights == {"math": 2.0, "f": 4.0}
+
+
 @pytest.mark.parametrize(
     ("specs", "message"),
     [

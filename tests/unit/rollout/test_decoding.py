@@ -17,18 +17,18 @@ STOP = list(range(5, 30))  # each token ends a row with a chance of about one in
 @given(
     lengths=st.lists(st.integers(1, 50), max_size=20),
     num_samples=st.integers(1, 5),
-    max_tokens=st.integers(1, 30),
+    limits=st.lists(st.integers(1, 30), min_size=20, max_size=20),
     spare=st.integers(0, 500),
 )
-def test_chunks_hold_every_row_once_within_the_budget(lengths, num_samples, max_tokens, spare):
-    budget = max(lengths, default=0) + max_tokens + spare
-    chunks = plan_chunks(lengths, num_samples=num_samples, max_tokens=max_tokens, max_batch_tokens=budget)
+def test_chunks_hold_every_row_once_within_the_budget(lengths, num_samples, limits, spare):
+    budget = max((length + limit for length, limit in zip(lengths, limits, strict=False)), default=0) + spare
+    chunks = plan_chunks(lengths, limits, num_samples=num_samples, max_batch_tokens=budget)
     rows = [row for chunk in chunks for row in chunk]
     assert sorted(rows, key=lambda row: (row.prompt, row.sample)) == [
         Row(i, k) for i in range(len(lengths)) for k in range(num_samples)
     ]
     for chunk in chunks:
-        width = max(lengths[row.prompt] for row in chunk) + max_tokens
+        width = max(lengths[row.prompt] for row in chunk) + max(limits[row.prompt] for row in chunk)
         assert len(chunk) * width <= budget
     ordered = [lengths[row.prompt] for row in rows]
     assert ordered == sorted(ordered, reverse=True)
@@ -52,6 +52,7 @@ class Decoding:
                 model,
                 prompts,
                 [row % 3 for row in range(60)],
+                [self.sampling.max_tokens] * 60,
                 uniforms,
                 sampling=self.sampling,
                 stop_token_ids=STOP,

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from fsdptrain.rollout.sampling import inverse_cdf, restrict, running_sums, sample, uniform_stream
-
-OFF = {"top_p": 1.0, "top_k": -1}
+from fsdptrain.models.truncation import Truncation
+from fsdptrain.rollout.sampling import inverse_cdf, restrict, sample, uniform_stream
 
 
 def grid(count: int) -> torch.Tensor:
@@ -41,9 +40,7 @@ def test_shares_of_tokens_are_their_probabilities(vocab_size, temperature):
     count = 4000
     logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(vocab_size)) * 2
     expected = (logits.double() / temperature).softmax(-1)
-    tokens = [
-        sample(logits.expand(len(part), -1), part, temperature=temperature, **OFF)[0] for part in grid(count).split(500)
-    ]
+    tokens = [sample(logits.expand(len(part), -1), part, temperature=temperature)[0] for part in grid(count).split(500)]
     shares = torch.bincount(torch.cat(tokens), minlength=vocab_size) / count
     # each interval holds the grid's points but for one at either end
     torch.testing.assert_close(shares.double(), expected, rtol=1e-5, atol=1.01 / count)
@@ -64,21 +61,21 @@ def test_token_of_probability_zero_is_never_drawn(uniform, vocab_size):
     allowed = [vocab_size // 3, vocab_size // 2]
     logits = torch.full((1, vocab_size), -torch.inf)
     logits[0, allowed] = torch.tensor([0.1, 2.0])
-    tokens, _ = sample(logits, torch.tensor([uniform], dtype=torch.float64), temperature=1.0, **OFF)
+    tokens, _ = sample(logits, torch.tensor([uniform], dtype=torch.float64), temperature=1.0)
     assert tokens.item() in allowed
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 3.0])
 def test_logprob_is_that_of_the_tempered_softmax(temperature):
     logits = torch.randn(50, 400, generator=torch.Generator().manual_seed(1)) * 3
-    tokens, logprobs = sample(logits, grid(50), temperature=temperature, **OFF)
+    tokens, logprobs = sample(logits, grid(50), temperature=temperature)
     expected = (logits.double() / temperature).log_softmax(-1).gather(-1, tokens[:, None]).squeeze(-1)
     torch.testing.assert_close(logprobs.double(), expected, rtol=0.0, atol=2e-6)
 
 
 def test_bfloat16_logits_are_normalised_in_float32():
     logits = torch.randn(20, 400, generator=torch.Generator().manual_seed(1)).bfloat16()
-    tokens, logprobs = sample(logits, grid(20), temperature=1.0, **OFF)
+    tokens, logprobs = sample(logits, grid(20), temperature=1.0)
     assert logprobs.dtype == torch.float32
     expected = logits.double().log_softmax(-1).gather(-1, tokens[:, None]).squeeze(-1)
     torch.testing.assert_close(logprobs.double(), expected, rtol=0.0, atol=2e-6)
@@ -86,36 +83,35 @@ def test_bfloat16_logits_are_normalised_in_float32():
 
 def test_temperature_zero_takes_the_most_likely_token_and_its_untempered_logprob():
     logits = torch.randn(20, 400, generator=torch.Generator().manual_seed(1))
-    tokens, logprobs = sample(logits, grid(20), temperature=0.0, **OFF)
+    tokens, logprobs = sample(logits, grid(20), temperature=0.0)
     assert torch.equal(tokens, logits.argmax(-1))
     torch.testing.assert_close(logprobs, logits.log_softmax(-1).amax(-1))
 
 
-def test_top_k_and_top_p_keep_the_head_and_renormalise():
+@pytest.mark.parametrize("truncation", [Truncation(top_k=3), Truncation(top_p=0.7), Truncation(min_p=0.3)])
+def test_truncated_draws_are_those_of_the_renormalised_head(truncation):
     logits = torch.tensor([[0.05, 0.4, 0.25, 0.1, 0.2]]).log()
-    assert restrict(logits, top_p=1.0, top_k=2).isfinite().tolist() == [[False, True, True, False, False]]
-    assert restrict(logits, top_p=0.5, top_k=-1).isfinite().tolist() == [[False, True, True, False, False]]
-    assert restrict(logits, top_p=0.39, top_k=-1).isfinite().tolist() == [[False, True, False, False, False]]
-    assert restrict(logits, top_p=1e-9, top_k=-1).isfinite().tolist() == [[False, True, False, False, False]]
-    assert restrict(logits, top_p=1.0, top_k=9).isfinite().all()
-    # top_p counts within what top_k left: 0.4 / 0.65 of the mass lies before the second token
-    assert restrict(logits, top_p=0.6, top_k=2).isfinite().tolist() == [[False, True, False, False, False]]
-
-    _, logprobs = sample(logits, torch.tensor([0.0], dtype=torch.float64), temperature=1.0, top_p=0.5, top_k=-1)
-    torch.testing.assert_close(logprobs, torch.tensor([0.4 / 0.65]).log())
+    kept = restrict(logits, truncation).softmax(-1).double()[0]
+    assert kept.tolist() == pytest.approx([0.0, 0.4 / 0.85, 0.25 / 0.85, 0.0, 0.2 / 0.85], rel=1e-6)
+    tokens, logprobs = sample(logits.expand(1000, -1), grid(1000), temperature=1.0, truncation=truncation)
+    shares = torch.bincount(tokens, minlength=5) / 1000
+    torch.testing.assert_close(shares.double(), kept, rtol=0, atol=1.01e-3)
+    torch.testing.assert_close(logprobs.double(), kept[tokens].log(), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("length", [1, 127, 128, 129, 16_384, 20_001])
-def test_running_sums(length):
-    values = torch.rand(3, length, dtype=torch.float64, generator=torch.Generator().manual_seed(length))
-    torch.testing.assert_close(running_sums(values), values.cumsum(-1), rtol=1e-12, atol=0.0)
+def test_temperature_comes_before_truncation():
+    logits = torch.tensor([[0.05, 0.4, 0.25, 0.1, 0.2]]).log()
+    _, logprobs = sample(
+        logits, torch.tensor([0.0], dtype=torch.float64), temperature=0.5, truncation=Truncation(top_p=0.5)
+    )
+    assert logprobs.item() == 0.0  # 0.16 of 0.275: the first token is enough, which at temperature 1 it is not
 
 
 def test_many_rows_are_sampled_in_parts_as_if_at_once(monkeypatch):
     logits = torch.randn(30, 64, generator=torch.Generator().manual_seed(1))
-    whole = sample(logits, grid(30), temperature=1.0, **OFF)
+    whole = sample(logits, grid(30), temperature=1.0)
     monkeypatch.setattr("fsdptrain.rollout.sampling._MAX_ELEMENTS", 64 * 7)
-    parts = sample(logits, grid(30), temperature=1.0, **OFF)
+    parts = sample(logits, grid(30), temperature=1.0)
     assert torch.equal(whole[0], parts[0])
     assert torch.equal(whole[1], parts[1])
 
@@ -123,6 +119,6 @@ def test_many_rows_are_sampled_in_parts_as_if_at_once(monkeypatch):
 def test_logits_that_are_not_finite_give_a_nan_logprob_and_a_token_in_range():
     logits = torch.randn(2, 300)
     logits[0, 7], logits[1, 200] = torch.nan, torch.inf
-    tokens, logprobs = sample(logits, grid(2), temperature=1.0, **OFF)
+    tokens, logprobs = sample(logits, grid(2), temperature=1.0)
     assert logprobs.isnan().all()
     assert ((tokens >= 0) & (tokens < 300)).all()

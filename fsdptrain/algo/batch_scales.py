@@ -1,0 +1,58 @@
+"""The scale of advantages over the batch: all scored samples of a rollout, on every rank.
+
+`reduce_sums` adds up over the ranks. Every rank must call these, with whatever samples it has, so that collectives
+match; what they return does not depend on how samples lie on ranks. An unscored sample takes no part and keeps its 0.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from fsdptrain.types import Sample
+
+STD_EPSILON = 1e-6
+VARIANCE_EPSILON = 1e-8
+
+ReduceSums = Callable[[Mapping[str, float]], Mapping[str, float]]
+
+
+def divide_by_batch_std(samples: Sequence[Sample], reduce_sums: ReduceSums) -> list[Sample]:
+    """A / (std + 1e-6), the unbiased std of all rewards of the batch (Lite PPO, arXiv 2508.08221; TRL's "batch").
+
+    Prompts that are nearly always or nearly never solved are not blown up by their own small std.
+    """
+    rewards = [sample.reward for sample in samples if sample.reward is not None]
+    _, std = _mean_and_std(rewards, [1] * len(rewards), reduce_sums)
+    return _changed(samples, lambda advantage: advantage / (std + STD_EPSILON) if std else 0.0)
+
+
+def whiten_samples(samples: Sequence[Sample], reduce_sums: ReduceSums) -> list[Sample]:
+    """(A - mean) / (std + 1e-6) over the samples of the batch, unbiased: the end of GDPO (arXiv 2601.05242)."""
+    advantages = [sample.advantage for sample in samples if sample.reward is not None]
+    mean, std = _mean_and_std(advantages, [1] * len(advantages), reduce_sums)
+    return _changed(samples, lambda advantage: (advantage - mean) / (std + STD_EPSILON))
+
+
+def whiten_tokens(samples: Sequence[Sample], reduce_sums: ReduceSums) -> list[Sample]:
+    """(A - mean) / sqrt(var + 1e-8), unbiased, over the response tokens of the batch (REINFORCE++, arXiv 2501.03262).
+
+    Mean 0 and variance 1, where each of a sample's tokens counts. For groups too small for a std of their own.
+    """
+    scored = [sample for sample in samples if sample.reward is not None]
+    lengths = [sum(sample.loss_mask) for sample in scored]
+    mean, std = _mean_and_std([sample.advantage for sample in scored], lengths, reduce_sums)
+    scale = math.sqrt(std * std + VARIANCE_EPSILON)
+    return _changed(samples, lambda advantage: (advantage - mean) / scale)
+
+
+def _mean_and_std(values: Sequence[float], counts: Sequence[int], reduce_sums: ReduceSums) -> tuple[float, float]:
+    """Of values that stand `counts` times each, on all ranks. Two rounds, so that a large mean costs no digits."""
+    pairs = list(zip(values, counts, strict=True))
+    sums = reduce_sums({"counts": sum(counts), "values": math.fsum(count * value for value, count in pairs)})
+    mean = sums["values"] / max(1, sums["counts"])
+    squares = reduce_sums({"squares": math.fsum(count * (value - mean) ** 2 for value, count in pairs)})["squares"]
+    return mean, math.sqrt(squares / max(1, sums["counts"] - 1))
+
+
+def _changed(samples: Sequence[Sample], change: Callable[[float], float]) -> list[Sample]:
+    return [s if s.reward is None else replace(s, advantage=change(s.advantage)) for s in samples]

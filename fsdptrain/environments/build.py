@@ -1,0 +1,97 @@
+"""From `--environment` to what answers the model."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from fsdptrain import registry
+from fsdptrain.config import EnvironmentConfig
+from fsdptrain.environments.calculator import Calculator
+from fsdptrain.errors import ConfigError
+from fsdptrain.protocols import Environment
+from fsdptrain.types import Prompt, Turn
+
+FLAG = "--environment"
+VERIFIERS = "verifiers:"
+ENVIRONMENTS: Mapping[str, Callable[..., Environment]] = {"calculator": Calculator}
+PLUGIN_KIND = "environments"
+
+Reward = float | Mapping[str, float] | None
+
+
+@dataclass(frozen=True)
+class LoadedEnvironment:
+    """An environment, and what it has besides `reset` and `step`."""
+
+    environment: Environment
+    finish: Callable[[Any], Reward] | None  # after the last turn, whatever ended it: a last reward; frees the state
+    dataset: Callable[[], Sequence[Mapping[str, Any]]] | None  # prompt, label, metadata: --prompt-data environment
+    system_prompt: str | None  # for --system-prompt auto
+    tools: Sequence[Any]  # JSON schemas, handed to the chat template
+
+
+def build_environment(config: EnvironmentConfig) -> LoadedEnvironment | None:
+    """The environment that `config` names, made with its --environment-kwargs; None if it names none.
+
+    A class is made into one object, a function `(prompt, responses) -> Turn` is an environment without a state. Raises
+    ConfigError for what is neither, and for arguments that it does not take.
+    """
+    if config.environment is None:
+        return None
+    made = _make(config.environment, config.environment_kwargs)
+    for method in ("reset", "step"):
+        if not callable(getattr(made, method, None)):
+            raise ConfigError(
+                f"{FLAG} {config.environment} has no method {method}: it is a class with reset and step, or a function "
+                "(prompt, responses) -> Turn"
+            )
+    return LoadedEnvironment(
+        environment=made,
+        finish=getattr(made, "finish", None),
+        dataset=getattr(made, "dataset", None),
+        system_prompt=getattr(made, "system_prompt", None),
+        tools=getattr(made, "tools", ()),
+    )
+
+
+def _make(name: str, kwargs: Mapping[str, Any]) -> Any:
+    found = _find(name)
+    try:
+        if inspect.isfunction(found):
+            inspect.signature(found).bind(None, [], **kwargs)
+            return FunctionEnvironment(partial(found, **kwargs))
+        inspect.signature(found).bind(**kwargs)  # TypeError too for an object that cannot be called
+    except TypeError as error:
+        raise ConfigError(f"{FLAG} {name} cannot be made with --environment-kwargs {dict(kwargs)}: {error}") from error
+    return found(**kwargs)
+
+
+def _find(name: str) -> Any:
+    if name.startswith(VERIFIERS):
+        from fsdptrain.environments.verifiers_adapter import load  # an extra: only where it is asked for
+
+        return partial(load, name.removeprefix(VERIFIERS))
+    plugins = {} if name in ENVIRONMENTS or ":" in name else registry.load_plugins(PLUGIN_KIND)
+    return registry.resolve(name, {**ENVIRONMENTS, **plugins}, flag=FLAG)
+
+
+@dataclass
+class FunctionEnvironment:
+    """A function of the prompt and of all responses so far: an environment without a state of its own."""
+
+    function: Callable[[Prompt, Sequence[str]], Turn]
+
+    @dataclass
+    class State:
+        prompt: Prompt
+        responses: list[str] = field(default_factory=list)
+
+    def reset(self, prompt: Prompt, seed: int) -> State:
+        del seed  # who needs one writes a class
+        return self.State(prompt)
+
+    def step(self, state: State, response: str) -> Turn:
+        state.responses.append(response)
+        return self.function(state.prompt, tuple(state.responses))

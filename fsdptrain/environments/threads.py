@@ -1,0 +1,104 @@
+"""Calls of foreign code side by side, each with a deadline of its own."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+from fsdptrain.errors import RolloutError
+
+T = TypeVar("T")
+
+MAX_STUCK = 256  # threads that never came back; each holds memory, and they do not become fewer
+
+
+class StepThreads:
+    """Runs calls in threads that may hang: one that misses its deadline is left behind, and its result with it.
+
+    No thread keeps the process from ending. Code that holds Python's lock (a long computation in C) cannot be left.
+    """
+
+    def __init__(self, *, num_threads: int, timeout: float) -> None:
+        self.num_threads = num_threads
+        self.timeout = timeout  # from the moment a call begins [s]
+        self._stuck: list[threading.Thread] = []
+
+    def run(self, calls: Sequence[Callable[[], T]]) -> list[T | Exception]:
+        """The result of each call, or what it raised; TimeoutError if it did not end in time. RolloutError if too many
+        of former calls are still running.
+        """
+        self._stuck = [thread for thread in self._stuck if thread.is_alive()]
+        if len(self._stuck) > MAX_STUCK:
+            raise RolloutError(
+                f"{len(self._stuck)} calls of --environment missed --environment-timeout {self.timeout:g} and still "
+                "run: give them a time limit of their own"
+            )
+        batch = _Batch(calls, self.timeout)
+        for _ in range(min(self.num_threads, len(calls))):
+            batch.start_thread()
+        batch.wait()
+        self._stuck += batch.left_behind
+        return batch.results()
+
+
+class _Batch(Generic[T]):
+    """The calls of one `run`. All fields but `calls` belong to whoever holds `changed`."""
+
+    def __init__(self, calls: Sequence[Callable[[], T]], timeout: float) -> None:
+        self.calls = calls
+        self.timeout = timeout
+        self.changed = threading.Condition()
+        self.waiting = deque(range(len(calls)))
+        self.running: dict[int, tuple[float, threading.Thread]] = {}  # deadline of each call, and its thread
+        self.done: dict[int, T | Exception] = {}
+        self.left_behind: list[threading.Thread] = []
+
+    def start_thread(self) -> None:
+        threading.Thread(target=self._work, daemon=True, name="environment").start()
+
+    def wait(self) -> None:
+        with self.changed:
+            while len(self.done) < len(self.calls):
+                first = min((deadline for deadline, _ in self.running.values()), default=None)
+                self.changed.wait(None if first is None else max(0.0, first - time.monotonic()))
+                self._give_up_late_ones()
+
+    def results(self) -> list[T | Exception]:
+        with self.changed:
+            return [self.done[index] for index in range(len(self.calls))]
+
+    def _give_up_late_ones(self) -> None:
+        now = time.monotonic()
+        late = [index for index, (deadline, _) in self.running.items() if deadline <= now]
+        for index in late:
+            _, thread = self.running.pop(index)
+            self.left_behind.append(thread)
+            self.done[index] = TimeoutError(f"no answer within --environment-timeout {self.timeout:g} s")
+            if self.waiting:
+                self.start_thread()  # in place of the one that hangs
+
+    def _work(self) -> None:
+        while True:
+            with self.changed:
+                if not self.waiting:
+                    return
+                index = self.waiting.popleft()
+                self.running[index] = (time.monotonic() + self.timeout, threading.current_thread())
+                self.changed.notify()  # there may be an earlier deadline now
+            result = _attempt(self.calls[index])
+            with self.changed:
+                if index in self.done:
+                    return  # too late, and somebody else has taken this thread's place
+                del self.running[index]
+                self.done[index] = result
+                self.changed.notify()
+
+
+def _attempt(call: Callable[[], T]) -> T | Exception:
+    try:
+        return call()
+    except Exception as error:  # noqa: BLE001  # foreign code: whatever it raises is the caller's to judge
+        return error
+    except BaseException as error:  # noqa: BLE001  # exit() of foreign code ends its call, not this thread in silence
+        return RuntimeError(f"{type(error).__name__}: {error}")

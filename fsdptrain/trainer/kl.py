@@ -1,0 +1,116 @@
+"""The KL divergence to the reference, as the loop handles it: its term in the reward, and a coefficient that adapts."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdptrain.algo.kl import KL_ESTIMATORS, adapted
+from fsdptrain.config import Config
+from fsdptrain.errors import ConfigError
+from fsdptrain.trainer.batches import StepBatches
+from fsdptrain.trainer.scoring import regrouped
+from fsdptrain.types import Metrics, PackedBatch, Sample
+
+REF_KL = "policy/ref_kl"  # mean over loss tokens: of the loss, or where it has no KL term of the reward [nats]
+
+
+@dataclass
+class KlControl:
+    """The KL coefficients of a run. `scale` is what --kl-target has made of them so far, and part of a checkpoint."""
+
+    config: Config
+    scale: float = 1.0
+
+    @property
+    def loss_coef(self) -> float:
+        return self.config.algorithm.kl_loss_coef * self.scale
+
+    @property
+    def reward_coef(self) -> float:
+        return self.config.algorithm.kl_reward_coef * self.scale
+
+    def adapt(self, metrics: Mapping[str, float]) -> Metrics:
+        """For the next rollout, by the KL divergence of this one. Returns the coefficient that this one had."""
+        algorithm = self.config.algorithm
+        if algorithm.kl_target is None:
+            return {}
+        if REF_KL not in metrics:
+            raise ConfigError(
+                f"--kl-target needs {REF_KL}, which --loss {algorithm.loss} does not report: end it in "
+                "fsdptrain.algo.objective.total, use --kl-reward-coef, or leave --kl-target out"
+            )
+        used = self.loss_coef or self.reward_coef
+        self.scale = adapted(
+            self.scale,
+            metrics[REF_KL],
+            target=algorithm.kl_target,
+            num_samples=self.config.samples_per_rollout,
+            horizon=algorithm.kl_horizon,
+        )
+        return {"kl/coef": used}
+
+
+def kl_in_reward(
+    samples: Sequence[Sample],
+    steps: Sequence[StepBatches],
+    *,
+    coef: float,
+    estimator: str,
+    advantages: Callable[[list[Sample]], list[Sample]],
+) -> tuple[list[StepBatches], Metrics]:
+    """reward - coef * sum_t kl_t over the loss tokens of each sample, and packs with the advantages that follow.
+
+    kl_t estimates KL(old policy || reference) and is a number: it has no gradient (RLHF, arXiv 1909.08593).
+    The packs of a sample lie on any rank, its group on the one that generated it. So the sums go to the owners, and the
+    advantages come back, by one all_reduce each over a number for each sample of all ranks.
+
+    Args:
+        samples: what this rank gave to `make_batches`; whole groups but for samples that no pack can hold.
+        steps: scored, old and reference.
+        advantages: from rewards to advantages, whitening and all. Collective.
+    """
+    index = steps[0].index
+    sums = _of_each_sample(steps, estimator, len(index.lengths))
+    own = index.of_rank(dist.get_rank())
+    penalised = [
+        replace(sample, reward=None if sample.reward is None else sample.reward - coef * kl)
+        for sample, kl in zip(samples, sums[own.start : own.stop].tolist(), strict=True)
+    ]
+    values = torch.zeros_like(sums)
+    values[own.start : own.stop] = torch.tensor([s.advantage for s in advantages(penalised)], dtype=values.dtype)
+    dist.all_reduce(values)
+    packs = [_with_advantages(pack, values[list(members)]) for pack, members in _packs(steps)]
+    mean = sums.mean().item()
+    per_token = sums.sum().item() / max(1, sum(index.loss_tokens))
+    return regrouped(steps, packs), {"reward/kl": -coef * mean, "kl/reward_mean": mean, REF_KL: per_token}
+
+
+def _of_each_sample(steps: Sequence[StepBatches], estimator: str, count: int) -> Tensor:
+    """Sum of kl_t for each sample of all ranks, by its number. One that is trained on twice counts once. [count] f64"""
+    sums = torch.zeros(2, count, dtype=torch.float64)  # sums, and how many packs hold the sample
+    for pack, members in _packs(steps):
+        assert pack.old_logprobs is not None
+        assert pack.ref_logprobs is not None
+        log_ratio = pack.old_logprobs.double() - pack.ref_logprobs.double()
+        kl = torch.where(pack.loss_mask, KL_ESTIMATORS[estimator](log_ratio), 0.0)
+        for member, part in zip(members, kl.split(pack.seqlens), strict=False):  # a pack without members has a segment
+            sums[:, member] += torch.stack([part.sum(), torch.ones_like(part.sum())])
+    dist.all_reduce(sums)
+    return sums[0] / sums[1].clamp(min=1)
+
+
+def _with_advantages(pack: PackedBatch, values: Tensor) -> PackedBatch:
+    """`values` [N] for the sequences of `pack`, at their loss tokens; as `data.packing.pack` lays them out."""
+    if not len(values):
+        return pack
+    per_token = values.float().repeat_interleave(torch.tensor(pack.seqlens))
+    return replace(pack, advantages=per_token * pack.loss_mask)
+
+
+def _packs(steps: Sequence[StepBatches]) -> Iterator[tuple[PackedBatch, Sequence[int]]]:
+    """Each pack of this rank, and the global indices of its samples."""
+    for step in steps:
+        yield from zip(step.packs, step.members[dist.get_rank()], strict=True)

@@ -1,0 +1,50 @@
+"""From the configuration to the rules by which groups are chosen and rewards become advantages."""
+
+from fsdptrain import registry
+from fsdptrain.algo.advantages import ADVANTAGES, AdvantageRule, own_estimate
+from fsdptrain.algo.shaping import ShapingRule
+from fsdptrain.config import Config
+from fsdptrain.errors import ConfigError
+from fsdptrain.protocols import RewardFunction
+from fsdptrain.rewards import WeightedSum
+from fsdptrain.trainer.selection import SelectionRules
+
+
+def shaping_rule(config: Config) -> ShapingRule:
+    coefficients = {"overlong": config.shaping.overlong_penalty, "length": config.shaping.length_penalty}
+    return ShapingRule(
+        max_response_len=config.rollout.max_response_len,
+        overlong_buffer=config.overlong_buffer,
+        coefficients={name: coefficient for name, coefficient in coefficients.items() if coefficient},
+    )
+
+
+def advantage_rule(config: Config, reward: RewardFunction) -> AdvantageRule:
+    """ConfigError for an estimator that cannot be imported, or rewards that cannot be told apart."""
+    name = config.algorithm.advantage_estimator
+    estimate = registry.resolve(name, ADVANTAGES, flag="--advantage-estimator")
+    if not callable(estimate):
+        raise ConfigError(f"--advantage-estimator {name} is no function: it is (rewards, lengths) -> advantages")
+    if name not in ADVANTAGES:
+        estimate = own_estimate(estimate, name)
+    weights = None
+    if config.algorithm.multi_reward == "normalize_then_sum":
+        if not isinstance(reward, WeightedSum):
+            raise ConfigError(
+                "--multi-reward normalize_then_sum needs rewards with names and weights: in place of "
+                "Trainer(reward=...), give --reward package.module:function=weight for each"
+            )
+        weights = {**reward.weights, **shaping_rule(config).coefficients}
+    return AdvantageRule(estimate, config.advantage_scale, weights)
+
+
+def selection_rules(config: Config) -> SelectionRules:
+    selection, pass_threshold = config.selection, config.reward.pass_threshold
+    if not selection.dynamic_sampling:
+        return SelectionRules(pass_threshold=pass_threshold)
+    return SelectionRules(
+        dynamic=True,
+        max_rounds=selection.dynamic_sampling_max_rounds,
+        min_spread=selection.min_group_spread,
+        pass_threshold=pass_threshold,
+    )

@@ -1,0 +1,93 @@
+"""A reference that follows the policy: it is the policy of that moment bitwise, and a resumed run has the same one."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdptrain.algo.losses import LOSSES
+from fsdptrain.backends.fsdp import FSDPBackend
+from fsdptrain.fsdp.checkpoint import CheckpointFolder
+from fsdptrain.testing import save_tiny_checkpoint, spawn
+
+from .test_fsdp_backend import GRPO, config, packs_of_this_rank, samples
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny_checkpoint(tmp_path_factory.mktemp("qwen3")))
+
+
+def scores(backend: FSDPBackend, role: str) -> torch.Tensor:
+    packs = packs_of_this_rank(samples(), 128)
+    return torch.cat([found.values for found in backend.score(packs, role)])  # type: ignore[arg-type]
+
+
+def train(backend: FSDPBackend) -> None:
+    backend.train_step(packs_of_this_rank(samples(), 128), LOSSES["grpo"], GRPO)
+
+
+def write(backend: FSDPBackend, directory: str, step: int) -> Path:
+    folder = CheckpointFolder(Path(directory), keep_last=9).write(step, lambda temporary: backend.save(temporary, step))
+    assert folder is not None
+    return folder
+
+
+def update_and_save(checkpoint: str, directory: str, values: dict) -> tuple[torch.Tensor, ...]:
+    """Scores at the update, by both roles; of the reference after one more step; and whether checkpoints hold it."""
+    backend = FSDPBackend(config(checkpoint, kl_loss_coef=0.1, **values), total_steps=10)
+    train(backend)
+    before = write(backend, directory, 1)
+    backend.update_reference()
+    policy, reference = scores(backend, "policy"), scores(backend, "reference")
+    train(backend)
+    trained = scores(backend, "policy")
+    after = write(backend, directory, 2)
+    held = torch.tensor([(before / "reference").is_dir(), (after / "reference").is_dir()])
+    return policy, reference, trained, scores(backend, "reference"), scores(backend, "policy"), held
+
+
+def load(checkpoint: str, directory: str, values: dict) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    """Scores of both roles after a resume, and whether the next checkpoint holds the reference again."""
+    backend = FSDPBackend(config(checkpoint, **{"kl_loss_coef": 0.1, **values}), total_steps=10)
+    latest = CheckpointFolder(Path(directory), keep_last=9).latest()
+    assert latest is not None
+    assert backend.load(latest) == 2
+    policy = scores(backend, "policy")
+    if backend._reference is None:
+        return policy, policy, False
+    return policy, scores(backend, "reference"), (write(backend, directory, 3) / "reference").is_dir()
+
+
+@pytest.mark.parametrize("values", [{}, {"fsdp_cpu_offload": True}])
+def test_the_reference_is_the_policy_of_the_update_and_is_resumed_bitwise(
+    checkpoint: str, tmp_path: Path, values: dict
+) -> None:
+    saved = spawn(2, update_and_save, checkpoint, str(tmp_path), values)
+    for policy, reference, trained, later, still, held in saved:
+        assert torch.equal(policy, reference)
+        assert torch.equal(reference, later)
+        assert torch.equal(trained, still)  # saving the reference left the policy alone
+        assert not torch.equal(trained, later)
+        assert held.tolist() == [False, True]  # until the update it is what the run began with, and needs no room
+    for (policy, reference, held), (*_, later, still, _) in zip(
+        spawn(2, load, checkpoint, str(tmp_path), values), saved, strict=True
+    ):
+        assert torch.equal(policy, still)
+        assert torch.equal(reference, later)
+        assert held
+
+
+def test_another_number_of_ranks_resumes_the_reference_and_a_run_without_kl_ignores_it(
+    checkpoint: str, tmp_path: Path
+) -> None:
+    [(*_, later, still, _)] = spawn(1, update_and_save, checkpoint, str(tmp_path), {})
+    found = [
+        member for _, reference, _ in spawn(2, load, checkpoint, str(tmp_path), {}) for member in reference.tolist()
+    ]
+    wanted = later.tolist()
+    assert sorted(x for x in found if x) == pytest.approx(sorted(x for x in wanted if x), abs=1e-5)
+    (tmp_path / "checkpoints" / "step_00000003").rename(tmp_path / "checkpoints" / ".old")
+    [(policy, _, held)] = spawn(1, load, checkpoint, str(tmp_path), {"kl_loss_coef": 0.0})
+    assert torch.equal(policy, still)
+    assert not held

@@ -1,0 +1,13 @@
+"""Estimators of a user's own, for `--advantage-estimator tests.e2e.advantages:below_the_best`."""
+
+
+def below_the_best(rewards: list[float], lengths: list[int]) -> list[float]:
+    return [reward - max(rewards) for reward in rewards]
+
+
+def too_few(rewards: list[float], lengths: list[int]) -> list[float]:
+    return rewards[1:]
+
+
+def below_64_tokens(rewards: list[float], lengths: list[int]) -> list[float]:
+    return [float(length < 64) for length in lengths]

@@ -1,0 +1,85 @@
+"""KL in the reward, its coefficient and its reference; truncated sampling; rejection: by the real command line."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdptrain.testing import save_tiny_checkpoint
+from tests.e2e import command
+from tests.e2e.test_algorithms import UNEVALUATED, trained
+from tests.e2e.test_train import learned, weights
+from tests.e2e.test_train import trained as steps_of
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny_checkpoint(tmp_path_factory.mktemp("hub") / "reference", seed=5))
+
+
+@pytest.mark.slow
+def test_kl_in_the_reward_does_not_depend_on_the_number_of_ranks(
+    checkpoint: Path, reference: str, tmp_path: Path
+) -> None:
+    estimator = ["--advantage-estimator", "reinforce++_baseline"]
+    flags = [*estimator, "--kl-reward-coef", "5", "--ref-load", reference]
+    one, two = (trained(checkpoint, tmp_path / n, *flags, "--nproc-per-node", n) for n in ("1", "2"))
+    plain = trained(checkpoint, tmp_path / "plain", *estimator)
+    assert abs(one["kl/reward_mean"]) > 0.01
+    assert one["reward/kl"] == pytest.approx(-5 * one["kl/reward_mean"])
+    assert one["policy/ratio_mean"] == pytest.approx(1, abs=1e-6)  # on-policy still
+    assert one["reward/mean"] == plain["reward/mean"]  # of the task
+    assert one["optim/grad_norm"] != pytest.approx(plain["optim/grad_norm"], rel=1e-2)
+    for name in ("loss/total", "optim/grad_norm", "kl/reward_mean", "policy/ref_kl"):
+        assert two[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "term",
+    [
+        ["--kl-loss-coef", "0.1"],
+        ["--kl-reward-coef", "0.1", "--kl-reward-type", "k3", "--global-batch-size", "8", "--nproc-per-node", "2"],
+    ],
+    ids=["loss", "reward"],
+)
+def test_a_run_with_a_moving_reference_and_coefficient_goes_on_bitwise(
+    checkpoint: Path, reference: str, tmp_path: Path, term: list[str]
+) -> None:
+    """The stop comes one rollout after an update of the reference, so that neither side begins with it."""
+    flags = [*term, "--kl-target", "0.01", "--kl-horizon", "16", "--ref-update-interval", "2", "--ref-load", reference]
+    flags += ["--save-interval", "3"]
+    base = ["--hf-checkpoint", str(checkpoint), *UNEVALUATED, *flags]
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    for folder, length in ((whole, "5"), (halves, "3"), (halves, "5")):
+        result = command.run([*base, "--output-dir", str(folder), "--num-rollout", length], tmp_path / "out")
+        assert result.code == 0, result.err
+    rows = steps_of(learned(whole))
+    assert steps_of(learned(halves)) == rows
+    for ours, theirs in zip(weights(halves), weights(whole), strict=True):
+        assert torch.equal(ours, theirs)
+    coefs, kls = [row["kl/coef"] for row in rows], [row["policy/ref_kl"] for row in rows]
+    assert coefs[1] == pytest.approx(0.12)  # the KL to another model is far above its target
+    for before, kl, after in zip(coefs, kls, coefs[1:], strict=False):
+        assert after == pytest.approx(before * (1 + min(max(kl / 0.01 - 1, -0.2), 0.2)))
+    assert kls[2] < 0.1 * kls[1]  # the policy has become the reference
+
+
+@pytest.mark.slow
+def test_the_trainer_scores_what_truncated_sampling_left(checkpoint: Path, tmp_path: Path) -> None:
+    flags = ["--rollout-top-p", "0.8", "--rollout-top-k", "100", "--rollout-min-p", "0.01"]
+    metrics = trained(checkpoint, tmp_path / "1", *flags, "--rollout-temperature", "0.8", "--global-batch-size", "8")
+    assert metrics["mismatch/abs_mean"] < 1e-4  # the whole vocabulary would be off by -log(0.8)
+    assert metrics["optim/grad_norm"] > 0
+    plain = trained(checkpoint, tmp_path / "2", "--rollout-temperature", "0.8")
+    assert metrics["policy/entropy"] < plain["policy/entropy"] - 0.1
+
+
+@pytest.mark.slow
+def test_a_rejection_reports_what_it_dropped_also_without_old_logprobs(checkpoint: Path, tmp_path: Path) -> None:
+    flags = ["--global-batch-size", "8", "--mismatch-rejection", "seq_max_k1", "--mismatch-rejection-max"]
+    loose = trained(checkpoint, tmp_path / "1", *flags, "0.01", "--mismatch-correction", "tis")
+    assert loose["mismatch/rejected"] == 0
+    tight = trained(checkpoint, tmp_path / "2", *flags, "1e-9", "--use-rollout-logprobs")
+    assert tight["mismatch/rejected"] > 0.5
+    assert tight["optim/grad_norm"] < loose["optim/grad_norm"]

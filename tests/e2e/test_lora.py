@@ -1,0 +1,36 @@
+"""Whole runs that train an adapter, by the real command line."""
+
+import json
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.e2e import command
+from tests.e2e.command import TINY_RUN
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+def test_an_adapter_is_trained_exported_and_loaded_by_peft(checkpoint: Path, tmp_path: Path) -> None:
+    whole = tmp_path / "run"
+    argv = ["--hf-checkpoint", str(checkpoint), *TINY_RUN, "--output-dir", str(whole), "--nproc-per-node", "2"]
+    result = command.run([*argv, "--lora-rank", "4", "--kl-loss-coef", "0.1"], tmp_path / "1")
+    assert result.code == 0, result.err
+    assert "LoRA of rank 4, alpha 32, on 14 weights: 8,192 of 99,200 parameters are trained" in result.err
+
+    step = str(whole / "checkpoints" / "step_00000002")
+    exported = ["export", "--checkpoint", step, "--output", str(tmp_path / "merged"), "--lora-export", "merged"]
+    assert command.run(exported, tmp_path / "4").code == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    start = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    tokens = torch.arange(5, 45)[None]
+    with torch.no_grad():
+        before = start(tokens).logits
+        adapted = peft.PeftModel.from_pretrained(start, whole / "hf")(tokens).logits
+        assert torch.allclose(merged(tokens).logits, adapted, rtol=0, atol=1e-5)
+        assert (adapted - before).abs().max() > 1e-3
+    config = json.loads((whole / "hf" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(checkpoint.resolve())

@@ -1,0 +1,185 @@
+"""Advantages are their formula in float64, whatever the order of samples and wherever groups lie on ranks."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from random import Random
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdptrain.algo.advantages import ADVANTAGES, AdvantageRule, assign_advantages, scale_over_batch
+from fsdptrain.algo.shaping import ShapingRule, shape
+from fsdptrain.types import Sample
+
+NAMES = ("math", "format")
+WEIGHTS = {"math": 0.75, "format": -0.5, "length": 0.25}
+SHAPING = ShapingRule(max_response_len=30, overlong_buffer=6, coefficients={"overlong": 0.5, "length": 0.25})
+GDPO = AdvantageRule(ADVANTAGES["grpo"], "group", WEIGHTS)
+PLAIN = [
+    AdvantageRule(estimate, scale) for estimate in ADVANTAGES.values() for scale in ("group", "batch", "whiten", "none")
+]
+RULES = [*PLAIN, GDPO]
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> list[Sample]:
+    """Groups of any size, with few different rewards, so that some have no spread, and some samples without any."""
+    sizes = draw(st.lists(st.integers(1, 6), min_size=1, max_size=6))
+    level = draw(st.sampled_from([0.0, 1000.0]))
+    values = draw(st.lists(st.floats(0, 2), min_size=1, max_size=4))
+    numbers = Random(draw(st.integers(0, 10_000)))
+    samples = []
+    for group, size in enumerate(sizes):
+        for _ in range(size):
+            parts = {name: level + numbers.choice(values) for name in NAMES}
+            length = numbers.randrange(0, 31)
+            samples.append(
+                Sample(
+                    group_id=f"g{group}",
+                    token_ids=[1] * (length + 1),
+                    loss_mask=[False] + [True] * length,
+                    rollout_logprobs=[0.0] * (length + 1),
+                    reward=None if numbers.random() < 0.15 else math.fsum(parts.values()),
+                    rewards=parts,
+                )
+            )
+    return samples
+
+
+def made_on_ranks(shares: Sequence[list[Sample]], rule: AdvantageRule) -> list[list[Sample]]:
+    """What each rank makes of its share. Replays all ranks up to the first collective whose sums are not known yet."""
+    known: list[dict[str, float]] = []
+    while True:
+        asked: list[Mapping[str, float]] = []
+        made = []
+        for share in shares:
+            answers = iter(known)
+            try:
+                assigned = assign_advantages(shape(share, SHAPING), rule)
+                made.append(scale_over_batch(assigned, rule, lambda values, a=answers: _next(a, values)))
+            except _Collective as collective:
+                asked.append(collective.values)
+        if not asked:
+            return made
+        assert len(asked) == len(shares)  # every rank takes part in it
+        known.append({name: sum(values[name] for values in asked) for name in asked[0]})
+
+
+class _Collective(Exception):  # noqa: N818 - not an error: a rank waits
+    def __init__(self, values: Mapping[str, float]) -> None:
+        self.values = values
+
+
+def _next(answers, values: Mapping[str, float]) -> Mapping[str, float]:
+    for answer in answers:
+        return answer
+    raise _Collective(values)
+
+
+def values(samples: Sequence[Sample]) -> np.ndarray:
+    return np.array([sample.advantage for sample in samples])
+
+
+@settings(max_examples=400)
+@given(rule=st.sampled_from(RULES), batch=batches(), seed=st.integers(0, 1000), num_ranks=st.integers(1, 4))
+def test_advantages_do_not_depend_on_ranks_or_on_the_order_of_samples(rule, batch, seed, num_ranks) -> None:
+    whole = {id_: a for id_, a in zip(_ids(batch), values(made_on_ranks([batch], rule)[0]), strict=True)}
+    groups = [list(members) for _, members in groupby(zip(_ids(batch), batch, strict=True), lambda p: p[1].group_id)]
+    numbers = Random(seed)
+    shares: list[list[tuple[int, Sample]]] = [[] for _ in range(num_ranks)]
+    for group in groups:
+        shares[numbers.randrange(num_ranks)] += group
+    for share in shares:
+        numbers.shuffle(share)
+    made = made_on_ranks([[sample for _, sample in share] for share in shares], rule)
+    for share, samples in zip(shares, made, strict=True):
+        np.testing.assert_allclose(values(samples), [whole[id_] for id_, _ in share], rtol=1e-9, atol=1e-9)
+
+
+def _ids(batch: Sequence[Sample]) -> range:
+    return range(len(batch))
+
+
+@settings(max_examples=400)
+@given(
+    name=st.sampled_from(sorted(ADVANTAGES)),
+    scale=st.sampled_from(["group", "batch", "whiten", "none"]),
+    batch=batches(),
+)
+def test_advantages_equal_a_reference_in_float64(name, scale, batch) -> None:
+    rule = AdvantageRule(ADVANTAGES[name], scale)
+    shaped, counts = shaped_rewards(batch), np.array([sum(s.loss_mask) for s in batch])
+    scored = np.array([s.reward is not None for s in batch])
+    expected = np.zeros(len(batch))
+    for members in groups_of(batch, scored):
+        rewards, lengths = shaped[members], counts[members]
+        if np.ptp(rewards) == 0:
+            continue
+        baseline = rewards.mean()
+        if name == "rloo":
+            baseline = np.array([np.delete(rewards, i).mean() for i in range(len(rewards))])
+        if name == "opo" and lengths.sum():
+            baseline = np.average(rewards, weights=lengths)
+        expected[members] = rewards - baseline
+        if name == "max_rl":
+            expected[members] = expected[members] / rewards.mean() if rewards.mean() > 0 else 0.0
+        if scale == "group":
+            expected[members] /= rewards.std(ddof=1) + 1e-6
+    if scale == "batch" and scored.sum() > 1:
+        expected /= shaped[scored].std(ddof=1) + 1e-6
+    if scale == "whiten" and counts[scored].sum() > 1:
+        tokens = np.repeat(expected[scored], counts[scored])
+        expected[scored] = (expected[scored] - tokens.mean()) / np.sqrt(tokens.var(ddof=1) + 1e-8)
+    if scale == "whiten" and counts[scored].sum() < 2:
+        return  # one token has no variance, and so no reference
+    np.testing.assert_allclose(values(made_on_ranks([batch], rule)[0]), expected, rtol=1e-7, atol=1e-7)
+
+
+@given(batch=batches())
+def test_gdpo_equals_a_reference_in_float64(batch) -> None:
+    scored = np.array([s.reward is not None for s in batch])
+    lengths = np.array([sum(s.loss_mask) for s in batch])
+    expected = np.zeros(len(batch))
+    for members in groups_of(batch, scored):
+        columns = {name: np.array([batch[i].rewards[name] for i in members]) for name in NAMES}
+        columns["length"] = kimi(lengths[members], np.array([batch[i].reward for i in members]))
+        for name, column in columns.items():
+            if np.ptp(column) > 0:
+                expected[members] += WEIGHTS[name] * (column - column.mean()) / (column.std(ddof=1) + 1e-6)
+    if scored.sum() > 1:
+        expected[scored] = (expected[scored] - expected[scored].mean()) / (expected[scored].std(ddof=1) + 1e-6)
+        np.testing.assert_allclose(values(made_on_ranks([batch], GDPO)[0]), expected, rtol=1e-7, atol=1e-7)
+
+
+@given(rule=st.sampled_from(RULES), batch=batches())
+def test_a_batch_of_one_reward_teaches_nothing(rule, batch) -> None:
+    """And nothing is divided by a std of 0. The rewards are shaped by nothing here: lengths differ."""
+    same = [replace(s, reward=None if s.reward is None else 1.5, rewards=dict.fromkeys(WEIGHTS, 0.5)) for s in batch]
+    made = scale_over_batch(assign_advantages(same, rule), rule, dict)
+    assert not np.any(values(made))
+
+
+def shaped_rewards(batch: Sequence[Sample]) -> np.ndarray:
+    """Reward - 0.5 max(0, T - 24) / 6 + 0.25 lambda, 0 where there is none."""
+    lengths = np.array([sum(s.loss_mask) for s in batch])
+    rewards = np.array([s.reward or 0.0 for s in batch])
+    shaped = rewards - 0.5 * np.clip((lengths - 24) / 6, 0, 1)
+    for members in groups_of(batch, np.array([s.reward is not None for s in batch])):
+        shaped[members] += 0.25 * kimi(lengths[members], rewards[members])
+    return shaped
+
+
+def kimi(lengths: np.ndarray, rewards: np.ndarray) -> np.ndarray:
+    if np.ptp(lengths) == 0:
+        return np.zeros(len(lengths))
+    middle = 0.5 - (lengths - lengths.min()) / np.ptp(lengths)
+    return np.where(rewards >= 1 - 1e-6, middle, np.minimum(0, middle))
+
+
+def groups_of(batch: Sequence[Sample], scored: np.ndarray) -> list[np.ndarray]:
+    ids = np.array([s.group_id for s in batch])
+    found = [np.flatnonzero((ids == name) & scored) for name in dict.fromkeys(ids)]
+    return [members for members in found if len(members)]

@@ -1,0 +1,334 @@
+"""Our losses against those of TRL's own GRPOTrainer: values and gradients on a real model, and where we differ, why.
+
+TRL does all of it by its own code: from completions that it is handed it scores old and reference logprobs, makes
+advantages and importance ratios, splits micro-batches, and computes the loss that runs backward. Between scoring and
+loss the weights are moved, so that no ratio is 1.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from torch import Tensor, nn
+from transformers import PreTrainedModel, Qwen3ForCausalLM
+
+from fsdptrain.algo.advantages import ADVANTAGES, STD_EPSILON, AdvantageRule, assign_advantages
+from fsdptrain.algo.losses import LOSSES
+from fsdptrain.algo.weights import count_totals, num_loss_tokens
+from fsdptrain.data.packing import pack
+from fsdptrain.models.attention import SEGMENTS, register_attention
+from fsdptrain.models.policy import install_policy_forward, policy_logprobs
+from fsdptrain.testing import save_tiny_checkpoint, tiny_tokenizer
+from fsdptrain.types import LogProbs, LossConfig, PackedBatch, Sample
+
+trl = pytest.importorskip("trl", reason="trl comes with the dev extra")
+pytestmark = pytest.mark.filterwarnings("ignore:.* is deprecated and will be removed in v6:FutureWarning")  # in trl
+
+GROUPS, GROUP_SIZE, LONGEST = 2, 4, 16
+TEMPERATURE = 0.9
+MOVES = {"start": 0, "old": 1, "ref": 2, "now": 3}  # seeds of what is added to the checkpoint's weights
+Gradients = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """The same objective in TRL's words and in ours."""
+
+    theirs: Mapping[str, Any]
+    loss: str
+    aggregation: str
+    ours: Mapping[str, Any]
+    engine: bool = False  # TRL is told that vLLM sampled
+    accumulate: int = 1  # micro-batches
+
+
+def case(loss: str, aggregation: str, ours: Mapping[str, Any] | None = None, **theirs: Any) -> Case:
+    return Case(theirs, loss, aggregation, ours or {})
+
+
+CLIP = {"eps_clip": 0.1, "eps_clip_high": 0.1}
+IS = {"engine": True}
+SEQUENCE: dict[str, Any] = {"importance_sampling_level": "sequence", "epsilon": 0.02}
+S_CLIP = {"eps_clip": 0.02, "eps_clip_high": 0.02}
+VLLM = {"loss_type": "dapo", "vllm_importance_sampling_clip_min": 0.8, "vllm_importance_sampling_clip_max": 1.25}
+BIASED_KL: dict[str, Any] = {"beta": 0.3, "use_bias_correction_kl": False}
+BOUNDS = {**CLIP, "mismatch_low": 0.8, "mismatch_high": 1.25}
+
+SAME = {
+    "grpo": case("grpo", "sequence_mean", CLIP, loss_type="grpo"),
+    "grpo on-policy": case("grpo", "sequence_mean", CLIP, loss_type="grpo", num_iterations=1),
+    "bnpo": case("grpo", "token_mean", CLIP, loss_type="bnpo"),
+    "dapo": case("grpo", "token_mean", {**CLIP, "eps_clip_high": 0.28}, loss_type="dapo", epsilon_high=0.28),
+    "dapo, two micro-batches": replace(case("grpo", "token_mean", CLIP, loss_type="dapo"), accumulate=2),
+    "grpo, two micro-batches": replace(case("grpo", "sequence_mean", CLIP, loss_type="grpo"), accumulate=2),
+    "dr_grpo": case("grpo", "fixed_length", CLIP, loss_type="dr_grpo"),
+    "cispo": case("cispo", "token_mean", {"is_cap_high": 1.1}, loss_type="cispo", epsilon_high=1.1),
+    "sapo": case(
+        "sapo", "sequence_mean", {"sapo_tau_pos": 1.5, "sapo_tau_neg": 2.0}, loss_type="sapo",
+        sapo_temperature_pos=1.5, sapo_temperature_neg=2.0,
+    ),
+    "gspo": case("gspo", "sequence_mean", S_CLIP, loss_type="grpo", **SEQUENCE),
+    "gspo by tokens": case("gspo", "token_mean", S_CLIP, loss_type="dapo", **SEQUENCE),
+    "luspo": case("gspo", "sequence_sum", S_CLIP, loss_type="luspo", **SEQUENCE),
+    "two-sided clip": case("grpo", "token_mean", {**CLIP, "eps_clip_c": 1.2}, loss_type="dapo", delta=1.2),
+    "kl": case("grpo", "sequence_mean", {**CLIP, "kl_loss_coef": 0.3}, loss_type="grpo", **BIASED_KL),
+    "kl of cispo": case(
+        "cispo", "token_mean", {"is_cap_high": 1.1, "kl_loss_coef": 0.3}, loss_type="cispo", epsilon_high=1.1,
+        **BIASED_KL,
+    ),
+    "unbiased kl": case(
+        "grpo", "token_mean", {**CLIP, "kl_loss_coef": 0.3, "use_unbiased_kl": True}, loss_type="dapo", beta=0.3,
+        use_bias_correction_kl=True,
+    ),
+    "entropy": case("grpo", "token_mean", {**CLIP, "entropy_coef": 0.1}, loss_type="dapo", entropy_coef=0.1),
+    "opsm": case(
+        "grpo", "token_mean", {**CLIP, "use_opsm": True, "opsm_delta": 0.01}, loss_type="dapo",
+        off_policy_mask_threshold=0.01,
+    ),
+    "tis": replace(
+        case(
+            "grpo", "token_mean", {**BOUNDS, "mismatch_correction": "tis"}, **VLLM,
+            vllm_importance_sampling_mode="token_truncate",
+        ),
+        **IS,
+    ),
+    "tis of cispo": replace(
+        case(
+            "cispo", "token_mean", {**BOUNDS, "mismatch_correction": "tis", "is_cap_high": 1.1},
+            **{**VLLM, "loss_type": "cispo"}, epsilon_high=1.1, vllm_importance_sampling_mode="token_truncate",
+        ),
+        **IS,
+    ),
+    "mis": replace(
+        case(
+            "grpo", "token_mean", {**BOUNDS, "mismatch_correction": "mis", "kl_loss_coef": 0.3}, **VLLM, **BIASED_KL,
+            vllm_importance_sampling_mode="token_mask",
+        ),
+        **IS,
+    ),
+    "tis_sequence": replace(
+        case(
+            "grpo", "token_mean", {**BOUNDS, "mismatch_correction": "tis_sequence"}, **VLLM,
+            vllm_importance_sampling_mode="sequence_truncate",
+        ),
+        **IS,
+    ),
+}  # fmt: skip
+
+# Where we differ on purpose, and why.
+DIFFERENT = {
+    # A mean of micro-batch means weights a token of a micro-batch with few tokens more: the gradient depends on how the
+    # batch was cut. Ours does not; TRL's dapo, whose denominator is that of the whole batch, agrees with us above.
+    "bnpo, two micro-batches": replace(case("grpo", "token_mean", CLIP, loss_type="bnpo"), accumulate=2),
+    # TRL bounds the product of a sequence's ratios, which leaves any bounds as sequences grow; we their geometric mean.
+    "mis_sequence": replace(
+        case(
+            "grpo", "token_mean", {**BOUNDS, "mismatch_correction": "mis_sequence"}, **VLLM,
+            vllm_importance_sampling_mode="sequence_mask",
+        ),
+        **IS,
+    ),
+    # In a loss of whole sequences our weight of a token is that of its own part of the gradient, so that a token which
+    # is rejected has none; in TRL it keeps what its neighbours' weights make.
+    "mis of gspo": replace(
+        case(
+            "gspo", "sequence_mean", {**BOUNDS, **S_CLIP, "mismatch_correction": "mis"},
+            **{**VLLM, "loss_type": "grpo"}, **SEQUENCE, vllm_importance_sampling_mode="token_mask",
+        ),
+        **IS,
+    ),
+    # TRL's entropy is a mean over tokens whatever the loss; ours is weighted as the policy's loss is, so that cutting
+    # a step otherwise changes neither.
+    "entropy of sequences": case(
+        "grpo", "sequence_mean", {**CLIP, "entropy_coef": 1.0}, loss_type="grpo", entropy_coef=1.0
+    ),
+    # TRL measures the drift from the engine where it has its logprobs; ours from the old policy, and the engine's
+    # mismatch is left to the corrections, which every loss has.
+    "opsm from the engine": replace(
+        case(
+            "grpo", "token_mean", {**CLIP, "use_opsm": True, "opsm_delta": 0.0}, loss_type="dapo",
+            off_policy_mask_threshold=0.0, vllm_importance_sampling_correction=False,
+        ),
+        **IS,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")  # it would say that rollout_func may change
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_checkpoint(tmp_path_factory.mktemp("trl"))
+
+
+@torch.no_grad()
+def move(model: nn.Module, to: str) -> None:
+    """From the checkpoint's weights to others nearby, the same for both sides."""
+    generator = torch.Generator().manual_seed(MOVES[to])
+    for _, parameter in sorted(model.named_parameters()):
+        parameter.add_(0.01 * torch.randn(parameter.shape, generator=generator, dtype=torch.float32))
+
+
+def our_model(checkpoint: Path, moved: str) -> PreTrainedModel:
+    model = Qwen3ForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
+    register_attention()
+    model.set_attn_implementation(SEGMENTS)
+    install_policy_forward(model, chunk_size=16)
+    move(model, moved)
+    return model.eval()
+
+
+def said_by(model: PreTrainedModel, batch: PackedBatch) -> LogProbs:
+    return policy_logprobs(model, batch, layout="packed", temperature=TEMPERATURE, with_entropy=True)
+
+
+def make_samples(checkpoint: Path) -> list[Sample]:
+    """Two groups of four, of unequal lengths; the engine was a little off the old policy."""
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for number in range(GROUPS * GROUP_SIZE):
+        prompt = [20 + number // GROUP_SIZE] * (3 + number // GROUP_SIZE)
+        length = int(torch.randint(2, LONGEST, (), generator=generator))
+        tokens = prompt + torch.randint(30, 264, (length,), generator=generator).tolist()
+        mask = [False] * len(prompt) + [True] * length
+        reward = float(torch.randint(0, 5, (), generator=generator)) / 4
+        made.append(Sample(str(number // GROUP_SIZE), tokens, mask, [0.0] * len(mask), reward=reward))
+    with torch.no_grad():
+        old = said_by(our_model(checkpoint, "old"), packed(made, "token_mean")).values
+    samples = []
+    for sample, logprobs in zip(made, old.split([len(s.token_ids) for s in made]), strict=True):
+        engine = [0.0, *(logprobs + 0.2 * torch.randn(len(logprobs), generator=generator))[:-1].tolist()]
+        near = [x if m else 0.0 for x, m in zip(engine, sample.loss_mask, strict=True)]
+        samples.append(replace(sample, rollout_logprobs=near))
+    return samples
+
+
+def packed(samples: list[Sample], aggregation: str) -> PackedBatch:
+    totals = count_totals([num_loss_tokens(sample) for sample in samples])
+    return pack(samples, aggregation=aggregation, totals=totals, max_response_len=LONGEST)
+
+
+def ours(case: Case, samples: list[Sample], checkpoint: Path) -> tuple[float, Gradients]:
+    batch = packed(samples, case.aggregation)
+    with torch.no_grad():
+        if case.theirs.get("num_iterations") != 1:
+            batch = replace(batch, old_logprobs=said_by(our_model(checkpoint, "old"), batch).values)
+        if case.ours.get("kl_loss_coef"):
+            batch = replace(batch, ref_logprobs=said_by(our_model(checkpoint, "ref"), batch).values)
+    model = our_model(checkpoint, "now")
+    output = LOSSES[case.loss](batch, said_by(model, batch), LossConfig(**case.ours))
+    output.loss.backward()
+    return output.loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@dataclass(frozen=True)
+class Result:
+    value: float
+    gradients: Gradients
+    advantages: list[float]
+
+
+def theirs(case: Case, samples: list[Sample], checkpoint: Path, folder: Path) -> Result:
+    """TRL's loss and gradients, as its training loop would ask for them, and its advantages."""
+    trainer = make_trainer(case, samples, checkpoint, folder)
+    move(trainer.model, "old")
+    if trainer.ref_model is not None:
+        move(trainer.ref_model, "ref")
+    trainer.model.train()  # TRL looks at it; the model has no dropout
+    value = 0.0
+    for trainer._step in range(case.accumulate):  # the first call scores, shuffles and splits
+        inputs = trainer._prepare_inputs([{"prompt": "", "number": number} for number in range(len(samples))])
+        trainer.model.load_state_dict(our_model(checkpoint, "now").state_dict())
+        loss = trainer._compute_loss(trainer.model, inputs)
+        loss.backward()
+        value += loss.item()
+    gradients = {name: p.grad for name, p in trainer.model.named_parameters() if p.grad is not None}
+    return Result(value, gradients, list(trainer._logs["advantages"]))
+
+
+def make_trainer(case: Case, samples: list[Sample], checkpoint: Path, folder: Path) -> Any:
+    def split(sample: Sample) -> int:
+        return sample.loss_mask.index(True)
+
+    def rollout(prompts: list[str], _trainer: Any) -> dict[str, Any]:
+        assert len(prompts) == len(samples)
+        return {
+            "prompt_ids": [s.token_ids[: split(s)] for s in samples],
+            "completion_ids": [s.token_ids[split(s) :] for s in samples],
+            "logprobs": [s.rollout_logprobs[split(s) :] for s in samples] if case.engine else None,
+        }
+
+    options = {
+        "num_iterations": 2,
+        "epsilon": CLIP["eps_clip"],
+        "temperature": TEMPERATURE,
+        "max_completion_length": LONGEST,
+        "num_generations": GROUP_SIZE,
+        "per_device_train_batch_size": len(samples) // case.accumulate,
+        "gradient_accumulation_steps": case.accumulate,
+    }
+    quiet = {"use_cpu": True, "bf16": False, "report_to": "none", "activation_checkpointing": False}
+    trainer = trl.GRPOTrainer(
+        model=Qwen3ForCausalLM.from_pretrained(checkpoint, dtype=torch.float64),
+        reward_funcs=lambda number, **_: [samples[i].reward for i in number],
+        args=trl.GRPOConfig(output_dir=str(folder), **{**options, **quiet, **case.theirs}),
+        train_dataset=Dataset.from_dict({"prompt": [""] * len(samples)}),
+        processing_class=tiny_tokenizer(),
+        rollout_func=rollout,
+    )
+    trainer.use_vllm = case.engine  # after the start, which would look for vLLM; all else is as with it
+    trainer._last_loaded_step = trainer.state.global_step
+    trainer.current_gradient_accumulation_steps = case.accumulate  # transformers' loop sets it
+    return trainer
+
+
+def both(case: Case, checkpoint: Path, folder: Path) -> tuple[Result, Result]:
+    """Ours and TRL's, on TRL's advantages."""
+    samples = make_samples(checkpoint)
+    found = theirs(case, samples, checkpoint, folder)
+    same = [replace(sample, advantage=a) for sample, a in zip(samples, found.advantages, strict=True)]
+    value, gradients = ours(case, same, checkpoint)
+    return Result(value, gradients, found.advantages), found
+
+
+def distance(found: Gradients, wanted: Gradients) -> float:
+    """The largest difference of a parameter's gradient, in the 2-norm, relative to it."""
+    assert found.keys() == wanted.keys()
+    return max(((found[name] - wanted[name]).norm() / wanted[name].norm()).item() for name in wanted)
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_value_and_gradient_are_those_of_trl(name: str, checkpoint: Path, tmp_path: Path) -> None:
+    found, wanted = both(SAME[name], checkpoint, tmp_path)
+    assert found.value == pytest.approx(wanted.value, rel=1e-6, abs=1e-6)
+    assert distance(found.gradients, wanted.gradients) < 3e-6  # TRL's advantages and ours are float32
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_we_differ_from_trl_on_purpose(name: str, checkpoint: Path, tmp_path: Path) -> None:
+    found, wanted = both(DIFFERENT[name], checkpoint, tmp_path)
+    assert distance(found.gradients, wanted.gradients) > 1e-2
+
+
+@pytest.mark.parametrize(("scale", "estimator"), [("group", "grpo"), ("none", "dr_grpo")])
+def test_advantages_are_those_of_trl(scale: str, estimator: str, checkpoint: Path, tmp_path: Path) -> None:
+    """But for what is added to the standard deviation; a sample that could not be scored gets 0 in both."""
+    samples = make_samples(checkpoint)
+    samples[1] = replace(samples[1], reward=None)
+    trl_case = case("grpo", "token_mean", loss_type="dapo", scale_rewards=scale)
+    found = [sample.advantage for sample in assign_advantages(samples, AdvantageRule(ADVANTAGES[estimator], scale))]
+    wanted = theirs(trl_case, samples, checkpoint, tmp_path).advantages
+    for start in range(0, len(samples), GROUP_SIZE):
+        rows = slice(start, start + GROUP_SIZE)
+        rewards = [sample.reward for sample in samples[rows] if sample.reward is not None]
+        std = torch.tensor(rewards, dtype=torch.float64).std().item()
+        factor = (std + 1e-4) / (std + STD_EPSILON) if scale == "group" else 1.0
+        assert found[rows] == pytest.approx([factor * advantage for advantage in wanted[rows]], rel=1e-5, abs=1e-6)
+    assert found[1] == 0.0

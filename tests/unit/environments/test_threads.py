@@ -1,0 +1,91 @@
+"""Calls run side by side; one that raises or hangs is its own loss alone."""
+
+import multiprocessing
+import sys
+import threading
+import time
+
+import pytest
+
+from fsdptrain.environments import StepThreads
+from fsdptrain.environments import threads as module
+from fsdptrain.errors import RolloutError
+
+
+def test_results_come_in_order_and_errors_in_their_place():
+    def call(i):
+        time.sleep(0.01 * (5 - i))
+        if i == 3:
+            raise KeyError("three")
+        if i == 4:
+            sys.exit("four")
+        return i
+
+    results = StepThreads(num_threads=8, timeout=5.0).run([lambda i=i: call(i) for i in range(6)])
+    assert results[:3] == [0, 1, 2]
+    assert results[5] == 5
+    assert isinstance(results[3], KeyError)
+    assert isinstance(results[4], RuntimeError)
+    assert "SystemExit: four" in str(results[4])
+    assert StepThreads(num_threads=8, timeout=5.0).run([]) == []
+
+
+def test_at_most_num_threads_run_at_one_time():
+    running, most, lock = 0, 0, threading.Lock()
+
+    def call():
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        time.sleep(0.01)
+        with lock:
+            running -= 1
+
+    StepThreads(num_threads=3, timeout=5.0).run([call] * 12)
+    assert most == 3
+
+
+def test_the_deadline_is_of_each_call_and_those_that_wait_have_not_begun():
+    """One thread, and calls that together take longer than the deadline of one."""
+    results = StepThreads(num_threads=1, timeout=0.2).run([lambda: time.sleep(0.06)] * 6)
+    assert results == [None] * 6
+
+
+def test_a_call_that_hangs_is_left_behind_and_its_place_taken():
+    release = threading.Event()
+    threads = StepThreads(num_threads=2, timeout=0.2)
+    begin = time.monotonic()
+    results = threads.run([release.wait, release.wait, *[lambda: "fine"] * 20])
+    assert time.monotonic() - begin < 2.0
+    assert [type(result) for result in results[:2]] == [TimeoutError, TimeoutError]
+    assert "--environment-timeout 0.2" in str(results[0])
+    assert results[2:] == ["fine"] * 20
+    release.set()
+
+
+def test_too_many_that_never_come_back_stop_the_run(monkeypatch):
+    monkeypatch.setattr(module, "MAX_STUCK", 3)
+    release = threading.Event()
+    threads = StepThreads(num_threads=8, timeout=0.05)
+    threads.run([release.wait] * 4)
+    with pytest.raises(RolloutError, match=r"4 calls of --environment missed --environment-timeout 0\.05"):
+        threads.run([lambda: 1])
+    release.set()
+    time.sleep(0.05)
+    assert threads.run([lambda: 1]) == [1]  # they have come back
+
+
+def hang() -> None:
+    [result] = StepThreads(num_threads=1, timeout=0.1).run([threading.Event().wait])
+    assert isinstance(result, TimeoutError)
+
+
+@pytest.mark.slow
+def test_a_call_that_hangs_does_not_keep_the_process():
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["fsdptrain.testing"])
+    process = context.Process(target=hang)
+    process.start()
+    process.join(120)
+    assert process.exitcode == 0

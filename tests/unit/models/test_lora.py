@@ -1,0 +1,97 @@
+"""Which weights an adapter is put on, in every family; what cannot have one is refused in one line."""
+
+import sys
+
+import peft
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+from fsdptrain.config import LoraConfig
+from fsdptrain.errors import ConfigError
+from fsdptrain.models.lora import add_adapters, require_peft
+from fsdptrain.models.lora_targets import find_targets
+from fsdptrain.planning.flops import model_flops
+from tests import zoo
+
+
+def meta(name: str):
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(zoo.config(name), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("name", zoo.ARCHITECTURES)
+def test_all_linear_is_every_linear_layer_but_the_head_and_the_model_comes_back_as_it_was(name):
+    model = meta(name)
+    stock = {name: id(p) for name, p in model.named_parameters()}
+    linear = {n for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)}
+
+    adapters = add_adapters(model, LoraConfig(rank=4))
+
+    assert adapters.layers.keys() == {f"{n}.weight" for n in linear if n != "lm_head"}
+    assert {p.requires_grad for n, p in model.named_parameters() if "lora_" not in n} == {False}
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    with adapters.detached():
+        assert {name: id(p) for name, p in model.named_parameters()} == stock
+    assert {n for n, p in model.named_parameters() if p.requires_grad} == {
+        n for n, _ in model.named_parameters() if "lora_" in n
+    }
+
+
+def test_attention_is_what_attends_and_experts_are_named():
+    model = meta("qwen3_moe")
+    attention = find_targets(model, ["attention"])
+    assert {name.split(".")[-2] for name in attention.modules} == {"self_attn"}
+    assert len(attention.modules) == 2 * 4
+    experts = find_targets(model, ["experts.gate_up_proj"])
+    assert experts.parameters == tuple(f"model.layers.{i}.mlp.experts.gate_up_proj" for i in (0, 1))
+    assert experts.modules == ()
+
+
+EXPERTS = ["experts.down_proj"]
+REFUSED = [
+    ("qwen3", {"targets": ["q_porj"]}, ["--lora-targets q_porj", "'q_proj'"]),
+    ("qwen3", {"targets": ["lm_head"]}, ["lm_head.weight", "leave it out"]),
+    ("qwen2", {"targets": ["embed_tokens"]}, ["embed_tokens.weight", "leave it out"]),
+    ("qwen3", {"targets": ["norm"]}, ["norm.weight", "no matrix"]),
+    ("qwen3_moe", {"targets": EXPERTS, "use_dora": True}, ["--lora-use-dora", "experts.down_proj"]),
+    ("qwen3_moe", {"targets": EXPERTS, "dropout": 0.1}, ["--lora-dropout 0.1", "experts.down_proj"]),
+]
+
+
+@pytest.mark.parametrize(("name", "values", "named"), REFUSED, ids=[str(values) for _, values, _ in REFUSED])
+def test_what_peft_or_the_trainer_cannot_adapt_is_refused_in_one_line(name, values, named):
+    with pytest.raises(ConfigError) as caught:
+        add_adapters(meta(name), LoraConfig(rank=4, **values))
+    line = str(caught.value)
+    assert "\n" not in line
+    assert [part for part in named if part not in line] == []
+
+
+def test_a_missing_peft_is_one_line_that_says_how_to_get_it(monkeypatch, tmp_path):
+    require_peft()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "peft")
+    with pytest.raises(ConfigError, match=r"--lora-rank .* pip install 'fsdptrain\[lora\]'"):
+        require_peft()
+
+
+def test_frozen_weights_cost_no_gradient_of_their_own():
+    model = meta("qwen3")
+    whole = model_flops(model)
+    add_adapters(model, LoraConfig(rank=4))
+    adapted = model_flops(model)
+    lengths = ([10, 20], 25)
+    assert adapted.forward(*lengths, causal=True) == whole.forward(*lengths, causal=True)
+    products = 2 * (whole.body_weights * 30 + whole.head_weights * 25)
+    assert whole.training(*lengths, causal=True) - adapted.training(*lengths, causal=True) == products
+
+
+def test_our_start_is_that_of_peft():
+    """Bounds of A as peft draws it, so that a learning rate means the same."""
+    drawn = peft.inject_adapter_in_model(peft.LoraConfig(r=64, target_modules=["q_proj"]), zoo.build("llama"))
+    for name, parameter in drawn.named_parameters():
+        if "lora_A" in name:
+            assert 0.98 < parameter.abs().max() * zoo.HIDDEN**0.5 <= 1

@@ -1,0 +1,329 @@
+"""Episodes with a scripted engine: what the model said is kept as it was, and no environment can spoil a round."""
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdptrain.config import DataConfig
+from fsdptrain.data.turns import TurnRenderer
+from fsdptrain.environments import LoadedEnvironment, StepThreads
+from fsdptrain.errors import ConfigError
+from fsdptrain.rewards.verifiers import environment as environment_reward
+from fsdptrain.rewards.verifiers import exact
+from fsdptrain.testing import FakeRolloutEngine, tiny_tokenizer
+from fsdptrain.trainer.episodes import MultiTurn, prompt_seed
+from fsdptrain.trainer.experience import Round, SingleTurn
+from fsdptrain.types import NO_ROUTE, Completion, Message, Prompt, SamplingParams, Turn
+
+TOKENIZER = tiny_tokenizer()
+END = TOKENIZER.eos_token_id
+PROMPTS = [Prompt(f"p{i}", [*TOKENIZER(f"<|user|>{i}<|end|><|assistant|>")["input_ids"]], "", "yes") for i in range(2)]
+ENDS = (END,)
+
+
+class Recording(FakeRolloutEngine):
+    """Remembers what it was asked. Every token that it reads takes the expert that is the number of the turn."""
+
+    def __init__(self, respond: Callable[[Prompt, int], Sequence[int]]) -> None:
+        super().__init__(respond)
+        self.asked: list[tuple[list[Prompt], SamplingParams]] = []
+
+    def generate(self, prompts, sampling):
+        self.asked.append((list(prompts), sampling))
+        asked = [prompt for prompt in prompts for _ in range(sampling.num_samples)]
+        made = zip(asked, super().generate(prompts, sampling), strict=True)
+        return [replace(completion, routes=routes_of(prompt, completion)) for prompt, completion in made]
+
+
+def routes_of(prompt: Prompt, completion: Completion) -> torch.Tensor:
+    num_read = len(prompt.token_ids) + len(completion.token_ids) - 1
+    return torch.full((num_read, 1, 1), int(prompt.id.partition("@")[2] or 0), dtype=torch.int16)
+
+
+class Scripted:
+    """Answers by a function of the number of the turn; remembers episodes."""
+
+    def __init__(self, answer: Callable[[int, str], Any], finish: Callable[[Any], Any] | None = None) -> None:
+        self.answer = answer
+        self.seeds: list[tuple[str, int]] = []
+        self.heard: list[str] = []
+
+    def reset(self, prompt: Prompt, seed: int) -> Any:
+        self.seeds.append((prompt.id, seed))
+        return itertools.count(1)
+
+    def step(self, state: Any, response: str) -> Any:
+        self.heard.append(response)
+        return self.answer(next(state), response)
+
+
+def words(text: str) -> list[int]:
+    return [*TOKENIZER(text)["input_ids"], END]
+
+
+def play(
+    answer: Any,
+    respond: Callable[[Prompt, int], Sequence[int]] = lambda prompt, index: words("yes"),
+    *,
+    reward: Any = environment_reward,
+    finish: Callable[[Any], Any] | None = None,
+    prompts: Sequence[Prompt] = PROMPTS,
+    max_tokens: int = 200,
+    max_turns: int = 5,
+    timeout: float = 5.0,
+    reads_environment: bool = True,
+) -> tuple[Round, Recording]:
+    engine = Recording(respond)
+    environment = answer if isinstance(answer, Scripted) else Scripted(answer)
+    maker = MultiTurn(
+        engine=engine,
+        environment=LoadedEnvironment(environment, finish, None, None, ()),
+        reward=reward,
+        reads_environment=reads_environment,
+        renderer=TurnRenderer(TOKENIZER, data=DataConfig(), max_observation_len=50),
+        threads=StepThreads(num_threads=4, timeout=timeout),
+        tokenizer=TOKENIZER,
+        max_turns=max_turns,
+    )
+    sampling = SamplingParams(num_samples=2, max_tokens=max_tokens, stop_token_ids=ENDS, seed=7)
+    return maker.make(prompts, sampling), engine
+
+
+def two_turns(turn: int, response: str) -> Turn:
+    return Turn(f"turn {turn}", done=turn == 2, reward=0.5)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=6),
+    observations=st.lists(st.text(max_size=20), min_size=6, max_size=6),
+    max_tokens=st.integers(1, 120),
+    max_turns=st.integers(1, 6),
+)
+def test_each_prompt_is_a_prefix_of_the_next_and_of_the_sample(lengths, observations, max_tokens, max_turns):
+    """And the mask is True exactly on what was sampled, the logprobs are the engine's there and 0 elsewhere."""
+    sampled: dict[str, list[list[int]]] = {}
+
+    def respond(prompt: Prompt, index: int) -> list[int]:
+        base = prompt.id.partition("#")[0]
+        name = prompt.id.rpartition("@")[0] if "#" in prompt.id else f"{base}#{index}"
+        turn = len(sampled.setdefault(name, []))
+        limit = min(max_tokens, prompt.max_tokens or max_tokens)
+        ids = [*([200 + turn] * lengths[turn % len(lengths)]), END][:limit]
+        sampled[name].append(ids)
+        return ids
+
+    made, engine = play(
+        lambda turn, _: Turn(observations[turn % 6], reward=0.0), respond, max_tokens=max_tokens, max_turns=max_turns
+    )
+    samples = {f"{s.group_id}#{i % 2}": s for i, s in enumerate(made.samples)}
+    before: dict[str, list[int]] = {f"{p.id}#{k}": p.token_ids for p in PROMPTS for k in range(2)}
+    for prompts, sampling in engine.asked[1:]:
+        assert sampling.num_samples == 1
+        for prompt in prompts:
+            name = prompt.id.rpartition("@")[0]
+            assert prompt.token_ids[: len(before[name])] == before[name]
+            before[name] = prompt.token_ids
+    for name, sample in samples.items():
+        assert sample.token_ids[: len(before[name])] == before[name]
+        prompt = next(p for p in PROMPTS if p.id == sample.group_id)
+        assert len(sample.token_ids) - len(prompt.token_ids) <= max_tokens
+        runs = itertools.groupby(zip(sample.loss_mask, sample.token_ids, strict=True), lambda pair: pair[0])
+        spoken = [[token for _, token in run] for is_model, run in runs if is_model]
+        assert spoken == sampled[name]
+        assert sample.rollout_logprobs == [-1.0 if mask else 0.0 for mask in sample.loss_mask]
+        assert len(sampled[name]) <= max_turns
+        assert sample.loss_mask[-1]  # no observation at the end, to which nobody answers
+        assert sample.truncated  # by tokens or by turns: this environment is never done
+
+
+def test_the_conversation_is_rendered_for_people_and_for_rewards():
+    seen = []
+
+    def reward(prompt: Prompt, response: str) -> float:
+        seen.append((prompt.metadata["episode"], response))
+        return 1.0
+
+    made, _ = play(two_turns, reward=reward)
+    assert made.texts == ["yes<|end|><|user|>turn 1<|end|><|assistant|>yes<|end|>"] * 4
+    assert [prompt.id for prompt in made.prompts] == ["p0", "p0", "p1", "p1"]
+    episode, response = seen[0]
+    assert response == "yes"
+    assert [(m["role"], m["content"]) for m in episode.messages] == [
+        ("assistant", "yes"), ("user", "turn 1"), ("assistant", "yes"),
+    ]  # fmt: skip
+    assert episode.done
+    assert episode.reward == {"reward": 1.0}
+    assert [s.reward for s in made.samples] == [1.0] * 4
+    assert not any(s.truncated for s in made.samples)
+
+
+def test_draws_are_named_by_prompt_sample_and_turn_and_groups_play_one_game():
+    environment = Scripted(lambda turn, _: Turn("more", done=turn == 3, reward=0.0))
+    _, engine = play(environment)
+    assert [[p.id for p in prompts] for prompts, _ in engine.asked] == [
+        ["p0", "p1"],
+        ["p0#0@1", "p0#1@1", "p1#0@1", "p1#1@1"],
+        ["p0#0@2", "p0#1@2", "p1#0@2", "p1#1@2"],
+    ]
+    assert {sampling.seed for _, sampling in engine.asked} == {7}
+    assert sorted(environment.seeds) == sorted((p.id, prompt_seed(7, p.id)) for p in PROMPTS for _ in range(2))
+    assert prompt_seed(7, "p0") != prompt_seed(7, "p1") != prompt_seed(8, "p1")
+
+
+def test_rewards_add_up_by_their_parts():
+    def answer(turn: int, _: str) -> Turn:
+        rewards: list[Any] = [{"found": 1.0, "short": 0.5}, None, 2.0]
+        return Turn("more", done=turn == 3, reward=rewards[turn - 1])
+
+    made, _ = play(answer, finish=lambda state: {"found": 1.0})
+    assert made.samples[0].reward == pytest.approx(4.5)
+    assert made.samples[0].rewards == {"found": 2.0, "short": 0.5}
+    assert made.scores.num_unscored == 0
+
+
+def test_an_environment_that_judges_nothing_leaves_its_episode_unscored():
+    made, _ = play(lambda turn, _: Turn(done=True))
+    assert [sample.reward for sample in made.samples] == [None] * 4
+    assert made.scores.first_error == "the reward returned None"
+
+
+def test_rewards_that_nobody_reads_are_an_error():
+    with pytest.raises(ConfigError, match="--environment gives rewards, and --reward takes none of them"):
+        play(two_turns, reward=exact, reads_environment=False)
+    made, _ = play(lambda turn, _: Turn(done=True), reward=exact, reads_environment=False)
+    assert [sample.reward for sample in made.samples] == [1.0] * 4
+
+
+class Wild:
+    """In every other episode something goes wrong."""
+
+    def __init__(self, wrong: Callable[[], Any]) -> None:
+        self.wrong = wrong
+        self.count = itertools.count()
+        self.finished: list[Any] = []
+
+    def reset(self, prompt: Prompt, seed: int) -> int:
+        return next(self.count)
+
+    def step(self, state: int, response: str) -> Any:
+        return self.wrong() if state % 2 else Turn(done=True, reward=1.0)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        (lambda: 1 / 0, "--environment: ZeroDivisionError: division by zero"),
+        (lambda: "text", "--environment: TypeError: step returned 'text', it must return a fsdptrain.types.Turn"),
+        (lambda: Turn(3), "--environment: TypeError"),
+        (
+            lambda: Turn([{"role": "assistant", "content": "x"}]),
+            "--environment: TypeError: an observation is a text or",
+        ),
+        (lambda: Turn([{"role": "user", "content": None}]), "--environment: TypeError: an observation is a text or"),
+        (lambda: Turn(reward="high"), "--environment: TypeError: the reward returned 'high', which is no number"),
+        (lambda: Turn(reward=float("nan")), "--environment: ValueError: the reward returned nan"),
+        (lambda: time.sleep(60), "--environment: TimeoutError: no answer within --environment-timeout 0.2 s"),
+        (lambda: threading.Event().wait(), "--environment: TimeoutError"),
+    ],
+)
+def test_an_episode_that_fails_is_not_scored_and_the_others_are(wrong: Callable[[], Any], error: str) -> None:
+    environment = Wild(wrong)
+    made, _ = play_wild(environment, timeout=0.2)
+    rewards = [sample.reward for sample in made.samples]
+    assert sorted(rewards, key=str) == [1.0, 1.0, None, None]
+    assert made.scores.num_unscored == 2
+    assert (made.scores.first_error or "").startswith(error)
+    assert sum(error in text for text in made.texts) == 2
+    for sample in made.samples:
+        assert sample.loss_mask.count(True) == len(words("yes"))  # what was said stays, also where nobody judged it
+    assert sorted(environment.finished) == [0, 1, 2, 3]  # each episode is closed
+
+
+def play_wild(environment: Wild, **options: Any) -> tuple[Round, Recording]:
+    engine = Recording(lambda prompt, index: words("yes"))
+    loaded = LoadedEnvironment(environment, environment.finished.append, None, None, ())
+    renderer = TurnRenderer(TOKENIZER, data=DataConfig())
+    threads = StepThreads(num_threads=4, timeout=options["timeout"])
+    maker = MultiTurn(engine, loaded, environment_reward, True, renderer, threads, TOKENIZER, 5)
+    return maker.make(PROMPTS, SamplingParams(2, 200, stop_token_ids=ENDS)), engine
+
+
+def test_a_finish_that_raises_costs_its_episode_only():
+    broken = itertools.count()
+
+    def finish(state: Any) -> float:
+        return 1.0 if next(broken) else 1 / 0
+
+    made, _ = play(two_turns, finish=finish)
+    assert sorted((sample.reward for sample in made.samples), key=str) == [2.0, 2.0, 2.0, None]
+
+
+def test_a_flood_is_cut_and_one_that_leaves_no_room_ends_the_episode():
+    made, _ = play(lambda turn, _: Turn("y" * 10**6, done=turn == 2, reward=0.0))
+    assert not made.samples[0].truncated
+    assert " ...<|end|>" in made.texts[0]
+    made, _ = play(lambda turn, _: Turn("y" * 10**6, reward=0.0), max_tokens=40)
+    assert made.samples[0].truncated
+    assert made.texts[0] == "yes<|end|>"
+
+
+def test_an_engine_that_knows_no_limits_of_prompts_is_cut():
+    def respond(prompt: Prompt, index: int) -> list[int]:
+        return [200] * 9 + [END] if "#" not in prompt.id else [201] * 100
+
+    class Unlimited(Recording):
+        def generate(self, prompts, sampling):
+            return super().generate([Prompt(p.id, p.token_ids, "") for p in prompts], sampling)
+
+    made, _ = play(two_turns, respond, max_tokens=60)
+    engine = Unlimited(respond)
+    renderer = TurnRenderer(TOKENIZER, data=DataConfig())
+    loaded = LoadedEnvironment(Scripted(two_turns), None, None, None, ())
+    maker = MultiTurn(
+        engine, loaded, environment_reward, True, renderer, StepThreads(num_threads=4, timeout=5), TOKENIZER, 5
+    )
+    other = maker.make(PROMPTS, SamplingParams(2, 60, stop_token_ids=ENDS, seed=7))
+    assert [s.token_ids for s in other.samples] == [s.token_ids for s in made.samples]
+    assert all(s.truncated for s in other.samples)
+
+
+def test_tools_and_users_may_speak_in_one_turn():
+    messages: list[Message] = [{"role": "tool", "content": "42"}, {"role": "user", "content": "Well?"}]
+    made, _ = play(lambda turn, _: Turn(messages, done=turn == 2, reward=0.0))
+    assert made.texts[0] == "yes<|end|><|tool|>42<|end|><|user|>Well?<|end|><|assistant|>yes<|end|>"
+
+
+def test_each_token_has_the_routes_of_the_turn_that_read_it_first():
+    made, _ = play(two_turns)
+    for sample in made.samples:
+        routes = sample.routes[:, 0, 0].tolist()
+        first_turn = sample.loss_mask.index(True) + len(words("yes")) - 1
+        assert routes == [0] * first_turn + [1] * (len(routes) - first_turn - 1) + [NO_ROUTE]
+        assert len(routes) == len(sample.token_ids)
+
+
+def test_a_response_that_is_cut_has_no_more_routes_than_tokens():
+    made, _ = play(lambda turn, _: Turn("and"), lambda prompt, index: [200] * 90, max_tokens=100)
+    assert all(len(sample.routes) == len(sample.token_ids) for sample in made.samples)
+
+
+def test_no_prompts_make_no_episodes():
+    made, engine = play(two_turns, prompts=[])
+    assert (made.samples, made.texts, made.scores.scores) == ([], [], [])
+    assert len(engine.asked) == 1  # and yet the engine was called: other ranks may have prompts
+
+
+def test_a_rank_without_prompts_makes_nothing_in_a_single_turn_too():
+    made = SingleTurn(FakeRolloutEngine(lambda prompt, index: words("yes")), exact, TOKENIZER).make(
+        [], SamplingParams(2, 9)
+    )
+    assert (made.samples, made.texts) == ([], [])

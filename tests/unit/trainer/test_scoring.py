@@ -1,0 +1,73 @@
+"""What is scored before the first update, and what of it the loss gets to see."""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import pytest
+import torch
+
+from fsdptrain.config import Config
+from fsdptrain.data.exchange import gather_index
+from fsdptrain.data.packing import pack
+from fsdptrain.protocols import ModelRole, TrainBackend
+from fsdptrain.trainer.batches import StepBatches
+from fsdptrain.trainer.scoring import Scorer
+from fsdptrain.types import LogProbs, PackedBatch, Sample
+
+SAMPLES = [Sample("g", [1, 2, 3], [False, True, True], [0.0, -0.5, -0.25]) for _ in range(2)]
+
+
+class Scored:
+    """Answers with the number of the question, and remembers who was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[ModelRole] = []
+
+    def score(self, batches: Sequence[PackedBatch], model: ModelRole) -> list[LogProbs]:
+        self.asked.append(model)
+        return [LogProbs(torch.full((batch.num_tokens,), float(len(self.asked)))) for batch in batches]
+
+
+def two_steps() -> list[StepBatches]:
+    index = gather_index(SAMPLES)
+    packs = [
+        pack([member], aggregation="token_mean", totals=index.totals([i]), max_response_len=2)
+        for i, member in enumerate(SAMPLES)
+    ]
+    return [StepBatches([packed], [(i,)], index, 1.0, 0.0) for i, packed in enumerate(packs)]
+
+
+OFF_POLICY = {"global_batch_size": 128}
+BYPASS = {"use_rollout_logprobs": True}
+
+
+@pytest.mark.parametrize(
+    ("values", "asked", "seen"),
+    [
+        ({}, [], []),
+        (OFF_POLICY, ["policy"], ["old"]),
+        (BYPASS, [], ["old"]),
+        ({"kl_loss_coef": 0.1}, ["reference"], ["ref"]),
+        ({"kl_reward_coef": 0.1}, ["policy", "reference"], []),
+        ({"kl_reward_coef": 0.1, "kl_loss_coef": 0.1}, ["policy", "reference"], ["ref"]),
+        ({"kl_reward_coef": 0.1, **OFF_POLICY}, ["policy", "reference"], ["old"]),
+        ({"kl_reward_coef": 0.1, **BYPASS}, ["reference"], ["old"]),
+        ({"kl_reward_coef": 0.1, "algorithm": "ipo", **OFF_POLICY}, ["policy", "reference"], []),
+        ({"algorithm": "sft"}, [], []),
+    ],
+    ids=str,
+)
+def test_only_what_is_needed_is_scored_and_the_loss_sees_only_what_it_reads(
+    values: dict[str, Any], asked: list[str], seen: list[str]
+) -> None:
+    backend, before = Scored(), two_steps()
+    scorer = Scorer(Config(hf_checkpoint="x", **values), cast(TrainBackend, backend))
+    steps = scorer.for_loss(scorer.score(before))
+    assert backend.asked == asked
+    for step, given in zip(steps, before, strict=True):
+        [packed] = step.packs
+        assert torch.equal(packed.input_ids, given.packs[0].input_ids)
+        fields = {"old": packed.old_logprobs, "ref": packed.ref_logprobs}
+        assert [name for name, value in fields.items() if value is not None] == seen
+        if values.get("use_rollout_logprobs"):
+            assert packed.old_logprobs is packed.rollout_logprobs

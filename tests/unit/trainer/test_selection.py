@@ -1,0 +1,88 @@
+"""Dynamic sampling, one decision at a time: what is kept, how many are asked, and where it ends."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdptrain.errors import RolloutError
+from fsdptrain.trainer.selection import GroupResult, Selection, SelectionRules, likely_enough
+
+SPREADS = st.lists(st.sampled_from([0.0, 0.0, 0.1, 0.5, 1.0]), min_size=72, max_size=72)
+
+
+def group(spread: float) -> GroupResult:
+    return GroupResult(owner=0, num_samples=8, num_scored=8, num_passed=0, reward_sum=8 * spread, spread=spread)
+
+
+def run(selection: Selection, spreads: list[float]) -> list[int]:
+    """Feed the stream to the end of the rollout; the number of prompts in each round."""
+    asked: list[int] = []
+    while selection.goes_on:
+        asked.append(selection.num_to_ask)
+        selection.add([group(spreads.pop(0)) for _ in range(asked[-1])])
+    return asked
+
+
+@settings(deadline=None)
+@given(spreads=SPREADS, wanted=st.integers(1, 12), max_rounds=st.integers(1, 6), least=st.sampled_from([0.0, 0.1, 0.5]))
+def test_kept_are_the_first_that_differ_enough_within_the_bound(spreads, wanted, max_rounds, least) -> None:
+    selection = Selection(SelectionRules(dynamic=True, max_rounds=max_rounds, min_spread=least), wanted=wanted)
+    asked = run(selection, list(spreads))
+    seen = spreads[: sum(asked)]
+    useful = [spread for spread in seen if spread > least]
+    assert [kept.spread for kept in selection.kept] == useful[:wanted]
+    assert len(asked) == selection.rounds <= max_rounds
+    assert all(1 <= count <= wanted for count in asked)
+    assert len(selection.kept) == wanted or selection.rounds == max_rounds
+    metrics = selection.metrics()
+    kept = metrics["selection/kept_fraction"] * len(seen)
+    flat_or_below = len(seen) - len(useful)
+    assert kept + metrics["selection/surplus_groups"] + flat_or_below == pytest.approx(len(seen))
+    assert metrics["selection/missing_groups"] == wanted - len(selection.kept)
+    assert metrics["selection/generated_groups"] == len(seen)
+    assert metrics["selection/reward_mean"] == pytest.approx(math.fsum(seen) / len(seen))
+    assert metrics["group/zero_std_fraction"] == seen.count(0.0) / len(seen)
+
+
+@settings(deadline=None)
+@given(missing=st.integers(1, 500), rate=st.floats(0.002, 1.0))
+def test_a_later_round_asks_for_the_least_that_will_probably_do(missing: int, rate: float) -> None:
+    def lower_end(count: int) -> float:
+        return count * rate - math.sqrt(count * rate * (1 - rate))
+
+    count = likely_enough(missing, rate)
+    assert lower_end(count) >= missing - 1e-6
+    assert lower_end(count - 1) < missing
+
+
+def test_later_rounds_ask_for_less_than_the_first() -> None:
+    selection = Selection(SelectionRules(dynamic=True, max_rounds=9), wanted=32)
+    selection.add([group(1.0)] * 28 + [group(0.0)] * 4)
+    assert 4 < selection.num_to_ask <= 8
+
+
+def test_without_dynamic_sampling_everything_is_kept_in_one_round() -> None:
+    selection = Selection(SelectionRules(), wanted=3)
+    assert run(selection, [0.0, 1.0, 0.0]) == [3]
+    assert len(selection.kept) == 3
+    assert selection.metrics() == {}
+
+
+def test_nothing_to_train_on_is_an_error_that_names_the_flags_and_the_reward() -> None:
+    selection = Selection(SelectionRules(dynamic=True, max_rounds=3, min_spread=0.1), wanted=4)
+    run(selection, [0.1] * 12)
+    said = r"kept none of 12 groups in 3 rounds.*--min-group-spread 0\.1.*mean is 0\.1;.*--dynamic-sampling-max-rounds"
+    with pytest.raises(RolloutError, match=said):
+        selection.check(0)
+
+
+@pytest.mark.parametrize(("max_rounds", "lines"), [(1, 0), (2, 1)])
+def test_fewer_groups_than_wanted_are_told_unless_that_was_asked_for(max_rounds, lines, caplog) -> None:
+    selection = Selection(SelectionRules(dynamic=True, max_rounds=max_rounds), wanted=4)
+    run(selection, [1.0, 0.0, 0.0, 1.0] + [0.0] * 4)
+    selection.check(6)
+    assert [record.getMessage() for record in caplog.records] == [
+        "rollout 7 trains on 2 of 4 groups: --dynamic-sampling-max-rounds 2 brought no more"
+    ] * lines
