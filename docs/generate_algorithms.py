@@ -202,8 +202,7 @@ def algorithms_page() -> str:
     ]
     parts.append(_truncation_part())
     parts.append(f"\n## Mixtures of experts: `--router-aux-loss-coef`\n\n{inspect.getdoc(balance)}\n")
-    if LEARNING.is_file():
-        parts.append(_learning_part(json.loads(LEARNING.read_text(encoding="utf-8"))))
+    parts.append(_learning_part(json.loads(LEARNING.read_text(encoding="utf-8"))))
     return "".join(parts)
 
 

@@ -1,10 +1,12 @@
-"""The command line: `fsdptrain [flags]` trains, `fsdptrain export` writes a checkpoint as a Hugging Face folder,
-`fsdptrain report` shows what a run did.
+"""The command line: `fsdptrain [flags]` trains, `fsdptrain inspect` says what would run, `fsdptrain plan` whether it
+fits, `fsdptrain export` writes a checkpoint as a Hugging Face folder, `fsdptrain report` shows what a run did.
 
 Whatever a user can cause and mend ends in one line on stderr and exit code 2; Ctrl-C ends quietly with 130.
 """
 
+import json
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,7 +15,8 @@ from typing import Literal
 import tyro
 
 from fsdptrain import __version__
-from fsdptrain.config.flags import RECIPE, Option, config_options, parse, resolve, view
+from fsdptrain.config.checks import check_world_size
+from fsdptrain.config.flags import RECIPE, Option, config_options, parse, resolve, view, without
 from fsdptrain.config.keys import SECTIONS, all_keys
 from fsdptrain.config.recipe import to_yaml
 from fsdptrain.errors import ConfigError, FsdptrainError
@@ -24,12 +27,15 @@ Reinforcement learning on any Hugging Face model, with PyTorch's own FSDP2.
 Train (a complete GRPO run), look first, look back, take the model along:
   fsdptrain --hf-checkpoint Qwen/Qwen3-4B --fsdp-cpu-offload
   fsdptrain --recipe recipes/sft.yaml --lr 1e-5 --dry-run
+  fsdptrain inspect --hf-checkpoint Qwen/Qwen3-4B
+  fsdptrain plan --hf-checkpoint Qwen/Qwen3-4B --num-gpus 8 --gpu-memory-gib 80
   fsdptrain report runs/default
   fsdptrain export --checkpoint runs/default/checkpoints/step_00000050 \\
                    --output my-model
 
 A flag wins over a recipe, a recipe over a preset; --dry-run shows which."""
 
+HF_CHECKPOINT = Option("--hf-checkpoint", str | None, "Hub id, or a folder: its config.json is enough.", None)
 EXPORT_EXAMPLE = "--checkpoint runs/default/checkpoints/step_00000050 --output my-model"
 EXPORT = {
     "checkpoint": Option(
@@ -45,6 +51,29 @@ EXPORT_CHOICES = {
         None,
     ),
 }
+NUM_GPUS = Option("--num-gpus", int, "Processes over which the model is sharded. [GPUs]", 1)
+JSON = Option("--json", bool, "Print JSON in place of tables.", False)
+INSPECT = {
+    "num_gpus": NUM_GPUS,
+    "json": JSON,
+    "against_checkpoint": Option(
+        "--against-checkpoint", bool, "Compare names and shapes with the checkpoint's files.", False
+    ),
+}
+INSPECT_USAGE = """\
+What will run, by config.json alone: modules, layout, kernels, dtypes.
+
+Takes any option of a run too; with --strict a fallback ends in exit code 2."""
+PLAN = {
+    "num_gpus": NUM_GPUS,
+    "gpu_memory_gib": Option("--gpu-memory-gib", float, "Memory of one GPU. [GiB]", 80.0),
+    "host_memory_gib": Option("--host-memory-gib", float | None, "Memory of one host of up to 8 GPUs. [GiB]", None),
+    "json": JSON,
+}
+PLAN_USAGE = """\
+The memory of a run, by config.json alone, and which flags make it fit.
+
+Takes any option of a run too, e.g. --max-tokens-per-gpu 4096."""
 REPORT_USAGE = """\
 usage: fsdptrain report RUN_DIR
 
@@ -130,6 +159,51 @@ def export(argv: Sequence[str]) -> int:
     return 0
 
 
+def inspect(argv: Sequence[str]) -> int:
+    """`fsdptrain inspect --hf-checkpoint X [--num-gpus N] [--json] [--against-checkpoint] [run flags]`."""
+    if _asks_for_help(argv):
+        return _print_help("fsdptrain inspect", INSPECT_USAGE, view({"": {"hf_checkpoint": HF_CHECKPOINT, **INSPECT}}))
+    resolved = resolve(argv, INSPECT)
+    _quieten_libraries()
+    from fsdptrain.planning import inspection  # torch: only now
+    from fsdptrain.planning.inspection_text import print_inspection
+
+    found = inspection.inspect_model(resolved.config, num_gpus=resolved.own["num_gpus"])
+    if resolved.own["against_checkpoint"]:
+        found = inspection.with_differences(found, resolved.config)
+    if resolved.own["json"]:
+        _print_json(found.as_dict())
+    else:
+        print_inspection(found)
+    inspection.require_sound(found, strict=resolved.config.model.strict)
+    return 0
+
+
+def plan(argv: Sequence[str]) -> int:
+    """`fsdptrain plan --hf-checkpoint X --num-gpus N --gpu-memory-gib G [--json] [run flags]`."""
+    if _asks_for_help(argv):
+        return _print_help("fsdptrain plan", PLAN_USAGE, view({"": {"hf_checkpoint": HF_CHECKPOINT, **PLAN}}))
+    resolved = resolve(argv, PLAN)
+    machine = {key: resolved.own[key] for key in ("num_gpus", "gpu_memory_gib", "host_memory_gib")}
+    for key, value in machine.items():
+        if value is not None and value <= 0:
+            raise ConfigError(f"{PLAN[key].flag} must be above 0, got {value}")
+    check_world_size(resolved.config, machine["num_gpus"])
+    _quieten_libraries()
+    from fsdptrain.planning import plan_text  # torch: only now
+    from fsdptrain.planning.inspection import meta_model
+    from fsdptrain.planning.plan import Machine, make_plan
+
+    model, _ = meta_model(resolved.config)
+    found = make_plan(model, resolved.config, Machine.of_gib(**machine))
+    command = shlex.join(["fsdptrain", *without(argv, PLAN)])
+    if resolved.own["json"]:
+        _print_json(plan_text.as_mapping(found, command))
+    else:
+        plan_text.print_plan(found, command)
+    return 0 if found.fits else 1
+
+
 def report(argv: Sequence[str]) -> int:
     """`fsdptrain report RUN_DIR`: a table, and RUN_DIR/curves.png."""
     if _asks_for_help(argv):
@@ -146,7 +220,12 @@ def report(argv: Sequence[str]) -> int:
     return 0
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"export": export, "report": report}
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "inspect": inspect,
+    "plan": plan,
+    "export": export,
+    "report": report,
+}
 
 
 def show_help() -> int:
@@ -166,6 +245,14 @@ def _print_help(prog: str, description: str, options: type) -> int:
     except SystemExit:
         sys.stdout.flush()
     return 0
+
+
+def _print_json(values: object) -> None:
+    sys.stdout.write(json.dumps(values, indent=2) + "\n")
+
+
+def _quieten_libraries() -> None:
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
 def _asks_for_help(argv: Sequence[str]) -> bool:

@@ -1,7 +1,6 @@
 """The training backend on PyTorch's own FSDP2: any transformers model, one process for each device."""
 
 import gc
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -35,6 +34,7 @@ from fsdptrain.fsdp.wrap import shard_model
 from fsdptrain.models.attention import resolve_attention
 from fsdptrain.models.checkpointing import enable_gradient_checkpointing
 from fsdptrain.models.collective import together
+from fsdptrain.models.files import stored_dtype
 from fsdptrain.models.layout import LayoutProbe, choose_layout
 from fsdptrain.models.loading import build_meta_model, load_weights, resolve_checkpoint
 from fsdptrain.models.lora import Adapters, add_adapters
@@ -165,7 +165,8 @@ class FSDPBackend:
         assert not self._stash, "onload comes before export"
         form = "merged" if self.adapters is None else self._config.lora.export
         if form != "adapter":
-            dtype = _dtype_of(self.checkpoint_path, default=self.compute_dtype)
+            stored = stored_dtype(self.checkpoint_path)
+            dtype = getattr(torch, stored) if stored else self.compute_dtype
             export_hf(self._model, self.checkpoint_path, target, dtype=dtype, adapters=self.adapters)
         if self.adapters is not None and form != "merged":
             folder = target if form == "adapter" else target / "adapter"
@@ -335,12 +336,6 @@ def _load_model(
     if adapters is not None:
         adapters.finish(seed=config.run.seed, cpu_offload=config.fsdp.cpu_offload)
     return model, adapters
-
-
-def _dtype_of(checkpoint: Path, *, default: torch.dtype) -> torch.dtype:
-    config = json.loads((checkpoint / "config.json").read_text())
-    name = config.get("dtype") or config.get("torch_dtype")  # the older name
-    return getattr(torch, name) if isinstance(name, str) and name != "auto" else default
 
 
 class _MetricSums:

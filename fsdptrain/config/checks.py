@@ -127,6 +127,9 @@ def _lengths(config: Config) -> Iterator[Problem]:
             f"--rollout-max-prompt-len {prompt} and a response make {longest} tokens, more than --max-tokens-per-gpu "
             f"{budget}: lower the first, raise the second, or use --overlong drop"
         )
+    if config.rollout.engine == "hf":
+        reason = "with --rollout-engine hf: leave it out, or use --rollout-engine vllm"
+        yield from without_effect(config, "rollout_engine_args rollout_kv_cache_gib", reason)
     if config.rollout.engine == "vllm":
         yield from without_effect(
             config, "rollout_max_batch_tokens", "with --rollout-engine vllm, which sizes its own cache"

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import io
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ class Resolved:
 
     config: Config
     sources: Mapping[str, Source]
+    own: Mapping[str, Any]  # of options that belong to the command, not to the run
 
 
 RECIPE = Option("--recipe", str | None, "YAML file with any of the options below. Flags win over it.", None)
@@ -61,9 +63,14 @@ def config_options() -> dict[str, Option]:
     }
 
 
-def resolve(argv: Sequence[str]) -> Resolved:
-    """The configuration of a command line: default < preset < recipe < flag. Whatever is wrong is a ConfigError."""
-    values = parse(argv, {"recipe": RECIPE, **config_options()})
+def resolve(argv: Sequence[str], own: Mapping[str, Option] | None = None) -> Resolved:
+    """The configuration of a command line: default < preset < recipe < flag. Whatever is wrong is a ConfigError.
+
+    `own`: options of the command beside those of a run.
+    """
+    own = own or {}
+    values = parse(argv, {"recipe": RECIPE, **config_options(), **own})
+    given = {key: values.pop(key, option.default) for key, option in own.items()}
     path = values.pop("recipe", None)
     recipe = read_recipe(path) if path is not None else {}
     config, left_out = combine(recipe, values)
@@ -73,7 +80,7 @@ def resolve(argv: Sequence[str]) -> Resolved:
     sources.update(dict.fromkeys(_flat_keys(recipe), "recipe"))
     sources.update(left_out)
     sources.update(dict.fromkeys(values, "flag"))
-    return Resolved(config, sources)
+    return Resolved(config, sources, given)
 
 
 def _set_by_preset(config: Config) -> list[str]:
@@ -105,6 +112,22 @@ def parse(argv: Sequence[str], options: Mapping[str, Option]) -> dict[str, Any]:
         tokens = [attached] if equals else _take(rest, many=option.many)
         values[key] = convert(option, tokens)
     return values
+
+
+def without(argv: Sequence[str], options: Mapping[str, Option]) -> list[str]:
+    """`argv` without these options and their values; `parse` has accepted it."""
+    own = {option.flag: option for option in options.values()}
+    kept: list[str] = []
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        flag, equals, _ = word.partition("=")
+        option = own.get(flag.replace("_", "-") if flag.startswith("--") else flag)
+        if option is None:
+            kept.append(word)
+        elif option.annotation is not bool and not equals:
+            _take(rest, many=option.many)
+    return kept
 
 
 def _find(flag: str, by_flag: Mapping[str, str], options: Mapping[str, Option], word: str) -> tuple[str, bool]:
@@ -179,6 +202,8 @@ def _metavar(annotation: Any) -> str:
 
 
 def _read_mapping(words: list[str]) -> dict[str, Any]:
+    if len(words) == 1 and words[0].startswith("{"):
+        return json.loads(words[0])
     pairs = [word.partition("=") for word in words]
     if any(not equals for _, equals, _ in pairs):
         raise ValueError("it is key=value")

@@ -35,6 +35,8 @@ class ModelConfig(Section):
     """Recompute each decoder layer in the backward pass: less memory, about a third more time."""
     logprob_chunk_size: int = Field(default=512, ge=1)
     """Tokens for which logits exist at one time. [tokens]"""
+    strict: bool = False
+    """A fallback (padding in place of packing, torch code in place of a kernel) is an error, not a warning."""
     deterministic_mode: bool = False
     """Only deterministic kernels (torch.use_deterministic_algorithms)."""
 
@@ -193,7 +195,12 @@ class RolloutConfig(Section):
     """Generation."""
 
     engine: str = "auto"
-    """`hf`: embedded, on the trainer's device; or `package.module:function`. `auto`: the best that is there."""
+    """`hf`: embedded, on the trainer's device. `vllm`: in the trainer's process. Or `package.module:function`. `auto`:
+    vllm where it is installed and there is a GPU, else hf."""
+    engine_args: dict[str, Any] = Field(default={})
+    """vllm: options of vLLM's own, as key=value or as one JSON object, e.g. max_num_seqs=512."""
+    kv_cache_gib: float | None = Field(default=None, gt=0.0)
+    """vllm: memory for its key-value cache. Default: on a GPU as vLLM decides, on a CPU 1. [GiB]"""
     batch_size: int = Field(default=32, ge=1)
     """Prompts in one rollout. [prompts]"""
     max_prompt_len: int | None = Field(default=None, ge=1)

@@ -60,8 +60,8 @@ def gather_index(samples: Sequence[Sample]) -> SampleIndex:
     )
 
 
-def _route_shape(sample: Sample) -> tuple[int, ...]:
-    return (0, 0) if sample.routes is None else tuple(sample.routes.shape[1:])
+def _route_shape(sample: Sample) -> tuple[int, int]:
+    return (0, 0) if sample.routes is None else (sample.routes.shape[1], sample.routes.shape[2])
 
 
 def sample_keys(samples: Sequence[Sample]) -> list[int]:

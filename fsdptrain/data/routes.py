@@ -22,8 +22,8 @@ def sample_routes(reported: Sequence[Tensor | None], length: int) -> Tensor | No
         known = routes if known is None else torch.cat([known, routes[len(known) :]])
     if known is None:
         return None
-    missing = known.new_full((max(0, length - len(known)), *known.shape[1:]), NO_ROUTE)
-    return torch.cat([known, missing])[:length]  # a turn may have been cut
+    missing = known.new_full((length - len(known), *known.shape[1:]), NO_ROUTE)
+    return torch.cat([known, missing])
 
 
 def check_routes(samples: Sequence[Sample]) -> None:

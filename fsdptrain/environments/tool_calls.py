@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class ToolCall:
 
 def find_tool_calls(text: str) -> list[ToolCall | str]:
     """The calls in `text`, in order; for one that cannot be read, what is wrong with it, to be told to the model."""
-    return [_parse(match.group(1)) for match in _CALL.finditer(text)]
+    return [_parse(match.group(1)) for match in TOOL_CALL.finditer(text)]
 
 
 def _parse(text: str) -> ToolCall | str:

@@ -45,7 +45,7 @@ def shard_model(
     reduce_dtype = torch.promote_types(compute_dtype, torch.float32)
     options = {
         "mesh": mesh,
-        "shard_placement_fn": _expert_placement(shard_size(mesh)),
+        "shard_placement_fn": expert_placement(shard_size(mesh)),
         "offload_policy": CPUOffloadPolicy(pin_memory=platform.has_accelerator()) if cpu_offload else OffloadPolicy(),
         # inputs of layers stay what the model made them: rotary tables in float32, where its authors meant that
         "mp_policy": MixedPrecisionPolicy(compute_dtype, reduce_dtype, cast_forward_inputs=False),
@@ -60,7 +60,15 @@ def shard_model(
     _set_prefetch([cast(FSDPModule, model), *(cast(FSDPModule, layer) for layer in layers)], prefetch)
 
 
-def _expert_placement(num_shards: int) -> Callable[[nn.Parameter], Shard | None]:
+def largest_shard(parameter: nn.Parameter, num_shards: int) -> int:
+    """Numbers of `parameter` that the rank with most of it holds."""
+    placement = expert_placement(num_shards)(parameter)
+    dim = 0 if placement is None else placement.dim
+    length = parameter.shape[dim] if parameter.dim() else 1
+    return parameter.numel() // max(1, length) * math.ceil(length / num_shards)
+
+
+def expert_placement(num_shards: int) -> Callable[[nn.Parameter], Shard | None]:
     """Fused experts [E, ., .] are sharded over E, or over their last dim where some ranks would own no expert.
 
     Not over dim 1: there transformers concatenates gate and up, and its reader would interleave their slices.

@@ -34,6 +34,25 @@ def resolve_checkpoint(name: str) -> Path:
         return _checked(Path(download(local_files_only=True)))
 
 
+def resolve_config(name: str) -> Path:
+    """The local folder with the config.json of `name`, as `resolve_checkpoint` finds it; the weights need not be there.
+
+    For commands of one process. Raises CheckpointError.
+    """
+    path = Path(name)
+    if not path.is_dir() and not path.is_absolute():
+        with together(CheckpointError, f"--hf-checkpoint {name} is neither a folder here nor loadable from the hub"):
+            path = Path(snapshot_download(name, allow_patterns=["*.json", "*.py"], ignore_patterns=NOT_HUB_FILES))
+    return _with_config(path)
+
+
+def stored_dtype(path: Path) -> str | None:
+    """The dtype that config.json gives its weights, e.g. `bfloat16`; None where it gives none."""
+    config = json.loads((path / "config.json").read_text())
+    name = config.get("dtype") or config.get("torch_dtype")  # the older name
+    return name if isinstance(name, str) and name != "auto" else None
+
+
 def weight_files(path: Path) -> list[Path]:
     """The safetensors files of a checkpoint. CheckpointError for one that is not there, or broken or cut off."""
     files = _named_files(path)
@@ -70,13 +89,17 @@ def _named_files(path: Path) -> list[Path]:
 
 
 def _checked(path: Path) -> Path:
+    weight_files(_with_config(path))
+    return path
+
+
+def _with_config(path: Path) -> Path:
     if not path.is_dir():
         raise CheckpointError(
             f"--hf-checkpoint {path} is not a folder; it takes one, or the name of a repository on the hub"
         )
     if not (path / "config.json").is_file():
         raise CheckpointError(f"--hf-checkpoint {path} has no config.json: is it the folder of a Hugging Face model?")
-    weight_files(path)
     return path
 
 

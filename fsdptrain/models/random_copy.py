@@ -1,17 +1,17 @@
 """A small random model with the same code paths as a large one: real layers, one of each kind, no weights needed.
 
-It is what `inspect` and `--dry-run --probe` measure. Layers are told apart by what they hold (names and shapes of their
-parameters) and by their entry in the config's per-layer lists. Widths that only make things bigger are cut, and windows
-are made short enough for the probe to go beyond them.
+It is what `inspect` and `--dry-run --probe` measure. Widths that only make things bigger are cut, and windows are made
+short enough for the probe to go beyond them.
 """
 
 import copy
+from typing import cast
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from fsdptrain.models.structure import decoder_layers
+from fsdptrain.models.layer_kinds import layer_kinds, per_layer_lists
 
 _AT_MOST = {"vocab_size": 512, "intermediate_size": 512, "moe_intermediate_size": 128, "sliding_window": 16}
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -28,7 +28,7 @@ def random_copy(
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(small, dtype=torch.float32, trust_remote_code=trust_remote_code)
     if not all_layers:
-        _keep_one_of_each_kind(model)
+        keep_one_of_each_kind(model)
     torch.manual_seed(seed)
     model.to_empty(device="cpu")
     model.init_weights()
@@ -49,22 +49,22 @@ def _cut_widths(text: PreTrainedConfig) -> None:
             setattr(text, key, 0)
 
 
-def _keep_one_of_each_kind(model: PreTrainedModel) -> None:
-    """Cut the list of layers of a meta model, and every per-layer list of its config with it."""
+def keep_one_of_each_kind(model: PreTrainedModel) -> dict[str, list[int]]:
+    """Cut each list of layers of a meta model, and the per-layer lists of its config with it.
+
+    Returns the layers that are left, by the path of their list, as they were counted before.
+    """
     text = model.config.get_text_config()
-    layers = decoder_layers(model)
-    lists = {k: v for k, v in text.to_dict().items() if isinstance(v, list | tuple) and len(v) == len(layers)}
-    kinds: dict[tuple, int] = {}
-    for index, layer in enumerate(layers):
-        held = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
-        kinds.setdefault((held, tuple(str(values[index]) for values in lists.values())), index)
-    kept = sorted(kinds.values())
-    path = next(
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and layers[0] in list(module)
-    )
-    model.set_submodule(path, nn.ModuleList([layers[index] for index in kept]))
-    text.num_hidden_layers = len(kept)
-    for key, values in lists.items():
-        setattr(text, key, [values[index] for index in kept])
+    kept: dict[str, list[int]] = {}
+    for kind in layer_kinds(model):
+        kept.setdefault(kind.path, []).append(kind.indices[0])
+    for path, indices in kept.items():
+        layers = cast(nn.ModuleList, model.get_submodule(path))
+        indices.sort()
+        if len(layers) == text.num_hidden_layers:
+            lists = per_layer_lists(model, len(layers))
+            text.num_hidden_layers = len(indices)
+            for key, values in lists.items():
+                setattr(text, key, [values[index] for index in indices])
+        model.set_submodule(path, nn.ModuleList([layers[index] for index in indices]))
+    return kept

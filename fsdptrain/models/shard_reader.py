@@ -4,6 +4,7 @@ The only file that uses private functions of transformers; `loading.py` checks t
 That reader looks at each parameter: of a DTensor it reads just the slice that this rank owns, whoever sharded it.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -61,6 +62,51 @@ def read_shards(model: PreTrainedModel, path: Path, files: list[Path], *, cpu_of
         info = PreTrainedModel._finalize_model_loading(model, load_config, info)
         refuse_leftovers(path, info.missing_keys, info.unexpected_keys)
         _restore_shards(model, shards)
+
+
+@dataclass(frozen=True)
+class FileDifferences:
+    """What the files of a checkpoint hold otherwise than the model, by the names of the model; all empty: they fit."""
+
+    missing: list[str]  # the model has it, the files do not
+    unexpected: list[str]  # the files have it, the model does not
+    misfits: list[str]  # of another shape: the one of the files, for the one of the model
+    failed: list[str]  # names whose conversion fails, with the reason
+
+    def __bool__(self) -> bool:
+        return any(vars(self).values())
+
+
+def compare_names(model: PreTrainedModel, path: Path, files: list[Path]) -> FileDifferences:
+    """Names and shapes of the files, renamed and converted as `read_shards` does it; no weight is read.
+
+    `model` is on meta and stays there; its parameters are replaced.
+    """
+    headers: dict[str, Tensor] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            for key in tensors.keys():  # noqa: SIM118 - not a mapping
+                headers[key] = torch.empty(tensors.get_slice(key).get_shape(), device="meta")
+    load_config = LoadStateDictConfig(
+        pretrained_model_name_or_path=str(path),
+        dtype=torch.float32,
+        device_map={"": torch.device("meta")},
+        weight_mapping=cast(list[WeightConverter | WeightRenaming], get_model_conversion_mapping(model)),
+        ignore_mismatched_sizes=True,
+    )
+    names = parameter_names(model)  # of all ties, which loading undoes where the files hold neither name
+    with quiet_transformers():
+        info, _ = PreTrainedModel._load_pretrained_model(model, headers, None, load_config)
+        model._adjust_missing_and_unexpected_keys(info)
+    here_by_its_tie = {name for group in names if not info.missing_keys.issuperset(group) for name in group}
+    misfits = {name: f"{name} {list(there)} for {list(here)}" for name, there, here in info.mismatched_keys}
+    failed = {name: reason.strip().splitlines()[-1] for name, reason in info.conversion_errors.items()}
+    return FileDifferences(
+        missing=sorted(info.missing_keys - set(misfits) - set(failed) - here_by_its_tie),
+        unexpected=sorted(info.unexpected_keys),
+        misfits=[misfits[name] for name in sorted(misfits)],
+        failed=[f"{name}: {failed[name]}" for name in sorted(failed)],
+    )
 
 
 def needs_whole_tensors(model: PreTrainedModel, files: list[Path]) -> str:

@@ -78,6 +78,29 @@ def count_parameters(model: PreTrainedModel) -> ParameterCounts:
     )
 
 
+def count_active_parameters(model: PreTrainedModel) -> int:
+    """Those that one token meets: of routed experts only as many as it is sent to. Embeddings and head count."""
+    config = model.config.get_text_config()
+    chosen = getattr(config, "num_experts_per_tok", None)  # families map their own names to it; dense ones have none
+    layers = decoder_layers(model)
+    idle = 0
+    for module in (inner for layer in layers for inner in layer.modules()):
+        own = list(module.parameters(recurse=isinstance(module, nn.ModuleList)))
+        count = len(module) if isinstance(module, nn.ModuleList) else num_fused_experts(module)
+        if chosen and count > chosen:
+            fused = not isinstance(module, nn.ModuleList)  # biases of fused experts have a row for each of them too
+            routed = sum(p.numel() for p in own if not fused or p.shape[0] == count)
+            idle += routed * (count - chosen) // count
+    return _numel(model) - idle
+
+
+def num_fused_experts(module: nn.Module) -> int:
+    """How many experts lie in the tensors of this very module, [E, ., .] each; 0: it is nothing of that kind."""
+    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        return 0
+    return next((p.shape[0] for p in module.parameters(recurse=False) if p.dim() == 3), 0)
+
+
 def reshard(model: nn.Module) -> None:
     """Free what is gathered, in every group, so that parameters are DTensors and the next forward gathers anew."""
     groups = [module for module in model.modules() if isinstance(module, FSDPModule)]

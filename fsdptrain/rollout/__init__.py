@@ -13,8 +13,10 @@ if TYPE_CHECKING:
     from fsdptrain.protocols import RolloutEngine
 
 # Name -> "module:function", imported when it is chosen and called as function(config, checkpoint=..., device=...).
-ENGINES = {"hf": "fsdptrain.rollout.hf:build_hf_engine"}
-_PLANNED = ("vllm",)
+ENGINES = {
+    "hf": "fsdptrain.rollout.hf:build_hf_engine",
+    "vllm": "fsdptrain.rollout.vllm_colocated:build_vllm_engine",
+}
 _PLUGIN_GROUP = "fsdptrain.plugins"
 _FLAG = "--rollout-engine"
 
@@ -44,8 +46,6 @@ def _find(name: str) -> str:
         return name
     for plugin in entry_points(group=_PLUGIN_GROUP, name=f"rollout.{name}"):
         return plugin.value
-    if name in _PLANNED:
-        raise ConfigError(f"{_FLAG} {name} is not built yet; use {_FLAG} hf")
     known = ", ".join(ENGINES)
     raise ConfigError(
         f"{_FLAG} does not know {name!r}{suggest(name, ENGINES)}; it takes auto, {known} or package.module:function"

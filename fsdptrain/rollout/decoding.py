@@ -105,9 +105,8 @@ def decode(
                 positions, limits = positions[going], limits[going]
                 mask = mask[going] if mask is not None else None
         seen = mask[:, : mask.shape[1] - num_steps + step + 1] if mask is not None else None
-        place = positions + (limits - 1).clamp(
-            max=step
-        )  # a row behind its limit must not pass the model's last position
+        # a row behind its limit must not pass the model's last position
+        place = positions + (limits - 1).clamp(max=step)
         logits = forward(model, token[:, None], seen, place, cache)
         if recorder is not None:
             recorder.read_tokens(active)

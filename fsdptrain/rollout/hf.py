@@ -17,9 +17,10 @@ from fsdptrain.errors import RolloutError
 from fsdptrain.models.router import RouterReplay, expert_choice
 from fsdptrain.protocols import Naming
 from fsdptrain.rollout.decoding import Row, decode, plan_chunks
-from fsdptrain.rollout.replica import build_replica, copy_weights, materialise, max_positions, release, stop_tokens
+from fsdptrain.rollout.replica import build_replica, copy_weights, materialise, max_positions, release
 from fsdptrain.rollout.routes import RouteRecorder
 from fsdptrain.rollout.sampling import uniform_stream
+from fsdptrain.rollout.stop_tokens import stop_tokens
 from fsdptrain.types import Completion, Prompt, SamplingParams
 
 _SYNC_INTERVAL = 8  # tokens; on a CPU a look at which rows have finished costs nothing
@@ -43,7 +44,7 @@ class HFEngine:
         max_batch_tokens: int = 262_144,
     ) -> None:
         self.model = build_replica(checkpoint, dtype=dtype, trust_remote_code=trust_remote_code)
-        self.stop_token_ids = stop_tokens(checkpoint, self.model, trust_remote_code=trust_remote_code)
+        self.stop_token_ids = stop_tokens(checkpoint, self.model.config, trust_remote_code=trust_remote_code)
         self.max_positions = max_positions(self.model)
         self._replay: RouterReplay | None = None  # from the first request of routes on
         self.device = device
@@ -103,10 +104,10 @@ class HFEngine:
     ) -> list[Completion]:
         distinct = list(dict.fromkeys(row.prompt for row in chunk))
         place = {prompt: i for i, prompt in enumerate(distinct)}
+        prompt_of_row = [place[row.prompt] for row in chunk]
         limit_of_row = [limits[row.prompt] for row in chunk]
         num_steps = max(limit_of_row)
         streams = [uniform_stream(sampling.seed, prompts[row.prompt].id, row.sample, num_steps) for row in chunk]
-        prompt_of_row = [place[row.prompt] for row in chunk]
         recorder = None
         if sampling.with_routes:
             recorder = self._recorder([len(prompts[prompt].token_ids) for prompt in distinct], prompt_of_row)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from fsdptrain.errors import RolloutError
 
@@ -92,28 +92,10 @@ def copy_weights(model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) 
         )
 
 
-def stop_tokens(checkpoint: Path, model: PreTrainedModel, *, trust_remote_code: bool) -> tuple[int, ...]:
-    """The ids that end a response: of generation_config.json, else of the model's config, else of the tokenizer."""
-    if (checkpoint / "generation_config.json").is_file():
-        ids = _as_ids(GenerationConfig.from_pretrained(checkpoint).eos_token_id)
-        if ids:
-            return ids
-    ids = _as_ids(model.config.get_text_config(decoder=True).eos_token_id)
-    if not ids and (checkpoint / "tokenizer_config.json").is_file():
-        ids = _as_ids(AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=trust_remote_code).eos_token_id)
-    return ids
-
-
 def max_positions(model: PreTrainedModel) -> int | None:
     """Positions that the model was made for; None where its config knows no limit. [tokens]"""
     config = model.config.get_text_config(decoder=True)
     return getattr(config, "max_position_embeddings", None)  # families map their own names to it; ALiBi has none
-
-
-def _as_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
 
 
 def _first(names: list[str]) -> str:

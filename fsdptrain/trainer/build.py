@@ -27,10 +27,12 @@ from fsdptrain.environments import LoadedEnvironment, StepThreads, build_environ
 from fsdptrain.errors import CheckpointError, ConfigError, DataError, MemoryPlanError
 from fsdptrain.loggers import build_loggers
 from fsdptrain.models.collective import together
+from fsdptrain.models.kernels import kernels, require_no_fallback
 from fsdptrain.models.loading import resolve_checkpoint
 from fsdptrain.models.lora import require_peft
 from fsdptrain.models.structure import count_parameters
 from fsdptrain.planning.memory import MemoryDemand, MemorySupply, check_load_memory, load_memory_line
+from fsdptrain.planning.plan import Machine, Planner
 from fsdptrain.protocols import Logger, Loss, RewardFunction, RolloutEngine
 from fsdptrain.rewards import build_reward, reads_environment
 from fsdptrain.rollout import engine_factory
@@ -60,6 +62,7 @@ class Parts:
     source: SampleSource
     evaluation: Evaluation | None
     speed: Speed
+    planned_memory: int | None  # bytes of a rank's device; None: there is no device, or it cannot be planned
     loggers: list[Logger]
 
 
@@ -95,6 +98,7 @@ def build_parts(
         if backend.adapters is not None:
             log.info("%s", backend.adapters.line)
         log.info("%s", backend.layout_probe.line)
+        report_fallbacks(backend, strict=config.model.strict)
         engine = make_engine(config, checkpoint=checkpoint, device=device) if generates else None
         maker = evaluation = None
         if engine is not None:
@@ -111,8 +115,25 @@ def build_parts(
             source=build_source(told, stream, tokenizer, maker, advantages),
             evaluation=evaluation,
             speed=Speed.of(backend.model, device, backend.compute_dtype),
+            planned_memory=planned_memory(backend.model, config) if platform.has_accelerator() else None,
             loggers=loggers,
         )
+
+
+def report_fallbacks(backend: FSDPBackend, *, strict: bool) -> None:
+    """One warning for each; with --strict a ConfigError, on all ranks. Collective."""
+    found = kernels(
+        backend.model,
+        device_type=platform.device_type(),
+        compute_dtype=backend.compute_dtype,
+        probe=backend.layout_probe,
+    )
+    for kernel in found:
+        if kernel.fell_back and not strict and dist.get_rank() == 0:
+            log.warning("fallback: %s", kernel.line)
+    with together(ConfigError, "--strict"):
+        if strict:
+            require_no_fallback(found)
 
 
 def open_loggers(config: Config, folder: RunFolder, stack: ExitStack) -> list[Logger]:
@@ -156,6 +177,17 @@ def plan_memory(model: PreTrainedModel, config: Config, *, embedded_engine: bool
     log.info("%s", load_memory_line(demand, supply))
     with together(MemoryPlanError, "--hf-checkpoint"):
         check_load_memory(demand, supply)
+
+
+def planned_memory(model: PreTrainedModel, config: Config) -> int | None:
+    """What the memory plan expects at the fullest moment, without its margin; None where it cannot tell. [bytes]"""
+    planner = Planner(model, Machine(dist.get_world_size(), platform.device_memory()[1]))
+    try:
+        moments = [planner.training(config), planner.generation(config)]
+    except MemoryPlanError as error:
+        log.info("%s", error)
+        return None
+    return max(moment.total for moment in moments if moment is not None)
 
 
 def load_tokenizer(checkpoint: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:

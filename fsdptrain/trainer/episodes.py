@@ -37,8 +37,8 @@ class Conversation:
     token_ids: list[int] = field(default_factory=list)
     loss_mask: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    routes: list[Tensor | None] = field(default_factory=list)  # of each turn of the model, from the first token on
     messages: list[Message] = field(default_factory=list)
+    routes: list[Tensor | None] = field(default_factory=list)  # as the engine reported them, turn by turn
     num_turns: int = 0
     policy_version: int = 0
     state: Any = _NEVER
@@ -67,8 +67,9 @@ class Conversation:
         self.token_ids += ids
         self.loss_mask += [True] * len(ids)
         self.logprobs += completion.logprobs[: len(ids)]
-        self.routes.append(completion.routes)
         self.messages.append({"role": "assistant", "content": text})
+        length = len(self.prompt.token_ids) + len(self.token_ids)
+        self.routes.append(None if completion.routes is None else completion.routes[:length])
         self.num_turns += 1
         self.policy_version = completion.policy_version
 
@@ -230,15 +231,14 @@ def _with_episode(episode: Conversation) -> Prompt:
 
 def _sample(episode: Conversation, score: Score) -> Sample:
     num_prompt = len(episode.prompt.token_ids)
-    token_ids = [*episode.prompt.token_ids, *episode.token_ids]
     return Sample(
         group_id=episode.prompt.id,
-        token_ids=token_ids,
+        token_ids=[*episode.prompt.token_ids, *episode.token_ids],
         loss_mask=[False] * num_prompt + episode.loss_mask,
         rollout_logprobs=[0.0] * num_prompt + episode.logprobs,
         reward=score.reward,
         rewards=score.rewards,
         policy_version=episode.policy_version,
         truncated=episode.truncated,
-        routes=sample_routes(episode.routes, len(token_ids)),
+        routes=sample_routes(episode.routes, num_prompt + len(episode.token_ids)),
     )

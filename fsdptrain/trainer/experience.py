@@ -136,6 +136,8 @@ class RolloutSource:
         samples = made.samples if selection.rounds == 1 else in_stream_order(made.samples, selection.kept)
         with together(RolloutError, "rollout"):
             samples = assign_advantages(shape(samples, self.shaping), self.advantages)
+            if self.sampling.with_routes:
+                check_routes(samples)
         return Experience(
             samples=samples,
             shown=show(made.prompts, made.texts, [sample.reward for sample in made.samples], self.num_shown),
@@ -151,9 +153,6 @@ class RolloutSource:
             asked = self.stream.next(selection.num_to_ask)
         own = own_share(asked)
         made = self.maker.make(own, sampling_at(self.sampling, step, selection.rounds))
-        if self.sampling.with_routes:
-            with together(RolloutError, "rollout"):
-                check_routes(made.samples)
         groups = gather_results(own, made.samples, pass_threshold=self.rules.pass_threshold)
         for prompt, group in zip(asked, groups, strict=True):
             self.stream.record(prompt, passed=group.num_passed, tried=group.num_scored)

@@ -231,7 +231,7 @@ class _Run:
             "perf/tokens_per_s": tokens_per_s,
             "perf/tokens_per_s_per_device": tokens_per_s / world_size,
             **self._parts.speed.utilisation(steps, train_s=slowest["perf/train_s"]),
-            **summary.memory_metrics(),
+            **summary.memory_metrics(planned=self._parts.planned_memory),
         }
 
     def _advance(self, metrics: Metrics) -> Metrics:

@@ -11,9 +11,7 @@ from fsdptrain.types import LogProbs, PackedBatch
 
 @dataclass(frozen=True)
 class Scorer:
-    """Fills `old_logprobs`, `ref_logprobs` and `routes` of packs. Every method of the backend is collective, and so are
-    these.
-    """
+    """Fills `old_logprobs` and `ref_logprobs` of packs. Every method of the backend is collective, and so is this."""
 
     config: Config
     backend: TrainBackend

@@ -135,9 +135,10 @@ def packing_metrics(steps: Sequence[StepBatches]) -> Metrics:
     }
 
 
-def memory_metrics() -> Metrics:
-    """Of the rank that holds most."""
-    return reduce_max(
+def memory_metrics(*, planned: int | None) -> Metrics:
+    """Of the rank that holds most; beside it what was `planned` for each. [bytes]"""
+    expected = {} if planned is None else {"perf/planned_memory_gib": planned / platform.GIB}
+    return expected | reduce_max(
         {
             "perf/peak_memory_gib": platform.peak_device_memory() / platform.GIB,
             "perf/host_rss_gib": platform.host_rss() / platform.GIB,

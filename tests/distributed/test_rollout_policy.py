@@ -72,4 +72,4 @@ def test_engine_and_trainer_agree_on_truncated_distributions(tmp_path):
     for folder in folders:
         zoo.build(folder.name).save_pretrained(folder)
     for found in spawn(2, truncated_differences, folders):
-        assert found == pytest.approx([0.0] * 8, abs=1.5e-6)
+        assert found == pytest.approx([0.0] * 8, abs=3e-6)  # seen: 1.4e-6; another set would be off by 1e-3 or more

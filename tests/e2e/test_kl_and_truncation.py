@@ -1,5 +1,6 @@
 """KL in the reward, its coefficient and its reference; truncated sampling; rejection: by the real command line."""
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -34,21 +35,23 @@ def test_kl_in_the_reward_does_not_depend_on_the_number_of_ranks(
         assert two[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), name
 
 
+ADAPTIVE = ["--kl-target", "0.01", "--kl-horizon", "16"]
+
+
+def assert_adapted(rows: list[dict[str, float]]) -> None:
+    """Each rollout's coefficient follows from the one before and its KL; 16 samples are the whole horizon."""
+    for before, after in itertools.pairwise(rows):
+        error = min(max(before["policy/ref_kl"] / 0.01 - 1, -0.2), 0.2)
+        assert after["kl/coef"] == pytest.approx(before["kl/coef"] * (1 + error))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "term",
-    [
-        ["--kl-loss-coef", "0.1"],
-        ["--kl-reward-coef", "0.1", "--kl-reward-type", "k3", "--global-batch-size", "8", "--nproc-per-node", "2"],
-    ],
-    ids=["loss", "reward"],
-)
 def test_a_run_with_a_moving_reference_and_coefficient_goes_on_bitwise(
-    checkpoint: Path, reference: str, tmp_path: Path, term: list[str]
+    checkpoint: Path, reference: str, tmp_path: Path
 ) -> None:
     """The stop comes one rollout after an update of the reference, so that neither side begins with it."""
-    flags = [*term, "--kl-target", "0.01", "--kl-horizon", "16", "--ref-update-interval", "2", "--ref-load", reference]
-    flags += ["--save-interval", "3"]
+    flags = ["--kl-loss-coef", "0.1", *ADAPTIVE, "--ref-update-interval", "2", "--ref-load", reference]
+    flags += ["--nproc-per-node", "2", "--save-interval", "3"]
     base = ["--hf-checkpoint", str(checkpoint), *UNEVALUATED, *flags]
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     for folder, length in ((whole, "5"), (halves, "3"), (halves, "5")):
@@ -58,11 +61,25 @@ def test_a_run_with_a_moving_reference_and_coefficient_goes_on_bitwise(
     assert steps_of(learned(halves)) == rows
     for ours, theirs in zip(weights(halves), weights(whole), strict=True):
         assert torch.equal(ours, theirs)
-    coefs, kls = [row["kl/coef"] for row in rows], [row["policy/ref_kl"] for row in rows]
-    assert coefs[1] == pytest.approx(0.12)  # the KL to another model is far above its target
-    for before, kl, after in zip(coefs, kls, coefs[1:], strict=False):
-        assert after == pytest.approx(before * (1 + min(max(kl / 0.01 - 1, -0.2), 0.2)))
-    assert kls[2] < 0.1 * kls[1]  # the policy has become the reference
+    assert_adapted(rows)
+    assert rows[1]["kl/coef"] == pytest.approx(0.12)  # the KL to another model is far above its target
+    for row in rows:
+        assert row["loss/kl"] == pytest.approx(row["kl/coef"] * row["policy/ref_kl"], rel=1e-4)
+    assert rows[2]["policy/ref_kl"] < 0.1 * rows[1]["policy/ref_kl"]  # the policy has become the reference
+
+
+@pytest.mark.slow
+def test_the_coefficient_of_the_reward_adapts(checkpoint: Path, reference: str, tmp_path: Path) -> None:
+    flags = ["--kl-reward-coef", "0.1", "--kl-reward-type", "k3", *ADAPTIVE, "--ref-load", reference]
+    argv = ["--hf-checkpoint", str(checkpoint), *UNEVALUATED, *flags, "--global-batch-size", "8", "--num-rollout", "3"]
+    argv += ["--output-dir", str(tmp_path / "run"), "--keep-last", "0", "--no-export"]
+    result = command.run(argv, tmp_path)
+    assert result.code == 0, result.err
+    rows = steps_of(learned(tmp_path / "run"))
+    assert_adapted(rows)
+    for row in rows:
+        assert row["reward/kl"] == pytest.approx(-row["kl/coef"] * row["kl/reward_mean"])
+    assert rows[2]["kl/coef"] != rows[1]["kl/coef"]
 
 
 @pytest.mark.slow

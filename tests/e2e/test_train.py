@@ -69,6 +69,7 @@ def test_run_emits_every_metric_and_leaves_a_model_that_transformers_loads(check
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_run_that_was_killed_goes_on_bitwise(checkpoint: Path, tmp_path: Path, num_ranks: int) -> None:
     flags = ["--num-rollout", "4", "--save-interval", "1", "--nproc-per-node", str(num_ranks)]
+    flags += ["--steps-per-rollout", "4", "--epochs-per-rollout", "2"]
     base = ["--hf-checkpoint", str(checkpoint), *TINY_RUN, *flags]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert command.run([*base, "--output-dir", str(whole)], tmp_path / "1").code == 0

@@ -48,7 +48,6 @@ def test_auto_takes_only_what_is_built():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("vllm", "--rollout-engine vllm is not built yet; use --rollout-engine hf"),
         ("hff", "--rollout-engine does not know 'hff'; did you mean 'hf'?"),
         ("nowhere.engines:Engine", "--rollout-engine nowhere.engines:Engine: No module named 'nowhere'"),
     ],

@@ -1,0 +1,35 @@
+"""Your own environment: a class with `reset` and `step`.
+
+    fsdptrain --hf-checkpoint Qwen/Qwen3-0.6B --environment examples.guess_number:GuessNumber \\
+              --prompt-data environment --max-turns 8 --rollout-max-response-len 512
+
+Arguments of the class are `--environment-kwargs highest=1000`. docs/environments.md says what else it may have.
+"""
+
+from collections.abc import Mapping, Sequence
+from random import Random
+
+from fsdptrain.types import Prompt, Turn
+
+
+class GuessNumber:
+    """The model guesses; it hears `higher` or `lower` until it is right."""
+
+    def __init__(self, highest: int = 100) -> None:
+        self.highest = highest
+
+    def dataset(self) -> Sequence[Mapping[str, object]]:
+        game = f"I think of a number from 1 to {self.highest}. Guess it, and answer with a number and nothing else."
+        return [{"prompt": f"Game {i}. {game}"} for i in range(1000)]
+
+    def reset(self, prompt: Prompt, seed: int) -> int:
+        return Random(seed).randint(1, self.highest)
+
+    def step(self, state: int, response: str) -> Turn:
+        try:
+            guess = int(response)
+        except ValueError:
+            return Turn(done=True, reward=0.0)
+        if guess == state:
+            return Turn(done=True, reward=1.0)
+        return Turn("higher" if guess < state else "lower", reward=0.0)

@@ -1,0 +1,203 @@
+"""What will run: a model built on meta from its config.json alone, and what was measured on a small copy of it.
+
+report = inspect_model(config, num_gpus=8)
+json.dumps(report.as_dict())
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from fsdptrain import platform
+from fsdptrain.config import Config
+from fsdptrain.errors import CheckpointError, NumericsError
+from fsdptrain.fsdp.wrap import largest_shard
+from fsdptrain.models.anatomy import Part, anatomy
+from fsdptrain.models.attention import resolve_attention
+from fsdptrain.models.files import resolve_config, stored_dtype, weight_files
+from fsdptrain.models.kernels import Kernel, kernels, require_no_fallback
+from fsdptrain.models.layer_kinds import layer_kinds
+from fsdptrain.models.layout import LayoutProbe, probe_random_copy
+from fsdptrain.models.loading import build_meta_model
+from fsdptrain.models.materialize import parameter_names, quiet_transformers
+from fsdptrain.models.policy import head_transform
+from fsdptrain.models.structure import count_active_parameters, decoder_layers, lm_head
+
+
+@dataclass(frozen=True)
+class Group:
+    """An FSDP group: what is gathered together."""
+
+    name: str
+    count: int  # groups like this one
+    parameters: int  # of one group
+    per_rank: int  # of these, on the rank with most
+    gathered_bytes: int  # in the compute dtype
+
+
+@dataclass(frozen=True)
+class Parameters:
+    total: int
+    active: int  # met by one token, embedding and head included
+    trainable: int
+    per_rank: int  # on the rank with most
+    num_shards: int
+
+
+@dataclass(frozen=True)
+class Head:
+    class_name: str
+    vocab_size: int
+    bias: bool
+    tied_to: str  # "": its weight is its own
+    softcap: float | None
+    logit_scale: float
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """All of the report. `refusal`: why the model cannot be trained; then there is no probe."""
+
+    checkpoint: str
+    model_class: str
+    model_type: str
+    module: str  # that defines the class
+    parts: list[Part]
+    parameters: Parameters
+    groups: list[Group]
+    head: Head
+    dtypes: Mapping[str, str]
+    probe: LayoutProbe | None
+    refusal: str
+    kernels: list[Kernel]
+    device_type: str
+    differences: Mapping[str, list[str]] | None = None  # from the files, where that was asked for
+
+    @property
+    def fallbacks(self) -> list[str]:
+        return [kernel.line for kernel in self.kernels if kernel.fell_back]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "fallbacks": self.fallbacks}
+
+
+def inspect_model(config: Config, *, num_gpus: int) -> Inspection:
+    """Raises CheckpointError where config.json cannot be read, or no training is possible from these files."""
+    model, path = meta_model(config)
+    compute_dtype: torch.dtype = getattr(torch, config.compute_dtype_name)
+    probe, refusal = _probe(config, model)
+    device_type = platform.device_type()
+    num_shards = max(1, num_gpus // config.fsdp.replicate_size)
+    return Inspection(
+        checkpoint=config.model.hf_checkpoint,
+        model_class=type(model).__name__,
+        model_type=model.config.model_type,
+        module=type(model).__module__,
+        parts=anatomy(model),
+        parameters=_count(model, num_shards),
+        groups=_groups(model, num_shards, compute_dtype.itemsize),
+        head=_head(model),
+        dtypes=_dtypes(path, config),
+        probe=probe,
+        refusal=refusal,
+        kernels=kernels(model, device_type=device_type, compute_dtype=compute_dtype, probe=probe),
+        device_type=device_type,
+    )
+
+
+def with_differences(report: Inspection, config: Config) -> Inspection:
+    """The same, with what the safetensors files hold otherwise. CheckpointError where there are none."""
+    from fsdptrain.models.shard_reader import compare_names  # private names of transformers: only where asked for
+
+    model, path = meta_model(config)
+    found = compare_names(model, path, weight_files(path))
+    return replace(report, differences={name: names for name, names in vars(found).items() if names})
+
+
+def require_sound(report: Inspection, *, strict: bool) -> None:
+    """Raises what a run would end with: NumericsError, CheckpointError, or with `strict` ConfigError for a fallback."""
+    if report.refusal:
+        raise NumericsError(report.refusal)
+    if report.differences:
+        found = ", ".join(f"{len(names)} {name}" for name, names in report.differences.items())
+        raise CheckpointError(f"--hf-checkpoint {report.checkpoint}: the files do not fit the model: {found}")
+    if strict:
+        require_no_fallback(report.kernels)
+
+
+def meta_model(config: Config) -> tuple[PreTrainedModel, Path]:
+    """The model on meta as a run builds it here, and the folder of its config.json."""
+    path = resolve_config(config.model.hf_checkpoint)
+    attention = resolve_attention(config.model.attn_implementation, platform.device_type())
+    trust = config.model.trust_remote_code
+    return build_meta_model(path, trust_remote_code=trust, attn_implementation=attention), path
+
+
+def _probe(config: Config, model: PreTrainedModel) -> tuple[LayoutProbe | None, str]:
+    try:
+        with quiet_transformers():
+            found = probe_random_copy(model.config, trust_remote_code=config.model.trust_remote_code)
+    except NumericsError as error:
+        return None, str(error)
+    return found, ""
+
+
+def _count(model: PreTrainedModel, num_shards: int) -> Parameters:
+    parameters = list(model.parameters())
+    return Parameters(
+        total=sum(p.numel() for p in parameters),
+        active=count_active_parameters(model),
+        trainable=sum(p.numel() for p in parameters if p.requires_grad),
+        per_rank=sum(largest_shard(p, num_shards) for p in parameters),
+        num_shards=num_shards,
+    )
+
+
+def _groups(model: PreTrainedModel, num_shards: int, compute_bytes: int) -> list[Group]:
+    found = []
+    inside = {id(p) for layer in decoder_layers(model) for p in layer.parameters()}
+    for kind in layer_kinds(model):
+        name = f"{kind.path} {kind.span}"
+        found.append((name, len(kind.indices), list(kind.layer.parameters())))
+    found.append(("embedding, head and all else", 1, [p for p in model.parameters() if id(p) not in inside]))
+    return [
+        Group(
+            name,
+            count,
+            sum(p.numel() for p in parameters),
+            sum(largest_shard(p, num_shards) for p in parameters),
+            compute_bytes * sum(p.numel() for p in parameters),
+        )
+        for name, count, parameters in found
+    ]
+
+
+def _head(model: PreTrainedModel) -> Head:
+    head = lm_head(model)
+    transform = head_transform(model.config)
+    name = next(name for name, module in model.named_modules() if module is head)
+    ties = next(names for names in parameter_names(model) if f"{name}.weight" in names)
+    others = [other for other in ties if other != f"{name}.weight"]
+    return Head(
+        class_name=type(head).__name__,
+        vocab_size=model.config.get_text_config().vocab_size,
+        bias=any(name == "bias" for name, _ in head.named_parameters()),
+        tied_to=others[0] if others else "",
+        softcap=transform.softcap,
+        logit_scale=transform.logit_scale,
+    )
+
+
+def _dtypes(path: Path, config: Config) -> dict[str, str]:
+    """What is held, gathered, reduced and written in which dtype."""
+    return {
+        "weights, gradients, Adam": "float32",
+        "gathered layers, activations": config.compute_dtype_name,
+        "reduction of gradients": "float32",
+        "logprobs": "float32",
+        "export": stored_dtype(path) or config.compute_dtype_name,
+    }

@@ -1,0 +1,267 @@
+"""What a forward and a backward pass hold, from the model's own code: it is run on tensors without data.
+
+One layer of each kind is enough. Every tensor that an operation makes is counted from then until nothing refers to it;
+weights are not. So no formula of an architecture stands here, and whatever the model, its attention or checkpointing
+keeps, keeps it here too. A pack of 8192 tokens takes two seconds, and no memory.
+"""
+
+import copy
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
+
+from fsdptrain.errors import MemoryPlanError
+from fsdptrain.models.checkpointing import enable_gradient_checkpointing
+from fsdptrain.models.inputs import Layout
+from fsdptrain.models.layer_kinds import layer_kinds
+from fsdptrain.models.materialize import parameter_names, quiet_transformers, register
+from fsdptrain.models.policy import REFUSALS, install_policy_forward, plain_batch, policy_logprobs
+from fsdptrain.models.random_copy import keep_one_of_each_kind
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a pack is computed."""
+
+    seqlens: tuple[int, ...]  # of its sequences
+    layout: Layout
+    attention: str
+    dtype: torch.dtype
+    chunk_size: int  # of the logprobs
+    checkpointing: bool
+
+
+@dataclass(frozen=True)
+class LayerTrace:
+    """Bytes of one layer of a kind. Peaks are above what there was when it began."""
+
+    numel: int  # its parameters
+    count: int  # layers of this kind
+    saved: int  # from the end of its forward to its backward, its output included
+    forward_peak: int
+    backward_peak: int  # gradients of its weights included
+    input_bytes: int  # of the hidden states
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Bytes of one pack on one rank."""
+
+    before: int  # embedded tokens, rotary tables, masks
+    layers: tuple[LayerTrace, ...]
+    head_saved: int  # by the last norm and the logprobs
+    head_forward_peak: int  # above what there was after the last layer
+    head_backward_peak: int  # above what there was when the backward pass began
+    head_left: int  # gradients of the head's weights, less what its backward freed
+    end_peak: int  # while the embedding's gradient is made, above what there was before
+
+
+class Ledger(TorchDispatchMode):
+    """Bytes of tensors that were made while it was active and are still referred to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = 0
+        self.peak = 0
+        self._sizes: dict[int, int] = {}
+
+    def ignore(self, tensors: Sequence[Tensor]) -> None:
+        """What was there before; to be held by the caller."""
+        for tensor in tensors:
+            self._sizes[tensor.untyped_storage()._cdata] = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        grouped = func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16
+        out = _grouped_mm(*args) if grouped else func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self._count(tensor.untyped_storage())
+        self.peak = max(self.peak, self.live)
+        return out
+
+    def take_peak(self) -> int:
+        """The most since the last call."""
+        peak, self.peak = self.peak, self.live
+        return peak
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._sizes:
+            self._sizes[key] = storage.nbytes()
+            self.live += storage.nbytes()
+            weakref.finalize(storage, self._drop, key)
+
+    def _drop(self, key: int) -> None:
+        self.live -= self._sizes.pop(key)
+
+
+def trace(config: PreTrainedConfig, recipe: Recipe, *, trust_remote_code: bool = False) -> Trace:
+    """One forward and backward pass of a pack. MemoryPlanError where the model cannot be run without data."""
+    mode = FakeTensorMode()
+    model, kinds = _fake_model(config, recipe.dtype, recipe.attention, mode, trust_remote_code)
+    if recipe.checkpointing:
+        enable_gradient_checkpointing(model)
+    install_policy_forward(model, chunk_size=recipe.chunk_size)
+    batch = plain_batch([[1] * length for length in recipe.seqlens], device=_CPU)._map(mode.from_tensor)
+    ledger = Ledger()
+    ledger.ignore([*model.parameters(), *model.buffers(), *(x for x in vars(batch).values() if isinstance(x, Tensor))])
+    spans = _Spans(ledger, [layer for layer, _ in kinds])
+    with mode, ledger, _refused(model):
+        logprobs = policy_logprobs(model, batch, layout=recipe.layout, with_entropy=True)
+        head_saved, head_forward_peak = spans.close_forward()
+        (logprobs.values * batch.loss_weights).sum().backward()
+        end_peak = spans.close_backward()
+    return Trace(
+        before=spans.before,
+        layers=tuple(
+            spans.of_layer(i, sum(p.numel() for p in layer.parameters()), n) for i, (layer, n) in enumerate(kinds)
+        ),
+        head_saved=head_saved,
+        head_forward_peak=head_forward_peak,
+        head_backward_peak=spans.head_backward_peak,
+        head_left=spans.head_left,
+        end_peak=end_peak,
+    )
+
+
+def cache_bytes(
+    config: PreTrainedConfig, *, num_tokens: int, dtype: torch.dtype, trust_remote_code: bool = False
+) -> int:
+    """Key-value cache and recurrent states of one row of `num_tokens`, as the embedded engine holds them."""
+    mode = FakeTensorMode()
+    model, kinds = _fake_model(config, dtype, "eager", mode, trust_remote_code)
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    with mode, Ledger(), torch.no_grad(), _refused(model):
+        ids = torch.ones((1, num_tokens), dtype=torch.int64)
+        model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    per_layer = [_bytes_of(layer) for layer in cache.layers]
+    return sum(size * count for size, (_, count) in zip(per_layer, kinds, strict=True))
+
+
+def _fake_model(
+    config: PreTrainedConfig, dtype: torch.dtype, attention: str, mode: FakeTensorMode, trust_remote_code: bool
+) -> tuple[PreTrainedModel, list[tuple[nn.Module, int]]]:
+    """One layer of each kind, weights in `dtype`; and the layers of the text with how many there are of each kind."""
+    small = copy.deepcopy(config)
+    with torch.device("meta"), quiet_transformers():
+        model = AutoModelForCausalLM.from_config(
+            small, dtype=torch.float32, attn_implementation=attention, trust_remote_code=trust_remote_code
+        )
+    counts = {id(kind.layer): len(kind.indices) for kind in layer_kinds(model)}
+    keep_one_of_each_kind(model)
+    with mode:
+        for names in parameter_names(model):
+            shape = model.get_parameter(names[0]).shape
+            register(model, names, nn.Parameter(torch.empty(shape, dtype=dtype)))
+        for name, buffer in list(model.named_buffers()):
+            register(model, [name], torch.empty(buffer.shape, dtype=buffer.dtype))
+    text = [kind.layer for kind in layer_kinds(model) if _belongs_to_text(model, kind.path)]
+    for place, layer in enumerate(text):
+        for module in layer.modules():
+            if "layer_idx" in vars(module):
+                vars(module)["layer_idx"] = place  # where it finds its part of a cache
+    return model, [(layer, counts[id(layer)]) for layer in text]
+
+
+def _belongs_to_text(model: PreTrainedModel, path: str) -> bool:
+    """Whether the layers at `path` lie in the part that makes hidden states of tokens: a vision tower does not run."""
+    inner = model.get_submodule(path)
+    return len(inner) == model.config.get_text_config().num_hidden_layers and "vision" not in path  # pyright: ignore
+
+
+def _grouped_mm(a: Tensor, b: Tensor, offsets: Tensor, *_: Any) -> Tensor:
+    """Of the right shape: what torch has for tensors without data takes bfloat16 only, its kernels take more."""
+    if a.dim() == 2 and b.dim() == 2:  # the gradient of the weights
+        return a.new_empty((offsets.shape[0], a.shape[0], b.shape[1]))
+    return a.new_empty((a.shape[0], b.shape[-1]))
+
+
+class _refused:  # noqa: N801 - reads as a phrase: `with _refused(model): ...`
+    """A model whose code asks for values (which expert got a token) cannot be run without data."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._name = type(model).__name__
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type | None, error: BaseException | None, where: object) -> None:
+        if isinstance(error, REFUSALS):
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise MemoryPlanError(f"the activations of {self._name} cannot be planned: {reason}") from error
+
+
+class _Spans:
+    """Hooks that note the ledger where a layer begins and ends, forward and backward."""
+
+    def __init__(self, ledger: Ledger, layers: Sequence[nn.Module]) -> None:
+        self._ledger = ledger
+        self._count = len(layers)
+        self._begin = [0] * len(layers)
+        self._end = [0] * len(layers)
+        self._forward_peak = [0] * len(layers)
+        self._backward_peak = [0] * len(layers)
+        self._input_bytes = [0] * len(layers)
+        self._backward_begin = 0
+        self.before = 0
+        self.head_backward_peak = 0
+        self.head_left = 0
+        for i, layer in enumerate(layers):
+            layer.register_forward_pre_hook(lambda _, args, kwargs, i=i: self._enter(i, args, kwargs), with_kwargs=True)
+            layer.register_forward_hook(lambda _, args, out, i=i: self._leave(i, out))
+
+    def of_layer(self, i: int, numel: int, count: int) -> LayerTrace:
+        saved = self._end[i] - self._begin[i]
+        return LayerTrace(numel, count, saved, self._forward_peak[i], self._backward_peak[i], self._input_bytes[i])
+
+    def close_forward(self) -> tuple[int, int]:
+        """(saved by what follows the layers, its peak)"""
+        after_layers = self._end[-1]
+        saved = self._ledger.live - after_layers
+        peak = self._ledger.take_peak() - after_layers
+        self._backward_begin = self._ledger.live
+        return saved, peak
+
+    def close_backward(self) -> int:
+        return self._ledger.take_peak() - self._last
+
+    def _enter(self, i: int, args: tuple, kwargs: dict) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        self._ledger.take_peak()
+        self._begin[i] = self._ledger.live
+        self._input_bytes[i] = hidden.numel() * hidden.element_size()
+        if i == 0:
+            self.before = self._ledger.live
+            hidden.register_hook(lambda _: self._backward_of(-1))
+
+    def _leave(self, i: int, out: Any) -> None:
+        hidden = out[0] if isinstance(out, tuple) else out
+        self._end[i] = self._ledger.live
+        self._forward_peak[i] = self._ledger.take_peak() - self._begin[i]
+        hidden.register_hook(lambda _: self._backward_of(i))
+
+    def _backward_of(self, i: int) -> None:
+        """The gradient of the output of layer `i` is there: what comes after it has finished its backward."""
+        peak = self._ledger.take_peak()
+        if i == self._count - 1:
+            self.head_backward_peak = peak - self._backward_begin
+            self.head_left = self._ledger.live - self._backward_begin
+        else:
+            self._backward_peak[i + 1] = peak - self._last
+        self._last = self._ledger.live
+
+
+def _bytes_of(layer: Any) -> int:
+    """Of the distinct tensors that a layer of a cache holds."""
+    held = [value for value in vars(layer).values() if value is not None]
+    tensors = {id(x): x for x in tree_leaves(held) if isinstance(x, Tensor)}
+    return sum(x.numel() * x.element_size() for x in tensors.values())

@@ -1,0 +1,14 @@
+"""Bare config.json files of public models, written by hand: see data/configs/README.md."""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+CONFIGS = Path(__file__).parent / "data" / "configs"
+NAMES = tuple(sorted(path.parent.name for path in CONFIGS.glob("*/config.json")))
+
+
+def meta_model(name: str) -> PreTrainedModel:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(CONFIGS / name), dtype=torch.float32)

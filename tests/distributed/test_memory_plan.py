@@ -1,0 +1,74 @@
+"""The plan is held against what a training step takes from the allocator, on two real ranks."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from fsdptrain.algo.losses import LOSSES
+from fsdptrain.backends.fsdp import FSDPBackend
+from fsdptrain.config import Config
+from fsdptrain.fsdp.shards import local_shard
+from fsdptrain.models.policy import plain_batch
+from fsdptrain.planning.plan import GIB, Machine, Planner
+from fsdptrain.testing import spawn
+from fsdptrain.trainer.build import planned_memory
+from fsdptrain.types import LossConfig
+from tests import zoo
+
+RANKS, TOKENS, LENGTH = 2, 1024, 256
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "vocab_size": 2048}
+# Dense with all layers gathered, checkpointed in half precision, experts, sinks and windows, a recurrent mixer in
+# padded rows, MLA.
+SHAPES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("llama", WIDE, {"fsdp_reshard_after_forward": False}),
+    ("qwen3", {"num_hidden_layers": 6}, {"gradient_checkpointing": True, "bf16": True}),
+    ("qwen3_moe", {}, {}),
+    ("gpt_oss", {}, {"gradient_checkpointing": True}),
+    ("qwen3_next", {}, {}),
+    ("deepseek_v3", {}, {"fsdp_prefetch": False}),
+]
+
+
+def config_of(path: str, options: dict[str, Any]) -> Config:
+    shape = {"max_tokens_per_gpu": TOKENS, "rollout_max_prompt_len": LENGTH - 64, "rollout_max_response_len": 64}
+    return Config(hf_checkpoint=path, **{"bf16": False, "logprob_chunk_size": 256, **shape, **options})
+
+
+def measured(path: str, options: dict[str, Any]) -> tuple[int, int]:
+    """(most bytes that tensors held during a step of two packs, what was planned), after a first step."""
+    config = config_of(path, options)
+    backend = FSDPBackend(config, total_steps=10)
+    batch = plain_batch([[2] * LENGTH] * (TOKENS // LENGTH), device=torch.device("cpu"))
+    packs = [replace(batch, loss_weights=batch.loss_weights / TOKENS)] * 2
+    held = 3 * sum(local_shard(p).nbytes for p in backend.model.parameters())  # weights and two moments
+    planned = Planner(backend.model, Machine(RANKS, GIB)).training(config).total
+    logged = planned_memory(backend.model, config)  # of a run on GPUs: generation too
+    assert logged is not None
+    assert logged >= planned
+    backend.train_step(packs, LOSSES["grpo"], LossConfig())
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        backend.train_step(packs, LOSSES["grpo"], LossConfig())
+    return held + _peak(profiler), planned
+
+
+def _peak(profiler: Any) -> int:
+    """Of the allocator's own events, above where it began."""
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak
+
+
+@pytest.mark.parametrize(("name", "changes", "options"), SHAPES, ids=[shape[0] for shape in SHAPES])
+def test_the_plan_is_within_a_tenth_of_what_a_step_takes(
+    name: str, changes: dict[str, Any], options: dict[str, Any], tmp_path: Path
+):
+    zoo.build(name, **changes).save_pretrained(tmp_path)
+    for peak, planned in spawn(RANKS, measured, str(tmp_path), options):
+        assert planned == pytest.approx(peak, rel=0.1), f"planned {planned / peak:.3f} of what was measured"

@@ -1,0 +1,136 @@
+"""Episodes by the real command line: a model learns to use a tool, and a run goes on where it was."""
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from examples import guess_number
+from fsdptrain.types import Prompt
+from tests.e2e import command
+from tests.e2e.command import TINY_RUN
+from tests.e2e.test_train import learned, metrics_of, trained
+
+ROOT = Path(__file__).parents[2]
+_SPEC = importlib.util.spec_from_file_location("calculator", ROOT / "examples" / "calculator" / "train.py")
+assert _SPEC is not None
+assert _SPEC.loader is not None
+calculator = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(calculator)
+
+
+@pytest.fixture(scope="module")
+def warm_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Half of the time it asks the calculator, half of the time it guesses: the first half of the example, shorter."""
+    folder = tmp_path_factory.mktemp("calculator")
+    calculator.save_start(folder / "start", 0)
+    rows = calculator.write_demonstrations(folder / "rows.jsonl", Random(0), count=13_000)
+    flags = ["--hf-checkpoint", str(folder / "start"), "--prompt-data", str(rows), "--output-dir", str(folder / "sft")]
+    flags += [*calculator.WARM_UP, *calculator.BOTH, "--rollout-seed", "0", "--num-rollout", "200", "--log-to"]
+    result = command.run(flags, folder, timeout=400)
+    assert result.code == 0, result.err
+    return folder / "sft" / "hf"
+
+
+def rows_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_a_model_learns_to_ask_a_calculator(warm_model: Path, tmp_path: Path) -> None:
+    """From half right to nearly always right, on products that it never saw and cannot compute itself."""
+    run = tmp_path / "run"
+    flags = ["--hf-checkpoint", str(warm_model), "--output-dir", str(run), *calculator.GRPO, *calculator.BOTH]
+    flags += ["--num-rollout", "12", "--eval-interval", "12", "--rollout-seed", "0", "--keep-last", "0"]
+    result = command.run([*flags, "--log-to"], tmp_path, timeout=400)
+    assert result.code == 0, result.err
+
+    before, after = (row["eval/heldout/accuracy"] for row in metrics_of(run) if "eval/heldout/accuracy" in row)
+    assert before < 0.6
+    assert after > before + 0.2
+    rows = trained(metrics_of(run))
+    assert rows[-1]["reward/mean"] > rows[0]["reward/mean"] + 0.2
+    assert rows[-1]["episode/several_turns_fraction"] > rows[0]["episode/several_turns_fraction"] + 0.2
+    assert rows[-1]["episode/turns_mean"] == 1 + rows[-1]["episode/several_turns_fraction"]  # asked once
+    assert max(row["mismatch/abs_max"] for row in rows) < 1e-5  # observations have no part in it
+
+    shown = [row for row in rows_of(run) if row["reward"] == 1.0]
+    assert {row["set"] for row in shown} == {"train", "heldout"}
+    pattern = r"<tool>(\d+) \* (\d+)</tool><\|end\|><\|tool\|>(\d+)<\|assistant\|><answer>(\d+)</answer><\|end\|>"
+    for a, b, heard, answer in (re.fullmatch(pattern, row["response"]).groups() for row in shown):  # type: ignore[union-attr]
+        assert int(a) * int(b) == int(heard) == int(answer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_run_of_episodes_goes_on_bitwise(warm_model: Path, tmp_path: Path, num_ranks: int) -> None:
+    base = ["--hf-checkpoint", str(warm_model), *calculator.GRPO, *calculator.BOTH, "--nproc-per-node", str(num_ranks)]
+    base += ["--rollout-batch-size", "4", "--global-batch-size", "16", "--eval-size", "3", "--eval-interval", "2"]
+    base += ["--save-interval", "1", "--no-export", "--log-to"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    results = [
+        command.run(
+            [*base, "--output-dir", str(folder), "--num-rollout", str(count)], tmp_path / f"{folder.name}{count}"
+        )
+        for folder, count in ((whole, 4), (parts, 2), (parts, 4))
+    ]
+    assert [result.code for result in results] == [0, 0, 0], results[-1].err
+    assert learned(parts) == learned(whole)
+    assert rows_of(parts) == rows_of(whole)
+    assert any("episode/turns_mean" in row and row["episode/turns_mean"] > 1 for row in metrics_of(whole))
+
+
+@pytest.mark.slow
+def test_an_environment_of_ones_own_brings_its_prompts(checkpoint: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    flags = ["--hf-checkpoint", str(checkpoint), "--output-dir", str(run), "--environment-kwargs", "highest=9"]
+    flags += ["--environment", "examples.guess_number:GuessNumber", "--prompt-data", "environment", "--eval-size", "4"]
+    flags += ["--num-rollout", "1", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--no-bf16"]
+    result = command.run([*flags, "--rollout-max-response-len", "16", "--log-to"], tmp_path)
+    assert result.code == 0, result.err
+    assert "reward/environment" in trained(metrics_of(run))[0]
+    assert "I think of a number from 1 to 9." in rows_of(run)[0]["prompt"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--environment", "calculater"], "--environment does not know 'calculater'; did you mean 'calculator'?"),
+        (["--environment", "calculator", "--environment-kwargs", "a=1"], "cannot be made with --environment-kwargs"),
+        (["--environment", "calculator", "--prompt-data", "environment"], "calculator has no method dataset"),
+        (["--reward", "environment"], "--reward environment: there is no environment; name one by --environment"),
+        (["--max-turns", "3"], "--max-turns has no effect without an environment: set --environment"),
+        (["--prompt-data", "environment"], "are the rows that an environment brings: name it by --environment"),
+        (
+            ["--environment", "tests.e2e.environments:Broken"],
+            "--environment: ZeroDivisionError: division by zero",
+        ),
+    ],
+)
+@pytest.mark.slow
+def test_what_cannot_be_played_ends_in_one_line(
+    checkpoint: Path, tmp_path: Path, flags: list[str], message: str
+) -> None:
+    result = command.run(["--hf-checkpoint", str(checkpoint), *TINY_RUN, "--no-export", *flags], tmp_path)
+    assert result.code == 2
+    assert message in result.err.strip().splitlines()[-1]
+
+
+def test_the_page_shows_the_example() -> None:
+    page = (ROOT / "docs" / "environments.md").read_text()
+    example = (ROOT / "examples" / "guess_number.py").read_text()
+    assert example[example.index("class GuessNumber") :].strip() in page
+
+
+def test_the_example_is_a_game() -> None:
+    game, prompt = guess_number.GuessNumber(highest=3), Prompt("p", [1], "")
+    number = game.reset(prompt, seed=5)
+    assert number == game.reset(prompt, seed=5)
+    assert game.step(number, str(number)).reward == 1.0
+    assert game.step(2, "1").observation == "higher"
+    assert game.step(2, "3").observation == "lower"
+    assert game.step(2, "three").done

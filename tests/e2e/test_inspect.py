@@ -1,0 +1,95 @@
+"""`fsdptrain inspect` works on a bare config.json, and says what a run would do."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fsdptrain.testing import save_tiny_checkpoint
+from tests import configs, zoo
+from tests.e2e import command
+
+
+def inspect(checkpoint: Path, folder: Path, *flags: str) -> command.Result:
+    return command.run(["inspect", "--hf-checkpoint", str(checkpoint), *flags], folder)
+
+
+def test_the_report_for_people_fits_into_80_columns(tmp_path: Path):
+    zoo.config("qwen3_next").save_pretrained(tmp_path / "model")
+    result = inspect(tmp_path / "model", tmp_path, "--num-gpus", "2")
+    assert result.code == 0, result.err
+    assert max(len(line) for line in result.out.splitlines()) <= 80
+    for words in ("Qwen3NextGatedDeltaNet", "recurrent mixer", "padded instead of packed", "over 2 ranks", "not tied"):
+        assert words in result.out
+
+
+def test_the_report_for_machines_holds_the_same(tmp_path: Path):
+    result = inspect(configs.CONFIGS / "qwen3-30b-a3b", tmp_path, "--num-gpus", "8", "--json")
+    assert result.code == 0, result.err
+    report = json.loads(result.out)
+    assert report["parameters"]["total"] == 30_532_122_624
+    assert report["parameters"]["per_rank"] == 30_532_122_624 // 8
+    assert [group["count"] for group in report["groups"]] == [48, 1]
+    assert sum(group["count"] * group["parameters"] for group in report["groups"]) == report["parameters"]["total"]
+    assert report["probe"]["layout"] == "packed"
+    assert report["probe"]["gradient_difference"] < report["probe"]["tolerance"]
+    assert report["fallbacks"] == []
+    assert report["dtypes"]["export"] == "bfloat16"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma-3-12b", "gpt-oss-20b"])
+def test_it_works_on_public_models(name: str, tmp_path: Path):
+    result = inspect(configs.CONFIGS / name, tmp_path, "--json")
+    assert result.code == 0, result.err
+    assert json.loads(result.out)["refusal"] == ""
+
+
+def test_strict_is_an_error_where_something_fell_back(tmp_path: Path):
+    zoo.config("qwen3_next").save_pretrained(tmp_path / "model")
+    result = inspect(tmp_path / "model", tmp_path, "--strict")
+    assert result.code == 2
+    assert "--strict allows no fallback: layout: padded instead of packed" in result.err
+
+
+def test_a_run_warns_of_a_fallback_and_strict_ends_it(tmp_path: Path):
+    model = tmp_path / "model"
+    save_tiny_checkpoint(model)  # its tokenizer
+    for path in model.glob("*.safetensors*"):
+        path.unlink()
+    zoo.build("qwen3_next").save_pretrained(model)
+    argv = ["--hf-checkpoint", str(model), "--num-rollout", "0", "--output-dir", str(tmp_path / "run"), "--no-bf16"]
+    result = command.run([*argv, "--eval-interval", "0", "--no-export"], tmp_path)
+    assert result.code == 0, result.err
+    lines = [line for line in result.err.splitlines() if line.startswith("fallback: ")]
+    assert len(lines) == 3
+    assert lines[1] == "fallback: recurrent mixer: torch instead of causal-conv1d (not installed here)"
+    strict = command.run(
+        [*argv, "--eval-interval", "0", "--no-export", "--strict", "--output-dir", str(tmp_path / "other")], tmp_path
+    )
+    assert strict.code == 2
+    assert "--strict allows no fallback" in strict.err
+
+
+def test_names_and_shapes_are_held_against_the_files(tmp_path: Path):
+    model = save_tiny_checkpoint(tmp_path / "model")
+    fits = inspect(model, tmp_path, "--against-checkpoint")
+    assert fits.code == 0, fits.err
+    assert "the same" in fits.out
+    values = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(
+        json.dumps({**values, "intermediate_size": 96, "num_hidden_layers": 1, "layer_types": None})
+    )
+    differs = inspect(model, tmp_path, "--against-checkpoint")
+    assert differs.code == 2
+    assert "the files do not fit the model: " in differs.err
+    assert "! unexpected" in differs.out
+    assert "! misfits" in differs.out
+
+
+def test_without_a_config_it_is_one_line(tmp_path: Path):
+    (tmp_path / "model").mkdir()
+    result = inspect(tmp_path / "model", tmp_path)
+    assert result.code == 2
+    assert "has no config.json" in result.err
+    assert result.err.count("\n") == 1

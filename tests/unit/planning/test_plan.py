@@ -1,0 +1,106 @@
+"""The plan is monotone, and every way out that it names works."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fsdptrain.config import Config
+from fsdptrain.errors import MemoryPlanError
+from fsdptrain.models.structure import count_parameters
+from fsdptrain.planning.memory import GIB
+from fsdptrain.planning.plan import Machine, Planner, cache_rows, make_plan, seqlens, with_margin
+from tests import configs
+
+MODEL = configs.meta_model("llama-3.1-8b")
+PLANNER = Planner(MODEL, Machine(8, 80 * GIB))  # keeps its traces over these tests
+SMALL: dict[str, Any] = {"max_tokens_per_gpu": 1024, "rollout_max_response_len": 512}
+
+
+def config(**options: Any) -> Config:
+    return Config(**{"hf_checkpoint": "a model", **SMALL, **options})
+
+
+def peak(num_gpus: int = 8, **options: Any) -> int:
+    return PLANNER.on(Machine(num_gpus, 80 * GIB)).training(config(**options)).total
+
+
+def test_state_is_sixteen_bytes_for_each_number_of_a_shard():
+    parts = PLANNER.training(config()).parts
+    assert parts["weights, gradients, Adam"] == 16 * count_parameters(MODEL).total // 8
+
+
+def test_more_gpus_need_less():
+    assert peak(1) > peak(2) > peak(8) > peak(64)
+
+
+def test_each_remedy_needs_less():
+    assert peak(gradient_checkpointing=True) < peak()
+    assert peak(fsdp_cpu_offload=True) < peak()
+    assert peak(max_tokens_per_gpu=2048) > peak()
+    assert peak(fsdp_reshard_after_forward=False) > peak()
+
+
+def test_replicas_hold_as_much_as_fewer_gpus():
+    assert peak(8, fsdp_replicate_size=4) == peak(2)
+
+
+def test_the_cache_is_never_larger_than_its_rows():
+    generation = PLANNER.generation(config())
+    assert generation is not None
+    width, rows = cache_rows(config(), 8)
+    assert generation.parts[f"key-value cache of {rows} rows"] == rows * width * 131072  # 2 x 32 x 8 x 128 bfloat16
+    few = PLANNER.generation(config(rollout_max_batch_tokens=2 * width))
+    assert few is not None
+    assert "key-value cache of 2 rows" in few.parts
+
+
+def test_supervised_training_without_evaluation_generates_nothing():
+    assert PLANNER.generation(Config(hf_checkpoint="a model", algorithm="sft", eval_interval=0)) is None
+
+
+def test_a_pack_is_full_of_the_longest_sequences():
+    assert seqlens(config()) == (1024,)
+    assert seqlens(config(rollout_max_prompt_len=128, rollout_max_response_len=256)) == (384, 384, 256)
+
+
+def test_a_larger_gpu_fits_and_proposes_nothing():
+    plan = make_plan(MODEL, config(), Machine(8, 80 * GIB))
+    assert plan.fits
+    assert plan.proposals == ()
+    assert plan.choices["as given"] == with_margin(plan.training)
+
+
+@pytest.mark.parametrize("memory", [20, 28])
+def test_each_proposal_makes_it_fit(memory: int):
+    plan = make_plan(MODEL, config(max_tokens_per_gpu=2048), Machine(8, memory * GIB))
+    assert not plan.fits
+    assert plan.proposals
+    for proposal in plan.proposals:
+        options: dict[str, Any] = {"max_tokens_per_gpu": 2048}
+        for flag in proposal.flags:
+            name, _, value = flag.removeprefix("--").partition(" ")
+            options[name.replace("-", "_")] = int(value) if value else True
+        planner = PLANNER.on(Machine(proposal.num_gpus, memory * GIB))
+        assert planner.fits(config(**options)) == proposal.device
+        assert proposal.device <= memory * GIB
+
+
+def test_nothing_helps_a_gpu_that_is_far_too_small():
+    plan = make_plan(MODEL, config(), Machine(1, GIB))
+    assert not plan.fits
+    assert plan.proposals == ()
+
+
+def test_the_host_counts_where_it_was_asked_for():
+    offloaded = config(fsdp_cpu_offload=True)
+    roomy = Machine(8, 80 * GIB, 256 * GIB)
+    assert make_plan(MODEL, offloaded, roomy).fits
+    assert not make_plan(MODEL, offloaded, replace(roomy, host_memory=100 * GIB)).fits
+
+
+def test_a_model_that_asks_for_values_is_refused_in_words():
+    model = configs.meta_model("qwen3-30b-a3b")
+    model.set_experts_implementation("eager")
+    with pytest.raises(MemoryPlanError, match="activations of Qwen3MoeForCausalLM cannot be planned"):
+        Planner(model, Machine(8, GIB)).training(config())

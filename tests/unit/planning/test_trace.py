@@ -1,0 +1,71 @@
+"""The trace counts what the real model holds: weights never, activations always, and without allocating any."""
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+from transformers import DynamicCache
+
+from fsdptrain.models.attention import SEGMENTS, register_attention
+from fsdptrain.planning.trace import Ledger, Recipe, cache_bytes, trace
+from tests import zoo
+
+register_attention()
+
+
+def recipe(*seqlens: int, checkpointing: bool = False, layout: str = "packed", dtype: torch.dtype = torch.float32):
+    return Recipe(seqlens, layout, SEGMENTS, dtype, chunk_size=64, checkpointing=checkpointing)  # pyright: ignore
+
+
+def test_a_ledger_knows_what_is_live():
+    with Ledger() as ledger:
+        kept = torch.zeros(1000)
+        more = torch.ones(500) + 1.0
+        view = more[:10]
+        assert ledger.live == 4 * 1500
+        del more
+        assert ledger.live == 4 * 1500  # the view holds it
+        del view
+        assert ledger.live == kept.nbytes
+        assert ledger.take_peak() == 4 * 2000
+        assert ledger.take_peak() == kept.nbytes
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "deepseek_v3", "gpt2"])
+def test_what_layers_save_is_linear_in_sequences_of_a_length(name: str):
+    one, two, four = (trace(zoo.config(name), recipe(*[32] * count)) for count in (1, 2, 4))
+    for few, twice, most in zip(one.layers, two.layers, four.layers, strict=True):
+        # Up to what does not depend on the length: offsets of experts, scalars.
+        assert most.saved - twice.saved == pytest.approx(2 * (twice.saved - few.saved), rel=0.02)
+        assert most.saved > twice.saved > few.saved > 0
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt_oss", "qwen3_next", "deepseek_v3"])
+def test_a_checkpointed_layer_saves_its_output_and_nothing_else(name: str):
+    layout = "padded" if name == "qwen3_next" else "packed"
+    kept = trace(zoo.config(name), recipe(64, 64, checkpointing=True, layout=layout))
+    whole = trace(zoo.config(name), recipe(64, 64, layout=layout))
+    for few, most in zip(kept.layers, whole.layers, strict=True):
+        assert few.saved == few.input_bytes == 4 * 128 * zoo.HIDDEN
+        assert few.saved < most.saved
+        assert few.backward_peak > most.backward_peak
+
+
+def test_layers_are_counted_by_kind():
+    found = trace(zoo.config("gemma3"), recipe(32))
+    assert [layer.count for layer in found.layers] == [2, 1]
+
+
+def test_half_precision_halves_what_is_saved_of_matrix_products():
+    full, half = (trace(zoo.config("llama"), recipe(64, dtype=d)) for d in (torch.float32, torch.bfloat16))
+    assert 0.5 <= half.layers[0].saved / full.layers[0].saved < 0.8  # norms compute in float32
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "gpt_oss", "deepseek_v3", "qwen3_next"])
+def test_the_cache_is_that_of_the_real_model(name: str):
+    model = zoo.build(name)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(input_ids=torch.ones((1, 40), dtype=torch.int64), past_key_values=cache, use_cache=True)
+    tensors = [x for layer in cache.layers for x in tree_leaves(list(vars(layer).values())) if torch.is_tensor(x)]
+    held = sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values())
+    assert cache_bytes(zoo.config(name), num_tokens=40, dtype=torch.float32) == held
