@@ -24,7 +24,7 @@ RANKS, LENGTH = 2, 256
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "vocab_size": 2048}
 DEEP = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "vocab_size": 264}
 # All layers gathered; checkpointed in half precision; experts; sinks and windows; a recurrent mixer in padded rows;
-# MLA; and where tokens are few, what stands beside activations: layers, and an embedding.
+# MLA; and where tokens are few, what stands beside activations.
 SHAPES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "gathered": ("llama", 1024, WIDE, {"fsdp_reshard_after_forward": False}),
     "checkpointed": ("qwen3", 1024, {"num_hidden_layers": 6}, {"gradient_checkpointing": True, "bf16": True}),
@@ -33,7 +33,6 @@ SHAPES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "recurrent": ("qwen3_next", 1024, {}, {}),
     "mla": ("deepseek_v3", 1024, {}, {"fsdp_prefetch": False}),
     "deep": ("llama", LENGTH, DEEP, {"gradient_checkpointing": True}),
-    "vocabulary": ("qwen2", LENGTH, {"vocab_size": 32768}, {"logprob_chunk_size": 8}),
 }
 
 
