@@ -20,6 +20,18 @@ REFUSED = [
         {"chat_template_kwargs": {}},
     ),
     *(
+        ({key: value}, [all_keys()[key].flag, "--environment"], {"environment": "calculator"})
+        for key, value in [
+            ("environment_kwargs", {"a": 1}),
+            ("max_turns", 2),
+            ("max_observation_len", 9),
+            ("environment_timeout", 1.0),
+            ("environment_workers", 2),
+            ("prompt_data", "environment"),
+        ]
+    ),
+    ({"eval_prompt_data": "environment"}, ["--eval-prompt-data", "held out"], {"eval_prompt_data": None}),
+    *(
         ({key: value}, [all_keys()[key].flag, "--lora-rank"], {"lora_rank": 8})
         for key, value in [
             ("lora_alpha", 64),
@@ -39,6 +51,7 @@ REFUSED = [
         ({**SFT, "eval_interval": 0, key: value}, [all_keys()[key].flag, "never evaluates"], {"eval_interval": 5})
         for key, value in [
             ("reward", "exact"),
+            ("environment", "calculator"),
             ("rollout_engine", "hf"),
             ("rollout_max_response_len", 7),
             ("rollout_max_batch_tokens", 20_000),

@@ -4,6 +4,7 @@ from fsdptrain.config import DataConfig
 from fsdptrain.data.prompts import make_prompt
 from fsdptrain.data.sft import sft_sample
 from fsdptrain.data.sources import Row
+from fsdptrain.data.turns import TurnRenderer
 from fsdptrain.errors import ConfigError, DataError
 from fsdptrain.testing import tiny_tokenizer
 from fsdptrain.types import Prompt, Sample
@@ -31,6 +32,30 @@ def test_a_number_is_a_response_too() -> None:
 @pytest.mark.parametrize("label", [None, ""])
 def test_a_row_without_response_is_an_error(label: object) -> None:
     with pytest.raises(DataError, match="row r has no response; --label-key"):
+        sample_of(label)
+
+
+ASK, TOLD, ANSWER = ({"role": r, "content": c} for r, c in (("assistant", "ask"), ("tool", "4"), ("assistant", "four")))
+
+
+def test_of_a_conversation_the_loss_is_on_the_turns_of_the_assistant() -> None:
+    tokenizer, data = tiny_tokenizer(), DataConfig(prompt_data="x")
+    prompt = make_prompt(Row("r", "2+2?", [ASK, TOLD, TOLD, ANSWER]), tokenizer, data=data)
+    sample = sft_sample(prompt, tokenizer, renderer=TurnRenderer(tokenizer, data=data))
+    trained = [token for token, m in zip(sample.token_ids, sample.loss_mask, strict=True) if m]
+    assert tokenizer.decode(sample.token_ids) == (
+        "<|user|>2+2?<|end|><|assistant|>ask<|end|><|tool|>4<|end|><|tool|>4<|end|><|assistant|>four<|end|>"
+    )
+    assert tokenizer.decode(trained) == "ask<|end|>four<|end|>"
+    whole = tokenizer.apply_chat_template([{"role": "user", "content": "2+2?"}, *prompt.label], tokenize=False)
+    assert tokenizer.decode(sample.token_ids) == whole
+
+
+@pytest.mark.parametrize(
+    "label", [[TOLD, ANSWER], [ASK, TOLD], [ASK, ANSWER], [ASK, {"role": "tool"}], ["four"], [{"content": "four"}]]
+)
+def test_a_conversation_begins_and_ends_with_the_assistant_who_takes_turns(label: object) -> None:
+    with pytest.raises(DataError, match="the response of row r is a list"):
         sample_of(label)
 
 

@@ -4,8 +4,8 @@ import pytest
 
 from fsdptrain.config import RewardConfig
 from fsdptrain.errors import ConfigError
-from fsdptrain.rewards import build_reward
-from fsdptrain.types import Prompt
+from fsdptrain.rewards import build_reward, reads_environment
+from fsdptrain.types import Episode, Prompt
 
 PROMPT = Prompt("p", [1], "", label="4")
 GOOD = "<think>2+2</think><answer>4</answer>"
@@ -24,6 +24,23 @@ def test_auto_is_the_scorer_that_fits_the_data() -> None:
     prompt = Prompt("p", [1], "", metadata={"task": "spell_backward", "entry": entry})
     reward = build_reward(RewardConfig(), prompt_data="reasoning_gym:spell_backward")
     assert reward(prompt, GOOD) == {"reasoning_gym": 1.0, "reward": 1.0}
+
+
+def test_auto_is_what_the_environment_gives_unless_the_data_have_a_scorer() -> None:
+    prompt = Prompt("p", [1], "", metadata={"episode": Episode((), {"found": 2.0, "reward": 3.0}, True)})
+    reward = build_reward(RewardConfig(), prompt_data="x.jsonl", has_environment=True)
+    assert reward(prompt, GOOD) == {"environment": 3.0, "found": 2.0, "reward": 3.0}
+    both = build_reward(RewardConfig(reward=["environment=0.5", "format"]), prompt_data="x", has_environment=True)
+    assert both(prompt, GOOD) == {"environment": 3.0, "found": 2.0, "format": 1.0, "reward": 2.5}
+    of_the_data = build_reward(RewardConfig(), prompt_data="reasoning_gym:products", has_environment=True)
+    assert [reads_environment(r) for r in (reward, both, of_the_data, lambda prompt, text: 1.0)] == [
+        True,
+        True,
+        False,
+        True,
+    ]
+    with pytest.raises(ConfigError, match="there is no environment; name one by --environment"):
+        build_reward(RewardConfig(reward=["environment"]), prompt_data="x")
 
 
 def test_a_function_of_your_own_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

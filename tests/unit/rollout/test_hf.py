@@ -129,6 +129,19 @@ def test_samples_of_a_prompt_differ_and_more_of_them_or_longer_ones_only_append(
             assert long.token_ids[: len(short.token_ids)] == short.token_ids
 
 
+@pytest.mark.parametrize(("name", "changes"), [("qwen3", {}), ("qwen3_next", {}), ("gpt2", {"n_positions": 33})])
+def test_a_limit_of_a_prompts_own_cuts_its_completions_and_no_others(name, changes, tmp_path):
+    """The longest prompt stops at the last position that gpt2 has here, and stays in the cache while others go on."""
+    engine = make_engine(zoo.build(name, **changes), tmp_path)
+    prompts = [replace(PROMPTS[i], max_tokens=limit) for i, limit in ((0, 20), (1, 3), (2, None), (3, 15), (5, 24))]
+    sampling = replace(SAMPLING, max_tokens=10)
+    for i, one in enumerate(engine.generate(prompts, sampling)):
+        prompt = prompts[i // 4]
+        limit = min(10, prompt.max_tokens or 10)
+        alone = engine.generate([replace(prompt, max_tokens=None)], replace(sampling, max_tokens=limit))
+        assert_same([one], [alone[i % 4]])
+
+
 def test_first_tokens_follow_the_model(engine, model):
     """Chi-square of 4000 first tokens against the stock model's distribution, in bins of at least 20 expected."""
     sampling = SamplingParams(num_samples=4000, max_tokens=1, temperature=0.4)
