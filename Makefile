@@ -25,7 +25,6 @@ check: install  ## format, lint, types, layers
 
 test: install  ## everything that runs without a GPU
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'not gpu' --durations=15
-	@$(MAKE) --no-print-directory test-vllm
 
 test-vllm: .venv-vllm/.installed  ## what holds vLLM and the trainer in one process, in an environment of its own
 	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/vllm --durations=5

@@ -203,7 +203,7 @@ def plot(rows: Sequence[dict[str, Any]], target: Path) -> None:
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.set_xlabel("held-out accuracy, sampled at temperature 1 (dots: seeds, bar: mean)")
-    axes.legend(frameon=False, loc="upper left")
+    axes.legend(frameon=False, loc="upper center")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(target, dpi=120)
     pyplot.close(figure)

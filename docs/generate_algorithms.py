@@ -150,8 +150,9 @@ LEARNING_HEAD = """
 Held-out accuracy on the task of the quickstart, spelling words backward, before and after {rollouts} rollouts of two
 optimizer steps: means over {seeds} seeds, and the least and the largest gain of a seed. Every algorithm ran as its
 preset says, from the same warm start, at one learning rate that was tuned for none of them; so the table says that each
-one learns, not which one is best. Made by `{command}` with torch {torch} and transformers {transformers} on a CPU; raw
-numbers in `benchmarks/results/algorithms.json`, a picture beside it.
+one learns, not which one is best (`rloo` is `reinforce` with advantages 8/7 as large, which Adam does not see). Made by
+`{command}` with torch {torch} and transformers {transformers} on a CPU; raw numbers in
+`benchmarks/results/algorithms.json`, a picture beside it.
 
 | `--algorithm` | sampled: before | after | gain | greedy: before | after |
 |---|---|---|---|---|---|

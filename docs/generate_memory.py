@@ -47,9 +47,11 @@ fit, and with `--json` speaks to programs.
 Without a probe the layout is a guess: padded where a recurrent mixer lacks its packages on this machine, else packed.
 A model whose experts run one by one asks for values and cannot be planned; it says so.
 
-A test holds the plan against the allocator on two CPU ranks, for six shapes (dense, experts, sinks, recurrent, MLA;
-with and without checkpointing, resharding, prefetch, half precision): within 10 %. On a GPU a run logs
-`perf/planned_memory_gib`, without the margin, beside `perf/peak_memory_gib`.
+A test holds the plan against the allocator on two CPU ranks, for seven small shapes (dense, experts, sinks,
+recurrent, MLA; with and without checkpointing, resharding, prefetch, half precision): within 10 % of the mean of the
+ranks. Where a large tied vocabulary and few tokens make the peak, the measured one changes from run to run (40.8 or
+48.8 MiB, two ranks with gloo) and the plan is the upper one (48.7). It has not been held against a GPU yet; there a
+run logs `perf/planned_memory_gib`, without the margin, beside `perf/peak_memory_gib`.
 
 ## Public models on {GPUS} GPUs of {MEMORY} GiB
 

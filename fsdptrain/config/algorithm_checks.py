@@ -222,11 +222,6 @@ def _router(config: Config) -> Iterator[Problem]:
     elif router.replay == "scoring" and (not config.needs_old_logprobs or config.algorithm.use_rollout_logprobs):
         reason = "where no old logprobs are scored: use --router-replay rollout, or leave it out"
         yield from without_effect(config, "router_replay", reason)
-    elif router.replay == "scoring" and config.batch.epochs_per_rollout > 1:
-        yield (
-            f"--router-replay scoring knows the routes of one pass, not of --epochs-per-rollout "
-            f"{config.batch.epochs_per_rollout}: use --router-replay rollout"
-        )
 
 
 def _divisor(samples: int, size: int) -> int:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from fsdptrain import platform
 from fsdptrain.config import Config
-from fsdptrain.errors import CheckpointError, NumericsError
+from fsdptrain.errors import CheckpointError, ConfigError, NumericsError
 from fsdptrain.fsdp.wrap import largest_shard
 from fsdptrain.models.anatomy import Part, anatomy
 from fsdptrain.models.attention import resolve_attention
@@ -87,6 +87,8 @@ class Inspection:
 
 def inspect_model(config: Config, *, num_gpus: int) -> Inspection:
     """Raises CheckpointError where config.json cannot be read, or no training is possible from these files."""
+    if config.lora.rank:
+        raise ConfigError("--lora-rank is not inspected yet: leave it out to see the model under the adapter")
     model, path = meta_model(config)
     compute_dtype: torch.dtype = getattr(torch, config.compute_dtype_name)
     probe, refusal = _probe(config, model)

@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from fsdptrain.config import Config
+from fsdptrain.errors import MemoryPlanError
 from fsdptrain.fsdp.wrap import largest_shard
 from fsdptrain.models.attention import SEGMENTS, register_attention
 from fsdptrain.models.inputs import Layout
@@ -143,6 +144,10 @@ class Planner:
         return "padded" if unpackable or any(values.get(key) is not None for key in LOSES_MASK) else "packed"
 
     def training(self, config: Config) -> Moment:
+        if config.lora.rank:
+            raise MemoryPlanError(
+                "--lora-rank is not planned yet: an adapter needs less than the same run without it, leave it out"
+            )
         recipe = Recipe(
             seqlens=seqlens(config),
             layout=self.layout(config),
@@ -182,7 +187,7 @@ class Planner:
             compute_bytes=_dtype(config).itemsize,
             cpu_offload=config.fsdp.cpu_offload,
             reshard_after_forward=config.fsdp.reshard_after_forward,
-            reference=config.algorithm.kl_loss_coef > 0,
+            reference=config.needs_reference,
             load_strategy=config.model.load_strategy,
         )
         supply = MemorySupply(

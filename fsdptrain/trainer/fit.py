@@ -126,7 +126,9 @@ class _Run:
                 raise DataError(self._why_nothing_is_left(metrics))
             with watch("score"):
                 first, kl_metrics = self._score(steps[: self._rules.steps_per_epoch], experience.samples)
-                steps = [*first, *carry_scores(first, steps[self._rules.steps_per_epoch :])]
+                later = steps[self._rules.steps_per_epoch :]
+                recorded = self._config.router.replay == "scoring"
+                steps = [*first, *carry_scores(first, later, with_routes=recorded)]
             with watch("train"):
                 loss = replace(self._loss_config, kl_loss_coef=self._kl.loss_coef)
                 trained = [self._parts.backend.train_step(s.packs, self._loss, loss) for s in steps]

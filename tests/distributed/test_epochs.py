@@ -79,6 +79,11 @@ def test_the_samples_of_a_step_do_not_depend_on_the_ranks() -> None:
             assert epochs[0] != epochs[1] != epochs[2]
 
 
+def some_routes(tokens: torch.Tensor) -> torch.Tensor:
+    """[T, 2, 3] that follow from the tokens."""
+    return (tokens[:, None, None] * torch.arange(1, 7).view(2, 3) % 32_000).to(torch.int16)
+
+
 def score_once(checkpoint: str) -> tuple[Any, Any, float]:
     """What each sample got in the first epoch and in the later ones; how far that is from scoring anew."""
     backend = FSDPBackend(Config(hf_checkpoint=checkpoint, bf16=False), total_steps=12)
@@ -87,11 +92,11 @@ def score_once(checkpoint: str) -> tuple[Any, Any, float]:
     for step in steps[:4]:
         found = backend.score(step.packs, "policy")
         packs = [
-            dataclasses.replace(b, old_logprobs=s.values, advantages=s.values.sin())
+            dataclasses.replace(b, old_logprobs=s.values, advantages=s.values.sin(), routes=some_routes(b.input_ids))
             for b, s in zip(step.packs, found, strict=True)
         ]
         first.append(dataclasses.replace(step, packs=packs))
-    later = carry_scores(first, steps[4:])
+    later = carry_scores(first, steps[4:], with_routes=True)
     anew = backend.score([batch for step in later for batch in step.packs], "policy")
     carried = [batch for step in later for batch in step.packs]
     assert all(batch.ref_logprobs is None for batch in carried)
@@ -99,7 +104,7 @@ def score_once(checkpoint: str) -> tuple[Any, Any, float]:
         ((score.values - batch.old_logprobs) * batch.loss_mask).abs().max().item()
         for score, batch in zip(anew, carried, strict=True)
     )
-    fields = ("old_logprobs", "advantages")
+    fields = ("old_logprobs", "advantages", "routes")
     return [by_sample(first, f) for f in fields], [by_sample(later, f) for f in fields], difference
 
 
@@ -107,7 +112,7 @@ def score_once(checkpoint: str) -> tuple[Any, Any, float]:
 def test_old_logprobs_are_scored_once_and_follow_their_sample_bit_by_bit(world_size: int, tmp_path: Any) -> None:
     checkpoint = str(save_tiny_checkpoint(tmp_path / "model"))
     results = spawn(world_size, score_once, checkpoint)
-    for k in range(2):
+    for k in range(3):
         scored = {name: part for first, _, _ in results for name, part in first[k]}
         carried = [pair for _, later, _ in results for pair in later[k]]
         assert len(scored) == GROUPS * GROUP_SIZE

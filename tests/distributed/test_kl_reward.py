@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdptrain.algo.advantages import ADVANTAGES, assign_advantages, whiten
+from fsdptrain.algo.advantages import ADVANTAGES, AdvantageRule, assign_advantages, scale_over_batch
 from fsdptrain.algo.kl import KL_ESTIMATORS
 from fsdptrain.algo.losses import LOSSES
+from fsdptrain.config.presets import ADVANTAGE_SCALES
 from fsdptrain.testing import spawn
 from fsdptrain.trainer.batches import PackingRules, StepBatches, make_batches
 from fsdptrain.trainer.experience import own_share
@@ -22,7 +23,19 @@ from fsdptrain.types import LogProbs, LossConfig, PackedBatch, Sample
 
 VOCAB = 7
 COEF = 0.3
-RULES = PackingRules(max_tokens=60, aggregation="sequence_mean", max_response_len=30, num_steps=2, layout="packed")
+RULES = PackingRules(
+    max_tokens=60,
+    aggregation="sequence_mean",
+    max_response_len=30,
+    steps_per_epoch=2,
+    num_epochs=1,
+    seed=0,
+    layout="packed",
+)
+
+
+def rule_of(estimator: str) -> AdvantageRule:
+    return AdvantageRule(ADVANTAGES[estimator], ADVANTAGE_SCALES[estimator])
 
 
 def groups() -> list[list[Sample]]:
@@ -52,8 +65,7 @@ def logprobs_of(model: Tensor, inputs: Tensor, labels: Tensor) -> Tensor:
 
 def advantages_by(estimator: str) -> Callable[[list[Sample]], list[Sample]]:
     def advantages(samples: list[Sample]) -> list[Sample]:
-        assigned = assign_advantages(samples, estimator)
-        return whiten(assigned, reduce_sums) if ADVANTAGES[estimator].whitened else assigned
+        return scale_over_batch(assign_advantages(samples, rule_of(estimator)), rule_of(estimator), reduce_sums)
 
     return advantages
 
@@ -63,7 +75,7 @@ def scored_batches(samples: list[Sample]) -> list[StepBatches]:
         old, ref = (logprobs_of(table(seed), pack.input_ids, pack.labels).float() for seed in (1, 2))
         return replace(pack, old_logprobs=old, ref_logprobs=ref)
 
-    steps = make_batches(samples, RULES)
+    steps = make_batches(samples, RULES, rollout=0)
     return regrouped(steps, [scored(pack) for step in steps for pack in step.packs])
 
 
@@ -96,9 +108,8 @@ def expected(estimator: str, kl: str) -> tuple[dict[tuple, float], list[float]]:
         sums.append(KL_ESTIMATORS[kl](log_ratio)[at].sum().item())
         reward = None if member.reward is None else member.reward - COEF * sums[-1]
         changed.append(replace(member, reward=reward))
-    assigned = assign_advantages(changed, estimator)
-    if ADVANTAGES[estimator].whitened:
-        assigned = whiten(assigned, lambda sums: sums)
+    rule = rule_of(estimator)
+    assigned = scale_over_batch(assign_advantages(changed, rule), rule, lambda sums: sums)
     return {tuple(member.token_ids): member.advantage for member in assigned}, sums
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -19,31 +20,33 @@ from fsdptrain.trainer.build import planned_memory
 from fsdptrain.types import LossConfig
 from tests import zoo
 
-RANKS, TOKENS, LENGTH = 2, 1024, 256
+RANKS, LENGTH = 2, 256
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "vocab_size": 2048}
-# Dense with all layers gathered, checkpointed in half precision, experts, sinks and windows, a recurrent mixer in
-# padded rows, MLA.
-SHAPES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    ("llama", WIDE, {"fsdp_reshard_after_forward": False}),
-    ("qwen3", {"num_hidden_layers": 6}, {"gradient_checkpointing": True, "bf16": True}),
-    ("qwen3_moe", {}, {}),
-    ("gpt_oss", {}, {"gradient_checkpointing": True}),
-    ("qwen3_next", {}, {}),
-    ("deepseek_v3", {}, {"fsdp_prefetch": False}),
-]
+DEEP = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "vocab_size": 264}
+# All layers gathered; checkpointed in half precision; experts; sinks and windows; a recurrent mixer in padded rows;
+# MLA; and where tokens are few, what stands beside activations.
+SHAPES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
+    "gathered": ("llama", 1024, WIDE, {"fsdp_reshard_after_forward": False}),
+    "checkpointed": ("qwen3", 1024, {"num_hidden_layers": 6}, {"gradient_checkpointing": True, "bf16": True}),
+    "experts": ("qwen3_moe", 1024, {}, {}),
+    "sinks": ("gpt_oss", 1024, {}, {"gradient_checkpointing": True}),
+    "recurrent": ("qwen3_next", 1024, {}, {}),
+    "mla": ("deepseek_v3", 1024, {}, {"fsdp_prefetch": False}),
+    "deep": ("llama", LENGTH, DEEP, {"gradient_checkpointing": True}),
+}
 
 
-def config_of(path: str, options: dict[str, Any]) -> Config:
-    shape = {"max_tokens_per_gpu": TOKENS, "rollout_max_prompt_len": LENGTH - 64, "rollout_max_response_len": 64}
+def config_of(path: str, tokens: int, options: dict[str, Any]) -> Config:
+    shape = {"max_tokens_per_gpu": tokens, "rollout_max_prompt_len": LENGTH - 64, "rollout_max_response_len": 64}
     return Config(hf_checkpoint=path, **{"bf16": False, "logprob_chunk_size": 256, **shape, **options})
 
 
-def measured(path: str, options: dict[str, Any]) -> tuple[int, int]:
+def measured(path: str, tokens: int, options: dict[str, Any]) -> tuple[int, int]:
     """(most bytes that tensors held during a step of two packs, what was planned), after a first step."""
-    config = config_of(path, options)
+    config = config_of(path, tokens, options)
     backend = FSDPBackend(config, total_steps=10)
-    batch = plain_batch([[2] * LENGTH] * (TOKENS // LENGTH), device=torch.device("cpu"))
-    packs = [replace(batch, loss_weights=batch.loss_weights / TOKENS)] * 2
+    batch = plain_batch([[2] * LENGTH] * (tokens // LENGTH), device=torch.device("cpu"))
+    packs = [replace(batch, loss_weights=batch.loss_weights / tokens)] * 2
     held = 3 * sum(local_shard(p).nbytes for p in backend.model.parameters())  # weights and two moments
     planned = Planner(backend.model, Machine(RANKS, GIB)).training(config).total
     logged = planned_memory(backend.model, config)  # of a run on GPUs: generation too
@@ -65,10 +68,10 @@ def _peak(profiler: Any) -> int:
     return peak
 
 
-@pytest.mark.parametrize(("name", "changes", "options"), SHAPES, ids=[shape[0] for shape in SHAPES])
-def test_the_plan_is_within_a_tenth_of_what_a_step_takes(
-    name: str, changes: dict[str, Any], options: dict[str, Any], tmp_path: Path
-):
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_plan_is_within_a_tenth_of_what_a_step_takes(shape: str, tmp_path: Path):
+    name, tokens, changes, options = SHAPES[shape]
     zoo.build(name, **changes).save_pretrained(tmp_path)
-    for peak, planned in spawn(RANKS, measured, str(tmp_path), options):
-        assert planned == pytest.approx(peak, rel=0.1), f"planned {planned / peak:.3f} of what was measured"
+    peaks, planned = zip(*spawn(RANKS, measured, str(tmp_path), tokens, options), strict=True)
+    share = planned[0] / mean(peaks)  # whether gloo's own buffers are still there is a matter of time on each rank
+    assert share == pytest.approx(1.0, abs=0.1)

@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fsdptrain.algo.advantages import ADVANTAGES, AdvantageRule
+from fsdptrain.algo.shaping import ShapingRule
 from fsdptrain.config import DataConfig, RolloutConfig
 from fsdptrain.data.curriculum import PassRates
 from fsdptrain.data.prompts import PromptStream
@@ -72,7 +74,8 @@ def source(rules: SelectionRules, score=reward, num_rows: int = 24, curriculum: 
         sampling=SamplingParams(num_samples=4, max_tokens=8, seed=9),
         num_prompts=WANTED,
         num_shown=3,
-        advantage_estimator="grpo",
+        shaping=ShapingRule(max_response_len=8, overlong_buffer=1, coefficients={}),
+        advantages=AdvantageRule(ADVANTAGES["grpo"], "group"),
         max_unscored_fraction=0.1,
         rules=rules,
     )
@@ -113,8 +116,10 @@ def ends_with(rules: SelectionRules, scores: list) -> list[tuple[str, int, int]]
 def packed_lengths(num_rows: int, num_steps: int) -> list[tuple[list[int], int]]:
     """Of each optimizer step: the lengths that this rank trains, and the denominator."""
     ours = source(SelectionRules(dynamic=True, max_rounds=1), num_rows=num_rows)
-    rules = PackingRules(64, "token_mean", max_response_len=8, num_steps=num_steps, layout="packed")
-    steps = make_batches(ours.collect(0).samples, rules)
+    rules = PackingRules(
+        64, "token_mean", max_response_len=8, steps_per_epoch=num_steps, num_epochs=1, seed=0, layout="packed"
+    )
+    steps = make_batches(ours.collect(0).samples, rules, rollout=0)
     return [
         ([n for p in step.packs if p.loss_weights.any() for n in p.seqlens], step.packs[0].num_loss_tokens)
         for step in steps

@@ -47,8 +47,9 @@ def test_routes_of_the_engine_and_the_loss_of_the_router_on_two_ranks(moe: Path,
 
 
 @pytest.mark.slow
-def test_routes_of_scoring(moe: Path, tmp_path: Path) -> None:
-    [row, _] = trained(moe, tmp_path, "--router-replay", "scoring", "--global-batch-size", "8")
+def test_routes_of_scoring_in_two_epochs_on_two_ranks(moe: Path, tmp_path: Path) -> None:
+    flags = ["--steps-per-rollout", "4", "--epochs-per-rollout", "2", "--nproc-per-node", "2"]
+    [row, _] = trained(moe, tmp_path, "--router-replay", "scoring", *flags)
     assert "moe/load_max" in row
     assert "moe/aux_loss" not in row
 

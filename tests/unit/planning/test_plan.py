@@ -104,3 +104,8 @@ def test_a_model_that_asks_for_values_is_refused_in_words():
     model.set_experts_implementation("eager")
     with pytest.raises(MemoryPlanError, match="activations of Qwen3MoeForCausalLM cannot be planned"):
         Planner(model, Machine(8, GIB)).training(config())
+
+
+def test_an_adapter_is_refused_and_not_planned_as_if_there_were_none():
+    with pytest.raises(MemoryPlanError, match="--lora-rank is not planned yet"):
+        PLANNER.training(config(lora_rank=8))

@@ -4,9 +4,11 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,7 +21,7 @@ from fsdptrain.rewards.verifiers import exact
 from fsdptrain.testing import FakeRolloutEngine, tiny_tokenizer
 from fsdptrain.trainer.episodes import MultiTurn, prompt_seed
 from fsdptrain.trainer.experience import Round, SingleTurn
-from fsdptrain.types import Message, Prompt, SamplingParams, Turn
+from fsdptrain.types import NO_ROUTE, Completion, Message, Prompt, SamplingParams, Turn
 
 TOKENIZER = tiny_tokenizer()
 END = TOKENIZER.eos_token_id
@@ -28,7 +30,7 @@ ENDS = (END,)
 
 
 class Recording(FakeRolloutEngine):
-    """Remembers what it was asked."""
+    """Remembers what it was asked. Every token that it reads takes the expert that is the number of the turn."""
 
     def __init__(self, respond: Callable[[Prompt, int], Sequence[int]]) -> None:
         super().__init__(respond)
@@ -36,7 +38,14 @@ class Recording(FakeRolloutEngine):
 
     def generate(self, prompts, sampling):
         self.asked.append((list(prompts), sampling))
-        return super().generate(prompts, sampling)
+        asked = [prompt for prompt in prompts for _ in range(sampling.num_samples)]
+        made = zip(asked, super().generate(prompts, sampling), strict=True)
+        return [replace(completion, routes=routes_of(prompt, completion)) for prompt, completion in made]
+
+
+def routes_of(prompt: Prompt, completion: Completion) -> torch.Tensor:
+    num_read = len(prompt.token_ids) + len(completion.token_ids) - 1
+    return torch.full((num_read, 1, 1), int(prompt.id.partition("@")[2] or 0), dtype=torch.int16)
 
 
 class Scripted:
@@ -299,6 +308,20 @@ def test_tools_and_users_may_speak_in_one_turn():
     messages: list[Message] = [{"role": "tool", "content": "42"}, {"role": "user", "content": "Well?"}]
     made, _ = play(lambda turn, _: Turn(messages, done=turn == 2, reward=0.0))
     assert made.texts[0] == "yes<|end|><|tool|>42<|end|><|user|>Well?<|end|><|assistant|>yes<|end|>"
+
+
+def test_each_token_has_the_routes_of_the_turn_that_read_it_first():
+    made, _ = play(two_turns)
+    for sample in made.samples:
+        routes = sample.routes[:, 0, 0].tolist()
+        first_turn = sample.loss_mask.index(True) + len(words("yes")) - 1
+        assert routes == [0] * first_turn + [1] * (len(routes) - first_turn - 1) + [NO_ROUTE]
+        assert len(routes) == len(sample.token_ids)
+
+
+def test_a_response_that_is_cut_has_no_more_routes_than_tokens():
+    made, _ = play(lambda turn, _: Turn("and"), lambda prompt, index: [200] * 90, max_tokens=100)
+    assert all(len(sample.routes) == len(sample.token_ids) for sample in made.samples)
 
 
 def test_no_prompts_make_no_episodes():
