@@ -104,6 +104,7 @@ FORMER_FLAGS: dict[str, Former] = dict(
         _same("--eval-interval", "counts rollouts"),
         _same("--n-samples-per-eval-prompt"),
         ("--custom-rm-path", Former("--reward", "`package.module:function`")),
+        ("--custom-generate-function-path", Former("--environment", "`package.module:Class`, for turns and tools")),
         ("--debug-rollout-only", Former("", _NOT_YET)),
         ("--debug-train-only", Former("", "`--algorithm sft` trains without rollouts")),
     ]

@@ -276,6 +276,14 @@ def test_a_flood_is_cut_and_one_that_leaves_no_room_ends_the_episode():
     assert made.texts[0] == "yes<|end|>"
 
 
+@pytest.mark.parametrize("max_tokens", range(13, 18))
+def test_an_observation_that_fills_the_episode_to_the_last_token_is_left_out(max_tokens: int) -> None:
+    """Response and observation are 15 tokens together."""
+    made, _ = play(lambda turn, _: Turn("8 bytes.", reward=0.0), max_tokens=max_tokens, max_turns=2)
+    assert made.samples[0].loss_mask[-1]
+    assert made.texts[0].count("<|assistant|>y") == (max_tokens > 15)
+
+
 def test_an_engine_that_knows_no_limits_of_prompts_is_cut():
     def respond(prompt: Prompt, index: int) -> list[int]:
         return [200] * 9 + [END] if "#" not in prompt.id else [201] * 100
