@@ -161,6 +161,10 @@ def build_vllm_engine(config: Config, *, checkpoint: Path, device: torch.device)
             raise ConfigError(
                 f"--rollout-engine-args {name}: fsdptrain sets it, and exactness rests on it; leave it out"
             )
+    if rollout.engine_args.get("tensor_parallel_size", 1) != 1:
+        raise ConfigError(
+            "--rollout-engine-args tensor_parallel_size: each rank has an engine and prompts of its own; leave it out"
+        )
     return VLLMEngine(
         checkpoint, trust_remote_code=config.model.trust_remote_code, **{**options, **rollout.engine_args}
     )

@@ -34,7 +34,7 @@ def test_report_of_a_real_run(checkpoint: Path, tmp_path: Path) -> None:
         (["report", "nowhere"], "nowhere has no metrics.jsonl: name the --output-dir of a run"),
         (
             ["train", "--lr", "1e-5"],
-            "'train' is not a command: it is fsdptrain export, fsdptrain report, or only flags",
+            "'train' is not a command: it is fsdptrain inspect, fsdptrain plan, fsdptrain export, fsdptrain report,",
         ),
     ],
 )
