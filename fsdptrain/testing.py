@@ -90,8 +90,7 @@ class FakeRolloutEngine:
         completions: list[Completion] = []
         for prompt in prompts:
             for index in range(sampling.num_samples):
-                limit = min(sampling.max_tokens, prompt.max_tokens or sampling.max_tokens)
-                tokens = list(self.respond(prompt, index))[:limit]
+                tokens = list(self.respond(prompt, index))[: sampling.limit_of(prompt)]
                 stopped = bool(tokens) and tokens[-1] in sampling.stop_token_ids
                 reason = "stop" if stopped else "length"
                 completions.append(Completion(prompt.id, tokens, [-1.0] * len(tokens), reason, self.policy_version))

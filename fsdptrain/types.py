@@ -63,6 +63,10 @@ class SamplingParams:
     seed: int = 0
     with_routes: bool = False  # report the experts that each token took
 
+    def limit_of(self, prompt: Prompt) -> int:
+        """Longest response to `prompt`. [tokens]"""
+        return self.max_tokens if prompt.max_tokens is None else min(self.max_tokens, prompt.max_tokens)
+
 
 @dataclass(frozen=True)
 class Completion:

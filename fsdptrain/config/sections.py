@@ -71,13 +71,15 @@ class DataConfig(Section):
     """Prompts and how they become tokens."""
 
     prompt_data: str = "reasoning_gym:gsm_symbolic"
-    """`reasoning_gym:<task>[?key=value&...]`, a .jsonl or .parquet file, or the name or folder of a `datasets` set."""
+    """`reasoning_gym:<task>[?key=value&...]`, a .jsonl or .parquet file, the name or folder of a `datasets` set, or
+    `environment` for what --environment brings."""
     prompt_split: str = "train"
     """Split of a `datasets` data set to train on."""
     input_key: str = "prompt"
     """Column of the prompt: a text, or a list of chat messages."""
     label_key: str = "label"
-    """Column of the reference answer; with `--algorithm sft`, of the response."""
+    """Column of the reference answer; with `--algorithm sft`, of the response: a text, or the messages of a
+    conversation."""
     metadata_key: str | None = None
     """Column of a mapping that is handed to the reward."""
     apply_chat_template: bool = True
@@ -85,8 +87,8 @@ class DataConfig(Section):
     chat_template_kwargs: dict[str, bool | int | str] = Field(default={})
     """Handed to the chat template, e.g. `enable_thinking: false`."""
     system_prompt: str = "auto"
-    """System message before each prompt; "" for none. `auto`: a request for <answer> tags with reasoning_gym data,
-    else none."""
+    """System message before each prompt; "" for none. `auto`: that of the environment, else a request for <answer>
+    tags with reasoning_gym data, else none."""
     eval_prompt_data: str | None = None
     """Data to evaluate on, in any form of --prompt-data. Default: rows of --prompt-data that are never trained on."""
     eval_size: int | None = Field(default=None, ge=0)

@@ -68,7 +68,7 @@ class HFEngine:
         """
         if not self._has_weights:
             raise RolloutError("the embedded engine has no weights: call update_weights first, also after sleep()")
-        limits = [min(sampling.max_tokens, prompt.max_tokens or sampling.max_tokens) for prompt in prompts]
+        limits = [sampling.limit_of(prompt) for prompt in prompts]
         self._check_lengths(prompts, limits)
         stop = sorted({*self.stop_token_ids, *sampling.stop_token_ids})
         chunks = plan_chunks(

@@ -101,7 +101,7 @@ class VLLMEngine:
     def _params(self, prompt: Prompt, index: int, sampling: SamplingParams) -> Any:
         return self._vllm.SamplingParams(
             n=1,
-            max_tokens=sampling.max_tokens,
+            max_tokens=sampling.limit_of(prompt),
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=max(sampling.top_k, 0),  # vLLM: 0 is off
