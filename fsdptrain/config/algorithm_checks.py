@@ -76,6 +76,11 @@ def _kl(config: Config) -> Iterator[Problem]:
             f"--kl-reward-coef {algorithm.kl_reward_coef:g} is added to the sum of the rewards, which --multi-reward "
             f"{algorithm.multi_reward} does not look at: use --kl-loss-coef"
         )
+    elif config.shaping.mask_truncated:
+        yield (
+            f"--kl-reward-coef {algorithm.kl_reward_coef:g} needs the KL divergence of all samples of a group, and "
+            "--mask-truncated scores none for truncated ones: use --kl-loss-coef, or leave one of them out"
+        )
     if algorithm.kl_target is None:
         yield from without_effect(config, "kl_horizon", "without an adaptive coefficient: set --kl-target")
     elif algorithm.kl_loss_coef and algorithm.kl_reward_coef:

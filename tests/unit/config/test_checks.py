@@ -80,6 +80,11 @@ REFUSED = [
         ["--kl-target 0.1", "--kl-loss-coef 0.1", "--kl-reward-coef 0.2", "choose one"],
         {"kl_loss_coef": 0.0},
     ),
+    (
+        {"kl_reward_coef": 0.1, "mask_truncated": True},
+        ["--kl-reward-coef 0.1", "--mask-truncated", "--kl-loss-coef"],
+        {"mask_truncated": False},
+    ),
     ({"kl_reward_coef": 0.1, "kl_loss_type": "k1"}, ["--kl-loss-type", "in the loss"], {"kl_loss_coef": 0.001}),
     ({"kl_loss_coef": 0.1, "kl_reward_type": "k3"}, ["--kl-reward-type", "in the reward"], {"kl_reward_coef": 0.001}),
     ({"mismatch_rejection": "seq_mean_k3"}, ["--mismatch-rejection-max", "0.01"], {"mismatch_rejection_max": 0.01}),
