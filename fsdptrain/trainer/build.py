@@ -315,7 +315,7 @@ def build_source(
         shaping=shaping_rule(config),
         advantages=advantages,
         max_unscored_fraction=config.reward.max_unscored_fraction,
-        rules=selection_rules(config),
+        rules=selection_rules(config, advantages),
     )
 
 
