@@ -13,6 +13,7 @@ from fsdptrain.rewards.verifiers import REWARDS
 from fsdptrain.types import Prompt
 
 GENERATOR = "reasoning_gym:"
+TAKEN = {"reward", "mean", "std", "unscored_fraction", "kl", "overlong", "length"}  # reward/<name> means something else
 
 
 def build_reward(reward: RewardConfig, *, prompt_data: str, has_environment: bool = False) -> "WeightedSum":
@@ -82,7 +83,13 @@ def _parse(spec: str, prompt_data: str, has_environment: bool) -> Component:
             f"--reward {name} scores reasoning_gym:<task> data only, not --prompt-data {prompt_data}; "
             f"use one of {', '.join(others)} or package.module:function"
         )
-    return Component(name.rpartition(":")[2], _weight(text, spec), registry.resolve(name, REWARDS, flag="--reward"))
+    return Component(_short(name), _weight(text, spec), registry.resolve(name, REWARDS, flag="--reward"))
+
+
+def _short(name: str) -> str:
+    """What a reward is called in metrics: the function without its module, unless that name is taken."""
+    function = name.rpartition(":")[2]
+    return name.replace(":", ".") if function in TAKEN else function
 
 
 def _weight(text: str, spec: str) -> float:

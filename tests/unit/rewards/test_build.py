@@ -61,6 +61,17 @@ def test_a_detail_of_one_reward_never_hides_another(tmp_path: Path, monkeypatch:
     assert reward.weights == {"math": 2.0, "f": 4.0}
 
 
+@pytest.mark.parametrize("name", ["reward", "mean", "length"])
+def test_a_function_whose_name_means_something_else_in_metrics_goes_by_its_full_name(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / f"mine_{name}.py").write_text(f"def {name}(prompt, response):\n    return 0.5\n")
+    monkeypatch.chdir(tmp_path)
+    reward = build_reward(RewardConfig(reward=[f"mine_{name}:{name}=2", "math"]), prompt_data="x")
+    assert reward(PROMPT, "4") == {f"mine_{name}.{name}": 0.5, "math": 1.0, "reward": 2.0}
+    assert reward.weights == {f"mine_{name}.{name}": 2.0, "math": 1.0}
+
+
 @pytest.mark.parametrize(
     ("specs", "message"),
     [
