@@ -8,10 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fsdptrain.algo.advantages import scored_groups
+from fsdptrain.algo.correct import is_correct
 from fsdptrain.errors import ConfigError
 from fsdptrain.types import Sample
-
-CORRECT = 1.0 - 1e-6  # a reward from here on is a right answer, as accuracy counts it
 
 
 @dataclass(frozen=True)
@@ -21,6 +20,7 @@ class ShapingRule:
     max_response_len: int  # [tokens]
     overlong_buffer: int  # [tokens]
     coefficients: Mapping[str, float]  # of the names in `SHAPES` that are on
+    pass_threshold: float = 1.0  # [reward]
 
 
 def shape(samples: Sequence[Sample], rule: ShapingRule) -> list[Sample]:
@@ -59,17 +59,18 @@ def overlong(_rewards: Sequence[float], lengths: Sequence[int], rule: ShapingRul
     return [-min(1.0, max(0, length - start) / rule.overlong_buffer) for length in lengths]
 
 
-def length(rewards: Sequence[float], lengths: Sequence[int], _rule: ShapingRule) -> list[float]:
+def length(rewards: Sequence[float], lengths: Sequence[int], rule: ShapingRule) -> list[float]:
     """0.5 - (T - T_min) / (T_max - T_min) for a right answer, at most 0 for a wrong one (Kimi k1.5, arXiv 2501.12599).
 
-    T_min and T_max are of the group; 0 for all where they are equal. Right is a reward of 1 or more before shaping.
-    Kimi raises the coefficient from 0 in the course of training; here it is constant.
+    T_min and T_max are of the group; 0 for all where they are equal. Right is a reward, before shaping, that reaches
+    `--pass-threshold`. Kimi raises the coefficient from 0 in the course of training; here it is constant.
     """
     shortest, longest = min(lengths), max(lengths)
     if shortest == longest:
         return [0.0] * len(lengths)
     middle = [0.5 - (tokens - shortest) / (longest - shortest) for tokens in lengths]
-    return [value if reward >= CORRECT else min(0.0, value) for value, reward in zip(middle, rewards, strict=True)]
+    right = [is_correct(reward, rule.pass_threshold) for reward in rewards]
+    return [value if passed else min(0.0, value) for value, passed in zip(middle, right, strict=True)]
 
 
 def _new_parts(parts: Mapping[str, float], member: Sample) -> Mapping[str, float]:

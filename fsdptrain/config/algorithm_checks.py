@@ -132,8 +132,11 @@ def _selection(config: Config) -> Iterator[Problem]:
     if selection.curriculum == "none":
         reason = "without a curriculum: set --curriculum pass_rate"
         yield from without_effect(config, "curriculum_floor curriculum_decay", reason)
-        if not config.evaluates:
-            reason = "where nothing is evaluated and there is no curriculum: set --eval-interval, or leave it out"
+        if not config.evaluates and not config.shaping.length_penalty:
+            reason = (
+                "where nothing is evaluated, without a curriculum and without --length-penalty: set --eval-interval, "
+                "or leave it out"
+            )
             yield from without_effect(config, "pass_threshold", reason)
 
 

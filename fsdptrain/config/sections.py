@@ -106,7 +106,7 @@ class RewardConfig(Section):
     max_unscored_fraction: float = Field(default=0.1, ge=0.0, le=1.0)
     """Stop when more than this share of a rollout's samples could not be scored."""
     pass_threshold: float = 1.0
-    """Reward from which a response counts as right: in evaluations, and for --curriculum."""
+    """Reward from which a response counts as right: in evaluations, for --curriculum and for --length-penalty."""
 
 
 class EnvironmentConfig(Section):

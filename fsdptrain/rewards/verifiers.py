@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
+from fsdptrain.algo.correct import is_correct
 from fsdptrain.protocols import RewardFunction
 from fsdptrain.rewards.answers import extract_answer, find_answer
 from fsdptrain.types import Prompt
@@ -34,7 +35,7 @@ def reasoning_gym(prompt: Prompt, response: str) -> float:
 
 def reasoning_gym_strict(prompt: Prompt, response: str) -> float:
     """1 where the task's own scorer gives full marks, else 0: partial credit, divided by a small std, misleads GRPO."""
-    return float(reasoning_gym(prompt, response) >= 1.0 - 1e-6)
+    return float(is_correct(reasoning_gym(prompt, response)))
 
 
 def math(prompt: Prompt, response: str) -> float | None:

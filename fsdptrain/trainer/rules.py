@@ -16,6 +16,7 @@ def shaping_rule(config: Config) -> ShapingRule:
         max_response_len=config.rollout.max_response_len,
         overlong_buffer=config.overlong_buffer,
         coefficients={name: coefficient for name, coefficient in coefficients.items() if coefficient},
+        pass_threshold=config.reward.pass_threshold,
     )
 
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
+from fsdptrain.algo.correct import is_correct
 from fsdptrain.data.exchange import exchange_samples, gather_index
 from fsdptrain.errors import RolloutError
 from fsdptrain.models.collective import gather
-from fsdptrain.rollout.evaluate import is_correct
 from fsdptrain.types import Metrics, Prompt, Sample
 
 log = logging.getLogger(__name__)

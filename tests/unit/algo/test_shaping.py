@@ -40,6 +40,13 @@ def test_the_length_reward_has_the_values_of_kimi() -> None:
     assert [s.reward for s in shaped] == pytest.approx([1.1, 0.0, 0.9, -0.1, 0.0, 1.0])
 
 
+def test_what_is_right_is_what_passes_in_evaluations() -> None:
+    made = [sample(10, 0.6), sample(20, 0.4), sample(30, 0.6)]
+    shaped = shape(made, ShapingRule(100, 20, {"length": 1.0}, pass_threshold=0.4))
+    assert [s.rewards["length"] for s in shaped] == [0.5, 0.0, -0.5]
+    assert [s.rewards["length"] for s in shape(made, ShapingRule(100, 20, {"length": 1.0}))] == [0.0, 0.0, -0.5]
+
+
 def test_an_unscored_sample_is_neither_shaped_nor_compared_with() -> None:
     made = [sample(10), sample(20), sample(90, None)]
     shaped = shape(made, ShapingRule(100, 20, {"length": 1.0, "overlong": 2.0}))

@@ -142,6 +142,7 @@ REFUSED = [
     ({"curriculum_decay": 0.9}, ["--curriculum-decay", "--curriculum pass_rate"], {"curriculum": "pass_rate"}),
     ({"eval_interval": 0, "pass_threshold": 0.5}, ["--pass-threshold", "evaluated"], {"curriculum": "pass_rate"}),
     ({"eval_size": 0, "pass_threshold": 0.5}, ["--pass-threshold", "--eval-interval"], {"eval_size": 8}),
+    ({"eval_size": 0, "pass_threshold": 0.5}, ["--pass-threshold", "--length-penalty"], {"length_penalty": 0.2}),
     (
         {"advantage_estimator": "grppo"},
         ["--advantage-estimator", "'grppo'", "did you mean 'grpo'", "package.module:function"],
