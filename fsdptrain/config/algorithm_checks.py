@@ -35,7 +35,8 @@ def _algorithm(config: Config) -> Iterator[Problem]:
             reason = "with --algorithm sft that never evaluates: leave it out, or set --eval-interval and --eval-size"
             yield from without_effect(config, keys, reason)
         return
-    if algorithm.n_samples_per_prompt < 2:
+    own_baseline = is_own(algorithm.advantage_estimator) and config.advantage_scale != "group"
+    if algorithm.n_samples_per_prompt < 2 and not own_baseline:
         yield (
             f"--n-samples-per-prompt must be at least 2 with --algorithm {algorithm.algorithm}, got "
             f"{algorithm.n_samples_per_prompt}: an advantage compares the samples of one prompt, 8 is usual"

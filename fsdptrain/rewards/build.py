@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fsdptrain import registry
 from fsdptrain.config import RewardConfig
-from fsdptrain.errors import ConfigError
+from fsdptrain.errors import ConfigError, RewardError
 from fsdptrain.protocols import RewardFunction
 from fsdptrain.rewards.scoring import Score, to_score
 from fsdptrain.rewards.verifiers import REWARDS
@@ -39,7 +39,7 @@ class Component:
 
 @dataclass(frozen=True)
 class WeightedSum:
-    """Several rewards as one; unscored as soon as one of them is.
+    """Several rewards as one; unscored as soon as one of them is, by a RewardError that names it.
 
     Reported are the rewards by name, without their weights, and what a function that returns a mapping says beside: a
     name of the first kind wins over one of the second.
@@ -51,12 +51,12 @@ class WeightedSum:
     def weights(self) -> dict[str, float]:
         return {component.name: component.weight for component in self.components}
 
-    def __call__(self, prompt: Prompt, response: str) -> Mapping[str, float] | None:
+    def __call__(self, prompt: Prompt, response: str) -> Mapping[str, float]:
         rewards, details = dict[str, float](), dict[str, float]()
         for component in self.components:
             score: Score = to_score(component.function(prompt, response), name=component.name)
             if score.reward is None:
-                return None
+                raise RewardError(f"{component.name} returned None, which means that it cannot score this")
             rewards[component.name] = score.reward
             details |= score.rewards
         return {**details, **rewards, "reward": sum(c.weight * rewards[c.name] for c in self.components)}

@@ -60,6 +60,7 @@ REFUSED = [
     ),
     ({**SFT, "rollout_batch_size": 8, "global_batch_size": 4}, ["--rollout-batch-size"], {"rollout_batch_size": 4}),
     ({"n_samples_per_prompt": 1}, ["--n-samples-per-prompt", "at least 2"], {"n_samples_per_prompt": 2}),
+    ({"n_samples_per_prompt": 1}, ["--n-samples-per-prompt"], {"advantage_estimator": "my.advantages:baseline"}),
     ({"kl_loss_type": "k1"}, ["--kl-loss-type", "--kl-loss-coef"], {"kl_loss_coef": 0.001}),
     ({"ref_load": "y"}, ["--ref-load", "--kl-loss-coef"], {"kl_reward_coef": 0.001}),
     ({"ref_update_interval": 5}, ["--ref-update-interval", "--kl-reward-coef"], {"kl_reward_coef": 0.001}),
