@@ -210,9 +210,9 @@ def _steps(config: Config, steps: int) -> Iterator[Problem]:
         )
     elif size and size * steps != samples * epochs:
         yield (
-            f"--steps-per-rollout {steps} and --global-batch-size {size} do not agree: {samples} samples, "
-            f"{epochs} time{'s' if epochs > 1 else ''}, make {samples * epochs // size} steps of {size}: give one of "
-            "them"
+            f"--steps-per-rollout {steps} and --global-batch-size {size} do not agree: {samples} samples"
+            f"{f', {epochs} times,' if epochs > 1 else ''} make {samples * epochs // size} steps of {size}: give one "
+            "of them"
         )
     elif steps > samples * epochs:
         yield (
