@@ -24,6 +24,15 @@ def test_the_overlong_penalty_has_the_values_of_dapo(length: int, penalty: float
     assert (shaped.reward, shaped.rewards) == (-1.0 + penalty, {"math": 0.5, "overlong": penalty})
 
 
+def test_an_episode_is_as_long_as_its_limit_counts_it() -> None:
+    """Half of what fills the limit are words of an environment; the length reward is for those of the model."""
+    episode = replace(sample(100, reward=0.0), loss_mask=[False] + ([True] * 5 + [False] * 5) * 10)
+    rule = ShapingRule(100, 20, {"overlong": 1.0, "length": 1.0})
+    shaped = shape([episode, sample(70)], rule)
+    assert [s.rewards["overlong"] for s in shaped] == [-1.0, 0.0]
+    assert [s.rewards["length"] for s in shaped] == [0.0, -0.5]
+
+
 def test_the_length_reward_has_the_values_of_kimi() -> None:
     """Right answers from +0.5 for the shortest to -0.5 for the longest; wrong ones gain nothing by being short."""
     rule = ShapingRule(100, 20, {"length": 0.2})
