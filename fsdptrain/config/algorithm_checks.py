@@ -228,8 +228,8 @@ def _router(config: Config) -> Iterator[Problem]:
         yield f"--router-aux-loss-coef must be at least 0 or `config`, got {router.aux_loss_coef:g}"
     if config.algorithm.algorithm == "sft":
         yield from without_effect(config, "router_replay", "with --algorithm sft, which has no routes to replay")
-    elif router.replay == "scoring" and (not config.needs_old_logprobs or config.algorithm.use_rollout_logprobs):
-        reason = "where no old logprobs are scored: use --router-replay rollout, or leave it out"
+    elif router.replay == "scoring" and not config.scores_policy:
+        reason = "where the policy is not scored: use --router-replay rollout, or leave it out"
         yield from without_effect(config, "router_replay", reason)
 
 

@@ -173,9 +173,10 @@ REFUSED = [
     ({**SFT, "mismatch_correction": "tis"}, ["--mismatch-correction", "sft"], {"algorithm": "grpo"}),
     ({**SFT, "router_replay": "rollout"}, ["--router-replay", "sft"], {"algorithm": "grpo"}),
     ({"router_replay": "scoring"}, ["--router-replay", "--router-replay rollout"], OFF_POLICY),
+    ({"router_replay": "scoring"}, ["--router-replay"], {"kl_reward_coef": 0.1}),  # which scores it on-policy too
     (
         {**OFF_POLICY, "router_replay": "scoring", "use_rollout_logprobs": True},
-        ["--router-replay", "no old logprobs are scored"],
+        ["--router-replay", "the policy is not scored"],
         {"router_replay": "rollout"},
     ),
     (
