@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fsdptrain import registry
 from fsdptrain.config import RewardConfig
@@ -27,7 +27,9 @@ def build_reward(reward: RewardConfig, *, prompt_data: str, has_environment: boo
     names = [part.name for part in parts]
     if not parts or len(set(names)) < len(names):
         raise ConfigError(f"--reward must name one or more different rewards, got {reward.reward}")
-    return WeightedSum(tuple(parts))
+    short = [_short(name) for name in names]
+    called = [s if short.count(s) == 1 else name.replace(":", ".") for s, name in zip(short, names, strict=True)]
+    return WeightedSum(tuple(replace(part, name=name) for part, name in zip(parts, called, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -83,11 +85,11 @@ def _parse(spec: str, prompt_data: str, has_environment: bool) -> Component:
             f"--reward {name} scores reasoning_gym:<task> data only, not --prompt-data {prompt_data}; "
             f"use one of {', '.join(others)} or package.module:function"
         )
-    return Component(_short(name), _weight(text, spec), registry.resolve(name, REWARDS, flag="--reward"))
+    return Component(name, _weight(text, spec), registry.resolve(name, REWARDS, flag="--reward"))
 
 
 def _short(name: str) -> str:
-    """What a reward is called in metrics: the function without its module, unless that name is taken."""
+    """What a reward is called in metrics: the function without its module, unless metrics of ours have that name."""
     function = name.rpartition(":")[2]
     return name.replace(":", ".") if function in TAKEN else function
 

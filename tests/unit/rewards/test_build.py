@@ -62,6 +62,14 @@ def test_a_detail_of_one_reward_never_hides_another(tmp_path: Path, monkeypatch:
     assert reward.weights == {"math": 2.0, "f": 4.0}
 
 
+def test_functions_of_one_name_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("rm_one", "rm_two"):
+        (tmp_path / f"{module}.py").write_text("def compute_score(prompt, response):\n    return 0.5\n")
+    monkeypatch.chdir(tmp_path)
+    reward = build_reward(RewardConfig(reward=["rm_one:compute_score=2", "rm_two:compute_score"]), prompt_data="x")
+    assert reward.weights == {"rm_one.compute_score": 2.0, "rm_two.compute_score": 1.0}
+
+
 def test_a_reward_that_cannot_score_is_named() -> None:
     reward = build_reward(RewardConfig(reward=["format", "math"]), prompt_data="x")
     scores = score_completions(reward, [replace(PROMPT, label=None), PROMPT], [GOOD, GOOD])
