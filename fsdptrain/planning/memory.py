@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 from fsdptrain.errors import MemoryPlanError
 from fsdptrain.models.structure import ParameterCounts
+from fsdptrain.platform import GIB
 
-GIB = 1024**3
 MASTER_BYTES = 4  # float32
 GATHERED_LAYERS = 2  # the one that computes, and the one that is prefetched
 DEVICE_MARGIN = 1.05  # fragmentation, and what kernels need for themselves
