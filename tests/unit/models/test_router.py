@@ -12,8 +12,9 @@ from fsdptrain.errors import ConfigError
 from fsdptrain.models.checkpointing import enable_gradient_checkpointing
 from fsdptrain.models.policy import install_policy_forward, plain_batch, policy_logprobs
 from fsdptrain.models.random_copy import random_copy
-from fsdptrain.models.router import RouterReplay, expert_choice
+from fsdptrain.models.router import RouterReplay
 from fsdptrain.models.router_check import aux_loss_coef, check_replay, replay_refusal
+from fsdptrain.models.structure import expert_choice
 from fsdptrain.types import NO_ROUTE
 from tests import zoo
 
