@@ -69,3 +69,13 @@ def test_rollouts_that_stay_short_are_trained_on_and_told_and_empty_ones_end_in_
     empty = run(checkpoint, tmp_path / "empty", *rounds, labels=["1"] * 8)
     assert empty.code == 2
     assert empty.err.splitlines()[-1].startswith("fsdptrain: --dynamic-sampling kept none of 8 groups in 2 rounds")
+
+
+@pytest.mark.slow
+def test_a_run_whose_rewards_are_all_alike_says_that_it_learns_nothing(checkpoint: Path, tmp_path: Path) -> None:
+    for name, labels in (("alike", ["0"] * 9), ("differ", LABELS)):
+        result = run(checkpoint, tmp_path / name, "--num-rollout", "4", "--no-export", labels=labels)
+        assert result.code == 0, result.err
+        told = [line for line in result.err.splitlines() if "nothing is learnt" in line]
+        assert len(told) == (name == "alike"), result.err
+        assert all("3 rollouts in a row, every reward was 0" in line for line in told)
