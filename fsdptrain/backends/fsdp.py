@@ -4,6 +4,7 @@ import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from fsdptrain.config import Config
 from fsdptrain.errors import CheckpointError, ConfigError
 from fsdptrain.fsdp.adapter import export_adapter, stream_adapter
 from fsdptrain.fsdp.checkpoint import (
+    Rest,
     has_reference,
     load_checkpoint,
     load_reference,
@@ -30,6 +32,7 @@ from fsdptrain.fsdp.mesh import build_mesh
 from fsdptrain.fsdp.optim import Optimizer
 from fsdptrain.fsdp.reference import ReferenceBank
 from fsdptrain.fsdp.shards import HostStash, content_digest, describe, fingerprint, local_shard
+from fsdptrain.fsdp.staging import Staging
 from fsdptrain.fsdp.wrap import shard_model
 from fsdptrain.models.attention import resolve_attention
 from fsdptrain.models.checkpointing import enable_gradient_checkpointing
@@ -68,6 +71,7 @@ class FSDPBackend:
         self.checkpoint_path = resolve_checkpoint(config.model.hf_checkpoint)
         self._config = config
         self._stash = HostStash()
+        self._staging = Staging(config.launch.dist_timeout) if config.run.async_save else None
         self._experts = Experts(config)
         other = self._other_reference()  # before the policy: two models are never on the device together
         self._model, self.adapters = _load_model(
@@ -183,13 +187,15 @@ class FSDPBackend:
     def onload(self) -> None:
         self._stash.restore()
 
-    def save(self, directory: Path, step: int) -> None:
-        """Into a folder that exists: see `CheckpointFolder.write`."""
+    def save(self, directory: Path, step: int) -> Rest | None:
+        """Into a folder that exists: see `CheckpointFolder.write`. With --async-save, what is left to be written."""
         assert not self._stash, "onload comes before save"
-        save_checkpoint(directory, self._model, self._optimizer, step=step, adapter=self._adapter_identity)
+        kept, adapter = self._staging, self._adapter_identity
+        rests = [save_checkpoint(directory, self._model, self._optimizer, step=step, adapter=adapter, staging=kept)]
         if self._reference_moved:
             with self._bank.swapped_into(self._model):
-                save_reference(directory, self._model)
+                rests.append(save_reference(directory, self._model, staging=kept))
+        return partial(_all, [rest for rest in rests if rest is not None]) if kept is not None else None
 
     def load(self, directory: Path) -> int:
         """Returns the step that was saved. Raises CheckpointError."""
@@ -336,6 +342,11 @@ def _load_model(
     if adapters is not None:
         adapters.finish(seed=config.run.seed, cpu_offload=config.fsdp.cpu_offload)
     return model, adapters
+
+
+def _all(actions: Sequence[Callable[[], None]]) -> None:
+    for act in actions:
+        act()
 
 
 class _MetricSums:

@@ -182,7 +182,10 @@ def _decay_steps(config: Config) -> Iterator[Problem]:
 def _run(config: Config) -> Iterator[Problem]:
     run = config.run
     if not run.keep_last:
-        yield from without_effect(config, "save_interval", "with --keep-last 0, which writes no checkpoint")
+        yield from without_effect(config, "save_interval async_save", "with --keep-last 0, which writes no checkpoint")
+    if not run.save_interval:
+        reason = "with --save-interval 0: the only checkpoint is written after the last step"
+        yield from without_effect(config, "async_save", reason)
     if not run.eval_interval:
         keys = "eval_prompt_data eval_size n_samples_per_eval_prompt eval_temperature eval_greedy"
         yield from without_effect(config, keys, "with --eval-interval 0, which never evaluates")

@@ -262,6 +262,8 @@ class RunConfig(Section):
     """Rollouts between checkpoints; 0: only the last, none if --keep-last is 0."""
     keep_last: int = Field(default=2, ge=0)
     """Checkpoints to keep; 0: write none."""
+    async_save: bool = False
+    """Train on while a checkpoint is written, from a copy of weights and optimizer state in host memory."""
     export: bool = True
     """Write the trained model to output_dir/hf at the end, as from_pretrained reads it."""
     eval_interval: int = Field(default=20, ge=0)

@@ -113,7 +113,7 @@ class HubWriter:
             assert (tensor.shape, tensor.dtype) == (file.tensors[name].shape, file.tensors[name].dtype), name
             with (self._folder / file.name).open("r+b") as stream:
                 stream.seek(len(file.header) + file.offsets[name])
-                stream.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+                stream.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
             self._left.remove(name)
 
     def finish(self) -> None:
