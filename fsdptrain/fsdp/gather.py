@@ -21,23 +21,23 @@ def gather_on(owner: int, tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
     Each part is cast before it is sent. Of several replicas the one that `owner` belongs to sends.
     """
     rank = dist.get_rank()
-    part = local_part(tensor.detach()).to(_HOST, dtype)
+    part = local_part(tensor.detach())
     axis = _sharded_axis(tensor)
     if axis is None or not isinstance(tensor, DTensor):
-        return part if rank == owner else None
+        return part.to(_HOST, dtype) if rank == owner else None
     group = dist.get_process_group_ranks(tensor.device_mesh.get_group(axis))
     if owner not in group:
         return None
     if rank != owner:
         if part.numel():
-            dist.send(part.contiguous(), dst=owner)
+            dist.send(part.to(_HOST, dtype).contiguous(), dst=owner)
         return None
     placement = tensor.placements[axis]
     assert isinstance(placement, Shard)
     whole = torch.empty(tensor.shape, dtype=dtype)
     for sender, place in zip(group, whole.chunk(len(group), placement.dim), strict=False):  # as Shard cuts it
         if sender == rank:
-            place.copy_(part)
+            place.copy_(part)  # casts without a copy between
         else:
             _receive(place, sender)
     return whole

@@ -1,4 +1,4 @@
-"""A checkpoint that is written in the background is the one that would have been written at once, or it is not there."""
+"""A checkpoint that is written in the background is the one that would have been written at once, or is not there."""
 
 import json
 import os

@@ -66,19 +66,21 @@ def test_run_emits_every_metric_and_leaves_a_model_that_transformers_loads(check
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_run_that_was_killed_goes_on_bitwise(checkpoint: Path, tmp_path: Path, num_ranks: int) -> None:
+@pytest.mark.parametrize(("num_ranks", "saving"), [(1, []), (2, []), (2, ["--async-save"])])
+def test_run_that_was_killed_goes_on_bitwise(
+    checkpoint: Path, tmp_path: Path, num_ranks: int, saving: list[str]
+) -> None:
     flags = ["--num-rollout", "4", "--save-interval", "1", "--nproc-per-node", str(num_ranks)]
     flags += ["--steps-per-rollout", "4", "--epochs-per-rollout", "2"]
     base = ["--hf-checkpoint", str(checkpoint), *TINY_RUN, *flags]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert command.run([*base, "--output-dir", str(whole)], tmp_path / "1").code == 0
 
-    process = command.start([*base, "--output-dir", str(killed)], tmp_path / "2")
+    process = command.start([*base, *saving, "--output-dir", str(killed)], tmp_path / "2")
     wait_for(killed / "checkpoints" / "step_00000002")
     os.kill(process.pid or 0, signal.SIGKILL)
     process.join()
-    resumed = command.run([*base, "--output-dir", str(killed)], tmp_path / "3")
+    resumed = command.run([*base, *saving, "--output-dir", str(killed)], tmp_path / "3")
 
     assert resumed.code == 0, resumed.err
     assert learned(killed) == learned(whole)
