@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from fsdptrain import platform
 from fsdptrain.algo.metrics import finish_metrics
 from fsdptrain.backends.experts import Experts
-from fsdptrain.config import Config
+from fsdptrain.config import Config, ModelConfig
 from fsdptrain.errors import CheckpointError, ConfigError
 from fsdptrain.fsdp.adapter import export_adapter, stream_adapter
 from fsdptrain.fsdp.checkpoint import (
@@ -34,16 +34,20 @@ from fsdptrain.fsdp.reference import ReferenceBank
 from fsdptrain.fsdp.shards import HostStash, content_digest, describe, fingerprint, local_shard
 from fsdptrain.fsdp.staging import Staging
 from fsdptrain.fsdp.wrap import shard_model
+from fsdptrain.models.activation_offload import enable_activation_offload
 from fsdptrain.models.attention import resolve_attention
 from fsdptrain.models.checkpointing import enable_gradient_checkpointing
 from fsdptrain.models.collective import together
+from fsdptrain.models.compiling import check_compiler, compile_layers
 from fsdptrain.models.files import stored_dtype
 from fsdptrain.models.layout import LayoutProbe, choose_layout
 from fsdptrain.models.loading import build_meta_model, load_weights, resolve_checkpoint
 from fsdptrain.models.lora import Adapters, add_adapters
 from fsdptrain.models.materialize import store_in
 from fsdptrain.models.policy import RouterFunction, check_head, evaluating, install_policy_forward, policy_logprobs
+from fsdptrain.models.selective_check import check_selective
 from fsdptrain.models.structure import reshard
+from fsdptrain.models.transfers import Transfers
 from fsdptrain.models.truncation import Truncation
 from fsdptrain.protocols import Loss, ModelRole, Naming
 from fsdptrain.types import LogProbs, LossConfig, Metrics, PackedBatch
@@ -324,9 +328,11 @@ def _load_model(
         store_in(model, stored)
     if before_load is not None:
         before_load(model)
-    if config.model.gradient_checkpointing:
-        enable_gradient_checkpointing(model)
-    replay = experts.replay(model, recomputed=config.model.gradient_checkpointing) if experts else None
+    with together(ConfigError, "--compile, --gradient-checkpointing-kind"):
+        _prepare_layers(model, path, config.model)
+    replay = experts.replay(model) if experts else None
+    if config.model.offload_activations:
+        enable_activation_offload(model, Transfers(platform.local_device()))
     install_policy_forward(model, chunk_size=config.model.logprob_chunk_size, replay=replay)
     shard_model(
         model,
@@ -347,6 +353,19 @@ def _load_model(
 def _all(actions: Sequence[Callable[[], None]]) -> None:
     for act in actions:
         act()
+
+
+def _prepare_layers(model: PreTrainedModel, path: Path, config: ModelConfig) -> None:
+    """Compiled, then recomputed. ConfigError where this machine lacks a compiler, or the model does not allow it."""
+    if config.compile:
+        check_compiler(platform.device_type())
+        compile_layers(model)
+    if config.gradient_checkpointing:
+        kind, every = config.gradient_checkpointing_kind, config.gradient_checkpointing_every
+        if kind == "selective":
+            trust = config.trust_remote_code
+            check_selective(AutoConfig.from_pretrained(path, trust_remote_code=trust), trust_remote_code=trust)
+        enable_gradient_checkpointing(model, kind=kind, every=every)
 
 
 class _MetricSums:

@@ -69,6 +69,24 @@ def _model(config: Config) -> Iterator[Problem]:
         yield "--fp16 and --bf16 are both on: choose one, e.g. --fp16 --no-bf16"
 
 
+def _memory(config: Config) -> Iterator[Problem]:
+    model = config.model
+    if not model.gradient_checkpointing:
+        keys = "gradient_checkpointing_kind gradient_checkpointing_every"
+        yield from without_effect(config, keys, "without --gradient-checkpointing: add it, or leave this out")
+    if model.gradient_checkpointing_kind == "selective":
+        way_out = "use --gradient-checkpointing-kind full, or leave it out"
+        if model.offload_activations:
+            yield f"--offload-activations cannot move what --gradient-checkpointing-kind selective keeps: {way_out}"
+        if model.compile:
+            yield f"--compile fuses the operations that --gradient-checkpointing-kind selective chooses from: {way_out}"
+    if not config.optim.offload_optimizer:
+        yield from without_effect(config, "offload_optimizer_step", "without --offload-optimizer: add it")
+    elif config.fsdp.cpu_offload:
+        reason = "with --fsdp-cpu-offload, which keeps that state in host memory too: leave one of them out"
+        yield from without_effect(config, "offload_optimizer", reason)
+
+
 def _lora(config: Config) -> Iterator[Problem]:
     lora = config.lora
     if not lora.rank:
@@ -223,5 +241,5 @@ def _launch(config: Config) -> Iterator[Problem]:
 
 
 _CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (
-    _model, _lora, _data, _environment, *ALGORITHM_CHECKS, _lengths, _schedule, _run, _log, _launch,
+    _model, _memory, _lora, _data, _environment, *ALGORITHM_CHECKS, _lengths, _schedule, _run, _log, _launch,
 )  # fmt: skip

@@ -29,6 +29,7 @@ class MemoryDemand:
     num_shards: int  # ranks over which one replica is sharded
     compute_bytes: int  # of one gathered number: 2 for bfloat16 and float16, 4 for float32
     cpu_offload: bool = False
+    offload_optimizer: bool = False  # Adam's moments alone on the host
     reshard_after_forward: bool = True
     embedded_engine: bool = False  # a whole copy in the compute dtype, between the training steps
     reference: bool = False  # one more shard of the weights, on the host
@@ -70,8 +71,9 @@ def load_memory_need(demand: MemoryDemand, supply: MemorySupply) -> MemoryNeed:
     frozen = demand.compute_bytes * math.ceil(counts.frozen / demand.num_shards)
     state = {"weights": trained + frozen, "Adam's moments": 2 * trained, "gradients": trained}
     work = _working_memory(demand)
-    device = dict(work) if demand.cpu_offload else {**state, **work}
-    host = {name: ranks * size for name, size in state.items()} if demand.cpu_offload else {}
+    moved = set(state) if demand.cpu_offload else {"Adam's moments"} if demand.offload_optimizer else set()
+    device = {name: size for name, size in state.items() if name not in moved} | work
+    host = {name: ranks * size for name, size in state.items() if name in moved}
     if demand.reference:
         host["the reference"] = ranks * (frozen or trained)  # an adapter has none
     if demand.load_strategy == "rank0":
@@ -138,6 +140,7 @@ def _remedies(demand: MemoryDemand, supply: MemorySupply) -> list[str]:
     changes = [
         ("--load-strategy shard", replace(demand, load_strategy="shard")),
         ("--fsdp-reshard-after-forward", replace(demand, reshard_after_forward=True)),
+        ("--offload-optimizer", replace(demand, offload_optimizer=not demand.cpu_offload)),
         ("--fsdp-cpu-offload", replace(demand, cpu_offload=True)),
         ("--no-fsdp-cpu-offload", replace(demand, cpu_offload=False)),
         ("--rollout-engine vllm", replace(demand, embedded_engine=False)),

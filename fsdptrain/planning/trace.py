@@ -8,7 +8,7 @@ keeps, keeps it here too. A pack of 8192 tokens takes two seconds, and no memory
 import copy
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,12 +19,14 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from fsdptrain.errors import MemoryPlanError
-from fsdptrain.models.checkpointing import enable_gradient_checkpointing
+from fsdptrain.models.activation_offload import enable_activation_offload
+from fsdptrain.models.checkpointing import CheckpointingKind, enable_gradient_checkpointing
 from fsdptrain.models.inputs import Layout
 from fsdptrain.models.layer_kinds import layer_kinds
 from fsdptrain.models.materialize import parameter_names, quiet_transformers, register
 from fsdptrain.models.policy import REFUSALS, install_policy_forward, plain_batch, policy_logprobs
 from fsdptrain.models.random_copy import keep_one_of_each_kind
+from fsdptrain.models.transfers import Transfers
 
 _CPU = torch.device("cpu")
 
@@ -38,7 +40,8 @@ class Recipe:
     attention: str
     dtype: torch.dtype
     chunk_size: int  # of the logprobs
-    checkpointing: bool
+    checkpointing: CheckpointingKind | None  # of every layer
+    offload: bool = False  # of activations
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class LayerTrace:
     forward_peak: int
     backward_peak: int  # gradients of its weights included
     input_bytes: int  # of the hidden states
+    on_host: int = 0  # what it keeps there
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,22 @@ class Ledger(TorchDispatchMode):
         super().__init__()
         self.live = 0
         self.peak = 0
+        self.on_host = 0  # bytes of live `host_buffer`s, which are not among the others
         self._sizes: dict[int, int] = {}
+        self._host: set[int] = set()
+        self._making_host_buffer = False
+
+    def host_buffer(self, num_bytes: int) -> Tensor:
+        """[num_bytes] uint8 that counts as being elsewhere."""
+        self._making_host_buffer = True
+        try:
+            return torch.empty(num_bytes, dtype=torch.uint8)
+        finally:
+            self._making_host_buffer = False
+
+    def holds(self, storage_key: int) -> bool:
+        """Whether a storage that was counted is still there."""
+        return storage_key in self._sizes
 
     def ignore(self, tensors: Sequence[Tensor]) -> None:
         """What was there before; to be held by the caller."""
@@ -98,22 +117,36 @@ class Ledger(TorchDispatchMode):
         key = storage._cdata
         if key not in self._sizes:
             self._sizes[key] = storage.nbytes()
-            self.live += storage.nbytes()
+            self._add(key, storage.nbytes(), on_host=self._making_host_buffer)
             weakref.finalize(storage, self._drop, key)
 
+    def _add(self, key: int, num_bytes: int, *, on_host: bool) -> None:
+        if on_host:
+            self._host.add(key)
+            self.on_host += num_bytes
+        else:
+            self.live += num_bytes
+
     def _drop(self, key: int) -> None:
-        self.live -= self._sizes.pop(key)
+        size = self._sizes.pop(key)
+        if key in self._host:
+            self._host.remove(key)
+            self.on_host -= size
+        else:
+            self.live -= size
 
 
 def trace(config: PreTrainedConfig, recipe: Recipe, *, trust_remote_code: bool = False) -> Trace:
     """One forward and backward pass of a pack. MemoryPlanError where the model cannot be run without data."""
     mode = FakeTensorMode()
     model, kinds = _fake_model(config, recipe.dtype, recipe.attention, mode, trust_remote_code)
-    if recipe.checkpointing:
-        enable_gradient_checkpointing(model)
+    ledger = Ledger()
+    if recipe.checkpointing is not None:
+        enable_gradient_checkpointing(model, kind=recipe.checkpointing)
+    if recipe.offload:  # a layer's tensors leave when it ends, and come back when its backward begins
+        enable_activation_offload(model, Transfers(_CPU), ahead=0, host_buffer=ledger.host_buffer)
     install_policy_forward(model, chunk_size=recipe.chunk_size)
     batch = plain_batch([[1] * length for length in recipe.seqlens], device=_CPU)._map(mode.from_tensor)
-    ledger = Ledger()
     ledger.ignore([*model.parameters(), *model.buffers(), *(x for x in vars(batch).values() if isinstance(x, Tensor))])
     spans = _Spans(ledger, [layer for layer, _ in kinds])
     with mode, ledger, _refused(model):
@@ -132,6 +165,13 @@ def trace(config: PreTrainedConfig, recipe: Recipe, *, trust_remote_code: bool =
         head_left=spans.head_left,
         end_peak=end_peak,
     )
+
+
+def interleave(recomputed: Trace, plain: Trace, *, every: int) -> Trace:
+    """Of a model of which every n-th layer, from the first on, is as in `recomputed`."""
+    pairs = [pair for pair in zip(recomputed.layers, plain.layers, strict=True) for _ in range(pair[0].count)]
+    layers = (pair[0] if i % every == 0 else pair[1] for i, pair in enumerate(pairs))
+    return replace(plain, layers=tuple(replace(layer, count=1) for layer in layers))
 
 
 def cache_bytes(
@@ -211,6 +251,9 @@ class _Spans:
         self._forward_peak = [0] * len(layers)
         self._backward_peak = [0] * len(layers)
         self._input_bytes = [0] * len(layers)
+        self._input_keys = [0] * len(layers)
+        self._host_begin = [0] * len(layers)
+        self._host_end = [0] * len(layers)
         self._backward_begin = 0
         self.before = 0
         self.head_backward_peak = 0
@@ -221,10 +264,13 @@ class _Spans:
 
     def of_layer(self, i: int, numel: int, count: int) -> LayerTrace:
         saved = self._end[i] - self._begin[i]
-        return LayerTrace(numel, count, saved, self._forward_peak[i], self._backward_peak[i], self._input_bytes[i])
+        on_host = self._host_end[i] - self._host_begin[i]
+        peaks = self._forward_peak[i], self._backward_peak[i]
+        return LayerTrace(numel, count, saved, *peaks, self._input_bytes[i], on_host)
 
     def close_forward(self) -> tuple[int, int]:
         """(saved by what follows the layers, its peak)"""
+        self._forget_input(self._count - 1)
         after_layers = self._end[-1]
         saved = self._ledger.live - after_layers
         peak = self._ledger.take_peak() - after_layers
@@ -237,7 +283,11 @@ class _Spans:
     def _enter(self, i: int, args: tuple, kwargs: dict) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]
         self._ledger.take_peak()
+        if i > 0:
+            self._forget_input(i - 1)
         self._begin[i] = self._ledger.live
+        self._host_begin[i] = self._ledger.on_host
+        self._input_keys[i] = hidden.untyped_storage()._cdata
         self._input_bytes[i] = hidden.numel() * hidden.element_size()
         if i == 0:
             self.before = self._ledger.live
@@ -246,8 +296,14 @@ class _Spans:
     def _leave(self, i: int, out: Any) -> None:
         hidden = out[0] if isinstance(out, tuple) else out
         self._end[i] = self._ledger.live
+        self._host_end[i] = self._ledger.on_host
         self._forward_peak[i] = self._ledger.take_peak() - self._begin[i]
         hidden.register_hook(lambda _: self._backward_of(i))
+
+    def _forget_input(self, i: int) -> None:
+        """The model held the input of layer `i` until it had returned: if it is gone by now, it was not saved."""
+        if not self._ledger.holds(self._input_keys[i]):
+            self._end[i] -= self._input_bytes[i]
 
     def _backward_of(self, i: int) -> None:
         """The gradient of the output of layer `i` is there: what comes after it has finished its backward."""

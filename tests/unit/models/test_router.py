@@ -24,7 +24,7 @@ def replaying(name: str, *, recomputed: bool = False, **changes):
     model = zoo.build(name, **changes)
     if recomputed:
         enable_gradient_checkpointing(model)
-    replay = RouterReplay(model, expert_choice(model.config), recomputed=recomputed)
+    replay = RouterReplay(model, expert_choice(model.config))
     install_policy_forward(model, chunk_size=64, replay=replay)
     return model
 
