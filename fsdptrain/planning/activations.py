@@ -32,6 +32,7 @@ class Sharding:
     """What FSDP2 adds."""
 
     outside: int  # parameters of the root group: embedding, last norm, head
+    outside_trained: int
     num_shards: int
     compute_bytes: int
     reshard_after_forward: bool
@@ -92,8 +93,8 @@ def _backward(
 ) -> Iterator[Moment]:
     """While a layer goes backward, and while its gradients are reduced. `left`: gradients of the head."""
     layer = layers[i]
-    gradients = sharding.compute_bytes * layer.numel
-    before = REDUCED_BYTES * layers[i + 1].numel if i + 1 < len(layers) else 0
+    gradients = sharding.compute_bytes * layer.trained
+    before = REDUCED_BYTES * layers[i + 1].trained if i + 1 < len(layers) else 0
     coming = layers[i - 1].on_host if i > 0 else 0  # back from the host, for the layer that follows
     yield Moment(
         "backward of a layer",
@@ -104,7 +105,7 @@ def _backward(
             "gradients before they are reduced": left + gradients + before,
         },
     )
-    reduced = REDUCED_BYTES * layer.numel
+    reduced = REDUCED_BYTES * layer.trained
     yield Moment(
         "reduction of a layer",
         {
@@ -121,8 +122,8 @@ def _root_reduction(
 ) -> Moment:
     """At the end of the backward pass: the gradient of the embedding, then the reduction of all that is no layer."""
     left = trace.before + trace.head_saved + trace.head_left
-    embedding = left + trace.end_peak + root + REDUCED_BYTES * layers[0].numel
-    reduced = REDUCED_BYTES * sharding.outside
+    embedding = left + trace.end_peak + root + REDUCED_BYTES * layers[0].trained
+    reduced = REDUCED_BYTES * sharding.outside_trained
     reduction = trace.before + root + reduced + reduced // sharding.num_shards
     return Moment("gradients of embedding and head", {**always, "embedding and head": max(embedding, reduction)})
 

@@ -16,13 +16,12 @@ import torch
 from transformers import PreTrainedModel
 
 from fsdptrain.config import Config
-from fsdptrain.errors import MemoryPlanError
 from fsdptrain.fsdp.wrap import largest_shard
 from fsdptrain.models.attention import SEGMENTS, register_attention
 from fsdptrain.models.inputs import Layout
 from fsdptrain.models.kernels import kernels
 from fsdptrain.models.layout import LOSES_MASK
-from fsdptrain.models.structure import ParameterCounts, count_parameters
+from fsdptrain.models.structure import ParameterCounts, count_parameters, decoder_layers
 from fsdptrain.planning import remedies
 from fsdptrain.planning.activations import Moment, Sharding, training_peak
 from fsdptrain.planning.memory import (
@@ -153,10 +152,7 @@ class Planner:
         return "padded" if unpackable or any(values.get(key) is not None for key in LOSES_MASK) else "packed"
 
     def training(self, config: Config) -> Moment:
-        if config.lora.rank:
-            raise MemoryPlanError(
-                "--lora-rank is not planned yet: an adapter needs less than the same run without it, leave it out"
-            )
+        assert not config.lora.rank or self.counts.frozen, "a run with --lora-rank needs its adapters on the model"
         return training_peak(self.trace(config), self._sharding(config))
 
     def trace(self, config: Config) -> Trace:
@@ -170,6 +166,7 @@ class Planner:
             chunk_size=model.logprob_chunk_size,
             checkpointing=model.gradient_checkpointing_kind if model.gradient_checkpointing else None,
             offload=model.offload_activations,
+            lora=config.lora if config.lora.rank else None,
         )
         found = self._traced(recipe, trust_remote_code=model.trust_remote_code)
         every = model.gradient_checkpointing_every
@@ -194,10 +191,10 @@ class Planner:
                 self._model.config, num_tokens=width, dtype=dtype, trust_remote_code=config.model.trust_remote_code
             )
         numbers = 1 if config.optim.offload_optimizer else 3
-        state = 0 if config.fsdp.cpu_offload else numbers * MASTER_BYTES * self._shard(config)
+        whole = self.counts.frozen if config.lora.rank else self.counts.total  # an adapter is merged
         parts = {
-            "weights, gradients, Adam": state,
-            "the engine's weights": dtype.itemsize * self.counts.total,
+            "weights, gradients, Adam": _state(self._model, config, self._num_shards(config), numbers),
+            "the engine's weights": dtype.itemsize * whole,
             f"key-value cache of {rows} rows": rows * self._caches[width, dtype],
             "gathered layers": dtype.itemsize * max(self.counts.largest_layer, self.counts.outside_layers),
         }
@@ -212,7 +209,7 @@ class Planner:
             cpu_offload=config.fsdp.cpu_offload,
             reshard_after_forward=config.fsdp.reshard_after_forward,
             offload_optimizer=config.optim.offload_optimizer,
-            reference=config.needs_reference,
+            reference=config.needs_reference and (not config.lora.rank or config.ref.load is not None),
             load_strategy=config.model.load_strategy,
         )
         supply = MemorySupply(
@@ -241,23 +238,32 @@ class Planner:
     def _num_shards(self, config: Config) -> int:
         return max(1, self.machine.num_gpus // config.fsdp.replicate_size)
 
-    def _shard(self, config: Config) -> int:
-        return sum(largest_shard(p, self._num_shards(config)) for p in self._model.parameters())
-
 
 def sharding(model: PreTrainedModel, config: Config, num_gpus: int) -> Sharding:
     """Of a run of `config` over so many ranks."""
     num_shards = max(1, num_gpus // config.fsdp.replicate_size)
-    shard = sum(largest_shard(p, num_shards) for p in model.parameters())
-    numbers = 2 if config.optim.offload_optimizer else 4
+    inside = {id(p) for layer in decoder_layers(model) for p in layer.parameters()}
+    outside = [p for p in model.parameters() if id(p) not in inside]
     return Sharding(
-        outside=count_parameters(model).outside_layers,
+        outside=sum(p.numel() for p in outside),
+        outside_trained=sum(p.numel() for p in outside if p.requires_grad),
         num_shards=num_shards,
         compute_bytes=_dtype(config).itemsize,
         reshard_after_forward=config.fsdp.reshard_after_forward,
         prefetch=config.fsdp.prefetch,
         cpu_offload=config.fsdp.cpu_offload,
-        state=0 if config.fsdp.cpu_offload else numbers * MASTER_BYTES * shard,
+        state=_state(model, config, num_shards, 2 if config.optim.offload_optimizer else 4),
+    )
+
+
+def _state(model: PreTrainedModel, config: Config, num_shards: int, numbers: int) -> int:
+    """Bytes on the device of a rank's shards: so many float32 `numbers` for each trained one, frozen ones once."""
+    if config.fsdp.cpu_offload:
+        return 0
+    frozen_bytes = _dtype(config).itemsize if config.lora.rank else MASTER_BYTES
+    return sum(
+        largest_shard(p, num_shards) * (numbers * MASTER_BYTES if p.requires_grad else frozen_bytes)
+        for p in model.parameters()
     )
 
 

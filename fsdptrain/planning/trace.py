@@ -8,7 +8,7 @@ keeps, keeps it here too. A pack of 8192 tokens takes two seconds, and no memory
 import copy
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,11 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
 
+from fsdptrain.config import LoraConfig
 from fsdptrain.errors import MemoryPlanError
 from fsdptrain.models.activation_offload import enable_activation_offload
 from fsdptrain.models.checkpointing import CheckpointingKind, enable_gradient_checkpointing
 from fsdptrain.models.inputs import Layout
 from fsdptrain.models.layer_kinds import layer_kinds
+from fsdptrain.models.lora import add_adapters
 from fsdptrain.models.materialize import parameter_names, quiet_transformers, register
 from fsdptrain.models.policy import REFUSALS, install_policy_forward, plain_batch, policy_logprobs
 from fsdptrain.models.random_copy import keep_one_of_each_kind
@@ -42,6 +44,7 @@ class Recipe:
     chunk_size: int  # of the logprobs
     checkpointing: CheckpointingKind | None  # of every layer
     offload: bool = False  # of activations
+    lora: LoraConfig | None = field(default=None, hash=False)  # only an adapter is trained
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class LayerTrace:
     forward_peak: int
     backward_peak: int  # gradients of its weights included
     input_bytes: int  # of the hidden states
+    trained: int  # of its parameters
     on_host: int = 0  # what it keeps there
 
 
@@ -139,7 +143,7 @@ class Ledger(TorchDispatchMode):
 def trace(config: PreTrainedConfig, recipe: Recipe, *, trust_remote_code: bool = False) -> Trace:
     """One forward and backward pass of a pack. MemoryPlanError where the model cannot be run without data."""
     mode = FakeTensorMode()
-    model, kinds = _fake_model(config, recipe.dtype, recipe.attention, mode, trust_remote_code)
+    model, kinds = _fake_model(config, recipe.dtype, recipe.attention, mode, trust_remote_code, recipe.lora)
     ledger = Ledger()
     if recipe.checkpointing is not None:
         enable_gradient_checkpointing(model, kind=recipe.checkpointing)
@@ -156,9 +160,7 @@ def trace(config: PreTrainedConfig, recipe: Recipe, *, trust_remote_code: bool =
         end_peak = spans.close_backward()
     return Trace(
         before=spans.before,
-        layers=tuple(
-            spans.of_layer(i, sum(p.numel() for p in layer.parameters()), n) for i, (layer, n) in enumerate(kinds)
-        ),
+        layers=tuple(spans.of_layer(i, layer, count) for i, (layer, count) in enumerate(kinds)),
         head_saved=head_saved,
         head_forward_peak=head_forward_peak,
         head_backward_peak=spans.head_backward_peak,
@@ -189,7 +191,12 @@ def cache_bytes(
 
 
 def _fake_model(
-    config: PreTrainedConfig, dtype: torch.dtype, attention: str, mode: FakeTensorMode, trust_remote_code: bool
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    attention: str,
+    mode: FakeTensorMode,
+    trust_remote_code: bool,
+    lora: LoraConfig | None = None,
 ) -> tuple[PreTrainedModel, list[tuple[nn.Module, int]]]:
     """One layer of each kind, weights in `dtype`; and the layers of the text with how many there are of each kind."""
     small = copy.deepcopy(config)
@@ -197,12 +204,15 @@ def _fake_model(
         model = AutoModelForCausalLM.from_config(
             small, dtype=torch.float32, attn_implementation=attention, trust_remote_code=trust_remote_code
         )
+    if lora is not None:
+        add_adapters(model, lora)
     counts = {id(kind.layer): len(kind.indices) for kind in layer_kinds(model)}
     keep_one_of_each_kind(model)
     with mode:
         for names in parameter_names(model):
-            shape = model.get_parameter(names[0]).shape
-            register(model, names, nn.Parameter(torch.empty(shape, dtype=dtype)))
+            stock = model.get_parameter(names[0])
+            fake = nn.Parameter(torch.empty(stock.shape, dtype=dtype), requires_grad=stock.requires_grad)
+            register(model, names, fake)
         for name, buffer in list(model.named_buffers()):
             register(model, [name], torch.empty(buffer.shape, dtype=buffer.dtype))
     text = [kind.layer for kind in layer_kinds(model) if _belongs_to_text(model, kind.path)]
@@ -262,11 +272,13 @@ class _Spans:
             layer.register_forward_pre_hook(lambda _, args, kwargs, i=i: self._enter(i, args, kwargs), with_kwargs=True)
             layer.register_forward_hook(lambda _, args, out, i=i: self._leave(i, out))
 
-    def of_layer(self, i: int, numel: int, count: int) -> LayerTrace:
+    def of_layer(self, i: int, layer: nn.Module, count: int) -> LayerTrace:
         saved = self._end[i] - self._begin[i]
         on_host = self._host_end[i] - self._host_begin[i]
         peaks = self._forward_peak[i], self._backward_peak[i]
-        return LayerTrace(numel, count, saved, *peaks, self._input_bytes[i], on_host)
+        numel = sum(p.numel() for p in layer.parameters())
+        trained = sum(p.numel() for p in layer.parameters() if p.requires_grad)
+        return LayerTrace(numel, count, saved, *peaks, self._input_bytes[i], trained, on_host)
 
     def close_forward(self) -> tuple[int, int]:
         """(saved by what follows the layers, its peak)"""
@@ -278,6 +290,8 @@ class _Spans:
         return saved, peak
 
     def close_backward(self) -> int:
+        if self._at >= 0:  # what lies below has nothing to train: the backward pass ended in this layer
+            self._backward_of(self._at - 1)
         return self._ledger.take_peak() - self._last
 
     def _enter(self, i: int, args: tuple, kwargs: dict) -> None:
@@ -291,14 +305,18 @@ class _Spans:
         self._input_bytes[i] = hidden.numel() * hidden.element_size()
         if i == 0:
             self.before = self._ledger.live
-            hidden.register_hook(lambda _: self._backward_of(-1))
+            self._notice(hidden, -1)
 
     def _leave(self, i: int, out: Any) -> None:
         hidden = out[0] if isinstance(out, tuple) else out
         self._end[i] = self._ledger.live
         self._host_end[i] = self._ledger.on_host
         self._forward_peak[i] = self._ledger.take_peak() - self._begin[i]
-        hidden.register_hook(lambda _: self._backward_of(i))
+        self._notice(hidden, i)
+
+    def _notice(self, hidden: Tensor, i: int) -> None:
+        if hidden.requires_grad:
+            hidden.register_hook(lambda _: self._backward_of(i))
 
     def _forget_input(self, i: int) -> None:
         """The model held the input of layer `i` until it had returned: if it is gone by now, it was not saved."""
@@ -314,6 +332,7 @@ class _Spans:
         else:
             self._backward_peak[i + 1] = peak - self._last
         self._last = self._ledger.live
+        self._at = i
 
 
 def _bytes_of(layer: Any) -> int:

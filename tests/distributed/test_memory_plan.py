@@ -25,8 +25,8 @@ RANKS, LENGTH = 2, 256
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "vocab_size": 2048}
 RECOMPUTED = {"gradient_checkpointing": True, "bf16": True}
 # All layers gathered; checkpointed in half precision; experts; sinks and windows; a recurrent mixer in padded rows;
-# MLA; dear results kept; each second layer recomputed, and what layers keep copied to the host. Not: few tokens under
-# wide layers, where buffers of gradients make the peak, and with gloo it changes by run.
+# MLA; dear results kept; each second layer recomputed, and what layers keep copied to the host; an
+# adapter. Not: few tokens under wide layers, where buffers of gradients make the peak, and with gloo it changes by run.
 SHAPES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "gathered": ("llama", 1024, WIDE, {"fsdp_reshard_after_forward": False}),
     "checkpointed": ("qwen3", 1024, {"num_hidden_layers": 6}, {"gradient_checkpointing": True, "bf16": True}),
@@ -39,6 +39,7 @@ SHAPES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
         *("qwen3", 1024, {"num_hidden_layers": 6}),
         {**RECOMPUTED, "gradient_checkpointing_every": 2, "offload_activations": True, "offload_optimizer": True},
     ),
+    "adapter": ("qwen3", 1024, WIDE, {"lora_rank": 8, "bf16": True}),
 }
 
 
@@ -53,8 +54,9 @@ def measured(path: str, tokens: int, options: dict[str, Any]) -> tuple[int, int]
     backend = FSDPBackend(config, total_steps=10)
     batch = plain_batch([[2] * LENGTH] * (tokens // LENGTH), device=torch.device("cpu"))
     packs = [replace(batch, loss_weights=batch.loss_weights / tokens)] * 2
-    shard = sum(local_shard(p).nbytes for p in backend.model.parameters())
-    held = 3 * shard  # weights and two moments
+    parameters = list(backend.model.parameters())
+    shard = sum(local_shard(p).nbytes for p in parameters if p.requires_grad)
+    held = sum(local_shard(p).nbytes for p in parameters) + 2 * shard  # weights and two moments
     planner = Planner(backend.model, Machine(RANKS, GIB))
     moments = training_moments(planner.trace(config), sharding(backend.model, config, RANKS))
     device = planner.training(config).total

@@ -8,6 +8,7 @@ import pytest
 from fsdptrain.config import Config
 from fsdptrain.config.checks import check
 from fsdptrain.errors import MemoryPlanError
+from fsdptrain.models.lora import add_adapters
 from fsdptrain.models.structure import count_parameters
 from fsdptrain.planning import remedies
 from fsdptrain.planning.memory import GIB
@@ -139,6 +140,20 @@ def test_a_model_that_asks_for_values_is_refused_in_words():
         Planner(model, Machine(8, GIB)).training(config())
 
 
-def test_an_adapter_is_refused_and_not_planned_as_if_there_were_none():
-    with pytest.raises(MemoryPlanError, match="--lora-rank is not planned yet"):
-        PLANNER.training(config(lora_rank=8))
+def test_of_a_run_that_trains_an_adapter_only_that_has_gradients_and_moments():
+    chosen = config(lora_rank=8, lora_targets=["attention"])
+    model = configs.meta_model("llama-3.1-8b")
+    add_adapters(model, chosen.lora)
+    adapter, frozen = 32 * 8 * (4 * 4096 + 2 * 4096 + 2 * 1024 + 4096), count_parameters(MODEL).total
+    adapter -= 32 * 8 * 4096  # q: 4096 in, 4096 out; k, v: 4096 in, 1024 out; o: 4096 in, 4096 out
+    planner = Planner(model, Machine(8, 80 * GIB))
+    parts = planner.training(chosen).parts
+    assert planner.counts.total - planner.counts.frozen == adapter
+    assert parts["weights, gradients, Adam"] == (16 * adapter + 2 * frozen) // 8
+    assert planner.training(chosen).total < peak()
+    generation, full = planner.generation(chosen), PLANNER.generation(config())
+    assert generation is not None
+    assert full is not None
+    assert generation.parts["the engine's weights"] == full.parts["the engine's weights"]
+    host = sum(planner.host(config(lora_rank=8, fsdp_cpu_offload=True))[0].values())
+    assert host == 16 * adapter + 2 * frozen
