@@ -41,6 +41,9 @@ def enable_activation_offload(
         layer.forward = partial(offload.run, layer, layer.forward)
 
 
+_Key = tuple[int, int, torch.dtype]  # storage, its version, and as what it is seen
+
+
 class _Kept:
     """One storage that autograd wants to have again."""
 
@@ -48,8 +51,8 @@ class _Kept:
 
     def __init__(self, layer: "_Layer", source: Tensor, host: Tensor) -> None:
         self.layer = layer
-        self.device: Tensor | None = source  # [bytes] u8: the original until it has left, later what came back
-        self.host = host  # [bytes] u8
+        self.device: Tensor | None = source  # [numbers]: the original until it has left, later what came back
+        self.host = host  # [numbers]
 
 
 class _Layer:
@@ -58,14 +61,14 @@ class _Layer:
     def __init__(self, before: "_Layer | None") -> None:
         self._before = None if before is None else weakref.ref(before)
         self._kept: list[weakref.ref[_Kept]] = []
-        self.copies: dict[tuple[int, int], weakref.ref[_Kept]] = {}  # by storage and version, in its forward
+        self.copies: dict[_Key, weakref.ref[_Kept]] = {}  # in its forward
         self.mark: torch.Event | None = None  # of its last copy
         self.fetched = False
 
     def before(self) -> "_Layer | None":
         return None if self._before is None else self._before()
 
-    def add(self, kept: _Kept, key: tuple[int, int]) -> None:
+    def add(self, kept: _Kept, key: _Key) -> None:
         self.copies[key] = weakref.ref(kept)
         self._kept.append(self.copies[key])
 
@@ -98,20 +101,20 @@ class _Offload:
         elsewhere = tensor.device.type != self._transfers.device.type
         if elsewhere or storage.nbytes() < SMALLEST or _identity(tensor) in staying or tensor.is_conj():
             return tensor
-        key = (_identity(tensor), tensor._version)
+        key = (_identity(tensor), tensor._version, tensor.dtype)
         kept = found() if (found := layer.copies.get(key)) is not None else None
         if kept is None:  # while it lives it holds the storage, so that no other one gets its identity
-            kept = _Kept(layer, _bytes(storage), self._host_buffer(storage.nbytes()))
-            assert kept.device is not None
+            source = tensor.detach().as_strided((storage.nbytes() // tensor.itemsize,), (1,), 0)
+            kept = _Kept(layer, source, self._host_buffer(source.nbytes).view(source.dtype))
             with self._transfers.queued():
-                kept.host.copy_(kept.device, non_blocking=True)
+                kept.host.copy_(source, non_blocking=True)
             layer.add(kept, key)
-        return kept, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()
+        return kept, tensor.size(), tensor.stride(), tensor.storage_offset()
 
     def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        kept, dtype, offset, size, stride = packed
+        kept, *geometry = packed
         self._fetch(kept.layer)
         self._transfers.wait(kept.layer.mark)
         following = kept.layer
@@ -119,8 +122,7 @@ class _Offload:
             following = following and following.before()
             if following is not None:
                 self._fetch(following)
-        out = torch.empty(0, dtype=dtype, device=kept.device.device)
-        return out.set_(kept.device.untyped_storage(), offset, size, stride)
+        return kept.device.as_strided(*geometry)
 
     def _let_go(self, layer: _Layer) -> None:
         """Free the originals of the layer that is `ahead` layers back. The computation waits for its copies first."""
@@ -139,7 +141,7 @@ class _Offload:
         layer.fetched = True
         missing = [kept for kept in layer.kept() if kept.device is None]
         for kept in missing:
-            kept.device = torch.empty(kept.host.shape, dtype=torch.uint8, device=self._transfers.device)
+            kept.device = torch.empty(kept.host.shape, dtype=kept.host.dtype, device=self._transfers.device)
         with self._transfers.queued():
             for kept in missing:
                 assert kept.device is not None
@@ -150,7 +152,3 @@ class _Offload:
 def _identity(tensor: Tensor) -> int:
     """Of its storage: data pointers are not there for tensors without data."""
     return tensor.untyped_storage()._cdata
-
-
-def _bytes(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -16,11 +16,13 @@ import torch
 from transformers import PreTrainedModel
 
 from fsdptrain.config import Config
+from fsdptrain.errors import ConfigError
 from fsdptrain.fsdp.wrap import largest_shard
 from fsdptrain.models.attention import SEGMENTS, register_attention
 from fsdptrain.models.inputs import Layout
 from fsdptrain.models.kernels import kernels
 from fsdptrain.models.layout import LOSES_MASK
+from fsdptrain.models.selective_check import check_selective
 from fsdptrain.models.structure import ParameterCounts, count_parameters, decoder_layers
 from fsdptrain.planning import remedies
 from fsdptrain.planning.activations import Moment, Sharding, training_peak
@@ -105,6 +107,7 @@ def make_plan(model: PreTrainedModel, config: Config, machine: Machine) -> Plan:
     choices = {
         " ".join(changed.flags) or "as given": with_margin(planner.training(changed.config))
         for changed in remedies.choices(config)
+        if planner.allows(changed.config)
     }
     found = Plan(
         model_class=type(model).__name__,
@@ -131,6 +134,7 @@ class Planner:
         self.machine = machine
         self._traces: dict[Recipe, Trace] = {}
         self._caches: dict[tuple[int, torch.dtype], int] = {}
+        self._selective: bool | None = None  # not known yet
 
     @cached_property
     def counts(self) -> ParameterCounts:
@@ -139,8 +143,22 @@ class Planner:
     def on(self, machine: Machine) -> "Planner":
         """The same model and traces on another machine."""
         other = Planner(self._model, machine)
-        other._traces, other._caches = self._traces, self._caches
+        other._traces, other._caches, other._selective = self._traces, self._caches, self._selective
         return other
+
+    def allows(self, config: Config) -> bool:
+        """Whether the model's own code lets `config` compute it."""
+        selective = config.model.gradient_checkpointing and config.model.gradient_checkpointing_kind == "selective"
+        return not selective or self._selective_works(config.model.trust_remote_code)
+
+    def _selective_works(self, trust_remote_code: bool) -> bool:
+        if self._selective is None:
+            try:
+                check_selective(self._model.config, trust_remote_code=trust_remote_code)
+                self._selective = True
+            except ConfigError:
+                self._selective = False
+        return self._selective
 
     def layout(self, config: Config) -> Layout:
         """Without a probe: padded where a recurrent mixer lacks its kernels here, or a mask would be lost."""
@@ -290,7 +308,7 @@ def _proposals(config: Config, machine: Machine, planner: Planner) -> Iterator[P
     for changed in candidates:
         if any(all(a <= b for a, b in zip(enough, changed.effort, strict=True)) for enough in found):
             continue  # less does it too
-        device = planner.fits(changed.config)
+        device = planner.fits(changed.config) if planner.allows(changed.config) else None
         if device is None:
             continue
         yield Proposal(changed.flags, machine.num_gpus, device, planner.host(changed.config)[1])

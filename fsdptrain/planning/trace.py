@@ -94,10 +94,6 @@ class Ledger(TorchDispatchMode):
         finally:
             self._making_host_buffer = False
 
-    def holds(self, storage_key: int) -> bool:
-        """Whether a storage that was counted is still there."""
-        return storage_key in self._sizes
-
     def ignore(self, tensors: Sequence[Tensor]) -> None:
         """What was there before; to be held by the caller."""
         for tensor in tensors:
@@ -261,7 +257,7 @@ class _Spans:
         self._forward_peak = [0] * len(layers)
         self._backward_peak = [0] * len(layers)
         self._input_bytes = [0] * len(layers)
-        self._input_keys = [0] * len(layers)
+        self._inputs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._host_begin = [0] * len(layers)
         self._host_end = [0] * len(layers)
         self._backward_begin = 0
@@ -282,8 +278,11 @@ class _Spans:
 
     def close_forward(self) -> tuple[int, int]:
         """(saved by what follows the layers, its peak)"""
-        self._forget_input(self._count - 1)
-        after_layers = self._end[-1]
+        gone = [self._inputs[i]() is None for i in range(self._count)]
+        held_until_now = {0, self._count - 1}  # by the model itself: what it embedded, and what its last layer took
+        after_layers = self._end[-1] - sum(self._input_bytes[i] for i in held_until_now if gone[i])
+        for i in range(self._count):  # what is gone was not saved, though it was there when the layer ended
+            self._end[i] -= self._input_bytes[i] * gone[i]
         saved = self._ledger.live - after_layers
         peak = self._ledger.take_peak() - after_layers
         self._backward_begin = self._ledger.live
@@ -297,11 +296,9 @@ class _Spans:
     def _enter(self, i: int, args: tuple, kwargs: dict) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]
         self._ledger.take_peak()
-        if i > 0:
-            self._forget_input(i - 1)
         self._begin[i] = self._ledger.live
         self._host_begin[i] = self._ledger.on_host
-        self._input_keys[i] = hidden.untyped_storage()._cdata
+        self._inputs[i] = weakref.ref(hidden.untyped_storage())
         self._input_bytes[i] = hidden.numel() * hidden.element_size()
         if i == 0:
             self.before = self._ledger.live
@@ -317,11 +314,6 @@ class _Spans:
     def _notice(self, hidden: Tensor, i: int) -> None:
         if hidden.requires_grad:
             hidden.register_hook(lambda _: self._backward_of(i))
-
-    def _forget_input(self, i: int) -> None:
-        """The model held the input of layer `i` until it had returned: if it is gone by now, it was not saved."""
-        if not self._ledger.holds(self._input_keys[i]):
-            self._end[i] -= self._input_bytes[i]
 
     def _backward_of(self, i: int) -> None:
         """The gradient of the output of layer `i` is there: what comes after it has finished its backward."""

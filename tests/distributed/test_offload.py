@@ -53,18 +53,16 @@ def checkpoints(tmp_path_factory) -> dict[str, str]:
 
 def steps(backend: FSDPBackend, seeds: range) -> tuple[list[dict], list[dict]]:
     """The gradients of optimizer steps of several packs, and their metrics."""
-    found = keep_trained_gradients(backend)
+    clip = backend._optimizer.clip
+    found = keep_gradients(backend._optimizer)
     gradients, history = [], []
     for seed in seeds:
         items = samples(8, seed=seed)
         routed = with_routes(items) if backend._experts.replays else items
         history.append(backend.train_step(packs_of_this_rank(routed, 96), LOSSES["grpo"], LossConfig()))
         gradients.append(dict(found))
+    backend._optimizer.clip = clip
     return gradients, history
-
-
-def keep_trained_gradients(backend: FSDPBackend) -> dict:
-    return keep_gradients(backend._optimizer)
 
 
 def state(backend: FSDPBackend) -> dict[str, torch.Tensor]:
@@ -79,27 +77,25 @@ def same(one: dict, other: dict) -> bool:
 
 def every_kind(checkpoint: str, options: dict, kinds: dict, folder: str) -> list[str]:
     """What differs from a run without, by kind; each resumes from the checkpoint of the one before it."""
-    host_adam.PIECE = 64  # several pieces of each parameter
+    host_adam.PIECE = 1024  # several pieces of each parameter
     differing: list[str] = []
     plain = FSDPBackend(config(checkpoint, **options), total_steps=10)
-    first, second = steps(plain, range(2)), None
-    middle = state(plain)
-    checkpoints = CheckpointFolder(Path(folder), keep_last=1)
+    first, middle = steps(plain, range(2)), state(plain)
+    checkpoints = CheckpointFolder(Path(folder), keep_last=2)  # of this kind, and of the one before
     checkpoints.write(2, lambda path: plain.save(path, 2))
-    second = steps(plain, range(2, 4))
-    end = state(plain)
+    second, end = steps(plain, range(2, 4)), state(plain)
     for step, (name, values) in enumerate(kinds.items(), start=3):
         backend = FSDPBackend(config(checkpoint, **options, **values), total_steps=10)
-        results = {"first steps": steps(backend, range(2)), "state": state(backend)}
+        results: dict[str, Any] = {"first steps": steps(backend, range(2)), "state": state(backend)}
         latest = checkpoints.latest()
         assert latest is not None
-        loaded = FSDPBackend(config(checkpoint, **options, **values), total_steps=10)
-        loaded.load(latest)
-        results["loaded"] = state(loaded)
         checkpoints.write(step, lambda path, backend=backend: backend.save(path, 2))
-        loaded.offload()
-        loaded.onload()
-        results["later steps"], results["end"] = steps(loaded, range(2, 4)), state(loaded)
+        steps(backend, range(9, 10))  # to be forgotten
+        backend.load(latest)
+        results["loaded"] = state(backend)
+        backend.offload()
+        backend.onload()
+        results["later steps"], results["end"] = steps(backend, range(2, 4)), state(backend)
         wanted = {"first steps": first, "state": middle, "loaded": middle, "later steps": second, "end": end}
         differing += [f"{name}: {what}" for what in wanted if not equal(results[what], wanted[what])]
     return differing
