@@ -34,6 +34,7 @@ class MemoryDemand:
     embedded_engine: bool = False  # a whole copy in the compute dtype, between the training steps
     reference: bool = False  # one more shard of the weights, on the host
     load_strategy: str = "shard"
+    async_save: bool = False  # a copy on the host of what a checkpoint holds, while it is written
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,8 @@ def load_memory_need(demand: MemoryDemand, supply: MemorySupply) -> MemoryNeed:
     host = {name: ranks * size for name, size in state.items() if name in moved}
     if demand.reference:
         host["the reference"] = ranks * (frozen or trained)  # an adapter has none
+    if demand.async_save:
+        host["the checkpoint in writing"] = ranks * 3 * trained
     if demand.load_strategy == "rank0":
         host["rank 0's whole copy"] = MASTER_BYTES * counts.total
     if supply.has_accelerator:
@@ -139,6 +142,7 @@ def _remedies(demand: MemoryDemand, supply: MemorySupply) -> list[str]:
     more_ranks = next((n for n in _doublings(demand.num_shards) if _fits(replace(demand, num_shards=n), supply)), None)
     changes = [
         ("--load-strategy shard", replace(demand, load_strategy="shard")),
+        ("--no-async-save", replace(demand, async_save=False)),
         ("--fsdp-reshard-after-forward", replace(demand, reshard_after_forward=True)),
         ("--offload-optimizer", replace(demand, offload_optimizer=not demand.cpu_offload)),
         ("--fsdp-cpu-offload", replace(demand, cpu_offload=True)),

@@ -229,6 +229,7 @@ class Planner:
             offload_optimizer=config.optim.offload_optimizer,
             reference=config.needs_reference and (not config.lora.rank or config.ref.load is not None),
             load_strategy=config.model.load_strategy,
+            async_save=config.run.async_save,
         )
         supply = MemorySupply(
             *(self.machine.gpu_memory, self.machine.gpu_memory, _NO_LIMIT, _NO_LIMIT),

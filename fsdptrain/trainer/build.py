@@ -166,6 +166,7 @@ def plan_memory(model: PreTrainedModel, config: Config, *, embedded_engine: bool
         embedded_engine=embedded_engine,
         reference=config.needs_reference and (not config.lora.rank or config.ref.load is not None),
         load_strategy=config.model.load_strategy,
+        async_save=config.run.async_save,
     )
     supply = MemorySupply(
         device_free=device_free,
