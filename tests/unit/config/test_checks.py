@@ -8,6 +8,7 @@ from fsdptrain.config.keys import all_keys
 from fsdptrain.errors import ConfigError
 
 SFT = {"algorithm": "sft"}
+SELECTIVE = {"gradient_checkpointing": True, "gradient_checkpointing_kind": "selective"}
 OFF_POLICY = {"global_batch_size": 64}
 
 # (what is refused, what the line names, what repairs it)
@@ -31,6 +32,24 @@ REFUSED = [
         ]
     ),
     ({"eval_prompt_data": "environment"}, ["--eval-prompt-data", "held out"], {"eval_prompt_data": None}),
+    *(
+        ({key: value}, [all_keys()[key].flag, "without --gradient-checkpointing"], {"gradient_checkpointing": True})
+        for key, value in [("gradient_checkpointing_kind", "selective"), ("gradient_checkpointing_every", 2)]
+    ),
+    *(
+        ({**SELECTIVE, key: True}, [all_keys()[key].flag, "-kind full"], {"gradient_checkpointing_kind": "full"})
+        for key in ("offload_activations", "compile")
+    ),
+    (
+        {"offload_optimizer_step": "device"},
+        ["--offload-optimizer-step", "without --offload-optimizer"],
+        {"offload_optimizer": True},
+    ),
+    (
+        {"offload_optimizer": True, "fsdp_cpu_offload": True},
+        ["--offload-optimizer", "with --fsdp-cpu-offload"],
+        {"fsdp_cpu_offload": False},
+    ),
     *(
         ({key: value}, [all_keys()[key].flag, "--lora-rank"], {"lora_rank": 8})
         for key, value in [

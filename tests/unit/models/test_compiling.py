@@ -69,8 +69,9 @@ def test_graphs_are_made_for_the_first_pack_and_serve_all_others(name, changes, 
         register_attention()  # as a planner does in the middle of a run
         found, wanted = step(compiled, lengths), step(plain, lengths)
         counts.append(compiler.frame_count)
+        largest = max(tensor.abs().max().item() for tensor in wanted.values())
         for key, tensor in wanted.items():
-            torch.testing.assert_close(found[key], tensor, rtol=1e-5, atol=1e-6, msg=key)
+            torch.testing.assert_close(found[key], tensor, rtol=0, atol=3e-6 * largest, msg=key)
     assert set(counts) == {counts[0]}
     assert 0 < counts[0] <= 12  # before, between and after attention, with and without gradient; not for each layer
 
