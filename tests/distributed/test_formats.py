@@ -1,5 +1,6 @@
 """Every form in which a checkpoint may lie is loaded exactly, or refused with a way out that works."""
 
+import contextlib
 import json
 import re
 import shutil
@@ -159,7 +160,7 @@ def _quantise(folder: Path, weights: dict, how: dict) -> None:
     ("make", "words"),
     [(as_mxfp4, r"quantised \(mxfp4\)"), (as_fp8, r"quantised \(fp8\)"), (as_pickle, r"pickles \(\.bin\)")],
 )
-def test_what_has_to_be_converted_is_refused_with_a_command_that_does_it(make, words, tmp_path, monkeypatch):
+def test_what_has_to_be_converted_is_refused_with_a_command_that_does_it(make, words, tmp_path):
     folder = tmp_path / "given"
     make(folder)
     tiny_tokenizer().save_pretrained(folder)
@@ -167,8 +168,8 @@ def test_what_has_to_be_converted_is_refused_with_a_command_that_does_it(make, w
         resolve_checkpoint(str(folder))
     code = re.fullmatch(r'.* by python -c "(.*)"', str(caught.value))
     assert code
-    monkeypatch.chdir(tmp_path)
-    exec(code[1], {})
+    with contextlib.chdir(tmp_path):
+        exec(code[1], {})
     copy = resolve_checkpoint(str(tmp_path / "given-copy"))
     model = build_meta_model(copy, trust_remote_code=False, attn_implementation="eager")
     stock = AutoModelForCausalLM.from_pretrained(copy, dtype="auto")

@@ -25,7 +25,7 @@ def test_the_report_for_people_fits_into_80_columns_and_ends_in_a_command(tmp_pa
 
 
 def test_an_adapter_fits_where_the_whole_model_does_not(tmp_path: Path):
-    flags = [*SMALL, "--num-gpus", "1", "--gpu-memory-gib", "40", "--json"]
+    flags = [*SMALL, "--rollout-max-batch-tokens", "32768", "--num-gpus", "1", "--gpu-memory-gib", "40", "--json"]
     whole, adapter = (
         plan(configs.CONFIGS / "qwen3-4b", tmp_path, *flags, *extra) for extra in ([], ["--lora-rank", "16"])
     )

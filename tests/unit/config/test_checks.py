@@ -242,6 +242,8 @@ REFUSED = [
     ),
     ({"lr_decay_style": "cosine", "lr_warmup_iters": 200}, ["--lr-warmup-iters 200"], {"lr_warmup_iters": 199}),
     ({"keep_last": 0, "save_interval": 5}, ["--save-interval", "--keep-last 0"], {"keep_last": 1}),
+    ({"keep_last": 0, "async_save": True}, ["--async-save", "--keep-last 0"], {"keep_last": 1}),
+    ({"save_interval": 0, "async_save": True}, ["--async-save", "--save-interval 0"], {"save_interval": 5}),
     ({"eval_interval": 0, "eval_size": 64}, ["--eval-size", "--eval-interval 0"], {"eval_interval": 5}),
     ({"eval_interval": 0, "eval_prompt_data": "a.jsonl"}, ["--eval-prompt-data"], {"eval_interval": 5}),
     ({"eval_size": 0, "eval_interval": 5}, ["--eval-interval", "--eval-size 0"], {"eval_size": 5}),
