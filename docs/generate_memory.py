@@ -28,7 +28,11 @@ COLUMNS = {
     "all state on the host": "--fsdp-cpu-offload",
     "that and full": "--fsdp-cpu-offload --gradient-checkpointing",
 }
-MEASURED = ""
+MEASURED = """\
+Measured, most bytes that tensors held in a step of two packs of 2048 tokens (Qwen3 of 8 layers and width 128, float32,
+one CPU rank, by `measured` of tests/distributed/test_memory_plan.py): 203.3 MiB with no checkpointing, 125.9 selective,
+121.0 with each second layer, 59.2 full.
+"""
 
 HEAD = f"""\
 # Memory

@@ -31,14 +31,16 @@ LAYERS = {
     "selective": {"gradient_checkpointing": True, "gradient_checkpointing_kind": "selective"},
     "every second": {"gradient_checkpointing": True, "gradient_checkpointing_every": 2, "offload_activations": True},
 }
-ALL = OPTIMIZER | LAYERS | {"both": OPTIMIZER["optimizer, device"] | LAYERS["inputs"]}
+BOTH = {"both": OPTIMIZER["optimizer, device"] | LAYERS["inputs"]}
+ALL = OPTIMIZER | LAYERS | BOTH
+FEW = BOTH | {name: ALL[name] for name in ("optimizer, host", "activations", "selective")}
 MOE: dict[str, Any] = {"router_replay": "rollout", "router_aux_loss_coef": 0.3}
 SETTINGS: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
     "packs": (2, "qwen3", {"kl_loss_coef": 0.1, "lr_decay_style": "cosine"}, ALL),
-    "replicas": (4, "qwen3", {"fsdp_replicate_size": 2, "fsdp_reshard_after_forward": False}, ALL),
+    "replicas": (4, "qwen3", {"fsdp_replicate_size": 2, "fsdp_reshard_after_forward": False}, FEW),
     "experts": (2, "qwen3_moe", MOE, ALL),
-    "adapter": (2, "qwen3", {"lora_rank": 4, "bf16": True}, ALL),
-    "fp16": (2, "qwen3", {"fp16": True}, ALL),
+    "adapter": (2, "qwen3", {"lora_rank": 4, "bf16": True}, FEW),
+    "fp16": (2, "qwen3", {"fp16": True}, FEW),
     "cpu offload": (2, "qwen3", {"fsdp_cpu_offload": True}, LAYERS),
 }
 
