@@ -186,16 +186,17 @@ def save_checkpoint(
     reshard(model)
     tensors = _tensors(model, optimizer, only_trained=adapter is not None)
     rest = _write_or_stage(directory / _SHARDS, tensors, staging)
-    _save_rng(directory / _RNG.format(rank=dist.get_rank()))
-    if dist.get_rank() == 0:
-        state = {
-            "format": _FORMAT,
-            "step": step,
-            "world_size": dist.get_world_size(),
-            "model": _identity(model, adapter),
-            "optimizer": optimizer.state_dict(),
-        }
-        (directory / _STATE).write_text(json.dumps(state, indent=2))
+    state = {
+        "format": _FORMAT,
+        "step": step,
+        "world_size": dist.get_world_size(),
+        "model": _identity(model, adapter),
+        "optimizer": optimizer.state_dict(),
+    }
+    with together(CheckpointError, f"checkpoint {directory} cannot be written"):
+        _save_rng(directory / _RNG.format(rank=dist.get_rank()))
+        if dist.get_rank() == 0:
+            (directory / _STATE).write_text(json.dumps(state, indent=2))
     return rest
 
 
