@@ -194,7 +194,7 @@ def plan(argv: Sequence[str]) -> int:
     from fsdptrain.planning.inspection import meta_model
     from fsdptrain.planning.plan import Machine, make_plan
 
-    model, _ = meta_model(resolved.config)
+    model, _ = meta_model(resolved.config, with_adapters=True)
     found = make_plan(model, resolved.config, Machine.of_gib(**machine))
     command = shlex.join(["fsdptrain", *without(argv, PLAN)])
     if resolved.own["json"]:

@@ -4,7 +4,7 @@ Nothing is inherited: an object with these methods will do. Every method of an e
 ranks call it in the same order, and the implementation decides who acts.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -76,7 +76,9 @@ class TrainBackend(Protocol):
 
     def onload(self) -> None: ...
 
-    def save(self, directory: Path, step: int) -> None: ...
+    def save(self, directory: Path, step: int) -> Callable[[], None] | None:
+        """Returns what is left to be written, by a thread on every rank, or None where all is there."""
+        ...
 
     def load(self, directory: Path) -> int:
         """Returns the step that was saved. Raises CheckpointError; never starts anew silently."""

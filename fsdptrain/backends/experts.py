@@ -39,10 +39,10 @@ class Experts:
             if self.replays:
                 check_replay(model_config, router.replay, trust_remote_code=trust)
 
-    def replay(self, model: PreTrainedModel, *, recomputed: bool) -> RouterReplay | None:
+    def replay(self, model: PreTrainedModel) -> RouterReplay | None:
         """For `install_policy_forward`. After gradient checkpointing, before sharding."""
         choice = expert_choice(model.config)
-        return RouterReplay(model, choice, recomputed=recomputed) if self.replays and choice else None
+        return RouterReplay(model, choice) if self.replays and choice else None
 
     def load(
         self, model: PreTrainedModel, batches: Sequence[PackedBatch], *, layout: Layout, device: torch.device

@@ -4,21 +4,23 @@ import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from fsdptrain import platform
 from fsdptrain.algo.metrics import finish_metrics
 from fsdptrain.backends.experts import Experts
-from fsdptrain.config import Config
+from fsdptrain.config import Config, ModelConfig
 from fsdptrain.errors import CheckpointError, ConfigError
 from fsdptrain.fsdp.adapter import export_adapter, stream_adapter
 from fsdptrain.fsdp.checkpoint import (
+    Rest,
     has_reference,
     load_checkpoint,
     load_reference,
@@ -30,17 +32,22 @@ from fsdptrain.fsdp.mesh import build_mesh
 from fsdptrain.fsdp.optim import Optimizer
 from fsdptrain.fsdp.reference import ReferenceBank
 from fsdptrain.fsdp.shards import HostStash, content_digest, describe, fingerprint, local_shard
+from fsdptrain.fsdp.staging import Staging
 from fsdptrain.fsdp.wrap import shard_model
+from fsdptrain.models.activation_offload import enable_activation_offload
 from fsdptrain.models.attention import resolve_attention
 from fsdptrain.models.checkpointing import enable_gradient_checkpointing
 from fsdptrain.models.collective import together
+from fsdptrain.models.compiling import check_compiler, compile_layers
 from fsdptrain.models.files import stored_dtype
 from fsdptrain.models.layout import LayoutProbe, choose_layout
 from fsdptrain.models.loading import build_meta_model, load_weights, resolve_checkpoint
 from fsdptrain.models.lora import Adapters, add_adapters
 from fsdptrain.models.materialize import store_in
 from fsdptrain.models.policy import RouterFunction, check_head, evaluating, install_policy_forward, policy_logprobs
+from fsdptrain.models.selective_check import check_selective
 from fsdptrain.models.structure import reshard
+from fsdptrain.models.transfers import Transfers
 from fsdptrain.models.truncation import Truncation
 from fsdptrain.protocols import Loss, ModelRole, Naming
 from fsdptrain.types import LogProbs, LossConfig, Metrics, PackedBatch
@@ -68,6 +75,7 @@ class FSDPBackend:
         self.checkpoint_path = resolve_checkpoint(config.model.hf_checkpoint)
         self._config = config
         self._stash = HostStash()
+        self._staging = Staging(config.launch.dist_timeout) if config.run.async_save else None
         self._experts = Experts(config)
         other = self._other_reference()  # before the policy: two models are never on the device together
         self._model, self.adapters = _load_model(
@@ -183,13 +191,15 @@ class FSDPBackend:
     def onload(self) -> None:
         self._stash.restore()
 
-    def save(self, directory: Path, step: int) -> None:
-        """Into a folder that exists: see `CheckpointFolder.write`."""
+    def save(self, directory: Path, step: int) -> Rest | None:
+        """Into a folder that exists: see `CheckpointFolder.write`. With --async-save, what is left to be written."""
         assert not self._stash, "onload comes before save"
-        save_checkpoint(directory, self._model, self._optimizer, step=step, adapter=self._adapter_identity)
+        kept, adapter = self._staging, self._adapter_identity
+        rests = [save_checkpoint(directory, self._model, self._optimizer, step=step, adapter=adapter, staging=kept)]
         if self._reference_moved:
             with self._bank.swapped_into(self._model):
-                save_reference(directory, self._model)
+                rests.append(save_reference(directory, self._model, staging=kept))
+        return partial(_all, [rest for rest in rests if rest is not None]) if kept is not None else None
 
     def load(self, directory: Path) -> int:
         """Returns the step that was saved. Raises CheckpointError."""
@@ -321,9 +331,11 @@ def _load_model(
         store_in(model, stored)
     if before_load is not None:
         before_load(model)
-    if config.model.gradient_checkpointing:
-        enable_gradient_checkpointing(model)
-    replay = experts.replay(model, recomputed=config.model.gradient_checkpointing) if experts else None
+    with together(ConfigError, "--compile, --gradient-checkpointing-kind"):
+        _prepare_layers(model, path, config.model)
+    replay = experts.replay(model) if experts else None
+    if config.model.offload_activations:
+        enable_activation_offload(model, Transfers(platform.local_device()))
     install_policy_forward(model, chunk_size=config.model.logprob_chunk_size, replay=replay)
     shard_model(
         model,
@@ -339,6 +351,24 @@ def _load_model(
     if adapters is not None:
         adapters.finish(seed=config.run.seed, cpu_offload=config.fsdp.cpu_offload)
     return model, adapters
+
+
+def _all(actions: Sequence[Callable[[], None]]) -> None:
+    for act in actions:
+        act()
+
+
+def _prepare_layers(model: PreTrainedModel, path: Path, config: ModelConfig) -> None:
+    """Compiled, then recomputed. ConfigError where this machine lacks a compiler, or the model does not allow it."""
+    if config.compile:
+        check_compiler(platform.device_type())
+        compile_layers(model)
+    if config.gradient_checkpointing:
+        kind, every = config.gradient_checkpointing_kind, config.gradient_checkpointing_every
+        if kind == "selective":
+            trust = config.trust_remote_code
+            check_selective(AutoConfig.from_pretrained(path, trust_remote_code=trust), trust_remote_code=trust)
+        enable_gradient_checkpointing(model, kind=kind, every=every)
 
 
 class _MetricSums:

@@ -69,6 +69,24 @@ def _model(config: Config) -> Iterator[Problem]:
         yield "--fp16 and --bf16 are both on: choose one, e.g. --fp16 --no-bf16"
 
 
+def _memory(config: Config) -> Iterator[Problem]:
+    model = config.model
+    if not model.gradient_checkpointing:
+        keys = "gradient_checkpointing_kind gradient_checkpointing_every"
+        yield from without_effect(config, keys, "without --gradient-checkpointing: add it, or leave this out")
+    if model.gradient_checkpointing_kind == "selective":
+        way_out = "use --gradient-checkpointing-kind full, or leave it out"
+        if model.offload_activations:
+            yield f"--offload-activations cannot move what --gradient-checkpointing-kind selective keeps: {way_out}"
+        if model.compile:
+            yield f"--compile fuses the operations that --gradient-checkpointing-kind selective chooses from: {way_out}"
+    if not config.optim.offload_optimizer:
+        yield from without_effect(config, "offload_optimizer_step", "without --offload-optimizer: add it")
+    elif config.fsdp.cpu_offload:
+        reason = "with --fsdp-cpu-offload, which keeps that state in host memory too: leave one of them out"
+        yield from without_effect(config, "offload_optimizer", reason)
+
+
 def _lora(config: Config) -> Iterator[Problem]:
     lora = config.lora
     if not lora.rank:
@@ -182,7 +200,10 @@ def _decay_steps(config: Config) -> Iterator[Problem]:
 def _run(config: Config) -> Iterator[Problem]:
     run = config.run
     if not run.keep_last:
-        yield from without_effect(config, "save_interval", "with --keep-last 0, which writes no checkpoint")
+        yield from without_effect(config, "save_interval async_save", "with --keep-last 0, which writes no checkpoint")
+    if not run.save_interval:
+        reason = "with --save-interval 0: the only checkpoint is written after the last step"
+        yield from without_effect(config, "async_save", reason)
     if not run.eval_interval:
         keys = "eval_prompt_data eval_size n_samples_per_eval_prompt eval_temperature eval_greedy"
         yield from without_effect(config, keys, "with --eval-interval 0, which never evaluates")
@@ -220,5 +241,5 @@ def _launch(config: Config) -> Iterator[Problem]:
 
 
 _CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (
-    _model, _lora, _data, _environment, *ALGORITHM_CHECKS, _lengths, _schedule, _run, _log, _launch,
+    _model, _memory, _lora, _data, _environment, *ALGORITHM_CHECKS, _lengths, _schedule, _run, _log, _launch,
 )  # fmt: skip

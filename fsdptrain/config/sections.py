@@ -33,6 +33,15 @@ class ModelConfig(Section):
     """Compute in float16 with a gradient scaler. It turns the default of bf16 off; both given is an error."""
     gradient_checkpointing: bool = False
     """Recompute each decoder layer in the backward pass: less memory, about a third more time."""
+    gradient_checkpointing_kind: Literal["full", "selective"] = "full"
+    """`full`: keep the input of a layer. `selective`: results of its matrix products and attention too, and recompute
+    what is cheap."""
+    gradient_checkpointing_every: int = Field(default=1, ge=1)
+    """Recompute every n-th layer only. [layers]"""
+    offload_activations: bool = False
+    """What decoder layers keep for the backward pass goes to host memory. Best with --gradient-checkpointing."""
+    compile: bool = False
+    """torch.compile each decoder layer, attention apart, once for packs of all shapes. Needs a C++ compiler."""
     logprob_chunk_size: int = Field(default=512, ge=1)
     """Tokens for which logits exist at one time. [tokens]"""
     strict: bool = False
@@ -160,6 +169,10 @@ class OptimConfig(Section):
     """Added to the root of the second moment."""
     clip_grad: float = Field(default=1.0, ge=0.0)
     """Largest global gradient norm. 0: no clipping."""
+    offload_optimizer: bool = False
+    """Keep the optimizer's state, and nothing else, in host memory."""
+    offload_optimizer_step: Literal["host", "device"] = "host"
+    """With --offload-optimizer: where steps are made. `host`: gradients and weights travel. `device`: the state."""
     max_skipped_steps: int = Field(default=10, ge=0)
     """Stop after this many optimizer steps were skipped for gradients that are not finite."""
 
@@ -263,6 +276,8 @@ class RunConfig(Section):
     """Rollouts between checkpoints; 0: only the last, none if --keep-last is 0."""
     keep_last: int = Field(default=2, ge=0)
     """Checkpoints to keep; 0: write none."""
+    async_save: bool = False
+    """Train on while a checkpoint is written, from a copy of weights and optimizer state in host memory."""
     export: bool = True
     """Write the trained model to output_dir/hf at the end, as from_pretrained reads it."""
     eval_interval: int = Field(default=20, ge=0)

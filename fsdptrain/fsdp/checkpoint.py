@@ -14,13 +14,16 @@ here, has JSON headers only.
 """
 
 import json
+import logging
 import os
 import random
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from types import TracebackType
+from typing import Any, Self, cast
 
 import numpy as np
 import torch
@@ -35,7 +38,8 @@ from fsdptrain import platform
 from fsdptrain.errors import CheckpointError
 from fsdptrain.fsdp.optim import Optimizer
 from fsdptrain.fsdp.shards import describe, fingerprint, model_tensors
-from fsdptrain.models.collective import together
+from fsdptrain.fsdp.staging import Background, Staging
+from fsdptrain.models.collective import one_line, together
 from fsdptrain.models.structure import reshard
 
 MANIFEST = "manifest.json"
@@ -43,36 +47,87 @@ _STATE, _SHARDS, _REFERENCE, _RNG = "trainer.json", "shards", "reference", "rng-
 _FORMAT = 1
 _FILE_BYTES = 1 << 28  # of one rank: a file passes through host memory whole, twice
 _FOLDER = re.compile(r"step_(\d{8,})(?:\.(\d+))?")
+logger = logging.getLogger(__name__)
+
+Rest = Callable[[], None]  # of a checkpoint: what a thread may write while training goes on; the ranks do it together
 
 
 class CheckpointFolder:
-    """The checkpoints of one run. A folder `step_*` is whole at any moment; what is not whole has another name."""
+    """The checkpoints of one run. A folder `step_*` is whole at any moment; what is not whole has another name.
 
-    def __init__(self, output_dir: Path, *, keep_last: int) -> None:
+    As a context it ends when nothing is being written any more.
+    """
+
+    def __init__(self, output_dir: Path, *, keep_last: int, timeout_s: float = 1800.0) -> None:
+        """timeout_s: how long to wait for a checkpoint that is written in the background."""
         self.directory = output_dir / "checkpoints"
         self._keep_last = keep_last
+        self._timeout_s = timeout_s
+        self._background: Background | None = None
+        self._failure = ""  # what to say where the last write fails
 
-    def write(self, step: int, save: Callable[[Path], None]) -> Path | None:
+    def write(self, step: int, save: Callable[[Path], Rest | None]) -> Path | None:
         """Call `save(folder)` on every rank, make what it wrote durable, give it its name, drop the oldest. Collective.
 
+        Where `save` returns a rest, that and all that follows is done in the background: see `check` and `wait`.
         Checkpoints of later steps go too: the run has been taken back, and they are of a future that did not happen.
         Returns the folder, or None where --keep-last is 0. Raises on all ranks when it failed on any; the older
         checkpoints are untouched then. `save` must not use collectives after something that can fail on one rank.
         """
         if self._keep_last == 0:
             return None
+        self.wait()
         final = self._name(step)
         temporary = self.directory / f".tmp-{final.name}"
-        failure = f"--output-dir: cannot write checkpoint {final}"
-        with together(CheckpointError, failure):
+        self._failure = f"--output-dir: cannot write checkpoint {final}"
+        with together(CheckpointError, self._failure):
             if dist.get_rank() == 0:
                 self._prepare(temporary)
-        with together(CheckpointError, failure):
-            save(temporary)
-        with together(CheckpointError, failure):
+        rest = None
+        with together(CheckpointError, self._failure):
+            rest = save(temporary)
+        if rest is not None:
+            self._background = Background(partial(self._finish, rest, temporary, final))
+            return final
+        with together(CheckpointError, self._failure):
             if dist.get_rank() == 0:
                 self._publish(temporary, final)
         return final
+
+    def check(self) -> None:
+        """Raises on all ranks what has gone wrong on any in the background. Collective."""
+        if self._background is not None:
+            with together(CheckpointError, self._failure):
+                self._background.check()
+
+    def wait(self) -> None:
+        """Until nothing is being written. Raises on all ranks what went wrong on any. Collective."""
+        background, self._background = self._background, None
+        if background is not None:
+            with together(CheckpointError, self._failure):
+                background.wait(self._timeout_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """After an error the other ranks may be anywhere: this one waits for its own part, and the error goes on."""
+        if error is None:
+            self.wait()
+        elif self._background is not None:
+            try:
+                self._background.wait(self._timeout_s)
+            except Exception as failed:  # noqa: BLE001 - `error` is the reason for the end
+                if one_line(failed) not in str(error):  # as `check` says it
+                    logger.warning("%s: %s", self._failure, one_line(failed))
+
+    def _finish(self, rest: Rest, temporary: Path, final: Path) -> None:
+        """In a thread of each rank. `rest` ends on rank 0 when all ranks have written."""
+        rest()
+        if dist.get_rank() == 0:
+            self._publish(temporary, final)
 
     def latest(self) -> Path | None:
         """The newest whole checkpoint, as rank 0 sees it. Collective."""
@@ -115,14 +170,22 @@ class CheckpointFolder:
 
 
 def save_checkpoint(
-    directory: Path, model: nn.Module, optimizer: Optimizer, *, step: int, adapter: str | None = None
-) -> None:
+    directory: Path,
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    step: int,
+    adapter: str | None = None,
+    staging: Staging | None = None,
+) -> Rest | None:
     """Write model, optimizer and random states into `directory`, which exists. Collective.
 
     adapter: only an adapter is trained, and written; these words say which, and on which frozen weights.
+    staging: copy the tensors, and return what writes the copies.
     """
     reshard(model)
-    _write_shards(directory / _SHARDS, _tensors(model, optimizer, only_trained=adapter is not None))
+    tensors = _tensors(model, optimizer, only_trained=adapter is not None)
+    rest = _write_or_stage(directory / _SHARDS, tensors, staging)
     state = {
         "format": _FORMAT,
         "step": step,
@@ -134,6 +197,7 @@ def save_checkpoint(
         _save_rng(directory / _RNG.format(rank=dist.get_rank()))
         if dist.get_rank() == 0:
             (directory / _STATE).write_text(json.dumps(state, indent=2))
+    return rest
 
 
 def load_checkpoint(directory: Path, model: nn.Module, optimizer: Optimizer, *, adapter: str | None = None) -> int:
@@ -153,10 +217,10 @@ def load_checkpoint(directory: Path, model: nn.Module, optimizer: Optimizer, *, 
     return state["step"]
 
 
-def save_reference(directory: Path, model: nn.Module) -> None:
+def save_reference(directory: Path, model: nn.Module, *, staging: Staging | None = None) -> Rest | None:
     """Write `model`, which is the reference now, beside what `save_checkpoint` wrote. Collective."""
     reshard(model)
-    _write_shards(directory / _REFERENCE, _of_model(model))
+    return _write_or_stage(directory / _REFERENCE, _of_model(model), staging)
 
 
 def has_reference(directory: Path) -> bool:
@@ -190,12 +254,18 @@ def _of_model(model: nn.Module, *, only_trained: bool = False) -> dict[str, Tens
     return {f"model.{name}": torch.atleast_1d(t.detach()) for name, t in chosen.items()}  # views
 
 
-def _write_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
+def _write_or_stage(folder: Path, tensors: dict[str, Tensor], staging: Staging | None) -> Rest | None:
+    if staging is None:
+        return _write_shards(folder, tensors)
+    return partial(_write_shards, folder, staging.copy(folder.name, tensors), group=staging.group)
+
+
+def _write_shards(folder: Path, tensors: dict[str, Tensor], *, group: dist.ProcessGroup | None = None) -> None:
     writer = dcp.HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=_file_plan(tensors), save_distributed=True)
     try:
-        dcp.save(tensors, storage_writer=writer)
+        dcp.save(tensors, storage_writer=writer, process_group=group)
     except CheckpointException as error:
-        raise CheckpointError(f"checkpoint {folder} cannot be written ({_reasons(error)})") from error
+        raise CheckpointError(f"--output-dir: checkpoint {folder} cannot be written ({_reasons(error)})") from error
 
 
 def _read_shards(folder: Path, tensors: dict[str, Tensor]) -> None:

@@ -1,17 +1,20 @@
 """Full weights out of a sharded model, layer by layer: to an engine, or to a folder that `from_pretrained` reads.
 
-No rank ever holds more than one decoder layer (or the embedding) in full; rank 0 also holds one output file.
+No rank ever holds more than one decoder layer (or the embedding) in full. A folder is written by several ranks at the
+same time: while one writes a layer, the others write theirs.
 """
 
 import json
+import logging
+import secrets
 import shutil
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -20,8 +23,10 @@ from transformers.core_model_loading import revert_weight_conversion
 from fsdptrain import platform
 from fsdptrain.errors import CheckpointError
 from fsdptrain.fsdp.checkpoint import sync_tree
+from fsdptrain.fsdp.gather import gather_on
+from fsdptrain.fsdp.hub_files import HubWriter, plan_files, share_out, write_index
 from fsdptrain.fsdp.shards import model_tensors
-from fsdptrain.models.collective import together
+from fsdptrain.models.collective import gather, together
 from fsdptrain.models.lora import Adapters
 from fsdptrain.models.lora_weights import merged
 from fsdptrain.models.materialize import moved
@@ -30,6 +35,9 @@ from fsdptrain.protocols import Naming
 
 _WEIGHT_SUFFIXES = {".bin", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth", ".safetensors"}
 _NOT_COPIED = {"config.json", "README.md", ".gitattributes"}
+_LEAST_PART = 1 << 28  # bytes for which another rank begins a file of its own
+_TOKEN = ".written-by-rank-0"
+logger = logging.getLogger(__name__)
 
 
 def stream_weights(
@@ -76,10 +84,7 @@ def _units(model: PreTrainedModel) -> list[dict[str, Tensor]]:
 def _full(tensor: Tensor, dtype: torch.dtype, adapter: nn.Module | None) -> Tensor:
     """Cast and moved as a shard, gathered on the device: the least memory, and the fast links, with offload too."""
     device = platform.local_device()
-    if adapter is not None:
-        tensor = merged(tensor, adapter, device).to(dtype)
-    else:
-        tensor = moved(tensor, device, dtype if isinstance(tensor, nn.Parameter) else tensor.dtype)
+    tensor = _merged(tensor, adapter).to(dtype) if adapter else moved(tensor, device, _dtype_of(tensor, dtype))
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -94,76 +99,82 @@ def export_hf(
 ) -> None:
     """Write `model` as a folder like `source`, the checkpoint that it was loaded from. Collective.
 
+    The ranks that see the folder of rank 0 write it together, each its own files; of a small model fewer do.
     Tokenizer, generation config, custom code and all else but weights is copied. The folder gets its name `target`
     when it is whole; what was there before is replaced. Raises CheckpointError on every rank.
     """
     temporary = target.with_name(f".tmp-{target.name}")
-    writer = _Writer(temporary, max_shard_bytes) if dist.get_rank() == 0 else None
-    for name, tensor in stream_weights(model, dtype=dtype, naming="hub", adapters=adapters):
-        if writer is not None:
-            writer.add(name, tensor)
-    with together(CheckpointError, f"the model cannot be exported to {target}"):
-        if writer is not None:
-            writer.finish()
+    failure = f"the model cannot be exported to {target}"
+    ranks = _ranks_at(temporary, failure)
+    reshard(model)
+    detached = nullcontext if adapters is None else adapters.detached
+    layers = {} if adapters is None else adapters.layers
+    with together(CheckpointError, failure):
+        with detached():
+            units = _units(model)
+            hub = [revert_weight_conversion(model, _shapes(unit, dtype)) for unit in units]
+        total = sum(tensor.nbytes for unit in hub for tensor in unit.values())
+        num_writers = min(len(ranks), max(1, total // min(max_shard_bytes, _LEAST_PART)))
+        writers = [ranks[place] for place in share_out(hub, num_writers)]
+        files = plan_files(hub, writers, max_bytes=max_shard_bytes)
+        writer = HubWriter(temporary, [file for file in files if file.writer == dist.get_rank()])
+    for turn in _turns(writers):
+        mine: dict[str, Tensor] = {}
+        for i in turn:
+            for name, tensor in units[i].items():
+                whole = gather_on(writers[i], _merged(tensor, layers.get(name)), _dtype_of(tensor, dtype))
+                mine |= {} if whole is None else {name: whole}
+        with together(CheckpointError, failure), detached():
+            writer.write(revert_weight_conversion(model, mine))
+    with together(CheckpointError, failure):
+        writer.finish()
+    with together(CheckpointError, failure):
+        if dist.get_rank() == 0:
+            write_index(temporary, files)
             _write_config(source, temporary, dtype)
             copy_rest(source, temporary)
+            (temporary / _TOKEN).unlink()
             sync_tree(temporary)
             replace_folder(temporary, target)
 
 
-class _Writer:
-    """Collects tensors into files of at most `max_bytes` (a bigger tensor has a file of its own).
-
-    A failure is kept until `finish`: the other ranks are gathering with this one, and it must not leave them alone.
-    """
-
-    def __init__(self, folder: Path, max_bytes: int) -> None:
-        self._folder = folder
-        self._max_bytes = max_bytes
-        self._pending: dict[str, Tensor] = {}
-        self._pending_bytes = 0
-        self._total_bytes = 0
-        self._files: list[list[str]] = []
-        self._error: OSError | None = None
-        try:
+def _ranks_at(folder: Path, failure: str) -> list[int]:
+    """Make `folder` anew on rank 0: the ranks that see it, which are all of them where the disk is shared."""
+    token = gather(secrets.token_hex(8))[0]
+    with together(CheckpointError, failure):
+        if dist.get_rank() == 0:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
-        except OSError as error:
-            self._error = error
+            (folder / _TOKEN).write_text(token)
+    with together(CheckpointError, failure):
+        sees = (folder / _TOKEN).is_file() and (folder / _TOKEN).read_text() == token
+    ranks = [rank for rank, found in enumerate(gather(sees)) if found]
+    if dist.get_rank() == 0 and len(ranks) < dist.get_world_size():
+        logger.warning(
+            "%s is not on a disk that all nodes share: only %d of %d ranks write the model, where rank 0 is",
+            *(folder.parent.resolve(), len(ranks), dist.get_world_size()),
+        )
+    return ranks
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        if self._error is not None:
-            return
-        if self._pending and self._pending_bytes + tensor.nbytes > self._max_bytes:
-            self._flush()
-        self._pending[name] = tensor.cpu().clone(memory_format=torch.contiguous_format)
-        self._pending_bytes += tensor.nbytes
 
-    def _flush(self) -> None:
-        try:
-            save_file(self._pending, self._folder / str(len(self._files)), metadata={"format": "pt"})
-        except OSError as error:
-            self._error = error
-        self._files.append(list(self._pending))
-        self._total_bytes += self._pending_bytes
-        self._pending, self._pending_bytes = {}, 0
+def _turns(writers: Sequence[int]) -> Iterator[list[int]]:
+    """Units by index, one of each writer at a time: they are written at the same time."""
+    own = {writer: [i for i, other in enumerate(writers) if other == writer] for writer in writers}
+    for turn in zip_longest(*own.values()):
+        yield [i for i in turn if i is not None]
 
-    def finish(self) -> None:
-        """Write what is left, give the files their names, write the index. Raises the first OSError of all."""
-        if self._pending:
-            self._flush()
-        if self._error is not None:
-            raise self._error
-        if len(self._files) == 1:
-            (self._folder / "0").rename(self._folder / "model.safetensors")
-            return
-        weight_map: dict[str, str] = {}
-        for i, names in enumerate(self._files):
-            file_name = f"model-{i + 1:05d}-of-{len(self._files):05d}.safetensors"
-            (self._folder / str(i)).rename(self._folder / file_name)
-            weight_map |= dict.fromkeys(names, file_name)
-        index = {"metadata": {"total_size": self._total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
-        (self._folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+def _shapes(unit: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    return {name: torch.empty(t.shape, dtype=_dtype_of(t, dtype), device="meta") for name, t in unit.items()}
+
+
+def _dtype_of(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """Buffers keep theirs."""
+    return dtype if isinstance(tensor, nn.Parameter) else tensor.dtype
+
+
+def _merged(tensor: Tensor, adapter: nn.Module | None) -> Tensor:
+    return tensor if adapter is None else merged(tensor, adapter, platform.local_device())
 
 
 def copy_rest(source: Path, target: Path, *, but: Set[str] = frozenset()) -> None:

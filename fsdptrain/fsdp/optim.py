@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdptrain.config import OptimConfig
 from fsdptrain.errors import NumericsError
+from fsdptrain.fsdp.host_adam import HostAdam, host_moment
 from fsdptrain.models.structure import reshard
 
 Schedule = Callable[[int], float]
@@ -84,6 +85,8 @@ class Optimizer:
         self._names = {p: name for name, p in model.named_parameters() if p.requires_grad}
         self._schedule = lr_schedule(config, total_steps=total_steps)
         self._adam = _adamw(list(self._names), config)
+        on_host = config.offload_optimizer
+        self._host_adam = HostAdam(self._adam, on=config.offload_optimizer_step) if on_host else None
         device_type = next(iter(self._names)).device.type
         self._scaler = torch.amp.GradScaler(device_type, enabled=fp16)
         self.num_updates = 0  # steps of the schedule that are done
@@ -121,7 +124,7 @@ class Optimizer:
         reshard(self._model)
         for group in self._adam.param_groups:
             group["lr"] = self.lr
-        self._adam.step()
+        (self._host_adam or self._adam).step()
         self._finish()
         self.num_updates += 1
 
@@ -187,7 +190,9 @@ def _adamw(params: list[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW
         eps=config.adam_eps,
         fused=fused,
     )
+    host = config.offload_optimizer
     for p in params:
-        step = torch.zeros((), dtype=torch.float32, device=p.device if fused else "cpu")
-        adam.state[p] = {"step": step} | {key: torch.zeros_like(p, requires_grad=False) for key in _MOMENTS}
+        step = torch.zeros((), dtype=torch.float32, device=p.device if fused and not host else "cpu")
+        moments = [host_moment(p) if host else torch.zeros_like(p, requires_grad=False) for _ in _MOMENTS]
+        adam.state[p] = {"step": step} | dict(zip(_MOMENTS, moments, strict=True))
     return adam

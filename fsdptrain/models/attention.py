@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fsdptrain.errors import ConfigError, NumericsError
 from fsdptrain.types import PackedBatch
@@ -50,7 +51,9 @@ class Boundaries:
 
 
 def register_attention() -> None:
-    """Make both names known to transformers; calling it again changes nothing."""
+    """Make both names known to transformers. Calling it again does not undo what `compile_layers` made of them."""
+    if SEGMENTS in ALL_ATTENTION_FUNCTIONS.valid_keys():
+        return
     AttentionInterface.register(SEGMENTS, partial(attend, varlen=False))
     AttentionInterface.register(VARLEN, partial(attend, varlen=True))
     for name in OURS:

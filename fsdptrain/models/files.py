@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 
 from fsdptrain.errors import CheckpointError
 from fsdptrain.models.collective import gather, together
+from fsdptrain.models.formats import refuse_gguf, refuse_pickles, refuse_quantised, refuse_small_floats
 
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py"]
 NOT_HUB_FILES = ["original/*", "metal/*", "onnx/*", "consolidated*"]  # the same weights in other formats
@@ -23,7 +24,7 @@ def resolve_checkpoint(name: str) -> Path:
         CheckpointError: no such folder or repository, no network, or no config.json and safetensors in it.
     """
     here = gather(Path(name).is_dir())
-    if any(here) or Path(name).is_absolute():
+    if any(here) or Path(name).is_absolute() or name.endswith(".gguf"):
         with together(CheckpointError, f"--hf-checkpoint {name}"):
             return _checked(Path(name))
     download = partial(snapshot_download, name, allow_patterns=HUB_FILES, ignore_patterns=NOT_HUB_FILES)
@@ -59,7 +60,7 @@ def weight_files(path: Path) -> list[Path]:
     for file in files:
         try:
             with safe_open(file, framework="pt"):  # compares the header with the size of the file
-                pass
+                refuse_small_floats(file)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
                 f"--hf-checkpoint {path}: {file.name} is broken ({error}): download or copy it again"
@@ -72,6 +73,7 @@ def _named_files(path: Path) -> list[Path]:
         return [path / "model.safetensors"]
     index = path / "model.safetensors.index.json"
     if not index.is_file():
+        refuse_pickles(path)
         raise CheckpointError(
             f"--hf-checkpoint {path} has neither model.safetensors nor {index.name}; "
             "other formats can be converted by transformers' save_pretrained"
@@ -94,12 +96,14 @@ def _checked(path: Path) -> Path:
 
 
 def _with_config(path: Path) -> Path:
+    refuse_gguf(path)
     if not path.is_dir():
         raise CheckpointError(
             f"--hf-checkpoint {path} is not a folder; it takes one, or the name of a repository on the hub"
         )
     if not (path / "config.json").is_file():
         raise CheckpointError(f"--hf-checkpoint {path} has no config.json: is it the folder of a Hugging Face model?")
+    refuse_quantised(path)
     return path
 
 

@@ -26,6 +26,7 @@ from fsdptrain import platform
 from fsdptrain.errors import CheckpointError, ConfigError
 from fsdptrain.models.collective import require_same, together
 from fsdptrain.models.files import different_files, resolve_checkpoint, some_of, weight_files
+from fsdptrain.models.formats import refuse_quantised
 from fsdptrain.models.materialize import (
     filled_like,
     own_part,
@@ -51,11 +52,7 @@ def build_meta_model(path: Path, *, trust_remote_code: bool, attn_implementation
         if not trust_remote_code:
             _refuse_remote_code(path)
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        if quantisation := config.to_dict().get("quantization_config"):
-            raise CheckpointError(
-                f"--hf-checkpoint {path} is quantised ({quantisation.get('quant_method')}): weights must be bfloat16, "
-                "float16 or float32 to be trained; most models have such a version on the hub"
-            )
+        refuse_quantised(path)
         config.use_cache = False  # with a cache transformers would not see the boundaries of a pack
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(

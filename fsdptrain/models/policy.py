@@ -60,6 +60,7 @@ def install_policy_forward(model: PreTrainedModel, *, chunk_size: int, replay: R
     stock = model.forward
     transform = head_transform(model.config)
     switch = rope_switch(model.config)
+    pad_token_id = vars(model.config.get_text_config()).get("pad_token_id")  # custom code may have none
 
     def forward(
         batch: PackedBatch,
@@ -84,7 +85,7 @@ def install_policy_forward(model: PreTrainedModel, *, chunk_size: int, replay: R
             batch,
             layout,
             attn_implementation=str(model.config._attn_implementation),
-            pad_token_id=model.config.get_text_config().pad_token_id,
+            pad_token_id=pad_token_id,
         )
         try:
             if stock_head:

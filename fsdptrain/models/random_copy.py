@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from fsdptrain.models.layer_kinds import layer_kinds, per_layer_lists
+from fsdptrain.models.policy import REFUSALS
 
 _AT_MOST = {"vocab_size": 512, "intermediate_size": 512, "moe_intermediate_size": 128, "sliding_window": 16}
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -33,6 +34,15 @@ def random_copy(
     model.to_empty(device="cpu")
     model.init_weights()
     return model.eval()
+
+
+def guarded_copy(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """`random_copy`, of all layers where it must be; the run's own random draws stay what they are."""
+    with torch.random.fork_rng(devices=[]):
+        try:
+            return random_copy(config, trust_remote_code=trust_remote_code)
+        except REFUSALS:  # a few families tie other parts to the number of layers
+            return random_copy(config, trust_remote_code=trust_remote_code, all_layers=True)
 
 
 def _cut_widths(text: PreTrainedConfig) -> None:

@@ -10,7 +10,7 @@ no formula is repeated here, and with its own choice given a model computes bit 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
+from fsdptrain.models.checkpointing import Recomputed
 from fsdptrain.models.structure import ExpertChoice, decoder_layers
 from fsdptrain.types import NO_ROUTE
 
@@ -29,12 +30,11 @@ class RouterReplay:
     Routes are [tokens, layers, k] int16: the experts of each token of the model's rows in each decoder layer. NO_ROUTE
     stands where there are none (a layer without experts), and where the model shall choose itself.
 
-    Args:
-        recomputed: the layers are under gradient checkpointing, from before. In the backward pass they then choose
-            among what was given to their forward pass, whatever was asked of the model since.
+    Layers that are `Recomputed`, from before, choose in the backward pass among what was given to their forward pass,
+    whatever was asked of the model since.
     """
 
-    def __init__(self, model: PreTrainedModel, choice: ExpertChoice, *, recomputed: bool = False) -> None:
+    def __init__(self, model: PreTrainedModel, choice: ExpertChoice) -> None:
         self._choice = choice
         self._active = False
         self._given: Tensor | None = None
@@ -44,9 +44,9 @@ class RouterReplay:
         for index, members in enumerate(routers):
             for number, router in enumerate(members):
                 router.forward = partial(self._route, index, number, router.forward)
-        if recomputed:
-            for layer in layers:
-                layer.forward = partial(self._checkpoint, layer.forward)
+        for layer in layers:
+            if isinstance(layer.forward, Recomputed):
+                layer.forward.again = self._again
 
     @contextmanager
     def choosing(self, routes: Tensor | None = None) -> Iterator[None]:
@@ -79,12 +79,9 @@ class RouterReplay:
         self._chosen[index][number] = mode.chosen
         return output
 
-    def _checkpoint(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`stock` is torch's checkpoint of a layer: the second context is that of computing the layer again."""
-        routes = self._given
-        if routes is not None:
-            kwargs["context_fn"] = lambda: (nullcontext(), self.choosing(routes))
-        return stock(*args, **kwargs)
+    def _again(self) -> AbstractContextManager[None]:
+        """In which a layer that now goes forward is to be computed again."""
+        return nullcontext() if self._given is None else self.choosing(self._given)
 
 
 def _routers(model: PreTrainedModel, layers: Sequence[nn.Module]) -> list[list[nn.Module]]:

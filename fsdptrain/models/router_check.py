@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from fsdptrain.config.effects import NoEffectError
 from fsdptrain.errors import ConfigError
 from fsdptrain.models.policy import REFUSALS
-from fsdptrain.models.random_copy import random_copy
+from fsdptrain.models.random_copy import guarded_copy
 from fsdptrain.models.router import RouterReplay
 from fsdptrain.models.structure import ExpertChoice, base_model, expert_choice
 
@@ -29,7 +29,7 @@ def aux_loss_coef(
         raise _no_effect("aux_loss_coef", f"on {name}, which has no experts")
     if own is None:
         raise _no_effect("aux_loss_coef", f"on {name}, whose config has no router_aux_loss_coef: it balances otherwise")
-    model = _copy(config, trust_remote_code)
+    model = guarded_copy(config, trust_remote_code=trust_remote_code)
     output = base_model(model)(input_ids=_tokens(model), use_cache=False, output_router_logits=True)
     if not output.get("router_logits"):
         raise _no_effect("aux_loss_coef", f"on {name}, which reports no router logits")
@@ -41,7 +41,7 @@ def check_replay(config: PreTrainedConfig, mode: str, *, trust_remote_code: bool
     if expert_choice(config) is None:
         raise _no_effect("replay", f"on {config.model_type}, which has no experts")
     try:
-        refusal = replay_refusal(_copy(config, trust_remote_code))
+        refusal = replay_refusal(guarded_copy(config, trust_remote_code=trust_remote_code))
     except REFUSALS as error:
         refusal = f"its small copy fails, {type(error).__name__}: {error}"
     if refusal:
@@ -95,14 +95,6 @@ def _run(model: PreTrainedModel, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]  # a bias may be frozen
     gradients = torch.autograd.grad(logits.sin().sum(), parameters, allow_unused=True)
     return logits.detach(), [gradient for gradient in gradients if gradient is not None]
-
-
-def _copy(config: PreTrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
-    with torch.random.fork_rng(devices=[]):  # the run's own draws stay what they are
-        try:
-            return random_copy(config, trust_remote_code=trust_remote_code)
-        except REFUSALS:  # a few families tie other parts to the number of layers
-            return random_copy(config, trust_remote_code=trust_remote_code, all_layers=True)
 
 
 def _tokens(model: PreTrainedModel) -> Tensor:

@@ -6,7 +6,7 @@ gathers it and the next one, and holds the float32 buffer of the reduction befor
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fsdptrain.planning.memory import MASTER_BYTES
 from fsdptrain.planning.trace import LayerTrace, Trace
@@ -20,6 +20,7 @@ class Moment:
 
     name: str
     parts: Mapping[str, int]
+    on_host: int = 0  # activations there: not among the parts
 
     @property
     def total(self) -> int:
@@ -31,6 +32,7 @@ class Sharding:
     """What FSDP2 adds."""
 
     outside: int  # parameters of the root group: embedding, last norm, head
+    outside_trained: int
     num_shards: int
     compute_bytes: int
     reshard_after_forward: bool
@@ -49,32 +51,40 @@ def training_moments(trace: Trace, sharding: Sharding) -> Iterator[Moment]:
     root = sharding.compute_bytes * sharding.outside
     always = {"weights, gradients, Adam": sharding.state}
     saved = trace.before + sum(layer.saved for layer in layers)
+    on_host = sum(layer.on_host for layer in layers)
+    leaving = layers[-2].on_host if len(layers) > 1 else 0  # while the next layer computes
     last = _gathered(layers, len(layers) - 1, sharding, running=False)
     yield Moment(
         "forward of the last layer",
         {
             **always,
             "gathered layers": root + _gathered(layers, len(layers) - 1, sharding, running=True),
-            "activations": saved - layers[-1].saved + layers[-1].forward_peak,
+            "activations": saved - layers[-1].saved + layers[-1].forward_peak + leaving,
         },
+        on_host,
     )
+    held = saved + layers[-1].on_host  # no layer comes after it
     yield Moment(
         "forward of the head",
-        {**always, "gathered layers": root + last, "activations": saved, "logprobs": trace.head_forward_peak},
+        {**always, "gathered layers": root + last, "activations": held, "logprobs": trace.head_forward_peak},
+        on_host,
     )
     yield Moment(
         "backward of the head",
         {
             **always,
             "gathered layers": root + last,
-            "activations": saved,
+            "activations": held,
             "logprobs": trace.head_saved + trace.head_backward_peak,
         },
+        on_host,
     )
     left = trace.head_saved + trace.head_left
     for i in _places(layers):
-        yield from _backward(layers, i, saved, left, root, sharding, always)
+        for moment in _backward(layers, i, saved, left, root, sharding, always):
+            yield replace(moment, on_host=on_host)
         saved -= layers[i].saved
+        on_host -= layers[i].on_host
     yield _root_reduction(trace, layers, root, sharding, always)
 
 
@@ -83,24 +93,25 @@ def _backward(
 ) -> Iterator[Moment]:
     """While a layer goes backward, and while its gradients are reduced. `left`: gradients of the head."""
     layer = layers[i]
-    gradients = sharding.compute_bytes * layer.numel
-    before = REDUCED_BYTES * layers[i + 1].numel if i + 1 < len(layers) else 0
+    gradients = sharding.compute_bytes * layer.trained
+    before = REDUCED_BYTES * layers[i + 1].trained if i + 1 < len(layers) else 0
+    coming = layers[i - 1].on_host if i > 0 else 0  # back from the host, for the layer that follows
     yield Moment(
         "backward of a layer",
         {
             **always,
             "gathered layers": root + _gathered(layers, i, sharding, running=True),
-            "activations": saved + layer.backward_peak - gradients,
+            "activations": saved + layer.backward_peak - gradients + coming,
             "gradients before they are reduced": left + gradients + before,
         },
     )
-    reduced = REDUCED_BYTES * layer.numel
+    reduced = REDUCED_BYTES * layer.trained
     yield Moment(
         "reduction of a layer",
         {
             **always,
             "gathered layers": root + _gathered(layers, i, sharding, running=False),
-            "activations": saved - layer.saved + layer.input_bytes,
+            "activations": saved - layer.saved + layer.input_bytes + coming,
             "gradients before they are reduced": left + gradients + reduced + reduced // sharding.num_shards,
         },
     )
@@ -111,8 +122,8 @@ def _root_reduction(
 ) -> Moment:
     """At the end of the backward pass: the gradient of the embedding, then the reduction of all that is no layer."""
     left = trace.before + trace.head_saved + trace.head_left
-    embedding = left + trace.end_peak + root + REDUCED_BYTES * layers[0].numel
-    reduced = REDUCED_BYTES * sharding.outside
+    embedding = left + trace.end_peak + root + REDUCED_BYTES * layers[0].trained
+    reduced = REDUCED_BYTES * sharding.outside_trained
     reduction = trace.before + root + reduced + reduced // sharding.num_shards
     return Moment("gradients of embedding and head", {**always, "embedding and head": max(embedding, reduction)})
 

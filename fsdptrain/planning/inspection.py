@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from fsdptrain import platform
 from fsdptrain.config import Config
-from fsdptrain.errors import CheckpointError, ConfigError, NumericsError
+from fsdptrain.errors import CheckpointError, NumericsError
 from fsdptrain.fsdp.wrap import largest_shard
 from fsdptrain.models.anatomy import Part, anatomy
 from fsdptrain.models.attention import resolve_attention
@@ -23,6 +23,7 @@ from fsdptrain.models.kernels import Kernel, kernels, require_no_fallback
 from fsdptrain.models.layer_kinds import layer_kinds
 from fsdptrain.models.layout import LayoutProbe, probe_random_copy
 from fsdptrain.models.loading import build_meta_model
+from fsdptrain.models.lora import add_adapters, require_peft
 from fsdptrain.models.materialize import parameter_names, quiet_transformers
 from fsdptrain.models.policy import head_transform
 from fsdptrain.models.structure import count_active_parameters, decoder_layers, lm_head
@@ -87,9 +88,7 @@ class Inspection:
 
 def inspect_model(config: Config, *, num_gpus: int) -> Inspection:
     """Raises CheckpointError where config.json cannot be read, or no training is possible from these files."""
-    if config.lora.rank:
-        raise ConfigError("--lora-rank is not inspected yet: leave it out to see the model under the adapter")
-    model, path = meta_model(config)
+    model, path = meta_model(config, with_adapters=True)
     compute_dtype: torch.dtype = getattr(torch, config.compute_dtype_name)
     probe, refusal = _probe(config, model)
     device_type = platform.device_type()
@@ -131,12 +130,16 @@ def require_sound(report: Inspection, *, strict: bool) -> None:
         require_no_fallback(report.kernels)
 
 
-def meta_model(config: Config) -> tuple[PreTrainedModel, Path]:
-    """The model on meta as a run builds it here, and the folder of its config.json."""
+def meta_model(config: Config, *, with_adapters: bool = False) -> tuple[PreTrainedModel, Path]:
+    """The model on meta as a run builds it here, and the folder of its config.json. ConfigError for --lora-targets."""
     path = resolve_config(config.model.hf_checkpoint)
     attention = resolve_attention(config.model.attn_implementation, platform.device_type())
     trust = config.model.trust_remote_code
-    return build_meta_model(path, trust_remote_code=trust, attn_implementation=attention), path
+    model = build_meta_model(path, trust_remote_code=trust, attn_implementation=attention)
+    if with_adapters and config.lora.rank:
+        require_peft()
+        add_adapters(model, config.lora)
+    return model, path
 
 
 def _probe(config: Config, model: PreTrainedModel) -> tuple[LayoutProbe | None, str]:
@@ -196,8 +199,10 @@ def _head(model: PreTrainedModel) -> Head:
 
 def _dtypes(path: Path, config: Config) -> dict[str, str]:
     """What is held, gathered, reduced and written in which dtype."""
-    return {
-        "weights, gradients, Adam": "float32",
+    lora = config.lora.rank
+    frozen = {"frozen weights": config.compute_dtype_name} if lora else {}
+    return frozen | {
+        "adapter, gradients, Adam" if lora else "weights, gradients, Adam": "float32",
         "gathered layers, activations": config.compute_dtype_name,
         "reduction of gradients": "float32",
         "logprobs": "float32",

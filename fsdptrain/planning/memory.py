@@ -29,10 +29,12 @@ class MemoryDemand:
     num_shards: int  # ranks over which one replica is sharded
     compute_bytes: int  # of one gathered number: 2 for bfloat16 and float16, 4 for float32
     cpu_offload: bool = False
+    offload_optimizer: bool = False  # Adam's moments alone on the host
     reshard_after_forward: bool = True
     embedded_engine: bool = False  # a whole copy in the compute dtype, between the training steps
     reference: bool = False  # one more shard of the weights, on the host
     load_strategy: str = "shard"
+    async_save: bool = False  # a copy on the host of what a checkpoint holds, while it is written
 
 
 @dataclass(frozen=True)
@@ -67,16 +69,17 @@ def load_memory_need(demand: MemoryDemand, supply: MemorySupply) -> MemoryNeed:
     """The most that a rank holds at one time while it trains, or while the embedded engine generates."""
     counts, ranks = demand.counts, supply.ranks_per_node
     trained = MASTER_BYTES * math.ceil((counts.total - counts.frozen) / demand.num_shards)
-    stored = (
-        demand.compute_bytes if counts.adapter else MASTER_BYTES
-    )  # what a stock model freezes is stored as the rest
+    stored = demand.compute_bytes if counts.adapter else MASTER_BYTES  # a stock model's frozen ones are as the rest
     frozen = stored * math.ceil(counts.frozen / demand.num_shards)
     state = {"weights": trained + frozen, "Adam's moments": 2 * trained, "gradients": trained}
     work = _working_memory(demand)
-    device = dict(work) if demand.cpu_offload else {**state, **work}
-    host = {name: ranks * size for name, size in state.items()} if demand.cpu_offload else {}
+    moved = set(state) if demand.cpu_offload else {"Adam's moments"} if demand.offload_optimizer else set()
+    device = {name: size for name, size in state.items() if name not in moved} | work
+    host = {name: ranks * size for name, size in state.items() if name in moved}
     if demand.reference:
         host["the reference"] = ranks * (frozen if counts.adapter else frozen + trained)  # an adapter has none
+    if demand.async_save:
+        host["the checkpoint in writing"] = ranks * 3 * trained
     if demand.load_strategy == "rank0":
         host["rank 0's whole copy"] = MASTER_BYTES * counts.total
     if supply.has_accelerator:
@@ -140,7 +143,9 @@ def _remedies(demand: MemoryDemand, supply: MemorySupply) -> list[str]:
     more_ranks = next((n for n in _doublings(demand.num_shards) if _fits(replace(demand, num_shards=n), supply)), None)
     changes = [
         ("--load-strategy shard", replace(demand, load_strategy="shard")),
+        ("--no-async-save", replace(demand, async_save=False)),
         ("--fsdp-reshard-after-forward", replace(demand, reshard_after_forward=True)),
+        ("--offload-optimizer", replace(demand, offload_optimizer=not demand.cpu_offload)),
         ("--fsdp-cpu-offload", replace(demand, cpu_offload=True)),
         ("--no-fsdp-cpu-offload", replace(demand, cpu_offload=False)),
         ("--rollout-engine vllm", replace(demand, embedded_engine=False)),

@@ -16,16 +16,26 @@ import torch
 from transformers import PreTrainedModel
 
 from fsdptrain.config import Config
-from fsdptrain.errors import MemoryPlanError
+from fsdptrain.errors import ConfigError
 from fsdptrain.fsdp.wrap import largest_shard
 from fsdptrain.models.attention import SEGMENTS, register_attention
 from fsdptrain.models.inputs import Layout
 from fsdptrain.models.kernels import kernels
 from fsdptrain.models.layout import LOSES_MASK
-from fsdptrain.models.structure import ParameterCounts, count_parameters
+from fsdptrain.models.selective_check import check_selective
+from fsdptrain.models.structure import ParameterCounts, count_parameters, decoder_layers
+from fsdptrain.planning import remedies
 from fsdptrain.planning.activations import Moment, Sharding, training_peak
-from fsdptrain.planning.memory import DEVICE_MARGIN, GIB, MASTER_BYTES, MemoryDemand, MemorySupply, load_memory_need
-from fsdptrain.planning.trace import Recipe, Trace, cache_bytes, trace
+from fsdptrain.planning.memory import (
+    DEVICE_MARGIN,
+    GIB,
+    MASTER_BYTES,
+    MemoryDemand,
+    MemoryNeed,
+    MemorySupply,
+    load_memory_need,
+)
+from fsdptrain.planning.trace import Recipe, Trace, cache_bytes, interleave, trace
 
 GPUS_PER_NODE = 8
 MOST_PROPOSALS = 3
@@ -96,9 +106,8 @@ def make_plan(model: PreTrainedModel, config: Config, machine: Machine) -> Plan:
     host_parts, host = planner.host(config)
     choices = {
         " ".join(changed.flags) or "as given": with_margin(planner.training(changed.config))
-        for offload in ({}, {"cpu_offload": True})
-        for checkpointing in ({}, {"checkpointing": True})
-        for changed in [_change(config, {**offload, **checkpointing})]
+        for changed in remedies.choices(config)
+        if planner.allows(changed.config)
     }
     found = Plan(
         model_class=type(model).__name__,
@@ -125,6 +134,7 @@ class Planner:
         self.machine = machine
         self._traces: dict[Recipe, Trace] = {}
         self._caches: dict[tuple[int, torch.dtype], int] = {}
+        self._selective: bool | None = None  # not known yet
 
     @cached_property
     def counts(self) -> ParameterCounts:
@@ -133,8 +143,22 @@ class Planner:
     def on(self, machine: Machine) -> "Planner":
         """The same model and traces on another machine."""
         other = Planner(self._model, machine)
-        other._traces, other._caches = self._traces, self._caches
+        other._traces, other._caches, other._selective = self._traces, self._caches, self._selective
         return other
+
+    def allows(self, config: Config) -> bool:
+        """Whether the model's own code lets `config` compute it."""
+        selective = config.model.gradient_checkpointing and config.model.gradient_checkpointing_kind == "selective"
+        return not selective or self._selective_works(config.model.trust_remote_code)
+
+    def _selective_works(self, trust_remote_code: bool) -> bool:
+        if self._selective is None:
+            try:
+                check_selective(self._model.config, trust_remote_code=trust_remote_code)
+                self._selective = True
+            except ConfigError:
+                self._selective = False
+        return self._selective
 
     def layout(self, config: Config) -> Layout:
         """Without a probe: padded where a recurrent mixer lacks its kernels here, or a mask would be lost."""
@@ -146,21 +170,33 @@ class Planner:
         return "padded" if unpackable or any(values.get(key) is not None for key in LOSES_MASK) else "packed"
 
     def training(self, config: Config) -> Moment:
-        if config.lora.rank:
-            raise MemoryPlanError(
-                "--lora-rank is not planned yet: an adapter needs less than the same run without it, leave it out"
-            )
+        assert not config.lora.rank or self.counts.frozen, "a run with --lora-rank needs its adapters on the model"
+        return training_peak(self.trace(config), self._sharding(config))
+
+    def trace(self, config: Config) -> Trace:
+        """Of the fullest pack; layers are those of the model, one by one, where only some are recomputed."""
+        model = config.model
         recipe = Recipe(
             seqlens=seqlens(config),
             layout=self.layout(config),
             attention=SEGMENTS,
             dtype=_dtype(config),
-            chunk_size=config.model.logprob_chunk_size,
-            checkpointing=config.model.gradient_checkpointing,
+            chunk_size=model.logprob_chunk_size,
+            checkpointing=model.gradient_checkpointing_kind if model.gradient_checkpointing else None,
+            offload=model.offload_activations,
+            lora=config.lora if config.lora.rank else None,
         )
+        found = self._traced(recipe, trust_remote_code=model.trust_remote_code)
+        every = model.gradient_checkpointing_every
+        if every == 1 or not model.gradient_checkpointing:
+            return found
+        plain = self._traced(replace(recipe, checkpointing=None), trust_remote_code=model.trust_remote_code)
+        return interleave(found, plain, every=every)
+
+    def _traced(self, recipe: Recipe, *, trust_remote_code: bool) -> Trace:
         if recipe not in self._traces:
-            self._traces[recipe] = trace(self._model.config, recipe, trust_remote_code=config.model.trust_remote_code)
-        return training_peak(self._traces[recipe], self._sharding(config))
+            self._traces[recipe] = trace(self._model.config, recipe, trust_remote_code=trust_remote_code)
+        return self._traces[recipe]
 
     def generation(self, config: Config) -> Moment | None:
         """The embedded engine at its fullest: its weights beside the trainer's, and rows of full length."""
@@ -172,10 +208,11 @@ class Planner:
             self._caches[width, dtype] = cache_bytes(
                 self._model.config, num_tokens=width, dtype=dtype, trust_remote_code=config.model.trust_remote_code
             )
-        state = 0 if config.fsdp.cpu_offload else 3 * MASTER_BYTES * self._shard(config)
+        numbers = 1 if config.optim.offload_optimizer else 3
+        whole = self.counts.frozen if config.lora.rank else self.counts.total  # an adapter is merged
         parts = {
-            "weights, gradients, Adam": state,
-            "the engine's weights": dtype.itemsize * self.counts.total,
+            "weights, gradients, Adam": _state(self._model, config, self._num_shards(config), numbers),
+            "the engine's weights": dtype.itemsize * whole,
             f"key-value cache of {rows} rows": rows * self._caches[width, dtype],
             "gathered layers": dtype.itemsize * max(self.counts.largest_layer, self.counts.outside_layers),
         }
@@ -189,15 +226,21 @@ class Planner:
             compute_bytes=_dtype(config).itemsize,
             cpu_offload=config.fsdp.cpu_offload,
             reshard_after_forward=config.fsdp.reshard_after_forward,
-            reference=config.needs_reference,
+            offload_optimizer=config.optim.offload_optimizer,
+            reference=config.needs_reference and (not config.lora.rank or config.ref.load is not None),
             load_strategy=config.model.load_strategy,
+            async_save=config.run.async_save,
         )
         supply = MemorySupply(
             *(self.machine.gpu_memory, self.machine.gpu_memory, _NO_LIMIT, _NO_LIMIT),
             ranks_per_node=self.machine.ranks_per_node,
             has_accelerator=True,
         )
-        need = load_memory_need(demand, supply)
+        parts = dict(load_memory_need(demand, supply).host_parts)
+        if config.model.offload_activations:
+            kept = sum(layer.count * layer.on_host for layer in self.trace(config).layers)
+            parts["activations"] = self.machine.ranks_per_node * kept
+        need = MemoryNeed({}, parts)
         return need.host_parts, need.host
 
     def fits(self, config: Config) -> int | None:
@@ -214,22 +257,32 @@ class Planner:
     def _num_shards(self, config: Config) -> int:
         return max(1, self.machine.num_gpus // config.fsdp.replicate_size)
 
-    def _shard(self, config: Config) -> int:
-        return sum(largest_shard(p, self._num_shards(config)) for p in self._model.parameters())
-
 
 def sharding(model: PreTrainedModel, config: Config, num_gpus: int) -> Sharding:
     """Of a run of `config` over so many ranks."""
     num_shards = max(1, num_gpus // config.fsdp.replicate_size)
-    shard = sum(largest_shard(p, num_shards) for p in model.parameters())
+    inside = {id(p) for layer in decoder_layers(model) for p in layer.parameters()}
+    outside = [p for p in model.parameters() if id(p) not in inside]
     return Sharding(
-        outside=count_parameters(model).outside_layers,
+        outside=sum(p.numel() for p in outside),
+        outside_trained=sum(p.numel() for p in outside if p.requires_grad),
         num_shards=num_shards,
         compute_bytes=_dtype(config).itemsize,
         reshard_after_forward=config.fsdp.reshard_after_forward,
         prefetch=config.fsdp.prefetch,
         cpu_offload=config.fsdp.cpu_offload,
-        state=0 if config.fsdp.cpu_offload else 4 * MASTER_BYTES * shard,
+        state=_state(model, config, num_shards, 2 if config.optim.offload_optimizer else 4),
+    )
+
+
+def _state(model: PreTrainedModel, config: Config, num_shards: int, numbers: int) -> int:
+    """Bytes on the device of a rank's shards: so many float32 `numbers` for each trained one, frozen ones once."""
+    if config.fsdp.cpu_offload:
+        return 0
+    frozen_bytes = _dtype(config).itemsize if config.lora.rank else MASTER_BYTES
+    return sum(
+        largest_shard(p, num_shards) * (numbers * MASTER_BYTES if p.requires_grad else frozen_bytes)
+        for p in model.parameters()
     )
 
 
@@ -249,25 +302,18 @@ def cache_rows(config: Config, num_gpus: int) -> tuple[int, int]:
     return width, max(1, min(own, config.rollout.max_batch_tokens // width))
 
 
-@dataclass(frozen=True)
-class _Changed:
-    config: Config
-    flags: tuple[str, ...]
-
-
 def _proposals(config: Config, machine: Machine, planner: Planner) -> Iterator[Proposal]:
-    """At most three, fastest first: a smaller cache and smaller packs cost little, checkpointing a forward pass more,
-    offload a transfer of all weights and an optimizer step on the host; then more GPUs with the flags as given."""
-    found: list[set[str]] = []
-    for changed in _candidates(config, machine):
-        names = {flag.split(" ")[0] for flag in changed.flags}
-        if any(enough <= names for enough in found):
+    """At most three, fastest first; then more GPUs with the flags as given."""
+    found: list[tuple[float, ...]] = []
+    candidates = remedies.remedies(config, packs=_smaller_packs(config), caches=_smaller_caches(config, machine))
+    for changed in candidates:
+        if any(all(a <= b for a, b in zip(enough, changed.effort, strict=True)) for enough in found):
             continue  # less does it too
-        device = planner.fits(changed.config)
+        device = planner.fits(changed.config) if planner.allows(changed.config) else None
         if device is None:
             continue
         yield Proposal(changed.flags, machine.num_gpus, device, planner.host(changed.config)[1])
-        found.append(names)
+        found.append(changed.effort)
         if len(found) == MOST_PROPOSALS:
             return
     for factor in (2, 4, 8, 16):
@@ -277,36 +323,6 @@ def _proposals(config: Config, machine: Machine, planner: Planner) -> Iterator[P
         if device is not None:
             yield Proposal((), larger.num_gpus, device, there.host(config)[1])
             return
-
-
-def _candidates(config: Config, machine: Machine) -> Iterator[_Changed]:
-    packs = [{}, *({"tokens": tokens} for tokens in _smaller_packs(config))]
-    caches = [{}, *({"cache": tokens} for tokens in _smaller_caches(config, machine))]
-    for offload in ({}, {"cpu_offload": True}):
-        for checkpointing in ({}, {"checkpointing": True}):
-            for pack in packs:
-                for cache in caches:
-                    yield _change(config, {**offload, **checkpointing, **pack, **cache})
-
-
-def _change(config: Config, changes: Mapping[str, int]) -> _Changed:
-    """`config` with what it does not have yet, and the flags of that."""
-    flags: list[str] = []
-    model, fsdp, batch, rollout = config.model, config.fsdp, config.batch, config.rollout
-    if "cache" in changes:
-        rollout = rollout.model_copy(update={"max_batch_tokens": changes["cache"]})
-        flags.append(f"--rollout-max-batch-tokens {changes['cache']}")
-    if "tokens" in changes:
-        batch = batch.model_copy(update={"max_tokens_per_gpu": changes["tokens"]})
-        flags.append(f"--max-tokens-per-gpu {changes['tokens']}")
-    if "checkpointing" in changes and not model.gradient_checkpointing:
-        model = model.model_copy(update={"gradient_checkpointing": True})
-        flags.append("--gradient-checkpointing")
-    if "cpu_offload" in changes and not fsdp.cpu_offload:
-        fsdp = fsdp.model_copy(update={"cpu_offload": True})
-        flags.append("--fsdp-cpu-offload")
-    update = {"model": model, "fsdp": fsdp, "batch": batch, "rollout": rollout}
-    return _Changed(config.model_copy(update=update), tuple(flags))
 
 
 def _smaller_packs(config: Config) -> list[int]:

@@ -8,7 +8,7 @@ keeps, keeps it here too. A pack of 8192 tokens takes two seconds, and no memory
 import copy
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,13 +18,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
 
+from fsdptrain.config import LoraConfig
 from fsdptrain.errors import MemoryPlanError
-from fsdptrain.models.checkpointing import enable_gradient_checkpointing
+from fsdptrain.models.activation_offload import enable_activation_offload
+from fsdptrain.models.checkpointing import CheckpointingKind, enable_gradient_checkpointing
 from fsdptrain.models.inputs import Layout
 from fsdptrain.models.layer_kinds import layer_kinds
+from fsdptrain.models.lora import add_adapters
 from fsdptrain.models.materialize import parameter_names, quiet_transformers, register
 from fsdptrain.models.policy import REFUSALS, install_policy_forward, plain_batch, policy_logprobs
 from fsdptrain.models.random_copy import keep_one_of_each_kind
+from fsdptrain.models.transfers import Transfers
 
 _CPU = torch.device("cpu")
 
@@ -38,7 +42,9 @@ class Recipe:
     attention: str
     dtype: torch.dtype
     chunk_size: int  # of the logprobs
-    checkpointing: bool
+    checkpointing: CheckpointingKind | None  # of every layer
+    offload: bool = False  # of activations
+    lora: LoraConfig | None = field(default=None, hash=False)  # only an adapter is trained
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,8 @@ class LayerTrace:
     forward_peak: int
     backward_peak: int  # gradients of its weights included
     input_bytes: int  # of the hidden states
+    trained: int  # of its parameters
+    on_host: int = 0  # what it keeps there
 
 
 @dataclass(frozen=True)
@@ -73,7 +81,18 @@ class Ledger(TorchDispatchMode):
         super().__init__()
         self.live = 0
         self.peak = 0
+        self.on_host = 0  # bytes of live `host_buffer`s, which are not among the others
         self._sizes: dict[int, int] = {}
+        self._host: set[int] = set()
+        self._making_host_buffer = False
+
+    def host_buffer(self, num_bytes: int) -> Tensor:
+        """[num_bytes] uint8 that counts as being elsewhere."""
+        self._making_host_buffer = True
+        try:
+            return torch.empty(num_bytes, dtype=torch.uint8)
+        finally:
+            self._making_host_buffer = False
 
     def ignore(self, tensors: Sequence[Tensor]) -> None:
         """What was there before; to be held by the caller."""
@@ -98,22 +117,36 @@ class Ledger(TorchDispatchMode):
         key = storage._cdata
         if key not in self._sizes:
             self._sizes[key] = storage.nbytes()
-            self.live += storage.nbytes()
+            self._add(key, storage.nbytes(), on_host=self._making_host_buffer)
             weakref.finalize(storage, self._drop, key)
 
+    def _add(self, key: int, num_bytes: int, *, on_host: bool) -> None:
+        if on_host:
+            self._host.add(key)
+            self.on_host += num_bytes
+        else:
+            self.live += num_bytes
+
     def _drop(self, key: int) -> None:
-        self.live -= self._sizes.pop(key)
+        size = self._sizes.pop(key)
+        if key in self._host:
+            self._host.remove(key)
+            self.on_host -= size
+        else:
+            self.live -= size
 
 
 def trace(config: PreTrainedConfig, recipe: Recipe, *, trust_remote_code: bool = False) -> Trace:
     """One forward and backward pass of a pack. MemoryPlanError where the model cannot be run without data."""
     mode = FakeTensorMode()
-    model, kinds = _fake_model(config, recipe.dtype, recipe.attention, mode, trust_remote_code)
-    if recipe.checkpointing:
-        enable_gradient_checkpointing(model)
+    model, kinds = _fake_model(config, recipe.dtype, recipe.attention, mode, trust_remote_code, recipe.lora)
+    ledger = Ledger()
+    if recipe.checkpointing is not None:
+        enable_gradient_checkpointing(model, kind=recipe.checkpointing)
+    if recipe.offload:  # a layer's tensors leave when it ends, and come back when its backward begins
+        enable_activation_offload(model, Transfers(_CPU), ahead=0, host_buffer=ledger.host_buffer)
     install_policy_forward(model, chunk_size=recipe.chunk_size)
     batch = plain_batch([[1] * length for length in recipe.seqlens], device=_CPU)._map(mode.from_tensor)
-    ledger = Ledger()
     ledger.ignore([*model.parameters(), *model.buffers(), *(x for x in vars(batch).values() if isinstance(x, Tensor))])
     spans = _Spans(ledger, [layer for layer, _ in kinds])
     with mode, ledger, _refused(model):
@@ -123,15 +156,20 @@ def trace(config: PreTrainedConfig, recipe: Recipe, *, trust_remote_code: bool =
         end_peak = spans.close_backward()
     return Trace(
         before=spans.before,
-        layers=tuple(
-            spans.of_layer(i, sum(p.numel() for p in layer.parameters()), n) for i, (layer, n) in enumerate(kinds)
-        ),
+        layers=tuple(spans.of_layer(i, layer, count) for i, (layer, count) in enumerate(kinds)),
         head_saved=head_saved,
         head_forward_peak=head_forward_peak,
         head_backward_peak=spans.head_backward_peak,
         head_left=spans.head_left,
         end_peak=end_peak,
     )
+
+
+def interleave(recomputed: Trace, plain: Trace, *, every: int) -> Trace:
+    """Of a model of which every n-th layer, from the first on, is as in `recomputed`."""
+    pairs = [pair for pair in zip(recomputed.layers, plain.layers, strict=True) for _ in range(pair[0].count)]
+    layers = (pair[0] if i % every == 0 else pair[1] for i, pair in enumerate(pairs))
+    return replace(plain, layers=tuple(replace(layer, count=1) for layer in layers))
 
 
 def cache_bytes(
@@ -149,7 +187,12 @@ def cache_bytes(
 
 
 def _fake_model(
-    config: PreTrainedConfig, dtype: torch.dtype, attention: str, mode: FakeTensorMode, trust_remote_code: bool
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    attention: str,
+    mode: FakeTensorMode,
+    trust_remote_code: bool,
+    lora: LoraConfig | None = None,
 ) -> tuple[PreTrainedModel, list[tuple[nn.Module, int]]]:
     """One layer of each kind, weights in `dtype`; and the layers of the text with how many there are of each kind."""
     small = copy.deepcopy(config)
@@ -157,12 +200,15 @@ def _fake_model(
         model = AutoModelForCausalLM.from_config(
             small, dtype=torch.float32, attn_implementation=attention, trust_remote_code=trust_remote_code
         )
+    if lora is not None:
+        add_adapters(model, lora)
     counts = {id(kind.layer): len(kind.indices) for kind in layer_kinds(model)}
     keep_one_of_each_kind(model)
     with mode:
         for names in parameter_names(model):
-            shape = model.get_parameter(names[0]).shape
-            register(model, names, nn.Parameter(torch.empty(shape, dtype=dtype)))
+            stock = model.get_parameter(names[0])
+            fake = nn.Parameter(torch.empty(stock.shape, dtype=dtype), requires_grad=stock.requires_grad)
+            register(model, names, fake)
         for name, buffer in list(model.named_buffers()):
             register(model, [name], torch.empty(buffer.shape, dtype=buffer.dtype))
     text = [kind.layer for kind in layer_kinds(model) if _belongs_to_text(model, kind.path)]
@@ -211,6 +257,9 @@ class _Spans:
         self._forward_peak = [0] * len(layers)
         self._backward_peak = [0] * len(layers)
         self._input_bytes = [0] * len(layers)
+        self._inputs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._host_begin = [0] * len(layers)
+        self._host_end = [0] * len(layers)
         self._backward_begin = 0
         self.before = 0
         self.head_backward_peak = 0
@@ -219,35 +268,52 @@ class _Spans:
             layer.register_forward_pre_hook(lambda _, args, kwargs, i=i: self._enter(i, args, kwargs), with_kwargs=True)
             layer.register_forward_hook(lambda _, args, out, i=i: self._leave(i, out))
 
-    def of_layer(self, i: int, numel: int, count: int) -> LayerTrace:
+    def of_layer(self, i: int, layer: nn.Module, count: int) -> LayerTrace:
         saved = self._end[i] - self._begin[i]
-        return LayerTrace(numel, count, saved, self._forward_peak[i], self._backward_peak[i], self._input_bytes[i])
+        on_host = self._host_end[i] - self._host_begin[i]
+        peaks = self._forward_peak[i], self._backward_peak[i]
+        numel = sum(p.numel() for p in layer.parameters())
+        trained = sum(p.numel() for p in layer.parameters() if p.requires_grad)
+        return LayerTrace(numel, count, saved, *peaks, self._input_bytes[i], trained, on_host)
 
     def close_forward(self) -> tuple[int, int]:
         """(saved by what follows the layers, its peak)"""
-        after_layers = self._end[-1]
+        gone = [self._inputs[i]() is None for i in range(self._count)]
+        held_until_now = {0, self._count - 1}  # by the model itself: what it embedded, and what its last layer took
+        after_layers = self._end[-1] - sum(self._input_bytes[i] for i in held_until_now if gone[i])
+        for i in range(self._count):  # what is gone was not saved, though it was there when the layer ended
+            self._end[i] -= self._input_bytes[i] * gone[i]
         saved = self._ledger.live - after_layers
         peak = self._ledger.take_peak() - after_layers
         self._backward_begin = self._ledger.live
         return saved, peak
 
     def close_backward(self) -> int:
+        if self._at >= 0:  # what lies below has nothing to train: the backward pass ended in this layer
+            self._backward_of(self._at - 1)
         return self._ledger.take_peak() - self._last
 
     def _enter(self, i: int, args: tuple, kwargs: dict) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]
         self._ledger.take_peak()
         self._begin[i] = self._ledger.live
+        self._host_begin[i] = self._ledger.on_host
+        self._inputs[i] = weakref.ref(hidden.untyped_storage())
         self._input_bytes[i] = hidden.numel() * hidden.element_size()
         if i == 0:
             self.before = self._ledger.live
-            hidden.register_hook(lambda _: self._backward_of(-1))
+            self._notice(hidden, -1)
 
     def _leave(self, i: int, out: Any) -> None:
         hidden = out[0] if isinstance(out, tuple) else out
         self._end[i] = self._ledger.live
+        self._host_end[i] = self._ledger.on_host
         self._forward_peak[i] = self._ledger.take_peak() - self._begin[i]
-        hidden.register_hook(lambda _: self._backward_of(i))
+        self._notice(hidden, i)
+
+    def _notice(self, hidden: Tensor, i: int) -> None:
+        if hidden.requires_grad:
+            hidden.register_hook(lambda _: self._backward_of(i))
 
     def _backward_of(self, i: int) -> None:
         """The gradient of the output of layer `i` is there: what comes after it has finished its backward."""
@@ -258,6 +324,7 @@ class _Spans:
         else:
             self._backward_peak[i + 1] = peak - self._last
         self._last = self._ledger.live
+        self._at = i
 
 
 def _bytes_of(layer: Any) -> int:

@@ -11,7 +11,7 @@ def stop_tokens(checkpoint: Path, config: PreTrainedConfig, *, trust_remote_code
         ids = _as_ids(GenerationConfig.from_pretrained(checkpoint).eos_token_id)
         if ids:
             return ids
-    ids = _as_ids(config.get_text_config(decoder=True).eos_token_id)
+    ids = _as_ids(vars(config.get_text_config(decoder=True)).get("eos_token_id"))  # custom code may have none
     if not ids and (checkpoint / "tokenizer_config.json").is_file():
         ids = _as_ids(AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=trust_remote_code).eos_token_id)
     return ids

@@ -161,10 +161,12 @@ def plan_memory(model: PreTrainedModel, config: Config, *, embedded_engine: bool
         num_shards=world_size // config.fsdp.replicate_size,
         compute_bytes=getattr(torch, config.compute_dtype_name).itemsize,
         cpu_offload=config.fsdp.cpu_offload,
+        offload_optimizer=config.optim.offload_optimizer,
         reshard_after_forward=config.fsdp.reshard_after_forward,
         embedded_engine=embedded_engine,
         reference=config.needs_reference and (not config.lora.rank or config.ref.load is not None),
         load_strategy=config.model.load_strategy,
+        async_save=config.run.async_save,
     )
     supply = MemorySupply(
         device_free=device_free,

@@ -3,7 +3,7 @@
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,9 @@ class _Run:
         self._config = config
         self._folder = folder
         self._parts = parts
-        self._checkpoints = CheckpointFolder(folder.path, keep_last=config.run.keep_last)
+        self._checkpoints = CheckpointFolder(
+            folder.path, keep_last=config.run.keep_last, timeout_s=config.launch.dist_timeout
+        )
         self._loss = parts.loss
         self._loss_config = loss_config(config.algorithm)
         self._scorer = Scorer(config, parts.backend)
@@ -102,14 +104,16 @@ class _Run:
         self._hand_over_weights()
         if self._step == 0:
             self._evaluate()
-        while self._step < run.num_rollout:
-            self._rollout_and_train()
-            if self._evaluation_is_due:
-                self._evaluate()
-            if self._step == run.num_rollout or (run.save_interval and self._step % run.save_interval == 0):
-                self._checkpoints.write(self._step, self._save)
-        if run.export:
-            self._parts.backend.export(self._folder.path / "hf")
+        with self._checkpoints:
+            while self._step < run.num_rollout:
+                self._rollout_and_train()
+                self._checkpoints.check()
+                if self._evaluation_is_due:
+                    self._evaluate()
+                if self._step == run.num_rollout or (run.save_interval and self._step % run.save_interval == 0):
+                    self._checkpoints.write(self._step, self._save)
+            if run.export:
+                self._parts.backend.export(self._folder.path / "hf")
         return self._last
 
     def _rollout_and_train(self) -> None:
@@ -261,12 +265,13 @@ class _Run:
         for logger in self._parts.loggers:
             logger.log_samples(rows, self._step)
 
-    def _save(self, directory: Path) -> None:
-        self._parts.backend.save(directory, self._step)
+    def _save(self, directory: Path) -> Callable[[], None] | None:
+        rest = self._parts.backend.save(directory, self._step)
         if dist.get_rank() == 0:
             state = {"step": self._step, "totals": self._totals, "stream": self._parts.stream.state_dict()}
             state["kl_scale"] = self._kl.scale
             (directory / PROGRESS_FILE).write_text(json.dumps(state))
+        return rest
 
     def _resume(self) -> None:
         checkpoint, progress = self._folder.checkpoint, self._folder.progress

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.yaml"
 _NOT_LEARNED = {  # sections and keys that may change without a word
-    *("launch", "log", "output_dir", "num_rollout", "resume", "save_interval", "keep_last", "export"),
+    *("launch", "log", "output_dir", "num_rollout", "resume", "save_interval", "keep_last", "async_save", "export"),
     *("eval_interval", "n_samples_per_eval_prompt", "eval_temperature", "eval_greedy"),
 }
 PROGRESS_FILE = "progress.json"  # in a checkpoint: what the loop counts, beside what the backend saves

@@ -20,6 +20,7 @@ from fsdptrain.errors import CheckpointError
 from fsdptrain.fsdp.checkpoint import CheckpointFolder, load_checkpoint, save_checkpoint
 from fsdptrain.fsdp.mesh import build_mesh
 from fsdptrain.fsdp.optim import Optimizer
+from fsdptrain.fsdp.staging import Staging
 from fsdptrain.fsdp.wrap import shard_model
 from fsdptrain.models.loading import build_meta_model, load_weights
 from fsdptrain.testing import spawn
@@ -200,8 +201,11 @@ def test_a_failure_on_one_rank_is_an_error_of_all_and_leaves_the_last_one_whole(
         assert (latest, step) == ("step_00000001", 1)
 
 
-def write_until_killed(directory: str, kill_at: int, pipe):
-    """One process, one write after the newest checkpoint; SIGKILL in front of its file operation number `kill_at`."""
+def write_until_killed(directory: str, kill_at: int, pipe, later: bool):
+    """One process, one write after the newest checkpoint; SIGKILL in front of its file operation number `kill_at`.
+
+    later: in the background, while it trains on.
+    """
     operations = 0
     writing = False
 
@@ -221,8 +225,11 @@ def write_until_killed(directory: str, kill_at: int, pipe):
         step = 0 if latest is None else load_checkpoint(latest, model, optimizer)
         pipe.send(step)
         train(model, optimizer, [step])
+        staging = Staging(60) if later else None
         writing = True
-        folder.write(step + 1, lambda path: save_checkpoint(path, model, optimizer, step=step + 1))
+        folder.write(step + 1, lambda path: save_checkpoint(path, model, optimizer, step=step + 1, staging=staging))
+        train(model, optimizer, range(20, 23))
+        folder.wait()
         pipe.send(operations)
 
 
@@ -230,24 +237,25 @@ FILE_OPERATIONS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "sh
 
 
 @pytest.mark.slow
-def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
+@pytest.mark.parametrize(("every", "later"), [(3, False), (4, True)])
+def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path, every, later):
     """SIGKILL in front of every third file operation of a write: the next process finds a whole checkpoint."""
-    assert killed_at(0, tmp_path, newest=0) == 0
+    assert killed_at(0, tmp_path, newest=0, later=later) == 0
     newest, moment = 1, 1
-    while killed_at(moment, tmp_path, newest=newest) == -signal.SIGKILL:
+    while killed_at(moment, tmp_path, newest=newest, later=later) == -signal.SIGKILL:
         names = sorted(path.name for path in (tmp_path / "checkpoints").glob("step_*"))
         assert int(names[-1][5:13]) in (newest, newest + 1)
         newest = int(names[-1][5:13])
-        moment += 3
+        moment += every
     assert moment > 16, "there are more file operations than that"
 
 
-def killed_at(moment: int, directory: Path, *, newest: int) -> int | None:
+def killed_at(moment: int, directory: Path, *, newest: int, later: bool) -> int | None:
     """Exit code of a process that found checkpoint `newest`, then wrote another one and was killed at `moment`."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["fsdptrain.testing"])
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=write_until_killed, args=(str(directory), moment, theirs))
+    process = context.Process(target=write_until_killed, args=(str(directory), moment, theirs, later))
     process.start()
     theirs.close()
     process.join(60)

@@ -1,6 +1,8 @@
 """Export of sharded models: what was loaded comes out bitwise, by the names of the files."""
 
 import json
+import logging
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,10 +24,10 @@ from tests import zoo
 ARCHITECTURES = ["qwen3", "qwen2", "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "gemma3", "phi3", "gpt2"]
 
 
-def load(path: str, **options):
+def load(path: str, replicas: int = 1, **options):
     model = build_meta_model(Path(path), trust_remote_code=False, attn_implementation="eager")
     settings = {"cpu_offload": False, "reshard_after_forward": True, "prefetch": True} | options
-    shard_model(model, build_mesh(1), compute_dtype=torch.float32, **settings)
+    shard_model(model, build_mesh(replicas), compute_dtype=torch.float32, **settings)
     load_weights(model, Path(path), strategy="shard")
     return model
 
@@ -43,18 +45,26 @@ def write_zoo(name: str, folder: Path) -> Path:
 
 
 def export_many(sources: list[str], targets: list[str]):
+    """The names of the files of weights that this rank made."""
+    written = []
+    sys.addaudithook(lambda event, a: written.append(str(a[0])) if event == "open" and "+" in str(a[1]) else None)
     for source, target in zip(sources, targets, strict=True):
         model = load(source)
         model(torch.arange(5, 25)[None], use_cache=False)  # groups that stay gathered must not be exported stale
         export_hf(model, Path(source), Path(target), dtype=torch.float32, max_shard_bytes=100_000)
+    return sorted({Path(name).parent.name + "/" + Path(name).name for name in written if "/.tmp-" in name})
 
 
 @pytest.mark.slow
 def test_what_was_loaded_comes_out_bitwise_by_the_names_of_the_files(tmp_path):
     sources = [write_zoo(name, tmp_path / f"in-{name}") for name in ARCHITECTURES]
     targets = [tmp_path / f"out-{name}" for name in ARCHITECTURES]
-    spawn(2, export_many, [str(p) for p in sources], [str(p) for p in targets])
+    first, second = spawn(2, export_many, [str(p) for p in sources], [str(p) for p in targets])
     for name, source, target in zip(ARCHITECTURES, sources, targets, strict=True):
+        by_rank = [{file for file in files if file.startswith(f".tmp-{target.name}/")} for files in (first, second)]
+        assert all(by_rank), f"{name}: both ranks write"
+        assert not by_rank[0] & by_rank[1], f"{name}: a file is of one rank"
+        assert len(by_rank[0] | by_rank[1]) == len(list(target.glob("*.safetensors")))
         expected, found = tensors_of(source), tensors_of(target)
         assert expected.keys() == found.keys(), name
         assert all(torch.equal(expected[key], found[key]) for key in expected), name
@@ -120,3 +130,27 @@ def test_an_export_replaces_the_older_one_and_fails_on_all_ranks_together(tmp_pa
     assert all(torch.equal((expected[name] * 2).bfloat16(), tensor) for name, tensor in found.items())
     assert AutoModelForCausalLM.from_pretrained(target).dtype == torch.bfloat16
     assert sorted(p.name for p in target.glob("model*")) == ["model.safetensors"]
+
+
+def export_from(source: str, root: str, shared: bool, replicas: int):
+    """The warnings of this rank; where nothing is shared, each rank has a disk of its own."""
+    messages = []
+    logging.getLogger("fsdptrain.fsdp.export").addFilter(lambda record: messages.append(record.getMessage()) is None)
+    model = load(source, replicas=replicas)
+    target = Path(root) / ("shared" if shared else f"disk-of-rank-{dist.get_rank()}") / "hf"
+    export_hf(model, Path(source), target, dtype=torch.bfloat16, max_shard_bytes=100_000)
+    return messages
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_only_ranks_that_see_the_folder_write_and_it_is_said_where_some_do_not(shared, tmp_path):
+    """Two replicas of two shards; the folder is whole where rank 0 is, and there is none anywhere else."""
+    source = write_zoo("qwen3_moe", tmp_path / "in")
+    warnings = spawn(4, export_from, str(source), str(tmp_path / "out"), shared, 2)
+    assert [len(messages) for messages in warnings] == [0 if shared else 1, 0, 0, 0]
+    assert shared or "only 1 of 4 ranks" in warnings[0][0]
+    [target] = (tmp_path / "out").rglob("hf")
+    expected, found = tensors_of(source), tensors_of(target)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name].bfloat16(), tensor) for name, tensor in found.items())
+    assert not list((tmp_path / "out").rglob(".*")), "nothing else is left"

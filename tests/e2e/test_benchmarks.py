@@ -1,4 +1,4 @@
-"""The benchmark of the algorithms runs from its first to its last line."""
+"""The benchmarks run from their first to their last line."""
 
 import json
 import subprocess
@@ -7,13 +7,34 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "algorithms.py"
+FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.mark.slow
 def test_the_quick_run_warms_up_trains_and_reports(tmp_path: Path) -> None:
-    argv = [sys.executable, SCRIPT, "--quick", "--algorithms", "grpo", "--seeds", "7", "--folder", tmp_path]
+    argv = [
+        sys.executable,
+        FOLDER / "algorithms.py",
+        "--quick",
+        "--algorithms",
+        "grpo",
+        "--seeds",
+        "7",
+        "--folder",
+        tmp_path,
+    ]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     row = json.loads(done.stdout.splitlines()[-1])
     assert (row["algorithm"], row["seed"], len(row["reward"])) == ("grpo", 7, 1)
+
+
+@pytest.mark.slow
+def test_a_small_model_is_loaded_and_exported_within_its_bounds(tmp_path: Path) -> None:
+    argv = [sys.executable, FOLDER / "saving_and_loading.py", "--quick", "--folder", tmp_path]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert all(report["laws"].values())
+    assert len(done.stdout.splitlines()) == report["shape"]["ranks"] + 1
+    assert not list(tmp_path.iterdir())

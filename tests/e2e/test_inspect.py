@@ -37,6 +37,17 @@ def test_the_report_for_machines_holds_the_same(tmp_path: Path):
     assert report["dtypes"]["export"] == "bfloat16"
 
 
+def test_of_an_adapter_it_says_what_is_trained(tmp_path: Path):
+    result = inspect(configs.CONFIGS / "qwen3-4b", tmp_path, "--num-gpus", "2", "--lora-rank", "8", "--json")
+    assert result.code == 0, result.err
+    parameters, dtypes = (json.loads(result.out)[key] for key in ("parameters", "dtypes"))
+    hidden, inner, queries, keys = 2560, 9728, 32 * 128, 8 * 128
+    attention, mlp = 2 * (hidden + queries) + 2 * (hidden + keys), 3 * (hidden + inner)
+    assert parameters["trainable"] == 36 * 8 * (attention + mlp)
+    assert parameters["total"] == 4_022_468_096 + parameters["trainable"]
+    assert (dtypes["frozen weights"], dtypes["adapter, gradients, Adam"]) == ("bfloat16", "float32")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma-3-12b", "gpt-oss-20b"])
 def test_it_works_on_public_models(name: str, tmp_path: Path):

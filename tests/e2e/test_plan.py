@@ -24,6 +24,16 @@ def test_the_report_for_people_fits_into_80_columns_and_ends_in_a_command(tmp_pa
     assert lines[-1] == f"  fsdptrain --hf-checkpoint {tmp_path / 'm'} {' '.join(SMALL)} --lr 1e-5"
 
 
+def test_an_adapter_fits_where_the_whole_model_does_not(tmp_path: Path):
+    flags = [*SMALL, "--rollout-max-batch-tokens", "32768", "--num-gpus", "1", "--gpu-memory-gib", "40", "--json"]
+    whole, adapter = (
+        plan(configs.CONFIGS / "qwen3-4b", tmp_path, *flags, *extra) for extra in ([], ["--lora-rank", "16"])
+    )
+    assert (whole.code, adapter.code) == (1, 0), adapter.err
+    parts = json.loads(adapter.out)["training"]["parts"]
+    assert 2 * 4_022_468_096 < parts["weights, gradients, Adam"] < 2.2 * 4_022_468_096
+
+
 @pytest.mark.parametrize(("name", "memory"), [("qwen3-30b-a3b", 70), ("gemma-3-12b", 40)])
 def test_what_does_not_fit_has_ways_out_that_do(name: str, memory: int, tmp_path: Path):
     flags = ["--num-gpus", "8", "--gpu-memory-gib", str(memory), "--json"]

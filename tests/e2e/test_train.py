@@ -67,8 +67,10 @@ def test_run_emits_every_metric_and_leaves_a_model_that_transformers_loads(check
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_run_that_was_killed_goes_on_bitwise(checkpoint: Path, tmp_path: Path, num_ranks: int) -> None:
+@pytest.mark.parametrize(("num_ranks", "saving"), [(1, []), (2, []), (2, ["--async-save"])])
+def test_run_that_was_killed_goes_on_bitwise(
+    checkpoint: Path, tmp_path: Path, num_ranks: int, saving: list[str]
+) -> None:
     """The one that is killed has started its ranks itself, and takes them along."""
     flags = ["--num-rollout", "4", "--save-interval", "1"]
     flags += ["--steps-per-rollout", "4", "--epochs-per-rollout", "2"]
@@ -76,7 +78,7 @@ def test_run_that_was_killed_goes_on_bitwise(checkpoint: Path, tmp_path: Path, n
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert command.run([*base, "--output-dir", str(whole)], tmp_path / "1", num_ranks=num_ranks).code == 0
 
-    argv = [*base, "--output-dir", str(killed)]
+    argv = [*base, *saving, "--output-dir", str(killed)]
     process = command.start([*argv, "--nproc-per-node", str(num_ranks)], tmp_path / "2")
     wait_for(killed / "checkpoints" / "step_00000002")
     os.kill(process.pid or 0, signal.SIGKILL)

@@ -13,6 +13,7 @@ from fsdptrain.planning.memory import MemoryDemand, MemorySupply, check_load_mem
 FLAGS = {
     "--load-strategy shard": {"load_strategy": "shard"},
     "--fsdp-reshard-after-forward": {"reshard_after_forward": True},
+    "--offload-optimizer": {"offload_optimizer": True},
     "--fsdp-cpu-offload": {"cpu_offload": True},
     "--no-fsdp-cpu-offload": {"cpu_offload": False},
     "--rollout-engine vllm": {"embedded_engine": False},
@@ -28,7 +29,7 @@ def demands(draw: st.DrawFn) -> MemoryDemand:
         counts=ParameterCounts(total, layer, outside),
         num_shards=draw(st.integers(1, 64)),
         compute_bytes=draw(st.sampled_from([2, 4])),
-        cpu_offload=draw(st.booleans()),
+        **draw(st.sampled_from([{}, {"offload_optimizer": True}, {"cpu_offload": True}])),
         reshard_after_forward=draw(st.booleans()),
         embedded_engine=draw(st.booleans()),
         reference=draw(st.booleans()),

@@ -8,6 +8,7 @@ from fsdptrain.config.keys import all_keys
 from fsdptrain.errors import ConfigError
 
 SFT = {"algorithm": "sft"}
+SELECTIVE = {"gradient_checkpointing": True, "gradient_checkpointing_kind": "selective"}
 OFF_POLICY = {"global_batch_size": 64}
 
 # (what is refused, what the line names, what repairs it)
@@ -31,6 +32,24 @@ REFUSED = [
         ]
     ),
     ({"eval_prompt_data": "environment"}, ["--eval-prompt-data", "held out"], {"eval_prompt_data": None}),
+    *(
+        ({key: value}, [all_keys()[key].flag, "without --gradient-checkpointing"], {"gradient_checkpointing": True})
+        for key, value in [("gradient_checkpointing_kind", "selective"), ("gradient_checkpointing_every", 2)]
+    ),
+    *(
+        ({**SELECTIVE, key: True}, [all_keys()[key].flag, "-kind full"], {"gradient_checkpointing_kind": "full"})
+        for key in ("offload_activations", "compile")
+    ),
+    (
+        {"offload_optimizer_step": "device"},
+        ["--offload-optimizer-step", "without --offload-optimizer"],
+        {"offload_optimizer": True},
+    ),
+    (
+        {"offload_optimizer": True, "fsdp_cpu_offload": True},
+        ["--offload-optimizer", "with --fsdp-cpu-offload"],
+        {"fsdp_cpu_offload": False},
+    ),
     *(
         ({key: value}, [all_keys()[key].flag, "--lora-rank"], {"lora_rank": 8})
         for key, value in [
@@ -231,6 +250,8 @@ REFUSED = [
     ),
     ({"lr_decay_style": "cosine", "lr_warmup_iters": 200}, ["--lr-warmup-iters 200"], {"lr_warmup_iters": 199}),
     ({"keep_last": 0, "save_interval": 5}, ["--save-interval", "--keep-last 0"], {"keep_last": 1}),
+    ({"keep_last": 0, "async_save": True}, ["--async-save", "--keep-last 0"], {"keep_last": 1}),
+    ({"save_interval": 0, "async_save": True}, ["--async-save", "--save-interval 0"], {"save_interval": 5}),
     ({"eval_interval": 0, "eval_size": 64}, ["--eval-size", "--eval-interval 0"], {"eval_interval": 5}),
     ({"eval_interval": 0, "eval_prompt_data": "a.jsonl"}, ["--eval-prompt-data"], {"eval_interval": 5}),
     ({"eval_size": 0, "eval_interval": 5}, ["--eval-interval", "--eval-size 0"], {"eval_size": 5}),

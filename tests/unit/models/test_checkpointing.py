@@ -3,18 +3,39 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from fsdptrain.models.checkpointing import enable_gradient_checkpointing
+from fsdptrain.errors import ConfigError
+from fsdptrain.models.activation_offload import enable_activation_offload
+from fsdptrain.models.checkpointing import Recomputed, dear_operations, enable_gradient_checkpointing
+from fsdptrain.models.selective_check import check_selective
+from fsdptrain.models.structure import decoder_layers
+from fsdptrain.models.transfers import Transfers
 from tests import zoo
 
+CHANGES_IN_PLACE = {"gpt_oss"}
 INPUT = (torch.arange(40) * 11 % zoo.VOCAB_SIZE)[None]
 
 
+def change(model: PreTrainedModel, kind: str) -> None:
+    if "full" in kind:
+        enable_gradient_checkpointing(model)
+    if kind == "selective":
+        enable_gradient_checkpointing(model, kind="selective", every=2)
+    if "offload" in kind:
+        enable_activation_offload(model, Transfers(torch.device("cpu")))
+
+
+@pytest.mark.parametrize("kind", ["full", "selective", "offload", "full, offload"])
 @pytest.mark.parametrize("name", zoo.ARCHITECTURES)
-def test_gradients_are_bitwise_equal_and_names_stay(name: str):
+def test_gradients_are_bitwise_equal_and_names_stay(name: str, kind: str):
     without, with_it = zoo.build(name), zoo.build(name)
-    enable_gradient_checkpointing(with_it)
+    if kind == "selective" and name in CHANGES_IN_PLACE:
+        with pytest.raises(ConfigError, match=f"selective does not work with {name}.*kind full"):
+            check_selective(zoo.config(name))
+        return
+    change(with_it, kind)
     expected, found = _gradients(without), _gradients(with_it)
     assert list(found) == list(expected)
     assert [key for key in expected if not found[key].equal(expected[key])] == []
@@ -39,6 +60,74 @@ def test_only_the_inputs_of_layers_are_kept():
             enable_gradient_checkpointing(model)
         kept.append(_bytes_kept(model))
     assert kept[1] < 0.35 * kept[0]
+
+
+def test_every_third_layer_is_recomputed():
+    model = zoo.build("llama", num_hidden_layers=7)
+    enable_gradient_checkpointing(model, every=3)
+    found = [isinstance(layer.forward, Recomputed) for layer in decoder_layers(model)]
+    assert found == [True, False, False, True, False, False, True]
+
+
+def test_selective_keeps_matrix_products_and_attention_and_recomputes_the_rest():
+    names = {str(operation) for operation in dear_operations()}
+    assert {"aten.mm.default", "aten.bmm.default", "aten._scaled_dot_product_flash_attention_for_cpu.default"} <= names
+    assert "torch_attn._varlen_attn.default" in names
+    seen: dict[bool, list[str]] = {}
+    for kind in ("full", "selective"):
+        model = zoo.build("llama")
+        enable_gradient_checkpointing(model, kind=kind)
+        output = model(input_ids=INPUT, use_cache=False).logits.sum()
+        with Operations() as backward:
+            output.backward()
+        seen[kind == "selective"] = backward.names
+    layers, forward = 2, {"aten.mm.default": 7, "aten._scaled_dot_product_flash_attention_for_cpu.default": 1}
+    for name, count in forward.items():
+        # torch stops a recomputation when all that the backward pass needs is there: before the last product
+        again = seen[False].count(name) - seen[True].count(name)
+        assert again in (layers * count, layers * (count - 1))
+    assert seen[True].count("aten.rsqrt.default") == seen[False].count("aten.rsqrt.default") > 0
+
+
+def test_selective_is_checked_before_a_model_is_loaded():
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    check_selective(zoo.config("qwen3_moe"))
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_offload_copies_each_tensor_once_and_no_weight():
+    model = zoo.build("llama", num_hidden_layers=3)
+    copied: list[int] = []
+
+    def host_buffer(num_bytes: int) -> Tensor:
+        copied.append(num_bytes)
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    kept = _bytes_kept(model)
+    enable_activation_offload(model, Transfers(torch.device("cpu")), host_buffer=host_buffer)
+    loss = model(input_ids=INPUT, use_cache=False).logits.sum()
+    assert sum(copied) == pytest.approx(kept, rel=0.1)  # not the rotary tables, not what is small
+    largest = max(p.nbytes for layer in decoder_layers(model) for p in layer.parameters())
+    assert largest not in copied
+    loss.backward()
+    with torch.no_grad():
+        before = len(copied)
+        model(input_ids=INPUT, use_cache=False)
+    assert len(copied) == before
+
+
+class Operations(TorchDispatchMode):
+    """The names of what runs inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 def _gradients(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from transformers import DeepseekV2Config, PhimoeConfig
 
 from fsdptrain.config.effects import NoEffectError
 from fsdptrain.errors import ConfigError
-from fsdptrain.models.checkpointing import enable_gradient_checkpointing
+from fsdptrain.models.checkpointing import CheckpointingKind, enable_gradient_checkpointing
 from fsdptrain.models.policy import install_policy_forward, plain_batch, policy_logprobs
 from fsdptrain.models.random_copy import random_copy
 from fsdptrain.models.router import RouterReplay
@@ -22,12 +22,12 @@ CPU = torch.device("cpu")
 LENGTHS = [7, 1, 12, 3]
 
 
-def replaying(name: str, *, recomputed: bool = False, **changes):
+def replaying(name: str, *, recomputed: CheckpointingKind | None = None, every: int = 1, **changes):
     """A small model whose forward scores packs, with its replay."""
     model = zoo.build(name, **changes)
-    if recomputed:
-        enable_gradient_checkpointing(model)
-    replay = RouterReplay(model, expert_choice(model.config), recomputed=recomputed)
+    if recomputed is not None:
+        enable_gradient_checkpointing(model, kind=recomputed, every=every)
+    replay = RouterReplay(model, expert_choice(model.config))
     install_policy_forward(model, chunk_size=64, replay=replay)
     return model
 
@@ -98,9 +98,10 @@ def test_a_token_without_route_chooses_itself():
 
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
-def test_gradient_checkpointing_takes_the_same_experts_again(layout):
+@pytest.mark.parametrize(("kind", "every"), [("full", 1), ("selective", 1), ("full", 2)])
+def test_gradient_checkpointing_takes_the_same_experts_again(layout, kind, every):
     """Also when other packs are scored between a forward pass and its backward pass."""
-    plain, checkpointed = replaying("qwen3_moe"), replaying("qwen3_moe", recomputed=True)
+    plain, checkpointed = replaying("qwen3_moe"), replaying("qwen3_moe", recomputed=kind, every=every)
     batch = batch_of()
     _, _, routes = run(plain, batch, layout, with_routes=True)
     given = dataclasses.replace(batch, routes=foreign(routes, 6))

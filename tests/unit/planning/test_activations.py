@@ -5,7 +5,7 @@ from dataclasses import replace
 from fsdptrain.planning.activations import Moment, Sharding, training_moments, training_peak
 from fsdptrain.planning.trace import LayerTrace, Trace
 
-LAYER = LayerTrace(numel=100, count=3, saved=1000, forward_peak=1100, backward_peak=700, input_bytes=10)
+LAYER = LayerTrace(numel=100, count=3, saved=1000, forward_peak=1100, backward_peak=700, input_bytes=10, trained=100)
 TRACE = Trace(
     before=5,
     layers=(LAYER,),
@@ -17,6 +17,7 @@ TRACE = Trace(
 )
 SHARDING = Sharding(
     outside=50,
+    outside_trained=50,
     num_shards=2,
     compute_bytes=2,
     reshard_after_forward=True,

@@ -64,6 +64,11 @@ def test_the_reference_and_a_whole_copy_are_on_the_host():
     assert need.host_parts == {"the reference": 8 * SHARD, "rank 0's whole copy": 4 * COUNTS.total}
 
 
+def test_a_checkpoint_in_writing_is_on_the_host_where_the_weights_are_on_the_device():
+    need = load_memory_need(replace(DEMAND, async_save=True), GPU)
+    assert need.host_parts == {"the checkpoint in writing": 3 * 8 * SHARD}
+
+
 ADAPTER = 40_000_000
 ADAPTED = replace(
     DEMAND,

@@ -6,8 +6,11 @@ from typing import Any
 import pytest
 
 from fsdptrain.config import Config
+from fsdptrain.config.checks import check
 from fsdptrain.errors import MemoryPlanError
+from fsdptrain.models.lora import add_adapters
 from fsdptrain.models.structure import count_parameters
+from fsdptrain.planning import remedies
 from fsdptrain.planning.memory import GIB
 from fsdptrain.planning.plan import Machine, Planner, cache_rows, make_plan, seqlens, with_margin
 from tests import configs
@@ -36,7 +39,15 @@ def test_more_gpus_need_less():
 
 def test_each_remedy_needs_less():
     assert peak(gradient_checkpointing=True) < peak()
-    assert peak(fsdp_cpu_offload=True) < peak()
+    assert peak(fsdp_cpu_offload=True) < peak(offload_optimizer=True) < peak()
+    assert peak(offload_activations=True) < peak()
+    long: dict[str, Any] = {"gradient_checkpointing": True, "max_tokens_per_gpu": 8192}
+    selective, second = (
+        peak(gradient_checkpointing_kind="selective", **long),
+        peak(gradient_checkpointing_every=2, **long),
+    )
+    assert peak(offload_activations=True, **long) < peak(**long) < min(selective, second)
+    assert max(selective, second) < peak(max_tokens_per_gpu=8192)
     assert peak(max_tokens_per_gpu=2048) > peak()
     assert peak(fsdp_reshard_after_forward=False) > peak()
 
@@ -80,7 +91,7 @@ def test_each_proposal_makes_it_fit(memory: int):
         options: dict[str, Any] = {"max_tokens_per_gpu": 2048}
         for flag in proposal.flags:
             name, _, value = flag.removeprefix("--").partition(" ")
-            options[name.replace("-", "_")] = int(value) if value else True
+            options[name.replace("-", "_")] = (int(value) if value.isdigit() else value) or True
         planner = PLANNER.on(Machine(proposal.num_gpus, memory * GIB))
         assert planner.fits(config(**options)) == proposal.device
         assert proposal.device <= memory * GIB
@@ -99,6 +110,31 @@ def test_the_host_counts_where_it_was_asked_for():
     assert not make_plan(MODEL, offloaded, replace(roomy, host_memory=100 * GIB)).fits
 
 
+def test_what_is_offloaded_is_on_the_host():
+    count, inputs = count_parameters(MODEL).total, 32 * 1024 * 4096 * 2  # layers, tokens, width, bfloat16
+    parts, total = PLANNER.host(config(offload_optimizer=True, gradient_checkpointing=True, offload_activations=True))
+    assert parts == {"Adam's moments": 8 * count, "activations": 8 * inputs}
+    assert total > sum(parts.values())
+
+
+def test_remedies_are_from_fast_to_slow_and_never_take_away_what_was_given():
+    found = [changed.flags for changed in remedies.remedies(config(), packs=[], caches=[])]
+    assert found[0] == ()
+    assert found[1] == ("--offload-optimizer",)
+    assert found[2] == ("--gradient-checkpointing", "--gradient-checkpointing-kind selective")
+    assert found[-1] == ("--fsdp-cpu-offload", "--gradient-checkpointing", "--offload-activations")
+    given = config(gradient_checkpointing=True, gradient_checkpointing_every=3, offload_optimizer=True)
+    for changed in remedies.remedies(given, packs=[768], caches=[]):
+        check(changed.config)
+        assert changed.config.optim.offload_optimizer or changed.config.fsdp.cpu_offload
+        assert changed.config.model.gradient_checkpointing
+    offloaded = config(fsdp_cpu_offload=True, offload_activations=True)
+    flags = {flag for changed in remedies.remedies(offloaded, packs=[], caches=[]) for flag in changed.flags}
+    assert flags == {"--gradient-checkpointing", "--gradient-checkpointing-every 2"}
+    for changed in [*remedies.choices(offloaded), *remedies.choices(config())]:
+        check(changed.config)
+
+
 def test_a_model_that_asks_for_values_is_refused_in_words():
     model = configs.meta_model("qwen3-30b-a3b")
     model.set_experts_implementation("eager")
@@ -106,6 +142,20 @@ def test_a_model_that_asks_for_values_is_refused_in_words():
         Planner(model, Machine(8, GIB)).training(config())
 
 
-def test_an_adapter_is_refused_and_not_planned_as_if_there_were_none():
-    with pytest.raises(MemoryPlanError, match="--lora-rank is not planned yet"):
-        PLANNER.training(config(lora_rank=8))
+def test_of_a_run_that_trains_an_adapter_only_that_has_gradients_and_moments():
+    chosen = config(lora_rank=8, lora_targets=["attention"])
+    model = configs.meta_model("llama-3.1-8b")
+    add_adapters(model, chosen.lora)
+    adapter, frozen = 32 * 8 * (4 * 4096 + 2 * 4096 + 2 * 1024 + 4096), count_parameters(MODEL).total
+    adapter -= 32 * 8 * 4096  # q: 4096 in, 4096 out; k, v: 4096 in, 1024 out; o: 4096 in, 4096 out
+    planner = Planner(model, Machine(8, 80 * GIB))
+    parts = planner.training(chosen).parts
+    assert planner.counts.total - planner.counts.frozen == adapter
+    assert parts["weights, gradients, Adam"] == (16 * adapter + 2 * frozen) // 8
+    assert planner.training(chosen).total < peak()
+    generation, full = planner.generation(chosen), PLANNER.generation(config())
+    assert generation is not None
+    assert full is not None
+    assert generation.parts["the engine's weights"] == full.parts["the engine's weights"]
+    host = sum(planner.host(config(lora_rank=8, fsdp_cpu_offload=True))[0].values())
+    assert host == 16 * adapter + 2 * frozen

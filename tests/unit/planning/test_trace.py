@@ -1,19 +1,21 @@
 """The trace counts what the real model holds: weights never, activations always, and without allocating any."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache
 
 from fsdptrain.models.attention import SEGMENTS, register_attention
-from fsdptrain.planning.trace import Ledger, Recipe, cache_bytes, trace
+from fsdptrain.planning.trace import Ledger, Recipe, cache_bytes, interleave, trace
 from tests import zoo
 
 register_attention()
 
 
-def recipe(*seqlens: int, checkpointing: bool = False, layout: str = "packed", dtype: torch.dtype = torch.float32):
-    return Recipe(seqlens, layout, SEGMENTS, dtype, chunk_size=64, checkpointing=checkpointing)  # pyright: ignore
+def recipe(*seqlens: int, layout: str = "packed", dtype: torch.dtype = torch.float32, **options: Any):
+    return Recipe(seqlens, layout, SEGMENTS, dtype, chunk_size=64, **{"checkpointing": None, **options})  # pyright: ignore
 
 
 def test_a_ledger_knows_what_is_live():
@@ -42,12 +44,42 @@ def test_what_layers_save_is_linear_in_sequences_of_a_length(name: str):
 @pytest.mark.parametrize("name", ["qwen3", "gpt_oss", "qwen3_next", "deepseek_v3"])
 def test_a_checkpointed_layer_saves_its_output_and_nothing_else(name: str):
     layout = "padded" if name == "qwen3_next" else "packed"
-    kept = trace(zoo.config(name), recipe(64, 64, checkpointing=True, layout=layout))
+    kept = trace(zoo.config(name), recipe(64, 64, checkpointing="full", layout=layout))
     whole = trace(zoo.config(name), recipe(64, 64, layout=layout))
     for few, most in zip(kept.layers, whole.layers, strict=True):
         assert few.saved == few.input_bytes == 4 * 128 * zoo.HIDDEN
         assert few.saved < most.saved
         assert few.backward_peak > most.backward_peak
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "deepseek_v3", "qwen3_moe"])
+def test_what_is_offloaded_is_on_the_host_and_nowhere_else(name: str):
+    config = zoo.config(name)
+    full, moved = (trace(config, recipe(64, 64, checkpointing="full", offload=on)) for on in (False, True))
+    for layer, away in zip(full.layers, moved.layers, strict=True):
+        assert (layer.on_host, away.on_host) == (0, layer.input_bytes)
+        assert away.saved == layer.saved - layer.input_bytes == 0
+    assert moved.before == full.before
+    kept, all_moved = (trace(config, recipe(64, 64, offload=on)) for on in (False, True))
+    for layer, away in zip(kept.layers, all_moved.layers, strict=True):
+        assert away.saved + away.on_host == pytest.approx(layer.saved, rel=0.05)
+        assert away.on_host > 0.9 * layer.saved
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "deepseek_v3"])
+def test_selective_keeps_more_than_full_and_less_than_all(name: str):
+    kinds = (None, "selective", "full")
+    most, some, few = (trace(zoo.config(name), recipe(64, 64, checkpointing=kind)) for kind in kinds)
+    for all_of_it, dear, inputs in zip(most.layers, some.layers, few.layers, strict=True):
+        assert inputs.saved < dear.saved < all_of_it.saved
+
+
+def test_every_second_layer_is_recomputed_from_the_first_on():
+    full, plain = (trace(zoo.config("gemma3"), recipe(32, checkpointing=kind)) for kind in ("full", None))
+    found = interleave(full, plain, every=2)
+    first, second = full.layers[0], plain.layers[0]
+    assert [layer.count for layer in plain.layers] == [2, 1]
+    assert [layer.saved for layer in found.layers] == [first.saved, second.saved, full.layers[1].saved]
 
 
 def test_layers_are_counted_by_kind():

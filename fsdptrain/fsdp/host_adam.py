@@ -1,0 +1,125 @@
+"""AdamW whose moments lie on the host, while weights and gradients stay where they are.
+
+    host     weights and gradients come to the host, piece by piece, are stepped there, and the weights go back
+    device   moments come to the device, piece by piece, are stepped with there, and go back
+
+Either way the same fused kernel sees the same numbers: the weights are bitwise those of a step without offload on that
+side. While one piece is stepped the next one is on its way.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
+
+from fsdptrain import platform
+from fsdptrain.fsdp.shards import local_shard
+from fsdptrain.models.transfers import Transfers
+
+PIECE = 1 << 24  # numbers that travel at once; a multiple of any vector width, so that cutting changes no bit
+_SLOTS = 2  # one is stepped, one is on its way
+
+StepsOn = Literal["host", "device"]
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Neighbouring numbers of one parameter, flat: views."""
+
+    weights: Tensor
+    gradients: Tensor
+    moments: tuple[Tensor, Tensor]  # on the host
+    step: Tensor  # [] f32 on the host: steps that were made
+    group: dict[str, Any]
+
+
+def host_moment(parameter: nn.Parameter) -> Tensor:
+    """Zeros in the parameter's shape, sharded like it, in host memory."""
+    local = local_shard(parameter)
+    host = torch.zeros(local.shape, dtype=local.dtype, device="cpu", pin_memory=platform.has_accelerator())
+    if not isinstance(parameter, DTensor):
+        return host
+    return DTensor(host, parameter._spec, requires_grad=False)  # pyright: ignore  # from_local would move it
+
+
+class HostAdam:
+    """Makes the steps of an AdamW whose state is on the host: that object keeps the options and the state."""
+
+    def __init__(self, adam: torch.optim.AdamW, *, on: StepsOn) -> None:
+        device = local_shard(adam.param_groups[0]["params"][0]).device
+        self._adam = adam
+        self._on = on
+        self._transfers = Transfers(device)
+        self._there = torch.device("cpu") if on == "host" else device
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Like `AdamW.step`. The host waits: from here on it may read the moments."""
+        pieces = list(self._pieces())
+        slots = [self._slot(pieces) for _ in range(_SLOTS)]
+        begun = [self._fetch(piece, slot) for piece, slot in zip(pieces[:1], slots, strict=False)]
+        for i, piece in enumerate(pieces):
+            if i + 1 < len(pieces):
+                begun.append(self._fetch(pieces[i + 1], slots[(i + 1) % _SLOTS]))
+            moved, mark = begun[i]
+            if self._on == "host":
+                self._transfers.finish(mark)
+            self._transfers.wait(mark)
+            self._compute(piece, moved)
+            back = piece.moments if self._on == "device" else (piece.weights,)
+            with self._transfers.queued():
+                for target, source in zip(back, moved, strict=False):
+                    target.copy_(source, non_blocking=True)
+        self._transfers.wait(self._transfers.mark())
+        self._transfers.finish()
+        for state in self._adam.state.values():
+            state["step"] += 1
+
+    def _pieces(self) -> Iterator[_Piece]:
+        for group in self._adam.param_groups:
+            for p in group["params"]:
+                state = self._adam.state[p]
+                flat = [local_shard(x).reshape(-1) for x in (p.grad, state["exp_avg"], state["exp_avg_sq"])]
+                weights = local_shard(p).view(-1)
+                for w, g, m, v in zip(weights.split(PIECE), *(x.split(PIECE) for x in flat), strict=True):
+                    if w.numel():
+                        yield _Piece(w, g, (m, v), state["step"], group)
+
+    def _slot(self, pieces: list[_Piece]) -> tuple[Tensor, Tensor]:
+        """Room for what travels of the largest piece. It is there only while a step is made."""
+        size = max((piece.weights.nbytes for piece in pieces), default=0)
+        if self._there.type == "cpu":
+            return self._transfers.host_buffer(size), self._transfers.host_buffer(size)
+        one, other = (torch.empty(size, dtype=torch.uint8, device=self._there) for _ in range(2))
+        return one, other
+
+    def _fetch(self, piece: _Piece, slot: tuple[Tensor, Tensor]) -> tuple[list[Tensor], torch.Event | None]:
+        """Begin to move the piece: (what arrives, when). The slot's last piece has left it: copies keep their order."""
+        moving = piece.moments if self._on == "device" else (piece.weights, piece.gradients)
+        arriving = [room[: x.nbytes].view(x.dtype) for room, x in zip(slot, moving, strict=True)]
+        with self._transfers.queued():
+            for target, source in zip(arriving, moving, strict=True):
+                target.copy_(source, non_blocking=True)
+        return arriving, self._transfers.mark()
+
+    def _compute(self, piece: _Piece, moved: list[Tensor]) -> None:
+        weights, gradients, first, second = (
+            (*moved, *piece.moments) if self._on == "host" else (piece.weights, piece.gradients, *moved)
+        )
+        beta1, beta2 = piece.group["betas"]
+        step = torch.full((), piece.step.item(), dtype=torch.float32, device=weights.device)  # of the piece: it counts
+        adamw(
+            *([weights], [gradients], [first], [second], [], [step]),
+            fused=piece.group["fused"],
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=piece.group["lr"],
+            weight_decay=piece.group["weight_decay"],
+            eps=piece.group["eps"],
+            maximize=False,
+        )

@@ -1,0 +1,70 @@
+"""Checkpoints in forms that cannot be trained: each is refused before anything is loaded, with the way out."""
+
+import json
+import re
+from pathlib import Path
+
+from fsdptrain.errors import CheckpointError
+
+_NOT_TRAINED = re.compile(r"F4|F6|F8")  # of safetensors' dtypes: scales that belong to them would be lost
+_DEQUANTISED_BY = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}  # configs of transformers
+_SOURCE = "train the model that it was made from, which its card names"
+
+
+def refuse_gguf(path: Path) -> None:
+    """`path`: what --hf-checkpoint names. CheckpointError where all that is there is GGUF."""
+    found = [path] if path.suffix == ".gguf" else sorted(path.glob("*.gguf"))
+    if found and not any(path.glob("*.safetensors")):
+        loading = f"gguf_file={found[0].name!r}, dtype='bfloat16'"
+        raise CheckpointError(
+            f"--hf-checkpoint {path} is a GGUF file, which holds quantised weights for inference: {_SOURCE}; or "
+            f"pip install gguf, and write a copy once, by {_copy(found[0].parent, loading)}"
+        )
+
+
+def refuse_pickles(path: Path) -> None:
+    """CheckpointError for a folder of pytorch_model.bin: to read it as it was meant is to run what it says."""
+    if any(path.glob("pytorch_model*.bin*")):
+        command = _copy(path, "dtype='auto', weights_only=True")
+        raise CheckpointError(
+            f"--hf-checkpoint {path} holds its weights as pickles (.bin), which are read whole, and can run code as "
+            f"they are: write them as safetensors once, by {command}"
+        )
+
+
+def refuse_quantised(path: Path) -> None:
+    """By config.json. CheckpointError with what writes a bfloat16 copy, where transformers can."""
+    found = json.loads((path / "config.json").read_text()).get("quantization_config")
+    if not found:
+        return
+    method = found.get("quant_method")
+    way_out = _SOURCE
+    if method in _DEQUANTISED_BY:
+        loading = f"quantization_config=t.{_DEQUANTISED_BY[method]}(dequantize=True), dtype='bfloat16'"
+        # in the original format bfloat16 tensors would get the names of the quantised ones (transformers 5.23)
+        way_out = f"write a bfloat16 copy once, by {_copy(path, loading, 'save_original_format=False')}"
+    raise CheckpointError(
+        f"--hf-checkpoint {path} is quantised ({method}), and weights must be bfloat16, float16 or float32 to be "
+        f"trained: {way_out}"
+    )
+
+
+def refuse_small_floats(file: Path) -> None:
+    """CheckpointError for a safetensors file with 8-bit numbers and the like, whatever its config says."""
+    with file.open("rb") as stream:
+        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+    for name, entry in header.items():
+        if name != "__metadata__" and _NOT_TRAINED.match(entry["dtype"]):
+            raise CheckpointError(
+                f"--hf-checkpoint {file.parent}: {file.name} holds {name} in {entry['dtype']}, a quantised form: "
+                f"weights must be bfloat16, float16 or float32 to be trained: {_SOURCE}"
+            )
+
+
+def _copy(path: Path, loading: str, *saving: str) -> str:
+    """A command that writes model and tokenizer to a folder of its own."""
+    source, target = str(path), f"{path.resolve().name}-copy"
+    load = f"t.AutoModelForCausalLM.from_pretrained({source!r}, {loading})"
+    tokenizer = f"t.AutoTokenizer.from_pretrained({source!r}).save_pretrained({target!r})"
+    saved = f"save_pretrained({', '.join([repr(target), *saving])})"
+    return f'python -c "import transformers as t; {load}.{saved}; {tokenizer}"'

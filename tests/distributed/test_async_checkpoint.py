@@ -1,0 +1,203 @@
+"""A checkpoint that is written in the background is the one that would have been written at once, or is not there."""
+
+import json
+import os
+import signal
+import sys
+import threading
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdptrain.errors import CheckpointError
+from fsdptrain.fsdp.checkpoint import CheckpointFolder, load_checkpoint, save_checkpoint, save_reference
+from fsdptrain.fsdp.reference import ReferenceBank
+from fsdptrain.fsdp.shards import local_shard
+from fsdptrain.fsdp.staging import Staging
+from fsdptrain.testing import spawn
+
+from .sharded import train
+from .test_fsdp_checkpoint import build
+
+FIRST_SHARDS = "shards/shard-"
+
+
+class Watch:
+    """What the background thread of this rank does to files; it can be held, made to fail, or killed there."""
+
+    def __init__(self, at: str = "\0") -> None:
+        self.may_go_on = threading.Event()
+        self.was_there = threading.Event()
+        self._at = at
+        self.act = lambda: None
+        sys.addaudithook(self._audit)
+
+    def _audit(self, event: str, args: tuple) -> None:
+        if threading.current_thread().name == "checkpoint" and event == "open" and self._at in str(args[0]):
+            self.was_there.set()
+            self.act()
+
+    def hold(self) -> None:
+        assert self.may_go_on.wait(60)
+
+
+def saver(model, optimizer, step, bank=None, staging=None):
+    """What a backend does for `CheckpointFolder.write`."""
+
+    def save(folder):
+        rests = [save_checkpoint(folder, model, optimizer, step=step, staging=staging)]
+        if bank is not None:
+            with bank.swapped_into(model):
+                rests.append(save_reference(folder, model, staging=staging))
+        return (lambda: [rest() for rest in rests]) if staging is not None else None
+
+    return save
+
+
+def write_both_ways(directory: str, options: dict):
+    """At once, and in a thread that is held until three more steps have changed all that it writes."""
+    model, optimizer = build(**options)
+    bank = ReferenceBank(model)  # differs from the policy, and is swapped into its place to be written
+    staging = Staging(60)
+    at_once, later = (CheckpointFolder(Path(directory) / name, keep_last=2) for name in ("at-once", "later"))
+    watch = Watch(FIRST_SHARDS)
+    found = []
+    for step in (3, 6):  # the second time into the same host memory
+        train(model, optimizer, range(step - 3, step))
+        at_once.write(step, saver(model, optimizer, step, bank))
+        watch.may_go_on.clear()
+        watch.was_there.clear()
+        watch.act = watch.hold
+        later.write(step, saver(model, optimizer, step, bank, staging))
+        assert watch.was_there.wait(60)
+        before = [local_shard(p).clone() for p in model.parameters()]
+        bank.copy_from(model)
+        train(model, optimizer, range(step, step + 3))
+        changed = any(not torch.equal(a, local_shard(b)) for a, b in zip(before, model.parameters(), strict=True))
+        later.check()
+        newest = later.latest()
+        watch.may_go_on.set()
+        later.wait()
+        found.append((changed, newest.name if newest else None, later.latest().name))
+    return found
+
+
+@pytest.mark.parametrize(("world", "options"), [(2, {}), (2, {"cpu_offload": True}), (4, {"replicate_size": 2})])
+def test_its_bytes_are_those_of_one_that_is_written_at_once(tmp_path, world, options):
+    for found in spawn(world, write_both_ways, str(tmp_path), options):
+        assert found == [(True, None, "step_00000003"), (True, "step_00000003", "step_00000006")]
+    at_once, later = (files_of(tmp_path / name / "checkpoints") for name in ("at-once", "later"))
+    assert at_once.keys() == later.keys()
+    assert any(name.startswith("step_00000006/reference") for name in later)
+    assert [name for name in at_once if at_once[name] != later[name]] == []
+
+
+def files_of(folder: Path) -> dict[str, object]:
+    return {str(path.relative_to(folder)): content(path) for path in folder.rglob("*") if path.is_file()}
+
+
+def content(path: Path) -> object:
+    """Its bytes; of safetensors the header as JSON, since the order of the metadata there is another each time."""
+    found = path.read_bytes()
+    if path.suffix != ".safetensors":
+        return found
+    end = 8 + int.from_bytes(found[:8], "little")
+    return json.loads(found[8:end]), found[end:]
+
+
+def train_on(model, optimizer, folder, save, steps):
+    with folder:
+        folder.write(2, save)
+        for seed in range(1000):
+            steps.append(train(model, optimizer, [seed]))
+            folder.check()
+
+
+def fail_in_the_background(directory: str, failing_rank: int):
+    model, optimizer = build()
+    folder, staging = CheckpointFolder(Path(directory), keep_last=1), Staging(60)
+    folder.write(1, saver(model, optimizer, 1, staging=staging))
+    folder.wait()
+    if dist.get_rank() == failing_rank:
+        watch = Watch(FIRST_SHARDS if failing_rank else "manifest.json")
+
+        def fail():
+            raise OSError(28, "No space left on device")
+
+        watch.act = fail
+    with pytest.raises(CheckpointError) as caught:
+        train_on(model, optimizer, folder, saver(model, optimizer, 2, staging=staging), steps := [])
+    return len(steps), str(caught.value), folder.latest().name, load_checkpoint(folder.latest(), model, optimizer)
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_a_failure_in_the_background_stops_all_ranks_at_the_same_step(tmp_path, failing_rank):
+    """On rank 0 as it writes the manifest, when rank 1 has finished."""
+    first, second = spawn(2, fail_in_the_background, str(tmp_path), failing_rank)
+    assert first == second
+    step, message, latest, loaded = first
+    assert step < 1000
+    assert "--output-dir" in message
+    assert "No space left on device" in message
+    assert "\n" not in message
+    assert (latest, loaded) == ("step_00000001", 1)
+
+
+def die_in_the_background(directory: str):
+    model, optimizer = build()
+    folder, staging = CheckpointFolder(Path(directory), keep_last=1), Staging(60)
+    folder.write(1, saver(model, optimizer, 1))
+    if dist.get_rank() == 1:
+        Watch(FIRST_SHARDS).act = lambda: os.kill(os.getpid(), signal.SIGKILL)
+    folder.write(2, saver(model, optimizer, 2, staging=staging))
+    try:
+        folder.wait()
+    except (CheckpointError, RuntimeError) as error:
+        Path(directory, "told").write_text(str(error))
+
+
+def newest(directory: str):
+    model, optimizer = build()
+    folder = CheckpointFolder(Path(directory), keep_last=1)
+    step = load_checkpoint(folder.latest(), model, optimizer)
+    folder.write(2, saver(model, optimizer, 2))
+    return step, sorted(os.listdir(folder.directory))
+
+
+def test_a_rank_that_is_killed_while_it_writes_leaves_the_checkpoint_before(tmp_path):
+    with pytest.raises(RuntimeError, match=r"rank \d"):
+        spawn(2, die_in_the_background, str(tmp_path))
+    assert not (tmp_path / "checkpoints" / "step_00000002").exists()
+    assert spawn(2, newest, str(tmp_path)) == [(1, ["step_00000002"])] * 2
+
+
+def keep_two(directory: str):
+    model, optimizer = build()
+    folder, staging = CheckpointFolder(Path(directory), keep_last=2), Staging(60)
+    for step in (1, 2, 3, 2):  # the last: the run was taken back to step 1
+        folder.write(step, saver(model, optimizer, step, staging=staging))  # waits for the one before
+    with pytest.raises(ValueError, match="of the loop"), folder:
+        raise ValueError("of the loop")
+    dist.barrier()
+    return sorted(os.listdir(folder.directory))
+
+
+def test_the_last_k_stay_and_an_error_of_the_loop_waits_for_what_is_being_written(tmp_path):
+    assert spawn(2, keep_two, str(tmp_path)) == [["step_00000002", "step_00000002.1"]] * 2
+
+
+def never_ready(directory: str):
+    folder = CheckpointFolder(Path(directory), keep_last=2, timeout_s=0.2)
+    folder.write(1, lambda _: partial(threading.Event().wait, 30))
+    with pytest.raises(CheckpointError) as caught:
+        folder.wait()
+    return str(caught.value)
+
+
+def test_waiting_has_a_deadline(tmp_path):
+    for message in spawn(2, never_ready, str(tmp_path)):
+        assert "--async-save" in message
+        assert "--dist-timeout" in message

@@ -1,0 +1,46 @@
+"""Steps over state on the host are bitwise those of the same optimizer without, wherever they are made."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from fsdptrain.config import OptimConfig
+from fsdptrain.fsdp import host_adam
+from fsdptrain.fsdp.optim import Optimizer
+
+SIZES = st.lists(st.sampled_from([(1,), (7,), (16, 3), (33, 5), (4, 2, 9), (0,)]), min_size=1, max_size=4)
+
+
+class Weights(nn.Module):
+    def __init__(self, sizes: list[tuple[int, ...]]) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        tensors = [torch.randn(size, generator=generator) for size in sizes]
+        self.weights = nn.ParameterList([nn.Parameter(tensor) for tensor in tensors])
+
+
+def trained(sizes: list[tuple[int, ...]], num_steps: int, **values) -> dict[str, torch.Tensor]:
+    model = Weights(sizes)
+    config = OptimConfig(lr=0.1, weight_decay=0.1, lr_decay_style="linear", **values)
+    optimizer = Optimizer(model, config, total_steps=10, fp16=False)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(num_steps):
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape, generator=generator)
+        optimizer.clip()
+        optimizer.step()
+    return dict(model.named_parameters()) | optimizer.tensors()
+
+
+@pytest.mark.parametrize("step", ["host", "device"])
+@settings(deadline=None, max_examples=20)
+@given(sizes=SIZES, num_steps=st.integers(1, 3), piece=st.sampled_from([16, 64, 1 << 20]))
+def test_no_bit_depends_on_where_the_moments_are_or_how_they_travel(step, sizes, num_steps, piece):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_adam, "PIECE", piece)
+        found = trained(sizes, num_steps, offload_optimizer=True, offload_optimizer_step=step)
+    wanted = trained(sizes, num_steps)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
