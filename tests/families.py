@@ -206,6 +206,7 @@ def config(name: str) -> PreTrainedConfig:
 
 
 def save(name: str, folder: Path) -> None:
+    torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config(name), dtype=torch.float32)
     zoo.randomize(model, seed=0)
     model.save_pretrained(folder)

@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from fsdptrain.algo.losses import LOSSES
@@ -33,7 +34,7 @@ RANKS = 2
 TEMPERATURE = 0.9
 MAX_TOKENS = 90  # of a pack: two or three sequences
 LENGTHS = ((5, 24), (3, 39), (8, 11), (1, 30), (6, 17), (2, 2))  # prompt, response; windows of 16 are exceeded
-NOISE = 1e-6  # of the norm of all gradients: a parameter with less has none (the bias of keys under a softmax)
+NOISE = 1e-7  # of the norm of all gradients: what has less has none (a bias of keys, which a softmax does not see)
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def _row(name: str, source: Path) -> Row:
         return Row(name, refusal=traceback.format_exc())
     plain = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="eager").eval()
     probe: LayoutProbe = backend.layout_probe
-    loaded = _equal_state(backend.model.state_dict(), plain.state_dict())
+    loaded = _equal(_tensors(backend.model), _tensors(plain))
     files = load_files(source)
     streamed = _equal(dict(backend.hf_weights()), files)
     backend.export(source.with_name(f"{name}-exported"))
@@ -106,9 +107,10 @@ def _config(checkpoint: Path) -> Config:
     )
 
 
-def _equal_state(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
-    whole = {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in found.items()}
-    return _equal(whole, wanted)
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """All parameters, tied ones by each of their names, and all buffers, those too that no file holds; whole."""
+    found = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in found.items()}
 
 
 def _equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
@@ -129,13 +131,19 @@ def _samples() -> list[Sample]:
     return samples
 
 
-def _gradient_error(backend: FSDPBackend, plain: torch.nn.Module) -> float:
+def _gradient_error(backend: FSDPBackend, plain: nn.Module) -> float:
     found = _gradients(backend)
     wanted = _plain_gradients(plain)
     if found.keys() != wanted.keys():
         return float("inf")
-    floor = NOISE * torch.stack([g.norm() for g in wanted.values()]).norm()
-    return max(((found[n] - wanted[n]).norm() / wanted[n].norm().clamp(min=floor)).item() for n in wanted)
+    noise = NOISE * torch.stack([gradient.norm() for gradient in wanted.values()]).norm()
+    return max(_error(found[name], wanted[name], noise) for name in wanted)
+
+
+def _error(found: Tensor, wanted: Tensor, noise: Tensor) -> float:
+    if max(found.norm(), wanted.norm()) < noise:
+        return 0.0
+    return ((found - wanted).norm() / wanted.norm()).item()
 
 
 def _gradients(backend: FSDPBackend) -> dict[str, Tensor]:
@@ -167,7 +175,7 @@ def _with_old_logprobs(batch):
     return replace(batch, old_logprobs=batch.rollout_logprobs)
 
 
-def _plain_gradients(model: torch.nn.Module) -> dict[str, Tensor]:
+def _plain_gradients(model: nn.Module) -> dict[str, Tensor]:
     """GRPO by the book (arXiv 2402.03300): each sequence by itself, the mean over sequences of means over tokens."""
     samples = _samples()
     for sample in samples[dist.get_rank() :: RANKS]:

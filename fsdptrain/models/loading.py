@@ -19,12 +19,11 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from fsdptrain import platform
 from fsdptrain.errors import CheckpointError, ConfigError
-from fsdptrain.models.collective import require_same, together
+from fsdptrain.models.collective import gather, require_same, together
 from fsdptrain.models.files import different_files, resolve_checkpoint, some_of, weight_files
 from fsdptrain.models.materialize import (
     filled_like,
@@ -34,6 +33,7 @@ from fsdptrain.models.materialize import (
     refuse_leftovers,
     register,
 )
+from fsdptrain.models.structure import stock_class
 
 TESTED_TRANSFORMERS = ((5, 17), (5, 24))  # from, and below
 
@@ -57,13 +57,15 @@ def build_meta_model(path: Path, *, trust_remote_code: bool, attn_implementation
                 "float16 or float32 to be trained; most models have such a version on the hub"
             )
         config.use_cache = False  # with a cache transformers would not see the boundaries of a pack
+        options = {"dtype": torch.float32, "trust_remote_code": trust_remote_code}
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(
-                config,
-                dtype=torch.float32,
-                attn_implementation=attn_implementation,
-                trust_remote_code=trust_remote_code,
-            )
+            try:
+                return AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation, **options)
+            except KeyError as error:
+                if error.args != (attn_implementation,):
+                    raise
+                # a few have a class for each implementation that their authors knew (falcon): the probe will tell
+                return AutoModelForCausalLM.from_config(config, attn_implementation="eager", **options)
 
 
 def load_weights(
@@ -148,6 +150,8 @@ def _broadcast_from_rank0(model: PreTrainedModel, path: Path, *, cpu_offload: bo
     with together(CheckpointError, f"--hf-checkpoint {path}"), quiet_transformers():
         if not dist.is_initialized() or dist.get_rank() == 0:
             source = _load_whole(model, path)
+    # by which an export finds the names of the files again
+    model._weight_conversions = gather(None if source is None else vars(source).get("_weight_conversions"))[0]
     device = platform.local_device()
     shard_device = torch.device("cpu") if cpu_offload else device
     for names in parameter_names(model):
@@ -161,8 +165,7 @@ def _broadcast_from_rank0(model: PreTrainedModel, path: Path, *, cpu_offload: bo
 def _load_whole(model: PreTrainedModel, path: Path) -> PreTrainedModel:
     """The stock model of `path` on the host, checked to be the one that `model` is on meta."""
     weight_files(path)
-    stock = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
-    source, info = stock.from_pretrained(
+    source, info = stock_class(model).from_pretrained(
         path, config=copy.deepcopy(model.config), dtype=torch.float32, use_safetensors=True, output_loading_info=True
     )
     refuse_leftovers(path, set(info["missing_keys"]), set(info["unexpected_keys"]))

@@ -17,7 +17,7 @@ from fsdptrain.models.collective import gather
 from fsdptrain.models.inputs import Layout, from_rows, model_inputs, select_tokens, to_rows
 from fsdptrain.models.logprobs import HeadTransform, chunked_logprobs
 from fsdptrain.models.router import RouterReplay
-from fsdptrain.models.structure import base_model, lm_head, reshard
+from fsdptrain.models.structure import base_model, lm_head, reshard, stock_class
 from fsdptrain.models.truncation import UNTRUNCATED, Truncation
 from fsdptrain.types import NO_ROUTE, LogProbs, PackedBatch
 
@@ -47,7 +47,7 @@ _SCALE_KEYS: dict[str, Callable[[float], float]] = {
     "logits_scaling": lambda x: 1.0 / x,  # granite
 }
 _MULTIPLIES_BY_LOGITS_SCALING = {"hyperclovax"}
-_SOFTCAP_KEY = "final_logit_softcapping"  # gemma
+_SOFTCAP_KEYS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # gemma, recurrent_gemma, xlstm
 
 
 def install_policy_forward(model: PreTrainedModel, *, chunk_size: int, replay: RouterReplay | None = None) -> None:
@@ -60,6 +60,7 @@ def install_policy_forward(model: PreTrainedModel, *, chunk_size: int, replay: R
     stock = model.forward
     transform = head_transform(model.config)
     switch = rope_switch(model.config)
+    pad_token_id = model.config.get_text_config().to_dict().get("pad_token_id")  # a few configs have no such key
 
     def forward(
         batch: PackedBatch,
@@ -84,7 +85,7 @@ def install_policy_forward(model: PreTrainedModel, *, chunk_size: int, replay: R
             batch,
             layout,
             attn_implementation=str(model.config._attn_implementation),
-            pad_token_id=model.config.get_text_config().pad_token_id,
+            pad_token_id=pad_token_id,
         )
         try:
             if stock_head:
@@ -176,7 +177,8 @@ def head_transform(config: PreTrainedConfig) -> HeadTransform:
         value = values.get(key)
         if value is not None:
             scale *= value if text.model_type in _MULTIPLIES_BY_LOGITS_SCALING else factor(value)
-    return HeadTransform(logit_scale=scale, softcap=values.get(_SOFTCAP_KEY))
+    softcap = next((values[key] for key in _SOFTCAP_KEYS if values.get(key) is not None), None)
+    return HeadTransform(logit_scale=scale, softcap=softcap)
 
 
 def rope_switch(config: PreTrainedConfig) -> int | None:
@@ -212,7 +214,7 @@ def check_head(
     tolerance = TOLERANCES[compute_dtype]
     if not difference <= tolerance:
         raise NumericsError(
-            f"the logprobs of {type(model).__name__} differ by {difference:.2g} from those of its stock head "
+            f"the logprobs of {stock_class(model).__name__} differ by {difference:.2g} from those of its stock head "
             f"(tolerance {tolerance:g}, {compute_dtype}): it changes its logits in an unknown way; add the key of "
             "its config to fsdptrain/models/policy.py, or choose another --hf-checkpoint"
         )

@@ -36,10 +36,16 @@ from fsdptrain.models.materialize import (
     refuse_leftovers,
     register,
 )
+from fsdptrain.models.structure import as_stock
 
 
 def read_shards(model: PreTrainedModel, path: Path, files: list[Path], *, cpu_offload: bool) -> None:
     """transformers' own reader: it slices each safetensors entry as the DTensor of that name is sharded."""
+    with as_stock(model):
+        _read_shards(model, path, files, cpu_offload=cpu_offload)
+
+
+def _read_shards(model: PreTrainedModel, path: Path, files: list[Path], *, cpu_offload: bool) -> None:
     device = torch.device("cpu") if cpu_offload else platform.local_device()
     shards = _move_shards_to_host(model) if cpu_offload else {}
     load_config = LoadStateDictConfig(
@@ -116,7 +122,8 @@ def needs_whole_tensors(model: PreTrainedModel, files: list[Path]) -> str:
     shapes and without an error. Stacking experts and joining their gate and up along another axis is exact.
     """
     parameters = model.state_dict()
-    mapping = get_model_conversion_mapping(model)
+    with as_stock(model):
+        mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}

@@ -1,5 +1,7 @@
 """Where the parts of a transformers model are, whatever its authors called them."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
 
@@ -25,6 +27,25 @@ class ParameterCounts:
     def reduced_at_once(self) -> int:
         """Gradients of one group, the largest."""
         return max(self.largest_layer, self.outside_layers) if self.most_trained is None else self.most_trained
+
+
+def stock_class(model: PreTrainedModel) -> type[PreTrainedModel]:
+    """The class that transformers knows: sharding makes a subclass, by another name and in another file."""
+    return next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
+
+
+@contextmanager
+def as_stock(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, `model` is of its stock class, by whose name and file transformers finds conversions and initialisers.
+
+    It takes any other class for custom code, and leaves buffers that no file holds as they are: uninitialised.
+    """
+    own_class = type(model)
+    model.__class__ = stock_class(model)
+    try:
+        yield
+    finally:
+        model.__class__ = own_class
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
