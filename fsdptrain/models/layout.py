@@ -184,8 +184,8 @@ def _reference(
     ahead = over_ranks((found[2][: len(first) - 1] - found[0][:-1]).abs().mean().item())
     if not ahead <= tolerance:
         raise NumericsError(
-            f"{stock_class(model).__name__} is not a causal language model: what comes after a token moves its logprobs "
-            f"by {ahead:.2g} (tolerance {tolerance:g})"
+            f"{stock_class(model).__name__} is not a causal language model: what comes after a token moves its "
+            f"logprobs by {ahead:.2g} (tolerance {tolerance:g})"
         )
     leak = (found[2][len(first) :] - found[1]).abs().mean().item()
     return found[:2], over_ranks(leak)

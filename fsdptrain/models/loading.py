@@ -14,12 +14,19 @@ import hashlib
 import json
 import logging
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+)
 
 from fsdptrain import platform
 from fsdptrain.errors import CheckpointError, ConfigError
@@ -55,6 +62,10 @@ def build_meta_model(path: Path, *, trust_remote_code: bool, attn_implementation
             raise CheckpointError(
                 f"--hf-checkpoint {path} is quantised ({quantisation.get('quant_method')}): weights must be bfloat16, "
                 "float16 or float32 to be trained; most models have such a version on the hub"
+            )
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "auto_map" not in config.to_dict():
+            raise CheckpointError(
+                f"--hf-checkpoint {path} is a {config.model_type}, of which transformers has no causal language model"
             )
         config.use_cache = False  # with a cache transformers would not see the boundaries of a pack
         options = {"dtype": torch.float32, "trust_remote_code": trust_remote_code}
@@ -165,7 +176,7 @@ def _broadcast_from_rank0(model: PreTrainedModel, path: Path, *, cpu_offload: bo
 def _load_whole(model: PreTrainedModel, path: Path) -> PreTrainedModel:
     """The stock model of `path` on the host, checked to be the one that `model` is on meta."""
     weight_files(path)
-    source, info = stock_class(model).from_pretrained(
+    source, info = cast(Any, stock_class(model)).from_pretrained(
         path, config=copy.deepcopy(model.config), dtype=torch.float32, use_safetensors=True, output_loading_info=True
     )
     refuse_leftovers(path, set(info["missing_keys"]), set(info["unexpected_keys"]))

@@ -65,6 +65,7 @@ def _read_shards(model: PreTrainedModel, path: Path, files: list[Path], *, cpu_o
     # ties are compared over ranks below: all must come to the same ones
     require_same(sorted(info.missing_keys), different_files(path))
     with together(CheckpointError, f"--hf-checkpoint {path}"), quiet_transformers():
+        _mark_what_was_loaded(model)
         info = PreTrainedModel._finalize_model_loading(model, load_config, info)
         refuse_leftovers(path, info.missing_keys, info.unexpected_keys)
         _restore_shards(model, shards)
@@ -152,6 +153,17 @@ def _commutes(converter: WeightConverter, parameter: Tensor | None) -> bool:
             continue
         return not sharded
     return True
+
+
+def _mark_what_was_loaded(model: nn.Module) -> None:
+    """Nothing is left to initialise below a module whose tensors all came from the files.
+
+    What transformers would run there writes on what was loaded nothing, but computes with it, and not all of that works
+    on shards (rwkv, hy_v4). Above, it fills the buffers that no file holds.
+    """
+    for module in model.modules():
+        if all(vars(tensor).get("_is_hf_initialized") for tensor in [*module.parameters(), *module.buffers()]):
+            module._is_hf_initialized = True  # type: ignore[assignment]
 
 
 def _move_shards_to_host(model: PreTrainedModel) -> dict[tuple[str, ...], nn.Parameter]:
