@@ -236,7 +236,8 @@ class _Run:
 
     def _advance(self, metrics: Metrics) -> Metrics:
         self._totals = {name: total + metrics[name] for name, total in self._totals.items()}
-        return {**self._totals, "progress/epoch": self._parts.stream.progress}
+        stream = self._parts.stream
+        return {**self._totals, "progress/epoch": stream.progress, "progress/too_long_prompts": stream.num_too_long}
 
     def _report(self, metrics: Metrics) -> None:
         self._last |= metrics

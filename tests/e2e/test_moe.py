@@ -55,6 +55,13 @@ def test_routes_of_scoring_in_two_epochs_on_two_ranks(moe: Path, tmp_path: Path)
 
 
 @pytest.mark.slow
+def test_routes_of_scoring_for_the_reward_alone_are_those_of_the_training_on_policy(moe: Path, tmp_path: Path) -> None:
+    [row, _] = trained(moe, tmp_path, "--router-replay", "scoring", "--kl-reward-coef", "0.1")
+    assert "moe/load_max" in row
+    assert row["policy/ratio_mean"] == 1
+
+
+@pytest.mark.slow
 def test_a_dense_model_is_refused_in_one_line(checkpoint: Path, tmp_path: Path) -> None:
     argv = ["--hf-checkpoint", str(checkpoint), "--output-dir", str(tmp_path / "run"), *TINY]
     result = command.run([*argv, "--router-replay", "rollout"], tmp_path)
