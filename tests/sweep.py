@@ -16,7 +16,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.algo.weights import count_totals, num_loss_tokens
@@ -118,7 +118,7 @@ def _with_weights(row: Row, backend: FSDPBackend, source: Path) -> Row:
 
 def _with_gradients(row: Row, backend: FSDPBackend, source: Path) -> Row:
     has_experts = expert_choice(backend.hf_config) is not None
-    replay_refusal = _replay_refusal(backend) if has_experts else ""
+    replay_refusal = _replay_refusal(source) if has_experts else ""
     found = _gradients(backend)
     reference, plain_error = "float64", 0.0
     try:
@@ -138,10 +138,10 @@ def _with_gradients(row: Row, backend: FSDPBackend, source: Path) -> Row:
     )
 
 
-def _replay_refusal(backend: FSDPBackend) -> str:
+def _replay_refusal(source: Path) -> str:
     """As a run with --router-replay gives it at its start."""
     try:
-        check_replay(backend.hf_config, "rollout")
+        check_replay(AutoConfig.from_pretrained(source), "rollout")
     except ConfigError as error:
         return str(error)
     return ""

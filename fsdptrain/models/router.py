@@ -23,7 +23,7 @@ from fsdptrain.models.structure import decoder_layers
 from fsdptrain.types import NO_ROUTE
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_TOP_K = ("num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts")
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts")
 
 
 class ExpertChoice(NamedTuple):
