@@ -54,6 +54,11 @@ With this line, on all ranks, before the first step:
 """
 
 OURS = "fsdptrain_segments"
+_SAID = {  # of a pack, by what its code did with it
+    "differs": "in one row sequences would see each other",
+    "'NoneType' object": "works on its mask itself, and packs have none",
+    "a packed attention call came without": "does not tell its attention where sequences begin",
+}
 _NUMBER = re.compile(r" by \d[\d.e+-]*| \(tolerance [\d.e-]+(, torch\.\w+)?\)")
 
 
@@ -83,9 +88,9 @@ def page(rows: Iterable[Row]) -> str:
 
 def _remark(found: Row) -> str:
     """Why it is not packed with our attention: the first reason, without its numbers."""
-    first = _NUMBER.sub("", found.reason.split("; ")[0])
+    first = _NUMBER.sub("", found.reason.split("; ")[0].split(". ")[0])
     words = re.sub(rf"^(packed with )?({OURS}|eager): (\w+Error: )?", "", first)
-    return {"differs": "in one row sequences would see each other"}.get(words, words.replace("|", "\\|"))
+    return next((ours for theirs, ours in _SAID.items() if words.startswith(theirs)), words)
 
 
 def main() -> None:

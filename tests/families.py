@@ -83,7 +83,6 @@ FAMILIES: dict[str, dict[str, dict[str, Any]]] = {
         "llama": {},
         "apertus": {},
         "arcee": {},
-        "aria_text": {"moe_num_experts": 4, "moe_topk": 2},
         "biogpt": {},
         "bitnet": {},
         "bloom": {},
@@ -161,6 +160,7 @@ FAMILIES: dict[str, dict[str, dict[str, Any]]] = {
     },
     "experts": {
         "afmoe": {"num_dense_layers": 1},
+        "aria_text": {"moe_num_experts": 4, "moe_topk": 2},
         "beam": {},
         "cohere2_moe": {},
         "dots1": _GROUPS
