@@ -28,8 +28,8 @@ from fsdptrain.errors import ConfigError, FsdptrainError
 from fsdptrain.models.collective import gather
 from fsdptrain.models.materialize import quiet_transformers
 from fsdptrain.models.policy import REFUSALS
-from fsdptrain.models.router import expert_choice
 from fsdptrain.models.router_check import check_replay
+from fsdptrain.models.structure import expert_choice
 from fsdptrain.testing import spawn
 from fsdptrain.types import LossConfig, PackedBatch, Sample
 from tests import families, zoo

@@ -68,7 +68,7 @@ def install_policy_forward(model: PreTrainedModel, *, chunk_size: int, replay: R
         try:
             return scored(batch, **options)
         except REFUSALS as error:
-            if refusals is None:
+            if refusals is None or isinstance(error, torch.OutOfMemoryError):  # which says nothing of the model
                 raise
             refusals.append(error)  # caught inside the root's forward, which leaves FSDP2 in order
             return (torch.zeros(batch.num_tokens, device=batch.input_ids.device),)
@@ -244,6 +244,8 @@ def check_backward(
         with evaluating(model):
             policy_logprobs(model, batch, layout=layout).values.sum().backward()
     except REFUSALS as error:  # of the model's own code, which is the same on every rank
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
         raise NumericsError(f"{stock_class(model).__name__} cannot be trained: {one_line(error)}") from error
     reshard(model)
     for parameter in model.parameters():
