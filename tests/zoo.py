@@ -170,12 +170,17 @@ def build(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A random float32 model of the family `name`, on the CPU, in eval mode."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config(name, **changes), dtype=torch.float32)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.add_(0.2 * noise if parameter.dim() == 1 else 0.05 * noise)
-        for name_, buffer in model.named_buffers():
-            if name_.endswith("e_score_correction_bias"):  # a persistent buffer, trained by its own rule
-                buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
+    randomize(model, seed)
     return model.eval()
+
+
+@torch.no_grad()
+def randomize(model: PreTrainedModel, seed: int) -> None:
+    """Move every parameter off what it was initialised with."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.add_(0.2 * noise if parameter.dim() == 1 else 0.05 * noise)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):  # a persistent buffer, trained by its own rule
+            buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))

@@ -44,7 +44,14 @@ from fsdptrain.models.layout import LayoutProbe, choose_layout
 from fsdptrain.models.loading import build_meta_model, load_weights, resolve_checkpoint
 from fsdptrain.models.lora import Adapters, add_adapters
 from fsdptrain.models.materialize import store_in
-from fsdptrain.models.policy import RouterFunction, check_head, evaluating, install_policy_forward, policy_logprobs
+from fsdptrain.models.policy import (
+    RouterFunction,
+    check_backward,
+    check_head,
+    evaluating,
+    install_policy_forward,
+    policy_logprobs,
+)
 from fsdptrain.models.selective_check import check_selective
 from fsdptrain.models.structure import reshard
 from fsdptrain.models.transfers import Transfers
@@ -275,6 +282,7 @@ class FSDPBackend:
             self._model, self._config.model.layout, vocab_size=vocab_size, compute_dtype=self.compute_dtype
         )
         check_head(self._model, vocab_size=vocab_size, layout=probe.layout, compute_dtype=self.compute_dtype)
+        check_backward(self._model, vocab_size=vocab_size, layout=probe.layout)
         return probe
 
     def _other_reference(self) -> ReferenceBank | None:

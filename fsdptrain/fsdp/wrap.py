@@ -4,6 +4,7 @@ Gradients are summed over ranks, not averaged: `loss_weights` already hold the g
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import cast
@@ -50,7 +51,7 @@ def shard_model(
         # inputs of layers stay what the model made them: rotary tables in float32, where its authors meant that
         "mp_policy": MixedPrecisionPolicy(compute_dtype, reduce_dtype, cast_forward_inputs=False),
     }
-    layers = decoder_layers(model)
+    layers = _layers_of_their_own(model)
     for layer in layers:
         fully_shard(layer, reshard_after_forward=reshard_after_forward, **options)
     fully_shard(model, reshard_after_forward=False, **options)  # the backward pass begins with this group
@@ -91,6 +92,13 @@ def expert_placement(num_shards: int) -> Callable[[nn.Parameter], Shard | None]:
 def _every_rank_owns_some(rows: int, num_shards: int) -> bool:
     """Whether chunks of ceil(rows / num_shards), dealt from rank 0 on, reach the last one: 6 rows on 4 do not."""
     return math.ceil(rows / num_shards) * (num_shards - 1) < rows
+
+
+def _layers_of_their_own(model: PreTrainedModel) -> list[nn.Module]:
+    """Decoder layers that share no parameter with another: what is shared has one owner, the root (zamba)."""
+    layers = decoder_layers(model)
+    num_owners = Counter(parameter for layer in layers for parameter in set(layer.parameters()))
+    return [layer for layer in layers if all(num_owners[parameter] == 1 for parameter in layer.parameters())]
 
 
 def _sharded_modules(model: nn.Module) -> list[FSDPModule]:

@@ -33,7 +33,7 @@ from fsdptrain.models.policy import (
     policy_logprobs,
 )
 from fsdptrain.models.random_copy import random_copy
-from fsdptrain.models.structure import reshard
+from fsdptrain.models.structure import reshard, stock_class
 
 RequestedLayout = Literal["auto", "packed", "padded"]
 STOCK = ("sdpa", "eager")  # transformers' own, with dense masks: for what has a mask that ours would lose
@@ -89,7 +89,7 @@ def choose_layout(
     reasons: list[str] = []
     configured = str(model.config._attn_implementation)
     with evaluating(model):
-        reference, leak = _reference(model, segments, device)
+        reference, leak = _reference(model, segments, TOLERANCES[compute_dtype], device)
         tolerance = min(TOLERANCES[compute_dtype], leak / 4)
         for candidate in _candidates(model, requested, configured, reasons):
             difference, refusal = _try(model, candidate, segments, reference, tolerance, device)
@@ -99,7 +99,7 @@ def choose_layout(
                 f"{candidate.layout} with {candidate.attention}: {refusal or f'differs by {difference:.2g}'}"
             )
     raise NumericsError(
-        f"--layout {requested}: {type(model).__name__} is not computed exactly (tolerance {tolerance:g}): "
+        f"--layout {requested}: {stock_class(model).__name__} is not computed exactly (tolerance {tolerance:g}): "
         f"{'; '.join(reasons)}; --layout auto takes what is exact, if anything is"
     )
 
@@ -164,16 +164,29 @@ def _candidates(
     return {"auto": [packed, padded, *stock], "packed": [packed], "padded": [padded, *stock]}[requested]
 
 
-def _reference(model: PreTrainedModel, segments: list[list[int]], device: torch.device) -> tuple[list[Tensor], float]:
-    """Logprobs [L] of the first two segments, stock and each alone; and how far a full leak moves the second."""
+def _reference(
+    model: PreTrainedModel, segments: list[list[int]], tolerance: float, device: torch.device
+) -> tuple[list[Tensor], float]:
+    """Logprobs [L] of the first two segments, stock and each alone; and how far a full leak moves the second.
+
+    Raises NumericsError where a token sees what comes after it: no layout would help.
+    """
     model.set_attn_implementation(REFERENCE)
     first, second = segments[:2]
     found = []
     for segment in (first, second, first + second):
         values, refusal = _score(model, [segment], "padded", device)
+        if not refusal and over_ranks(float(not values.isfinite().all())):
+            refusal = "its logprobs are not finite"
         if refusal:
-            raise NumericsError(f"{type(model).__name__} cannot score one sequence by itself: {refusal}")
+            raise NumericsError(f"{stock_class(model).__name__} cannot score one sequence by itself: {refusal}")
         found.append(values)
+    ahead = over_ranks((found[2][: len(first) - 1] - found[0][:-1]).abs().mean().item())
+    if not ahead <= tolerance:
+        raise NumericsError(
+            f"{stock_class(model).__name__} is not a causal language model: what comes after a token moves its "
+            f"logprobs by {ahead:.2g} (tolerance {tolerance:g})"
+        )
     leak = (found[2][len(first) :] - found[1]).abs().mean().item()
     return found[:2], over_ranks(leak)
 
@@ -188,7 +201,10 @@ def _try(
 ) -> tuple[float, str]:
     """The largest difference of any rank (inf where it refuses or leaks), and the words of that."""
     first, second, twin = segments
-    model.set_attn_implementation(candidate.attention)
+    try:
+        model.set_attn_implementation(candidate.attention)
+    except REFUSALS as error:  # the same on every rank: it looks at the class
+        return float("inf"), one_line(error)
     values, refusal = _score(model, [first, second], candidate.layout, device)
     changed, other = _score(model, [twin, second], candidate.layout, device)
     if refusal or other:

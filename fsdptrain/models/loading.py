@@ -14,17 +14,23 @@ import hashlib
 import json
 import logging
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+)
 
 from fsdptrain import platform
 from fsdptrain.errors import CheckpointError, ConfigError
-from fsdptrain.models.collective import require_same, together
+from fsdptrain.models.collective import gather, require_same, together
 from fsdptrain.models.files import different_files, resolve_checkpoint, some_of, weight_files
 from fsdptrain.models.formats import refuse_quantised
 from fsdptrain.models.materialize import (
@@ -35,6 +41,7 @@ from fsdptrain.models.materialize import (
     refuse_leftovers,
     register,
 )
+from fsdptrain.models.structure import stock_class
 
 TESTED_TRANSFORMERS = ((5, 17), (5, 24))  # from, and below
 
@@ -53,14 +60,20 @@ def build_meta_model(path: Path, *, trust_remote_code: bool, attn_implementation
             _refuse_remote_code(path)
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         refuse_quantised(path)
-        config.use_cache = False  # with a cache transformers would not see the boundaries of a pack
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(
-                config,
-                dtype=torch.float32,
-                attn_implementation=attn_implementation,
-                trust_remote_code=trust_remote_code,
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "auto_map" not in config.to_dict():
+            raise CheckpointError(
+                f"--hf-checkpoint {path} is a {config.model_type}, of which transformers has no causal language model"
             )
+        config.use_cache = False  # with a cache transformers would not see the boundaries of a pack
+        options = {"dtype": torch.float32, "trust_remote_code": trust_remote_code}
+        with torch.device("meta"):
+            try:
+                return AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation, **options)
+            except KeyError as error:
+                if error.args != (attn_implementation,):
+                    raise
+                # a few have a class for each implementation that their authors knew (falcon): the probe will tell
+                return AutoModelForCausalLM.from_config(config, attn_implementation="eager", **options)
 
 
 def load_weights(
@@ -145,6 +158,8 @@ def _broadcast_from_rank0(model: PreTrainedModel, path: Path, *, cpu_offload: bo
     with together(CheckpointError, f"--hf-checkpoint {path}"), quiet_transformers():
         if not dist.is_initialized() or dist.get_rank() == 0:
             source = _load_whole(model, path)
+    # by which an export finds the names of the files again
+    model._weight_conversions = gather(None if source is None else vars(source).get("_weight_conversions"))[0]
     device = platform.local_device()
     shard_device = torch.device("cpu") if cpu_offload else device
     for names in parameter_names(model):
@@ -158,8 +173,7 @@ def _broadcast_from_rank0(model: PreTrainedModel, path: Path, *, cpu_offload: bo
 def _load_whole(model: PreTrainedModel, path: Path) -> PreTrainedModel:
     """The stock model of `path` on the host, checked to be the one that `model` is on meta."""
     weight_files(path)
-    stock = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
-    source, info = stock.from_pretrained(
+    source, info = cast(Any, stock_class(model)).from_pretrained(
         path, config=copy.deepcopy(model.config), dtype=torch.float32, use_safetensors=True, output_loading_info=True
     )
     refuse_leftovers(path, set(info["missing_keys"]), set(info["unexpected_keys"]))

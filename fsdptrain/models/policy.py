@@ -6,6 +6,7 @@ it has. The stock head stays reachable for one purpose, the self-check at start.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +14,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdptrain import platform
 from fsdptrain.errors import NumericsError
-from fsdptrain.models.collective import gather
+from fsdptrain.models.collective import gather, one_line
 from fsdptrain.models.inputs import Layout, from_rows, model_inputs, select_tokens, to_rows
 from fsdptrain.models.logprobs import HeadTransform, chunked_logprobs
 from fsdptrain.models.router import RouterReplay
-from fsdptrain.models.structure import base_model, lm_head, reshard
+from fsdptrain.models.structure import base_model, lm_head, reshard, stock_class
 from fsdptrain.models.truncation import UNTRUNCATED, Truncation
 from fsdptrain.types import NO_ROUTE, LogProbs, PackedBatch
 
@@ -45,9 +46,10 @@ _SCALE_KEYS: dict[str, Callable[[float], float]] = {
     "logit_scale": lambda x: x,  # cohere
     "lm_head_multiplier": lambda x: x,  # falcon_h1
     "logits_scaling": lambda x: 1.0 / x,  # granite
+    "logits_mup_width_multiplier": lambda x: 1.0 / x,  # inkling
 }
 _MULTIPLIES_BY_LOGITS_SCALING = {"hyperclovax"}
-_SOFTCAP_KEY = "final_logit_softcapping"  # gemma
+_SOFTCAP_KEYS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # gemma, recurrent_gemma, xlstm
 
 
 def install_policy_forward(model: PreTrainedModel, *, chunk_size: int, replay: RouterReplay | None = None) -> None:
@@ -60,9 +62,18 @@ def install_policy_forward(model: PreTrainedModel, *, chunk_size: int, replay: R
     stock = model.forward
     transform = head_transform(model.config)
     switch = rope_switch(model.config)
-    pad_token_id = vars(model.config.get_text_config()).get("pad_token_id")  # custom code may have none
+    pad_token_id = model.config.get_text_config().to_dict().get("pad_token_id")  # a few configs have no such key
 
-    def forward(
+    def forward(batch: PackedBatch, *, refusals: list[Exception] | None = None, **options: Any) -> tuple[Tensor, ...]:
+        try:
+            return scored(batch, **options)
+        except REFUSALS as error:
+            if refusals is None or isinstance(error, torch.OutOfMemoryError):  # which says nothing of the model
+                raise
+            refusals.append(error)  # caught inside the root's forward, which leaves FSDP2 in order
+            return (torch.zeros(batch.num_tokens, device=batch.input_ids.device),)
+
+    def scored(
         batch: PackedBatch,
         *,
         layout: Layout,
@@ -73,7 +84,6 @@ def install_policy_forward(model: PreTrainedModel, *, chunk_size: int, replay: R
         router: RouterFunction | None = None,
         router_only: bool = False,
         stock_head: bool = False,
-        refusals: list[Exception] | None = None,
     ) -> tuple[Tensor, ...]:
         if switch is not None and min(batch.seqlens) <= switch < batch.max_seqlen:
             raise NumericsError(
@@ -87,16 +97,10 @@ def install_policy_forward(model: PreTrainedModel, *, chunk_size: int, replay: R
             attn_implementation=str(model.config._attn_implementation),
             pad_token_id=pad_token_id,
         )
-        try:
-            if stock_head:
-                return (_stock_logprobs(stock(**inputs).logits, batch, layout),)
-            with choosing(batch, layout, with_routes):
-                output = base_model(model)(**inputs, **({"output_router_logits": True} if router else {}))
-        except REFUSALS as error:
-            if refusals is None or isinstance(error, torch.OutOfMemoryError):  # which says nothing of the model
-                raise
-            refusals.append(error)  # caught inside the root's forward, which leaves FSDP2 in order
-            return (torch.zeros(batch.num_tokens, device=batch.input_ids.device),)
+        if stock_head:
+            return (_stock_logprobs(stock(**inputs).logits, batch, layout),)
+        with choosing(batch, layout, with_routes):
+            output = base_model(model)(**inputs, **({"output_router_logits": True} if router else {}))
         extra: list[Tensor] = []
         if router is not None:
             extra.append(router([from_rows(x.flatten(0, -2), batch, layout) for x in output.router_logits]))
@@ -171,13 +175,14 @@ def router_statistic(model: PreTrainedModel, batch: PackedBatch, router: RouterF
 def head_transform(config: PreTrainedConfig) -> HeadTransform:
     """What the config says that the model does to its logits."""
     text = config.get_text_config()
-    values = text.to_dict()
     scale = 1.0
     for key, factor in _SCALE_KEYS.items():
-        value = values.get(key)
+        value = getattr(text, key, None)  # minicpm3 computes it
         if value is not None:
             scale *= value if text.model_type in _MULTIPLIES_BY_LOGITS_SCALING else factor(value)
-    return HeadTransform(logit_scale=scale, softcap=values.get(_SOFTCAP_KEY))
+    values = text.to_dict()
+    softcap = next((values[key] for key in _SOFTCAP_KEYS if values.get(key) is not None), None)
+    return HeadTransform(logit_scale=scale, softcap=softcap)
 
 
 def rope_switch(config: PreTrainedConfig) -> int | None:
@@ -213,11 +218,38 @@ def check_head(
     tolerance = TOLERANCES[compute_dtype]
     if not difference <= tolerance:
         raise NumericsError(
-            f"the logprobs of {type(model).__name__} differ by {difference:.2g} from those of its stock head "
+            f"the logprobs of {stock_class(model).__name__} differ by {difference:.2g} from those of its stock head "
             f"(tolerance {tolerance:g}, {compute_dtype}): it changes its logits in an unknown way; add the key of "
             "its config to fsdptrain/models/policy.py, or choose another --hf-checkpoint"
         )
     return difference
+
+
+def check_backward(
+    model: PreTrainedModel,
+    *,
+    vocab_size: int,
+    layout: Layout,
+    device: torch.device | None = None,
+    num_tokens: int = 16,
+) -> None:
+    """One backward pass over a few random tokens, whose gradients are dropped. Collective.
+
+    Raises NumericsError, on every rank alike, for a model that can score and not be trained (reformer; a kernel without
+    a backward), and not in the middle of the first step.
+    """
+    tokens = torch.randint(vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(0)).tolist()
+    batch = plain_batch([tokens], device=device or platform.local_device())
+    try:
+        with evaluating(model):
+            policy_logprobs(model, batch, layout=layout).values.sum().backward()
+    except REFUSALS as error:  # of the model's own code, which is the same on every rank
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise NumericsError(f"{stock_class(model).__name__} cannot be trained: {one_line(error)}") from error
+    reshard(model)
+    for parameter in model.parameters():
+        parameter.grad = None
 
 
 def plain_batch(segments: list[list[int]], *, device: torch.device) -> PackedBatch:

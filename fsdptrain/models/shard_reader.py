@@ -36,10 +36,16 @@ from fsdptrain.models.materialize import (
     refuse_leftovers,
     register,
 )
+from fsdptrain.models.structure import as_stock
 
 
 def read_shards(model: PreTrainedModel, path: Path, files: list[Path], *, cpu_offload: bool) -> None:
     """transformers' own reader: it slices each safetensors entry as the DTensor of that name is sharded."""
+    with as_stock(model):
+        _read_shards(model, path, files, cpu_offload=cpu_offload)
+
+
+def _read_shards(model: PreTrainedModel, path: Path, files: list[Path], *, cpu_offload: bool) -> None:
     device = torch.device("cpu") if cpu_offload else platform.local_device()
     shards = _move_shards_to_host(model) if cpu_offload else {}
     load_config = LoadStateDictConfig(
@@ -59,6 +65,7 @@ def read_shards(model: PreTrainedModel, path: Path, files: list[Path], *, cpu_of
     # ties are compared over ranks below: all must come to the same ones
     require_same(sorted(info.missing_keys), different_files(path))
     with together(CheckpointError, f"--hf-checkpoint {path}"), quiet_transformers():
+        _mark_what_was_loaded(model)
         info = PreTrainedModel._finalize_model_loading(model, load_config, info)
         refuse_leftovers(path, info.missing_keys, info.unexpected_keys)
         _restore_shards(model, shards)
@@ -116,7 +123,8 @@ def needs_whole_tensors(model: PreTrainedModel, files: list[Path]) -> str:
     shapes and without an error. Stacking experts and joining their gate and up along another axis is exact.
     """
     parameters = model.state_dict()
-    mapping = get_model_conversion_mapping(model)
+    with as_stock(model):
+        mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
@@ -145,6 +153,17 @@ def _commutes(converter: WeightConverter, parameter: Tensor | None) -> bool:
             continue
         return not sharded
     return True
+
+
+def _mark_what_was_loaded(model: nn.Module) -> None:
+    """Nothing is left to initialise below a module whose tensors all came from the files.
+
+    What transformers would run there writes on what was loaded nothing, but computes with it, and not all of that works
+    on shards (rwkv, hy_v4). Above, it fills the buffers that no file holds.
+    """
+    for module in model.modules():
+        if all(vars(tensor).get("_is_hf_initialized") for tensor in [*module.parameters(), *module.buffers()]):
+            module._is_hf_initialized = True  # type: ignore[assignment]
 
 
 def _move_shards_to_host(model: PreTrainedModel) -> dict[tuple[str, ...], nn.Parameter]:

@@ -1,5 +1,7 @@
 """Where the parts of a transformers model are, whatever its authors called them."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -11,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from fsdptrain.errors import CheckpointError
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_TOP_K = ("num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts")
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts")
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,25 @@ class ExpertChoice(NamedTuple):
 
     num_experts: int
     top_k: int
+
+
+def stock_class(model: PreTrainedModel) -> type[PreTrainedModel]:
+    """The class that transformers knows: sharding makes a subclass, by another name and in another file."""
+    return next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
+
+
+@contextmanager
+def as_stock(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, `model` is of its stock class, by whose name and file transformers finds conversions and initialisers.
+
+    It takes any other class for custom code, and leaves buffers that no file holds as they are: uninitialised.
+    """
+    own_class = type(model)
+    model.__class__ = stock_class(model)
+    try:
+        yield
+    finally:
+        model.__class__ = own_class
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:

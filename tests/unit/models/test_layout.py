@@ -59,6 +59,21 @@ def test_a_leak_of_one_token_does_not_hide_in_the_noise_of_half_precision(dtype:
     assert words in probe.line
 
 
+def test_a_model_that_sees_what_comes_after_a_token_is_refused() -> None:
+    model = policy_model("qwen3")
+    for layer in model.model.layers:
+        layer.mlp.register_forward_pre_hook(lambda _, args: (args[0] + 0.3 * args[0].roll(-1, 1),))
+    with pytest.raises(NumericsError, match=r"^Qwen3ForCausalLM is not a causal language model: what comes after"):
+        choose_layout(model, "auto", **OPTIONS)
+
+
+def test_a_model_that_makes_no_numbers_is_refused() -> None:
+    model = policy_model("qwen3")
+    model.model.norm.weight.data[3] = float("inf")
+    with pytest.raises(NumericsError, match="its logprobs are not finite"):
+        choose_layout(model, "auto", **OPTIONS)
+
+
 def test_packs_that_were_asked_for_are_refused_where_they_leak() -> None:
     with pytest.raises(NumericsError, match=r"--layout packed: .* is not computed exactly"):
         choose_layout(with_attention("gpt_oss", "eager"), "packed", **OPTIONS)

@@ -13,7 +13,14 @@ from fsdptrain.models import policy
 from fsdptrain.models.attention import SEGMENTS, register_attention
 from fsdptrain.models.checkpointing import enable_gradient_checkpointing
 from fsdptrain.models.inputs import Layout
-from fsdptrain.models.policy import check_head, head_transform, install_policy_forward, plain_batch, policy_logprobs
+from fsdptrain.models.policy import (
+    check_backward,
+    check_head,
+    head_transform,
+    install_policy_forward,
+    plain_batch,
+    policy_logprobs,
+)
 from tests import zoo
 
 CPU = torch.device("cpu")
@@ -146,7 +153,7 @@ def test_the_head_of_every_architecture_is_understood(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "change"),
-    [("granite", {"_SCALE_KEYS": {}}), ("cohere", {"_SCALE_KEYS": {}}), ("gemma2", {"_SOFTCAP_KEY": "unknown"})],
+    [("granite", {"_SCALE_KEYS": {}}), ("cohere", {"_SCALE_KEYS": {}}), ("gemma2", {"_SOFTCAP_KEYS": ()})],
 )
 def test_a_head_that_is_not_understood_stops_the_run(
     name: str, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -186,3 +193,23 @@ def test_gradient_checkpointing_changes_no_gradient(name: str) -> None:
         found.append(gradients(model, (weights(values) * values).sum()))
     for key in found[0]:
         torch.testing.assert_close(found[1][key], found[0][key], rtol=0, atol=0)
+
+
+def test_a_model_that_can_only_score_is_refused_and_one_that_can_be_trained_keeps_no_gradient() -> None:
+    options: dict[str, Any] = {"vocab_size": zoo.VOCAB_SIZE, "layout": "packed", "device": CPU}
+    model = policy_model("qwen3")
+    check_backward(model, **options)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    model.model.norm.register_forward_hook(lambda *args: _NoBackward.apply(args[-1]))
+    with pytest.raises(NumericsError, match=r"^Qwen3ForCausalLM cannot be trained: NotImplementedError: no kernel"):
+        check_backward(model, **options)
+
+
+class _NoBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        raise NotImplementedError("no kernel for that")

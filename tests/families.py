@@ -1,0 +1,308 @@
+"""The decoders of transformers, built tiny from their config classes: what the sweep goes through.
+
+    config("olmoe")                   # by model_type
+    save("olmoe", folder)             # a checkpoint with random weights, as save_pretrained writes it
+
+`FAMILIES` is a table: kind of mixer -> model_type -> what is said to its config class beyond `SIZES`. Left out are
+other names of the same class (internlm3 is a llama), models of other inputs than text, and those that cannot be built
+small. A family that is missing here may well work: nothing in fsdptrain asks for a name.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig
+
+from tests import zoo
+
+SIZES: dict[str, Any] = {
+    "vocab_size": zoo.VOCAB_SIZE,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "sliding_window": 16,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 1,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_dt_rank": 4,
+    "state_size": 16,
+    "time_step_rank": 4,
+}
+_MLA = {"num_key_value_heads": 4, "head_dim": 8} | {
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
+_GROUPS = {"n_group": 1, "topk_group": 1}
+_SPARSE = {"mlp_layer_types": ["dense", "sparse"]}
+_INDEXER = {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 16}  # with few heads scores of 0 tie
+_BOTH_WINDOWS = {"layer_types": ["sliding_attention", "full_attention"]}
+_LINEAR_AND_FULL = {"layer_types": ["linear_attention", "full_attention"]}
+_BOTH_ROPES = {
+    "rope_parameters": {
+        kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in ("sliding_attention", "full_attention")
+    }
+}
+_PER_LAYER_INPUT = {"vocab_size_per_layer_input": zoo.VOCAB_SIZE, "hidden_size_per_layer_input": 8}
+_INKLING = {
+    "layer_types": ["hybrid_sliding", "hybrid"],
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 16,
+    "sliding_window_size": 16,
+    "mlp_layer_types": ["dense", "sparse"],
+}
+_KIMI = {"linear_head_dim": 16, "linear_num_heads": 4}
+
+# What is trained, by what makes the family worth trying.
+FAMILIES: dict[str, dict[str, dict[str, Any]]] = {
+    "attention": {
+        "llama": {},
+        "apertus": {},
+        "arcee": {},
+        "biogpt": {},
+        "bitnet": {},
+        "bloom": {},
+        "codegen": {"rotary_dim": 8},
+        "cohere": {},
+        "ctrl": {"dff": 96, "n_positions": 512},
+        "diffllama": {},
+        "doge": {},
+        "ernie4_5": {},
+        "falcon": {},
+        "flint": {},
+        "gemma": {},
+        "glm": {},
+        "glm4": {},
+        "gpt2": {"n_positions": 512},
+        "gpt_bigcode": {"n_positions": 512},
+        "gpt_neox": {},
+        "gpt_neox_japanese": {},
+        "gptj": {"rotary_dim": 8},
+        "granite": {"logits_scaling": 4.0, "residual_multiplier": 0.5},
+        "helium": {},
+        "hrm_text": {},
+        "hunyuan_v1_dense": {"head_dim": 16},
+        "hyperclovax": {"logits_scaling": 0.5},
+        "jais2": {},
+        "mpt": {},
+        "moshi": {"ffn_dim": 96},
+        "nanochat": {},
+        "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
+        "olmo": {},
+        "olmo2": {},
+        "openai-gpt": {"n_positions": 512},
+        "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
+        "persimmon": {},
+        "phi": {},
+        "phi3": {},
+        "qwen2": {},
+        "qwen3": {},
+        "seed_oss": {},
+        "smollm3": {},
+        "stablelm": {},
+        "xglm": {"d_model": 64, "ffn_dim": 96, "attention_heads": 4, "num_layers": 2},
+    },
+    "sliding window": {
+        "cohere2": _BOTH_WINDOWS,
+        "cohere_compass_text": _BOTH_WINDOWS | _BOTH_ROPES,
+        "cwm": _BOTH_WINDOWS,
+        "exaone4": _BOTH_WINDOWS,
+        "gemma3_text": _BOTH_WINDOWS,
+        "gemma3n_text": {
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "intermediate_size": [96] * 4,
+            "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+            "num_kv_shared_layers": 2,
+            "laurel_rank": 8,
+            **_PER_LAYER_INPUT,
+        },
+        "gemma4_text": _BOTH_WINDOWS | _PER_LAYER_INPUT | {"per_layer_config": {}},
+        "gemma4_unified_text": _BOTH_WINDOWS,
+        "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "window_size": 16},
+        "ministral": {"head_dim": 16},
+        "ministral3": {},
+        "mistral": {},
+        "olmo3": _BOTH_WINDOWS,
+        "starcoder2": {},
+    },
+    "softcap": {
+        "gemma2": {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
+        "vaultgemma": {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
+    },
+    "sinks": {
+        "granite_swa": {},
+        "gpt_oss": _BOTH_WINDOWS,
+    },
+    "experts": {
+        "afmoe": {"num_dense_layers": 1},
+        "aria_text": {"moe_num_experts": 4, "moe_topk": 2},
+        "beam": {},
+        "cohere2_moe": {},
+        "dots1": _GROUPS
+        | {"num_experts_per_tok": 2, "num_key_value_heads": 2}
+        | _BOTH_WINDOWS
+        | {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1},
+        "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2},
+        "exaone_moe": _SPARSE,
+        "flex_olmo": {},
+        "glm4_moe": _GROUPS,
+        "granitemoe": {},
+        "granitemoe_swa": {},
+        "granitemoeshared": {"shared_intermediate_size": 32},
+        "hunyuan_v1_moe": {"moe_topk": 2, "head_dim": 16},
+        "hy_v3": {},
+        "jetmoe": {"kv_channels": 16},
+        "kolibri1": {},
+        "laguna": {"num_attention_heads_per_layer": [4, 4], **_SPARSE},
+        "llama4_text": {"intermediate_size_mlp": 96},
+        "mellum": {},
+        "mimo_v2_flash": {},
+        "minimax_m2": {},
+        "minimax_m3_vl_text": {
+            "dense_intermediate_size": 96,
+            "shared_intermediate_size": 32,
+            "rotary_dim": 8,
+            "index_head_dim": 16,
+            "index_block_size": 8,
+            "index_topk_blocks": 2,
+        },
+        "mixtral": {},
+        "olmoe": {},
+        "phimoe": {},
+        "qwen2_moe": {},
+        "qwen3_moe": {},
+        "solar_open": _GROUPS,
+    },
+    "MLA": {
+        "axk1": _MLA | _GROUPS,
+        "axk2": _MLA | _GROUPS | _INDEXER,
+        "deepseek_v2": _MLA | _GROUPS | {"num_experts_per_tok": 2, "first_k_dense_replace": 1},
+        "deepseek_v3": _MLA | {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
+        "deepseek_v32": _MLA | _INDEXER | _GROUPS | _SPARSE,
+        "deepseek_v4": {
+            "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"],
+            "mlp_layer_types": ["hash_moe", "moe"],
+            "num_key_value_heads": 1,
+            "q_lora_rank": 32,
+            "o_lora_rank": 16,
+            "o_groups": 2,
+            **_INDEXER,
+        },
+        "glm4_moe_lite": _MLA | _GROUPS,
+        "glm_moe_dsa": _MLA | _GROUPS | _INDEXER,
+        "hy_v4": _MLA | _GROUPS | _INDEXER | _SPARSE,
+        "longcat_flash": _MLA
+        | {
+            "num_layers": 1,
+            "ffn_hidden_size": 96,
+            "expert_ffn_hidden_size": 32,
+            "moe_topk": 2,
+            "zero_expert_num": 2,
+        },
+        "minicpm3": _MLA | {"dim_model_base": 32},
+        "youtu": _MLA,
+    },
+    "relative positions": {
+        "inkling_text": _INKLING,
+        "inkling2_text": _INKLING,
+    },
+    "linear attention": {
+        "bailing_hybrid": _MLA | {"num_expert_group": 1, "topk_group": 1} | _KIMI | _LINEAR_AND_FULL | _SPARSE,
+        "kimi_linear": _MLA | _KIMI | _LINEAR_AND_FULL | _SPARSE,
+        "minimax": _LINEAR_AND_FULL,
+        "olmo_hybrid": _LINEAR_AND_FULL,
+        "qwen3_5_moe_text": _LINEAR_AND_FULL,
+        "qwen3_5_text": _LINEAR_AND_FULL,
+        "qwen3_next": _LINEAR_AND_FULL,
+        "qwen4_exp_text": {},
+        "rwkv": {"attention_hidden_size": 64},
+        "xlstm": {"num_blocks": 2, "embedding_dim": 64, "num_heads": 4},
+    },
+    "Mamba": {
+        "bamba": {"attn_layer_indices": [1]},
+        "falcon_h1": {"mamba_d_ssm": 128},
+        "falcon_mamba": {},
+        "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], "shared_intermediate_size": 32},
+        "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+        "mamba": {},
+        "mamba2": {"num_heads": 8, "n_groups": 1},
+        "nemotron_h": {
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "n_groups": 1,
+            "ssm_state_size": 16,
+            "moe_shared_expert_intermediate_size": 32,
+        },
+        "zamba": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "num_hidden_layers": 3},
+        "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "n_mamba_heads": 8, "mamba_ngroups": 1},
+    },
+    "short convolution": {
+        "lfm2": {"layer_types": ["conv", "full_attention"]},
+        "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+        "lfm3": {},
+        "recurrent_gemma": {},
+        "zaya": {"num_experts_per_tok": 1},
+    },
+}
+
+# What cannot be trained, and must be refused before the first step.
+REFUSED: dict[str, dict[str, Any]] = {
+    "bert": {},
+    "big_bird": {},
+    "cpmant": {"dim_head": 16, "dim_ff": 96},
+    "electra": {},
+    "modernbert-decoder": _BOTH_WINDOWS,
+    "prophetnet": {"num_encoder_layers": 2, "num_decoder_layers": 2, "decoder_ffn_dim": 96, "encoder_ffn_dim": 96},
+    "reformer": {"is_decoder": True, "axial_pos_embds_dim": [32, 32], "axial_pos_shape": [8, 64]},
+    "rembert": {},
+    "roberta": {},
+    "roformer": {},
+    "t5": {},
+    "xlm": {},
+    "xlnet": {"d_inner": 96},
+}
+
+
+def config(name: str) -> PreTrainedConfig:
+    """The tiny configuration of the model_type `name`."""
+    config_class = CONFIG_MAPPING[name]
+    default = config_class().to_dict()
+    names = config_class.attribute_map
+    sizes = {names.get(k, k): v for k, v in SIZES.items() if default.get(names.get(k, k)) is not None}
+    changes = next(members[name] for members in (REFUSED, *FAMILIES.values()) if name in members)
+    return config_class(**sizes | changes)
+
+
+def save(name: str, folder: Path) -> None:
+    """A float32 checkpoint of random weights, all of them moved off what they are initialised with."""
+    torch.manual_seed(0)
+    auto_class = AutoModelForSeq2SeqLM if name == "t5" else AutoModelForCausalLM
+    model = auto_class.from_config(config(name), dtype=torch.float32)
+    zoo.randomize(model, seed=0)
+    model.save_pretrained(folder)
