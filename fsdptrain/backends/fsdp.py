@@ -1,14 +1,13 @@
 """The training backend on PyTorch's own FSDP2: any transformers model, one process for each device."""
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
@@ -16,6 +15,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from fsdptrain import platform
 from fsdptrain.algo.metrics import finish_metrics
 from fsdptrain.backends.experts import Experts
+from fsdptrain.backends.metric_sums import MetricSums
 from fsdptrain.config import Config, ModelConfig
 from fsdptrain.errors import CheckpointError, ConfigError
 from fsdptrain.fsdp.adapter import export_adapter, stream_adapter
@@ -136,7 +136,7 @@ class FSDPBackend:
         self._model.train(self._config.algorithm.algorithm == "sft")
         self._optimizer.zero_grad()
         load = self._experts.load(self._model, batches, layout=self.layout_probe.layout, device=self.device)
-        sums = _MetricSums()
+        sums = MetricSums()
         for batch in batches:
             moved = batch.to(self.device)
             logprobs = self._logprobs(moved, with_entropy=True, router=self._experts.router_loss(moved, load))
@@ -377,31 +377,3 @@ def _prepare_layers(model: PreTrainedModel, path: Path, config: ModelConfig) -> 
             trust = config.trust_remote_code
             check_selective(AutoConfig.from_pretrained(path, trust_remote_code=trust), trust_remote_code=trust)
         enable_gradient_checkpointing(model, kind=kind, every=every)
-
-
-class _MetricSums:
-    """Metrics of the packs of one step, on the device until all are there. Every pack must name the same ones."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, Tensor] = {}  # name -> [] f32
-
-    def add(self, metrics: Mapping[str, Tensor]) -> None:
-        for name, value in metrics.items():
-            before = self._values.get(name)
-            combine = torch.maximum if name.endswith("_max") else torch.add
-            self._values[name] = value if before is None else combine(before, value)
-
-    def reduce(self, norm: Tensor) -> tuple[Metrics, float, bool]:
-        """Over ranks: (metrics, `norm`, whether `norm` is finite on every rank).
-
-        One all_reduce, and one more where a name ends in `_max`; then the only wait of a step for the device.
-        """
-        maxima = sorted(name for name in self._values if name.endswith("_max"))
-        sums = sorted(name for name in self._values if not name.endswith("_max"))
-        summed = torch.stack([*(self._values[name] for name in sums), (~norm.isfinite()).to(norm.dtype)])
-        dist.all_reduce(summed)
-        highest = torch.stack([*(self._values[name] for name in maxima), norm])
-        if maxima:
-            dist.all_reduce(highest[:-1], op=dist.ReduceOp.MAX)
-        *values, num_not_finite, norm_value = torch.cat([highest[:-1], summed, highest[-1:]]).tolist()
-        return dict(zip([*maxima, *sums], values, strict=True)), norm_value, num_not_finite == 0

@@ -1,0 +1,37 @@
+"""Metrics of the packs of one step, on the device until they are summed over ranks."""
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdptrain.types import Metrics
+
+
+class MetricSums:
+    """Metrics of the packs of one step, on the device until all are there. Every pack must name the same ones."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, Tensor] = {}  # name -> [] f32
+
+    def add(self, metrics: Mapping[str, Tensor]) -> None:
+        for name, value in metrics.items():
+            before = self._values.get(name)
+            combine = torch.maximum if name.endswith("_max") else torch.add
+            self._values[name] = value if before is None else combine(before, value)
+
+    def reduce(self, norm: Tensor) -> tuple[Metrics, float, bool]:
+        """Over ranks: (metrics, `norm`, whether `norm` is finite on every rank).
+
+        One all_reduce, and one more where a name ends in `_max`; then the only wait of a step for the device.
+        """
+        maxima = sorted(name for name in self._values if name.endswith("_max"))
+        sums = sorted(name for name in self._values if not name.endswith("_max"))
+        summed = torch.stack([*(self._values[name] for name in sums), (~norm.isfinite()).to(norm.dtype)])
+        dist.all_reduce(summed)
+        highest = torch.stack([*(self._values[name] for name in maxima), norm])
+        if maxima:
+            dist.all_reduce(highest[:-1], op=dist.ReduceOp.MAX)
+        *values, num_not_finite, norm_value = torch.cat([highest[:-1], summed, highest[-1:]]).tolist()
+        return dict(zip([*maxima, *sums], values, strict=True)), norm_value, num_not_finite == 0
