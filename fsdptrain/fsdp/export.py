@@ -25,7 +25,7 @@ from fsdptrain.models.collective import together
 from fsdptrain.models.lora import Adapters
 from fsdptrain.models.lora_weights import merged
 from fsdptrain.models.materialize import moved
-from fsdptrain.models.structure import decoder_layers, reshard
+from fsdptrain.models.structure import repeated_layers, reshard
 from fsdptrain.protocols import Naming
 
 _WEIGHT_SUFFIXES = {".bin", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth", ".safetensors"}
@@ -57,7 +57,7 @@ def stream_weights(
 
 def _units(model: PreTrainedModel) -> list[dict[str, Tensor]]:
     """What is gathered together: each decoder layer, since conversions stay within one, and each other tensor alone."""
-    layers = {id(layer) for layer in decoder_layers(model)}
+    layers = {id(layer) for layer in repeated_layers(model)}
     prefixes = [f"{name}." for name, module in model.named_modules() if id(module) in layers]
     inside: dict[str, dict[str, Tensor]] = {prefix: {} for prefix in prefixes}
     units: list[dict[str, Tensor]] = []

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedModel
 
-from fsdptrain.models.structure import decoder_layers
+from fsdptrain.models.structure import repeated_layers
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def layer_kinds(model: PreTrainedModel) -> list[LayerKind]:
     Layers are told apart by what they hold (classes of their modules, names and shapes of their parameters) and by
     their entry in the lists of the text config that have one for each layer.
     """
-    wanted = {id(layer) for layer in decoder_layers(model)}
+    wanted = {id(layer) for layer in repeated_layers(model)}
     found: list[LayerKind] = []
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and any(id(layer) in wanted for layer in module):

@@ -20,10 +20,12 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 
 from fsdptrain import platform
 from fsdptrain.errors import CheckpointError, ConfigError
+from fsdptrain.models.architecture import model_from_config
+from fsdptrain.models.attention import set_attention
 from fsdptrain.models.collective import require_same, together
 from fsdptrain.models.files import different_files, resolve_checkpoint, some_of, weight_files
 from fsdptrain.models.materialize import (
@@ -58,12 +60,14 @@ def build_meta_model(path: Path, *, trust_remote_code: bool, attn_implementation
             )
         config.use_cache = False  # with a cache transformers would not see the boundaries of a pack
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(
+            model = model_from_config(
                 config,
                 dtype=torch.float32,
                 attn_implementation=attn_implementation,
                 trust_remote_code=trust_remote_code,
             )
+        set_attention(model, attn_implementation)
+        return model
 
 
 def load_weights(

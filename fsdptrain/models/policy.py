@@ -19,7 +19,8 @@ from fsdptrain.models.logprobs import HeadTransform, chunked_logprobs
 from fsdptrain.models.router import RouterReplay
 from fsdptrain.models.structure import base_model, lm_head, reshard
 from fsdptrain.models.truncation import UNTRUNCATED, Truncation
-from fsdptrain.types import NO_ROUTE, LogProbs, PackedBatch
+from fsdptrain.models.vision import Vision
+from fsdptrain.types import NO_ROUTE, Images, LogProbs, PackedBatch, join_images
 
 # From the router logits [T, E] of each layer with experts to a number, or a tensor, inside the root's forward.
 RouterFunction = Callable[[Sequence[Tensor]], Tensor]
@@ -50,12 +51,14 @@ _MULTIPLIES_BY_LOGITS_SCALING = {"hyperclovax"}
 _SOFTCAP_KEY = "final_logit_softcapping"  # gemma
 
 
-def install_policy_forward(model: PreTrainedModel, *, chunk_size: int, replay: RouterReplay | None = None) -> None:
+def install_policy_forward(
+    model: PreTrainedModel, *, chunk_size: int, replay: RouterReplay | None = None, vision: Vision | None = None
+) -> None:
     """Replace `model.forward`, before sharding: it then takes a PackedBatch, and is called by `policy_logprobs`.
 
     The new forward returns a tuple of tensors, because FSDP2 hangs its backward hooks on tensors in tuples and finds
     none in a record. chunk_size: tokens whose logits exist at a time. replay: makes the model take the experts of
-    `batch.routes`, and report those that it took.
+    `batch.routes`, and report those that it took. vision: makes it see `batch.images`.
     """
     stock = model.forward
     transform = head_transform(model.config)
@@ -86,7 +89,11 @@ def install_policy_forward(model: PreTrainedModel, *, chunk_size: int, replay: R
             attn_implementation=str(model.config._attn_implementation),
             pad_token_id=model.config.get_text_config().pad_token_id,
         )
+        nothing: Tensor | None = None
         try:
+            if vision is not None:
+                seen, nothing = vision.see(batch, layout)
+                inputs |= seen
             if stock_head:
                 return (_stock_logprobs(stock(**inputs).logits, batch, layout),)
             with choosing(batch, layout, with_routes):
@@ -105,8 +112,9 @@ def install_policy_forward(model: PreTrainedModel, *, chunk_size: int, replay: R
             assert replay is not None, "routes are known where install_policy_forward got a RouterReplay"
             extra.append(from_rows(replay.routes, batch, layout))
         weight, bias = _head_weights(lm_head(model))
+        hidden = output.last_hidden_state if nothing is None else output.last_hidden_state + nothing
         found = chunked_logprobs(
-            select_tokens(output.last_hidden_state, batch, layout, batch.loss_positions),
+            select_tokens(hidden, batch, layout, batch.loss_positions),
             weight,
             batch.labels.index_select(0, batch.loss_positions),
             bias=bias,
@@ -219,7 +227,9 @@ def check_head(
     return difference
 
 
-def plain_batch(segments: list[list[int]], *, device: torch.device) -> PackedBatch:
+def plain_batch(
+    segments: list[list[int]], *, device: torch.device, images: Sequence[Images | None] = ()
+) -> PackedBatch:
     """A pack of whole token lists with a loss on every next token: for checks, which need no samples and no weights."""
     tokens = torch.tensor([token for segment in segments for token in segment])
     seqlens = tuple(len(segment) for segment in segments)
@@ -240,6 +250,7 @@ def plain_batch(segments: list[list[int]], *, device: torch.device) -> PackedBat
         advantages=zeros,
         rollout_logprobs=zeros,
         num_loss_tokens=int(mask.sum()),
+        images=join_images(list(zip(images, seqlens, strict=True))) if images else None,
     ).to(device)
 
 

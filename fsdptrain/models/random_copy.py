@@ -9,8 +9,9 @@ from typing import cast
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from fsdptrain.models.architecture import model_from_config
 from fsdptrain.models.layer_kinds import layer_kinds, per_layer_lists
 
 _AT_MOST = {"vocab_size": 512, "intermediate_size": 512, "moe_intermediate_size": 128, "sliding_window": 16}
@@ -26,7 +27,7 @@ def random_copy(
     text = small.get_text_config()
     _cut_widths(text)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(small, dtype=torch.float32, trust_remote_code=trust_remote_code)
+        model = model_from_config(small, dtype=torch.float32, trust_remote_code=trust_remote_code)
     if not all_layers:
         keep_one_of_each_kind(model)
     torch.manual_seed(seed)

@@ -25,7 +25,7 @@ from fsdptrain.models.layout import LayoutProbe, probe_random_copy
 from fsdptrain.models.loading import build_meta_model
 from fsdptrain.models.materialize import parameter_names, quiet_transformers
 from fsdptrain.models.policy import head_transform
-from fsdptrain.models.structure import count_active_parameters, decoder_layers, lm_head
+from fsdptrain.models.structure import count_active_parameters, lm_head, repeated_layers
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def _count(model: PreTrainedModel, num_shards: int) -> Parameters:
 
 def _groups(model: PreTrainedModel, num_shards: int, compute_bytes: int) -> list[Group]:
     found = []
-    inside = {id(p) for layer in decoder_layers(model) for p in layer.parameters()}
+    inside = {id(p) for layer in repeated_layers(model) for p in layer.parameters()}
     for kind in layer_kinds(model):
         name = f"{kind.path} {kind.span}"
         found.append((name, len(kind.indices), list(kind.layer.parameters())))

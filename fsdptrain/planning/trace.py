@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from fsdptrain.errors import MemoryPlanError
+from fsdptrain.models.architecture import model_from_config
 from fsdptrain.models.checkpointing import enable_gradient_checkpointing
 from fsdptrain.models.inputs import Layout
 from fsdptrain.models.layer_kinds import layer_kinds
@@ -154,7 +155,7 @@ def _fake_model(
     """One layer of each kind, weights in `dtype`; and the layers of the text with how many there are of each kind."""
     small = copy.deepcopy(config)
     with torch.device("meta"), quiet_transformers():
-        model = AutoModelForCausalLM.from_config(
+        model = model_from_config(
             small, dtype=torch.float32, attn_implementation=attention, trust_remote_code=trust_remote_code
         )
     counts = {id(kind.layer): len(kind.indices) for kind in layer_kinds(model)}
