@@ -25,7 +25,7 @@ from fsdptrain.models.collective import together
 from fsdptrain.models.lora import Adapters
 from fsdptrain.models.lora_weights import merged
 from fsdptrain.models.materialize import moved
-from fsdptrain.models.structure import repeated_layers, reshard
+from fsdptrain.models.structure import repeated_layers, reshard, stock_class
 from fsdptrain.protocols import Naming
 
 _WEIGHT_SUFFIXES = {".bin", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth", ".safetensors"}
@@ -50,7 +50,7 @@ def stream_weights(
     for unit in units:
         gathered = {name: _full(tensor, dtype, layers.get(name)) for name, tensor in unit.items()}
         if naming == "hub":
-            with detached():  # not while the caller has a tensor: it may run the model
+            with detached(), stock_class(model):  # not while the caller has a tensor: it may run the model
                 gathered = revert_weight_conversion(model, gathered)
         yield from gathered.items()
 
