@@ -10,7 +10,6 @@ from transformers import PreTrainedTokenizerBase
 
 from fsdptrain.algo.advantages import AdvantageRule, assign_advantages
 from fsdptrain.algo.shaping import ShapingRule, shape
-from fsdptrain.data.packing import NO_IMAGES
 from fsdptrain.data.prompts import PromptStream
 from fsdptrain.data.routes import check_routes, sample_routes
 from fsdptrain.data.sft import sft_sample
@@ -36,7 +35,7 @@ class Experience:
     metrics: Metrics = field(default_factory=dict)  # of all ranks; they win over what is said of `samples`
     generate_s: float = 0.0
     reward_s: float = 0.0
-    images: Mapping[str, Images] = NO_IMAGES  # of the prompts of all ranks, by their ids
+    images: Mapping[str, Images] = field(default_factory=dict)  # of the prompts of all ranks, by their ids
 
 
 class SampleSource(Protocol):
