@@ -30,7 +30,11 @@ def samples_and_images(folder: Path) -> tuple[list[Sample], dict[str, Images]]:
     One answer holds the token that stands for an image: a word like any other, when the model says it.
     """
     processor = ImageProcessor(folder, trust_remote_code=False)
-    place = "<|vision_start|>" if processor._processor.image_token == "<|vision_start|>" else "<|vision_start|><|image_pad|><|vision_end|>"
+    place = (
+        "<|vision_start|>"
+        if processor._processor.image_token == "<|vision_start|>"
+        else "<|vision_start|><|image_pad|><|vision_end|>"
+    )
     shown = [["red"], ["grey"], ["blue", "red"], []]
     samples, images = [], {}
     for number, names in enumerate(shown):
@@ -38,7 +42,9 @@ def samples_and_images(folder: Path) -> tuple[list[Sample], dict[str, Images]]:
         prompt = processor.read(f"ab{place * len(names)} {number}?", pictures)
         answer = [70 + number, 90, zoo.IMAGE_TOKEN_ID if number == 1 else 91, 92 + 3 * number]
         mask = [False] * len(prompt.token_ids) + [True] * len(answer)
-        samples.append(Sample(f"p{number}", [*prompt.token_ids, *answer], mask, [0.0] * len(mask), advantage=number - 1.5))
+        samples.append(
+            Sample(f"p{number}", [*prompt.token_ids, *answer], mask, [0.0] * len(mask), advantage=number - 1.5)
+        )
         if prompt.images is not None:
             images[f"p{number}"] = prompt.images
     return samples, images
@@ -155,9 +161,7 @@ def engine_difference(folder: Path) -> float:
     for i, completion in enumerate(engine.generate(prompts, sampling)):
         prompt, response = prompts[i // 3].token_ids, completion.token_ids
         mask = [False] * len(prompt) + [True] * len(response)
-        made.append(
-            Sample(completion.prompt_id, prompt + response, mask, [0.0] * len(prompt) + completion.logprobs)
-        )
+        made.append(Sample(completion.prompt_id, prompt + response, mask, [0.0] * len(prompt) + completion.logprobs))
     batch = pack(made, aggregation="token_mean", totals=Totals(10_000, 100), max_response_len=40, images=images)
     [logprobs] = backend.score([batch], "policy")
     return (logprobs.values - batch.rollout_logprobs)[batch.loss_mask].abs().max().item()

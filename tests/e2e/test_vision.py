@@ -14,7 +14,16 @@ from tests.e2e import command
 RUN = [
     *("--image-key", "images", "--input-key", "question", "--label-key", "answer"),
     *("--rollout-batch-size", "16", "--n-samples-per-prompt", "8", "--rollout-max-response-len", "1"),
-    *("--max-tokens-per-gpu", "256", "--eval-size", "16", "--eval-interval", "1000", "--n-samples-per-eval-prompt", "8"),
+    *(
+        "--max-tokens-per-gpu",
+        "256",
+        "--eval-size",
+        "16",
+        "--eval-interval",
+        "1000",
+        "--n-samples-per-eval-prompt",
+        "8",
+    ),
     *("--reward", "tests.e2e.rewards:names_colour", "--no-bf16", "--system-prompt", "", "--log-to"),
 ]
 
