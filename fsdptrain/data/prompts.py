@@ -301,5 +301,5 @@ def _apply_template(
 def _in_front(system_prompt: str, messages: list[Message]) -> list[Message]:
     first, *rest = messages
     words, content = f"{system_prompt}\n\n", first["content"]
-    shown = words + content if isinstance(content, str) else [{"type": "text", "text": words}, *content]
+    shown = [{"type": "text", "text": words}, *content] if isinstance(content, list) else words + content
     return [{**first, "content": shown}, *rest]

@@ -113,7 +113,7 @@ def count_parameters(model: PreTrainedModel) -> ParameterCounts:
 
 
 def count_active_parameters(model: PreTrainedModel) -> int:
-    """Those that one token meets: of routed experts only as many as it is sent to. Embeddings and head count."""
+    """Those that one token of text meets: of routed experts as many as it is sent to. Embeddings and head count."""
     config = model.config.get_text_config()
     chosen = getattr(config, "num_experts_per_tok", None)  # families map their own names to it; dense ones have none
     layers = repeated_layers(model)
@@ -125,7 +125,7 @@ def count_active_parameters(model: PreTrainedModel) -> int:
             fused = not isinstance(module, nn.ModuleList)  # biases of fused experts have a row for each of them too
             routed = sum(p.numel() for p in own if not fused or p.shape[0] == count)
             idle += routed * (count - chosen) // count
-    return _numel(model) - idle
+    return _numel(model) - idle - sum(p.numel() for p in vision_parameters(model).values())
 
 
 def num_fused_experts(module: nn.Module) -> int:

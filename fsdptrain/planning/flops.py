@@ -3,7 +3,8 @@
 Model FLOPs count what the mathematics needs, not what recomputation adds: 2 per weight and token forward, twice that
 backward, or once where the weight is frozen; adapters are too small to count. Attention by the true head size, in both
 published conventions (every pair of tokens, or causal pairs only). The embedding is a look-up and counts nothing; the
-head counts only where it is computed, on loss tokens. Convention of PaLM (Chowdhery et al. 2022, appendix B).
+head counts only where it is computed, on loss tokens; a vision tower counts nothing. Convention of PaLM (Chowdhery et al.
+2022, appendix B).
 """
 
 import time
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from fsdptrain.models.structure import lm_head
+from fsdptrain.models.structure import language_model, lm_head
 
 PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "B200": 2250.0, "A100": 312.0}  # dense bfloat16, by device name
 
@@ -49,9 +50,10 @@ def model_flops(model: PreTrainedModel) -> ModelFlops:
     embeddings = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
     head = lm_head(model)
     head_ids = {id(p) for p in head.parameters()}
-    frozen = any(not parameter.requires_grad for parameter in model.parameters())
+    text = list(language_model(model).parameters())
+    frozen = any(not parameter.requires_grad for parameter in text)
     body = 0.0
-    for parameter in model.parameters():
+    for parameter in text:
         if frozen and parameter.requires_grad:
             continue
         if id(parameter) in embeddings or id(parameter) in head_ids or parameter.ndim < 2:

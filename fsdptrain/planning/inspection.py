@@ -25,7 +25,7 @@ from fsdptrain.models.layout import LayoutProbe, probe_random_copy
 from fsdptrain.models.loading import build_meta_model
 from fsdptrain.models.materialize import parameter_names, quiet_transformers
 from fsdptrain.models.policy import head_transform
-from fsdptrain.models.structure import count_active_parameters, lm_head, repeated_layers
+from fsdptrain.models.structure import count_active_parameters, freeze_vision, lm_head, repeated_layers
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,10 @@ def meta_model(config: Config) -> tuple[PreTrainedModel, Path]:
     path = resolve_config(config.model.hf_checkpoint)
     attention = resolve_attention(config.model.attn_implementation, platform.device_type())
     trust = config.model.trust_remote_code
-    return build_meta_model(path, trust_remote_code=trust, attn_implementation=attention), path
+    model = build_meta_model(path, trust_remote_code=trust, attn_implementation=attention)
+    if not config.model.train_vision:
+        freeze_vision(model)
+    return model, path
 
 
 def _probe(config: Config, model: PreTrainedModel) -> tuple[LayoutProbe | None, str]:

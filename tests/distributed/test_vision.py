@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch import Tensor
 
 from fsdptrain.algo.weights import Totals
