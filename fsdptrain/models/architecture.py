@@ -28,5 +28,5 @@ def _names_vision(config: PreTrainedConfig) -> bool:
     kind = type(config)
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return True
-    sees: type = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[kind]
+    sees: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[kind]
     return sees.__name__ in (config.architectures or ())

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdptrain.models.architecture import model_from_config
-from fsdptrain.models.layer_kinds import layer_kinds, per_layer_lists
+from fsdptrain.models.layer_kinds import are_of_the_text, layer_kinds, per_layer_lists
 
 _AT_MOST = {"vocab_size": 512, "intermediate_size": 512, "moe_intermediate_size": 128, "sliding_window": 16}
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -62,8 +62,8 @@ def keep_one_of_each_kind(model: PreTrainedModel) -> dict[str, list[int]]:
     for path, indices in kept.items():
         layers = cast(nn.ModuleList, model.get_submodule(path))
         indices.sort()
-        if len(layers) == text.num_hidden_layers:
-            lists = per_layer_lists(model, len(layers))
+        if are_of_the_text(model, layers):
+            lists = per_layer_lists(model, layers)
             text.num_hidden_layers = len(indices)
             for key, values in lists.items():
                 setattr(text, key, [values[index] for index in indices])

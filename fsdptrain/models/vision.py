@@ -52,15 +52,18 @@ class Vision:
         with nullcontext() if self._trained else torch.no_grad():
             encoded = self._base.get_image_features(**shown.inputs, return_dict=True)
         if images is None:
-            total = torch.stack([x.sum() for x in tree_leaves(encoded)]).sum()
-            return {}, 0.0 * total if self._trained else None
+            nothing = torch.stack([(0.0 * x).sum() for x in tree_leaves(encoded)]).sum()  # a sum may overflow in fp16
+            return {}, nothing if self._trained else None
         rows = (1, batch.num_tokens) if layout == "packed" else (len(batch.seqlens), batch.max_seqlen)
         self._types = to_rows(images.token_types, batch, layout, fill=0).view(rows)
         arguments: dict[str, Any] = {_ENCODED: {"image": encoded}}
         arguments |= {name: self._types for name in _TYPES if name in self._takes}
-        positions = rope_positions(self._base, batch.input_ids, images, batch)
-        if positions is not None:
-            arguments["position_ids"] = _in_rows(positions, batch, layout, rows)
+        if layout == "packed":
+            positions = rope_positions(self._base, batch, images)
+            if positions is not None:  # transformers reads the first of four as the place in the text
+                arguments["position_ids"] = torch.cat([batch.position_ids[None], positions])[:, None]  # [4, 1, T]
+        else:  # the model finds them itself: so the layout probe holds ours against its own
+            arguments |= _grids(self._base, images)
         return arguments, None
 
 
@@ -105,29 +108,29 @@ def prompt_positions(base: nn.Module, prompts: Tensor, mask: Tensor, images: Ima
     function = getattr(type(base), _MROPE, None)
     if function is None:
         return None
-    takes = inspect.signature(function).parameters
-    grids = {name: x.cpu() for name, x in images.inputs.items() if name in takes}
+    grids = {name: x.cpu() for name, x in _grids(base, images).items()}
     found, _ = function(base, prompts.cpu(), mm_token_type_ids=types.cpu(), attention_mask=mask.cpu(), **grids)
     return found
 
 
-def rope_positions(base: nn.Module, tokens: Tensor, images: Images, batch: PackedBatch) -> Tensor | None:
+def rope_positions(base: nn.Module, batch: PackedBatch, images: Images) -> Tensor | None:
     """[3, T] of the tokens of a pack."""
-    shape = (len(batch.seqlens), batch.max_seqlen)
+    tokens, shape = batch.input_ids, (len(batch.seqlens), batch.max_seqlen)
     ids, types, mask = (
         to_rows(x, batch, "padded", fill=0).view(shape) for x in (tokens, images.token_types, torch.ones_like(tokens))
     )
     found = prompt_positions(base, ids, mask, images, types)
     if found is None:
         return None
-    flat = found.flatten(1).to(tokens.device)  # [3, N x S]
+    flat = found.flatten(1).to(tokens)  # [3, N x S]
     return from_rows(flat.T, batch, "padded").T
 
 
-def _in_rows(positions: Tensor, batch: PackedBatch, layout: Layout, rows: tuple[int, int]) -> Tensor:
-    """[4, R, S]: transformers reads the first as the place in the text."""
-    stacked = torch.cat([batch.position_ids[None], positions.to(batch.position_ids.dtype)])
-    return to_rows(stacked.T.contiguous(), batch, layout, fill=0).T.reshape(4, *rows)
+def _grids(base: nn.Module, images: Images) -> dict[str, Tensor]:
+    """What the model asks for besides tokens to find rotary positions; nothing for a model of one axis."""
+    function = getattr(type(base), _MROPE, None)
+    takes = inspect.signature(function).parameters if function is not None else ()
+    return {name: x for name, x in images.inputs.items() if name in takes}
 
 
 def _by_types(stock: Callable[..., Any], types: Callable[[], Tensor | None], image_token_id: int) -> Callable[..., Any]:

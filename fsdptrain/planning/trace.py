@@ -26,6 +26,7 @@ from fsdptrain.models.layer_kinds import layer_kinds
 from fsdptrain.models.materialize import parameter_names, quiet_transformers, register
 from fsdptrain.models.policy import REFUSALS, install_policy_forward, plain_batch, policy_logprobs
 from fsdptrain.models.random_copy import keep_one_of_each_kind
+from fsdptrain.models.structure import decoder_layers
 
 _CPU = torch.device("cpu")
 
@@ -166,18 +167,13 @@ def _fake_model(
             register(model, names, nn.Parameter(torch.empty(shape, dtype=dtype)))
         for name, buffer in list(model.named_buffers()):
             register(model, [name], torch.empty(buffer.shape, dtype=buffer.dtype))
-    text = [kind.layer for kind in layer_kinds(model) if _belongs_to_text(model, kind.path)]
+    decoder = {id(layer) for layer in decoder_layers(model)}
+    text = [kind.layer for kind in layer_kinds(model) if id(kind.layer) in decoder]
     for place, layer in enumerate(text):
         for module in layer.modules():
             if "layer_idx" in vars(module):
                 vars(module)["layer_idx"] = place  # where it finds its part of a cache
     return model, [(layer, counts[id(layer)]) for layer in text]
-
-
-def _belongs_to_text(model: PreTrainedModel, path: str) -> bool:
-    """Whether the layers at `path` lie in the part that makes hidden states of tokens: a vision tower does not run."""
-    inner = model.get_submodule(path)
-    return len(inner) == model.config.get_text_config().num_hidden_layers and "vision" not in path  # pyright: ignore
 
 
 def _grouped_mm(a: Tensor, b: Tensor, offsets: Tensor, *_: Any) -> Tensor:
