@@ -20,6 +20,32 @@ NO_ROUTE = -1  # in routes: no experts in this layer, or none known, so that the
 
 
 @dataclass(frozen=True)
+class Images:
+    """The images of one prompt, or of all sequences of a pack in their order, as the processor made them."""
+
+    inputs: Mapping[str, Tensor]  # by the names of the model's arguments; rows in the order of the images
+    token_types: Tensor  # [P], of a pack [T], i64: 1 where the place of an image is, else 0
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Images":
+        """With `change` of every tensor."""
+        return Images({name: change(x) for name, x in self.inputs.items()}, change(self.token_types))
+
+
+def join_images(parts: Sequence[tuple[Images | None, int]]) -> Images | None:
+    """Of sequences in a row, each (the images of its prompt, its length); None where no sequence has any."""
+    found = [images for images, _ in parts if images is not None]
+    if not found:
+        return None
+    types = torch.zeros(sum(length for _, length in parts), dtype=torch.int64)
+    start = 0
+    for images, length in parts:
+        if images is not None:
+            types[start : start + len(images.token_types)] = images.token_types
+        start += length
+    return Images({name: torch.cat([x.inputs[name] for x in found]) for name in found[0].inputs}, types)
+
+
+@dataclass(frozen=True)
 class Prompt:
     """One question, already tokenised: what the engine sees is exactly `token_ids`."""
 
@@ -29,6 +55,7 @@ class Prompt:
     label: Any = None  # the reference answer, in whatever form the reward understands
     metadata: Mapping[str, Any] = field(default_factory=dict)
     max_tokens: int | None = None  # longest response to this prompt, where that is less than the sampling's
+    images: Images | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -121,6 +148,7 @@ class PackedBatch:
     old_logprobs: Tensor | None = None  # [T] f32; None: strictly on-policy, the current logprobs are the old ones
     ref_logprobs: Tensor | None = None  # [T] f32
     routes: Tensor | None = None  # [T, layers, k] i16, experts to take; NO_ROUTE, or None: the model chooses
+    images: Images | None = None  # of all its sequences
 
     @property
     def num_tokens(self) -> int:
@@ -138,7 +166,8 @@ class PackedBatch:
         return self._map(Tensor.pin_memory)
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> "PackedBatch":
-        return replace(self, **{k: change(v) for k, v in vars(self).items() if isinstance(v, Tensor)})
+        changed: dict[str, Any] = {k: change(v) for k, v in vars(self).items() if isinstance(v, Tensor)}
+        return replace(self, images=None if self.images is None else self.images.map(change), **changed)
 
 
 @dataclass(frozen=True)

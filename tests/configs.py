@@ -3,7 +3,9 @@
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
+
+from fsdptrain.models.architecture import model_from_config
 
 CONFIGS = Path(__file__).parent / "data" / "configs"
 NAMES = tuple(sorted(path.parent.name for path in CONFIGS.glob("*/config.json")))
@@ -11,4 +13,4 @@ NAMES = tuple(sorted(path.parent.name for path in CONFIGS.glob("*/config.json"))
 
 def meta_model(name: str) -> PreTrainedModel:
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(CONFIGS / name), dtype=torch.float32)
+        return model_from_config(AutoConfig.from_pretrained(CONFIGS / name), dtype=torch.float32)

@@ -52,10 +52,12 @@ from fsdptrain.models.policy import (
     install_policy_forward,
     policy_logprobs,
 )
+from fsdptrain.models.processor import ImageProcessor
 from fsdptrain.models.selective_check import check_selective
-from fsdptrain.models.structure import reshard
+from fsdptrain.models.structure import freeze_vision, reshard
 from fsdptrain.models.transfers import Transfers
 from fsdptrain.models.truncation import Truncation
+from fsdptrain.models.vision import Vision
 from fsdptrain.protocols import Loss, ModelRole, Naming
 from fsdptrain.types import LogProbs, LossConfig, Metrics, PackedBatch
 
@@ -84,9 +86,15 @@ class FSDPBackend:
         self._stash = HostStash()
         self._staging = Staging(config.launch.dist_timeout) if config.run.async_save else None
         self._experts = Experts(config)
+        self._processor = _image_processor(config, self.checkpoint_path)
         other = self._other_reference()  # before the policy: two models are never on the device together
         self._model, self.adapters = _load_model(
-            config, self.checkpoint_path, self.mesh, experts=self._experts, before_load=before_load
+            config,
+            self.checkpoint_path,
+            self.mesh,
+            experts=self._experts,
+            before_load=before_load,
+            processor=self._processor,
         )
         self._base_digest = ""  # of the frozen weights
         if self.adapters is not None:
@@ -279,7 +287,11 @@ class FSDPBackend:
         """The layout that the model computes exactly. NumericsError: there is none, or its head is not understood."""
         vocab_size = self.hf_config.get_text_config().vocab_size
         probe = choose_layout(
-            self._model, self._config.model.layout, vocab_size=vocab_size, compute_dtype=self.compute_dtype
+            self._model,
+            self._config.model.layout,
+            vocab_size=vocab_size,
+            compute_dtype=self.compute_dtype,
+            shown=self._processor.probe_segments(vocab_size) if self._processor else (),
         )
         check_head(self._model, vocab_size=vocab_size, layout=probe.layout, compute_dtype=self.compute_dtype)
         check_backward(self._model, vocab_size=vocab_size, layout=probe.layout)
@@ -313,6 +325,13 @@ class FSDPBackend:
         return other
 
 
+def _image_processor(config: Config, path: Path) -> ImageProcessor | None:
+    if config.data.image_key is None:
+        return None
+    with together(ConfigError, "--image-key"):
+        return ImageProcessor(path, trust_remote_code=config.model.trust_remote_code)
+
+
 def _load_model(
     config: Config,
     path: Path,
@@ -321,6 +340,7 @@ def _load_model(
     with_adapters: bool = True,
     experts: Experts | None = None,
     before_load: Callable[[PreTrainedModel], None] | None = None,
+    processor: ImageProcessor | None = None,
 ) -> tuple[PreTrainedModel, Adapters | None]:
     """The sharded model of `path` with its weights, whose forward scores packs. The order of these calls matters.
 
@@ -330,6 +350,8 @@ def _load_model(
     stored = compute_dtype if config.lora.rank else torch.float32
     attention = resolve_attention(config.model.attn_implementation, platform.device_type())
     model = build_meta_model(path, trust_remote_code=config.model.trust_remote_code, attn_implementation=attention)
+    if not config.model.train_vision:
+        freeze_vision(model)
     adapters = None
     if config.lora.rank and with_adapters:
         with together(ConfigError, "--lora-targets"):
@@ -344,7 +366,8 @@ def _load_model(
     replay = experts.replay(model) if experts else None
     if config.model.offload_activations:
         enable_activation_offload(model, Transfers(platform.local_device()))
-    install_policy_forward(model, chunk_size=config.model.logprob_chunk_size, replay=replay)
+    vision = Vision(model, processor.blank) if processor else None
+    install_policy_forward(model, chunk_size=config.model.logprob_chunk_size, replay=replay, vision=vision)
     shard_model(
         model,
         mesh,
@@ -352,6 +375,7 @@ def _load_model(
         cpu_offload=config.fsdp.cpu_offload,
         reshard_after_forward=config.fsdp.reshard_after_forward,
         prefetch=config.fsdp.prefetch,
+        runs_tower=vision is not None,
     )
     with without_adapters():
         offload = config.fsdp.cpu_offload

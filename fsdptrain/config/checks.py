@@ -104,6 +104,24 @@ def _data(config: Config) -> Iterator[Problem]:
         yield from without_effect(config, "chat_template_kwargs", "with --no-apply-chat-template: leave it out")
 
 
+def _vision(config: Config) -> Iterator[Problem]:
+    data = config.data
+    if data.image_key is None:
+        yield from without_effect(config, "train_vision", "without images: set --image-key, the column that holds them")
+        return
+    if config.lora.rank:
+        reason = (
+            "with --lora-rank: name layers of the tower by --lora-targets, e.g. all-linear visual.merger.linear_fc1"
+        )
+        yield from without_effect(config, "train_vision", reason)
+    if not data.apply_chat_template:
+        yield "--image-key needs --apply-chat-template: only the template knows how a prompt shows an image"
+    if config.environment.environment is not None:
+        yield (f"--image-key {data.image_key}: environments show no images: leave out --environment or --image-key")
+    if config.rollout.engine not in ("auto", "hf"):
+        yield (f"--rollout-engine {config.rollout.engine} is given no images: with --image-key use --rollout-engine hf")
+
+
 def _environment(config: Config) -> Iterator[Problem]:
     if config.environment.environment is None:
         keys = "environment_kwargs max_turns max_observation_len environment_timeout environment_workers"
@@ -121,7 +139,7 @@ def _columns(config: Config) -> Iterator[Problem]:
     files = [name.endswith((".jsonl", ".json", ".parquet")) or name == "environment" for name in names]
     if all(known or name == "environment" for known, name in zip(generated, names, strict=True)):
         reason = "with data of reasoning_gym or an environment, which have no columns: leave it out"
-        yield from without_effect(config, "input_key label_key metadata_key", reason)
+        yield from without_effect(config, "input_key label_key image_key metadata_key", reason)
     if not any(generated):
         yield from without_effect(config, "data_size", "on data of a fixed size: only reasoning_gym data is generated")
     if all(known or is_file for known, is_file in zip(generated, files, strict=True)):
@@ -241,5 +259,5 @@ def _launch(config: Config) -> Iterator[Problem]:
 
 
 _CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (
-    _model, _memory, _lora, _data, _environment, *ALGORITHM_CHECKS, _lengths, _schedule, _run, _log, _launch,
+    _model, _memory, _lora, _data, _vision, _environment, *ALGORITHM_CHECKS, _lengths, _schedule, _run, _log, _launch,
 )  # fmt: skip

@@ -44,6 +44,8 @@ class ModelConfig(Section):
     """torch.compile each decoder layer, attention apart, once for packs of all shapes. Needs a C++ compiler."""
     logprob_chunk_size: int = Field(default=512, ge=1)
     """Tokens for which logits exist at one time. [tokens]"""
+    train_vision: bool = False
+    """Train the vision tower and its projector too; else they are frozen. Needs --image-key."""
     strict: bool = False
     """A fallback (padding in place of packing, torch code in place of a kernel) is an error, not a warning."""
     deterministic_mode: bool = False
@@ -89,6 +91,9 @@ class DataConfig(Section):
     label_key: str = "label"
     """Column of the reference answer; with `--algorithm sft`, of the response: a text, or the messages of a
     conversation."""
+    image_key: str | None = None
+    """Column of the images of a prompt: one, or a list; a file's path, its bytes, or what `datasets` makes of them.
+    `<image>` in the prompt says where each stands; without it they come first. See docs/vision.md."""
     metadata_key: str | None = None
     """Column of a mapping that is handed to the reward."""
     apply_chat_template: bool = True

@@ -5,9 +5,10 @@ tensors, and is the only place where tokens and what is said of them are shifted
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush, heapreplace
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -17,12 +18,13 @@ from torch import Tensor
 from fsdptrain.algo.weights import Totals, num_loss_tokens, token_weight
 from fsdptrain.data.routes import join_routes
 from fsdptrain.errors import ConfigError
-from fsdptrain.types import PackedBatch, Sample
+from fsdptrain.types import Images, PackedBatch, Sample, join_images
 
 # Cost of a sequence of L tokens in units of a token's linear work: L + QUADRATIC_COST * L^2. A transformer layer of
 # width h does 24 h^2 operations for a token's matrices and, causal, 2 L h for its attention: 1 / (12 h), here with h =
 # 2048.
 QUADRATIC_COST = 1 / (12 * 2048)
+NO_IMAGES: Mapping[str, Images] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -123,13 +125,19 @@ def drop_overlong(samples: Sequence[Sample], *, max_tokens: int, overlong: str) 
 
 
 def pack(
-    samples: Sequence[Sample], *, aggregation: str, totals: Totals, max_response_len: int, pin_memory: bool = False
+    samples: Sequence[Sample],
+    *,
+    aggregation: str,
+    totals: Totals,
+    max_response_len: int,
+    pin_memory: bool = False,
+    images: Mapping[str, Images] = NO_IMAGES,
 ) -> PackedBatch:
     """One row of whole samples, on the CPU. `totals` are those of the whole optimizer step over every rank.
 
     Position t of a segment holds token t with its routes, and everything that is said of token t + 1 (label, mask,
     weight, advantage, rollout logprob): this is the one shift of the program. Pinned memory lets `PackedBatch.to` copy
-    without waiting.
+    without waiting. `images` are those of prompts, by the groups that answer them.
     """
     if not samples:
         return empty_pack(totals, pin_memory=pin_memory)
@@ -166,6 +174,7 @@ def pack(
         rollout_logprobs=of_next_token(_column([sample.rollout_logprobs for sample in samples], torch.float32)),
         num_loss_tokens=totals.num_tokens,
         routes=join_routes(samples),
+        images=join_images([(images.get(sample.group_id), len(sample.token_ids)) for sample in samples]),
     )
     return batch.pin_memory() if pin_memory else batch
 

@@ -10,9 +10,11 @@ from transformers import PreTrainedTokenizerBase
 
 from fsdptrain.config import DataConfig, RolloutConfig
 from fsdptrain.data.curriculum import PassRates
+from fsdptrain.data.images import open_picture, with_places
 from fsdptrain.data.sources import GENERATOR, Row, Rows, as_messages, content_hash
 from fsdptrain.errors import ConfigError, DataError
-from fsdptrain.types import Message, Metrics, Prompt
+from fsdptrain.models.processor import ImageProcessor, Segment
+from fsdptrain.types import Images, Message, Metrics, Prompt
 
 ANSWER_TAGS_PROMPT = (
     "Reason about the question first. Then give the final answer, and nothing else, inside <answer></answer> tags, "
@@ -44,6 +46,7 @@ class PromptStream:
         exclude: Collection[str] = (),
         max_prompt_len: int | None = None,
         curriculum: PassRates | None = None,
+        processor: ImageProcessor | None = None,
     ) -> None:
         check_template(tokenizer, data)
         self.rows = rows
@@ -54,6 +57,7 @@ class PromptStream:
         self.shuffle = rollout.shuffle
         self.seed = rollout.seed
         self.curriculum = curriculum
+        self.processor = processor  # None: prompts are of text alone
         self.epoch = 0  # epochs that are complete
         self.position = 0  # rows of this epoch that were looked at
         self.num_too_long = 0
@@ -137,7 +141,7 @@ class PromptStream:
         if content_hash(row) in self.exclude:
             return None
         row_id = f"{row.id}@{self.epoch}" if self.epoch else row.id
-        prompt = make_prompt(row, self.tokenizer, data=self.data, prompt_id=row_id)
+        prompt = make_prompt(row, self.tokenizer, data=self.data, prompt_id=row_id, processor=self.processor)
         if self.max_prompt_len is not None and len(prompt.token_ids) > self.max_prompt_len:
             self.num_too_long += 1
             return None
@@ -164,18 +168,33 @@ class PromptStream:
 
 
 def make_prompts(
-    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, *, data: DataConfig, max_prompt_len: int | None = None
+    rows: Sequence[Row],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    data: DataConfig,
+    max_prompt_len: int | None = None,
+    processor: ImageProcessor | None = None,
 ) -> list[Prompt]:
     """All rows that are not longer than `max_prompt_len` tokens, in order: for evaluation."""
     check_template(tokenizer, data)
-    prompts = [make_prompt(row, tokenizer, data=data) for row in rows]
+    prompts = [make_prompt(row, tokenizer, data=data, processor=processor) for row in rows]
     return [p for p in prompts if max_prompt_len is None or len(p.token_ids) <= max_prompt_len]
 
 
-def make_prompt(row: Row, tokenizer: PreTrainedTokenizerBase, *, data: DataConfig, prompt_id: str = "") -> Prompt:
+def make_prompt(
+    row: Row,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    data: DataConfig,
+    prompt_id: str = "",
+    processor: ImageProcessor | None = None,
+) -> Prompt:
     """Tokenise a row once and for all. Special tokens come from the template or the tokenizer, never from both."""
     system_prompt = _system_prompt(data)
-    if data.apply_chat_template:
+    images: Images | None = None
+    if processor is not None:
+        token_ids, images = _show(row, tokenizer, processor, data=data, system_prompt=system_prompt)
+    elif data.apply_chat_template:
         text = _render_chat(as_messages(row.prompt), tokenizer, data=data, system_prompt=system_prompt, row_id=row.id)
         token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     else:
@@ -190,7 +209,23 @@ def make_prompt(row: Row, tokenizer: PreTrainedTokenizerBase, *, data: DataConfi
         text=str(tokenizer.decode(token_ids)),
         label=row.label,
         metadata=row.metadata,
+        images=images,
     )
+
+
+def _show(
+    row: Row, tokenizer: PreTrainedTokenizerBase, processor: ImageProcessor, *, data: DataConfig, system_prompt: str
+) -> Segment:
+    """The chat of a row with its pictures, by the processor of the checkpoint."""
+    assert data.image_key is not None
+    messages = with_places(as_messages(row.prompt), len(row.images), row_id=row.id)
+    text = _render_chat(messages, tokenizer, data=data, system_prompt=system_prompt, row_id=row.id)
+    pictures = [open_picture(one, row_id=row.id, column=data.image_key) for one in row.images]
+    try:
+        return processor.read(text, pictures)
+    except (ValueError, TypeError, IndexError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise DataError(f"the processor of --hf-checkpoint does not take row {row.id}: {reason}") from error
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> None:
@@ -265,4 +300,6 @@ def _apply_template(
 
 def _in_front(system_prompt: str, messages: list[Message]) -> list[Message]:
     first, *rest = messages
-    return [{**first, "content": f"{system_prompt}\n\n" + first["content"]}, *rest]
+    words, content = f"{system_prompt}\n\n", first["content"]
+    shown = [{"type": "text", "text": words}, *content] if isinstance(content, list) else words + content
+    return [{**first, "content": shown}, *rest]

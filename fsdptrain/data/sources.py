@@ -18,6 +18,7 @@ import torch
 import yaml
 
 from fsdptrain.config import DataConfig
+from fsdptrain.data.images import as_pictures, content_of
 from fsdptrain.errors import ConfigError, DataError
 from fsdptrain.registry import suggest
 from fsdptrain.types import Message
@@ -34,6 +35,7 @@ class Row:
     prompt: str | list[Message]
     label: Any = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    images: tuple[Any, ...] = ()  # pictures, not opened: see data/images.py
 
 
 class Rows(Protocol):
@@ -62,11 +64,22 @@ def load_rows(data: DataConfig, *, seed: int, flag: str = "--prompt-data") -> Ro
     if name.startswith(GENERATOR):
         return _generate(name.removeprefix(GENERATOR), {"seed": seed, "size": data.data_size, **options}, flag=flag)
     table = _load_table(name, {"split": data.prompt_split, **options}, flag=flag)
-    return as_rows(table, data, name=Path(name).name if Path(name).exists() else name, flag=flag)
+    path = Path(name)
+    return as_rows(table, data, name=path.name if path.exists() else name, flag=flag, folder=_folder_of(path))
 
 
-def as_rows(dataset: Rows | Table, data: DataConfig, *, name: str = "dataset", flag: str = "--prompt-data") -> Rows:
-    """Rows from a list of `Row`, or of mappings by the columns that `data` names (`label_key` "": no labels)."""
+def as_rows(
+    dataset: Rows | Table,
+    data: DataConfig,
+    *,
+    name: str = "dataset",
+    flag: str = "--prompt-data",
+    folder: Path = Path(),
+) -> Rows:
+    """Rows from a list of `Row`, or of mappings by the columns that `data` names (`label_key` "": no labels).
+
+    `folder`: where files of pictures lie.
+    """
     if len(dataset) == 0:
         raise DataError(f"{flag} {name} has no rows; check the file and --prompt-split {data.prompt_split}")
     first = dataset[0]
@@ -76,7 +89,10 @@ def as_rows(dataset: Rows | Table, data: DataConfig, *, name: str = "dataset", f
         _check_column(option, column, first, where=f"{flag} {name}")
     if data.metadata_key is not None:
         _check_column("--metadata-key", data.metadata_key, first, where=f"{flag} {name}")
-    return _TableRows(dataset, name, data.input_key, data.label_key, data.metadata_key)  # type: ignore[arg-type]
+    if data.image_key is not None:
+        _check_column("--image-key", data.image_key, first, where=f"{flag} {name}")
+    keys = (data.input_key, data.label_key, data.metadata_key, data.image_key)
+    return _TableRows(dataset, name, *keys, folder)  # type: ignore[arg-type]
 
 
 def environment_rows(dataset: Sequence[Mapping[str, Any]]) -> Rows:
@@ -111,9 +127,10 @@ def split_rows(rows: Rows, eval_size: int, seed: int) -> tuple[Rows, list[Row]]:
 
 
 def content_hash(row: Row) -> str:
-    """Equal for rows that ask the same thing, whatever their id, label, or form (a text is one user message)."""
+    """Equal for rows that ask and show the same, whatever their id, label, or form (a text is one user message)."""
     messages = as_messages(row.prompt)
     content = [[m["role"], m["content"].strip() if isinstance(m["content"], str) else m["content"]] for m in messages]
+    content += [content_of(picture) for picture in row.images]
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -148,6 +165,8 @@ class _TableRows:
     input_key: str
     label_key: str
     metadata_key: str | None
+    image_key: str | None = None
+    folder: Path = Path()
 
     def __len__(self) -> int:
         return len(self.table)
@@ -159,7 +178,12 @@ class _TableRows:
             prompt=_checked_prompt(values.get(self.input_key), row_id, self.input_key),
             label=values.get(self.label_key) if self.label_key else None,
             metadata=(values.get(self.metadata_key) or {}) if self.metadata_key else {},
+            images=as_pictures(values.get(self.image_key), self.folder) if self.image_key else (),
         )
+
+
+def _folder_of(path: Path) -> Path:
+    return path if path.is_dir() else path.parent if path.is_file() else Path()
 
 
 @dataclass(frozen=True)

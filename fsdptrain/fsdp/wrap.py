@@ -1,4 +1,4 @@
-"""FSDP2 over a transformers model: one group for each decoder layer, one for all the rest.
+"""FSDP2 over a transformers model: one group for each layer of text or vision tower, one for all the rest.
 
 Gradients are summed over ranks, not averaged: `loss_weights` already hold the global denominator (invariant 2).
 """
@@ -7,7 +7,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import cast
 
 import torch
 from torch import nn
@@ -19,7 +18,7 @@ from transformers import PreTrainedModel
 from fsdptrain import platform
 from fsdptrain.errors import ConfigError
 from fsdptrain.fsdp.mesh import shard_size
-from fsdptrain.models.structure import decoder_layers
+from fsdptrain.models.structure import decoder_layers, repeated_layers
 
 
 def shard_model(
@@ -30,6 +29,7 @@ def shard_model(
     cpu_offload: bool,
     reshard_after_forward: bool,
     prefetch: bool,
+    runs_tower: bool = False,
 ) -> None:
     """Shard `model` in place over the shard axis of `mesh`; parameters may be on meta.
 
@@ -42,6 +42,7 @@ def shard_model(
         cpu_offload: keep shards, gradients and therefore the optimizer's state in host memory.
         reshard_after_forward: free each layer after its forward and gather it again for its backward.
         prefetch: gather one layer ahead, forward and backward. Off: one layer at a time.
+        runs_tower: every forward pass goes through the vision tower too.
     """
     reduce_dtype = torch.promote_types(compute_dtype, torch.float32)
     options = {
@@ -51,14 +52,14 @@ def shard_model(
         # inputs of layers stay what the model made them: rotary tables in float32, where its authors meant that
         "mp_policy": MixedPrecisionPolicy(compute_dtype, reduce_dtype, cast_forward_inputs=False),
     }
-    layers = _layers_of_their_own(model)
-    for layer in layers:
+    for layer in _layers_of_their_own(model):
         fully_shard(layer, reshard_after_forward=reshard_after_forward, **options)
     fully_shard(model, reshard_after_forward=False, **options)  # the backward pass begins with this group
     for module in _sharded_modules(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM, which a divide factor uses otherwise
-    _set_prefetch([cast(FSDPModule, model), *(cast(FSDPModule, layer) for layer in layers)], prefetch)
+    run = repeated_layers(model) if runs_tower else decoder_layers(model)
+    _set_prefetch([module for module in (model, *run) if isinstance(module, FSDPModule)], prefetch)
 
 
 def largest_shard(parameter: nn.Parameter, num_shards: int) -> int:
@@ -95,8 +96,8 @@ def _every_rank_owns_some(rows: int, num_shards: int) -> bool:
 
 
 def _layers_of_their_own(model: PreTrainedModel) -> list[nn.Module]:
-    """Decoder layers that share no parameter with another: what is shared has one owner, the root (zamba)."""
-    layers = decoder_layers(model)
+    """Repeated layers that share no parameter with another: what is shared has one owner, the root (zamba)."""
+    layers = repeated_layers(model)
     num_owners = Counter(parameter for layer in layers for parameter in set(layer.parameters()))
     return [layer for layer in layers if all(num_owners[parameter] == 1 for parameter in layer.parameters())]
 

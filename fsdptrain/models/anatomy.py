@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fsdptrain.models.layer_kinds import LayerKind, layer_kinds
-from fsdptrain.models.structure import decoder_layers, num_fused_experts
+from fsdptrain.models.structure import num_fused_experts, repeated_layers
 
 # The first pattern that the name of a class fits says what it is: the field names its classes by what they do.
 _KINDS = {
@@ -46,7 +46,7 @@ def anatomy(model: PreTrainedModel) -> list[Part]:
     kinds: dict[str, list[LayerKind]] = {}
     for kind in layer_kinds(model):
         kinds.setdefault(kind.path, []).append(kind)
-    layer_ids = {id(layer) for layer in decoder_layers(model)}
+    layer_ids = {id(layer) for layer in repeated_layers(model)}
     return list(_parts(model, "", kinds, layer_ids))
 
 

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fsdptrain.errors import ConfigError, NumericsError
@@ -33,6 +33,7 @@ from fsdptrain.types import PackedBatch
 SEGMENTS = "fsdptrain_segments"
 VARLEN = "fsdptrain_varlen"
 OURS = (SEGMENTS, VARLEN)
+_TOWER = "sdpa"
 BLOCK = 512  # queries that are taken at once where scores are materialised
 MAX_VARLEN_HEAD_DIM = 256  # of the flash kernels behind varlen_attn
 _VARLEN_TAKES_GQA = (
@@ -84,6 +85,15 @@ def resolve_attention(requested: str, device_type: str) -> str:
         )
         raise ConfigError(f"--attn-implementation {requested} needs {missing}: auto takes what there is")
     return requested
+
+
+def set_attention(model: PreTrainedModel, name: str) -> None:
+    """Make `name` the attention of the language model. A vision tower keeps transformers' own: it is not causal, and
+    keeps its images apart itself."""
+    text = model.config.get_text_config()
+    parts = {key: getattr(model.config, key) for key in model.config.sub_configs}  # names that the config declares
+    others = {key: _TOWER for key, part in parts.items() if part is not None and part is not text}
+    model.set_attn_implementation({"": name, **{key: name for key in parts if key not in others}, **others})
 
 
 def attention_kwargs(batch: PackedBatch) -> dict[str, Any]:

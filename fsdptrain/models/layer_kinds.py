@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedModel
 
-from fsdptrain.models.structure import decoder_layers
+from fsdptrain.models.structure import decoder_layers, repeated_layers
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def layer_kinds(model: PreTrainedModel) -> list[LayerKind]:
     Layers are told apart by what they hold (classes of their modules, names and shapes of their parameters) and by
     their entry in the lists of the text config that have one for each layer.
     """
-    wanted = {id(layer) for layer in decoder_layers(model)}
+    wanted = {id(layer) for layer in repeated_layers(model)}
     found: list[LayerKind] = []
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and any(id(layer) in wanted for layer in module):
@@ -49,16 +49,22 @@ def layer_kinds(model: PreTrainedModel) -> list[LayerKind]:
     return found
 
 
-def per_layer_lists(model: PreTrainedModel, num_layers: int) -> dict[str, list]:
-    """The entries of the text config that speak of each of its layers; none of a list of other length (a tower)."""
-    text = model.config.get_text_config()
-    if num_layers != text.num_hidden_layers:
+def are_of_the_text(model: PreTrainedModel, layers: nn.ModuleList) -> bool:
+    """Whether `layers` are those that the text config counts: a vision tower may have as many."""
+    text = {id(layer) for layer in decoder_layers(model)}
+    return len(layers) == model.config.get_text_config().num_hidden_layers and id(layers[0]) in text
+
+
+def per_layer_lists(model: PreTrainedModel, layers: nn.ModuleList) -> dict[str, list]:
+    """The entries of the text config that speak of each of its layers; none of other layers."""
+    if not are_of_the_text(model, layers):
         return {}
-    return {k: list(v) for k, v in text.to_dict().items() if isinstance(v, list | tuple) and len(v) == num_layers}
+    values = model.config.get_text_config().to_dict()
+    return {k: list(v) for k, v in values.items() if isinstance(v, list | tuple) and len(v) == len(layers)}
 
 
 def _kinds_of_list(model: PreTrainedModel, path: str, layers: nn.ModuleList) -> list[LayerKind]:
-    lists = per_layer_lists(model, len(layers))
+    lists = per_layer_lists(model, layers)
     groups: dict[tuple, list[int]] = {}
     for index, layer in enumerate(layers):
         held = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())

@@ -10,6 +10,7 @@ No list of model names decides: what differs, raises or leaks is not used, and t
     layout: padded, attention fsdptrain_segments (probe: 3.4e-07 <= 0.0001; packed: ValueError: ...)
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -19,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdptrain import platform
 from fsdptrain.errors import NumericsError
-from fsdptrain.models.attention import register_attention, resolve_attention
+from fsdptrain.models.attention import register_attention, resolve_attention, set_attention
 from fsdptrain.models.collective import gather, one_line
 from fsdptrain.models.inputs import Layout
 from fsdptrain.models.policy import (
@@ -32,8 +33,10 @@ from fsdptrain.models.policy import (
     plain_batch,
     policy_logprobs,
 )
+from fsdptrain.models.processor import Segment
 from fsdptrain.models.random_copy import random_copy
 from fsdptrain.models.structure import reshard, stock_class
+from fsdptrain.types import join_images
 
 RequestedLayout = Literal["auto", "packed", "padded"]
 STOCK = ("sdpa", "eager")  # transformers' own, with dense masks: for what has a mask that ours would lose
@@ -76,23 +79,31 @@ def choose_layout(
     vocab_size: int,
     compute_dtype: torch.dtype,
     device: torch.device | None = None,
+    shown: Sequence[Segment] = (),
 ) -> LayoutProbe:
     """Find the first layout that the policy computes exactly, and leave the model set to it.
 
     After `install_policy_forward`. Collective where the model is sharded; every rank comes to the same result. Order:
     packed, then padded, both with the attention that the model was built with, then padded with transformers' own.
+    `shown`: three sequences with images, the third a twin of the first; then the layout must be exact for these too.
     Raises NumericsError when none is exact, or when `requested` is packed and that is not.
     """
     register_attention()
     device = device or platform.local_device()
-    segments = probe_segments(model, vocab_size)
+    trials = [[Segment(ids) for ids in probe_segments(model, vocab_size)], *([shown] if shown else [])]
     reasons: list[str] = []
     configured = str(model.config._attn_implementation)
     with evaluating(model):
-        reference, leak = _reference(model, segments, TOLERANCES[compute_dtype], device)
-        tolerance = min(TOLERANCES[compute_dtype], leak / 4)
+        widest = TOLERANCES[compute_dtype]
+        references = [_reference(model, segments, widest, device) for segments in trials]
+        tolerance = min(widest, *(leak / 4 for _, leak in references))
         for candidate in _candidates(model, requested, configured, reasons):
-            difference, refusal = _try(model, candidate, segments, reference, tolerance, device)
+            tried = [
+                _try(model, candidate, segments, reference, tolerance, device)
+                for segments, (reference, _) in zip(trials, references, strict=True)
+            ]
+            difference = max(found for found, _ in tried)
+            refusal = next((words for _, words in tried if words), "")
             if difference <= tolerance:
                 return LayoutProbe(candidate.layout, candidate.attention, difference, tolerance, "; ".join(reasons))
             reasons.append(
@@ -126,11 +137,11 @@ def _probe_copy(model: PreTrainedModel, attention: str) -> LayoutProbe:
         "compute_dtype": torch.float32,
         "device": torch.device("cpu"),
     }
-    model.set_attn_implementation(REFERENCE)
+    set_attention(model, REFERENCE)
     check_head(model, layout="padded", **options)
     refused = ""
     for requested in ("auto", "padded"):
-        model.set_attn_implementation(resolve_attention(attention, "cpu"))
+        set_attention(model, resolve_attention(attention, "cpu"))
         probe = choose_layout(model, requested, **options)
         difference = _gradient_difference(model, probe)
         if difference <= probe.tolerance:
@@ -165,36 +176,37 @@ def _candidates(
 
 
 def _reference(
-    model: PreTrainedModel, segments: list[list[int]], tolerance: float, device: torch.device
+    model: PreTrainedModel, segments: Sequence[Segment], tolerance: float, device: torch.device
 ) -> tuple[list[Tensor], float]:
     """Logprobs [L] of the first two segments, stock and each alone; and how far a full leak moves the second.
 
     Raises NumericsError where a token sees what comes after it: no layout would help.
     """
-    model.set_attn_implementation(REFERENCE)
+    set_attention(model, REFERENCE)
     first, second = segments[:2]
     found = []
-    for segment in (first, second, first + second):
+    for segment in (first, second, _in_one(first, second)):
         values, refusal = _score(model, [segment], "padded", device)
         if not refusal and over_ranks(float(not values.isfinite().all())):
             refusal = "its logprobs are not finite"
         if refusal:
             raise NumericsError(f"{stock_class(model).__name__} cannot score one sequence by itself: {refusal}")
         found.append(values)
-    ahead = over_ranks((found[2][: len(first) - 1] - found[0][:-1]).abs().mean().item())
+    length = len(first.token_ids)
+    ahead = over_ranks((found[2][: length - 1] - found[0][:-1]).abs().mean().item())
     if not ahead <= tolerance:
         raise NumericsError(
             f"{stock_class(model).__name__} is not a causal language model: what comes after a token moves its "
             f"logprobs by {ahead:.2g} (tolerance {tolerance:g})"
         )
-    leak = (found[2][len(first) :] - found[1]).abs().mean().item()
+    leak = (found[2][length:] - found[1]).abs().mean().item()
     return found[:2], over_ranks(leak)
 
 
 def _try(
     model: PreTrainedModel,
     candidate: Candidate,
-    segments: list[list[int]],
+    segments: Sequence[Segment],
     reference: list[Tensor],
     tolerance: float,
     device: torch.device,
@@ -202,45 +214,52 @@ def _try(
     """The largest difference of any rank (inf where it refuses or leaks), and the words of that."""
     first, second, twin = segments
     try:
-        model.set_attn_implementation(candidate.attention)
+        set_attention(model, candidate.attention)
     except REFUSALS as error:  # the same on every rank: it looks at the class
         return float("inf"), one_line(error)
     values, refusal = _score(model, [first, second], candidate.layout, device)
     changed, other = _score(model, [twin, second], candidate.layout, device)
     if refusal or other:
         return float("inf"), refusal or other
-    apart = values.split([len(first), len(second)])
+    apart = values.split([len(first.token_ids), len(second.token_ids)])
     differences = [(found - wanted).abs().mean() for found, wanted in zip(apart, reference, strict=True)]
     worst = over_ranks(torch.stack(differences).max().item())
-    leak = over_ranks((changed - values)[len(first) :].abs().mean().item())
+    leak = over_ranks((changed - values)[len(first.token_ids) :].abs().mean().item())
     if not max(worst, leak) <= tolerance:  # nor where one is nan
         return max(worst, leak) if worst == worst and leak == leak else float("inf"), ""
     if leak > LEAK and candidate.layout == "packed":
         again, _ = _score(model, [first, second], candidate.layout, device)  # kernels may add in any order
-        noise = over_ranks((again - values)[len(first) :].abs().mean().item())
+        noise = over_ranks((again - values)[len(first.token_ids) :].abs().mean().item())
         if leak > LEAK + 2 * noise:
             return float("inf"), f"one sequence moves the logprobs of another by {leak:.2g}"
     return worst, ""
 
 
 def _score(
-    model: PreTrainedModel, segments: list[list[int]], layout: Layout, device: torch.device
+    model: PreTrainedModel, segments: Sequence[Segment], layout: Layout, device: torch.device
 ) -> tuple[Tensor, str]:
     """Logprobs [T], and the words of the first rank that could not make them."""
     refusals: list[Exception] = []
-    values = model(plain_batch(segments, device=device), layout=layout, refusals=refusals)[0]
+    images = [segment.images for segment in segments]
+    batch = plain_batch([segment.token_ids for segment in segments], device=device, images=images)
+    values = model(batch, layout=layout, refusals=refusals)[0]
     said = next((words for words in gather(one_line(refusals[0]) if refusals else None) if words), "")
     reshard(model)
     return values, said
+
+
+def _in_one(first: Segment, second: Segment) -> Segment:
+    images = join_images([(segment.images, len(segment.token_ids)) for segment in (first, second)])
+    return Segment([*first.token_ids, *second.token_ids], images)
 
 
 def _gradient_difference(model: PreTrainedModel, probe: LayoutProbe) -> float:
     """Largest difference from the gradients of the stock model, one by one, relative to the largest gradient."""
     device = torch.device("cpu")
     first, second, _ = probe_segments(model, model.config.get_text_config().vocab_size)
-    model.set_attn_implementation(REFERENCE)
+    set_attention(model, REFERENCE)
     wanted = _gradients(model, [[first], [second]], "padded", device)
-    model.set_attn_implementation(probe.attention)
+    set_attention(model, probe.attention)
     found = _gradients(model, [[first, second]], probe.layout, device)
     largest = max(gradient.abs().max().item() for gradient in wanted.values())
     return max((found[name] - wanted[name]).abs().max().item() for name in wanted) / largest

@@ -23,13 +23,15 @@ from torch import Tensor
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
-    AutoModelForCausalLM,
     PreTrainedModel,
 )
 
 from fsdptrain import platform
 from fsdptrain.errors import CheckpointError, ConfigError
+from fsdptrain.models.architecture import model_from_config
+from fsdptrain.models.attention import set_attention
 from fsdptrain.models.collective import gather, require_same, together
 from fsdptrain.models.files import different_files, resolve_checkpoint, some_of, weight_files
 from fsdptrain.models.formats import refuse_quantised
@@ -60,7 +62,8 @@ def build_meta_model(path: Path, *, trust_remote_code: bool, attn_implementation
             _refuse_remote_code(path)
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         refuse_quantised(path)
-        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "auto_map" not in config.to_dict():
+        known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+        if not known and "auto_map" not in config.to_dict():
             raise CheckpointError(
                 f"--hf-checkpoint {path} is a {config.model_type}, of which transformers has no causal language model"
             )
@@ -68,12 +71,14 @@ def build_meta_model(path: Path, *, trust_remote_code: bool, attn_implementation
         options = {"dtype": torch.float32, "trust_remote_code": trust_remote_code}
         with torch.device("meta"):
             try:
-                return AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation, **options)
+                model = model_from_config(config, attn_implementation=attn_implementation, **options)
             except KeyError as error:
                 if error.args != (attn_implementation,):
                     raise
                 # a few have a class for each implementation that their authors knew (falcon): the probe will tell
-                return AutoModelForCausalLM.from_config(config, attn_implementation="eager", **options)
+                return model_from_config(config, attn_implementation="eager", **options)
+        set_attention(model, attn_implementation)
+        return model
 
 
 def load_weights(

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from fsdptrain.errors import ConfigError
-from fsdptrain.models.structure import lm_head
+from fsdptrain.models.structure import language_model, lm_head
 from fsdptrain.registry import suggest
 
 ALL_LINEAR, ATTENTION = "all-linear", "attention"
@@ -32,19 +32,26 @@ class Targets:
 
 
 def find_targets(model: PreTrainedModel, names: Sequence[str]) -> Targets:
-    """What `names` (--lora-targets) mean in `model`. ConfigError for one that means nothing that can be adapted."""
+    """What `names` (--lora-targets) mean in `model`. ConfigError for one that means nothing that can be adapted.
+
+    Where a name fits parts of the language model, it does not mean those of a vision tower.
+    """
     head = lm_head(model)
     linear = [n for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head]
     other = {n: p for n, p in model.named_parameters(remove_duplicate=False) if n.rpartition(".")[0] not in linear}
+    text = {id(module) for module in language_model(model).modules()}
+    in_text = [name for name in linear if id(model.get_submodule(name)) in text]
+    other_in_text = [name for name in other if id(model.get_submodule(name.rpartition(".")[0])) in text]
     chosen: set[str] = set()
     parameters: set[str] = set()
     for name in names:
         if name in (ALL_LINEAR, ATTENTION):
-            found = {n for n in linear if name == ALL_LINEAR or _attends(n)}
+            found = {n for n in in_text if name == ALL_LINEAR or _attends(n)}
             weights: set[str] = set()
         else:
-            found = _ending_in(linear, name)
-            weights = _ending_in(other, name) or _ending_in(other, f"{name}.weight")
+            found, weights = _named(in_text, other_in_text, name)
+            if not found and not weights:
+                found, weights = _named(linear, other, name)
         if not found and not weights:
             raise ConfigError(_no_such_target(model, name, [*linear, *other]))
         for weight in weights:
@@ -55,6 +62,10 @@ def find_targets(model: PreTrainedModel, names: Sequence[str]) -> Targets:
     parameters |= {f"{name}.weight" for name in chosen if _leaf(name) in renamed}
     modules = {name for name in chosen if _leaf(name) not in renamed}
     return Targets(tuple(sorted(modules)), tuple(sorted(parameters)))
+
+
+def _named(linear: Iterable[str], other: Iterable[str], name: str) -> tuple[set[str], set[str]]:
+    return _ending_in(linear, name), _ending_in(other, name) or _ending_in(other, f"{name}.weight")
 
 
 def shortest_names(chosen: Sequence[str], everything: Iterable[str], *, parts: int = 1) -> list[str]:

@@ -20,7 +20,8 @@ from fsdptrain.models.logprobs import HeadTransform, chunked_logprobs
 from fsdptrain.models.router import RouterReplay
 from fsdptrain.models.structure import base_model, lm_head, reshard, stock_class
 from fsdptrain.models.truncation import UNTRUNCATED, Truncation
-from fsdptrain.types import NO_ROUTE, LogProbs, PackedBatch
+from fsdptrain.models.vision import Vision
+from fsdptrain.types import NO_ROUTE, Images, LogProbs, PackedBatch, join_images
 
 # From the router logits [T, E] of each layer with experts to a number, or a tensor, inside the root's forward.
 RouterFunction = Callable[[Sequence[Tensor]], Tensor]
@@ -52,26 +53,19 @@ _MULTIPLIES_BY_LOGITS_SCALING = {"hyperclovax"}
 _SOFTCAP_KEYS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # gemma, recurrent_gemma, xlstm
 
 
-def install_policy_forward(model: PreTrainedModel, *, chunk_size: int, replay: RouterReplay | None = None) -> None:
+def install_policy_forward(
+    model: PreTrainedModel, *, chunk_size: int, replay: RouterReplay | None = None, vision: Vision | None = None
+) -> None:
     """Replace `model.forward`, before sharding: it then takes a PackedBatch, and is called by `policy_logprobs`.
 
     The new forward returns a tuple of tensors, because FSDP2 hangs its backward hooks on tensors in tuples and finds
     none in a record. chunk_size: tokens whose logits exist at a time. replay: makes the model take the experts of
-    `batch.routes`, and report those that it took.
+    `batch.routes`, and report those that it took. vision: makes it see `batch.images`.
     """
     stock = model.forward
     transform = head_transform(model.config)
     switch = rope_switch(model.config)
     pad_token_id = model.config.get_text_config().to_dict().get("pad_token_id")  # a few configs have no such key
-
-    def forward(batch: PackedBatch, *, refusals: list[Exception] | None = None, **options: Any) -> tuple[Tensor, ...]:
-        try:
-            return scored(batch, **options)
-        except REFUSALS as error:
-            if refusals is None or isinstance(error, torch.OutOfMemoryError):  # which says nothing of the model
-                raise
-            refusals.append(error)  # caught inside the root's forward, which leaves FSDP2 in order
-            return (torch.zeros(batch.num_tokens, device=batch.input_ids.device),)
 
     def scored(
         batch: PackedBatch,
@@ -85,18 +79,18 @@ def install_policy_forward(model: PreTrainedModel, *, chunk_size: int, replay: R
         router_only: bool = False,
         stock_head: bool = False,
     ) -> tuple[Tensor, ...]:
-        if switch is not None and min(batch.seqlens) <= switch < batch.max_seqlen:
-            raise NumericsError(
-                f"a pack holds sequences of {min(batch.seqlens)} and {batch.max_seqlen} tokens, and beyond {switch} "
-                "this model (longrope) rotates all of them by other frequencies: keep prompts and responses within "
-                f"{switch} tokens by --rollout-max-prompt-len and --rollout-max-response-len"
-            )
+        if switch is not None:
+            _refuse_both_sides(batch, switch)
         inputs = model_inputs(
             batch,
             layout,
             attn_implementation=str(model.config._attn_implementation),
             pad_token_id=pad_token_id,
         )
+        nothing: Tensor | None = None
+        if vision is not None:
+            seen, nothing = vision.see(batch, layout)
+            inputs |= seen
         if stock_head:
             return (_stock_logprobs(stock(**inputs).logits, batch, layout),)
         with choosing(batch, layout, with_routes):
@@ -110,8 +104,9 @@ def install_policy_forward(model: PreTrainedModel, *, chunk_size: int, replay: R
             assert replay is not None, "routes are known where install_policy_forward got a RouterReplay"
             extra.append(from_rows(replay.routes, batch, layout))
         weight, bias = _head_weights(lm_head(model))
+        hidden = output.last_hidden_state if nothing is None else output.last_hidden_state + nothing
         found = chunked_logprobs(
-            select_tokens(output.last_hidden_state, batch, layout, batch.loss_positions),
+            select_tokens(hidden, batch, layout, batch.loss_positions),
             weight,
             batch.labels.index_select(0, batch.loss_positions),
             bias=bias,
@@ -129,7 +124,31 @@ def install_policy_forward(model: PreTrainedModel, *, chunk_size: int, replay: R
             return nullcontext()
         return replay.choosing(None if batch.routes is None else to_rows(batch.routes, batch, layout, fill=NO_ROUTE))
 
-    model.forward = forward
+    model.forward = _telling_refusals(scored)
+
+
+def _refuse_both_sides(batch: PackedBatch, switch: int) -> None:
+    if min(batch.seqlens) <= switch < batch.max_seqlen:
+        raise NumericsError(
+            f"a pack holds sequences of {min(batch.seqlens)} and {batch.max_seqlen} tokens, and beyond {switch} "
+            "this model (longrope) rotates all of them by other frequencies: keep prompts and responses within "
+            f"{switch} tokens by --rollout-max-prompt-len and --rollout-max-response-len"
+        )
+
+
+def _telling_refusals(scored: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+    """A forward that puts what the model refuses to compute into `refusals`, where the caller has passed a list."""
+
+    def forward(batch: PackedBatch, *, refusals: list[Exception] | None = None, **options: Any) -> tuple[Tensor, ...]:
+        try:
+            return scored(batch, **options)
+        except REFUSALS as error:
+            if refusals is None or isinstance(error, torch.OutOfMemoryError):  # which says nothing of the model
+                raise
+            refusals.append(error)  # caught inside the root's forward, which leaves FSDP2 in order
+            return (torch.zeros(batch.num_tokens, device=batch.input_ids.device),)
+
+    return forward
 
 
 def policy_logprobs(
@@ -252,7 +271,9 @@ def check_backward(
         parameter.grad = None
 
 
-def plain_batch(segments: list[list[int]], *, device: torch.device) -> PackedBatch:
+def plain_batch(
+    segments: list[list[int]], *, device: torch.device, images: Sequence[Images | None] = ()
+) -> PackedBatch:
     """A pack of whole token lists with a loss on every next token: for checks, which need no samples and no weights."""
     tokens = torch.tensor([token for segment in segments for token in segment])
     seqlens = tuple(len(segment) for segment in segments)
@@ -273,6 +294,7 @@ def plain_batch(segments: list[list[int]], *, device: torch.device) -> PackedBat
         advantages=zeros,
         rollout_logprobs=zeros,
         num_loss_tokens=int(mask.sum()),
+        images=join_images(list(zip(images, seqlens, strict=True))) if images else None,
     ).to(device)
 
 

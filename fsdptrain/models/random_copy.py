@@ -9,9 +9,10 @@ from typing import cast
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from fsdptrain.models.layer_kinds import layer_kinds, per_layer_lists
+from fsdptrain.models.architecture import model_from_config
+from fsdptrain.models.layer_kinds import are_of_the_text, layer_kinds, per_layer_lists
 from fsdptrain.models.policy import REFUSALS
 
 _AT_MOST = {"vocab_size": 512, "intermediate_size": 512, "moe_intermediate_size": 128, "sliding_window": 16}
@@ -27,7 +28,7 @@ def random_copy(
     text = small.get_text_config()
     _cut_widths(text)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(small, dtype=torch.float32, trust_remote_code=trust_remote_code)
+        model = model_from_config(small, dtype=torch.float32, trust_remote_code=trust_remote_code)
     if not all_layers:
         keep_one_of_each_kind(model)
     torch.manual_seed(seed)
@@ -71,8 +72,8 @@ def keep_one_of_each_kind(model: PreTrainedModel) -> dict[str, list[int]]:
     for path, indices in kept.items():
         layers = cast(nn.ModuleList, model.get_submodule(path))
         indices.sort()
-        if len(layers) == text.num_hidden_layers:
-            lists = per_layer_lists(model, len(layers))
+        if are_of_the_text(model, layers):
+            lists = per_layer_lists(model, layers)
             text.num_hidden_layers = len(indices)
             for key, values in lists.items():
                 setattr(text, key, [values[index] for index in indices])

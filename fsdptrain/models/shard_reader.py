@@ -52,7 +52,7 @@ def _read_shards(model: PreTrainedModel, path: Path, files: list[Path], *, cpu_o
         pretrained_model_name_or_path=str(path),
         dtype=torch.float32,
         device_map={"": device},
-        weight_mapping=cast(list[WeightConverter | WeightRenaming], get_model_conversion_mapping(model)),
+        weight_mapping=_conversions(model),
     )
     with together(CheckpointError, f"--hf-checkpoint {path}"), quiet_transformers():
         info, _ = PreTrainedModel._load_pretrained_model(model, None, [str(file) for file in files], load_config)
@@ -98,7 +98,7 @@ def compare_names(model: PreTrainedModel, path: Path, files: list[Path]) -> File
         pretrained_model_name_or_path=str(path),
         dtype=torch.float32,
         device_map={"": torch.device("meta")},
-        weight_mapping=cast(list[WeightConverter | WeightRenaming], get_model_conversion_mapping(model)),
+        weight_mapping=_conversions(model),
         ignore_mismatched_sizes=True,
     )
     names = parameter_names(model)  # of all ties, which loading undoes where the files hold neither name
@@ -123,8 +123,7 @@ def needs_whole_tensors(model: PreTrainedModel, files: list[Path]) -> str:
     shapes and without an error. Stacking experts and joining their gate and up along another axis is exact.
     """
     parameters = model.state_dict()
-    with as_stock(model):
-        mapping = get_model_conversion_mapping(model)
+    mapping = _conversions(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
@@ -135,6 +134,11 @@ def needs_whole_tensors(model: PreTrainedModel, files: list[Path]) -> str:
                 if pattern is not None and not _commutes(by_pattern[pattern], parameters.get(name)):
                     return f"transformers converts {key} of the files by an operation that needs it whole"
     return ""
+
+
+def _conversions(model: PreTrainedModel) -> list[WeightConverter | WeightRenaming]:
+    with as_stock(model):
+        return cast(list[WeightConverter | WeightRenaming], get_model_conversion_mapping(model))
 
 
 def _commutes(converter: WeightConverter, parameter: Tensor | None) -> bool:

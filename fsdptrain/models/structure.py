@@ -60,21 +60,53 @@ def as_stock(model: PreTrainedModel) -> Iterator[None]:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The repeated blocks, in the order of the model; the same before and after sharding.
+    """The repeated blocks of the language model, in the order of the model; the same before and after sharding.
 
     They are the members of a ModuleList whose class transformers itself never splits over devices
     (`_no_split_modules`); where a model does not declare any, the members of its largest ModuleList.
     """
     unsplit = set(model._no_split_modules or ())
-    layers: list[nn.Module] = []
-    for module_list in _outermost_lists(model):
-        layers += [layer for layer in module_list if _class_names(layer) & unsplit]
+    lists = _outermost_lists(language_model(model))
+    layers = [layer for module_list in lists for layer in module_list if _class_names(layer) & unsplit]
     if layers:
         return layers
-    lists = [module_list for module_list in _outermost_lists(model) if len(module_list) > 0]
+    lists = [module_list for module_list in lists if len(module_list) > 0]
     if not lists:
         raise CheckpointError(f"{type(model).__name__} has no repeated layers: fsdptrain shards a model layer by layer")
     return list(max(lists, key=_numel))
+
+
+def tower_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The repeated blocks outside of the language model: those of a vision tower. None in a model of text alone."""
+    unsplit = set(model._no_split_modules or ())
+    inside = {id(module) for module in language_model(model).modules()}
+    outside = [x for x in _outermost_lists(model) if id(x) not in inside]
+    return [layer for module_list in outside for layer in module_list if _class_names(layer) & unsplit]
+
+
+def repeated_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """What is sharded block by block: the layers of a vision tower, then those of the language model."""
+    return [*tower_layers(model), *decoder_layers(model)]
+
+
+def language_model(model: PreTrainedModel) -> nn.Module:
+    """The part that reads tokens: of a vision-language model the one that its text config describes, else the base."""
+    base, text = base_model(model), model.config.get_text_config()
+    if text is model.config:
+        return base
+    return next((m for m in base.modules() if isinstance(m, PreTrainedModel) and m.config is text), base)
+
+
+def vision_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """Those of the parts that no token of text meets: tower, projector. Empty in a model of text alone."""
+    text = {id(p) for part in (language_model(model), lm_head(model)) for p in part.parameters()}
+    return {name: p for name, p in model.named_parameters() if id(p) not in text}
+
+
+def freeze_vision(model: PreTrainedModel) -> None:
+    """Train nothing but the language model. No change to a model of text alone."""
+    for parameter in vision_parameters(model).values():
+        parameter.requires_grad_(False)
 
 
 def base_model(model: PreTrainedModel) -> nn.Module:
@@ -99,8 +131,8 @@ def lm_head(model: PreTrainedModel) -> nn.Module:
 def count_parameters(model: PreTrainedModel) -> ParameterCounts:
     """Exact counts, from the shapes: the model may be on meta, and sharded."""
     total, trained = _numel(model), _numel(model, only_trained=True)
-    layers = [_numel(layer) for layer in decoder_layers(model)]
-    trained_layers = [_numel(layer, only_trained=True) for layer in decoder_layers(model)]
+    layers = [_numel(layer) for layer in repeated_layers(model)]
+    trained_layers = [_numel(layer, only_trained=True) for layer in repeated_layers(model)]
     return ParameterCounts(
         total=total,
         largest_layer=max(layers),
@@ -117,13 +149,14 @@ def is_of_adapter(name: str) -> bool:
 
 
 def count_active_parameters(model: PreTrainedModel) -> int:
-    """Those that one token meets. Embeddings and head count."""
+    """Those that one token of text meets. Embeddings and head count."""
     return round(sum(active_sizes(model).values()))
 
 
 def active_sizes(model: PreTrainedModel) -> dict[nn.Parameter, float]:
-    """How many numbers of each parameter one token meets: of routed experts only as many as it is sent to."""
-    sizes: dict[nn.Parameter, float] = {p: p.numel() for p in model.parameters()}
+    """How many numbers of each parameter one token of text meets: of routed experts as many as it is sent to."""
+    unseen = {id(p) for p in vision_parameters(model).values()}
+    sizes: dict[nn.Parameter, float] = {p: p.numel() for p in model.parameters() if id(p) not in unseen}
     choice = expert_choice(model.config)
     for module in (inner for layer in decoder_layers(model) for inner in layer.modules()):
         fused = not isinstance(module, nn.ModuleList)

@@ -3,7 +3,8 @@
 Model FLOPs count what the mathematics needs, not what recomputation adds: 2 per weight and token forward, twice that
 backward, or once where the weight is frozen; adapters are too small to count. Attention by the true head size, in both
 published conventions (every pair of tokens, or causal pairs only). The embedding is a look-up and counts nothing; the
-head counts only where it is computed, on loss tokens. Convention of PaLM (Chowdhery et al. 2022, appendix B).
+head counts only where it is computed, on loss tokens; a vision tower counts nothing. Convention of PaLM (Chowdhery et
+al. 2022, appendix B).
 """
 
 import time

@@ -26,7 +26,7 @@ from fsdptrain.models.loading import build_meta_model
 from fsdptrain.models.lora import add_adapters, require_peft
 from fsdptrain.models.materialize import parameter_names, quiet_transformers
 from fsdptrain.models.policy import head_transform
-from fsdptrain.models.structure import count_active_parameters, decoder_layers, lm_head
+from fsdptrain.models.structure import count_active_parameters, freeze_vision, lm_head, repeated_layers
 
 
 @dataclass(frozen=True)
@@ -136,6 +136,8 @@ def meta_model(config: Config, *, with_adapters: bool = False) -> tuple[PreTrain
     attention = resolve_attention(config.model.attn_implementation, platform.device_type())
     trust = config.model.trust_remote_code
     model = build_meta_model(path, trust_remote_code=trust, attn_implementation=attention)
+    if not config.model.train_vision:
+        freeze_vision(model)
     if with_adapters and config.lora.rank:
         require_peft()
         add_adapters(model, config.lora)
@@ -164,7 +166,7 @@ def _count(model: PreTrainedModel, num_shards: int) -> Parameters:
 
 def _groups(model: PreTrainedModel, num_shards: int, compute_bytes: int) -> list[Group]:
     found = []
-    inside = {id(p) for layer in decoder_layers(model) for p in layer.parameters()}
+    inside = {id(p) for layer in repeated_layers(model) for p in layer.parameters()}
     for kind in layer_kinds(model):
         name = f"{kind.path} {kind.span}"
         found.append((name, len(kind.indices), list(kind.layer.parameters())))

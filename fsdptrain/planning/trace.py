@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from fsdptrain.config import LoraConfig
 from fsdptrain.errors import MemoryPlanError
 from fsdptrain.models.activation_offload import enable_activation_offload
+from fsdptrain.models.architecture import model_from_config
 from fsdptrain.models.checkpointing import CheckpointingKind, enable_gradient_checkpointing
 from fsdptrain.models.inputs import Layout
 from fsdptrain.models.layer_kinds import layer_kinds
@@ -28,6 +29,7 @@ from fsdptrain.models.lora import add_adapters
 from fsdptrain.models.materialize import parameter_names, quiet_transformers, register
 from fsdptrain.models.policy import REFUSALS, install_policy_forward, plain_batch, policy_logprobs
 from fsdptrain.models.random_copy import keep_one_of_each_kind
+from fsdptrain.models.structure import decoder_layers
 from fsdptrain.models.transfers import Transfers
 
 _CPU = torch.device("cpu")
@@ -197,7 +199,7 @@ def _fake_model(
     """One layer of each kind, weights in `dtype`; and the layers of the text with how many there are of each kind."""
     small = copy.deepcopy(config)
     with torch.device("meta"), quiet_transformers():
-        model = AutoModelForCausalLM.from_config(
+        model = model_from_config(
             small, dtype=torch.float32, attn_implementation=attention, trust_remote_code=trust_remote_code
         )
     if lora is not None:
@@ -211,18 +213,13 @@ def _fake_model(
             register(model, names, fake)
         for name, buffer in list(model.named_buffers()):
             register(model, [name], torch.empty(buffer.shape, dtype=buffer.dtype))
-    text = [kind.layer for kind in layer_kinds(model) if _belongs_to_text(model, kind.path)]
+    decoder = {id(layer) for layer in decoder_layers(model)}
+    text = [kind.layer for kind in layer_kinds(model) if id(kind.layer) in decoder]
     for place, layer in enumerate(text):
         for module in layer.modules():
             if "layer_idx" in vars(module):
                 vars(module)["layer_idx"] = place  # where it finds its part of a cache
     return model, [(layer, counts[id(layer)]) for layer in text]
-
-
-def _belongs_to_text(model: PreTrainedModel, path: str) -> bool:
-    """Whether the layers at `path` lie in the part that makes hidden states of tokens: a vision tower does not run."""
-    inner = model.get_submodule(path)
-    return len(inner) == model.config.get_text_config().num_hidden_layers and "vision" not in path  # pyright: ignore
 
 
 def _grouped_mm(a: Tensor, b: Tensor, offsets: Tensor, *_: Any) -> Tensor:

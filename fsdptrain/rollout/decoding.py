@@ -2,16 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from fsdptrain.models.truncation import Truncation
+from fsdptrain.models.vision import shown
 from fsdptrain.rollout.routes import RouteRecorder
 from fsdptrain.rollout.sampling import sample
-from fsdptrain.types import SamplingParams
+from fsdptrain.types import Prompt, SamplingParams
 
 _DROP_SHARE = 0.25  # finished rows are dropped from the cache once they are more than this share of it
 
@@ -49,7 +50,7 @@ def plan_chunks(
 
 def decode(
     model: PreTrainedModel,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Prompt],
     prompt_of_row: Sequence[int],
     limit_of_row: Sequence[int],
     uniforms: Tensor,
@@ -69,13 +70,14 @@ def decode(
     device, num_steps = uniforms.device, uniforms.shape[1]
     stop = torch.tensor(stop_token_ids, dtype=torch.int64, device=device)
     truncation = Truncation(sampling.top_p, sampling.top_k, sampling.min_p)
-    logits, cache, mask, positions = prefill(model, prompts, device=device)
+    logits, cache, mask, positions, turned = prefill(model, prompts, device=device)
     if recorder is not None:
         recorder.read_prompts()
 
     rows = torch.tensor(prompt_of_row, device=device)
     select_rows(cache, rows)  # a copy of its prompt's cache for each row
     logits, positions = logits[rows], positions[rows]
+    turned = turned[rows] if turned is not None else None
     if mask is not None:
         mask = torch.cat([mask[rows], mask.new_ones(uniforms.shape)], dim=1)  # [R, P + S]
 
@@ -104,9 +106,12 @@ def decode(
                 active, finished, token = (x[going] for x in (active, finished, token))
                 positions, limits = positions[going], limits[going]
                 mask = mask[going] if mask is not None else None
+                turned = turned[going] if turned is not None else None
         seen = mask[:, : mask.shape[1] - num_steps + step + 1] if mask is not None else None
         # a row behind its limit must not pass the model's last position
         place = positions + (limits - 1).clamp(max=step)
+        if turned is not None:
+            place = torch.stack([place, *3 * [place + turned]])
         logits = forward(model, token[:, None], seen, place, cache)
         if recorder is not None:
             recorder.read_tokens(active)
@@ -114,20 +119,28 @@ def decode(
 
 
 def prefill(
-    model: PreTrainedModel, prompts: Sequence[Sequence[int]], *, device: torch.device
-) -> tuple[Tensor, Cache, Tensor | None, Tensor]:
-    """Logits of the next token [N, V], the cache, the mask [N, P] (None: nothing is padded), next positions [N, 1]."""
-    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    model: PreTrainedModel, prompts: Sequence[Prompt], *, device: torch.device
+) -> tuple[Tensor, Cache, Tensor | None, Tensor, Tensor | None]:
+    """Logits of the next token [N, V], the cache, the mask [N, P] (None: nothing is padded), next positions [N, 1], and
+    by how much rotary positions are ahead of these [N, 1] (None: not at all)."""
+    lengths = torch.tensor([len(prompt.token_ids) for prompt in prompts])
     width = int(lengths.max())
-    ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts]).to(device)
+    ids = torch.tensor([[0] * (width - len(prompt.token_ids)) + list(prompt.token_ids) for prompt in prompts]).to(
+        device
+    )
     padded = int(lengths.min()) < width
     columns = torch.arange(width)
     pads = (width - lengths)[:, None]
     mask = (columns >= pads).long().to(device) if padded else None
     positions = (columns - pads).clamp(min=0).to(device)
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    logits = forward(model, ids, mask, positions, cache)
-    return logits, cache, mask, lengths[:, None].to(device)
+    seen = shown(model, prompts, ids, (columns >= pads).long().to(device), positions)
+    turned = None
+    if "position_ids" in seen:
+        positions = seen.pop("position_ids")
+        turned = positions[1:].amax((0, 2))[:, None] + 1 - lengths[:, None].to(device)
+    logits = forward(model, ids, mask, positions, cache, **seen)
+    return logits, cache, mask, lengths[:, None].to(device), turned
 
 
 def select_rows(cache: Cache, rows: Tensor) -> None:
@@ -139,7 +152,9 @@ def select_rows(cache: Cache, rows: Tensor) -> None:
     cache.reorder_cache(cast(torch.LongTensor, rows))
 
 
-def forward(model: PreTrainedModel, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: Cache) -> Tensor:
+def forward(
+    model: PreTrainedModel, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: Cache, **images: Any
+) -> Tensor:
     """Logits after the last of `ids` [R, S], in the model's dtype: [R, V]. Grows `cache`."""
     output = model(
         input_ids=ids,
@@ -148,5 +163,6 @@ def forward(model: PreTrainedModel, ids: Tensor, mask: Tensor | None, positions:
         past_key_values=cache,
         use_cache=True,
         logits_to_keep=1,
+        **images,
     )
     return output.logits[:, -1]

@@ -115,7 +115,7 @@ class HFEngine:
         with recorder.recording() if recorder else nullcontext():
             tokens, logprobs = decode(
                 self.model,
-                [prompts[prompt].token_ids for prompt in distinct],
+                [prompts[prompt] for prompt in distinct],
                 prompt_of_row,
                 limit_of_row,
                 torch.from_numpy(np.stack(streams)).to(self.device),

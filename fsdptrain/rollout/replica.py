@@ -10,9 +10,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from fsdptrain.errors import RolloutError
+from fsdptrain.models.architecture import model_from_config
 from fsdptrain.models.files import some_of
 from fsdptrain.models.materialize import store_in
 
@@ -26,7 +27,7 @@ def build_replica(checkpoint: Path, *, dtype: torch.dtype, trust_remote_code: bo
     """
     config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+        model = model_from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
     lacking = sorted(_NEEDED.difference(inspect.signature(model.forward).parameters))
     if lacking:
         raise RolloutError(

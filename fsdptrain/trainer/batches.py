@@ -1,6 +1,6 @@
 """From the samples of all ranks to the packs that this rank trains on, one list for each optimizer step."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 from fsdptrain import platform
 from fsdptrain.data.exchange import SampleIndex, exchange_samples, gather_index
-from fsdptrain.data.packing import pack, plan_packs, plan_rows
+from fsdptrain.data.packing import NO_IMAGES, pack, plan_packs, plan_rows
 from fsdptrain.models.inputs import Layout
-from fsdptrain.types import PackedBatch, Sample
+from fsdptrain.types import Images, PackedBatch, Sample
 
 Members = tuple[tuple[tuple[int, ...], ...], ...]  # [rank][pack] -> samples, by their number in the index of all ranks
 
@@ -37,18 +37,20 @@ class StepBatches:
     imbalance: float
 
 
-def make_batches(samples: Sequence[Sample], rules: PackingRules, *, rollout: int) -> list[StepBatches]:
+def make_batches(
+    samples: Sequence[Sample], rules: PackingRules, *, rollout: int, images: Mapping[str, Images] = NO_IMAGES
+) -> list[StepBatches]:
     """Plan on the lengths of all ranks, send each sample to the rank that trains it, pack. Collective.
 
     The steps of all epochs, one after the other; `rollout` is the number of the rollout in the run. There are as many
     as `rules` say however few the samples are, for the learning rate follows them: a step may be without any. No step
-    at all if there is no sample on any rank.
+    at all if there is no sample on any rank. `images` of all prompts of the rollout, by their ids, are on every rank.
     """
     index = gather_index(samples)
     if not index.lengths:
         return []
     return [
-        _make_step(samples, index, chosen, rules)
+        _make_step(samples, index, chosen, rules, images)
         for epoch in range(rules.num_epochs)
         for chosen in deal(index.keys, rules.steps_per_epoch, seed=f"{rules.seed}/{rollout}/{epoch}")
     ]
@@ -66,7 +68,11 @@ def deal(keys: Sequence[int], num_steps: int, *, seed: str) -> list[list[int]]:
 
 
 def _make_step(
-    samples: Sequence[Sample], index: SampleIndex, chosen: Sequence[int], rules: PackingRules
+    samples: Sequence[Sample],
+    index: SampleIndex,
+    chosen: Sequence[int],
+    rules: PackingRules,
+    images: Mapping[str, Images],
 ) -> StepBatches:
     lengths = [index.lengths[i] for i in chosen]
     make_plan = plan_packs if rules.layout == "packed" else plan_rows
@@ -82,6 +88,7 @@ def _make_step(
             totals=totals,
             max_response_len=rules.max_response_len,
             pin_memory=platform.has_accelerator(),
+            images=images,
         )
         for packed in members[dist.get_rank()]
     ]

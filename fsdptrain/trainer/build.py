@@ -30,6 +30,7 @@ from fsdptrain.models.collective import together
 from fsdptrain.models.kernels import kernels, require_no_fallback
 from fsdptrain.models.loading import resolve_checkpoint
 from fsdptrain.models.lora import require_peft
+from fsdptrain.models.processor import ImageProcessor
 from fsdptrain.models.structure import count_parameters
 from fsdptrain.planning.memory import MemoryDemand, MemorySupply, check_load_memory, load_memory_line
 from fsdptrain.planning.plan import Machine, Planner
@@ -82,10 +83,12 @@ def build_parts(
             config.reward, prompt_data=config.data.prompt_data, has_environment=environment is not None
         )
         advantages = advantage_rule(config, score)
-        stream, held_out = build_data(told, tokenizer, dataset, environment)
+        processor = build_processor(config, checkpoint, tokenizer)
+        stream, held_out = build_data(told, tokenizer, dataset, environment, processor)
         if config.lora.rank:
             require_peft()
-        make_engine = engine_factory(config.rollout.engine, device_type=platform.device_type())
+        engine_name = config.rollout.engine if processor is None else "hf"  # the one that is given images
+        make_engine = engine_factory(engine_name, device_type=platform.device_type())
     generates = bool(held_out) or config.algorithm.algorithm != "sft"
     device = platform.local_device()
     with ExitStack() as stack:
@@ -222,6 +225,7 @@ def build_data(
     tokenizer: PreTrainedTokenizerBase,
     dataset: Sequence[Mapping[str, Any]] | None,
     environment: LoadedEnvironment | None,
+    processor: ImageProcessor | None = None,
 ) -> tuple[PromptStream, list[Prompt]]:
     """The stream to train on, and the prompts that are held out from it; none if nothing is ever evaluated."""
     data = config.data
@@ -244,14 +248,25 @@ def build_data(
         exclude=exclude,
         max_prompt_len=budget,
         curriculum=build_curriculum(config.selection, num_rows=len(rows)),
+        processor=processor,
     )
-    prompts = make_prompts(held_out, tokenizer, data=data, max_prompt_len=budget)
+    prompts = make_prompts(held_out, tokenizer, data=data, max_prompt_len=budget, processor=processor)
     if config.evaluates and not held_out:
         log.warning("nothing is evaluated: %d rows are too few to hold out a tenth of; set --eval-size", len(rows))
     elif len(prompts) < len(held_out):
         line = "evaluations leave out %d of %d prompts, which are longer than %d tokens"
         log.warning(line, len(held_out) - len(prompts), len(held_out), budget)
     return stream, prompts
+
+
+def build_processor(config: Config, checkpoint: Path, tokenizer: PreTrainedTokenizerBase) -> ImageProcessor | None:
+    """Of prompts with images; its chat template becomes that of the tokenizer. ConfigError where there is none."""
+    if config.data.image_key is None:
+        return None
+    processor = ImageProcessor(checkpoint, trust_remote_code=config.model.trust_remote_code)
+    if processor.chat_template is not None:
+        tokenizer.chat_template = processor.chat_template
+    return processor
 
 
 def build_curriculum(selection: SelectionConfig, *, num_rows: int) -> PassRates | None:

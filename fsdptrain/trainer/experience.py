@@ -1,7 +1,7 @@
 """Where the samples of a step come from: rollouts that are scored, or the responses of a data set."""
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
@@ -19,7 +19,7 @@ from fsdptrain.models.collective import together
 from fsdptrain.protocols import RewardFunction, RolloutEngine
 from fsdptrain.rewards.scoring import Score, Scores, check_unscored, score_completions
 from fsdptrain.trainer.selection import Selection, SelectionRules, gather_results, in_stream_order, share
-from fsdptrain.types import Completion, Metrics, Prompt, Sample, SamplingParams
+from fsdptrain.types import Completion, Images, Metrics, Prompt, Sample, SamplingParams
 
 T = TypeVar("T")
 
@@ -35,6 +35,7 @@ class Experience:
     metrics: Metrics = field(default_factory=dict)  # of all ranks; they win over what is said of `samples`
     generate_s: float = 0.0
     reward_s: float = 0.0
+    images: Mapping[str, Images] = field(default_factory=dict)  # of the prompts of all ranks, by their ids
 
 
 class SampleSource(Protocol):
@@ -128,9 +129,9 @@ class RolloutSource:
 
     def collect(self, step: int) -> Experience:
         selection = Selection(self.rules, wanted=self.num_prompts)
-        made = NOTHING
+        made, images = NOTHING, {}
         while selection.goes_on:
-            made += self._round(step, selection)
+            made += self._round(step, selection, images)
             check_unscored(made.scores, max_unscored_fraction=self.max_unscored_fraction)
         selection.check(step)
         samples = made.samples if selection.rounds == 1 else in_stream_order(made.samples, selection.kept)
@@ -145,12 +146,17 @@ class RolloutSource:
             generate_s=made.generate_s,
             reward_s=made.reward_s,
             metrics=selection.metrics() | self.stream.metrics(),
+            images=images,
         )
 
-    def _round(self, step: int, selection: Selection) -> Round:
-        """New prompts, their samples, and of these what is kept. Every rank takes part in every round."""
+    def _round(self, step: int, selection: Selection, images: dict[str, Images]) -> Round:
+        """New prompts, their samples, and of these what is kept. Every rank takes part in every round.
+
+        Images do not travel with samples: every rank asks the stream for all prompts, so it has them.
+        """
         with together(RolloutError, "rollout"):
             asked = self.stream.next(selection.num_to_ask)
+        images |= images_of(asked)
         own = own_share(asked)
         made = self.maker.make(own, sampling_at(self.sampling, step, selection.rounds))
         groups = gather_results(own, made.samples, self.rules)
@@ -172,8 +178,15 @@ class SftSource:
     def collect(self, step: int) -> Experience:
         del step  # the stream knows where it is
         with together(RolloutError, "--prompt-data"):
-            prompts = own_share(self.stream.next(self.num_prompts))
-            return Experience([sft_sample(prompt, self.tokenizer, renderer=self.renderer) for prompt in prompts])
+            asked = self.stream.next(self.num_prompts)
+            prompts = own_share(asked)
+            samples = [sft_sample(prompt, self.tokenizer, renderer=self.renderer) for prompt in prompts]
+            return Experience(samples, images=images_of(asked))
+
+
+def images_of(prompts: Sequence[Prompt]) -> dict[str, Images]:
+    """By the ids of their prompts."""
+    return {prompt.id: prompt.images for prompt in prompts if prompt.images is not None}
 
 
 def own_share(items: Sequence[T]) -> list[T]:

@@ -129,7 +129,7 @@ class _Run:
             samples = experience.samples
             if self._config.shaping.mask_truncated:
                 samples = without_truncated(samples)
-            steps = make_batches(samples, self._rules, rollout=self._step)
+            steps = make_batches(samples, self._rules, rollout=self._step, images=experience.images)
             if not steps:
                 raise DataError(self._why_nothing_is_left(metrics))
             with watch("score"):

@@ -15,3 +15,9 @@ def variety(prompt: Prompt, response: str) -> float:
 def by_label(prompt: Prompt, response: str) -> float:
     """The label where it is a number; where it is "luck", 1 for every other length."""
     return float(len(response) % 2) if prompt.label == "luck" else float(prompt.label)
+
+
+def names_colour(prompt: Prompt, response: str) -> float:
+    """A letter of the first half of the alphabet for a red picture, of the second half for a blue one."""
+    half = "abcdefghijklm" if prompt.label == "red" else "nopqrstuvwxyz"
+    return float(response[:1].lower() in tuple(half))

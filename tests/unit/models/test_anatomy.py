@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from fsdptrain.models.anatomy import anatomy
 from fsdptrain.models.layer_kinds import layer_kinds
 from fsdptrain.models.random_copy import random_copy
-from fsdptrain.models.structure import decoder_layers
+from fsdptrain.models.structure import repeated_layers
 from tests import configs, zoo
 
 
@@ -70,8 +70,8 @@ def test_a_hybrid_has_both_mixers():
 def test_the_kinds_of_layers_are_all_layers(name: str):
     model = configs.meta_model(name)
     kinds = layer_kinds(model)
-    assert sum(len(kind.indices) for kind in kinds) == len(decoder_layers(model))
-    assert len({(kind.path, index) for kind in kinds for index in kind.indices}) == len(decoder_layers(model))
+    assert sum(len(kind.indices) for kind in kinds) == len(repeated_layers(model))
+    assert len({(kind.path, index) for kind in kinds for index in kind.indices}) == len(repeated_layers(model))
 
 
 def test_a_vision_tower_and_the_text_are_lists_of_their_own():
@@ -87,7 +87,7 @@ def test_a_random_copy_keeps_one_layer_of_each_kind_of_each_list():
     model = configs.meta_model("gemma-3-12b")
     model.config.get_text_config().hidden_size = 64
     copy = random_copy(model.config)
-    assert [type(layer).__name__ for layer in decoder_layers(copy)] == ["SiglipEncoderLayer"] + [
+    assert [type(layer).__name__ for layer in repeated_layers(copy)] == ["SiglipEncoderLayer"] + [
         "Gemma3DecoderLayer"
     ] * 2
     assert copy.config.get_text_config().layer_types == ["sliding_attention", "full_attention"]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fsdptrain.rollout.decoding import Row, decode, plan_chunks
 from fsdptrain.testing import tiny_qwen3
-from fsdptrain.types import SamplingParams
+from fsdptrain.types import Prompt, SamplingParams
 
 STOP = list(range(5, 30))  # each token ends a row with a chance of about one in ten
 
@@ -44,7 +44,7 @@ class Decoding:
             lambda _, args, kwargs: self.shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
         )
         self.sampling = replace(SamplingParams(num_samples=20, max_tokens=40), **sampling)
-        prompts = [[200], [201] * 12, [202] * 5]
+        prompts = [Prompt(str(ids), ids, "") for ids in ([200], [201] * 12, [202] * 5)]
         generator = torch.Generator().manual_seed(0)
         uniforms = torch.rand(60, self.sampling.max_tokens, dtype=torch.float64, generator=generator)
         with torch.inference_mode():

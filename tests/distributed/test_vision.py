@@ -1,0 +1,171 @@
+"""Vision-language models on real ranks: what they compute is what the plain Hugging Face model computes one by one."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdptrain.algo.weights import Totals
+from fsdptrain.backends.fsdp import FSDPBackend
+from fsdptrain.config import Config
+from fsdptrain.data.packing import pack
+from fsdptrain.models.processor import ImageProcessor
+from fsdptrain.models.structure import freeze_vision
+from fsdptrain.rollout.hf import build_hf_engine
+from fsdptrain.testing import spawn
+from fsdptrain.types import Images, LossConfig, LossOutput, Prompt, Sample, SamplingParams
+from tests import vision_zoo as zoo
+
+COLOURS = {"red": (255, 0, 0), "grey": (90, 90, 90), "blue": (10, 20, 250)}
+SIZES = {"red": (16, 16), "grey": (24, 16), "blue": (16, 32)}
+LR = 1e-2
+
+
+def samples_and_images(folder: Path) -> tuple[list[Sample], dict[str, Images]]:
+    """Three prompts with pictures of other colours and sizes, one with two of them, one of text alone; with answers.
+
+    One answer holds the token that stands for an image: a word like any other, when the model says it.
+    """
+    processor = ImageProcessor(folder, trust_remote_code=False)
+    place = (
+        "<|vision_start|>"
+        if processor._processor.image_token == "<|vision_start|>"
+        else "<|vision_start|><|image_pad|><|vision_end|>"
+    )
+    shown = [["red"], ["grey"], ["blue", "red"], []]
+    samples, images = [], {}
+    for number, names in enumerate(shown):
+        pictures = [zoo.picture(COLOURS[name], SIZES[name]) for name in names]
+        prompt = processor.read(f"ab{place * len(names)} {number}?", pictures)
+        answer = [70 + number, 90, zoo.IMAGE_TOKEN_ID if number == 1 else 91, 92 + 3 * number]
+        mask = [False] * len(prompt.token_ids) + [True] * len(answer)
+        samples.append(
+            Sample(f"p{number}", [*prompt.token_ids, *answer], mask, [0.0] * len(mask), advantage=number - 1.5)
+        )
+        if prompt.images is not None:
+            images[f"p{number}"] = prompt.images
+    return samples, images
+
+
+def loss(batch, logprobs, config) -> LossOutput:
+    total = (batch.loss_weights * batch.advantages * logprobs.values).sum()
+    return LossOutput(total, {"loss": total.detach()})
+
+
+TOTALS = Totals(num_tokens=16, num_sequences=4)
+
+
+def trained(folder: Path, whose: list[list[list[int]]], *, train_vision: bool, **options) -> dict[str, Tensor]:
+    """The gradient of every parameter after the packs `whose`[rank] of samples."""
+    samples, images = samples_and_images(folder)
+    config = Config(
+        hf_checkpoint=str(folder), bf16=False, image_key="images", train_vision=train_vision, clip_grad=0.0, **options
+    )
+    backend = FSDPBackend(config, total_steps=1)
+    packs = [
+        pack([samples[i] for i in chosen], aggregation="token_mean", totals=TOTALS, max_response_len=4, images=images)
+        for chosen in whose[dist.get_rank()]
+    ]
+    grads: dict[str, Tensor] = {}
+
+    def keep() -> Tensor:
+        found = {name: p.grad for name, p in backend.model.named_parameters() if p.grad is not None}
+        grads.update({name: grad.full_tensor().clone() for name, grad in found.items()})
+        return torch.zeros(())
+
+    backend._optimizer.clip = keep  # between the backward passes and the step
+    backend.train_step(packs, loss, LossConfig())
+    return grads
+
+
+def plain_gradients(name: str, folder: Path, *, train_vision: bool) -> dict[str, Tensor]:
+    """Of the plain model, its own forward, one sequence after the other."""
+    model = zoo.build(name)
+    if not train_vision:
+        freeze_vision(model)
+    samples, images = samples_and_images(folder)
+    types_name = "token_type_ids" if name == "gemma3" else "mm_token_type_ids"
+    for sample in samples:
+        ids = torch.tensor([sample.token_ids])
+        arguments = {}
+        if sample.group_id in images:
+            seen = images[sample.group_id]
+            types = torch.zeros_like(ids)
+            types[0, : len(seen.token_types)] = seen.token_types
+            arguments = {**seen.inputs, types_name: types}
+        said = [i for i, token in enumerate(sample.token_ids) if token == zoo.IMAGE_TOKEN_ID and sample.loss_mask[i]]
+        if said:  # the stock model takes it for a picture: it gets the vector of the word, marked as no place
+            ids[0, said] = 200
+            rows = model.get_input_embeddings()
+            word = rows.forward(torch.tensor(zoo.IMAGE_TOKEN_ID))
+
+            def swap(module, args, output, said=said, word=word):
+                return torch.cat([output[:, : said[0]], word[None, None], output[:, said[0] + 1 :]], dim=1)
+
+            handle = rows.register_forward_hook(swap)
+        logits = model(input_ids=ids, use_cache=False, **arguments).logits[0, :-1].float()
+        if said:
+            handle.remove()
+        labels = torch.tensor(sample.token_ids[1:])
+        chosen = logits.log_softmax(-1).gather(1, labels[:, None])[:, 0]
+        (chosen * torch.tensor(sample.loss_mask[1:]) * sample.advantage / TOTALS.num_tokens).sum().backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def all_families(folders: list[Path], whose: list, train_vision: bool) -> list[dict[str, Tensor]]:
+    return [trained(folder, whose, train_vision=train_vision) for folder in folders]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> list[Path]:
+    parent = tmp_path_factory.mktemp("vision")
+    return [zoo.save(parent / name, name) for name in zoo.FAMILIES]
+
+
+@pytest.mark.parametrize(
+    ("whose", "train_vision"),
+    [([[[0, 3, 1, 2]]], True), ([[[0, 2, 1]], [[3]]], True), ([[[0, 2, 1]], [[3]]], False)],
+    ids=["one rank", "images on one of two", "frozen, images on one of two"],
+)
+def test_gradients_are_those_of_the_plain_model_one_by_one(folders, whose, train_vision):
+    by_rank = spawn(len(whose), all_families, folders, whose, train_vision)
+    for name, folder, found in zip(zoo.FAMILIES, folders, by_rank[0], strict=True):
+        wanted = plain_gradients(name, folder, train_vision=train_vision)
+        assert found.keys() == wanted.keys()
+        assert any("vis" in key for key in found) == train_vision
+        largest = max(gradient.abs().max() for gradient in wanted.values())
+        worst = {key: ((found[key] - wanted[key]).abs().max() / largest).item() for key in wanted}
+        assert max(worst.values()) < 2e-6, (name, worst)
+
+
+def engine_differences(folders: list[Path]) -> list[float]:
+    return [engine_difference(folder) for folder in folders]
+
+
+def engine_difference(folder: Path) -> float:
+    """Largest difference between the engine's logprobs and the trainer's, prompts with and without images together."""
+    config = Config(hf_checkpoint=str(folder), bf16=False, image_key="images", rollout_temperature=0.7)
+    backend = FSDPBackend(config, total_steps=1)
+    engine = build_hf_engine(config, checkpoint=backend.checkpoint_path, device=backend.device)
+    engine.update_weights(backend.hf_weights(engine.weight_naming), 1)
+    samples, images = samples_and_images(folder)
+    mine = samples[dist.get_rank() :: dist.get_world_size()] if dist.get_rank() else samples
+    prompts = [
+        Prompt(f"{s.group_id}", s.token_ids[: s.loss_mask.index(True)], "", images=images.get(s.group_id)) for s in mine
+    ]
+    sampling = SamplingParams(num_samples=3, max_tokens=40, temperature=0.7)
+    made = []
+    for i, completion in enumerate(engine.generate(prompts, sampling)):
+        prompt, response = prompts[i // 3].token_ids, completion.token_ids
+        mask = [False] * len(prompt) + [True] * len(response)
+        made.append(Sample(completion.prompt_id, prompt + response, mask, [0.0] * len(prompt) + completion.logprobs))
+    batch = pack(made, aggregation="token_mean", totals=Totals(10_000, 100), max_response_len=40, images=images)
+    [logprobs] = backend.score([batch], "policy")
+    return (logprobs.values - batch.rollout_logprobs)[batch.loss_mask].abs().max().item()
+
+
+def test_engine_and_trainer_agree_on_every_sampled_token(folders):
+    for found in spawn(2, engine_differences, folders):
+        assert dict(zip(zoo.FAMILIES, found, strict=True)) == pytest.approx(dict.fromkeys(zoo.FAMILIES, 0.0), abs=1e-5)

@@ -1,0 +1,77 @@
+"""Image prompts by the real command line: one question, and only the picture says which answer is right."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from safetensors import safe_open
+
+from tests import vision_zoo as zoo
+from tests.e2e import command
+
+RUN = [
+    *("--image-key", "images", "--input-key", "question", "--label-key", "answer"),
+    *("--rollout-batch-size", "16", "--n-samples-per-prompt", "8", "--rollout-max-response-len", "1"),
+    *(
+        "--max-tokens-per-gpu",
+        "256",
+        "--eval-size",
+        "16",
+        "--eval-interval",
+        "1000",
+        "--n-samples-per-eval-prompt",
+        "8",
+    ),
+    *("--reward", "tests.e2e.rewards:names_colour", "--no-bf16", "--system-prompt", "", "--log-to"),
+]
+
+
+def made_task(folder: Path, size: int = 64) -> Path:
+    """Pictures of two colours, no two alike, in files beside the data."""
+    (folder / "pictures").mkdir(parents=True)
+    generator = np.random.default_rng(0)
+    rows = []
+    for i in range(size):
+        answer = ("red", "blue")[i % 2]
+        pixels = generator.integers(0, 60, (16, 16 + 8 * (i % 3), 3), dtype=np.uint8)
+        pixels[..., 0 if answer == "red" else 2] += 190
+        Image.fromarray(pixels).save(folder / "pictures" / f"{i}.png")
+        rows.append({"question": "<image>Which?", "answer": answer, "images": [f"pictures/{i}.png"]})
+    (folder / "task.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder / "task.jsonl"
+
+
+def metrics_of(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def tensors(folder: Path) -> dict[str, bytes]:
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            found |= {name: file.get_tensor(name).numpy().tobytes() for name in file.keys()}  # noqa: SIM118
+    return found
+
+
+@pytest.mark.slow
+def test_a_model_learns_to_say_what_it_sees(tmp_path: Path):
+    checkpoint, run = zoo.save(tmp_path / "model", "qwen3_vl"), tmp_path / "run"
+    data = made_task(tmp_path)
+    flags = ["--num-rollout", "14", "--lr", "1e-2", "--save-interval", "0", "--nproc-per-node", "2"]
+    argv = ["--hf-checkpoint", str(checkpoint), "--prompt-data", str(data), "--output-dir", str(run), *RUN, *flags]
+
+    result = command.run(argv, tmp_path, timeout=300)
+
+    assert result.code == 0, result.err
+    accuracy = [row["eval/heldout/accuracy"] for row in metrics_of(run) if "eval/heldout/accuracy" in row]
+    assert accuracy[0] < 0.3
+    assert accuracy[-1] > 0.8
+    before, after = tensors(checkpoint), tensors(run / "hf")
+    assert before.keys() == after.keys()
+    changed = {name for name in before if before[name] != after[name]}
+    assert not any("visual" in name for name in changed)  # frozen
+    assert any("language_model" in name for name in changed)
+    assert json.loads((run / "hf" / "config.json").read_text())["architectures"] == ["Qwen3VLForConditionalGeneration"]
+    assert (run / "hf" / "preprocessor_config.json").is_file()
