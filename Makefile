@@ -1,5 +1,6 @@
 PYTHON ?= python3
 BIN := .venv/bin
+JOBS ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help install check test test-vllm quick gpu demo clean
@@ -24,7 +25,8 @@ check: install  ## format, lint, types, layers
 	$(BIN)/lint-imports
 
 test: install  ## everything that runs without a GPU
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'not gpu' --durations=15
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) -m 'not gpu' --durations=15
+	@$(MAKE) --no-print-directory test-vllm
 
 test-vllm: .venv-vllm/.installed  ## what holds vLLM and the trainer in one process, in an environment of its own
 	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/vllm --durations=5
@@ -39,7 +41,7 @@ test-vllm: .venv-vllm/.installed  ## what holds vLLM and the trainer in one proc
 	@touch $@
 
 quick: install  ## the fast part
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'not gpu and not slow' --durations=5
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) -m 'not gpu and not slow' --durations=5
 
 gpu: install  ## what needs a GPU
 	$(BIN)/pytest -m gpu
