@@ -51,8 +51,7 @@ def choices(config: Config) -> Iterator[Changed]:
     seen: set[tuple[str, ...]] = set()
     for values in CHOICES:
         found = change(config, values)
-        possible = not (values == _STATE and config.fsdp.cpu_offload)
-        if possible and found.flags not in seen:
+        if _possible(found.config) and found.flags not in seen:
             seen.add(found.flags)
             yield found
 
@@ -75,9 +74,17 @@ def remedies(config: Config, *, packs: Sequence[int], caches: Sequence[int]) -> 
                 yield Changed(found.config, found.flags, (*cost, i, j))
 
 
+def _possible(config: Config) -> bool:
+    """What config/checks.py lets pass, of what is changed here."""
+    model = config.model
+    selective = model.gradient_checkpointing and model.gradient_checkpointing_kind == "selective"
+    twice = config.fsdp.cpu_offload and config.optim.offload_optimizer
+    return not twice and not (selective and (model.offload_activations or model.compile))
+
+
 def _stronger(given: Config, changed: Config) -> bool:
-    """In each respect as it was given, or more."""
-    return all(new >= old for new, old in zip(_cost(changed), _cost(given), strict=True))
+    """In each respect as it was given, or more, and possible."""
+    return _possible(changed) and all(new >= old for new, old in zip(_cost(changed), _cost(given), strict=True))
 
 
 def _cost(config: Config) -> tuple[float, float]:
