@@ -9,14 +9,14 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdptrain import platform
 from fsdptrain.algo.metrics import finish_metrics
 from fsdptrain.backends.experts import Experts
+from fsdptrain.backends.loading import load_model
 from fsdptrain.backends.metric_sums import MetricSums
-from fsdptrain.config import Config, ModelConfig
+from fsdptrain.config import Config
 from fsdptrain.errors import CheckpointError, ConfigError
 from fsdptrain.fsdp.adapter import export_adapter, stream_adapter
 from fsdptrain.fsdp.checkpoint import (
@@ -33,31 +33,20 @@ from fsdptrain.fsdp.optim import Optimizer
 from fsdptrain.fsdp.reference import ReferenceBank
 from fsdptrain.fsdp.shards import HostStash, content_digest, describe, fingerprint, local_shard
 from fsdptrain.fsdp.staging import Staging
-from fsdptrain.fsdp.wrap import shard_model
-from fsdptrain.models.activation_offload import enable_activation_offload
-from fsdptrain.models.attention import resolve_attention
-from fsdptrain.models.checkpointing import enable_gradient_checkpointing
 from fsdptrain.models.collective import together
-from fsdptrain.models.compiling import check_compiler, compile_layers
 from fsdptrain.models.files import stored_dtype
 from fsdptrain.models.layout import LayoutProbe, choose_layout
-from fsdptrain.models.loading import build_meta_model, load_weights, resolve_checkpoint
-from fsdptrain.models.lora import Adapters, add_adapters
-from fsdptrain.models.materialize import store_in
+from fsdptrain.models.loading import resolve_checkpoint
 from fsdptrain.models.policy import (
     RouterFunction,
     check_backward,
     check_head,
     evaluating,
-    install_policy_forward,
     policy_logprobs,
 )
 from fsdptrain.models.processor import ImageProcessor
-from fsdptrain.models.selective_check import check_selective
-from fsdptrain.models.structure import freeze_vision, reshard
-from fsdptrain.models.transfers import Transfers
+from fsdptrain.models.structure import reshard
 from fsdptrain.models.truncation import Truncation
-from fsdptrain.models.vision import Vision
 from fsdptrain.protocols import Loss, ModelRole, Naming
 from fsdptrain.types import LogProbs, LossConfig, Metrics, PackedBatch
 
@@ -88,7 +77,7 @@ class FSDPBackend:
         self._experts = Experts(config)
         self._processor = _image_processor(config, self.checkpoint_path)
         other = self._other_reference()  # before the policy: two models are never on the device together
-        self._model, self.adapters = _load_model(
+        self._model, self.adapters = load_model(
             config,
             self.checkpoint_path,
             self.mesh,
@@ -304,7 +293,7 @@ class FSDPBackend:
             return None
         try:
             path = resolve_checkpoint(config.ref.load)
-            bank = ReferenceBank(_load_model(config, path, self.mesh, with_adapters=False)[0])
+            bank = ReferenceBank(load_model(config, path, self.mesh, with_adapters=False)[0])
         except CheckpointError as error:  # of all ranks
             raise CheckpointError(str(error).replace("--hf-checkpoint", "--ref-load")) from error
         gc.collect()  # modules and FSDP's hooks refer to each other
@@ -332,72 +321,6 @@ def _image_processor(config: Config, path: Path) -> ImageProcessor | None:
         return ImageProcessor(path, trust_remote_code=config.model.trust_remote_code)
 
 
-def _load_model(
-    config: Config,
-    path: Path,
-    mesh: DeviceMesh,
-    *,
-    with_adapters: bool = True,
-    experts: Experts | None = None,
-    before_load: Callable[[PreTrainedModel], None] | None = None,
-    processor: ImageProcessor | None = None,
-) -> tuple[PreTrainedModel, Adapters | None]:
-    """The sharded model of `path` with its weights, whose forward scores packs. The order of these calls matters.
-
-    Of a run that trains an adapter, weights are stored in the compute dtype: they stay as they are.
-    """
-    compute_dtype: torch.dtype = getattr(torch, config.compute_dtype_name)
-    stored = compute_dtype if config.lora.rank else torch.float32
-    attention = resolve_attention(config.model.attn_implementation, platform.device_type())
-    model = build_meta_model(path, trust_remote_code=config.model.trust_remote_code, attn_implementation=attention)
-    if not config.model.train_vision:
-        freeze_vision(model)
-    adapters = None
-    if config.lora.rank and with_adapters:
-        with together(ConfigError, "--lora-targets"):
-            adapters = add_adapters(model, config.lora)
-    without_adapters = nullcontext if adapters is None else adapters.detached
-    with without_adapters():
-        store_in(model, stored)
-    if before_load is not None:
-        before_load(model)
-    with together(ConfigError, "--compile, --gradient-checkpointing-kind"):
-        _prepare_layers(model, path, config.model)
-    replay = experts.replay(model) if experts else None
-    if config.model.offload_activations:
-        enable_activation_offload(model, Transfers(platform.local_device()))
-    vision = Vision(model, processor.blank) if processor else None
-    install_policy_forward(model, chunk_size=config.model.logprob_chunk_size, replay=replay, vision=vision)
-    shard_model(
-        model,
-        mesh,
-        compute_dtype=compute_dtype,
-        cpu_offload=config.fsdp.cpu_offload,
-        reshard_after_forward=config.fsdp.reshard_after_forward,
-        prefetch=config.fsdp.prefetch,
-        runs_tower=vision is not None,
-    )
-    with without_adapters():
-        offload = config.fsdp.cpu_offload
-        load_weights(model, path, strategy=config.model.load_strategy, cpu_offload=offload, dtype=stored)
-    if adapters is not None:
-        adapters.finish(seed=config.run.seed, cpu_offload=config.fsdp.cpu_offload)
-    return model, adapters
-
-
 def _all(actions: Sequence[Callable[[], None]]) -> None:
     for act in actions:
         act()
-
-
-def _prepare_layers(model: PreTrainedModel, path: Path, config: ModelConfig) -> None:
-    """Compiled, then recomputed. ConfigError where this machine lacks a compiler, or the model does not allow it."""
-    if config.compile:
-        check_compiler(platform.device_type())
-        compile_layers(model)
-    if config.gradient_checkpointing:
-        kind, every = config.gradient_checkpointing_kind, config.gradient_checkpointing_every
-        if kind == "selective":
-            trust = config.trust_remote_code
-            check_selective(AutoConfig.from_pretrained(path, trust_remote_code=trust), trust_remote_code=trust)
-        enable_gradient_checkpointing(model, kind=kind, every=every)
