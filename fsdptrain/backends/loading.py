@@ -21,9 +21,7 @@ from fsdptrain.models.compiling import check_compiler, compile_layers
 from fsdptrain.models.loading import build_meta_model, load_weights
 from fsdptrain.models.lora import Adapters, add_adapters
 from fsdptrain.models.materialize import store_in
-from fsdptrain.models.policy import (
-    install_policy_forward,
-)
+from fsdptrain.models.policy import install_policy_forward
 from fsdptrain.models.processor import ImageProcessor
 from fsdptrain.models.selective_check import check_selective
 from fsdptrain.models.structure import freeze_vision
