@@ -77,7 +77,7 @@ class Fleet:
         for server in self._servers:
             server.state = State.DOWN
         self._keeper.start()
-        self._wait(len(self._servers), self._start_timeout)
+        self.wait_for(len(self._servers), self._start_timeout)
         self._began = True
 
     def forget_weights(self) -> None:
@@ -95,7 +95,7 @@ class Fleet:
             self._weights = weights
             self._update([server for server in self._servers if server.state is State.UP])
         replacement = self._start_timeout + self._sync_timeout if self._has_own else 0.0
-        return self._wait(self._min_servers, replacement)
+        return self.wait_for(self._min_servers, replacement)
 
     def close(self) -> None:
         self._closing.set()
@@ -153,8 +153,9 @@ class Fleet:
             self._push.forget(server.client)
         server.give_up(why)
 
-    def _wait(self, num_servers: int, seconds: float) -> list[str]:
-        """Until so many are up, for at most `seconds`."""
+    def wait_for(self, num_servers: int, seconds: float) -> list[str]:
+        """The addresses of those that are up, when there are so many. RolloutError after `seconds`, or when as many
+        can never come."""
         deadline = Deadline(seconds)
         with self._changed:
             while True:

@@ -93,7 +93,8 @@ class Dispatcher:
                 if self._stopped.is_set():
                     raise
                 complaints.append(str(error))
-                self._mark(server, str(error))
+                if server.is_up:  # else its watch has said why
+                    self._mark(server, str(error))
             except ServerRefusedError as error:
                 raise RolloutError(str(error)) from None
             finally:

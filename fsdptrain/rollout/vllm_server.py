@@ -71,7 +71,7 @@ class VLLMServerEngine:
         self._run = contact.run
         self._patience = patience
         self._stacks = stacks
-        self._fleet = fleet
+        self.fleet = fleet
         self._folder = folder
         self._tag: str | None = None  # of the weights that the servers hold
         self._ready: list[str] = []
@@ -88,9 +88,9 @@ class VLLMServerEngine:
         with together(RolloutError, "--rollout-engine vllm-server"), self._with_stacks():
             if error is not None:
                 raise RolloutError(f"--weight-folder: the weights cannot be stored: {error}; choose another") from error
-            if self._fleet is not None:
+            if self.fleet is not None:
                 self._stacks.arm(self._patience.silence)
-                ready = self._fleet.switch(Weights(files, tag))
+                ready = self.fleet.switch(Weights(files, tag))
         self._ready = gather(ready)[0]
         self._stacks.disarm()
         self.policy_version, self._tag = policy_version, tag
@@ -126,18 +126,18 @@ class VLLMServerEngine:
     def close(self) -> None:
         """End the servers that this run has started; others are left as they are."""
         self._stacks.close()
-        if self._fleet is not None:
-            self._fleet.close()
+        if self.fleet is not None:
+            self.fleet.close()
         if self._folder is not None:
             self._folder.delete()
 
     def _store(self, weights: Iterable[tuple[str, Tensor]], version: int) -> tuple[list[Path], OSError | None]:
         """Rank 0 writes files; the others take part in the gathering."""
-        if self._folder is None or self._fleet is None:
+        if self._folder is None or self.fleet is None:
             for _ in weights:
                 pass
             return [], None
-        self._fleet.forget_weights()
+        self.fleet.forget_weights()
         try:
             return self._folder.write(weights, version), None
         except OSError as error:

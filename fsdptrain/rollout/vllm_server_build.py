@@ -38,9 +38,9 @@ def build_vllm_server_engine(config: Config, *, checkpoint: Path, device: torch.
     output_dir, sync = Path(config.run.output_dir), config.sync
     contact = fleet = folder = None
     with together(RolloutError, "--rollout-engine vllm-server"):
-        stacks = StackDump(output_dir / "stacks", rank)
         if rank == 0:
             contact, fleet, folder = _gather_servers(config, checkpoint, device)
+        stacks = StackDump(output_dir / "stacks", rank)
     contact = gather(contact)[0]
     trust = config.model.trust_remote_code
     model_config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust)
