@@ -17,6 +17,8 @@ log = logging.getLogger(__name__)
 _POLL_S = 0.5
 _PROBE_INTERVAL_S = 5.0
 _MAX_STARTS = 3  # of one server in a row
+_TAKE_BACK_S = 2.0
+_NO_WEIGHTS = "default"  # the version of a vLLM server that nobody has given weights
 
 
 class State(Enum):
@@ -93,6 +95,7 @@ class Fleet:
         """
         with self._changed:
             self._weights = weights
+            self._take_back()
             self._update([server for server in self._servers if server.state is State.UP])
         replacement = self._start_timeout + self._sync_timeout if self._has_own else 0.0
         return self.wait_for(self._min_servers, replacement)
@@ -109,6 +112,15 @@ class Fleet:
     @property
     def _has_own(self) -> bool:
         return any(server.process for server in self._servers)
+
+    def _take_back(self) -> None:
+        """Servers of others that were started anew since they were given up: they have had no weights yet."""
+        left = [server for server in self._servers if server.process is None and server.state is State.DOWN]
+        tasks = [self._threads.submit(server.client.version, timeout=_TAKE_BACK_S) for server in left]
+        for server, task in zip(left, tasks, strict=True):
+            if task.exception() is None and task.result() == _NO_WEIGHTS:
+                log.info("%s is back", server.client.url)
+                server.state = State.UP
 
     def _update(self, servers: Sequence[Server]) -> None:
         """The newest weights to all of `servers`; then, if none refused, all of them go on."""
@@ -218,6 +230,7 @@ class Fleet:
             server.give_up(f"it {ended} ({process.log}: {process.last_words()})")
             if server.starts >= _MAX_STARTS or not self._began:
                 server.state = State.LOST
+            if self._began:  # else it is the error
                 log.warning("%s: %s", process.url, server.why)
             return
         if not server.client.is_healthy(timeout=_POLL_S):
