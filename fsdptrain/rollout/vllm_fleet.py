@@ -36,7 +36,7 @@ class Server:
     process: ServerProcess | None = None  # None: it is not ours
     state: State = State.UP
     why: str = ""  # it is not up
-    starts: int = 0  # since it was last up
+    starts: int = 0  # since it last lived from one version of weights to the next
     deadline: Deadline = field(default_factory=lambda: Deadline(0.0))  # of a start
     probe: "Future[None] | None" = None
 
@@ -64,6 +64,7 @@ class Fleet:
         self._start_timeout = start_timeout
         self._min_servers = min_servers
         self._weights: Weights | None = None
+        self._failure: Exception | None = None  # of the thread that looks after them
         self._began = False  # all servers have been up
         self._changed = threading.Condition(threading.RLock())  # held while servers or weights change
         self._closing = threading.Event()
@@ -96,9 +97,17 @@ class Fleet:
         with self._changed:
             self._weights = weights
             self._take_back()
-            self._update([server for server in self._servers if server.state is State.UP])
+            up = [server for server in self._servers if server.state is State.UP]
+            for server in up:
+                server.starts = 0
+            self._update(up, self._push)
         replacement = self._start_timeout + self._sync_timeout if self._has_own else 0.0
         return self.wait_for(self._min_servers, replacement)
+
+    def give_up_hope(self) -> None:
+        """RolloutError when there will never be --min-servers again."""
+        if self._is_hopeless(self._min_servers):
+            self.wait_for(self._min_servers, 0.0)
 
     def close(self) -> None:
         self._closing.set()
@@ -108,6 +117,11 @@ class Fleet:
             if server.process is not None:
                 server.process.end()
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _is_hopeless(self, num_servers: int) -> bool:
+        """So many are not up, and will not come."""
+        coming = [s for s in self._servers if s.process is not None and s.state in (State.DOWN, State.STARTING)]
+        return num_servers > len(coming) + sum(server.state is State.UP for server in self._servers)
 
     @property
     def _has_own(self) -> bool:
@@ -122,12 +136,12 @@ class Fleet:
                 log.info("%s is back", server.client.url)
                 server.state = State.UP
 
-    def _update(self, servers: Sequence[Server]) -> None:
+    def _update(self, servers: Sequence[Server], push: Push) -> None:
         """The newest weights to all of `servers`; then, if none refused, all of them go on."""
         weights = self._weights
         assert weights is not None
         deadline = Deadline(self._sync_timeout)
-        refused = self._each(servers, lambda s: update(s.client, weights, self._push_to(s), deadline))
+        refused = self._each(servers, lambda s: update(s.client, weights, push, deadline))
         if refused:
             switched = [server.client.url for server in servers if server.state is State.UP]
             raise RolloutError(
@@ -138,10 +152,6 @@ class Fleet:
         refused = self._each(up, lambda s: s.client.post("/resume", timeout=deadline.left))
         if refused:
             raise RolloutError(f"servers did not go on after they took new weights: {'; '.join(refused)}")
-
-    def _push_to(self, server: Server) -> Push:
-        """A server that was started again reads the files: a group may have died with the one before."""
-        return FilePush() if server.starts > 1 else self._push
 
     def _each(self, servers: Sequence[Server], do: Callable[[Server], object]) -> list[str]:
         """`do` for all of them at one time. Those that are gone are given up; what others refused is returned."""
@@ -171,11 +181,12 @@ class Fleet:
         deadline = Deadline(seconds)
         with self._changed:
             while True:
+                if self._failure is not None:
+                    raise RolloutError(f"servers could not be looked after: {self._failure!r}") from self._failure
                 up = [server.client.url for server in self._servers if server.state is State.UP]
-                coming = [s for s in self._servers if s.process is not None and s.state in (State.DOWN, State.STARTING)]
                 if len(up) >= num_servers:
                     return up
-                if deadline.is_over or len(up) + len(coming) < num_servers:
+                if deadline.is_over or self._is_hopeless(num_servers):
                     down = "; ".join(f"{s.client.url}: {s.why}" for s in self._servers if s.state is not State.UP)
                     waited = f" after {seconds:.0f} s" if deadline.is_over and seconds else ""
                     raise RolloutError(
@@ -186,11 +197,14 @@ class Fleet:
 
     def _keep(self) -> None:
         """The life of servers that are ours, in a thread of its own."""
-        while not self._closing.wait(_POLL_S):
-            for server in self._servers:
-                if self._closing.is_set():
-                    return
-                self._look_after(server)
+        try:
+            while not self._closing.wait(_POLL_S):
+                for server in self._servers:
+                    if not self._closing.is_set():
+                        self._look_after(server)
+        except Exception as error:
+            self._failure = error  # the run learns of it where it waits for servers
+            raise
 
     def _look_after(self, server: Server) -> None:
         """At most one step of what there is to do for `server`; only new weights take long."""
@@ -199,6 +213,11 @@ class Fleet:
         with self._changed:
             if server.state is State.UP:
                 self._check(server, process)
+            elif server.state is State.DOWN and server.starts == _MAX_STARTS:
+                server.state = State.LOST
+                log.warning(
+                    "%s is not started again, it died %d times in a row: %s", process.url, _MAX_STARTS, server.why
+                )
             elif server.state is State.DOWN:
                 server.starts += 1
                 process.start()
@@ -228,20 +247,19 @@ class Fleet:
         if process.has_ended or server.deadline.is_over:
             ended = "ended while it started" if process.has_ended else f"was not up in {self._start_timeout:.0f} s"
             server.give_up(f"it {ended} ({process.log}: {process.last_words()})")
-            if server.starts >= _MAX_STARTS or not self._began:
+            if not self._began:
                 server.state = State.LOST
-            if self._began:  # else it is the error
-                log.warning("%s: %s", process.url, server.why)
             return
         if not server.client.is_healthy(timeout=_POLL_S):
             return
         server.state = State.UP
         if self._weights is not None:
             try:
-                self._update([server])
+                self._update(
+                    [server], FilePush()
+                )  # also where others get theirs over the network: it is on this machine
             except RolloutError as error:  # it is told where the server is missed
                 server.give_up(str(error))
                 server.state = State.LOST
         if server.state is State.UP:
             log.info("%s is up", process.url)
-            server.starts = 1

@@ -84,7 +84,9 @@ class ServerProcess:
     def last_words(self) -> str:
         """The end of its log, on one line."""
         lines = self.log.read_text(errors="replace").splitlines() if self.log.is_file() else []
-        said = [line.strip()[:_LINE_LENGTH] for line in lines if "Error" in line] or [line.strip() for line in lines]
+        said = [line.strip()[:_LINE_LENGTH] for line in lines if "Error" in line or "error:" in line] or [
+            line.strip() for line in lines
+        ]
         return " | ".join(said[-_LOG_LINES:])
 
 

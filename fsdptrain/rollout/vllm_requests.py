@@ -45,6 +45,9 @@ class Dispatcher:
     min_servers: int
     first: int = 0  # where to begin among equals: ranks begin with different servers
     progress: Callable[[], None] = lambda: None  # called when an answer has come
+    check: Callable[[], None] = lambda: (
+        None
+    )  # called now and then while answers are awaited; its error ends the rollout
     _servers: list[_Seen] = field(init=False)
     _changed: threading.Condition = field(init=False, default_factory=threading.Condition)
     _stopped: threading.Event = field(init=False, default_factory=threading.Event)
@@ -71,6 +74,7 @@ class Dispatcher:
                 for answer in done:
                     answer.result()
                 scarce = self._require_servers(scarce)
+                self.check()
             return [answer.result() for answer in answers]
         finally:
             self._stopped.set()

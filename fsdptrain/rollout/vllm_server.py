@@ -111,6 +111,7 @@ class VLLMServerEngine:
             min_servers=self._patience.min_servers,
             first=dist.get_rank() if dist.is_initialized() else 0,
             progress=self._go_on,
+            check=self._check,
         )
         self._go_on()  # until the next call: where this rank waits for others, it may be asked where it stands
         with self._with_stacks():
@@ -167,6 +168,11 @@ class VLLMServerEngine:
         logprobs = [found["logprob"] for found in choice["logprobs"]["content"]]
         assert len(logprobs) == len(tokens)
         return Completion(prompt.id, tokens, logprobs, choice["finish_reason"], self.policy_version)
+
+    def _check(self) -> None:
+        """Rank 0 knows of servers that will not come back; the others would wait for them to the end of patience."""
+        if self.fleet is not None:
+            self.fleet.give_up_hope()
 
     def _go_on(self) -> None:
         self._stacks.arm(self._patience.silence)

@@ -29,6 +29,7 @@ from fsdptrain.rollout.weight_push import FilePush, GroupPush
 _OURS = frozenset(
     {"model", "host", "port", "api_key", "dtype", "load_format", "logprobs_mode", "tokens_only"} | {*PLUGIN, *GUARD}
 )
+_LOOK_S = 120.0  # for a server to describe itself: it looks at its whole machine first
 _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 
 
@@ -57,6 +58,8 @@ def build_vllm_server_engine(config: Config, *, checkpoint: Path, device: torch.
 
 def _gather_servers(config: Config, checkpoint: Path, device: torch.device) -> tuple[Contact, Fleet, WeightFolder]:
     rollout, sync = config.rollout, config.sync
+    if sync.weight_push == "nccl" and device.type != "cuda":
+        raise ConfigError(f"--weight-push nccl goes from GPU to GPU, and the trainer is on {device}: use file or gloo")
     folder = WeightFolder(weight_path(config, checkpoint), max_file_bytes=sync.update_weight_buffer_size)
     if rollout.urls:
         key = _api_key(rollout.api_key_env)
@@ -180,7 +183,7 @@ def require_private(host: str, url: str, *, allow_public: bool) -> None:
 def require_fitting(client: VLLMClient, config: Config) -> None:
     """ConfigError where a server that runs was not started as it must be."""
     try:
-        info = client.get("/server_info?config_format=json", timeout=config.sync.sync_timeout)["vllm_config"]
+        info = client.get("/server_info?config_format=json", timeout=_LOOK_S)["vllm_config"]
     except ServerError as error:
         raise ConfigError(
             f"--rollout-urls: {error}; is it a vLLM server that was started with VLLM_SERVER_DEV_MODE=1?"

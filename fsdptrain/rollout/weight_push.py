@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, NoReturn, Protocol
 
 import torch.distributed as dist
 from safetensors import safe_open
@@ -113,7 +113,10 @@ class GroupPush:
             answer = thread.submit(
                 client.post, "/init_weight_transfer_engine", {"init_info": join}, timeout=deadline.left
             )
-            group = WeightGroup(self._plane, store, rank=0, world_size=world_size, timeout_s=self._timeout_s)
+            try:
+                group = WeightGroup(self._plane, store, rank=0, world_size=world_size, timeout_s=self._timeout_s)
+            except RuntimeError as error:
+                _raise_cause(answer.exception(), error)
             answer.result()
         return group
 
@@ -130,7 +133,7 @@ class GroupPush:
             answer.result()
 
 
-def _raise_cause(said: BaseException | None, error: RuntimeError) -> None:
+def _raise_cause(said: BaseException | None, error: RuntimeError) -> NoReturn:
     """What the server said of it, where it said something; else what torch did."""
     raise said if isinstance(said, ServerError) else error
 

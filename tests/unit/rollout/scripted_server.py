@@ -1,6 +1,7 @@
 """An HTTP server with vLLM's routes and a script of failures. What real servers do is tested in tests/vllm/servers."""
 
 import json
+import os
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,12 +16,15 @@ class ScriptedServer(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 256
 
-    def __init__(self, *, version: str = "run/1", dies_after: int | None = None, paused: bool = False) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+    def __init__(
+        self, *, version: str = "run/1", dies_after: int | None = None, paused: bool = False, port: int = 0
+    ) -> None:
+        super().__init__(("127.0.0.1", port), _Handler)
         self.version = version
         self.paused = paused
         self.dies_after = dies_after  # requests for tokens
         self.refuses: dict[str, str] = {}  # path -> message, with status 500
+        self.dies_when_asked = False  # for tokens; the whole process
         self.calls: list[str] = []  # paths, in order
         self.given: list[Any] = []  # bodies of requests for tokens
         self.lock = threading.Lock()
@@ -46,6 +50,8 @@ class _Handler(BaseHTTPRequestHandler):
             if server.dies_after == 0:
                 return  # without a word: the connection breaks
             server.calls.append(path)
+            if path == "/inference/v1/generate" and server.dies_when_asked:
+                os._exit(1)
             if path == "/inference/v1/generate":
                 server.given.append(body)
                 if server.dies_after is not None:

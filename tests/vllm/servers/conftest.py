@@ -21,6 +21,7 @@ from fsdptrain.rollout.vllm_http import VLLMClient
 from fsdptrain.rollout.vllm_process import Launch, ServerProcess
 from fsdptrain.rollout.vllm_server_build import server_arguments
 from fsdptrain.testing import save_tiny_checkpoint
+from tests.vllm import contract
 from tests.vllm.servers import cases
 
 PYTHON = os.environ.get("FSDPTRAIN_VLLM_PYTHON")
@@ -82,7 +83,7 @@ def fresh_answers(models, tmp_path_factory) -> dict[str, list]:
     """What an engine that was just started on the other weights says, greedily: [tokens, logprobs] of each prompt."""
     target = tmp_path_factory.mktemp("fresh") / "answers.json"
     folders = {name: str(model.other) for name, model in models.items()}
-    prompts = [prompt.token_ids for prompt in cases.PROMPTS]
+    prompts = [prompt.token_ids for prompt in contract.PROMPTS]
     program = Path(__file__).with_name("fresh_engine.py")
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_WAIT_POLICY": "PASSIVE"}
     command = [str(PYTHON), str(program), json.dumps(folders), json.dumps(prompts), str(target)]

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from fsdptrain.errors import RolloutError
 from fsdptrain.rollout.vllm_server import VLLMServerEngine
 from fsdptrain.types import Completion, Prompt, SamplingParams
+from tests.vllm import contract
 from tests.vllm.servers import cases
 from tests.vllm.servers.conftest import PYTHON, weights_of
 from tests.vllm.servers.test_push import build
@@ -179,6 +180,23 @@ def test_a_server_that_somebody_else_gave_weights_is_not_believed(models, urls, 
     ours.update_weights(weights_of(models["tied"].first).items(), 5)
     theirs.update_weights(weights_of(models["tied"].other).items(), 5)
     with pytest.raises(RolloutError, match=r"weights .*/5, not .*/5"):
-        ours.generate(PROMPTS[:1], cases.SAMPLING)
+        ours.generate(PROMPTS[:1], contract.SAMPLING)
     ours.close()
     theirs.close()
+
+
+def test_killed_while_it_joins_the_group_that_brings_its_weights_the_run_ends_in_time(models, urls, alone, tmp_path):
+    """Last of all: the server is gone."""
+    url, silence = urls["tied"], 8.0
+    options = cases.attached(models["tied"].first, url, sync_timeout=silence, weight_push="gloo")
+    engine = build({**options, "output_dir": str(tmp_path)})
+    processes(url)[-1].suspend()
+    found, seconds = meanwhile(
+        lambda: engine.update_weights(weights_of(models["tied"].first).items(), 0),
+        after=2.0,
+        do=lambda: send(url, signal.SIGKILL),
+    )
+    assert isinstance(found, RolloutError)
+    assert f"0 of 1 servers are there, and 1 are needed (--min-servers 1): {url}: {url} broke off POST" in str(found)
+    assert seconds < silence + 5
+    engine.close()

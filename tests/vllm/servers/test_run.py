@@ -45,13 +45,16 @@ def test_a_run_trains_on_what_the_trainer_would_have_said_and_takes_its_server_w
     assert weights is None or not (weights / folder_name(folder)).exists()
 
 
-@pytest.mark.parametrize("python", ["/nowhere/python", PYTHON])
-def test_a_server_that_cannot_start_is_one_line_on_the_command_line(tmp_path, python):
-    model = save_tiny_checkpoint(tmp_path / "model", head_dim=16)  # vLLM has no attention of this size on a CPU
+@pytest.mark.parametrize(
+    ("python", "why"), [("/nowhere/python", "No such file"), (PYTHON, "unrecognized arguments: --no-such-option 1")]
+)
+def test_a_server_that_cannot_start_is_one_line_on_the_command_line(tmp_path, python, why):
+    model = save_tiny_checkpoint(tmp_path / "model", head_dim=32)
     argv = ["--hf-checkpoint", str(model), *command.TINY_RUN, "--rollout-engine", "vllm-server"]
     argv += ["--rollout-num-servers", "1", "--rollout-server-python", str(python), "--rollout-kv-cache-gib", "0.05"]
+    argv += ["--rollout-engine-args", "no_such_option=1"]
     result = command.run([*argv, "--output-dir", str(tmp_path / "run")], tmp_path / "log", timeout=300)
     assert result.code == 2, result.err
     [line] = [line for line in result.err.splitlines() if "server0.log" in line]
     assert "it ended while it started" in line
-    assert ("No such file" if python != PYTHON else "head_dim=16") in line
+    assert why in line
