@@ -77,7 +77,7 @@ def _row(name: str, plan: Plan) -> str:
             "as given",
             "--fsdp-cpu-offload",
             "--gradient-checkpointing",
-            "--fsdp-cpu-offload --gradient-checkpointing",
+            "--gradient-checkpointing --fsdp-cpu-offload",
         )
     )
     generation = f"{with_margin(plan.generation) / GIB:.1f}"

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from fsdptrain import platform
 from fsdptrain.protocols import Naming
 from fsdptrain.types import Completion, Prompt, SamplingParams
+
+# What a process imports before it is a rank or a command: once, in the server that all of them are forked from.
+_PRELOADED = ["fsdptrain.testing", "fsdptrain.trainer", "reasoning_gym", "math_verify"]
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
@@ -113,8 +117,7 @@ def spawn(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 
     `fn` lies at the top of a module. Raises RuntimeError with the traceback of the first rank that failed, or when
     `timeout` seconds have passed; no process is left behind.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["fsdptrain.testing"])  # ranks start from a process that has imported torch already
+    context = preloaded_context()
     port = free_port()
     pipes: list[Connection] = []
     processes = []
@@ -131,6 +134,25 @@ def spawn(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 
         for process in processes:
             process.kill()
             process.join()
+
+
+def preloaded_context() -> ForkServerContext:
+    """Its processes start in 0.1 s: they are forked from one that has imported torch and this package already."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)  # read when the first process starts: one list for all who start some
+    return context
+
+
+def rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """What torchrun puts into the environment of a rank, on one machine."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
 
 
 def free_port() -> int:
@@ -160,14 +182,7 @@ def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
 
 
 def _run_rank(pipe: Connection, rank: int, world_size: int, port: int, fn: Callable[..., Any], args: tuple) -> None:
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
+    os.environ.update(rank_variables(rank, world_size, port))
     torch.set_num_threads(1)  # ranks share the cores: spinning threads cost more than they bring
     try:
         dist.init_process_group(platform.distributed_backend(), timeout=timedelta(seconds=60))

@@ -8,11 +8,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fsdptrain.algo.batch_scales import ReduceSums, divide_by_batch_std, whiten_samples, whiten_tokens
+from fsdptrain.algo.batch_scales import STD_EPSILON, ReduceSums, divide_by_batch_std, whiten_samples, whiten_tokens
 from fsdptrain.errors import ConfigError, describe
 from fsdptrain.types import Sample
-
-STD_EPSILON = 1e-6
 
 Estimate = Callable[[Sequence[float], Sequence[int]], Sequence[float]]  # rewards, lengths of a group -> advantages
 

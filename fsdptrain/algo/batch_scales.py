@@ -12,6 +12,7 @@ from fsdptrain.types import Sample
 
 STD_EPSILON = 1e-6
 VARIANCE_EPSILON = 1e-8
+ROUNDING = 1e-12  # of a mean of equal values, relative to it: a std below that is none
 
 ReduceSums = Callable[[Mapping[str, float]], Mapping[str, float]]
 
@@ -19,7 +20,8 @@ ReduceSums = Callable[[Mapping[str, float]], Mapping[str, float]]
 def divide_by_batch_std(samples: Sequence[Sample], reduce_sums: ReduceSums) -> list[Sample]:
     """A / (std + 1e-6), the unbiased std of all rewards of the batch (Lite PPO, arXiv 2508.08221; TRL's "batch").
 
-    Prompts that are nearly always or nearly never solved are not blown up by their own small std.
+    Prompts that are nearly always or nearly never solved are not blown up by their own small std. 0 where the batch has
+    no spread.
     """
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     _, std = _mean_and_std(rewards, [1] * len(rewards), reduce_sums)
@@ -51,7 +53,8 @@ def _mean_and_std(values: Sequence[float], counts: Sequence[int], reduce_sums: R
     sums = reduce_sums({"counts": sum(counts), "values": math.fsum(count * value for value, count in pairs)})
     mean = sums["values"] / max(1, sums["counts"])
     squares = reduce_sums({"squares": math.fsum(count * (value - mean) ** 2 for value, count in pairs)})["squares"]
-    return mean, math.sqrt(squares / max(1, sums["counts"] - 1))
+    std = math.sqrt(squares / max(1, sums["counts"] - 1))
+    return mean, std if std > ROUNDING * abs(mean) else 0.0
 
 
 def _changed(samples: Sequence[Sample], change: Callable[[float], float]) -> list[Sample]:

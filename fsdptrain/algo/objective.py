@@ -48,8 +48,8 @@ def policy_loss(
     return total(tokens, policy, config, metrics)
 
 
-def off_policy_sequences(tokens: LossTokens, delta: float) -> Tensor:
-    """OPSM: sequences with A < 0 and mean_t(lo - l) > delta, which are dropped (DeepSeek-V3.2, 2512.02556). [M] bool"""
+def off_policy_sequences(tokens: LossTokens, delta: float) -> Tensor:  # [M] bool
+    """OPSM: sequences with A < 0 and mean_t(lo - l) > delta are dropped (DeepSeek-V3.2, arXiv 2512.02556)."""
     drift = sequence_mean(tokens, tokens.old_logprobs - tokens.logprobs.detach())
     return (tokens.advantages < 0) & (drift > delta)
 

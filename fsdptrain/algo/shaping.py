@@ -8,10 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fsdptrain.algo.advantages import scored_groups
+from fsdptrain.algo.correct import is_correct
 from fsdptrain.errors import ConfigError
 from fsdptrain.types import Sample
-
-CORRECT = 1.0 - 1e-6  # a reward from here on is a right answer, as accuracy counts it
 
 
 @dataclass(frozen=True)
@@ -21,6 +20,7 @@ class ShapingRule:
     max_response_len: int  # [tokens]
     overlong_buffer: int  # [tokens]
     coefficients: Mapping[str, float]  # of the names in `SHAPES` that are on
+    pass_threshold: float = 1.0  # [reward]
 
 
 def shape(samples: Sequence[Sample], rule: ShapingRule) -> list[Sample]:
@@ -29,8 +29,7 @@ def shape(samples: Sequence[Sample], rule: ShapingRule) -> list[Sample]:
     for indices in scored_groups(samples):
         members = [samples[index] for index in indices]
         rewards = [member.reward or 0.0 for member in members]
-        lengths = [sum(member.loss_mask) for member in members]
-        parts = {name: SHAPES[name](rewards, lengths, rule) for name in rule.coefficients}
+        parts = {name: SHAPES[name](members, rule) for name in rule.coefficients}
         for at, (index, member) in enumerate(zip(indices, members, strict=True)):
             own = {name: values[at] for name, values in parts.items()}
             shaped[index] = replace(
@@ -50,26 +49,35 @@ def without_truncated(samples: Sequence[Sample]) -> list[Sample]:
     return [sample for sample in samples if not sample.truncated]
 
 
-def overlong(_rewards: Sequence[float], lengths: Sequence[int], rule: ShapingRule) -> list[float]:
+def overlong(members: Sequence[Sample], rule: ShapingRule) -> list[float]:
     """-min(1, max(0, T - (L_max - B)) / B): 0 up to L_max - B tokens, -1 at L_max (DAPO, arXiv 2503.14476, eq. 13).
 
-    T is the response's length, L_max `--rollout-max-response-len`, B `--overlong-buffer`.
+    T is the response's length, L_max `--rollout-max-response-len`, B `--overlong-buffer`. Of an episode T counts the
+    environment's tokens too, as L_max does.
     """
     start = rule.max_response_len - rule.overlong_buffer
-    return [-min(1.0, max(0, length - start) / rule.overlong_buffer) for length in lengths]
+    extents = [len(member.loss_mask) - _prompt_len(member) for member in members]
+    return [-min(1.0, max(0, extent - start) / rule.overlong_buffer) for extent in extents]
 
 
-def length(rewards: Sequence[float], lengths: Sequence[int], _rule: ShapingRule) -> list[float]:
+def length(members: Sequence[Sample], rule: ShapingRule) -> list[float]:
     """0.5 - (T - T_min) / (T_max - T_min) for a right answer, at most 0 for a wrong one (Kimi k1.5, arXiv 2501.12599).
 
-    T_min and T_max are of the group; 0 for all where they are equal. Right is a reward of 1 or more before shaping.
-    Kimi raises the coefficient from 0 in the course of training; here it is constant.
+    T_min and T_max are of the group; 0 for all where they are equal. Right is a reward, before shaping, that reaches
+    `--pass-threshold`. Kimi raises the coefficient from 0 in the course of training; here it is constant.
     """
+    lengths = [sum(member.loss_mask) for member in members]
     shortest, longest = min(lengths), max(lengths)
     if shortest == longest:
         return [0.0] * len(lengths)
     middle = [0.5 - (tokens - shortest) / (longest - shortest) for tokens in lengths]
-    return [value if reward >= CORRECT else min(0.0, value) for value, reward in zip(middle, rewards, strict=True)]
+    right = [is_correct(member.reward, rule.pass_threshold) for member in members]
+    return [value if passed else min(0.0, value) for value, passed in zip(middle, right, strict=True)]
+
+
+def _prompt_len(sample: Sample) -> int:
+    """Tokens before the first that the model made."""
+    return sample.loss_mask.index(True) if True in sample.loss_mask else len(sample.loss_mask)
 
 
 def _new_parts(parts: Mapping[str, float], member: Sample) -> Mapping[str, float]:
@@ -79,7 +87,7 @@ def _new_parts(parts: Mapping[str, float], member: Sample) -> Mapping[str, float
     return parts
 
 
-SHAPES: Mapping[str, Callable[[Sequence[float], Sequence[int], ShapingRule], list[float]]] = {
+SHAPES: Mapping[str, Callable[[Sequence[Sample], ShapingRule], list[float]]] = {
     "overlong": overlong,
     "length": length,
 }

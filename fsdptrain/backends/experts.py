@@ -15,9 +15,9 @@ from fsdptrain.models.collective import together
 from fsdptrain.models.inputs import Layout
 from fsdptrain.models.loading import resolve_checkpoint
 from fsdptrain.models.policy import RouterFunction, evaluating, router_statistic
-from fsdptrain.models.router import RouterReplay, expert_choice
+from fsdptrain.models.router import RouterReplay
 from fsdptrain.models.router_check import aux_loss_coef, check_replay
-from fsdptrain.models.structure import decoder_layers
+from fsdptrain.models.structure import decoder_layers, expert_choice
 from fsdptrain.types import LogProbs, LossOutput, PackedBatch
 
 

@@ -272,8 +272,11 @@ class FSDPBackend:
         config = self._config
         if not config.needs_reference or config.ref.load is None:
             return None
-        path = resolve_checkpoint(config.ref.load)
-        bank = ReferenceBank(_load_model(config, path, self.mesh, with_adapters=False)[0])
+        try:
+            path = resolve_checkpoint(config.ref.load)
+            bank = ReferenceBank(_load_model(config, path, self.mesh, with_adapters=False)[0])
+        except CheckpointError as error:  # of all ranks
+            raise CheckpointError(str(error).replace("--hf-checkpoint", "--ref-load")) from error
         gc.collect()  # modules and FSDP's hooks refer to each other
         return bank
 

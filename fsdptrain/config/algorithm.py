@@ -97,7 +97,8 @@ class SelectionConfig(Section):
     """Rounds of generation in one rollout, at most; each asks for no more prompts than --rollout-batch-size. What is
     kept by then is trained on; 1: leave out, and ask no others."""
     min_group_spread: float = Field(default=0.0, ge=0.0)
-    """Dynamic sampling: keep a group if its largest and smallest reward differ by more than this. [reward]"""
+    """Dynamic sampling: keep a group if its largest and smallest reward differ by more than this; with --multi-reward
+    normalize_then_sum, those of any one reward. [reward]"""
     curriculum: Literal["none", "pass_rate"] = "none"
     """`pass_rate`: from the second epoch on, ask prompts that were always or never solved less often, by 4 p (1 - p)
     of their pass rate p. What passes: --pass-threshold."""

@@ -35,7 +35,8 @@ def _algorithm(config: Config) -> Iterator[Problem]:
             reason = "with --algorithm sft that never evaluates: leave it out, or set --eval-interval and --eval-size"
             yield from without_effect(config, keys, reason)
         return
-    if algorithm.n_samples_per_prompt < 2:
+    own_baseline = is_own(algorithm.advantage_estimator) and config.advantage_scale != "group"
+    if algorithm.n_samples_per_prompt < 2 and not own_baseline:
         yield (
             f"--n-samples-per-prompt must be at least 2 with --algorithm {algorithm.algorithm}, got "
             f"{algorithm.n_samples_per_prompt}: an advantage compares the samples of one prompt, 8 is usual"
@@ -75,6 +76,11 @@ def _kl(config: Config) -> Iterator[Problem]:
         yield (
             f"--kl-reward-coef {algorithm.kl_reward_coef:g} is added to the sum of the rewards, which --multi-reward "
             f"{algorithm.multi_reward} does not look at: use --kl-loss-coef"
+        )
+    elif config.shaping.mask_truncated:
+        yield (
+            f"--kl-reward-coef {algorithm.kl_reward_coef:g} needs the KL divergence of all samples of a group, and "
+            "--mask-truncated scores none for truncated ones: use --kl-loss-coef, or leave one of them out"
         )
     if algorithm.kl_target is None:
         yield from without_effect(config, "kl_horizon", "without an adaptive coefficient: set --kl-target")
@@ -127,8 +133,11 @@ def _selection(config: Config) -> Iterator[Problem]:
     if selection.curriculum == "none":
         reason = "without a curriculum: set --curriculum pass_rate"
         yield from without_effect(config, "curriculum_floor curriculum_decay", reason)
-        if not config.evaluates:
-            reason = "where nothing is evaluated and there is no curriculum: set --eval-interval, or leave it out"
+        if not config.evaluates and not config.shaping.length_penalty:
+            reason = (
+                "where nothing is evaluated, without a curriculum and without --length-penalty: set --eval-interval, "
+                "or leave it out"
+            )
             yield from without_effect(config, "pass_threshold", reason)
 
 
@@ -201,9 +210,9 @@ def _steps(config: Config, steps: int) -> Iterator[Problem]:
         )
     elif size and size * steps != samples * epochs:
         yield (
-            f"--steps-per-rollout {steps} and --global-batch-size {size} do not agree: {samples} samples, "
-            f"{epochs} time{'s' if epochs > 1 else ''}, make {samples * epochs // size} steps of {size}: give one of "
-            "them"
+            f"--steps-per-rollout {steps} and --global-batch-size {size} do not agree: {samples} samples"
+            f"{f', {epochs} times,' if epochs > 1 else ''} make {samples * epochs // size} steps of {size}: give one "
+            "of them"
         )
     elif steps > samples * epochs:
         yield (
@@ -219,8 +228,8 @@ def _router(config: Config) -> Iterator[Problem]:
         yield f"--router-aux-loss-coef must be at least 0 or `config`, got {router.aux_loss_coef:g}"
     if config.algorithm.algorithm == "sft":
         yield from without_effect(config, "router_replay", "with --algorithm sft, which has no routes to replay")
-    elif router.replay == "scoring" and (not config.needs_old_logprobs or config.algorithm.use_rollout_logprobs):
-        reason = "where no old logprobs are scored: use --router-replay rollout, or leave it out"
+    elif router.replay == "scoring" and not config.scores_policy:
+        reason = "where the policy is not scored: use --router-replay rollout, or leave it out"
         yield from without_effect(config, "router_replay", reason)
 
 

@@ -17,6 +17,19 @@ from fsdptrain.config.presets import LOSS_FIELDS, OLD_POLICY, preset_values
 LOSS_OWN = frozenset(LOSS_FIELDS) - OLD_POLICY  # a clip of one loss means nothing to another
 ALGORITHM_OWN = LOSS_OWN | {"loss", "loss_aggregation", "advantage_estimator", "advantage_scale"}
 
+RIVALS = (  # two ways to say one thing, or two that exclude each other
+    ("steps_per_rollout", "global_batch_size"),
+    ("fp16", "bf16"),
+    ("lr_warmup_iters", "lr_warmup_fraction"),
+)
+
+
+def outspoken(recipe: Mapping[str, Mapping[str, Any]], flags: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Flat keys of `recipe` whose rival is turned on by a flag; both are section -> name -> value."""
+    before, now = _chosen(recipe), _chosen(flags)
+    pairs = [*RIVALS, *((b, a) for a, b in RIVALS)]
+    return [other for key, other in pairs if now.get(key) and before.get(other) and other not in now]
+
 
 def superseded(recipe: Mapping[str, Mapping[str, Any]], flags: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Flat keys of `recipe` that give way to `flags`; both are section -> name -> value.

@@ -10,7 +10,7 @@ import yaml
 
 from fsdptrain.config.effects import NoEffectError
 from fsdptrain.config.keys import all_keys, group_by_section
-from fsdptrain.config.precedence import superseded
+from fsdptrain.config.precedence import outspoken, superseded
 from fsdptrain.config.root import Config, build_sections
 from fsdptrain.errors import ConfigError
 
@@ -44,11 +44,13 @@ def combine(recipe: Mapping[str, Any], flags: Mapping[str, Any]) -> tuple[Config
     """The configuration, and the recipe's keys that give way to `flags`, with the source of their value.
 
     A flag that names another algorithm or loss wins over what the recipe says of its options (see `superseded`); one
-    that turns something off (`--eval-interval 0`) over what the recipe says about it (`eval_size`). Without flags
-    nothing is left out: a recipe that contradicts itself is an error.
+    that turns something off (`--eval-interval 0`) over what the recipe says about it (`eval_size`); one that says the
+    same in another way (`--steps-per-rollout`) over the recipe's way (`global_batch_size`). Without flags nothing is
+    left out: a recipe that contradicts itself is an error.
     """
     given, by_flag = merge(recipe), merge(flags)
     left_out: dict[str, Source] = dict.fromkeys(superseded(given, by_flag), SUPERSEDED)
+    left_out |= dict.fromkeys(outspoken(given, by_flag), LEFT_OUT)
     for flat in left_out:
         del given[all_keys()[flat].section][all_keys()[flat].name]
     while True:

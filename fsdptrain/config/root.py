@@ -94,6 +94,13 @@ class Config(Section):
         return not self.on_policy and (is_own(loss) or "use_rollout_logprobs" in LOSS_OPTIONS[loss].reads)
 
     @property
+    def scores_policy(self) -> bool:
+        """The policy is scored before its first update: for the loss, or for the KL divergence in the reward."""
+        return not self.algorithm.use_rollout_logprobs and (
+            self.needs_old_logprobs or self.algorithm.kl_reward_coef > 0
+        )
+
+    @property
     def advantage_scale(self) -> str:
         """group, batch, whiten or none. A function of the user's own is left as it is, unless somebody says more."""
         chosen = self.algorithm.advantage_scale

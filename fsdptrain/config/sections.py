@@ -106,7 +106,7 @@ class RewardConfig(Section):
     max_unscored_fraction: float = Field(default=0.1, ge=0.0, le=1.0)
     """Stop when more than this share of a rollout's samples could not be scored."""
     pass_threshold: float = 1.0
-    """Reward from which a response counts as right: in evaluations, and for --curriculum."""
+    """Reward from which a response counts as right: in evaluations, for --curriculum and for --length-penalty."""
 
 
 class EnvironmentConfig(Section):
@@ -217,7 +217,8 @@ class RolloutConfig(Section):
     batch_size: int = Field(default=32, ge=1)
     """Prompts in one rollout. [prompts]"""
     max_prompt_len: int | None = Field(default=None, ge=1)
-    """Longer prompts are left out and counted. Default: what max_tokens_per_gpu leaves beside a response. [tokens]"""
+    """Longer prompts are left out and counted (progress/too_long_prompts). Default: what max_tokens_per_gpu leaves
+    beside a response. [tokens]"""
     max_response_len: int = Field(default=2048, ge=1)
     """Longest response. [tokens]"""
     temperature: float = Field(default=1.0, gt=0.0)

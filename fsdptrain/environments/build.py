@@ -18,6 +18,9 @@ VERIFIERS = "verifiers:"
 ENVIRONMENTS: Mapping[str, Callable[..., Environment]] = {"calculator": Calculator}
 PLUGIN_KIND = "environments"
 
+OPTIONAL: Mapping[str, Any] = {"finish": None, "dataset": None, "system_prompt": None, "tools": ()}
+"""What an environment may have besides `reset` and `step`, and what stands for it in one that has not."""
+
 Reward = float | Mapping[str, float] | None
 
 
@@ -47,13 +50,11 @@ def build_environment(config: EnvironmentConfig) -> LoadedEnvironment | None:
                 f"{FLAG} {config.environment} has no method {method}: it is a class with reset and step, or a function "
                 "(prompt, responses) -> Turn"
             )
-    return LoadedEnvironment(
-        environment=made,
-        finish=getattr(made, "finish", None),
-        dataset=getattr(made, "dataset", None),
-        system_prompt=getattr(made, "system_prompt", None),
-        tools=getattr(made, "tools", ()),
-    )
+    found = {name: getattr(made, name, without) for name, without in OPTIONAL.items()}
+    for method in ("finish", "dataset"):
+        if found[method] is not None and not callable(found[method]):
+            raise ConfigError(f"{FLAG} {config.environment}: {method} must be a method, got {found[method]!r:.80}")
+    return LoadedEnvironment(made, **found)
 
 
 def _make(name: str, kwargs: Mapping[str, Any]) -> Any:

@@ -123,16 +123,17 @@ def save_checkpoint(
     """
     reshard(model)
     _write_shards(directory / _SHARDS, _tensors(model, optimizer, only_trained=adapter is not None))
-    _save_rng(directory / _RNG.format(rank=dist.get_rank()))
-    if dist.get_rank() == 0:
-        state = {
-            "format": _FORMAT,
-            "step": step,
-            "world_size": dist.get_world_size(),
-            "model": _identity(model, adapter),
-            "optimizer": optimizer.state_dict(),
-        }
-        (directory / _STATE).write_text(json.dumps(state, indent=2))
+    state = {
+        "format": _FORMAT,
+        "step": step,
+        "world_size": dist.get_world_size(),
+        "model": _identity(model, adapter),
+        "optimizer": optimizer.state_dict(),
+    }
+    with together(CheckpointError, f"checkpoint {directory} cannot be written"):
+        _save_rng(directory / _RNG.format(rank=dist.get_rank()))
+        if dist.get_rank() == 0:
+            (directory / _STATE).write_text(json.dumps(state, indent=2))
 
 
 def load_checkpoint(directory: Path, model: nn.Module, optimizer: Optimizer, *, adapter: str | None = None) -> int:

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdptrain import platform
+from fsdptrain.models.materialize import local_part
 from fsdptrain.models.structure import reshard
 
 
 def local_shard(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor, or a plain tensor itself: no copy, no gradient. [local shape]"""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local_part(tensor.detach())
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

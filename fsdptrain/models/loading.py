@@ -5,8 +5,8 @@
     shard_model(model, mesh, ...)                   # fsdp/wrap.py; may be left out
     load_weights(model, path, strategy="shard")     # each rank reads its own slices
 
-All functions are collective, and fail on all ranks together. This is the only file that uses private functions of
-transformers: `_ShardReader` stands on the reader behind `from_pretrained`, of the versions in `TESTED_TRANSFORMERS`.
+All functions are collective, and fail on all ranks together. `shard_reader.py` stands on private functions of
+transformers, the reader behind `from_pretrained`: of the versions in `TESTED_TRANSFORMERS`.
 """
 
 import copy

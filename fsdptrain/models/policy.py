@@ -92,7 +92,7 @@ def install_policy_forward(model: PreTrainedModel, *, chunk_size: int, replay: R
             with choosing(batch, layout, with_routes):
                 output = base_model(model)(**inputs, **({"output_router_logits": True} if router else {}))
         except REFUSALS as error:
-            if refusals is None:
+            if refusals is None or isinstance(error, torch.OutOfMemoryError):  # which says nothing of the model
                 raise
             refusals.append(error)  # caught inside the root's forward, which leaves FSDP2 in order
             return (torch.zeros(batch.num_tokens, device=batch.input_ids.device),)

@@ -12,33 +12,15 @@ no formula is repeated here, and with its own choice given a model computes bit 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from fsdptrain.models.structure import decoder_layers
+from fsdptrain.models.structure import ExpertChoice, decoder_layers
 from fsdptrain.types import NO_ROUTE
-
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_TOP_K = ("num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts")
-
-
-class ExpertChoice(NamedTuple):
-    """What a router does for each token: it takes `top_k` of `num_experts`."""
-
-    num_experts: int
-    top_k: int
-
-
-def expert_choice(config: PreTrainedConfig) -> ExpertChoice | None:
-    """What the config says; None for a model without experts."""
-    text = config.get_text_config()
-    found = [next((n for n in (getattr(text, key, None) for key in keys) if n), None) for keys in (_EXPERTS, _TOP_K)]
-    num_experts, top_k = found
-    return ExpertChoice(num_experts, top_k) if num_experts and top_k else None
 
 
 class RouterReplay:

@@ -10,8 +10,8 @@ from fsdptrain.config.effects import NoEffectError
 from fsdptrain.errors import ConfigError
 from fsdptrain.models.policy import REFUSALS
 from fsdptrain.models.random_copy import random_copy
-from fsdptrain.models.router import ExpertChoice, RouterReplay, expert_choice
-from fsdptrain.models.structure import base_model
+from fsdptrain.models.router import RouterReplay
+from fsdptrain.models.structure import ExpertChoice, base_model, expert_choice
 
 _TOKENS = 16  # one sequence each, so that nothing but its own experts moves the logits of a token
 _ROUNDING = 1e-4  # of logits, where products are added in another order

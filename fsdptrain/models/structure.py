@@ -1,14 +1,17 @@
 """Where the parts of a transformers model are, whatever its authors called them."""
 
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdptrain.errors import CheckpointError
+
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_TOP_K = ("num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts")
 
 
 @dataclass(frozen=True)
@@ -20,11 +23,19 @@ class ParameterCounts:
     outside_layers: int  # embedding, last norm, head
     frozen: int = 0  # of the total: what is not trained
     most_trained: int | None = None  # in one decoder layer, or outside of them; None: as many as there are
+    adapter: int = 0  # of the total: what LoRA has added
 
     @property
     def reduced_at_once(self) -> int:
         """Gradients of one group, the largest."""
         return max(self.largest_layer, self.outside_layers) if self.most_trained is None else self.most_trained
+
+
+class ExpertChoice(NamedTuple):
+    """What a router does for each token: it takes `top_k` of `num_experts`."""
+
+    num_experts: int
+    top_k: int
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
@@ -75,23 +86,40 @@ def count_parameters(model: PreTrainedModel) -> ParameterCounts:
         outside_layers=total - sum(layers),
         frozen=total - trained,
         most_trained=max(*trained_layers, trained - sum(trained_layers)),
+        adapter=sum(p.numel() for name, p in model.named_parameters() if is_of_adapter(name)),
     )
 
 
+def is_of_adapter(name: str) -> bool:
+    """Whether a parameter of this name is peft's: stock models have frozen ones too, such as biases of routers."""
+    return ".lora_" in name
+
+
 def count_active_parameters(model: PreTrainedModel) -> int:
-    """Those that one token meets: of routed experts only as many as it is sent to. Embeddings and head count."""
-    config = model.config.get_text_config()
-    chosen = getattr(config, "num_experts_per_tok", None)  # families map their own names to it; dense ones have none
-    layers = decoder_layers(model)
-    idle = 0
-    for module in (inner for layer in layers for inner in layer.modules()):
-        own = list(module.parameters(recurse=isinstance(module, nn.ModuleList)))
-        count = len(module) if isinstance(module, nn.ModuleList) else num_fused_experts(module)
-        if chosen and count > chosen:
-            fused = not isinstance(module, nn.ModuleList)  # biases of fused experts have a row for each of them too
-            routed = sum(p.numel() for p in own if not fused or p.shape[0] == count)
-            idle += routed * (count - chosen) // count
-    return _numel(model) - idle
+    """Those that one token meets. Embeddings and head count."""
+    return round(sum(active_sizes(model).values()))
+
+
+def active_sizes(model: PreTrainedModel) -> dict[nn.Parameter, float]:
+    """How many numbers of each parameter one token meets: of routed experts only as many as it is sent to."""
+    sizes: dict[nn.Parameter, float] = {p: p.numel() for p in model.parameters()}
+    choice = expert_choice(model.config)
+    for module in (inner for layer in decoder_layers(model) for inner in layer.modules()):
+        fused = not isinstance(module, nn.ModuleList)
+        count = num_fused_experts(module) if fused else len(module)
+        if choice and count > choice.top_k:
+            for p in module.parameters(recurse=not fused):
+                if not fused or p.shape[0] == count:  # biases of fused experts have a row for each of them too
+                    sizes[p] = p.numel() * choice.top_k / count
+    return sizes
+
+
+def expert_choice(config: PreTrainedConfig) -> ExpertChoice | None:
+    """What the config says; None for a model without experts."""
+    text = config.get_text_config()
+    found = [next((n for n in (getattr(text, key, None) for key in keys) if n), None) for keys in (_EXPERTS, _TOP_K)]
+    num_experts, top_k = found
+    return ExpertChoice(num_experts, top_k) if num_experts and top_k else None
 
 
 def num_fused_experts(module: nn.Module) -> int:

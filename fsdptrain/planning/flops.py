@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from fsdptrain.models.structure import lm_head
+from fsdptrain.models.structure import active_sizes, is_of_adapter, lm_head
 
 PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "B200": 2250.0, "A100": 312.0}  # dense bfloat16, by device name
 
@@ -49,15 +49,12 @@ def model_flops(model: PreTrainedModel) -> ModelFlops:
     embeddings = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
     head = lm_head(model)
     head_ids = {id(p) for p in head.parameters()}
-    frozen = any(not parameter.requires_grad for parameter in model.parameters())
+    adapters = {id(p) for name, p in model.named_parameters() if is_of_adapter(name)}
     body = 0.0
-    for parameter in model.parameters():
-        if frozen and parameter.requires_grad:
+    for parameter, size in active_sizes(model).items():
+        if id(parameter) in embeddings | head_ids | adapters or parameter.ndim < 2:
             continue
-        if id(parameter) in embeddings or id(parameter) in head_ids or parameter.ndim < 2:
-            continue
-        active = config.num_experts_per_tok / parameter.shape[0] if parameter.ndim == 3 and _is_moe(config) else 1.0
-        body += parameter.numel() * active
+        body += size
     head_size = _field(config, "head_dim") or config.hidden_size // config.num_attention_heads
     kinds = _field(config, "layer_types") or ["full_attention"] * config.num_hidden_layers
     num_attention_layers = sum("attention" in kind and "linear" not in kind for kind in kinds)
@@ -65,7 +62,7 @@ def model_flops(model: PreTrainedModel) -> ModelFlops:
         body,
         sum(p.numel() for p in head.parameters()),
         num_attention_layers * config.num_attention_heads * head_size,
-        frozen,
+        frozen=bool(adapters),
     )
 
 
@@ -88,10 +85,6 @@ def _measured_tflops(device: torch.device, dtype: torch.dtype, size: int = 512, 
         product = a @ a
     product.sum().item()  # waits for the device
     return 2 * size**3 * repeats / (time.perf_counter() - start) / 1e12
-
-
-def _is_moe(config: object) -> bool:
-    return _field(config, "num_experts_per_tok") is not None
 
 
 def _field(config: object, name: str) -> Any:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 from fsdptrain.errors import MemoryPlanError
 from fsdptrain.models.structure import ParameterCounts
+from fsdptrain.platform import GIB
 
-GIB = 1024**3
 MASTER_BYTES = 4  # float32
 GATHERED_LAYERS = 2  # the one that computes, and the one that is prefetched
 DEVICE_MARGIN = 1.05  # fragmentation, and what kernels need for themselves
@@ -67,13 +67,16 @@ def load_memory_need(demand: MemoryDemand, supply: MemorySupply) -> MemoryNeed:
     """The most that a rank holds at one time while it trains, or while the embedded engine generates."""
     counts, ranks = demand.counts, supply.ranks_per_node
     trained = MASTER_BYTES * math.ceil((counts.total - counts.frozen) / demand.num_shards)
-    frozen = demand.compute_bytes * math.ceil(counts.frozen / demand.num_shards)
+    stored = (
+        demand.compute_bytes if counts.adapter else MASTER_BYTES
+    )  # what a stock model freezes is stored as the rest
+    frozen = stored * math.ceil(counts.frozen / demand.num_shards)
     state = {"weights": trained + frozen, "Adam's moments": 2 * trained, "gradients": trained}
     work = _working_memory(demand)
     device = dict(work) if demand.cpu_offload else {**state, **work}
     host = {name: ranks * size for name, size in state.items()} if demand.cpu_offload else {}
     if demand.reference:
-        host["the reference"] = ranks * (frozen or trained)  # an adapter has none
+        host["the reference"] = ranks * (frozen if counts.adapter else frozen + trained)  # an adapter has none
     if demand.load_strategy == "rank0":
         host["rank 0's whole copy"] = MASTER_BYTES * counts.total
     if supply.has_accelerator:
@@ -113,7 +116,7 @@ def _working_memory(demand: MemoryDemand) -> dict[str, int]:
     gathered = demand.compute_bytes * (layers + counts.outside_layers)
     reduction = (demand.compute_bytes + MASTER_BYTES) * counts.reduced_at_once
     training = {"gathered layers": gathered, "gradients of one layer": reduction}
-    whole = demand.compute_bytes * (counts.frozen or counts.total)  # adapters are merged
+    whole = demand.compute_bytes * (counts.total - counts.adapter)  # it is merged
     engine = {"the embedded engine": whole} if demand.embedded_engine else {}
     return max(training, engine, key=lambda parts: sum(parts.values()))
 
@@ -155,11 +158,11 @@ def _remedies(demand: MemoryDemand, supply: MemorySupply) -> list[str]:
 
 def with_adapter(counts: ParameterCounts) -> ParameterCounts:
     """About: an adapter of rank 32 is some percent of the weights."""
-    if counts.frozen:
+    if counts.adapter:
         return counts
     trained = math.ceil(_ADAPTER_SHARE * counts.total)
     most = math.ceil(_ADAPTER_SHARE * counts.largest_layer)
-    return replace(counts, total=counts.total + trained, frozen=counts.total, most_trained=most)
+    return replace(counts, total=counts.total + trained, frozen=counts.total, most_trained=most, adapter=trained)
 
 
 def _fits(demand: MemoryDemand, supply: MemorySupply) -> bool:

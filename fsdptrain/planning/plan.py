@@ -96,7 +96,9 @@ def make_plan(model: PreTrainedModel, config: Config, machine: Machine) -> Plan:
     host_parts, host = planner.host(config)
     choices = {
         " ".join(changed.flags) or "as given": with_margin(planner.training(changed.config))
-        for changed in _grid(config, ({}, {"cpu_offload": True}), ({}, {"checkpointing": True}), ({},))
+        for offload in ({}, {"cpu_offload": True})
+        for checkpointing in ({}, {"checkpointing": True})
+        for changed in [_change(config, {**offload, **checkpointing})]
     }
     found = Plan(
         model_class=type(model).__name__,
@@ -285,16 +287,6 @@ def _candidates(config: Config, machine: Machine) -> Iterator[_Changed]:
             for pack in packs:
                 for cache in caches:
                     yield _change(config, {**offload, **checkpointing, **pack, **cache})
-
-
-def _grid(config: Config, *choices: tuple[Mapping[str, int], ...]) -> Iterator[_Changed]:
-    if not choices:
-        yield _Changed(config, ())
-        return
-    for choice in choices[0]:
-        first = _change(config, choice)
-        for rest in _grid(first.config, *choices[1:]):
-            yield _Changed(rest.config, (*first.flags, *rest.flags))
 
 
 def _change(config: Config, changes: Mapping[str, int]) -> _Changed:

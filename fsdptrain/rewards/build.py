@@ -2,17 +2,18 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fsdptrain import registry
 from fsdptrain.config import RewardConfig
-from fsdptrain.errors import ConfigError
+from fsdptrain.errors import ConfigError, RewardError
 from fsdptrain.protocols import RewardFunction
 from fsdptrain.rewards.scoring import Score, to_score
 from fsdptrain.rewards.verifiers import REWARDS
 from fsdptrain.types import Prompt
 
 GENERATOR = "reasoning_gym:"
+TAKEN = {"reward", "mean", "std", "unscored_fraction", "kl", "overlong", "length"}  # reward/<name> means something else
 
 
 def build_reward(reward: RewardConfig, *, prompt_data: str, has_environment: bool = False) -> "WeightedSum":
@@ -26,7 +27,9 @@ def build_reward(reward: RewardConfig, *, prompt_data: str, has_environment: boo
     names = [part.name for part in parts]
     if not parts or len(set(names)) < len(names):
         raise ConfigError(f"--reward must name one or more different rewards, got {reward.reward}")
-    return WeightedSum(tuple(parts))
+    short = [_short(name) for name in names]
+    called = [s if short.count(s) == 1 else name.replace(":", ".") for s, name in zip(short, names, strict=True)]
+    return WeightedSum(tuple(replace(part, name=name) for part, name in zip(parts, called, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Component:
 
 @dataclass(frozen=True)
 class WeightedSum:
-    """Several rewards as one; unscored as soon as one of them is.
+    """Several rewards as one; unscored as soon as one of them is, by a RewardError that names it.
 
     Reported are the rewards by name, without their weights, and what a function that returns a mapping says beside: a
     name of the first kind wins over one of the second.
@@ -50,12 +53,12 @@ class WeightedSum:
     def weights(self) -> dict[str, float]:
         return {component.name: component.weight for component in self.components}
 
-    def __call__(self, prompt: Prompt, response: str) -> Mapping[str, float] | None:
+    def __call__(self, prompt: Prompt, response: str) -> Mapping[str, float]:
         rewards, details = dict[str, float](), dict[str, float]()
         for component in self.components:
             score: Score = to_score(component.function(prompt, response), name=component.name)
             if score.reward is None:
-                return None
+                raise RewardError(f"{component.name} returned None, which means that it cannot score this")
             rewards[component.name] = score.reward
             details |= score.rewards
         return {**details, **rewards, "reward": sum(c.weight * rewards[c.name] for c in self.components)}
@@ -82,7 +85,13 @@ def _parse(spec: str, prompt_data: str, has_environment: bool) -> Component:
             f"--reward {name} scores reasoning_gym:<task> data only, not --prompt-data {prompt_data}; "
             f"use one of {', '.join(others)} or package.module:function"
         )
-    return Component(name.rpartition(":")[2], _weight(text, spec), registry.resolve(name, REWARDS, flag="--reward"))
+    return Component(name, _weight(text, spec), registry.resolve(name, REWARDS, flag="--reward"))
+
+
+def _short(name: str) -> str:
+    """What a reward is called in metrics: the function without its module, unless metrics of ours have that name."""
+    function = name.rpartition(":")[2]
+    return name.replace(":", ".") if function in TAKEN else function
 
 
 def _weight(text: str, spec: str) -> float:

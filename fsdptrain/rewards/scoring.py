@@ -92,6 +92,8 @@ def _number(value: Any) -> float:
 def _score(reward: RewardFunction, prompt: Prompt, text: str) -> tuple[Score, str | None]:
     try:
         score = to_score(reward(prompt, text))
+    except RewardError as error:
+        return Score(None), str(error)
     except Exception as error:  # noqa: BLE001  # a user's function: whatever it raises, the run goes on
         return Score(None), describe(error)
     return score, "the reward returned None" if score.reward is None else None

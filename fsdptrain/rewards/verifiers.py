@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
+from fsdptrain.algo.correct import is_correct
+from fsdptrain.errors import RewardError
 from fsdptrain.protocols import RewardFunction
 from fsdptrain.rewards.answers import extract_answer, find_answer
 from fsdptrain.types import Prompt
@@ -34,7 +36,7 @@ def reasoning_gym(prompt: Prompt, response: str) -> float:
 
 def reasoning_gym_strict(prompt: Prompt, response: str) -> float:
     """1 where the task's own scorer gives full marks, else 0: partial credit, divided by a small std, misleads GRPO."""
-    return float(reasoning_gym(prompt, response) >= 1.0 - 1e-6)
+    return float(is_correct(reasoning_gym(prompt, response)))
 
 
 def math(prompt: Prompt, response: str) -> float | None:
@@ -69,10 +71,15 @@ def format_tags(prompt: Prompt, response: str) -> float:
     return float(all(response.count(tag) == 1 for tag in TAGS) and TAGGED.fullmatch(response) is not None)
 
 
-def environment(prompt: Prompt, response: str) -> Mapping[str, float] | None:
-    """What `--environment` gave in the course of the episode; None if it gave nothing at all."""
+def environment(prompt: Prompt, response: str) -> Mapping[str, float]:
+    """What `--environment` gave in the course of the episode. RewardError if it gave nothing at all: it may be one that
+    leaves the judging to others.
+    """
     del response  # it has seen all of them
-    return prompt.metadata["episode"].reward
+    reward = prompt.metadata["episode"].reward
+    if reward is None:
+        raise RewardError("the environment gave no reward in this episode: score the last response by another --reward")
+    return reward
 
 
 REWARDS: Mapping[str, RewardFunction] = {

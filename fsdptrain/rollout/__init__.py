@@ -33,10 +33,10 @@ def engine_factory(requested: str, *, device_type: str) -> "Callable[..., Rollou
 
 
 def choose_engine(requested: str, *, device_type: str) -> str:
-    """What `auto` stands for: vLLM where it is built in, installed, and has a GPU; else the embedded engine."""
+    """What `auto` stands for: vLLM where it is installed and has a GPU; else the embedded engine."""
     if requested != "auto":
         return requested
-    ready = "vllm" in ENGINES and device_type == "cuda" and importlib.util.find_spec("vllm") is not None
+    ready = device_type == "cuda" and importlib.util.find_spec("vllm") is not None
     return "vllm" if ready else "hf"
 
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from fsdptrain.algo.correct import is_correct
 from fsdptrain.config import Config
 from fsdptrain.types import Metrics, Sample, SamplingParams
 
 _EVAL_SEED = -1  # below every seed of training, and the same at every evaluation: they differ by the policy only
-_TOLERANCE = 1e-6  # weighted sums of rewards reach 1.0 but for rounding
 
 
 def eval_sampling(config: Config) -> SamplingParams:
@@ -53,11 +53,6 @@ def evaluation_metrics(
         for metric, total, count in zip([*per_sample, *per_prompt], sums[2:], counts, strict=True)
         if count > 0
     }
-
-
-def is_correct(reward: float | None, correct_reward: float) -> bool:
-    """Whether a response passes: its reward reaches `correct_reward`, but for rounding."""
-    return reward is not None and reward >= correct_reward - _TOLERANCE
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:

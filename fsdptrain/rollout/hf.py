@@ -14,7 +14,8 @@ from torch import Tensor
 
 from fsdptrain.config import Config
 from fsdptrain.errors import RolloutError
-from fsdptrain.models.router import RouterReplay, expert_choice
+from fsdptrain.models.router import RouterReplay
+from fsdptrain.models.structure import expert_choice
 from fsdptrain.protocols import Naming
 from fsdptrain.rollout.decoding import Row, decode, plan_chunks
 from fsdptrain.rollout.replica import build_replica, copy_weights, materialise, max_positions, release

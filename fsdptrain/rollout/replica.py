@@ -13,9 +13,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from fsdptrain.errors import RolloutError
+from fsdptrain.models.files import some_of
+from fsdptrain.models.materialize import store_in
 
 _NEEDED = {"past_key_values", "position_ids", "logits_to_keep"}
-_SHOWN = 5  # names that an error lists
 
 
 def build_replica(checkpoint: Path, *, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
@@ -32,9 +33,7 @@ def build_replica(checkpoint: Path, *, dtype: torch.dtype, trust_remote_code: bo
             f"the embedded engine cannot generate with {type(model).__name__}, whose forward takes no "
             f"{', '.join(lacking)}; use another --rollout-engine"
         )
-    for parameter in model.parameters():
-        if parameter.is_floating_point():
-            parameter.data = parameter.data.to(dtype)
+    store_in(model, dtype)
     return model.requires_grad_(False).eval()
 
 
@@ -85,7 +84,7 @@ def copy_weights(model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) 
             target.copy_(tensor)
     missing = [name for name, target in targets.items() if id(target) not in seen]
     problems = {"missing": missing, "unknown": unknown, "of another shape": misfits}
-    found = "; ".join(f"{len(names)} {kind}: {_first(names)}" for kind, names in problems.items() if names)
+    found = "; ".join(f"{len(names)} {kind}: {some_of(names)}" for kind, names in problems.items() if names)
     if found:
         raise RolloutError(
             f"the weights do not fit the rollout model ({found}); trainer and engine must load one model"
@@ -96,7 +95,3 @@ def max_positions(model: PreTrainedModel) -> int | None:
     """Positions that the model was made for; None where its config knows no limit. [tokens]"""
     config = model.config.get_text_config(decoder=True)
     return getattr(config, "max_position_embeddings", None)  # families map their own names to it; ALiBi has none
-
-
-def _first(names: list[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")

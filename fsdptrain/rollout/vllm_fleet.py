@@ -68,9 +68,8 @@ class Fleet:
         self._began = False  # all servers have been up
         self._changed = threading.Condition(threading.RLock())  # held while servers or weights change
         self._closing = threading.Event()
-        self._threads = ThreadPoolExecutor(
-            3 * len(self._servers)
-        )  # an update, a probe, and one left from before a restart
+        # for each an update, a probe, and one that is left from before a restart
+        self._threads = ThreadPoolExecutor(3 * len(self._servers))
         self._keeper = threading.Thread(target=self._keep, daemon=True, name="servers")
 
     def start(self) -> None:
@@ -106,7 +105,7 @@ class Fleet:
 
     def give_up_hope(self) -> None:
         """RolloutError when there will never be --min-servers again."""
-        if self._is_hopeless(self._min_servers):
+        if self._failure is not None or self._is_hopeless(self._min_servers):
             self.wait_for(self._min_servers, 0.0)
 
     def close(self) -> None:

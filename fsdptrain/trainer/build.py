@@ -245,7 +245,13 @@ def build_data(
         max_prompt_len=budget,
         curriculum=build_curriculum(config.selection, num_rows=len(rows)),
     )
-    return stream, make_prompts(held_out, tokenizer, data=data, max_prompt_len=budget)
+    prompts = make_prompts(held_out, tokenizer, data=data, max_prompt_len=budget)
+    if config.evaluates and not held_out:
+        log.warning("nothing is evaluated: %d rows are too few to hold out a tenth of; set --eval-size", len(rows))
+    elif len(prompts) < len(held_out):
+        line = "evaluations leave out %d of %d prompts, which are longer than %d tokens"
+        log.warning(line, len(held_out) - len(prompts), len(held_out), budget)
+    return stream, prompts
 
 
 def build_curriculum(selection: SelectionConfig, *, num_rows: int) -> PassRates | None:
@@ -317,7 +323,7 @@ def build_source(
         shaping=shaping_rule(config),
         advantages=advantages,
         max_unscored_fraction=config.reward.max_unscored_fraction,
-        rules=selection_rules(config),
+        rules=selection_rules(config, advantages),
     )
 
 

@@ -153,7 +153,7 @@ class RolloutSource:
             asked = self.stream.next(selection.num_to_ask)
         own = own_share(asked)
         made = self.maker.make(own, sampling_at(self.sampling, step, selection.rounds))
-        groups = gather_results(own, made.samples, pass_threshold=self.rules.pass_threshold)
+        groups = gather_results(own, made.samples, self.rules)
         for prompt, group in zip(asked, groups, strict=True):
             self.stream.record(prompt, passed=group.num_passed, tried=group.num_scored)
         chosen = selection.add(groups)

@@ -1,6 +1,7 @@
 """Trainer: the loop, and what happens around it."""
 
 import json
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -28,6 +29,8 @@ from fsdptrain.trainer.kl import KlControl, kl_in_reward
 from fsdptrain.trainer.scoring import Scorer
 from fsdptrain.trainer.summary import Stopwatch
 from fsdptrain.types import Metrics, Sample
+
+log = logging.getLogger(__name__)
 
 
 class Trainer:
@@ -88,6 +91,7 @@ class _Run:
         self._step = 0  # rollouts that were trained on; also the version of the policy
         self._totals = {"progress/samples": 0.0, "progress/tokens": 0.0}
         self._reward_names = summary.RewardNames()
+        self._num_alike = 0  # rollouts in a row
         self._last: Metrics = {}
 
     def go(self) -> Metrics:
@@ -143,6 +147,14 @@ class _Run:
         metrics |= self._advance(metrics)
         self._report(metrics)
         self._log_samples(experience.shown, "train")
+        self._warn_of_rewards_alike(metrics)
+
+    def _warn_of_rewards_alike(self, metrics: Metrics) -> None:
+        alike = metrics.get("reward/std", 1.0) < 1e-6
+        self._num_alike = self._num_alike + 1 if alike else 0
+        if self._num_alike == 3:
+            line = "3 rollouts in a row, every reward was %g: nothing is learnt from that; see %s, and --reward"
+            log.warning(line, metrics["reward/mean"], self._folder.path / "samples.jsonl")
 
     def _why_nothing_is_left(self, metrics: Metrics) -> str:
         dropped = metrics["progress/dropped"]
@@ -236,7 +248,8 @@ class _Run:
 
     def _advance(self, metrics: Metrics) -> Metrics:
         self._totals = {name: total + metrics[name] for name, total in self._totals.items()}
-        return {**self._totals, "progress/epoch": self._parts.stream.progress}
+        stream = self._parts.stream
+        return {**self._totals, "progress/epoch": stream.progress, "progress/too_long_prompts": stream.num_too_long}
 
     def _report(self, metrics: Metrics) -> None:
         self._last |= metrics

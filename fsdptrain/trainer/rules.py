@@ -2,7 +2,7 @@
 
 from fsdptrain import registry
 from fsdptrain.algo.advantages import ADVANTAGES, AdvantageRule, own_estimate
-from fsdptrain.algo.shaping import ShapingRule
+from fsdptrain.algo.shaping import SHAPES, ShapingRule
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
 from fsdptrain.protocols import RewardFunction
@@ -16,6 +16,7 @@ def shaping_rule(config: Config) -> ShapingRule:
         max_response_len=config.rollout.max_response_len,
         overlong_buffer=config.overlong_buffer,
         coefficients={name: coefficient for name, coefficient in coefficients.items() if coefficient},
+        pass_threshold=config.reward.pass_threshold,
     )
 
 
@@ -35,10 +36,12 @@ def advantage_rule(config: Config, reward: RewardFunction) -> AdvantageRule:
                 "Trainer(reward=...), give --reward package.module:function=weight for each"
             )
         weights = {**reward.weights, **shaping_rule(config).coefficients}
+        weights = {name: weight for name, weight in weights.items() if weight}  # of 0: reported only
     return AdvantageRule(estimate, config.advantage_scale, weights)
 
 
-def selection_rules(config: Config) -> SelectionRules:
+def selection_rules(config: Config, advantages: AdvantageRule) -> SelectionRules:
+    """Groups are judged before shaping, by what `advantages` will compare: the reward, or each part that has a say."""
     selection, pass_threshold = config.selection, config.reward.pass_threshold
     if not selection.dynamic_sampling:
         return SelectionRules(pass_threshold=pass_threshold)
@@ -47,4 +50,5 @@ def selection_rules(config: Config) -> SelectionRules:
         max_rounds=selection.dynamic_sampling_max_rounds,
         min_spread=selection.min_group_spread,
         pass_threshold=pass_threshold,
+        parts=tuple(name for name in advantages.weights or () if name not in SHAPES),
     )

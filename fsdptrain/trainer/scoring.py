@@ -24,7 +24,7 @@ class Scorer:
             return list(steps)
         if algorithm.use_rollout_logprobs:
             packs = [replace(pack, old_logprobs=pack.rollout_logprobs) for pack in packs]
-        elif self.config.needs_old_logprobs or algorithm.kl_reward_coef > 0:
+        elif self.config.scores_policy:
             scores = self.backend.score(packs, "policy")
             packs = _with(packs, "old_logprobs", scores)
             if self.config.router.replay == "scoring":

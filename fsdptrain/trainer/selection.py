@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
+from fsdptrain.algo.correct import is_correct
 from fsdptrain.data.exchange import exchange_samples, gather_index
 from fsdptrain.errors import RolloutError
 from fsdptrain.models.collective import gather
-from fsdptrain.rollout.evaluate import is_correct
 from fsdptrain.types import Metrics, Prompt, Sample
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ class GroupResult:
     num_scored: int
     num_passed: int
     reward_sum: float
-    spread: float  # largest minus smallest reward; 0 where nothing was scored
+    spread: float  # largest minus smallest reward, or part of it; 0 where nothing was scored
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class SelectionRules:
     max_rounds: int = 1
     min_spread: float = 0.0
     pass_threshold: float = 1.0
+    parts: tuple[str, ...] = ()  # of the reward that are normalised one by one: a group differs if one of them does
 
 
 @dataclass
@@ -132,12 +133,12 @@ def likely_enough(missing: int, rate: float) -> int:
     return math.ceil(root**2 - 1e-9)
 
 
-def gather_results(prompts: Sequence[Prompt], samples: Sequence[Sample], *, pass_threshold: float) -> list[GroupResult]:
+def gather_results(prompts: Sequence[Prompt], samples: Sequence[Sample], rules: SelectionRules) -> list[GroupResult]:
     """The groups of all ranks, rank by rank: the order of the stream, of which each rank holds a part. Collective."""
-    rewards: dict[str, list[float | None]] = {prompt.id: [] for prompt in prompts}
+    members: dict[str, list[Sample]] = {prompt.id: [] for prompt in prompts}
     for sample in samples:
-        rewards[sample.group_id].append(sample.reward)
-    own = [_result(group, pass_threshold) for group in rewards.values()]
+        members[sample.group_id].append(sample)
+    own = [group_result(group, rules, owner=dist.get_rank()) for group in members.values()]
     return [group for groups in gather(own) for group in groups]
 
 
@@ -164,13 +165,16 @@ def share(count: int, rank: int, world_size: int) -> slice:
     return slice(count * rank // world_size, count * (rank + 1) // world_size)
 
 
-def _result(rewards: Sequence[float | None], pass_threshold: float) -> GroupResult:
-    scored = [reward for reward in rewards if reward is not None]
+def group_result(members: Sequence[Sample], rules: SelectionRules, *, owner: int) -> GroupResult:
+    """What the samples of one prompt earned, on rank `owner`."""
+    scored = [sample for sample in members if sample.reward is not None]
+    rewards = [sample.reward for sample in scored if sample.reward is not None]
+    columns = [[sample.rewards[part] for sample in scored] for part in rules.parts] or [rewards]
     return GroupResult(
-        owner=dist.get_rank(),
-        num_samples=len(rewards),
+        owner=owner,
+        num_samples=len(members),
         num_scored=len(scored),
-        num_passed=sum(is_correct(reward, pass_threshold) for reward in scored),
-        reward_sum=math.fsum(scored),
-        spread=max(scored) - min(scored) if scored else 0.0,
+        num_passed=sum(is_correct(reward, rules.pass_threshold) for reward in rewards),
+        reward_sum=math.fsum(rewards),
+        spread=max(max(column) - min(column) for column in columns) if scored else 0.0,
     )

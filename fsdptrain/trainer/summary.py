@@ -47,6 +47,7 @@ def sample_metrics(experience: Experience, reward_names: RewardNames, advantages
     """reward/*, group/*, completion/*, progress/* over every rank. Unscored samples count in lengths only.
 
     The reward is what advantages are made of, after shaping; its parts are reported without their weights.
+    reward/unscored_fraction is what --max-unscored-fraction bounds: also of samples that were made and not kept.
     """
     samples = experience.samples
     names = reward_names.of(samples)
@@ -65,6 +66,8 @@ def sample_metrics(experience: Experience, reward_names: RewardNames, advantages
             "samples": len(samples),
             "truncated": sum(sample.truncated for sample in samples),
             "dropped": experience.num_dropped,
+            "unscored": experience.scores.num_unscored if experience.scores else 0,
+            "made": len(experience.scores.scores) if experience.scores else 0,
             "tokens": sum(len(sample.token_ids) for sample in samples),
             **{_reward(name): math.fsum(sample.rewards.get(name, 0.0) for sample in scored) for name in names},
         }
@@ -84,12 +87,14 @@ def sample_metrics(experience: Experience, reward_names: RewardNames, advantages
         return metrics
     num_scored = max(1.0, total["scored"])
     mean = total["rewards"] / num_scored
-    return metrics | {
+    parts = {_reward(name): total[_reward(name)] / num_scored for name in names}
+    return {
+        **metrics,
+        **parts,  # before ours: a detail that somebody calls `mean` is not the mean
         "reward/mean": mean,
         "reward/std": math.sqrt(max(0.0, total["squares"] / num_scored - mean * mean)),
-        "reward/unscored_fraction": 1 - total["scored"] / num_samples,
+        "reward/unscored_fraction": total["unscored"] / max(1.0, total["made"]),
         "group/zero_std_fraction": total["flat"] / max(1.0, total["groups"]),
-        **{_reward(name): total[_reward(name)] / num_scored for name in names},
     }
 
 

@@ -4,9 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.backends.fsdp import FSDPBackend
+from fsdptrain.errors import CheckpointError
 from fsdptrain.fsdp.checkpoint import CheckpointFolder
 from fsdptrain.testing import save_tiny_checkpoint, spawn
 
@@ -91,3 +93,25 @@ def test_another_number_of_ranks_resumes_the_reference_and_a_run_without_kl_igno
     [(policy, _, held)] = spawn(1, load, checkpoint, str(tmp_path), {"kl_loss_coef": 0.0})
     assert torch.equal(policy, still)
     assert not held
+
+
+def save_with_an_obstacle(checkpoint: str, directory: str) -> str:
+    """On rank 1 a folder lies where the random states would be written."""
+    backend = FSDPBackend(config(checkpoint, kl_loss_coef=0.1), total_steps=10)
+    backend.update_reference()
+
+    def save(temporary: Path) -> None:
+        if dist.get_rank() == 1:
+            (temporary / "rng-00001.safetensors").mkdir()
+        backend.save(temporary, 1)
+
+    with pytest.raises(CheckpointError) as caught:
+        CheckpointFolder(Path(directory), keep_last=9).write(1, save)
+    return str(caught.value)
+
+
+def test_what_fails_on_one_rank_does_not_leave_the_others_at_the_reference(checkpoint: str, tmp_path: Path) -> None:
+    first, second = spawn(2, save_with_an_obstacle, checkpoint, str(tmp_path), timeout=30)
+    assert first == second
+    assert "Is a directory" in first
+    assert "(rank 1 of 2)" in first

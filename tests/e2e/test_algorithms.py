@@ -17,10 +17,10 @@ UNEVALUATED += ["--eval-interval", "0"]
 TINY = [*UNEVALUATED, "--num-rollout", "1", "--keep-last", "0", "--no-export"]
 
 
-def trained(checkpoint: Path, folder: Path, *flags: str) -> dict[str, float]:
+def trained(checkpoint: Path, folder: Path, *flags: str, num_ranks: int = 1) -> dict[str, float]:
     """The metrics of the one step of a run."""
     argv = ["--hf-checkpoint", str(checkpoint), "--output-dir", str(folder / "run"), *TINY, *flags]
-    result = command.run(argv, folder)
+    result = command.run(argv, folder, num_ranks=num_ranks)
     assert result.code == 0, result.err
     return metrics_of(folder / "run")
 
@@ -50,7 +50,7 @@ def test_the_quickstart_trains_with_every_algorithm(checkpoint: Path, tmp_path: 
 def test_several_rewards_and_shaping_do_not_depend_on_the_number_of_ranks(checkpoint: Path, tmp_path: Path) -> None:
     flags = ["--multi-reward", "normalize_then_sum", "--rollout-max-response-len", "64"]
     flags += ["--length-penalty", "0.5", "--overlong-penalty", "1", "--overlong-buffer", "32"]
-    one, two = (trained(checkpoint, tmp_path / n, *flags, "--nproc-per-node", n) for n in ("1", "2"))
+    one, two = (trained(checkpoint, tmp_path / str(n), *flags, num_ranks=n) for n in (1, 2))
     for name in ("loss/total", "optim/grad_norm", "reward/mean", "reward/length", "reward/overlong"):
         assert two[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6)
     assert -0.5 <= one["reward/length"] < 0
@@ -92,9 +92,9 @@ def test_an_estimator_of_ones_own_is_used_and_held_to_its_contract(checkpoint: P
 
 @pytest.mark.slow
 def test_several_epochs_of_several_steps_do_not_depend_on_the_number_of_ranks(checkpoint: Path, tmp_path: Path) -> None:
-    flags = ["--steps-per-rollout", "6", "--epochs-per-rollout", "2", "--lr-decay-style", "linear", "--kl-loss-coef"]
-    flags += ["0.1", "--nproc-per-node"]
-    one, two = (trained(checkpoint, tmp_path / n, *flags, n) for n in ("1", "2"))
+    flags = ["--steps-per-rollout", "6", "--epochs-per-rollout", "2", "--lr-decay-style", "linear"]
+    flags += ["--kl-loss-coef", "0.1"]
+    one, two = (trained(checkpoint, tmp_path / str(n), *flags, num_ranks=n) for n in (1, 2))
     assert one["optim/lr"] == two["optim/lr"] == pytest.approx(1e-3 * 1 / 6)
     assert one["policy/approx_kl"] > 0
     for name in ("loss/total", "loss/kl", "optim/grad_norm", "policy/approx_kl"):

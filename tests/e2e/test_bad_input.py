@@ -94,6 +94,7 @@ BAD_INPUT: list[tuple[Prepare, list[str]]] = [
     (corrupt_shard, ["--hf-checkpoint", "model-00002"]),
     (giant_model, ["--hf-checkpoint", "GiB", "host"]),
     (no_tokenizer, ["--hf-checkpoint", "tokenizer"]),
+    (flags("--kl-loss-coef", "0.1", "--ref-load", "/nowhere"), ["--ref-load /nowhere is not a folder"]),
     (wrong_column, ["--input-key", "prompt", "question"]),
     (empty_data, ["--prompt-data", "rows.jsonl"]),
     (unknown_recipe_key, ["learning_rate"]),

@@ -24,7 +24,7 @@ def test_kl_in_the_reward_does_not_depend_on_the_number_of_ranks(
 ) -> None:
     estimator = ["--advantage-estimator", "reinforce++_baseline"]
     flags = [*estimator, "--kl-reward-coef", "5", "--ref-load", reference]
-    one, two = (trained(checkpoint, tmp_path / n, *flags, "--nproc-per-node", n) for n in ("1", "2"))
+    one, two = (trained(checkpoint, tmp_path / str(n), *flags, num_ranks=n) for n in (1, 2))
     plain = trained(checkpoint, tmp_path / "plain", *estimator)
     assert abs(one["kl/reward_mean"]) > 0.01
     assert one["reward/kl"] == pytest.approx(-5 * one["kl/reward_mean"])
@@ -51,11 +51,12 @@ def test_a_run_with_a_moving_reference_and_coefficient_goes_on_bitwise(
 ) -> None:
     """The stop comes one rollout after an update of the reference, so that neither side begins with it."""
     flags = ["--kl-loss-coef", "0.1", *ADAPTIVE, "--ref-update-interval", "2", "--ref-load", reference]
-    flags += ["--nproc-per-node", "2", "--save-interval", "3"]
+    flags += ["--save-interval", "3"]
     base = ["--hf-checkpoint", str(checkpoint), *UNEVALUATED, *flags]
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     for folder, length in ((whole, "5"), (halves, "3"), (halves, "5")):
-        result = command.run([*base, "--output-dir", str(folder), "--num-rollout", length], tmp_path / "out")
+        argv = [*base, "--output-dir", str(folder), "--num-rollout", length]
+        result = command.run(argv, tmp_path / "out", num_ranks=2)
         assert result.code == 0, result.err
     rows = steps_of(learned(whole))
     assert steps_of(learned(halves)) == rows

@@ -16,8 +16,8 @@ from tests.e2e.command import TINY_RUN
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 def test_an_adapter_is_trained_exported_and_loaded_by_peft(checkpoint: Path, tmp_path: Path) -> None:
     whole = tmp_path / "run"
-    argv = ["--hf-checkpoint", str(checkpoint), *TINY_RUN, "--output-dir", str(whole), "--nproc-per-node", "2"]
-    result = command.run([*argv, "--lora-rank", "4", "--kl-loss-coef", "0.1"], tmp_path / "1")
+    argv = ["--hf-checkpoint", str(checkpoint), *TINY_RUN, "--output-dir", str(whole)]
+    result = command.run([*argv, "--lora-rank", "4", "--kl-loss-coef", "0.1"], tmp_path / "1", num_ranks=2)
     assert result.code == 0, result.err
     assert "LoRA of rank 4, alpha 32, on 14 weights: 8,192 of 99,200 parameters are trained" in result.err
 

@@ -27,15 +27,16 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trained(checkpoint: Path, folder: Path, *flags: str) -> list[dict[str, float]]:
+    """The metrics of a run on two ranks."""
     argv = ["--hf-checkpoint", str(checkpoint), "--output-dir", str(folder / "run"), *TINY, *flags]
-    result = command.run(argv, folder)
+    result = command.run(argv, folder, num_ranks=2)
     assert result.code == 0, result.err
     return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.slow
 def test_routes_of_the_engine_and_the_loss_of_the_router_on_two_ranks(moe: Path, tmp_path: Path) -> None:
-    flags = ["--router-replay", "rollout", "--router-aux-loss-coef", "config", "--nproc-per-node", "2"]
+    flags = ["--router-replay", "rollout", "--router-aux-loss-coef", "config"]
     rows = trained(moe, tmp_path, *flags, "--global-batch-size", "8", "--gradient-checkpointing")
     assert len(rows) == 2
     for row in rows:
@@ -48,10 +49,17 @@ def test_routes_of_the_engine_and_the_loss_of_the_router_on_two_ranks(moe: Path,
 
 @pytest.mark.slow
 def test_routes_of_scoring_in_two_epochs_on_two_ranks(moe: Path, tmp_path: Path) -> None:
-    flags = ["--steps-per-rollout", "4", "--epochs-per-rollout", "2", "--nproc-per-node", "2"]
+    flags = ["--steps-per-rollout", "4", "--epochs-per-rollout", "2"]
     [row, _] = trained(moe, tmp_path, "--router-replay", "scoring", *flags)
     assert "moe/load_max" in row
     assert "moe/aux_loss" not in row
+
+
+@pytest.mark.slow
+def test_routes_of_scoring_for_the_reward_alone_are_those_of_the_training_on_policy(moe: Path, tmp_path: Path) -> None:
+    [row, _] = trained(moe, tmp_path, "--router-replay", "scoring", "--kl-reward-coef", "0.1")
+    assert "moe/load_max" in row
+    assert row["policy/ratio_mean"] == 1
 
 
 @pytest.mark.slow

@@ -17,11 +17,11 @@ FLAGS = [
 SELECT = ["--algorithm", "dapo", "--curriculum", "pass_rate", "--curriculum-floor", "0.2"]
 
 
-def run(checkpoint: Path, folder: Path, *flags: str, labels: list[str] = LABELS) -> command.Result:
+def run(checkpoint: Path, folder: Path, *flags: str, labels: list[str] = LABELS, num_ranks: int = 1) -> command.Result:
     data = folder.parent / "rows.jsonl"  # its name is part of the prompts' ids, and so of the draws
     data.write_text("\n".join(json.dumps({"prompt": f"say {i}", "label": label}) for i, label in enumerate(labels)))
     argv = ["--hf-checkpoint", str(checkpoint), "--prompt-data", str(data), "--output-dir", str(folder / "run")]
-    return command.run([*argv, *FLAGS, *flags], folder)
+    return command.run([*argv, *FLAGS, *flags], folder, num_ranks=num_ranks)
 
 
 def selection(folder: Path) -> list[dict[str, float]]:
@@ -35,7 +35,7 @@ def test_a_resumed_run_selects_as_one_that_never_stopped_and_so_do_two_ranks(che
     assert run(checkpoint, whole, *SELECT).code == 0
     assert run(checkpoint, resumed, *SELECT, "--num-rollout", "1", "--no-export").code == 0
     assert run(checkpoint, resumed, *SELECT).code == 0
-    assert run(checkpoint, shared, *SELECT, "--nproc-per-node", "2", "--num-rollout", "2").code == 0
+    assert run(checkpoint, shared, *SELECT, "--num-rollout", "2", num_ranks=2).code == 0
 
     rows = selection(whole)
     assert len(rows) == 3
@@ -69,3 +69,13 @@ def test_rollouts_that_stay_short_are_trained_on_and_told_and_empty_ones_end_in_
     empty = run(checkpoint, tmp_path / "empty", *rounds, labels=["1"] * 8)
     assert empty.code == 2
     assert empty.err.splitlines()[-1].startswith("fsdptrain: --dynamic-sampling kept none of 8 groups in 2 rounds")
+
+
+@pytest.mark.slow
+def test_a_run_whose_rewards_are_all_alike_says_that_it_learns_nothing(checkpoint: Path, tmp_path: Path) -> None:
+    for name, labels in (("alike", ["0"] * 9), ("differ", LABELS)):
+        result = run(checkpoint, tmp_path / name, "--num-rollout", "4", "--no-export", labels=labels)
+        assert result.code == 0, result.err
+        told = [line for line in result.err.splitlines() if "nothing is learnt" in line]
+        assert len(told) == (name == "alike"), result.err
+        assert all("3 rollouts in a row, every reward was 0" in line for line in told)

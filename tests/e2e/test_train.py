@@ -25,7 +25,8 @@ policy/approx_kl policy/entropy mismatch/abs_mean mismatch/abs_max mismatch/k3 m
 mismatch/out_of_bounds optim/grad_norm optim/lr optim/skipped_steps perf/step_s perf/generate_s perf/score_s
 perf/train_s perf/sync_s perf/idle_s perf/tokens_per_s perf/tokens_per_s_per_device perf/mfu perf/mfu_causal
 perf/pack_fill perf/rank_imbalance perf/peak_memory_gib perf/host_rss_gib progress/samples progress/tokens
-progress/epoch eval/heldout/accuracy eval/heldout/pass@1 eval/heldout/pass@2 eval/heldout/length_mean
+progress/epoch progress/too_long_prompts eval/heldout/accuracy eval/heldout/pass@1 eval/heldout/pass@2
+eval/heldout/length_mean
 eval/heldout_greedy/accuracy
 """
 
@@ -68,17 +69,19 @@ def test_run_emits_every_metric_and_leaves_a_model_that_transformers_loads(check
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_run_that_was_killed_goes_on_bitwise(checkpoint: Path, tmp_path: Path, num_ranks: int) -> None:
-    flags = ["--num-rollout", "4", "--save-interval", "1", "--nproc-per-node", str(num_ranks)]
+    """The one that is killed has started its ranks itself, and takes them along."""
+    flags = ["--num-rollout", "4", "--save-interval", "1"]
     flags += ["--steps-per-rollout", "4", "--epochs-per-rollout", "2"]
     base = ["--hf-checkpoint", str(checkpoint), *TINY_RUN, *flags]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert command.run([*base, "--output-dir", str(whole)], tmp_path / "1").code == 0
+    assert command.run([*base, "--output-dir", str(whole)], tmp_path / "1", num_ranks=num_ranks).code == 0
 
-    process = command.start([*base, "--output-dir", str(killed)], tmp_path / "2")
+    argv = [*base, "--output-dir", str(killed)]
+    process = command.start([*argv, "--nproc-per-node", str(num_ranks)], tmp_path / "2")
     wait_for(killed / "checkpoints" / "step_00000002")
     os.kill(process.pid or 0, signal.SIGKILL)
     process.join()
-    resumed = command.run([*base, "--output-dir", str(killed)], tmp_path / "3")
+    resumed = command.run(argv, tmp_path / "3", num_ranks=num_ranks)
 
     assert resumed.code == 0, resumed.err
     assert learned(killed) == learned(whole)
@@ -110,8 +113,8 @@ def test_changed_options_of_a_resumed_run_are_told_and_of_a_finished_one_refused
 def test_run_does_not_depend_on_the_number_of_ranks(checkpoint: Path, tmp_path: Path) -> None:
     """The same prompts, completions and plan: float32 rewards and weights agree to rounding."""
     for num_ranks in (1, 2):
-        argv = ["--hf-checkpoint", str(checkpoint), *TINY_RUN, "--nproc-per-node", str(num_ranks)]
-        result = command.run([*argv, "--output-dir", str(tmp_path / f"{num_ranks}")], tmp_path / f"out{num_ranks}")
+        argv = ["--hf-checkpoint", str(checkpoint), *TINY_RUN, "--output-dir", str(tmp_path / f"{num_ranks}")]
+        result = command.run(argv, tmp_path / f"out{num_ranks}", num_ranks=num_ranks)
         assert result.code == 0, result.err
     one, two = metrics_of(tmp_path / "1"), metrics_of(tmp_path / "2")
     for name in ("reward/mean", "completion/length_mean", "loss/total", "optim/grad_norm", "mismatch/k3"):
@@ -124,9 +127,9 @@ def test_run_does_not_depend_on_the_number_of_ranks(checkpoint: Path, tmp_path: 
 def test_one_process_exports_a_run_of_replicas_without_its_reference(checkpoint: Path, tmp_path: Path) -> None:
     run, reference = tmp_path / "run", Path(shutil.copytree(checkpoint, tmp_path / "reference"))
     argv = ["--hf-checkpoint", str(checkpoint), "--output-dir", str(run), *TINY_RUN]
-    argv += ["--nproc-per-node", "2", "--fsdp-replicate-size", "2"]
+    argv += ["--fsdp-replicate-size", "2"]
     argv += ["--kl-loss-coef", "0.1", "--kl-loss-type", "k1", "--ref-load", str(reference)]
-    assert command.run(argv, tmp_path / "1").code == 0
+    assert command.run(argv, tmp_path / "1", num_ranks=2).code == 0
     shutil.rmtree(reference)
 
     exported = ["export", "--checkpoint", str(run / "checkpoints" / "step_00000002"), "--output", str(tmp_path / "hf")]

@@ -88,6 +88,14 @@ def test_a_batch_without_spread_or_without_samples_stays_as_it_is(scale: str) ->
     assert scale_over_batch([], scaling, dict) == []
 
 
+def test_a_batch_of_equal_rewards_has_no_std_whatever_the_rounding_of_its_mean() -> None:
+    """An estimator of one's own need not be 0 there; divided by what rounding leaves it would be a million."""
+    scaling = AdvantageRule(lambda rewards, _lengths: [reward - 0.5 for reward in rewards], "batch")
+    for count in range(2, 40):
+        made = assign_advantages([sample(f"g{i}", 0.1) for i in range(count)], scaling)
+        assert {s.advantage for s in scale_over_batch(made, scaling, dict)} == {0.0}
+
+
 @pytest.mark.parametrize("estimator", sorted(ADVANTAGES))
 @pytest.mark.parametrize("rewards", [[0.1] * 3, [0.7], [1e9 + 0.3] * 7])
 def test_a_group_without_spread_teaches_exactly_nothing(estimator: str, rewards: list[float]) -> None:

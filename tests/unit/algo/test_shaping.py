@@ -24,6 +24,15 @@ def test_the_overlong_penalty_has_the_values_of_dapo(length: int, penalty: float
     assert (shaped.reward, shaped.rewards) == (-1.0 + penalty, {"math": 0.5, "overlong": penalty})
 
 
+def test_an_episode_is_as_long_as_its_limit_counts_it() -> None:
+    """Half of what fills the limit are words of an environment; the length reward is for those of the model."""
+    episode = replace(sample(100, reward=0.0), loss_mask=[False] + ([True] * 5 + [False] * 5) * 10)
+    rule = ShapingRule(100, 20, {"overlong": 1.0, "length": 1.0})
+    shaped = shape([episode, sample(70)], rule)
+    assert [s.rewards["overlong"] for s in shaped] == [-1.0, 0.0]
+    assert [s.rewards["length"] for s in shaped] == [0.0, -0.5]
+
+
 def test_the_length_reward_has_the_values_of_kimi() -> None:
     """Right answers from +0.5 for the shortest to -0.5 for the longest; wrong ones gain nothing by being short."""
     rule = ShapingRule(100, 20, {"length": 0.2})
@@ -38,6 +47,13 @@ def test_the_length_reward_has_the_values_of_kimi() -> None:
     shaped = shape(made, rule)
     assert [s.rewards["length"] for s in shaped] == [0.5, 0.0, -0.5, -0.5, 0.0, 0.0]
     assert [s.reward for s in shaped] == pytest.approx([1.1, 0.0, 0.9, -0.1, 0.0, 1.0])
+
+
+def test_what_is_right_is_what_passes_in_evaluations() -> None:
+    made = [sample(10, 0.6), sample(20, 0.4), sample(30, 0.6)]
+    shaped = shape(made, ShapingRule(100, 20, {"length": 1.0}, pass_threshold=0.4))
+    assert [s.rewards["length"] for s in shaped] == [0.5, 0.0, -0.5]
+    assert [s.rewards["length"] for s in shape(made, ShapingRule(100, 20, {"length": 1.0}))] == [0.0, 0.0, -0.5]
 
 
 def test_an_unscored_sample_is_neither_shaped_nor_compared_with() -> None:

@@ -60,6 +60,7 @@ REFUSED = [
     ),
     ({**SFT, "rollout_batch_size": 8, "global_batch_size": 4}, ["--rollout-batch-size"], {"rollout_batch_size": 4}),
     ({"n_samples_per_prompt": 1}, ["--n-samples-per-prompt", "at least 2"], {"n_samples_per_prompt": 2}),
+    ({"n_samples_per_prompt": 1}, ["--n-samples-per-prompt"], {"advantage_estimator": "my.advantages:baseline"}),
     ({"kl_loss_type": "k1"}, ["--kl-loss-type", "--kl-loss-coef"], {"kl_loss_coef": 0.001}),
     ({"ref_load": "y"}, ["--ref-load", "--kl-loss-coef"], {"kl_reward_coef": 0.001}),
     ({"ref_update_interval": 5}, ["--ref-update-interval", "--kl-reward-coef"], {"kl_reward_coef": 0.001}),
@@ -79,6 +80,11 @@ REFUSED = [
         {"kl_target": 0.1, "kl_loss_coef": 0.1, "kl_reward_coef": 0.2},
         ["--kl-target 0.1", "--kl-loss-coef 0.1", "--kl-reward-coef 0.2", "choose one"],
         {"kl_loss_coef": 0.0},
+    ),
+    (
+        {"kl_reward_coef": 0.1, "mask_truncated": True},
+        ["--kl-reward-coef 0.1", "--mask-truncated", "--kl-loss-coef"],
+        {"mask_truncated": False},
     ),
     ({"kl_reward_coef": 0.1, "kl_loss_type": "k1"}, ["--kl-loss-type", "in the loss"], {"kl_loss_coef": 0.001}),
     ({"kl_loss_coef": 0.1, "kl_reward_type": "k3"}, ["--kl-reward-type", "in the reward"], {"kl_reward_coef": 0.001}),
@@ -137,6 +143,7 @@ REFUSED = [
     ({"curriculum_decay": 0.9}, ["--curriculum-decay", "--curriculum pass_rate"], {"curriculum": "pass_rate"}),
     ({"eval_interval": 0, "pass_threshold": 0.5}, ["--pass-threshold", "evaluated"], {"curriculum": "pass_rate"}),
     ({"eval_size": 0, "pass_threshold": 0.5}, ["--pass-threshold", "--eval-interval"], {"eval_size": 8}),
+    ({"eval_size": 0, "pass_threshold": 0.5}, ["--pass-threshold", "--length-penalty"], {"length_penalty": 0.2}),
     (
         {"advantage_estimator": "grppo"},
         ["--advantage-estimator", "'grppo'", "did you mean 'grpo'", "package.module:function"],
@@ -166,9 +173,10 @@ REFUSED = [
     ({**SFT, "mismatch_correction": "tis"}, ["--mismatch-correction", "sft"], {"algorithm": "grpo"}),
     ({**SFT, "router_replay": "rollout"}, ["--router-replay", "sft"], {"algorithm": "grpo"}),
     ({"router_replay": "scoring"}, ["--router-replay", "--router-replay rollout"], OFF_POLICY),
+    ({"router_replay": "scoring"}, ["--router-replay"], {"kl_reward_coef": 0.1}),  # which scores it on-policy too
     (
         {**OFF_POLICY, "router_replay": "scoring", "use_rollout_logprobs": True},
-        ["--router-replay", "no old logprobs are scored"],
+        ["--router-replay", "the policy is not scored"],
         {"router_replay": "rollout"},
     ),
     (

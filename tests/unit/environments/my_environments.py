@@ -24,6 +24,10 @@ def echo(prompt: Prompt, responses: Sequence[str], turns: int = 2) -> Turn:
     return Turn(f"you said {responses[-1]}", done=len(responses) == turns, reward=float(len(responses)))
 
 
+class RowsNotInAMethod(Countdown):
+    dataset = ({"prompt": "?"},)
+
+
 class WithoutStep:
     def reset(self, prompt: Prompt, seed: int) -> None: ...
 

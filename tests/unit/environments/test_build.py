@@ -42,6 +42,7 @@ def test_none_a_shipped_one_a_class_and_a_function():
         (f"{HERE}:WithoutStep", {}, "has no method step: it is a class with reset and step, or a function"),
         (f"{HERE}:Countdown", {"turn": 1}, "cannot be made with --environment-kwargs .* unexpected keyword"),
         (f"{HERE}:echo", {"turn": 1}, "cannot be made with --environment-kwargs"),
+        (f"{HERE}:RowsNotInAMethod", {}, "dataset must be a method, got "),
         (f"{HERE}:thing", {}, "3 is not a callable object"),
     ],
 )

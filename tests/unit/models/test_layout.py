@@ -114,6 +114,19 @@ def test_a_random_copy_is_exact_backward_too_and_agrees_with_the_model(name: str
     assert probe.gradient_difference < 3e-6
 
 
+def test_a_device_that_is_full_is_no_reason_for_another_layout() -> None:
+    """Packs are not inexact because there was no room for one: a run must not go on in padded rows."""
+    model = policy_model("qwen3")
+
+    def fail_on_packs(_: Any, args: Any, kwargs: Any) -> None:
+        if (kwargs["position_ids"] == 0).sum() > 1:
+            raise torch.OutOfMemoryError("no room")
+
+    model.model.layers[0].register_forward_pre_hook(fail_on_packs, with_kwargs=True)
+    with pytest.raises(torch.OutOfMemoryError):
+        choose_layout(model, "auto", **OPTIONS)
+
+
 def test_a_random_copy_holds_one_layer_of_each_kind() -> None:
     deepseek = random_copy(zoo.config("deepseek_v3", num_hidden_layers=6, first_k_dense_replace=2))
     assert [layer.mlp.__class__.__name__ for layer in deepseek.model.layers] == ["DeepseekV3MLP", "DeepseekV3MoE"]

@@ -1,6 +1,7 @@
 """Router replay on stock models: own routes change nothing, others are taken with the family's own weights."""
 
 import dataclasses
+from itertools import product
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ from fsdptrain.config.effects import NoEffectError
 from fsdptrain.errors import ConfigError
 from fsdptrain.models.checkpointing import enable_gradient_checkpointing
 from fsdptrain.models.policy import install_policy_forward, plain_batch, policy_logprobs
-from fsdptrain.models.router import RouterReplay, expert_choice
+from fsdptrain.models.random_copy import random_copy
+from fsdptrain.models.router import RouterReplay
 from fsdptrain.models.router_check import aux_loss_coef, check_replay, replay_refusal
+from fsdptrain.models.structure import expert_choice
 from fsdptrain.types import NO_ROUTE
 from tests import zoo
 
@@ -52,11 +55,11 @@ def foreign(routes: torch.Tensor, num_experts: int) -> torch.Tensor:
     return torch.where(routes == NO_ROUTE, NO_ROUTE, orders).to(torch.int16)
 
 
-@pytest.mark.parametrize("layout", ["packed", "padded"])
-@pytest.mark.parametrize("name", zoo.MOE)
+UNPACKABLE = {("qwen3_next", "packed")}  # its convolution knows no packs
+
+
+@pytest.mark.parametrize(("name", "layout"), sorted({*product(zoo.MOE, ["packed", "padded"])} - UNPACKABLE))
 def test_own_routes_change_no_bit_and_foreign_ones_are_taken(name, layout):
-    if name == "qwen3_next" and layout == "packed":
-        pytest.skip("its convolution knows no packs")
     model, batch = replaying(name), batch_of()
     plain, gradients, _ = run(model, batch, layout)
     recorded, _, routes = run(model, batch, layout, with_routes=True)
@@ -113,7 +116,7 @@ def test_gradient_checkpointing_takes_the_same_experts_again(layout):
 
 @pytest.mark.parametrize("name", zoo.MOE)
 def test_the_check_accepts_what_is_exact(name):
-    check_replay(zoo.config(name), "rollout")
+    assert replay_refusal(random_copy(zoo.config(name))) == ""
 
 
 def test_the_check_names_what_cannot_be_replayed():

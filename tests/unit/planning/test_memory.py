@@ -67,7 +67,7 @@ def test_the_reference_and_a_whole_copy_are_on_the_host():
 ADAPTER = 40_000_000
 ADAPTED = replace(
     DEMAND,
-    counts=ParameterCounts(COUNTS.total + ADAPTER, 101_000_000, 400_000_000, COUNTS.total, most_trained=1_000_000),
+    counts=ParameterCounts(COUNTS.total + ADAPTER, 101_000_000, 400_000_000, COUNTS.total, 1_000_000, ADAPTER),
 )
 
 
@@ -85,6 +85,15 @@ def test_an_adapter_has_the_optimizer_and_frozen_weights_are_in_the_compute_dtyp
     engine = load_memory_need(replace(ADAPTED, embedded_engine=True), GPU).device_parts["the embedded engine"]
     assert engine == 2 * COUNTS.total
     assert "4.04 B parameters (40.00 M of them trained) over 8 shards" in load_memory_line(ADAPTED, GPU)
+
+
+def test_what_a_stock_model_freezes_is_no_base_of_an_adapter():
+    """Biases of routers, in some families: the engine and the reference still hold the whole model."""
+    partly = replace(DEMAND, counts=replace(COUNTS, frozen=8), reference=True, embedded_engine=True)
+    need = load_memory_need(partly, GPU)
+    assert need.device_parts["weights"] == SHARD
+    assert need.device_parts["the embedded engine"] == 2 * COUNTS.total
+    assert need.host_parts == {"the reference": 8 * SHARD}
 
 
 def test_without_a_device_everything_is_on_the_host():

@@ -1,10 +1,11 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fsdptrain.config import RewardConfig
 from fsdptrain.errors import ConfigError
-from fsdptrain.rewards import build_reward, reads_environment
+from fsdptrain.rewards import build_reward, reads_environment, score_completions
 from fsdptrain.types import Episode, Prompt
 
 PROMPT = Prompt("p", [1], "", label="4")
@@ -59,6 +60,32 @@ def test_a_detail_of_one_reward_never_hides_another(tmp_path: Path, monkeypatch:
     reward = build_reward(RewardConfig(reward=["math=2", "detailed:f=4"]), prompt_data="x")
     assert reward(PROMPT, "4") == {"math": 1.0, "f": 0.25, "reward": 3.0}
     assert reward.weights == {"math": 2.0, "f": 4.0}
+
+
+def test_functions_of_one_name_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("rm_one", "rm_two"):
+        (tmp_path / f"{module}.py").write_text("def compute_score(prompt, response):\n    return 0.5\n")
+    monkeypatch.chdir(tmp_path)
+    reward = build_reward(RewardConfig(reward=["rm_one:compute_score=2", "rm_two:compute_score"]), prompt_data="x")
+    assert reward.weights == {"rm_one.compute_score": 2.0, "rm_two.compute_score": 1.0}
+
+
+def test_a_reward_that_cannot_score_is_named() -> None:
+    reward = build_reward(RewardConfig(reward=["format", "math"]), prompt_data="x")
+    scores = score_completions(reward, [replace(PROMPT, label=None), PROMPT], [GOOD, GOOD])
+    assert scores.first_error == "math returned None, which means that it cannot score this"
+    assert [score.reward for score in scores.scores] == [None, 2.0]
+
+
+@pytest.mark.parametrize("name", ["reward", "mean", "length"])
+def test_a_function_whose_name_means_something_else_in_metrics_goes_by_its_full_name(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / f"mine_{name}.py").write_text(f"def {name}(prompt, response):\n    return 0.5\n")
+    monkeypatch.chdir(tmp_path)
+    reward = build_reward(RewardConfig(reward=[f"mine_{name}:{name}=2", "math"]), prompt_data="x")
+    assert reward(PROMPT, "4") == {f"mine_{name}.{name}": 0.5, "math": 1.0, "reward": 2.0}
+    assert reward.weights == {f"mine_{name}.{name}": 2.0, "math": 1.0}
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 from fsdptrain.data.routes import sample_routes
 from fsdptrain.errors import RolloutError
 from fsdptrain.models.policy import install_policy_forward, plain_batch, policy_logprobs
-from fsdptrain.models.router import RouterReplay, expert_choice
+from fsdptrain.models.router import RouterReplay
+from fsdptrain.models.structure import expert_choice
 from fsdptrain.rollout.hf import HFEngine
 from fsdptrain.testing import tiny_qwen3
 from fsdptrain.types import NO_ROUTE, Completion, Prompt, SamplingParams

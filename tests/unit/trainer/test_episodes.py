@@ -193,7 +193,7 @@ def test_rewards_add_up_by_their_parts():
 def test_an_environment_that_judges_nothing_leaves_its_episode_unscored():
     made, _ = play(lambda turn, _: Turn(done=True))
     assert [sample.reward for sample in made.samples] == [None] * 4
-    assert made.scores.first_error == "the reward returned None"
+    assert made.scores.first_error.startswith("the environment gave no reward in this episode: score ")
 
 
 def test_rewards_that_nobody_reads_are_an_error():

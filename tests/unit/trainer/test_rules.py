@@ -5,7 +5,9 @@ import pytest
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
 from fsdptrain.rewards import build_reward
-from fsdptrain.trainer.rules import advantage_rule, shaping_rule
+from fsdptrain.trainer.rules import advantage_rule, selection_rules, shaping_rule
+from fsdptrain.trainer.selection import group_result
+from fsdptrain.types import Sample
 
 
 def config(**values) -> Config:
@@ -22,9 +24,24 @@ def test_rewards_and_penalties_are_normalised_one_by_one_with_their_weights() ->
     assert rule_of(config(length_penalty=0.2)).weights is None
 
 
+def test_a_group_is_kept_if_any_reward_that_is_normalised_by_itself_differs() -> None:
+    """(1, 0) and (0, 1) have one sum, and GDPO tells them apart. A reward of weight 0 teaches nothing."""
+    made = config(algorithm="dapo", reward=["math", "format", "exact=0"])
+    apart = config(algorithm="dapo", reward=["math", "format", "exact=0"], multi_reward="normalize_then_sum")
+    rewards = [{"math": 1.0, "format": 0.0, "exact": 5.0}, {"math": 0.0, "format": 1.0, "exact": 0.0}]
+    group = [Sample("g", [1], [True], [0.0], reward=1.0, rewards=parts) for parts in rewards]
+    assert group_result(group, selection_rules(made, rule_of(made)), owner=0).spread == 0
+    rules = selection_rules(apart, rule_of(apart))
+    assert rules.parts == ("math", "format")
+    assert group_result(group, rules, owner=0).spread == 1
+    assert group_result(group[:1] * 2, rules, owner=0).spread == 0
+
+
 def test_only_penalties_that_are_on_shape() -> None:
     assert shaping_rule(config()).coefficients == {}
-    assert shaping_rule(config(algorithm="dapo", length_penalty=0.2)).coefficients == {"overlong": 1.0, "length": 0.2}
+    both = shaping_rule(config(algorithm="dapo", length_penalty=0.2, pass_threshold=0.7))
+    assert both.coefficients == {"overlong": 1.0, "length": 0.2}
+    assert both.pass_threshold == 0.7
 
 
 def test_the_scale_is_that_of_the_estimator_or_the_chosen_one() -> None:

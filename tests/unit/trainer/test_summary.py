@@ -1,6 +1,24 @@
-"""Several optimizer steps of a rollout are one record."""
+"""What is reported of a rollout, and several optimizer steps of it as one record."""
 
-from fsdptrain.trainer.summary import mean_metrics
+from fsdptrain import platform
+from fsdptrain.algo.advantages import ADVANTAGES, AdvantageRule
+from fsdptrain.rewards import Score, Scores
+from fsdptrain.trainer.experience import Experience
+from fsdptrain.trainer.summary import RewardNames, mean_metrics, sample_metrics
+from fsdptrain.types import Sample
+
+
+def test_the_report_is_of_the_reward_and_of_all_that_could_not_be_scored() -> None:
+    """Dynamic sampling has left out the two groups that were not scored; a detail is called as a metric of ours."""
+    kept = [
+        Sample("g", [1, 2], [False, True], [0.0] * 2, reward=r, rewards={"mean": 9.0, "math": r}) for r in (0.0, 1.0)
+    ]
+    scores = Scores([Score(0.0), Score(1.0), Score(None), Score(None)], 2, "no reason")
+    rule = AdvantageRule(ADVANTAGES["grpo"], "group")
+    with platform.process_group(60):
+        metrics = sample_metrics(Experience(kept, scores=scores), RewardNames(), rule)
+    assert (metrics["reward/mean"], metrics["reward/math"]) == (0.5, 0.5)
+    assert metrics["reward/unscored_fraction"] == 0.5
 
 
 def test_a_skipped_step_has_no_gradient_norm_and_takes_none_away() -> None:

@@ -1,0 +1,29 @@
+"""The products that perf/mfu counts are those that torch sees the stock model do."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, Ernie4_5_MoeConfig
+
+from fsdptrain.planning.flops import model_flops
+from tests import zoo
+
+LENGTH = 64
+ERNIE = Ernie4_5_MoeConfig(  # names its experts otherwise than most: moe_k of moe_num_experts
+    vocab_size=zoo.VOCAB_SIZE, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, moe_intermediate_size=64, moe_num_experts=8, moe_k=2, moe_num_shared_experts=1,
+    moe_layer_start_index=0, moe_layer_interval=1, pad_token_id=0,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen3", "gpt2", "gemma3", "qwen3_moe", "mixtral", "gpt_oss", "ernie4_5_moe"]
+)
+def test_a_forward_pass_costs_what_torch_counts(name: str) -> None:
+    config = ERNIE if name == "ernie4_5_moe" else zoo.config(name)
+    config._experts_implementation = "eager"  # one product for each expert, all of them counted
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.arange(5, 5 + LENGTH)[None], use_cache=False)
+    counted = model_flops(model).forward([LENGTH], LENGTH, causal=False)
+    assert counted == pytest.approx(counter.get_total_flops(), rel=0.01)

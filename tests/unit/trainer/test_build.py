@@ -1,0 +1,29 @@
+"""Data to train on and to evaluate on; what is left out of an evaluation is told."""
+
+import pytest
+
+from fsdptrain.config import Config
+from fsdptrain.testing import tiny_tokenizer
+from fsdptrain.trainer.build import build_data
+
+LONG = "a" * 60
+
+
+@pytest.mark.parametrize(
+    ("num_short", "num_long", "eval_size", "held_out", "told"),
+    [
+        (30, 0, None, 3, []),
+        (9, 0, None, 0, ["nothing is evaluated: 9 rows are too few to hold out a tenth of; set --eval-size"]),
+        (9, 0, 0, 0, []),
+        (9, 0, 2, 2, []),
+        (0, 3, 2, 0, ["evaluations leave out 2 of 2 prompts, which are longer than 40 tokens"]),
+    ],
+)
+def test_what_an_evaluation_lacks_is_told(num_short, num_long, eval_size, held_out, told, caplog) -> None:
+    rows = [
+        {"prompt": f"{text} {i}", "label": ""} for text, n in (("a", num_short), (LONG, num_long)) for i in range(n)
+    ]
+    config = Config(hf_checkpoint="x", prompt_data="x.jsonl", rollout_max_prompt_len=40, eval_size=eval_size)
+    _, prompts = build_data(config, tiny_tokenizer(), rows, None)
+    assert len(prompts) == held_out
+    assert [record.getMessage() for record in caplog.records] == told
