@@ -28,8 +28,9 @@ test: install  ## everything that runs without a GPU
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) -m 'not gpu' --durations=15
 	@$(MAKE) --no-print-directory test-vllm
 
-test-vllm: .venv-vllm/.installed  ## what holds vLLM and the trainer in one process, in an environment of its own
+test-vllm: install .venv-vllm/.installed  ## vLLM in the trainer's process, and its servers in an environment of their own
 	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/vllm --durations=5
+	OMP_NUM_THREADS=1 FSDPTRAIN_VLLM_PYTHON=.venv-vllm/bin/python $(BIN)/pytest -m 'not gpu' tests/vllm/servers --durations=5
 
 .venv-vllm/.installed: pyproject.toml constraints-vllm.txt
 	@echo "Installing vLLM for the CPU into .venv-vllm: a few minutes on the first call, nothing later."

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from fsdptrain.config.algorithm_checks import ALGORITHM_CHECKS
 from fsdptrain.config.effects import Problem, without_effect
+from fsdptrain.config.server_checks import SERVER_ENGINE, check_servers
 from fsdptrain.errors import ConfigError
 from fsdptrain.registry import plugin_names, suggest
 
@@ -166,10 +167,9 @@ def _lengths(config: Config) -> Iterator[Problem]:
     if config.rollout.engine == "hf":
         reason = "with --rollout-engine hf: leave it out, or use --rollout-engine vllm"
         yield from without_effect(config, "rollout_engine_args rollout_kv_cache_gib", reason)
-    if config.rollout.engine == "vllm":
-        yield from without_effect(
-            config, "rollout_max_batch_tokens", "with --rollout-engine vllm, which sizes its own cache"
-        )
+    if config.rollout.engine in ("vllm", SERVER_ENGINE):
+        reason = f"with --rollout-engine {config.rollout.engine}, which sizes its own cache"
+        yield from without_effect(config, "rollout_max_batch_tokens", reason)
     elif config.generates and config.rollout.max_batch_tokens < config.prompt_budget + response:
         yield (
             f"--rollout-max-batch-tokens {config.rollout.max_batch_tokens} cannot hold one sequence of "
@@ -259,5 +259,6 @@ def _launch(config: Config) -> Iterator[Problem]:
 
 
 _CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (
-    _model, _memory, _lora, _data, _vision, _environment, *ALGORITHM_CHECKS, _lengths, _schedule, _run, _log, _launch,
+    _model, _memory, _lora, _data, _vision, _environment, *ALGORITHM_CHECKS, _lengths, check_servers, _schedule, _run,
+    _log, _launch,
 )  # fmt: skip

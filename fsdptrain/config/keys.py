@@ -11,6 +11,7 @@ from fsdptrain.config import sections
 from fsdptrain.config.algorithm import AlgorithmConfig, SelectionConfig, ShapingConfig
 from fsdptrain.config.former_flags import FORMER_FLAGS
 from fsdptrain.config.section import Section
+from fsdptrain.config.sync import SyncConfig
 from fsdptrain.errors import ConfigError
 from fsdptrain.registry import suggest
 
@@ -27,6 +28,7 @@ SECTIONS: dict[str, type[Section]] = {
     "batch": sections.BatchConfig,
     "fsdp": sections.FsdpConfig,
     "rollout": sections.RolloutConfig,
+    "sync": SyncConfig,
     "ref": sections.RefConfig,
     "router": sections.RouterConfig,
     "run": sections.RunConfig,

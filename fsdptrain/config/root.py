@@ -27,6 +27,7 @@ from fsdptrain.config.sections import (
     RouterConfig,
     RunConfig,
 )
+from fsdptrain.config.sync import SyncConfig
 
 
 class Config(Section):
@@ -49,6 +50,7 @@ class Config(Section):
     batch: BatchConfig = BatchConfig()
     fsdp: FsdpConfig = FsdpConfig()
     rollout: RolloutConfig = RolloutConfig()
+    sync: SyncConfig = SyncConfig()
     ref: RefConfig = RefConfig()
     router: RouterConfig = RouterConfig()
     run: RunConfig = RunConfig()

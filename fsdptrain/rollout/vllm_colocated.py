@@ -3,7 +3,6 @@
 vLLM is imported when an engine is built, never before: it patches torch on import. All of it that we touch is here.
 """
 
-import hashlib
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -11,14 +10,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig
 
 from fsdptrain import platform
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError, RolloutError
 from fsdptrain.protocols import Naming
+from fsdptrain.rollout.sampling import seed_of
 from fsdptrain.rollout.stop_tokens import stop_tokens
+from fsdptrain.rollout.tied_head import repack_tied_head
 from fsdptrain.types import Completion, Prompt, SamplingParams
 
 # Set before vLLM is imported: the engine in this very process, no telemetry, and threads that sleep when they wait
@@ -119,26 +120,6 @@ class VLLMEngine:
         if output.finish_reason not in ("stop", "length"):
             raise RolloutError(f"vLLM ended the answer to prompt {prompt.id!r} by {output.finish_reason!r}")
         return Completion(prompt.id, tokens, logprobs, output.finish_reason, self.policy_version)
-
-
-def seed_of(seed: int, prompt_id: str, index: int) -> int:
-    """A seed for one request that does not depend on what is generated beside it. 63 bits."""
-    digest = hashlib.blake2b(f"{seed}/{index}/{prompt_id}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
-def repack_tied_head(model: nn.Module) -> None:
-    """Give a tied head the weights that its embedding has received. Nothing to do on a GPU, where they are one tensor.
-
-    On a CPU vLLM keeps linear layers in a packed copy, and makes it anew only for layers that received weights: a
-    tied head receives none, and would go on answering with its old ones.
-    """
-    embeddings = {p.data_ptr() for name, p in model.named_parameters(remove_duplicate=False) if "embed" in name}
-    for name, module in model.named_modules():
-        head: Any = module
-        is_packed_head = name.rpartition(".")[2] == "lm_head" and hasattr(head, "cpu_linear")
-        if is_packed_head and head.weight.data_ptr() in embeddings:
-            head.quant_method.process_weights_after_loading(head)
 
 
 def build_vllm_engine(config: Config, *, checkpoint: Path, device: torch.device) -> VLLMEngine:

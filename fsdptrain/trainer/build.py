@@ -19,6 +19,7 @@ from fsdptrain.algo.losses import LOSSES
 from fsdptrain.backends.fsdp import FSDPBackend
 from fsdptrain.config import Config
 from fsdptrain.config.algorithm import AlgorithmConfig, SelectionConfig
+from fsdptrain.config.server_checks import SERVER_ENGINE
 from fsdptrain.data.curriculum import PassRates
 from fsdptrain.data.prompts import PromptStream, make_prompts
 from fsdptrain.data.sources import Row, Rows, as_rows, content_hash, environment_rows, load_rows, split_rows
@@ -90,13 +91,14 @@ def build_parts(
         engine_name = config.rollout.engine if processor is None else "hf"  # the one that is given images
         make_engine = engine_factory(engine_name, device_type=platform.device_type())
     generates = bool(held_out) or config.algorithm.algorithm != "sft"
+    has_servers = config.rollout.engine == SERVER_ENGINE  # with devices of their own
     device = platform.local_device()
     with ExitStack() as stack:
         loggers = open_loggers(config, folder, stack)
         backend = FSDPBackend(
             config,
             total_steps=config.total_optimizer_steps,
-            before_load=lambda model: plan_memory(model, config, embedded_engine=generates),
+            before_load=lambda model: plan_memory(model, config, embedded_engine=generates and not has_servers),
         )
         if backend.adapters is not None:
             log.info("%s", backend.adapters.line)
