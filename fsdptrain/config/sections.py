@@ -273,6 +273,9 @@ class RunConfig(Section):
     """Sampling temperature of the evaluation."""
     eval_greedy: bool = False
     """Evaluate greedy decoding too, as eval/heldout_greedy."""
+    sync_check: Literal["every", "first", "off"] | None = None
+    """Stop where the engine does not hold the trainer's weights, or computes other logprobs with them: looked at after
+    every hand-over, or the first. Default: every, if the engine can be looked at."""
 
 
 class LogConfig(Section):

@@ -135,11 +135,13 @@ class _Run:
             self._step += 1
             self._update_reference()
             with watch("sync"):
-                self._hand_over_weights()
+                watch.seconds["sync_check"] = self._hand_over_weights()
         metrics |= kl_metrics | summary.mean_metrics(trained)
         metrics |= self._kl.adapt(metrics)
         metrics |= summary.packing_metrics(steps)
         metrics |= self._performance(steps, watch, num_tokens=metrics["progress/tokens"])
+        if self._parts.sync_check is not None and self._parts.sync_check.is_due:
+            metrics |= summary.reduce_max(self._parts.sync_check.metrics())
         metrics |= self._advance(metrics)
         self._report(metrics)
         self._log_samples(experience.shown, "train")
@@ -198,13 +200,19 @@ class _Run:
         if interval is not None and self._step % interval == 0:
             self._parts.backend.update_reference()
 
-    def _hand_over_weights(self) -> None:
-        """Where the engine will generate before the next optimizer step; else it stays asleep."""
-        engine = self._parts.engine
+    def _hand_over_weights(self) -> float:
+        """Where the engine will generate before the next optimizer step; else it stays asleep.
+
+        Returns what the proof of it took. [s]
+        """
+        engine, check = self._parts.engine, self._parts.sync_check
         generates = self._config.algorithm.algorithm != "sft" and self._step < self._config.run.num_rollout
-        if engine is not None and (generates or self._evaluation_is_due):
-            engine.wake_up()
-            engine.update_weights(self._parts.backend.hf_weights(engine.weight_naming), self._step)
+        if engine is None or not (generates or self._evaluation_is_due):
+            return 0.0
+        engine.wake_up()
+        weights = self._parts.backend.hf_weights(engine.weight_naming)
+        engine.update_weights(check.watch(weights) if check else weights, self._step)
+        return check.check(self._step) if check else 0.0
 
     @property
     def _evaluation_is_due(self) -> bool:
@@ -222,7 +230,7 @@ class _Run:
         self._log_samples(shown, "heldout")
 
     def _performance(self, steps: Sequence[StepBatches], watch: Stopwatch, *, num_tokens: float) -> Metrics:
-        names = ("step", "generate", "reward", "idle", "score", "train", "sync")
+        names = ("step", "generate", "reward", "idle", "score", "train", "sync", "sync_check")
         slowest = summary.reduce_max({f"perf/{name}_s": watch.seconds.get(name, 0.0) for name in names})
         world_size = dist.get_world_size()
         tokens_per_s = num_tokens / slowest["perf/step_s"]
