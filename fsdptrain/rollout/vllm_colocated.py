@@ -5,7 +5,7 @@ vLLM is imported when an engine is built, never before: it patches torch on impo
 
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError, RolloutError
 from fsdptrain.protocols import Naming
 from fsdptrain.rollout.stop_tokens import stop_tokens
+from fsdptrain.rollout.vllm_readback import checksums
 from fsdptrain.types import Completion, Prompt, SamplingParams
 
 # Set before vLLM is imported: the engine in this very process, no telemetry, and threads that sleep when they wait
@@ -52,6 +53,7 @@ class VLLMEngine:
         self.policy_version = 0
         self._sleeps = bool(options.get("enable_sleep_mode"))
         self._has_weights = False
+        self._cached_tokens = 0
         fixed = {"model": str(checkpoint), "load_format": "dummy", "logprobs_mode": "processed_logprobs"}
         self._llm = vllm.LLM(
             **options, **fixed, trust_remote_code=trust_remote_code, skip_tokenizer_init=True, disable_log_stats=True
@@ -81,7 +83,16 @@ class VLLMEngine:
             [self._params(prompt, k, sampling) for prompt, k in asked],
             use_tqdm=False,
         )
+        self._cached_tokens = sum(out.num_cached_tokens or 0 for out in outputs)
         return [self._completion(prompt, out.outputs[0]) for (prompt, _), out in zip(asked, outputs, strict=True)]
+
+    def checksums(self, names: Collection[str]) -> Mapping[str, int]:
+        """Of the layers that answer: of those of `names` that vLLM keeps as a checkpoint does, fused or not."""
+        return self._llm.apply_model(lambda model: checksums(model, names))[0]
+
+    def cached_tokens(self) -> int:
+        """Of the prompts of the last `generate`, also those that two of them share."""
+        return self._cached_tokens
 
     def sleep(self) -> None:
         """Free weights and cache where the device is a GPU; the weights must come again before the next `generate`."""
