@@ -54,9 +54,10 @@ class _Reader:
             return None
         path, _, kind = inner.rpartition(".")
         parent, _, leaf = path.rpartition(".")
-        if path in self._modules or leaf not in self._fused:
+        part = name.rpartition(".")[0].rpartition(".")[2]  # some mappers give the name of the fused layer
+        fused, index = self._fused.get(part, ("", 0))
+        if not fused or leaf not in (part, fused) or (leaf == part and path in self._modules):
             return self._whole(path, kind)
-        fused, index = self._fused[leaf]
         path = f"{parent}.{fused}" if parent else fused
         whole = self._whole(path, kind)
         sizes = getattr(self._modules.get(path), "output_sizes", None)

@@ -14,6 +14,8 @@ from torch import Tensor
 from fsdptrain.backends.fsdp import FSDPBackend
 from fsdptrain.config import Config
 from fsdptrain.errors import RolloutError
+from fsdptrain.fsdp.shards import local_shard
+from fsdptrain.models.structure import reshard
 from fsdptrain.rollout.hf import build_hf_engine
 from fsdptrain.testing import save_tiny_checkpoint, spawn, tiny_tokenizer
 from fsdptrain.trainer.sync_check import build_sync_check
@@ -46,8 +48,9 @@ class Courier:
 def train_a_little(backend: FSDPBackend, seed: int) -> None:
     """As an optimizer step would: in bf16 it leaves most values of a tensor as they are."""
     torch.manual_seed(seed)
+    reshard(backend.model)
     with torch.no_grad():
-        for parameter in backend.model.parameters():
+        for parameter in map(local_shard, backend.model.parameters()):
             parameter.add_(1e-3 * parameter.abs().mean() * torch.randn_like(parameter))
 
 

@@ -1,11 +1,9 @@
 """With vLLM too, --sync-check names the tensor that did not arrive, and sees a prefix cache that was kept."""
 
 import random
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
-from torch import Tensor
 
 from fsdptrain.backends.fsdp import FSDPBackend
 from fsdptrain.config import Config
@@ -16,7 +14,7 @@ from fsdptrain.trainer.sync_check import build_sync_check
 from tests.distributed.test_sync_check import Courier, train_a_little
 
 FAULTS = ("stale", "permuted", "not sent", "prefix cache kept")
-TRIES = 24
+TRIES = 16
 
 
 class KeptCache:
@@ -72,7 +70,7 @@ def what_the_check_said(folder: Path, bf16: bool) -> tuple[list[tuple[str, str, 
 def test_each_fault_is_named(tmp_path, bf16, tied):
     folder = save_tiny_checkpoint(tmp_path / "model", head_dim=32, tie_word_embeddings=tied)
     [(found, apart)] = spawn(1, what_the_check_said, folder, bf16, timeout=500)
-    print(sorted(apart)[-3:])
+    assert max(apart) < (0.05 if bf16 else 1e-5), apart  # far from what the check allows
     for fault, victim, said in found:
         assert said is not None, f"{fault} {victim} was not seen"
         assert (victim or "prefix cache") in said, f"{fault} {victim}: {said}"
