@@ -4,7 +4,7 @@ Nothing is inherited: an object with these methods will do. Every method of an e
 ranks call it in the same order, and the implementation decides who acts.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -63,6 +63,25 @@ class CheckedEngine(RolloutEngine, Protocol):
     def cached_tokens(self) -> int:
         """Prompt tokens that the last `generate` took over from an earlier one."""
         ...
+
+
+@runtime_checkable
+class AdapterEngine(RolloutEngine, Protocol):
+    """An engine that holds the frozen weights of the checkpoint, and takes the adapter alone (--lora-sync adapter)."""
+
+    def update_adapter(
+        self, weights: Iterable[tuple[str, Tensor]], write_config: Callable[[Path], None], policy_version: int
+    ) -> None:
+        """Take the full tensors by peft's names (every rank iterates to the end); `write_config` makes
+        adapter_config.json in a folder. Collective."""
+        ...
+
+
+@runtime_checkable
+class MeasuredEngine(RolloutEngine, Protocol):
+    """An engine that has something to say of its last update, the same names on each rank. Not collective."""
+
+    def metrics(self) -> Metrics: ...
 
 
 class TrainBackend(Protocol):

@@ -65,6 +65,9 @@ class LoraConfig(Section):
     export: Literal["adapter", "merged", "both"] = "adapter"
     """What is written as the trained model: `adapter`: a peft folder. `merged`: a whole model. `both`: that, and the
     adapter in its folder `adapter`."""
+    sync: Literal["merged", "adapter"] = "merged"
+    """What the engine gets after each step: whole weights with the adapter in them, or the adapter alone, which only
+    vllm takes."""
 
 
 class DataConfig(Section):

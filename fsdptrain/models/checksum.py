@@ -18,7 +18,7 @@ _MASK = (1 << 64) - 1
 
 @torch.no_grad()
 def checksum(tensor: Tensor) -> int:
-    """64 bits that depend on each element and on its place. Both zeros count as one, as they do for a matrix product."""
+    """64 bits that depend on each element and on its place. Both zeros count as one, as in a product."""
     if tensor.is_floating_point():
         tensor = tensor + 0.0
     words = _words(tensor)
@@ -45,7 +45,7 @@ def _words(tensor: Tensor) -> Tensor:
 
 
 def _mixed(words: Tensor) -> Tensor:
-    """[rows, words]: each word with the factor of its place. Shifts bring what differs in high bits only down to the low ones."""
+    """[rows, words]: each word with the factor of its place. Shifts bring what differs in high bits to the low ones."""
     mixed = (words >> 32).bitwise_xor_(words).mul_(_factors(words.device)[: words.shape[-1]])
     return mixed.bitwise_xor_(mixed >> 29).mul_(_ODD)
 

@@ -25,7 +25,7 @@ def checksums(model: nn.Module, names: Collection[str]) -> dict[str, int]:
 
 @torch.inference_mode()
 def readable(model: nn.Module, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-    """Tensors as the model computes with them; a tied head in place of its embedding, where it has a copy of its own."""
+    """Tensors as the model computes with them: of an embedding with a tied head, what the head has made of it."""
     reader = _Reader(model)
     for name in names:
         tensor = reader.find(name)

@@ -17,7 +17,7 @@ from fsdptrain.data.packing import drop_overlong
 from fsdptrain.errors import CheckpointError, ConfigError, DataError, RolloutError
 from fsdptrain.fsdp.checkpoint import CheckpointFolder
 from fsdptrain.models.collective import together
-from fsdptrain.protocols import RewardFunction
+from fsdptrain.protocols import AdapterEngine, MeasuredEngine, RewardFunction, RolloutEngine
 from fsdptrain.trainer import summary
 from fsdptrain.trainer.batches import PackingRules, StepBatches, make_batches
 from fsdptrain.trainer.build import Parts, build_parts, loss_config
@@ -27,6 +27,7 @@ from fsdptrain.trainer.folder import PROGRESS_FILE, RunFolder, open_folder
 from fsdptrain.trainer.kl import KlControl, kl_in_reward
 from fsdptrain.trainer.scoring import Scorer
 from fsdptrain.trainer.summary import Stopwatch
+from fsdptrain.trainer.sync_check import SyncCheck
 from fsdptrain.types import Metrics, Sample
 
 
@@ -140,8 +141,7 @@ class _Run:
         metrics |= self._kl.adapt(metrics)
         metrics |= summary.packing_metrics(steps)
         metrics |= self._performance(steps, watch, num_tokens=metrics["progress/tokens"])
-        if self._parts.sync_check is not None and self._parts.sync_check.is_due:
-            metrics |= summary.reduce_max(self._parts.sync_check.metrics())
+        metrics |= self._sync_metrics()
         metrics |= self._advance(metrics)
         self._report(metrics)
         self._log_samples(experience.shown, "train")
@@ -210,9 +210,17 @@ class _Run:
         if engine is None or not (generates or self._evaluation_is_due):
             return 0.0
         engine.wake_up()
-        weights = self._parts.backend.hf_weights(engine.weight_naming)
-        engine.update_weights(check.watch(weights) if check else weights, self._step)
+        self._update_engine(engine, check)
         return check.check(self._step) if check else 0.0
+
+    def _update_engine(self, engine: RolloutEngine, check: SyncCheck | None) -> None:
+        backend = self._parts.backend
+        if self._config.lora.sync == "adapter":
+            assert isinstance(engine, AdapterEngine), "checks.py refuses other engines"
+            engine.update_adapter(backend.adapter_weights(), backend.write_adapter_config, self._step)
+            return
+        weights = backend.hf_weights(engine.weight_naming)
+        engine.update_weights(check.watch(weights) if check else weights, self._step)
 
     @property
     def _evaluation_is_due(self) -> bool:
@@ -241,6 +249,13 @@ class _Run:
             **self._parts.speed.utilisation(steps, train_s=slowest["perf/train_s"]),
             **summary.memory_metrics(planned=self._parts.planned_memory),
         }
+
+    def _sync_metrics(self) -> Metrics:
+        engine, check = self._parts.engine, self._parts.sync_check
+        found = check.metrics() if check else {}
+        if isinstance(engine, MeasuredEngine):
+            found |= engine.metrics()
+        return summary.reduce_max(found) if found else {}
 
     def _advance(self, metrics: Metrics) -> Metrics:
         self._totals = {name: total + metrics[name] for name, total in self._totals.items()}

@@ -73,7 +73,10 @@ class SyncCheck:
             yield name, tensor
 
     def check(self, version: int) -> float:
-        """After `update_weights`. RolloutError on all ranks; or what the proof took, checksums included. Collective. [s]"""
+        """After `update_weights`: RolloutError on all ranks, or what the proof took, checksums included. [s]
+
+        Collective.
+        """
         if not self.is_due:
             return 0.0
         start = time.perf_counter()
@@ -96,7 +99,7 @@ class SyncCheck:
 
     def metrics(self) -> Metrics:
         """Of this rank."""
-        return {"sync/probe_abs_mean": self._difference}
+        return {"sync/probe_abs_mean": self._difference} if self.is_due else {}
 
     def _wrong_weights(self) -> list[str]:
         held = self._engine.checksums(self._sent.keys() - (self._stored_otherwise or frozenset()))
