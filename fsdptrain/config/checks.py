@@ -91,9 +91,17 @@ def _memory(config: Config) -> Iterator[Problem]:
 def _lora(config: Config) -> Iterator[Problem]:
     lora = config.lora
     if not lora.rank:
-        keys = "lora_alpha lora_dropout lora_targets lora_use_dora lora_export"
+        keys = "lora_alpha lora_dropout lora_targets lora_use_dora lora_export lora_sync"
         yield from without_effect(config, keys, "without an adapter: set --lora-rank, e.g. 32")
-    elif config.algorithm.algorithm != "sft":
+        return
+    if lora.sync == "adapter" and config.rollout.engine != "vllm":
+        yield (
+            f"--lora-sync adapter needs --rollout-engine vllm, got {config.rollout.engine}: leave it out, and the "
+            "adapter is merged into the weights"
+        )
+    if lora.sync == "adapter" and lora.use_dora:
+        yield "--lora-sync adapter: vLLM has no DoRA (--lora-use-dora): leave it out, and the adapter is merged"
+    if config.algorithm.algorithm != "sft":
         reason = "in reinforcement learning, which trains without dropout: leave it out, or use --algorithm sft"
         yield from without_effect(config, "lora_dropout", reason)
     for name in sorted({name for name in lora.targets if lora.targets.count(name) > 1}):

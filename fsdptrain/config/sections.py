@@ -76,6 +76,9 @@ class LoraConfig(Section):
     export: Literal["adapter", "merged", "both"] = "adapter"
     """What is written as the trained model: `adapter`: a peft folder. `merged`: a whole model. `both`: that, and the
     adapter in its folder `adapter`."""
+    sync: Literal["merged", "adapter"] = "merged"
+    """What the engine gets after each step: whole weights with the adapter in them, or the adapter alone, which only
+    vllm takes."""
 
 
 class DataConfig(Section):
@@ -304,6 +307,9 @@ class RunConfig(Section):
     """Sampling temperature of the evaluation."""
     eval_greedy: bool = False
     """Evaluate greedy decoding too, as eval/heldout_greedy."""
+    sync_check: Literal["every", "first", "off"] | None = None
+    """Stop where the engine does not hold the trainer's weights, or computes other logprobs with them: looked at after
+    every hand-over, or the first. Default: every, if the engine can be looked at."""
 
 
 class LogConfig(Section):

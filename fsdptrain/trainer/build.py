@@ -44,6 +44,7 @@ from fsdptrain.trainer.experience import RolloutSource, SampleMaker, SampleSourc
 from fsdptrain.trainer.folder import RunFolder
 from fsdptrain.trainer.rules import advantage_rule, selection_rules, shaping_rule
 from fsdptrain.trainer.speed import Speed
+from fsdptrain.trainer.sync_check import SyncCheck, build_sync_check
 from fsdptrain.types import LossConfig, Prompt, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ class Parts:
     loss: Loss
     advantages: AdvantageRule
     engine: RolloutEngine | None  # None: nothing is ever generated
+    sync_check: SyncCheck | None
     stream: PromptStream
     source: SampleSource
     evaluation: Evaluation | None
@@ -105,9 +107,11 @@ def build_parts(
         log.info("%s", backend.layout_probe.line)
         report_fallbacks(backend, strict=config.model.strict)
         engine = make_engine(config, checkpoint=checkpoint, device=device) if generates else None
-        maker = evaluation = None
+        maker = evaluation = sync_check = None
         if engine is not None:
             stack.callback(engine.close)
+            with together(ConfigError, "--sync-check"):
+                sync_check = build_sync_check(config, engine, backend, tokenizer)
             maker = build_maker(told, tokenizer, engine=engine, reward=score, environment=environment)
             if held_out:
                 evaluation = Evaluation(config, maker, own_share(held_out))
@@ -116,6 +120,7 @@ def build_parts(
             loss=loss,
             advantages=advantages,
             engine=engine,
+            sync_check=sync_check,
             stream=stream,
             source=build_source(told, stream, tokenizer, maker, advantages),
             evaluation=evaluation,
