@@ -23,6 +23,7 @@ from fsdptrain.models.lora import Adapters, add_adapters
 from fsdptrain.models.materialize import store_in
 from fsdptrain.models.policy import install_policy_forward
 from fsdptrain.models.processor import ImageProcessor
+from fsdptrain.models.rotation import check_longest
 from fsdptrain.models.selective_check import check_selective
 from fsdptrain.models.structure import freeze_vision
 from fsdptrain.models.transfers import Transfers
@@ -47,6 +48,7 @@ def load_model(
     stored = compute_dtype if config.lora.rank else torch.float32
     attention = resolve_attention(config.model.attn_implementation, platform.device_type())
     model = build_meta_model(path, trust_remote_code=config.model.trust_remote_code, attn_implementation=attention)
+    check_longest(model.config, config.longest_sequence)
     if not config.model.train_vision:
         freeze_vision(model)
     adapters = None

@@ -288,9 +288,7 @@ def _state(model: PreTrainedModel, config: Config, num_shards: int, numbers: int
 
 def seqlens(config: Config) -> tuple[int, ...]:
     """The worst pack: full of the longest sequences that may come."""
-    budget = config.batch.max_tokens_per_gpu
-    response = 1 if config.algorithm.algorithm == "sft" else config.rollout.max_response_len
-    longest = min(budget, config.prompt_budget + response)
+    budget, longest = config.batch.max_tokens_per_gpu, config.longest_sequence
     rest = budget % longest
     return (longest,) * (budget // longest) + ((rest,) if rest else ())
 
