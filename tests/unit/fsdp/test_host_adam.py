@@ -21,9 +21,7 @@ class Weights(nn.Module):
         self.weights = nn.ParameterList([nn.Parameter(tensor) for tensor in tensors])
 
 
-def trained(
-    sizes: list[tuple[int, ...]], num_steps: int, *, num_without: int = 0, **values
-) -> dict[str, torch.Tensor]:
+def trained(sizes: list[tuple[int, ...]], num_steps: int, *, num_without: int = 0, **values) -> dict[str, torch.Tensor]:
     """`num_without`: so many of the first parameters never get a gradient."""
     model = Weights(sizes)
     config = OptimConfig(lr=0.1, weight_decay=0.1, lr_decay_style="linear", **values)
