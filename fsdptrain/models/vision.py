@@ -47,7 +47,7 @@ class Vision:
 
     def see(self, batch: PackedBatch, layout: Layout) -> tuple[dict[str, Any], Tensor | None]:
         """Arguments for the base model, beside those of the text; and a zero to add to what it makes, or None."""
-        images = batch.images
+        images, self._types = batch.images, None
         shown = self._blank.map(lambda x: x.to(batch.input_ids.device)) if images is None else images
         with nullcontext() if self._trained else torch.no_grad():
             encoded = self._base.get_image_features(**shown.inputs, return_dict=True)
