@@ -140,6 +140,24 @@ def test_gradients_are_those_of_the_plain_model_one_by_one(folders, whose, train
         assert max(worst.values()) < 2e-6, (name, worst)
 
 
+def adapted(folder: Path, whose: list[list[list[int]]], target: str) -> dict[str, Tensor]:
+    options = {"lora_rank": 4, "lora_targets": ["all-linear", target]}
+    return trained(folder, whose, train_vision=False, **options)
+
+
+def test_an_adapter_of_the_tower_does_not_depend_on_who_has_images(folders):
+    """In each pack one of two ranks has one. The embedding is frozen: on the other nothing but the blank image leads
+    to the tower, whose gradients are reduced in the same order there."""
+    [folder] = [folder for folder in folders if folder.name == "qwen3_vl"]
+    [wanted] = spawn(1, adapted, folder, [[[0], [3], [1]]], "attn.qkv")
+    for found in spawn(2, adapted, folder, [[[0], [3]], [[3], [1]]], "attn.qkv"):
+        assert any("visual" in name for name in found)
+        assert found.keys() == wanted.keys()
+        once_more = [name for name in found if "visual" in name]  # sample 3, which both have, has no image
+        largest = max(wanted[name].abs().max() for name in once_more)
+        assert max((found[name] - wanted[name]).abs().max() / largest for name in once_more) < 1e-5
+
+
 MEMORY = {
     "full": {"gradient_checkpointing": True, "offload_optimizer": True},
     "selective": {"gradient_checkpointing": True, "gradient_checkpointing_kind": "selective"},
