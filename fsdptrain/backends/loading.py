@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from fsdptrain import platform
 from fsdptrain.backends.experts import Experts
@@ -61,7 +61,7 @@ def load_model(
     if before_load is not None:
         before_load(model)
     with together(ConfigError, "--compile, --gradient-checkpointing-kind"):
-        _prepare_layers(model, path, config.model)
+        _prepare_layers(model, config.model)
     replay = experts.replay(model) if experts else None
     if config.model.offload_activations:
         enable_activation_offload(model, Transfers(platform.local_device()))
@@ -84,7 +84,7 @@ def load_model(
     return model, adapters
 
 
-def _prepare_layers(model: PreTrainedModel, path: Path, config: ModelConfig) -> None:
+def _prepare_layers(model: PreTrainedModel, config: ModelConfig) -> None:
     """Compiled, then recomputed. ConfigError where this machine lacks a compiler, or the model does not allow it."""
     if config.compile:
         check_compiler(platform.device_type())
@@ -92,6 +92,5 @@ def _prepare_layers(model: PreTrainedModel, path: Path, config: ModelConfig) -> 
     if config.gradient_checkpointing:
         kind, every = config.gradient_checkpointing_kind, config.gradient_checkpointing_every
         if kind == "selective":
-            trust = config.trust_remote_code
-            check_selective(AutoConfig.from_pretrained(path, trust_remote_code=trust), trust_remote_code=trust)
+            check_selective(model.config, trust_remote_code=config.trust_remote_code)
         enable_gradient_checkpointing(model, kind=kind, every=every)
