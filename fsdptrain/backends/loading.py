@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from fsdptrain import platform
 from fsdptrain.backends.experts import Experts
@@ -23,6 +23,7 @@ from fsdptrain.models.lora import Adapters, add_adapters
 from fsdptrain.models.materialize import store_in
 from fsdptrain.models.policy import install_policy_forward
 from fsdptrain.models.processor import ImageProcessor
+from fsdptrain.models.rotation import check_longest
 from fsdptrain.models.selective_check import check_selective
 from fsdptrain.models.structure import freeze_vision
 from fsdptrain.models.transfers import Transfers
@@ -47,6 +48,7 @@ def load_model(
     stored = compute_dtype if config.lora.rank else torch.float32
     attention = resolve_attention(config.model.attn_implementation, platform.device_type())
     model = build_meta_model(path, trust_remote_code=config.model.trust_remote_code, attn_implementation=attention)
+    check_longest(model.config, config.longest_sequence)
     if not config.model.train_vision:
         freeze_vision(model)
     adapters = None
@@ -59,7 +61,7 @@ def load_model(
     if before_load is not None:
         before_load(model)
     with together(ConfigError, "--compile, --gradient-checkpointing-kind"):
-        _prepare_layers(model, path, config.model)
+        _prepare_layers(model, config.model)
     replay = experts.replay(model) if experts else None
     if config.model.offload_activations:
         enable_activation_offload(model, Transfers(platform.local_device()))
@@ -82,7 +84,7 @@ def load_model(
     return model, adapters
 
 
-def _prepare_layers(model: PreTrainedModel, path: Path, config: ModelConfig) -> None:
+def _prepare_layers(model: PreTrainedModel, config: ModelConfig) -> None:
     """Compiled, then recomputed. ConfigError where this machine lacks a compiler, or the model does not allow it."""
     if config.compile:
         check_compiler(platform.device_type())
@@ -90,6 +92,5 @@ def _prepare_layers(model: PreTrainedModel, path: Path, config: ModelConfig) -> 
     if config.gradient_checkpointing:
         kind, every = config.gradient_checkpointing_kind, config.gradient_checkpointing_every
         if kind == "selective":
-            trust = config.trust_remote_code
-            check_selective(AutoConfig.from_pretrained(path, trust_remote_code=trust), trust_remote_code=trust)
+            check_selective(model.config, trust_remote_code=config.trust_remote_code)
         enable_gradient_checkpointing(model, kind=kind, every=every)

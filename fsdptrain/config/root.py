@@ -129,6 +129,14 @@ class Config(Section):
         return self.batch.max_tokens_per_gpu - response
 
     @property
+    def longest_sequence(self) -> int:
+        """That may be trained on, prompt and response. [tokens]"""
+        most = self.batch.max_tokens_per_gpu
+        if self.algorithm.algorithm == "sft":  # responses are those of the data
+            return most
+        return min(most, self.prompt_budget + self.rollout.max_response_len)
+
+    @property
     def evaluates(self) -> bool:
         """There is something to evaluate on, and a time for it."""
         return self.run.eval_interval > 0 and self.data.eval_size != 0

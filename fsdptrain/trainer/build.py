@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -33,7 +32,7 @@ from fsdptrain.models.loading import resolve_checkpoint
 from fsdptrain.models.lora import require_peft
 from fsdptrain.models.processor import ImageProcessor
 from fsdptrain.models.structure import count_parameters
-from fsdptrain.planning.memory import MemoryDemand, MemorySupply, check_load_memory, load_memory_line
+from fsdptrain.planning.memory import MemorySupply, check_load_memory, demand_of, load_memory_line
 from fsdptrain.planning.plan import Machine, Planner
 from fsdptrain.protocols import Logger, Loss, RewardFunction, RolloutEngine
 from fsdptrain.rewards import build_reward, reads_environment
@@ -163,21 +162,10 @@ def open_loggers(config: Config, folder: RunFolder, stack: ExitStack) -> list[Lo
 
 def plan_memory(model: PreTrainedModel, config: Config, *, embedded_engine: bool) -> None:
     """Say what loading will need and what is there; MemoryPlanError on all ranks if it cannot fit. Collective."""
-    world_size = dist.get_world_size()
     device_free, device_total = platform.device_memory()
     host_free, host_total = platform.host_memory()
-    demand = MemoryDemand(
-        counts=count_parameters(model),
-        num_shards=world_size // config.fsdp.replicate_size,
-        compute_bytes=getattr(torch, config.compute_dtype_name).itemsize,
-        cpu_offload=config.fsdp.cpu_offload,
-        offload_optimizer=config.optim.offload_optimizer,
-        reshard_after_forward=config.fsdp.reshard_after_forward,
-        embedded_engine=embedded_engine,
-        reference=config.needs_reference and (not config.lora.rank or config.ref.load is not None),
-        load_strategy=config.model.load_strategy,
-        async_save=config.run.async_save,
-    )
+    ranks = dist.get_world_size()
+    demand = demand_of(config, count_parameters(model), num_ranks=ranks, embedded_engine=embedded_engine)
     supply = MemorySupply(
         device_free=device_free,
         device_total=device_total,
