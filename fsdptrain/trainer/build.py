@@ -37,6 +37,7 @@ from fsdptrain.planning.plan import Machine, Planner
 from fsdptrain.protocols import Logger, Loss, RewardFunction, RolloutEngine
 from fsdptrain.rewards import build_reward, reads_environment
 from fsdptrain.rollout import engine_factory
+from fsdptrain.rollout.replica import max_positions
 from fsdptrain.trainer.episodes import MultiTurn
 from fsdptrain.trainer.evaluation import Evaluation
 from fsdptrain.trainer.experience import RolloutSource, SampleMaker, SampleSource, SftSource, SingleTurn, own_share
@@ -110,7 +111,8 @@ def build_parts(
         if engine is not None:
             stack.callback(engine.close)
             with together(ConfigError, "--sync-check"):
-                sync_check = build_sync_check(config, engine, backend, tokenizer)
+                positions = max_positions(backend.model)
+                sync_check = build_sync_check(config, engine, backend, tokenizer, max_positions=positions)
             maker = build_maker(told, tokenizer, engine=engine, reward=score, environment=environment)
             if held_out:
                 evaluation = Evaluation(config, maker, own_share(held_out))

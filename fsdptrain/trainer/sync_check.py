@@ -157,9 +157,10 @@ def tolerance(dtype: torch.dtype) -> float:
     return max(1e-4, 32 * torch.finfo(dtype).eps)
 
 
-def make_probe(config: Config, tokenizer: PreTrainedTokenizerBase) -> Probe:
-    """Ordinary tokens: those of a text of random words."""
-    longest = min(config.prompt_budget, config.batch.max_tokens_per_gpu // len(_LENGTHS) - _RESPONSE)
+def make_probe(config: Config, tokenizer: PreTrainedTokenizerBase, *, max_positions: int | None = None) -> Probe:
+    """Ordinary tokens: those of a text of random words. max_positions: of the model; None: it knows no limit."""
+    limits = [config.batch.max_tokens_per_gpu // len(_LENGTHS), *([max_positions] if max_positions else [])]
+    longest = min(config.prompt_budget, *(limit - _RESPONSE for limit in limits))
     draw = random.Random(config.run.seed)
     prompts = []
     for i, length in enumerate(_LENGTHS):
@@ -180,7 +181,12 @@ def make_probe(config: Config, tokenizer: PreTrainedTokenizerBase) -> Probe:
 
 
 def build_sync_check(
-    config: Config, engine: RolloutEngine, backend: TrainBackend, tokenizer: PreTrainedTokenizerBase
+    config: Config,
+    engine: RolloutEngine,
+    backend: TrainBackend,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_positions: int | None = None,
 ) -> SyncCheck | None:
     """None where there is nothing to check with; ConfigError if the check was asked for."""
     wanted = config.run.sync_check
@@ -193,7 +199,8 @@ def build_sync_check(
         log.warning("%s: nothing is checked: %s", _FLAG, reason)
         return None
     dtype: torch.dtype = getattr(torch, config.compute_dtype_name)
-    return SyncCheck(engine, backend, make_probe(config, tokenizer), dtype=dtype, first_only=wanted == "first")
+    probe = make_probe(config, tokenizer, max_positions=max_positions)
+    return SyncCheck(engine, backend, probe, dtype=dtype, first_only=wanted == "first")
 
 
 def _not_checkable(config: Config, engine: RolloutEngine) -> str:

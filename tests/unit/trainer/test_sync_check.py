@@ -31,11 +31,13 @@ def test_a_check_that_was_asked_for_and_cannot_be_made_is_refused():
     assert build(config(sync_check="off")) is None
 
 
+@pytest.mark.parametrize("positions", [None, 32, 128])
 @pytest.mark.parametrize("max_tokens", [64, 512, 8192])
-def test_the_probe_fits_into_a_pack_and_is_the_same_each_time(max_tokens):
+def test_the_probe_fits_into_a_pack_and_the_model_and_is_the_same_each_time(max_tokens, positions):
     given = config(max_tokens_per_gpu=max_tokens, rollout_max_response_len=8)
-    probe = make_probe(given, tiny_tokenizer())
-    assert probe == make_probe(given, tiny_tokenizer())
+    probe = make_probe(given, tiny_tokenizer(), max_positions=positions)
+    assert probe == make_probe(given, tiny_tokenizer(), max_positions=positions)
+    assert max(len(p.token_ids) for p in probe.prompts) + probe.sampling.max_tokens <= (positions or 10_000)
     longest = max(len(prompt.token_ids) for prompt in probe.prompts)
     assert len(probe.prompts) * (longest + probe.sampling.max_tokens) <= max(max_tokens, 4 * 164)
     assert sum(len(p.token_ids) + probe.sampling.max_tokens for p in probe.prompts) <= max_tokens
