@@ -23,7 +23,7 @@ from fsdptrain.models.inputs import Layout
 from fsdptrain.models.kernels import kernels
 from fsdptrain.models.layout import LOSES_MASK
 from fsdptrain.models.selective_check import check_selective
-from fsdptrain.models.structure import ParameterCounts, count_parameters, repeated_layers
+from fsdptrain.models.structure import ParameterCounts, count_parameters, parameters_outside
 from fsdptrain.planning import remedies
 from fsdptrain.planning.activations import Moment, Sharding, training_peak
 from fsdptrain.planning.memory import (
@@ -251,8 +251,7 @@ class Planner:
 def sharding(model: PreTrainedModel, config: Config, num_gpus: int) -> Sharding:
     """Of a run of `config` over so many ranks."""
     num_shards = max(1, num_gpus // config.fsdp.replicate_size)
-    inside = {id(p) for layer in repeated_layers(model) for p in layer.parameters()}
-    outside = [p for p in model.parameters() if id(p) not in inside]
+    outside = parameters_outside(model)
     return Sharding(
         outside=sum(p.numel() for p in outside),
         outside_trained=sum(p.numel() for p in outside if p.requires_grad),

@@ -29,7 +29,6 @@ from fsdptrain.models.lora import add_adapters
 from fsdptrain.models.materialize import parameter_names, quiet_transformers, register
 from fsdptrain.models.policy import REFUSALS, install_policy_forward, plain_batch, policy_logprobs
 from fsdptrain.models.random_copy import keep_one_of_each_kind
-from fsdptrain.models.structure import decoder_layers
 from fsdptrain.models.transfers import Transfers
 
 _CPU = torch.device("cpu")
@@ -204,7 +203,7 @@ def _fake_model(
         )
     if lora is not None:
         add_adapters(model, lora)
-    counts = {id(kind.layer): len(kind.indices) for kind in layer_kinds(model)}
+    text = [(kind.layer, len(kind.indices)) for kind in layer_kinds(model) if kind.of_text]
     keep_one_of_each_kind(model)
     with mode:
         for names in parameter_names(model):
@@ -213,13 +212,11 @@ def _fake_model(
             register(model, names, fake)
         for name, buffer in list(model.named_buffers()):
             register(model, [name], torch.empty(buffer.shape, dtype=buffer.dtype))
-    decoder = {id(layer) for layer in decoder_layers(model)}
-    text = [kind.layer for kind in layer_kinds(model) if id(kind.layer) in decoder]
-    for place, layer in enumerate(text):
+    for place, (layer, _) in enumerate(text):
         for module in layer.modules():
             if "layer_idx" in vars(module):
                 vars(module)["layer_idx"] = place  # where it finds its part of a cache
-    return model, [(layer, counts[id(layer)]) for layer in text]
+    return model, text
 
 
 def _grouped_mm(a: Tensor, b: Tensor, offsets: Tensor, *_: Any) -> Tensor:
