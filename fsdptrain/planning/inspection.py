@@ -27,6 +27,7 @@ from fsdptrain.models.lora import add_adapters, require_peft
 from fsdptrain.models.materialize import parameter_names, quiet_transformers
 from fsdptrain.models.policy import head_transform
 from fsdptrain.models.structure import count_active_parameters, freeze_vision, lm_head, parameters_outside
+from fsdptrain.planning.memory import num_shards
 
 
 @dataclass(frozen=True)
@@ -92,15 +93,15 @@ def inspect_model(config: Config, *, num_gpus: int) -> Inspection:
     compute_dtype: torch.dtype = getattr(torch, config.compute_dtype_name)
     probe, refusal = _probe(config, model)
     device_type = platform.device_type()
-    num_shards = max(1, num_gpus // config.fsdp.replicate_size)
+    shards = num_shards(config, num_gpus)
     return Inspection(
         checkpoint=config.model.hf_checkpoint,
         model_class=type(model).__name__,
         model_type=model.config.model_type,
         module=type(model).__module__,
         parts=anatomy(model),
-        parameters=_count(model, num_shards),
-        groups=_groups(model, num_shards, compute_dtype.itemsize),
+        parameters=_count(model, shards),
+        groups=_groups(model, shards, compute_dtype.itemsize),
         head=_head(model),
         dtypes=_dtypes(path, config),
         probe=probe,
