@@ -26,6 +26,7 @@ SECTIONS: dict[str, type[Section]] = {
     "optim": sections.OptimConfig,
     "batch": sections.BatchConfig,
     "fsdp": sections.FsdpConfig,
+    "parallel": sections.ParallelConfig,
     "rollout": sections.RolloutConfig,
     "ref": sections.RefConfig,
     "router": sections.RouterConfig,

@@ -6,10 +6,12 @@ it has. The stock head stays reachable for one purpose, the self-check at start.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdptrain import platform
@@ -18,6 +20,7 @@ from fsdptrain.models.collective import gather, one_line
 from fsdptrain.models.inputs import Layout, from_rows, model_inputs, select_tokens, to_rows
 from fsdptrain.models.logprobs import HeadTransform, chunked_logprobs
 from fsdptrain.models.router import RouterReplay
+from fsdptrain.models.split_logprobs import split_logprobs
 from fsdptrain.models.structure import base_model, lm_head, reshard, stock_class
 from fsdptrain.models.truncation import UNTRUNCATED, Truncation
 from fsdptrain.models.vision import Vision
@@ -105,11 +108,10 @@ def install_policy_forward(
             extra.append(from_rows(replay.routes, batch, layout))
         weight, bias = _head_weights(lm_head(model))
         hidden = output.last_hidden_state if nothing is None else output.last_hidden_state + nothing
-        found = chunked_logprobs(
+        score = partial(split_logprobs if isinstance(weight, DTensor) else chunked_logprobs, weight=weight, bias=bias)
+        found = score(
             select_tokens(hidden, batch, layout, batch.loss_positions),
-            weight,
-            batch.labels.index_select(0, batch.loss_positions),
-            bias=bias,
+            labels=batch.labels.index_select(0, batch.loss_positions),
             temperature=temperature,
             softcap=transform.softcap,
             logit_scale=transform.logit_scale,
