@@ -114,7 +114,6 @@ def _parallel(config: Config) -> Iterator[Problem]:
         "--async-save": config.run.async_save,
     }
     only_tensor = {
-        "--expert-parallel-size": expert,
         "--algorithm sft": config.algorithm.algorithm == "sft",
         "--router-replay": config.router.replay != "off",
         "--router-aux-loss-coef": config.router.aux_loss_coef != 0,

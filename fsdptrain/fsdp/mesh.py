@@ -7,6 +7,7 @@
 of the same packs; all other ranks are data ranks. An axis of size 1 is left out where nothing asks for it.
 """
 
+import logging
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -33,6 +34,8 @@ def build_meshes(*, replicate_size: int, tensor_size: int, expert_size: int) -> 
     """Collective. Sizes are checked by `config.check_world_size`."""
     if tensor_size == expert_size == 1:
         return Meshes(build_mesh(replicate_size))
+    # what is on two axes is gathered and summed by one collective for each: torch would say so for every kind of tensor
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     rest = dist.get_world_size() // replicate_size
     assert rest % tensor_size == 0
     assert rest % expert_size == 0

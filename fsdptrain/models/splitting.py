@@ -8,7 +8,8 @@ from typing import Any, cast
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import PreTrainedModel
 
 from fsdptrain.errors import ConfigError
@@ -34,9 +35,10 @@ def split_model(model: PreTrainedModel, *, tensor: DeviceMesh, experts: DeviceMe
         apply_tensor_parallelism(model, tensor, _tensor_plan(model, expert_plan, tied=tied))
         if tied:
             head.weight = embedding.weight
-        _check_split(model, tensor.size())
     if experts is not None:
         apply_expert_parallelism(model, experts, tensor, expert_plan, "all_to_all")
+    if tensor.size() > 1:
+        _check_split(model, tensor)
 
 
 def _tensor_plan(model: PreTrainedModel, expert_plan: dict[str, str], *, tied: bool) -> dict[str, str]:
@@ -72,9 +74,9 @@ def _is_in(name: str, other: str) -> bool:
     return name == other or name.startswith(f"{other}.")
 
 
-def _check_split(model: PreTrainedModel, size: int) -> None:
+def _check_split(model: PreTrainedModel, tensor: DeviceMesh) -> None:
     """Heads and widths that do not divide give wrong shapes in the first forward pass; a plan may also do nothing."""
-    name = stock_class(model).__name__
+    name, size = stock_class(model).__name__, tensor.size()
     text = model.config.get_text_config()
     for what, key in (("attention heads", "num_attention_heads"), ("key-value heads", "num_key_value_heads")):
         count = getattr(text, key, None)
@@ -83,15 +85,21 @@ def _check_split(model: PreTrainedModel, size: int) -> None:
                 f"--tensor-parallel-size {size} must divide the {count} {what} of {name}: choose a divisor"
             )
     matrices = {n: p for layer in decoder_layers(model) for n, p in layer.named_parameters() if p.dim() >= 2}
-    for parameter_name, p in matrices.items():
-        if isinstance(p, DTensor) and any(p.shape[getattr(x, "dim", 0)] % size for x in p.placements):
+    split = {n: p for n, p in matrices.items() if isinstance(p, DTensor)}
+    for parameter_name, p in split.items():
+        if p.device_mesh != tensor:
+            continue
+        if any(p.shape[x.dim] % size for x in p.placements if isinstance(x, Shard)):
             raise ConfigError(
                 f"--tensor-parallel-size {size} does not divide {parameter_name} {list(p.shape)} of {name}: choose "
                 "another size"
             )
-    share = sum(p.numel() for p in matrices.values() if isinstance(p, DTensor)) / sum(
-        p.numel() for p in matrices.values()
-    )
+        if any(isinstance(x, _StridedShard) for x in p.placements):
+            raise ConfigError(
+                f"--tensor-parallel-size {size} splits gate and up within {parameter_name} of {name}, which no "
+                "checkpoint could hold: deal the experts by --expert-parallel-size, or leave it out"
+            )
+    share = sum(p.numel() for p in split.values()) / sum(p.numel() for p in matrices.values())
     if share < _LEAST_SHARE:
         raise ConfigError(
             f"--tensor-parallel-size {size}: the plan of transformers splits {share:.0%} of the layers of {name}, and "

@@ -33,14 +33,15 @@ def expert(size: int, **more) -> dict:
 CASES = {
     "qwen3": [(2, tensor(2)), (4, tensor(2, gradient_checkpointing=True)), (4, tensor(2, fsdp_replicate_size=2))],
     "qwen3_moe": [
-        (4, tensor(2, fsdp_reshard_after_forward=False)),
         (2, expert(2, fsdp_prefetch=False)),
+        (2, tensor(2, expert_parallel_size=2)),
+        (4, tensor(2, expert_parallel_size=2, fsdp_reshard_after_forward=False)),
         (4, expert(2, gradient_checkpointing=True)),
         (4, expert(2, fsdp_replicate_size=2)),
         (4, expert(4)),
     ],
     "gpt_oss": [(2, expert(2)), (4, expert(2)), (4, expert(4))],
-    "deepseek_v3": [(2, tensor(2)), (2, expert(2)), (4, expert(4))],
+    "deepseek_v3": [(2, expert(2)), (2, tensor(2, expert_parallel_size=2)), (4, expert(4))],
     "gemma3": [(2, tensor(2))],
 }
 
@@ -103,7 +104,11 @@ def test_split_over_ranks_a_model_computes_and_learns_what_it_does_alone(checkpo
 
 
 def test_the_export_of_untrained_weights_is_the_checkpoint_bitwise(checkpoints, tmp_path):
-    for family, values in (("qwen3", tensor(2)), ("qwen3_moe", tensor(2)), ("qwen3_moe", expert(2))):
+    for family, values in (
+        ("qwen3", tensor(2)),
+        ("qwen3_moe", expert(2)),
+        ("qwen3_moe", tensor(2, expert_parallel_size=4)),
+    ):
         checkpoint, target = checkpoints(family), tmp_path / f"{family}{len(str(values))}"
         spawn(4, export, checkpoint, values, str(target))
         [ours], [theirs] = ([*Path(x).glob("*.safetensors")] for x in (target, checkpoint))
@@ -144,8 +149,10 @@ def resume(checkpoint: str, directory: str, values: dict) -> tuple[dict, dict]:
 
 
 RESUMES = {
-    "tensor to plain and back": ("qwen3_moe", [(4, tensor(2)), (2, {}), (2, tensor(2))]),
-    "expert to plain and to other sizes": ("qwen3_moe", [(4, expert(2)), (1, {}), (4, expert(4)), (2, tensor(2))]),
+    "tensor to plain and back": ("qwen3", [(4, tensor(2)), (2, {}), (2, tensor(2))]),
+    "plain to tensor": ("qwen3", [(1, {}), (4, tensor(2))]),
+    "expert to plain and to other sizes": ("qwen3_moe", [(4, expert(2)), (1, {}), (4, expert(4))]),
+    "both to one": ("qwen3_moe", [(4, tensor(2, expert_parallel_size=4)), (2, expert(2))]),
 }
 
 
@@ -164,6 +171,7 @@ def test_a_checkpoint_of_one_mesh_is_resumed_bitwise_on_another(checkpoints, tmp
 
 REFUSED = {
     "nothing to split": ("gpt_oss", tensor(2), "the plan of transformers splits 0% of the layers"),
+    "packed experts": ("qwen3_moe", tensor(2), "deal the experts by --expert-parallel-size"),
     "heads": ("qwen3", tensor(4), "4 must divide the 2 key-value heads"),
     "no experts": ("qwen3", expert(2), "no plan that splits experts"),
     "experts": ("gpt_oss", expert(3), "3 must divide the 4 experts"),
