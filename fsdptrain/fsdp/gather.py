@@ -5,7 +5,6 @@ to its place, over gloo on every device: a file is written from the host anyway.
 """
 
 import itertools
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,7 +38,7 @@ def gather_on(owner: int, tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
         if place is None:
             continue
         if sender == rank:
-            place.copy_(part.view(place.shape))  # casts without a copy between
+            place.copy_(part)  # casts without a copy between
         else:
             _receive(place, sender)
     return whole
@@ -61,24 +60,18 @@ def _senders(owner: int, tensor: DTensor) -> list[int]:
 
 
 def _places(whole: Tensor, tensor: DTensor) -> Iterator[Tensor | None]:
-    """Views of `whole`, one for each rank of one replica; None for a rank that holds nothing."""
-    axes = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
-    sizes = [tensor.device_mesh.size(axis) for axis in axes]
+    """Views of `whole`, one for each rank of one replica; None for a rank that holds nothing.
+
+    A later axis has cut before an earlier one: FSDP shards, over the first axes, what others have split.
+    """
+    axes: list[tuple[int, Any]] = [(a, x) for a, x in enumerate(tensor.placements) if not x.is_replicate()]
+    sizes = [tensor.device_mesh.size(axis) for axis, _ in axes]
     for coordinate in itertools.product(*map(range, sizes)):
         place: Tensor | None = whole
-        # a later axis has cut before: fully_shard shards what others have split
-        cuts: list[tuple[Any, int, int]] = [
-            (tensor.placements[a], n, c) for a, n, c in zip(axes, sizes, coordinate, strict=True)
-        ]
-        for i, (placement, count, index) in reversed(list(enumerate(cuts))):
-            if place is None:
-                break
-            dim = placement.dim % whole.dim()
-            before = math.prod(n for other, n, _ in cuts[i + 1 :] if other.dim % whole.dim() == dim)
-            parts = getattr(placement, "split_factor", 1) // before  # of gate and up, each is cut
-            cut = place.unflatten(dim, (parts, -1)) if parts > 1 else place
-            chunks = cut.chunk(count, dim + (parts > 1))
-            place = chunks[index] if index < len(chunks) else None
+        for (_, placement), size, index in reversed(list(zip(axes, sizes, coordinate, strict=True))):
+            if place is not None:
+                chunks = place.chunk(size, placement.dim)
+                place = chunks[index] if index < len(chunks) else None
         yield place
 
 

@@ -31,14 +31,18 @@ def expert(size: int, **more) -> dict:
 
 
 CASES = {
-    "qwen3": [(2, tensor(2)), (4, tensor(2, gradient_checkpointing=True)), (4, tensor(2, fsdp_replicate_size=2))],
+    "qwen3": [
+        (2, tensor(2, offload_optimizer=True)),
+        (4, tensor(2, gradient_checkpointing=True)),
+        (4, tensor(2, fsdp_replicate_size=2)),
+    ],
     "qwen3_moe": [
-        (2, expert(2, fsdp_prefetch=False)),
+        (2, expert(2, fsdp_prefetch=False, layout="padded")),
         (2, tensor(2, expert_parallel_size=2)),
         (4, tensor(2, expert_parallel_size=2, fsdp_reshard_after_forward=False)),
         (4, expert(2, gradient_checkpointing=True)),
         (4, expert(2, fsdp_replicate_size=2)),
-        (4, expert(4)),
+        (4, expert(4, offload_optimizer=True)),
     ],
     "gpt_oss": [(2, expert(2)), (4, expert(2)), (4, expert(4))],
     "deepseek_v3": [(2, expert(2)), (2, tensor(2, expert_parallel_size=2)), (4, expert(4))],
