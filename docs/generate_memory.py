@@ -64,7 +64,7 @@ fit, and with `--json` speaks to programs.
 Without a probe the layout is a guess: padded where a recurrent mixer lacks its packages on this machine, else packed.
 A model whose experts run one by one asks for values and cannot be planned; it says so.
 
-A test holds the plan against the allocator on two CPU ranks, for eight small shapes (dense, experts, sinks, recurrent,
+A test holds the plan against the allocator on two CPU ranks, for nine small shapes (dense, experts, sinks, recurrent,
 MLA; with and without checkpointing of all kinds, offload, resharding, prefetch, half precision): within 10 % of the
 mean of the ranks. Not held to that: few tokens, where buffers of gradients and not activations make the peak. There the
 measured one changes from run to run with gloo (a large tied vocabulary: 40.8 or 48.8 MiB, planned 48.7). The plan has

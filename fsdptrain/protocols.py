@@ -4,9 +4,9 @@ Nothing is inherited: an object with these methods will do. Every method of an e
 ranks call it in the same order, and the implementation decides who acts.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -49,6 +49,39 @@ class RolloutEngine(Protocol):
     def wake_up(self) -> None: ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class CheckedEngine(RolloutEngine, Protocol):
+    """What --sync-check asks of an engine besides; one of the user's own need not have it. No method is collective."""
+
+    def checksums(self, names: Collection[str]) -> Mapping[str, int]:
+        """`models.checksum.checksum` of the tensors that the engine now computes with, by the names of
+        `update_weights`. Of `names`, those that it cannot read are left out."""
+        ...
+
+    def cached_tokens(self) -> int:
+        """Prompt tokens that the last `generate` took over from an earlier one."""
+        ...
+
+
+@runtime_checkable
+class AdapterEngine(RolloutEngine, Protocol):
+    """An engine that holds the frozen weights of the checkpoint, and takes the adapter alone (--lora-sync adapter)."""
+
+    def update_adapter(
+        self, weights: Iterable[tuple[str, Tensor]], write_config: Callable[[Path], None], policy_version: int
+    ) -> None:
+        """Take the full tensors by peft's names (every rank iterates to the end); `write_config` makes
+        adapter_config.json in a folder. Collective."""
+        ...
+
+
+@runtime_checkable
+class MeasuredEngine(RolloutEngine, Protocol):
+    """An engine that has something to say of its last update, the same names on each rank. Not collective."""
+
+    def metrics(self) -> Metrics: ...
 
 
 class TrainBackend(Protocol):

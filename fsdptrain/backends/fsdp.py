@@ -173,6 +173,11 @@ class FSDPBackend:
         assert self.adapters is not None, "there is no adapter without --lora-rank"
         return stream_adapter(self._model, self.adapters)
 
+    def write_adapter_config(self, folder: Path) -> None:
+        """peft's adapter_config.json. Not collective."""
+        assert self.adapters is not None, "there is no adapter without --lora-rank"
+        self.adapters.write_config(folder, base=self._base_name)
+
     def export(self, target: Path) -> None:
         """Write the policy as a Hugging Face folder, in the dtype of the checkpoint that it came from.
 

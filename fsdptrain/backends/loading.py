@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from fsdptrain import platform
 from fsdptrain.backends.experts import Experts
@@ -23,6 +23,7 @@ from fsdptrain.models.lora import Adapters, add_adapters
 from fsdptrain.models.materialize import store_in
 from fsdptrain.models.policy import install_policy_forward
 from fsdptrain.models.processor import ImageProcessor
+from fsdptrain.models.rotation import check_longest
 from fsdptrain.models.selective_check import check_selective
 from fsdptrain.models.splitting import split_model
 from fsdptrain.models.structure import freeze_vision
@@ -48,6 +49,7 @@ def load_model(
     stored = compute_dtype if config.lora.rank else torch.float32
     attention = resolve_attention(config.model.attn_implementation, platform.device_type())
     model = build_meta_model(path, trust_remote_code=config.model.trust_remote_code, attn_implementation=attention)
+    check_longest(model.config, config.longest_sequence)
     if not config.model.train_vision:
         freeze_vision(model)
     adapters = None
@@ -63,7 +65,7 @@ def load_model(
         with together(ConfigError, "--tensor-parallel-size, --expert-parallel-size"):
             split_model(model, tensor=meshes.tensor, experts=meshes.experts)
     with together(ConfigError, "--compile, --gradient-checkpointing-kind"):
-        _prepare_layers(model, path, config.model)
+        _prepare_layers(model, config.model)
     replay = experts.replay(model) if experts else None
     if config.model.offload_activations:
         enable_activation_offload(model, Transfers(platform.local_device()))
@@ -87,7 +89,7 @@ def load_model(
     return model, adapters
 
 
-def _prepare_layers(model: PreTrainedModel, path: Path, config: ModelConfig) -> None:
+def _prepare_layers(model: PreTrainedModel, config: ModelConfig) -> None:
     """Compiled, then recomputed. ConfigError where this machine lacks a compiler, or the model does not allow it."""
     if config.compile:
         check_compiler(platform.device_type())
@@ -95,6 +97,5 @@ def _prepare_layers(model: PreTrainedModel, path: Path, config: ModelConfig) -> 
     if config.gradient_checkpointing:
         kind, every = config.gradient_checkpointing_kind, config.gradient_checkpointing_every
         if kind == "selective":
-            trust = config.trust_remote_code
-            check_selective(AutoConfig.from_pretrained(path, trust_remote_code=trust), trust_remote_code=trust)
+            check_selective(model.config, trust_remote_code=config.trust_remote_code)
         enable_gradient_checkpointing(model, kind=kind, every=every)

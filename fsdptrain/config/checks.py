@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from fsdptrain.config.algorithm_checks import ALGORITHM_CHECKS
 from fsdptrain.config.effects import Problem, without_effect
+from fsdptrain.config.server_checks import SERVER_ENGINE, check_servers
 from fsdptrain.errors import ConfigError
 from fsdptrain.registry import plugin_names, suggest
 
@@ -131,9 +132,17 @@ def _parallel(config: Config) -> Iterator[Problem]:
 def _lora(config: Config) -> Iterator[Problem]:
     lora = config.lora
     if not lora.rank:
-        keys = "lora_alpha lora_dropout lora_targets lora_use_dora lora_export"
+        keys = "lora_alpha lora_dropout lora_targets lora_use_dora lora_export lora_sync"
         yield from without_effect(config, keys, "without an adapter: set --lora-rank, e.g. 32")
-    elif config.algorithm.algorithm != "sft":
+        return
+    if lora.sync == "adapter" and config.rollout.engine != "vllm":
+        yield (
+            f"--lora-sync adapter needs --rollout-engine vllm, got {config.rollout.engine}: leave it out, and the "
+            "adapter is merged into the weights"
+        )
+    if lora.sync == "adapter" and lora.use_dora:
+        yield "--lora-sync adapter: vLLM has no DoRA (--lora-use-dora): leave it out, and the adapter is merged"
+    if config.algorithm.algorithm != "sft":
         reason = "in reinforcement learning, which trains without dropout: leave it out, or use --algorithm sft"
         yield from without_effect(config, "lora_dropout", reason)
     for name in sorted({name for name in lora.targets if lora.targets.count(name) > 1}):
@@ -207,10 +216,9 @@ def _lengths(config: Config) -> Iterator[Problem]:
     if config.rollout.engine == "hf":
         reason = "with --rollout-engine hf: leave it out, or use --rollout-engine vllm"
         yield from without_effect(config, "rollout_engine_args rollout_kv_cache_gib", reason)
-    if config.rollout.engine == "vllm":
-        yield from without_effect(
-            config, "rollout_max_batch_tokens", "with --rollout-engine vllm, which sizes its own cache"
-        )
+    if config.rollout.engine in ("vllm", SERVER_ENGINE):
+        reason = f"with --rollout-engine {config.rollout.engine}, which sizes its own cache"
+        yield from without_effect(config, "rollout_max_batch_tokens", reason)
     elif config.generates and config.rollout.max_batch_tokens < config.prompt_budget + response:
         yield (
             f"--rollout-max-batch-tokens {config.rollout.max_batch_tokens} cannot hold one sequence of "
@@ -300,6 +308,6 @@ def _launch(config: Config) -> Iterator[Problem]:
 
 
 _CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (
-    _model, _memory, _parallel, _lora, _data, _vision, _environment, *ALGORITHM_CHECKS, _lengths, _schedule, _run, _log,
-    _launch,
+    _model, _memory, _parallel, _lora, _data, _vision, _environment, *ALGORITHM_CHECKS, _lengths, check_servers, _schedule,
+    _run, _log, _launch,
 )  # fmt: skip

@@ -82,7 +82,7 @@ FORMER_FLAGS: dict[str, Former] = dict(
         _same("--use-opsm"),
         _same("--opsm-delta", default="1e-4"),
         ("--colocate", Former("", "the engine always shares the trainer's devices")),
-        ("--update-weight-buffer-size", Former("", "weights are handed over layer by layer", "512 MiB")),
+        _same("--update-weight-buffer-size", "for servers; other engines take weights layer by layer", "512 MiB"),
         _same("--prompt-data", "JSONL, parquet, a `datasets` name, or `reasoning_gym:<task>`"),
         _same("--input-key"),
         _same("--label-key"),

@@ -11,6 +11,7 @@ from fsdptrain.config import sections
 from fsdptrain.config.algorithm import AlgorithmConfig, SelectionConfig, ShapingConfig
 from fsdptrain.config.former_flags import FORMER_FLAGS
 from fsdptrain.config.section import Section
+from fsdptrain.config.sync import SyncConfig
 from fsdptrain.errors import ConfigError
 from fsdptrain.registry import suggest
 
@@ -28,6 +29,7 @@ SECTIONS: dict[str, type[Section]] = {
     "fsdp": sections.FsdpConfig,
     "parallel": sections.ParallelConfig,
     "rollout": sections.RolloutConfig,
+    "sync": SyncConfig,
     "ref": sections.RefConfig,
     "router": sections.RouterConfig,
     "run": sections.RunConfig,

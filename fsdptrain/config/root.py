@@ -28,6 +28,7 @@ from fsdptrain.config.sections import (
     RouterConfig,
     RunConfig,
 )
+from fsdptrain.config.sync import SyncConfig
 
 
 class Config(Section):
@@ -51,6 +52,7 @@ class Config(Section):
     fsdp: FsdpConfig = FsdpConfig()
     parallel: ParallelConfig = ParallelConfig()
     rollout: RolloutConfig = RolloutConfig()
+    sync: SyncConfig = SyncConfig()
     ref: RefConfig = RefConfig()
     router: RouterConfig = RouterConfig()
     run: RunConfig = RunConfig()
@@ -127,6 +129,14 @@ class Config(Section):
             return self.rollout.max_prompt_len
         response = 1 if self.algorithm.algorithm == "sft" else self.rollout.max_response_len
         return self.batch.max_tokens_per_gpu - response
+
+    @property
+    def longest_sequence(self) -> int:
+        """That may be trained on, prompt and response. [tokens]"""
+        most = self.batch.max_tokens_per_gpu
+        if self.algorithm.algorithm == "sft":  # responses are those of the data
+            return most
+        return min(most, self.prompt_budget + self.rollout.max_response_len)
 
     @property
     def evaluates(self) -> bool:

@@ -76,6 +76,9 @@ class LoraConfig(Section):
     export: Literal["adapter", "merged", "both"] = "adapter"
     """What is written as the trained model: `adapter`: a peft folder. `merged`: a whole model. `both`: that, and the
     adapter in its folder `adapter`."""
+    sync: Literal["merged", "adapter"] = "merged"
+    """What the engine gets after each step: whole weights with the adapter in them, or the adapter alone, which only
+    vllm takes."""
 
 
 class DataConfig(Section):
@@ -224,12 +227,23 @@ class RolloutConfig(Section):
     """Generation."""
 
     engine: str = "auto"
-    """`hf`: embedded, on the trainer's device. `vllm`: in the trainer's process. Or `package.module:function`. `auto`:
-    vllm where it is installed and there is a GPU, else hf."""
+    """`hf`: embedded, on the trainer's device. `vllm`: in the trainer's process. `vllm-server`: over HTTP. Or
+    `package.module:function`. `auto`: vllm where it is installed and there is a GPU, else hf."""
     engine_args: dict[str, Any] = Field(default={})
     """vllm: options of vLLM's own, as key=value or as one JSON object, e.g. max_num_seqs=512."""
     kv_cache_gib: float | None = Field(default=None, gt=0.0)
     """vllm: memory for its key-value cache. Default: on a GPU as vLLM decides, on a CPU 1. [GiB]"""
+    urls: Names = Field(default=[])
+    """vllm-server: servers that run, e.g. http://127.0.0.1:8000. docs/rollouts.md says how to start them."""
+    num_servers: int | None = Field(default=None, ge=1)
+    """vllm-server: start so many on this machine, in place of --rollout-urls; they end with the run."""
+    server_python: str | None = None
+    """vllm-server: Python of an environment with vLLM, to start servers with. Default: the trainer's own."""
+    api_key_env: str | None = None
+    """vllm-server: environment variable that holds the API key of the servers."""
+    public_servers: bool = False
+    """vllm-server: allow servers whose address is neither loopback nor private. Who reaches such a server can change
+    its weights."""
     batch_size: int = Field(default=32, ge=1)
     """Prompts in one rollout. [prompts]"""
     max_prompt_len: int | None = Field(default=None, ge=1)
@@ -302,6 +316,9 @@ class RunConfig(Section):
     """Sampling temperature of the evaluation."""
     eval_greedy: bool = False
     """Evaluate greedy decoding too, as eval/heldout_greedy."""
+    sync_check: Literal["every", "first", "off"] | None = None
+    """Stop where the engine does not hold the trainer's weights, or computes other logprobs with them: looked at after
+    every hand-over, or the first. Default: every, if the engine can be looked at."""
 
 
 class LogConfig(Section):

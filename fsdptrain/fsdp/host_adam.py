@@ -76,12 +76,14 @@ class HostAdam:
                     target.copy_(source, non_blocking=True)
         self._transfers.wait(self._transfers.mark())
         self._transfers.finish()
-        for state in self._adam.state.values():
-            state["step"] += 1
+        for p, state in self._adam.state.items():
+            state["step"] += p.grad is not None
 
     def _pieces(self) -> Iterator[_Piece]:
         for group in self._adam.param_groups:
             for p in group["params"]:
+                if p.grad is None:  # nothing leads to the loss: an index that is only searched (deepseek_v32)
+                    continue
                 state = self._adam.state[p]
                 flat = [local_shard(x).reshape(-1) for x in (p.grad, state["exp_avg"], state["exp_avg_sq"])]
                 weights = local_shard(p).view(-1)

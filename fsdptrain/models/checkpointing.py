@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
-from fsdptrain.models.structure import decoder_layers
+from fsdptrain.models.structure import decoder_layers, tower_layers, vision_parameters
 
 CheckpointingKind = Literal["full", "selective"]
 
@@ -79,8 +79,12 @@ class Recomputed:
 
 
 def enable_gradient_checkpointing(model: PreTrainedModel, *, kind: CheckpointingKind = "full", every: int = 1) -> None:
-    """Recompute decoder layers 0, `every`, 2 * `every` and so on. Gradients are bitwise those without it."""
-    for layer in decoder_layers(model)[::every]:
+    """Recompute layers 0, `every`, 2 * `every` and so on, of a vision tower too where it is trained.
+
+    Gradients are bitwise those without it.
+    """
+    tower = tower_layers(model) if any(p.requires_grad for p in vision_parameters(model).values()) else []
+    for layer in [*decoder_layers(model)[::every], *tower[::every]]:
         assert not isinstance(layer, FSDPModule), "enable_gradient_checkpointing comes before shard_model"
         layer.forward = Recomputed(layer.forward, kind=kind)
 

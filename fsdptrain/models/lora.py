@@ -179,6 +179,8 @@ def _refuse_what_peft_lacks(lora: LoraConfig, targets: Targets) -> None:
     if not targets.parameters:
         return
     named = f"{targets.parameters[0]} (--lora-targets {' '.join(lora.targets)})"
+    if lora.sync == "adapter":
+        raise ConfigError(f"--lora-sync adapter: vLLM takes no adapter of {named}: leave it out, and it is merged")
     if lora.use_dora:
         raise ConfigError(f"--lora-use-dora: peft has no DoRA for {named}: leave one of them out")
     if lora.dropout:

@@ -19,6 +19,7 @@ from fsdptrain.errors import NumericsError
 from fsdptrain.models.collective import gather, one_line
 from fsdptrain.models.inputs import Layout, from_rows, model_inputs, select_tokens, to_rows
 from fsdptrain.models.logprobs import HeadTransform, chunked_logprobs
+from fsdptrain.models.rotation import refuse_both_sides, rope_switch
 from fsdptrain.models.router import RouterReplay
 from fsdptrain.models.split_logprobs import split_logprobs
 from fsdptrain.models.structure import base_model, lm_head, reshard, stock_class
@@ -83,7 +84,7 @@ def install_policy_forward(
         stock_head: bool = False,
     ) -> tuple[Tensor, ...]:
         if switch is not None:
-            _refuse_both_sides(batch, switch)
+            refuse_both_sides(batch, switch)
         inputs = model_inputs(
             batch,
             layout,
@@ -127,15 +128,6 @@ def install_policy_forward(
         return replay.choosing(None if batch.routes is None else to_rows(batch.routes, batch, layout, fill=NO_ROUTE))
 
     model.forward = _telling_refusals(scored)
-
-
-def _refuse_both_sides(batch: PackedBatch, switch: int) -> None:
-    if min(batch.seqlens) <= switch < batch.max_seqlen:
-        raise NumericsError(
-            f"a pack holds sequences of {min(batch.seqlens)} and {batch.max_seqlen} tokens, and beyond {switch} "
-            "this model (longrope) rotates all of them by other frequencies: keep prompts and responses within "
-            f"{switch} tokens by --rollout-max-prompt-len and --rollout-max-response-len"
-        )
 
 
 def _telling_refusals(scored: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
@@ -204,14 +196,6 @@ def head_transform(config: PreTrainedConfig) -> HeadTransform:
     values = text.to_dict()
     softcap = next((values[key] for key in _SOFTCAP_KEYS if values.get(key) is not None), None)
     return HeadTransform(logit_scale=scale, softcap=softcap)
-
-
-def rope_switch(config: PreTrainedConfig) -> int | None:
-    """Tokens beyond which the longest sequence changes the rotary frequencies of a whole batch (phi3); None: never."""
-    rope = config.get_text_config().to_dict().get("rope_parameters") or {}
-    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]  # one for all layers, or by their type
-    found = [kind["original_max_position_embeddings"] for kind in kinds if kind.get("rope_type") == "longrope"]
-    return min(found, default=None)
 
 
 @torch.no_grad()

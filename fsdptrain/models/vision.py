@@ -38,6 +38,8 @@ class Vision:
         self._base: Any = base_model(model)
         self._blank = blank
         self._trained = any(p.requires_grad for p in vision_parameters(model).values())
+        if self._trained:
+            model.get_input_embeddings().register_forward_hook(_lead_to_the_tower)
         self._takes = inspect.signature(self._base.forward).parameters
         self._types: Tensor | None = None  # [R, S] of the pack that is in the model
         image_token_id: int = model.config.image_token_id
@@ -47,7 +49,7 @@ class Vision:
 
     def see(self, batch: PackedBatch, layout: Layout) -> tuple[dict[str, Any], Tensor | None]:
         """Arguments for the base model, beside those of the text; and a zero to add to what it makes, or None."""
-        images = batch.images
+        images, self._types = batch.images, None
         shown = self._blank.map(lambda x: x.to(batch.input_ids.device)) if images is None else images
         with nullcontext() if self._trained else torch.no_grad():
             encoded = self._base.get_image_features(**shown.inputs, return_dict=True)
@@ -131,6 +133,15 @@ def _grids(base: nn.Module, images: Images) -> dict[str, Tensor]:
     function = getattr(type(base), _MROPE, None)
     takes = inspect.signature(function).parameters if function is not None else ()
     return {name: x for name, x in images.inputs.items() if name in takes}
+
+
+def _lead_to_the_tower(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+    """The first layer has gradients to hand on in every pack, as it has where an image comes from a trained tower.
+
+    Else, under a frozen embedding (LoRA), FSDP2 reduces that layer before the tower's backward on ranks with images and
+    after it on the others, and they wait for each other.
+    """
+    return output.requires_grad_() if torch.is_grad_enabled() else output
 
 
 def _by_types(stock: Callable[..., Any], types: Callable[[], Tensor | None], image_token_id: int) -> Callable[..., Any]:

@@ -10,6 +10,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import torch
+
+from fsdptrain.config import Config
 from fsdptrain.errors import MemoryPlanError
 from fsdptrain.models.structure import ParameterCounts
 from fsdptrain.platform import GIB
@@ -35,6 +38,24 @@ class MemoryDemand:
     reference: bool = False  # one more shard of the weights, on the host
     load_strategy: str = "shard"
     async_save: bool = False  # a copy on the host of what a checkpoint holds, while it is written
+    moving_reference: bool = False  # it is part of a checkpoint
+
+
+def demand_of(config: Config, counts: ParameterCounts, *, num_ranks: int, embedded_engine: bool) -> MemoryDemand:
+    """Of a run of `config` whose model has `counts`."""
+    return MemoryDemand(
+        counts=counts,
+        num_shards=max(1, num_ranks // config.fsdp.replicate_size),
+        compute_bytes=getattr(torch, config.compute_dtype_name).itemsize,
+        cpu_offload=config.fsdp.cpu_offload,
+        offload_optimizer=config.optim.offload_optimizer,
+        reshard_after_forward=config.fsdp.reshard_after_forward,
+        embedded_engine=embedded_engine,
+        reference=config.needs_reference and (not config.lora.rank or config.ref.load is not None),
+        load_strategy=config.model.load_strategy,
+        async_save=config.run.async_save,
+        moving_reference=config.ref.update_interval is not None,
+    )
 
 
 @dataclass(frozen=True)
@@ -79,7 +100,9 @@ def load_memory_need(demand: MemoryDemand, supply: MemorySupply) -> MemoryNeed:
     if demand.reference:
         host["the reference"] = ranks * (frozen if counts.adapter else frozen + trained)  # an adapter has none
     if demand.async_save:
-        host["the checkpoint in writing"] = ranks * 3 * trained
+        weights = trained if counts.adapter else trained + frozen  # an adapter is written alone
+        copies = 1 + (demand.reference and demand.moving_reference)
+        host["the checkpoint in writing"] = ranks * (copies * weights + 2 * trained)
     if demand.load_strategy == "rank0":
         host["rank 0's whole copy"] = MASTER_BYTES * counts.total
     if supply.has_accelerator:

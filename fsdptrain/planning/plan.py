@@ -23,16 +23,16 @@ from fsdptrain.models.inputs import Layout
 from fsdptrain.models.kernels import kernels
 from fsdptrain.models.layout import LOSES_MASK
 from fsdptrain.models.selective_check import check_selective
-from fsdptrain.models.structure import ParameterCounts, count_parameters, decoder_layers
+from fsdptrain.models.structure import ParameterCounts, count_parameters, repeated_layers
 from fsdptrain.planning import remedies
 from fsdptrain.planning.activations import Moment, Sharding, training_peak
 from fsdptrain.planning.memory import (
     DEVICE_MARGIN,
     GIB,
     MASTER_BYTES,
-    MemoryDemand,
     MemoryNeed,
     MemorySupply,
+    demand_of,
     load_memory_need,
 )
 from fsdptrain.planning.trace import Recipe, Trace, cache_bytes, interleave, trace
@@ -220,17 +220,7 @@ class Planner:
 
     def host(self, config: Config) -> tuple[Mapping[str, int], int]:
         """What the host of one node holds: its parts, and all with a margin."""
-        demand = MemoryDemand(
-            counts=self.counts,
-            num_shards=self._num_shards(config),
-            compute_bytes=_dtype(config).itemsize,
-            cpu_offload=config.fsdp.cpu_offload,
-            reshard_after_forward=config.fsdp.reshard_after_forward,
-            offload_optimizer=config.optim.offload_optimizer,
-            reference=config.needs_reference and (not config.lora.rank or config.ref.load is not None),
-            load_strategy=config.model.load_strategy,
-            async_save=config.run.async_save,
-        )
+        demand = demand_of(config, self.counts, num_ranks=self.machine.num_gpus, embedded_engine=False)
         supply = MemorySupply(
             *(self.machine.gpu_memory, self.machine.gpu_memory, _NO_LIMIT, _NO_LIMIT),
             ranks_per_node=self.machine.ranks_per_node,
@@ -261,7 +251,7 @@ class Planner:
 def sharding(model: PreTrainedModel, config: Config, num_gpus: int) -> Sharding:
     """Of a run of `config` over so many ranks."""
     num_shards = max(1, num_gpus // config.fsdp.replicate_size)
-    inside = {id(p) for layer in decoder_layers(model) for p in layer.parameters()}
+    inside = {id(p) for layer in repeated_layers(model) for p in layer.parameters()}
     outside = [p for p in model.parameters() if id(p) not in inside]
     return Sharding(
         outside=sum(p.numel() for p in outside),
@@ -288,9 +278,7 @@ def _state(model: PreTrainedModel, config: Config, num_shards: int, numbers: int
 
 def seqlens(config: Config) -> tuple[int, ...]:
     """The worst pack: full of the longest sequences that may come."""
-    budget = config.batch.max_tokens_per_gpu
-    response = 1 if config.algorithm.algorithm == "sft" else config.rollout.max_response_len
-    longest = min(budget, config.prompt_budget + response)
+    budget, longest = config.batch.max_tokens_per_gpu, config.longest_sequence
     rest = budget % longest
     return (longest,) * (budget // longest) + ((rest,) if rest else ())
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 ENGINES = {
     "hf": "fsdptrain.rollout.hf:build_hf_engine",
     "vllm": "fsdptrain.rollout.vllm_colocated:build_vllm_engine",
+    "vllm-server": "fsdptrain.rollout.vllm_server_build:build_vllm_server_engine",
 }
 _PLUGIN_GROUP = "fsdptrain.plugins"
 _FLAG = "--rollout-engine"

@@ -3,7 +3,7 @@
 docs/rollouts.md says why a replica, and what it costs.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fsdptrain.config import Config
 from fsdptrain.errors import RolloutError
+from fsdptrain.models.checksum import checksum
 from fsdptrain.models.router import RouterReplay
 from fsdptrain.models.structure import expert_choice
 from fsdptrain.protocols import Naming
@@ -82,6 +83,14 @@ class HFEngine:
         for chunk in chunks:
             made.update(zip(chunk, self._generate_chunk(prompts, limits, chunk, sampling, stop), strict=True))
         return [made[Row(i, k)] for i in range(len(prompts)) for k in range(sampling.num_samples)]
+
+    def checksums(self, names: Collection[str]) -> Mapping[str, int]:
+        """Of all `names`: the replica has the trainer's own."""
+        return {name: checksum(tensor) for name, tensor in self.model.state_dict().items() if name in names}
+
+    def cached_tokens(self) -> int:
+        """None: the cache of a chunk ends with it."""
+        return 0
 
     def sleep(self) -> None:
         """Free the weights. `generate` is refused until the next `update_weights`."""

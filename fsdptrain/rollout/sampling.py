@@ -29,6 +29,12 @@ def uniform_stream(seed: int, prompt_id: str, sample_index: int, count: int) -> 
     return np.random.Generator(np.random.Philox(key=key)).random(count)
 
 
+def seed_of(seed: int, prompt_id: str, index: int) -> int:
+    """A seed for one request that does not depend on what is generated beside it. 63 bits."""
+    digest = hashlib.blake2b(f"{seed}/{index}/{prompt_id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
 def sample(
     logits: Tensor, uniforms: Tensor, *, temperature: float, truncation: Truncation = UNTRUNCATED
 ) -> tuple[Tensor, Tensor]:

@@ -3,23 +3,30 @@
 vLLM is imported when an engine is built, never before: it patches torch on import. All of it that we touch is here.
 """
 
-import hashlib
+import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig
 
 from fsdptrain import platform
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError, RolloutError
+from fsdptrain.models.collective import together
 from fsdptrain.protocols import Naming
+from fsdptrain.rollout.delta import DeltaFilter
+from fsdptrain.rollout.sampling import seed_of
 from fsdptrain.rollout.stop_tokens import stop_tokens
-from fsdptrain.types import Completion, Prompt, SamplingParams
+from fsdptrain.rollout.tied_head import repack_tied_head
+from fsdptrain.rollout.vllm_adapter import AdapterSlot, adapter_options
+from fsdptrain.rollout.vllm_readback import checksums
+from fsdptrain.types import Completion, Metrics, Prompt, SamplingParams
 
 # Set before vLLM is imported: the engine in this very process, no telemetry, and threads that sleep when they wait
 # (spinning ones made generation on shared cores 7 to 9 times slower).
@@ -29,7 +36,8 @@ _ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
 }
-_OURS = frozenset({"model", "dtype", "load_format", "logprobs_mode", "skip_tokenizer_init"})
+_OURS = frozenset({"model", "dtype", "load_format", "logprobs_mode", "skip_tokenizer_init", "enable_lora"})
+_LAYERS_LOG = "vllm.model_executor.model_loader.reload.layerwise"
 
 
 class VLLMEngine:
@@ -52,16 +60,47 @@ class VLLMEngine:
         self.policy_version = 0
         self._sleeps = bool(options.get("enable_sleep_mode"))
         self._has_weights = False
-        fixed = {"model": str(checkpoint), "load_format": "dummy", "logprobs_mode": "processed_logprobs"}
-        self._llm = vllm.LLM(
-            **options, **fixed, trust_remote_code=trust_remote_code, skip_tokenizer_init=True, disable_log_stats=True
-        )
+        self._cached_tokens = 0
+        self._delta = DeltaFilter()
+        fixed = {"model": str(checkpoint), "logprobs_mode": "processed_logprobs", "skip_tokenizer_init": True}
+        options = {"load_format": "dummy", **options, **fixed, "disable_log_stats": True}
+        self._llm = vllm.LLM(**options, trust_remote_code=trust_remote_code)
+        self._adapter = _adapter_slot(self._llm) if options.get("enable_lora") else None
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
-        """Take the tensors of a checkpoint, by the names of its files, layer by layer; forget every cached prefix."""
+        """Take the tensors of a checkpoint, by the names of its files, layer by layer; forget every cached prefix.
+
+        Where vLLM has kept its weights, only what has changed since is loaded.
+        """
         self._has_weights = False  # half an update must not answer
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+        changed = self._delta.changed(weights)
+        with _without_warnings(_LAYERS_LOG):  # of layers that keep what they have
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": changed})
+        self._delta.commit()
         self._llm.apply_model(repack_tied_head)
+        self._begin(policy_version)
+
+    def update_adapter(
+        self, weights: Iterable[tuple[str, Tensor]], write_config: Callable[[Path], None], policy_version: int
+    ) -> None:
+        """Take an adapter in place of the one before; the weights that it stands beside are the checkpoint's."""
+        self._has_weights = False
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in weights}
+        with together(RolloutError, "--lora-sync adapter"):
+            assert self._adapter is not None, "vLLM was started with --lora-sync adapter"
+            self._adapter.load(tensors, write_config, policy_version)
+            self._begin(policy_version)
+
+    def metrics(self) -> Metrics:
+        """Of the last update of weights."""
+        if self._adapter is not None:
+            return {}
+        return {
+            "sync/pushed_bytes": float(self._delta.pushed_bytes),
+            "sync/saved_bytes": float(self._delta.saved_bytes),
+        }
+
+    def _begin(self, policy_version: int) -> None:
         if self._sleeps:
             self._llm.wake_up(tags=["kv_cache"])
         if not self._llm.reset_prefix_cache():
@@ -80,14 +119,28 @@ class VLLMEngine:
             [{"prompt_token_ids": prompt.token_ids} for prompt, _ in asked],
             [self._params(prompt, k, sampling) for prompt, k in asked],
             use_tqdm=False,
+            lora_request=self._adapter.request if self._adapter else None,
         )
+        self._cached_tokens = sum(out.num_cached_tokens or 0 for out in outputs)
         return [self._completion(prompt, out.outputs[0]) for (prompt, _), out in zip(asked, outputs, strict=True)]
 
+    def checksums(self, names: Collection[str]) -> Mapping[str, int]:
+        """Of the layers that answer: of those of `names` that vLLM keeps as a checkpoint does, fused or not."""
+        return self._llm.apply_model(lambda model: checksums(model, names))[0]
+
+    def cached_tokens(self) -> int:
+        """Of the prompts of the last `generate`, also those that two of them share."""
+        return self._cached_tokens
+
     def sleep(self) -> None:
-        """Free weights and cache where the device is a GPU; the weights must come again before the next `generate`."""
+        """Free weights and cache where the device is a GPU; the weights must come again before the next `generate`.
+
+        Beside an adapter the frozen ones wait in host memory.
+        """
         self._has_weights = False
         if self._sleeps:
-            self._llm.sleep(level=2)
+            self._delta.forget()
+            self._llm.sleep(level=2 if self._adapter is None else 1)
 
     def wake_up(self) -> None:
         """Room for the weights; the cache gets its room after they have come."""
@@ -97,6 +150,8 @@ class VLLMEngine:
     def close(self) -> None:
         """Give back what a GPU holds. vLLM's own shutdown would tear down the trainer's process group with its own."""
         self.sleep()
+        if self._adapter is not None:
+            self._adapter.close()
 
     def _params(self, prompt: Prompt, index: int, sampling: SamplingParams) -> Any:
         return self._vllm.SamplingParams(
@@ -121,26 +176,6 @@ class VLLMEngine:
         return Completion(prompt.id, tokens, logprobs, output.finish_reason, self.policy_version)
 
 
-def seed_of(seed: int, prompt_id: str, index: int) -> int:
-    """A seed for one request that does not depend on what is generated beside it. 63 bits."""
-    digest = hashlib.blake2b(f"{seed}/{index}/{prompt_id}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
-def repack_tied_head(model: nn.Module) -> None:
-    """Give a tied head the weights that its embedding has received. Nothing to do on a GPU, where they are one tensor.
-
-    On a CPU vLLM keeps linear layers in a packed copy, and makes it anew only for layers that received weights: a
-    tied head receives none, and would go on answering with its old ones.
-    """
-    embeddings = {p.data_ptr() for name, p in model.named_parameters(remove_duplicate=False) if "embed" in name}
-    for name, module in model.named_modules():
-        head: Any = module
-        is_packed_head = name.rpartition(".")[2] == "lm_head" and hasattr(head, "cpu_linear")
-        if is_packed_head and head.weight.data_ptr() in embeddings:
-            head.quant_method.process_weights_after_loading(head)
-
-
 def build_vllm_engine(config: Config, *, checkpoint: Path, device: torch.device) -> VLLMEngine:
     """The engine as `config` wants it, on `device`."""
     rollout = config.rollout
@@ -154,6 +189,8 @@ def build_vllm_engine(config: Config, *, checkpoint: Path, device: torch.device)
     }
     if rollout.kv_cache_gib is not None or not on_gpu:
         options["kv_cache_memory_bytes"] = int((rollout.kv_cache_gib or 1.0) * platform.GIB)
+    if config.lora.sync == "adapter":
+        options |= adapter_options(config.lora)
     if dist.get_world_size() > 1:
         options["distributed_executor_backend"] = "external_launcher"  # our ranks are vLLM's workers
     for name in rollout.engine_args:
@@ -168,6 +205,23 @@ def build_vllm_engine(config: Config, *, checkpoint: Path, device: torch.device)
     return VLLMEngine(
         checkpoint, trust_remote_code=config.model.trust_remote_code, **{**options, **rollout.engine_args}
     )
+
+
+def _adapter_slot(llm: Any) -> AdapterSlot:
+    from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports] - an extra
+
+    return AdapterSlot(llm, LoRARequest)
+
+
+@contextmanager
+def _without_warnings(logger: str) -> Iterator[None]:
+    source = logging.getLogger(logger)
+    before = source.level
+    source.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        source.setLevel(before)
 
 
 def _import_vllm() -> Any:

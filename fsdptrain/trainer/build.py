@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -19,6 +18,7 @@ from fsdptrain.algo.losses import LOSSES
 from fsdptrain.backends.fsdp import FSDPBackend
 from fsdptrain.config import Config
 from fsdptrain.config.algorithm import AlgorithmConfig, SelectionConfig
+from fsdptrain.config.server_checks import SERVER_ENGINE
 from fsdptrain.data.curriculum import PassRates
 from fsdptrain.data.prompts import PromptStream, make_prompts
 from fsdptrain.data.sources import Row, Rows, as_rows, content_hash, environment_rows, load_rows, split_rows
@@ -32,17 +32,19 @@ from fsdptrain.models.loading import resolve_checkpoint
 from fsdptrain.models.lora import require_peft
 from fsdptrain.models.processor import ImageProcessor
 from fsdptrain.models.structure import count_parameters
-from fsdptrain.planning.memory import MemoryDemand, MemorySupply, check_load_memory, load_memory_line
+from fsdptrain.planning.memory import MemorySupply, check_load_memory, demand_of, load_memory_line
 from fsdptrain.planning.plan import Machine, Planner
 from fsdptrain.protocols import Logger, Loss, RewardFunction, RolloutEngine
 from fsdptrain.rewards import build_reward, reads_environment
 from fsdptrain.rollout import engine_factory
+from fsdptrain.rollout.replica import max_positions
 from fsdptrain.trainer.episodes import MultiTurn
 from fsdptrain.trainer.evaluation import Evaluation
 from fsdptrain.trainer.experience import RolloutSource, SampleMaker, SampleSource, SftSource, SingleTurn, own_share
 from fsdptrain.trainer.folder import RunFolder
 from fsdptrain.trainer.rules import advantage_rule, selection_rules, shaping_rule
 from fsdptrain.trainer.speed import Speed
+from fsdptrain.trainer.sync_check import SyncCheck, build_sync_check
 from fsdptrain.types import LossConfig, Prompt, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -59,6 +61,7 @@ class Parts:
     loss: Loss
     advantages: AdvantageRule
     engine: RolloutEngine | None  # None: nothing is ever generated
+    sync_check: SyncCheck | None
     stream: PromptStream
     source: SampleSource
     evaluation: Evaluation | None
@@ -90,22 +93,26 @@ def build_parts(
         engine_name = config.rollout.engine if processor is None else "hf"  # the one that is given images
         make_engine = engine_factory(engine_name, device_type=platform.device_type())
     generates = bool(held_out) or config.algorithm.algorithm != "sft"
+    has_servers = config.rollout.engine == SERVER_ENGINE  # with devices of their own
     device = platform.local_device()
     with ExitStack() as stack:
         loggers = open_loggers(config, folder, stack)
         backend = FSDPBackend(
             config,
             total_steps=config.total_optimizer_steps,
-            before_load=lambda model: plan_memory(model, config, embedded_engine=generates),
+            before_load=lambda model: plan_memory(model, config, embedded_engine=generates and not has_servers),
         )
         if backend.adapters is not None:
             log.info("%s", backend.adapters.line)
         log.info("%s", backend.layout_probe.line)
         report_fallbacks(backend, strict=config.model.strict)
         engine = make_engine(config, checkpoint=checkpoint, device=device) if generates else None
-        maker = evaluation = None
+        maker = evaluation = sync_check = None
         if engine is not None:
             stack.callback(engine.close)
+            with together(ConfigError, "--sync-check"):
+                positions = max_positions(backend.model)
+                sync_check = build_sync_check(config, engine, backend, tokenizer, max_positions=positions)
             maker = build_maker(told, tokenizer, engine=engine, reward=score, environment=environment)
             if held_out:
                 evaluation = Evaluation(config, maker, own_share(held_out))
@@ -114,6 +121,7 @@ def build_parts(
             loss=loss,
             advantages=advantages,
             engine=engine,
+            sync_check=sync_check,
             stream=stream,
             source=build_source(told, stream, tokenizer, maker, advantages),
             evaluation=evaluation,
@@ -156,21 +164,10 @@ def open_loggers(config: Config, folder: RunFolder, stack: ExitStack) -> list[Lo
 
 def plan_memory(model: PreTrainedModel, config: Config, *, embedded_engine: bool) -> None:
     """Say what loading will need and what is there; MemoryPlanError on all ranks if it cannot fit. Collective."""
-    world_size = dist.get_world_size()
     device_free, device_total = platform.device_memory()
     host_free, host_total = platform.host_memory()
-    demand = MemoryDemand(
-        counts=count_parameters(model),
-        num_shards=world_size // config.fsdp.replicate_size,
-        compute_bytes=getattr(torch, config.compute_dtype_name).itemsize,
-        cpu_offload=config.fsdp.cpu_offload,
-        offload_optimizer=config.optim.offload_optimizer,
-        reshard_after_forward=config.fsdp.reshard_after_forward,
-        embedded_engine=embedded_engine,
-        reference=config.needs_reference and (not config.lora.rank or config.ref.load is not None),
-        load_strategy=config.model.load_strategy,
-        async_save=config.run.async_save,
-    )
+    ranks = dist.get_world_size()
+    demand = demand_of(config, count_parameters(model), num_ranks=ranks, embedded_engine=embedded_engine)
     supply = MemorySupply(
         device_free=device_free,
         device_total=device_total,

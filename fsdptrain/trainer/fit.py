@@ -18,7 +18,7 @@ from fsdptrain.data.packing import drop_overlong
 from fsdptrain.errors import CheckpointError, ConfigError, DataError, RolloutError
 from fsdptrain.fsdp.checkpoint import CheckpointFolder
 from fsdptrain.models.collective import together
-from fsdptrain.protocols import RewardFunction
+from fsdptrain.protocols import AdapterEngine, MeasuredEngine, RewardFunction, RolloutEngine
 from fsdptrain.trainer import summary
 from fsdptrain.trainer.batches import PackingRules, StepBatches, make_batches
 from fsdptrain.trainer.build import Parts, build_parts, loss_config
@@ -28,6 +28,7 @@ from fsdptrain.trainer.folder import PROGRESS_FILE, RunFolder, open_folder
 from fsdptrain.trainer.kl import KlControl, kl_in_reward
 from fsdptrain.trainer.scoring import Scorer
 from fsdptrain.trainer.summary import Stopwatch
+from fsdptrain.trainer.sync_check import SyncCheck
 from fsdptrain.types import Metrics, Sample
 
 log = logging.getLogger(__name__)
@@ -144,11 +145,12 @@ class _Run:
             self._step += 1
             self._update_reference()
             with watch("sync"):
-                self._hand_over_weights()
+                watch.seconds["sync_check"] = self._hand_over_weights()
         metrics |= kl_metrics | summary.mean_metrics(trained)
         metrics |= self._kl.adapt(metrics)
         metrics |= summary.packing_metrics(steps)
         metrics |= self._performance(steps, watch, num_tokens=metrics["progress/tokens"])
+        metrics |= self._sync_metrics()
         metrics |= self._advance(metrics)
         self._report(metrics)
         self._log_samples(experience.shown, "train")
@@ -215,13 +217,27 @@ class _Run:
         if interval is not None and self._step % interval == 0:
             self._parts.backend.update_reference()
 
-    def _hand_over_weights(self) -> None:
-        """Where the engine will generate before the next optimizer step; else it stays asleep."""
-        engine = self._parts.engine
+    def _hand_over_weights(self) -> float:
+        """Where the engine will generate before the next optimizer step; else it stays asleep.
+
+        Returns what the proof of it took. [s]
+        """
+        engine, check = self._parts.engine, self._parts.sync_check
         generates = self._config.algorithm.algorithm != "sft" and self._step < self._config.run.num_rollout
-        if engine is not None and (generates or self._evaluation_is_due):
-            engine.wake_up()
-            engine.update_weights(self._parts.backend.hf_weights(engine.weight_naming), self._step)
+        if engine is None or not (generates or self._evaluation_is_due):
+            return 0.0
+        engine.wake_up()
+        self._update_engine(engine, check)
+        return check.check(self._step) if check else 0.0
+
+    def _update_engine(self, engine: RolloutEngine, check: SyncCheck | None) -> None:
+        backend = self._parts.backend
+        if self._config.lora.sync == "adapter":
+            assert isinstance(engine, AdapterEngine), "checks.py refuses other engines"
+            engine.update_adapter(backend.adapter_weights(), backend.write_adapter_config, self._step)
+            return
+        weights = backend.hf_weights(engine.weight_naming)
+        engine.update_weights(check.watch(weights) if check else weights, self._step)
 
     @property
     def _evaluation_is_due(self) -> bool:
@@ -239,7 +255,7 @@ class _Run:
         self._log_samples(shown, "heldout")
 
     def _performance(self, steps: Sequence[StepBatches], watch: Stopwatch, *, num_tokens: float) -> Metrics:
-        names = ("step", "generate", "reward", "idle", "score", "train", "sync")
+        names = ("step", "generate", "reward", "idle", "score", "train", "sync", "sync_check")
         slowest = summary.reduce_max({f"perf/{name}_s": watch.seconds.get(name, 0.0) for name in names})
         world_size = dist.get_world_size()
         tokens_per_s = num_tokens / slowest["perf/step_s"]
@@ -250,6 +266,13 @@ class _Run:
             **self._parts.speed.utilisation(steps, train_s=slowest["perf/train_s"]),
             **summary.memory_metrics(planned=self._parts.planned_memory),
         }
+
+    def _sync_metrics(self) -> Metrics:
+        engine, check = self._parts.engine, self._parts.sync_check
+        found = check.metrics() if check else {}
+        if isinstance(engine, MeasuredEngine):
+            found |= engine.metrics()
+        return summary.reduce_max(found) if found else {}
 
     def _advance(self, metrics: Metrics) -> Metrics:
         self._totals = {name: total + metrics[name] for name, total in self._totals.items()}

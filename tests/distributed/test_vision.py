@@ -140,6 +140,49 @@ def test_gradients_are_those_of_the_plain_model_one_by_one(folders, whose, train
         assert max(worst.values()) < 2e-6, (name, worst)
 
 
+def adapted(folder: Path, whose: list[list[list[int]]], target: str) -> dict[str, Tensor]:
+    options = {"lora_rank": 4, "lora_targets": ["all-linear", target]}
+    return trained(folder, whose, train_vision=False, **options)
+
+
+def test_an_adapter_of_the_tower_does_not_depend_on_who_has_images(folders):
+    """In each pack one of two ranks has one. The embedding is frozen: on the other nothing but the blank image leads
+    to the tower, whose gradients are reduced in the same order there."""
+    [folder] = [folder for folder in folders if folder.name == "qwen3_vl"]
+    [wanted] = spawn(1, adapted, folder, [[[0], [3], [1]]], "attn.qkv")
+    for found in spawn(2, adapted, folder, [[[0], [3]], [[3], [1]]], "attn.qkv"):
+        assert any("visual" in name for name in found)
+        assert found.keys() == wanted.keys()
+        once_more = [name for name in found if "visual" in name]  # sample 3, which both have, has no image
+        largest = max(wanted[name].abs().max() for name in once_more)
+        assert max((found[name] - wanted[name]).abs().max() / largest for name in once_more) < 1e-5
+
+
+MEMORY = {
+    "full": {"gradient_checkpointing": True, "offload_optimizer": True},
+    "selective": {"gradient_checkpointing": True, "gradient_checkpointing_kind": "selective"},
+    "offload": {"offload_activations": True, "fsdp_cpu_offload": True},
+    "both": {"gradient_checkpointing": True, "offload_activations": True, "gradient_checkpointing_every": 2},
+}
+
+
+def differing(folders: list[Path]) -> list[str]:
+    """Families and kinds whose gradients are not bitwise those of a run without."""
+    found = []
+    for folder in folders:
+        wanted = trained(folder, [[[0, 2, 1]], [[3]]], train_vision=True)
+        for kind, options in MEMORY.items():
+            other = trained(folder, [[[0, 2, 1]], [[3]]], train_vision=True, **options)
+            if other.keys() != wanted.keys() or not all(torch.equal(other[name], wanted[name]) for name in wanted):
+                found.append(f"{folder.name}: {kind}")
+    return found
+
+
+def test_no_bit_of_a_trained_tower_depends_on_what_is_on_the_host_or_computed_again(folders):
+    some = [folder for folder in folders if folder.name in ("qwen3_vl", "gemma3")]  # packed and padded
+    assert spawn(2, differing, some, timeout=240.0) == [[], []]
+
+
 def engine_differences(folders: list[Path]) -> list[float]:
     return [engine_difference(folder) for folder in folders]
 

@@ -21,13 +21,14 @@ class Weights(nn.Module):
         self.weights = nn.ParameterList([nn.Parameter(tensor) for tensor in tensors])
 
 
-def trained(sizes: list[tuple[int, ...]], num_steps: int, **values) -> dict[str, torch.Tensor]:
+def trained(sizes: list[tuple[int, ...]], num_steps: int, *, num_without: int = 0, **values) -> dict[str, torch.Tensor]:
+    """`num_without`: so many of the first parameters never get a gradient."""
     model = Weights(sizes)
     config = OptimConfig(lr=0.1, weight_decay=0.1, lr_decay_style="linear", **values)
     optimizer = Optimizer(model, config, total_steps=10, fp16=False)
     generator = torch.Generator().manual_seed(1)
     for _ in range(num_steps):
-        for p in model.parameters():
+        for p in list(model.parameters())[num_without:]:
             p.grad = torch.randn(p.shape, generator=generator)
         optimizer.clip()
         optimizer.step()
@@ -44,3 +45,12 @@ def test_no_bit_depends_on_where_the_moments_are_or_how_they_travel(step, sizes,
     wanted = trained(sizes, num_steps)
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("step", ["host", "device"])
+def test_what_gets_no_gradient_stays_as_it_is(step):
+    sizes: list[tuple[int, ...]] = [(16, 3), (7,), (4, 5)]
+    found = trained(sizes, 2, num_without=2, offload_optimizer=True, offload_optimizer_step=step)
+    wanted = trained(sizes, 2, num_without=2)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert [found[f"weights.{i}.step"].item() for i in range(3)] == [0.0, 0.0, 2.0]

@@ -10,9 +10,9 @@ from fsdptrain.errors import ConfigError
 from fsdptrain.models.activation_offload import enable_activation_offload
 from fsdptrain.models.checkpointing import Recomputed, dear_operations, enable_gradient_checkpointing
 from fsdptrain.models.selective_check import check_selective
-from fsdptrain.models.structure import decoder_layers
+from fsdptrain.models.structure import decoder_layers, freeze_vision, tower_layers
 from fsdptrain.models.transfers import Transfers
-from tests import zoo
+from tests import vision_zoo, zoo
 
 CHANGES_IN_PLACE = {"gpt_oss"}
 INPUT = (torch.arange(40) * 11 % zoo.VOCAB_SIZE)[None]
@@ -40,6 +40,16 @@ def test_gradients_are_bitwise_equal_and_names_stay(name: str, kind: str):
     assert list(found) == list(expected)
     assert [key for key in expected if not found[key].equal(expected[key])] == []
     assert list(with_it.state_dict()) == list(without.state_dict())
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_tower_is_computed_again_where_it_is_trained(trained: bool):
+    model = vision_zoo.build("qwen3_vl")
+    if not trained:
+        freeze_vision(model)
+    enable_gradient_checkpointing(model, every=2)
+    for layers, expected in ((decoder_layers(model), True), (tower_layers(model), trained)):
+        assert [isinstance(layer.forward, Recomputed) for layer in layers[:2]] == [expected, False][: len(layers)]
 
 
 def test_dropout_draws_the_same_numbers_twice():

@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, Llama4TextConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fsdptrain.errors import NumericsError
-from fsdptrain.models.attention import SEGMENTS, Boundaries, attend, register_attention
+from fsdptrain.models.attention import SEGMENTS, Boundaries, attend
 from fsdptrain.models.layout import choose_layout, probe_random_copy, probe_segments
 from fsdptrain.models.random_copy import random_copy
 from tests import zoo
@@ -104,14 +105,13 @@ def blind_to(what: str) -> Any:
 )
 def test_an_implementation_that_forgets_something_is_not_used(name: str, what: str, dtype: torch.dtype) -> None:
     model = policy_model(name).to(dtype)
+    ours = ALL_ATTENTION_FUNCTIONS[SEGMENTS]
     AttentionInterface.register(SEGMENTS, blind_to(what))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fsdptrain.models.layout.register_attention", lambda: None)
-        try:
-            with pytest.raises(NumericsError, match="packed with fsdptrain_segments: differs by"):
-                choose_layout(model, "packed", **{**OPTIONS, "compute_dtype": dtype})
-        finally:
-            register_attention()
+    try:
+        with pytest.raises(NumericsError, match="packed with fsdptrain_segments: differs by"):
+            choose_layout(model, "packed", **{**OPTIONS, "compute_dtype": dtype})
+    finally:
+        AttentionInterface.register(SEGMENTS, ours)
 
 
 def test_the_probe_looks_beyond_the_window_and_within_the_positions() -> None:

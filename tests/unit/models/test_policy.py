@@ -125,6 +125,21 @@ def test_a_long_sequence_that_would_change_the_rotation_of_a_short_one_is_refuse
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+def test_frequencies_that_follow_the_longest_sequence_are_refused_beyond_the_first_ones(layout: Layout) -> None:
+    """Dynamic scaling: what a long sequence changes stays, for shorter ones and for the calls that come."""
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    model = policy_model("llama", rope_parameters=rope, max_position_embeddings=64)
+
+    def first(*lengths: int) -> Tensor:
+        return policy_logprobs(model, plain_batch(segments(lengths), device=CPU), layout=layout).values[: lengths[0]]
+
+    torch.testing.assert_close(first(40, 64), first(40))
+    for lengths in ((40, 65), (70,), (70, 100)):
+        with pytest.raises(NumericsError, match=r"beyond 64 .*dynamic.*--rollout-max-response"):
+            first(*lengths)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_only_loss_positions_are_scored_and_they_do_not_change(layout: Layout) -> None:
     model = policy_model("qwen3")
     every = plain_batch(segments(), device=CPU)

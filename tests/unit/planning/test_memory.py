@@ -69,6 +69,14 @@ def test_a_checkpoint_in_writing_is_on_the_host_where_the_weights_are_on_the_dev
     assert need.host_parts == {"the checkpoint in writing": 3 * 8 * SHARD}
 
 
+def test_a_checkpoint_in_writing_holds_what_is_frozen_and_a_reference_that_moves():
+    frozen = replace(DEMAND, counts=replace(COUNTS, frozen=COUNTS.total // 2), async_save=True)
+    need = load_memory_need(frozen, GPU)  # a vision tower, say: no moments
+    assert need.host_parts == {"the checkpoint in writing": 8 * SHARD + 2 * 8 * SHARD // 2}
+    moving = load_memory_need(replace(DEMAND, async_save=True, reference=True, moving_reference=True), GPU)
+    assert moving.host_parts == {"the reference": 8 * SHARD, "the checkpoint in writing": 4 * 8 * SHARD}
+
+
 ADAPTER = 40_000_000
 ADAPTED = replace(
     DEMAND,

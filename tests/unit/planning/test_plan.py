@@ -9,10 +9,10 @@ from fsdptrain.config import Config
 from fsdptrain.config.checks import check
 from fsdptrain.errors import MemoryPlanError
 from fsdptrain.models.lora import add_adapters
-from fsdptrain.models.structure import count_parameters
+from fsdptrain.models.structure import count_parameters, freeze_vision, tower_layers
 from fsdptrain.planning import remedies
 from fsdptrain.planning.memory import GIB
-from fsdptrain.planning.plan import Machine, Planner, cache_rows, make_plan, seqlens, with_margin
+from fsdptrain.planning.plan import Machine, Planner, cache_rows, make_plan, seqlens, sharding, with_margin
 from tests import configs
 
 MODEL = configs.meta_model("llama-3.1-8b")
@@ -31,6 +31,16 @@ def peak(num_gpus: int = 8, **options: Any) -> int:
 def test_state_is_sixteen_bytes_for_each_number_of_a_shard():
     parts = PLANNER.training(config()).parts
     assert parts["weights, gradients, Adam"] == 16 * count_parameters(MODEL).total // 8
+
+
+def test_a_tower_that_does_not_run_is_held_as_a_shard_and_never_gathered():
+    model = configs.meta_model("qwen3.5-9b")
+    freeze_vision(model)
+    tower = sum(p.numel() for layer in tower_layers(model) for p in layer.parameters())
+    outside = sharding(model, config(), 8).outside
+    assert tower > 400_000_000
+    assert outside == count_parameters(model).outside_layers
+    assert outside < sum(p.numel() for p in model.parameters()) - tower
 
 
 def test_more_gpus_need_less():

@@ -1,0 +1,26 @@
+"""How the weights of the trainer reach servers, and how long anyone waits for them."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from fsdptrain.config.section import Section
+
+
+class SyncConfig(Section):
+    """Servers and their weights."""
+
+    weight_push: Literal["file", "gloo", "nccl"] = "file"
+    """How weights reach servers. `file`: by a folder that they can read. `gloo`: over the network. `nccl`: from GPU to
+    GPU, not yet run."""
+    weight_folder: str | None = None
+    """Folder for the weights of the newest version. Default: in shared memory if all servers are on this machine and it
+    has room, else in --output-dir, which they must then see."""
+    update_weight_buffer_size: int = Field(default=512 * 2**20, ge=1)
+    """Weights that are sent, or stored in one file, at one time. [bytes]"""
+    sync_timeout: float = Field(default=300.0, gt=0.0)
+    """Deadline of every wait for a server: to take new weights, to show a sign of life while it generates. [s]"""
+    server_start_timeout: float = Field(default=600.0, gt=0.0)
+    """Deadline for a server to start. [s]"""
+    min_servers: int = Field(default=1, ge=1)
+    """Go on with so many servers when others are gone; those that the run started itself are started again."""

@@ -1,0 +1,116 @@
+"""One vLLM server, spoken to over HTTP. Every wait has an end, and nothing is sent twice.
+
+ServerError
+├── ServerGoneError       it cannot be reached, broke the connection, or its engine is dead
+│   └── ServerSilentError it took the request and gave no answer before the deadline
+└── ServerRefusedError    it is well, and said no
+"""
+
+import http.client
+import json
+import math
+import select
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+_POLL_S = 0.5  # how soon a request notices that its server is given up
+_CONNECT_S = 30.0  # longest time to connect
+_SHOWN = 400  # characters of a server's answer in an error
+
+GivenUp = Callable[[], bool]  # nobody waits for the answer any more
+
+
+class ServerError(Exception):
+    """What became of one request. The message names the server and the request."""
+
+
+class ServerGoneError(ServerError): ...
+
+
+class ServerSilentError(ServerGoneError): ...
+
+
+class ServerRefusedError(ServerError): ...
+
+
+class VLLMClient:
+    """Requests to the server at `url`, with `api_key` where it wants one. Safe to use from several threads."""
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        self.url = url.rstrip("/")
+        parts = urlsplit(self.url)
+        assert parts.hostname is not None, "checked with the configuration"
+        self.host = parts.hostname
+        self._port = parts.port
+        self._path = parts.path
+        self._secure = parts.scheme == "https"
+        self._headers = {"Content-Type": "application/json"}
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+
+    def get(self, path: str, *, timeout: float, given_up: GivenUp = lambda: False) -> Any:
+        return self._request("GET", path, None, given_up, timeout, timeout)
+
+    def post(self, path: str, body: Any = None, *, timeout: float) -> Any:
+        return self._request("POST", path, body, lambda: False, timeout, timeout)
+
+    def generate(self, body: Any, *, timeout: float, given_up: GivenUp) -> Any:
+        """One completion. It may take as long as it takes, until `given_up()`; `timeout` is for all else."""
+        return self._request("POST", "/inference/v1/generate", body, given_up, timeout, math.inf)
+
+    def version(self, *, timeout: float, given_up: GivenUp = lambda: False) -> str:
+        """The tag of the weights that the engine holds. The question goes through its scheduler: an answer is a sign
+        of life of all of it."""
+        return self.get("/weight_info", timeout=timeout, given_up=given_up)["weight_version"]
+
+    def is_healthy(self, *, timeout: float) -> bool:
+        try:
+            self.get("/health", timeout=timeout)
+        except ServerError:
+            return False
+        return True
+
+    def _request(self, method: str, path: str, body: Any, given_up: GivenUp, timeout: float, longest: float) -> Any:
+        """A connection of its own for each request: one that was kept open could have died unseen.
+
+        `longest` is for the answer to begin, `timeout` for each transfer. [s]
+        """
+        what = f"{method} {path}"
+        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
+        connection = kind(self.host, self._port, timeout=min(timeout, _CONNECT_S))
+        try:
+            connection.connect()
+            connection.sock.settimeout(timeout)
+            connection.request(method, self._path + path, None if body is None else json.dumps(body), self._headers)
+            self._await_answer(connection.sock, what, given_up, longest)
+            response = connection.getresponse()
+            text = response.read().decode(errors="replace")
+        except TimeoutError:
+            raise ServerSilentError(f"{self.url} did not answer {what} in {min(timeout, longest):.0f} s") from None
+        except (OSError, http.client.HTTPException) as error:
+            raise ServerGoneError(f"{self.url} broke off {what}: {type(error).__name__}: {error}") from None
+        finally:
+            connection.close()
+        return self._content(response.status, text, what)
+
+    def _await_answer(self, connection: socket.socket, what: str, given_up: GivenUp, longest: float) -> None:
+        end = time.monotonic() + longest
+        poll = select.poll()
+        poll.register(connection, select.POLLIN)
+        while not poll.poll(1000 * min(_POLL_S, max(0.0, end - time.monotonic()))):
+            if given_up():
+                raise ServerGoneError(f"{self.url} was given up during {what}")
+            if time.monotonic() >= end:
+                raise TimeoutError
+
+    def _content(self, status: int, text: str, what: str) -> Any:
+        if status == 200:
+            return json.loads(text) if text.strip() else None
+        said = " ".join(text.split())[:_SHOWN]
+        message = f"{self.url} answered {what} with status {status}: {said}"
+        if status in (502, 503, 504) or "EngineDeadError" in said or "EngineCore encountered an issue" in said:
+            raise ServerGoneError(message)
+        raise ServerRefusedError(message)

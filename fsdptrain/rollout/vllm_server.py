@@ -1,0 +1,194 @@
+"""vLLM over HTTP: many servers, each with an environment and devices of its own. docs/rollouts.md says how to use it.
+
+Rank 0 gives new weights to all servers (vllm_fleet.py); every rank asks for the completions of its own prompts
+(vllm_requests.py). No rank speaks with a server before the collectives of all ranks are over.
+"""
+
+import secrets
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdptrain.errors import RolloutError
+from fsdptrain.models.collective import gather, together
+from fsdptrain.protocols import Naming
+from fsdptrain.rollout.sampling import seed_of
+from fsdptrain.rollout.stacks import StackDump
+from fsdptrain.rollout.vllm_fleet import Fleet
+from fsdptrain.rollout.vllm_http import VLLMClient
+from fsdptrain.rollout.vllm_requests import Dispatcher
+from fsdptrain.rollout.weight_files import WeightFolder
+from fsdptrain.rollout.weight_push import Weights
+from fsdptrain.types import Completion, Prompt, SamplingParams
+
+
+@dataclass(frozen=True)
+class Contact:
+    """What every rank must know to speak with the servers."""
+
+    urls: tuple[str, ...]
+    run: str  # part of the tag of weights: nobody else's are taken for this run's
+    api_key: str | None = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long anyone waits. [s]"""
+
+    silence: float  # for a sign of life of a server
+    replacement: float  # while fewer than `min_servers` are there
+    min_servers: int
+
+
+class VLLMServerEngine:
+    """Generates with the servers of `contact`. Holds no weights until `update_weights`.
+
+    Logprobs are those of the distribution that was sampled from (vLLM's `processed_logprobs`).
+    """
+
+    weight_naming: Naming = "hub"
+
+    def __init__(
+        self,
+        contact: Contact,
+        *,
+        stop_token_ids: Sequence[int],
+        patience: Patience,
+        stacks: StackDump,
+        fleet: Fleet | None,
+        folder: WeightFolder | None,
+    ) -> None:
+        """`fleet` and `folder` are rank 0's; the others have none."""
+        self.clients = [VLLMClient(url, contact.api_key) for url in contact.urls]
+        self.stop_token_ids = tuple(stop_token_ids)
+        self.policy_version = 0
+        self._run = contact.run
+        self._patience = patience
+        self._stacks = stacks
+        self.fleet = fleet
+        self._folder = folder
+        self._tag: str | None = None  # of the weights that the servers hold
+        self._ready: list[str] = []
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
+        """Take the tensors of a checkpoint, by the names of its files, on all servers at one time. Collective.
+
+        First all of `weights` are gathered and stored, by all ranks; then rank 0 speaks with the servers.
+        """
+        self._tag = None  # half an update must not answer
+        self._stacks.arm(self._patience.silence)
+        files, error = self._store(weights, policy_version)
+        tag, ready = f"{self._run}/{policy_version}", []
+        with together(RolloutError, "--rollout-engine vllm-server"), self._with_stacks():
+            if error is not None:
+                raise RolloutError(f"--weight-folder: the weights cannot be stored: {error}; choose another") from error
+            if self.fleet is not None:
+                self._stacks.arm(self._patience.silence)
+                ready = self.fleet.switch(Weights(files, tag))
+        self._ready = gather(ready)[0]
+        self._stacks.disarm()
+        self.policy_version, self._tag = policy_version, tag
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
+        """`num_samples` completions for each prompt, prompt by prompt, in order; each request has its own seed."""
+        if self._tag is None:
+            raise RolloutError("the servers have no weights: call update_weights first")
+        if not prompts:
+            return []
+        asked = [(prompt, k) for prompt in prompts for k in range(sampling.num_samples)]
+        dispatcher = Dispatcher(
+            self.clients,
+            ready=self._ready,
+            tag=self._tag,
+            silence=self._patience.silence,
+            patience=self._patience.replacement,
+            min_servers=self._patience.min_servers,
+            first=dist.get_rank() if dist.is_initialized() else 0,
+            progress=self._go_on,
+            check=self._check,
+        )
+        self._go_on()  # until the next call: where this rank waits for others, it may be asked where it stands
+        with self._with_stacks():
+            answers = dispatcher.run([self._request(*row, sampling) for row in asked], per_group=sampling.num_samples)
+        return [self._completion(prompt, answer) for (prompt, _), answer in zip(asked, answers, strict=True)]
+
+    def sleep(self) -> None:
+        """Servers have devices of their own: they keep weights and cache."""
+        self._stacks.disarm()
+
+    def wake_up(self) -> None: ...
+
+    def close(self) -> None:
+        """End the servers that this run has started; others are left as they are."""
+        self._stacks.close()
+        if self.fleet is not None:
+            self.fleet.close()
+        if self._folder is not None:
+            self._folder.delete()
+
+    def _store(self, weights: Iterable[tuple[str, Tensor]], version: int) -> tuple[list[Path], OSError | None]:
+        """Rank 0 writes files; the others take part in the gathering."""
+        if self._folder is None or self.fleet is None:
+            for _ in weights:
+                pass
+            return [], None
+        self.fleet.forget_weights()
+        try:
+            return self._folder.write(weights, version), None
+        except OSError as error:
+            return [], error
+
+    def _request(self, prompt: Prompt, index: int, sampling: SamplingParams) -> dict[str, Any]:
+        return {
+            "token_ids": prompt.token_ids,
+            "sampling_params": {
+                "max_tokens": sampling.limit_of(prompt),
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": max(sampling.top_k, 0),  # vLLM: 0 is off
+                "min_p": sampling.min_p,
+                "stop_token_ids": sorted({*self.stop_token_ids, *sampling.stop_token_ids}),
+                "ignore_eos": True,  # which ids end a response is said by `stop_token_ids` alone
+                "logprobs": 0,  # of the sampled token only
+                "seed": seed_of(sampling.seed, prompt.id, index),
+                "detokenize": False,
+            },
+        }
+
+    def _completion(self, prompt: Prompt, answer: Any) -> Completion:
+        """The dispatcher has checked its version and how it ended."""
+        choice = answer["choices"][0]
+        tokens = choice["token_ids"]
+        logprobs = [found["logprob"] for found in choice["logprobs"]["content"]]
+        assert len(logprobs) == len(tokens)
+        return Completion(prompt.id, tokens, logprobs, choice["finish_reason"], self.policy_version)
+
+    def _check(self) -> None:
+        """Rank 0 knows of servers that will not come back; the others would wait for them to the end of patience."""
+        if self.fleet is not None:
+            self.fleet.give_up_hope()
+
+    def _go_on(self) -> None:
+        self._stacks.arm(self._patience.silence)
+
+    @contextmanager
+    def _with_stacks(self) -> Iterator[None]:
+        """An error that came of a long wait says where the stacks of all ranks are."""
+        start = time.monotonic()
+        try:
+            yield
+        except RolloutError as error:
+            if time.monotonic() - start < self._patience.silence:
+                raise
+            raise RolloutError(f"{error}; where each rank stood: {self._stacks.folder}") from error
+
+
+def new_run() -> str:
+    """A name that no other run has."""
+    return secrets.token_hex(4)

@@ -1,0 +1,211 @@
+"""The server engine as the configuration wants it: servers found or started, and what each rank must know of them."""
+
+import ipaddress
+import os
+import secrets
+import socket
+import sys
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig
+
+from fsdptrain import platform
+from fsdptrain.config import Config
+from fsdptrain.errors import ConfigError, RolloutError
+from fsdptrain.models.collective import gather, together
+from fsdptrain.rollout.stacks import StackDump
+from fsdptrain.rollout.stop_tokens import stop_tokens
+from fsdptrain.rollout.vllm_fleet import Fleet, Server
+from fsdptrain.rollout.vllm_http import ServerError, VLLMClient
+from fsdptrain.rollout.vllm_process import GUARD, PLUGIN, Launch, ServerProcess, command_line
+from fsdptrain.rollout.vllm_server import Contact, Patience, VLLMServerEngine, new_run
+from fsdptrain.rollout.weight_files import WeightFolder, folder_name, shared_memory
+from fsdptrain.rollout.weight_push import FilePush, GroupPush
+
+_OURS = frozenset(
+    {"model", "host", "port", "api_key", "dtype", "load_format", "logprobs_mode", "tokens_only"} | {*PLUGIN, *GUARD}
+)
+_LOOK_S = 120.0  # for a server to describe itself: it looks at its whole machine first
+_PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+
+
+def build_vllm_server_engine(config: Config, *, checkpoint: Path, device: torch.device) -> VLLMServerEngine:
+    """Collective. Rank 0 looks at the servers, or starts them and waits until they are up."""
+    rank = dist.get_rank()
+    output_dir, sync = Path(config.run.output_dir), config.sync
+    contact = fleet = folder = None
+    with together(RolloutError, "--rollout-engine vllm-server"):
+        if rank == 0:
+            contact, fleet, folder = _gather_servers(config, checkpoint, device)
+        stacks = StackDump(output_dir / "stacks", rank)
+    contact = gather(contact)[0]
+    trust = config.model.trust_remote_code
+    model_config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust)
+    starting = 0.0 if config.rollout.urls else sync.server_start_timeout
+    return VLLMServerEngine(
+        contact,
+        stop_token_ids=stop_tokens(checkpoint, model_config, trust_remote_code=trust),
+        patience=Patience(sync.sync_timeout, sync.sync_timeout + starting, sync.min_servers),
+        stacks=stacks,
+        fleet=fleet,
+        folder=folder,
+    )
+
+
+def _gather_servers(config: Config, checkpoint: Path, device: torch.device) -> tuple[Contact, Fleet, WeightFolder]:
+    rollout, sync = config.rollout, config.sync
+    if sync.weight_push == "nccl" and device.type != "cuda":
+        raise ConfigError(f"--weight-push nccl goes from GPU to GPU, and the trainer is on {device}: use file or gloo")
+    folder = WeightFolder(weight_path(config, checkpoint), max_file_bytes=sync.update_weight_buffer_size)
+    if rollout.urls:
+        key = _api_key(rollout.api_key_env)
+        servers = [Server(VLLMClient(url, key)) for url in rollout.urls]
+        for server in servers:
+            require_private(server.client.host, server.client.url, allow_public=rollout.public_servers)
+            require_fitting(server.client, config)
+    else:
+        key = secrets.token_hex(16)
+        servers = _processes(config, checkpoint, folder.path, key, device)
+    push = FilePush() if sync.weight_push == "file" else GroupPush(sync.weight_push, sync.sync_timeout)
+    fleet = Fleet(
+        servers,
+        push=push,
+        sync_timeout=sync.sync_timeout,
+        start_timeout=sync.server_start_timeout,
+        min_servers=sync.min_servers,
+    )
+    try:
+        fleet.start()
+    except BaseException:
+        fleet.close()
+        folder.delete()
+        raise
+    return Contact(tuple(server.client.url for server in servers), new_run(), key), fleet, folder
+
+
+def _processes(config: Config, checkpoint: Path, weights: Path, key: str, device: torch.device) -> list[Server]:
+    folder = Path(config.run.output_dir) / "servers"
+    folder.mkdir(parents=True, exist_ok=True)
+    launch = Launch(
+        python=config.rollout.server_python or sys.executable,
+        arguments=server_arguments(config, checkpoint, on_gpu=device.type == "cuda"),
+        folder=folder,
+        weights=weights,
+        api_key=key,
+    )
+    count = config.rollout.num_servers or 0
+    processes = [ServerProcess(launch, i, devices) for i, devices in enumerate(_devices(config, count, device))]
+    return [Server(VLLMClient(process.url, key), process) for process in processes]
+
+
+def server_arguments(config: Config, checkpoint: Path, *, on_gpu: bool) -> list[str]:
+    """What a server must be started with; also what the docs tell users who start their own."""
+    rollout = config.rollout
+    for name in rollout.engine_args:
+        if name in _OURS:
+            raise ConfigError(
+                f"--rollout-engine-args {name}: fsdptrain sets it, and exactness rests on it; leave it out"
+            )
+    options: dict[str, Any] = {
+        "dtype": config.compute_dtype_name,
+        "max_model_len": config.prompt_budget + rollout.max_response_len,
+        "seed": rollout.seed % 2**31,
+        "disable_uvicorn_access_log": True,
+        "disable_log_stats": True,
+    }
+    if not on_gpu:
+        options["enforce_eager"] = True
+    if rollout.kv_cache_gib is not None or not on_gpu:
+        options["kv_cache_memory_bytes"] = int((rollout.kv_cache_gib or 1.0) * platform.GIB)
+    if config.model.trust_remote_code:
+        options["trust_remote_code"] = True
+    fixed = {"model": str(checkpoint), "load_format": "dummy", "logprobs_mode": "processed_logprobs"}
+    return command_line({**options, **rollout.engine_args, **fixed, "tokens_only": True, **PLUGIN, **GUARD})
+
+
+def _devices(config: Config, count: int, device: torch.device) -> list[str | None]:
+    """For each server the GPUs behind those of the trainer's ranks."""
+    if device.type != "cuda":
+        return [None] * count
+    visible = torch.accelerator.device_count()
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(visible)))).split(",")
+    each = prod(int(config.rollout.engine_args.get(name, 1)) for name in _PARALLEL)
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if ranks + count * each > visible:
+        raise ConfigError(
+            f"--rollout-num-servers {count} of {each} GPUs each, behind those of {ranks} ranks, are more than the "
+            f"{visible} GPUs of this machine: lower it, or --nproc-per-node"
+        )
+    return [",".join(names[ranks + i * each : ranks + (i + 1) * each]) for i in range(count)]
+
+
+def weight_path(config: Config, checkpoint: Path) -> Path:
+    """Where the weights of the newest version lie; a folder of our own."""
+    name = folder_name(Path(config.run.output_dir))
+    if config.sync.weight_folder is not None:
+        return Path(config.sync.weight_folder) / name
+    hosts = [VLLMClient(url).host for url in config.rollout.urls]
+    if all(_is_local(host) for host in hosts):
+        # twice: the files may hold half as many bytes for a number as the compute dtype
+        place = shared_memory(2 * sum(path.stat().st_size for path in checkpoint.glob("*.safetensors")))
+        if place is not None:
+            return place / name
+    return Path(config.run.output_dir) / name
+
+
+def _is_local(host: str) -> bool:
+    return all(address.is_loopback for address in _addresses(host))
+
+
+def _addresses(host: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(f"--rollout-urls: {host} has no address ({error})") from error
+    return [ipaddress.ip_address(str(entry[4][0]).partition("%")[0]) for entry in found]
+
+
+def require_private(host: str, url: str, *, allow_public: bool) -> None:
+    """ConfigError for a server that the whole world may reach: its routes for weights obey anyone."""
+    for address in _addresses(host):
+        if not allow_public and not (address.is_loopback or address.is_private):
+            raise ConfigError(
+                f"--rollout-urls {url} is public ({address}), and whoever reaches a server in development mode can "
+                "change its weights and run code: use a private address, or --rollout-public-servers if a firewall "
+                "guards it"
+            )
+
+
+def require_fitting(client: VLLMClient, config: Config) -> None:
+    """ConfigError where a server that runs was not started as it must be."""
+    try:
+        info = client.get("/server_info?config_format=json", timeout=_LOOK_S)["vllm_config"]
+    except ServerError as error:
+        raise ConfigError(
+            f"--rollout-urls: {error}; is it a vLLM server that was started with VLLM_SERVER_DEV_MODE=1?"
+        ) from None
+    model, longest = info["model_config"], config.prompt_budget + config.rollout.max_response_len
+    backend = PLUGIN["weight_transfer_config"]["backend"]
+    wanted = {
+        "dtype": (config.compute_dtype_name, model["dtype"].removeprefix("torch.")),
+        "logprobs-mode": ("processed_logprobs", model["logprobs_mode"]),
+        "worker-extension-cls": (PLUGIN["worker_extension_cls"], info["parallel_config"]["worker_extension_cls"]),
+        "weight-transfer-config": (backend, (info["weight_transfer_config"] or {}).get("backend")),
+        "max-model-len": (max(longest, model["max_model_len"]), model["max_model_len"]),
+    }
+    wrong = [f"--{name} {needed} (it has {found})" for name, (needed, found) in wanted.items() if needed != found]
+    if wrong:
+        raise ConfigError(f"--rollout-urls: {client.url} must be started with {', '.join(wrong)}")
+
+
+def _api_key(variable: str | None) -> str | None:
+    if variable is None:
+        return None
+    key = os.environ.get(variable)
+    if not key:
+        raise ConfigError(f"--rollout-api-key-env {variable}: there is no such variable in the environment; set it")
+    return key

@@ -1,0 +1,96 @@
+"""How weights travel between the trainer and one engine: packed into buckets, over a group of their own.
+
+Trainer and engine import this in different environments: it needs torch and nothing else. The trainer is rank 0 of the
+group, the workers of the engine come after it.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Plane = Literal["gloo", "nccl"]
+_ALIGNMENT = 16  # bytes; a view in another dtype must begin at a multiple of its item size
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One tensor of a bucket, as it is announced before the bucket is sent."""
+
+    name: str
+    dtype: str  # float32, bfloat16, ...
+    shape: list[int]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * getattr(torch, self.dtype).itemsize
+
+
+def spec_of(name: str, tensor: Tensor) -> Spec:
+    return Spec(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+
+
+def bucket_size(specs: Sequence[Spec]) -> int:
+    """[bytes]"""
+    return sum(_padded(spec.nbytes) for spec in specs)
+
+
+def pack_bucket(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """All of `tensors` in one row. [bytes] u8"""
+    bucket = torch.zeros(sum(_padded(tensor.nbytes) for tensor in tensors), dtype=torch.uint8, device=device)
+    start = 0
+    for tensor in tensors:
+        bucket[start : start + tensor.nbytes].copy_(tensor.contiguous().view(-1).view(torch.uint8))
+        start += _padded(tensor.nbytes)
+    return bucket
+
+
+def unpack_bucket(bucket: Tensor, specs: Sequence[Spec]) -> list[tuple[str, Tensor]]:
+    """Views of `bucket`, with their names."""
+    found, start = [], 0
+    for spec in specs:
+        part = bucket[start : start + spec.nbytes]
+        found.append((spec.name, part.view(getattr(torch, spec.dtype)).view(spec.shape)))
+        start += _padded(spec.nbytes)
+    return found
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+class WeightGroup:
+    """A group of the trainer (rank 0) and the workers of one engine. It leaves the default group alone."""
+
+    def __init__(self, plane: Plane, store: dist.TCPStore, *, rank: int, world_size: int, timeout_s: float) -> None:
+        """Returns when all ranks are there; an error of torch after `timeout_s`."""
+        self._store = store  # the group talks through it: it must live as long
+        prefixed, timeout = dist.PrefixStore("weights", store), timedelta(seconds=timeout_s)
+        self._group: Any  # torch does not declare what both kinds can do
+        self.device = torch.device("cpu")
+        if plane == "nccl":
+            self.device = torch.device("cuda", torch.accelerator.current_device_index())
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            self._group = dist.ProcessGroupNCCL(prefixed, rank, world_size, options)
+        else:
+            self._group = dist.ProcessGroupGloo(prefixed, rank, world_size, timeout)
+
+    def send(self, bucket: Tensor) -> None:
+        """From rank 0 to all others. Returns when it has gone out, on a GPU when the device has done it."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        self._group.broadcast([bucket], options).wait()
+        if bucket.is_cuda:
+            torch.accelerator.synchronize()
+
+    def receive(self, nbytes: int) -> Tensor:
+        """A bucket of rank 0. [nbytes] u8"""
+        bucket = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        self.send(bucket)  # a broadcast is the same call on every rank
+        return bucket

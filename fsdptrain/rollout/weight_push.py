@@ -1,0 +1,150 @@
+"""Give one server the weights that lie in files: by their paths, or bucket by bucket over a group. Nothing is repeated.
+
+A server whose update failed half way holds layers without weights: it must be started again before it is used.
+"""
+
+import socket
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Literal, NoReturn, Protocol
+
+import torch.distributed as dist
+from safetensors import safe_open
+
+from fsdptrain.rollout.vllm_http import ServerError, ServerGoneError, ServerRefusedError, ServerSilentError, VLLMClient
+from fsdptrain.rollout.weight_group import Plane, WeightGroup, pack_bucket, spec_of
+
+
+class Deadline:
+    """One deadline for many waits."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._end = time.monotonic() + seconds
+
+    @property
+    def left(self) -> float:
+        """[s] at least a little, so that a wait that is over fails as such."""
+        return max(0.01, self._end - time.monotonic())
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() >= self._end
+
+
+@dataclass(frozen=True)
+class Weights:
+    """One version as files. `tag` is what an engine says that it holds."""
+
+    files: Sequence[Path]
+    tag: str
+
+
+class Push(Protocol):
+    def send(self, client: VLLMClient, weights: Weights, deadline: Deadline) -> None:
+        """Between start and finish of an update. ServerError where it fails."""
+        ...
+
+
+def update(client: VLLMClient, weights: Weights, push: Push, deadline: Deadline) -> None:
+    """Stop the engine, give it `weights`, forget cached prefixes, and make sure of its version. It stays stopped."""
+    client.post("/pause?mode=abort", timeout=deadline.left)
+    client.post("/start_weight_update", timeout=deadline.left)
+    push.send(client, weights, deadline)
+    client.post("/finish_weight_update", {"weight_version": weights.tag}, timeout=deadline.left)
+    if not client.post("/reset_prefix_cache", timeout=deadline.left)["success"]:
+        raise ServerRefusedError(
+            f"{client.url} did not forget its cached prefixes: they belong to the weights of before"
+        )
+    found = client.version(timeout=deadline.left)
+    if found != weights.tag:
+        raise ServerRefusedError(f"{client.url} holds version {found!r} after the update to {weights.tag!r}")
+
+
+class FilePush:
+    """The server reads the files itself."""
+
+    def send(self, client: VLLMClient, weights: Weights, deadline: Deadline) -> None:
+        paths = [str(path.resolve()) for path in weights.files]
+        client.post("/update_weights", {"update_info": {"paths": paths}}, timeout=deadline.left)
+
+
+class GroupPush:
+    """This process reads the files and sends them, each file one bucket, to the workers of one server at a time.
+
+    Each server has a group of its own, so that one that dies harms no other.
+    """
+
+    def __init__(self, plane: Literal["gloo", "nccl"], timeout_s: float) -> None:
+        self._plane: Plane = plane
+        self._timeout_s = timeout_s
+        self._groups: dict[str, WeightGroup] = {}  # by address
+
+    def send(self, client: VLLMClient, weights: Weights, deadline: Deadline) -> None:
+        try:
+            group = self._groups.pop(client.url, None) or self._join(client, deadline)
+            for path in weights.files:
+                with safe_open(path, "pt") as file:
+                    self._send_bucket(client, group, {n: file.get_tensor(n) for n in file.keys()}, deadline)  # noqa: SIM118
+        except RuntimeError as error:  # torch's, of a peer that is gone or silent
+            kind = ServerSilentError if "imed out" in str(error) or "imeout" in str(error) else ServerGoneError
+            raise kind(f"{client.url} broke off a transfer over {self._plane}: {_first_line(error)}") from None
+        self._groups[client.url] = group  # only one over which all went well is used again
+
+    def forget(self, client: VLLMClient) -> None:
+        self._groups.pop(client.url, None)
+
+    def _join(self, client: VLLMClient, deadline: Deadline) -> WeightGroup:
+        world_size = 1 + client.get("/get_world_size", timeout=deadline.left)["world_size"]
+        timeout = timedelta(seconds=deadline.left)
+        store = dist.TCPStore("0.0.0.0", 0, world_size, is_master=True, timeout=timeout, wait_for_workers=False)
+        join = {
+            "plane": self._plane,
+            "host": _own_address(client.host),
+            "port": store.port,
+            "world_size": world_size,
+            "timeout_s": self._timeout_s,
+        }
+        with ThreadPoolExecutor(1) as thread:  # the workers answer when all have met
+            answer = thread.submit(
+                client.post, "/init_weight_transfer_engine", {"init_info": join}, timeout=deadline.left
+            )
+            try:
+                group = WeightGroup(self._plane, store, rank=0, world_size=world_size, timeout_s=self._timeout_s)
+            except RuntimeError as error:
+                _raise_cause(answer.exception(), error)
+            answer.result()
+        return group
+
+    def _send_bucket(self, client: VLLMClient, group: WeightGroup, tensors: dict, deadline: Deadline) -> None:
+        specs = [asdict(spec_of(name, tensor)) for name, tensor in tensors.items()]
+        with ThreadPoolExecutor(1) as thread:  # the workers answer when they have received it
+            answer = thread.submit(
+                client.post, "/update_weights", {"update_info": {"bucket": specs}}, timeout=deadline.left
+            )
+            try:
+                group.send(pack_bucket(list(tensors.values()), group.device))
+            except RuntimeError as error:
+                _raise_cause(answer.exception(), error)
+            answer.result()
+
+
+def _raise_cause(said: BaseException | None, error: RuntimeError) -> NoReturn:
+    """What the server said of it, where it said something; else what torch did."""
+    raise said if isinstance(said, ServerError) else error
+
+
+def _own_address(host: str) -> str:
+    """The address of this machine by which `host` can reach it."""
+    family, kind, proto, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, proto) as probe:
+        probe.connect(address)  # of a datagram socket: nothing is sent
+        return probe.getsockname()[0]
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

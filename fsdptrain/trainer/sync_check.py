@@ -1,0 +1,211 @@
+"""Proof, after weights were handed over, that the engine computes with them. docs/rollouts.md says how.
+
+Weights are compared by checksums, tensor by tensor; what lies behind them (packed copies, kernels, cached prefixes) by
+the logprobs of a few tokens that the engine samples and the trainer scores.
+"""
+
+import logging
+import random
+import string
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from fsdptrain.algo.weights import count_totals
+from fsdptrain.config import Config
+from fsdptrain.data.packing import pack
+from fsdptrain.errors import ConfigError, RolloutError
+from fsdptrain.models.checksum import checksum
+from fsdptrain.models.collective import together
+from fsdptrain.models.files import some_of
+from fsdptrain.protocols import CheckedEngine, RolloutEngine, TrainBackend
+from fsdptrain.types import Completion, Metrics, PackedBatch, Prompt, Sample, SamplingParams
+
+log = logging.getLogger(__name__)
+
+_FLAG = "--sync-check"
+_LENGTHS = (160, 16, 16, 16)  # of the prompts: one is longer than a block of vLLM's prefix cache. [tokens]
+_RESPONSE = 4  # tokens
+_WAY_OUT = f"the engine, or what is between, is at fault; {_FLAG} off goes on all the same"
+_OTHER_NUMBERS = ("quantization", "kv_cache_dtype")  # engine arguments that make other logprobs on purpose
+
+
+@dataclass(frozen=True)
+class Probe:
+    """The same prompts after every hand-over: a cache that outlived one would answer them."""
+
+    prompts: list[Prompt]
+    sampling: SamplingParams
+
+
+class SyncCheck:
+    """Looks at every hand-over, or at the first one of a run."""
+
+    def __init__(
+        self, engine: CheckedEngine, backend: TrainBackend, probe: Probe, *, dtype: torch.dtype, first_only: bool
+    ) -> None:
+        self._seconds = 0.0  # that checksums took while weights were handed over
+        self._engine = engine
+        self._backend = backend
+        self._probe = probe
+        self._dtype = dtype
+        self._first_only = first_only
+        self._sent: dict[str, int] = {}  # in the order of the trainer
+        self._stored_otherwise: frozenset[str] | None = None  # None: nothing was checked yet
+        self._difference = 0.0
+
+    @property
+    def is_due(self) -> bool:
+        return not self._first_only or self._stored_otherwise is None
+
+    def watch(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The same, and their checksums are kept until `check`."""
+        self._sent, self._seconds = {}, 0.0
+        for name, tensor in weights:
+            if self.is_due:
+                start = time.perf_counter()
+                self._sent[name] = checksum(tensor)
+                self._seconds += time.perf_counter() - start
+            yield name, tensor
+
+    def check(self, version: int) -> float:
+        """After `update_weights`: RolloutError on all ranks, or what the proof took, checksums included. [s]
+
+        Collective.
+        """
+        if not self.is_due:
+            return 0.0
+        start = time.perf_counter()
+        with together(RolloutError, _FLAG):
+            wrong = self._wrong_weights()
+            if wrong and (self._engine.weight_naming == "module" or self._stored_otherwise is not None):
+                raise RolloutError(self._blame(wrong, version))
+            completions = self._engine.generate(self._probe.prompts, self._probe.sampling)
+            self._require_fresh(version)
+        batch = self._batch(completions)
+        [scored] = self._backend.score([batch], "policy")
+        with together(RolloutError, _FLAG):
+            apart = (scored.values - batch.rollout_logprobs)[batch.loss_mask].abs().mean().item()
+            self._require_agreement(apart, wrong, version)
+        self._difference = apart
+        if self._stored_otherwise is None:
+            self._stored_otherwise = frozenset(wrong)
+            self._report(wrong)
+        return self._seconds + time.perf_counter() - start
+
+    def metrics(self) -> Metrics:
+        """Of this rank."""
+        return {"sync/probe_abs_mean": self._difference} if self.is_due else {}
+
+    def _wrong_weights(self) -> list[str]:
+        held = self._engine.checksums(self._sent.keys() - (self._stored_otherwise or frozenset()))
+        self._num_read = len(held)
+        return [name for name, sent in self._sent.items() if held.get(name, sent) != sent]
+
+    def _blame(self, wrong: Sequence[str], version: int) -> str:
+        return (
+            f"{_FLAG}: the engine does not hold {wrong[0]} of version {version} as the trainer does, the first of "
+            f"{len(wrong)} tensors that differ, of {len(self._sent)}; {_WAY_OUT}"
+        )
+
+    def _require_fresh(self, version: int) -> None:
+        if cached := self._engine.cached_tokens():
+            raise RolloutError(
+                f"{_FLAG}: the engine answered with {cached} tokens of its prefix cache that are older than version "
+                f"{version} of the weights; {_WAY_OUT}"
+            )
+
+    def _require_agreement(self, apart: float, wrong: Sequence[str], version: int) -> None:
+        bound = tolerance(self._dtype)
+        if apart <= bound:
+            return
+        if wrong:
+            raise RolloutError(self._blame(wrong, version))
+        raise RolloutError(
+            f"{_FLAG}: logprobs of engine and trainer are {apart:.2g} apart under version {version}, more than the "
+            f"{bound:.2g} that {self._dtype} explains, though the {self._num_read} tensors that can be read, of "
+            f"{len(self._sent)}, are the trainer's; {_WAY_OUT}"
+        )
+
+    def _report(self, otherwise: list[str]) -> None:
+        unread = len(self._sent) - self._num_read + len(otherwise)
+        if unread:
+            names = f", e.g. {some_of(otherwise)}" if otherwise else ""
+            line = "%s: the engine stores %d of %d tensors in other ways%s: only logprobs vouch for them"
+            log.info(line, _FLAG, unread, len(self._sent), names)
+
+    def _batch(self, completions: Sequence[Completion]) -> PackedBatch:
+        samples = [
+            Sample(
+                group_id=prompt.id,
+                token_ids=[*prompt.token_ids, *made.token_ids],
+                loss_mask=[False] * len(prompt.token_ids) + [True] * len(made.token_ids),
+                rollout_logprobs=[0.0] * len(prompt.token_ids) + list(made.logprobs),
+            )
+            for prompt, made in zip(self._probe.prompts, completions, strict=True)
+        ]
+        totals = count_totals([len(made.token_ids) for made in completions])
+        return pack(samples, aggregation="token_mean", totals=totals, max_response_len=_RESPONSE)
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """Largest mean difference of logprobs that rounding explains: 32 units of `dtype`, and never less than 1e-4."""
+    return max(1e-4, 32 * torch.finfo(dtype).eps)
+
+
+def make_probe(config: Config, tokenizer: PreTrainedTokenizerBase, *, max_positions: int | None = None) -> Probe:
+    """Ordinary tokens: those of a text of random words. max_positions: of the model; None: it knows no limit."""
+    limits = [config.batch.max_tokens_per_gpu // len(_LENGTHS), *([max_positions] if max_positions else [])]
+    longest = min(config.prompt_budget, *(limit - _RESPONSE for limit in limits))
+    draw = random.Random(config.run.seed)
+    prompts = []
+    for i, length in enumerate(_LENGTHS):
+        words = ("".join(draw.choices(string.ascii_lowercase, k=4)) for _ in range(length))
+        ids = tokenizer(" ".join(words), add_special_tokens=False)["input_ids"]
+        prompts.append(Prompt(f"{_FLAG}/{i}", list(ids[: max(1, min(length, longest))]), ""))
+    rollout, supervised = config.rollout, config.algorithm.algorithm == "sft"
+    sampling = SamplingParams(
+        num_samples=1,
+        max_tokens=min(_RESPONSE, rollout.max_response_len),
+        temperature=1.0 if supervised else rollout.temperature,  # what the trainer scores at
+        top_p=rollout.top_p,
+        top_k=rollout.top_k or -1,
+        min_p=rollout.min_p,
+        seed=rollout.seed,
+    )
+    return Probe(prompts, sampling)
+
+
+def build_sync_check(
+    config: Config,
+    engine: RolloutEngine,
+    backend: TrainBackend,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_positions: int | None = None,
+) -> SyncCheck | None:
+    """None where there is nothing to check with; ConfigError if the check was asked for."""
+    wanted = config.run.sync_check
+    if wanted == "off":
+        return None
+    reason = _not_checkable(config, engine)
+    if reason and wanted is not None:
+        raise ConfigError(f"{_FLAG} {wanted}: {reason}; leave it out")
+    if reason or not isinstance(engine, CheckedEngine):
+        log.warning("%s: nothing is checked: %s", _FLAG, reason)
+        return None
+    dtype: torch.dtype = getattr(torch, config.compute_dtype_name)
+    probe = make_probe(config, tokenizer, max_positions=max_positions)
+    return SyncCheck(engine, backend, probe, dtype=dtype, first_only=wanted == "first")
+
+
+def _not_checkable(config: Config, engine: RolloutEngine) -> str:
+    if not isinstance(engine, CheckedEngine):
+        return f"--rollout-engine {config.rollout.engine} has no methods `checksums` and `cached_tokens`"
+    if other := sorted(set(_OTHER_NUMBERS) & set(config.rollout.engine_args)):
+        return f"with --rollout-engine-args {other[0]} engine and trainer differ on purpose"
+    return ""

@@ -1,0 +1,92 @@
+"""--sync-check names the very tensor that did not arrive, each time, and is silent when all did.
+
+Faults are planted behind the trainer's back: between what it sends and what the engine is given.
+"""
+
+import random
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from fsdptrain.backends.fsdp import FSDPBackend
+from fsdptrain.config import Config
+from fsdptrain.errors import RolloutError
+from fsdptrain.fsdp.shards import local_shard
+from fsdptrain.models.structure import reshard
+from fsdptrain.rollout.hf import build_hf_engine
+from fsdptrain.testing import save_tiny_checkpoint, spawn, tiny_tokenizer
+from fsdptrain.trainer.sync_check import build_sync_check
+
+FAULTS = ("stale", "permuted", "not sent")
+TRIES = 50  # of each dtype
+
+
+class Courier:
+    """Carries weights to the engine, and does something to one of them on the way."""
+
+    def __init__(self) -> None:
+        self.before: dict[str, Tensor] = {}
+
+    def carry(self, weights: Iterable[tuple[str, Tensor]], fault: str, victim: str) -> Iterator[tuple[str, Tensor]]:
+        now = {}
+        for name, tensor in weights:
+            now[name] = tensor.clone()
+            sent = tensor if name != victim else self.broken(name, tensor, fault)
+            if sent is not None:
+                yield name, sent
+        self.before = now
+
+    def broken(self, name: str, tensor: Tensor, fault: str) -> Tensor | None:
+        if fault == "stale":
+            return self.before[name]
+        return None if fault == "not sent" else tensor.flip(0)
+
+
+def train_a_little(backend: FSDPBackend, seed: int) -> None:
+    """As an optimizer step would: in bf16 it leaves most values of a tensor as they are."""
+    torch.manual_seed(seed)
+    reshard(backend.model)
+    with torch.no_grad():
+        for parameter in map(local_shard, backend.model.parameters()):
+            parameter.add_(1e-3 * parameter.abs().mean() * torch.randn_like(parameter))
+
+
+def what_the_check_said(folder: Path, bf16: bool) -> list[tuple[str, str, str | None]]:
+    """(fault, tensor, error) of each try; first and after each fault all goes well."""
+    config = Config(hf_checkpoint=str(folder), bf16=bf16, max_tokens_per_gpu=512, rollout_max_response_len=64)
+    backend = FSDPBackend(config, total_steps=1)
+    engine = build_hf_engine(config, checkpoint=backend.checkpoint_path, device=backend.device)
+    check = build_sync_check(config, engine, backend, tiny_tokenizer())
+    assert check is not None
+    courier, draw, found = Courier(), random.Random(0), []
+
+    def hand_over(version: int, fault: str = "", victim: str = "") -> str | None:
+        train_a_little(backend, version)
+        try:
+            engine.update_weights(courier.carry(check.watch(backend.hf_weights("module")), fault, victim), version)
+            check.check(version)
+        except RolloutError as error:
+            return str(error)
+        return None
+
+    assert hand_over(0) is None
+    for version in range(1, TRIES + 1):
+        fault, victim = draw.choice(FAULTS), draw.choice(sorted(courier.before))
+        found.append((fault, victim, hand_over(version, fault, victim)))
+        if version % 5 == 0:
+            assert hand_over(1000 + version) is None
+    return found
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+def test_a_fault_is_named_in_each_of_a_hundred_tries(tmp_path: Path, bf16: bool) -> None:
+    folder = save_tiny_checkpoint(tmp_path / "model")
+    [found] = spawn(1, what_the_check_said, folder, bf16, timeout=300)
+    assert len(found) == TRIES
+    for fault, victim, said in found:
+        sign = "missing: " if fault == "not sent" else "the engine does not hold "  # what is missing, the engine sees
+        assert said is not None, f"{fault} {victim} was not seen"
+        assert f"{sign}{victim}" in said, said

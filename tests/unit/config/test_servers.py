@@ -1,0 +1,55 @@
+"""Options of servers that cannot work, or have no effect, are refused with the way out."""
+
+import pytest
+
+from fsdptrain.config import Config
+from fsdptrain.config.keys import all_keys
+from fsdptrain.errors import ConfigError
+
+URLS = {"rollout_engine": "vllm-server", "rollout_urls": ["http://127.0.0.1:8000"]}
+STARTED = {"rollout_engine": "vllm-server", "rollout_num_servers": 2}
+
+REFUSED = [
+    *(
+        ({key: value}, [all_keys()[key].flag, "--rollout-engine vllm-server"])
+        for key, value in [
+            ("rollout_urls", ["http://a:1"]), ("rollout_num_servers", 2), ("rollout_server_python", "python"),
+            ("rollout_api_key_env", "KEY"), ("rollout_public_servers", True), ("weight_push", "gloo"),
+            ("weight_folder", "here"), ("update_weight_buffer_size", 1000), ("sync_timeout", 5.0),
+            ("server_start_timeout", 5.0), ("min_servers", 2),
+        ]
+    ),
+    ({"rollout_engine": "vllm-server"}, ["--rollout-urls", "--rollout-num-servers", "one of the two"]),
+    ({**URLS, "rollout_num_servers": 1}, ["--rollout-urls", "--rollout-num-servers", "one of the two"]),
+    *(
+        ({**URLS, key: value}, [all_keys()[key].flag, "run already"])
+        for key, value in [
+            ("rollout_server_python", "python"), ("rollout_engine_args", {"max_num_seqs": 8}),
+            ("rollout_kv_cache_gib", 1.0), ("server_start_timeout", 5.0),
+        ]
+    ),
+    *(
+        ({**STARTED, key: value}, [all_keys()[key].flag, "--rollout-urls"])
+        for key, value in [("rollout_api_key_env", "KEY"), ("rollout_public_servers", True)]
+    ),
+    ({**URLS, "rollout_urls": ["127.0.0.1:8000"]}, ["--rollout-urls '127.0.0.1:8000'", "http://"]),
+    ({**URLS, "rollout_urls": ["http://user@a:1"]}, ["--rollout-urls"]),
+    ({**URLS, "rollout_urls": ["http://a:1", "http://a:1/"]}, ["--rollout-urls", "twice"]),
+    ({**STARTED, "min_servers": 3}, ["--min-servers 3", "2 servers"]),
+    ({**STARTED, "sync_timeout": 900.0}, ["--dist-timeout 1800", "--sync-timeout"]),
+    ({**STARTED, "nnodes": 2, "rdzv_endpoint": "a:1"}, ["--rollout-num-servers", "--nnodes", "--rollout-urls"]),
+    ({**URLS, "rollout_max_batch_tokens": 4096}, ["--rollout-max-batch-tokens", "vllm-server"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("values", "parts"), REFUSED)
+def test_it_is_refused_in_one_line_that_names_the_way_out(values, parts):
+    with pytest.raises(ConfigError) as caught:
+        Config(hf_checkpoint="x", **values)
+    assert all(part in str(caught.value) for part in parts), caught.value
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("values", [URLS, STARTED, {**URLS, "min_servers": 1}, {**STARTED, "weight_push": "nccl"}])
+def test_it_is_taken(values):
+    Config(hf_checkpoint="x", **values)

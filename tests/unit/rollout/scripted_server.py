@@ -1,0 +1,86 @@
+"""An HTTP server with vLLM's routes and a script of failures. What real servers do is tested in tests/vllm/servers."""
+
+import json
+import os
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from fsdptrain.rollout.vllm_http import VLLMClient
+
+
+class ScriptedServer(ThreadingHTTPServer):
+    """Answers a request for tokens [a, b, ...] with itself, so that an answer shows whose it is."""
+
+    daemon_threads = True
+    request_queue_size = 256
+
+    def __init__(
+        self, *, version: str = "run/1", dies_after: int | None = None, paused: bool = False, port: int = 0
+    ) -> None:
+        super().__init__(("127.0.0.1", port), _Handler)
+        self.version = version
+        self.paused = paused
+        self.dies_after = dies_after  # requests for tokens
+        self.refuses: dict[str, str] = {}  # path -> message, with status 500
+        self.dies_when_asked = False  # for tokens; the whole process
+        self.calls: list[str] = []  # paths, in order
+        self.given: list[Any] = []  # bodies of requests for tokens
+        self.lock = threading.Lock()
+        self.client = VLLMClient(f"http://127.0.0.1:{self.server_address[1]}")
+        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
+
+    def handle_error(self, *_: Any) -> None: ...
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: ScriptedServer
+
+    def do_GET(self) -> None:
+        self._answer(None)
+
+    def do_POST(self) -> None:
+        length = int(self.headers.get("Content-Length", "0"))
+        self._answer(json.loads(self.rfile.read(length)) if length else None)
+
+    def _answer(self, body: Any) -> None:
+        server, path = self.server, self.path.partition("?")[0]
+        with server.lock:
+            if server.dies_after == 0:
+                return  # without a word: the connection breaks
+            server.calls.append(path)
+            if path == "/inference/v1/generate" and server.dies_when_asked:
+                os._exit(1)
+            if path == "/inference/v1/generate":
+                server.given.append(body)
+                if server.dies_after is not None:
+                    server.dies_after -= 1
+        if path in server.refuses:
+            self._send(500, {"error": {"message": server.refuses[path]}})
+            return
+        if path == "/finish_weight_update":
+            server.version = body["weight_version"]
+        self._send(200, ANSWERS.get(path, lambda server, body: {})(server, body))
+
+    def _send(self, status: int, body: Any) -> None:
+        text = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+def _generated(server: ScriptedServer, body: Any) -> Any:
+    spans = [{"version": server.version, "start": 0, "end": 1}]
+    return {"choices": [{"token_ids": body["token_ids"], "finish_reason": "length", "weight_versions": spans}]}
+
+
+ANSWERS: dict[str, Callable[[ScriptedServer, Any], Any]] = {
+    "/weight_info": lambda server, body: {"weight_version": server.version},
+    "/is_paused": lambda server, body: {"is_paused": server.paused},
+    "/reset_prefix_cache": lambda server, body: {"success": True},
+    "/inference/v1/generate": _generated,
+}

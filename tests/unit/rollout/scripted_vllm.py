@@ -1,0 +1,24 @@
+#!/usr/bin/env python
+"""In place of a Python with vLLM: takes the command line of vLLM's server runs a scripted one. Starts in a second."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+
+from tests.unit.rollout.scripted_server import ScriptedServer
+
+
+def main(port: int) -> None:
+    assert os.environ["VLLM_SERVER_DEV_MODE"] == "1"
+    server = ScriptedServer(version="default", port=port)
+    server.dies_when_asked = "--dies-when-asked" in sys.argv
+    signal.pause()
+
+
+if __name__ == "__main__":
+    if "--cannot-start" in sys.argv:
+        sys.exit("ValueError: there is no such model")
+    main(int(sys.argv[sys.argv.index("--port") + 1]))

@@ -1,0 +1,86 @@
+"""Servers of our own: started, watched, started again with their weights, and given up when that does not help."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fsdptrain.errors import RolloutError
+from fsdptrain.rollout.vllm_fleet import Fleet, Server
+from fsdptrain.rollout.vllm_http import VLLMClient
+from fsdptrain.rollout.vllm_process import Launch, ServerProcess
+from fsdptrain.rollout.vllm_requests import Dispatcher
+from fsdptrain.rollout.weight_push import FilePush, Weights
+
+SCRIPT = Path(__file__).with_name("scripted_vllm.py")
+Start = Callable[..., tuple[Fleet, list[ServerProcess]]]
+
+
+@pytest.fixture
+def start(tmp_path) -> Iterator[Start]:
+    fleets = []
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} {SCRIPT} "$@"\n')
+    python.chmod(0o755)
+
+    def make(*flags: str, count: int = 1, sync_timeout: float = 5.0) -> tuple[Fleet, list[ServerProcess]]:
+        launch = Launch(str(python), flags, tmp_path, tmp_path / "weights", "key")
+        processes = [ServerProcess(launch, i, None) for i in range(count)]
+        servers = [Server(VLLMClient(process.url, "key"), process) for process in processes]
+        fleet = Fleet(servers, push=FilePush(), sync_timeout=sync_timeout, start_timeout=60.0, min_servers=1)
+        fleets.append(fleet)
+        fleet.start()
+        return fleet, processes
+
+    yield make
+    for fleet in fleets:
+        fleet.close()
+    assert not [p for p in psutil.Process().children(recursive=True) if "scripted_vllm" in " ".join(p.cmdline())]
+
+
+def listening(process: ServerProcess) -> int:
+    """The process id of the server behind its keeper."""
+    [found] = {c.pid for c in psutil.net_connections("tcp") if c.laddr.port == process.port and c.status == "LISTEN"}
+    return found
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_one_that_dies_or_hangs_is_started_again_and_has_the_weights(start, number):
+    fleet, [first, second] = start(count=2, sync_timeout=3.0)
+    assert fleet.switch(Weights([], "run/1")) == [first.url, second.url]
+    before = listening(first)
+    os.kill(before, number)
+    until(lambda: not psutil.pid_exists(before))
+    assert fleet.switch(Weights([], "run/2")) in ([second.url], [first.url, second.url])
+    assert fleet.wait_for(2, 60.0) == [first.url, second.url]
+    assert VLLMClient(first.url, "key").version(timeout=5.0) == "run/2"
+
+
+def test_one_that_dies_of_every_request_is_given_up_and_the_rollout_ends(start):
+    fleet, [process] = start("--dies-when-asked")
+    fleet.switch(Weights([], "run/1"))
+    dispatcher = Dispatcher(
+        [VLLMClient(process.url, "key")], ready=[process.url], tag="run/1", silence=5.0, patience=600.0, min_servers=1,
+        check=fleet.give_up_hope,
+    )  # fmt: skip
+    with pytest.raises(RolloutError, match=r"0 of 1 servers are there, and 1 are needed|a request failed 5 times"):
+        dispatcher.run([{"token_ids": [1]}] * 3, per_group=1)
+
+
+def test_one_that_cannot_start_ends_the_run_with_its_last_words(start):
+    with pytest.raises(
+        RolloutError, match=r"it ended while it started .*server0\.log: ValueError: there is no such model"
+    ):
+        start("--cannot-start")

@@ -1,0 +1,83 @@
+"""Each request is answered once and in its place, whatever becomes of servers; or the rollout ends with one line."""
+
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdptrain.errors import RolloutError
+from fsdptrain.rollout.vllm_requests import Dispatcher
+from tests.unit.rollout.scripted_server import ScriptedServer
+
+
+def dispatcher(*servers: ScriptedServer, **options) -> Dispatcher:
+    clients = [server.client for server in servers]
+    values = {"silence": 2.0, "patience": 1.0, "min_servers": 1, "tag": "run/1", **options}
+    return Dispatcher(clients, ready=[client.url for client in clients], **values)
+
+
+def requests(count: int) -> list[dict]:
+    return [{"token_ids": [i]} for i in range(count)]
+
+
+def tokens(answers: list) -> list[int]:
+    return [answer["choices"][0]["token_ids"][0] for answer in answers]
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    deaths=st.lists(st.integers(0, 12), max_size=3),
+    count=st.integers(1, 40),
+    per_group=st.integers(1, 8),
+    first=st.integers(0, 5),
+)
+def test_every_request_has_its_own_answer_while_one_server_lives(deaths, count, per_group, first):
+    servers = [*(ScriptedServer(dies_after=number) for number in deaths), ScriptedServer()]
+    answers = dispatcher(*servers, first=first).run(requests(count), per_group=per_group)
+    assert tokens(answers) == list(range(count))
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def test_samples_of_a_prompt_go_to_one_server_and_prompts_are_spread():
+    servers = [ScriptedServer(), ScriptedServer()]
+    dispatcher(*servers).run(requests(40), per_group=4)
+    for server in servers:
+        groups = [body["token_ids"][0] // 4 for body in server.given]
+        assert all(groups.count(group) == 4 for group in groups)
+        assert 8 <= len(server.given) <= 32
+
+
+def test_without_servers_it_ends_when_patience_does():
+    server = ScriptedServer(dies_after=3)
+    start = time.monotonic()
+    with pytest.raises(RolloutError, match=r"0 of 1 servers answer, for 1 s now, .*--min-servers"):
+        dispatcher(server).run(requests(10), per_group=1)
+    assert time.monotonic() - start < 8
+
+
+def test_fewer_than_the_least_number_end_it_too():
+    servers = [ScriptedServer(dies_after=0), ScriptedServer()]
+    slow = dispatcher(*servers, min_servers=2, tag="run/1", patience=0.0)
+    with pytest.raises(RolloutError, match="1 of 2 servers answer"):
+        slow.run(requests(2000), per_group=1)
+
+
+def test_what_a_server_refuses_is_not_sent_again():
+    server = ScriptedServer()
+    server.refuses["/inference/v1/generate"] = "this prompt is too long"
+    with pytest.raises(RolloutError, match="this prompt is too long"):
+        dispatcher(server).run(requests(1), per_group=1)
+    assert server.calls.count("/inference/v1/generate") == 1
+
+
+@pytest.mark.parametrize("fault", [{"version": "run/0"}, {"paused": True}])
+def test_a_server_with_other_weights_or_paused_by_somebody_is_not_used(fault):
+    other, right = ScriptedServer(**fault), ScriptedServer()
+    made = dispatcher(other, right)
+    assert tokens(made.run(requests(30), per_group=1)) == list(range(30))
+    if "version" in fault:  # its answers show it
+        with pytest.raises(RolloutError, match="run/0, not run/1"):
+            dispatcher(other).run(requests(1), per_group=1)

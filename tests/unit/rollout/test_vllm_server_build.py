@@ -1,0 +1,48 @@
+"""Which servers may be spoken to, how servers are started, and where weights lie."""
+
+from pathlib import Path
+
+import pytest
+
+from fsdptrain.config import Config
+from fsdptrain.errors import ConfigError
+from fsdptrain.rollout.vllm_server_build import require_private, server_arguments, weight_path
+from fsdptrain.testing import save_tiny_checkpoint
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "10.1.2.3", "192.168.0.7", "172.16.5.5", "::1", "fd00::1"])
+def test_loopback_and_private_addresses_are_spoken_to(host):
+    require_private(host, "http://there", allow_public=False)
+
+
+@pytest.mark.parametrize("host", ["8.8.8.8", "2001:4860:4860::8888"])
+def test_a_public_address_is_refused_unless_asked_for(host):
+    with pytest.raises(ConfigError, match="--rollout-public-servers"):
+        require_private(host, "http://there", allow_public=False)
+    require_private(host, "http://there", allow_public=True)
+
+
+def config(**values) -> Config:
+    return Config(hf_checkpoint="x", rollout_engine="vllm-server", **values)
+
+
+def test_options_become_flags_of_vllm_and_what_exactness_rests_on_cannot_be_changed():
+    args = {"max_num_seqs": 8, "enable_prefix_caching": False, "async_scheduling": True, "override_neuron_config": {}}
+    flags = server_arguments(config(rollout_num_servers=1, rollout_engine_args=args), Path("here"), on_gpu=True)
+    assert "--max-num-seqs 8 --no-enable-prefix-caching --async-scheduling --override-neuron-config {}" in " ".join(
+        flags
+    )
+    assert flags[flags.index("--logprobs-mode") + 1] == "processed_logprobs"
+    for name in ("logprobs_mode", "host", "weight_transfer_config"):
+        with pytest.raises(ConfigError, match=f"--rollout-engine-args {name}: .*leave it out"):
+            server_arguments(config(rollout_num_servers=1, rollout_engine_args={name: "x"}), Path("here"), on_gpu=True)
+
+
+def test_weights_lie_where_all_servers_can_read_them(tmp_path):
+    model, run = save_tiny_checkpoint(tmp_path / "model"), str(tmp_path / "run")
+    near = weight_path(config(rollout_urls=["http://localhost:1"], output_dir=run), model)
+    far = weight_path(config(rollout_urls=["http://localhost:1", "http://10.0.0.1:1"], output_dir=run), model)
+    named = weight_path(config(rollout_num_servers=1, output_dir=run, weight_folder=str(tmp_path / "w")), model)
+    assert near.parent in (Path("/dev/shm"), Path(run))
+    assert far.parent == Path(run)
+    assert named.parent == tmp_path / "w"

@@ -1,0 +1,28 @@
+"""What the tests of servers ask, and how they are configured."""
+
+from pathlib import Path
+from typing import Any
+
+from fsdptrain.types import SamplingParams
+from tests.vllm.contract import OPTIONS
+
+KEY = "a key of the tests"
+GREEDY = SamplingParams(num_samples=1, max_tokens=24, temperature=0.0)
+
+
+def options(model: Path, **more: Any) -> dict[str, Any]:
+    """Of a small run in float32."""
+    return {
+        **OPTIONS,
+        "hf_checkpoint": str(model),
+        "rollout_engine": "vllm-server",
+        "rollout_num_servers": 1,
+        "rollout_kv_cache_gib": 0.05,
+        **more,
+    }
+
+
+def attached(model: Path, *urls: str, **more: Any) -> dict[str, Any]:
+    """The same with servers that run."""
+    found = options(model, rollout_urls=list(urls), rollout_api_key_env="ROLLOUT_KEY", **more)
+    return {name: value for name, value in found.items() if name not in ("rollout_num_servers", "rollout_kv_cache_gib")}

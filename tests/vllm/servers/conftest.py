@@ -1,0 +1,120 @@
+"""Real vLLM servers in an environment of their own, spoken to from the trainer's: `make test-vllm` runs these.
+
+FSDPTRAIN_VLLM_PYTHON names the Python of the environment with vLLM. Servers take long to start: tests share them.
+"""
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from fsdptrain import platform
+from fsdptrain.config import Config
+from fsdptrain.rollout.vllm_http import VLLMClient
+from fsdptrain.rollout.vllm_process import Launch, ServerProcess
+from fsdptrain.rollout.vllm_server_build import server_arguments
+from fsdptrain.testing import save_tiny_checkpoint
+from tests.vllm import contract
+from tests.vllm.servers import cases
+
+PYTHON = os.environ.get("FSDPTRAIN_VLLM_PYTHON")
+
+if PYTHON is None:
+    collect_ignore_glob = ["test_*.py"]
+
+
+@dataclass(frozen=True)
+class Models:
+    """Checkpoints of one shape: `first` is what a server starts with, `other` what it is given."""
+
+    first: Path
+    other: Path
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory) -> dict[str, Models]:
+    folder = tmp_path_factory.mktemp("models")
+    made = {}
+    for name, tied in [("tied", True), ("untied", False)]:
+        first, other = (
+            save_tiny_checkpoint(folder / f"{name}{seed}", seed, head_dim=32, tie_word_embeddings=tied)
+            for seed in (0, 1)
+        )
+        made[name] = Models(first, other)
+    return made
+
+
+@pytest.fixture(scope="session")
+def urls(models, tmp_path_factory) -> Iterator[dict[str, str]]:
+    """A server for each model, by its name; started as a user would, with the API key in cases.KEY."""
+    folder = tmp_path_factory.mktemp("servers")
+    processes = {}
+    for i, (name, model) in enumerate(models.items()):
+        config = Config(**cases.options(model.first))
+        launch = Launch(str(PYTHON), server_arguments(config, model.first, on_gpu=False), folder, folder, cases.KEY)
+        processes[name] = ServerProcess(launch, i, None)
+        processes[name].start()
+    try:
+        for process in processes.values():
+            wait_until_up(process)
+        yield {name: process.url for name, process in processes.items()}
+    finally:
+        for process in processes.values():
+            process.end()
+
+
+def wait_until_up(process: ServerProcess) -> None:
+    client, end = VLLMClient(process.url, cases.KEY), time.monotonic() + 400
+    while not client.is_healthy(timeout=1.0):
+        assert not process.has_ended, process.last_words()
+        assert time.monotonic() < end, process.last_words()
+        time.sleep(0.3)
+
+
+@pytest.fixture(scope="session")
+def fresh_answers(models, tmp_path_factory) -> dict[str, list]:
+    """What an engine that was just started on the other weights says, greedily: [tokens, logprobs] of each prompt."""
+    target = tmp_path_factory.mktemp("fresh") / "answers.json"
+    folders = {name: str(model.other) for name, model in models.items()}
+    prompts = [prompt.token_ids for prompt in contract.PROMPTS]
+    program = Path(__file__).with_name("fresh_engine.py")
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_WAIT_POLICY": "PASSIVE"}
+    command = [str(PYTHON), str(program), json.dumps(folders), json.dumps(prompts), str(target)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(target.read_text())
+
+
+@pytest.fixture(scope="session")
+def alone() -> Iterator[None]:
+    """A group of this process, for an engine in the test itself."""
+    torch.set_num_threads(1)
+    with platform.process_group(600):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _api_key(monkeypatch) -> None:
+    monkeypatch.setenv("ROLLOUT_KEY", cases.KEY)
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight" or not tied(model)}
+
+
+def tied(model) -> bool:
+    return bool(model.config.tie_word_embeddings)
+
+
+def pytest_collection_modifyitems(items) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.slow)

@@ -1,0 +1,78 @@
+"""After every push servers answer with exactly the weights of the trainer, and as an engine that starts with them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fsdptrain.config import Config
+from fsdptrain.errors import ConfigError, RolloutError
+from fsdptrain.rollout import engine_factory
+from fsdptrain.rollout.vllm_server import VLLMServerEngine
+from fsdptrain.testing import spawn
+from tests.vllm import contract
+from tests.vllm.servers import cases
+from tests.vllm.servers.conftest import weights_of
+
+
+def build(options: dict[str, Any]) -> VLLMServerEngine:
+    config = Config(**options)
+    make = engine_factory(config.rollout.engine, device_type="cpu")
+    return make(config, checkpoint=Path(config.model.hf_checkpoint), device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("push", ["file", "gloo", pytest.param("nccl", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", ["tied", "untied"])
+def test_servers_and_trainer_agree_after_every_push(models, urls, tmp_path, name, push):
+    options = cases.attached(
+        models[name].first, urls[name], weight_push=push, output_dir=str(tmp_path), update_weight_buffer_size=100_000
+    )
+    for found in spawn(2, contract.agreement, options, 3, timeout=200):
+        assert max(found) < 1e-4, found
+
+
+@pytest.mark.parametrize("name", ["tied", "untied"])
+def test_a_server_after_a_push_equals_an_engine_that_starts_with_the_weights(
+    models, urls, fresh_answers, alone, tmp_path, name
+):
+    engine = build(cases.attached(models[name].first, urls[name], output_dir=str(tmp_path)))
+    try:
+        engine.update_weights(weights_of(models[name].first).items(), 0)
+        before = engine.generate(contract.PROMPTS, cases.GREEDY)
+        engine.update_weights(weights_of(models[name].other).items(), 1)
+        after = engine.generate(contract.PROMPTS, cases.GREEDY)
+    finally:
+        engine.close()
+    assert [[c.token_ids, c.logprobs] for c in after] == fresh_answers[name]
+    assert [c.logprobs for c in before] != [c.logprobs for c in after]
+
+
+def test_a_server_that_was_started_otherwise_is_refused_with_the_flags_that_it_lacks(models, urls, alone, tmp_path):
+    options = cases.attached(models["tied"].first, urls["tied"], output_dir=str(tmp_path))
+    with pytest.raises(ConfigError, match="--dtype bfloat16"):
+        build({**options, "bf16": True})
+    with pytest.raises(ConfigError, match="401"):
+        build({name: value for name, value in options.items() if name != "rollout_api_key_env"})
+
+
+def test_the_key_is_in_no_file_of_the_run_and_in_no_error(models, urls, alone, tmp_path, monkeypatch):
+    monkeypatch.setenv("ROLLOUT_KEY", "another key")
+    with pytest.raises(ConfigError) as caught:
+        build(cases.attached(models["tied"].first, urls["tied"], output_dir=str(tmp_path)))
+    assert "another key" not in str(caught.value)
+    files = [path.read_text() for path in tmp_path.rglob("*") if path.is_file()]
+    assert not any("another key" in text or cases.KEY in text for text in [*files, json.dumps(str(caught.value))])
+
+
+def test_an_update_without_one_tensor_stops_the_run_and_names_it(models, urls, alone, tmp_path):
+    """Last of this file: a server whose update failed must be started again."""
+    weights = weights_of(models["untied"].other)
+    del weights["model.layers.1.mlp.down_proj.weight"]
+    engine = build(cases.attached(models["untied"].first, urls["untied"], output_dir=str(tmp_path)))
+    with pytest.raises(RolloutError, match=r"did not switch .*1 parameters got no weights.*layers\.1\.mlp\.down_proj"):
+        engine.update_weights(weights.items(), 1)
+    with pytest.raises(RolloutError, match="no weights"):
+        engine.generate(contract.PROMPTS, cases.GREEDY)
+    engine.close()

@@ -1,0 +1,199 @@
+"""Servers that are killed or hang: the run recovers, with every answer in its place, or ends with one clear message."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from fsdptrain.errors import RolloutError
+from fsdptrain.rollout.vllm_server import VLLMServerEngine
+from fsdptrain.types import Completion, Prompt, SamplingParams
+from tests.vllm import contract
+from tests.vllm.servers import cases
+from tests.vllm.servers.conftest import PYTHON, weights_of
+from tests.vllm.servers.test_push import build
+
+SILENCE = 15.0  # --sync-timeout [s]
+PROMPTS = [Prompt(f"p{i}", [5 + i] * (1 + 7 * i), "") for i in range(6)]
+LONG_ANSWERS = SamplingParams(num_samples=6, max_tokens=400, temperature=1.0, seed=7)  # takes seconds
+RESTART = 400.0  # [s]
+
+
+@pytest.fixture(scope="module")
+def engine(models, alone, tmp_path_factory) -> Iterator[VLLMServerEngine]:
+    """With two servers of its own, and weights."""
+    options = cases.options(
+        models["tied"].first, rollout_num_servers=2, rollout_server_python=PYTHON, sync_timeout=SILENCE,
+        rollout_max_response_len=400, max_tokens_per_gpu=800, output_dir=str(tmp_path_factory.mktemp("run")),
+    )  # fmt: skip
+    engine = build(options)
+    try:
+        engine.update_weights(weights_of(models["tied"].first).items(), 0)
+        yield engine
+    finally:
+        engine.close()
+
+
+def processes(url: str) -> list[psutil.Process]:
+    """Of the server at `url`: the one that listens, its engine and its worker."""
+    port = int(url.rpartition(":")[2])
+    [listening] = {c.pid for c in psutil.net_connections("tcp") if c.laddr.port == port and c.status == "LISTEN"}
+    first = psutil.Process(listening)
+    return [first, *first.children(recursive=True)]
+
+
+def send(url: str, number: int) -> None:
+    for process in processes(url):
+        os.kill(process.pid, number)
+
+
+def meanwhile(work: Callable[[], Any], *, after: float, do: Callable[[], None]) -> tuple[Any, float]:
+    """What `work` returns, and how long it took after `do`, which comes while it is under way."""
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append(work())
+        except RolloutError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    time.sleep(after)
+    assert thread.is_alive(), "it was over before it could be disturbed"
+    start = time.monotonic()
+    do()
+    thread.join()
+    return found[0], time.monotonic() - start
+
+
+def require_right(completions: list[Completion], folder: Path, temperature: float = 1.0) -> None:
+    """Each answer is in its place, whole, and from the model in `folder`."""
+    assert [c.prompt_id for c in completions] == [p.id for p in PROMPTS for _ in range(LONG_ANSWERS.num_samples)]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for i, completion in enumerate(completions):
+        prompt = PROMPTS[i // LONG_ANSWERS.num_samples].token_ids
+        assert completion.finish_reason == ("stop" if completion.token_ids[-1] == 1 else "length")
+        assert completion.finish_reason == "stop" or len(completion.token_ids) == LONG_ANSWERS.max_tokens
+        ids = torch.tensor([prompt + completion.token_ids])
+        with torch.no_grad():
+            logits = model(ids).logits[0, len(prompt) - 1 : -1] / temperature
+        logprobs = logits.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None]).squeeze(-1)
+        assert (logprobs - torch.tensor(completion.logprobs)).abs().max() < 1e-4
+
+
+def starts(completions: list[Completion]) -> list[list[int]]:
+    """The first tokens of each: by its seed they are the same wherever and beside whatever it is made."""
+    return [completion.token_ids[:8] for completion in completions]
+
+
+def test_killed_while_idle_it_comes_back_with_the_weights(engine, models, monkeypatch):
+    undisturbed = engine.generate(PROMPTS, LONG_ANSWERS)
+    require_right(undisturbed, models["tied"].first)
+    first = engine.clients[0].url
+    send(first, signal.SIGKILL)
+    assert starts(engine.generate(PROMPTS, LONG_ANSWERS)) == starts(undisturbed)
+    engine.fleet.wait_for(2, RESTART)
+
+    monkeypatch.setattr(engine, "clients", engine.clients[:1])  # ask only the one that has come back
+    completions = engine.generate(PROMPTS, LONG_ANSWERS)
+    require_right(completions, models["tied"].first)
+    assert starts(completions) == starts(undisturbed)
+
+
+def test_killed_while_it_generates_its_requests_are_sent_elsewhere(engine, models):
+    engine.fleet.wait_for(2, RESTART)
+    engine.update_weights(weights_of(models["tied"].other).items(), 1)
+    undisturbed = engine.generate(PROMPTS, LONG_ANSWERS)
+    first = engine.clients[0].url
+    completions, seconds = meanwhile(
+        lambda: engine.generate(PROMPTS, LONG_ANSWERS), after=0.5, do=lambda: send(first, signal.SIGKILL)
+    )
+    require_right(completions, models["tied"].other)
+    assert starts(completions) == starts(undisturbed)
+    assert seconds < RESTART
+
+
+def test_killed_while_it_receives_weights_the_others_go_on_with_them(engine, models):
+    engine.fleet.wait_for(2, RESTART)
+    first = engine.clients[0].url
+    worker = processes(first)[-1]
+    worker.suspend()  # so that it is still receiving when it is killed
+    _, seconds = meanwhile(
+        lambda: engine.update_weights(weights_of(models["tied"].first).items(), 2),
+        after=2.0,
+        do=lambda: send(first, signal.SIGKILL),
+    )
+    assert seconds < SILENCE
+    completions = engine.generate(PROMPTS, LONG_ANSWERS)
+    assert {completion.policy_version for completion in completions} == {2}
+    require_right(completions, models["tied"].first)
+
+
+def test_one_that_hangs_in_an_update_is_left_behind_within_the_deadline(engine, models):
+    engine.fleet.wait_for(2, RESTART)
+    send(engine.clients[1].url, signal.SIGSTOP)
+    start = time.monotonic()
+    engine.update_weights(weights_of(models["tied"].other).items(), 3)
+    assert time.monotonic() - start < SILENCE + 10
+    require_right(engine.generate(PROMPTS, LONG_ANSWERS), models["tied"].other)
+
+
+def test_the_only_one_hangs_while_it_generates_the_run_ends_with_one_message(models, urls, alone, tmp_path):
+    url, silence = urls["tied"], 4.0
+    options = cases.attached(models["tied"].first, url, sync_timeout=silence, output_dir=str(tmp_path))
+    engine = build(options)
+    sampling = SamplingParams(num_samples=6, max_tokens=60, seed=7)
+    engine.update_weights(weights_of(models["tied"].first).items(), 0)
+    try:
+        send(url, signal.SIGSTOP)
+        start = time.monotonic()
+        with pytest.raises(RolloutError) as caught:
+            engine.generate(PROMPTS[:4], sampling)
+        assert time.monotonic() - start < 2 * silence + 5
+    finally:
+        send(url, signal.SIGCONT)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert f"0 of 1 servers answer, for 4 s now, and 1 are needed (--min-servers): {url} did not answer" in message
+    assert "generate" in (tmp_path / "stacks" / "rank0.txt").read_text()
+    assert str(tmp_path / "stacks") in message
+    assert len(engine.generate(PROMPTS[:4], sampling)) == 24  # it has woken up
+    engine.close()
+
+
+def test_a_server_that_somebody_else_gave_weights_is_not_believed(models, urls, alone, tmp_path):
+    """Two runs on one server: the answers of the other's weights are not taken for ours."""
+    options = cases.attached(models["tied"].first, urls["tied"], sync_timeout=4.0)
+    ours, theirs = (build({**options, "output_dir": str(tmp_path / name)}) for name in ("ours", "theirs"))
+    ours.update_weights(weights_of(models["tied"].first).items(), 5)
+    theirs.update_weights(weights_of(models["tied"].other).items(), 5)
+    with pytest.raises(RolloutError, match=r"weights .*/5, not .*/5"):
+        ours.generate(PROMPTS[:1], contract.SAMPLING)
+    ours.close()
+    theirs.close()
+
+
+def test_killed_while_it_joins_the_group_that_brings_its_weights_the_run_ends_in_time(models, urls, alone, tmp_path):
+    """Last of all: the server is gone."""
+    url, silence = urls["tied"], 8.0
+    options = cases.attached(models["tied"].first, url, sync_timeout=silence, weight_push="gloo")
+    engine = build({**options, "output_dir": str(tmp_path)})
+    processes(url)[-1].suspend()
+    found, seconds = meanwhile(
+        lambda: engine.update_weights(weights_of(models["tied"].first).items(), 0),
+        after=2.0,
+        do=lambda: send(url, signal.SIGKILL),
+    )
+    assert isinstance(found, RolloutError)
+    assert f"0 of 1 servers are there, and 1 are needed (--min-servers 1): {url}: {url} broke off POST" in str(found)
+    assert seconds < silence + 5
+    engine.close()

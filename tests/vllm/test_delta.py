@@ -1,0 +1,62 @@
+"""What vLLM holds after only what has changed was loaded is, bit by bit, what the trainer has."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdptrain.backends.fsdp import FSDPBackend
+from fsdptrain.config import Config
+from fsdptrain.fsdp.shards import local_shard
+from fsdptrain.models.structure import reshard
+from fsdptrain.rollout import engine_factory
+from fsdptrain.rollout.vllm_readback import readable
+from fsdptrain.testing import save_tiny_checkpoint, spawn, tiny_tokenizer
+from fsdptrain.trainer.sync_check import build_sync_check
+
+CHANGED = ("", "layers.1.self_attn.k_proj", "embed_tokens", "nothing", "layers.0.mlp.up_proj", "norm")
+
+
+def held_after_each(folder: Path, bf16: bool) -> list[tuple[bool, float, float]]:
+    """(all bits are the trainer's, bytes that were pushed, bytes that were not) for each of `CHANGED`."""
+    config = Config(
+        hf_checkpoint=str(folder),
+        bf16=bf16,
+        rollout_kv_cache_gib=0.05,
+        max_tokens_per_gpu=1024,
+        rollout_max_response_len=64,
+    )
+    backend = FSDPBackend(config, total_steps=1)
+    engine = engine_factory("vllm", device_type="cpu")(
+        config, checkpoint=backend.checkpoint_path, device=backend.device
+    )
+    check = build_sync_check(config, engine, backend, tiny_tokenizer())
+    assert check is not None
+    found = []
+    for version, changed in enumerate(CHANGED):
+        reshard(backend.model)
+        with torch.no_grad():
+            for name, parameter in backend.model.named_parameters():
+                if changed in name:
+                    local_shard(parameter).mul_(1.5)
+        engine.update_weights(check.watch(backend.hf_weights("hub")), version)
+        check.check(version)
+        sent = dict(backend.hf_weights("hub"))
+        held = engine._llm.apply_model(lambda model, names=tuple(sent): dict(readable(model, names)))[0]
+        metrics = engine.metrics()
+        same = all(torch.equal(held[name], tensor) for name, tensor in sent.items())
+        found.append((same, metrics["sync/pushed_bytes"], metrics["sync/saved_bytes"]))
+    return found
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+def test_a_delta_leaves_what_a_full_push_leaves(tmp_path, bf16, tied):
+    folder = save_tiny_checkpoint(tmp_path / "model", head_dim=32, tie_word_embeddings=tied)
+    [found] = spawn(1, held_after_each, folder, bf16, timeout=400)
+    total = found[0][1]
+    assert all(same for same, _, _ in found)
+    assert [pushed + saved for _, pushed, saved in found] == [total] * len(CHANGED)
+    assert found[CHANGED.index("nothing")][1] == 0
+    assert all(0 < saved < total for _, pushed, saved in found if 0 < pushed < total)
+    assert found[1][1] < total / 3  # the attention of one layer

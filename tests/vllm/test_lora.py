@@ -1,0 +1,72 @@
+"""An adapter that vLLM applies itself gives the logprobs of the trainer, and of the weights that it was merged into."""
+
+from itertools import chain
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdptrain.backends.fsdp import FSDPBackend
+from fsdptrain.config import Config
+from fsdptrain.fsdp.shards import local_shard
+from fsdptrain.models.structure import reshard
+from fsdptrain.rollout import engine_factory
+from fsdptrain.testing import save_tiny_checkpoint, spawn, tiny_tokenizer
+from fsdptrain.trainer.sync_check import build_sync_check
+from fsdptrain.types import Completion, Prompt, SamplingParams
+
+PROMPTS = [Prompt("a", [9, 8, 7], ""), Prompt("b", [5 + i % 200 for i in range(300)], "")]
+SAMPLING = SamplingParams(num_samples=2, max_tokens=12, seed=3)
+
+
+def answers(folder: Path, sync: str, versions: int) -> tuple[list[list[Completion]], list[float]]:
+    """Completions under each version of the adapter, and how far the probe of each was from the trainer."""
+    config = Config(
+        hf_checkpoint=str(folder), bf16=False, rollout_kv_cache_gib=0.05, max_tokens_per_gpu=1024,
+        rollout_max_response_len=64,
+        lora_rank=4,
+        lora_sync=sync, rollout_engine="vllm",
+    )  # fmt: skip
+    backend = FSDPBackend(config, total_steps=1)
+    engine = engine_factory("vllm", device_type="cpu")(
+        config, checkpoint=backend.checkpoint_path, device=backend.device
+    )
+    check = build_sync_check(config, engine, backend, tiny_tokenizer())
+    assert check is not None
+    made, apart = [], []
+    for version in range(versions):
+        train(backend, version)
+        engine.wake_up()
+        if sync == "adapter":
+            engine.update_adapter(backend.adapter_weights(), backend.write_adapter_config, version)
+        else:
+            engine.update_weights(check.watch(backend.hf_weights("hub")), version)
+        check.check(version)
+        apart.append(check.metrics()["sync/probe_abs_mean"])
+        made.append(engine.generate(PROMPTS, SAMPLING))
+        engine.sleep()
+    engine.close()
+    return made, apart
+
+
+def train(backend: FSDPBackend, version: int) -> None:
+    torch.manual_seed(version)
+    reshard(backend.model)
+    for _, parameter in sorted(backend.model.named_parameters()):
+        if parameter.requires_grad:
+            shard = local_shard(parameter)
+            shard.add_(0.2 * torch.randn(shard.shape))
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_adapter_and_merged_weights_give_the_same_logprobs(tmp_path, tied):
+    folder = save_tiny_checkpoint(tmp_path / "model", head_dim=32, tie_word_embeddings=tied)
+    [(alone, apart)] = spawn(1, answers, folder, "adapter", 3, timeout=300)
+    [(merged, apart_merged)] = spawn(1, answers, folder, "merged", 3, timeout=300)
+    assert max(*apart, *apart_merged) < 1e-4
+    assert alone[0] != alone[1]
+    pairs = zip(chain.from_iterable(alone), chain.from_iterable(merged), strict=True)
+    for left, right in pairs:
+        assert left.token_ids == right.token_ids
+        assert left.policy_version == right.policy_version
+        assert left.logprobs == pytest.approx(right.logprobs, abs=1e-4)

@@ -1,0 +1,76 @@
+"""With vLLM too, --sync-check names the tensor that did not arrive, and sees a prefix cache that was kept."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from fsdptrain.backends.fsdp import FSDPBackend
+from fsdptrain.config import Config
+from fsdptrain.errors import RolloutError
+from fsdptrain.rollout import engine_factory
+from fsdptrain.testing import save_tiny_checkpoint, spawn, tiny_tokenizer
+from fsdptrain.trainer.sync_check import build_sync_check
+from tests.distributed.test_sync_check import Courier, train_a_little
+
+FAULTS = ("stale", "permuted", "not sent", "prefix cache kept")
+TRIES = 16
+
+
+class KeptCache:
+    """Stands for a vLLM that is not told to forget, and says that it was."""
+
+    def __init__(self, llm: object) -> None:
+        self._llm = llm
+
+    def __getattr__(self, name: str) -> object:
+        return (lambda: True) if name == "reset_prefix_cache" else getattr(self._llm, name)
+
+
+def what_the_check_said(folder: Path, bf16: bool) -> tuple[list[tuple[str, str, str | None]], list[float]]:
+    config = Config(
+        hf_checkpoint=str(folder), bf16=bf16, rollout_temperature=0.7, rollout_kv_cache_gib=0.05,
+        rollout_max_response_len=64, max_tokens_per_gpu=1024,
+    )  # fmt: skip
+    backend = FSDPBackend(config, total_steps=1)
+    engine = engine_factory("vllm", device_type="cpu")(
+        config, checkpoint=backend.checkpoint_path, device=backend.device
+    )
+    check = build_sync_check(config, engine, backend, tiny_tokenizer())
+    assert check is not None
+    courier, draw, found, apart = Courier(), random.Random(0), [], []
+
+    def hand_over(version: int, fault: str = "", victim: str = "") -> str | None:
+        train_a_little(backend, version)
+        llm = engine._llm
+        try:
+            if fault == "prefix cache kept":
+                engine._llm = KeptCache(llm)
+            engine.update_weights(courier.carry(check.watch(backend.hf_weights("hub")), fault, victim), version)
+            check.check(version)
+        except RolloutError as error:
+            return str(error)
+        finally:
+            engine._llm = llm
+        apart.append(check.metrics()["sync/probe_abs_mean"])
+        return None
+
+    assert hand_over(0) is None
+    assert engine.checksums(courier.before).keys() == courier.before.keys()  # all can be read
+    for version in range(1, TRIES + 1):
+        fault, victim = draw.choice(FAULTS), draw.choice(sorted(courier.before))
+        victim = "" if fault == "prefix cache kept" else victim
+        found.append((fault, victim, hand_over(version, fault, victim)))
+        assert (said := hand_over(1000 + version)) is None, said
+    return found, apart
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+def test_each_fault_is_named(tmp_path, bf16, tied):
+    folder = save_tiny_checkpoint(tmp_path / "model", head_dim=32, tie_word_embeddings=tied)
+    [(found, apart)] = spawn(1, what_the_check_said, folder, bf16, timeout=500)
+    assert max(apart) < (0.05 if bf16 else 1e-5), apart  # far from what the check allows
+    for fault, victim, said in found:
+        assert said is not None, f"{fault} {victim} was not seen"
+        assert (victim or "prefix cache") in said, f"{fault} {victim}: {said}"
