@@ -25,6 +25,7 @@ from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImagePr
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from fsdptrain.testing import tiny_tokenizer
+from tests import zoo
 
 SPECIAL = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 VOCAB_SIZE = 272
@@ -44,13 +45,6 @@ _TEXT: dict[str, Any] = {
     "bos_token_id": 1,
 }
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
-_GDN = {
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "linear_conv_kernel_dim": 4,
-}
 _QWEN_TOWER: dict[str, Any] = {
     "depth": 2,
     "hidden_size": 32,
@@ -91,7 +85,7 @@ def _qwen3_5() -> PreTrainedModel:
     tower = {**_QWEN_TOWER, "num_position_embeddings": 64, "deepstack_visual_indexes": []}
     rope = {**_MROPE, "mrope_interleaved": True, "partial_rotary_factor": 1.0}
     layers = ["linear_attention", "full_attention"]
-    text = {**_TEXT, **_GDN, "rope_parameters": rope, "layer_types": layers}
+    text = {**_TEXT, **zoo.GDN, "rope_parameters": rope, "layer_types": layers}
     return Qwen3_5ForConditionalGeneration(
         Qwen3_5Config(text_config=text, vision_config=tower, tie_word_embeddings=False, **_PLACES)
     )

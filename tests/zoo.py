@@ -68,7 +68,7 @@ _YARN = {
 }
 _MLA = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
 _GROUPS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
-_GDN = {
+GDN = {
     "linear_num_value_heads": 4,
     "linear_num_key_heads": 2,
     "linear_key_head_dim": 16,
@@ -134,7 +134,7 @@ CONFIGS: dict[str, Callable[..., PreTrainedConfig]] = {
     ),
     "qwen3_next": _config(
         Qwen3NextConfig,
-        **_GDN,
+        **GDN,
         num_hidden_layers=4,
         head_dim=16,
         num_experts=4,

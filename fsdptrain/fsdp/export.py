@@ -30,7 +30,7 @@ from fsdptrain.models.collective import gather, together
 from fsdptrain.models.lora import Adapters
 from fsdptrain.models.lora_weights import merged
 from fsdptrain.models.materialize import moved
-from fsdptrain.models.structure import as_stock, repeated_layers, reshard
+from fsdptrain.models.structure import repeated_layers, reshard
 from fsdptrain.protocols import Naming
 
 _WEIGHT_SUFFIXES = {".bin", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth", ".safetensors"}
@@ -59,13 +59,8 @@ def stream_weights(
         gathered = {name: _full(tensor, dtype, layers.get(name)) for name, tensor in unit.items()}
         if naming == "hub":
             with detached():  # not while the caller has a tensor: it may run the model
-                gathered = _as_in_files(model, gathered)
+                gathered = revert_weight_conversion(model, gathered)
         yield from gathered.items()
-
-
-def _as_in_files(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    with as_stock(model):
-        return revert_weight_conversion(model, tensors)
 
 
 def _units(model: PreTrainedModel) -> list[dict[str, Tensor]]:
@@ -117,7 +112,7 @@ def export_hf(
     with together(CheckpointError, failure):
         with detached():
             units = _units(model)
-            hub = [_as_in_files(model, _shapes(unit, dtype)) for unit in units]
+            hub = [revert_weight_conversion(model, _shapes(unit, dtype)) for unit in units]
         total = sum(tensor.nbytes for unit in hub for tensor in unit.values())
         num_writers = min(len(ranks), max(1, total // min(max_shard_bytes, _LEAST_PART)))
         writers = [ranks[place] for place in share_out(hub, num_writers)]
@@ -130,7 +125,7 @@ def export_hf(
                 whole = gather_on(writers[i], _merged(tensor, layers.get(name)), _dtype_of(tensor, dtype))
                 mine |= {} if whole is None else {name: whole}
         with together(CheckpointError, failure), detached():
-            writer.write(_as_in_files(model, mine))
+            writer.write(revert_weight_conversion(model, mine))
     with together(CheckpointError, failure):
         writer.finish()
     with together(CheckpointError, failure):

@@ -52,4 +52,7 @@ def test_it_is_refused_in_one_line_that_names_the_way_out(values, parts):
 
 @pytest.mark.parametrize("values", [URLS, STARTED, {**URLS, "min_servers": 1}, {**STARTED, "weight_push": "nccl"}])
 def test_it_is_taken(values):
-    Config(hf_checkpoint="x", **values)
+    config = Config(hf_checkpoint="x", **values)
+    taken = {**config.rollout.model_dump(), **config.sync.model_dump()}
+    assert config.rollout.engine == "vllm-server"
+    assert {key: taken[key.removeprefix("rollout_")] for key in values} == values
