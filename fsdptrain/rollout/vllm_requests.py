@@ -85,11 +85,8 @@ class Dispatcher:
         while len(complaints) < _MAX_TRIES:
             server = self._take(chunk, chosen)
             try:
-                answer = server.client.generate(
-                    request,
-                    timeout=self.silence,
-                    given_up=lambda server=server: self._stopped.is_set() or not server.is_up,
-                )
+                client = server.client.until(lambda server=server: self._stopped.is_set() or not server.is_up)
+                answer = client.generate(request, timeout=self.silence)
                 self._check(server, answer)
                 self.progress()
                 return answer
@@ -145,8 +142,9 @@ class Dispatcher:
 
     def _problem(self, server: _Seen) -> str | None:
         try:
-            version = server.client.version(timeout=self.silence, given_up=self._stopped.is_set)
-            paused = server.client.get("/is_paused", timeout=self.silence, given_up=self._stopped.is_set)["is_paused"]
+            client, deadline = server.client.until(self._stopped.is_set), Deadline(self.silence)
+            version = client.version(timeout=deadline.left)
+            paused = client.get("/is_paused", timeout=deadline.left)["is_paused"]
         except ServerError as error:
             return str(error)
         if version != self.tag:

@@ -80,6 +80,7 @@ class GroupPush:
     """
 
     def __init__(self, plane: Literal["gloo", "nccl"], timeout_s: float) -> None:
+        """timeout_s: how long workers wait for a bucket."""
         self._plane: Plane = plane
         self._timeout_s = timeout_s
         self._groups: dict[str, WeightGroup] = {}  # by address
@@ -114,7 +115,7 @@ class GroupPush:
                 client.post, "/init_weight_transfer_engine", {"init_info": join}, timeout=deadline.left
             )
             try:
-                group = WeightGroup(self._plane, store, rank=0, world_size=world_size, timeout_s=self._timeout_s)
+                group = WeightGroup(self._plane, store, rank=0, world_size=world_size, timeout_s=deadline.left)
             except RuntimeError as error:
                 _raise_cause(answer.exception(), error)
             answer.result()
@@ -127,7 +128,7 @@ class GroupPush:
                 client.post, "/update_weights", {"update_info": {"bucket": specs}}, timeout=deadline.left
             )
             try:
-                group.send(pack_bucket(list(tensors.values()), group.device))
+                group.send(pack_bucket(list(tensors.values()), group.device), timeout_s=deadline.left)
             except RuntimeError as error:
                 _raise_cause(answer.exception(), error)
             answer.result()

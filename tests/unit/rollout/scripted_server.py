@@ -3,6 +3,7 @@
 import json
 import os
 import threading
+import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -24,6 +25,7 @@ class ScriptedServer(ThreadingHTTPServer):
         self.paused = paused
         self.dies_after = dies_after  # requests for tokens
         self.refuses: dict[str, str] = {}  # path -> message, with status 500
+        self.delays: dict[str, float] = {}  # path -> seconds before its answer
         self.dies_when_asked = False  # for tokens; the whole process
         self.calls: list[str] = []  # paths, in order
         self.given: list[Any] = []  # bodies of requests for tokens
@@ -56,6 +58,7 @@ class _Handler(BaseHTTPRequestHandler):
                 server.given.append(body)
                 if server.dies_after is not None:
                     server.dies_after -= 1
+        time.sleep(server.delays.get(path, 0.0))
         if path in server.refuses:
             self._send(500, {"error": {"message": server.refuses[path]}})
             return

@@ -1,5 +1,7 @@
 """All servers switch version together, or the run stops and says which did not."""
 
+import time
+
 import pytest
 
 from fsdptrain.errors import RolloutError
@@ -61,3 +63,14 @@ def test_one_that_was_started_anew_is_taken_back_and_one_that_only_woke_up_is_no
     assert servers.switch(WEIGHTS) == [alive.client.url]
     gone.version = "default"
     assert servers.switch(WEIGHTS) == [gone.client.url, alive.client.url]
+
+
+@pytest.mark.parametrize("path", ["/pause", "/update_weights", "/weight_info"])
+def test_one_that_hangs_costs_no_other_its_time(path):
+    """Those that have switched must still be told to go on, and may take a moment."""
+    hanging, alive = ScriptedServer(), ScriptedServer()
+    hanging.delays[path], alive.delays["/resume"] = 60.0, 0.2
+    start = time.monotonic()
+    assert fleet(hanging, alive).switch(WEIGHTS) == [alive.client.url]
+    assert time.monotonic() - start < 2.5
+    assert alive.calls[-1] == "/resume"

@@ -14,7 +14,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fsdptrain.errors import RolloutError
+from fsdptrain.rollout.vllm_http import ServerError, VLLMClient
 from fsdptrain.rollout.vllm_server import VLLMServerEngine
+from fsdptrain.rollout.weight_push import Deadline, Push, Weights
 from fsdptrain.types import Completion, Prompt, SamplingParams
 from tests.vllm import contract
 from tests.vllm.servers import cases
@@ -53,6 +55,33 @@ def processes(url: str) -> list[psutil.Process]:
 def send(url: str, number: int) -> None:
     for process in processes(url):
         os.kill(process.pid, number)
+
+
+def wait_for_both(engine: VLLMServerEngine) -> None:
+    """Until both are there in their own words too: the fleet learns of a death when it looks next."""
+    end = time.monotonic() + RESTART
+    while True:
+        engine.fleet.wait_for(2, RESTART)
+        try:
+            if {client.version(timeout=SILENCE) for client in engine.clients} == {engine._tag}:
+                return
+        except ServerError:
+            assert time.monotonic() < end
+        time.sleep(0.3)
+
+
+class StoppedOnTheWay:
+    """A push to a server whose worker stops when it is about to read the weights."""
+
+    def __init__(self, push: Push, url: str) -> None:
+        self._push, self._url = push, url
+        self.is_under_way = threading.Event()
+
+    def send(self, client: VLLMClient, weights: Weights, deadline: Deadline) -> None:
+        if client.url == self._url:
+            processes(self._url)[-1].suspend()
+            self.is_under_way.set()
+        self._push.send(client, weights, deadline)
 
 
 def meanwhile(work: Callable[[], Any], *, after: float, do: Callable[[], None]) -> tuple[Any, float]:
@@ -101,7 +130,7 @@ def test_killed_while_idle_it_comes_back_with_the_weights(engine, models, monkey
     first = engine.clients[0].url
     send(first, signal.SIGKILL)
     assert starts(engine.generate(PROMPTS, LONG_ANSWERS)) == starts(undisturbed)
-    engine.fleet.wait_for(2, RESTART)
+    wait_for_both(engine)
 
     monkeypatch.setattr(engine, "clients", engine.clients[:1])  # ask only the one that has come back
     completions = engine.generate(PROMPTS, LONG_ANSWERS)
@@ -110,7 +139,7 @@ def test_killed_while_idle_it_comes_back_with_the_weights(engine, models, monkey
 
 
 def test_killed_while_it_generates_its_requests_are_sent_elsewhere(engine, models):
-    engine.fleet.wait_for(2, RESTART)
+    wait_for_both(engine)
     engine.update_weights(weights_of(models["tied"].other).items(), 1)
     undisturbed = engine.generate(PROMPTS, LONG_ANSWERS)
     first = engine.clients[0].url
@@ -122,16 +151,17 @@ def test_killed_while_it_generates_its_requests_are_sent_elsewhere(engine, model
     assert seconds < RESTART
 
 
-def test_killed_while_it_receives_weights_the_others_go_on_with_them(engine, models):
-    engine.fleet.wait_for(2, RESTART)
+def test_killed_while_it_receives_weights_the_others_go_on_with_them(engine, models, monkeypatch):
+    wait_for_both(engine)
     first = engine.clients[0].url
-    worker = processes(first)[-1]
-    worker.suspend()  # so that it is still receiving when it is killed
+    push = StoppedOnTheWay(engine.fleet._push, first)
+    monkeypatch.setattr(engine.fleet, "_push", push)
     _, seconds = meanwhile(
         lambda: engine.update_weights(weights_of(models["tied"].first).items(), 2),
         after=2.0,
         do=lambda: send(first, signal.SIGKILL),
     )
+    assert push.is_under_way.is_set()
     assert seconds < SILENCE
     completions = engine.generate(PROMPTS, LONG_ANSWERS)
     assert {completion.policy_version for completion in completions} == {2}
@@ -139,7 +169,7 @@ def test_killed_while_it_receives_weights_the_others_go_on_with_them(engine, mod
 
 
 def test_one_that_hangs_in_an_update_is_left_behind_within_the_deadline(engine, models):
-    engine.fleet.wait_for(2, RESTART)
+    wait_for_both(engine)
     send(engine.clients[1].url, signal.SIGSTOP)
     start = time.monotonic()
     engine.update_weights(weights_of(models["tied"].other).items(), 3)
