@@ -10,7 +10,7 @@ from enum import Enum
 from fsdptrain.errors import RolloutError
 from fsdptrain.rollout.vllm_http import GivenUp, ServerGoneError, ServerRefusedError, VLLMClient
 from fsdptrain.rollout.vllm_process import ServerProcess
-from fsdptrain.rollout.weight_push import Deadline, FilePush, GroupPush, Push, Weights, update
+from fsdptrain.rollout.weight_push import Deadline, FilePush, Push, Weights, update
 
 log = logging.getLogger(__name__)
 
@@ -178,8 +178,7 @@ class Fleet:
 
     def _give_up(self, server: Server, why: str) -> None:
         log.warning("%s; %s", why, "it is started again" if server.process else "the run goes on without it")
-        if isinstance(self._push, GroupPush):
-            self._push.forget(server.client)
+        self._push.forget(server.client)
         server.give_up(why)
 
     def wait_for(self, num_servers: int, seconds: float) -> list[str]:

@@ -44,6 +44,7 @@ class Dispatcher:
     patience: float  # longest time with fewer than `min_servers` [s]
     min_servers: int
     first: int = 0  # where to begin among equals: ranks begin with different servers
+    preferred: str | None = None  # address of the one to ask as long as it is up
     progress: Callable[[], None] = lambda: None  # called when an answer has come
     check: Callable[[], None] = lambda: (
         None
@@ -106,11 +107,12 @@ class Dispatcher:
 
     def _take(self, chunk: Any, chosen: dict[Any, _Seen]) -> _Seen:
         """The server of this chunk, else the one with the fewest requests of ours; waits until one is up."""
+        preferred = next((server for server in self._servers if server.client.url == self.preferred), None)
         with self._changed:
             while True:
                 if self._stopped.is_set():
                     raise ServerGoneError("the rollout has ended")
-                server = chosen.get(chunk)
+                server = chosen.get(chunk, preferred)
                 if server is None or not server.is_up:
                     order = self._servers[self.first % len(self._servers) :] + self._servers
                     server = min((s for s in order if s.is_up), key=lambda s: s.num_in_flight, default=None)

@@ -29,6 +29,7 @@ class ScriptedServer(ThreadingHTTPServer):
         self.dies_when_asked = False  # for tokens; the whole process
         self.calls: list[str] = []  # paths, in order
         self.given: list[Any] = []  # bodies of requests for tokens
+        self.updates: list[Any] = []  # bodies of parts of weights
         self.lock = threading.Lock()
         self.client = VLLMClient(f"http://127.0.0.1:{self.server_address[1]}")
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
@@ -49,6 +50,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, body: Any) -> None:
         server, path = self.server, self.path.partition("?")[0]
         with server.lock:
+            if path == "/update_weights":
+                server.updates.append(body["update_info"])
             if server.dies_after == 0:
                 return  # without a word: the connection breaks
             server.calls.append(path)

@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,34 +14,24 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fsdptrain.errors import RolloutError
-from fsdptrain.rollout.vllm_http import ServerError, VLLMClient
+from fsdptrain.rollout.vllm_http import VLLMClient
 from fsdptrain.rollout.vllm_server import VLLMServerEngine
-from fsdptrain.rollout.weight_push import Deadline, Push, Weights
+from fsdptrain.rollout.weight_push import Deadline, Push
 from fsdptrain.types import Completion, Prompt, SamplingParams
 from tests.vllm import contract
 from tests.vllm.servers import cases
-from tests.vllm.servers.conftest import PYTHON, weights_of
+from tests.vllm.servers.conftest import wait_for_both, weights_of
 from tests.vllm.servers.test_push import build
 
-SILENCE = 15.0  # --sync-timeout [s]
+SILENCE = cases.SILENCE
 PROMPTS = [Prompt(f"p{i}", [5 + i] * (1 + 7 * i), "") for i in range(6)]
 LONG_ANSWERS = SamplingParams(num_samples=6, max_tokens=400, temperature=1.0, seed=7)  # takes seconds
-RESTART = 400.0  # [s]
+RESTART = cases.RESTART
 
 
-@pytest.fixture(scope="module")
-def engine(models, alone, tmp_path_factory) -> Iterator[VLLMServerEngine]:
-    """With two servers of its own, and weights."""
-    options = cases.options(
-        models["tied"].first, rollout_num_servers=2, rollout_server_python=PYTHON, sync_timeout=SILENCE,
-        rollout_max_response_len=400, max_tokens_per_gpu=800, output_dir=str(tmp_path_factory.mktemp("run")),
-    )  # fmt: skip
-    engine = build(options)
-    try:
-        engine.update_weights(weights_of(models["tied"].first).items(), 0)
-        yield engine
-    finally:
-        engine.close()
+@pytest.fixture
+def engine(pair) -> VLLMServerEngine:
+    return pair
 
 
 def processes(url: str) -> list[psutil.Process]:
@@ -57,19 +47,6 @@ def send(url: str, number: int) -> None:
         os.kill(process.pid, number)
 
 
-def wait_for_both(engine: VLLMServerEngine) -> None:
-    """Until both are there in their own words too: the fleet learns of a death when it looks next."""
-    end = time.monotonic() + RESTART
-    while True:
-        engine.fleet.wait_for(2, RESTART)
-        try:
-            if {client.version(timeout=SILENCE) for client in engine.clients} == {engine._tag}:
-                return
-        except ServerError:
-            assert time.monotonic() < end
-        time.sleep(0.3)
-
-
 class StoppedOnTheWay:
     """A push to a server whose worker stops when it is about to read the weights."""
 
@@ -77,11 +54,13 @@ class StoppedOnTheWay:
         self._push, self._url = push, url
         self.is_under_way = threading.Event()
 
-    def send(self, client: VLLMClient, weights: Weights, deadline: Deadline) -> None:
+    def send(self, client: VLLMClient, files: Sequence[Path], deadline: Deadline) -> None:
         if client.url == self._url:
             processes(self._url)[-1].suspend()
             self.is_under_way.set()
-        self._push.send(client, weights, deadline)
+        self._push.send(client, files, deadline)
+
+    def forget(self, client: VLLMClient) -> None: ...
 
 
 def meanwhile(work: Callable[[], Any], *, after: float, do: Callable[[], None]) -> tuple[Any, float]:
