@@ -90,6 +90,7 @@ class _Run:
             num_epochs=config.batch.epochs_per_rollout,
             seed=config.run.seed,
             layout=parts.backend.layout_probe.layout,
+            copies=config.parallel.tensor_parallel_size,
         )
         self._step = 0  # rollouts that were trained on; also the version of the policy
         self._handed_over: int | None = None  # the newest version that the engine was given
