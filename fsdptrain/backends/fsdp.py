@@ -28,7 +28,7 @@ from fsdptrain.fsdp.checkpoint import (
     save_reference,
 )
 from fsdptrain.fsdp.export import export_hf, stream_weights
-from fsdptrain.fsdp.mesh import build_mesh
+from fsdptrain.fsdp.mesh import build_meshes
 from fsdptrain.fsdp.optim import Optimizer
 from fsdptrain.fsdp.reference import ReferenceBank
 from fsdptrain.fsdp.shards import HostStash, content_digest, describe, fingerprint, local_shard
@@ -44,7 +44,7 @@ from fsdptrain.models.policy import (
     evaluating,
     policy_logprobs,
 )
-from fsdptrain.models.processor import ImageProcessor
+from fsdptrain.models.processor import ImageProcessor, open_processor
 from fsdptrain.models.structure import reshard
 from fsdptrain.models.truncation import Truncation
 from fsdptrain.protocols import Loss, ModelRole, Naming
@@ -61,26 +61,37 @@ class FSDPBackend:
     """
 
     def __init__(
-        self, config: Config, *, total_steps: int, before_load: Callable[[PreTrainedModel], None] | None = None
+        self,
+        config: Config,
+        *,
+        total_steps: int,
+        before_load: Callable[[PreTrainedModel], None] | None = None,
+        processor: ImageProcessor | None = None,
     ) -> None:
         """Load, shard and verify the model of `config`. Raises ConfigError, CheckpointError or NumericsError.
 
         `before_load` sees the model while it is on meta and unsharded: whether it will fit, for one.
+        `processor`: the one of the checkpoint, where it is open already.
         """
         self.device = platform.local_device()
-        self.mesh = build_mesh(config.fsdp.replicate_size)
+        self._meshes = build_meshes(
+            replicate_size=config.fsdp.replicate_size,
+            tensor_size=config.parallel.tensor_parallel_size,
+            expert_size=config.parallel.expert_parallel_size,
+        )
         self.compute_dtype: torch.dtype = getattr(torch, config.compute_dtype_name)
         self.checkpoint_path = resolve_checkpoint(config.model.hf_checkpoint)
         self._config = config
         self._stash = HostStash()
         self._staging = Staging(config.launch.dist_timeout) if config.run.async_save else None
-        self._experts = Experts(config)
-        self._processor = _image_processor(config, self.checkpoint_path)
+        self._experts = Experts(config, self.checkpoint_path)
+        with together(ConfigError, "--image-key"):
+            self._processor = processor or open_processor(config, self.checkpoint_path)
         other = self._other_reference()  # before the policy: two models are never on the device together
         self._model, self.adapters = load_model(
             config,
             self.checkpoint_path,
-            self.mesh,
+            self._meshes,
             experts=self._experts,
             before_load=before_load,
             processor=self._processor,
@@ -133,7 +144,7 @@ class FSDPBackend:
         self._model.train(self._config.algorithm.algorithm == "sft")
         self._optimizer.zero_grad()
         load = self._experts.load(self._model, batches, layout=self.layout_probe.layout, device=self.device)
-        sums = MetricSums()
+        sums = MetricSums(copies=self._config.parallel.tensor_parallel_size)
         for batch in batches:
             moved = batch.to(self.device)
             logprobs = self._logprobs(moved, with_entropy=True, router=self._experts.router_loss(moved, load))
@@ -298,7 +309,7 @@ class FSDPBackend:
             return None
         try:
             path = resolve_checkpoint(config.ref.load)
-            bank = ReferenceBank(load_model(config, path, self.mesh, with_adapters=False)[0])
+            bank = ReferenceBank(load_model(config, path, self._meshes, with_adapters=False)[0])
         except CheckpointError as error:  # of all ranks
             raise CheckpointError(str(error).replace("--hf-checkpoint", "--ref-load")) from error
         gc.collect()  # modules and FSDP's hooks refer to each other
@@ -317,13 +328,6 @@ class FSDPBackend:
         if other is None and self.adapters is None:
             return ReferenceBank(self._model)
         return other
-
-
-def _image_processor(config: Config, path: Path) -> ImageProcessor | None:
-    if config.data.image_key is None:
-        return None
-    with together(ConfigError, "--image-key"):
-        return ImageProcessor(path, trust_remote_code=config.model.trust_remote_code)
 
 
 def _all(actions: Sequence[Callable[[], None]]) -> None:

@@ -27,6 +27,7 @@ SECTIONS: dict[str, type[Section]] = {
     "optim": sections.OptimConfig,
     "batch": sections.BatchConfig,
     "fsdp": sections.FsdpConfig,
+    "parallel": sections.ParallelConfig,
     "rollout": sections.RolloutConfig,
     "sync": SyncConfig,
     "ref": sections.RefConfig,
@@ -52,6 +53,10 @@ class Key:
     @property
     def default(self) -> Any:
         return self.field.get_default(call_default_factory=True)
+
+    def value(self, config: Section) -> Any:
+        """Its value in a `Config`."""
+        return getattr(getattr(config, self.section), self.name)
 
     @property
     def flag(self) -> str:

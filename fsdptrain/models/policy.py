@@ -6,10 +6,12 @@ it has. The stock head stays reachable for one purpose, the self-check at start.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdptrain import platform
@@ -19,6 +21,7 @@ from fsdptrain.models.inputs import Layout, from_rows, model_inputs, select_toke
 from fsdptrain.models.logprobs import HeadTransform, chunked_logprobs
 from fsdptrain.models.rotation import refuse_both_sides, rope_switch
 from fsdptrain.models.router import RouterReplay
+from fsdptrain.models.split_logprobs import split_logprobs
 from fsdptrain.models.structure import base_model, lm_head, reshard, stock_class
 from fsdptrain.models.truncation import UNTRUNCATED, Truncation
 from fsdptrain.models.vision import Vision
@@ -106,11 +109,10 @@ def install_policy_forward(
             extra.append(from_rows(replay.routes, batch, layout))
         weight, bias = _head_weights(lm_head(model))
         hidden = output.last_hidden_state if nothing is None else output.last_hidden_state + nothing
-        found = chunked_logprobs(
+        score = partial(split_logprobs if isinstance(weight, DTensor) else chunked_logprobs, weight=weight, bias=bias)
+        found = score(
             select_tokens(hidden, batch, layout, batch.loss_positions),
-            weight,
-            batch.labels.index_select(0, batch.loss_positions),
-            bias=bias,
+            labels=batch.labels.index_select(0, batch.loss_positions),
             temperature=temperature,
             softcap=transform.softcap,
             logit_scale=transform.logit_scale,
@@ -204,20 +206,18 @@ def check_head(
     layout: Layout,
     compute_dtype: torch.dtype,
     device: torch.device | None = None,
-    num_tokens: int = 16,
 ) -> float:
     """Compare the chunked logprobs with those of the stock model on a few random tokens. Collective.
 
     Returns the mean difference, the largest over ranks. Raises NumericsError on every rank where it is over the
     tolerance of `compute_dtype`: then the model does something to its logits that `head_transform` does not know.
     """
-    tokens = torch.randint(vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(0)).tolist()
-    batch = plain_batch([tokens], device=device or platform.local_device())
+    batch = _random_pack(vocab_size, device)
     with evaluating(model):
         ours = policy_logprobs(model, batch, layout=layout).values
         stock = model(batch, layout=layout, stock_head=True)[0]
     reshard(model)
-    difference = over_ranks((ours - stock).abs().sum().item() / (num_tokens - 1))
+    difference = over_ranks((ours - stock).abs().sum().item() / (batch.num_tokens - 1))
     tolerance = TOLERANCES[compute_dtype]
     if not difference <= tolerance:
         raise NumericsError(
@@ -229,20 +229,14 @@ def check_head(
 
 
 def check_backward(
-    model: PreTrainedModel,
-    *,
-    vocab_size: int,
-    layout: Layout,
-    device: torch.device | None = None,
-    num_tokens: int = 16,
+    model: PreTrainedModel, *, vocab_size: int, layout: Layout, device: torch.device | None = None
 ) -> None:
     """One backward pass over a few random tokens, whose gradients are dropped. Collective.
 
     Raises NumericsError, on every rank alike, for a model that can score and not be trained (reformer; a kernel without
     a backward), and not in the middle of the first step.
     """
-    tokens = torch.randint(vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(0)).tolist()
-    batch = plain_batch([tokens], device=device or platform.local_device())
+    batch = _random_pack(vocab_size, device)
     try:
         with evaluating(model):
             policy_logprobs(model, batch, layout=layout).values.sum().backward()
@@ -253,6 +247,11 @@ def check_backward(
     reshard(model)
     for parameter in model.parameters():
         parameter.grad = None
+
+
+def _random_pack(vocab_size: int, device: torch.device | None) -> PackedBatch:
+    tokens = torch.randint(vocab_size, (16,), generator=torch.Generator().manual_seed(0)).tolist()
+    return plain_batch([tokens], device=device or platform.local_device())
 
 
 def plain_batch(

@@ -90,8 +90,10 @@ class _Run:
             num_epochs=config.batch.epochs_per_rollout,
             seed=config.run.seed,
             layout=parts.backend.layout_probe.layout,
+            copies=config.parallel.tensor_parallel_size,
         )
         self._step = 0  # rollouts that were trained on; also the version of the policy
+        self._handed_over: int | None = None  # the newest version that the engine was given
         self._totals = {"progress/samples": 0.0, "progress/tokens": 0.0}
         self._reward_names = summary.RewardNames()
         self._num_alike = 0  # rollouts in a row
@@ -227,6 +229,7 @@ class _Run:
             return 0.0
         engine.wake_up()
         self._update_engine(engine, check)
+        self._handed_over = self._step
         return check.check(self._step) if check else 0.0
 
     def _update_engine(self, engine: RolloutEngine, check: SyncCheck | None) -> None:
@@ -267,7 +270,10 @@ class _Run:
         }
 
     def _sync_metrics(self) -> Metrics:
+        """Nothing of a version that no engine was given, such as the last of a run without evaluation."""
         engine, check = self._parts.engine, self._parts.sync_check
+        if self._handed_over != self._step:
+            return {}
         found = check.metrics() if check else {}
         if isinstance(engine, MeasuredEngine):
             found |= engine.metrics()

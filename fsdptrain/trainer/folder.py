@@ -78,7 +78,7 @@ def changed_values(before: Config, now: Config) -> list[str]:
     for key in all_keys().values():
         if key.section in _NOT_LEARNED or key.name in _NOT_LEARNED:
             continue
-        old, new = (getattr(getattr(config, key.section), key.name) for config in (before, now))
+        old, new = (key.value(config) for config in (before, now))
         if old != new:
             changes.append(f"{key.flag} {new} in place of {old}")
     return changes
