@@ -24,7 +24,7 @@ from fsdptrain.trainer.batches import PackingRules, StepBatches, make_batches
 from fsdptrain.trainer.build import Parts, build_parts, loss_config
 from fsdptrain.trainer.epochs import carry_scores
 from fsdptrain.trainer.experience import Experience
-from fsdptrain.trainer.folder import PROGRESS_FILE, RunFolder, open_folder
+from fsdptrain.trainer.folder import LAUNCH, PROGRESS_FILE, RunFolder, open_folder
 from fsdptrain.trainer.kl import KlControl, kl_in_reward
 from fsdptrain.trainer.scoring import Scorer
 from fsdptrain.trainer.summary import Stopwatch
@@ -299,6 +299,8 @@ class _Run:
         if dist.get_rank() == 0:
             state = {"step": self._step, "totals": self._totals, "stream": self._parts.stream.state_dict()}
             state["kl_scale"] = self._kl.scale
+            if LAUNCH in os.environ:
+                state["launch"] = os.environ[LAUNCH]
             (directory / PROGRESS_FILE).write_text(json.dumps(state))
         return rest
 
