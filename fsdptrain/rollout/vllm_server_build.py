@@ -77,6 +77,7 @@ def _gather_servers(config: Config, checkpoint: Path, device: torch.device) -> t
         sync_timeout=sync.sync_timeout,
         start_timeout=sync.server_start_timeout,
         min_servers=sync.min_servers,
+        keep_requests=sync.max_staleness > 0,
     )
     try:
         fleet.start()

@@ -50,9 +50,15 @@ class Push(Protocol):
         ...
 
 
-def update(client: VLLMClient, weights: Weights, push: Push, deadline: Deadline) -> None:
-    """Stop the engine, give it `weights`, forget cached prefixes, and make sure of its version. It stays stopped."""
-    client.post("/pause?mode=abort", timeout=deadline.left)
+def update(
+    client: VLLMClient, weights: Weights, push: Push, deadline: Deadline, *, keep_requests: bool = False
+) -> None:
+    """Stop the engine, give it `weights`, forget cached prefixes, and make sure of its version. It stays stopped.
+
+    keep_requests: those that it works on go on from their last token when the engine does: what they have read and
+    sampled is read anew with the new weights. Else they are ended.
+    """
+    client.post(f"/pause?mode={'keep' if keep_requests else 'abort'}", timeout=deadline.left)
     client.post("/start_weight_update", timeout=deadline.left)
     push.send(client, weights, deadline)
     client.post("/finish_weight_update", {"weight_version": weights.tag}, timeout=deadline.left)
