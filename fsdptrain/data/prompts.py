@@ -150,7 +150,7 @@ class PromptStream:
         self._since_last += 1
         if content_hash(row) in self.exclude:
             return None
-        prompt = self._make(self.epoch, index)
+        prompt = self._make(self.epoch, row)
         if self.max_prompt_len is not None and len(prompt.token_ids) > self.max_prompt_len:
             self.num_too_long += 1
             return None
@@ -161,12 +161,11 @@ class PromptStream:
 
     def _give(self, epoch: int, index: int) -> Prompt:
         """Once more what was given out before."""
-        prompt = self._make(epoch, index)
+        prompt = self._make(epoch, self.rows[index])
         self._given_out[prompt.id] = (epoch, index)
         return prompt
 
-    def _make(self, epoch: int, index: int) -> Prompt:
-        row = self.rows[index]
+    def _make(self, epoch: int, row: Row) -> Prompt:
         prompt_id = f"{row.id}@{epoch}" if epoch else row.id
         return make_prompt(row, self.tokenizer, data=self.data, prompt_id=prompt_id, processor=self.processor)
 

@@ -136,6 +136,8 @@ class _Run:
             metrics = (
                 summary.sample_metrics(experience, self._reward_names, self._parts.advantages) | experience.metrics
             )
+            if self._config.sync.max_staleness:
+                metrics |= summary.staleness_metrics(experience.samples, self._step)
             if self._config.environment.environment is not None:
                 metrics |= summary.episode_metrics(experience.samples)
             samples = experience.samples

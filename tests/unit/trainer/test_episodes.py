@@ -333,6 +333,6 @@ def test_no_prompts_make_no_episodes():
 
 def test_a_rank_without_prompts_makes_nothing_in_a_single_turn_too():
     made = SingleTurn(FakeRolloutEngine(lambda prompt, index: words("yes")), exact, TOKENIZER).make(
-        [], SamplingParams(2, 9)
+        [], SamplingParams(2, 9), Stopwatch()
     )
     assert (made.samples, made.texts) == ([], [])
