@@ -24,6 +24,7 @@ class PackingRules:
     num_epochs: int  # times that the whole rollout is trained on
     seed: int
     layout: Layout  # padded: a pack computes samples x longest tokens, and that is what the budget bounds
+    copies: int = 1  # neighbouring ranks that share the work of one, and so train on the same packs
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,9 @@ def _make_step(
 ) -> StepBatches:
     lengths = [index.lengths[i] for i in chosen]
     make_plan = plan_packs if rules.layout == "packed" else plan_rows
-    plan = make_plan(lengths, num_ranks=dist.get_world_size(), max_tokens=rules.max_tokens)
-    members = tuple(tuple(tuple(chosen[i] for i in packed) for packed in packs) for packs in plan.packs)
+    plan = make_plan(lengths, num_ranks=dist.get_world_size() // rules.copies, max_tokens=rules.max_tokens)
+    planned = [tuple(tuple(chosen[i] for i in packed) for packed in packs) for packs in plan.packs]
+    members = tuple(packs for packs in planned for _ in range(rules.copies))
     destinations = [[i for packed in packs for i in packed] for packs in members]
     arrived = iter(exchange_samples(samples, destinations, index=index))
     totals = index.totals(chosen)

@@ -91,6 +91,7 @@ class _Run:
             num_epochs=config.batch.epochs_per_rollout,
             seed=config.run.seed,
             layout=parts.backend.layout_probe.layout,
+            copies=config.parallel.tensor_parallel_size,
         )
         self._step = 0  # rollouts that were trained on; also the version of the policy
         self._totals = {"progress/samples": 0.0, "progress/tokens": 0.0}
