@@ -156,7 +156,7 @@ def recipe(engine: str, age: int, seed: int, start: Path, run: Path, url: str | 
         "keep_last": 0,
         "export": False,
     }
-    values["rollout"] |= {"seed": seed, "engine": engine}
+    values["rollout"] |= {"seed": seed, "engine": engine, "max_prompt_len": 80}  # the model has 128 positions
     values["log"] = {"to": [], "num_samples": 0}
     if age:
         values["sync"] = {"max_staleness": age}
