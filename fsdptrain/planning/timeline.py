@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+
 from fsdptrain.errors import ConfigError
 from fsdptrain.planning.curves import BLUE, GREEN, GREY, INK, ORANGE, RED, RULE, new_figure, save
-from fsdptrain.planning.report import title
 
 ROWS = ("generate", "reward", "score", "train", "sync", "check", "eval", "save")  # from top to bottom
 COLOURS = (BLUE, ORANGE, GREEN, RED)  # of rollouts, in turn
@@ -31,20 +32,26 @@ def draw_timeline(run: Path, target: Path, rollouts: tuple[int, int] | None = No
 
 
 def read_bars(run: Path, rollouts: tuple[int, int] | None = None) -> list[Bar]:
-    """Those of timeline.jsonl that belong to `rollouts`."""
+    """All stages of timeline.jsonl in the time in which any of `rollouts` went on."""
     path = run / "timeline.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
     spans = [json.loads(line) for line in lines if line.endswith("\n")]
     if not spans:
         raise ConfigError(f"{run} has no timeline.jsonl with a rollout in it: name the --output-dir of a run")
-    last = max(span["rollout"] for span in spans if span["stage"] == "train" or span["stage"] == "eval")
+    last = max((span["rollout"] for span in spans if span["stage"] == "train"), default=0)
     first, last = rollouts or (max(1, last - DEFAULT_ROLLOUTS + 1), last)
     chosen = [span for span in spans if first <= span["rollout"] <= last]
     if not chosen:
         known = f"{min(span['rollout'] for span in spans)}:{max(span['rollout'] for span in spans)}"
         raise ConfigError(f"--rollouts {first}:{last}: {path} holds {known}")
-    start = min(span["begin"] for span in chosen)
-    return in_lanes([(s["stage"], s["rollout"], s["begin"] - start, s["end"] - start) for s in chosen])
+    start, end = min(span["begin"] for span in chosen), max(span["end"] for span in chosen)
+    return in_lanes(
+        [
+            (s["stage"], s["rollout"], max(s["begin"], start) - start, min(s["end"], end) - start)
+            for s in spans
+            if s["begin"] < end and s["end"] > start
+        ]
+    )
 
 
 def in_lanes(spans: Sequence[tuple[str, int, float, float]]) -> list[Bar]:
@@ -59,11 +66,19 @@ def in_lanes(spans: Sequence[tuple[str, int, float, float]]) -> list[Bar]:
     return bars
 
 
+def _heading(run: Path) -> str:
+    """What makes timelines differ, where the run's config.yaml says it."""
+    path = run / "config.yaml"
+    config = (yaml.safe_load(path.read_text()) if path.is_file() else None) or {}
+    engine, age = config.get("rollout", {}).get("engine"), config.get("sync", {}).get("max_staleness")
+    return run.resolve().name if engine is None or age is None else f"--rollout-engine {engine} --max-staleness {age}"
+
+
 def make_figure(run: Path, bars: Sequence[Bar]):
     """A matplotlib figure with the bars of each stage in a row."""
     rows = [stage for stage in ROWS if any(bar.stage == stage for bar in bars)]
     figure = new_figure(width=10.0, height=0.42 * len(rows) + 1.1)
-    figure.suptitle(title(run), x=0.008, ha="left", fontsize=10, fontweight="bold", color=INK)
+    figure.suptitle(_heading(run), x=0.008, ha="left", fontsize=10, fontweight="bold", color=INK)
     axes = figure.add_subplot()
     lanes = {stage: 1 + max(bar.lane for bar in bars if bar.stage == stage) for stage in rows}
     for bar in bars:

@@ -20,7 +20,7 @@ def test_each_token_is_of_the_weights_that_it_says_and_read_with_them_alone(mode
     """Also what a server had read before: a cache of the old weights would show in the logprobs after the switch."""
     model = models["untied"]
     options = cases.attached(model.first, urls["untied"], output_dir=str(tmp_path), max_staleness=1)
-    options |= {"mismatch_correction": "tis", "max_tokens_per_gpu": 1000, "rollout_max_response_len": 64}
+    options |= {"mismatch_correction": "tis"}
     engine = build(options)
     versions = [weights_of(model.first), weights_of(model.other), weights_of(model.first)]
     made: list[Completion] = []
