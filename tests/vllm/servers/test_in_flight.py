@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from fsdptrain.types import Completion, SamplingParams
+from fsdptrain.types import Completion, Prompt, SamplingParams
 from tests.vllm import contract
 from tests.vllm.servers import cases
 from tests.vllm.servers.conftest import weights_of
@@ -45,6 +45,20 @@ def test_each_token_is_of_the_weights_that_it_says_and_read_with_them_alone(mode
         assert completion.policy_version == completion.token_versions[0]
         expected = by_version(completion, [model.first, model.other, model.first])
         assert (expected - torch.tensor(completion.logprobs)).abs().max() < 1e-4
+
+
+def test_more_prompts_than_a_server_reads_at_one_time_are_answered_each_with_its_own_seed(
+    models, urls, alone, tmp_path
+):
+    """vLLM on a CPU ended where a prompt was read in parts, as those in flight may be when they are read again."""
+    prompts = [Prompt(str(i), [5 + (i + j) % 200 for j in range(300)], "") for i in range(24)]
+    engine = build(cases.attached(models["untied"].first, urls["untied"], output_dir=str(tmp_path)))
+    try:
+        engine.update_weights(weights_of(models["untied"].first).items(), 0)
+        made = engine.generate(prompts, SamplingParams(num_samples=1, max_tokens=2, temperature=0.7, seed=5))
+    finally:
+        engine.close()
+    assert [completion.prompt_id for completion in made] == [prompt.id for prompt in prompts]
 
 
 def by_version(completion: Completion, folders: list[Path]) -> torch.Tensor:
