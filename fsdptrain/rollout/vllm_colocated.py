@@ -192,10 +192,11 @@ def build_vllm_engine(config: Config, *, checkpoint: Path, device: torch.device)
         "max_model_len": config.prompt_budget + rollout.max_response_len,
         "seed": rollout.seed,
         "enforce_eager": not on_gpu,
-        # else a request with a seed whose prompt is read in parts ends vLLM 0.32: "CPU Generator does not use offset"
-        "enable_chunked_prefill": on_gpu,
         "enable_sleep_mode": on_gpu,
     }
+    if not on_gpu:
+        # a request with a seed whose prompt is read in parts ends vLLM 0.32: "CPU Generator does not use offset"
+        options["enable_chunked_prefill"] = False
     if rollout.kv_cache_gib is not None or not on_gpu:
         options["kv_cache_memory_bytes"] = int((rollout.kv_cache_gib or 1.0) * platform.GIB)
     if config.lora.sync == "adapter":
