@@ -11,7 +11,7 @@ from fsdptrain.errors import ConfigError
 from fsdptrain.planning.curves import BLUE, GREEN, GREY, INK, ORANGE, RED, RULE, new_figure, save
 
 ROWS = ("generate", "reward", "score", "train", "sync", "check", "eval", "save")  # from top to bottom
-COLOURS = (BLUE, ORANGE, GREEN, RED)  # of rollouts, in turn
+COLOURS = (BLUE, ORANGE, GREEN, RED, "#7a4fb3", "#c49a1a")  # of rollouts, in turn
 DEFAULT_ROLLOUTS = 4  # the last ones
 
 

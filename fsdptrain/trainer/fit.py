@@ -290,7 +290,7 @@ class _Run:
         """Of this step the time in which nothing was generated, scored by rewards, trained, or handed over. [s]"""
         return summary.reduce_max(
             {
-                f"perf/{name}_idle_s": seconds - self._timeline.busy(stages, begin, begin + seconds)
+                f"perf/{name}_idle_s": max(0.0, seconds - self._timeline.busy(stages, begin, begin + seconds))
                 for name, stages in WORKERS.items()
             }
         )
