@@ -140,6 +140,10 @@ REFUSED = [
     ({"algorithm": "ipo", "use_rollout_logprobs": True}, ["--use-rollout-logprobs", "ipo"], {"algorithm": "grpo"}),
     ({"algorithm": "ipo", "mismatch_correction": "tis"}, ["--mismatch-correction", "ipo"], {"algorithm": "grpo"}),
     ({"mismatch_high": 3.0}, ["--mismatch-high", "--mismatch-correction"], {"mismatch_correction": "tis"}),
+    ({"max_staleness": 1}, ["--max-staleness 1", "--mismatch-correction tis"], {"mismatch_correction": "tis"}),
+    ({"max_staleness": 1}, ["--loss grpo", "--use-rollout-logprobs"], {"use_rollout_logprobs": True}),
+    ({"max_staleness": 1, "algorithm": "gspo"}, ["--max-staleness 1", "--loss gspo"], {"algorithm": "ipo"}),
+    ({**SFT, "max_staleness": 1}, ["--max-staleness", "sft"], {"algorithm": "ipo"}),
     (
         {"mismatch_correction": "tis", "use_rollout_logprobs": True},
         ["--mismatch-correction", "--use-rollout-logprobs"],
