@@ -125,7 +125,7 @@ def build_parts(
             stream=stream,
             source=build_source(told, stream, tokenizer, maker, advantages),
             evaluation=evaluation,
-            speed=Speed.of(backend.model, device, backend.compute_dtype, copies=config.parallel.tensor_parallel_size),
+            speed=Speed.of(backend.model, device, backend.compute_dtype, copies=config.pack_copies),
             planned_memory=planned_memory(backend.model, config) if platform.has_accelerator() else None,
             loggers=loggers,
         )

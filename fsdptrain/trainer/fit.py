@@ -83,14 +83,14 @@ class _Run:
         self._scorer = Scorer(config, parts.backend)
         self._kl = KlControl(config)
         self._rules = PackingRules(
-            max_tokens=config.batch.max_tokens_per_gpu,
+            max_tokens=config.max_tokens_per_pack,
             aggregation=config.algorithm.loss_aggregation,
             max_response_len=config.rollout.max_response_len,
             steps_per_epoch=config.steps_per_rollout // config.batch.epochs_per_rollout,
             num_epochs=config.batch.epochs_per_rollout,
             seed=config.run.seed,
             layout=parts.backend.layout_probe.layout,
-            copies=config.parallel.tensor_parallel_size,
+            copies=config.pack_copies,
         )
         self._step = 0  # rollouts that were trained on; also the version of the policy
         self._totals = {"progress/samples": 0.0, "progress/tokens": 0.0}
@@ -181,7 +181,7 @@ class _Run:
             experience = self._parts.source.collect(self._step)
             with together(RolloutError, "rollout"):
                 kept, dropped = drop_overlong(
-                    experience.samples, max_tokens=batch.max_tokens_per_gpu, overlong=batch.overlong
+                    experience.samples, max_tokens=self._rules.max_tokens, overlong=batch.overlong
                 )
                 if self._parts.engine is not None:
                     self._parts.engine.sleep()

@@ -75,7 +75,7 @@ def learn(checkpoint: str, cases: list[dict], folder: str) -> list:
     found = []
     for number, values in enumerate(cases):
         backend = made(checkpoint, values)
-        copies = values.get("tensor_parallel_size", 1)
+        copies = values.get("tensor_parallel_size", 1) * values.get("context_parallel_size", 1)
         [whole] = packs_of_this_rank(samples(), 4096, dist.get_world_size())
         logprobs = backend.score([whole], "policy")[0].values
         gradients, steps = keep_gradients(backend._optimizer), []
@@ -135,7 +135,7 @@ def state(backend: FSDPBackend) -> dict:
 
 def save(checkpoint: str, directory: str, values: dict) -> dict:
     backend = made(checkpoint, values)
-    copies = values.get("tensor_parallel_size", 1)
+    copies = values.get("tensor_parallel_size", 1) * values.get("context_parallel_size", 1)
     packs = scored(backend, packs_of_this_rank(samples(), 128, copies), reference=True)
     backend.train_step(packs, LOSSES["grpo"], GRPO)
     CheckpointFolder(Path(directory), keep_last=1).write(1, lambda folder: backend.save(folder, 1))
