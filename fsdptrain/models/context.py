@@ -42,11 +42,6 @@ class Context:
         """[B, s, ...] of each rank -> [B, S, ...]. Backward sums over the ranks, each of which may use all of it."""
         return _columns(_AllGather.apply(rows, self.group))
 
-    def all_rows(self, rows: Tensor, *, num_rows: int) -> Tensor:
-        """[num_rows s, ...] small whole numbers of each rank -> [num_rows S, ...], without gradient."""
-        wide = rows.unflatten(0, (num_rows, -1)).to(torch.int32)  # gloo has no int16
-        return self.all_columns(wide).flatten(0, 1).to(rows.dtype)
-
     def total(self, values: Tensor) -> Tensor:
         """The sum over the ranks, of which each makes the same: so the gradient of the sum is that of its own part."""
         return _Total.apply(values, self.group)
@@ -120,13 +115,13 @@ class _Total(torch.autograd.Function):
     """Not `torch.distributed.nn.all_reduce`, which sums gradients too: those of a loss that every rank has alike."""
 
     @staticmethod
-    def forward(_ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         found = x.clone()
         dist.all_reduce(found, group=group)
         return found
 
     @staticmethod
-    def backward(_ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0], None
 
 

@@ -71,6 +71,13 @@ def select_tokens(
     return rows.flatten(0, 1).index_select(0, _places(batch, layout, positions, context))
 
 
+def to_pack(values: Tensor, positions: Tensor, batch: PackedBatch, *, context: Context | None = None) -> Tensor:
+    """[M, ...] of the tokens at `positions` [M], which are here -> [T, ...] of the pack, on every rank, else zeros."""
+    found = torch.zeros(batch.num_tokens, *values.shape[1:], dtype=values.dtype, device=values.device)
+    found = found.index_copy(0, positions, values)
+    return found if context is None else context.total(found)
+
+
 def tokens_here(batch: PackedBatch, layout: Layout, context: Context | None, positions: Tensor | None = None) -> Tensor:
     """Of `positions` [M] in the pack, or of all, those whose tokens are in the rows of this rank.
 

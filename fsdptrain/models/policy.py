@@ -19,7 +19,7 @@ from fsdptrain.errors import NumericsError
 from fsdptrain.models.attention import OURS
 from fsdptrain.models.collective import gather, one_line
 from fsdptrain.models.context import Context
-from fsdptrain.models.inputs import Layout, from_rows, model_inputs, select_tokens, to_rows, tokens_here
+from fsdptrain.models.inputs import Layout, from_rows, model_inputs, select_tokens, to_pack, to_rows, tokens_here
 from fsdptrain.models.logprobs import HeadTransform, chunked_logprobs
 from fsdptrain.models.recurrent import GatheredMixer
 from fsdptrain.models.rotation import refuse_both_sides, rope_switch
@@ -109,19 +109,19 @@ def install_policy_forward(
             inputs |= seen
         if stock_head:
             logits = select_tokens(stock(**inputs).logits, batch, layout, positions, context=dealt)
-            return (_total(_spread(_stock_logprobs(logits, batch.labels[positions]), positions, batch), dealt),)
+            return (to_pack(_stock_logprobs(logits, batch.labels[positions]), positions, batch, context=dealt),)
         with choosing(batch, layout, with_routes, dealt):
             output = base_model(model)(**inputs, **({"output_router_logits": True} if router else {}))
         extra: list[Tensor] = []
         if router is not None:
-            logits = [from_rows(x.flatten(0, -2), batch, layout, context=dealt) for x in output.router_logits]
-            extra.append(_total(router(logits, tokens_here(batch, layout, dealt)), dealt))
+            extra.append(_said_by(router, output.router_logits, batch, layout, dealt))
             if router_only:
                 return tuple(extra)
         if with_routes:
             assert replay is not None, "routes are known where install_policy_forward got a RouterReplay"
-            rows = replay.routes if dealt is None else dealt.all_rows(replay.routes, num_rows=len(inputs["input_ids"]))
-            extra.append(from_rows(rows, batch, layout))
+            routes = from_rows(replay.routes.int(), batch, layout, context=dealt)  # gloo has no int16
+            tokens = tokens_here(batch, layout, dealt)
+            extra.append(to_pack(routes, tokens, batch, context=dealt).to(torch.int16))
         weight, bias = _head_weights(lm_head(model))
         hidden = output.last_hidden_state if nothing is None else output.last_hidden_state + nothing
         score = partial(split_logprobs if isinstance(weight, DTensor) else chunked_logprobs, weight=weight, bias=bias)
@@ -135,7 +135,7 @@ def install_policy_forward(
             chunk_size=chunk_size,
             with_entropy=with_entropy,
         )
-        return (*(_total(_spread(x, positions, batch), dealt) for x in found if x is not None), *extra)
+        return (*(to_pack(x, positions, batch, context=dealt) for x in found if x is not None), *extra)
 
     def choosing(
         batch: PackedBatch, layout: Layout, with_routes: bool, dealt: Context | None
@@ -332,12 +332,10 @@ def _stock_logprobs(logits: Tensor, labels: Tensor) -> Tensor:
     return logits.float().log_softmax(-1).gather(1, labels[:, None])[:, 0]
 
 
-def _spread(values: Tensor, positions: Tensor, batch: PackedBatch) -> Tensor:
-    """[M] at `positions` -> [T] with zeros elsewhere."""
-    everywhere = torch.zeros(batch.num_tokens, dtype=values.dtype, device=values.device)
-    return everywhere.index_copy(0, positions, values)
-
-
-def _total(values: Tensor, dealt: Context | None) -> Tensor:
-    """What all ranks of the context have, added up."""
-    return values if dealt is None else dealt.total(values)
+def _said_by(
+    router: RouterFunction, logits: Sequence[Tensor], batch: PackedBatch, layout: Layout, dealt: Context | None
+) -> Tensor:
+    """What `router` makes of the logits of each layer; the sum over ranks where tokens are dealt."""
+    of_tokens = [from_rows(x.flatten(0, -2), batch, layout, context=dealt) for x in logits]
+    found = router(of_tokens, tokens_here(batch, layout, dealt))
+    return found if dealt is None else dealt.total(found)

@@ -7,7 +7,7 @@ rank keeps its own. That is exact, and every rank does the whole of the mixer's 
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fsdptrain.models.context import Context
@@ -29,11 +29,13 @@ class GatheredMixer:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.active:
             return self._stock(*args, **kwargs)
-        if args:
-            args = (self._context.all_columns(args[0]), *args[1:])
-        else:
-            kwargs |= {_HIDDEN: self._context.all_columns(kwargs[_HIDDEN])}
-        found = self._stock(*args, **kwargs)
+        shape = (args[0] if args else kwargs[_HIDDEN]).shape[:2]
+
+        def whole(value: Any) -> Any:  # what is said of each token: positions too
+            of_tokens = isinstance(value, Tensor) and value.shape[:2] == shape
+            return self._context.all_columns(value) if of_tokens else value
+
+        found = self._stock(*map(whole, args), **{name: whole(value) for name, value in kwargs.items()})
         own = self._context.own_columns
         return (own(found[0]), *found[1:]) if isinstance(found, tuple) else own(found)
 

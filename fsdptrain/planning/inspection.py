@@ -133,7 +133,8 @@ def require_sound(report: Inspection, *, strict: bool) -> None:
 def meta_model(config: Config, *, with_adapters: bool = False) -> tuple[PreTrainedModel, Path]:
     """The model on meta as a run builds it here, and the folder of its config.json. ConfigError for --lora-targets."""
     path = resolve_config(config.model.hf_checkpoint)
-    attention = resolve_attention(config.model.attn_implementation, platform.device_type())
+    deals = config.parallel.context_parallel_size > 1
+    attention = resolve_attention(config.model.attn_implementation, platform.device_type(), ours=deals)
     trust = config.model.trust_remote_code
     model = build_meta_model(path, trust_remote_code=trust, attn_implementation=attention)
     if not config.model.train_vision:
