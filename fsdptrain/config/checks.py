@@ -231,14 +231,14 @@ def _lengths(config: Config) -> Iterator[Problem]:
     )
     if config.algorithm.algorithm != "sft" and response >= budget:
         yield (
-            f"--rollout-max-response-len {response} leaves no room for a prompt in --max-tokens-per-gpu {budget}: "
+            f"--rollout-max-response-len {response} leaves no room for a prompt in {config.pack_budget}: "
             "lower the first or raise the second"
         )
     longest = config.prompt_budget + (response if config.algorithm.algorithm != "sft" else 1)
     if prompt is not None and longest > budget and config.batch.overlong == "error":
         yield (
-            f"--rollout-max-prompt-len {prompt} and a response make {longest} tokens, more than --max-tokens-per-gpu "
-            f"{budget}: lower the first, raise the second, or use --overlong drop"
+            f"--rollout-max-prompt-len {prompt} and a response make {longest} tokens, more than "
+            f"{config.pack_budget}: lower the first, raise the second, or use --overlong drop"
         )
     if config.rollout.engine == "hf":
         reason = "with --rollout-engine hf: leave it out, or use --rollout-engine vllm"

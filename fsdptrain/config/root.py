@@ -128,13 +128,20 @@ class Config(Section):
         return self.batch.max_tokens_per_gpu * self.parallel.context_parallel_size
 
     @property
+    def pack_budget(self) -> str:
+        """The flags that make `max_tokens_per_pack`, with their values."""
+        context = self.parallel.context_parallel_size
+        beside = f" x --context-parallel-size {context}" if context > 1 else ""
+        return f"--max-tokens-per-gpu {self.batch.max_tokens_per_gpu}{beside}"
+
+    @property
     def pack_copies(self) -> int:
         """Neighbouring processes that are given the same packs, and share the work on them."""
         return self.parallel.tensor_parallel_size * self.parallel.context_parallel_size
 
     @property
     def prompt_budget(self) -> int:
-        """Longest prompt: --rollout-max-prompt-len, else what a response leaves of --max-tokens-per-gpu. [tokens]"""
+        """Longest prompt: --rollout-max-prompt-len, else what a response leaves of a pack. [tokens]"""
         if self.rollout.max_prompt_len is not None:
             return self.rollout.max_prompt_len
         response = 1 if self.algorithm.algorithm == "sft" else self.rollout.max_response_len

@@ -169,7 +169,7 @@ class _Run:
         if dropped and not metrics["progress/samples"]:
             return (
                 f"--overlong drop left nothing to train on: all {dropped:.0f} samples are "
-                f"longer than --max-tokens-per-gpu {self._rules.max_tokens}; raise it"
+                f"longer than {self._config.pack_budget}; raise it"
             )
         return (
             f"--mask-truncated left nothing to train on: all {metrics['progress/samples']:.0f} responses were cut off "
