@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.distributed.device_mesh import init_device_mesh
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
@@ -183,6 +183,38 @@ def replayed() -> tuple[bool, bool, bool]:
 
 def test_routes_are_known_to_all_ranks_and_can_be_replayed():
     assert spawn(2, replayed) == [(True, True, True)] * 2
+
+
+def kept(size: int) -> int:
+    """Bytes that the forward pass of a pack of 4096 tokens keeps for its backward on this rank."""
+    register_attention()
+    model = zoo.build("qwen3", num_key_value_heads=4, max_position_embeddings=4096)
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // size, size), mesh_dim_names=("shard", "context"))
+    context = Context.of(mesh["context"]) if size > 1 else None
+    install_policy_forward(model, chunk_size=256, context=context)
+    set_attention(model, SEGMENTS)
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    found: dict[int, UntypedStorage] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            found[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        policy_logprobs(model, plain_batch([[5] * 4000, [7] * 96], device=torch.device("cpu")), layout="packed")
+    return sum(storage.nbytes() for storage in found.values())
+
+
+def all_kept() -> list[int]:
+    return [kept(size) for size in (1, 2, 4)]
+
+
+def test_activations_are_shared_by_the_ranks():
+    for whole, half, quarter in spawn(4, all_kept):
+        assert 2 * half / whole == pytest.approx(1, abs=0.01)
+        assert 4 * quarter / whole == pytest.approx(1, abs=0.03)
 
 
 REFUSED = {
