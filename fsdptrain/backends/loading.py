@@ -19,12 +19,13 @@ from fsdptrain.models.checkpointing import enable_gradient_checkpointing
 from fsdptrain.models.collective import together
 from fsdptrain.models.compiling import check_compiler, compile_layers
 from fsdptrain.models.context import Context
-from fsdptrain.models.dealing import deal_tokens
+from fsdptrain.models.dealing import check_dealing
 from fsdptrain.models.loading import build_meta_model, load_weights
 from fsdptrain.models.lora import Adapters, add_adapters
 from fsdptrain.models.materialize import store_in
 from fsdptrain.models.policy import install_policy_forward
 from fsdptrain.models.processor import ImageProcessor
+from fsdptrain.models.recurrent import gather_around
 from fsdptrain.models.rotation import check_longest
 from fsdptrain.models.selective_check import check_selective
 from fsdptrain.models.splitting import split_model
@@ -68,9 +69,7 @@ def load_model(
     if meshes.context is not None:
         context = Context.of(meshes.context)
         with together(ConfigError, "--context-parallel-size"):
-            parallel = config.parallel
-            gather = parallel.context_parallel_recurrent == "gather"
-            gathered = deal_tokens(model, context, tensor_size=parallel.tensor_parallel_size, gather=gather)
+            gathered = [gather_around(mixer, context) for mixer in check_dealing(model, config.parallel)]
     if meshes.tensor is not None:
         with together(ConfigError, "--tensor-parallel-size, --expert-parallel-size"):
             split_model(model, tensor=meshes.tensor, experts=meshes.experts)

@@ -10,12 +10,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
+from fsdptrain.config.sections import ParallelConfig
 from fsdptrain.models.attention import SEGMENTS, register_attention, set_attention
 from fsdptrain.models.checkpointing import enable_gradient_checkpointing
 from fsdptrain.models.context import Context
-from fsdptrain.models.dealing import deal_tokens
+from fsdptrain.models.dealing import check_dealing
 from fsdptrain.models.inputs import Layout
 from fsdptrain.models.policy import install_policy_forward, plain_batch, policy_logprobs
+from fsdptrain.models.recurrent import gather_around
 from fsdptrain.models.router import RouterReplay
 from fsdptrain.models.structure import expert_choice
 from fsdptrain.testing import spawn
@@ -100,7 +102,9 @@ def dealt(family: str, changes: dict, layout: Layout, *, again: bool = False) ->
     model = model_of(family, changes)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("context",))
     context = Context.of(mesh)
-    gathered = deal_tokens(model, context, tensor_size=1, gather=family == "qwen3_next")
+    recurrent = "gather" if family == "qwen3_next" else "refuse"
+    parallel = ParallelConfig(context_parallel_size=context.size, context_parallel_recurrent=recurrent)
+    gathered = [gather_around(mixer, context) for mixer in check_dealing(model, parallel)]
     if again:
         enable_gradient_checkpointing(model)
     install_policy_forward(model, chunk_size=7, context=context, gathered=gathered)

@@ -1,23 +1,23 @@
 """What keeps the tokens of a model from being dealt is seen on meta, and said in one line."""
 
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from fsdptrain.config.sections import ParallelConfig
 from fsdptrain.errors import ConfigError
-from fsdptrain.models.context import Context
-from fsdptrain.models.dealing import deal_tokens
+from fsdptrain.models.dealing import check_dealing
 from tests import families, zoo
 
-GATHER = {"gather": True}
+GATHER = {"context_parallel_recurrent": "gather"}
 CASES: dict[str, tuple[str, int, dict[str, Any], str]] = {
     "heads": ("gemma3", 3, {}, "--context-parallel-size 3 must divide the 4 attention heads of Gemma3ForCausalLM"),
     "heads and tensor": (
         "qwen3",
         2,
-        {"tensor_size": 4},
+        {"tensor_parallel_size": 4},
         "2 x --tensor-parallel-size 4 must divide the 4 attention heads",
     ),
     "a state": ("qwen3_next", 2, {}, "model.layers.0.linear_attn of Qwen3NextForCausalLM carries a state"),
@@ -39,9 +39,8 @@ def deal(family: str, size: int, **options: Any) -> list:
     make = zoo.config if family in zoo.CONFIGS else families.config
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(make(family))
-    context = Context(cast(Any, None), 0, size)
-    gathered = deal_tokens(model, context, **({"tensor_size": 1, "gather": False} | options))
-    return [name for name, module in model.named_modules() if any(module.forward is x for x in gathered)]
+    mixers = check_dealing(model, ParallelConfig(context_parallel_size=size, **options))
+    return [name for name, module in model.named_modules() if any(module is x for x in mixers)]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -56,7 +55,7 @@ def test_a_model_whose_tokens_cannot_be_dealt_is_refused_by_one_line(case):
 
 @pytest.mark.parametrize("family", FOUND)
 def test_mixers_with_a_state_are_found_by_their_structure(family):
-    assert set(deal(family, 2, gather=True)) == FOUND[family]
+    assert set(deal(family, 2, **GATHER)) == FOUND[family]
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "deepseek_v3", "gemma3", "gpt2", "mixtral"])
