@@ -134,7 +134,7 @@ def build_parts(
             source=build_source(told, stream, tokenizer, maker, advantages, timeline, background),
             timeline=timeline,
             evaluation=evaluation,
-            speed=Speed.of(backend.model, device, backend.compute_dtype, copies=config.parallel.tensor_parallel_size),
+            speed=Speed.of(backend.model, device, backend.compute_dtype, copies=config.pack_copies),
             planned_memory=planned_memory(backend.model, config) if platform.has_accelerator() else None,
             loggers=loggers,
         )
