@@ -90,6 +90,7 @@ class _Run:
             num_epochs=config.batch.epochs_per_rollout,
             seed=config.run.seed,
             layout=parts.backend.layout_probe.layout,
+            sharing=config.batch.prefix_sharing if parts.backend.shares_prefixes else "off",
         )
         self._step = 0  # rollouts that were trained on; also the version of the policy
         self._totals = {"progress/samples": 0.0, "progress/tokens": 0.0}
