@@ -15,8 +15,10 @@ from typing import Literal
 import tyro
 
 from fsdptrain import __version__
+from fsdptrain.config import Config
 from fsdptrain.config.checks import check_world_size
 from fsdptrain.config.flags import RECIPE, Option, config_options, parse, resolve, view, without
+from fsdptrain.config.grid import draw_grid
 from fsdptrain.config.keys import SECTIONS, all_keys
 from fsdptrain.config.recipe import to_yaml
 from fsdptrain.errors import ConfigError, FsdptrainError
@@ -130,6 +132,7 @@ def train(argv: Sequence[str]) -> int:
     if resolved.config.launch.dry_run:
         if _is_first():
             sys.stdout.write(to_yaml(resolved.config, resolved.sources, colour=_wants_colour()))
+            _draw_processes(resolved.config)
             if resolved.config.launch.probe:
                 from fsdptrain.models.dry_probe import probe_line
 
@@ -139,6 +142,14 @@ def train(argv: Sequence[str]) -> int:
     from fsdptrain import launch  # torch: only now
 
     return launch.run(resolved.config, argv)
+
+
+def _draw_processes(config: Config) -> None:
+    """Where it is said how many there are: this command does not look for devices."""
+    if config.launch.nproc_per_node is not None:
+        world_size = config.launch.nproc_per_node * config.launch.nnodes
+        check_world_size(config, world_size)
+        sys.stdout.writelines(f"# {line}\n" for line in draw_grid(config, world_size))
 
 
 def export(argv: Sequence[str]) -> int:

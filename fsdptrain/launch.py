@@ -18,15 +18,18 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
 import torch
+from torch.distributed import DistError, TCPStore
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from fsdptrain import platform
@@ -36,6 +39,7 @@ from fsdptrain.errors import FsdptrainError, RankError
 _FAILURES = "FSDPTRAIN_FAILURES"  # folder in which ranks leave their errors for the process that started them
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _RANK_0_FIRST = 2.0  # [s]
+_OTHERS_LEAVE = 10.0  # [s] after the ranks of all nodes have ended
 
 
 def run(config: Config, argv: Sequence[str]) -> int:
@@ -156,7 +160,8 @@ def start_ranks(config: Config, argv: Sequence[str], *, nproc: int, module: str 
     with tempfile.TemporaryDirectory(prefix="fsdptrain-") as directory, _silent_agent():
         os.environ[_FAILURES] = directory
         try:
-            elastic_launch(_elastic_config(config, nproc), sys.executable)("-m", module, *argv)
+            with _endpoint_lasts(config):
+                elastic_launch(_elastic_config(config, nproc), sys.executable)("-m", module, *argv)
         except ChildFailedError as error:
             return _show(_failures(Path(directory)), error)
         except SignalException as error:
@@ -181,6 +186,36 @@ def _elastic_config(config: Config, nproc: int) -> LaunchConfig:
         max_restarts=0,
         monitor_interval=0.1,
     )
+
+
+@contextmanager
+def _endpoint_lasts(config: Config) -> Iterator[None]:
+    """Node 0, where the rendezvous is, leaves last: else the agents of other nodes may find it gone as they leave."""
+    launch = config.launch
+    if launch.nnodes == 1:
+        yield
+        return
+    host, port = parse_rendezvous_endpoint(launch.rdzv_endpoint, 0)
+    first = launch.node_rank == 0
+    timeout = timedelta(seconds=launch.dist_timeout)
+    try:
+        store = TCPStore(host, port, None, first, timeout, wait_for_workers=False, multi_tenant=True)  # the agent's too
+        yield
+    except DistError as error:
+        raise RankError(
+            f"the {launch.nnodes} machines of --nnodes did not meet at --rdzv-endpoint {launch.rdzv_endpoint} within"
+            f" {launch.dist_timeout} s (--dist-timeout): {_first_line(error)} Is node 0 there, each --node-rank"
+            " given once, and the port open?"
+        ) from None
+    if not first:
+        store.set(f"left/{launch.node_rank}", "")
+        return
+    with suppress(DistError):  # another node may have been killed after its work was done
+        store.wait([f"left/{node}" for node in range(1, launch.nnodes)], timedelta(seconds=_OTHERS_LEAVE))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 def _failures(directory: Path) -> list[_Failure]:

@@ -29,7 +29,7 @@ from fsdptrain.fsdp.checkpoint import (
     save_reference,
 )
 from fsdptrain.fsdp.export import export_hf, stream_weights
-from fsdptrain.fsdp.mesh import build_mesh
+from fsdptrain.fsdp.mesh import build_meshes
 from fsdptrain.fsdp.optim import Optimizer
 from fsdptrain.fsdp.reference import ReferenceBank
 from fsdptrain.fsdp.shards import HostStash, content_digest, describe, fingerprint, local_shard
@@ -70,7 +70,11 @@ class FSDPBackend:
         `before_load` sees the model while it is on meta and unsharded: whether it will fit, for one.
         """
         self.device = platform.local_device()
-        self.mesh = build_mesh(config.fsdp.replicate_size)
+        self._meshes = build_meshes(
+            replicate_size=config.fsdp.replicate_size,
+            tensor_size=config.parallel.tensor_parallel_size,
+            expert_size=config.parallel.expert_parallel_size,
+        )
         self.compute_dtype: torch.dtype = getattr(torch, config.compute_dtype_name)
         self.checkpoint_path = resolve_checkpoint(config.model.hf_checkpoint)
         self._config = config
@@ -82,7 +86,7 @@ class FSDPBackend:
         self._model, self.adapters = load_model(
             config,
             self.checkpoint_path,
-            self.mesh,
+            self._meshes,
             experts=self._experts,
             before_load=before_load,
             processor=self._processor,
@@ -140,7 +144,7 @@ class FSDPBackend:
         self._model.train(self._config.algorithm.algorithm == "sft")
         self._optimizer.zero_grad()
         load = self._experts.load(self._model, batches, layout=self.layout_probe.layout, device=self.device)
-        sums = MetricSums()
+        sums = MetricSums(copies=self._config.parallel.tensor_parallel_size)
         for batch in batches:
             moved = batch.to(self.device)
             logprobs = self._logprobs(moved, with_entropy=True, router=self._experts.router_loss(moved, load))
@@ -318,7 +322,7 @@ class FSDPBackend:
             return None
         try:
             path = resolve_checkpoint(config.ref.load)
-            bank = ReferenceBank(load_model(config, path, self.mesh, with_adapters=False)[0])
+            bank = ReferenceBank(load_model(config, path, self._meshes, with_adapters=False)[0])
         except CheckpointError as error:  # of all ranks
             raise CheckpointError(str(error).replace("--hf-checkpoint", "--ref-load")) from error
         gc.collect()  # modules and FSDP's hooks refer to each other

@@ -5,13 +5,13 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from fsdptrain import platform
 from fsdptrain.backends.experts import Experts
 from fsdptrain.config import Config, ModelConfig
 from fsdptrain.errors import ConfigError
+from fsdptrain.fsdp.mesh import Meshes
 from fsdptrain.fsdp.wrap import shard_model
 from fsdptrain.models.activation_offload import enable_activation_offload
 from fsdptrain.models.attention import resolve_attention
@@ -25,6 +25,7 @@ from fsdptrain.models.policy import install_policy_forward
 from fsdptrain.models.processor import ImageProcessor
 from fsdptrain.models.rotation import check_longest
 from fsdptrain.models.selective_check import check_selective
+from fsdptrain.models.splitting import split_model
 from fsdptrain.models.structure import freeze_vision
 from fsdptrain.models.transfers import Transfers
 from fsdptrain.models.vision import Vision
@@ -33,7 +34,7 @@ from fsdptrain.models.vision import Vision
 def load_model(
     config: Config,
     path: Path,
-    mesh: DeviceMesh,
+    meshes: Meshes,
     *,
     with_adapters: bool = True,
     experts: Experts | None = None,
@@ -60,6 +61,9 @@ def load_model(
         store_in(model, stored)
     if before_load is not None:
         before_load(model)
+    if meshes.tensor is not None:
+        with together(ConfigError, "--tensor-parallel-size, --expert-parallel-size"):
+            split_model(model, tensor=meshes.tensor, experts=meshes.experts)
     with together(ConfigError, "--compile, --gradient-checkpointing-kind"):
         _prepare_layers(model, config.model)
     replay = experts.replay(model) if experts else None
@@ -69,12 +73,13 @@ def load_model(
     install_policy_forward(model, chunk_size=config.model.logprob_chunk_size, replay=replay, vision=vision)
     shard_model(
         model,
-        mesh,
+        meshes.dense,
         compute_dtype=compute_dtype,
         cpu_offload=config.fsdp.cpu_offload,
         reshard_after_forward=config.fsdp.reshard_after_forward,
         prefetch=config.fsdp.prefetch,
         runs_tower=vision is not None,
+        expert_shards=meshes.expert_shards,
     )
     with without_adapters():
         offload = config.fsdp.cpu_offload

@@ -12,7 +12,9 @@ from fsdptrain.types import Metrics
 class MetricSums:
     """Metrics of the packs of one step, on the device until all are there. Every pack must name the same ones."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, copies: int = 1) -> None:
+        """copies: ranks that see the same packs."""
+        self._copies = copies
         self._values: dict[str, Tensor] = {}  # name -> [] f32
 
     def add(self, metrics: Mapping[str, Tensor]) -> None:
@@ -30,6 +32,8 @@ class MetricSums:
         sums = sorted(name for name in self._values if not name.endswith("_max"))
         summed = torch.stack([*(self._values[name] for name in sums), (~norm.isfinite()).to(norm.dtype)])
         dist.all_reduce(summed)
+        if self._copies > 1:
+            summed /= self._copies
         highest = torch.stack([*(self._values[name] for name in maxima), norm])
         if maxima:
             dist.all_reduce(highest[:-1], op=dist.ReduceOp.MAX)

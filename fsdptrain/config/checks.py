@@ -38,10 +38,21 @@ def check_data_options(config: Config) -> None:
 def check_world_size(config: Config, world_size: int) -> None:
     """ConfigError where the number of processes does not fit. It is known only when they have started."""
     replicas = config.fsdp.replicate_size
+    tensor, expert = config.parallel.tensor_parallel_size, config.parallel.expert_parallel_size
     if world_size % replicas:
         raise ConfigError(
             f"--fsdp-replicate-size {replicas} must divide the number of processes, {world_size}: "
             "world size = replicas x shards"
+        )
+    if world_size // replicas % tensor:
+        raise ConfigError(
+            f"--tensor-parallel-size {tensor} must divide the processes of a replica, {world_size // replicas}: "
+            "world size = replicas x shards x tensor"
+        )
+    if world_size // replicas % expert:
+        raise ConfigError(
+            f"--expert-parallel-size {expert} must divide the processes of a replica, {world_size // replicas}: "
+            "experts lie on replicas x expert shards x expert"
         )
 
 
@@ -87,6 +98,36 @@ def _memory(config: Config) -> Iterator[Problem]:
     elif config.fsdp.cpu_offload:
         reason = "with --fsdp-cpu-offload, which keeps that state in host memory too: leave one of them out"
         yield from without_effect(config, "offload_optimizer", reason)
+
+
+def _parallel(config: Config) -> Iterator[Problem]:
+    """What was not proven beside them is refused."""
+    tensor, expert = config.parallel.tensor_parallel_size > 1, config.parallel.expert_parallel_size > 1
+    rollout, model = config.rollout, config.model
+    beside = {
+        "--lora-rank": config.lora.rank > 0,
+        "--image-key": config.data.image_key is not None,
+        "--compile": model.compile,
+        "--gradient-checkpointing-kind selective": model.gradient_checkpointing_kind == "selective",
+        "--offload-activations": model.offload_activations,
+        "--load-strategy rank0": model.load_strategy == "rank0",
+        "--fp16": model.fp16,
+        "--fsdp-cpu-offload": config.fsdp.cpu_offload,
+        "--async-save": config.run.async_save,
+    }
+    only_tensor = {
+        "--algorithm sft": config.algorithm.algorithm == "sft",
+        "--router-replay": config.router.replay != "off",
+        "--router-aux-loss-coef": config.router.aux_loss_coef != 0,
+        "--rollout-top-p, --rollout-top-k and --rollout-min-p": (rollout.top_p, rollout.top_k, rollout.min_p)
+        != (1.0, None, 0.0),
+    }
+    for flag, given in (beside | only_tensor).items():
+        if given and tensor:
+            yield f"--tensor-parallel-size does not work with {flag} yet: leave one of them out"
+    for flag, given in beside.items():
+        if given and expert:
+            yield f"--expert-parallel-size does not work with {flag} yet: leave one of them out"
 
 
 def _lora(config: Config) -> Iterator[Problem]:
@@ -268,7 +309,6 @@ def _launch(config: Config) -> Iterator[Problem]:
 
 
 _CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (
-    _model, _memory, _lora, _data, _vision, _environment, *ALGORITHM_CHECKS, _lengths, check_servers, check_prefixes,
-    _schedule, _run,
-    _log, _launch,
+    _model, _memory, _parallel, _lora, _data, _vision, _environment, *ALGORITHM_CHECKS, _lengths, check_servers,
+    check_prefixes, _schedule, _run, _log, _launch,
 )  # fmt: skip

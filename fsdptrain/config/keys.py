@@ -27,6 +27,7 @@ SECTIONS: dict[str, type[Section]] = {
     "optim": sections.OptimConfig,
     "batch": sections.BatchConfig,
     "fsdp": sections.FsdpConfig,
+    "parallel": sections.ParallelConfig,
     "rollout": sections.RolloutConfig,
     "sync": SyncConfig,
     "ref": sections.RefConfig,

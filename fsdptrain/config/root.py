@@ -21,6 +21,7 @@ from fsdptrain.config.sections import (
     LoraConfig,
     ModelConfig,
     OptimConfig,
+    ParallelConfig,
     RefConfig,
     RewardConfig,
     RolloutConfig,
@@ -49,6 +50,7 @@ class Config(Section):
     optim: OptimConfig = OptimConfig()
     batch: BatchConfig = BatchConfig()
     fsdp: FsdpConfig = FsdpConfig()
+    parallel: ParallelConfig = ParallelConfig()
     rollout: RolloutConfig = RolloutConfig()
     sync: SyncConfig = SyncConfig()
     ref: RefConfig = RefConfig()

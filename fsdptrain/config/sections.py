@@ -217,6 +217,15 @@ class FsdpConfig(Section):
     """Gather the next layer's parameters while this one computes."""
 
 
+class ParallelConfig(Section):
+    """Layers and experts that are split over processes, beside the sharding."""
+
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """Processes that share the work of every layer, by transformers' plan for the model: neighbours, within a node."""
+    expert_parallel_size: int = Field(default=1, ge=1)
+    """Processes over which the experts are dealt; tokens travel to them."""
+
+
 class RolloutConfig(Section):
     """Generation."""
 

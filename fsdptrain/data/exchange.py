@@ -81,11 +81,11 @@ def sample_keys(samples: Sequence[Sample]) -> list[int]:
 def exchange_samples(
     samples: Sequence[Sample], destinations: Sequence[Sequence[int]], *, index: SampleIndex
 ) -> list[Sample]:
-    """This rank's part of `destinations` ([rank] -> global indices, each at most once), in that order.
+    """This rank's part of `destinations` ([rank] -> global indices, each at most once there), in that order.
 
     `samples` are those that this rank gave to `gather_index`; `destinations` must be equal on all ranks.
     """
-    assert len(set(itertools.chain(*destinations))) == sum(map(len, destinations)), "a sample has two destinations"
+    assert all(len(set(wanted)) == len(wanted) for wanted in destinations), "a rank gets a sample twice"
     rank, num_ranks = _rank_and_size()
     if num_ranks == 1:
         return [samples[i] for i in destinations[0]]

@@ -4,10 +4,14 @@
 to its place, over gloo on every device: a file is written from the host anyway.
 """
 
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from fsdptrain.models.materialize import local_part
 
@@ -22,20 +26,17 @@ def gather_on(owner: int, tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
     """
     rank = dist.get_rank()
     part = local_part(tensor.detach())
-    axis = _sharded_axis(tensor)
-    if axis is None or not isinstance(tensor, DTensor):
+    if not isinstance(tensor, DTensor):
         return part.to(_HOST, dtype) if rank == owner else None
-    group = dist.get_process_group_ranks(tensor.device_mesh.get_group(axis))
-    if owner not in group:
-        return None
+    senders = _senders(owner, tensor)
     if rank != owner:
-        if part.numel():
+        if rank in senders and part.numel():
             dist.send(part.to(_HOST, dtype).contiguous(), dst=owner)
         return None
-    placement = tensor.placements[axis]
-    assert isinstance(placement, Shard)
     whole = torch.empty(tensor.shape, dtype=dtype)
-    for sender, place in zip(group, whole.chunk(len(group), placement.dim), strict=False):  # as Shard cuts it
+    for sender, place in zip(senders, _places(whole, tensor), strict=True):
+        if place is None:
+            continue
         if sender == rank:
             place.copy_(part)  # casts without a copy between
         else:
@@ -43,13 +44,35 @@ def gather_on(owner: int, tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
     return whole
 
 
-def _sharded_axis(tensor: Tensor) -> int | None:
-    """Of its mesh: there is at most one."""
-    if not isinstance(tensor, DTensor):
-        return None
-    axes = [axis for axis, placement in enumerate(tensor.placements) if isinstance(placement, Shard)]
-    assert len(axes) <= 1
-    return axes[0] if axes else None
+def _senders(owner: int, tensor: DTensor) -> list[int]:
+    """The ranks that hold what `owner` gets, in the order of `_places`: of each mesh that owner is in, one replica.
+
+    An owner outside of the mesh (another slice of the ranks holds the same) gets it from the slice that it is in.
+    """
+    ranks = tensor.device_mesh.mesh
+    found = (ranks == owner).nonzero()
+    if not len(found):
+        return []
+    for axis, placement in reversed(list(enumerate(tensor.placements))):
+        if placement.is_replicate():
+            ranks = ranks.select(axis, int(found[0, axis]))
+    return ranks.flatten().tolist()
+
+
+def _places(whole: Tensor, tensor: DTensor) -> Iterator[Tensor | None]:
+    """Views of `whole`, one for each rank of one replica; None for a rank that holds nothing.
+
+    A later axis has cut before an earlier one: FSDP shards, over the first axes, what others have split.
+    """
+    axes: list[tuple[int, Any]] = [(a, x) for a, x in enumerate(tensor.placements) if not x.is_replicate()]
+    sizes = [tensor.device_mesh.size(axis) for axis, _ in axes]
+    for coordinate in itertools.product(*map(range, sizes)):
+        place: Tensor | None = whole
+        for (_, placement), size, index in reversed(list(zip(axes, sizes, coordinate, strict=True))):
+            if place is not None:
+                chunks = place.chunk(size, placement.dim)
+                place = chunks[index] if index < len(chunks) else None
+        yield place
 
 
 def _receive(place: Tensor, sender: int) -> None:

@@ -1,4 +1,14 @@
-"""The ranks as a grid: replicas of a sharded model."""
+"""The ranks as a grid: replicas of a sharded model, whose layers and experts may be split over ranks besides.
+
+    dense    [replicate, shard, tensor]            all parameters but those of split experts
+    experts  [replicate, expert_shard, expert]     the same ranks, seen otherwise
+
+`tensor` is innermost: its ranks, which wait for each other in every layer, are neighbours. They compute the same loss
+of the same packs; all other ranks are data ranks. An axis of size 1 is left out where nothing asks for it.
+"""
+
+import logging
+from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -6,7 +16,42 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fsdptrain import platform
 from fsdptrain.errors import ConfigError
 
-REPLICATE, SHARD = "replicate", "shard"
+REPLICATE, SHARD, TENSOR = "replicate", "shard", "tensor"
+EXPERT_SHARD, EXPERT = "expert_shard", "expert"
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """`dense` and `expert_shards` are what FSDP shards over, the others are split over before."""
+
+    dense: DeviceMesh  # [shard] or [replicate, shard]
+    tensor: DeviceMesh | None = None  # [tensor]; of size 1 where only experts are split
+    experts: DeviceMesh | None = None  # [expert]
+    expert_shards: DeviceMesh | None = None  # [expert_shard] or [replicate, expert_shard]
+
+
+def build_meshes(*, replicate_size: int, tensor_size: int, expert_size: int) -> Meshes:
+    """Collective. Sizes are checked by `config.check_world_size`."""
+    if tensor_size == expert_size == 1:
+        return Meshes(build_mesh(replicate_size))
+    # what is on two axes is gathered and summed by one collective for each: torch would say so for every kind of tensor
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    rest = dist.get_world_size() // replicate_size
+    assert rest % tensor_size == 0
+    assert rest % expert_size == 0
+    dense = _grid({REPLICATE: replicate_size, SHARD: rest // tensor_size, TENSOR: tensor_size})
+    fsdp = (SHARD,) if replicate_size == 1 else (REPLICATE, SHARD)
+    if expert_size == 1:
+        return Meshes(dense[fsdp], dense[TENSOR])
+    sparse = _grid({REPLICATE: replicate_size, EXPERT_SHARD: rest // expert_size, EXPERT: expert_size})
+    expert_fsdp = (EXPERT_SHARD,) if replicate_size == 1 else (REPLICATE, EXPERT_SHARD)
+    return Meshes(dense[fsdp], dense[TENSOR], sparse[EXPERT], sparse[expert_fsdp])
+
+
+def _grid(sizes: dict[str, int]) -> DeviceMesh:
+    if sizes[REPLICATE] == 1:
+        del sizes[REPLICATE]
+    return init_device_mesh(platform.device_type(), tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def build_mesh(replicate_size: int) -> DeviceMesh:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdptrain.config import OptimConfig
@@ -111,12 +112,14 @@ class Optimizer:
         Collective. The norm is the same on every rank; not finite when any gradient of any rank is not.
         """
         self._scaler.unscale_(self._adam)
-        grads = [p.grad for p in self._names if p.grad is not None]
-        norm = nn.utils.get_total_norm(grads)
-        if isinstance(norm, DTensor):
-            norm = norm.full_tensor()
+        by_mesh: dict[DeviceMesh | None, list[nn.Parameter]] = {}  # torch refuses tensors of several at once
+        for p in self._names:
+            by_mesh.setdefault(p.device_mesh if isinstance(p, DTensor) else None, []).append(p)
+        norms = [_total_norm(members) for members in by_mesh.values()]
+        norm = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
         if self._config.clip_grad > 0:
-            nn.utils.clip_grads_with_norm_(list(self._names), self._config.clip_grad, norm)
+            for members in by_mesh.values():
+                nn.utils.clip_grads_with_norm_(members, self._config.clip_grad, norm)
         return norm
 
     def step(self) -> None:
@@ -174,6 +177,11 @@ class Optimizer:
         self.num_failed = state["num_failed"]
         if self._scaler.is_enabled() and state["scaler"]:
             self._scaler.load_state_dict(state["scaler"])
+
+
+def _total_norm(params: list[nn.Parameter]) -> Tensor:
+    norm = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def _adamw(params: list[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:

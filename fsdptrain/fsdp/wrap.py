@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
 from fsdptrain import platform
 from fsdptrain.errors import ConfigError
-from fsdptrain.fsdp.mesh import shard_size
+from fsdptrain.fsdp.mesh import EXPERT, TENSOR, shard_size
 from fsdptrain.models.structure import decoder_layers, repeated_layers
 
 
@@ -30,8 +30,9 @@ def shard_model(
     reshard_after_forward: bool,
     prefetch: bool,
     runs_tower: bool = False,
+    expert_shards: DeviceMesh | None = None,
 ) -> None:
-    """Shard `model` in place over the shard axis of `mesh`; parameters may be on meta.
+    """Shard `model` in place over the shard axis of `mesh`; parameters may be on meta, and split over other axes.
 
     Embedding, last norm and head are one group with the root: the head is then gathered where the logprobs are
     computed, and a tied weight has one owner. That group stays gathered between forward and backward.
@@ -43,6 +44,7 @@ def shard_model(
         reshard_after_forward: free each layer after its forward and gather it again for its backward.
         prefetch: gather one layer ahead, forward and backward. Off: one layer at a time.
         runs_tower: every forward pass goes through the vision tower too.
+        expert_shards: what experts that are split are sharded over, in groups of their own.
     """
     reduce_dtype = torch.promote_types(compute_dtype, torch.float32)
     options = {
@@ -52,6 +54,12 @@ def shard_model(
         # inputs of layers stay what the model made them: rotary tables in float32, where its authors meant that
         "mp_policy": MixedPrecisionPolicy(compute_dtype, reduce_dtype, cast_forward_inputs=False),
     }
+    for experts in split_experts(model):
+        assert expert_shards is not None
+        [axis] = {p.device_mesh for p in experts.parameters(recurse=False) if isinstance(p, DTensor)}
+        place = expert_placement(shard_size(expert_shards), parts=axis.size())
+        own = {"mesh": expert_shards, "shard_placement_fn": place}
+        fully_shard(experts, reshard_after_forward=reshard_after_forward, **(options | own))
     for layer in _layers_of_their_own(model):
         fully_shard(layer, reshard_after_forward=reshard_after_forward, **options)
     fully_shard(model, reshard_after_forward=False, **options)  # the backward pass begins with this group
@@ -70,15 +78,33 @@ def largest_shard(parameter: nn.Parameter, num_shards: int) -> int:
     return parameter.numel() // max(1, length) * math.ceil(length / num_shards)
 
 
-def expert_placement(num_shards: int) -> Callable[[nn.Parameter], Shard | None]:
+def split_experts(model: nn.Module) -> list[nn.Module]:
+    """Modules whose experts are split over the expert axis, before they are sharded."""
+    return [module for module in model.modules() if any(_is_split(p, EXPERT) for p in module.parameters(recurse=False))]
+
+
+def _is_split(parameter: nn.Parameter, axis: str) -> bool:
+    return isinstance(parameter, DTensor) and axis in (parameter.device_mesh.mesh_dim_names or ())
+
+
+def expert_placement(num_shards: int, *, parts: int = 1) -> Callable[[nn.Parameter], Shard | None]:
     """Fused experts [E, ., .] are sharded over E, or over their last dim where some ranks would own no expert.
 
     Not over dim 1: there transformers concatenates gate and up, and its reader would interleave their slices.
+    Of experts in `parts` each part is sharded, and over E only where that is even.
     """
 
     def place(parameter: nn.Parameter) -> Shard | None:
-        if parameter.dim() != 3 or _every_rank_owns_some(parameter.shape[0], num_shards):
+        if parameter.dim() != 3:
             return None
+        rows = parameter.shape[0] // parts
+        if rows % num_shards == 0 or (parts == 1 and _every_rank_owns_some(rows, num_shards)):
+            return None
+        if _is_split(parameter, TENSOR):
+            raise ConfigError(
+                f"{parameter.shape[0]} experts, split by --tensor-parallel-size, cannot be sharded over {num_shards} "
+                "processes: choose other sizes, or use --expert-parallel-size"
+            )
         num_experts, _, last = parameter.shape
         if last % num_shards:
             raise ConfigError(

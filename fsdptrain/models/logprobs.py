@@ -84,7 +84,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         entropy = torch.zeros_like(logprobs) if not with_entropy else torch.empty_like(logprobs)
         for start in range(0, num_tokens, chunk_size):
             rows = slice(start, start + chunk_size)
-            z = _logits(hidden[rows], weight, bias, transform)
+            z = logits_of(hidden[rows], weight, bias, transform)
             chosen = z.gather(1, labels[rows, None])[:, 0]
             if floor is not None:
                 floor[rows] = torch.minimum(smallest_kept(z, transform.truncation), chosen)
@@ -110,8 +110,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=logsumexp.dtype) if needs_bias else None
         for start in range(0, hidden.shape[0], ctx.chunk_size):
             rows = slice(start, start + ctx.chunk_size)
-            z = _logits(hidden[rows], weight, bias, ctx.transform)
-            slope = _slope(z, ctx.transform)
+            z = logits_of(hidden[rows], weight, bias, ctx.transform)
+            slope = slope_of(z, ctx.transform)
             if floor is not None:
                 z.masked_fill_(z < floor[rows, None], _EXCLUDED)
             dz = _grad_logits(
@@ -127,11 +127,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
             if grad_hidden is not None:
                 torch.mm(dz, weight, out=grad_hidden[rows])
             if grad_weight is not None:
-                _add_product(grad_weight, dz, hidden[rows])
+                add_product(grad_weight, dz, hidden[rows])
         return (grad_hidden, grad_weight, grad_bias, None, None, None, None)
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: HeadTransform) -> Tensor:
+def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: HeadTransform) -> Tensor:
     """[C, V] in float32 or more, after scale, cap and temperature."""
     raw = hidden @ weight.T if bias is None else torch.addmm(bias, hidden, weight.T)
     z = raw.to(torch.promote_types(raw.dtype, torch.float32))
@@ -141,7 +141,7 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: Head
     return z if factor == 1.0 else z.mul_(factor)
 
 
-def _slope(z: Tensor, transform: HeadTransform) -> Tensor | float:
+def slope_of(z: Tensor, transform: HeadTransform) -> Tensor | float:
     """dz / draw, from z itself: with a softcap tanh' = 1 - tanh^2, and tanh = z * temperature / cap."""
     factor = transform.logit_scale / transform.temperature
     if transform.softcap is None:
@@ -179,7 +179,7 @@ def _grad_logits(
     return dz
 
 
-def _add_product(total: Tensor, dz: Tensor, hidden: Tensor) -> None:
+def add_product(total: Tensor, dz: Tensor, hidden: Tensor) -> None:
     """total [V, D] += dz.T @ hidden, summed over chunks in the dtype of `total`."""
     if total.dtype == hidden.dtype:
         total.addmm_(dz.T, hidden)

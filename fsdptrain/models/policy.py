@@ -6,10 +6,12 @@ it has. The stock head stays reachable for one purpose, the self-check at start.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdptrain import platform
@@ -19,6 +21,7 @@ from fsdptrain.models.inputs import Layout, from_rows, model_inputs, select_toke
 from fsdptrain.models.logprobs import HeadTransform, chunked_logprobs
 from fsdptrain.models.rotation import refuse_both_sides, rope_switch
 from fsdptrain.models.router import RouterReplay
+from fsdptrain.models.split_logprobs import split_logprobs
 from fsdptrain.models.structure import base_model, lm_head, reshard, stock_class
 from fsdptrain.models.truncation import UNTRUNCATED, Truncation
 from fsdptrain.models.vision import Vision
@@ -106,11 +109,10 @@ def install_policy_forward(
             extra.append(from_rows(replay.routes, batch, layout))
         weight, bias = _head_weights(lm_head(model))
         hidden = output.last_hidden_state if nothing is None else output.last_hidden_state + nothing
-        found = chunked_logprobs(
+        score = partial(split_logprobs if isinstance(weight, DTensor) else chunked_logprobs, weight=weight, bias=bias)
+        found = score(
             select_tokens(hidden, batch, layout, batch.loss_positions),
-            weight,
-            batch.labels.index_select(0, batch.loss_positions),
-            bias=bias,
+            labels=batch.labels.index_select(0, batch.loss_positions),
             temperature=temperature,
             softcap=transform.softcap,
             logit_scale=transform.logit_scale,

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -150,12 +151,13 @@ def _commutes(converter: WeightConverter, parameter: Tensor | None) -> bool:
         for axis, placement in enumerate(parameter.placements)
         if isinstance(placement, Shard) and parameter.device_mesh.size(axis) > 1
     }
+    packed = any(isinstance(placement, _StridedShard) for placement in parameter.placements)
     for operation in converter.operations:
         if isinstance(operation, MergeModulelist) and operation.dim == 0:
             continue
-        if isinstance(operation, Concatenate) and operation.dim not in sharded:
+        if isinstance(operation, Concatenate) and operation.dim not in sharded:  # packed: part by part, which it knows
             continue
-        return not sharded
+        return not sharded and not packed
     return True
 
 

@@ -28,7 +28,8 @@ from fsdptrain.models.lora import add_adapters, require_peft
 from fsdptrain.models.materialize import parameter_names, quiet_transformers
 from fsdptrain.models.policy import head_transform
 from fsdptrain.models.prefix_probe import PrefixProbe
-from fsdptrain.models.structure import count_active_parameters, freeze_vision, lm_head, repeated_layers
+from fsdptrain.models.structure import count_active_parameters, freeze_vision, lm_head, parameters_outside
+from fsdptrain.planning.memory import num_shards
 
 
 @dataclass(frozen=True)
@@ -94,15 +95,15 @@ def inspect_model(config: Config, *, num_gpus: int) -> Inspection:
     compute_dtype: torch.dtype = getattr(torch, config.compute_dtype_name)
     probe, refusal = _probe(config, model)
     device_type = platform.device_type()
-    num_shards = max(1, num_gpus // config.fsdp.replicate_size)
+    shards = num_shards(config, num_gpus)
     return Inspection(
         checkpoint=config.model.hf_checkpoint,
         model_class=type(model).__name__,
         model_type=model.config.model_type,
         module=type(model).__module__,
         parts=anatomy(model),
-        parameters=_count(model, num_shards),
-        groups=_groups(model, num_shards, compute_dtype.itemsize),
+        parameters=_count(model, shards),
+        groups=_groups(model, shards, compute_dtype.itemsize),
         head=_head(model),
         dtypes=_dtypes(path, config),
         probe=probe,
@@ -169,11 +170,10 @@ def _count(model: PreTrainedModel, num_shards: int) -> Parameters:
 
 def _groups(model: PreTrainedModel, num_shards: int, compute_bytes: int) -> list[Group]:
     found = []
-    inside = {id(p) for layer in repeated_layers(model) for p in layer.parameters()}
     for kind in layer_kinds(model):
         name = f"{kind.path} {kind.span}"
         found.append((name, len(kind.indices), list(kind.layer.parameters())))
-    found.append(("embedding, head and all else", 1, [p for p in model.parameters() if id(p) not in inside]))
+    found.append(("embedding, head and all else", 1, parameters_outside(model)))
     return [
         Group(
             name,

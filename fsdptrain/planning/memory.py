@@ -41,11 +41,16 @@ class MemoryDemand:
     moving_reference: bool = False  # it is part of a checkpoint
 
 
+def num_shards(config: Config, num_ranks: int) -> int:
+    """Ranks over which one replica is sharded."""
+    return max(1, num_ranks // config.fsdp.replicate_size)
+
+
 def demand_of(config: Config, counts: ParameterCounts, *, num_ranks: int, embedded_engine: bool) -> MemoryDemand:
     """Of a run of `config` whose model has `counts`."""
     return MemoryDemand(
         counts=counts,
-        num_shards=max(1, num_ranks // config.fsdp.replicate_size),
+        num_shards=num_shards(config, num_ranks),
         compute_bytes=getattr(torch, config.compute_dtype_name).itemsize,
         cpu_offload=config.fsdp.cpu_offload,
         offload_optimizer=config.optim.offload_optimizer,
@@ -63,9 +68,7 @@ class MemorySupply:
     """What this rank finds. On a machine without accelerator, device memory is host memory."""
 
     device_free: int  # bytes
-    device_total: int  # bytes
     host_free: int  # bytes, of the node
-    host_total: int  # bytes, of the node
     ranks_per_node: int
     has_accelerator: bool
 

@@ -23,7 +23,7 @@ from fsdptrain.models.inputs import Layout
 from fsdptrain.models.kernels import kernels
 from fsdptrain.models.layout import LOSES_MASK
 from fsdptrain.models.selective_check import check_selective
-from fsdptrain.models.structure import ParameterCounts, count_parameters, repeated_layers
+from fsdptrain.models.structure import ParameterCounts, count_parameters, parameters_outside
 from fsdptrain.planning import remedies
 from fsdptrain.planning.activations import Moment, Sharding, training_peak
 from fsdptrain.planning.memory import (
@@ -34,6 +34,7 @@ from fsdptrain.planning.memory import (
     MemorySupply,
     demand_of,
     load_memory_need,
+    num_shards,
 )
 from fsdptrain.planning.trace import Recipe, Trace, cache_bytes, interleave, trace
 
@@ -171,7 +172,7 @@ class Planner:
 
     def training(self, config: Config) -> Moment:
         assert not config.lora.rank or self.counts.frozen, "a run with --lora-rank needs its adapters on the model"
-        return training_peak(self.trace(config), self._sharding(config))
+        return training_peak(self.trace(config), sharding(self._model, config, self.machine.num_gpus))
 
     def trace(self, config: Config) -> Trace:
         """Of the fullest pack; layers are those of the model, one by one, where only some are recomputed."""
@@ -211,7 +212,7 @@ class Planner:
         numbers = 1 if config.optim.offload_optimizer else 3
         whole = self.counts.frozen if config.lora.rank else self.counts.total  # an adapter is merged
         parts = {
-            "weights, gradients, Adam": _state(self._model, config, self._num_shards(config), numbers),
+            "weights, gradients, Adam": _state(self._model, config, self.machine.num_gpus, numbers),
             "the engine's weights": dtype.itemsize * whole,
             f"key-value cache of {rows} rows": rows * self._caches[width, dtype],
             "gathered layers": dtype.itemsize * max(self.counts.largest_layer, self.counts.outside_layers),
@@ -221,11 +222,7 @@ class Planner:
     def host(self, config: Config) -> tuple[Mapping[str, int], int]:
         """What the host of one node holds: its parts, and all with a margin."""
         demand = demand_of(config, self.counts, num_ranks=self.machine.num_gpus, embedded_engine=False)
-        supply = MemorySupply(
-            *(self.machine.gpu_memory, self.machine.gpu_memory, _NO_LIMIT, _NO_LIMIT),
-            ranks_per_node=self.machine.ranks_per_node,
-            has_accelerator=True,
-        )
+        supply = MemorySupply(_NO_LIMIT, _NO_LIMIT, self.machine.ranks_per_node, has_accelerator=True)
         parts = dict(load_memory_need(demand, supply).host_parts)
         if config.model.offload_activations:
             kept = sum(layer.count * layer.on_host for layer in self.trace(config).layers)
@@ -241,37 +238,30 @@ class Planner:
         too_much = device > self.machine.gpu_memory or (host is not None and self.host(config)[1] > host)
         return None if too_much else device
 
-    def _sharding(self, config: Config) -> Sharding:
-        return sharding(self._model, config, self.machine.num_gpus)
-
-    def _num_shards(self, config: Config) -> int:
-        return max(1, self.machine.num_gpus // config.fsdp.replicate_size)
-
 
 def sharding(model: PreTrainedModel, config: Config, num_gpus: int) -> Sharding:
     """Of a run of `config` over so many ranks."""
-    num_shards = max(1, num_gpus // config.fsdp.replicate_size)
-    inside = {id(p) for layer in repeated_layers(model) for p in layer.parameters()}
-    outside = [p for p in model.parameters() if id(p) not in inside]
+    outside = parameters_outside(model)
     return Sharding(
         outside=sum(p.numel() for p in outside),
         outside_trained=sum(p.numel() for p in outside if p.requires_grad),
-        num_shards=num_shards,
+        num_shards=num_shards(config, num_gpus),
         compute_bytes=_dtype(config).itemsize,
         reshard_after_forward=config.fsdp.reshard_after_forward,
         prefetch=config.fsdp.prefetch,
         cpu_offload=config.fsdp.cpu_offload,
-        state=_state(model, config, num_shards, 2 if config.optim.offload_optimizer else 4),
+        state=_state(model, config, num_gpus, 2 if config.optim.offload_optimizer else 4),
     )
 
 
-def _state(model: PreTrainedModel, config: Config, num_shards: int, numbers: int) -> int:
+def _state(model: PreTrainedModel, config: Config, num_gpus: int, numbers: int) -> int:
     """Bytes on the device of a rank's shards: so many float32 `numbers` for each trained one, frozen ones once."""
     if config.fsdp.cpu_offload:
         return 0
+    shards = num_shards(config, num_gpus)
     frozen_bytes = _dtype(config).itemsize if config.lora.rank else MASTER_BYTES
     return sum(
-        largest_shard(p, num_shards) * (numbers * MASTER_BYTES if p.requires_grad else frozen_bytes)
+        largest_shard(p, shards) * (numbers * MASTER_BYTES if p.requires_grad else frozen_bytes)
         for p in model.parameters()
     )
 

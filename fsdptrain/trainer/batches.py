@@ -27,6 +27,7 @@ class PackingRules:
     seed: int
     layout: Layout  # padded: a pack computes samples x longest tokens, and that is what the budget bounds
     sharing: Literal["auto", "on", "off"] = "off"  # compute the prompt of a group once; auto: where that is cheaper
+    copies: int = 1  # neighbouring ranks that share the work of one, and so train on the same packs
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,8 @@ def _make_step(
 ) -> StepBatches:
     lengths = [index.lengths[i] for i in chosen]
     plan = _plan(lengths, [index.prompts[i] for i in chosen], rules)
-    members = tuple(tuple(tuple(chosen[i] for i in packed) for packed in packs) for packs in plan.packs)
+    planned = [tuple(tuple(chosen[i] for i in packed) for packed in packs) for packs in plan.packs]
+    members = tuple(packs for packs in planned for _ in range(rules.copies))
     destinations = [[i for packed in packs for i in packed] for packs in members]
     arrived = iter(exchange_samples(samples, destinations, index=index))
     totals = index.totals(chosen)
@@ -100,7 +102,7 @@ def _make_step(
 
 
 def _plan(lengths: Sequence[int], prompts: Sequence[tuple[int, int]], rules: PackingRules) -> PackPlan:
-    num_ranks = dist.get_world_size()
+    num_ranks = dist.get_world_size() // rules.copies
     if rules.sharing != "off":
         assert rules.layout == "packed", "only packs can share"
         always = rules.sharing == "on"

@@ -127,7 +127,7 @@ def build_parts(
             stream=stream,
             source=build_source(told, stream, tokenizer, maker, advantages),
             evaluation=evaluation,
-            speed=Speed.of(backend.model, device, backend.compute_dtype),
+            speed=Speed.of(backend.model, device, backend.compute_dtype, copies=config.parallel.tensor_parallel_size),
             planned_memory=planned_memory(backend.model, config) if platform.has_accelerator() else None,
             loggers=loggers,
         )
@@ -166,15 +166,11 @@ def open_loggers(config: Config, folder: RunFolder, stack: ExitStack) -> list[Lo
 
 def plan_memory(model: PreTrainedModel, config: Config, *, embedded_engine: bool) -> None:
     """Say what loading will need and what is there; MemoryPlanError on all ranks if it cannot fit. Collective."""
-    device_free, device_total = platform.device_memory()
-    host_free, host_total = platform.host_memory()
     ranks = dist.get_world_size()
     demand = demand_of(config, count_parameters(model), num_ranks=ranks, embedded_engine=embedded_engine)
     supply = MemorySupply(
-        device_free=device_free,
-        device_total=device_total,
-        host_free=host_free,
-        host_total=host_total,
+        device_free=platform.device_memory()[0],
+        host_free=platform.host_memory()[0],
         ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         has_accelerator=platform.has_accelerator(),
     )

@@ -91,6 +91,7 @@ class _Run:
             seed=config.run.seed,
             layout=parts.backend.layout_probe.layout,
             sharing=config.batch.prefix_sharing if parts.backend.shares_prefixes else "off",
+            copies=config.parallel.tensor_parallel_size,
         )
         self._step = 0  # rollouts that were trained on; also the version of the policy
         self._totals = {"progress/samples": 0.0, "progress/tokens": 0.0}

@@ -17,10 +17,11 @@ from fsdptrain.types import Metrics, PackedBatch
 class Speed:
     flops: ModelFlops
     peak_tflops: float
+    copies: int = 1  # ranks that share the work on a pack: each of them counts all of it
 
     @classmethod
-    def of(cls, model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> "Speed":
-        return cls(model_flops(model), peak_tflops(device, dtype))
+    def of(cls, model: PreTrainedModel, device: torch.device, dtype: torch.dtype, *, copies: int) -> "Speed":
+        return cls(model_flops(model), peak_tflops(device, dtype), copies)
 
     def utilisation(self, steps: Sequence[StepBatches], *, train_s: float) -> Metrics:
         """perf/mfu and perf/mfu_causal of the training passes (forward and backward), mean over ranks."""
@@ -29,7 +30,7 @@ class Speed:
             name: sum(self._flops(p, causal=causal) for p in packs)
             for name, causal in (("perf/mfu", False), ("perf/mfu_causal", True))
         }
-        possible = self.peak_tflops * 1e12 * max(train_s, 1e-9) * dist.get_world_size()
+        possible = self.peak_tflops * 1e12 * max(train_s, 1e-9) * dist.get_world_size() * self.copies
         return {name: total / possible for name, total in summary.reduce_sums(own).items()}
 
     def _flops(self, pack: PackedBatch, *, causal: bool) -> float:

@@ -23,7 +23,9 @@ from fsdptrain.models.checksum import checksum
 from fsdptrain.models.collective import together
 from fsdptrain.models.files import some_of
 from fsdptrain.protocols import CheckedEngine, RolloutEngine, TrainBackend
-from fsdptrain.types import Completion, Metrics, PackedBatch, Prompt, Sample, SamplingParams
+from fsdptrain.rewards.scoring import Score
+from fsdptrain.trainer.experience import make_sample
+from fsdptrain.types import Completion, Metrics, PackedBatch, Prompt, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -139,15 +141,8 @@ class SyncCheck:
             log.info(line, _FLAG, unread, len(self._sent), names)
 
     def _batch(self, completions: Sequence[Completion]) -> PackedBatch:
-        samples = [
-            Sample(
-                group_id=prompt.id,
-                token_ids=[*prompt.token_ids, *made.token_ids],
-                loss_mask=[False] * len(prompt.token_ids) + [True] * len(made.token_ids),
-                rollout_logprobs=[0.0] * len(prompt.token_ids) + list(made.logprobs),
-            )
-            for prompt, made in zip(self._probe.prompts, completions, strict=True)
-        ]
+        pairs = zip(self._probe.prompts, completions, strict=True)
+        samples = [make_sample(prompt, made, Score(None)) for prompt, made in pairs]
         totals = count_totals([len(made.token_ids) for made in completions])
         return pack(samples, aggregation="token_mean", totals=totals, max_response_len=_RESPONSE)
 

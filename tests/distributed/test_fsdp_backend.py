@@ -42,13 +42,14 @@ def samples(count: int = 10, seed: int = 0) -> list[Sample]:
     return made
 
 
-def packs_of_this_rank(items: list[Sample], max_tokens: int):
+def packs_of_this_rank(items: list[Sample], max_tokens: int, copies: int = 1):
     """As the trainer does it: one plan for all ranks, this rank's packs of it."""
-    plan = plan_packs([len(s.token_ids) for s in items], num_ranks=dist.get_world_size(), max_tokens=max_tokens)
+    num_ranks = dist.get_world_size() // copies
+    plan = plan_packs([len(s.token_ids) for s in items], num_ranks=num_ranks, max_tokens=max_tokens)
     totals = count_totals([num_loss_tokens(s) for s in items])
     return [
         pack([items[i] for i in indices], aggregation="sequence_mean", totals=totals, max_response_len=MAX_RESPONSE)
-        for indices in plan.packs[dist.get_rank()]
+        for indices in plan.packs[dist.get_rank() // copies]
     ]
 
 

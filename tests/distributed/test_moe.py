@@ -66,6 +66,7 @@ def alone(checkpoint):
 CUTS = {
     "1 rank, small packs": (1, 64, {}),
     "2 ranks, small packs, gradient checkpointing": (2, 64, {"gradient_checkpointing": True}),
+    "2 ranks, experts split": (2, 64, {"expert_parallel_size": 2}),
     "2 ranks, padded, cpu offload": (2, 128, {"layout": "padded", "fsdp_cpu_offload": True}),
 }
 

@@ -1,0 +1,38 @@
+"""The processes of a run as a drawing: replicas, shards, and the groups that share layers or experts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fsdptrain.config.root import Config
+
+_SHOWN = 4  # groups, and members of a group
+
+
+def draw_grid(config: Config, world_size: int) -> list[str]:
+    """As `fsdp/mesh.py` builds it; `world_size` fits (`check_world_size`)."""
+    replicas = config.fsdp.replicate_size
+    tensor, expert = config.parallel.tensor_parallel_size, config.parallel.expert_parallel_size
+    own = world_size // replicas
+    lines = [f"{world_size} processes = {_product(replicas, own // tensor, 'shards', tensor, 'tensor')}"]
+    if expert > 1:
+        lines.append(f"experts on {_product(replicas, own // expert, 'expert shards', expert, 'expert')}")
+    for replica in range(min(replicas, _SHOWN)):
+        drawn = f"replica {replica}: {_groups(replica * own, own, tensor)}"
+        lines.append(drawn + (f"; experts {_groups(replica * own, own, expert)}" if expert > 1 else ""))
+    return lines + ["..."] * (replicas > _SHOWN)
+
+
+def _product(replicas: int, shards: int, kind: str, size: int, name: str) -> str:
+    return f"{replicas} replicas x {shards} {kind} x {size} {name}"
+
+
+def _groups(first: int, count: int, size: int) -> str:
+    """`count` processes from `first` on, each bracket a group of neighbours."""
+    groups = [_some([str(start + i) for i in range(size)]) for start in range(first, first + count, size)]
+    return _some([f"[{group}]" for group in groups])
+
+
+def _some(words: list[str]) -> str:
+    return " ".join(words if len(words) <= 2 * _SHOWN else [*words[:_SHOWN], "...", words[-1]])

@@ -1,0 +1,72 @@
+"""Tensor and expert parallel by the real command line: a run learns what it learns without them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import Qwen3MoeForCausalLM
+
+from fsdptrain.testing import tiny_tokenizer
+from tests import zoo
+from tests.e2e import command
+from tests.e2e.command import TINY_RUN
+
+# two epochs, old and reference logprobs, and a KL term that travels between the owners of samples and their packs
+FLAGS = "--steps-per-rollout 4 --epochs-per-rollout 2 --kl-reward-coef 0.1 --save-interval 1"
+COMPARED = ("loss/total", "policy/entropy", "policy/ref_kl", "reward/mean", "optim/grad_norm", "progress/tokens")
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hub") / "moe"
+    model = zoo.build("qwen3_moe")
+    assert isinstance(model, Qwen3MoeForCausalLM)
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def trained(checkpoint: Path, folder: Path, *flags: str) -> list[dict[str, float]]:
+    """The metrics of the rollouts of a run on two ranks."""
+    argv = ["--hf-checkpoint", str(checkpoint), "--output-dir", str(folder / "run"), *TINY_RUN, *FLAGS.split(), *flags]
+    result = command.run(argv, folder, num_ranks=2)
+    assert result.code == 0, result.err
+    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "loss/total" in row]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "flags"),
+    [
+        ("qwen3", ["--tensor-parallel-size", "2"]),
+        ("moe", ["--tensor-parallel-size", "2", "--expert-parallel-size", "2"]),
+    ],
+)
+def test_a_run_learns_what_it_learns_without(checkpoint, moe, tmp_path, family, flags) -> None:
+    model = moe if family == "moe" else checkpoint
+    plain, split = trained(model, tmp_path / "plain"), trained(model, tmp_path / "split", *flags)
+    assert len(plain) == len(split) == 2
+    for wanted, found in zip(plain, split, strict=True):
+        assert {n: found[n] for n in COMPARED} == pytest.approx({n: wanted[n] for n in COMPARED}, rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.slow
+def test_a_run_that_changes_its_mesh_goes_on(moe, tmp_path) -> None:
+    trained(moe, tmp_path, "--expert-parallel-size", "2")
+    rows = trained(moe, tmp_path, "--num-rollout", "3")
+    assert len(rows) == 3
+
+
+def test_dry_run_draws_the_processes_and_refuses_what_does_not_fit() -> None:
+    flags = "--hf-checkpoint X --dry-run --nnodes 4 --nproc-per-node 8 --rdzv-endpoint a:1 --tensor-parallel-size 4"
+    program = [sys.executable, "-m", "fsdptrain", *flags.split(), "--expert-parallel-size", "16"]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=60, check=True)
+    assert "# 32 processes = 1 replicas x 8 shards x 4 tensor" in done.stdout
+    assert "# experts on 1 replicas x 2 expert shards x 16 expert" in done.stdout
+    assert "# replica 0: [0 1 2 3] [4 5 6 7] " in done.stdout
+    refused = subprocess.run([*program[:-1], "3"], capture_output=True, text=True, timeout=60, check=False)
+    assert refused.returncode == 2
+    assert "--expert-parallel-size 3 must divide the processes of a replica, 32" in refused.stderr
