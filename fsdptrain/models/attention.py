@@ -168,8 +168,9 @@ def attend(
     if whole is not None:
         unlimited = sliding_window is None or sliding_window >= max(whole.seqlens)
         if plain and unlimited and query.device.type == "cpu":
-            wide = _widen(value, query.shape[-1])
-            found = merged_attention(query, key, wide, spans=spans, shared=whole.shared, scale=scale)
+            width = max(query.shape[-1], value.shape[-1])
+            wide = (_widen(x, width) for x in (query, key, value))
+            found = merged_attention(*wide, spans=spans, shared=whole.shared, scale=scale)
             return found.transpose(1, 2)[..., : value.shape[-1]], None
         key, value = (x.index_select(2, whole.shared.rows) for x in (key, value))
     if fused and plain and narrow and boundaries is not None and not boundaries.padded:

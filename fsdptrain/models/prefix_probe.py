@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fsdptrain import platform
@@ -45,6 +45,8 @@ def prefix_obstacle(model: PreTrainedModel, *, layout: Layout, attention: str) -
     """Why the model cannot share, where no measurement is needed to tell; else ""."""
     if any(module_kind(module) == "recurrent mixer" for module in model.modules()):
         return "its recurrent mixers carry a state through each sequence"
+    if any(isinstance(module, nn.Conv1d) for module in model.modules()):  # of few tokens: it would hide in bfloat16
+        return "its convolutions run along each sequence"
     if layout != "packed":
         return "sequences are padded"
     return "" if attention in OURS else f"{attention} knows no shared prefix"
