@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from fsdptrain.config.algorithm_checks import ALGORITHM_CHECKS
 from fsdptrain.config.effects import Problem, without_effect
+from fsdptrain.config.prefix_checks import check_prefixes
 from fsdptrain.config.server_checks import SERVER_ENGINE, check_servers
 from fsdptrain.errors import ConfigError
 from fsdptrain.registry import plugin_names, suggest
@@ -339,5 +340,5 @@ def _launch(config: Config) -> Iterator[Problem]:
 
 _CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _model, _memory, _parallel, _lora, _data, _vision, _environment, *ALGORITHM_CHECKS, _lengths, check_servers,
-    _schedule, _run, _log, _launch,
+    check_prefixes, _schedule, _run, _log, _launch,
 )  # fmt: skip

@@ -198,6 +198,9 @@ class BatchConfig(Section):
     steps_per_rollout: int | None = Field(default=None, ge=1)
     """Optimizer steps on each rollout, all its epochs together: another way to say --global-batch-size. Samples are
     dealt to them at random, the samples of one prompt one by one."""
+    prefix_sharing: Literal["auto", "on", "off"] = "auto"
+    """Compute the prompt of a group once for all its samples in a pack. `auto`: where a probe of the model proves it
+    exact and the step gets cheaper. `on`: wherever prompts are equal; an error where the model does not allow it."""
     epochs_per_rollout: int = Field(default=1, ge=1)
     """Times that each rollout is trained on, in another order each time. Old and reference logprobs are scored once."""
 

@@ -2,7 +2,8 @@
 
 Two layouts hold the same tokens. `packed`: one row of T tokens, with boundaries. `padded`: N rows of S tokens, as many
 as the longest segment has, tokens at the left; a causal model never looks to the right, so padding needs no mask and
-changes nothing. Nothing outside this file knows which one it is: [T] goes in, [T] comes out.
+changes nothing. Nothing outside this file knows which one it is: [T] goes in, [T] comes out. That holds for shared
+prefixes too: the one row of a pack that has some holds only the C tokens that are computed.
 
 With a context the columns of the rows, made even by some more at the right, are dealt over its ranks. Then rows are
 those of this rank, and so are tokens: `tokens_here` says which.
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fsdptrain.errors import NumericsError
 from fsdptrain.models.attention import OURS, Boundaries, attention_kwargs
 from fsdptrain.models.context import Context
 from fsdptrain.types import PackedBatch
@@ -30,12 +32,14 @@ def model_inputs(
     pad_token_id: int | None,
     context: Context | None = None,
 ) -> dict[str, Any]:
-    """Keyword arguments of a transformers model, in rows. Raises where a segment has a prefix: not supported yet."""
-    torch._assert_async((batch.prefix_segment < 0).all(), "shared prefixes are not supported")  # does not wait
+    """Keyword arguments of a transformers model, in rows. NumericsError where they cannot hold shared prefixes."""
+    if batch.shared is not None and (layout != "packed" or attn_implementation not in OURS or context is not None):
+        raise NumericsError(f"shared prefixes need whole packs and our attention, not {layout}, {attn_implementation}")
     fill = int(pad_token_id == 0)  # any token will do but the pad token, at which transformers warns
     if layout == "packed":
         batch = batch if context is None else _lengthened(batch, _width(batch, layout, context), fill=fill)
-        tokens = {"input_ids": batch.input_ids[None], "position_ids": batch.position_ids[None]}
+        found = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
+        tokens = {name: _computed(values, batch)[None] for name, values in found.items()}
         return {**_dealt(tokens, context), "use_cache": False, **attention_kwargs(batch, context)}
     width = _width(batch, layout, context)
     tokens = {"input_ids": _whole_rows(batch.input_ids, batch, layout, context, fill=fill).view(-1, width)}
@@ -60,7 +64,7 @@ def to_rows(values: Tensor, batch: PackedBatch, layout: Layout, *, fill: int, co
 def from_rows(rows: Tensor, batch: PackedBatch, layout: Layout, *, context: Context | None = None) -> Tensor:
     """[R, ...] of the model's flattened rows -> [T, ...] of the tokens of the pack, with a context those here."""
     if layout == "packed" and context is None:
-        return rows
+        return rows if batch.shared is None else rows.index_select(0, batch.shared.rows)
     return rows.index_select(0, _places(batch, layout, tokens_here(batch, layout, context), context))
 
 
@@ -104,6 +108,11 @@ def _lengthened(batch: PackedBatch, width: int, *, fill: int) -> PackedBatch:
     )
 
 
+def _computed(values: Tensor, batch: PackedBatch) -> Tensor:
+    """[T, ...] -> [C, ...]: prefixes that are shared are computed once."""
+    return values if batch.shared is None else values.index_select(0, batch.shared.computed)
+
+
 def _dealt(inputs: dict[str, Tensor], context: Context | None) -> dict[str, Tensor]:
     return inputs if context is None else {name: context.own_columns(rows) for name, rows in inputs.items()}
 
@@ -118,7 +127,7 @@ def _whole_rows(values: Tensor, batch: PackedBatch, layout: Layout, context: Con
     """[T, ...] -> [rows x width, ...], before columns are dealt."""
     width = _width(batch, layout, context)
     if layout == "packed" and width == batch.num_tokens:
-        return values
+        return _computed(values, batch)
     num_rows = 1 if layout == "packed" else len(batch.seqlens)
     rows = values.new_full((num_rows * width, *values.shape[1:]), fill)
     row, column = _cells(batch, layout, torch.arange(batch.num_tokens, device=values.device))
@@ -128,7 +137,7 @@ def _whole_rows(values: Tensor, batch: PackedBatch, layout: Layout, context: Con
 def _places(batch: PackedBatch, layout: Layout, positions: Tensor, context: Context | None) -> Tensor:
     """Where the tokens at `positions` [M] of the pack, which are here, lie in the flattened rows."""
     if layout == "packed" and context is None:
-        return positions
+        return positions if batch.shared is None else batch.shared.rows.index_select(0, positions)
     row, column = _cells(batch, layout, positions)
     width = _width(batch, layout, context)
     return row * width + column if context is None else (row * width + column) // context.size

@@ -199,6 +199,15 @@ def policy_logprobs(
     )
 
 
+def score_or_refusal(model: PreTrainedModel, batch: PackedBatch, layout: Layout) -> tuple[Tensor, str]:
+    """Logprobs [T], and the words of the first rank that could not make them. Collective."""
+    refusals: list[Exception] = []
+    values = model(batch, layout=layout, refusals=refusals)[0]
+    said = next((words for words in gather(one_line(refusals[0]) if refusals else None) if words), "")
+    reshard(model)
+    return values, said
+
+
 def router_statistic(model: PreTrainedModel, batch: PackedBatch, router: RouterFunction, *, layout: Layout) -> Tensor:
     """What `router` makes of the router logits of one forward pass without the head. Collective like the above."""
     return model(batch, layout=layout, router=router, router_only=True)[0]
@@ -289,7 +298,6 @@ def plain_batch(
         position_ids=torch.cat([torch.arange(length) for length in seqlens]),
         cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(torch.int32),
         seqlens=seqlens,
-        prefix_segment=torch.full((len(seqlens),), -1, dtype=torch.int32),
         loss_mask=mask,
         loss_positions=mask.nonzero()[:, 0] if mask.any() else torch.zeros(1, dtype=torch.int64),
         loss_weights=mask.float(),

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from fsdptrain import platform
 from fsdptrain.config import Config
+from fsdptrain.config.prefix_checks import prefix_obstacle
 from fsdptrain.errors import CheckpointError, NumericsError
 from fsdptrain.fsdp.wrap import largest_shard
 from fsdptrain.models.anatomy import Part, anatomy
@@ -27,6 +28,7 @@ from fsdptrain.models.loading import build_meta_model
 from fsdptrain.models.lora import add_adapters, require_peft
 from fsdptrain.models.materialize import parameter_names, quiet_transformers
 from fsdptrain.models.policy import head_transform
+from fsdptrain.models.prefix_probe import PrefixProbe
 from fsdptrain.models.structure import count_active_parameters, freeze_vision, lm_head, parameters_outside
 from fsdptrain.planning.memory import num_shards
 
@@ -155,7 +157,8 @@ def _probe(config: Config, model: PreTrainedModel) -> tuple[LayoutProbe | None, 
             found = probe_random_copy(model.config, trust_remote_code=config.model.trust_remote_code)
     except NumericsError as error:
         return None, str(error)
-    return found, ""
+    obstacle = prefix_obstacle(config)
+    return (replace(found, prefixes=PrefixProbe(False, obstacle)) if obstacle else found), ""
 
 
 def _count(model: PreTrainedModel, num_shards: int) -> Parameters:

@@ -111,6 +111,8 @@ def build_parts(
         if backend.adapters is not None:
             log.info("%s", backend.adapters.line)
         log.info("%s", backend.layout_probe.line)
+        if backend.layout_probe.prefixes is not None:
+            log.info("%s", backend.layout_probe.prefixes.line)
         report_fallbacks(backend, strict=config.model.strict)
         engine = make_engine(config, checkpoint=checkpoint, device=device) if generates else None
         maker = evaluation = sync_check = background = None

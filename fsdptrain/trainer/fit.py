@@ -91,6 +91,7 @@ class _Run:
             num_epochs=config.batch.epochs_per_rollout,
             seed=config.run.seed,
             layout=parts.backend.layout_probe.layout,
+            sharing=config.batch.prefix_sharing if parts.backend.shares_prefixes else "off",
             copies=config.pack_copies,
             row_multiple=config.parallel.context_parallel_size,
         )
