@@ -222,6 +222,10 @@ class ParallelConfig(Section):
     expert_parallel_size: int = Field(default=1, ge=1)
     """Processes over which the experts are dealt; tokens travel to them."""
 
+    @property
+    def splits(self) -> bool:
+        return self.tensor_parallel_size > 1 or self.expert_parallel_size > 1
+
 
 class RolloutConfig(Section):
     """Generation."""

@@ -79,6 +79,8 @@ def _possible(config: Config) -> bool:
     model = config.model
     selective = model.gradient_checkpointing and model.gradient_checkpointing_kind == "selective"
     twice = config.fsdp.cpu_offload and config.optim.offload_optimizer
+    if config.parallel.splits and (selective or config.fsdp.cpu_offload or model.offload_activations):
+        return False
     return not twice and not (selective and (model.offload_activations or model.compile))
 
 

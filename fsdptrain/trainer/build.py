@@ -33,6 +33,7 @@ from fsdptrain.models.lora import require_peft
 from fsdptrain.models.processor import ImageProcessor
 from fsdptrain.models.structure import count_parameters
 from fsdptrain.planning.memory import MemorySupply, check_load_memory, demand_of, load_memory_line
+from fsdptrain.planning.pieces import Grid, Pieces
 from fsdptrain.planning.plan import Machine, Planner
 from fsdptrain.protocols import Logger, Loss, RewardFunction, RolloutEngine
 from fsdptrain.rewards import build_reward, reads_environment
@@ -166,8 +167,8 @@ def plan_memory(model: PreTrainedModel, config: Config, *, embedded_engine: bool
     """Say what loading will need and what is there; MemoryPlanError on all ranks if it cannot fit. Collective."""
     device_free, device_total = platform.device_memory()
     host_free, host_total = platform.host_memory()
-    ranks = dist.get_world_size()
-    demand = demand_of(config, count_parameters(model), num_ranks=ranks, embedded_engine=embedded_engine)
+    pieces = Pieces(model, Grid.of(config, dist.get_world_size()))
+    demand = demand_of(config, pieces, count_parameters(model), embedded_engine=embedded_engine)
     supply = MemorySupply(
         device_free=device_free,
         device_total=device_total,
