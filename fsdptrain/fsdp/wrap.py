@@ -67,7 +67,8 @@ def shard_model(
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM, which a divide factor uses otherwise
     run = repeated_layers(model) if runs_tower else decoder_layers(model)
-    _set_prefetch([module for module in (model, *run) if isinstance(module, FSDPModule)], prefetch)
+    inside = [module for layer in run for module in layer.modules()]  # a layer, then its experts
+    _set_prefetch([module for module in (model, *inside) if isinstance(module, FSDPModule)], prefetch)
 
 
 def largest_shard(parameter: nn.Parameter, num_shards: int, *, cut_dim: int = 0, parts: int = 1) -> int:

@@ -26,4 +26,6 @@ def split_model(model: PreTrainedModel, *, tensor: DeviceMesh, experts: DeviceMe
         if tied:
             lm_head(model).weight = cast(nn.Module, model.get_input_embeddings()).weight
     if experts is not None:
-        apply_expert_parallelism(model, experts, tensor, plan.experts, "all_to_all")
+        from fsdptrain.models.expert_dispatch import register_dispatch
+
+        apply_expert_parallelism(model, experts, tensor, plan.experts, register_dispatch())

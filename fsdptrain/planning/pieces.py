@@ -58,16 +58,13 @@ class Piece:
 
 
 class Pieces:
-    """Of all parameters of `model`, which may be on meta or sharded."""
+    """Of all parameters of `model`, which may be on meta or sharded. ConfigError where it does not allow the sizes."""
 
     def __init__(self, model: PreTrainedModel, grid: Grid) -> None:
         self.grid = grid
         self._model = model
         self.plan = split_plan(model, tensor_size=grid.tensor, expert_size=grid.expert)
-
-    @cached_property
-    def _pieces(self) -> dict[nn.Parameter, Piece]:
-        return {p: _piece(name, p, self.plan, self.grid) for name, p in self._model.named_parameters()}
+        self._pieces = {p: _piece(name, p, self.plan, grid) for name, p in model.named_parameters()}
 
     def __getitem__(self, parameter: nn.Parameter) -> Piece:
         return self._pieces[parameter]

@@ -44,6 +44,7 @@ def config_of_slice(model: PreTrainedModel, pieces: Pieces, *, trust_remote_code
         text = narrow.get_text_config()
     if _splits_head(model, pieces):
         text.vocab_size = math.ceil(values["vocab_size"] / size)
+        text.pad_token_id = None  # it may lie in another part
     return narrow
 
 

@@ -18,6 +18,8 @@ from .sharded import full, full_state
 from .test_fsdp_backend import GRPO, config, keep_gradients, packs_of_this_rank, relative, samples, scored
 
 TOLERANCE = 1e-5
+# Gradients of these are small sums of large parts: the plain model's own, in float32, are 1.4e-4 off those in float64.
+ROUNDED, OF_ROUNDED = ("A_log", "dt_bias"), 2e-4
 LOSS_NAMES = ("grpo", "gspo")
 # name -> family and changes; else as the zoo has them
 FAMILIES = {
@@ -114,6 +116,10 @@ def learn(checkpoint: str, cases: list[dict], folder: str, plain: str | None = N
     return found
 
 
+def _but(gradients: dict, *, rounded: bool) -> dict:
+    return {name: x for name, x in gradients.items() if name.endswith(ROUNDED) == rounded}
+
+
 def exported(backend: FSDPBackend, target: Path) -> dict:
     backend.export(target)
     return files_of(target)
@@ -156,8 +162,13 @@ def test_split_over_ranks_a_model_computes_learns_saves_and_loads_what_it_does_a
             for number, (other_logprobs, other_steps, other_learnt, other_loaded) in enumerate(ranks):
                 assert (other_logprobs - logprobs).abs().max() < TOLERANCE
                 for (gradients, metrics), (wanted, expected) in zip(other_steps, steps, strict=True):
-                    assert relative(gradients, wanted) < TOLERANCE
+                    assert relative(*(_but(x, rounded=False) for x in (gradients, wanted))) < TOLERANCE
+                    if any(name.endswith(ROUNDED) for name in wanted):
+                        assert relative(*(_but(x, rounded=True) for x in (gradients, wanted))) < OF_ROUNDED
+                    of_split = {name: metrics.pop(name) for name in [*metrics] if name not in expected}
                     assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
+                    assert of_split.get("moe/dropped_tokens", 0.0) == 0.0
+                    assert 1.0 <= of_split.get("moe/rank_load_max", 1.0) <= world
                 weights = {name: x for name, x in learnt.items() if not name.startswith("optimizer.")}
                 assert relative({name: other_learnt[name] for name in weights}, weights) < 1e-6
                 assert same(other_loaded, learnt)
