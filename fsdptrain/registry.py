@@ -1,4 +1,10 @@
-"""From a name to an object: a table's entry, or `package.module:attribute`."""
+"""From a name to an object: a table's entry, `package.module:attribute`, or a plug-in.
+
+A package offers a plug-in by an entry point of the group `fsdptrain.plugins` named `<kind>.<name>`:
+
+    [project.entry-points."fsdptrain.plugins"]
+    "loggers.mlflow" = "my_package.mlflow:MlflowLogger"
+"""
 
 import importlib
 import os
@@ -13,15 +19,22 @@ from fsdptrain.errors import ConfigError
 T = TypeVar("T")
 
 
-def resolve(name: str, table: Mapping[str, T], *, flag: str) -> T:
-    """The entry of `table`, or the attribute that `package.module:attribute` names. ConfigError if there is neither."""
+def resolve(name: str, table: Mapping[str, T], *, flag: str, plugins: str = "") -> T:
+    """The entry of `table`, the attribute that `package.module:attribute` names, or the plug-in of the kind `plugins`.
+
+    ConfigError if there is none of them. No other plug-in is imported.
+    """
     if name in table:
         return table[name]
-    if ":" not in name:
-        raise ConfigError(
-            f"{flag} does not know {name!r}{suggest(name, table)}; it takes {', '.join(table)} or package.module:name"
-        )
-    return import_attribute(name, flag=flag)
+    if ":" in name:
+        return import_attribute(name, flag=flag)
+    found = _plugins(plugins) if plugins else {}
+    if name in found:
+        return _load(found[name])
+    known = [*table, *found]
+    raise ConfigError(
+        f"{flag} does not know {name!r}{suggest(name, known)}; it takes {', '.join(known)} or package.module:name"
+    )
 
 
 def import_attribute(path: str, *, flag: str) -> Any:
@@ -42,23 +55,13 @@ def suggest(name: str, known: Mapping[str, object] | list[str]) -> str:
 
 
 def plugin_names(kind: str) -> list[str]:
-    """Names of the installed plug-ins of a `kind` (loggers, engines, backends), without importing them."""
-    return [point.name.removeprefix(f"{kind}.") for point in _entry_points(kind)]
+    """Names of the installed plug-ins of a `kind` (loggers, rollout, environments), without importing them."""
+    return list(_plugins(kind))
 
 
-def load_plugins(kind: str) -> dict[str, Any]:
-    """The installed plug-ins of a `kind` by name.
-
-    A package offers one by an entry point of the group `fsdptrain.plugins` named `<kind>.<name>`:
-
-        [project.entry-points."fsdptrain.plugins"]
-        "loggers.mlflow" = "my_package.mlflow:MlflowLogger"
-    """
-    return {point.name.removeprefix(f"{kind}."): _load(point) for point in _entry_points(kind)}
-
-
-def _entry_points(kind: str) -> list[EntryPoint]:
-    return [point for point in entry_points(group="fsdptrain.plugins") if point.name.startswith(f"{kind}.")]
+def _plugins(kind: str) -> dict[str, EntryPoint]:
+    points = entry_points(group="fsdptrain.plugins")
+    return {point.name.removeprefix(f"{kind}."): point for point in points if point.name.startswith(f"{kind}.")}
 
 
 def _load(point: EntryPoint) -> Any:

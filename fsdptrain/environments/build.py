@@ -16,7 +16,6 @@ from fsdptrain.types import Prompt, Turn
 FLAG = "--environment"
 VERIFIERS = "verifiers:"
 ENVIRONMENTS: Mapping[str, Callable[..., Environment]] = {"calculator": Calculator}
-PLUGIN_KIND = "environments"
 
 OPTIONAL: Mapping[str, Any] = {"finish": None, "dataset": None, "system_prompt": None, "tools": ()}
 """What an environment may have besides `reset` and `step`, and what stands for it in one that has not."""
@@ -74,8 +73,7 @@ def _find(name: str) -> Any:
         from fsdptrain.environments.verifiers_adapter import load  # an extra: only where it is asked for
 
         return partial(load, name.removeprefix(VERIFIERS))
-    plugins = {} if name in ENVIRONMENTS or ":" in name else registry.load_plugins(PLUGIN_KIND)
-    return registry.resolve(name, {**ENVIRONMENTS, **plugins}, flag=FLAG)
+    return registry.resolve(name, ENVIRONMENTS, flag=FLAG, plugins="environments")
 
 
 @dataclass

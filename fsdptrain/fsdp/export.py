@@ -65,8 +65,8 @@ def stream_weights(
 
 def _units(model: PreTrainedModel) -> list[dict[str, Tensor]]:
     """What is gathered together: each decoder layer, since conversions stay within one, and each other tensor alone."""
-    layers = {id(layer) for layer in repeated_layers(model)}
-    prefixes = [f"{name}." for name, module in model.named_modules() if id(module) in layers]
+    layers = set(repeated_layers(model))
+    prefixes = [f"{name}." for name, module in model.named_modules() if module in layers]
     inside: dict[str, dict[str, Tensor]] = {prefix: {} for prefix in prefixes}
     units: list[dict[str, Tensor]] = []
     for name, tensor in model_tensors(model).items():

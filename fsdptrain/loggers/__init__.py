@@ -17,7 +17,7 @@ from fsdptrain.loggers.run_info import RunInfo
 from fsdptrain.loggers.trackio import TrackioLogger
 from fsdptrain.loggers.wandb import WandbLogger
 from fsdptrain.protocols import Logger
-from fsdptrain.registry import load_plugins, resolve
+from fsdptrain.registry import resolve
 
 __all__ = ["LOGGERS", "RunInfo", "build_loggers"]
 
@@ -47,8 +47,7 @@ def build_loggers(
     info = RunInfo(
         output_dir, log.project, log.run_name or output_dir.resolve().name, total_steps, resumed_step, config
     )
-    table = LOGGERS if set(log.to) <= LOGGERS.keys() else {**load_plugins("loggers"), **LOGGERS}
-    makers = [resolve(name, table, flag="--log-to") for name in log.to]
+    makers = [resolve(name, LOGGERS, flag="--log-to", plugins="loggers") for name in log.to]
     return [JsonlLogger(info), *(make(info) for make in makers)]
 
 

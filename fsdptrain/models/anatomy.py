@@ -46,8 +46,7 @@ def anatomy(model: PreTrainedModel) -> list[Part]:
     kinds: dict[str, list[LayerKind]] = {}
     for kind in layer_kinds(model):
         kinds.setdefault(kind.path, []).append(kind)
-    layer_ids = {id(layer) for layer in repeated_layers(model)}
-    return list(_parts(model, "", kinds, layer_ids))
+    return list(_parts(model, "", kinds, set(repeated_layers(model))))
 
 
 def module_kind(module: nn.Module) -> str:
@@ -65,7 +64,7 @@ def _are_experts(module: nn.Module) -> bool:
     return isinstance(module, nn.ModuleList) or module_kind(module) == "experts"
 
 
-def _parts(module: nn.Module, path: str, kinds: dict[str, list[LayerKind]], layer_ids: set[int]) -> Iterator[Part]:
+def _parts(module: nn.Module, path: str, kinds: dict[str, list[LayerKind]], layers: set[nn.Module]) -> Iterator[Part]:
     """The children of `module`; a child that contains decoder layers is opened, and not listed itself."""
     for name, child in module.named_children():
         inner = f"{path}.{name}" if path else name
@@ -73,8 +72,8 @@ def _parts(module: nn.Module, path: str, kinds: dict[str, list[LayerKind]], laye
             for kind in kinds[inner]:
                 yield _part(f"{inner} {kind.span}", kind.layer, "layer", count=len(kind.indices), note=kind.entry)
                 yield from _parts_of_layer(kind.layer, depth=1)
-        elif any(id(member) in layer_ids for member in child.modules()):
-            yield from _parts(child, inner, kinds, layer_ids)
+        elif layers.intersection(child.modules()):
+            yield from _parts(child, inner, kinds, layers)
         elif _numel(child) or module_kind(child) != "other":
             yield _part(inner, child, module_kind(child))
 

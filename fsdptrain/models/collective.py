@@ -1,17 +1,18 @@
 """All ranks succeed, or all ranks fail with the same words.
 
 A rank that raises alone leaves the others waiting in their next collective until it times out. So rank-local work that
-can fail (reading a file, parsing a row) ends in `agree`, or runs inside `together`: each rank learns of every failure
-before anyone goes on. For start-up and for failures; the good path of `agree` costs one all_reduce of one number.
+can fail (reading a file, parsing a row) runs inside `together`: each rank learns of every failure before anyone goes
+on. Where nothing fails that costs one all_reduce of one number.
 """
 
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 
-from fsdptrain.errors import FsdptrainError, RankError
+from fsdptrain.errors import FsdptrainError
 
 LONGEST_MESSAGE = 600  # characters of a foreign exception that are shown
 
@@ -25,32 +26,21 @@ def gather(value: Any) -> list[Any]:
     return values
 
 
+def sum_over_ranks(values: Sequence[float]) -> list[float]:
+    """Of each of `values` the sum, in float64; every rank passes as many. Collective."""
+    total = torch.tensor(values, dtype=torch.float64)  # on the CPU: gloo is always there (platform.distributed_backend)
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    return total.tolist()
+
+
 def anyone(condition: bool) -> bool:
     """Whether it holds on some rank; collective."""
     if not dist.is_initialized():
         return condition
-    flag = torch.tensor(int(condition))  # on the CPU: gloo is always there (platform.distributed_backend)
+    flag = torch.tensor(int(condition))
     dist.all_reduce(flag, op=dist.ReduceOp.MAX)
     return bool(flag.item())
-
-
-def agree(error: Exception | None) -> None:
-    """Returns on every rank, or raises on every rank; collective.
-
-    Args:
-        error: what went wrong on this rank, or None.
-
-    Raises:
-        Exception: `error` itself, on a rank that has one.
-        RankError: on the ranks that were fine, with the message of the first rank that was not.
-    """
-    if not anyone(error is not None):
-        return
-    messages = gather(None if error is None else one_line(error))
-    if error is not None:
-        raise error
-    rank, message = next((rank, message) for rank, message in enumerate(messages) if message is not None)
-    raise RankError(f"rank {rank} of {len(messages)}: {message}")
 
 
 def require_same(value: Any, error: FsdptrainError) -> None:

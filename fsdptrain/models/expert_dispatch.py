@@ -28,8 +28,10 @@ class CountedDispatch(AllToAllEP):
         # FSDP hangs its hook on the output, and a view would lose it to an operation in place
         return output.clone() if self.tp_mesh.size() > 1 else output
 
-    def _dispatch_tokens(self, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor, Any]:
-        found = super()._dispatch_tokens(*tensors)
+    def _dispatch_tokens(
+        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Any]:
+        found = super()._dispatch_tokens(hidden_states, top_k_index, top_k_weights)
         self.arrived += sum(found[3].recv_sizes)  # on the host already
         return found
 

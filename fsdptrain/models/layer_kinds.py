@@ -16,11 +16,7 @@ class LayerKind:
     indices: tuple[int, ...]  # in that list
     layer: nn.Module  # the first of them
     entry: tuple[str, ...]  # what the config's per-layer lists say of them, e.g. ("sliding_attention",)
-
-    @property
-    def numel(self) -> int:
-        """Parameters of one layer."""
-        return sum(parameter.numel() for parameter in self.layer.parameters())
+    of_text: bool  # of the language model, and not of a vision tower
 
     @property
     def span(self) -> str:
@@ -41,18 +37,17 @@ def layer_kinds(model: PreTrainedModel) -> list[LayerKind]:
     Layers are told apart by what they hold (classes of their modules, names and shapes of their parameters) and by
     their entry in the lists of the text config that have one for each layer.
     """
-    wanted = {id(layer) for layer in repeated_layers(model)}
+    wanted = set(repeated_layers(model))
     found: list[LayerKind] = []
     for path, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and any(id(layer) in wanted for layer in module):
+        if isinstance(module, nn.ModuleList) and wanted.intersection(module):
             found += _kinds_of_list(model, path, module)
     return found
 
 
 def are_of_the_text(model: PreTrainedModel, layers: nn.ModuleList) -> bool:
     """Whether `layers` are those that the text config counts: a vision tower may have as many."""
-    text = {id(layer) for layer in decoder_layers(model)}
-    return len(layers) == model.config.get_text_config().num_hidden_layers and id(layers[0]) in text
+    return len(layers) == model.config.get_text_config().num_hidden_layers and layers[0] in decoder_layers(model)
 
 
 def per_layer_lists(model: PreTrainedModel, layers: nn.ModuleList) -> dict[str, list]:
@@ -64,11 +59,12 @@ def per_layer_lists(model: PreTrainedModel, layers: nn.ModuleList) -> dict[str, 
 
 
 def _kinds_of_list(model: PreTrainedModel, path: str, layers: nn.ModuleList) -> list[LayerKind]:
-    lists = per_layer_lists(model, layers)
+    lists, text = per_layer_lists(model, layers), set(decoder_layers(model))
     groups: dict[tuple, list[int]] = {}
     for index, layer in enumerate(layers):
         held = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
         classes = tuple(type(module).__name__ for module in layer.modules())
         entry = tuple(str(values[index]) for values in lists.values())
         groups.setdefault((held, classes, entry), []).append(index)
-    return [LayerKind(path, tuple(group), layers[group[0]], entry) for (_, _, entry), group in groups.items()]
+    kinds = [(tuple(group), layers[group[0]], entry) for (_, _, entry), group in groups.items()]
+    return [LayerKind(path, group, layer, entry, layer in text) for group, layer, entry in kinds]

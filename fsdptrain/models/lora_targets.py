@@ -39,9 +39,9 @@ def find_targets(model: PreTrainedModel, names: Sequence[str]) -> Targets:
     head = lm_head(model)
     linear = [n for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head]
     other = {n: p for n, p in model.named_parameters(remove_duplicate=False) if n.rpartition(".")[0] not in linear}
-    text = {id(module) for module in language_model(model).modules()}
-    in_text = [name for name in linear if id(model.get_submodule(name)) in text]
-    other_in_text = [name for name in other if id(model.get_submodule(name.rpartition(".")[0])) in text]
+    text = set(language_model(model).modules())
+    in_text = [name for name in linear if model.get_submodule(name) in text]
+    other_in_text = [name for name in other if model.get_submodule(name.rpartition(".")[0]) in text]
     chosen: set[str] = set()
     parameters: set[str] = set()
     for name in names:
@@ -104,8 +104,8 @@ def _means_another(model: PreTrainedModel, leaf: str) -> bool:
 
 
 def _require_adaptable(model: PreTrainedModel, weight: str, parameter: nn.Parameter) -> None:
-    own = {id(p) for module in (lm_head(model), model.get_input_embeddings()) for p in module.parameters()}
-    if id(parameter) in own:
+    own = {p for module in (lm_head(model), model.get_input_embeddings()) for p in module.parameters()}
+    if parameter in own:
         raise ConfigError(
             f"--lora-targets names {weight}: embedding and head take no adapter, because log-probabilities are "
             "computed from the head's weight itself: leave it out"

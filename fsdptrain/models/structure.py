@@ -79,14 +79,20 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 def tower_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The repeated blocks outside of the language model: those of a vision tower. None in a model of text alone."""
     unsplit = set(model._no_split_modules or ())
-    inside = {id(module) for module in language_model(model).modules()}
-    outside = [x for x in _outermost_lists(model) if id(x) not in inside]
+    inside = set(language_model(model).modules())
+    outside = [x for x in _outermost_lists(model) if x not in inside]
     return [layer for module_list in outside for layer in module_list if _class_names(layer) & unsplit]
 
 
 def repeated_layers(model: PreTrainedModel) -> list[nn.Module]:
     """What is sharded block by block: the layers of a vision tower, then those of the language model."""
     return [*tower_layers(model), *decoder_layers(model)]
+
+
+def parameters_outside(model: PreTrainedModel) -> list[nn.Parameter]:
+    """Those of no repeated layer: embedding, last norm, head."""
+    inside = {p for layer in repeated_layers(model) for p in layer.parameters()}
+    return [p for p in model.parameters() if p not in inside]
 
 
 def language_model(model: PreTrainedModel) -> nn.Module:
@@ -99,8 +105,8 @@ def language_model(model: PreTrainedModel) -> nn.Module:
 
 def vision_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     """Those of the parts that no token of text meets: tower, projector. Empty in a model of text alone."""
-    text = {id(p) for part in (language_model(model), lm_head(model)) for p in part.parameters()}
-    return {name: p for name, p in model.named_parameters() if id(p) not in text}
+    text = {p for part in (language_model(model), lm_head(model)) for p in part.parameters()}
+    return {name: p for name, p in model.named_parameters() if p not in text}
 
 
 def freeze_vision(model: PreTrainedModel) -> None:
@@ -155,8 +161,8 @@ def count_active_parameters(model: PreTrainedModel) -> int:
 
 def active_sizes(model: PreTrainedModel) -> dict[nn.Parameter, float]:
     """How many numbers of each parameter one token of text meets: of routed experts as many as it is sent to."""
-    unseen = {id(p) for p in vision_parameters(model).values()}
-    sizes: dict[nn.Parameter, float] = {p: p.numel() for p in model.parameters() if id(p) not in unseen}
+    unseen = set(vision_parameters(model).values())
+    sizes: dict[nn.Parameter, float] = {p: p.numel() for p in model.parameters() if p not in unseen}
     choice = expert_choice(model.config)
     for module in (inner for layer in decoder_layers(model) for inner in layer.modules()):
         fused = not isinstance(module, nn.ModuleList)

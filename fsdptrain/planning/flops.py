@@ -47,21 +47,17 @@ class ModelFlops:
 def model_flops(model: PreTrainedModel) -> ModelFlops:
     """Count on the real parameters: it holds for any architecture, sharded or on meta."""
     config = model.config.get_text_config()
-    embeddings = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
-    head = lm_head(model)
-    head_ids = {id(p) for p in head.parameters()}
-    adapters = {id(p) for name, p in model.named_parameters() if is_of_adapter(name)}
-    body = 0.0
-    for parameter, size in active_sizes(model).items():
-        if id(parameter) in embeddings | head_ids | adapters or parameter.ndim < 2:
-            continue
-        body += size
+    embeddings = {p for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
+    head = set(lm_head(model).parameters())
+    adapters = {p for name, p in model.named_parameters() if is_of_adapter(name)}
+    elsewhere = embeddings | head | adapters
+    body = sum((size for p, size in active_sizes(model).items() if p.ndim >= 2 and p not in elsewhere), 0.0)
     head_size = _field(config, "head_dim") or config.hidden_size // config.num_attention_heads
     kinds = _field(config, "layer_types") or ["full_attention"] * config.num_hidden_layers
     num_attention_layers = sum("attention" in kind and "linear" not in kind for kind in kinds)
     return ModelFlops(
         body,
-        sum(p.numel() for p in head.parameters()),
+        sum(p.numel() for p in head),
         num_attention_layers * config.num_attention_heads * head_size,
         frozen=bool(adapters),
     )

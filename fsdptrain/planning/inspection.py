@@ -25,7 +25,7 @@ from fsdptrain.models.loading import build_meta_model
 from fsdptrain.models.lora import add_adapters, require_peft
 from fsdptrain.models.materialize import parameter_names, quiet_transformers
 from fsdptrain.models.policy import head_transform
-from fsdptrain.models.structure import count_active_parameters, freeze_vision, lm_head, repeated_layers
+from fsdptrain.models.structure import count_active_parameters, freeze_vision, lm_head, parameters_outside
 from fsdptrain.planning.pieces import Grid, Pieces
 
 
@@ -166,11 +166,10 @@ def _count(model: PreTrainedModel, pieces: Pieces) -> Parameters:
 
 def _groups(model: PreTrainedModel, pieces: Pieces, compute_bytes: int) -> list[Group]:
     found = []
-    inside = {id(p) for layer in repeated_layers(model) for p in layer.parameters()}
     for kind in layer_kinds(model):
         name = f"{kind.path} {kind.span}"
         found.append((name, len(kind.indices), list(kind.layer.parameters())))
-    found.append(("embedding, head and all else", 1, [p for p in model.parameters() if id(p) not in inside]))
+    found.append(("embedding, head and all else", 1, parameters_outside(model)))
     return [
         Group(
             name,

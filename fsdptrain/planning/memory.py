@@ -69,9 +69,7 @@ class MemorySupply:
     """What this rank finds. On a machine without accelerator, device memory is host memory."""
 
     device_free: int  # bytes
-    device_total: int  # bytes
     host_free: int  # bytes, of the node
-    host_total: int  # bytes, of the node
     ranks_per_node: int
     has_accelerator: bool
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from fsdptrain.config import Config
 from fsdptrain.fsdp.wrap import largest_shard
 from fsdptrain.models.split_plan import SplitPlan, split_plan
-from fsdptrain.models.structure import ParameterCounts, repeated_layers
+from fsdptrain.models.structure import ParameterCounts, parameters_outside, repeated_layers
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,7 @@ class Pieces:
     @cached_property
     def outside_layers(self) -> list[Piece]:
         """Embedding, last norm, head."""
-        inside = {id(p) for layer in repeated_layers(self._model) for p in layer.parameters()}
-        return [piece for p, piece in self._pieces.items() if id(p) not in inside]
+        return self.of(parameters_outside(self._model))
 
     @cached_property
     def gathered(self) -> ParameterCounts:

@@ -174,7 +174,7 @@ class Planner:
 
     def training(self, config: Config) -> Moment:
         assert not config.lora.rank or self.counts.frozen, "a run with --lora-rank needs its adapters on the model"
-        return training_peak(self.trace(config), self._sharding(config))
+        return training_peak(self.trace(config), sharding(self.pieces(config), config))
 
     def trace(self, config: Config) -> Trace:
         """Of the fullest pack; layers are those of the model, one by one, where only some are recomputed."""
@@ -237,11 +237,7 @@ class Planner:
     def host(self, config: Config) -> tuple[Mapping[str, int], int]:
         """What the host of one node holds: its parts, and all with a margin."""
         demand = demand_of(config, self.pieces(config), self.counts, embedded_engine=False)
-        supply = MemorySupply(
-            *(self.machine.gpu_memory, self.machine.gpu_memory, _NO_LIMIT, _NO_LIMIT),
-            ranks_per_node=self.machine.ranks_per_node,
-            has_accelerator=True,
-        )
+        supply = MemorySupply(_NO_LIMIT, _NO_LIMIT, self.machine.ranks_per_node, has_accelerator=True)
         parts = dict(load_memory_need(demand, supply).host_parts)
         if config.model.offload_activations:
             kept = sum(layer.count * layer.on_host for layer in self.trace(config).layers)
@@ -256,9 +252,6 @@ class Planner:
         host = self.machine.host_memory
         too_much = device > self.machine.gpu_memory or (host is not None and self.host(config)[1] > host)
         return None if too_much else device
-
-    def _sharding(self, config: Config) -> Sharding:
-        return sharding(self.pieces(config), config)
 
 
 def sharding(pieces: Pieces, config: Config) -> Sharding:

@@ -39,7 +39,7 @@ def change(config: Config, values: Mapping[str, Any]) -> Changed:
     sections: dict[str, dict[str, Any]] = {}
     for flat, value in values.items():
         key = all_keys()[flat]
-        if getattr(getattr(config, key.section), key.name) != value:
+        if key.value(config) != value:
             sections.setdefault(key.section, {})[key.name] = value
             flags.append(_flag(key.flag, value))
     update = {name: getattr(config, name).model_copy(update=fields) for name, fields in sections.items()}
@@ -62,12 +62,12 @@ def remedies(config: Config, *, packs: Sequence[int], caches: Sequence[int]) -> 
     A smaller cache and smaller packs cost little and come first.
     """
     pairs = [
-        (_cost(changed.config), {**state, **layers}, changed.config)
+        (_cost(changed.config), {**state, **layers})
         for state in ({}, *STATES)
         for layers in ({}, *LAYERS)
         if _stronger(config, (changed := change(config, {**state, **layers})).config)
     ]
-    for cost, values, _ in sorted(pairs, key=lambda pair: sum(pair[0])):
+    for cost, values in sorted(pairs, key=lambda pair: sum(pair[0])):
         for i, pack in enumerate([{}, *({"max_tokens_per_gpu": tokens} for tokens in packs)]):
             for j, cache in enumerate([{}, *({"rollout_max_batch_tokens": tokens} for tokens in caches)]):
                 found = change(config, {**cache, **pack, **values})

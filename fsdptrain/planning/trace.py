@@ -7,7 +7,8 @@ keeps, keeps it here too. A pack of 8192 tokens takes two seconds, and no memory
 
 import copy
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,7 +30,6 @@ from fsdptrain.models.lora import add_adapters
 from fsdptrain.models.materialize import parameter_names, quiet_transformers, register
 from fsdptrain.models.policy import REFUSALS, install_policy_forward, plain_batch, policy_logprobs
 from fsdptrain.models.random_copy import keep_one_of_each_kind
-from fsdptrain.models.structure import decoder_layers
 from fsdptrain.models.transfers import Transfers
 
 _CPU = torch.device("cpu")
@@ -85,7 +85,6 @@ class Ledger(TorchDispatchMode):
         self.peak = 0
         self.on_host = 0  # bytes of live `host_buffer`s, which are not among the others
         self._sizes: dict[int, int] = {}
-        self._host: set[int] = set()
         self._making_host_buffer = False
 
     def host_buffer(self, num_bytes: int) -> Tensor:
@@ -119,23 +118,17 @@ class Ledger(TorchDispatchMode):
         key = storage._cdata
         if key not in self._sizes:
             self._sizes[key] = storage.nbytes()
-            self._add(key, storage.nbytes(), on_host=self._making_host_buffer)
-            weakref.finalize(storage, self._drop, key)
+            self._add(storage.nbytes(), self._making_host_buffer)
+            weakref.finalize(storage, self._drop, key, self._making_host_buffer)
 
-    def _add(self, key: int, num_bytes: int, *, on_host: bool) -> None:
+    def _drop(self, key: int, on_host: bool) -> None:
+        self._add(-self._sizes.pop(key), on_host)
+
+    def _add(self, num_bytes: int, on_host: bool) -> None:
         if on_host:
-            self._host.add(key)
             self.on_host += num_bytes
         else:
             self.live += num_bytes
-
-    def _drop(self, key: int) -> None:
-        size = self._sizes.pop(key)
-        if key in self._host:
-            self._host.remove(key)
-            self.on_host -= size
-        else:
-            self.live -= size
 
 
 def trace(config: PreTrainedConfig, recipe: Recipe, *, trust_remote_code: bool = False) -> Trace:
@@ -204,7 +197,7 @@ def _fake_model(
         )
     if lora is not None:
         add_adapters(model, lora)
-    counts = {id(kind.layer): len(kind.indices) for kind in layer_kinds(model)}
+    text = [(kind.layer, len(kind.indices)) for kind in layer_kinds(model) if kind.of_text]
     keep_one_of_each_kind(model)
     with mode:
         for names in parameter_names(model):
@@ -213,13 +206,11 @@ def _fake_model(
             register(model, names, fake)
         for name, buffer in list(model.named_buffers()):
             register(model, [name], torch.empty(buffer.shape, dtype=buffer.dtype))
-    decoder = {id(layer) for layer in decoder_layers(model)}
-    text = [kind.layer for kind in layer_kinds(model) if id(kind.layer) in decoder]
-    for place, layer in enumerate(text):
+    for place, (layer, _) in enumerate(text):
         for module in layer.modules():
             if "layer_idx" in vars(module):
                 vars(module)["layer_idx"] = place  # where it finds its part of a cache
-    return model, [(layer, counts[id(layer)]) for layer in text]
+    return model, text
 
 
 def _grouped_mm(a: Tensor, b: Tensor, offsets: Tensor, *_: Any) -> Tensor:
@@ -229,18 +220,28 @@ def _grouped_mm(a: Tensor, b: Tensor, offsets: Tensor, *_: Any) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[-1]))
 
 
-class _refused:  # noqa: N801 - reads as a phrase: `with _refused(model): ...`
+@contextmanager
+def _refused(model: PreTrainedModel) -> Iterator[None]:
     """A model whose code asks for values (which expert got a token) cannot be run without data."""
+    try:
+        yield
+    except REFUSALS as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise MemoryPlanError(f"the activations of {type(model).__name__} cannot be planned: {reason}") from error
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._name = type(model).__name__
 
-    def __enter__(self) -> None: ...
+@dataclass
+class _Span:
+    """What the ledger said of one layer. Bytes, but for `input`."""
 
-    def __exit__(self, kind: type | None, error: BaseException | None, where: object) -> None:
-        if isinstance(error, REFUSALS):
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise MemoryPlanError(f"the activations of {self._name} cannot be planned: {reason}") from error
+    begin: int = 0
+    end: int = 0
+    forward_peak: int = 0
+    backward_peak: int = 0
+    input_bytes: int = 0
+    input: Callable[[], torch.UntypedStorage | None] = lambda: None  # None: it is gone
+    host_begin: int = 0
+    host_end: int = 0
 
 
 class _Spans:
@@ -248,15 +249,7 @@ class _Spans:
 
     def __init__(self, ledger: Ledger, layers: Sequence[nn.Module]) -> None:
         self._ledger = ledger
-        self._count = len(layers)
-        self._begin = [0] * len(layers)
-        self._end = [0] * len(layers)
-        self._forward_peak = [0] * len(layers)
-        self._backward_peak = [0] * len(layers)
-        self._input_bytes = [0] * len(layers)
-        self._inputs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._host_begin = [0] * len(layers)
-        self._host_end = [0] * len(layers)
+        self._spans = [_Span() for _ in layers]
         self._backward_begin = 0
         self.before = 0
         self.head_backward_peak = 0
@@ -266,20 +259,25 @@ class _Spans:
             layer.register_forward_hook(lambda _, args, out, i=i: self._leave(i, out))
 
     def of_layer(self, i: int, layer: nn.Module, count: int) -> LayerTrace:
-        saved = self._end[i] - self._begin[i]
-        on_host = self._host_end[i] - self._host_begin[i]
-        peaks = self._forward_peak[i], self._backward_peak[i]
-        numel = sum(p.numel() for p in layer.parameters())
-        trained = sum(p.numel() for p in layer.parameters() if p.requires_grad)
-        return LayerTrace(numel, count, saved, *peaks, self._input_bytes[i], trained, on_host)
+        span = self._spans[i]
+        return LayerTrace(
+            numel=sum(p.numel() for p in layer.parameters()),
+            count=count,
+            saved=span.end - span.begin,
+            forward_peak=span.forward_peak,
+            backward_peak=span.backward_peak,
+            input_bytes=span.input_bytes,
+            trained=sum(p.numel() for p in layer.parameters() if p.requires_grad),
+            on_host=span.host_end - span.host_begin,
+        )
 
     def close_forward(self) -> tuple[int, int]:
         """(saved by what follows the layers, its peak)"""
-        gone = [self._inputs[i]() is None for i in range(self._count)]
-        held_until_now = {0, self._count - 1}  # by the model itself: what it embedded, and what its last layer took
-        after_layers = self._end[-1] - sum(self._input_bytes[i] for i in held_until_now if gone[i])
-        for i in range(self._count):  # what is gone was not saved, though it was there when the layer ended
-            self._end[i] -= self._input_bytes[i] * gone[i]
+        gone = [span.input_bytes if span.input() is None else 0 for span in self._spans]
+        held_until_now = {0, len(gone) - 1}  # by the model itself: what it embedded, and what its last layer took
+        after_layers = self._spans[-1].end - sum(gone[i] for i in held_until_now)
+        for span, size in zip(self._spans, gone, strict=True):  # was not saved, though there when the layer ended
+            span.end -= size
         saved = self._ledger.live - after_layers
         peak = self._ledger.take_peak() - after_layers
         self._backward_begin = self._ledger.live
@@ -293,19 +291,18 @@ class _Spans:
     def _enter(self, i: int, args: tuple, kwargs: dict) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]
         self._ledger.take_peak()
-        self._begin[i] = self._ledger.live
-        self._host_begin[i] = self._ledger.on_host
-        self._inputs[i] = weakref.ref(hidden.untyped_storage())
-        self._input_bytes[i] = hidden.numel() * hidden.element_size()
+        span = self._spans[i]
+        span.begin, span.host_begin = self._ledger.live, self._ledger.on_host
+        span.input, span.input_bytes = weakref.ref(hidden.untyped_storage()), hidden.nbytes
         if i == 0:
             self.before = self._ledger.live
             self._notice(hidden, -1)
 
     def _leave(self, i: int, out: Any) -> None:
         hidden = out[0] if isinstance(out, tuple) else out
-        self._end[i] = self._ledger.live
-        self._host_end[i] = self._ledger.on_host
-        self._forward_peak[i] = self._ledger.take_peak() - self._begin[i]
+        span = self._spans[i]
+        span.end, span.host_end = self._ledger.live, self._ledger.on_host
+        span.forward_peak = self._ledger.take_peak() - span.begin
         self._notice(hidden, i)
 
     def _notice(self, hidden: Tensor, i: int) -> None:
@@ -315,11 +312,11 @@ class _Spans:
     def _backward_of(self, i: int) -> None:
         """The gradient of the output of layer `i` is there: what comes after it has finished its backward."""
         peak = self._ledger.take_peak()
-        if i == self._count - 1:
+        if i == len(self._spans) - 1:
             self.head_backward_peak = peak - self._backward_begin
             self.head_left = self._ledger.live - self._backward_begin
         else:
-            self._backward_peak[i + 1] = peak - self._last
+            self._spans[i + 1].backward_peak = peak - self._last
         self._last = self._ledger.live
         self._at = i
 

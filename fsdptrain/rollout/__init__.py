@@ -1,11 +1,9 @@
 """Rollout engines: what makes completions. `engine_factory` is the way in."""
 
 import importlib.util
-from importlib.metadata import entry_points
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from fsdptrain.errors import ConfigError
-from fsdptrain.registry import import_attribute, suggest
+from fsdptrain.registry import resolve
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,8 +16,6 @@ ENGINES = {
     "vllm": "fsdptrain.rollout.vllm_colocated:build_vllm_engine",
     "vllm-server": "fsdptrain.rollout.vllm_server_build:build_vllm_server_engine",
 }
-_PLUGIN_GROUP = "fsdptrain.plugins"
-_FLAG = "--rollout-engine"
 
 
 def engine_factory(requested: str, *, device_type: str) -> "Callable[..., RolloutEngine]":
@@ -29,7 +25,9 @@ def engine_factory(requested: str, *, device_type: str) -> "Callable[..., Rollou
     (config, *, checkpoint, device). An entry point lies in the group `fsdptrain.plugins` and is named
     `rollout.<engine>`. The engine holds no weights before the first `update_weights`.
     """
-    return import_attribute(_find(choose_engine(requested, device_type=device_type)), flag=_FLAG)
+    name = choose_engine(requested, device_type=device_type)
+    known: dict[str, Any] = {"auto": None, **ENGINES}
+    return resolve(ENGINES.get(name, name), known, flag="--rollout-engine", plugins="rollout")
 
 
 def choose_engine(requested: str, *, device_type: str) -> str:
@@ -38,16 +36,3 @@ def choose_engine(requested: str, *, device_type: str) -> str:
         return requested
     ready = device_type == "cuda" and importlib.util.find_spec("vllm") is not None
     return "vllm" if ready else "hf"
-
-
-def _find(name: str) -> str:
-    if name in ENGINES:
-        return ENGINES[name]
-    if ":" in name:
-        return name
-    for plugin in entry_points(group=_PLUGIN_GROUP, name=f"rollout.{name}"):
-        return plugin.value
-    known = ", ".join(ENGINES)
-    raise ConfigError(
-        f"{_FLAG} does not know {name!r}{suggest(name, ENGINES)}; it takes auto, {known} or package.module:function"
-    )

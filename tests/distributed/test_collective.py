@@ -4,7 +4,7 @@ import pytest
 import torch.distributed as dist
 
 from fsdptrain.errors import CheckpointError, DataError, FsdptrainError
-from fsdptrain.models.collective import agree, gather, require_same, together
+from fsdptrain.models.collective import gather, require_same, together
 from fsdptrain.testing import spawn
 
 FAILURES = {
@@ -27,22 +27,12 @@ def test_together_raises_the_same_on_all_ranks():
     }
 
 
-def test_agree_raises_on_the_ranks_that_were_fine_too():
-    fine, failed, also_fine = spawn(3, _agree)
-    assert fine == also_fine
-    assert failed == {"nobody": ("", ""), "one of ours": ("DataError", "--input-key is wrong")}
-    assert fine == {"nobody": ("", ""), "one of ours": ("RankError", "rank 1 of 3: --input-key is wrong")}
-
-
 def test_require_same_speaks_with_one_voice():
     assert spawn(2, _require_same) == [("CheckpointError", "said by rank 0")] * 2
 
 
 def test_without_ranks_the_error_is_just_raised():
-    agree(None)
     assert gather(3) == [3]
-    with pytest.raises(ValueError, match="mine"):
-        agree(ValueError("mine"))
     with pytest.raises(CheckpointError, match=r"here: ValueError: mine$"), together(CheckpointError, "here"):
         raise ValueError("mine")
 
@@ -63,17 +53,6 @@ def _together() -> dict[str, tuple[str, str]]:
         except FsdptrainError as error:
             seen[name] = (type(error).__name__, str(error))
     seen["in step"] = (" ".join(str(rank) for rank in gather(dist.get_rank())), "")
-    return seen
-
-
-def _agree() -> dict[str, tuple[str, str]]:
-    seen = {}
-    for name in ("nobody", "one of ours"):
-        try:
-            agree(FAILURES[name](dist.get_rank()))
-            seen[name] = ("", "")
-        except FsdptrainError as error:
-            seen[name] = (type(error).__name__, str(error))
     return seen
 
 

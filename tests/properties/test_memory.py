@@ -40,7 +40,7 @@ def demands(draw: st.DrawFn) -> MemoryDemand:
 @st.composite
 def supplies(draw: st.DrawFn) -> MemorySupply:
     device, host = draw(st.integers(10**6, 10**11)), draw(st.integers(10**6, 10**12))
-    return MemorySupply(device, device, host, host, draw(st.integers(1, 8)), draw(st.booleans()))
+    return MemorySupply(device, host, draw(st.integers(1, 8)), draw(st.booleans()))
 
 
 @given(demand=demands(), supply=supplies())

@@ -3,7 +3,7 @@
 import pytest
 
 from fsdptrain.errors import ConfigError
-from fsdptrain.registry import load_plugins, plugin_names, resolve
+from fsdptrain.registry import plugin_names, resolve
 
 
 @pytest.fixture
@@ -26,13 +26,13 @@ def test_a_plugin_is_found_by_its_kind_and_loaded_only_when_asked_for(plugin):
     assert plugin_names("loggers") == ["acme"]
     assert plugin_names("engines") == ["acme"]
     assert plugin_names("backends") == []
-    assert {name: cls.__name__ for name, cls in load_plugins("loggers").items()} == {"acme": "AcmeLogger"}
+    assert resolve("acme", {}, flag="--x", plugins="loggers").__name__ == "AcmeLogger"
 
 
 def test_a_broken_plugin_is_one_line(plugin):
     plugin("engines.acme = no_such_module:Engine\n")
     with pytest.raises(ConfigError, match=r"^plug-in engines.acme = no_such_module:Engine cannot be loaded: No module"):
-        load_plugins("engines")
+        resolve("acme", {}, flag="--x", plugins="engines")
 
 
 def test_a_plugin_is_a_logger_that_log_to_takes(plugin):

@@ -20,13 +20,11 @@ COUNTS = ParameterCounts(total=4_000_000_000, largest_layer=100_000_000, outside
 DEMAND = MemoryDemand(counts=COUNTS, num_shards=8, compute_bytes=2)
 GPU = MemorySupply(
     device_free=80 * GIB,
-    device_total=80 * GIB,
     host_free=500 * GIB,
-    host_total=512 * GIB,
     ranks_per_node=8,
     has_accelerator=True,
 )
-CPU = replace(GPU, device_free=0, device_total=0, has_accelerator=False)
+CPU = replace(GPU, device_free=0, has_accelerator=False)
 SHARD = 4 * 500_000_000
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdptrain import rollout
+from fsdptrain import registry
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
 from fsdptrain.rollout import choose_engine, engine_factory
@@ -64,6 +64,6 @@ def test_an_engine_can_be_named_by_its_path_or_plugged_in(monkeypatch):
     assert isinstance(by_path, FakeRolloutEngine)
 
     installed = EntryPoints([EntryPoint("rollout.mine", HERE, "fsdptrain.plugins")])
-    monkeypatch.setattr(rollout, "entry_points", installed.select)
+    monkeypatch.setattr(registry, "entry_points", installed.select)
     plugged_in = build(config_with("mine"), checkpoint=Path("unused"), device=CPU)
     assert isinstance(plugged_in, FakeRolloutEngine)
