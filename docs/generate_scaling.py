@@ -27,7 +27,7 @@ from fsdptrain.planning.scale import Cluster, Estimate, best, flags  # noqa: E40
 CONFIGS = DOCS.parent / "tests" / "data" / "configs"
 GPUS = (8, 64, 256, 1024)
 MEMORY = 80  # GiB
-PACKS = 1024  # of 8192 tokens: one for each rank of the largest mesh
+PACKS, TOKENS = 1024, 8192  # one pack of so many tokens for each rank of the largest mesh
 # name -> folder of a config, and what its larger relative has otherwise
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3-4B": ("qwen3-4b", {}),
@@ -73,24 +73,26 @@ that for an all-reduce. Experts are taken to be balanced.
 So shards cost by weights and packs, tensor and expert ranks by tokens. Larger packs (`--max-tokens-per-gpu`) make the
 first cheaper and change nothing of the others. From this:
 
-- **A model that fits with shards alone needs no more than shards**, with a replica for each node or eight where there
-  are many nodes: gathers then stay near, and only gradients travel far.
-- **Experts over the GPUs of a node** (`--expert-parallel-size 8`): their weights are the most of such a model, and are
-  then not gathered at all, or eight times less. Tokens travel instead, within the node.
+- **A model that fits with shards alone needs no more than shards**, as long as packs are full. `--fsdp-replicate-size`
+  with a replica for each node or eight keeps gathers near where there are many nodes.
+- **Experts over ranks** (`--expert-parallel-size 8`, within a node) where gathers take longer than computation, which
+  happens first where few of many experts compute: their weights, the most of such a model, are then not gathered, or
+  eight times less. Tokens travel instead, and are waited for.
 - **Tensor parallel within a node** (2 to 8) where one layer, or the logprobs of a pack, are too much for one GPU, and
   where there are more GPUs than packs in a step. Its sums are waited for. Between nodes it is never worth it.
-- **First to limit** is nearly always what is gathered and reduced for each pack, once there are many ranks with few
-  tokens each. The remedy is more tokens on a rank between two reductions: larger packs.
+- **What limits first** is gathering and reducing for packs of few tokens: the column `least tokens` says how many a pack
+  must have so that computation hides it. Packs that are not filled (few long sequences, a small step on many ranks)
+  come below that soon with experts, and late without.
 
 ## Models and meshes
 
-A step of {PACKS} packs of 8,192 tokens ({PACKS * 8192 / 1e6:.1f} M tokens), forward and backward, `--gradient-checkpointing`, bfloat16,
+A step of {PACKS} packs of 8,192 tokens ({PACKS * TOKENS / 1e6:.1f} M tokens), forward and backward, `--gradient-checkpointing`, bfloat16,
 GPUs of {MEMORY} GiB in nodes of 8. Of the meshes that one would try (tensor 1 to 8, experts over a node or eight, one
 replica or one for each node or eight) the row has the one with the shortest step that fits; a dash: none does. Scoring,
 generation and the hand-over of weights come on top. GB are those that leave one GPU in the step.
 
-| model | GPUs | flags | GiB | GB sharding | GB tensor | GB experts | s computing | s sharding | s step | limit |
-|---|---|---|---|---|---|---|---|---|---|---|
+| model | GPUs | flags | GiB | GB sharding | GB tensor | GB experts | s computing | s sharding | s step | least tokens | limit |
+|---|---|---|---|---|---|---|---|---|---|---|---|
 """
 
 TAIL = """
@@ -119,12 +121,13 @@ def rows(name: str) -> str:
 def _row(name: str, num_gpus: int, mesh: Estimate | None) -> str:
     cells = [name, str(num_gpus)]
     if mesh is None:
-        return f"| {' | '.join([*cells, *['-'] * 9])} |\n"
+        return f"| {' | '.join([*cells, *['-'] * 10])} |\n"
     given = " ".join(f"`{flag}`" for flag in flags(mesh.grid)) or "none"
     sent = [mesh.sent("shard", "expert_shard", "replicate"), mesh.sent("tensor"), mesh.sent("expert")]
     sizes = [f"{x / 1e9:.0f}" if x else "" for x in sent]
     times = [f"{x:.1f}" for x in (mesh.compute_s, mesh.hidden_s, mesh.step_s)]
-    return f"| {' | '.join([*cells, given, f'{mesh.memory / GIB:.1f}', *sizes, *times, mesh.limit])} |\n"
+    least = f"{TOKENS * mesh.hidden_s / mesh.busy_s:.0f}"
+    return f"| {' | '.join([*cells, given, f'{mesh.memory / GIB:.1f}', *sizes, *times, least, mesh.limit])} |\n"
 
 
 def scaling_page() -> str:

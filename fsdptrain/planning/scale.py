@@ -54,8 +54,13 @@ class Estimate:
         return sum(self.seconds.get(axis, 0.0) for axis in _HIDDEN)
 
     @property
+    def busy_s(self) -> float:
+        """Computing, and waiting for tensor and expert groups."""
+        return self.compute_s + self.seconds.get("tensor", 0.0) + self.seconds.get("expert", 0.0)
+
+    @property
     def step_s(self) -> float:
-        return max(self.compute_s + self.seconds.get("tensor", 0.0) + self.seconds.get("expert", 0.0), self.hidden_s)
+        return max(self.busy_s, self.hidden_s)
 
     @property
     def limit(self) -> str:
