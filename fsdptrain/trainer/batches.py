@@ -25,6 +25,7 @@ class PackingRules:
     seed: int
     layout: Layout  # padded: a pack computes samples x longest tokens, and that is what the budget bounds
     copies: int = 1  # neighbouring ranks that share the work of one, and so train on the same packs
+    row_multiple: int = 1  # padded rows are as long as this divides: their columns are dealt over so many
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,9 @@ def _make_step(
     images: Mapping[str, Images],
 ) -> StepBatches:
     lengths = [index.lengths[i] for i in chosen]
-    make_plan = plan_packs if rules.layout == "packed" else plan_rows
+    make_plan = plan_packs
+    if rules.layout == "padded":
+        make_plan, lengths = plan_rows, [length + -length % rules.row_multiple for length in lengths]
     plan = make_plan(lengths, num_ranks=dist.get_world_size() // rules.copies, max_tokens=rules.max_tokens)
     planned = [tuple(tuple(chosen[i] for i in packed) for packed in packs) for packs in plan.packs]
     members = tuple(packs for packs in planned for _ in range(rules.copies))

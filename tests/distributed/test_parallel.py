@@ -37,24 +37,46 @@ def expert(size: int, **more) -> dict:
     return {"expert_parallel_size": size, **more}
 
 
+def context(size: int, **more) -> dict:
+    return {"context_parallel_size": size, **more}
+
+
+def copies_of(values: dict) -> int:
+    """Ranks that are given the same packs."""
+    return values.get("tensor_parallel_size", 1) * values.get("context_parallel_size", 1)
+
+
 CASES = {
     "qwen3": [
         (2, tensor(2, offload_optimizer=True)),
+        (2, context(2, fsdp_cpu_offload=True, load_strategy="rank0")),
+        (2, context(2, layout="padded")),
+        (4, context(2, fsdp_replicate_size=2)),
+        (4, context(2, tensor_parallel_size=2, gradient_checkpointing=True)),
         (4, tensor(2, gradient_checkpointing=True)),
         (4, tensor(2, fsdp_replicate_size=2)),
     ],
     "tied": [(2, tensor(2)), (4, tensor(2, gradient_checkpointing=True))],
-    "gemma3": [(2, tensor(2, layout="padded")), (4, tensor(2))],
+    "gemma3": [(2, tensor(2, layout="padded")), (4, tensor(2)), (2, context(2)), (4, context(2))],
     "qwen3_moe": [
         (2, expert(2, fsdp_prefetch=False, layout="padded")),
         (2, tensor(2, expert_parallel_size=2)),
         (4, tensor(2, expert_parallel_size=2, fsdp_reshard_after_forward=False)),
         (4, expert(2, gradient_checkpointing=True)),
+        (4, context(2, expert_parallel_size=2)),
+        (4, context(2, tensor_parallel_size=2, expert_parallel_size=4)),
         (4, expert(2, fsdp_replicate_size=2)),
         (4, expert(4, offload_optimizer=True)),
     ],
-    "gpt_oss": [(2, expert(2)), (4, expert(2, fsdp_replicate_size=2)), (4, expert(4))],
+    "gpt_oss": [
+        (2, context(2, expert_parallel_size=2)),
+        (4, context(4)),
+        (2, expert(2)),
+        (4, expert(2, fsdp_replicate_size=2)),
+        (4, expert(4)),
+    ],
     "deepseek_v3": [
+        (2, context(2)),
         (2, expert(2)),
         (2, tensor(2, expert_parallel_size=2)),
         (4, tensor(2, expert_parallel_size=2)),
@@ -99,7 +121,7 @@ def learn(checkpoint: str, cases: list[dict], folder: str, plain: str | None = N
     found = []
     for number, values in enumerate(cases):
         backend = made(checkpoint, values)
-        copies = values.get("tensor_parallel_size", 1)
+        copies = copies_of(values)
         target = Path(folder) / f"{dist.get_world_size()}_{number}"
         assert same(exported(backend, target / "before"), files_of(checkpoint))
         [whole] = packs_of_this_rank(samples(), 4096, dist.get_world_size())
@@ -179,13 +201,14 @@ def test_split_over_ranks_a_model_computes_learns_saves_and_loads_what_it_does_a
 
 RESUMES = {
     "tensor to another number of shards": ("qwen3", [(2, tensor(2)), (4, tensor(2))]),
+    "context to tensor": ("qwen3", [(4, context(2)), (2, tensor(2))]),
     "both to one": ("qwen3_moe", [(4, tensor(2, expert_parallel_size=4)), (2, expert(2))]),
 }
 
 
 def save(checkpoint: str, directory: str, values: dict) -> dict:
     backend = made(checkpoint, values)
-    packs = packs_of_this_rank(samples(), 128, values.get("tensor_parallel_size", 1))
+    packs = packs_of_this_rank(samples(), 128, copies_of(values))
     backend.train_step(scored(backend, packs, reference=True), LOSSES["grpo"], GRPO)
     CheckpointFolder(Path(directory), keep_last=1).write(1, lambda folder: backend.save(folder, 1))
     return state(backend)
@@ -195,7 +218,7 @@ def resume(checkpoint: str, directory: str, values: dict) -> tuple[dict, dict]:
     """What was loaded, and the gradients of the next step."""
     backend = made(checkpoint, values)
     found, gradients = loaded(backend, directory), keep_gradients(backend._optimizer)
-    packs = packs_of_this_rank(samples(seed=1), 128, values.get("tensor_parallel_size", 1))
+    packs = packs_of_this_rank(samples(seed=1), 128, copies_of(values))
     backend.train_step(scored(backend, packs, reference=True), LOSSES["grpo"], GRPO)
     return found, dict(gradients)
 
@@ -215,6 +238,7 @@ REFUSED = {
     "packed experts": ("qwen3_moe", tensor(2), "deal the experts by --expert-parallel-size"),
     "heads": ("qwen3", tensor(4), "4 must divide the 2 key-value heads"),
     "no experts": ("qwen3", expert(2), "no plan that splits experts"),
+    "a state": ("qwen3_next", context(2), "add --context-parallel-recurrent gather"),
     "experts": ("gpt_oss", expert(3), "3 must divide the 4 experts"),
 }
 
