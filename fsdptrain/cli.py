@@ -18,7 +18,7 @@ from fsdptrain import __version__
 from fsdptrain.config import Config
 from fsdptrain.config.checks import check_world_size
 from fsdptrain.config.flags import RECIPE, Option, config_options, parse, resolve, view, without
-from fsdptrain.config.grid import draw_grid
+from fsdptrain.config.grid import across_nodes, draw_grid
 from fsdptrain.config.keys import SECTIONS, all_keys
 from fsdptrain.config.recipe import to_yaml
 from fsdptrain.errors import ConfigError, FsdptrainError
@@ -156,7 +156,8 @@ def _draw_processes(config: Config) -> None:
     if config.launch.nproc_per_node is not None:
         world_size = config.launch.nproc_per_node * config.launch.nnodes
         check_world_size(config, world_size)
-        sys.stdout.writelines(f"# {line}\n" for line in draw_grid(config, world_size))
+        lines = [*draw_grid(config, world_size), *across_nodes(config, config.launch.nproc_per_node)]
+        sys.stdout.writelines(f"# {line}\n" for line in lines)
 
 
 def export(argv: Sequence[str]) -> int:

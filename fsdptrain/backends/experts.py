@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,9 @@ from fsdptrain.models.policy import RouterFunction, evaluating, router_statistic
 from fsdptrain.models.router import RouterReplay
 from fsdptrain.models.router_check import aux_loss_coef, check_replay
 from fsdptrain.models.structure import decoder_layers, expert_choice
+
+if TYPE_CHECKING:
+    from fsdptrain.models.expert_dispatch import Dispatches
 from fsdptrain.types import LogProbs, LossOutput, PackedBatch
 
 
@@ -29,6 +33,7 @@ class Experts:
         router, trust = config.router, config.model.trust_remote_code
         self.replays = router.replay != "off"
         self.records = router.replay == "scoring"
+        self._split = config.parallel.expert_parallel_size > 1
         self._coef = 0.0
         self._copies = config.pack_copies
         if not self.replays and router.aux_loss_coef == 0:
@@ -80,6 +85,14 @@ class Experts:
             return None
         counted = trained_tokens(batch)
         return lambda router_logits, tokens: balance_loss(router_logits, counted[tokens], load)
+
+    def dispatches(self, model: PreTrainedModel) -> "Dispatches | None":
+        """None where experts are not split."""
+        if not self._split:
+            return None
+        from fsdptrain.models.expert_dispatch import Dispatches  # of newer transformers
+
+        return Dispatches(model)
 
     def add_loss(self, output: LossOutput, logprobs: LogProbs) -> LossOutput:
         return output if logprobs.router_loss is None else add_router_loss(output, logprobs.router_loss, self._coef)

@@ -152,6 +152,9 @@ class FSDPBackend:
         self._model.train(self._config.algorithm.algorithm == "sft")
         self._optimizer.zero_grad()
         load = self._experts.load(self._model, batches, layout=self.layout_probe.layout, device=self.device)
+        dispatches = self._experts.dispatches(self._model)
+        if dispatches is not None:
+            dispatches.reset()
         sums = MetricSums(copies=self._config.pack_copies)
         for batch in batches:
             moved = batch.to(self.device)
@@ -164,6 +167,7 @@ class FSDPBackend:
         norm = self._optimizer.clip().to(self.device)
         metrics, norm_value, finite = sums.reduce(norm)
         metrics = finish_metrics(metrics) | {"optim/lr": self._optimizer.lr} | (load.metrics() if load else {})
+        metrics |= dispatches.metrics(self.device) if dispatches is not None else {}
         if finite:
             self._optimizer.step()
             metrics["optim/grad_norm"] = norm_value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -25,6 +26,17 @@ def draw_grid(config: Config, world_size: int) -> list[str]:
         drawn += f"; experts {_groups(replica * own, own, expert)}" if expert > 1 else ""
         lines.append(drawn + (f"; packs {_groups(replica * own, own, config.pack_copies)}" if context > 1 else ""))
     return lines + ["..."] * (replicas > _SHOWN)
+
+
+def across_nodes(config: Config, local_world_size: int) -> Iterator[str]:
+    """A line for each kind of group that does not lie within a node: allowed, and slow."""
+    sizes = config.parallel.tensor_parallel_size, config.parallel.expert_parallel_size
+    for flag, size in zip(("--tensor-parallel-size", "--expert-parallel-size"), sizes, strict=True):
+        if size > 1 and local_world_size % size:
+            yield (
+                f"{flag} {size}: its groups do not lie within a node of {local_world_size} processes, so every layer "
+                f"waits for the network between nodes; a divisor of {local_world_size} would not"
+            )
 
 
 def _product(replicas: int, shards: int, kind: str, size: int, name: str) -> str:

@@ -231,6 +231,10 @@ class ParallelConfig(Section):
     """With --context-parallel-size, what becomes of mixers with a state (Mamba, Gated DeltaNet, convolutions).
     `gather`: each process of a group computes them for all of its tokens."""
 
+    @property
+    def splits(self) -> bool:
+        return self.tensor_parallel_size > 1 or self.expert_parallel_size > 1
+
 
 class RolloutConfig(Section):
     """Generation."""

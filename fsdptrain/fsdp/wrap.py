@@ -67,15 +67,19 @@ def shard_model(
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM, which a divide factor uses otherwise
     run = repeated_layers(model) if runs_tower else decoder_layers(model)
-    _set_prefetch([module for module in (model, *run) if isinstance(module, FSDPModule)], prefetch)
+    inside = [module for layer in run for module in layer.modules()]  # a layer, then its experts
+    _set_prefetch([module for module in (model, *inside) if isinstance(module, FSDPModule)], prefetch)
 
 
-def largest_shard(parameter: nn.Parameter, num_shards: int) -> int:
-    """Numbers of `parameter` that the rank with most of it holds."""
-    placement = expert_placement(num_shards)(parameter)
-    dim = 0 if placement is None else placement.dim
-    length = parameter.shape[dim] if parameter.dim() else 1
-    return parameter.numel() // max(1, length) * math.ceil(length / num_shards)
+def largest_shard(parameter: nn.Parameter, num_shards: int, *, cut_dim: int = 0, parts: int = 1) -> int:
+    """Numbers of `parameter` that the rank with most of it holds, where it was cut into `parts` along a dim before."""
+    if not parameter.dim():
+        return parameter.numel()
+    placement = expert_placement(num_shards, parts=parts)(parameter)
+    shape = list(parameter.shape)
+    for dim, count in ((cut_dim, parts), (0 if placement is None else placement.dim, num_shards)):
+        shape[dim] = math.ceil(shape[dim] / count)
+    return math.prod(shape)
 
 
 def split_experts(model: nn.Module) -> list[nn.Module]:

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from fsdptrain.errors import CheckpointError
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts")
+TOP_K_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts")
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,9 @@ def active_sizes(model: PreTrainedModel) -> dict[nn.Parameter, float]:
 def expert_choice(config: PreTrainedConfig) -> ExpertChoice | None:
     """What the config says; None for a model without experts."""
     text = config.get_text_config()
-    found = [next((n for n in (getattr(text, key, None) for key in keys) if n), None) for keys in (_EXPERTS, _TOP_K)]
+    found = [
+        next((n for n in (getattr(text, key, None) for key in keys) if n), None) for keys in (_EXPERTS, TOP_K_KEYS)
+    ]
     num_experts, top_k = found
     return ExpertChoice(num_experts, top_k) if num_experts and top_k else None
 

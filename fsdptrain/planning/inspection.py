@@ -16,7 +16,6 @@ from fsdptrain import platform
 from fsdptrain.config import Config
 from fsdptrain.config.prefix_checks import prefix_obstacle
 from fsdptrain.errors import CheckpointError, NumericsError
-from fsdptrain.fsdp.wrap import largest_shard
 from fsdptrain.models.anatomy import Part, anatomy
 from fsdptrain.models.attention import resolve_attention
 from fsdptrain.models.dealing import check_dealing
@@ -30,7 +29,7 @@ from fsdptrain.models.materialize import parameter_names, quiet_transformers
 from fsdptrain.models.policy import head_transform
 from fsdptrain.models.prefix_probe import PrefixProbe
 from fsdptrain.models.structure import count_active_parameters, freeze_vision, lm_head, parameters_outside
-from fsdptrain.planning.memory import num_shards
+from fsdptrain.planning.pieces import Grid, Pieces
 
 
 @dataclass(frozen=True)
@@ -96,15 +95,15 @@ def inspect_model(config: Config, *, num_gpus: int) -> Inspection:
     compute_dtype: torch.dtype = getattr(torch, config.compute_dtype_name)
     probe, refusal = _probe(config, model)
     device_type = platform.device_type()
-    shards = num_shards(config, num_gpus)
+    pieces = Pieces(model, Grid.of(config, num_gpus))
     return Inspection(
         checkpoint=config.model.hf_checkpoint,
         model_class=type(model).__name__,
         model_type=model.config.model_type,
         module=type(model).__module__,
         parts=anatomy(model),
-        parameters=_count(model, shards),
-        groups=_groups(model, shards, compute_dtype.itemsize),
+        parameters=_count(model, pieces),
+        groups=_groups(model, pieces, compute_dtype.itemsize),
         head=_head(model),
         dtypes=_dtypes(path, config),
         probe=probe,
@@ -161,18 +160,18 @@ def _probe(config: Config, model: PreTrainedModel) -> tuple[LayoutProbe | None, 
     return (replace(found, prefixes=PrefixProbe(False, obstacle)) if obstacle else found), ""
 
 
-def _count(model: PreTrainedModel, num_shards: int) -> Parameters:
+def _count(model: PreTrainedModel, pieces: Pieces) -> Parameters:
     parameters = list(model.parameters())
     return Parameters(
         total=sum(p.numel() for p in parameters),
         active=count_active_parameters(model),
         trainable=sum(p.numel() for p in parameters if p.requires_grad),
-        per_rank=sum(largest_shard(p, num_shards) for p in parameters),
-        num_shards=num_shards,
+        per_rank=pieces.total(lambda piece: piece.most),
+        num_shards=pieces.grid.shards * pieces.grid.tensor,
     )
 
 
-def _groups(model: PreTrainedModel, num_shards: int, compute_bytes: int) -> list[Group]:
+def _groups(model: PreTrainedModel, pieces: Pieces, compute_bytes: int) -> list[Group]:
     found = []
     for kind in layer_kinds(model):
         name = f"{kind.path} {kind.span}"
@@ -183,8 +182,8 @@ def _groups(model: PreTrainedModel, num_shards: int, compute_bytes: int) -> list
             name,
             count,
             sum(p.numel() for p in parameters),
-            sum(largest_shard(p, num_shards) for p in parameters),
-            compute_bytes * sum(p.numel() for p in parameters),
+            sum(piece.most for piece in pieces.of(parameters)),
+            compute_bytes * sum(piece.numel for piece in pieces.of(parameters)),
         )
         for name, count, parameters in found
     ]

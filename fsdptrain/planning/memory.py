@@ -15,6 +15,7 @@ import torch
 from fsdptrain.config import Config
 from fsdptrain.errors import MemoryPlanError
 from fsdptrain.models.structure import ParameterCounts
+from fsdptrain.planning.pieces import Pieces
 from fsdptrain.platform import GIB
 
 MASTER_BYTES = 4  # float32
@@ -39,18 +40,18 @@ class MemoryDemand:
     load_strategy: str = "shard"
     async_save: bool = False  # a copy on the host of what a checkpoint holds, while it is written
     moving_reference: bool = False  # it is part of a checkpoint
+    gathered: ParameterCounts | None = None  # where layers or experts are split: the part of them that a rank gathers
+    copied: int = 0  # numbers that tensor ranks hold beside the one of them that would do
 
 
-def num_shards(config: Config, num_ranks: int) -> int:
-    """Ranks over which one replica is sharded."""
-    return max(1, num_ranks // config.fsdp.replicate_size)
-
-
-def demand_of(config: Config, counts: ParameterCounts, *, num_ranks: int, embedded_engine: bool) -> MemoryDemand:
-    """Of a run of `config` whose model has `counts`."""
+def demand_of(config: Config, pieces: Pieces, counts: ParameterCounts, *, embedded_engine: bool) -> MemoryDemand:
+    """Of a run of `config` whose model has `counts`, split and sharded as `pieces`."""
+    grid = pieces.grid
     return MemoryDemand(
         counts=counts,
-        num_shards=num_shards(config, num_ranks),
+        num_shards=grid.shards * grid.tensor,
+        gathered=pieces.gathered if grid.is_split else None,
+        copied=pieces.total(lambda piece: (piece.tensor_copies - 1) * piece.numel),
         compute_bytes=getattr(torch, config.compute_dtype_name).itemsize,
         cpu_offload=config.fsdp.cpu_offload,
         offload_optimizer=config.optim.offload_optimizer,
@@ -92,7 +93,7 @@ class MemoryNeed:
 def load_memory_need(demand: MemoryDemand, supply: MemorySupply) -> MemoryNeed:
     """The most that a rank holds at one time while it trains, or while the embedded engine generates."""
     counts, ranks = demand.counts, supply.ranks_per_node
-    trained = MASTER_BYTES * math.ceil((counts.total - counts.frozen) / demand.num_shards)
+    trained = MASTER_BYTES * math.ceil((counts.total - counts.frozen + demand.copied) / demand.num_shards)
     stored = demand.compute_bytes if counts.adapter else MASTER_BYTES  # a stock model's frozen ones are as the rest
     frozen = stored * math.ceil(counts.frozen / demand.num_shards)
     state = {"weights": trained + frozen, "Adam's moments": 2 * trained, "gradients": trained}
@@ -138,14 +139,14 @@ def check_load_memory(demand: MemoryDemand, supply: MemorySupply) -> None:
 
 def _working_memory(demand: MemoryDemand) -> dict[str, int]:
     """What comes and goes: gathered layers while training, or the engine's copy while it generates, the larger one."""
-    counts = demand.counts
+    counts = demand.gathered or demand.counts
     layers = (
         GATHERED_LAYERS * counts.largest_layer if demand.reshard_after_forward else counts.total - counts.outside_layers
     )
     gathered = demand.compute_bytes * (layers + counts.outside_layers)
     reduction = (demand.compute_bytes + MASTER_BYTES) * counts.reduced_at_once
     training = {"gathered layers": gathered, "gradients of one layer": reduction}
-    whole = demand.compute_bytes * (counts.total - counts.adapter)  # it is merged
+    whole = demand.compute_bytes * (demand.counts.total - demand.counts.adapter)  # it is merged
     engine = {"the embedded engine": whole} if demand.embedded_engine else {}
     return max(training, engine, key=lambda parts: sum(parts.values()))
 
@@ -178,6 +179,8 @@ def _remedies(demand: MemoryDemand, supply: MemorySupply) -> list[str]:
         ("--kl-loss-coef 0", replace(demand, reference=False)),
         ("--lora-rank 32", replace(demand, counts=with_adapter(demand.counts), reference=False)),
     ]
+    if demand.gathered is not None:  # config/checks.py: not beside split layers or experts
+        changes = [change for change in changes if change[0] not in ("--fsdp-cpu-offload", "--lora-rank 32")]
     if not supply.has_accelerator:  # without a device, offload moves nothing, and there is no vLLM
         changes = [change for change in changes if "offload" not in change[0] and "vllm" not in change[0]]
     enough = [flag for flag, changed in changes if changed != demand and _fits(changed, supply)]

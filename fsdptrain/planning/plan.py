@@ -17,13 +17,12 @@ from transformers import PreTrainedModel
 
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
-from fsdptrain.fsdp.wrap import largest_shard
 from fsdptrain.models.attention import SEGMENTS, register_attention
 from fsdptrain.models.inputs import Layout
 from fsdptrain.models.kernels import kernels
 from fsdptrain.models.layout import LOSES_MASK
 from fsdptrain.models.selective_check import check_selective
-from fsdptrain.models.structure import ParameterCounts, count_parameters, parameters_outside
+from fsdptrain.models.structure import ParameterCounts, count_parameters
 from fsdptrain.planning import remedies
 from fsdptrain.planning.activations import Moment, Sharding, training_peak
 from fsdptrain.planning.memory import (
@@ -34,8 +33,9 @@ from fsdptrain.planning.memory import (
     MemorySupply,
     demand_of,
     load_memory_need,
-    num_shards,
 )
+from fsdptrain.planning.pieces import Grid, Pieces
+from fsdptrain.planning.slices import config_of_slice, on_one_rank
 from fsdptrain.planning.trace import Recipe, Trace, cache_bytes, interleave, trace
 
 GPUS_PER_NODE = 8
@@ -133,7 +133,8 @@ class Planner:
         register_attention()
         self._model = model
         self.machine = machine
-        self._traces: dict[Recipe, Trace] = {}
+        self._traces: dict[tuple[Recipe, Grid], Trace] = {}
+        self._pieces: dict[Grid, Pieces] = {}
         self._caches: dict[tuple[int, torch.dtype], int] = {}
         self._selective: bool | None = None  # not known yet
 
@@ -145,6 +146,7 @@ class Planner:
         """The same model and traces on another machine."""
         other = Planner(self._model, machine)
         other._traces, other._caches, other._selective = self._traces, self._caches, self._selective
+        other._pieces = self._pieces
         return other
 
     def allows(self, config: Config) -> bool:
@@ -172,7 +174,7 @@ class Planner:
 
     def training(self, config: Config) -> Moment:
         assert not config.lora.rank or self.counts.frozen, "a run with --lora-rank needs its adapters on the model"
-        return training_peak(self.trace(config), sharding(self._model, config, self.machine.num_gpus))
+        return training_peak(self.trace(config), sharding(self.pieces(config), config))
 
     def trace(self, config: Config) -> Trace:
         """Of the fullest pack; layers are those of the model, one by one, where only some are recomputed."""
@@ -187,17 +189,29 @@ class Planner:
             offload=model.offload_activations,
             lora=config.lora if config.lora.rank else None,
         )
-        found = self._traced(recipe, trust_remote_code=model.trust_remote_code)
+        pieces = self.pieces(config)
+        found = self._traced(recipe, pieces, trust_remote_code=model.trust_remote_code)
         every = model.gradient_checkpointing_every
         if every == 1 or not model.gradient_checkpointing:
             return found
-        plain = self._traced(replace(recipe, checkpointing=None), trust_remote_code=model.trust_remote_code)
+        plain = self._traced(replace(recipe, checkpointing=None), pieces, trust_remote_code=model.trust_remote_code)
         return interleave(found, plain, every=every)
 
-    def _traced(self, recipe: Recipe, *, trust_remote_code: bool) -> Trace:
-        if recipe not in self._traces:
-            self._traces[recipe] = trace(self._model.config, recipe, trust_remote_code=trust_remote_code)
-        return self._traces[recipe]
+    def _traced(self, recipe: Recipe, pieces: Pieces, *, trust_remote_code: bool) -> Trace:
+        """Of one rank. The trace of a layer depends on how it is split alone, and not on the number of shards."""
+        key = recipe, replace(pieces.grid, replicas=1, shards=1)
+        if key not in self._traces:
+            config = config_of_slice(self._model, pieces, trust_remote_code=trust_remote_code)
+            whole = trace(config, recipe, trust_remote_code=trust_remote_code)
+            tokens, itemsize = sum(recipe.seqlens), recipe.dtype.itemsize
+            self._traces[key] = on_one_rank(whole, self._model, pieces, num_tokens=tokens, itemsize=itemsize)
+        return self._traces[key]
+
+    def pieces(self, config: Config) -> Pieces:
+        grid = Grid.of(config, self.machine.num_gpus)
+        if grid not in self._pieces:
+            self._pieces[grid] = Pieces(self._model, grid)
+        return self._pieces[grid]
 
     def generation(self, config: Config) -> Moment | None:
         """The embedded engine at its fullest: its weights beside the trainer's, and rows of full length."""
@@ -211,17 +225,18 @@ class Planner:
             )
         numbers = 1 if config.optim.offload_optimizer else 3
         whole = self.counts.frozen if config.lora.rank else self.counts.total  # an adapter is merged
+        gathered = self.pieces(config).gathered
         parts = {
-            "weights, gradients, Adam": _state(self._model, config, self.machine.num_gpus, numbers),
+            "weights, gradients, Adam": _state(self.pieces(config), config, numbers),
             "the engine's weights": dtype.itemsize * whole,
             f"key-value cache of {rows} rows": rows * self._caches[width, dtype],
-            "gathered layers": dtype.itemsize * max(self.counts.largest_layer, self.counts.outside_layers),
+            "gathered layers": dtype.itemsize * max(gathered.largest_layer, gathered.outside_layers),
         }
         return Moment("generation", parts)
 
     def host(self, config: Config) -> tuple[Mapping[str, int], int]:
         """What the host of one node holds: its parts, and all with a margin."""
-        demand = demand_of(config, self.counts, num_ranks=self.machine.num_gpus, embedded_engine=False)
+        demand = demand_of(config, self.pieces(config), self.counts, embedded_engine=False)
         supply = MemorySupply(_NO_LIMIT, _NO_LIMIT, self.machine.ranks_per_node, has_accelerator=True)
         parts = dict(load_memory_need(demand, supply).host_parts)
         if config.model.offload_activations:
@@ -239,31 +254,27 @@ class Planner:
         return None if too_much else device
 
 
-def sharding(model: PreTrainedModel, config: Config, num_gpus: int) -> Sharding:
-    """Of a run of `config` over so many ranks."""
-    outside = parameters_outside(model)
+def sharding(pieces: Pieces, config: Config) -> Sharding:
+    """Of a run of `config`."""
+    outside = pieces.outside_layers
     return Sharding(
-        outside=sum(p.numel() for p in outside),
-        outside_trained=sum(p.numel() for p in outside if p.requires_grad),
-        num_shards=num_shards(config, num_gpus),
+        outside=sum(piece.numel for piece in outside),
+        outside_trained=sum(piece.numel for piece in outside if piece.trained),
+        num_shards=pieces.grid.shards,
         compute_bytes=_dtype(config).itemsize,
         reshard_after_forward=config.fsdp.reshard_after_forward,
         prefetch=config.fsdp.prefetch,
         cpu_offload=config.fsdp.cpu_offload,
-        state=_state(model, config, num_gpus, 2 if config.optim.offload_optimizer else 4),
+        state=_state(pieces, config, 2 if config.optim.offload_optimizer else 4),
     )
 
 
-def _state(model: PreTrainedModel, config: Config, num_gpus: int, numbers: int) -> int:
+def _state(pieces: Pieces, config: Config, numbers: int) -> int:
     """Bytes on the device of a rank's shards: so many float32 `numbers` for each trained one, frozen ones once."""
     if config.fsdp.cpu_offload:
         return 0
-    shards = num_shards(config, num_gpus)
     frozen_bytes = _dtype(config).itemsize if config.lora.rank else MASTER_BYTES
-    return sum(
-        largest_shard(p, shards) * (numbers * MASTER_BYTES if p.requires_grad else frozen_bytes)
-        for p in model.parameters()
-    )
+    return pieces.total(lambda piece: piece.most * (numbers * MASTER_BYTES if piece.trained else frozen_bytes))
 
 
 def seqlens(config: Config) -> tuple[int, ...]:

@@ -80,7 +80,9 @@ def _possible(config: Config) -> bool:
     selective = model.gradient_checkpointing and model.gradient_checkpointing_kind == "selective"
     twice = config.fsdp.cpu_offload and config.optim.offload_optimizer
     dealt = config.parallel.context_parallel_size > 1 and (selective or model.offload_activations)
-    return not twice and not dealt and not (selective and (model.offload_activations or model.compile))
+    split = config.parallel.splits and (selective or config.fsdp.cpu_offload or model.offload_activations)
+    elsewhere = selective and (model.offload_activations or model.compile)
+    return not (twice or dealt or split or elsewhere)
 
 
 def _stronger(given: Config, changed: Config) -> bool:

@@ -34,6 +34,7 @@ from fsdptrain.models.lora import require_peft
 from fsdptrain.models.processor import ImageProcessor, open_processor
 from fsdptrain.models.structure import count_parameters
 from fsdptrain.planning.memory import MemorySupply, check_load_memory, demand_of, load_memory_line
+from fsdptrain.planning.pieces import Grid, Pieces
 from fsdptrain.planning.plan import Machine, Planner
 from fsdptrain.protocols import InFlightEngine, Logger, Loss, RewardFunction, RolloutEngine
 from fsdptrain.rewards import build_reward, reads_environment
@@ -186,8 +187,8 @@ def open_loggers(config: Config, folder: RunFolder, stack: ExitStack) -> list[Lo
 
 def plan_memory(model: PreTrainedModel, config: Config, *, embedded_engine: bool) -> None:
     """Say what loading will need and what is there; MemoryPlanError on all ranks if it cannot fit. Collective."""
-    ranks = dist.get_world_size()
-    demand = demand_of(config, count_parameters(model), num_ranks=ranks, embedded_engine=embedded_engine)
+    pieces = Pieces(model, Grid.of(config, dist.get_world_size()))
+    demand = demand_of(config, pieces, count_parameters(model), embedded_engine=embedded_engine)
     supply = MemorySupply(
         device_free=platform.device_memory()[0],
         host_free=platform.host_memory()[0],

@@ -14,6 +14,7 @@ from fsdptrain import platform
 from fsdptrain.algo.advantages import assign_advantages, scale_over_batch
 from fsdptrain.algo.shaping import without_truncated
 from fsdptrain.config import Config, DataConfig, check_processes
+from fsdptrain.config.grid import across_nodes
 from fsdptrain.data.packing import drop_overlong
 from fsdptrain.errors import CheckpointError, ConfigError, DataError, RolloutError
 from fsdptrain.fsdp.checkpoint import CheckpointFolder
@@ -61,6 +62,8 @@ class Trainer:
         with platform.process_group(self.config.launch.dist_timeout):
             local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             check_processes(self.config, world_size=dist.get_world_size(), local_world_size=local_world_size)
+            for line in across_nodes(self.config, local_world_size) if dist.get_rank() == 0 else ():
+                log.warning("%s", line)
             platform.seed_everything(self.config.run.seed + dist.get_rank())
             platform.set_deterministic(self.config.model.deterministic_mode)
             folder = open_folder(self.config)

@@ -39,6 +39,13 @@ SHAPES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
         *("qwen3", 1024, {"num_hidden_layers": 6}),
         {**RECOMPUTED, "gradient_checkpointing_every": 2, "offload_activations": True, "offload_optimizer": True},
     ),
+    "layers split": ("llama", 1024, WIDE, {"tensor_parallel_size": 2}),
+    "layers and head split": (
+        *("qwen3", 1024, WIDE | {"tie_word_embeddings": True}),
+        {"tensor_parallel_size": 2, "gradient_checkpointing": True, "bf16": True},
+    ),
+    "experts split": ("qwen3_moe", 1024, {}, {"expert_parallel_size": 2}),
+    "both": ("qwen3_moe", 1024, {}, {"expert_parallel_size": 2, "tensor_parallel_size": 2}),
     "adapter": ("qwen3", 1024, WIDE, {"lora_rank": 8, "bf16": True}),
 }
 
@@ -52,13 +59,14 @@ def measured(path: str, tokens: int, options: dict[str, Any]) -> tuple[int, int]
     """(most bytes that tensors held during a step of two packs, what was planned), after a first step."""
     config = config_of(path, tokens, options)
     backend = FSDPBackend(config, total_steps=10)
-    batch = plain_batch([[2] * LENGTH] * (tokens // LENGTH), device=torch.device("cpu"))
+    ids = torch.randint(5, zoo.VOCAB_SIZE, (tokens // LENGTH, LENGTH), generator=torch.Generator().manual_seed(0))
+    batch = plain_batch(ids.tolist(), device=torch.device("cpu"))
     packs = [replace(batch, loss_weights=batch.loss_weights / tokens)] * 2
     parameters = list(backend.model.parameters())
     shard = sum(local_shard(p).nbytes for p in parameters if p.requires_grad)
     held = sum(local_shard(p).nbytes for p in parameters) + 2 * shard  # weights and two moments
     planner = Planner(backend.model, Machine(RANKS, GIB))
-    moments = training_moments(planner.trace(config), sharding(backend.model, config, RANKS))
+    moments = training_moments(planner.trace(config), sharding(planner.pieces(config), config))
     device = planner.training(config).total
     planned = max(moment.total + moment.on_host for moment in moments)  # here both are the memory of the host
     assert planned == device or config.model.offload_activations

@@ -18,9 +18,15 @@ from .sharded import full, full_state
 from .test_fsdp_backend import GRPO, config, keep_gradients, packs_of_this_rank, relative, samples, scored
 
 TOLERANCE = 1e-5
+# Gradients of these are small sums of large parts: the plain model's own, in float32, are 1.4e-4 off those in float64.
+ROUNDED, OF_ROUNDED = ("A_log", "dt_bias"), 2e-4
 LOSS_NAMES = ("grpo", "gspo")
 # name -> family and changes; else as the zoo has them
-FAMILIES = {"qwen3_moe": ("qwen3_moe", {"num_experts": 8}), "one expert for two": ("qwen3_moe", {"num_experts": 2})}
+FAMILIES = {
+    "tied": ("qwen3", {"tie_word_embeddings": True, "vocab_size": zoo.VOCAB_SIZE + 1}),  # uneven
+    "qwen3_moe": ("qwen3_moe", {"num_experts": 8}),
+    "one expert for two": ("qwen3_moe", {"num_experts": 2}),
+}
 
 
 def tensor(size: int, **more) -> dict:
@@ -50,6 +56,8 @@ CASES = {
         (4, tensor(2, gradient_checkpointing=True)),
         (4, tensor(2, fsdp_replicate_size=2)),
     ],
+    "tied": [(2, tensor(2)), (4, tensor(2, gradient_checkpointing=True))],
+    "gemma3": [(2, tensor(2, layout="padded")), (4, tensor(2)), (2, context(2)), (4, context(2))],
     "qwen3_moe": [
         (2, expert(2, fsdp_prefetch=False, layout="padded")),
         (2, tensor(2, expert_parallel_size=2)),
@@ -64,11 +72,24 @@ CASES = {
         (2, context(2, expert_parallel_size=2)),
         (4, context(4)),
         (2, expert(2)),
-        (4, expert(2)),
+        (4, expert(2, fsdp_replicate_size=2)),
         (4, expert(4)),
     ],
-    "deepseek_v3": [(2, context(2)), (2, expert(2)), (2, tensor(2, expert_parallel_size=2)), (4, expert(4))],
-    "gemma3": [(2, tensor(2)), (2, context(2)), (4, context(2))],
+    "deepseek_v3": [
+        (2, context(2)),
+        (2, expert(2)),
+        (2, tensor(2, expert_parallel_size=2)),
+        (4, tensor(2, expert_parallel_size=2)),
+        (4, expert(2, fsdp_replicate_size=2)),
+        (4, expert(4)),
+    ],
+    "qwen3_next": [
+        (2, expert(2)),
+        (2, tensor(2, expert_parallel_size=2)),
+        (4, tensor(2, expert_parallel_size=2)),
+        (4, expert(2, fsdp_replicate_size=2)),
+        (4, expert(4)),
+    ],
     "one expert for two": [(4, expert(2))],
 }
 
@@ -91,12 +112,18 @@ def made(checkpoint: str, values: dict) -> FSDPBackend:
     return FSDPBackend(config(checkpoint, adam_eps=0.01, kl_loss_coef=0.1, **values), total_steps=10)
 
 
-def learn(checkpoint: str, cases: list[dict], folder: str) -> list:
-    """For each of `cases`: logprobs of one pack; gradients and metrics of a step with each loss; weights; an export."""
+def learn(checkpoint: str, cases: list[dict], folder: str, plain: str | None = None) -> list:
+    """For each of `cases`: logprobs of one pack; gradients and metrics of a step with each loss; all that was learnt.
+
+    Before, the export must be the checkpoint; after, what was learnt is saved, and exported. Then what one rank has
+    learnt, in the folder `plain`, is loaded: last in the result.
+    """
     found = []
     for number, values in enumerate(cases):
         backend = made(checkpoint, values)
         copies = copies_of(values)
+        target = Path(folder) / f"{dist.get_world_size()}_{number}"
+        assert same(exported(backend, target / "before"), files_of(checkpoint))
         [whole] = packs_of_this_rank(samples(), 4096, dist.get_world_size())
         logprobs = backend.score([whole], "policy")[0].values
         gradients, steps = keep_gradients(backend._optimizer), []
@@ -104,61 +131,85 @@ def learn(checkpoint: str, cases: list[dict], folder: str) -> list:
             packs = scored(backend, packs_of_this_rank(samples(), 128, copies), reference=True)
             metrics = backend.train_step(packs, LOSSES[name], GRPO)
             steps.append((dict(gradients), metrics))
-        exported = Path(folder) / f"{dist.get_world_size()}_{number}"
-        backend.export(exported)
-        hub = dict(backend.hf_weights())
-        files: dict = {}
-        for path in exported.glob("*.safetensors"):
-            files |= load_file(path)
-        assert files.keys() == hub.keys()
-        assert all(torch.equal(files[name], hub[name]) for name in hub)  # of the float32 checkpoint, in float32
-        found.append((logprobs, steps, full_state(backend._model)))
+        CheckpointFolder(target, keep_last=1).write(1, lambda directory, backend=backend: backend.save(directory, 1))
+        assert same(exported(backend, target / "after"), dict(backend.hf_weights()))  # all of it is float32
+        learnt = state(backend)
+        found.append((logprobs, steps, learnt, loaded(backend, plain) if plain else None))
     return found
 
 
-@pytest.mark.parametrize("family", CASES)
-def test_split_over_ranks_a_model_computes_and_learns_what_it_does_alone(checkpoints, tmp_path, family):
-    checkpoint = checkpoints(family)
-    [[(logprobs, steps, weights)]] = spawn(1, learn, checkpoint, [{}], str(tmp_path / "alone"))
-    for world in sorted({world for world, _ in CASES[family]}):
-        cases = [values for size, values in CASES[family] if size == world]
-        for ranks in zip(*spawn(world, learn, checkpoint, cases, str(tmp_path), timeout=300), strict=True):
-            for other_logprobs, other_steps, other_weights in ranks:
-                assert (other_logprobs - logprobs).abs().max() < TOLERANCE
-                for (gradients, metrics), (wanted, expected) in zip(other_steps, steps, strict=True):
-                    assert relative(gradients, wanted) < TOLERANCE
-                    assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
-                assert relative(other_weights, weights) < 1e-6
+def _but(gradients: dict, *, rounded: bool) -> dict:
+    return {name: x for name, x in gradients.items() if name.endswith(ROUNDED) == rounded}
 
 
-def test_the_export_of_untrained_weights_is_the_checkpoint_bitwise(checkpoints, tmp_path):
-    for family, values in (
-        ("qwen3", tensor(2)),
-        ("one expert for two", expert(2)),
-        ("qwen3_moe", tensor(2, expert_parallel_size=4)),
-    ):
-        checkpoint, target = checkpoints(family), tmp_path / f"{family}{len(str(values))}"
-        spawn(4, export, checkpoint, values, str(target))
-        [ours], [theirs] = ([*Path(x).glob("*.safetensors")] for x in (target, checkpoint))
-        written, read = load_file(ours), load_file(theirs)
-        assert written.keys() == read.keys()
-        assert all(torch.equal(written[name], read[name]) for name in read)
+def exported(backend: FSDPBackend, target: Path) -> dict:
+    backend.export(target)
+    return files_of(target)
 
 
-def export(checkpoint: str, values: dict, target: str) -> None:
-    made(checkpoint, values).export(Path(target))
+def files_of(folder: str | Path) -> dict:
+    return {name: x for path in Path(folder).glob("*.safetensors") for name, x in load_file(path).items()}
+
+
+def same(found: dict, wanted: dict) -> bool:
+    return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 def state(backend: FSDPBackend) -> dict:
+    """Weights and Adam's state."""
     moments = {f"optimizer.{name}": full(value) for name, value in backend._optimizer.tensors().items()}
     return full_state(backend._model) | moments
 
 
+def loaded(backend: FSDPBackend, directory: str | Path) -> dict:
+    latest = CheckpointFolder(Path(directory), keep_last=1).latest()
+    assert latest is not None
+    backend.load(latest)
+    return state(backend)
+
+
+def load_each(checkpoint: str, directories: list[Path]) -> list[dict]:
+    backend = made(checkpoint, {})
+    return [loaded(backend, directory) for directory in directories]
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_split_over_ranks_a_model_computes_learns_saves_and_loads_what_it_does_alone(checkpoints, tmp_path, family):
+    checkpoint, written = checkpoints(family), {}
+    [[(logprobs, steps, learnt, _)]] = spawn(1, learn, checkpoint, [{}], str(tmp_path))
+    for world in sorted({world for world, _ in CASES[family]}):
+        cases = [values for size, values in CASES[family] if size == world]
+        plain = str(tmp_path / "1_0")
+        for ranks in spawn(world, learn, checkpoint, cases, str(tmp_path), plain, timeout=300):
+            for number, (other_logprobs, other_steps, other_learnt, other_loaded) in enumerate(ranks):
+                assert (other_logprobs - logprobs).abs().max() < TOLERANCE
+                for (gradients, metrics), (wanted, expected) in zip(other_steps, steps, strict=True):
+                    assert relative(*(_but(x, rounded=False) for x in (gradients, wanted))) < TOLERANCE
+                    if any(name.endswith(ROUNDED) for name in wanted):
+                        assert relative(*(_but(x, rounded=True) for x in (gradients, wanted))) < OF_ROUNDED
+                    of_split = {name: metrics.pop(name) for name in [*metrics] if name not in expected}
+                    assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
+                    assert of_split.get("moe/dropped_tokens", 0.0) == 0.0
+                    assert 1.0 <= of_split.get("moe/rank_load_max", 1.0) <= world
+                weights = {name: x for name, x in learnt.items() if not name.startswith("optimizer.")}
+                assert relative({name: other_learnt[name] for name in weights}, weights) < 1e-6
+                assert same(other_loaded, learnt)
+                written[tmp_path / f"{world}_{number}"] = other_learnt
+    [read] = spawn(1, load_each, checkpoint, list(written))
+    assert all(same(found, wanted) for found, wanted in zip(read, written.values(), strict=True))
+
+
+RESUMES = {
+    "tensor to another number of shards": ("qwen3", [(2, tensor(2)), (4, tensor(2))]),
+    "context to tensor": ("qwen3", [(4, context(2)), (2, tensor(2))]),
+    "both to one": ("qwen3_moe", [(4, tensor(2, expert_parallel_size=4)), (2, expert(2))]),
+}
+
+
 def save(checkpoint: str, directory: str, values: dict) -> dict:
     backend = made(checkpoint, values)
-    copies = copies_of(values)
-    packs = scored(backend, packs_of_this_rank(samples(), 128, copies), reference=True)
-    backend.train_step(packs, LOSSES["grpo"], GRPO)
+    packs = packs_of_this_rank(samples(), 128, copies_of(values))
+    backend.train_step(scored(backend, packs, reference=True), LOSSES["grpo"], GRPO)
     CheckpointFolder(Path(directory), keep_last=1).write(1, lambda folder: backend.save(folder, 1))
     return state(backend)
 
@@ -166,36 +217,20 @@ def save(checkpoint: str, directory: str, values: dict) -> dict:
 def resume(checkpoint: str, directory: str, values: dict) -> tuple[dict, dict]:
     """What was loaded, and the gradients of the next step."""
     backend = made(checkpoint, values)
-    latest = CheckpointFolder(Path(directory), keep_last=1).latest()
-    assert latest is not None
-    backend.load(latest)
-    loaded = state(backend)
-    gradients = keep_gradients(backend._optimizer)
+    found, gradients = loaded(backend, directory), keep_gradients(backend._optimizer)
     packs = packs_of_this_rank(samples(seed=1), 128, copies_of(values))
     backend.train_step(scored(backend, packs, reference=True), LOSSES["grpo"], GRPO)
-    return loaded, dict(gradients)
-
-
-RESUMES = {
-    "tensor to plain and back": ("qwen3", [(4, tensor(2)), (2, {}), (2, tensor(2))]),
-    "plain to tensor": ("qwen3", [(1, {}), (4, tensor(2))]),
-    "context to plain and to tensor": ("qwen3", [(4, context(2)), (1, {}), (2, tensor(2)), (2, context(2))]),
-    "expert to plain and to other sizes": ("qwen3_moe", [(4, expert(2)), (1, {}), (4, expert(4))]),
-    "both to one": ("qwen3_moe", [(4, tensor(2, expert_parallel_size=4)), (2, expert(2))]),
-}
+    return found, dict(gradients)
 
 
 @pytest.mark.parametrize("case", RESUMES)
-def test_a_checkpoint_of_one_mesh_is_resumed_bitwise_on_another(checkpoints, tmp_path, case):
-    family, [(world, values), *others] = RESUMES[case]
+def test_a_checkpoint_of_one_mesh_is_resumed_bitwise_on_another_and_learns_on(checkpoints, tmp_path, case):
+    family, [(world, values), (other_world, other_values)] = RESUMES[case]
     [saved, *_] = spawn(world, save, checkpoints(family), str(tmp_path), values)
-    wanted = None
-    for other_world, other_values in others:
-        for loaded, gradients in spawn(other_world, resume, checkpoints(family), str(tmp_path), other_values):
-            assert loaded.keys() == saved.keys()
-            assert all(torch.equal(loaded[name], saved[name]) for name in saved)
-            wanted = wanted or gradients
-            assert relative(gradients, wanted) < TOLERANCE
+    [(_, wanted)] = spawn(1, resume, checkpoints(family), str(tmp_path), {})
+    for found, gradients in spawn(other_world, resume, checkpoints(family), str(tmp_path), other_values):
+        assert same(found, saved)
+        assert relative(gradients, wanted) < TOLERANCE
 
 
 REFUSED = {

@@ -69,6 +69,8 @@ def test_dry_run_draws_the_processes_and_refuses_what_does_not_fit() -> None:
     assert "# 32 processes = 1 replicas x 8 shards x 4 tensor" in done.stdout
     assert "# experts on 1 replicas x 2 expert shards x 16 expert" in done.stdout
     assert "# replica 0: [0 1 2 3] [4 5 6 7] " in done.stdout
+    assert "# --expert-parallel-size 16: its groups do not lie within a node of 8 processes" in done.stdout
+    assert "# --tensor-parallel-size" not in done.stdout
     refused = subprocess.run([*program[:-1], "3"], capture_output=True, text=True, timeout=60, check=False)
     assert refused.returncode == 2
     assert "--expert-parallel-size 3 must divide the processes of a replica, 32" in refused.stderr

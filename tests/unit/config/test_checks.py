@@ -11,8 +11,46 @@ SFT = {"algorithm": "sft"}
 SELECTIVE = {"gradient_checkpointing": True, "gradient_checkpointing_kind": "selective"}
 OFF_POLICY = {"global_batch_size": 64}
 
+TENSOR, EXPERT = {"tensor_parallel_size": 2}, {"expert_parallel_size": 2}
+# what was not proven beside split layers or experts; and beside layers alone
+BESIDE_BOTH = [
+    {"lora_rank": 8},
+    {"image_key": "image"},
+    {"compile": True},
+    SELECTIVE,
+    {"offload_activations": True},
+    {"load_strategy": "rank0"},
+    {"fp16": True, "bf16": False},
+    {"fsdp_cpu_offload": True},
+    {"async_save": True},
+]
+BESIDE_TENSOR = [
+    SFT,
+    {"router_replay": "rollout", "rollout_engine": "vllm"},
+    {"router_aux_loss_coef": 0.1},
+    {"rollout_top_p": 0.9},
+    {"rollout_top_k": 20},
+    {"rollout_min_p": 0.1},
+]
+
 # (what is refused, what the line names, what repairs it)
 REFUSED = [
+    *(
+        (
+            {**other, **TENSOR},
+            ["--tensor-parallel-size", all_keys()[next(iter(other))].flag[:15]],
+            dict.fromkeys(TENSOR, 1),
+        )
+        for other in BESIDE_BOTH + BESIDE_TENSOR
+    ),
+    *(
+        (
+            {**other, **EXPERT},
+            ["--expert-parallel-size", all_keys()[next(iter(other))].flag[:15]],
+            dict.fromkeys(EXPERT, 1),
+        )
+        for other in BESIDE_BOTH
+    ),
     ({"hf_checkpoint": ""}, ["--hf-checkpoint", "Qwen/Qwen3-4B"], {"hf_checkpoint": "x"}),
     ({"fp16": True, "bf16": True}, ["--fp16", "--no-bf16"], {"bf16": False}),
     (

@@ -12,6 +12,7 @@ from fsdptrain.models.lora import add_adapters
 from fsdptrain.models.structure import count_parameters, freeze_vision, tower_layers
 from fsdptrain.planning import remedies
 from fsdptrain.planning.memory import GIB
+from fsdptrain.planning.pieces import Grid, Pieces
 from fsdptrain.planning.plan import Machine, Planner, cache_rows, make_plan, seqlens, sharding, with_margin
 from tests import configs
 
@@ -37,7 +38,7 @@ def test_a_tower_that_does_not_run_is_held_as_a_shard_and_never_gathered():
     model = configs.meta_model("qwen3.5-9b")
     freeze_vision(model)
     tower = sum(p.numel() for layer in tower_layers(model) for p in layer.parameters())
-    outside = sharding(model, config(), 8).outside
+    outside = sharding(Pieces(model, Grid.of(config(), 8)), config()).outside
     assert tower > 400_000_000
     assert outside == count_parameters(model).outside_layers
     assert outside < sum(p.numel() for p in model.parameters()) - tower

@@ -1,0 +1,136 @@
+"""What tensor and expert parallel do to a model, by the plans that transformers has for its own models.
+
+Known from the model on meta and the sizes, before any process exists: a plan and a dry run refuse what a run would.
+"""
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from fsdptrain.errors import ConfigError
+from fsdptrain.models.structure import decoder_layers, expert_choice, lm_head, stock_class
+
+_COLUMNS = ("colwise", "colwise_rep", "colwise_gather_output")  # out of nn.Linear's [out, in]
+_ROWS = ("rowwise", "rowwise_rep", "rowwise_split_input")  # in
+_PACKED = ("packed_colwise", "packed_rowwise")  # gate and up in one matrix, each cut
+_BY_VOCABULARY, _BY_WIDTH = "embedding_rowwise", "embedding_colwise"
+_LEAST_SHARE = 0.5  # of the matrices of the layers that must be split: less of them saves nothing
+
+
+@dataclass(frozen=True)
+class SplitPlan:
+    """Names of modules and parameters, and the styles of transformers."""
+
+    tensor: dict[str, str]  # without what `experts` deals with
+    experts: dict[str, str]
+    tensor_dims: dict[str, int]  # of parameters: the dim that is cut over tensor ranks
+
+
+def split_plan(model: PreTrainedModel, *, tensor_size: int, expert_size: int) -> SplitPlan:
+    """Of a model on meta, or sharded. ConfigError where it does not allow these sizes."""
+    if tensor_size == expert_size == 1:
+        return SplitPlan({}, {}, {})
+    _require_plans()
+    experts = _expert_plan(model, expert_size) if expert_size > 1 else {}
+    tensor = _tensor_plan(model, experts) if tensor_size > 1 else {}
+    dims = {name: dim for name, p in model.named_parameters() if (dim := _dim(name, p, tensor)) is not None}
+    plan = SplitPlan(tensor, experts, dims)
+    if tensor_size > 1:
+        _check_heads(model, tensor_size)
+        _check_tensors(model, plan, tensor_size)
+    return plan
+
+
+def _require_plans() -> None:
+    try:
+        import transformers.distributed.expert_parallel  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            "--tensor-parallel-size and --expert-parallel-size need transformers 5.23 or newer: install it, or leave "
+            "them out"
+        ) from error
+
+
+def is_tied(model: PreTrainedModel) -> bool:
+    return lm_head(model).weight is cast(nn.Module, model.get_input_embeddings()).weight
+
+
+def _tensor_plan(model: PreTrainedModel, experts: dict[str, str]) -> dict[str, str]:
+    plan = cast(Any, model)._expand_parallel_plan(model.tp_plan)
+    plan = {name: style for name, style in plan.items() if not any(_is_in(name, other) for other in experts)}
+    if is_tied(model):
+        names = {id(module): name for name, module in model.named_modules()}
+        head, embedding = names[id(lm_head(model))], names[id(model.get_input_embeddings())]
+        plan.pop(f"{head}.weight", None)  # one parameter, and the embedding owns it
+        if f"{embedding}.weight" not in plan:
+            plan.pop(head, None)
+    return plan
+
+
+def _expert_plan(model: PreTrainedModel, size: int) -> dict[str, str]:
+    name = stock_class(model).__name__
+    plan = cast(Any, model)._expand_parallel_plan(model.ep_plan or {})
+    plan = {key: style for key, style in plan.items() if style in ("grouped_gemm", "ep_dispatch_experts")}
+    if "ep_dispatch_experts" not in plan.values():
+        raise ConfigError(
+            f"--expert-parallel-size {size}: transformers has no plan that splits experts of {name}: leave it out"
+        )
+    choice = expert_choice(model.config)
+    if choice is not None and choice.num_experts % size:
+        raise ConfigError(
+            f"--expert-parallel-size {size} must divide the {choice.num_experts} experts of {name}: choose a divisor"
+        )
+    return plan
+
+
+def _is_in(name: str, other: str) -> bool:
+    return name == other or name.startswith(f"{other}.")
+
+
+def _dim(name: str, parameter: nn.Parameter, tensor: dict[str, str]) -> int | None:
+    """The dim of `parameter` that its style cuts; None: all ranks of the group have all of it."""
+    style, last = tensor.get(name), parameter.dim() - 1
+    if style in _COLUMNS:
+        return max(0, last - 1)
+    if style in _ROWS:
+        return None if name.endswith(".bias") else last
+    return {_BY_VOCABULARY: 0, _BY_WIDTH: 1}.get(style or "")
+
+
+def _check_heads(model: PreTrainedModel, size: int) -> None:
+    """Heads that do not divide give wrong shapes in the first forward pass."""
+    name, text = stock_class(model).__name__, model.config.get_text_config()
+    for what, key in (("attention heads", "num_attention_heads"), ("key-value heads", "num_key_value_heads")):
+        count = getattr(text, key, None)
+        if count and count % size:
+            raise ConfigError(
+                f"--tensor-parallel-size {size} must divide the {count} {what} of {name}: choose a divisor"
+            )
+
+
+def _check_tensors(model: PreTrainedModel, plan: SplitPlan, size: int) -> None:
+    """Widths must divide; and a plan may do nothing."""
+    name = stock_class(model).__name__
+    inside = {id(p) for layer in decoder_layers(model) for p in layer.parameters()}
+    matrices = {n: p for n, p in model.named_parameters() if id(p) in inside and p.dim() >= 2}
+    for parameter_name, p in matrices.items():
+        if plan.tensor.get(parameter_name) in _PACKED:
+            raise ConfigError(
+                f"--tensor-parallel-size {size} splits gate and up within {parameter_name} of {name}, which no "
+                "checkpoint could hold: deal the experts by --expert-parallel-size, or leave it out"
+            )
+        dim = plan.tensor_dims.get(parameter_name)
+        if dim is not None and p.shape[dim] % size:
+            raise ConfigError(
+                f"--tensor-parallel-size {size} does not divide {parameter_name} {list(p.shape)} of {name}: choose "
+                "another size"
+            )
+    split = sum(p.numel() for n, p in matrices.items() if n in plan.tensor_dims or n in plan.experts)
+    share = split / sum(p.numel() for p in matrices.values())
+    if share < _LEAST_SHARE:
+        raise ConfigError(
+            f"--tensor-parallel-size {size}: the plan of transformers splits {share:.0%} of the layers of {name}, and "
+            "every process would hold and compute the rest: leave it out"
+        )

@@ -1,0 +1,154 @@
+"""Which mesh for which model: what fits, what it sends, and how long a training step would take at best.
+
+    machine = Cluster(num_gpus=256, gpu_memory=80 * GIB)
+    best(model, config, machine, num_packs=1024)
+
+An estimate on paper. Memory is the plan's, bytes are counted (`planning/traffic.py`); seconds follow from the rates of
+a `Cluster`, which are those of data sheets, and from a share of the peak that is a guess. What FSDP sends is taken to
+hide behind computation, what layers and experts send is not.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from fsdptrain.config import Config
+from fsdptrain.errors import ConfigError
+from fsdptrain.models.structure import expert_choice
+from fsdptrain.planning.flops import model_flops
+from fsdptrain.planning.pieces import Grid
+from fsdptrain.planning.plan import Machine, Planner, seqlens, with_margin
+from fsdptrain.planning.remedies import change
+from fsdptrain.planning.traffic import Axis, Collective, Pack, step_traffic
+
+_HIDDEN: tuple[Axis, ...] = ("shard", "expert_shard", "replicate")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes of GPUs, each of which has a link to the others of its node, and one to the rest. [bytes/s, FLOP/s]"""
+
+    num_gpus: int
+    gpu_memory: int  # bytes
+    gpus_per_node: int = 8
+    inside: float = 450e9  # H100, NVLink, one direction
+    outside: float = 50e9  # 400 Gbit/s
+    peak: float = 989e12  # H100, dense bfloat16
+    reached: float = 0.4  # of the peak, where nothing is waited for: a guess
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Of one rank and one optimizer step, forward and backward."""
+
+    grid: Grid
+    memory: int  # bytes, margin included
+    traffic: tuple[Collective, ...]
+    compute_s: float
+    seconds: dict[Axis, float]
+
+    @property
+    def hidden_s(self) -> float:
+        return sum(self.seconds.get(axis, 0.0) for axis in _HIDDEN)
+
+    @property
+    def busy_s(self) -> float:
+        """Computing, and waiting for tensor and expert groups."""
+        return self.compute_s + self.seconds.get("tensor", 0.0) + self.seconds.get("expert", 0.0)
+
+    @property
+    def step_s(self) -> float:
+        return max(self.busy_s, self.hidden_s)
+
+    @property
+    def limit(self) -> str:
+        """What takes longest."""
+        waits = {"computation": self.compute_s, "gathers and reductions": self.hidden_s}
+        waits |= {f"{axis} groups": self.seconds.get(axis, 0.0) for axis in ("tensor", "expert")}
+        return max(waits, key=lambda name: waits[name])
+
+    def sent(self, *axes: Axis) -> float:
+        """Bytes that leave the rank."""
+        return sum(x.sent for x in self.traffic if x.axis in axes)
+
+
+def best(model: PreTrainedModel, config: Config, cluster: Cluster, *, num_packs: int) -> Estimate | None:
+    """The fastest mesh that fits, of those that a user would try; None where none fits. `model` is on meta."""
+    planner = Planner(model, Machine(cluster.num_gpus, cluster.gpu_memory))
+    found = (
+        estimate(model, changed, planner, cluster, num_packs=num_packs) for changed in _meshes(model, config, cluster)
+    )
+    fitting = [x for x in found if x is not None and x.memory <= cluster.gpu_memory]
+    return min(fitting, key=lambda x: x.step_s, default=None)
+
+
+def estimate(
+    model: PreTrainedModel, config: Config, planner: Planner, cluster: Cluster, *, num_packs: int
+) -> Estimate | None:
+    """`num_packs` full packs on all ranks together. None where the model does not allow the mesh."""
+    try:
+        pieces = planner.pieces(config)
+    except ConfigError:
+        return None
+    grid, lengths = pieces.grid, seqlens(config)
+    tokens = sum(lengths)
+    own = num_packs * grid.tensor // grid.num_ranks  # packs of this rank, which it shares with its tensor group
+    of_pack = step_traffic(model, config, pieces, [Pack(tokens, tokens)])
+    traffic = [replace(x, calls=x.calls * own, size=x.size * own) for x in of_pack]
+    again = 4 / 3 if config.model.gradient_checkpointing else 1.0
+    flops = again * model_flops(model).training(lengths, tokens, causal=True) * own / grid.tensor
+    seconds: dict[Axis, float] = {}
+    for x in traffic:
+        seconds[x.axis] = seconds.get(x.axis, 0.0) + _seconds(x, grid, cluster)
+    memory = with_margin(planner.training(config))
+    return Estimate(grid, memory, tuple(traffic), flops / cluster.peak / cluster.reached, seconds)
+
+
+def _seconds(collective: Collective, grid: Grid, cluster: Cluster) -> float:
+    """By the slower of the links within a node and between nodes.
+
+    Rings through several members on a node use the links of all of them to the other nodes; in an all-to-all each rank
+    sends what is for other nodes by its own.
+    """
+    strides: dict[Axis, int] = {
+        "tensor": 1,
+        "expert": 1,
+        "shard": grid.tensor,
+        "expert_shard": grid.expert,
+        "replicate": grid.shards * grid.tensor,
+    }
+    near = min(collective.ranks, max(1, cluster.gpus_per_node // strides[collective.axis]))
+    if near == collective.ranks:
+        return collective.sent / cluster.inside
+    within = collective.sent / cluster.inside if near > 1 else 0.0
+    if collective.kind == "all-to-all":
+        far = (collective.ranks - near) / (collective.ranks - 1)
+        return max(within * (1 - far), collective.sent * far / cluster.outside)
+    return max(within, collective.sent / near / cluster.outside)
+
+
+def _meshes(model: PreTrainedModel, config: Config, cluster: Cluster) -> Iterator[Config]:
+    """Tensor groups within a node; experts over a node or eight; one replica, or one for each node or eight."""
+    choice = expert_choice(model.config)
+    nodes = (1, 8)
+    sizes = [cluster.gpus_per_node * n for n in nodes]
+    experts = [1, *(size for size in sizes if choice is not None and choice.num_experts % size == 0)]
+    replicas = {1, *(cluster.num_gpus // size for size in sizes if cluster.num_gpus >= size)}
+    for tensor in (1, 2, 4, 8):
+        for expert in experts:
+            for count in sorted(replicas):
+                own = cluster.num_gpus // count
+                if own % tensor == 0 and own % expert == 0 and own >= max(tensor, expert):
+                    yield change(config, _sizes(tensor, expert, count)).config
+
+
+def _sizes(tensor: int, expert: int, replicas: int) -> dict[str, Any]:
+    return {"tensor_parallel_size": tensor, "expert_parallel_size": expert, "fsdp_replicate_size": replicas}
+
+
+def flags(grid: Grid) -> Sequence[str]:
+    """What asks for `grid`, where it is not the default."""
+    wanted = _sizes(grid.tensor, grid.expert, grid.replicas)
+    return [f"--{name.replace('_', '-')} {size}" for name, size in wanted.items() if size > 1]

@@ -1,0 +1,141 @@
+"""The bytes that the planner says are those that ranks send, collective by collective."""
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdptrain.algo.losses import LOSSES
+from fsdptrain.backends.fsdp import FSDPBackend
+from fsdptrain.fsdp.shards import local_shard
+from fsdptrain.planning.pieces import Grid, Pieces
+from fsdptrain.planning.traffic import Axis, Kind, Pack, step_traffic
+from fsdptrain.testing import spawn
+from tests import zoo
+
+from .collectives import Collectives
+from .test_fsdp_backend import GRPO, config, packs_of_this_rank, samples
+
+SMALL = 2048  # bytes of a step: norms, metrics and flags, which are not counted
+FAMILIES = {
+    "qwen3": {"tie_word_embeddings": True},
+    "qwen3_moe": {"num_experts": 8, "num_hidden_layers": 3},
+    "gpt_oss": {},
+    "deepseek_v3": {},
+    "qwen3_next": {},
+}
+
+
+def tensor(size: int, **more) -> dict:
+    return {"tensor_parallel_size": size, **more}
+
+
+def expert(size: int, **more) -> dict:
+    return {"expert_parallel_size": size, **more}
+
+
+CASES = {
+    2: [
+        ("qwen3", {}),
+        ("qwen3", {"bf16": True, "fsdp_reshard_after_forward": False}),
+        ("qwen3", tensor(2, logprob_chunk_size=16)),
+        ("qwen3", tensor(2, gradient_checkpointing=True, bf16=True)),
+        ("qwen3_moe", expert(2, gradient_checkpointing=True, gradient_checkpointing_every=2)),
+        ("deepseek_v3", tensor(2, expert_parallel_size=2)),
+    ],
+    4: [
+        ("qwen3", {"fsdp_replicate_size": 2}),
+        ("qwen3", tensor(2)),
+        ("qwen3", tensor(2, fsdp_replicate_size=2)),
+        ("qwen3_moe", expert(2)),
+        ("qwen3_moe", expert(4, bf16=True)),
+        ("qwen3_moe", tensor(2, expert_parallel_size=2, gradient_checkpointing=True)),
+        ("gpt_oss", expert(2, fsdp_replicate_size=2)),
+        ("qwen3_next", tensor(2, expert_parallel_size=2)),
+    ],
+}
+Counted = dict[tuple[Kind, tuple[int, ...]], tuple[int, float]]
+
+
+def axes(grid: Grid) -> dict[tuple[int, ...], list[Axis]]:
+    """The groups of this rank; several axes may be the same ranks."""
+    ranks = torch.arange(grid.num_ranks)
+    dense = ranks.view(grid.replicas, grid.shards, grid.tensor)
+    sparse = ranks.view(grid.replicas, grid.expert_shards, grid.expert)
+    rank, found = dist.get_rank(), {}
+    own = {name: (x == rank).nonzero()[0].tolist() for name, x in (("dense", dense), ("sparse", sparse))}
+    r, s, t = own["dense"]
+    _, i, e = own["sparse"]
+    for axis, members in {
+        "replicate": dense[:, s, t],
+        "shard": dense[r, :, t],
+        "tensor": dense[r, s],
+        "expert_shard": sparse[r, :, e],
+        "expert": sparse[r, i],
+    }.items():
+        found.setdefault(tuple(members.tolist()), []).append(axis)
+    return found
+
+
+def measure(cases: list[tuple[str, str, dict]]) -> list[tuple[Counted, Counted, bool]]:
+    """(counted, planned, shards are those of the plan) for each."""
+    results = []
+    for _, checkpoint, values in cases:
+        chosen = config(checkpoint, **values)
+        backend = FSDPBackend(chosen, total_steps=10)
+        grid = Grid.of(chosen, dist.get_world_size())
+        pieces = Pieces(backend.model, grid)
+        packs = packs_of_this_rank(samples(16), 128, grid.tensor)
+        with Collectives() as seen:
+            backend.train_step(packs, LOSSES["grpo"], GRPO)
+        by_axes, planned = axes(grid), Counter()
+        calls: Counter = Counter()
+        padded = backend.layout_probe.layout == "padded"
+        tokens = [max(x.seqlens) * len(x.seqlens) if padded else sum(x.seqlens) for x in packs]
+        sizes = [Pack(n, len(pack.loss_positions)) for n, pack in zip(tokens, packs, strict=True)]
+        for found in step_traffic(backend.model, chosen, pieces, sizes):
+            [group] = [ranks for ranks, names in by_axes.items() if found.axis in names]
+            planned[found.kind, group] += found.size
+            calls[found.kind, group] += found.calls
+        expected = {key: (calls[key], planned[key]) for key in planned}
+        results.append(
+            ({key: (seen.calls[key], seen.bytes[key]) for key in seen.bytes}, expected, _fits(backend, pieces))
+        )
+    return results
+
+
+def _fits(backend: FSDPBackend, pieces: Pieces) -> bool:
+    """Whether the rank with most of each parameter holds what the plan says."""
+    parameters = list(backend.model.parameters())
+    held = torch.tensor([local_shard(p).numel() for p in parameters])
+    dist.all_reduce(held, op=dist.ReduceOp.MAX)
+    return held.tolist() == [pieces[p].most for p in parameters]
+
+
+@pytest.mark.parametrize("world", CASES)
+def test_ranks_send_and_hold_what_is_planned(world, tmp_path):
+    for family, changes in FAMILIES.items():
+        zoo.build(family, **changes).save_pretrained(tmp_path / family)
+    cases = [(family, str(tmp_path / family), values) for family, values in CASES[world]]
+    for (family, _, values), *ranks in zip(cases, *spawn(world, measure, cases, timeout=300), strict=True):
+        name = f"{family} {values}"
+        assert all(fits for _, _, fits in ranks), name
+        counted, planned = (_by_kind([rank[i] for rank in ranks]) for i in (0, 1))
+        for key in counted.keys() | planned.keys():
+            difference = abs(counted[key] - planned[key])
+            assert difference <= (world * SMALL if key[0] == "all-reduce" else 0), (
+                name,
+                key,
+                counted[key],
+                planned[key],
+            )
+
+
+def _by_kind(ranks: list[Counted]) -> Counter:
+    """Bytes of all ranks together, by kind and number of ranks: what a rank sends to experts is a matter of routes."""
+    found: Counter = Counter()
+    for rank in ranks:
+        for (kind, members), (_, size) in rank.items():
+            found[kind, len(members)] += size
+    return found
