@@ -22,6 +22,7 @@ from fsdptrain.rollout.sampling import seed_of
 from fsdptrain.rollout.stacks import StackDump
 from fsdptrain.rollout.vllm_fleet import Fleet
 from fsdptrain.rollout.vllm_http import VLLMClient
+from fsdptrain.rollout.vllm_options import routes_of
 from fsdptrain.rollout.vllm_requests import Dispatcher
 from fsdptrain.rollout.vllm_server_copy import ServerCopy
 from fsdptrain.rollout.weight_files import Stored, WeightFolder
@@ -115,7 +116,10 @@ class VLLMServerEngine:
         self._go_on()  # until the next call: where this rank waits for others, it may be asked where it stands
         with self._with_stacks():
             answers = dispatcher.run([self._request(*row, sampling) for row in asked], per_group=sampling.num_samples)
-        completions = [self._completion(prompt, answer) for (prompt, _), answer in zip(asked, answers, strict=True)]
+        completions = [
+            self._completion(prompt, answer["choices"][0], sampling.with_routes)
+            for (prompt, _), answer in zip(asked, answers, strict=True)
+        ]
         return completions, [answer["usage"] for answer in answers]
 
     def copies(self) -> list[ServerCopy]:
@@ -145,7 +149,10 @@ class VLLMServerEngine:
             answers = dispatcher.run([self._request(*row, sampling) for row in asked], per_group=sampling.num_samples)
         finally:
             self._in_flight.discard(dispatcher)
-        return [self._completion(prompt, answer) for (prompt, _), answer in zip(asked, answers, strict=True)]
+        return [
+            self._completion(prompt, answer["choices"][0], sampling.with_routes)
+            for (prompt, _), answer in zip(asked, answers, strict=True)
+        ]
 
     def sleep(self) -> None:
         """Servers have devices of their own: they keep weights and cache."""
@@ -207,16 +214,16 @@ class VLLMServerEngine:
             check=self._check,
         )
 
-    def _completion(self, prompt: Prompt, answer: Any) -> Completion:
+    def _completion(self, prompt: Prompt, choice: Any, with_routes: bool) -> Completion:
         """The dispatcher has checked its version and how it ended."""
-        choice = answer["choices"][0]
         tokens = choice["token_ids"]
         logprobs = [found["logprob"] for found in choice["logprobs"]["content"]]
         assert len(logprobs) == len(tokens)
         versions = token_versions(choice["weight_versions"])
         assert len(versions) == len(tokens)
         mixed = versions if versions[0] != versions[-1] else None
-        return Completion(prompt.id, tokens, logprobs, choice["finish_reason"], versions[0], mixed)
+        routes = routes_of(choice["routed_experts"]) if with_routes else None
+        return Completion(prompt.id, tokens, logprobs, choice["finish_reason"], versions[0], mixed, routes)
 
     def _check(self) -> None:
         """Rank 0 knows of servers that will not come back; the others would wait for them to the end of patience."""
