@@ -146,8 +146,11 @@ REFUSED = [
     ({**SFT, "max_staleness": 1}, ["--max-staleness", "sft"], {"algorithm": "ipo"}),
     (
         {
-            **{"max_staleness": 2, "algorithm": "ipo", "router_replay": "rollout"},
-            **{"rollout_engine": "vllm-server", "rollout_num_servers": 1},
+            "max_staleness": 2,
+            "algorithm": "ipo",
+            "router_replay": "rollout",
+            "rollout_engine": "vllm-server",
+            "rollout_num_servers": 1,
         },
         ["--router-replay rollout", "--max-staleness 2"],
         {"max_staleness": 0},
