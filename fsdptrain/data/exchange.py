@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdptrain.algo.weights import Totals, count_totals, num_loss_tokens
+from fsdptrain.data.prefixes import prompt_key
 from fsdptrain.data.routes import join_routes
 from fsdptrain.types import Sample
 
@@ -31,6 +32,7 @@ class SampleIndex:
     loss_tokens: tuple[int, ...]  # loss tokens of each sample
     owners: tuple[int, ...]  # rank that holds each sample
     keys: tuple[int, ...]  # a name for each sample that does not depend on where it is
+    prompts: tuple[tuple[int, int], ...]  # of each sample a key of its prompt, and the length: `prefixes.prompt_key`
     route_shape: tuple[int, int] | None = None  # (layers, k), where samples have routes
 
     def of_rank(self, rank: int) -> range:
@@ -46,16 +48,17 @@ class SampleIndex:
 def gather_index(samples: Sequence[Sample]) -> SampleIndex:
     """What a plan needs to know of every rank's samples: two small collectives."""
     facts = [
-        (len(sample.token_ids), num_loss_tokens(sample), key, *_route_shape(sample))
+        (len(sample.token_ids), num_loss_tokens(sample), key, *prompt_key(sample), *_route_shape(sample))
         for sample, key in zip(samples, sample_keys(samples), strict=True)
     ]
-    by_rank = _all_gather_rows(torch.tensor(facts, dtype=torch.int64).reshape(-1, 5))
+    by_rank = _all_gather_rows(torch.tensor(facts, dtype=torch.int64).reshape(-1, 7))
     rows = torch.cat(by_rank).tolist()
     return SampleIndex(
         lengths=tuple(length for length, *_ in rows),
         loss_tokens=tuple(count for _, count, *_ in rows),
         owners=tuple(rank for rank, held in enumerate(by_rank) for _ in range(len(held))),
         keys=tuple(key for _, _, key, *_ in rows),
+        prompts=tuple((prompt, length) for _, _, _, prompt, length, *_ in rows),
         route_shape=next(((layers, k) for *_, layers, k in rows if k), None),
     )
 

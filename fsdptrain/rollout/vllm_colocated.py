@@ -187,7 +187,7 @@ class VLLMEngine:
         if output.finish_reason not in ("stop", "length"):
             raise RolloutError(f"vLLM ended the answer to prompt {prompt.id!r} by {output.finish_reason!r}")
         routes = routes_of(output.routed_experts) if with_routes else None
-        return Completion(prompt.id, tokens, logprobs, output.finish_reason, self.policy_version, routes)
+        return Completion(prompt.id, tokens, logprobs, output.finish_reason, self.policy_version, routes=routes)
 
 
 def build_vllm_engine(config: Config, *, checkpoint: Path, device: torch.device) -> VLLMEngine:

@@ -116,11 +116,7 @@ class VLLMServerEngine:
         self._go_on()  # until the next call: where this rank waits for others, it may be asked where it stands
         with self._with_stacks():
             answers = dispatcher.run([self._request(*row, sampling) for row in asked], per_group=sampling.num_samples)
-        completions = [
-            self._completion(prompt, answer["choices"][0], sampling.with_routes)
-            for (prompt, _), answer in zip(asked, answers, strict=True)
-        ]
-        return completions, [answer["usage"] for answer in answers]
+        return self._completions(asked, answers, sampling), [answer["usage"] for answer in answers]
 
     def copies(self) -> list[ServerCopy]:
         """Ranks share the servers among them: each is looked at by one rank, or by more where ranks are more."""
@@ -149,10 +145,7 @@ class VLLMServerEngine:
             answers = dispatcher.run([self._request(*row, sampling) for row in asked], per_group=sampling.num_samples)
         finally:
             self._in_flight.discard(dispatcher)
-        return [
-            self._completion(prompt, answer["choices"][0], sampling.with_routes)
-            for (prompt, _), answer in zip(asked, answers, strict=True)
-        ]
+        return self._completions(asked, answers, sampling)
 
     def sleep(self) -> None:
         """Servers have devices of their own: they keep weights and cache."""
@@ -214,6 +207,14 @@ class VLLMServerEngine:
             check=self._check,
         )
 
+    def _completions(
+        self, asked: Sequence[tuple[Prompt, int]], answers: Sequence[Any], sampling: SamplingParams
+    ) -> list[Completion]:
+        return [
+            self._completion(prompt, answer["choices"][0], sampling.with_routes)
+            for (prompt, _), answer in zip(asked, answers, strict=True)
+        ]
+
     def _completion(self, prompt: Prompt, choice: Any, with_routes: bool) -> Completion:
         """The dispatcher has checked its version and how it ended."""
         tokens = choice["token_ids"]
@@ -223,7 +224,9 @@ class VLLMServerEngine:
         assert len(versions) == len(tokens)
         mixed = versions if versions[0] != versions[-1] else None
         routes = routes_of(choice["routed_experts"]) if with_routes else None
-        return Completion(prompt.id, tokens, logprobs, choice["finish_reason"], versions[0], routes, mixed)
+        return Completion(
+            prompt.id, tokens, logprobs, choice["finish_reason"], versions[0], routes=routes, versions=mixed
+        )
 
     def _check(self) -> None:
         """Rank 0 knows of servers that will not come back; the others would wait for them to the end of patience."""

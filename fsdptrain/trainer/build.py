@@ -111,6 +111,8 @@ def build_parts(
         if backend.adapters is not None:
             log.info("%s", backend.adapters.line)
         log.info("%s", backend.layout_probe.line)
+        if backend.layout_probe.prefixes is not None:
+            log.info("%s", backend.layout_probe.prefixes.line)
         report_fallbacks(backend, strict=config.model.strict)
         engine = make_engine(config, checkpoint=checkpoint, device=device) if generates else None
         maker = evaluation = sync_check = background = None
@@ -134,7 +136,7 @@ def build_parts(
             source=build_source(told, stream, tokenizer, maker, advantages, timeline, background),
             timeline=timeline,
             evaluation=evaluation,
-            speed=Speed.of(backend.model, device, backend.compute_dtype, copies=config.parallel.tensor_parallel_size),
+            speed=Speed.of(backend.model, device, backend.compute_dtype, copies=config.pack_copies),
             planned_memory=planned_memory(backend.model, config) if platform.has_accelerator() else None,
             loggers=loggers,
         )

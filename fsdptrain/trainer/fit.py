@@ -84,14 +84,16 @@ class _Run:
         self._scorer = Scorer(config, parts.backend)
         self._kl = KlControl(config)
         self._rules = PackingRules(
-            max_tokens=config.batch.max_tokens_per_gpu,
+            max_tokens=config.max_tokens_per_pack,
             aggregation=config.algorithm.loss_aggregation,
             max_response_len=config.rollout.max_response_len,
             steps_per_epoch=config.steps_per_rollout // config.batch.epochs_per_rollout,
             num_epochs=config.batch.epochs_per_rollout,
             seed=config.run.seed,
             layout=parts.backend.layout_probe.layout,
-            copies=config.parallel.tensor_parallel_size,
+            sharing=config.batch.prefix_sharing if parts.backend.shares_prefixes else "off",
+            copies=config.pack_copies,
+            row_multiple=config.parallel.context_parallel_size,
         )
         self._step = 0  # rollouts that were trained on; also the version of the policy
         self._handed_over: int | None = None  # the newest version that the engine was given
@@ -183,7 +185,7 @@ class _Run:
         if dropped and not metrics["progress/samples"]:
             return (
                 f"--overlong drop left nothing to train on: all {dropped:.0f} samples are "
-                f"longer than --max-tokens-per-gpu {self._rules.max_tokens}; raise it"
+                f"longer than {self._config.pack_budget}; raise it"
             )
         return (
             f"--mask-truncated left nothing to train on: all {metrics['progress/samples']:.0f} responses were cut off "
@@ -196,7 +198,7 @@ class _Run:
             experience = source.collect(self._step)
             with together(RolloutError, "rollout"):
                 kept, dropped = drop_overlong(
-                    experience.samples, max_tokens=batch.max_tokens_per_gpu, overlong=batch.overlong
+                    experience.samples, max_tokens=self._rules.max_tokens, overlong=batch.overlong
                 )
                 if self._parts.engine is not None:
                     self._parts.engine.sleep()

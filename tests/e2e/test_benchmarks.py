@@ -48,3 +48,25 @@ def test_a_small_model_is_loaded_and_exported_within_its_bounds(tmp_path: Path) 
     assert all(report["laws"].values())
     assert len(done.stdout.splitlines()) == report["shape"]["ranks"] + 1
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_a_step_of_ours_agrees_with_one_of_trl(tmp_path: Path) -> None:
+    pytest.importorskip("trl", reason="trl comes with the dev extra")
+    argv = [sys.executable, FOLDER / "train_step.py", "--quick", "--lengths", "ragged", "--kl", "0.1"]
+    argv += ["--sides", "ours", "stock", "--json", tmp_path / "report.json"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["speedup_median"] > 0
+    sides = report["results"][0]["sides"]
+    assert sides["ours"]["computed_tokens"] < report["results"][0]["tokens"] <= sides["stock"]["computed_tokens"]
+
+
+def test_the_packing_benchmark_runs() -> None:
+    argv = [sys.executable, FOLDER / "packing.py", "--quick", "--sequences", "1000", "2000"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(rows) == 6
+    assert all(row["ours"]["imbalance"] < 0.02 for row in rows)
