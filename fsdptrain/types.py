@@ -104,9 +104,9 @@ class Completion:
     logprobs: list[float]  # (R,) of the distribution that was sampled from: after temperature and truncation
     finish_reason: FinishReason
     policy_version: int  # of the weights that made its first token
-    versions: list[int] | None = None  # (R,) of each token, where new weights came in between; None: all the same
     routes: Tensor | None = field(default=None, compare=False, repr=False)
     """[P + R - 1, layers, k] i16 on the CPU: the experts of each token but the last, which the engine never read"""
+    versions: list[int] | None = None  # (R,) of each token, where new weights came in between; None: all the same
 
     @property
     def token_versions(self) -> list[int]:

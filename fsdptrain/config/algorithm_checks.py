@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from fsdptrain.config.effects import Problem, changed, without_effect
 from fsdptrain.config.presets import ADVANTAGE_SCALES, LOSS_FIELDS, LOSS_OPTIONS, is_own
+from fsdptrain.config.server_checks import SERVER_ENGINE
 from fsdptrain.registry import suggest
 
 if TYPE_CHECKING:
@@ -63,6 +64,11 @@ def _staleness(config: Config) -> Iterator[Problem]:
     """Samples of older weights, and a loss that would take them for those of the present ones."""
     algorithm, ahead = config.algorithm, config.sync.max_staleness
     options = LOSS_OPTIONS.get(algorithm.loss)
+    if ahead and config.router.replay == "rollout" and config.rollout.engine == SERVER_ENGINE:
+        yield (
+            f"--router-replay rollout with --max-staleness {ahead}: servers read tokens again when new weights come, "
+            "and no longer know the experts that made them: use --router-replay scoring, or leave one of them out"
+        )
     if not ahead or options is None or "mismatch_correction" not in options.reads:
         return  # ipo compares with the engine itself; nothing is known of a loss of the user's own
     if not algorithm.use_rollout_logprobs and algorithm.mismatch_correction == algorithm.mismatch_rejection == "none":

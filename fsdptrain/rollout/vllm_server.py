@@ -224,7 +224,9 @@ class VLLMServerEngine:
         assert len(versions) == len(tokens)
         mixed = versions if versions[0] != versions[-1] else None
         routes = routes_of(choice["routed_experts"]) if with_routes else None
-        return Completion(prompt.id, tokens, logprobs, choice["finish_reason"], versions[0], mixed, routes)
+        return Completion(
+            prompt.id, tokens, logprobs, choice["finish_reason"], versions[0], routes=routes, versions=mixed
+        )
 
     def _check(self) -> None:
         """Rank 0 knows of servers that will not come back; the others would wait for them to the end of patience."""

@@ -183,6 +183,17 @@ REFUSED = [
     ({"max_staleness": 1, "algorithm": "gspo"}, ["--max-staleness 1", "--loss gspo"], {"algorithm": "ipo"}),
     ({**SFT, "max_staleness": 1}, ["--max-staleness", "sft"], {"algorithm": "ipo"}),
     (
+        {
+            "max_staleness": 2,
+            "algorithm": "ipo",
+            "router_replay": "rollout",
+            "rollout_engine": "vllm-server",
+            "rollout_num_servers": 1,
+        },
+        ["--router-replay rollout", "--max-staleness 2"],
+        {"max_staleness": 0},
+    ),
+    (
         {"mismatch_correction": "tis", "use_rollout_logprobs": True},
         ["--mismatch-correction", "--use-rollout-logprobs"],
         {"use_rollout_logprobs": False},
