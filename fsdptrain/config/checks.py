@@ -163,10 +163,15 @@ def _lora(config: Config) -> Iterator[Problem]:
         keys = "lora_alpha lora_dropout lora_targets lora_use_dora lora_export lora_sync"
         yield from without_effect(config, keys, "without an adapter: set --lora-rank, e.g. 32")
         return
-    if lora.sync == "adapter" and config.rollout.engine != "vllm":
+    if lora.sync == "adapter" and config.rollout.engine not in ("vllm", SERVER_ENGINE):
         yield (
-            f"--lora-sync adapter needs --rollout-engine vllm, got {config.rollout.engine}: leave it out, and the "
-            "adapter is merged into the weights"
+            f"--lora-sync adapter needs --rollout-engine vllm or {SERVER_ENGINE}, got {config.rollout.engine}: leave "
+            "it out, and the adapter is merged into the weights"
+        )
+    if lora.sync == "adapter" and config.rollout.urls:
+        yield (
+            "--lora-sync adapter needs servers that the run starts itself, and --rollout-urls names others: use "
+            "--rollout-num-servers, or leave it out, and the adapter is merged into the weights"
         )
     if lora.sync == "adapter" and lora.use_dora:
         yield "--lora-sync adapter: vLLM has no DoRA (--lora-use-dora): leave it out, and the adapter is merged"

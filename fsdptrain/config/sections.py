@@ -78,7 +78,7 @@ class LoraConfig(Section):
     adapter in its folder `adapter`."""
     sync: Literal["merged", "adapter"] = "merged"
     """What the engine gets after each step: whole weights with the adapter in them, or the adapter alone, which only
-    vllm takes."""
+    vLLM takes."""
 
 
 class DataConfig(Section):

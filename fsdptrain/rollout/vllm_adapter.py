@@ -22,6 +22,12 @@ def adapter_options(lora: LoraConfig) -> dict[str, Any]:
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank, "load_format": "auto"}
 
 
+def write_adapter(folder: Path, tensors: Mapping[str, Tensor], write_config: Callable[[Path], None]) -> None:
+    """As peft stores one; vLLM reads it from there."""
+    save_file(dict(tensors), folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    write_config(folder)
+
+
 class AdapterSlot:
     """The one adapter that vLLM holds, and the folder that it was read from."""
 
@@ -36,8 +42,7 @@ class AdapterSlot:
         if self.request is not None:
             self._llm.llm_engine.remove_lora(self.request.lora_int_id)
         folder = TemporaryDirectory(prefix="fsdptrain-adapter-")
-        save_file(dict(tensors), Path(folder.name) / "adapter_model.safetensors", metadata={"format": "pt"})
-        write_config(Path(folder.name))
+        write_adapter(Path(folder.name), tensors, write_config)
         number = 1 if self.request is None else self.request.lora_int_id + 1
         self.request = self._make_request(f"version-{version}", number, folder.name)
         self._llm.llm_engine.add_lora(self.request)

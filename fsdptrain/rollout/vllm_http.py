@@ -115,7 +115,7 @@ class VLLMClient:
 
     def _content(self, status: int, text: str, what: str) -> Any:
         if status == 200:
-            return json.loads(text) if text.strip() else None
+            return json.loads(text) if text.lstrip()[:1] in ("{", "[") else None  # or a word of praise
         said = " ".join(text.split())[:_SHOWN]
         message = f"{self.url} answered {what} with status {status}: {said}"
         if status in (502, 503, 504) or "EngineDeadError" in said or "EngineCore encountered an issue" in said:

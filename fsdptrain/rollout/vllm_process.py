@@ -24,6 +24,7 @@ PLUGIN: Mapping[str, Any] = {
 GUARD: Mapping[str, Any] = {"middleware": "fsdptrain.rollout.vllm_guard.RequireKey"}
 _ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",  # the routes that take weights
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",  # those that take adapters, with --enable-lora
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "OMP_WAIT_POLICY": "PASSIVE",  # on shared cores threads that spin while they wait cost most of the speed

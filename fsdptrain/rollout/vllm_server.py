@@ -6,9 +6,10 @@ Rank 0 gives new weights to all servers (vllm_fleet.py); every rank asks for the
 
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from fsdptrain.protocols import Naming
 from fsdptrain.rollout.delta import DeltaFilter
 from fsdptrain.rollout.sampling import seed_of
 from fsdptrain.rollout.stacks import StackDump
+from fsdptrain.rollout.vllm_adapter import write_adapter
 from fsdptrain.rollout.vllm_fleet import Fleet
 from fsdptrain.rollout.vllm_http import VLLMClient
 from fsdptrain.rollout.vllm_options import routes_of
@@ -77,6 +79,8 @@ class VLLMServerEngine:
         self._folder = folder
         self._tag: str | None = None  # of the weights that the servers hold
         self._ready: list[str] = []
+        self._takes_adapters = False
+        self._num_adapters = 0
         self._delta = DeltaFilter()  # of what lies in `folder`
         self._in_flight: set[Dispatcher] = set()
 
@@ -85,16 +89,43 @@ class VLLMServerEngine:
 
         First all of `weights` are gathered and stored, by all ranks; then rank 0 speaks with the servers.
         """
-        before, self._tag = self._tag, None  # half an update must not answer
         self._stacks.arm(self._patience.silence)
         stored, error = self._store(weights)
-        tag, ready = f"{self._run}/{policy_version}", []
-        with together(RolloutError, "--rollout-engine vllm-server"), self._with_stacks():
+
+        def pack(before: str | None, tag: str) -> Weights:
             if error is not None:
                 raise RolloutError(f"--weight-folder: the weights cannot be stored: {error}; choose another") from error
+            return Weights(stored.whole, tag, stored.new, before)
+
+        self._switch(pack, policy_version)
+
+    def update_adapter(
+        self, weights: Iterable[tuple[str, Tensor]], write_config: Callable[[Path], None], policy_version: int
+    ) -> None:
+        """Take an adapter in place of the one before; the weights that it stands beside are the checkpoint's."""
+        self._takes_adapters = True
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in weights}
+
+        def pack(before: str | None, tag: str) -> Weights:
+            assert self._folder is not None, "rank 0 has one"
+            assert self.fleet is not None
+            self.fleet.forget_weights()
+            self._num_adapters += 1
+            folder = self._folder.make_room(f"adapter{self._num_adapters % 2}")  # the one before is still in use
+            write_adapter(folder, tensors, write_config)
+            return Weights([], tag, before=before, adapter=folder)
+
+        self._switch(pack, policy_version)
+
+    def _switch(self, pack: Callable[[str | None, str], Weights], policy_version: int) -> None:
+        """Rank 0 gives all servers what `pack`(tag before, tag) has made, when the collectives before are over."""
+        before, self._tag = self._tag, None  # half an update must not answer
+        tag, ready = f"{self._run}/{policy_version}", []
+        with together(RolloutError, "--rollout-engine vllm-server"), self._with_stacks():
             if self.fleet is not None:
+                weights = pack(before, tag)
                 self._stacks.arm(self._patience.silence)
-                ready = self.fleet.switch(Weights(stored.whole, tag, stored.new, before))
+                ready = self.fleet.switch(weights)
         self._ready = gather(ready)[0]
         self._stacks.disarm()
         self.policy_version, self._tag = policy_version, tag
@@ -129,6 +160,8 @@ class VLLMServerEngine:
 
     def metrics(self) -> Metrics:
         """Of the last update: to a server that had the version before."""
+        if self._takes_adapters:
+            return {}
         pushed, saved = self._delta.pushed_bytes, self._delta.saved_bytes
         return {"sync/pushed_bytes": float(pushed), "sync/saved_bytes": float(saved)}
 
@@ -178,7 +211,9 @@ class VLLMServerEngine:
         return stored, None
 
     def _request(self, prompt: Prompt, index: int, sampling: SamplingParams) -> dict[str, Any]:
+        adapter = {"model": self._tag} if self._takes_adapters else {}
         return {
+            **adapter,
             "token_ids": prompt.token_ids,
             "sampling_params": {
                 "max_tokens": sampling.limit_of(prompt),

@@ -19,6 +19,7 @@ from fsdptrain.errors import ConfigError, RolloutError
 from fsdptrain.models.collective import gather, together
 from fsdptrain.rollout.stacks import StackDump
 from fsdptrain.rollout.stop_tokens import stop_tokens
+from fsdptrain.rollout.vllm_adapter import adapter_options
 from fsdptrain.rollout.vllm_fleet import Fleet, Server
 from fsdptrain.rollout.vllm_http import ServerError, VLLMClient
 from fsdptrain.rollout.vllm_options import derived_options
@@ -29,7 +30,8 @@ from fsdptrain.rollout.weight_push import FilePush, GroupPush
 
 _ALWAYS = {"tokens_only": True, "enable_prompt_tokens_details": True}
 _OURS = frozenset(
-    {"model", "host", "port", "api_key", "dtype", "load_format", "logprobs_mode"} | {*_ALWAYS, *PLUGIN, *GUARD}
+    {"model", "host", "port", "api_key", "dtype", "load_format", "logprobs_mode", "enable_lora"}
+    | {*_ALWAYS, *PLUGIN, *GUARD}
 )
 _LOOK_S = 120.0  # for a server to describe itself: it looks at its whole machine first
 _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
@@ -129,7 +131,9 @@ def server_arguments(config: Config, checkpoint: Path, *, on_gpu: bool) -> list[
         options["kv_cache_memory_bytes"] = int((rollout.kv_cache_gib or 1.0) * platform.GIB)
     if config.model.trust_remote_code:
         options["trust_remote_code"] = True
-    fixed = {"model": str(checkpoint), "load_format": "dummy", "logprobs_mode": "processed_logprobs"}
+    fixed: dict[str, Any] = {"model": str(checkpoint), "load_format": "dummy", "logprobs_mode": "processed_logprobs"}
+    if config.lora.sync == "adapter":
+        fixed |= adapter_options(config.lora)
     return command_line({**options, **rollout.engine_args, **fixed, **_ALWAYS, **PLUGIN, **GUARD})
 
 

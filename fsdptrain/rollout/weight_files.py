@@ -81,6 +81,13 @@ class WeightFolder:
         self._tidy(before)
         return Stored(new, list(self._names))
 
+    def make_room(self, name: str) -> Path:
+        """An empty folder beside the files."""
+        folder = self.path / name
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(mode=0o700)
+        return folder
+
     def delete(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
 

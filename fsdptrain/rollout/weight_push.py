@@ -44,6 +44,7 @@ class Weights:
     tag: str
     changed: Sequence[Path] = ()  # all that an engine needs that holds the version `before`
     before: str | None = None
+    adapter: Path | None = None  # a folder, in place of all files: the weights that it stands beside do not change
 
 
 class Push(Protocol):
@@ -68,13 +69,10 @@ def update(
     """
     client.post(f"/pause?mode={'keep' if keep_requests else 'abort'}", timeout=deadline.left)
     has_before = client.version(timeout=deadline.left) == weights.before
-    if not has_before:
-        push.forget(client)
-    client.post("/start_weight_update", timeout=deadline.left)
-    if has_before:
-        client.post("/update_weights", {"update_info": {"partial": True}}, timeout=deadline.left)
-    push.send(client, weights.changed if has_before else weights.files, deadline)
-    client.post("/finish_weight_update", {"weight_version": weights.tag}, timeout=deadline.left)
+    if weights.adapter is not None:
+        _load_adapter(client, weights.adapter, weights, has_before, deadline)
+    else:
+        _load_weights(client, weights, has_before, push, deadline)
     if not client.post("/reset_prefix_cache", timeout=deadline.left)["success"]:
         raise ServerRefusedError(
             f"{client.url} did not forget its cached prefixes: they belong to the weights of before"
@@ -82,6 +80,25 @@ def update(
     found = client.version(timeout=deadline.left)
     if found != weights.tag:
         raise ServerRefusedError(f"{client.url} holds version {found!r} after the update to {weights.tag!r}")
+
+
+def _load_weights(client: VLLMClient, weights: Weights, has_before: bool, push: Push, deadline: Deadline) -> None:
+    if not has_before:
+        push.forget(client)
+    client.post("/start_weight_update", timeout=deadline.left)
+    if has_before:
+        client.post("/update_weights", {"update_info": {"partial": True}}, timeout=deadline.left)
+    push.send(client, weights.changed if has_before else weights.files, deadline)
+    client.post("/finish_weight_update", {"weight_version": weights.tag}, timeout=deadline.left)
+
+
+def _load_adapter(client: VLLMClient, folder: Path, weights: Weights, has_before: bool, deadline: Deadline) -> None:
+    """Under the name of its version, in place of the one before."""
+    if has_before:
+        client.post("/v1/unload_lora_adapter", {"lora_name": weights.before}, timeout=deadline.left)
+    body = {"lora_name": weights.tag, "lora_path": str(folder.resolve())}
+    client.post("/v1/load_lora_adapter", body, timeout=deadline.left)
+    client.post("/update_weight_version", {"new_version": weights.tag}, timeout=deadline.left)
 
 
 class FilePush:

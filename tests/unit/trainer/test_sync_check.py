@@ -59,6 +59,15 @@ def test_tolerance_follows_from_the_dtype():
             {"lora_sync": "adapter", "lora_rank": 8, "rollout_engine": "vllm", "lora_use_dora": True},
             "vLLM has no DoRA",
         ),
+        (
+            {
+                "lora_sync": "adapter",
+                "lora_rank": 8,
+                "rollout_engine": "vllm-server",
+                "rollout_urls": ["http://1.1.1.1"],
+            },
+            "needs servers that the run starts",
+        ),
     ],
 )
 def test_adapters_that_no_engine_takes_are_refused(values, said):

@@ -78,7 +78,6 @@ def test_a_rank_killed_in_a_sync_ends_the_run_and_resume_loses_no_sample(tmp_pat
     argv += ["--rollout-server-python", str(PYTHON), "--rollout-kv-cache-gib", "0.05", "--output-dir", str(folder)]
     argv += ["--update-weight-buffer-size", "20000", "--weight-folder", str(tmp_path / "weights")]
     run = command.start(argv, tmp_path / "log")
-    server: list[psutil.Process] = []
     try:
         end = time.monotonic() + 400
         while not trained(folder):
@@ -86,13 +85,13 @@ def test_a_rank_killed_in_a_sync_ends_the_run_and_resume_loses_no_sample(tmp_pat
             assert time.monotonic() < end
             time.sleep(0.05)
         everyone = psutil.Process(run.pid).children(recursive=True)
-        server = [p for p in everyone if "vllm" in " ".join(p.cmdline()).lower() and "keeper" not in str(p.cmdline())]
+        [keeper] = [process for process in everyone if "vllm_keeper.py" in " ".join(process.cmdline())]
         [rank_1] = [process for rank, process in ranks_of(psutil.Process(run.pid)).items() if rank == 1]
         before = set((tmp_path / "weights").rglob("*.safetensors"))
         while not set((tmp_path / "weights").rglob("*.safetensors")) - before:  # the weights of step 2 are written
             assert time.monotonic() < end
             time.sleep(0.001)
-        for process in server:
+        for process in keeper.children(recursive=True):
             process.suspend()
         time.sleep(3)
         assert len(trained(folder)) == 1, "it has gone on: it was not stopped while it handed over weights"
