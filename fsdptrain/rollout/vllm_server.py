@@ -22,6 +22,7 @@ from fsdptrain.rollout.sampling import seed_of
 from fsdptrain.rollout.stacks import StackDump
 from fsdptrain.rollout.vllm_fleet import Fleet
 from fsdptrain.rollout.vllm_http import VLLMClient
+from fsdptrain.rollout.vllm_options import routes_of
 from fsdptrain.rollout.vllm_requests import Dispatcher
 from fsdptrain.rollout.vllm_server_copy import ServerCopy
 from fsdptrain.rollout.weight_files import Stored, WeightFolder
@@ -125,7 +126,10 @@ class VLLMServerEngine:
         self._go_on()  # until the next call: where this rank waits for others, it may be asked where it stands
         with self._with_stacks():
             answers = dispatcher.run([self._request(*row, sampling) for row in asked], per_group=sampling.num_samples)
-        completions = [self._completion(prompt, answer) for (prompt, _), answer in zip(asked, answers, strict=True)]
+        completions = [
+            self._completion(prompt, answer["choices"][0], sampling.with_routes)
+            for (prompt, _), answer in zip(asked, answers, strict=True)
+        ]
         return completions, [answer["usage"] for answer in answers]
 
     def copies(self) -> list[ServerCopy]:
@@ -187,13 +191,13 @@ class VLLMServerEngine:
             },
         }
 
-    def _completion(self, prompt: Prompt, answer: Any) -> Completion:
+    def _completion(self, prompt: Prompt, choice: Any, with_routes: bool) -> Completion:
         """The dispatcher has checked its version and how it ended."""
-        choice = answer["choices"][0]
         tokens = choice["token_ids"]
         logprobs = [found["logprob"] for found in choice["logprobs"]["content"]]
         assert len(logprobs) == len(tokens)
-        return Completion(prompt.id, tokens, logprobs, choice["finish_reason"], self.policy_version)
+        routes = routes_of(choice["routed_experts"]) if with_routes else None
+        return Completion(prompt.id, tokens, logprobs, choice["finish_reason"], self.policy_version, routes)
 
     def _check(self) -> None:
         """Rank 0 knows of servers that will not come back; the others would wait for them to the end of patience."""

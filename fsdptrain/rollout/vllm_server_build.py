@@ -21,6 +21,7 @@ from fsdptrain.rollout.stacks import StackDump
 from fsdptrain.rollout.stop_tokens import stop_tokens
 from fsdptrain.rollout.vllm_fleet import Fleet, Server
 from fsdptrain.rollout.vllm_http import ServerError, VLLMClient
+from fsdptrain.rollout.vllm_options import derived_options
 from fsdptrain.rollout.vllm_process import GUARD, PLUGIN, Launch, ServerProcess, command_line
 from fsdptrain.rollout.vllm_server import Contact, Patience, VLLMServerEngine, new_run
 from fsdptrain.rollout.weight_files import WeightFolder, folder_name, shared_memory
@@ -93,7 +94,8 @@ def _processes(config: Config, checkpoint: Path, weights: Path, key: str, device
     folder.mkdir(parents=True, exist_ok=True)
     launch = Launch(
         python=config.rollout.server_python or sys.executable,
-        arguments=server_arguments(config, checkpoint, on_gpu=device.type == "cuda"),
+        arguments=server_arguments(config, checkpoint, on_gpu=device.type == "cuda")
+        + command_line(derived_options(config, checkpoint, device.type)),
         folder=folder,
         weights=weights,
         api_key=key,
@@ -198,6 +200,8 @@ def require_fitting(client: VLLMClient, config: Config) -> None:
         "weight-transfer-config": (backend, (info["weight_transfer_config"] or {}).get("backend")),
         "max-model-len": (max(longest, model["max_model_len"]), model["max_model_len"]),
     }
+    if config.router.replay == "rollout":
+        wanted["enable-return-routed-experts"] = (True, info["aux_output_config"]["enable_return_routed_experts"])
     wrong = [f"--{name} {needed} (it has {found})" for name, (needed, found) in wanted.items() if needed != found]
     if wrong:
         raise ConfigError(f"--rollout-urls: {client.url} must be started with {', '.join(wrong)}")
