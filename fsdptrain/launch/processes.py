@@ -81,14 +81,15 @@ class Signalled(BaseException):
 
 @contextmanager
 def signals_raised() -> Iterator[None]:
-    """Signalled in place of the end of this process, once."""
+    """Signalled in place of the end of this process, once. What is ignored (nohup) stays so."""
 
     def end(signum: int, frame: FrameType | None) -> None:
         for other in _END:
             signal.signal(other, signal.SIG_IGN)  # there is something to clean up now
         raise Signalled(signum)
 
-    before = {signum: signal.signal(signum, end) for signum in _END}
+    heeded = [signum for signum in _END if signal.getsignal(signum) != signal.SIG_IGN]
+    before = {signum: signal.signal(signum, end) for signum in heeded}
     try:
         yield
     finally:

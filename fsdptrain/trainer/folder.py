@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from fsdptrain.models.collective import together
 log = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.yaml"
+_SEEN = 60.0  # [s] for a network file system to show what rank 0 has written
 _NOT_LEARNED = {  # sections and keys that may change without a word
     *("launch", "log", "output_dir", "num_rollout", "resume", "save_interval", "keep_last", "async_save", "export"),
     *("eval_interval", "n_samples_per_eval_prompt", "eval_temperature", "eval_greedy"),
@@ -42,6 +44,18 @@ class RunFolder:
             if dist.get_rank() == 0:
                 self.path.mkdir(parents=True, exist_ok=True)
                 (self.path / CONFIG_FILE).write_text(to_yaml(config))
+        if config.run.keep_last or config.run.export:  # each rank writes its part
+            with together(ConfigError, f"--output-dir {self.path}"):
+                self._require_shared(min(_SEEN, config.launch.dist_timeout / 2))
+
+    def _require_shared(self, patience_s: float) -> None:
+        deadline = time.monotonic() + patience_s
+        while not (self.path / CONFIG_FILE).exists():
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"--output-dir {self.path} is another folder on another machine: choose one that all of them share"
+                )
+            time.sleep(0.1)
 
 
 def open_folder(config: Config) -> RunFolder:

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,18 @@ def test_an_interrupt_ends_all_quietly():
     pids = [int(process.stdout.readline().split()[1]) for _ in range(2)]
     process.send_signal(signal.SIGINT)
     assert finish(process) == (130, "", "")
+    assert [pid for pid in pids if is_running(pid)] == []
+
+
+def test_ranks_end_with_a_command_that_is_killed():
+    process = start("interrupted")
+    assert process.stdout is not None
+    pids = [int(process.stdout.readline().split()[1]) for _ in range(2)]
+    process.kill()
+    process.communicate(timeout=100)  # which others that live would keep from its end
+    deadline = time.monotonic() + 20
+    while any(is_running(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.1)
     assert [pid for pid in pids if is_running(pid)] == []
 
 
