@@ -37,6 +37,8 @@ Train (a complete GRPO run), look first, look back, take the model along:
 
 A flag wins over a recipe, a recipe over a preset; --dry-run shows which."""
 
+_BEFORE_TORCH = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # frames of C++ for what we say in a line
+
 HF_CHECKPOINT = Option("--hf-checkpoint", str | None, "Hub id, or a folder: its config.json is enough.", None)
 EXPORT_EXAMPLE = "--checkpoint runs/default/checkpoints/step_00000050 --output my-model"
 EXPORT = {
@@ -89,6 +91,8 @@ draw them to RUN_DIR/curves.png. The run may still go on.
 
 def main() -> None:
     """The console script. Exits with 0, with 2 for an error that the user can mend, with 130 after Ctrl-C."""
+    for name, value in _BEFORE_TORCH.items():
+        os.environ.setdefault(name, value)
     sys.exit(run(sys.argv[1:]))
 
 
@@ -139,7 +143,7 @@ def train(argv: Sequence[str]) -> int:
                 model = resolved.config.model
                 sys.stdout.write(f"# {probe_line(model.hf_checkpoint, trust_remote_code=model.trust_remote_code)}\n")
         return 0
-    from fsdptrain import launch  # torch: only now
+    from fsdptrain import launch
 
     return launch.run(resolved.config, argv)
 

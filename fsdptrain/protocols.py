@@ -65,6 +65,32 @@ class CheckedEngine(RolloutEngine, Protocol):
         ...
 
 
+class ModelCopy(Protocol):
+    """One of several copies of the model that an engine answers with."""
+
+    @property
+    def name(self) -> str:
+        """In messages."""
+        ...
+
+    def checksums(self, names: Collection[str]) -> Mapping[str, int]:
+        """As of `CheckedEngine`; none where another rank looks at this copy."""
+        ...
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]: ...
+
+    def cached_tokens(self) -> int: ...
+
+
+@runtime_checkable
+class ReplicatedEngine(RolloutEngine, Protocol):
+    """An engine whose copies of the model --sync-check looks at one by one."""
+
+    def copies(self) -> Sequence[ModelCopy]:
+        """Those that this rank looks at, at least one and as many on each rank. Not collective."""
+        ...
+
+
 @runtime_checkable
 class AdapterEngine(RolloutEngine, Protocol):
     """An engine that holds the frozen weights of the checkpoint, and takes the adapter alone (--lora-sync adapter)."""

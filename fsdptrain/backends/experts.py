@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,6 @@ from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
 from fsdptrain.models.collective import together
 from fsdptrain.models.inputs import Layout
-from fsdptrain.models.loading import resolve_checkpoint
 from fsdptrain.models.policy import RouterFunction, evaluating, router_statistic
 from fsdptrain.models.router import RouterReplay
 from fsdptrain.models.router_check import aux_loss_coef, check_replay
@@ -24,7 +24,7 @@ from fsdptrain.types import LogProbs, LossOutput, PackedBatch
 class Experts:
     """Of one run. Without --router-aux-loss-coef and --router-replay it does nothing."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, path: Path) -> None:
         """ConfigError on all ranks where the model cannot do what the options ask for; collective. Loads no weights."""
         router, trust = config.router, config.model.trust_remote_code
         self.replays = router.replay != "off"
@@ -32,7 +32,6 @@ class Experts:
         self._coef = 0.0
         if not self.replays and router.aux_loss_coef == 0:
             return
-        path = resolve_checkpoint(config.model.hf_checkpoint)
         with together(ConfigError, "--router-replay, --router-aux-loss-coef"):
             model_config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
             self._coef = aux_loss_coef(model_config, router.aux_loss_coef, trust_remote_code=trust)

@@ -46,7 +46,7 @@ from fsdptrain.models.policy import (
     policy_logprobs,
 )
 from fsdptrain.models.prefix_probe import PrefixProbe, probe_prefixes
-from fsdptrain.models.processor import ImageProcessor
+from fsdptrain.models.processor import ImageProcessor, open_processor
 from fsdptrain.models.structure import reshard
 from fsdptrain.models.truncation import Truncation
 from fsdptrain.protocols import Loss, ModelRole, Naming
@@ -63,11 +63,17 @@ class FSDPBackend:
     """
 
     def __init__(
-        self, config: Config, *, total_steps: int, before_load: Callable[[PreTrainedModel], None] | None = None
+        self,
+        config: Config,
+        *,
+        total_steps: int,
+        before_load: Callable[[PreTrainedModel], None] | None = None,
+        processor: ImageProcessor | None = None,
     ) -> None:
         """Load, shard and verify the model of `config`. Raises ConfigError, CheckpointError or NumericsError.
 
         `before_load` sees the model while it is on meta and unsharded: whether it will fit, for one.
+        `processor`: the one of the checkpoint, where it is open already.
         """
         self.device = platform.local_device()
         self._meshes = build_meshes(
@@ -80,8 +86,9 @@ class FSDPBackend:
         self._config = config
         self._stash = HostStash()
         self._staging = Staging(config.launch.dist_timeout) if config.run.async_save else None
-        self._experts = Experts(config)
-        self._processor = _image_processor(config, self.checkpoint_path)
+        self._experts = Experts(config, self.checkpoint_path)
+        with together(ConfigError, "--image-key"):
+            self._processor = processor or open_processor(config, self.checkpoint_path)
         other = self._other_reference()  # before the policy: two models are never on the device together
         self._model, self.adapters = load_model(
             config,
@@ -341,13 +348,6 @@ class FSDPBackend:
         if other is None and self.adapters is None:
             return ReferenceBank(self._model)
         return other
-
-
-def _image_processor(config: Config, path: Path) -> ImageProcessor | None:
-    if config.data.image_key is None:
-        return None
-    with together(ConfigError, "--image-key"):
-        return ImageProcessor(path, trust_remote_code=config.model.trust_remote_code)
 
 
 def _all(actions: Sequence[Callable[[], None]]) -> None:

@@ -301,7 +301,10 @@ def _launch(config: Config) -> Iterator[Problem]:
     if launch.nnodes > 1 and launch.rdzv_endpoint is None:
         yield f"--nnodes {launch.nnodes} needs --rdzv-endpoint, the host:port of machine 0, e.g. 10.0.0.1:29500"
     if launch.nnodes == 1:
-        yield from without_effect(config, "rdzv_endpoint", "on one machine: set --nnodes, or leave it out")
+        keys = "rdzv_endpoint node_timeout network_interface"
+        yield from without_effect(config, keys, "on one machine: set --nnodes, or leave it out")
+    if launch.max_restarts and not (config.run.save_interval and config.run.keep_last):
+        yield "--max-restarts needs checkpoints to go on from: --save-interval and --keep-last above 0"
     if not launch.dry_run:
         yield from without_effect(config, "probe", "without --dry-run: a run probes the model itself")
     if launch.rdzv_endpoint is not None and not launch.rdzv_endpoint.rpartition(":")[2].isdigit():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from fsdptrain.config.keys import Key, all_keys
+from fsdptrain.config.keys import all_keys
 from fsdptrain.config.presets import preset_values
 from fsdptrain.errors import ConfigError
 
@@ -26,15 +26,11 @@ Problem = str | NoEffectError
 
 def changed(config: Config, *keys: str) -> Iterator[str]:
     """Those of `keys` (flat names) that somebody chose: not the default, nor what the algorithm's preset says."""
+    preset = preset_values(config.algorithm.algorithm, config.algorithm.loss)
     for flat in keys:
         key = all_keys()[flat]
-        value = getattr(getattr(config, key.section), key.name)
-        if value != _unchosen(config, key):
+        if key.value(config) != preset.get(flat, key.default):
             yield flat
-
-
-def _unchosen(config: Config, key: Key) -> object:
-    return preset_values(config.algorithm.algorithm, config.algorithm.loss).get(key.flat, key.default)
 
 
 def without_effect(config: Config, keys: str, reason: str) -> Iterator[Problem]:

@@ -54,6 +54,10 @@ class Key:
     def default(self) -> Any:
         return self.field.get_default(call_default_factory=True)
 
+    def value(self, config: Section) -> Any:
+        """Its value in a `Config`."""
+        return getattr(getattr(config, self.section), self.name)
+
     @property
     def flag(self) -> str:
         return "--" + self.flat.replace("_", "-")

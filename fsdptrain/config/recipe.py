@@ -105,8 +105,7 @@ def to_yaml(config: Config, sources: Mapping[str, Source] | None = None, *, colo
         if key.section != section:
             section = key.section
             lines.append((f"{section}:", None))
-        value = getattr(getattr(config, section), key.name)
-        lines.append((f"  {key.name}: {_scalar(value)}", sources[flat] if sources else None))
+        lines.append((f"  {key.name}: {_scalar(key.value(config))}", sources[flat] if sources else None))
     width = max(min(len(line), 60) for line, _ in lines)
     return "".join(_line(line, source, width, colour=colour) for line, source in lines)
 

@@ -5,6 +5,7 @@ can fail (reading a file, parsing a row) runs inside `together`: each rank learn
 on. Where nothing fails that costs one all_reduce of one number.
 """
 
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -25,11 +26,19 @@ def gather(value: Any) -> list[Any]:
     return values
 
 
+def sum_over_ranks(values: Sequence[float]) -> list[float]:
+    """Of each of `values` the sum, in float64; every rank passes as many. Collective."""
+    total = torch.tensor(values, dtype=torch.float64)  # on the CPU: gloo is always there (platform.distributed_backend)
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    return total.tolist()
+
+
 def anyone(condition: bool) -> bool:
     """Whether it holds on some rank; collective."""
     if not dist.is_initialized():
         return condition
-    flag = torch.tensor(int(condition))  # on the CPU: gloo is always there (platform.distributed_backend)
+    flag = torch.tensor(int(condition))
     dist.all_reduce(flag, op=dist.ReduceOp.MAX)
     return bool(flag.item())
 

@@ -118,22 +118,18 @@ def choose_layout(
     )
 
 
-def probe_random_copy(
-    config: PreTrainedConfig, *, attention: str = "auto", trust_remote_code: bool = False
-) -> LayoutProbe:
+def probe_random_copy(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> LayoutProbe:
     """The same probe without weights, on the CPU in float32, with the backward pass: `random_copy` of the model.
 
     Raises NumericsError where no layout is exact, forward and backward, or where the head is not understood.
     """
     try:
-        model = random_copy(config, trust_remote_code=trust_remote_code)
-        return _probe_copy(model, attention)
+        return _probe_copy(random_copy(config, trust_remote_code=trust_remote_code))
     except REFUSALS:  # a few families tie other parts to the number of layers (gemma3n, gemma4): then all of them
-        model = random_copy(config, trust_remote_code=trust_remote_code, all_layers=True)
-        return _probe_copy(model, attention)
+        return _probe_copy(random_copy(config, trust_remote_code=trust_remote_code, all_layers=True))
 
 
-def _probe_copy(model: PreTrainedModel, attention: str) -> LayoutProbe:
+def _probe_copy(model: PreTrainedModel) -> LayoutProbe:
     install_policy_forward(model, chunk_size=SHORT)
     options: dict[str, Any] = {
         "vocab_size": model.config.get_text_config().vocab_size,
@@ -144,7 +140,7 @@ def _probe_copy(model: PreTrainedModel, attention: str) -> LayoutProbe:
     check_head(model, layout="padded", **options)
     refused = ""
     for requested in ("auto", "padded"):
-        set_attention(model, resolve_attention(attention, "cpu"))
+        set_attention(model, resolve_attention("auto", "cpu"))
         probe = choose_layout(model, requested, **options)
         difference = _gradient_difference(model, probe)
         if difference <= probe.tolerance:

@@ -47,7 +47,7 @@ from fsdptrain.models.structure import stock_class
 
 TESTED_TRANSFORMERS = ((5, 17), (5, 24))  # from, and below
 
-__all__ = ["build_meta_model", "load_weights", "resolve_checkpoint", "verify_loaded", "weight_files"]
+__all__ = ["build_meta_model", "load_weights", "resolve_checkpoint", "weight_files"]
 logger = logging.getLogger(__name__)
 
 
@@ -106,11 +106,6 @@ def load_weights(
         _broadcast_from_rank0(model, path, cpu_offload=cpu_offload)
     for name, buffer in list(model.named_buffers()):
         register(model, [name], buffer.to(platform.local_device()))
-    verify_loaded(model, path, dtype)
-
-
-def verify_loaded(model: PreTrainedModel, path: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Nothing on meta, all parameters in `dtype`, tied as the config says, and the same on every rank; collective."""
     with together(CheckpointError, f"--hf-checkpoint {path}"):
         if problems := _problems(model, dtype):
             raise CheckpointError(f"--hf-checkpoint {path}: {'; '.join(problems)}")
@@ -126,6 +121,7 @@ def _refuse_remote_code(path: Path) -> None:
 
 
 def _problems(model: PreTrainedModel, dtype: torch.dtype) -> list[str]:
+    """Something on meta, a parameter in another dtype than `dtype`, or not tied as the config says."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     on_meta = [name for name, tensor in tensors if tensor.is_meta]
     other_dtype = [name for name, parameter in model.named_parameters() if parameter.dtype != dtype]

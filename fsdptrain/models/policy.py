@@ -215,20 +215,18 @@ def check_head(
     layout: Layout,
     compute_dtype: torch.dtype,
     device: torch.device | None = None,
-    num_tokens: int = 16,
 ) -> float:
     """Compare the chunked logprobs with those of the stock model on a few random tokens. Collective.
 
     Returns the mean difference, the largest over ranks. Raises NumericsError on every rank where it is over the
     tolerance of `compute_dtype`: then the model does something to its logits that `head_transform` does not know.
     """
-    tokens = torch.randint(vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(0)).tolist()
-    batch = plain_batch([tokens], device=device or platform.local_device())
+    batch = _random_pack(vocab_size, device)
     with evaluating(model):
         ours = policy_logprobs(model, batch, layout=layout).values
         stock = model(batch, layout=layout, stock_head=True)[0]
     reshard(model)
-    difference = over_ranks((ours - stock).abs().sum().item() / (num_tokens - 1))
+    difference = over_ranks((ours - stock).abs().sum().item() / (batch.num_tokens - 1))
     tolerance = TOLERANCES[compute_dtype]
     if not difference <= tolerance:
         raise NumericsError(
@@ -240,20 +238,14 @@ def check_head(
 
 
 def check_backward(
-    model: PreTrainedModel,
-    *,
-    vocab_size: int,
-    layout: Layout,
-    device: torch.device | None = None,
-    num_tokens: int = 16,
+    model: PreTrainedModel, *, vocab_size: int, layout: Layout, device: torch.device | None = None
 ) -> None:
     """One backward pass over a few random tokens, whose gradients are dropped. Collective.
 
     Raises NumericsError, on every rank alike, for a model that can score and not be trained (reformer; a kernel without
     a backward), and not in the middle of the first step.
     """
-    tokens = torch.randint(vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(0)).tolist()
-    batch = plain_batch([tokens], device=device or platform.local_device())
+    batch = _random_pack(vocab_size, device)
     try:
         with evaluating(model):
             policy_logprobs(model, batch, layout=layout).values.sum().backward()
@@ -264,6 +256,11 @@ def check_backward(
     reshard(model)
     for parameter in model.parameters():
         parameter.grad = None
+
+
+def _random_pack(vocab_size: int, device: torch.device | None) -> PackedBatch:
+    tokens = torch.randint(vocab_size, (16,), generator=torch.Generator().manual_seed(0)).tolist()
+    return plain_batch([tokens], device=device or platform.local_device())
 
 
 def plain_batch(

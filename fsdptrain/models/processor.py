@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoProcessor, ProcessorMixin
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
+from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
 from fsdptrain.models.materialize import quiet_transformers
 from fsdptrain.types import Images
@@ -35,6 +36,13 @@ class Segment(NamedTuple):
 
     token_ids: list[int]
     images: Images | None = None
+
+
+def open_processor(config: Config, checkpoint: Path) -> "ImageProcessor | None":
+    """For prompts with images; None without --image-key. ConfigError where there is none."""
+    if config.data.image_key is None:
+        return None
+    return ImageProcessor(checkpoint, trust_remote_code=config.model.trust_remote_code)
 
 
 class ImageProcessor:

@@ -16,9 +16,8 @@ WIDEST = 100  # columns
 _SHOWN = 8  # names of a difference
 
 
-def print_inspection(report: Inspection, console: Console | None = None) -> None:
-    console = console or Console()
-    console = console if console.width <= WIDEST else Console(width=WIDEST)
+def print_inspection(report: Inspection) -> None:
+    console = narrow_console()
     line(console, report.model_class, f"{report.model_type}, {report.module}")
     _section(console, "Parameters", _parameter_rows(report.parameters, report.head))
     heading(console, "Modules")
@@ -38,6 +37,11 @@ def count(number: float) -> str:
         if number >= size:
             return f"{number / size:.2f} {unit}"
     return str(int(number))
+
+
+def narrow_console() -> Console:
+    console = Console()
+    return console if console.width <= WIDEST else Console(width=WIDEST)
 
 
 def heading(console: Console, text: str) -> None:

@@ -10,15 +10,14 @@ from rich.table import Table
 from rich.text import Text
 
 from fsdptrain.planning.activations import Moment
-from fsdptrain.planning.inspection_text import WIDEST, count, facts, heading, line
+from fsdptrain.planning.inspection_text import count, facts, heading, line, narrow_console
 from fsdptrain.planning.memory import DEVICE_MARGIN, GIB
 from fsdptrain.planning.plan import Plan, Proposal, with_margin
 
 
-def print_plan(plan: Plan, command: str, console: Console | None = None) -> None:
+def print_plan(plan: Plan, command: str) -> None:
     """`command`: what starts the run that was planned, without the flags of a proposal."""
-    console = console or Console()
-    console = console if console.width <= WIDEST else Console(width=WIDEST)
+    console = narrow_console()
     machine = plan.machine
     size = f"{count(plan.counts.total)} parameters, {machine.num_gpus} x {machine.gpu_memory / GIB:g} GiB"
     line(console, plan.model_class, size)

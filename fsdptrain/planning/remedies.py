@@ -39,7 +39,7 @@ def change(config: Config, values: Mapping[str, Any]) -> Changed:
     sections: dict[str, dict[str, Any]] = {}
     for flat, value in values.items():
         key = all_keys()[flat]
-        if getattr(getattr(config, key.section), key.name) != value:
+        if key.value(config) != value:
             sections.setdefault(key.section, {})[key.name] = value
             flags.append(_flag(key.flag, value))
     update = {name: getattr(config, name).model_copy(update=fields) for name, fields in sections.items()}

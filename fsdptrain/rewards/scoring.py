@@ -5,14 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from fsdptrain.errors import RewardError, describe
+from fsdptrain.models.collective import gather, sum_over_ranks
 from fsdptrain.protocols import RewardFunction
 from fsdptrain.types import Prompt
-
-ERROR_BYTES = 1024  # of an error's text, that ranks tell each other
 
 
 @dataclass(frozen=True)
@@ -55,14 +51,12 @@ def score_completions(reward: RewardFunction, prompts: Sequence[Prompt], texts: 
 
 def check_unscored(scores: Scores, *, max_unscored_fraction: float) -> int:
     """Unscored samples of all ranks; collective. RewardError on all ranks together if their share is too large."""
-    counts = torch.tensor([scores.num_unscored, len(scores.scores)])
-    if dist.is_initialized():
-        dist.all_reduce(counts)
-    unscored, total = counts.tolist()
+    unscored, total = map(int, sum_over_ranks([scores.num_unscored, len(scores.scores)]))
     if unscored > max_unscored_fraction * total:
+        first_error = next((error for error in gather(scores.first_error) if error), None)
         raise RewardError(
             f"--reward could not score {unscored} of {total} samples, more than --max-unscored-fraction "
-            f"{max_unscored_fraction}; the first reason: {_first_error_of_all_ranks(scores)}"
+            f"{max_unscored_fraction}; the first reason: {first_error}"
         )
     return unscored
 
@@ -97,16 +91,3 @@ def _score(reward: RewardFunction, prompt: Prompt, text: str) -> tuple[Score, st
     except Exception as error:  # noqa: BLE001  # a user's function: whatever it raises, the run goes on
         return Score(None), describe(error)
     return score, "the reward returned None" if score.reward is None else None
-
-
-def _first_error_of_all_ranks(scores: Scores) -> str | None:
-    """That of the lowest rank that has one, so that all ranks end with the same message. Collective."""
-    if not dist.is_initialized():
-        return scores.first_error
-    text = (scores.first_error or "").encode()[:ERROR_BYTES]
-    ours = torch.zeros(ERROR_BYTES, dtype=torch.uint8)
-    ours[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-    gathered = [torch.empty_like(ours) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, ours)
-    errors = [bytes(part.tolist()).rstrip(b"\0").decode(errors="ignore") for part in gathered]
-    return next((error for error in errors if error), None)

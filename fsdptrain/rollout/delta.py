@@ -2,6 +2,8 @@
 
 for name, tensor in delta.changed(weights): ...    # to an engine that keeps its weights between two updates
 delta.commit()                                      # it has taken them all
+
+Imported in vLLM's own processes too: it needs torch and nothing else.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -47,9 +49,9 @@ class DeltaFilter:
     def _of_layer(self, layer: list[tuple[str, Tensor]], held: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
         sums = {name: bit_checksum(tensor) for name, tensor in layer}
         self._new |= sums
-        changed = {_block(name) for name, value in sums.items() if held.get(name) != value}
+        changed = {block_of(name) for name, value in sums.items() if held.get(name) != value}
         for name, tensor in layer:
-            if _block(name) in changed:
+            if block_of(name) in changed:
                 self.pushed_bytes += tensor.nbytes
                 yield name, tensor
             else:
@@ -63,7 +65,7 @@ def _layer(name: str) -> str:
     return ".".join(parts[: number + 1])
 
 
-def _block(name: str) -> str:
+def block_of(name: str) -> str:
     """`model.layers.3.mlp` of `model.layers.3.mlp.experts.5.up_proj.weight`."""
     layer = _layer(name)
     return layer if layer == name else f"{layer}.{name[len(layer) + 1 :].split('.')[0]}"

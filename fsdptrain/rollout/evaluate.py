@@ -3,11 +3,9 @@
 import math
 from collections.abc import Sequence
 
-import torch
-import torch.distributed as dist
-
 from fsdptrain.algo.correct import is_correct
 from fsdptrain.config import Config
+from fsdptrain.models.collective import sum_over_ranks
 from fsdptrain.types import Metrics, Sample, SamplingParams
 
 _EVAL_SEED = -1  # below every seed of training, and the same at every evaluation: they differ by the policy only
@@ -46,7 +44,7 @@ def evaluation_metrics(
         "unscored": sum(reward is None for reward in rewards),
     }
     per_prompt = {f"pass@{k}": math.fsum(pass_at_k(num_samples, c, k) for c in hits) for k in ks}
-    sums = _sum_over_ranks([len(samples), len(hits), *per_sample.values(), *per_prompt.values()])
+    sums = sum_over_ranks([len(samples), len(hits), *per_sample.values(), *per_prompt.values()])
     counts = [sums[0]] * len(per_sample) + [sums[1]] * len(per_prompt)
     return {
         f"eval/{name}/{metric}": total / count
@@ -66,10 +64,3 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 def _groups(values: Sequence[bool], size: int) -> list[Sequence[bool]]:
     return [values[start : start + size] for start in range(0, len(values), size)]
-
-
-def _sum_over_ranks(values: Sequence[float]) -> list[float]:
-    total = torch.tensor(values, dtype=torch.float64)  # on the host: gloo is always there
-    if dist.is_initialized():
-        dist.all_reduce(total)
-    return total.tolist()

@@ -3,6 +3,7 @@
 vLLM is imported when an engine is built, never before: it patches torch on import. All of it that we touch is here.
 """
 
+import gc
 import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -148,8 +149,14 @@ class VLLMEngine:
             self._llm.wake_up(tags=["weights"])
 
     def close(self) -> None:
-        """Give back what a GPU holds. vLLM's own shutdown would tear down the trainer's process group with its own."""
+        """Give back what a GPU holds.
+
+        vLLM's own shutdown would tear down the trainer's process group with its own, which end with the trainer's. vLLM
+        would also call it when Python ends, and print a traceback, since there is no group any more.
+        """
         self.sleep()
+        self._llm.llm_engine.engine_core._finalizer.detach()
+        gc.unfreeze()  # vLLM has frozen what was there at its start; what stays to the very end is told as a leak
         if self._adapter is not None:
             self._adapter.close()
 

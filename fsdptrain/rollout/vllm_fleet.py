@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from fsdptrain.errors import RolloutError
-from fsdptrain.rollout.vllm_http import ServerGoneError, ServerRefusedError, VLLMClient
+from fsdptrain.rollout.vllm_http import GivenUp, ServerGoneError, ServerRefusedError, VLLMClient
 from fsdptrain.rollout.vllm_process import ServerProcess
-from fsdptrain.rollout.weight_push import Deadline, FilePush, GroupPush, Push, Weights, update
+from fsdptrain.rollout.weight_push import Deadline, FilePush, Push, Weights, update
 
 log = logging.getLogger(__name__)
 
@@ -18,6 +18,8 @@ _POLL_S = 0.5
 _PROBE_INTERVAL_S = 5.0
 _MAX_STARTS = 3  # of one server in a row
 _TAKE_BACK_S = 2.0
+_HEALTH_S = 5.0
+_FOR_WEIGHTS = 0.75  # of --sync-timeout; the rest is for going on, so that one that hangs takes no time from others
 _NO_WEIGHTS = "default"  # the version of a vLLM server that nobody has given weights
 
 
@@ -68,6 +70,7 @@ class Fleet:
         self._began = False  # all servers have been up
         self._changed = threading.Condition(threading.RLock())  # held while servers or weights change
         self._closing = threading.Event()
+        self._overtaken = threading.Event()  # a server that is still being given weights would get old ones
         # for each an update, a probe, and one that is left from before a restart
         self._threads = ThreadPoolExecutor(3 * len(self._servers))
         self._keeper = threading.Thread(target=self._keep, daemon=True, name="servers")
@@ -83,8 +86,11 @@ class Fleet:
         self._began = True
 
     def forget_weights(self) -> None:
-        """Their files may be deleted: what is started from now on gets the next ones."""
+        """Their files may be deleted: what is started from now on gets the next ones. A server that has just been
+        started, and was still reading them, is not waited for but started once more."""
+        self._overtaken.set()
         with self._changed:
+            self._overtaken.clear()
             self._weights = None
 
     def switch(self, weights: Weights) -> list[str]:
@@ -110,6 +116,7 @@ class Fleet:
 
     def close(self) -> None:
         self._closing.set()
+        self._overtaken.set()
         if self._keeper.is_alive():
             self._keeper.join()
         for server in self._servers:
@@ -135,12 +142,16 @@ class Fleet:
                 log.info("%s is back", server.client.url)
                 server.state = State.UP
 
-    def _update(self, servers: Sequence[Server], push: Push) -> None:
+    def _update(self, servers: Sequence[Server], push: Push, given_up: GivenUp = lambda: False) -> None:
         """The newest weights to all of `servers`; then, if none refused, all of them go on."""
         weights = self._weights
         assert weights is not None
-        deadline = Deadline(self._sync_timeout)
-        refused = self._each(servers, lambda s: update(s.client, weights, push, deadline))
+        switched_by, all_by = Deadline(_FOR_WEIGHTS * self._sync_timeout), Deadline(self._sync_timeout)
+
+        def each(servers: Sequence[Server], do: Callable[[VLLMClient], object]) -> list[str]:
+            return self._each(servers, lambda server: _ask(server.client.until(given_up), do, all_by))
+
+        refused = each(servers, lambda client: update(client, weights, push, switched_by))
         if refused:
             switched = [server.client.url for server in servers if server.state is State.UP]
             raise RolloutError(
@@ -148,7 +159,7 @@ class Fleet:
                 f"{', '.join(url for url in switched if not any(url in text for text in refused)) or 'none'}"
             )
         up = [server for server in servers if server.state is State.UP]
-        refused = self._each(up, lambda s: s.client.post("/resume", timeout=deadline.left))
+        refused = each(up, lambda client: client.post("/resume", timeout=all_by.left))
         if refused:
             raise RolloutError(f"servers did not go on after they took new weights: {'; '.join(refused)}")
 
@@ -162,16 +173,12 @@ class Fleet:
             except ServerGoneError as error:
                 self._give_up(server, str(error))
             except ServerRefusedError as error:
-                if server.client.is_healthy(timeout=min(10.0, self._sync_timeout)):
-                    refused.append(str(error))
-                else:
-                    self._give_up(server, str(error))
+                refused.append(str(error))
         return refused
 
     def _give_up(self, server: Server, why: str) -> None:
         log.warning("%s; %s", why, "it is started again" if server.process else "the run goes on without it")
-        if isinstance(self._push, GroupPush):
-            self._push.forget(server.client)
+        self._push.forget(server.client)
         server.give_up(why)
 
     def wait_for(self, num_servers: int, seconds: float) -> list[str]:
@@ -238,7 +245,7 @@ class Fleet:
                 self._give_up(server, str(error))
 
     def _probe(self, server: Server) -> None:
-        server.client.version(timeout=self._sync_timeout, given_up=self._closing.is_set)
+        server.client.until(self._closing.is_set).version(timeout=self._sync_timeout)
         self._closing.wait(_PROBE_INTERVAL_S)
 
     def _admit(self, server: Server, process: ServerProcess) -> None:
@@ -249,16 +256,26 @@ class Fleet:
             if not self._began:
                 server.state = State.LOST
             return
-        if not server.client.is_healthy(timeout=_POLL_S):
+        if self._overtaken.is_set() or not server.client.is_healthy(timeout=_POLL_S):
             return
         server.state = State.UP
         if self._weights is not None:
-            try:
-                self._update(
-                    [server], FilePush()
-                )  # also where others get theirs over the network: it is on this machine
+            try:  # by file also where others get theirs over the network: it is on this machine
+                self._update([server], FilePush(), self._overtaken.is_set)
             except RolloutError as error:  # it is told where the server is missed
                 server.give_up(str(error))
                 server.state = State.LOST
         if server.state is State.UP:
             log.info("%s is up", process.url)
+        elif self._overtaken.is_set():
+            server.starts -= 1  # it is not at fault
+
+
+def _ask(client: VLLMClient, do: Callable[[VLLMClient], object], deadline: Deadline) -> None:
+    """What a server that is dying refuses does not count as refused."""
+    try:
+        do(client)
+    except ServerRefusedError as error:
+        if not client.is_healthy(timeout=min(_HEALTH_S, deadline.left)):
+            raise ServerGoneError(str(error)) from None
+        raise

@@ -13,6 +13,7 @@ import select
 import socket
 import time
 from collections.abc import Callable
+from copy import copy
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -40,6 +41,7 @@ class VLLMClient:
     """Requests to the server at `url`, with `api_key` where it wants one. Safe to use from several threads."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
+        self._given_up: GivenUp = lambda: False
         self.url = url.rstrip("/")
         parts = urlsplit(self.url)
         assert parts.hostname is not None, "checked with the configuration"
@@ -51,20 +53,26 @@ class VLLMClient:
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
-    def get(self, path: str, *, timeout: float, given_up: GivenUp = lambda: False) -> Any:
-        return self._request("GET", path, None, given_up, timeout, timeout)
+    def until(self, given_up: GivenUp) -> "VLLMClient":
+        """The same, whose requests end, as those to a server that is gone, once `given_up()`."""
+        client = copy(self)
+        client._given_up = given_up
+        return client
+
+    def get(self, path: str, *, timeout: float) -> Any:
+        return self._request("GET", path, None, timeout, timeout)
 
     def post(self, path: str, body: Any = None, *, timeout: float) -> Any:
-        return self._request("POST", path, body, lambda: False, timeout, timeout)
+        return self._request("POST", path, body, timeout, timeout)
 
-    def generate(self, body: Any, *, timeout: float, given_up: GivenUp) -> Any:
-        """One completion. It may take as long as it takes, until `given_up()`; `timeout` is for all else."""
-        return self._request("POST", "/inference/v1/generate", body, given_up, timeout, math.inf)
+    def generate(self, body: Any, *, timeout: float) -> Any:
+        """One completion. It may take as long as it takes; `timeout` is for all else."""
+        return self._request("POST", "/inference/v1/generate", body, timeout, math.inf)
 
-    def version(self, *, timeout: float, given_up: GivenUp = lambda: False) -> str:
+    def version(self, *, timeout: float) -> str:
         """The tag of the weights that the engine holds. The question goes through its scheduler: an answer is a sign
         of life of all of it."""
-        return self.get("/weight_info", timeout=timeout, given_up=given_up)["weight_version"]
+        return self.get("/weight_info", timeout=timeout)["weight_version"]
 
     def is_healthy(self, *, timeout: float) -> bool:
         try:
@@ -73,19 +81,19 @@ class VLLMClient:
             return False
         return True
 
-    def _request(self, method: str, path: str, body: Any, given_up: GivenUp, timeout: float, longest: float) -> Any:
+    def _request(self, method: str, path: str, body: Any, timeout: float, longest: float) -> Any:
         """A connection of its own for each request: one that was kept open could have died unseen.
 
-        `longest` is for the answer to begin, `timeout` for each transfer. [s]
+        `longest` is until the answer begins, all that comes before included; `timeout` for each transfer. [s]
         """
-        what = f"{method} {path}"
+        what, end = f"{method} {path}", time.monotonic() + longest
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
         connection = kind(self.host, self._port, timeout=min(timeout, _CONNECT_S))
         try:
             connection.connect()
             connection.sock.settimeout(timeout)
             connection.request(method, self._path + path, None if body is None else json.dumps(body), self._headers)
-            self._await_answer(connection.sock, what, given_up, longest)
+            self._await_answer(connection.sock, what, end)
             response = connection.getresponse()
             text = response.read().decode(errors="replace")
         except TimeoutError:
@@ -96,12 +104,11 @@ class VLLMClient:
             connection.close()
         return self._content(response.status, text, what)
 
-    def _await_answer(self, connection: socket.socket, what: str, given_up: GivenUp, longest: float) -> None:
-        end = time.monotonic() + longest
+    def _await_answer(self, connection: socket.socket, what: str, end: float) -> None:
         poll = select.poll()
         poll.register(connection, select.POLLIN)
         while not poll.poll(1000 * min(_POLL_S, max(0.0, end - time.monotonic()))):
-            if given_up():
+            if self._given_up():
                 raise ServerGoneError(f"{self.url} was given up during {what}")
             if time.monotonic() >= end:
                 raise TimeoutError

@@ -44,6 +44,7 @@ class Dispatcher:
     patience: float  # longest time with fewer than `min_servers` [s]
     min_servers: int
     first: int = 0  # where to begin among equals: ranks begin with different servers
+    preferred: str | None = None  # address of the one to ask as long as it is up
     progress: Callable[[], None] = lambda: None  # called when an answer has come
     check: Callable[[], None] = lambda: (
         None
@@ -85,11 +86,8 @@ class Dispatcher:
         while len(complaints) < _MAX_TRIES:
             server = self._take(chunk, chosen)
             try:
-                answer = server.client.generate(
-                    request,
-                    timeout=self.silence,
-                    given_up=lambda server=server: self._stopped.is_set() or not server.is_up,
-                )
+                client = server.client.until(lambda server=server: self._stopped.is_set() or not server.is_up)
+                answer = client.generate(request, timeout=self.silence)
                 self._check(server, answer)
                 self.progress()
                 return answer
@@ -109,11 +107,12 @@ class Dispatcher:
 
     def _take(self, chunk: Any, chosen: dict[Any, _Seen]) -> _Seen:
         """The server of this chunk, else the one with the fewest requests of ours; waits until one is up."""
+        preferred = next((server for server in self._servers if server.client.url == self.preferred), None)
         with self._changed:
             while True:
                 if self._stopped.is_set():
                     raise ServerGoneError("the rollout has ended")
-                server = chosen.get(chunk)
+                server = chosen.get(chunk, preferred)
                 if server is None or not server.is_up:
                     order = self._servers[self.first % len(self._servers) :] + self._servers
                     server = min((s for s in order if s.is_up), key=lambda s: s.num_in_flight, default=None)
@@ -145,8 +144,9 @@ class Dispatcher:
 
     def _problem(self, server: _Seen) -> str | None:
         try:
-            version = server.client.version(timeout=self.silence, given_up=self._stopped.is_set)
-            paused = server.client.get("/is_paused", timeout=self.silence, given_up=self._stopped.is_set)["is_paused"]
+            client, deadline = server.client.until(self._stopped.is_set), Deadline(self.silence)
+            version = client.version(timeout=deadline.left)
+            paused = client.get("/is_paused", timeout=deadline.left)["is_paused"]
         except ServerError as error:
             return str(error)
         if version != self.tag:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -18,14 +17,16 @@ from torch import Tensor
 from fsdptrain.errors import RolloutError
 from fsdptrain.models.collective import gather, together
 from fsdptrain.protocols import Naming
+from fsdptrain.rollout.delta import DeltaFilter
 from fsdptrain.rollout.sampling import seed_of
 from fsdptrain.rollout.stacks import StackDump
 from fsdptrain.rollout.vllm_fleet import Fleet
 from fsdptrain.rollout.vllm_http import VLLMClient
 from fsdptrain.rollout.vllm_requests import Dispatcher
-from fsdptrain.rollout.weight_files import WeightFolder
+from fsdptrain.rollout.vllm_server_copy import ServerCopy
+from fsdptrain.rollout.weight_files import Stored, WeightFolder
 from fsdptrain.rollout.weight_push import Weights
-from fsdptrain.types import Completion, Prompt, SamplingParams
+from fsdptrain.types import Completion, Metrics, Prompt, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -75,32 +76,39 @@ class VLLMServerEngine:
         self._folder = folder
         self._tag: str | None = None  # of the weights that the servers hold
         self._ready: list[str] = []
+        self._delta = DeltaFilter()  # of what lies in `folder`
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """Take the tensors of a checkpoint, by the names of its files, on all servers at one time. Collective.
 
         First all of `weights` are gathered and stored, by all ranks; then rank 0 speaks with the servers.
         """
-        self._tag = None  # half an update must not answer
+        before, self._tag = self._tag, None  # half an update must not answer
         self._stacks.arm(self._patience.silence)
-        files, error = self._store(weights, policy_version)
+        stored, error = self._store(weights)
         tag, ready = f"{self._run}/{policy_version}", []
         with together(RolloutError, "--rollout-engine vllm-server"), self._with_stacks():
             if error is not None:
                 raise RolloutError(f"--weight-folder: the weights cannot be stored: {error}; choose another") from error
             if self.fleet is not None:
                 self._stacks.arm(self._patience.silence)
-                ready = self.fleet.switch(Weights(files, tag))
+                ready = self.fleet.switch(Weights(stored.whole, tag, stored.new, before))
         self._ready = gather(ready)[0]
         self._stacks.disarm()
         self.policy_version, self._tag = policy_version, tag
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
         """`num_samples` completions for each prompt, prompt by prompt, in order; each request has its own seed."""
+        return self.ask(prompts, sampling)[0]
+
+    def ask(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, *, preferred: str | None = None
+    ) -> tuple[list[Completion], list[Any]]:
+        """As `generate`, of the server at `preferred` as long as it is up; and what servers say besides."""
         if self._tag is None:
             raise RolloutError("the servers have no weights: call update_weights first")
         if not prompts:
-            return []
+            return [], []
         asked = [(prompt, k) for prompt in prompts for k in range(sampling.num_samples)]
         dispatcher = Dispatcher(
             self.clients,
@@ -110,13 +118,29 @@ class VLLMServerEngine:
             patience=self._patience.replacement,
             min_servers=self._patience.min_servers,
             first=dist.get_rank() if dist.is_initialized() else 0,
+            preferred=preferred,
             progress=self._go_on,
             check=self._check,
         )
         self._go_on()  # until the next call: where this rank waits for others, it may be asked where it stands
         with self._with_stacks():
             answers = dispatcher.run([self._request(*row, sampling) for row in asked], per_group=sampling.num_samples)
-        return [self._completion(prompt, answer) for (prompt, _), answer in zip(asked, answers, strict=True)]
+        completions = [self._completion(prompt, answer) for (prompt, _), answer in zip(asked, answers, strict=True)]
+        return completions, [answer["usage"] for answer in answers]
+
+    def copies(self) -> list[ServerCopy]:
+        """Ranks share the servers among them: each is looked at by one rank, or by more where ranks are more."""
+        rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        clients = [client for client in self.clients if client.url in self._ready]
+        return [
+            ServerCopy(clients[i % len(clients)], self.ask, self._patience.silence, reads_weights=i < len(clients))
+            for i in range(rank, rank + num_ranks * -(-len(clients) // num_ranks), num_ranks)
+        ]
+
+    def metrics(self) -> Metrics:
+        """Of the last update: to a server that had the version before."""
+        pushed, saved = self._delta.pushed_bytes, self._delta.saved_bytes
+        return {"sync/pushed_bytes": float(pushed), "sync/saved_bytes": float(saved)}
 
     def sleep(self) -> None:
         """Servers have devices of their own: they keep weights and cache."""
@@ -132,17 +156,19 @@ class VLLMServerEngine:
         if self._folder is not None:
             self._folder.delete()
 
-    def _store(self, weights: Iterable[tuple[str, Tensor]], version: int) -> tuple[list[Path], OSError | None]:
-        """Rank 0 writes files; the others take part in the gathering."""
+    def _store(self, weights: Iterable[tuple[str, Tensor]]) -> tuple[Stored, OSError | None]:
+        """Rank 0 writes what has changed to files; the others take part in the gathering."""
         if self._folder is None or self.fleet is None:
             for _ in weights:
                 pass
-            return [], None
+            return Stored([], []), None
         self.fleet.forget_weights()
         try:
-            return self._folder.write(weights, version), None
+            stored = self._folder.write(self._delta.changed(weights))
         except OSError as error:
-            return [], error
+            return Stored([], []), error
+        self._delta.commit()
+        return stored, None
 
     def _request(self, prompt: Prompt, index: int, sampling: SamplingParams) -> dict[str, Any]:
         return {

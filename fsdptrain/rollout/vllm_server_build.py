@@ -26,8 +26,9 @@ from fsdptrain.rollout.vllm_server import Contact, Patience, VLLMServerEngine, n
 from fsdptrain.rollout.weight_files import WeightFolder, folder_name, shared_memory
 from fsdptrain.rollout.weight_push import FilePush, GroupPush
 
+_ALWAYS = {"tokens_only": True, "enable_prompt_tokens_details": True}
 _OURS = frozenset(
-    {"model", "host", "port", "api_key", "dtype", "load_format", "logprobs_mode", "tokens_only"} | {*PLUGIN, *GUARD}
+    {"model", "host", "port", "api_key", "dtype", "load_format", "logprobs_mode"} | {*_ALWAYS, *PLUGIN, *GUARD}
 )
 _LOOK_S = 120.0  # for a server to describe itself: it looks at its whole machine first
 _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
@@ -124,7 +125,7 @@ def server_arguments(config: Config, checkpoint: Path, *, on_gpu: bool) -> list[
     if config.model.trust_remote_code:
         options["trust_remote_code"] = True
     fixed = {"model": str(checkpoint), "load_format": "dummy", "logprobs_mode": "processed_logprobs"}
-    return command_line({**options, **rollout.engine_args, **fixed, "tokens_only": True, **PLUGIN, **GUARD})
+    return command_line({**options, **rollout.engine_args, **fixed, **_ALWAYS, **PLUGIN, **GUARD})
 
 
 def _devices(config: Config, count: int, device: torch.device) -> list[str | None]:

@@ -6,7 +6,8 @@
 The environment of vLLM need not be that of the trainer: beside vLLM this needs torch and safetensors only.
 """
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory  # pyright: ignore[reportMissingImports]
 from vllm.distributed.weight_transfer.base import (  # pyright: ignore[reportMissingImports]
     WeightTransferEngine,
@@ -26,15 +27,24 @@ from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportM
     initialize_layerwise_reload,
 )
 
+from fsdptrain.rollout.delta import block_of
 from fsdptrain.rollout.tied_head import repack_tied_head
+from fsdptrain.rollout.vllm_readback import checksums
 from fsdptrain.rollout.weight_group import Plane, Spec, WeightGroup, bucket_size, unpack_bucket
 
 BACKEND = "fsdptrain"
 _SHOWN = 5  # names that an error lists
+_LAYERS_LOG = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
 
 
 class WorkerExtension:
-    """Empty: vLLM imports this module for it, before the model is loaded, and so learns of the engine below."""
+    """vLLM imports this module for it, before the model is loaded, and so learns of the engine below."""
+
+    get_model: Callable[[], nn.Module]  # vLLM's own worker has it
+
+    def fsdptrain_checksums(self, names: list[str]) -> dict[str, int]:
+        """Of the layers that answer, by the names of a checkpoint: of those of `names` that can be read."""
+        return checksums(self.get_model(), names)
 
 
 @dataclass
@@ -50,14 +60,19 @@ class Join(WeightTransferInitInfo):
 
 @dataclass
 class Update(WeightTransferUpdateInfo):
-    """A part of the weights: files that this machine can read, or one bucket that the trainer sends now."""
+    """A part of the weights: files that this machine can read, or one bucket that the trainer sends now.
+
+    partial: what does not come stays as it is. Said once in an update, before it ends.
+    """
 
     paths: list[str] = field(default_factory=list)
     bucket: list[dict[str, Any]] = field(default_factory=list)
+    partial: bool = False
 
 
 class Transfer(WeightTransferEngine[Join, Update]):
-    """One update: start, any number of parts, finish. It fails where a parameter of the model got no weights."""
+    """One update: start, any number of parts, finish. It fails where a parameter of the model got no weights; of a
+    partial update, where one got none and others of its block did."""
 
     init_info_cls = Join
     update_info_cls = Update
@@ -66,6 +81,7 @@ class Transfer(WeightTransferEngine[Join, Update]):
         super().__init__(*args, **kwargs)
         self._group: WeightGroup | None = None
         self._loaded: set[str] | None = set()
+        self._is_partial = False
 
     def init_transfer_engine(self, init_info: Join) -> None:
         parallel = self.parallel_config
@@ -77,7 +93,7 @@ class Transfer(WeightTransferEngine[Join, Update]):
         )
 
     def start_weight_update(self) -> None:
-        self._loaded = set()
+        self._loaded, self._is_partial = set(), False
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -87,6 +103,7 @@ class Transfer(WeightTransferEngine[Join, Update]):
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: Update) -> None:
+        self._is_partial |= update_info.partial
         for path in update_info.paths:
             with safe_open(path, "pt", device=str(self.device)) as file:
                 self._load((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118 - not a dict
@@ -104,7 +121,11 @@ class Transfer(WeightTransferEngine[Join, Update]):
 
     def finish_weight_update(self) -> None:
         self._require_all()
+        level = _LAYERS_LOG.level
+        if self._is_partial:
+            _LAYERS_LOG.setLevel(logging.ERROR)  # it warns of each layer that keeps what it has
         finalize_layerwise_reload(self.model, self.model_config)
+        _LAYERS_LOG.setLevel(level)
         repack_tied_head(self.model)
 
     def _require_all(self) -> None:
@@ -113,6 +134,9 @@ class Transfer(WeightTransferEngine[Join, Update]):
             return
         tied = self.model_config.hf_config.get_text_config().tie_word_embeddings
         names = {name for name, _ in self.model.named_parameters() if not (tied and name.endswith("lm_head.weight"))}
+        if self._is_partial:
+            touched = {block_of(name) for name in self._loaded}
+            names = {name for name in names if block_of(name) in touched}
         missing = sorted(names - self._loaded)
         if missing:
             raise RuntimeError(f"{len(missing)} parameters got no weights, e.g. {', '.join(missing[:_SHOWN])}")

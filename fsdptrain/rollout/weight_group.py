@@ -81,10 +81,15 @@ class WeightGroup:
         else:
             self._group = dist.ProcessGroupGloo(prefixed, rank, world_size, timeout)
 
-    def send(self, bucket: Tensor) -> None:
-        """From rank 0 to all others. Returns when it has gone out, on a GPU when the device has done it."""
+    def send(self, bucket: Tensor, *, timeout_s: float | None = None) -> None:
+        """From rank 0 to all others. Returns when it has gone out, on a GPU when the device has done it.
+
+        `timeout_s` in place of the group's own.
+        """
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
+        if timeout_s is not None:
+            options.timeout = timedelta(seconds=timeout_s)
         self._group.broadcast([bucket], options).wait()
         if bucket.is_cuda:
             torch.accelerator.synchronize()

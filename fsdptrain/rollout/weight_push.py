@@ -42,19 +42,33 @@ class Weights:
 
     files: Sequence[Path]
     tag: str
+    changed: Sequence[Path] = ()  # all that an engine needs that holds the version `before`
+    before: str | None = None
 
 
 class Push(Protocol):
-    def send(self, client: VLLMClient, weights: Weights, deadline: Deadline) -> None:
+    def send(self, client: VLLMClient, files: Sequence[Path], deadline: Deadline) -> None:
         """Between start and finish of an update. ServerError where it fails."""
+        ...
+
+    def forget(self, client: VLLMClient) -> None:
+        """The server was started again, or has served somebody else: what it knew of us is gone."""
         ...
 
 
 def update(client: VLLMClient, weights: Weights, push: Push, deadline: Deadline) -> None:
-    """Stop the engine, give it `weights`, forget cached prefixes, and make sure of its version. It stays stopped."""
+    """Stop the engine, give it `weights`, forget cached prefixes, and make sure of its version. It stays stopped.
+
+    An engine that holds the version before gets what has changed, any other everything.
+    """
     client.post("/pause?mode=abort", timeout=deadline.left)
+    has_before = client.version(timeout=deadline.left) == weights.before
+    if not has_before:
+        push.forget(client)
     client.post("/start_weight_update", timeout=deadline.left)
-    push.send(client, weights, deadline)
+    if has_before:
+        client.post("/update_weights", {"update_info": {"partial": True}}, timeout=deadline.left)
+    push.send(client, weights.changed if has_before else weights.files, deadline)
     client.post("/finish_weight_update", {"weight_version": weights.tag}, timeout=deadline.left)
     if not client.post("/reset_prefix_cache", timeout=deadline.left)["success"]:
         raise ServerRefusedError(
@@ -68,9 +82,11 @@ def update(client: VLLMClient, weights: Weights, push: Push, deadline: Deadline)
 class FilePush:
     """The server reads the files itself."""
 
-    def send(self, client: VLLMClient, weights: Weights, deadline: Deadline) -> None:
-        paths = [str(path.resolve()) for path in weights.files]
+    def send(self, client: VLLMClient, files: Sequence[Path], deadline: Deadline) -> None:
+        paths = [str(path.resolve()) for path in files]
         client.post("/update_weights", {"update_info": {"paths": paths}}, timeout=deadline.left)
+
+    def forget(self, client: VLLMClient) -> None: ...
 
 
 class GroupPush:
@@ -80,14 +96,15 @@ class GroupPush:
     """
 
     def __init__(self, plane: Literal["gloo", "nccl"], timeout_s: float) -> None:
+        """timeout_s: how long workers wait for a bucket."""
         self._plane: Plane = plane
         self._timeout_s = timeout_s
         self._groups: dict[str, WeightGroup] = {}  # by address
 
-    def send(self, client: VLLMClient, weights: Weights, deadline: Deadline) -> None:
+    def send(self, client: VLLMClient, files: Sequence[Path], deadline: Deadline) -> None:
         try:
             group = self._groups.pop(client.url, None) or self._join(client, deadline)
-            for path in weights.files:
+            for path in files:
                 with safe_open(path, "pt") as file:
                     self._send_bucket(client, group, {n: file.get_tensor(n) for n in file.keys()}, deadline)  # noqa: SIM118
         except RuntimeError as error:  # torch's, of a peer that is gone or silent
@@ -114,7 +131,7 @@ class GroupPush:
                 client.post, "/init_weight_transfer_engine", {"init_info": join}, timeout=deadline.left
             )
             try:
-                group = WeightGroup(self._plane, store, rank=0, world_size=world_size, timeout_s=self._timeout_s)
+                group = WeightGroup(self._plane, store, rank=0, world_size=world_size, timeout_s=deadline.left)
             except RuntimeError as error:
                 _raise_cause(answer.exception(), error)
             answer.result()
@@ -127,7 +144,7 @@ class GroupPush:
                 client.post, "/update_weights", {"update_info": {"bucket": specs}}, timeout=deadline.left
             )
             try:
-                group.send(pack_bucket(list(tensors.values()), group.device))
+                group.send(pack_bucket(list(tensors.values()), group.device), timeout_s=deadline.left)
             except RuntimeError as error:
                 _raise_cause(answer.exception(), error)
             answer.result()

@@ -30,7 +30,7 @@ from fsdptrain.models.collective import together
 from fsdptrain.models.kernels import kernels, require_no_fallback
 from fsdptrain.models.loading import resolve_checkpoint
 from fsdptrain.models.lora import require_peft
-from fsdptrain.models.processor import ImageProcessor
+from fsdptrain.models.processor import ImageProcessor, open_processor
 from fsdptrain.models.structure import count_parameters
 from fsdptrain.planning.memory import MemorySupply, check_load_memory, demand_of, load_memory_line
 from fsdptrain.planning.plan import Machine, Planner
@@ -86,7 +86,9 @@ def build_parts(
             config.reward, prompt_data=config.data.prompt_data, has_environment=environment is not None
         )
         advantages = advantage_rule(config, score)
-        processor = build_processor(config, checkpoint, tokenizer)
+        processor = open_processor(config, checkpoint)
+        if processor is not None and processor.chat_template is not None:
+            tokenizer.chat_template = processor.chat_template
         stream, held_out = build_data(told, tokenizer, dataset, environment, processor)
         if config.lora.rank:
             require_peft()
@@ -101,6 +103,7 @@ def build_parts(
             config,
             total_steps=config.total_optimizer_steps,
             before_load=lambda model: plan_memory(model, config, embedded_engine=generates and not has_servers),
+            processor=processor,
         )
         if backend.adapters is not None:
             log.info("%s", backend.adapters.line)
@@ -252,16 +255,6 @@ def build_data(
         line = "evaluations leave out %d of %d prompts, which are longer than %d tokens"
         log.warning(line, len(held_out) - len(prompts), len(held_out), budget)
     return stream, prompts
-
-
-def build_processor(config: Config, checkpoint: Path, tokenizer: PreTrainedTokenizerBase) -> ImageProcessor | None:
-    """Of prompts with images; its chat template becomes that of the tokenizer. ConfigError where there is none."""
-    if config.data.image_key is None:
-        return None
-    processor = ImageProcessor(checkpoint, trust_remote_code=config.model.trust_remote_code)
-    if processor.chat_template is not None:
-        tokenizer.chat_template = processor.chat_template
-    return processor
 
 
 def build_curriculum(selection: SelectionConfig, *, num_rows: int) -> PassRates | None:

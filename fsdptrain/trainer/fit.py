@@ -24,7 +24,7 @@ from fsdptrain.trainer.batches import PackingRules, StepBatches, make_batches
 from fsdptrain.trainer.build import Parts, build_parts, loss_config
 from fsdptrain.trainer.epochs import carry_scores
 from fsdptrain.trainer.experience import Experience
-from fsdptrain.trainer.folder import PROGRESS_FILE, RunFolder, open_folder
+from fsdptrain.trainer.folder import LAUNCH, PROGRESS_FILE, RunFolder, open_folder
 from fsdptrain.trainer.kl import KlControl, kl_in_reward
 from fsdptrain.trainer.scoring import Scorer
 from fsdptrain.trainer.summary import Stopwatch
@@ -94,6 +94,7 @@ class _Run:
             copies=config.parallel.tensor_parallel_size,
         )
         self._step = 0  # rollouts that were trained on; also the version of the policy
+        self._handed_over: int | None = None  # the newest version that the engine was given
         self._totals = {"progress/samples": 0.0, "progress/tokens": 0.0}
         self._reward_names = summary.RewardNames()
         self._num_alike = 0  # rollouts in a row
@@ -229,6 +230,7 @@ class _Run:
             return 0.0
         engine.wake_up()
         self._update_engine(engine, check)
+        self._handed_over = self._step
         return check.check(self._step) if check else 0.0
 
     def _update_engine(self, engine: RolloutEngine, check: SyncCheck | None) -> None:
@@ -269,7 +271,10 @@ class _Run:
         }
 
     def _sync_metrics(self) -> Metrics:
+        """Nothing of a version that no engine was given, such as the last of a run without evaluation."""
         engine, check = self._parts.engine, self._parts.sync_check
+        if self._handed_over != self._step:
+            return {}
         found = check.metrics() if check else {}
         if isinstance(engine, MeasuredEngine):
             found |= engine.metrics()
@@ -295,6 +300,8 @@ class _Run:
         if dist.get_rank() == 0:
             state = {"step": self._step, "totals": self._totals, "stream": self._parts.stream.state_dict()}
             state["kl_scale"] = self._kl.scale
+            if LAUNCH in os.environ:
+                state["launch"] = os.environ[LAUNCH]
             (directory / PROGRESS_FILE).write_text(json.dumps(state))
         return rest
 

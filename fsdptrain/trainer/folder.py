@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ _NOT_LEARNED = {  # sections and keys that may change without a word
     *("launch", "log", "output_dir", "num_rollout", "resume", "save_interval", "keep_last", "async_save", "export"),
     *("eval_interval", "n_samples_per_eval_prompt", "eval_temperature", "eval_greedy"),
 }
+LAUNCH = "FSDPTRAIN_LAUNCH"  # set where ranks may be started again: name of the command that did so
 PROGRESS_FILE = "progress.json"  # in a checkpoint: what the loop counts, beside what the backend saves
 
 
@@ -76,7 +78,7 @@ def changed_values(before: Config, now: Config) -> list[str]:
     for key in all_keys().values():
         if key.section in _NOT_LEARNED or key.name in _NOT_LEARNED:
             continue
-        old, new = (getattr(getattr(config, key.section), key.name) for config in (before, now))
+        old, new = (key.value(config) for config in (before, now))
         if old != new:
             changes.append(f"{key.flag} {new} in place of {old}")
     return changes
@@ -94,10 +96,17 @@ def _checkpoint_to_resume(config: Config, folder: Path) -> Path | None:
         return None
     if config.run.resume == "auto":
         return CheckpointFolder(folder, keep_last=config.run.keep_last).latest()
+    newest = CheckpointFolder(folder, keep_last=config.run.keep_last).latest()
     checkpoint = Path(config.run.resume)
     with together(CheckpointError, f"--resume {checkpoint}"):
+        if newest is not None and LAUNCH in os.environ and _launch_of(newest) == os.environ[LAUNCH]:
+            return newest  # ranks that were started again: the run has gone on from `checkpoint` already
         if not checkpoint.is_dir():
             raise CheckpointError(
                 f"--resume {checkpoint} is not there: it is auto, never, or a folder checkpoints/step_*"
             )
     return checkpoint
+
+
+def _launch_of(checkpoint: Path) -> str | None:
+    return json.loads((checkpoint / PROGRESS_FILE).read_text()).get("launch")

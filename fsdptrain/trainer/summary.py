@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from fsdptrain import platform
 from fsdptrain.algo.advantages import AdvantageRule, zero_spread_groups
-from fsdptrain.models.collective import gather
+from fsdptrain.models.collective import gather, sum_over_ranks
 from fsdptrain.trainer.batches import StepBatches
 from fsdptrain.trainer.experience import Experience
 from fsdptrain.types import Metrics, Sample
@@ -120,9 +120,7 @@ def _num_turns(loss_mask: Sequence[bool]) -> int:
 
 def reduce_sums(values: Mapping[str, float]) -> Metrics:
     """The sum of each value over the ranks: one collective. Every rank passes the same names."""
-    packed = torch.tensor(list(values.values()), dtype=torch.float64)
-    dist.all_reduce(packed)
-    return dict(zip(values, packed.tolist(), strict=True))
+    return dict(zip(values, sum_over_ranks(list(values.values())), strict=True))
 
 
 def reduce_max(values: Mapping[str, float]) -> Metrics:

@@ -8,8 +8,9 @@ import logging
 import random
 import string
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -20,9 +21,9 @@ from fsdptrain.config import Config
 from fsdptrain.data.packing import pack
 from fsdptrain.errors import ConfigError, RolloutError
 from fsdptrain.models.checksum import checksum
-from fsdptrain.models.collective import together
+from fsdptrain.models.collective import gather, together
 from fsdptrain.models.files import some_of
-from fsdptrain.protocols import CheckedEngine, RolloutEngine, TrainBackend
+from fsdptrain.protocols import CheckedEngine, ModelCopy, ReplicatedEngine, RolloutEngine, TrainBackend
 from fsdptrain.rewards.scoring import Score
 from fsdptrain.trainer.experience import make_sample
 from fsdptrain.types import Completion, Metrics, PackedBatch, Prompt, SamplingParams
@@ -44,11 +45,43 @@ class Probe:
     sampling: SamplingParams
 
 
+@dataclass(frozen=True)
+class _Engine:
+    """One that holds a single copy of the model."""
+
+    engine: CheckedEngine
+    name: str = "the engine"
+
+    def checksums(self, names: Collection[str]) -> Mapping[str, int]:
+        return self.engine.checksums(names)
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
+        return self.engine.generate(prompts, sampling)
+
+    def cached_tokens(self) -> int:
+        return self.engine.cached_tokens()
+
+
+@dataclass(frozen=True)
+class _Look:
+    """What one copy of the model has shown."""
+
+    name: str
+    wrong: list[str]  # tensors, in the order of the trainer
+    completions: list[Completion]
+
+
 class SyncCheck:
     """Looks at every hand-over, or at the first one of a run."""
 
     def __init__(
-        self, engine: CheckedEngine, backend: TrainBackend, probe: Probe, *, dtype: torch.dtype, first_only: bool
+        self,
+        engine: CheckedEngine | ReplicatedEngine,
+        backend: TrainBackend,
+        probe: Probe,
+        *,
+        dtype: torch.dtype,
+        first_only: bool,
     ) -> None:
         self._seconds = 0.0  # that checksums took while weights were handed over
         self._engine = engine
@@ -82,54 +115,59 @@ class SyncCheck:
         if not self.is_due:
             return 0.0
         start = time.perf_counter()
+        engine = self._engine
+        copies = engine.copies() if isinstance(engine, ReplicatedEngine) else [_Engine(engine)]
         with together(RolloutError, _FLAG):
-            wrong = self._wrong_weights()
-            if wrong and (self._engine.weight_naming == "module" or self._stored_otherwise is not None):
-                raise RolloutError(self._blame(wrong, version))
-            completions = self._engine.generate(self._probe.prompts, self._probe.sampling)
-            self._require_fresh(version)
-        batch = self._batch(completions)
-        [scored] = self._backend.score([batch], "policy")
+            looks = [self._look_at(copy, version) for copy in copies]
+        batches = [self._batch(look.completions) for look in looks]
+        scored = self._backend.score(batches, "policy")
         with together(RolloutError, _FLAG):
-            apart = (scored.values - batch.rollout_logprobs)[batch.loss_mask].abs().mean().item()
-            self._require_agreement(apart, wrong, version)
-        self._difference = apart
+            apart = [
+                (logprobs.values - batch.rollout_logprobs)[batch.loss_mask].abs().mean().item()
+                for logprobs, batch in zip(scored, batches, strict=True)
+            ]
+            for look, difference in zip(looks, apart, strict=True):
+                self._require_agreement(look, difference, version)
+        self._difference = max(apart)
         if self._stored_otherwise is None:
-            self._stored_otherwise = frozenset(wrong)
+            wrong = [name for look in looks for name in look.wrong]
             self._report(wrong)
+            self._stored_otherwise = frozenset(chain.from_iterable(gather(wrong)))  # ranks may look at other copies
         return self._seconds + time.perf_counter() - start
 
     def metrics(self) -> Metrics:
         """Of this rank."""
         return {"sync/probe_abs_mean": self._difference} if self.is_due else {}
 
-    def _wrong_weights(self) -> list[str]:
-        held = self._engine.checksums(self._sent.keys() - (self._stored_otherwise or frozenset()))
+    def _look_at(self, copy: ModelCopy, version: int) -> _Look:
+        held = copy.checksums(self._sent.keys() - (self._stored_otherwise or frozenset()))
         self._num_read = len(held)
-        return [name for name, sent in self._sent.items() if held.get(name, sent) != sent]
+        wrong = [name for name, sent in self._sent.items() if held.get(name, sent) != sent]
+        if wrong and (self._engine.weight_naming == "module" or self._stored_otherwise is not None):
+            raise RolloutError(self._blame(copy.name, wrong, version))
+        completions = copy.generate(self._probe.prompts, self._probe.sampling)
+        if cached := copy.cached_tokens():
+            raise RolloutError(
+                f"{_FLAG}: {copy.name} answered with {cached} tokens of its prefix cache that are older than version "
+                f"{version} of the weights; {_WAY_OUT}"
+            )
+        return _Look(copy.name, wrong, completions)
 
-    def _blame(self, wrong: Sequence[str], version: int) -> str:
+    def _blame(self, holder: str, wrong: Sequence[str], version: int) -> str:
         return (
-            f"{_FLAG}: the engine does not hold {wrong[0]} of version {version} as the trainer does, the first of "
+            f"{_FLAG}: {holder} does not hold {wrong[0]} of version {version} as the trainer does, the first of "
             f"{len(wrong)} tensors that differ, of {len(self._sent)}; {_WAY_OUT}"
         )
 
-    def _require_fresh(self, version: int) -> None:
-        if cached := self._engine.cached_tokens():
-            raise RolloutError(
-                f"{_FLAG}: the engine answered with {cached} tokens of its prefix cache that are older than version "
-                f"{version} of the weights; {_WAY_OUT}"
-            )
-
-    def _require_agreement(self, apart: float, wrong: Sequence[str], version: int) -> None:
+    def _require_agreement(self, look: _Look, apart: float, version: int) -> None:
         bound = tolerance(self._dtype)
         if apart <= bound:
             return
-        if wrong:
-            raise RolloutError(self._blame(wrong, version))
+        if look.wrong:
+            raise RolloutError(self._blame(look.name, look.wrong, version))
         raise RolloutError(
-            f"{_FLAG}: logprobs of engine and trainer are {apart:.2g} apart under version {version}, more than the "
-            f"{bound:.2g} that {self._dtype} explains, though the {self._num_read} tensors that can be read, of "
+            f"{_FLAG}: logprobs of {look.name} and trainer are {apart:.2g} apart under version {version}, more than "
+            f"the {bound:.2g} that {self._dtype} explains, though the {self._num_read} tensors that can be read, of "
             f"{len(self._sent)}, are the trainer's; {_WAY_OUT}"
         )
 
@@ -190,7 +228,7 @@ def build_sync_check(
     reason = _not_checkable(config, engine)
     if reason and wanted is not None:
         raise ConfigError(f"{_FLAG} {wanted}: {reason}; leave it out")
-    if reason or not isinstance(engine, CheckedEngine):
+    if reason or not isinstance(engine, CheckedEngine | ReplicatedEngine):
         log.warning("%s: nothing is checked: %s", _FLAG, reason)
         return None
     dtype: torch.dtype = getattr(torch, config.compute_dtype_name)
@@ -199,7 +237,7 @@ def build_sync_check(
 
 
 def _not_checkable(config: Config, engine: RolloutEngine) -> str:
-    if not isinstance(engine, CheckedEngine):
+    if not isinstance(engine, CheckedEngine | ReplicatedEngine):
         return f"--rollout-engine {config.rollout.engine} has no methods `checksums` and `cached_tokens`"
     if other := sorted(set(_OTHER_NUMBERS) & set(config.rollout.engine_args)):
         return f"with --rollout-engine-args {other[0]} engine and trainer differ on purpose"

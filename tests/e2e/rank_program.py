@@ -8,9 +8,10 @@ import time
 import torch
 import torch.distributed as dist
 
-from fsdptrain import launch
 from fsdptrain.config import Config
 from fsdptrain.errors import CheckpointError, FsdptrainError
+from fsdptrain.launch.ranks import run_as_rank
+from fsdptrain.launch.rounds import start_ranks
 
 
 def meet(fate: str) -> None:
@@ -36,11 +37,11 @@ def meet(fate: str) -> None:
 
 def main() -> int:
     if "RANK" in os.environ:
-        return launch.run_as_rank(Config(hf_checkpoint="unused", dist_timeout=60), lambda: meet(sys.argv[1]))
+        return run_as_rank(Config(hf_checkpoint="unused", dist_timeout=60), lambda: meet(sys.argv[1]))
     nodes = {"nnodes": 2, "node_rank": int(sys.argv[2]), "rdzv_endpoint": sys.argv[3]} if len(sys.argv) > 3 else {}
     config = Config(hf_checkpoint="unused", dist_timeout=60, **nodes)
     try:
-        return launch.start_ranks(config, sys.argv[1:], nproc=1 if nodes else 2, module="tests.e2e.rank_program")
+        return start_ranks(config, sys.argv[1:], nproc=1 if nodes else 2, module="tests.e2e.rank_program")
     except FsdptrainError as error:
         sys.stderr.write(f"fsdptrain: {error}\n")
         return 2

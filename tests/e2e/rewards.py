@@ -1,5 +1,9 @@
 """Rewards for the tests of the command line."""
 
+import os
+import signal
+from pathlib import Path
+
 from fsdptrain.types import Prompt
 
 
@@ -21,3 +25,16 @@ def names_colour(prompt: Prompt, response: str) -> float:
     """A letter of the first half of the alphabet for a red picture, of the second half for a blue one."""
     half = "abcdefghijklm" if prompt.label == "red" else "nopqrstuvwxyz"
     return float(response[:1].lower() in tuple(half))
+
+
+def killed_once(prompt: Prompt, response: str) -> float:
+    """Kills rank 1 in its third rollout, unless the file that KILLED names says that it has done so."""
+    _calls.append(response)
+    marker = Path(os.environ["KILLED"])
+    if os.environ["RANK"] == "1" and len(_calls) == 20 and not marker.exists():
+        marker.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return variety(prompt, response)
+
+
+_calls: list[str] = []

@@ -12,6 +12,7 @@ def test_a_run_with_vllm_trains_on_what_the_trainer_itself_would_have_said(tmp_p
     argv += ["--rollout-kv-cache-gib", "0.05", "--rollout-engine-args", '{"max_num_seqs": 8}']
     result = command.run([*argv, "--output-dir", str(tmp_path / "run")], tmp_path / "log", timeout=400)
     assert result.code == 0, result.err
+    assert "Traceback" not in result.err
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     mismatch = [row["mismatch/abs_max"] for row in rows if "mismatch/abs_max" in row]
     assert len(mismatch) == 2

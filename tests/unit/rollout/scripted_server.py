@@ -3,6 +3,7 @@
 import json
 import os
 import threading
+import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -24,9 +25,11 @@ class ScriptedServer(ThreadingHTTPServer):
         self.paused = paused
         self.dies_after = dies_after  # requests for tokens
         self.refuses: dict[str, str] = {}  # path -> message, with status 500
+        self.delays: dict[str, float] = {}  # path -> seconds before its answer
         self.dies_when_asked = False  # for tokens; the whole process
         self.calls: list[str] = []  # paths, in order
         self.given: list[Any] = []  # bodies of requests for tokens
+        self.updates: list[Any] = []  # bodies of parts of weights
         self.lock = threading.Lock()
         self.client = VLLMClient(f"http://127.0.0.1:{self.server_address[1]}")
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
@@ -47,6 +50,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, body: Any) -> None:
         server, path = self.server, self.path.partition("?")[0]
         with server.lock:
+            if path == "/update_weights":
+                server.updates.append(body["update_info"])
             if server.dies_after == 0:
                 return  # without a word: the connection breaks
             server.calls.append(path)
@@ -56,6 +61,7 @@ class _Handler(BaseHTTPRequestHandler):
                 server.given.append(body)
                 if server.dies_after is not None:
                     server.dies_after -= 1
+        time.sleep(server.delays.get(path, 0.0))
         if path in server.refuses:
             self._send(500, {"error": {"message": server.refuses[path]}})
             return

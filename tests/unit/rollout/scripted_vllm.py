@@ -15,6 +15,8 @@ def main(port: int) -> None:
     assert os.environ["VLLM_SERVER_DEV_MODE"] == "1"
     server = ScriptedServer(version="default", port=port)
     server.dies_when_asked = "--dies-when-asked" in sys.argv
+    if "--hangs-if" in sys.argv and Path(sys.argv[sys.argv.index("--hangs-if") + 1]).exists():
+        server.delays["/update_weights"] = 600.0
     signal.pause()
 
 

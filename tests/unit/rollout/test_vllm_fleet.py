@@ -1,5 +1,7 @@
 """All servers switch version together, or the run stops and says which did not."""
 
+import time
+
 import pytest
 
 from fsdptrain.errors import RolloutError
@@ -20,7 +22,8 @@ def fleet(*servers: ScriptedServer, min_servers: int = 1) -> Fleet:
 def test_each_is_stopped_updated_and_asked_for_its_version_before_any_goes_on():
     servers = [ScriptedServer(), ScriptedServer()]
     assert fleet(*servers).switch(WEIGHTS) == [server.client.url for server in servers]
-    order = "/pause /start_weight_update /update_weights /finish_weight_update /reset_prefix_cache /weight_info /resume"
+    order = """/pause /weight_info /start_weight_update /update_weights /finish_weight_update /reset_prefix_cache
+        /weight_info /resume"""
     assert [server.calls for server in servers] == [order.split()] * 2
 
 
@@ -61,3 +64,22 @@ def test_one_that_was_started_anew_is_taken_back_and_one_that_only_woke_up_is_no
     assert servers.switch(WEIGHTS) == [alive.client.url]
     gone.version = "default"
     assert servers.switch(WEIGHTS) == [gone.client.url, alive.client.url]
+
+
+@pytest.mark.parametrize("path", ["/pause", "/update_weights", "/weight_info"])
+def test_one_that_hangs_costs_no_other_its_time(path):
+    """Those that have switched must still be told to go on, and may take a moment."""
+    hanging, alive = ScriptedServer(), ScriptedServer()
+    hanging.delays[path], alive.delays["/resume"] = 60.0, 0.2
+    start = time.monotonic()
+    assert fleet(hanging, alive).switch(WEIGHTS) == [alive.client.url]
+    assert time.monotonic() - start < 2.5
+    assert alive.calls[-1] == "/resume"
+
+
+def test_one_that_holds_the_version_before_gets_what_has_changed_and_any_other_everything(tmp_path):
+    has_it, has_another = ScriptedServer(version="run/1"), ScriptedServer(version="default")
+    whole, changed = [tmp_path / "a", tmp_path / "b"], [tmp_path / "b"]
+    fleet(has_it, has_another).switch(Weights(whole, "run/2", changed, "run/1"))
+    assert has_it.updates == [{"partial": True}, {"paths": [str(path) for path in changed]}]
+    assert has_another.updates == [{"paths": [str(path) for path in whole]}]

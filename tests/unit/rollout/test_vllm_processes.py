@@ -68,6 +68,24 @@ def test_one_that_dies_or_hangs_is_started_again_and_has_the_weights(start, numb
     assert VLLMClient(first.url, "key").version(timeout=5.0) == "run/2"
 
 
+def test_new_weights_do_not_wait_for_one_that_hangs_while_it_is_given_old_ones(start, tmp_path):
+    sign = tmp_path / "hang"
+    fleet, [first, second] = start("--hangs-if", str(sign), count=2, sync_timeout=60.0)
+    fleet.switch(Weights([], "run/1"))
+    sign.touch()
+    os.kill(listening(first), signal.SIGKILL)
+    until(lambda: first.has_ended)
+    until(lambda: VLLMClient(first.url, "key").is_healthy(timeout=1.0))  # it is up again, and gets its weights
+    time.sleep(1.5)
+    sign.unlink()
+    begin = time.monotonic()
+    fleet.forget_weights()
+    assert fleet.switch(Weights([], "run/2")) == [second.url]
+    assert time.monotonic() - begin < 10
+    assert fleet.wait_for(2, 60.0) == [first.url, second.url]
+    assert VLLMClient(first.url, "key").version(timeout=5.0) == "run/2"
+
+
 def test_one_that_dies_of_every_request_is_given_up_and_the_rollout_ends(start):
     fleet, [process] = start("--dies-when-asked")
     fleet.switch(Weights([], "run/1"))

@@ -17,8 +17,10 @@ from transformers import AutoModelForCausalLM
 
 from fsdptrain import platform
 from fsdptrain.config import Config
-from fsdptrain.rollout.vllm_http import VLLMClient
+from fsdptrain.rollout import engine_factory
+from fsdptrain.rollout.vllm_http import ServerError, VLLMClient
 from fsdptrain.rollout.vllm_process import Launch, ServerProcess
+from fsdptrain.rollout.vllm_server import VLLMServerEngine
 from fsdptrain.rollout.vllm_server_build import server_arguments
 from fsdptrain.testing import save_tiny_checkpoint
 from tests.vllm import contract
@@ -57,7 +59,7 @@ def urls(models, tmp_path_factory) -> Iterator[dict[str, str]]:
     folder = tmp_path_factory.mktemp("servers")
     processes = {}
     for i, (name, model) in enumerate(models.items()):
-        config = Config(**cases.options(model.first))
+        config = Config(**cases.options(model.first, max_tokens_per_gpu=1024))
         launch = Launch(str(PYTHON), server_arguments(config, model.first, on_gpu=False), folder, folder, cases.KEY)
         processes[name] = ServerProcess(launch, i, None)
         processes[name].start()
@@ -98,6 +100,37 @@ def alone() -> Iterator[None]:
     torch.set_num_threads(1)
     with platform.process_group(600):
         yield
+
+
+@pytest.fixture(scope="session")
+def pair(models, alone, tmp_path_factory) -> Iterator[VLLMServerEngine]:
+    """An engine with two servers of its own, and weights. Tests kill them: `wait_for_both`, and push anew."""
+    config = Config(
+        **cases.options(
+            models["tied"].first, rollout_num_servers=2, rollout_server_python=PYTHON, sync_timeout=cases.SILENCE,
+            rollout_max_response_len=400, max_tokens_per_gpu=800, output_dir=str(tmp_path_factory.mktemp("run")),
+        )
+    )  # fmt: skip
+    make = engine_factory(config.rollout.engine, device_type="cpu")
+    engine = make(config, checkpoint=models["tied"].first, device=torch.device("cpu"))
+    try:
+        engine.update_weights(weights_of(models["tied"].first).items(), 0)
+        yield engine
+    finally:
+        engine.close()
+
+
+def wait_for_both(engine: VLLMServerEngine) -> None:
+    """Until both are there in their own words too: the fleet learns of a death when it looks next."""
+    end = time.monotonic() + cases.RESTART
+    while True:
+        engine.fleet.wait_for(2, cases.RESTART)
+        try:
+            if {client.version(timeout=cases.SILENCE) for client in engine.clients} == {engine._tag}:
+                return
+        except ServerError:
+            assert time.monotonic() < end
+        time.sleep(0.3)
 
 
 @pytest.fixture(autouse=True)

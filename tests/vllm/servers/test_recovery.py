@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,32 +14,24 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fsdptrain.errors import RolloutError
+from fsdptrain.rollout.vllm_http import VLLMClient
 from fsdptrain.rollout.vllm_server import VLLMServerEngine
+from fsdptrain.rollout.weight_push import Deadline, Push
 from fsdptrain.types import Completion, Prompt, SamplingParams
 from tests.vllm import contract
 from tests.vllm.servers import cases
-from tests.vllm.servers.conftest import PYTHON, weights_of
+from tests.vllm.servers.conftest import wait_for_both, weights_of
 from tests.vllm.servers.test_push import build
 
-SILENCE = 15.0  # --sync-timeout [s]
+SILENCE = cases.SILENCE
 PROMPTS = [Prompt(f"p{i}", [5 + i] * (1 + 7 * i), "") for i in range(6)]
 LONG_ANSWERS = SamplingParams(num_samples=6, max_tokens=400, temperature=1.0, seed=7)  # takes seconds
-RESTART = 400.0  # [s]
+RESTART = cases.RESTART
 
 
-@pytest.fixture(scope="module")
-def engine(models, alone, tmp_path_factory) -> Iterator[VLLMServerEngine]:
-    """With two servers of its own, and weights."""
-    options = cases.options(
-        models["tied"].first, rollout_num_servers=2, rollout_server_python=PYTHON, sync_timeout=SILENCE,
-        rollout_max_response_len=400, max_tokens_per_gpu=800, output_dir=str(tmp_path_factory.mktemp("run")),
-    )  # fmt: skip
-    engine = build(options)
-    try:
-        engine.update_weights(weights_of(models["tied"].first).items(), 0)
-        yield engine
-    finally:
-        engine.close()
+@pytest.fixture
+def engine(pair) -> VLLMServerEngine:
+    return pair
 
 
 def processes(url: str) -> list[psutil.Process]:
@@ -53,6 +45,22 @@ def processes(url: str) -> list[psutil.Process]:
 def send(url: str, number: int) -> None:
     for process in processes(url):
         os.kill(process.pid, number)
+
+
+class StoppedOnTheWay:
+    """A push to a server whose worker stops when it is about to read the weights."""
+
+    def __init__(self, push: Push, url: str) -> None:
+        self._push, self._url = push, url
+        self.is_under_way = threading.Event()
+
+    def send(self, client: VLLMClient, files: Sequence[Path], deadline: Deadline) -> None:
+        if client.url == self._url:
+            processes(self._url)[-1].suspend()
+            self.is_under_way.set()
+        self._push.send(client, files, deadline)
+
+    def forget(self, client: VLLMClient) -> None: ...
 
 
 def meanwhile(work: Callable[[], Any], *, after: float, do: Callable[[], None]) -> tuple[Any, float]:
@@ -101,7 +109,7 @@ def test_killed_while_idle_it_comes_back_with_the_weights(engine, models, monkey
     first = engine.clients[0].url
     send(first, signal.SIGKILL)
     assert starts(engine.generate(PROMPTS, LONG_ANSWERS)) == starts(undisturbed)
-    engine.fleet.wait_for(2, RESTART)
+    wait_for_both(engine)
 
     monkeypatch.setattr(engine, "clients", engine.clients[:1])  # ask only the one that has come back
     completions = engine.generate(PROMPTS, LONG_ANSWERS)
@@ -110,7 +118,7 @@ def test_killed_while_idle_it_comes_back_with_the_weights(engine, models, monkey
 
 
 def test_killed_while_it_generates_its_requests_are_sent_elsewhere(engine, models):
-    engine.fleet.wait_for(2, RESTART)
+    wait_for_both(engine)
     engine.update_weights(weights_of(models["tied"].other).items(), 1)
     undisturbed = engine.generate(PROMPTS, LONG_ANSWERS)
     first = engine.clients[0].url
@@ -122,16 +130,17 @@ def test_killed_while_it_generates_its_requests_are_sent_elsewhere(engine, model
     assert seconds < RESTART
 
 
-def test_killed_while_it_receives_weights_the_others_go_on_with_them(engine, models):
-    engine.fleet.wait_for(2, RESTART)
+def test_killed_while_it_receives_weights_the_others_go_on_with_them(engine, models, monkeypatch):
+    wait_for_both(engine)
     first = engine.clients[0].url
-    worker = processes(first)[-1]
-    worker.suspend()  # so that it is still receiving when it is killed
+    push = StoppedOnTheWay(engine.fleet._push, first)
+    monkeypatch.setattr(engine.fleet, "_push", push)
     _, seconds = meanwhile(
         lambda: engine.update_weights(weights_of(models["tied"].first).items(), 2),
         after=2.0,
         do=lambda: send(first, signal.SIGKILL),
     )
+    assert push.is_under_way.is_set()
     assert seconds < SILENCE
     completions = engine.generate(PROMPTS, LONG_ANSWERS)
     assert {completion.policy_version for completion in completions} == {2}
@@ -139,7 +148,7 @@ def test_killed_while_it_receives_weights_the_others_go_on_with_them(engine, mod
 
 
 def test_one_that_hangs_in_an_update_is_left_behind_within_the_deadline(engine, models):
-    engine.fleet.wait_for(2, RESTART)
+    wait_for_both(engine)
     send(engine.clients[1].url, signal.SIGSTOP)
     start = time.monotonic()
     engine.update_weights(weights_of(models["tied"].other).items(), 3)

@@ -1,0 +1,350 @@
+"""The machines of a run: they meet before each round of ranks, stop it together, and agree on why it ended.
+
+Node 0 listens at --rdzv-endpoint, the others come to it. What is said on a line:
+
+    node k: ready (who I am)       node 0: refused (why), or go (round, store of the ranks)
+    node k: ended (how)            node 0: stop, and in the end the verdict, the same for all
+    either: alive, leaving (why)
+"""
+
+import select
+import socket
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Protocol
+
+import psutil
+
+from fsdptrain.errors import ConfigError, RankError
+from fsdptrain.launch.alike import Description, difference
+from fsdptrain.launch.failures import Level, Report
+from fsdptrain.launch.lines import Line, Message
+
+TICK = 0.1  # [s]
+_CONNECTS = 5.0  # [s]
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a machine knows before it meets the others."""
+
+    node: int
+    nnodes: int
+    endpoint: tuple[str, int]  # of node 0
+    meets_s: float  # to wait for the others
+    silence_s: float  # after which one of them is lost
+    max_restarts: int
+    launch: str  # name of the run of this command, that of node 0 counts
+    name: str  # of the machine, and of this process
+    description: Description
+
+
+@dataclass(frozen=True)
+class Go:
+    """A round of ranks begins now."""
+
+    round: int
+    endpoint: str  # host:port of the ranks' store on node 0
+    launch: str
+    address: str | None = None  # of this machine, at which others reach it
+
+
+@dataclass(frozen=True)
+class Verdict:
+    cause: Report
+    again: bool
+
+
+class Meeting(Protocol):
+    def gather(self) -> Go:
+        """When all machines are ready. ConfigError where they are not alike, RankError where they do not come."""
+        ...
+
+    def tick(self) -> bool:
+        """Takes a moment; whether this round of ranks is to be stopped."""
+        ...
+
+    def settle(self, own: Report | None) -> Verdict | None:
+        """When all machines have ended the round. None: all is done, and well."""
+        ...
+
+    def leave(self, why: str) -> None: ...
+
+
+def meet(terms: Terms) -> Meeting:
+    if terms.nnodes == 1:
+        return Alone(terms)
+    return Host(terms) if terms.node == 0 else Guest(terms)
+
+
+class Alone:
+    """One machine."""
+
+    def __init__(self, terms: Terms) -> None:
+        self._terms = terms
+        self._round = -1
+
+    def gather(self) -> Go:
+        self._round += 1
+        return Go(self._round, "", self._terms.launch)
+
+    def tick(self) -> bool:
+        time.sleep(TICK)
+        return False
+
+    def settle(self, own: Report | None) -> Verdict | None:
+        return own and Verdict(own, own.again and self._round < self._terms.max_restarts)
+
+    def leave(self, why: str) -> None: ...
+
+
+class Host:
+    """Node 0."""
+
+    def __init__(self, terms: Terms) -> None:
+        self._terms = terms
+        self._round = -1
+        self._new: list[Line] = []  # that have not said who they are
+        self._lines: dict[int, Line] = {}  # by node
+        self._names = {0: terms.name}
+        self._ready: set[int] = set()
+        self._reports: dict[int, Report | None] = {}
+        self._stopping = False
+        self._server = _listen(terms)
+
+    def gather(self) -> Go:
+        self._ready = set()
+        deadline = time.monotonic() + self._terms.meets_s
+        while missing := [node for node in range(1, self._terms.nnodes) if node not in self._ready]:
+            if time.monotonic() > deadline:
+                self._end(RankError(_not_met(self._terms, f"there is no node {', '.join(map(str, missing))}.")))
+            self._wait()
+            self._accept()
+            for line in list(self._new):
+                self._hear_new(line)
+            self._hear()
+            self._ready -= {node for node, line in self._lines.items() if line.why_lost is not None}
+        self._round += 1
+        self._reports, self._stopping = {}, False
+        endpoint = f"{self._terms.endpoint[0]}:{_free_port(self._terms.endpoint[1] + 1)}"
+        go = Go(self._round, endpoint, self._terms.launch)
+        self._tell({"what": "go", **asdict(go)})
+        return replace(go, address=next(iter(self._lines.values())).own_address)
+
+    def tick(self) -> bool:
+        self._wait()
+        self._hear()
+        stop = any(report is not None for report in self._reports.values())
+        if stop and not self._stopping:
+            self._tell({"what": "stop"})
+        self._stopping = stop
+        return stop
+
+    def settle(self, own: Report | None) -> Verdict | None:
+        self._reports[0] = own
+        while len(self._reports) < self._terms.nnodes:
+            self.tick()
+        reports = [(node, report) for node, report in self._reports.items() if report is not None]
+        if not reports:
+            self._tell({"what": "verdict", "cause": None})
+            return None
+        node, cause = min(reports, key=lambda found: found[1].level)  # of equals the one that came first
+        cause = cause if cause.level == Level.NODE else cause.of_node(self._called(node))
+        verdict = Verdict(cause, cause.again and self._round < self._terms.max_restarts)
+        self._tell({"what": "verdict", "cause": asdict(cause), "again": verdict.again})
+        return verdict
+
+    def leave(self, why: str) -> None:
+        self._tell({"what": "leaving", "why": why})
+        self._server.close()
+        for line in [*self._lines.values(), *self._new]:
+            line.close()
+
+    def _end(self, error: ConfigError | RankError) -> None:
+        for line in [*self._lines.values(), *self._new]:
+            line.send({"what": "refused", "why": str(error), "mendable": isinstance(error, ConfigError)})
+        raise error
+
+    def _accept(self) -> None:
+        with suppress(BlockingIOError):
+            while True:
+                self._new.append(Line(self._server.accept()[0], timeout_s=self._terms.silence_s))
+
+    def _wait(self) -> None:
+        """Until somebody says something, or for a moment."""
+        sockets = [line.socket for line in [*self._lines.values(), *self._new] if line.why_lost is None]
+        select.select([self._server, *sockets], [], [], TICK)
+
+    def _hear_new(self, line: Line) -> None:
+        for message in line.receive():
+            self._new.remove(line)
+            self._welcome(line, message)
+            return
+        if line.why_lost is not None:
+            self._new.remove(line)
+            line.close()
+
+    def _welcome(self, line: Line, message: Message) -> None:
+        """A new machine, or one that comes back. Before the first round one that does not fit is the end for all."""
+        node, name = message["node"], message["name"]
+        other = self._lines.get(node)
+        error = None
+        if other is not None and other.why_lost is None and self._names[node] != name:
+            error = f"--node-rank {node} is given to two machines, {self._names[node]} and {name}: count them from 0"
+        elif node == 0:
+            error = f"--node-rank 0 is given to two machines, {self._terms.name} and {name}: count them from 0"
+        else:
+            pair = [(_called(0, self._terms.name), self._terms.description), (_called(node, name), message["alike"])]
+            error = difference(pair)
+        if error is None:
+            if other is not None:
+                other.close()
+            self._lines[node], self._names[node] = line, name
+            self._ready.add(node)
+            return
+        if self._round < 0:
+            self._new.append(line)
+            self._end(ConfigError(error))
+        line.send({"what": "refused", "why": error, "mendable": True})
+        line.close()
+
+    def _hear(self) -> None:
+        for node, line in self._lines.items():
+            for message in line.receive():
+                if message["what"] == "ready":
+                    self._ready.add(node)
+                elif message["what"] == "ended":
+                    report = message["report"]
+                    self._reports.setdefault(node, report and Report(**report))
+            if line.why_lost is not None:
+                self._reports.setdefault(node, Report(f"{self._called(node)} {line.why_lost}", level=Level.NODE))
+
+    def _tell(self, message: Message) -> None:
+        for line in self._lines.values():
+            line.send(message)
+
+    def _called(self, node: int) -> str:
+        return _called(node, self._names[node])
+
+
+class Guest:
+    """Any other node."""
+
+    def __init__(self, terms: Terms) -> None:
+        self._terms = terms
+        self._line: Line | None = None
+        self._round = 0
+        self._heard: list[Message] = []
+
+    def gather(self) -> Go:
+        deadline = time.monotonic() + self._terms.meets_s
+        asked = False
+        while True:
+            if self._line is None or self._line.why_lost is not None:
+                self._line = self._connect(deadline)
+                asked = False
+            if not asked:
+                terms = self._terms
+                about = {"node": terms.node, "name": terms.name, "alike": dict(terms.description)}
+                self._line.send({"what": "ready", **about})
+                asked = True
+            for message in self._hear(self._line):
+                what = message.pop("what")
+                if what == "refused":
+                    raise (ConfigError if message["mendable"] else RankError)(message["why"])
+                assert what == "go", what
+                self._round = message["round"]
+                return Go(**{**message, "address": self._line.own_address})
+
+    def tick(self) -> bool:
+        assert self._line is not None
+        heard = self._hear(self._line)
+        self._heard += heard
+        return self._line.why_lost is not None or any(message["what"] == "stop" for message in self._heard)
+
+    def settle(self, own: Report | None) -> Verdict | None:
+        assert self._line is not None
+        self._line.send({"what": "ended", "report": own and asdict(own)})
+        while True:
+            verdict = [message for message in self._heard if message["what"] == "verdict"]
+            if verdict:
+                self._heard = []
+                cause = verdict[0]["cause"]
+                return cause and Verdict(Report(**cause), verdict[0]["again"])
+            if self._line.why_lost is not None:
+                self._heard = []
+                return self._without_host(own, self._line.why_lost)
+            self.tick()
+
+    def leave(self, why: str) -> None:
+        if self._line is not None:
+            self._line.send({"what": "leaving", "why": why})
+            self._line.close()
+
+    def _without_host(self, own: Report | None, why: str) -> Verdict:
+        cause = Report(f"node 0 ({self._terms.endpoint[0]}) {why}", level=Level.NODE)
+        if own is not None and own.level < cause.level:
+            cause = own.of_node(_called(self._terms.node, self._terms.name))
+        return Verdict(cause, cause.again and self._round < self._terms.max_restarts)
+
+    def _hear(self, line: Line) -> list[Message]:
+        if line.why_lost is None:
+            select.select([line.socket], [], [], TICK)
+        return line.receive()
+
+    def _connect(self, deadline: float) -> Line:
+        reason = ""
+        while (left := deadline - time.monotonic()) > 0:
+            try:
+                sock = socket.create_connection(self._terms.endpoint, timeout=min(_CONNECTS, left))
+                return Line(sock, timeout_s=self._terms.silence_s)
+            except OSError as error:
+                reason = error.strerror or str(error)
+                time.sleep(min(1.0, left))
+        raise RankError(_not_met(self._terms, f"node {self._terms.node} does not reach it ({reason})."))
+
+
+def interface_of(address: str | None) -> str | None:
+    """The network interface that has `address`."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(found.address.partition("%")[0] == address for found in addresses):
+            return name
+    return None
+
+
+def _called(node: int, name: str) -> str:
+    return f"node {node} ({name.partition(':')[0]})"
+
+
+def _not_met(terms: Terms, reason: str) -> str:
+    host, port = terms.endpoint
+    return (
+        f"the {terms.nnodes} machines of --nnodes did not meet at --rdzv-endpoint {host}:{port} within "
+        f"{terms.meets_s:g} s (--dist-timeout): {reason} Is node 0 there, each --node-rank given once, and the port "
+        "open?"
+    )
+
+
+def _listen(terms: Terms) -> socket.socket:
+    port = terms.endpoint[1]
+    try:
+        if socket.has_dualstack_ipv6():
+            server = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=terms.nnodes)
+        else:
+            server = socket.create_server(("", port), backlog=terms.nnodes)
+    except OSError as error:
+        raise ConfigError(
+            f"--rdzv-endpoint: node 0 cannot listen at port {port} ({error.strerror}): choose another"
+        ) from None
+    server.setblocking(False)
+    return server
+
+
+def _free_port(first: int) -> int:
+    """The next one that is free, on all addresses: far from those that the system deals out itself."""
+    for port in range(first, first + 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise RankError(f"no port from {first} to {first + 99} is free for the store of the ranks")

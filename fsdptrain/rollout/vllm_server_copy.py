@@ -1,0 +1,60 @@
+"""What --sync-check asks of one server: checksums of its weights, and whether it forgot its cached prefixes."""
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from fsdptrain.errors import RolloutError
+from fsdptrain.rollout.vllm_http import ServerGoneError, ServerRefusedError, VLLMClient
+from fsdptrain.types import Completion, Prompt, SamplingParams
+
+log = logging.getLogger(__name__)
+
+Ask = Callable[..., tuple[list[Completion], list[Any]]]
+
+
+class ServerCopy:
+    """The copy of the model that one server holds."""
+
+    def __init__(self, client: VLLMClient, ask: Ask, timeout: float, *, reads_weights: bool) -> None:
+        """`ask` is `VLLMServerEngine.ask`. reads_weights: False where another rank does."""
+        self.name = client.url
+        self._client = client
+        self._ask = ask
+        self._timeout = timeout
+        self._reads_weights = reads_weights
+        self._cached_tokens = 0
+
+    def checksums(self, names: Collection[str]) -> dict[str, int]:
+        """None of a server that is gone: who takes its place gets everything anew."""
+        if not self._reads_weights:
+            return {}
+        body = {"method": "fsdptrain_checksums", "args": [sorted(names)]}
+        try:
+            workers = self._client.post("/collective_rpc", body, timeout=self._timeout)["results"]
+        except ServerGoneError as error:
+            log.warning("%s; its weights are not looked at", error)
+            return {}
+        except ServerRefusedError as error:
+            raise RolloutError(str(error)) from None
+        return {name: _merged([worker.get(name) for worker in workers]) for name in workers[0]}
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
+        completions, usages = self._ask(prompts, sampling, preferred=self._client.url)
+        details = [usage.get("prompt_tokens_details") for usage in usages]
+        if None in details:
+            raise RolloutError(
+                f"{self.name} does not say which prompts it has cached: start it with --enable-prompt-tokens-details, "
+                "or leave the proof of hand-overs out by --sync-check off"
+            )
+        self._cached_tokens = sum(found["cached_tokens"] for found in details)
+        return completions
+
+    def cached_tokens(self) -> int:
+        return self._cached_tokens
+
+
+def _merged(sums: Sequence[int | None]) -> int:
+    """Of all workers of a server: what they agree on, else a number that is no checksum."""
+    first = sums[0]
+    return first if first is not None and all(other == first for other in sums) else -1

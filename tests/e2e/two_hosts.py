@@ -1,0 +1,63 @@
+"""Two hosts on one machine: network namespaces, joined by a cable that can be cut. Nothing leaves them."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+
+
+@dataclass(frozen=True)
+class TwoHosts:
+    names: tuple[str, str]  # of the namespaces
+
+    def start(self, host: int, argv: Sequence[str], variables: Mapping[str, str] | None = None) -> subprocess.Popen:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(variables or {})}
+        command = ["ip", "netns", "exec", self.names[host], sys.executable, "-m", *argv]
+        return subprocess.Popen(
+            command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    def cut(self) -> None:
+        """No packet comes through any more, and nobody is told."""
+        _ip("-n", self.names[0], "link", "set", "cable", "down")
+
+    def mend(self) -> None:
+        _ip("-n", self.names[0], "link", "set", "cable", "up")
+
+
+@contextmanager
+def two_hosts() -> Iterator[TwoHosts]:
+    """Skips the test where there are no network namespaces."""
+    if shutil.which("ip") is None:
+        pytest.skip("there is no `ip` (iproute2), which makes network namespaces")
+    names = (f"fsdptrain-{os.getpid()}-0", f"fsdptrain-{os.getpid()}-1")
+    try:
+        _ip("netns", "add", names[0])
+    except PermissionError as error:
+        pytest.skip(f"network namespaces are not permitted here: {error}")
+    try:
+        _ip("netns", "add", names[1])
+        _ip("-n", names[0], "link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns", names[1])
+        for name, address in zip(names, ADDRESSES, strict=True):
+            _ip("-n", name, "address", "add", f"{address}/24", "dev", "cable")
+            _ip("-n", name, "link", "set", "cable", "up")
+            _ip("-n", name, "link", "set", "lo", "up")
+        yield TwoHosts(names)
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+
+
+def _ip(*argv: str) -> None:
+    done = subprocess.run(["ip", *argv], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise PermissionError(f"ip {' '.join(argv)}: {done.stderr.strip()}")

@@ -1,0 +1,128 @@
+"""With servers too, --sync-check names the tensor that did not arrive, and sees a prefix cache that was kept."""
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from fsdptrain.backends.fsdp import FSDPBackend
+from fsdptrain.config import Config
+from fsdptrain.errors import RolloutError
+from fsdptrain.rollout import engine_factory
+from fsdptrain.rollout.vllm_http import VLLMClient
+from fsdptrain.rollout.weight_push import Deadline, FilePush
+from fsdptrain.testing import spawn, tiny_tokenizer
+from fsdptrain.trainer.sync_check import build_sync_check
+from tests.distributed.test_sync_check import Courier, train_a_little
+from tests.vllm.servers import cases
+from tests.vllm.servers.conftest import wait_for_both
+
+FAULTS = ("stale", "permuted", "transposed", "not sent", "prefix cache kept")
+TRIES = 25
+_FUSED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+
+
+class Mover(Courier):
+    """Also brings a square matrix transposed."""
+
+    def broken(self, name: str, tensor: Tensor, fault: str) -> Tensor | None:
+        return tensor.mT if fault == "transposed" else super().broken(name, tensor, fault)
+
+    def victims(self, fault: str) -> list[str]:
+        """A server refuses a layer without its only tensor; one without a part of it, it does not see."""
+        if fault == "not sent":
+            return [name for name in self.before if any(part in name for part in _FUSED)]
+        square = [name for name, tensor in self.before.items() if tensor.ndim == 2 and len({*tensor.shape}) == 1]
+        return square if fault == "transposed" else list(self.before)
+
+
+def keep_cache(post: Callable[..., Any]) -> Callable[..., Any]:
+    """Stands for a server that is not told to forget, and says that it was."""
+
+    def posted(client: VLLMClient, path: str, body: Any = None, **more: Any) -> Any:
+        if path == "/reset_prefix_cache":
+            return {"success": True}
+        return post(client, path + "&clear_cache=false" * (path == "/pause?mode=abort"), body, **more)
+
+    return posted
+
+
+def what_the_check_said(options: dict[str, Any]) -> tuple[list[tuple[str, str, str | None]], list[float]]:
+    """(fault, tensor, error) of each try; after each fault all goes well."""
+    config = Config(**options)
+    backend = FSDPBackend(config, total_steps=1)
+    make = engine_factory(config.rollout.engine, device_type="cpu")
+    engine = make(config, checkpoint=backend.checkpoint_path, device=backend.device)
+    check = build_sync_check(config, engine, backend, tiny_tokenizer())
+    assert check is not None
+    courier, draw, found, apart = Mover(), random.Random(1), [], []
+
+    def hand_over(version: int, fault: str = "", victim: str = "") -> str | None:
+        train_a_little(backend, version)
+        post = VLLMClient.post
+        try:
+            if fault == "prefix cache kept":
+                VLLMClient.post = keep_cache(post)
+            engine.update_weights(courier.carry(check.watch(backend.hf_weights("hub")), fault, victim), version)
+            check.check(version)
+        except RolloutError as error:
+            return str(error)
+        finally:
+            VLLMClient.post = post
+        apart.append(check.metrics()["sync/probe_abs_mean"])
+        return None
+
+    try:
+        assert hand_over(0) is None
+        assert set(engine.copies()[0].checksums(courier.before)) == set(courier.before)  # all can be read
+        for version in range(1, TRIES + 1):
+            fault = FAULTS[version % len(FAULTS)]
+            victim = "" if fault == "prefix cache kept" else draw.choice(courier.victims(fault))
+            found.append((fault, victim, hand_over(version, fault, victim)))
+            assert (said := hand_over(1000 + version)) is None, said
+    finally:
+        engine.close()
+    return found, apart
+
+
+@pytest.mark.parametrize("name", ["tied", "untied"])
+def test_each_fault_is_named(models, urls, tmp_path: Path, name: str) -> None:
+    options = cases.attached(models[name].first, urls[name], output_dir=str(tmp_path), max_tokens_per_gpu=1024)
+    [(found, apart)] = spawn(1, what_the_check_said, options, timeout=500)
+    assert max(apart) < 1e-5, apart  # far from what the check allows
+    for fault, victim, said in found:
+        assert said is not None, f"{fault} {victim} was not seen"
+        assert (victim or "prefix cache") in said, f"{fault} {victim}: {said}"
+        assert urls[name] in said
+
+
+def test_of_two_servers_the_one_that_was_given_another_tensor_is_named(pair, models, monkeypatch):
+    broken, victim = pair.clients[1].url, "model.layers.1.self_attn.o_proj.weight"
+    right = FilePush.send
+
+    def send(push: FilePush, client: VLLMClient, files: Sequence[Path], deadline: Deadline) -> None:
+        if client.url != broken:
+            return right(push, client, files, deadline)
+        tensors = {name: tensor for path in files for name, tensor in load_file(path).items()}
+        tensors[victim] = tensors[victim].flip(0)
+        save_file(tensors, files[0].with_suffix(".wrong"))
+        return right(push, client, [files[0].with_suffix(".wrong")], deadline)
+
+    wait_for_both(pair)
+    config = Config(**cases.options(models["tied"].first, rollout_num_servers=2, max_tokens_per_gpu=1024))
+    backend = FSDPBackend(config, total_steps=1)
+    check = build_sync_check(config, pair, backend, tiny_tokenizer())
+    assert check is not None
+    for version in (100, 101):
+        train_a_little(backend, version)
+        pair.update_weights(check.watch(backend.hf_weights("hub")), version)
+        check.check(version)
+    monkeypatch.setattr(FilePush, "send", send)
+    train_a_little(backend, 102)
+    pair.update_weights(check.watch(backend.hf_weights("hub")), 102)
+    with pytest.raises(RolloutError, match=f"{broken} does not hold {victim} of version 102"):
+        check.check(102)
