@@ -103,9 +103,15 @@ class Completion:
     token_ids: list[int]  # (R,) with the stop token, when one was sampled
     logprobs: list[float]  # (R,) of the distribution that was sampled from: after temperature and truncation
     finish_reason: FinishReason
-    policy_version: int
+    policy_version: int  # of the weights that made its first token
+    versions: list[int] | None = None  # (R,) of each token, where new weights came in between; None: all the same
     routes: Tensor | None = field(default=None, compare=False, repr=False)
     """[P + R - 1, layers, k] i16 on the CPU: the experts of each token but the last, which the engine never read"""
+
+    @property
+    def token_versions(self) -> list[int]:
+        """(R,) the weights that made each token."""
+        return self.versions or [self.policy_version] * len(self.token_ids)
 
 
 @dataclass(frozen=True)
@@ -119,7 +125,10 @@ class Sample:
     reward: float | None = None  # None: could not be scored
     rewards: Mapping[str, float] = field(default_factory=dict)  # by name
     advantage: float = 0.0
-    policy_version: int = 0
+    policy_version: int = 0  # of the weights that made its first token
+    versions: list[int] | None = (
+        None  # (L,) of each token, where they differ; of the model's own tokens alone it counts
+    )
     truncated: bool = False
     routes: Tensor | None = field(default=None, compare=False, repr=False)  # [L, layers, k] i16 on the CPU
 

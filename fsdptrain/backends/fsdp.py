@@ -80,6 +80,7 @@ class FSDPBackend:
             replicate_size=config.fsdp.replicate_size,
             tensor_size=config.parallel.tensor_parallel_size,
             expert_size=config.parallel.expert_parallel_size,
+            context_size=config.parallel.context_parallel_size,
         )
         self.compute_dtype: torch.dtype = getattr(torch, config.compute_dtype_name)
         self.checkpoint_path = resolve_checkpoint(config.model.hf_checkpoint)
@@ -151,7 +152,7 @@ class FSDPBackend:
         self._model.train(self._config.algorithm.algorithm == "sft")
         self._optimizer.zero_grad()
         load = self._experts.load(self._model, batches, layout=self.layout_probe.layout, device=self.device)
-        sums = MetricSums(copies=self._config.parallel.tensor_parallel_size)
+        sums = MetricSums(copies=self._config.pack_copies)
         for batch in batches:
             moved = batch.to(self.device)
             logprobs = self._logprobs(moved, with_entropy=True, router=self._experts.router_loss(moved, load))
@@ -304,6 +305,7 @@ class FSDPBackend:
             vocab_size=vocab_size,
             compute_dtype=self.compute_dtype,
             shown=self._processor.probe_segments(vocab_size) if self._processor else (),
+            dealt=self._meshes.context is not None,
         )
         probe = replace(probe, prefixes=self._probe_prefixes(probe, vocab_size))
         check_head(self._model, vocab_size=vocab_size, layout=probe.layout, compute_dtype=self.compute_dtype)

@@ -174,9 +174,9 @@ def _with_routes(samples: Sequence[Sample], sent: Tensor, shape: tuple[int, int]
     return [replace(sample, routes=part) for sample, part in zip(samples, parts, strict=True)]
 
 
-# One sample as integers: a head of six, token ids, mask, then the UTF-8 bytes of its strings, each closed by a zero
-# byte; as floats: advantage, reward, rewards in the order of their names, rollout logprobs.
-_HEAD = 6
+# One sample as integers: a head of seven, token ids, mask, versions if they differ, then the UTF-8 bytes of its
+# strings, each closed by a zero byte; as floats: advantage, reward, rewards in the order of their names, logprobs.
+_HEAD = 7
 
 
 def _encode(samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
@@ -185,8 +185,8 @@ def _encode(samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
     for sample in samples:
         strings = "".join(f"{string}\0" for string in (sample.group_id, *sample.rewards)).encode()
         integers += [len(sample.token_ids), len(strings), len(sample.rewards), sample.reward is not None]
-        integers += [sample.policy_version, sample.truncated]
-        integers += [*sample.token_ids, *sample.loss_mask, *strings]
+        integers += [sample.policy_version, sample.truncated, sample.versions is not None]
+        integers += [*sample.token_ids, *sample.loss_mask, *(sample.versions or ()), *strings]
         floats += [sample.advantage, 0.0 if sample.reward is None else sample.reward]
         floats += [*sample.rewards.values(), *sample.rollout_logprobs]
     return torch.tensor(integers, dtype=torch.int32), torch.tensor(floats, dtype=torch.float64)
@@ -196,9 +196,10 @@ def _decode(integers: Tensor, floats: Tensor) -> list[Sample]:
     ints, reals = iter(integers.tolist()), iter(floats.tolist())
     samples: list[Sample] = []
     while head := list(itertools.islice(ints, _HEAD)):
-        length, string_bytes, num_rewards, scored, policy_version, truncated = head
+        length, string_bytes, num_rewards, scored, policy_version, truncated, has_versions = head
         token_ids = list(itertools.islice(ints, length))
         loss_mask = [bool(m) for m in itertools.islice(ints, length)]
+        versions = list(itertools.islice(ints, length)) if has_versions else None
         group_id, *names = bytes(itertools.islice(ints, string_bytes)).decode().split("\0")[:-1]
         advantage, reward = itertools.islice(reals, 2)
         rewards = dict(zip(names, itertools.islice(reals, num_rewards), strict=True))
@@ -212,6 +213,7 @@ def _decode(integers: Tensor, floats: Tensor) -> list[Sample]:
                 rewards=rewards,
                 advantage=advantage,
                 policy_version=policy_version,
+                versions=versions,
                 truncated=bool(truncated),
             )
         )

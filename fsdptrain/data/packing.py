@@ -141,9 +141,9 @@ def check_lengths(lengths: Sequence[int], *, max_tokens: int) -> None:
     """Raises ConfigError for a sample that cannot fit into any pack."""
     if lengths and max(lengths) > max_tokens:
         raise ConfigError(
-            f"--max-tokens-per-gpu {max_tokens} is less than a sample of {max(lengths)} tokens, and samples are never "
-            "split: raise it, lower --rollout-max-prompt-len or --rollout-max-response-len, or leave such samples out "
-            "by --overlong drop"
+            f"--max-tokens-per-gpu (times --context-parallel-size) {max_tokens} is less than a sample of "
+            f"{max(lengths)} tokens, and samples are never split: raise it, lower --rollout-max-prompt-len or "
+            "--rollout-max-response-len, or leave such samples out by --overlong drop"
         )
 
 

@@ -242,6 +242,8 @@ class Guest:
         asked = False
         while True:
             if self._line is None or self._line.why_lost is not None:
+                if self._line is not None:
+                    self._line.close()
                 self._line = self._connect(deadline)
                 asked = False
             if not asked:
@@ -301,7 +303,7 @@ class Guest:
                 return Line(sock, timeout_s=self._terms.silence_s)
             except OSError as error:
                 reason = error.strerror or str(error)
-                time.sleep(min(1.0, left))
+                time.sleep(min(0.2, left))
         raise RankError(_not_met(self._terms, f"node {self._terms.node} does not reach it ({reason})."))
 
 

@@ -28,6 +28,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fsdptrain.errors import ConfigError, NumericsError
+from fsdptrain.models.context import Context
 from fsdptrain.models.shared_attention import merged_attention
 from fsdptrain.types import PackedBatch, SharedPrefixes
 
@@ -50,6 +51,7 @@ class Boundaries:
     seqlens: tuple[int, ...]  # (N,)
     cu_seqlens: Tensor  # [N+1] i32
     padded: bool
+    context: Context | None = None  # over whose ranks the hidden states are dealt
     whole: "Whole | None" = None
 
 
@@ -72,15 +74,15 @@ def register_attention() -> None:
         AttentionMaskInterface.register(name, no_mask)
 
 
-def resolve_attention(requested: str, device_type: str) -> str:
+def resolve_attention(requested: str, device_type: str, *, ours: bool = False) -> str:
     """The name for the model's config. `requested`: auto, varlen, sdpa, or any name that transformers knows.
 
-    Auto takes flash-attn where it is installed and there is a GPU, else torch's own kernel there, else segments.
-    Raises ConfigError where the device or a package is missing.
+    Auto takes flash-attn where it is installed and there is a GPU, else torch's own kernel there, else segments; with
+    `ours` never flash-attn. Raises ConfigError where the device or a package is missing.
     """
     register_attention()
     if requested == "auto":
-        return _best(device_type)
+        return _best(device_type, ours=ours)
     if requested in {"sdpa", SEGMENTS}:
         return SEGMENTS
     if requested in {"varlen", VARLEN}:
@@ -107,7 +109,7 @@ def set_attention(model: PreTrainedModel, name: str) -> None:
     model.set_attn_implementation({"": name, **{key: name for key in parts if key not in others}, **others})
 
 
-def attention_kwargs(batch: PackedBatch) -> dict[str, Any]:
+def attention_kwargs(batch: PackedBatch, context: Context | None = None) -> dict[str, Any]:
     """What the attention and the recurrent mixers of a packed call need to know; the standard names of transformers.
 
     `boundaries` is ours; the others serve flash-attn and the kernels of Mamba and Gated DeltaNet.
@@ -119,7 +121,7 @@ def attention_kwargs(batch: PackedBatch) -> dict[str, Any]:
     positions = torch.arange(batch.num_tokens, device=batch.cu_seqlens.device, dtype=torch.int32)
     segment = torch.searchsorted(batch.cu_seqlens[1:], positions, right=True).to(torch.int32)
     return {
-        "boundaries": Boundaries(batch.seqlens, batch.cu_seqlens, padded=False),
+        "boundaries": Boundaries(batch.seqlens, batch.cu_seqlens, padded=False, context=context),
         "cu_seq_lens_q": batch.cu_seqlens,
         "cu_seq_lens_k": batch.cu_seqlens,
         "max_length_q": batch.max_seqlen,
@@ -159,6 +161,10 @@ def attend(
 ) -> tuple[Tensor, None]:  # [B, S, H, DV]
     """Causal attention within each segment, exact in forward and backward. Raises NumericsError rather than leak."""
     _refuse_unknown(module, query, key, attention_mask, position_bias, is_causal)
+    context = None if boundaries is None else boundaries.context
+    if context is not None:
+        query, key, value = context.to_heads(query, key, value)
+        s_aux = None if s_aux is None else context.own_heads(s_aux)
     spans = _spans(query, boundaries)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     fused = varlen and query.device.type != "cpu" and query.dtype in {torch.float16, torch.bfloat16}
@@ -174,18 +180,20 @@ def attend(
             return found.transpose(1, 2)[..., : value.shape[-1]], None
         key, value = (x.index_select(2, whole.shared.rows) for x in (key, value))
     if fused and plain and narrow and boundaries is not None and not boundaries.padded:
-        return _varlen(query, key, value, boundaries, scale, sliding_window), None
-    one = partial(_segment, scale=scale, dropout=dropout, window=sliding_window, softcap=softcap, sinks=s_aux)
-    key_spans = spans if whole is None else list(whole.seqlens)
-    pieces = (query.split(spans, dim=2), key.split(key_spans, dim=2), value.split(key_spans, dim=2))
-    parts = [one(*qkv) for qkv in zip(*pieces, strict=True)]
-    return torch.cat([part.transpose(1, 2) for part in parts], dim=1), None
+        out = _varlen(query, key, value, boundaries, scale, sliding_window)
+    else:
+        one = partial(_segment, scale=scale, dropout=dropout, window=sliding_window, softcap=softcap, sinks=s_aux)
+        key_spans = spans if whole is None else list(whole.seqlens)
+        pieces = (query.split(spans, dim=2), key.split(key_spans, dim=2), value.split(key_spans, dim=2))
+        parts = [one(*qkv) for qkv in zip(*pieces, strict=True)]
+        out = torch.cat([part.transpose(1, 2) for part in parts], dim=1)
+    return (out if context is None else context.to_tokens(out)), None
 
 
-def _best(device_type: str) -> str:
+def _best(device_type: str, *, ours: bool) -> str:
     if device_type == "cpu":
         return SEGMENTS
-    return "flash_attention_2" if find_spec("flash_attn") is not None else VARLEN
+    return "flash_attention_2" if find_spec("flash_attn") is not None and not ours else VARLEN
 
 
 def _spans(query: Tensor, boundaries: Boundaries | None) -> list[int]:

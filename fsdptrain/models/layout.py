@@ -83,12 +83,14 @@ def choose_layout(
     compute_dtype: torch.dtype,
     device: torch.device | None = None,
     shown: Sequence[Segment] = (),
+    dealt: bool = False,
 ) -> LayoutProbe:
     """Find the first layout that the policy computes exactly, and leave the model set to it.
 
     After `install_policy_forward`. Collective where the model is sharded; every rank comes to the same result. Order:
     packed, then padded, both with the attention that the model was built with, then padded with transformers' own.
     `shown`: three sequences with images, the third a twin of the first; then the layout must be exact for these too.
+    `dealt`: tokens are dealt over ranks, which transformers' own attention knows nothing of.
     Raises NumericsError when none is exact, or when `requested` is packed and that is not.
     """
     register_attention()
@@ -101,6 +103,8 @@ def choose_layout(
         references = [_reference(model, segments, widest, device) for segments in trials]
         tolerance = min(widest, *(leak / 4 for _, leak in references))
         for candidate in _candidates(model, requested, configured, reasons):
+            if dealt and candidate.attention in STOCK:
+                continue
             tried = [
                 _try(model, candidate, segments, reference, tolerance, device)
                 for segments, (reference, _) in zip(trials, references, strict=True)

@@ -19,6 +19,7 @@ from fsdptrain.errors import CheckpointError, NumericsError
 from fsdptrain.fsdp.wrap import largest_shard
 from fsdptrain.models.anatomy import Part, anatomy
 from fsdptrain.models.attention import resolve_attention
+from fsdptrain.models.dealing import check_dealing
 from fsdptrain.models.files import resolve_config, stored_dtype, weight_files
 from fsdptrain.models.kernels import Kernel, kernels, require_no_fallback
 from fsdptrain.models.layer_kinds import layer_kinds
@@ -136,9 +137,12 @@ def require_sound(report: Inspection, *, strict: bool) -> None:
 def meta_model(config: Config, *, with_adapters: bool = False) -> tuple[PreTrainedModel, Path]:
     """The model on meta as a run builds it here, and the folder of its config.json. ConfigError for --lora-targets."""
     path = resolve_config(config.model.hf_checkpoint)
-    attention = resolve_attention(config.model.attn_implementation, platform.device_type())
+    deals = config.parallel.context_parallel_size > 1
+    attention = resolve_attention(config.model.attn_implementation, platform.device_type(), ours=deals)
     trust = config.model.trust_remote_code
     model = build_meta_model(path, trust_remote_code=trust, attn_implementation=attention)
+    if deals:
+        check_dealing(model, config.parallel)
     if not config.model.train_vision:
         freeze_vision(model)
     if with_adapters and config.lora.rank:

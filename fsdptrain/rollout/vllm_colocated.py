@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,13 @@ from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError, RolloutError
 from fsdptrain.models.collective import together
 from fsdptrain.protocols import Naming
+from fsdptrain.registry import suggest
 from fsdptrain.rollout.delta import DeltaFilter
 from fsdptrain.rollout.sampling import seed_of
 from fsdptrain.rollout.stop_tokens import stop_tokens
 from fsdptrain.rollout.tied_head import repack_tied_head
 from fsdptrain.rollout.vllm_adapter import AdapterSlot, adapter_options
+from fsdptrain.rollout.vllm_options import derived_options, routes_of
 from fsdptrain.rollout.vllm_readback import checksums
 from fsdptrain.types import Completion, Metrics, Prompt, SamplingParams
 
@@ -123,7 +126,10 @@ class VLLMEngine:
             lora_request=self._adapter.request if self._adapter else None,
         )
         self._cached_tokens = sum(out.num_cached_tokens or 0 for out in outputs)
-        return [self._completion(prompt, out.outputs[0]) for (prompt, _), out in zip(asked, outputs, strict=True)]
+        return [
+            self._completion(prompt, out.outputs[0], sampling.with_routes)
+            for (prompt, _), out in zip(asked, outputs, strict=True)
+        ]
 
     def checksums(self, names: Collection[str]) -> Mapping[str, int]:
         """Of the layers that answer: of those of `names` that vLLM keeps as a checkpoint does, fused or not."""
@@ -175,12 +181,13 @@ class VLLMEngine:
             detokenize=False,
         )
 
-    def _completion(self, prompt: Prompt, output: Any) -> Completion:
+    def _completion(self, prompt: Prompt, output: Any, with_routes: bool) -> Completion:
         tokens = list(output.token_ids)
         logprobs = [found[token].logprob for token, found in zip(tokens, output.logprobs, strict=True)]
         if output.finish_reason not in ("stop", "length"):
             raise RolloutError(f"vLLM ended the answer to prompt {prompt.id!r} by {output.finish_reason!r}")
-        return Completion(prompt.id, tokens, logprobs, output.finish_reason, self.policy_version)
+        routes = routes_of(output.routed_experts) if with_routes else None
+        return Completion(prompt.id, tokens, logprobs, output.finish_reason, self.policy_version, routes=routes)
 
 
 def build_vllm_engine(config: Config, *, checkpoint: Path, device: torch.device) -> VLLMEngine:
@@ -194,6 +201,9 @@ def build_vllm_engine(config: Config, *, checkpoint: Path, device: torch.device)
         "enforce_eager": not on_gpu,
         "enable_sleep_mode": on_gpu,
     }
+    if not on_gpu:
+        # a request with a seed whose prompt is read in parts ends vLLM 0.32: "CPU Generator does not use offset"
+        options["enable_chunked_prefill"] = False
     if rollout.kv_cache_gib is not None or not on_gpu:
         options["kv_cache_memory_bytes"] = int((rollout.kv_cache_gib or 1.0) * platform.GIB)
     if config.lora.sync == "adapter":
@@ -205,13 +215,23 @@ def build_vllm_engine(config: Config, *, checkpoint: Path, device: torch.device)
             raise ConfigError(
                 f"--rollout-engine-args {name}: fsdptrain sets it, and exactness rests on it; leave it out"
             )
+    known = _known_options()
+    for name in rollout.engine_args:
+        if name not in known:
+            raise ConfigError(f"--rollout-engine-args {name}: vLLM has no such option{suggest(name, known)}")
     if rollout.engine_args.get("tensor_parallel_size", 1) != 1:
         raise ConfigError(
             "--rollout-engine-args tensor_parallel_size: each rank has an engine and prompts of its own; leave it out"
         )
-    return VLLMEngine(
-        checkpoint, trust_remote_code=config.model.trust_remote_code, **{**options, **rollout.engine_args}
-    )
+    options |= {**rollout.engine_args, **derived_options(config, checkpoint, device.type)}
+    return VLLMEngine(checkpoint, trust_remote_code=config.model.trust_remote_code, **options)
+
+
+def _known_options() -> list[str]:
+    _import_vllm()
+    from vllm.engine.arg_utils import EngineArgs  # pyright: ignore[reportMissingImports] - an extra
+
+    return [field.name for field in fields(EngineArgs)]
 
 
 def _adapter_slot(llm: Any) -> AdapterSlot:

@@ -21,6 +21,7 @@ from fsdptrain.rollout.stacks import StackDump
 from fsdptrain.rollout.stop_tokens import stop_tokens
 from fsdptrain.rollout.vllm_fleet import Fleet, Server
 from fsdptrain.rollout.vllm_http import ServerError, VLLMClient
+from fsdptrain.rollout.vllm_options import derived_options
 from fsdptrain.rollout.vllm_process import GUARD, PLUGIN, Launch, ServerProcess, command_line
 from fsdptrain.rollout.vllm_server import Contact, Patience, VLLMServerEngine, new_run
 from fsdptrain.rollout.weight_files import WeightFolder, folder_name, shared_memory
@@ -78,6 +79,7 @@ def _gather_servers(config: Config, checkpoint: Path, device: torch.device) -> t
         sync_timeout=sync.sync_timeout,
         start_timeout=sync.server_start_timeout,
         min_servers=sync.min_servers,
+        keep_requests=sync.max_staleness > 0,
     )
     try:
         fleet.start()
@@ -93,7 +95,8 @@ def _processes(config: Config, checkpoint: Path, weights: Path, key: str, device
     folder.mkdir(parents=True, exist_ok=True)
     launch = Launch(
         python=config.rollout.server_python or sys.executable,
-        arguments=server_arguments(config, checkpoint, on_gpu=device.type == "cuda"),
+        arguments=server_arguments(config, checkpoint, on_gpu=device.type == "cuda")
+        + command_line(derived_options(config, checkpoint, device.type)),
         folder=folder,
         weights=weights,
         api_key=key,
@@ -120,6 +123,8 @@ def server_arguments(config: Config, checkpoint: Path, *, on_gpu: bool) -> list[
     }
     if not on_gpu:
         options["enforce_eager"] = True
+        # a request with a seed whose prompt is read in parts ends vLLM 0.32: "CPU Generator does not use offset"
+        options["enable_chunked_prefill"] = False
     if rollout.kv_cache_gib is not None or not on_gpu:
         options["kv_cache_memory_bytes"] = int((rollout.kv_cache_gib or 1.0) * platform.GIB)
     if config.model.trust_remote_code:
@@ -198,6 +203,8 @@ def require_fitting(client: VLLMClient, config: Config) -> None:
         "weight-transfer-config": (backend, (info["weight_transfer_config"] or {}).get("backend")),
         "max-model-len": (max(longest, model["max_model_len"]), model["max_model_len"]),
     }
+    if config.router.replay == "rollout":
+        wanted["enable-return-routed-experts"] = (True, info["aux_output_config"]["enable_return_routed_experts"])
     wrong = [f"--{name} {needed} (it has {found})" for name, (needed, found) in wanted.items() if needed != found]
     if wrong:
         raise ConfigError(f"--rollout-urls: {client.url} must be started with {', '.join(wrong)}")

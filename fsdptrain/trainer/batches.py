@@ -28,6 +28,7 @@ class PackingRules:
     layout: Layout  # padded: a pack computes samples x longest tokens, and that is what the budget bounds
     sharing: Literal["auto", "on", "off"] = "off"  # compute the prompt of a group once; auto: where that is cheaper
     copies: int = 1  # neighbouring ranks that share the work of one, and so train on the same packs
+    row_multiple: int = 1  # padded rows are as long as this divides: their columns are dealt over so many
 
 
 @dataclass(frozen=True)
@@ -107,5 +108,7 @@ def _plan(lengths: Sequence[int], prompts: Sequence[tuple[int, int]], rules: Pac
         assert rules.layout == "packed", "only packs can share"
         always = rules.sharing == "on"
         return plan_shared(lengths, prompts, num_ranks=num_ranks, max_tokens=rules.max_tokens, always=always)
-    make_plan = plan_packs if rules.layout == "packed" else plan_rows
+    make_plan = plan_packs
+    if rules.layout == "padded":
+        make_plan, lengths = plan_rows, [length + -length % rules.row_multiple for length in lengths]
     return make_plan(lengths, num_ranks=num_ranks, max_tokens=rules.max_tokens)

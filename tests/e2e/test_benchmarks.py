@@ -30,6 +30,16 @@ def test_the_quick_run_warms_up_trains_and_reports(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_quick_run_of_older_weights_trains_on_them(tmp_path: Path) -> None:
+    argv = [sys.executable, FOLDER / "staleness.py", "--quick", "--engines", "hf", "--staleness", "1", "--seeds", "0"]
+    done = subprocess.run([*argv, "--folder", tmp_path], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    row = json.loads(done.stdout.splitlines()[-1])
+    assert (row["engine"], row["max_staleness"], row["staleness_max"]) == ("hf", 1, 1.0)
+    assert 0 < row["seconds"]["train"] < row["seconds"]["step"]
+
+
+@pytest.mark.slow
 def test_a_small_model_is_loaded_and_exported_within_its_bounds(tmp_path: Path) -> None:
     argv = [sys.executable, FOLDER / "saving_and_loading.py", "--quick", "--folder", tmp_path]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)

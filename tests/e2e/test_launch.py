@@ -1,6 +1,8 @@
 """Real ranks, started in place: they find each other, and when one fails all end and its error is shown once."""
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -8,17 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from fsdptrain.testing import free_port
+from fsdptrain.testing import free_port, rank_variables
+from tests.e2e import command
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
 
 
-def start(*argv, before=()):
-    variables = {**os.environ, "PYTHONPATH": str(ROOT)}
+def start(*argv, before=(), once=None, **options):
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "OPTIONS": json.dumps(options)}
+    if once is not None:
+        variables["ONCE"] = str(once)
     variables.pop("OMP_NUM_THREADS", None)
-    command = [sys.executable, *before, "-m", "tests.e2e.rank_program", *argv]
-    return subprocess.Popen(command, env=variables, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    program = [sys.executable, *before, "-m", "tests.e2e.rank_program", *argv]
+    return subprocess.Popen(program, env=variables, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def finish(process):
@@ -73,12 +78,65 @@ def test_an_interrupt_ends_all_quietly():
     assert [pid for pid in pids if is_running(pid)] == []
 
 
-def test_two_machines_meet_at_the_endpoint():
+def two_machines(fate, **options):
     endpoint = f"127.0.0.1:{free_port()}"
-    machines = [start("fine", str(rank), endpoint) for rank in range(2)]
-    results = sorted(finish(machine) for machine in machines)
-    assert [(code, err) for code, _, err in results] == [(0, ""), (0, "")]
-    assert results[1][1].startswith("2 ranks")
+    return [finish(machine) for machine in [start(fate, str(node), endpoint, **options) for node in range(2)]]
+
+
+def test_two_machines_meet_at_the_endpoint():
+    (code, out, err), other = two_machines("fine")
+    assert (code, err, other) == (0, "", (0, "", ""))
+    assert out.startswith("2 ranks")
+
+
+def test_the_bug_of_one_machine_is_shown_on_both_though_its_agent_is_deaf():
+    """Stopped, it ends by SIGKILL alone; so does an agent that hangs in C++ on a connection that was cut."""
+    for code, out, err in two_machines("deaf"):
+        assert (code, out) == (1, "")
+        assert re.match(r"fsdptrain: node 1 \(.+\): rank 1 failed\nTraceback", err)
+        assert err.endswith("ZeroDivisionError: a bug\n")
+        assert err.count("Traceback") == 1
+
+
+def test_two_machines_start_again_after_a_rank_was_killed(tmp_path):
+    first, other = two_machines("killed", once=tmp_path / "once", max_restarts=1)
+    assert first[1].startswith("2 ranks")
+    for code, _, err in (first, other):
+        assert code == 0
+        assert re.fullmatch(r"fsdptrain: node 1 \(.+\): rank 1 was killed by SIGKILL.+; restart 1 of 1\n", err)
+
+
+def test_restarts_are_counted_and_what_a_user_must_mend_has_none():
+    line = "fsdptrain: rank 1 ended with exit code 9 and left no error"
+    assert finish(start("silent", max_restarts=1)) == (9, "", f"{line}; restart 1 of 1\n{line}\n")
+    assert finish(start("mendable", max_restarts=1)) == (2, "", "fsdptrain: --hf-checkpoint x holds no config.json\n")
+
+
+def test_what_ranks_say_is_in_their_files_and_rank_0_is_on_the_console(tmp_path):
+    assert finish(start("talks", log_rank_dir=str(tmp_path))) == (0, "rank 0 says\n", "rank 0 warns\n")
+    (folder,) = tmp_path.iterdir()
+    assert {path.name: path.read_text() for path in folder.iterdir()} == {
+        "rank_00000.out": "rank 0 says\n",
+        "rank_00000.err": "rank 0 warns\n",
+        "rank_00001.out": "rank 1 says\n",
+        "rank_00001.err": "rank 1 warns\n",
+    }
+
+
+def test_ranks_of_a_scheduler_with_different_options_are_refused_before_anything_is_loaded(tmp_path):
+    port = free_port()
+    argv = ["--hf-checkpoint", str(tmp_path / "nowhere"), "--output-dir", str(tmp_path / "run")]
+    ranks = [
+        command.start([*argv, "--lr", f"{rank + 1}e-6"], tmp_path / f"{rank}", rank_variables(rank, 2, port))
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        rank.join(100)
+    assert [rank.exitcode for rank in ranks] == [2, 2]
+    line = (tmp_path / "0/err").read_text()
+    assert line.startswith("fsdptrain: machines of one run must be alike: --lr is 1e-06 on node")
+    assert line.count("\n") == 1
+    assert not (tmp_path / "run").exists()
 
 
 def is_running(pid):

@@ -1,5 +1,6 @@
 """A whole run by the real command line, in another environment than its server; and what is left when it is killed."""
 
+import contextlib
 import json
 import os
 import signal
@@ -43,6 +44,78 @@ def test_a_run_trains_on_what_the_trainer_would_have_said_and_takes_its_server_w
     assert alive == []
     weights = shared_memory(0)
     assert weights is None or not (weights / folder_name(folder)).exists()
+
+
+def trained(folder: Path) -> list[dict[str, float]]:
+    return [row for row in rows(folder) if "progress/samples" in row]
+
+
+def shown(folder: Path) -> dict[int, list[str]]:
+    """Prompts that were trained on, by step."""
+    found: dict[int, list[str]] = {}
+    for line in (folder / "samples.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        if row["set"] == "train":
+            found.setdefault(row["step"], []).append(row["prompt"])
+    return found
+
+
+def ranks_of(run: psutil.Process) -> dict[int, psutil.Process]:
+    found = {}
+    for process in run.children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            variables = process.environ()
+            if "RANK" in variables and "VLLM_API_KEY" not in variables:
+                found.setdefault(int(variables["RANK"]), process)
+    return found
+
+
+def test_a_rank_killed_in_a_sync_ends_the_run_and_resume_loses_no_sample(tmp_path):
+    model, folder = save_tiny_checkpoint(tmp_path / "model", head_dim=32), tmp_path / "run"
+    common = ["--hf-checkpoint", str(model), *command.TINY_RUN, "--num-rollout", "3", "--save-interval", "1"]
+    common += ["--nproc-per-node", "2", "--log-num-samples", "16"]
+    argv = [*common, "--rollout-engine", "vllm-server", "--rollout-num-servers", "1"]
+    argv += ["--rollout-server-python", str(PYTHON), "--rollout-kv-cache-gib", "0.05", "--output-dir", str(folder)]
+    argv += ["--update-weight-buffer-size", "20000", "--weight-folder", str(tmp_path / "weights")]
+    run = command.start(argv, tmp_path / "log")
+    server: list[psutil.Process] = []
+    try:
+        end = time.monotonic() + 400
+        while not trained(folder):
+            assert run.is_alive(), (tmp_path / "log" / "err").read_text()
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        everyone = psutil.Process(run.pid).children(recursive=True)
+        server = [p for p in everyone if "vllm" in " ".join(p.cmdline()).lower() and "keeper" not in str(p.cmdline())]
+        [rank_1] = [process for rank, process in ranks_of(psutil.Process(run.pid)).items() if rank == 1]
+        before = set((tmp_path / "weights").rglob("*.safetensors"))
+        while not set((tmp_path / "weights").rglob("*.safetensors")) - before:  # the weights of step 2 are written
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        for process in server:
+            process.suspend()
+        time.sleep(3)
+        assert len(trained(folder)) == 1, "it has gone on: it was not stopped while it handed over weights"
+        start = time.monotonic()
+        rank_1.kill()
+        run.join(60)
+        assert time.monotonic() - start < 30
+    finally:
+        run.kill()
+        run.join()
+    assert run.exitcode == 2
+    [line] = [line for line in (tmp_path / "log" / "err").read_text().splitlines() if line.startswith("fsdptrain: ")]
+    assert "rank 1 was killed by SIGKILL" in line
+    _, alive = psutil.wait_procs(everyone, timeout=20)
+    assert alive == []
+
+    result = command.run([*argv, "--resume", "auto"], tmp_path / "again", timeout=400)
+    assert result.code == 0, result.err
+    assert [(row["step"], row["progress/samples"]) for row in trained(folder)] == [(1, 16), (2, 32), (3, 48)]
+    undisturbed = tmp_path / "undisturbed"
+    result = command.run([*common, "--output-dir", str(undisturbed)], tmp_path / "log2", timeout=200)
+    assert result.code == 0, result.err
+    assert shown(folder) == shown(undisturbed)
 
 
 @pytest.mark.parametrize(
