@@ -19,8 +19,9 @@ def prefix_obstacle(config: Config) -> str:
         return f"with --router-replay {config.router.replay}: each sample has routes of its own for its prompt"
     if config.data.image_key is not None:
         return "with --image-key: the images of a prompt belong to each sample"
-    if config.parallel.context_parallel_size > 1:
-        return "with --context-parallel-size: the tokens of a pack are dealt over ranks"
+    for flag in ("tensor_parallel_size", "expert_parallel_size", "context_parallel_size"):
+        if (size := getattr(config.parallel, flag)) > 1:
+            return f"with --{flag.replace('_', '-')} {size}: not shown to be exact there yet"
     if config.model.layout == "padded":
         return "with --layout padded: only packs can share"
     return "" if config.batch.prefix_sharing != "off" else "--prefix-sharing off"

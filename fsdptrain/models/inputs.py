@@ -33,15 +33,13 @@ def model_inputs(
     context: Context | None = None,
 ) -> dict[str, Any]:
     """Keyword arguments of a transformers model, in rows. NumericsError where they cannot hold shared prefixes."""
-    if batch.shared is not None:
-        if layout != "packed" or attn_implementation not in OURS or context is not None:
-            raise NumericsError("shared prefixes need packs, our attention, and no --context-parallel-size")
-        ids, positions = (to_rows(x, batch, layout, fill=0)[None] for x in (batch.input_ids, batch.position_ids))
-        return {"input_ids": ids, "position_ids": positions, "use_cache": False, **attention_kwargs(batch)}
+    if batch.shared is not None and (layout != "packed" or attn_implementation not in OURS or context is not None):
+        raise NumericsError(f"shared prefixes need whole packs and our attention, not {layout}, {attn_implementation}")
     fill = int(pad_token_id == 0)  # any token will do but the pad token, at which transformers warns
     if layout == "packed":
         batch = batch if context is None else _lengthened(batch, _width(batch, layout, context), fill=fill)
-        tokens = {"input_ids": batch.input_ids[None], "position_ids": batch.position_ids[None]}
+        found = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
+        tokens = {name: _computed(values, batch)[None] for name, values in found.items()}
         return {**_dealt(tokens, context), "use_cache": False, **attention_kwargs(batch, context)}
     width = _width(batch, layout, context)
     tokens = {"input_ids": _whole_rows(batch.input_ids, batch, layout, context, fill=fill).view(-1, width)}
@@ -57,8 +55,6 @@ def model_inputs(
 
 def to_rows(values: Tensor, batch: PackedBatch, layout: Layout, *, fill: int, context: Context | None = None) -> Tensor:
     """[T, ...] of the tokens of the pack -> [R, ...] of the model's flattened rows, with `fill` at padding."""
-    if batch.shared is not None:
-        return values.index_select(0, batch.shared.computed)
     rows = _whole_rows(values, batch, layout, context, fill=fill)
     if context is None:
         return rows
@@ -112,6 +108,11 @@ def _lengthened(batch: PackedBatch, width: int, *, fill: int) -> PackedBatch:
     )
 
 
+def _computed(values: Tensor, batch: PackedBatch) -> Tensor:
+    """[T, ...] -> [C, ...]: prefixes that are shared are computed once."""
+    return values if batch.shared is None else values.index_select(0, batch.shared.computed)
+
+
 def _dealt(inputs: dict[str, Tensor], context: Context | None) -> dict[str, Tensor]:
     return inputs if context is None else {name: context.own_columns(rows) for name, rows in inputs.items()}
 
@@ -126,7 +127,7 @@ def _whole_rows(values: Tensor, batch: PackedBatch, layout: Layout, context: Con
     """[T, ...] -> [rows x width, ...], before columns are dealt."""
     width = _width(batch, layout, context)
     if layout == "packed" and width == batch.num_tokens:
-        return values
+        return _computed(values, batch)
     num_rows = 1 if layout == "packed" else len(batch.seqlens)
     rows = values.new_full((num_rows * width, *values.shape[1:]), fill)
     row, column = _cells(batch, layout, torch.arange(batch.num_tokens, device=values.device))

@@ -108,7 +108,7 @@ def _plan(lengths: Sequence[int], prompts: Sequence[tuple[int, int]], rules: Pac
         assert rules.layout == "packed", "only packs can share"
         always = rules.sharing == "on"
         return plan_shared(lengths, prompts, num_ranks=num_ranks, max_tokens=rules.max_tokens, always=always)
-    make_plan = plan_packs
-    if rules.layout == "padded":
-        make_plan, lengths = plan_rows, [length + -length % rules.row_multiple for length in lengths]
-    return make_plan(lengths, num_ranks=num_ranks, max_tokens=rules.max_tokens)
+    if rules.layout == "packed":
+        return plan_packs(lengths, num_ranks=num_ranks, max_tokens=rules.max_tokens)
+    rows = [length + -length % rules.row_multiple for length in lengths]
+    return plan_rows(rows, num_ranks=num_ranks, max_tokens=rules.max_tokens)
