@@ -115,7 +115,7 @@ def test_gradient_checkpointing_changes_no_gradient_of_shared_prompts(name: str,
 def test_router_logits_are_those_of_every_token_so_that_their_loss_counts_each_sample() -> None:
     model = policy_model("qwen3_moe")
 
-    def router(logits: Any) -> Tensor:
+    def router(logits: Any, _: Tensor) -> Tensor:
         scale = torch.linspace(-1, 1, packed(sharing=False).num_tokens)[:, None]
         return sum((x.softmax(-1) * scale).square().sum() for x in logits)  # pyright: ignore
 
