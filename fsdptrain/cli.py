@@ -78,14 +78,17 @@ PLAN_USAGE = """\
 The memory of a run, by config.json alone, and which flags make it fit.
 
 Takes any option of a run too, e.g. --max-tokens-per-gpu 4096."""
+REPORT = {"rollouts": Option("--rollouts", str | None, "Those of the timeline, e.g. 10:13.", None)}
 REPORT_USAGE = """\
-usage: fsdptrain report RUN_DIR
+usage: fsdptrain report RUN_DIR [--rollouts FIRST:LAST]
 
 Print the first, the best and the last reward, held-out accuracy, length, share of
 groups kept, pass rate and (without a reward) loss of a run, as far as it has them, and
-draw them to RUN_DIR/curves.png. The run may still go on.
+draw them to RUN_DIR/curves.png; and to RUN_DIR/timeline.png what rank 0 did when. The
+run may still go on.
 
-  RUN_DIR   the --output-dir of the run, e.g. runs/default
+  RUN_DIR      the --output-dir of the run, e.g. runs/default
+  --rollouts   those of the timeline, e.g. 10:13; default: the last four
 """
 
 
@@ -220,19 +223,32 @@ def plan(argv: Sequence[str]) -> int:
 
 
 def report(argv: Sequence[str]) -> int:
-    """`fsdptrain report RUN_DIR`: a table, and RUN_DIR/curves.png."""
+    """`fsdptrain report RUN_DIR [--rollouts A:B]`: a table, RUN_DIR/curves.png and RUN_DIR/timeline.png."""
     if _asks_for_help(argv):
         sys.stdout.write(REPORT_USAGE)
         return 0
-    if len(argv) != 1 or argv[0].startswith("-"):
-        raise ConfigError("report takes the folder of one run and nothing else, e.g. fsdptrain report runs/default")
+    if not argv or argv[0].startswith("-"):
+        raise ConfigError("report takes the folder of one run first, e.g. fsdptrain report runs/default")
+    rollouts = _range(parse(argv[1:], REPORT).get("rollouts"))
     from fsdptrain.planning.curves import draw_curves  # rich: only now
     from fsdptrain.planning.report import print_report
+    from fsdptrain.planning.timeline import draw_timeline
 
     run = Path(argv[0])
     print_report(run)
     sys.stdout.write(f"drawn to {draw_curves(run, run / 'curves.png')}\n")
+    if rollouts or (run / "timeline.jsonl").is_file():
+        sys.stdout.write(f"and to {draw_timeline(run, run / 'timeline.png', rollouts)}\n")
     return 0
+
+
+def _range(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    first, _, last = text.partition(":")
+    if not (first.isdigit() and last.isdigit() and int(first) <= int(last)):
+        raise ConfigError(f"--rollouts must be FIRST:LAST, got {text!r}, e.g. --rollouts 10:13")
+    return int(first), int(last)
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {

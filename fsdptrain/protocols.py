@@ -92,6 +92,17 @@ class ReplicatedEngine(RolloutEngine, Protocol):
 
 
 @runtime_checkable
+class InFlightEngine(RolloutEngine, Protocol):
+    """An engine in processes of its own, which generates on while the trainer trains and hands over weights
+    (--max-staleness)."""
+
+    def generate_in_flight(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
+        """As `generate`, but from any thread, and across `update_weights`: each token with the weights that the engine
+        has at that moment, as `Completion.versions` says. Not collective. RolloutError once the engine is closed."""
+        ...
+
+
+@runtime_checkable
 class AdapterEngine(RolloutEngine, Protocol):
     """An engine that holds the frozen weights of the checkpoint, and takes the adapter alone (--lora-sync adapter)."""
 
@@ -173,3 +184,10 @@ class Logger(Protocol):
     def log_samples(self, samples: Sequence[Mapping[str, object]], step: int) -> None: ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class TimelineLogger(Logger, Protocol):
+    """A logger that also keeps when each stage of rank 0 began and ended."""
+
+    def log_timeline(self, spans: Sequence[Mapping[str, object]], step: int) -> None: ...

@@ -103,9 +103,15 @@ class Completion:
     token_ids: list[int]  # (R,) with the stop token, when one was sampled
     logprobs: list[float]  # (R,) of the distribution that was sampled from: after temperature and truncation
     finish_reason: FinishReason
-    policy_version: int
+    policy_version: int  # of the weights that made its first token
+    versions: list[int] | None = None  # (R,) of each token, where new weights came in between; None: all the same
     routes: Tensor | None = field(default=None, compare=False, repr=False)
     """[P + R - 1, layers, k] i16 on the CPU: the experts of each token but the last, which the engine never read"""
+
+    @property
+    def token_versions(self) -> list[int]:
+        """(R,) the weights that made each token."""
+        return self.versions or [self.policy_version] * len(self.token_ids)
 
 
 @dataclass(frozen=True)
@@ -119,9 +125,55 @@ class Sample:
     reward: float | None = None  # None: could not be scored
     rewards: Mapping[str, float] = field(default_factory=dict)  # by name
     advantage: float = 0.0
-    policy_version: int = 0
+    policy_version: int = 0  # of the weights that made its first token
+    versions: list[int] | None = (
+        None  # (L,) of each token, where they differ; of the model's own tokens alone it counts
+    )
     truncated: bool = False
     routes: Tensor | None = field(default=None, compare=False, repr=False)  # [L, layers, k] i16 on the CPU
+
+
+@dataclass(frozen=True)
+class SharedPrefixes:
+    """Tokens with which several segments of a pack begin, and which the model computes once.
+
+    The first segment of such is whole; those right behind it are computed from where they differ on. C <= T tokens are
+    computed. Whatever is said of tokens is said of all T of them: a vector of `rows` stands for each.
+    """
+
+    segments: tuple[int, ...]  # (N,) the segment whose first tokens this one begins with; -1: it is whole
+    lengths: tuple[int, ...]  # (N,) how many tokens; 0: none. A segment has one token of its own at least
+    computed: Tensor  # [C] i64, where in the pack the computed tokens are
+    rows: Tensor  # [T] i64, which computed token stands for each token of the pack
+    cu_seqlens: Tensor  # [N+1] i32, of the computed tokens
+
+    @classmethod
+    def of(cls, segments: Sequence[int], lengths: Sequence[int], seqlens: Sequence[int]) -> "SharedPrefixes":
+        """Where the computed tokens of segments of these lengths are."""
+        whole, prefix = torch.tensor(seqlens), torch.tensor(lengths)
+        own_ends = (whole - prefix).cumsum(0)
+        own_starts = own_ends - (whole - prefix)
+        starts = (whole.cumsum(0) - whole).repeat_interleave(whole)
+        place = torch.arange(len(starts)) - starts  # of a token in its segment
+        is_own = place >= prefix.repeat_interleave(whole)
+        from_own = (own_starts - prefix).repeat_interleave(whole) + place
+        from_first = own_starts[torch.tensor(segments)].repeat_interleave(whole) + place
+        return cls(
+            segments=tuple(segments),
+            lengths=tuple(lengths),
+            computed=is_own.nonzero()[:, 0],
+            rows=torch.where(is_own, from_own, from_first),
+            cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int64), own_ends]).to(torch.int32),
+        )
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "SharedPrefixes":
+        """With `change` of every tensor."""
+        return replace(self, **{k: change(v) for k, v in vars(self).items() if isinstance(v, Tensor)})
+
+    @property
+    def num_tokens(self) -> int:
+        """That are computed."""
+        return self.computed.numel()
 
 
 @dataclass(frozen=True)
@@ -138,7 +190,6 @@ class PackedBatch:
     position_ids: Tensor  # [T] i64, from 0 in each segment
     cu_seqlens: Tensor  # [N+1] i32
     seqlens: tuple[int, ...]  # (N,) the same on the host: reading it never waits for a device
-    prefix_segment: Tensor  # [N] i32, -1: none
     loss_mask: Tensor  # [T] bool
     loss_positions: Tensor  # [M] i64, where loss_mask is True; [0] where it is True nowhere, so that M >= 1
     loss_weights: Tensor  # [T] f32
@@ -149,10 +200,16 @@ class PackedBatch:
     ref_logprobs: Tensor | None = None  # [T] f32
     routes: Tensor | None = None  # [T, layers, k] i16, experts to take; NO_ROUTE, or None: the model chooses
     images: Images | None = None  # of all its sequences
+    shared: SharedPrefixes | None = None  # None: each segment is computed whole
 
     @property
     def num_tokens(self) -> int:
         return self.input_ids.numel()
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens that the model computes: what --max-tokens-per-gpu bounds."""
+        return self.num_tokens if self.shared is None else self.shared.num_tokens
 
     @property
     def max_seqlen(self) -> int:
@@ -167,7 +224,8 @@ class PackedBatch:
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> "PackedBatch":
         changed: dict[str, Any] = {k: change(v) for k, v in vars(self).items() if isinstance(v, Tensor)}
-        return replace(self, images=None if self.images is None else self.images.map(change), **changed)
+        images = None if self.images is None else self.images.map(change)
+        return replace(self, images=images, shared=None if self.shared is None else self.shared.map(change), **changed)
 
 
 @dataclass(frozen=True)

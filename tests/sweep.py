@@ -1,16 +1,22 @@
 """What becomes of each family on two real ranks: loaded, trained one step, exported; or refused before the first step.
 
     rows = sweep(["llama", "mamba", "bert"], folder)
+    python -m tests.sweep            prints what becomes of all of them with --context-parallel-size 2
 
 Judged against transformers alone: the files as `save_pretrained` wrote them, and the gradients of a plain model that
 sees one sequence at a time, with the loss written down here. That model computes in float64: what is left is the error
 of this package in float32, and not that of the reference.
 """
 
+import sys
+import tempfile
 import traceback
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,6 +41,7 @@ from fsdptrain.types import LossConfig, PackedBatch, Sample
 from tests import families, zoo
 
 RANKS = 2
+GATHER = "--context-parallel-recurrent gather"
 TEMPERATURE = 0.9
 MAX_TOKENS = 90  # of a pack: two or three sequences
 LENGTHS = ((5, 24), (3, 39), (8, 11), (1, 30), (6, 17), (2, 2))  # prompt, response; windows of 16 are exceeded
@@ -49,6 +56,7 @@ class Row:
 
     name: str
     refusal: str = ""  # the one line that the backend gave at start; the rest is then empty
+    gathered: bool = False  # its tokens are dealt, and gathered around mixers with a state
     crash: str = ""  # anything else that it raised
     layout: str = ""
     attention: str = ""
@@ -67,24 +75,36 @@ class Row:
         return self.gradient_error < max(TOLERANCE, WORSE * self.plain_error)
 
 
-def sweep(names: list[str], folder: Path, *, timeout: float = 900.0) -> list[Row]:
-    """All of `names` on the same two ranks, whose checkpoints are written into `folder`."""
-    found, other = spawn(RANKS, _rows, names, folder, timeout=timeout)
+def sweep(names: list[str], folder: Path, *, dealt: bool = False, timeout: float = 900.0) -> list[Row]:
+    """All of `names` on the same two ranks, whose checkpoints are written into `folder`.
+
+    dealt: with --context-parallel-size 2, and where that is refused for a state, gathered around it.
+    """
+    found, other = spawn(RANKS, _rows, names, folder, dealt, timeout=timeout)
     assert [(row.name, row.refusal) for row in found] == [(row.name, row.refusal) for row in other], "all ranks alike"
     return found
 
 
-def _rows(names: list[str], folder: Path) -> list[Row]:
+def _rows(names: list[str], folder: Path, dealt: bool) -> list[Row]:
     with quiet_transformers():
-        return [_row(name, folder / name) for name in names]
+        return [_dealt(name, folder / name) if dealt else _row(name, folder / name) for name in names]
 
 
-def _row(name: str, source: Path) -> Row:
+def _dealt(name: str, source: Path) -> Row:
+    found = _row(name, source, {"context_parallel_size": RANKS})
+    if GATHER not in found.refusal:
+        return found
+    return replace(
+        _row(name, source, {"context_parallel_size": RANKS, "context_parallel_recurrent": "gather"}), gathered=True
+    )
+
+
+def _row(name: str, source: Path, values: Mapping[str, Any] = MappingProxyType({})) -> Row:
     if dist.get_rank() == 0:  # on other ranks save_pretrained writes nothing
         families.save(name, source)
     dist.barrier()
     try:
-        backend = FSDPBackend(_config(source), total_steps=2)
+        backend = FSDPBackend(_config(source, values), total_steps=2)
     except FsdptrainError as error:
         return Row(name, refusal=str(error).replace(str(source), "X"))
     except REFUSALS:
@@ -92,13 +112,14 @@ def _row(name: str, source: Path) -> Row:
     return _with_gradients(_with_weights(Row(name), backend, source), backend, source)
 
 
-def _config(checkpoint: Path) -> Config:
+def _config(checkpoint: Path, values: Mapping[str, Any]) -> Config:
     return Config(
         hf_checkpoint=str(checkpoint),
         bf16=False,
         rollout_temperature=TEMPERATURE,
         rollout_max_response_len=64,
         logprob_chunk_size=16,
+        **values,
     )
 
 
@@ -186,7 +207,7 @@ def _gradients(backend: FSDPBackend) -> dict[str, Tensor]:
     """Of one step, before clipping, whole; parameters that got none have zeros."""
     backend._optimizer.clip = _stop
     with suppress(_EnoughError):
-        backend.train_step(_packs(), LOSSES["grpo"], LossConfig())
+        backend.train_step(_packs(backend._config.pack_copies), LOSSES["grpo"], LossConfig())
     return {name: _whole_gradient(parameter) for name, parameter in backend.model.named_parameters()}
 
 
@@ -198,13 +219,13 @@ def _stop() -> Tensor:
     raise _EnoughError
 
 
-def _packs() -> list[PackedBatch]:
+def _packs(copies: int) -> list[PackedBatch]:
     samples = _samples()
-    plan = plan_packs([len(s.token_ids) for s in samples], num_ranks=RANKS, max_tokens=MAX_TOKENS)
+    plan = plan_packs([len(s.token_ids) for s in samples], num_ranks=RANKS // copies, max_tokens=MAX_TOKENS)
     totals = count_totals([num_loss_tokens(s) for s in samples])
     packs = [
         pack([samples[i] for i in indices], aggregation="sequence_mean", totals=totals, max_response_len=64)
-        for indices in plan.packs[dist.get_rank()]
+        for indices in plan.packs[dist.get_rank() // copies]
     ]
     return [replace(batch, old_logprobs=batch.rollout_logprobs) for batch in packs]
 
@@ -247,3 +268,10 @@ def _relative(found: Tensor, wanted: Tensor, noise: Tensor) -> float:
     if max(found.norm(), wanted.norm()) < noise:
         return 0.0
     return ((found - wanted).norm() / wanted.norm()).item()
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as temporary:
+        for row in sweep([n for members in families.FAMILIES.values() for n in members], Path(temporary), dealt=True):
+            error = f"{row.layout}{', gathered' * row.gathered}, gradients {row.gradient_error:.1e}, exact {row.exact}"
+            sys.stdout.write(f"{row.name}: {row.crash or row.refusal or error}\n")

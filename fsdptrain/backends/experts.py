@@ -30,6 +30,7 @@ class Experts:
         self.replays = router.replay != "off"
         self.records = router.replay == "scoring"
         self._coef = 0.0
+        self._copies = config.pack_copies
         if not self.replays and router.aux_loss_coef == 0:
             return
         with together(ConfigError, "--router-replay, --router-aux-loss-coef"):
@@ -70,6 +71,7 @@ class Experts:
             counts = torch.stack(parts).sum(0).cpu()
         totals = torch.cat([counts.flatten(), torch.stack([mask.sum() for mask in counted]).sum()[None]])
         dist.all_reduce(totals)
+        totals //= self._copies
         return ExpertLoad.of(totals[:-1].view_as(counts), num_tokens=int(totals[-1]), top_k=top_k)
 
     def router_loss(self, batch: PackedBatch, load: ExpertLoad | None) -> RouterFunction | None:
@@ -77,12 +79,12 @@ class Experts:
         if load is None or not self._coef:
             return None
         counted = trained_tokens(batch)
-        return lambda router_logits: balance_loss(router_logits, counted, load)
+        return lambda router_logits, tokens: balance_loss(router_logits, counted[tokens], load)
 
     def add_loss(self, output: LossOutput, logprobs: LogProbs) -> LossOutput:
         return output if logprobs.router_loss is None else add_router_loss(output, logprobs.router_loss, self._coef)
 
 
-def _count(counted: Tensor, num_experts: int, top_k: int, router_logits: Sequence[Tensor]) -> Tensor:
+def _count(counted: Tensor, num_experts: int, top_k: int, router_logits: Sequence[Tensor], tokens: Tensor) -> Tensor:
     routes = torch.stack([logits.topk(top_k).indices for logits in router_logits], dim=1)
-    return count_choices(routes, counted, num_experts)
+    return count_choices(routes, counted[tokens], num_experts)

@@ -17,6 +17,7 @@ from fsdptrain.backends.experts import Experts
 from fsdptrain.backends.loading import load_model
 from fsdptrain.backends.metric_sums import MetricSums
 from fsdptrain.config import Config
+from fsdptrain.config.prefix_checks import prefix_obstacle
 from fsdptrain.errors import CheckpointError, ConfigError
 from fsdptrain.fsdp.adapter import export_adapter, stream_adapter
 from fsdptrain.fsdp.checkpoint import (
@@ -35,7 +36,7 @@ from fsdptrain.fsdp.shards import HostStash, content_digest, describe, fingerpri
 from fsdptrain.fsdp.staging import Staging
 from fsdptrain.models.collective import together
 from fsdptrain.models.files import stored_dtype
-from fsdptrain.models.layout import LayoutProbe, choose_layout
+from fsdptrain.models.layout import LayoutProbe, choose_layout, probe_segments
 from fsdptrain.models.loading import resolve_checkpoint
 from fsdptrain.models.policy import (
     RouterFunction,
@@ -44,6 +45,7 @@ from fsdptrain.models.policy import (
     evaluating,
     policy_logprobs,
 )
+from fsdptrain.models.prefix_probe import PrefixProbe, probe_prefixes
 from fsdptrain.models.processor import ImageProcessor, open_processor
 from fsdptrain.models.structure import reshard
 from fsdptrain.models.truncation import Truncation
@@ -78,6 +80,7 @@ class FSDPBackend:
             replicate_size=config.fsdp.replicate_size,
             tensor_size=config.parallel.tensor_parallel_size,
             expert_size=config.parallel.expert_parallel_size,
+            context_size=config.parallel.context_parallel_size,
         )
         self.compute_dtype: torch.dtype = getattr(torch, config.compute_dtype_name)
         self.checkpoint_path = resolve_checkpoint(config.model.hf_checkpoint)
@@ -113,6 +116,11 @@ class FSDPBackend:
     def hf_config(self) -> PreTrainedConfig:
         return self._model.config
 
+    @property
+    def shares_prefixes(self) -> bool:
+        """Packs may hold samples that share a prompt."""
+        return self.layout_probe.prefixes is not None and self.layout_probe.prefixes.shares
+
     def score(self, batches: Sequence[PackedBatch], model: ModelRole) -> list[LogProbs]:
         """Log-probabilities at the temperature of the rollout, without gradient, on the CPU, for each batch.
 
@@ -144,7 +152,7 @@ class FSDPBackend:
         self._model.train(self._config.algorithm.algorithm == "sft")
         self._optimizer.zero_grad()
         load = self._experts.load(self._model, batches, layout=self.layout_probe.layout, device=self.device)
-        sums = MetricSums(copies=self._config.parallel.tensor_parallel_size)
+        sums = MetricSums(copies=self._config.pack_copies)
         for batch in batches:
             moved = batch.to(self.device)
             logprobs = self._logprobs(moved, with_entropy=True, router=self._experts.router_loss(moved, load))
@@ -297,10 +305,24 @@ class FSDPBackend:
             vocab_size=vocab_size,
             compute_dtype=self.compute_dtype,
             shown=self._processor.probe_segments(vocab_size) if self._processor else (),
+            dealt=self._meshes.context is not None,
         )
+        probe = replace(probe, prefixes=self._probe_prefixes(probe, vocab_size))
         check_head(self._model, vocab_size=vocab_size, layout=probe.layout, compute_dtype=self.compute_dtype)
         check_backward(self._model, vocab_size=vocab_size, layout=probe.layout)
         return probe
+
+    def _probe_prefixes(self, probe: LayoutProbe, vocab_size: int) -> PrefixProbe:
+        """ConfigError where --prefix-sharing on is asked for and the model does not allow it."""
+        obstacle = prefix_obstacle(self._config)
+        if obstacle:
+            return PrefixProbe(False, obstacle)
+        segments = probe_segments(self._model, vocab_size)
+        chosen = {"layout": probe.layout, "attention": probe.attention, "tolerance": probe.tolerance}
+        found = probe_prefixes(self._model, segments, **chosen)
+        if self._config.batch.prefix_sharing == "on" and not found.shares:
+            raise ConfigError(f"--prefix-sharing on: {found.reason}; leave it out, and each sample computes its prompt")
+        return found
 
     def _other_reference(self) -> ReferenceBank | None:
         """The weights of --ref-load, where there is one; its sharded model is gone again when this returns."""

@@ -18,11 +18,14 @@ from fsdptrain.models.attention import resolve_attention
 from fsdptrain.models.checkpointing import enable_gradient_checkpointing
 from fsdptrain.models.collective import together
 from fsdptrain.models.compiling import check_compiler, compile_layers
+from fsdptrain.models.context import Context
+from fsdptrain.models.dealing import check_dealing
 from fsdptrain.models.loading import build_meta_model, load_weights
 from fsdptrain.models.lora import Adapters, add_adapters
 from fsdptrain.models.materialize import store_in
 from fsdptrain.models.policy import install_policy_forward
 from fsdptrain.models.processor import ImageProcessor
+from fsdptrain.models.recurrent import gather_around
 from fsdptrain.models.rotation import check_longest
 from fsdptrain.models.selective_check import check_selective
 from fsdptrain.models.splitting import split_model
@@ -47,7 +50,8 @@ def load_model(
     """
     compute_dtype: torch.dtype = getattr(torch, config.compute_dtype_name)
     stored = compute_dtype if config.lora.rank else torch.float32
-    attention = resolve_attention(config.model.attn_implementation, platform.device_type())
+    deals = meshes.context is not None
+    attention = resolve_attention(config.model.attn_implementation, platform.device_type(), ours=deals)
     model = build_meta_model(path, trust_remote_code=config.model.trust_remote_code, attn_implementation=attention)
     check_longest(model.config, config.longest_sequence)
     if not config.model.train_vision:
@@ -61,6 +65,11 @@ def load_model(
         store_in(model, stored)
     if before_load is not None:
         before_load(model)
+    context, gathered = None, []
+    if meshes.context is not None:
+        context = Context.of(meshes.context)
+        with together(ConfigError, "--context-parallel-size"):
+            gathered = [gather_around(mixer, context) for mixer in check_dealing(model, config.parallel)]
     if meshes.tensor is not None:
         with together(ConfigError, "--tensor-parallel-size, --expert-parallel-size"):
             split_model(model, tensor=meshes.tensor, experts=meshes.experts)
@@ -70,7 +79,14 @@ def load_model(
     if config.model.offload_activations:
         enable_activation_offload(model, Transfers(platform.local_device()))
     vision = Vision(model, processor.blank) if processor else None
-    install_policy_forward(model, chunk_size=config.model.logprob_chunk_size, replay=replay, vision=vision)
+    install_policy_forward(
+        model,
+        chunk_size=config.model.logprob_chunk_size,
+        replay=replay,
+        vision=vision,
+        context=context,
+        gathered=gathered,
+    )
     shard_model(
         model,
         meshes.dense,

@@ -16,7 +16,7 @@ _ROLLOUT_ONLY = (
     "n_samples_per_prompt advantage_estimator advantage_scale multi_reward overlong_penalty overlong_buffer "
     "length_penalty mask_truncated kl_loss_coef kl_loss_type use_unbiased_kl kl_reward_coef kl_reward_type "
     "kl_target kl_horizon entropy_coef ref_load ref_update_interval rollout_temperature rollout_top_p rollout_top_k "
-    "rollout_min_p max_unscored_fraction dynamic_sampling curriculum "
+    "rollout_min_p max_unscored_fraction dynamic_sampling curriculum max_staleness "
     f"{' '.join(LOSS_FIELDS)}"
 )
 _GENERATION = "reward environment rollout_engine rollout_max_response_len rollout_max_batch_tokens log_num_samples"
@@ -56,6 +56,19 @@ def _algorithm(config: Config) -> Iterator[Problem]:
         yield (
             f"--mismatch-rejection {algorithm.mismatch_rejection} needs --mismatch-rejection-max, its bound in nats, "
             "e.g. 0.01 for seq_mean_k3"
+        )
+
+
+def _staleness(config: Config) -> Iterator[Problem]:
+    """Samples of older weights, and a loss that would take them for those of the present ones."""
+    algorithm, ahead = config.algorithm, config.sync.max_staleness
+    options = LOSS_OPTIONS.get(algorithm.loss)
+    if not ahead or options is None or "mismatch_correction" not in options.reads:
+        return  # ipo compares with the engine itself; nothing is known of a loss of the user's own
+    if not algorithm.use_rollout_logprobs and algorithm.mismatch_correction == algorithm.mismatch_rejection == "none":
+        yield (
+            f"--max-staleness {ahead} trains on samples of older weights, and --loss {algorithm.loss} would take them "
+            "for the present ones': add --mismatch-correction tis, or --use-rollout-logprobs"
         )
 
 
@@ -239,5 +252,5 @@ def _divisor(samples: int, size: int) -> int:
 
 
 ALGORITHM_CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (
-    _algorithm, _kl, _loss, _advantages, _shaping, _selection, _batch, _router,
+    _algorithm, _staleness, _kl, _loss, _advantages, _shaping, _selection, _batch, _router,
 )  # fmt: skip

@@ -5,11 +5,12 @@ Each check yields lines that name the flags, the values and the way out; the fir
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from fsdptrain.config.algorithm_checks import ALGORITHM_CHECKS
 from fsdptrain.config.effects import Problem, without_effect
+from fsdptrain.config.prefix_checks import check_prefixes
 from fsdptrain.config.server_checks import SERVER_ENGINE, check_servers
 from fsdptrain.errors import ConfigError
 from fsdptrain.registry import plugin_names, suggest
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from fsdptrain.config.root import Config
 
 
+_DEALT_ATTENTION = ("auto", "varlen", "sdpa")
 LOGGER_NAMES = ("console", "wandb", "trackio")
 
 
@@ -38,6 +40,7 @@ def check_world_size(config: Config, world_size: int) -> None:
     """ConfigError where the number of processes does not fit. It is known only when they have started."""
     replicas = config.fsdp.replicate_size
     tensor, expert = config.parallel.tensor_parallel_size, config.parallel.expert_parallel_size
+    context = config.parallel.context_parallel_size
     if world_size % replicas:
         raise ConfigError(
             f"--fsdp-replicate-size {replicas} must divide the number of processes, {world_size}: "
@@ -47,6 +50,12 @@ def check_world_size(config: Config, world_size: int) -> None:
         raise ConfigError(
             f"--tensor-parallel-size {tensor} must divide the processes of a replica, {world_size // replicas}: "
             "world size = replicas x shards x tensor"
+        )
+    if world_size // replicas % (tensor * context):
+        beside = f" x --tensor-parallel-size {tensor}" if tensor > 1 else ""
+        raise ConfigError(
+            f"--context-parallel-size {context}{beside} must divide the processes of a replica, "
+            f"{world_size // replicas}: world size = replicas x shards x context x tensor"
         )
     if world_size // replicas % expert:
         raise ConfigError(
@@ -127,6 +136,25 @@ def _parallel(config: Config) -> Iterator[Problem]:
     for flag, given in beside.items():
         if given and expert:
             yield f"--expert-parallel-size does not work with {flag} yet: leave one of them out"
+    yield from _context(config, beside)
+
+
+def _context(config: Config, beside: Mapping[str, bool]) -> Iterator[Problem]:
+    """Parameters lie as they do without it, so only what concerns activations was in question."""
+    if config.parallel.context_parallel_size == 1:
+        reason = "without --context-parallel-size: add it, or leave this out"
+        yield from without_effect(config, "context_parallel_recurrent", reason)
+        return
+    of_activations = ("--image-key", "--compile", "--gradient-checkpointing-kind selective", "--offload-activations")
+    for flag in of_activations:
+        if beside[flag]:
+            yield f"--context-parallel-size does not work with {flag} yet: leave one of them out"
+    attention = config.model.attn_implementation
+    if attention not in _DEALT_ATTENTION:
+        yield (
+            f"--context-parallel-size: --attn-implementation {attention} cannot exchange heads: use "
+            f"{', '.join(_DEALT_ATTENTION)}"
+        )
 
 
 def _lora(config: Config) -> Iterator[Problem]:
@@ -203,20 +231,20 @@ def _columns(config: Config) -> Iterator[Problem]:
 
 def _lengths(config: Config) -> Iterator[Problem]:
     budget, prompt, response = (
-        config.batch.max_tokens_per_gpu,
+        config.max_tokens_per_pack,
         config.rollout.max_prompt_len,
         config.rollout.max_response_len,
     )
     if config.algorithm.algorithm != "sft" and response >= budget:
         yield (
-            f"--rollout-max-response-len {response} leaves no room for a prompt in --max-tokens-per-gpu {budget}: "
+            f"--rollout-max-response-len {response} leaves no room for a prompt in {config.pack_budget}: "
             "lower the first or raise the second"
         )
     longest = config.prompt_budget + (response if config.algorithm.algorithm != "sft" else 1)
     if prompt is not None and longest > budget and config.batch.overlong == "error":
         yield (
-            f"--rollout-max-prompt-len {prompt} and a response make {longest} tokens, more than --max-tokens-per-gpu "
-            f"{budget}: lower the first, raise the second, or use --overlong drop"
+            f"--rollout-max-prompt-len {prompt} and a response make {longest} tokens, more than "
+            f"{config.pack_budget}: lower the first, raise the second, or use --overlong drop"
         )
     if config.rollout.engine == "hf":
         reason = "with --rollout-engine hf: leave it out, or use --rollout-engine vllm"
@@ -317,5 +345,5 @@ def _launch(config: Config) -> Iterator[Problem]:
 
 _CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _model, _memory, _parallel, _lora, _data, _vision, _environment, *ALGORITHM_CHECKS, _lengths, check_servers,
-    _schedule, _run, _log, _launch,
+    check_prefixes, _schedule, _run, _log, _launch,
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The processes of a run as a drawing: replicas, shards, and the groups that share layers or experts."""
+"""The processes of a run as a drawing: replicas, shards, and the groups that share layers, experts or packs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ def draw_grid(config: Config, world_size: int) -> list[str]:
     """As `fsdp/mesh.py` builds it; `world_size` fits (`check_world_size`)."""
     replicas = config.fsdp.replicate_size
     tensor, expert = config.parallel.tensor_parallel_size, config.parallel.expert_parallel_size
+    context = config.parallel.context_parallel_size
     own = world_size // replicas
-    lines = [f"{world_size} processes = {_product(replicas, own // tensor, 'shards', tensor, 'tensor')}"]
+    shards = f"shards x {context} context" if context > 1 else "shards"
+    lines = [f"{world_size} processes = {_product(replicas, own // (context * tensor), shards, tensor, 'tensor')}"]
     if expert > 1:
         lines.append(f"experts on {_product(replicas, own // expert, 'expert shards', expert, 'expert')}")
     for replica in range(min(replicas, _SHOWN)):
         drawn = f"replica {replica}: {_groups(replica * own, own, tensor)}"
-        lines.append(drawn + (f"; experts {_groups(replica * own, own, expert)}" if expert > 1 else ""))
+        drawn += f"; experts {_groups(replica * own, own, expert)}" if expert > 1 else ""
+        lines.append(drawn + (f"; packs {_groups(replica * own, own, config.pack_copies)}" if context > 1 else ""))
     return lines + ["..."] * (replicas > _SHOWN)
 
 

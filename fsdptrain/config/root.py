@@ -123,17 +123,34 @@ class Config(Section):
         return self.run.num_rollout * self.steps_per_rollout
 
     @property
+    def max_tokens_per_pack(self) -> int:
+        """Of all processes that share a pack. [tokens]"""
+        return self.batch.max_tokens_per_gpu * self.parallel.context_parallel_size
+
+    @property
+    def pack_budget(self) -> str:
+        """The flags that make `max_tokens_per_pack`, with their values."""
+        context = self.parallel.context_parallel_size
+        beside = f" x --context-parallel-size {context}" if context > 1 else ""
+        return f"--max-tokens-per-gpu {self.batch.max_tokens_per_gpu}{beside}"
+
+    @property
+    def pack_copies(self) -> int:
+        """Neighbouring processes that are given the same packs, and share the work on them."""
+        return self.parallel.tensor_parallel_size * self.parallel.context_parallel_size
+
+    @property
     def prompt_budget(self) -> int:
-        """Longest prompt: --rollout-max-prompt-len, else what a response leaves of --max-tokens-per-gpu. [tokens]"""
+        """Longest prompt: --rollout-max-prompt-len, else what a response leaves of a pack. [tokens]"""
         if self.rollout.max_prompt_len is not None:
             return self.rollout.max_prompt_len
         response = 1 if self.algorithm.algorithm == "sft" else self.rollout.max_response_len
-        return self.batch.max_tokens_per_gpu - response
+        return self.max_tokens_per_pack - response
 
     @property
     def longest_sequence(self) -> int:
         """That may be trained on, prompt and response. [tokens]"""
-        most = self.batch.max_tokens_per_gpu
+        most = self.max_tokens_per_pack
         if self.algorithm.algorithm == "sft":  # responses are those of the data
             return most
         return min(most, self.prompt_budget + self.rollout.max_response_len)

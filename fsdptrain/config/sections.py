@@ -189,7 +189,8 @@ class BatchConfig(Section):
     """How much is trained at one time."""
 
     max_tokens_per_gpu: int = Field(default=8192, ge=1)
-    """Largest pack: no forward or backward pass of a rank holds more tokens. [tokens]"""
+    """Largest pack: no forward or backward pass of a rank holds more tokens. With --context-parallel-size a pack, and
+    a sequence, may be as many times longer. [tokens]"""
     overlong: Literal["error", "drop"] = "error"
     """A sample longer than max_tokens_per_gpu stops the run, or is dropped and counted."""
     global_batch_size: int | None = Field(default=None, ge=1)
@@ -197,6 +198,9 @@ class BatchConfig(Section):
     steps_per_rollout: int | None = Field(default=None, ge=1)
     """Optimizer steps on each rollout, all its epochs together: another way to say --global-batch-size. Samples are
     dealt to them at random, the samples of one prompt one by one."""
+    prefix_sharing: Literal["auto", "on", "off"] = "auto"
+    """Compute the prompt of a group once for all its samples in a pack. `auto`: where a probe of the model proves it
+    exact and the step gets cheaper. `on`: wherever prompts are equal; an error where the model does not allow it."""
     epochs_per_rollout: int = Field(default=1, ge=1)
     """Times that each rollout is trained on, in another order each time. Old and reference logprobs are scored once."""
 
@@ -221,6 +225,11 @@ class ParallelConfig(Section):
     """Processes that share the work of every layer, by transformers' plan for the model: neighbours, within a node."""
     expert_parallel_size: int = Field(default=1, ge=1)
     """Processes over which the experts are dealt; tokens travel to them."""
+    context_parallel_size: int = Field(default=1, ge=1)
+    """Processes over which the tokens of every pack are dealt: sequences may be as many times longer."""
+    context_parallel_recurrent: Literal["refuse", "gather"] = "refuse"
+    """With --context-parallel-size, what becomes of mixers with a state (Mamba, Gated DeltaNet, convolutions).
+    `gather`: each process of a group computes them for all of its tokens."""
 
 
 class RolloutConfig(Section):

@@ -1,4 +1,4 @@
-"""How the weights of the trainer reach servers, and how long anyone waits for them."""
+"""How old the weights of an engine may be, how they reach servers, and how long anyone waits for them."""
 
 from typing import Literal
 
@@ -8,8 +8,11 @@ from fsdptrain.config.section import Section
 
 
 class SyncConfig(Section):
-    """Servers and their weights."""
+    """Engines and their weights."""
 
+    max_staleness: int = Field(default=0, ge=0)
+    """Generate ahead of training: with weights at most so many rollouts older than those that are trained. With
+    vllm-server both go on at the same time. 0: always with the newest. [rollouts]"""
     weight_push: Literal["file", "gloo", "nccl"] = "file"
     """How weights reach servers. `file`: by a folder that they can read. `gloo`: over the network. `nccl`: from GPU to
     GPU, not yet run."""

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdptrain.algo.weights import Totals, count_totals, num_loss_tokens
+from fsdptrain.data.prefixes import prompt_key
 from fsdptrain.data.routes import join_routes
 from fsdptrain.types import Sample
 
@@ -31,6 +32,7 @@ class SampleIndex:
     loss_tokens: tuple[int, ...]  # loss tokens of each sample
     owners: tuple[int, ...]  # rank that holds each sample
     keys: tuple[int, ...]  # a name for each sample that does not depend on where it is
+    prompts: tuple[tuple[int, int], ...]  # of each sample a key of its prompt, and the length: `prefixes.prompt_key`
     route_shape: tuple[int, int] | None = None  # (layers, k), where samples have routes
 
     def of_rank(self, rank: int) -> range:
@@ -46,16 +48,17 @@ class SampleIndex:
 def gather_index(samples: Sequence[Sample]) -> SampleIndex:
     """What a plan needs to know of every rank's samples: two small collectives."""
     facts = [
-        (len(sample.token_ids), num_loss_tokens(sample), key, *_route_shape(sample))
+        (len(sample.token_ids), num_loss_tokens(sample), key, *prompt_key(sample), *_route_shape(sample))
         for sample, key in zip(samples, sample_keys(samples), strict=True)
     ]
-    by_rank = _all_gather_rows(torch.tensor(facts, dtype=torch.int64).reshape(-1, 5))
+    by_rank = _all_gather_rows(torch.tensor(facts, dtype=torch.int64).reshape(-1, 7))
     rows = torch.cat(by_rank).tolist()
     return SampleIndex(
         lengths=tuple(length for length, *_ in rows),
         loss_tokens=tuple(count for _, count, *_ in rows),
         owners=tuple(rank for rank, held in enumerate(by_rank) for _ in range(len(held))),
         keys=tuple(key for _, _, key, *_ in rows),
+        prompts=tuple((prompt, length) for _, _, _, prompt, length, *_ in rows),
         route_shape=next(((layers, k) for *_, layers, k in rows if k), None),
     )
 
@@ -171,9 +174,9 @@ def _with_routes(samples: Sequence[Sample], sent: Tensor, shape: tuple[int, int]
     return [replace(sample, routes=part) for sample, part in zip(samples, parts, strict=True)]
 
 
-# One sample as integers: a head of six, token ids, mask, then the UTF-8 bytes of its strings, each closed by a zero
-# byte; as floats: advantage, reward, rewards in the order of their names, rollout logprobs.
-_HEAD = 6
+# One sample as integers: a head of seven, token ids, mask, versions if they differ, then the UTF-8 bytes of its
+# strings, each closed by a zero byte; as floats: advantage, reward, rewards in the order of their names, logprobs.
+_HEAD = 7
 
 
 def _encode(samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
@@ -182,8 +185,8 @@ def _encode(samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
     for sample in samples:
         strings = "".join(f"{string}\0" for string in (sample.group_id, *sample.rewards)).encode()
         integers += [len(sample.token_ids), len(strings), len(sample.rewards), sample.reward is not None]
-        integers += [sample.policy_version, sample.truncated]
-        integers += [*sample.token_ids, *sample.loss_mask, *strings]
+        integers += [sample.policy_version, sample.truncated, sample.versions is not None]
+        integers += [*sample.token_ids, *sample.loss_mask, *(sample.versions or ()), *strings]
         floats += [sample.advantage, 0.0 if sample.reward is None else sample.reward]
         floats += [*sample.rewards.values(), *sample.rollout_logprobs]
     return torch.tensor(integers, dtype=torch.int32), torch.tensor(floats, dtype=torch.float64)
@@ -193,9 +196,10 @@ def _decode(integers: Tensor, floats: Tensor) -> list[Sample]:
     ints, reals = iter(integers.tolist()), iter(floats.tolist())
     samples: list[Sample] = []
     while head := list(itertools.islice(ints, _HEAD)):
-        length, string_bytes, num_rewards, scored, policy_version, truncated = head
+        length, string_bytes, num_rewards, scored, policy_version, truncated, has_versions = head
         token_ids = list(itertools.islice(ints, length))
         loss_mask = [bool(m) for m in itertools.islice(ints, length)]
+        versions = list(itertools.islice(ints, length)) if has_versions else None
         group_id, *names = bytes(itertools.islice(ints, string_bytes)).decode().split("\0")[:-1]
         advantage, reward = itertools.islice(reals, 2)
         rewards = dict(zip(names, itertools.islice(reals, num_rewards), strict=True))
@@ -209,6 +213,7 @@ def _decode(integers: Tensor, floats: Tensor) -> list[Sample]:
                 rewards=rewards,
                 advantage=advantage,
                 policy_version=policy_version,
+                versions=versions,
                 truncated=bool(truncated),
             )
         )

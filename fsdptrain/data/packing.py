@@ -4,6 +4,7 @@
 tensors, and is the only place where tokens and what is said of them are shifted against each other.
 """
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdptrain.algo.weights import Totals, num_loss_tokens, token_weight
+from fsdptrain.data.prefixes import share_prefixes
 from fsdptrain.data.routes import join_routes
 from fsdptrain.errors import ConfigError
 from fsdptrain.types import Images, PackedBatch, Sample, join_images
@@ -24,6 +26,7 @@ from fsdptrain.types import Images, PackedBatch, Sample, join_images
 # width h does 24 h^2 operations for a token's matrices and, causal, 2 L h for its attention: 1 / (12 h), here with h =
 # 2048.
 QUADRATIC_COST = 1 / (12 * 2048)
+MANY_PACKS = 100  # of a rank, from which on it waits for a hundredth of the time at most, however packs were filled
 NO_IMAGES: Mapping[str, Images] = MappingProxyType({})
 
 
@@ -34,6 +37,8 @@ class PackPlan:
     packs: tuple[tuple[tuple[int, ...], ...], ...]  # [rank][pack] -> indices of samples; the same number for each rank
     fill: float  # tokens / (max_tokens x packs of all ranks), in [0, 1]
     imbalance: float  # share of time that ranks wait for the slowest, if time is cost and ranks meet after each pack
+    cost: float  # time of the slowest ranks, pack by pack, in units of a token's linear work
+    shared: float = 0.0  # share of the tokens that are computed with those of another sample, in [0, 1)
 
     @property
     def num_packs(self) -> int:
@@ -46,21 +51,36 @@ def plan_packs(
 ) -> PackPlan:
     """As few packs as best-fit decreasing needs, the same number on each rank, balanced by linear plus quadratic cost.
 
-    Best-fit decreasing shares first-fit decreasing's bound of 11/9 of the optimum, and needs no tree. The budget is
-    hard. Once the number of packs is known, samples are spread evenly over them (the costliest to the cheapest pack so
-    far); where packs are too full for that, the best-fit packs stay and only their ranks are balanced. O(n log n)
-    comparisons.
-
     Raises ConfigError if a sample is longer than `max_tokens`.
     """
     check_lengths(lengths, max_tokens=max_tokens)
-    longest_first = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)  # stable: ties by index
-    costs = [length + quadratic_cost * length * length for length in lengths]
-    packs = _best_fit_decreasing(lengths, longest_first, max_tokens)
+    costs = sequence_costs(lengths, quadratic_cost)
+    packs = fill_packs(lengths, costs, num_ranks=num_ranks, max_tokens=max_tokens)
+    pack_costs = [math.fsum(costs[index] for index in pack) for pack in packs]
+    return deal_packs(packs, pack_costs, num_tokens=sum(lengths), num_ranks=num_ranks, max_tokens=max_tokens)
+
+
+def sequence_costs(lengths: Sequence[int], quadratic_cost: float = QUADRATIC_COST) -> list[float]:
+    return [length + quadratic_cost * length * length for length in lengths]
+
+
+def fill_packs(sizes: Sequence[int], costs: Sequence[float], *, num_ranks: int, max_tokens: int) -> list[list[int]]:
+    """Which items go into each pack; the ranks divide the number of packs. No item may be larger than `max_tokens`.
+
+    Best-fit decreasing shares first-fit decreasing's bound of 11/9 of the optimum, and needs no tree. The budget is
+    hard. Once the number of packs is known, items are spread evenly over them (the costliest to the cheapest pack so
+    far); where packs are too full for that, the best-fit packs stay and only their ranks are balanced. So too where a
+    rank has many: see `deal_packs`. O(n log n) comparisons.
+    """
+    largest_first = np.argsort(-np.asarray(sizes, dtype=np.int64), kind="stable").tolist()  # ties by index
+    packs = _best_fit_decreasing(sizes, largest_first, max_tokens)
     num_packs = max(1, -(-len(packs) // num_ranks))
-    spread = _spread(lengths, costs, longest_first, num_bins=num_packs * num_ranks, max_tokens=max_tokens)
-    packs = packs + [[] for _ in range(num_packs * num_ranks - len(packs))] if spread is None else spread
-    return _plan(packs, [sum(costs[index] for index in pack) for pack in packs], lengths, num_ranks, max_tokens)
+    if num_packs < MANY_PACKS:
+        num_bins = num_packs * num_ranks
+        spread = _spread(sizes, costs, largest_first, num_bins=num_bins, max_tokens=max_tokens)
+        if spread is not None:
+            return spread
+    return packs + [[] for _ in range(num_packs * num_ranks - len(packs))]
 
 
 def plan_rows(
@@ -89,20 +109,31 @@ def plan_rows(
         packs[costliest], rest = packs[costliest][:half], packs[costliest][half:]
         packs.append(rest)
     packs = packs or [[] for _ in range(num_ranks)]
-    return _plan(packs, [cost(pack) for pack in packs], lengths, num_ranks, max_tokens)
+    costs = [cost(pack) for pack in packs]
+    return deal_packs(packs, costs, num_tokens=sum(lengths), num_ranks=num_ranks, max_tokens=max_tokens)
 
 
-def _plan(
-    packs: Sequence[Sequence[int]], pack_costs: Sequence[float], lengths: Sequence[int], num_ranks: int, max_tokens: int
+def deal_packs(
+    packs: Sequence[Sequence[int]],
+    pack_costs: Sequence[float],
+    *,
+    num_tokens: int,  # that are computed
+    num_ranks: int,
+    max_tokens: int,
 ) -> PackPlan:
-    """Deal the packs, whose number the ranks divide, to the ranks."""
+    """Packs, whose number the ranks divide, by rank: those of like cost run at the same time.
+
+    In one round no rank waits longer than the costliest and the cheapest pack of it differ. Over all rounds these
+    differences add up to that of the costliest and the cheapest pack of all: one pack in as many as a rank has.
+    """
     by_rank = _deal(pack_costs, num_ranks)
     num_packs = len(by_rank[0])
     slowest = sum(max(pack_costs[row[k]] for row in by_rank) for k in range(num_packs))
     return PackPlan(
         packs=tuple(tuple(tuple(packs[pack]) for pack in row) for row in by_rank),
-        fill=sum(lengths) / (num_ranks * num_packs * max_tokens),
+        fill=num_tokens / (num_ranks * num_packs * max_tokens),
         imbalance=max(0.0, 1 - sum(pack_costs) / (num_ranks * slowest)) if slowest else 0.0,
+        cost=slowest,
     )
 
 
@@ -110,9 +141,9 @@ def check_lengths(lengths: Sequence[int], *, max_tokens: int) -> None:
     """Raises ConfigError for a sample that cannot fit into any pack."""
     if lengths and max(lengths) > max_tokens:
         raise ConfigError(
-            f"--max-tokens-per-gpu {max_tokens} is less than a sample of {max(lengths)} tokens, and samples are never "
-            "split: raise it, lower --rollout-max-prompt-len or --rollout-max-response-len, or leave such samples out "
-            "by --overlong drop"
+            f"--max-tokens-per-gpu (times --context-parallel-size) {max_tokens} is less than a sample of "
+            f"{max(lengths)} tokens, and samples are never split: raise it, lower --rollout-max-prompt-len or "
+            "--rollout-max-response-len, or leave such samples out by --overlong drop"
         )
 
 
@@ -132,12 +163,14 @@ def pack(
     max_response_len: int,
     pin_memory: bool = False,
     images: Mapping[str, Images] = NO_IMAGES,
+    sharing: bool = False,
 ) -> PackedBatch:
     """One row of whole samples, on the CPU. `totals` are those of the whole optimizer step over every rank.
 
     Position t of a segment holds token t with its routes, and everything that is said of token t + 1 (label, mask,
     weight, advantage, rollout logprob): this is the one shift of the program. Pinned memory lets `PackedBatch.to` copy
-    without waiting. `images` are those of prompts, by the groups that answer them.
+    without waiting. `images` are those of prompts, by the groups that answer them. sharing: samples in a row that have
+    the same prompt are to be computed with one.
     """
     if not samples:
         return empty_pack(totals, pin_memory=pin_memory)
@@ -166,7 +199,6 @@ def pack(
         position_ids=torch.arange(len(token_ids)) - boundaries[:-1].repeat_interleave(seqlens),
         cu_seqlens=boundaries.to(torch.int32),
         seqlens=tuple(seqlens.tolist()),
-        prefix_segment=torch.full((len(samples),), -1, dtype=torch.int32),
         loss_mask=loss_mask,
         loss_positions=loss_mask.nonzero()[:, 0] if loss_mask.any() else torch.zeros(1, dtype=torch.int64),
         loss_weights=per_token(weight(sample) for sample in samples),
@@ -175,6 +207,7 @@ def pack(
         num_loss_tokens=totals.num_tokens,
         routes=join_routes(samples),
         images=join_images([(images.get(sample.group_id), len(sample.token_ids)) for sample in samples]),
+        shared=share_prefixes(samples) if sharing else None,
     )
     return batch.pin_memory() if pin_memory else batch
 
@@ -190,43 +223,52 @@ def _column(parts: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(np.concatenate([np.array(part) for part in parts])).to(dtype)
 
 
-def _best_fit_decreasing(lengths: Sequence[int], longest_first: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Each sample goes to the pack that it fills best, else opens one. `rooms`: the different free rooms, sorted."""
+def _best_fit_decreasing(sizes: Sequence[int], largest_first: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Each item goes to the pack that it fills best, else opens one. `rooms`: the different free rooms, sorted.
+
+    Items of one size go together, as many as a pack takes: what is left of a room is the smallest that there is, so the
+    next item of the size goes there too.
+    """
     packs: list[list[int]] = []
     rooms: list[int] = []
-    packs_with_room: dict[int, list[int]] = {}
-    for index in longest_first:
-        length = lengths[index]
-        at = bisect_left(rooms, length)
+    packs_with_room: dict[int, list[list[int]]] = {}
+    start = 0
+    while start < len(largest_first):
+        size = sizes[largest_first[start]]
+        at = bisect_left(rooms, size)
         if at == len(rooms):
-            room, number = max_tokens, len(packs)
-            packs.append([index])
+            room, pack = max_tokens, []
+            packs.append(pack)
         else:
             room = rooms[at]
-            number = packs_with_room[room].pop()
-            packs[number].append(index)
+            pack = packs_with_room[room].pop()
             if not packs_with_room[room]:
                 del packs_with_room[room], rooms[at]
-        left = room - length
+        stop = min(start + room // size, len(largest_first))
+        while sizes[largest_first[stop - 1]] != size:
+            stop -= 1
+        pack += largest_first[start:stop]
+        left = room - size * (stop - start)
+        start = stop
         if left not in packs_with_room:
             packs_with_room[left] = []
             insort(rooms, left)
-        packs_with_room[left].append(number)
+        packs_with_room[left].append(pack)
     return packs
 
 
 def _spread(
-    lengths: Sequence[int], costs: Sequence[float], longest_first: Sequence[int], *, num_bins: int, max_tokens: int
+    sizes: Sequence[int], costs: Sequence[float], largest_first: Sequence[int], *, num_bins: int, max_tokens: int
 ) -> list[list[int]] | None:
-    """Each sample to the cheapest pack so far that has room; None where packs are too full for it."""
+    """Each item to the cheapest pack so far that has room; None where packs are too full for it."""
     packs: list[list[int]] = [[] for _ in range(num_bins)]
     rooms = [max_tokens] * num_bins
     cheapest = [(0.0, number) for number in range(num_bins)]
     heapify(cheapest)
-    tries = 4 * len(lengths)  # bounds the search for room, and so the whole, to O(n log n)
-    for index in longest_first:
+    tries = 4 * len(sizes)  # bounds the search for room, and so the whole, to O(n log n)
+    for index in largest_first:
         passed = []
-        while cheapest and rooms[cheapest[0][1]] < lengths[index]:
+        while cheapest and rooms[cheapest[0][1]] < sizes[index]:
             passed.append(heappop(cheapest))
             tries -= 1
         if not cheapest or tries < 0:
@@ -234,7 +276,7 @@ def _spread(
         cost, number = cheapest[0]
         heapreplace(cheapest, (cost + costs[index], number))
         packs[number].append(index)
-        rooms[number] -= lengths[index]
+        rooms[number] -= sizes[index]
         for entry in passed:
             heappush(cheapest, entry)
     return packs

@@ -1,6 +1,7 @@
 """From rows to tokenised prompts, and the endless, seeded, resumable stream of them."""
 
 import hashlib
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -31,6 +32,9 @@ class PromptStream:
     `max_prompt_len` (default: `rollout.max_prompt_len`) tokens are left out and counted in `num_too_long`. From the
     second epoch on an id carries the epoch (`task:17@1`), so that no two prompts of a run share one, nor the random
     numbers that hang on it.
+
+    It remembers what it gave out until `record` is told what became of it. What is left then is part of its state, and
+    a resumed stream gives that out first: prompts of rollouts that were under way are neither lost nor asked twice.
 
     With a `curriculum` a row that comes up may be skipped for this epoch; what `record` is told decides. A rank whose
     stream was asked for other prompts, or told other results, than those of the others would go its own way.
@@ -63,7 +67,8 @@ class PromptStream:
         self.num_too_long = 0
         self._order = self._make_order()
         self._since_last = 0  # rows looked at since the last one that can be used
-        self._given_out: dict[str, int] = {}  # prompt -> row, for the curriculum, until its result is recorded
+        self._given_out: dict[str, tuple[int, int]] = {}  # prompt -> (epoch, row), until its result is recorded
+        self._again: deque[tuple[int, int]] = deque()  # given out before the checkpoint, and to be asked again
         self._num_given, self._num_skipped = 0, 0  # since the last `metrics`
 
     @property
@@ -75,15 +80,17 @@ class PromptStream:
         """The next `n` prompts; one epoch runs into the next. DataError if no row at all can be used."""
         prompts: list[Prompt] = []
         while len(prompts) < n:
-            prompt = self._prompt_of_next_row()
-            if prompt is not None:
+            if self._again:
+                prompts.append(self._give(*self._again.popleft()))
+            elif (prompt := self._prompt_of_next_row()) is not None:
                 prompts.append(prompt)
         return prompts
 
-    def record(self, prompt: Prompt, *, passed: int, tried: int) -> None:
+    def record(self, prompt: Prompt, *, passed: int = 0, tried: int = 0) -> None:
         """What became of a prompt that was given out: `passed` of the `tried` answers that could be scored."""
+        _, row = self._given_out.pop(prompt.id)
         if self.curriculum is not None:
-            self.curriculum.record(self._given_out.pop(prompt.id), passed=passed, tried=tried)
+            self.curriculum.record(row, passed=passed, tried=tried)
 
     def metrics(self) -> Metrics:
         """curriculum/*, of the prompts since the last call; nothing without a curriculum."""
@@ -105,6 +112,8 @@ class PromptStream:
             "num_rows": len(self.rows),
             "num_too_long": self.num_too_long,
         }
+        if under_way := [*self._given_out.values(), *self._again]:
+            state["given_out"] = under_way
         return state if self.curriculum is None else state | {"curriculum": self.curriculum.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -121,6 +130,7 @@ class PromptStream:
         self.num_too_long = state["num_too_long"]
         self._order = self._make_order()
         self._since_last = 0
+        self._given_out, self._again = {}, deque((epoch, row) for epoch, row in state.get("given_out", ()))
         if self.curriculum is not None and "curriculum" in state:
             self.curriculum.load_state_dict(state["curriculum"])
 
@@ -140,16 +150,24 @@ class PromptStream:
         self._since_last += 1
         if content_hash(row) in self.exclude:
             return None
-        row_id = f"{row.id}@{self.epoch}" if self.epoch else row.id
-        prompt = make_prompt(row, self.tokenizer, data=self.data, prompt_id=row_id, processor=self.processor)
+        prompt = self._make(self.epoch, row)
         if self.max_prompt_len is not None and len(prompt.token_ids) > self.max_prompt_len:
             self.num_too_long += 1
             return None
         self._since_last = 0
-        if self.curriculum is not None:
-            self._given_out[prompt.id] = index
-            self._num_given += 1
+        self._num_given += 1
+        self._given_out[prompt.id] = (self.epoch, index)
         return prompt
+
+    def _give(self, epoch: int, index: int) -> Prompt:
+        """Once more what was given out before."""
+        prompt = self._make(epoch, self.rows[index])
+        self._given_out[prompt.id] = (epoch, index)
+        return prompt
+
+    def _make(self, epoch: int, row: Row) -> Prompt:
+        prompt_id = f"{row.id}@{epoch}" if epoch else row.id
+        return make_prompt(row, self.tokenizer, data=self.data, prompt_id=prompt_id, processor=self.processor)
 
     def _raise_none_left(self) -> None:
         raise DataError(

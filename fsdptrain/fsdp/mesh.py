@@ -2,9 +2,12 @@
 
     dense    [replicate, shard, tensor]            all parameters but those of split experts
     experts  [replicate, expert_shard, expert]     the same ranks, seen otherwise
+    tokens   [replicate, ., context, tensor]       neighbours within the shard axis share the tokens of a pack
 
-`tensor` is innermost: its ranks, which wait for each other in every layer, are neighbours. They compute the same loss
-of the same packs; all other ranks are data ranks. An axis of size 1 is left out where nothing asks for it.
+`tensor` is innermost: its ranks, which wait for each other in every layer, are neighbours; those of `context`, which do
+in every attention, come next. Both compute the same loss of the same packs. Parameters are sharded over the context
+too: to FSDP its ranks are data ranks, whose gradients are of other tokens. An axis of size 1 is left out where nothing
+asks for it.
 """
 
 import logging
@@ -16,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fsdptrain import platform
 from fsdptrain.errors import ConfigError
 
-REPLICATE, SHARD, TENSOR = "replicate", "shard", "tensor"
+REPLICATE, SHARD, CONTEXT, TENSOR = "replicate", "shard", "context", "tensor"
 EXPERT_SHARD, EXPERT = "expert_shard", "expert"
 
 
@@ -28,24 +31,31 @@ class Meshes:
     tensor: DeviceMesh | None = None  # [tensor]; of size 1 where only experts are split
     experts: DeviceMesh | None = None  # [expert]
     expert_shards: DeviceMesh | None = None  # [expert_shard] or [replicate, expert_shard]
+    context: DeviceMesh | None = None  # [context]: tokens are dealt over it
 
 
-def build_meshes(*, replicate_size: int, tensor_size: int, expert_size: int) -> Meshes:
+def build_meshes(*, replicate_size: int, tensor_size: int, expert_size: int, context_size: int = 1) -> Meshes:
     """Collective. Sizes are checked by `config.check_world_size`."""
+    rest = dist.get_world_size() // replicate_size
+    context = None
+    if context_size > 1:
+        assert rest % (context_size * tensor_size) == 0
+        shards = rest // (context_size * tensor_size)
+        grid = _grid({REPLICATE: replicate_size, SHARD: shards, CONTEXT: context_size, TENSOR: tensor_size})
+        context = grid[CONTEXT]
     if tensor_size == expert_size == 1:
-        return Meshes(build_mesh(replicate_size))
+        return Meshes(build_mesh(replicate_size), context=context)
     # what is on two axes is gathered and summed by one collective for each: torch would say so for every kind of tensor
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    rest = dist.get_world_size() // replicate_size
     assert rest % tensor_size == 0
     assert rest % expert_size == 0
     dense = _grid({REPLICATE: replicate_size, SHARD: rest // tensor_size, TENSOR: tensor_size})
     fsdp = (SHARD,) if replicate_size == 1 else (REPLICATE, SHARD)
     if expert_size == 1:
-        return Meshes(dense[fsdp], dense[TENSOR])
+        return Meshes(dense[fsdp], dense[TENSOR], context=context)
     sparse = _grid({REPLICATE: replicate_size, EXPERT_SHARD: rest // expert_size, EXPERT: expert_size})
     expert_fsdp = (EXPERT_SHARD,) if replicate_size == 1 else (REPLICATE, EXPERT_SHARD)
-    return Meshes(dense[fsdp], dense[TENSOR], sparse[EXPERT], sparse[expert_fsdp])
+    return Meshes(dense[fsdp], dense[TENSOR], sparse[EXPERT], sparse[expert_fsdp], context)
 
 
 def _grid(sizes: dict[str, int]) -> DeviceMesh:

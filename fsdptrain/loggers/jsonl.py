@@ -1,4 +1,4 @@
-"""metrics.jsonl and samples.jsonl: one JSON object in a line, each line on disk when `log` returns."""
+"""metrics.jsonl, samples.jsonl and timeline.jsonl: one JSON object in a line, each on disk when `log` returns."""
 
 import json
 import logging
@@ -32,6 +32,7 @@ class JsonlLogger:
             info.output_dir.mkdir(parents=True, exist_ok=True)
             self._metrics = _open(info.output_dir / "metrics.jsonl")
             self._samples = _open(info.output_dir / "samples.jsonl")
+            self._timeline = _open(info.output_dir / "timeline.jsonl")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         with self._writing(_LATER):
@@ -43,10 +44,17 @@ class JsonlLogger:
             self._begin()
             _write(self._samples, ({"step": step, **sample} for sample in samples))
 
+    def log_timeline(self, spans: Sequence[Mapping[str, object]], step: int) -> None:
+        """A line for each stage: {"step", "stage", "rollout", "begin", "end"}, in seconds since 1970."""
+        with self._writing(_LATER):
+            self._begin()
+            _write(self._timeline, ({"step": step, **span} for span in spans))
+
     def close(self) -> None:
         with self._writing(_LATER):  # what the disk did not take yet is tried again
             self._metrics.close()
             self._samples.close()
+            self._timeline.close()
 
     @contextmanager
     def _writing(self, way_out: str) -> Iterator[None]:
@@ -59,6 +67,7 @@ class JsonlLogger:
         if not self._has_begun:
             self._metrics = _reopen(self._metrics, self._resumed_step)
             self._samples = _reopen(self._samples, self._resumed_step)
+            self._timeline = _reopen(self._timeline, self._resumed_step)
             self._has_begun = True
 
 

@@ -28,7 +28,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fsdptrain.errors import ConfigError, NumericsError
-from fsdptrain.types import PackedBatch
+from fsdptrain.models.context import Context
+from fsdptrain.models.shared_attention import merged_attention
+from fsdptrain.types import PackedBatch, SharedPrefixes
 
 SEGMENTS = "fsdptrain_segments"
 VARLEN = "fsdptrain_varlen"
@@ -49,6 +51,17 @@ class Boundaries:
     seqlens: tuple[int, ...]  # (N,)
     cu_seqlens: Tensor  # [N+1] i32
     padded: bool
+    context: Context | None = None  # over whose ranks the hidden states are dealt
+    whole: "Whole | None" = None
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Where segments share prefixes: what the queries of each, which `Boundaries` bounds, look at."""
+
+    shared: SharedPrefixes
+    seqlens: tuple[int, ...]  # (N,) of the segments with their prefixes
+    cu_seqlens: Tensor  # [N+1] i32
 
 
 def register_attention() -> None:
@@ -61,15 +74,15 @@ def register_attention() -> None:
         AttentionMaskInterface.register(name, no_mask)
 
 
-def resolve_attention(requested: str, device_type: str) -> str:
+def resolve_attention(requested: str, device_type: str, *, ours: bool = False) -> str:
     """The name for the model's config. `requested`: auto, varlen, sdpa, or any name that transformers knows.
 
-    Auto takes flash-attn where it is installed and there is a GPU, else torch's own kernel there, else segments.
-    Raises ConfigError where the device or a package is missing.
+    Auto takes flash-attn where it is installed and there is a GPU, else torch's own kernel there, else segments; with
+    `ours` never flash-attn. Raises ConfigError where the device or a package is missing.
     """
     register_attention()
     if requested == "auto":
-        return _best(device_type)
+        return _best(device_type, ours=ours)
     if requested in {"sdpa", SEGMENTS}:
         return SEGMENTS
     if requested in {"varlen", VARLEN}:
@@ -96,15 +109,19 @@ def set_attention(model: PreTrainedModel, name: str) -> None:
     model.set_attn_implementation({"": name, **{key: name for key in parts if key not in others}, **others})
 
 
-def attention_kwargs(batch: PackedBatch) -> dict[str, Any]:
+def attention_kwargs(batch: PackedBatch, context: Context | None = None) -> dict[str, Any]:
     """What the attention and the recurrent mixers of a packed call need to know; the standard names of transformers.
 
     `boundaries` is ours; the others serve flash-attn and the kernels of Mamba and Gated DeltaNet.
     """
+    if batch.shared is not None:  # there is no name for this: what does not know ours is found out by the probe
+        own = tuple(x - y for x, y in zip(batch.seqlens, batch.shared.lengths, strict=True))
+        whole = Whole(batch.shared, batch.seqlens, batch.cu_seqlens)
+        return {"boundaries": Boundaries(own, batch.shared.cu_seqlens, padded=False, whole=whole)}
     positions = torch.arange(batch.num_tokens, device=batch.cu_seqlens.device, dtype=torch.int32)
     segment = torch.searchsorted(batch.cu_seqlens[1:], positions, right=True).to(torch.int32)
     return {
-        "boundaries": Boundaries(batch.seqlens, batch.cu_seqlens, padded=False),
+        "boundaries": Boundaries(batch.seqlens, batch.cu_seqlens, padded=False, context=context),
         "cu_seq_lens_q": batch.cu_seqlens,
         "cu_seq_lens_k": batch.cu_seqlens,
         "max_length_q": batch.max_seqlen,
@@ -144,22 +161,39 @@ def attend(
 ) -> tuple[Tensor, None]:  # [B, S, H, DV]
     """Causal attention within each segment, exact in forward and backward. Raises NumericsError rather than leak."""
     _refuse_unknown(module, query, key, attention_mask, position_bias, is_causal)
+    context = None if boundaries is None else boundaries.context
+    if context is not None:
+        query, key, value = context.to_heads(query, key, value)
+        s_aux = None if s_aux is None else context.own_heads(s_aux)
     spans = _spans(query, boundaries)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     fused = varlen and query.device.type != "cpu" and query.dtype in {torch.float16, torch.bfloat16}
     plain = softcap is None and s_aux is None and dropout == 0.0
     narrow = max(query.shape[-1], value.shape[-1]) <= MAX_VARLEN_HEAD_DIM
+    whole = boundaries.whole if boundaries is not None else None
+    if whole is not None:
+        unlimited = sliding_window is None or sliding_window >= max(whole.seqlens)
+        if plain and unlimited and query.device.type == "cpu":
+            width = max(query.shape[-1], value.shape[-1])
+            wide = (_widen(x, width) for x in (query, key, value))
+            found = merged_attention(*wide, spans=spans, shared=whole.shared, scale=scale)
+            return found.transpose(1, 2)[..., : value.shape[-1]], None
+        key, value = (x.index_select(2, whole.shared.rows) for x in (key, value))
     if fused and plain and narrow and boundaries is not None and not boundaries.padded:
-        return _varlen(query, key, value, boundaries, scale, sliding_window), None
-    one = partial(_segment, scale=scale, dropout=dropout, window=sliding_window, softcap=softcap, sinks=s_aux)
-    parts = [one(*qkv) for qkv in zip(*(x.split(spans, dim=2) for x in (query, key, value)), strict=True)]
-    return torch.cat([part.transpose(1, 2) for part in parts], dim=1), None
+        out = _varlen(query, key, value, boundaries, scale, sliding_window)
+    else:
+        one = partial(_segment, scale=scale, dropout=dropout, window=sliding_window, softcap=softcap, sinks=s_aux)
+        key_spans = spans if whole is None else list(whole.seqlens)
+        pieces = (query.split(spans, dim=2), key.split(key_spans, dim=2), value.split(key_spans, dim=2))
+        parts = [one(*qkv) for qkv in zip(*pieces, strict=True)]
+        out = torch.cat([part.transpose(1, 2) for part in parts], dim=1)
+    return (out if context is None else context.to_tokens(out)), None
 
 
-def _best(device_type: str) -> str:
+def _best(device_type: str, *, ours: bool) -> str:
     if device_type == "cpu":
         return SEGMENTS
-    return "flash_attention_2" if find_spec("flash_attn") is not None else VARLEN
+    return "flash_attention_2" if find_spec("flash_attn") is not None and not ours else VARLEN
 
 
 def _spans(query: Tensor, boundaries: Boundaries | None) -> list[int]:
@@ -195,23 +229,27 @@ def _refuse_unknown(
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, boundaries: Boundaries, scale: float, window: int | None) -> Tensor:
-    """One call for the pack, [1, T, H, DV]. The kernel wants one head width for q, k and v, a multiple of 8."""
+    """One call for the pack, [1, T, H, DV]. The kernel wants one head width for q, k and v, a multiple of 8.
+
+    Segments that share prefixes have fewer queries than keys: their last query sees the last key.
+    """
     width = -(-max(q.shape[-1], v.shape[-1]) // 8) * 8
     queries, keys, values = (_widen(x, width)[0].transpose(0, 1) for x in (q, k, v))  # [T, heads, width]
     options: dict[str, Any] = {"enable_gqa": True} if _VARLEN_TAKES_GQA else {}
     if not _VARLEN_TAKES_GQA:
         groups = q.shape[1] // k.shape[1]
         keys, values = keys.repeat_interleave(groups, dim=1), values.repeat_interleave(groups, dim=1)
-    longest = max(boundaries.seqlens)
+    of_keys = boundaries.whole or boundaries
+    longest = max(of_keys.seqlens)
     left = -1 if window is None or window >= longest else window - 1  # the kernel counts the keys before the query
-    cu = boundaries.cu_seqlens
-    out = varlen_attn(queries, keys, values, cu, cu, longest, longest, scale=scale, window_size=(left, 0), **options)
+    limits = (boundaries.cu_seqlens, of_keys.cu_seqlens, max(boundaries.seqlens), longest)
+    out = varlen_attn(queries, keys, values, *limits, scale=scale, window_size=(left, 0), **options)
     assert isinstance(out, Tensor)
     return out[None, :, :, : v.shape[-1]]
 
 
 def _segment(
-    q: Tensor,  # [B, H, L, D]
+    q: Tensor,  # [B, H, Q, D], of the last Q tokens
     k: Tensor,  # [B, HK, L, D]
     v: Tensor,  # [B, HK, L, DV]
     *,
@@ -220,14 +258,14 @@ def _segment(
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
-) -> Tensor:  # [B, H, L, DV]
-    length = q.shape[2]
+) -> Tensor:  # [B, H, Q, DV]
+    length = k.shape[2]
     window = None if window is None or window >= length else window
     if softcap is not None or sinks is not None:
         block = partial(_by_scores, scale=scale, dropout=dropout, window=window, softcap=softcap, sinks=sinks)
         return _in_blocks(block, q, k, v, window, recompute=length > BLOCK)
     v_wide = _widen(v, q.shape[-1])  # the fused kernels want one head width (MLA has two)
-    if window is None:
+    if window is None and q.shape[2] == length:
         options = {"dropout_p": dropout, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
         out = F.scaled_dot_product_attention(q, k, v_wide, is_causal=True, **options)
     else:
@@ -246,16 +284,17 @@ def _in_blocks(
 ) -> Tensor:
     """`block(q, k, v, offset)` over runs of queries with only the keys that they can see."""
     parts = []
-    for start, stop, first in _blocks(q.shape[2], window):
-        args = (q[:, :, start:stop], k[:, :, first:stop], v[:, :, first:stop], start - first)
+    ahead = k.shape[2] - q.shape[2]
+    for start, stop, first in _blocks(ahead, k.shape[2], window):
+        args = (q[:, :, start - ahead : stop - ahead], k[:, :, first:stop], v[:, :, first:stop], start - first)
         # Scores of all blocks together would be quadratic in memory: the backward makes them again, block by block.
         parts.append(checkpoint(block, *args, use_reentrant=False) if recompute else block(*args))
     return torch.cat(parts, dim=2)
 
 
-def _blocks(length: int, window: int | None) -> Iterator[tuple[int, int, int]]:
-    """(first query, end of queries and keys, first key that any of these queries sees)"""
-    for start in range(0, length, BLOCK):
+def _blocks(begin: int, length: int, window: int | None) -> Iterator[tuple[int, int, int]]:
+    """(first query, end of queries and keys, first key that any of these queries sees), for queries from `begin` on"""
+    for start in range(begin, length, BLOCK):
         first = 0 if window is None else max(0, start - window + 1)
         yield start, min(start + BLOCK, length), first
 

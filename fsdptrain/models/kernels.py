@@ -19,6 +19,7 @@ from fsdptrain.errors import ConfigError
 from fsdptrain.models.anatomy import module_kind
 from fsdptrain.models.attention import MAX_VARLEN_HEAD_DIM, OURS, SEGMENTS, VARLEN
 from fsdptrain.models.layout import LayoutProbe
+from fsdptrain.models.prefix_probe import PrefixProbe
 
 # How the files of transformers name the package behind a function of theirs, with torch code as the stand-in.
 _STAND_IN = re.compile(r"@use_kernel_func_from_hub_with_fallback\(\s*\"(\w+)\",\s*\"(\w+)\"")
@@ -61,6 +62,8 @@ def kernels(
     if probe is not None:
         padded = probe.layout == "padded"
         found.append(Kernel("layout", probe.layout, "packed" if padded else "", _first(probe.reason) if padded else ""))
+        if probe.prefixes is not None:
+            found.append(_prefixes(probe.prefixes))
     found += [*_recurrent(model, device_type), *_experts(model)]
     found.append(Kernel("logprobs", "in chunks, by fsdptrain (no Liger kernel is used)"))
     return found
@@ -88,6 +91,11 @@ def _attention(
     if name == SEGMENTS and device_type != "cpu":
         return Kernel("attention", used, _WORDS[VARLEN], "--attn-implementation sdpa asks for it")
     return Kernel("attention", used)
+
+
+def _prefixes(probe: PrefixProbe) -> Kernel:
+    """No fallback: nothing that is installed or left out would change it."""
+    return Kernel("prompts of a group", "computed once" if probe.shares else f"with each sample: {probe.reason}")
 
 
 def _varlen_obstacle(model: PreTrainedModel, compute_dtype: torch.dtype) -> str:

@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from fsdptrain import platform
 from fsdptrain.errors import NumericsError
 from fsdptrain.models.attention import register_attention, resolve_attention, set_attention
-from fsdptrain.models.collective import gather, one_line
+from fsdptrain.models.collective import one_line
 from fsdptrain.models.inputs import Layout
 from fsdptrain.models.policy import (
     REFUSALS,
@@ -32,10 +32,12 @@ from fsdptrain.models.policy import (
     over_ranks,
     plain_batch,
     policy_logprobs,
+    score_or_refusal,
 )
+from fsdptrain.models.prefix_probe import PrefixProbe, probe_prefix_gradients, probe_prefixes
 from fsdptrain.models.processor import Segment
 from fsdptrain.models.random_copy import random_copy
-from fsdptrain.models.structure import reshard, stock_class
+from fsdptrain.models.structure import stock_class
 from fsdptrain.types import join_images
 
 RequestedLayout = Literal["auto", "packed", "padded"]
@@ -56,6 +58,7 @@ class LayoutProbe:
     tolerance: float
     reason: str = ""  # why what was preferred is not used
     gradient_difference: float | None = None  # relative to the largest gradient; measured on a random copy only
+    prefixes: PrefixProbe | None = None  # None: nobody asked whether they can be shared
 
     @property
     def line(self) -> str:
@@ -80,12 +83,14 @@ def choose_layout(
     compute_dtype: torch.dtype,
     device: torch.device | None = None,
     shown: Sequence[Segment] = (),
+    dealt: bool = False,
 ) -> LayoutProbe:
     """Find the first layout that the policy computes exactly, and leave the model set to it.
 
     After `install_policy_forward`. Collective where the model is sharded; every rank comes to the same result. Order:
     packed, then padded, both with the attention that the model was built with, then padded with transformers' own.
     `shown`: three sequences with images, the third a twin of the first; then the layout must be exact for these too.
+    `dealt`: tokens are dealt over ranks, which transformers' own attention knows nothing of.
     Raises NumericsError when none is exact, or when `requested` is packed and that is not.
     """
     register_attention()
@@ -98,6 +103,8 @@ def choose_layout(
         references = [_reference(model, segments, widest, device) for segments in trials]
         tolerance = min(widest, *(leak / 4 for _, leak in references))
         for candidate in _candidates(model, requested, configured, reasons):
+            if dealt and candidate.attention in STOCK:
+                continue
             tried = [
                 _try(model, candidate, segments, reference, tolerance, device)
                 for segments, (reference, _) in zip(trials, references, strict=True)
@@ -142,9 +149,17 @@ def _probe_copy(model: PreTrainedModel) -> LayoutProbe:
         difference = _gradient_difference(model, probe)
         if difference <= probe.tolerance:
             reason = "; ".join(text for text in (refused, probe.reason) if text)
-            return replace(probe, gradient_difference=difference, reason=reason)
+            prefixes = _probe_prefixes_of_copy(model, probe)
+            return replace(probe, gradient_difference=difference, reason=reason, prefixes=prefixes)
         refused = f"{probe.layout} with {probe.attention}: gradients differ by {difference:.2g}"
     raise NumericsError(f"{type(model).__name__} is not computed exactly backward: {refused}")
+
+
+def _probe_prefixes_of_copy(model: PreTrainedModel, probe: LayoutProbe) -> PrefixProbe:
+    segments = probe_segments(model, model.config.get_text_config().vocab_size)
+    chosen: dict[str, Any] = {"layout": probe.layout, "attention": probe.attention, "tolerance": probe.tolerance}
+    found = probe_prefixes(model, segments, **chosen, device=torch.device("cpu"))
+    return probe_prefix_gradients(model, segments, found, layout=probe.layout)
 
 
 def probe_segments(model: PreTrainedModel, vocab_size: int) -> list[list[int]]:
@@ -235,13 +250,9 @@ def _score(
     model: PreTrainedModel, segments: Sequence[Segment], layout: Layout, device: torch.device
 ) -> tuple[Tensor, str]:
     """Logprobs [T], and the words of the first rank that could not make them."""
-    refusals: list[Exception] = []
     images = [segment.images for segment in segments]
     batch = plain_batch([segment.token_ids for segment in segments], device=device, images=images)
-    values = model(batch, layout=layout, refusals=refusals)[0]
-    said = next((words for words in gather(one_line(refusals[0]) if refusals else None) if words), "")
-    reshard(model)
-    return values, said
+    return score_or_refusal(model, batch, layout)
 
 
 def _in_one(first: Segment, second: Segment) -> Segment:

@@ -89,10 +89,15 @@ class _ChunkedLogprobs(torch.autograd.Function):
             if floor is not None:
                 floor[rows] = torch.minimum(smallest_kept(z, transform.truncation), chosen)
                 z.masked_fill_(z < floor[rows, None], _EXCLUDED)
-            logsumexp[rows] = lse = torch.logsumexp(z, dim=1)
-            logprobs[rows] = chosen - lse
+            highest = z.amax(1)
+            z.sub_(highest[:, None])
+            weights = z.exp() if with_entropy else z.exp_()
+            total = weights.sum(1)
+            lse = total.log()
+            logsumexp[rows] = lse + highest
+            logprobs[rows] = chosen - highest - lse
             if with_entropy:
-                entropy[rows] = -_mean_logprob(z.sub_(lse[:, None]))
+                entropy[rows] = lse - weights.mul_(z).sum(1) / total
         ctx.save_for_backward(hidden, weight, bias, labels, logsumexp, entropy, floor)
         ctx.transform, ctx.chunk_size, ctx.with_entropy = transform, chunk_size, with_entropy
         ctx.set_materialize_grads(False)
@@ -114,13 +119,16 @@ class _ChunkedLogprobs(torch.autograd.Function):
             slope = slope_of(z, ctx.transform)
             if floor is not None:
                 z.masked_fill_(z < floor[rows, None], _EXCLUDED)
+            factor = 1.0 if isinstance(slope, Tensor) else slope  # of a row costs less than of its logits
             dz = _grad_logits(
                 z.sub_(logsumexp[rows, None]),
                 labels[rows],
-                None if grad_logprobs is None else grad_logprobs[rows],
-                None if grad_entropy is None or not ctx.with_entropy else grad_entropy[rows],
+                None if grad_logprobs is None else grad_logprobs[rows] * factor,
+                None if grad_entropy is None or not ctx.with_entropy else grad_entropy[rows] * factor,
                 entropy[rows],
-            ).mul_(slope)
+            )
+            if isinstance(slope, Tensor):
+                dz.mul_(slope)
             if grad_bias is not None:
                 grad_bias += dz.sum(0)
             dz = dz.to(hidden.dtype)
@@ -147,11 +155,6 @@ def slope_of(z: Tensor, transform: HeadTransform) -> Tensor | float:
     if transform.softcap is None:
         return factor
     return (z * (transform.temperature / transform.softcap)).square_().neg_().add_(1.0).mul_(factor)
-
-
-def _mean_logprob(logp: Tensor) -> Tensor:
-    """sum over the vocabulary of p log p, [C]; the input is [C, V]."""
-    return logp.exp().mul_(logp).sum(1)
 
 
 def _grad_logits(

@@ -16,9 +16,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdptrain import platform
 from fsdptrain.errors import NumericsError
+from fsdptrain.models.attention import OURS
 from fsdptrain.models.collective import gather, one_line
-from fsdptrain.models.inputs import Layout, from_rows, model_inputs, select_tokens, to_rows
+from fsdptrain.models.context import Context
+from fsdptrain.models.inputs import Layout, from_rows, model_inputs, select_tokens, to_pack, to_rows, tokens_here
 from fsdptrain.models.logprobs import HeadTransform, chunked_logprobs
+from fsdptrain.models.recurrent import GatheredMixer
 from fsdptrain.models.rotation import refuse_both_sides, rope_switch
 from fsdptrain.models.router import RouterReplay
 from fsdptrain.models.split_logprobs import split_logprobs
@@ -27,8 +30,9 @@ from fsdptrain.models.truncation import UNTRUNCATED, Truncation
 from fsdptrain.models.vision import Vision
 from fsdptrain.types import NO_ROUTE, Images, LogProbs, PackedBatch, join_images
 
-# From the router logits [T, E] of each layer with experts to a number, or a tensor, inside the root's forward.
-RouterFunction = Callable[[Sequence[Tensor]], Tensor]
+# From the router logits [t, E] of each layer with experts, and the places [t] of their tokens in the pack, to a number,
+# or a tensor, inside the root's forward. t is T; where tokens are dealt over ranks, those here, and results are summed.
+RouterFunction = Callable[[Sequence[Tensor], Tensor], Tensor]
 
 # Mean difference of a logprob between two exact ways of computing it. Half precision: what rounding of logits of
 # magnitude 30 makes; a leak or a lost scale moves logprobs by far more.
@@ -58,13 +62,21 @@ _SOFTCAP_KEYS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_sof
 
 
 def install_policy_forward(
-    model: PreTrainedModel, *, chunk_size: int, replay: RouterReplay | None = None, vision: Vision | None = None
+    model: PreTrainedModel,
+    *,
+    chunk_size: int,
+    replay: RouterReplay | None = None,
+    vision: Vision | None = None,
+    context: Context | None = None,
+    gathered: Sequence[GatheredMixer] = (),
 ) -> None:
     """Replace `model.forward`, before sharding: it then takes a PackedBatch, and is called by `policy_logprobs`.
 
     The new forward returns a tuple of tensors, because FSDP2 hangs its backward hooks on tensors in tuples and finds
     none in a record. chunk_size: tokens whose logits exist at a time. replay: makes the model take the experts of
-    `batch.routes`, and report those that it took. vision: makes it see `batch.images`.
+    `batch.routes`, and report those that it took. vision: makes it see `batch.images`. context: ranks over which tokens
+    are dealt; each of them is called with the whole pack, and returns what is said of all of it. gathered: mixers that
+    need the tokens of all of these ranks.
     """
     stock = model.forward
     transform = head_transform(model.config)
@@ -85,34 +97,37 @@ def install_policy_forward(
     ) -> tuple[Tensor, ...]:
         if switch is not None:
             refuse_both_sides(batch, switch)
-        inputs = model_inputs(
-            batch,
-            layout,
-            attn_implementation=str(model.config._attn_implementation),
-            pad_token_id=pad_token_id,
-        )
+        attention = str(model.config._attn_implementation)
+        dealt = context if attention in OURS else None  # stock attention, which probes compare with, sees whole rows
+        for mixer in gathered:
+            mixer.active = dealt is not None
+        inputs = model_inputs(batch, layout, attn_implementation=attention, pad_token_id=pad_token_id, context=dealt)
+        positions = tokens_here(batch, layout, dealt, batch.loss_positions)
         nothing: Tensor | None = None
         if vision is not None:
             seen, nothing = vision.see(batch, layout)
             inputs |= seen
         if stock_head:
-            return (_stock_logprobs(stock(**inputs).logits, batch, layout),)
-        with choosing(batch, layout, with_routes):
+            logits = select_tokens(stock(**inputs).logits, batch, layout, positions, context=dealt)
+            return (to_pack(_stock_logprobs(logits, batch.labels[positions]), positions, batch, context=dealt),)
+        with choosing(batch, layout, with_routes, dealt):
             output = base_model(model)(**inputs, **({"output_router_logits": True} if router else {}))
         extra: list[Tensor] = []
         if router is not None:
-            extra.append(router([from_rows(x.flatten(0, -2), batch, layout) for x in output.router_logits]))
+            extra.append(_said_by(router, output.router_logits, batch, layout, dealt))
             if router_only:
                 return tuple(extra)
         if with_routes:
             assert replay is not None, "routes are known where install_policy_forward got a RouterReplay"
-            extra.append(from_rows(replay.routes, batch, layout))
+            routes = from_rows(replay.routes.int(), batch, layout, context=dealt)  # gloo has no int16
+            tokens = tokens_here(batch, layout, dealt)
+            extra.append(to_pack(routes, tokens, batch, context=dealt).to(torch.int16))
         weight, bias = _head_weights(lm_head(model))
         hidden = output.last_hidden_state if nothing is None else output.last_hidden_state + nothing
         score = partial(split_logprobs if isinstance(weight, DTensor) else chunked_logprobs, weight=weight, bias=bias)
         found = score(
-            select_tokens(hidden, batch, layout, batch.loss_positions),
-            labels=batch.labels.index_select(0, batch.loss_positions),
+            select_tokens(hidden, batch, layout, positions, context=dealt),
+            labels=batch.labels.index_select(0, positions),
             temperature=temperature,
             softcap=transform.softcap,
             logit_scale=transform.logit_scale,
@@ -120,12 +135,16 @@ def install_policy_forward(
             chunk_size=chunk_size,
             with_entropy=with_entropy,
         )
-        return (*(_spread(x, batch) for x in found if x is not None), *extra)
+        return (*(to_pack(x, positions, batch, context=dealt) for x in found if x is not None), *extra)
 
-    def choosing(batch: PackedBatch, layout: Layout, with_routes: bool) -> AbstractContextManager[None]:
+    def choosing(
+        batch: PackedBatch, layout: Layout, with_routes: bool, dealt: Context | None
+    ) -> AbstractContextManager[None]:
         if replay is None or (batch.routes is None and not with_routes):
             return nullcontext()
-        return replay.choosing(None if batch.routes is None else to_rows(batch.routes, batch, layout, fill=NO_ROUTE))
+        if batch.routes is None:
+            return replay.choosing(None)
+        return replay.choosing(to_rows(batch.routes, batch, layout, fill=NO_ROUTE, context=dealt))
 
     model.forward = _telling_refusals(scored)
 
@@ -178,6 +197,15 @@ def policy_logprobs(
         router_loss=next(found) if router else None,
         routes=next(found) if with_routes else None,
     )
+
+
+def score_or_refusal(model: PreTrainedModel, batch: PackedBatch, layout: Layout) -> tuple[Tensor, str]:
+    """Logprobs [T], and the words of the first rank that could not make them. Collective."""
+    refusals: list[Exception] = []
+    values = model(batch, layout=layout, refusals=refusals)[0]
+    said = next((words for words in gather(one_line(refusals[0]) if refusals else None) if words), "")
+    reshard(model)
+    return values, said
 
 
 def router_statistic(model: PreTrainedModel, batch: PackedBatch, router: RouterFunction, *, layout: Layout) -> Tensor:
@@ -270,7 +298,6 @@ def plain_batch(
         position_ids=torch.cat([torch.arange(length) for length in seqlens]),
         cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(torch.int32),
         seqlens=seqlens,
-        prefix_segment=torch.full((len(seqlens),), -1, dtype=torch.int32),
         loss_mask=mask,
         loss_positions=mask.nonzero()[:, 0] if mask.any() else torch.zeros(1, dtype=torch.int64),
         loss_weights=mask.float(),
@@ -305,14 +332,15 @@ def _head_weights(head: nn.Module) -> tuple[Tensor, Tensor | None]:
     return parameters["weight"], parameters.get("bias")
 
 
-def _stock_logprobs(logits: Tensor, batch: PackedBatch, layout: Layout) -> Tensor:
-    """[T] from the logits of a stock model; few tokens only, since [T, V] is whole here."""
-    chosen = select_tokens(logits, batch, layout, batch.loss_positions).float().log_softmax(-1)
-    labels = batch.labels.index_select(0, batch.loss_positions)
-    return _spread(chosen.gather(1, labels[:, None])[:, 0], batch)
+def _stock_logprobs(logits: Tensor, labels: Tensor) -> Tensor:
+    """[M] from the logits [M, V] of a stock model; few tokens only, since they are whole here."""
+    return logits.float().log_softmax(-1).gather(1, labels[:, None])[:, 0]
 
 
-def _spread(values: Tensor, batch: PackedBatch) -> Tensor:
-    """[M] at the loss positions -> [T] with zeros elsewhere."""
-    everywhere = torch.zeros(batch.num_tokens, dtype=values.dtype, device=values.device)
-    return everywhere.index_copy(0, batch.loss_positions, values)
+def _said_by(
+    router: RouterFunction, logits: Sequence[Tensor], batch: PackedBatch, layout: Layout, dealt: Context | None
+) -> Tensor:
+    """What `router` makes of the logits of each layer; the sum over ranks where tokens are dealt."""
+    of_tokens = [from_rows(x.flatten(0, -2), batch, layout, context=dealt) for x in logits]
+    found = router(of_tokens, tokens_here(batch, layout, dealt))
+    return found if dealt is None else dealt.total(found)

@@ -20,7 +20,22 @@ NOISY: Mapping[str, tuple[str, str]] = {
 
 def draw_curves(run: Path, target: Path) -> Path:
     """Write the picture to `target` (PNG). Needs matplotlib, from the extra `plot`."""
-    figure = make_figure(run)
+    return save(make_figure(run), target)
+
+
+def new_figure(*, width: float, height: float):
+    """An empty matplotlib figure of so many inches."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("drawing needs matplotlib: pip install 'fsdptrain[plot]'") from error
+    figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save(figure, target: Path) -> Path:
     try:
         figure.savefig(target, dpi=150)
     except OSError as error:
@@ -30,11 +45,6 @@ def draw_curves(run: Path, target: Path) -> Path:
 
 def make_figure(run: Path):
     """A matplotlib figure with a panel for each thing that the run measured."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("drawing needs matplotlib: pip install 'fsdptrain[plot]'") from error
     series = {name: read_series(run, name) for name in NOISY}
     if (earned := read_series(run, "selection/reward_mean"))[0]:
         series["reward/mean"] = earned  # of what was kept it stays near the middle, however good the policy
@@ -47,8 +57,7 @@ def make_figure(run: Path):
     if not drawers:
         raise ConfigError(f"{run / 'metrics.jsonl'} holds no step yet: wait for the first")
     last_step = max([1.0, *(steps[-1] for steps, _ in [*series.values(), *held_out.values()] if steps)])
-    figure = Figure(figsize=(4.4 * len(drawers), 4.0), layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = new_figure(width=4.4 * len(drawers), height=4.0)
     figure.suptitle(title(run), x=0.008, ha="left", fontsize=11, fontweight="bold", color=INK)
     for number, draw in enumerate(drawers, start=1):
         axes = figure.add_subplot(1, len(drawers), number)

@@ -14,10 +14,12 @@ from transformers import PreTrainedModel
 
 from fsdptrain import platform
 from fsdptrain.config import Config
+from fsdptrain.config.prefix_checks import prefix_obstacle
 from fsdptrain.errors import CheckpointError, NumericsError
 from fsdptrain.fsdp.wrap import largest_shard
 from fsdptrain.models.anatomy import Part, anatomy
 from fsdptrain.models.attention import resolve_attention
+from fsdptrain.models.dealing import check_dealing
 from fsdptrain.models.files import resolve_config, stored_dtype, weight_files
 from fsdptrain.models.kernels import Kernel, kernels, require_no_fallback
 from fsdptrain.models.layer_kinds import layer_kinds
@@ -26,6 +28,7 @@ from fsdptrain.models.loading import build_meta_model
 from fsdptrain.models.lora import add_adapters, require_peft
 from fsdptrain.models.materialize import parameter_names, quiet_transformers
 from fsdptrain.models.policy import head_transform
+from fsdptrain.models.prefix_probe import PrefixProbe
 from fsdptrain.models.structure import count_active_parameters, freeze_vision, lm_head, parameters_outside
 from fsdptrain.planning.memory import num_shards
 
@@ -134,9 +137,12 @@ def require_sound(report: Inspection, *, strict: bool) -> None:
 def meta_model(config: Config, *, with_adapters: bool = False) -> tuple[PreTrainedModel, Path]:
     """The model on meta as a run builds it here, and the folder of its config.json. ConfigError for --lora-targets."""
     path = resolve_config(config.model.hf_checkpoint)
-    attention = resolve_attention(config.model.attn_implementation, platform.device_type())
+    deals = config.parallel.context_parallel_size > 1
+    attention = resolve_attention(config.model.attn_implementation, platform.device_type(), ours=deals)
     trust = config.model.trust_remote_code
     model = build_meta_model(path, trust_remote_code=trust, attn_implementation=attention)
+    if deals:
+        check_dealing(model, config.parallel)
     if not config.model.train_vision:
         freeze_vision(model)
     if with_adapters and config.lora.rank:
@@ -151,7 +157,8 @@ def _probe(config: Config, model: PreTrainedModel) -> tuple[LayoutProbe | None, 
             found = probe_random_copy(model.config, trust_remote_code=config.model.trust_remote_code)
     except NumericsError as error:
         return None, str(error)
-    return found, ""
+    obstacle = prefix_obstacle(config)
+    return (replace(found, prefixes=PrefixProbe(False, obstacle)) if obstacle else found), ""
 
 
 def _count(model: PreTrainedModel, num_shards: int) -> Parameters:

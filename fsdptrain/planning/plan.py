@@ -267,7 +267,8 @@ def _state(model: PreTrainedModel, config: Config, num_gpus: int, numbers: int) 
 
 
 def seqlens(config: Config) -> tuple[int, ...]:
-    """The worst pack: full of the longest sequences that may come."""
+    """The worst pack: full of the longest sequences that may come. Of one process: with --context-parallel-size it has
+    a share of the tokens, and of the heads of whole sequences, which comes to the same."""
     budget, longest = config.batch.max_tokens_per_gpu, config.longest_sequence
     rest = budget % longest
     return (longest,) * (budget // longest) + ((rest,) if rest else ())
@@ -305,11 +306,12 @@ def _proposals(config: Config, machine: Machine, planner: Planner) -> Iterator[P
 
 def _smaller_packs(config: Config) -> list[int]:
     """Halves of the budget that still hold the longest sequence, or with no limit of prompts, one of like length."""
+    context = config.parallel.context_parallel_size
     response = 1 if config.algorithm.algorithm == "sft" else config.rollout.max_response_len
     prompt = config.rollout.max_prompt_len
     least = 2 * response if prompt is None else prompt + response
     halves = [config.batch.max_tokens_per_gpu // factor for factor in (2, 4, 8)]
-    return [tokens for tokens in halves if tokens >= max(least, 2)]
+    return [tokens for tokens in halves if tokens * context >= max(least, 2)]
 
 
 def _smaller_caches(config: Config, machine: Machine) -> list[int]:

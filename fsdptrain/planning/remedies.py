@@ -79,7 +79,8 @@ def _possible(config: Config) -> bool:
     model = config.model
     selective = model.gradient_checkpointing and model.gradient_checkpointing_kind == "selective"
     twice = config.fsdp.cpu_offload and config.optim.offload_optimizer
-    return not twice and not (selective and (model.offload_activations or model.compile))
+    dealt = config.parallel.context_parallel_size > 1 and (selective or model.offload_activations)
+    return not twice and not dealt and not (selective and (model.offload_activations or model.compile))
 
 
 def _stronger(given: Config, changed: Config) -> bool:

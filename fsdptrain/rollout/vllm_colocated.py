@@ -187,7 +187,7 @@ class VLLMEngine:
         if output.finish_reason not in ("stop", "length"):
             raise RolloutError(f"vLLM ended the answer to prompt {prompt.id!r} by {output.finish_reason!r}")
         routes = routes_of(output.routed_experts) if with_routes else None
-        return Completion(prompt.id, tokens, logprobs, output.finish_reason, self.policy_version, routes)
+        return Completion(prompt.id, tokens, logprobs, output.finish_reason, self.policy_version, routes=routes)
 
 
 def build_vllm_engine(config: Config, *, checkpoint: Path, device: torch.device) -> VLLMEngine:
@@ -201,6 +201,9 @@ def build_vllm_engine(config: Config, *, checkpoint: Path, device: torch.device)
         "enforce_eager": not on_gpu,
         "enable_sleep_mode": on_gpu,
     }
+    if not on_gpu:
+        # a request with a seed whose prompt is read in parts ends vLLM 0.32: "CPU Generator does not use offset"
+        options["enable_chunked_prefill"] = False
     if rollout.kv_cache_gib is not None or not on_gpu:
         options["kv_cache_memory_bytes"] = int((rollout.kv_cache_gib or 1.0) * platform.GIB)
     if config.lora.sync == "adapter":

@@ -59,12 +59,15 @@ class Fleet:
         sync_timeout: float,
         start_timeout: float,
         min_servers: int,
+        keep_requests: bool = False,
     ) -> None:
+        """`keep_requests`: what servers work on goes on after they took new weights."""
         self._servers = list(servers)
         self._push = push
         self._sync_timeout = sync_timeout
         self._start_timeout = start_timeout
         self._min_servers = min_servers
+        self._keep_requests = keep_requests
         self._weights: Weights | None = None
         self._failure: Exception | None = None  # of the thread that looks after them
         self._began = False  # all servers have been up
@@ -151,7 +154,10 @@ class Fleet:
         def each(servers: Sequence[Server], do: Callable[[VLLMClient], object]) -> list[str]:
             return self._each(servers, lambda server: _ask(server.client.until(given_up), do, all_by))
 
-        refused = each(servers, lambda client: update(client, weights, push, switched_by))
+        refused = each(
+            servers,
+            lambda client: update(client, weights, push, switched_by, keep_requests=self._keep_requests),
+        )
         if refused:
             switched = [server.client.url for server in servers if server.state is State.UP]
             raise RolloutError(

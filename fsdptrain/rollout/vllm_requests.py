@@ -33,16 +33,18 @@ class _Seen:
     num_in_flight: int = 0
 
 
-@dataclass
+@dataclass(eq=False)
 class Dispatcher:
-    """Sends requests to the servers that hold the weights named `tag`."""
+    """Sends requests to the servers that hold the weights named `tag`; with `newest`, those or newer ones."""
 
     clients: Sequence[VLLMClient]
     ready: Sequence[str]  # addresses of those that are known to hold them
-    tag: str
+    tag: str  # a run, a slash and a version
     silence: float  # longest time without a sign of life of a server [s]
     patience: float  # longest time with fewer than `min_servers` [s]
     min_servers: int
+    newest: Callable[[], str | None] | None = None
+    """Where requests live on when servers take new weights: what they hold now, or None while that changes."""
     first: int = 0  # where to begin among equals: ranks begin with different servers
     preferred: str | None = None  # address of the one to ask as long as it is up
     progress: Callable[[], None] = lambda: None  # called when an answer has come
@@ -80,6 +82,10 @@ class Dispatcher:
         finally:
             self._stopped.set()
             threads.shutdown(wait=True, cancel_futures=True)
+
+    def stop(self) -> None:
+        """From another thread: `run` ends with an error."""
+        self._stopped.set()
 
     def _answer(self, request: Any, chunk: Any, chosen: dict[Any, _Seen]) -> Any:
         complaints: list[str] = []
@@ -125,16 +131,26 @@ class Dispatcher:
     def _check(self, server: _Seen, answer: Any) -> None:
         choice = answer["choices"][0]
         versions = {span["version"] for span in choice["weight_versions"] or []}
-        if versions != {self.tag}:  # somebody else started it again, or gave it weights
+        if not versions or not all(map(self._is_good, versions)):  # somebody else started it again, or gave it weights
             raise ServerGoneError(f"{server.client.url} answered with weights {', '.join(versions)}, not {self.tag}")
         if choice["finish_reason"] not in ("stop", "length"):
             raise ServerGoneError(f"{server.client.url} ended an answer by {choice['finish_reason']!r}")
 
+    def _is_good(self, tag: str) -> bool:
+        if self.newest is None:
+            return tag == self.tag
+        run, _, version = self.tag.rpartition("/")
+        other_run, _, other = tag.rpartition("/")
+        return run == other_run and int(other) >= int(version)
+
     def _watch(self, server: _Seen) -> None:
         """Ask for signs of life as long as requests are out; a server that comes back with the weights is used."""
         while not self._stopped.is_set():
-            problem = self._problem(server)
-            if problem is None:
+            before = self._now()
+            problem = self._problem(server, before)
+            if before is None or before != self._now():
+                pass  # weights were handed over meanwhile: whoever does that sees what becomes of the server
+            elif problem is None:
                 with self._changed:
                     server.is_up = True
                     self._changed.notify_all()
@@ -142,15 +158,20 @@ class Dispatcher:
                 self._mark(server, problem)
             self._stopped.wait(_PROBE_INTERVAL_S)
 
-    def _problem(self, server: _Seen) -> str | None:
+    def _now(self) -> str | None:
+        return self.tag if self.newest is None else self.newest()
+
+    def _problem(self, server: _Seen, tag: str | None) -> str | None:
+        if tag is None:
+            return None
         try:
             client, deadline = server.client.until(self._stopped.is_set), Deadline(self.silence)
             version = client.version(timeout=deadline.left)
             paused = client.get("/is_paused", timeout=deadline.left)["is_paused"]
         except ServerError as error:
             return str(error)
-        if version != self.tag:
-            return f"{server.client.url} holds weights {version}, not {self.tag}"
+        if version != tag:
+            return f"{server.client.url} holds weights {version}, not {tag}"
         return f"{server.client.url} was paused by somebody" if paused else None
 
     def _mark(self, server: _Seen, why: str) -> None:

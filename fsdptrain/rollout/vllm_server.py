@@ -6,9 +6,9 @@ Rank 0 gives new weights to all servers (vllm_fleet.py); every rank asks for the
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,7 @@ class VLLMServerEngine:
         self._takes_adapters = False
         self._num_adapters = 0
         self._delta = DeltaFilter()  # of what lies in `folder`
+        self._in_flight: set[Dispatcher] = set()
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """Take the tensors of a checkpoint, by the names of its files, on all servers at one time. Collective.
@@ -142,26 +143,11 @@ class VLLMServerEngine:
         if not prompts:
             return [], []
         asked = [(prompt, k) for prompt in prompts for k in range(sampling.num_samples)]
-        dispatcher = Dispatcher(
-            self.clients,
-            ready=self._ready,
-            tag=self._tag,
-            silence=self._patience.silence,
-            patience=self._patience.replacement,
-            min_servers=self._patience.min_servers,
-            first=dist.get_rank() if dist.is_initialized() else 0,
-            preferred=preferred,
-            progress=self._go_on,
-            check=self._check,
-        )
+        dispatcher = replace(self._dispatcher(self._tag), preferred=preferred)
         self._go_on()  # until the next call: where this rank waits for others, it may be asked where it stands
         with self._with_stacks():
             answers = dispatcher.run([self._request(*row, sampling) for row in asked], per_group=sampling.num_samples)
-        completions = [
-            self._completion(prompt, answer["choices"][0], sampling.with_routes)
-            for (prompt, _), answer in zip(asked, answers, strict=True)
-        ]
-        return completions, [answer["usage"] for answer in answers]
+        return self._completions(asked, answers, sampling), [answer["usage"] for answer in answers]
 
     def copies(self) -> list[ServerCopy]:
         """Ranks share the servers among them: each is looked at by one rank, or by more where ranks are more."""
@@ -179,6 +165,21 @@ class VLLMServerEngine:
         pushed, saved = self._delta.pushed_bytes, self._delta.saved_bytes
         return {"sync/pushed_bytes": float(pushed), "sync/saved_bytes": float(saved)}
 
+    def generate_in_flight(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
+        """As `generate`, from any thread: when new weights come, servers keep what they have sampled, and go on."""
+        if self._tag is None:
+            raise RolloutError("the servers have no weights: call update_weights first")
+        if not prompts:
+            return []
+        asked = [(prompt, k) for prompt in prompts for k in range(sampling.num_samples)]
+        dispatcher = replace(self._dispatcher(self._tag), newest=lambda: self._tag, progress=lambda: None)
+        self._in_flight.add(dispatcher)
+        try:
+            answers = dispatcher.run([self._request(*row, sampling) for row in asked], per_group=sampling.num_samples)
+        finally:
+            self._in_flight.discard(dispatcher)
+        return self._completions(asked, answers, sampling)
+
     def sleep(self) -> None:
         """Servers have devices of their own: they keep weights and cache."""
         self._stacks.disarm()
@@ -186,7 +187,9 @@ class VLLMServerEngine:
     def wake_up(self) -> None: ...
 
     def close(self) -> None:
-        """End the servers that this run has started; others are left as they are."""
+        """End what is in flight, and the servers that this run has started; others are left as they are."""
+        for dispatcher in tuple(self._in_flight):
+            dispatcher.stop()
         self._stacks.close()
         if self.fleet is not None:
             self.fleet.close()
@@ -226,13 +229,37 @@ class VLLMServerEngine:
             },
         }
 
+    def _dispatcher(self, tag: str) -> Dispatcher:
+        return Dispatcher(
+            self.clients,
+            ready=self._ready,
+            tag=tag,
+            silence=self._patience.silence,
+            patience=self._patience.replacement,
+            min_servers=self._patience.min_servers,
+            first=dist.get_rank() if dist.is_initialized() else 0,
+            progress=self._go_on,
+            check=self._check,
+        )
+
+    def _completions(
+        self, asked: Sequence[tuple[Prompt, int]], answers: Sequence[Any], sampling: SamplingParams
+    ) -> list[Completion]:
+        return [
+            self._completion(prompt, answer["choices"][0], sampling.with_routes)
+            for (prompt, _), answer in zip(asked, answers, strict=True)
+        ]
+
     def _completion(self, prompt: Prompt, choice: Any, with_routes: bool) -> Completion:
         """The dispatcher has checked its version and how it ended."""
         tokens = choice["token_ids"]
         logprobs = [found["logprob"] for found in choice["logprobs"]["content"]]
         assert len(logprobs) == len(tokens)
+        versions = token_versions(choice["weight_versions"])
+        assert len(versions) == len(tokens)
+        mixed = versions if versions[0] != versions[-1] else None
         routes = routes_of(choice["routed_experts"]) if with_routes else None
-        return Completion(prompt.id, tokens, logprobs, choice["finish_reason"], self.policy_version, routes)
+        return Completion(prompt.id, tokens, logprobs, choice["finish_reason"], versions[0], mixed, routes)
 
     def _check(self) -> None:
         """Rank 0 knows of servers that will not come back; the others would wait for them to the end of patience."""
@@ -252,6 +279,11 @@ class VLLMServerEngine:
             if time.monotonic() - start < self._patience.silence:
                 raise
             raise RolloutError(f"{error}; where each rank stood: {self._stacks.folder}") from error
+
+
+def token_versions(spans: Sequence[Mapping[str, Any]]) -> list[int]:
+    """The version that made each token, from vLLM's {"version": run/number, "start", "end"}."""
+    return [int(s["version"].rpartition("/")[2]) for s in spans for _ in range(s["start"], s["end"])]
 
 
 def new_run() -> str:

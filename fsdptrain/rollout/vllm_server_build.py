@@ -81,6 +81,7 @@ def _gather_servers(config: Config, checkpoint: Path, device: torch.device) -> t
         sync_timeout=sync.sync_timeout,
         start_timeout=sync.server_start_timeout,
         min_servers=sync.min_servers,
+        keep_requests=sync.max_staleness > 0,
     )
     try:
         fleet.start()
@@ -124,6 +125,8 @@ def server_arguments(config: Config, checkpoint: Path, *, on_gpu: bool) -> list[
     }
     if not on_gpu:
         options["enforce_eager"] = True
+        # a request with a seed whose prompt is read in parts ends vLLM 0.32: "CPU Generator does not use offset"
+        options["enable_chunked_prefill"] = False
     if rollout.kv_cache_gib is not None or not on_gpu:
         options["kv_cache_memory_bytes"] = int((rollout.kv_cache_gib or 1.0) * platform.GIB)
     if config.model.trust_remote_code:

@@ -57,12 +57,17 @@ class Push(Protocol):
         ...
 
 
-def update(client: VLLMClient, weights: Weights, push: Push, deadline: Deadline) -> None:
+def update(
+    client: VLLMClient, weights: Weights, push: Push, deadline: Deadline, *, keep_requests: bool = False
+) -> None:
     """Stop the engine, give it `weights`, forget cached prefixes, and make sure of its version. It stays stopped.
 
     An engine that holds the version before gets what has changed, any other everything.
+
+    keep_requests: those that it works on go on from their last token when the engine does: what they have read and
+    sampled is read anew with the new weights. Else they are ended.
     """
-    client.post("/pause?mode=abort", timeout=deadline.left)
+    client.post(f"/pause?mode={'keep' if keep_requests else 'abort'}", timeout=deadline.left)
     has_before = client.version(timeout=deadline.left) == weights.before
     if weights.adapter is not None:
         _load_adapter(client, weights.adapter, weights, has_before, deadline)

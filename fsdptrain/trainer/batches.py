@@ -3,12 +3,14 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import Literal
 
 import torch.distributed as dist
 
 from fsdptrain import platform
 from fsdptrain.data.exchange import SampleIndex, exchange_samples, gather_index
-from fsdptrain.data.packing import NO_IMAGES, pack, plan_packs, plan_rows
+from fsdptrain.data.packing import NO_IMAGES, PackPlan, pack, plan_packs, plan_rows
+from fsdptrain.data.sharing import plan_shared
 from fsdptrain.models.inputs import Layout
 from fsdptrain.types import Images, PackedBatch, Sample
 
@@ -24,7 +26,9 @@ class PackingRules:
     num_epochs: int  # times that the whole rollout is trained on
     seed: int
     layout: Layout  # padded: a pack computes samples x longest tokens, and that is what the budget bounds
+    sharing: Literal["auto", "on", "off"] = "off"  # compute the prompt of a group once; auto: where that is cheaper
     copies: int = 1  # neighbouring ranks that share the work of one, and so train on the same packs
+    row_multiple: int = 1  # padded rows are as long as this divides: their columns are dealt over so many
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,7 @@ class StepBatches:
     index: SampleIndex  # of all samples of the rollout
     fill: float
     imbalance: float
+    shared: float = 0.0  # share of the tokens that are computed with those of another sample
 
 
 def make_batches(
@@ -76,8 +81,7 @@ def _make_step(
     images: Mapping[str, Images],
 ) -> StepBatches:
     lengths = [index.lengths[i] for i in chosen]
-    make_plan = plan_packs if rules.layout == "packed" else plan_rows
-    plan = make_plan(lengths, num_ranks=dist.get_world_size() // rules.copies, max_tokens=rules.max_tokens)
+    plan = _plan(lengths, [index.prompts[i] for i in chosen], rules)
     planned = [tuple(tuple(chosen[i] for i in packed) for packed in packs) for packs in plan.packs]
     members = tuple(packs for packs in planned for _ in range(rules.copies))
     destinations = [[i for packed in packs for i in packed] for packs in members]
@@ -91,7 +95,20 @@ def _make_step(
             max_response_len=rules.max_response_len,
             pin_memory=platform.has_accelerator(),
             images=images,
+            sharing=plan.shared > 0,
         )
         for packed in members[dist.get_rank()]
     ]
-    return StepBatches(packs, members, index, plan.fill, plan.imbalance)
+    return StepBatches(packs, members, index, plan.fill, plan.imbalance, plan.shared)
+
+
+def _plan(lengths: Sequence[int], prompts: Sequence[tuple[int, int]], rules: PackingRules) -> PackPlan:
+    num_ranks = dist.get_world_size() // rules.copies
+    if rules.sharing != "off":
+        assert rules.layout == "packed", "only packs can share"
+        always = rules.sharing == "on"
+        return plan_shared(lengths, prompts, num_ranks=num_ranks, max_tokens=rules.max_tokens, always=always)
+    if rules.layout == "packed":
+        return plan_packs(lengths, num_ranks=num_ranks, max_tokens=rules.max_tokens)
+    rows = [length + -length % rules.row_multiple for length in lengths]
+    return plan_rows(rows, num_ranks=num_ranks, max_tokens=rules.max_tokens)

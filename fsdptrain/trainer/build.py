@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,7 @@ from fsdptrain.models.processor import ImageProcessor, open_processor
 from fsdptrain.models.structure import count_parameters
 from fsdptrain.planning.memory import MemorySupply, check_load_memory, demand_of, load_memory_line
 from fsdptrain.planning.plan import Machine, Planner
-from fsdptrain.protocols import Logger, Loss, RewardFunction, RolloutEngine
+from fsdptrain.protocols import InFlightEngine, Logger, Loss, RewardFunction, RolloutEngine
 from fsdptrain.rewards import build_reward, reads_environment
 from fsdptrain.rollout import engine_factory
 from fsdptrain.rollout.replica import max_positions
@@ -45,6 +46,7 @@ from fsdptrain.trainer.folder import RunFolder
 from fsdptrain.trainer.rules import advantage_rule, selection_rules, shaping_rule
 from fsdptrain.trainer.speed import Speed
 from fsdptrain.trainer.sync_check import SyncCheck, build_sync_check
+from fsdptrain.trainer.timeline import Timeline
 from fsdptrain.types import LossConfig, Prompt, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -64,6 +66,7 @@ class Parts:
     sync_check: SyncCheck | None
     stream: PromptStream
     source: SampleSource
+    timeline: Timeline
     evaluation: Evaluation | None
     speed: Speed
     planned_memory: int | None  # bytes of a rank's device; None: there is no device, or it cannot be planned
@@ -108,10 +111,14 @@ def build_parts(
         if backend.adapters is not None:
             log.info("%s", backend.adapters.line)
         log.info("%s", backend.layout_probe.line)
+        if backend.layout_probe.prefixes is not None:
+            log.info("%s", backend.layout_probe.prefixes.line)
         report_fallbacks(backend, strict=config.model.strict)
         engine = make_engine(config, checkpoint=checkpoint, device=device) if generates else None
-        maker = evaluation = sync_check = None
+        maker = evaluation = sync_check = background = None
+        timeline = Timeline()
         if engine is not None:
+            background = rollout_threads(config, engine, stack)
             stack.callback(engine.close)
             with together(ConfigError, "--sync-check"):
                 positions = max_positions(backend.model)
@@ -126,12 +133,24 @@ def build_parts(
             engine=engine,
             sync_check=sync_check,
             stream=stream,
-            source=build_source(told, stream, tokenizer, maker, advantages),
+            source=build_source(told, stream, tokenizer, maker, advantages, timeline, background),
+            timeline=timeline,
             evaluation=evaluation,
-            speed=Speed.of(backend.model, device, backend.compute_dtype, copies=config.parallel.tensor_parallel_size),
+            speed=Speed.of(backend.model, device, backend.compute_dtype, copies=config.pack_copies),
             planned_memory=planned_memory(backend.model, config) if platform.has_accelerator() else None,
             loggers=loggers,
         )
+
+
+def rollout_threads(config: Config, engine: RolloutEngine, stack: ExitStack) -> Executor | None:
+    """One for each rollout that may be in flight; they end when `stack` has closed the engine. None: rollouts are made
+    by the thread that trains, ahead of time or not."""
+    ahead = config.sync.max_staleness
+    if not ahead or not isinstance(engine, InFlightEngine):
+        return None
+    threads = ThreadPoolExecutor(1 + ahead, thread_name_prefix="rollout")
+    stack.callback(threads.shutdown, wait=True, cancel_futures=True)
+    return threads
 
 
 def report_fallbacks(backend: FSDPBackend, *, strict: bool) -> None:
@@ -302,6 +321,8 @@ def build_source(
     tokenizer: PreTrainedTokenizerBase,
     maker: SampleMaker | None,
     advantages: AdvantageRule,
+    timeline: Timeline,
+    background: Executor | None,
 ) -> SampleSource:
     if config.algorithm.algorithm == "sft" or maker is None:
         renderer = TurnRenderer(tokenizer, data=config.data)
@@ -325,6 +346,10 @@ def build_source(
         advantages=advantages,
         max_unscored_fraction=config.reward.max_unscored_fraction,
         rules=selection_rules(config, advantages),
+        max_staleness=config.sync.max_staleness,
+        num_rollouts=config.run.num_rollout,
+        background=background,
+        timeline=timeline,
     )
 
 

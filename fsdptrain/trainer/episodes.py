@@ -1,8 +1,9 @@
 """Episodes: the model and an environment take turns, and each conversation becomes one sample."""
 
 import hashlib
-import time
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -16,9 +17,10 @@ from fsdptrain.data.turns import TurnRenderer
 from fsdptrain.environments import LoadedEnvironment, StepThreads
 from fsdptrain.errors import ConfigError, RolloutError
 from fsdptrain.models.collective import anyone, together
-from fsdptrain.protocols import RewardFunction, RolloutEngine
+from fsdptrain.protocols import InFlightEngine, RewardFunction, RolloutEngine
 from fsdptrain.rewards.scoring import Score, Scores, score_completions, to_score
-from fsdptrain.trainer.experience import Round, response_text
+from fsdptrain.trainer.experience import Generate, Round, response_text
+from fsdptrain.trainer.timeline import Stopwatch
 from fsdptrain.types import Completion, Episode, Message, Prompt, Sample, SamplingParams, Turn
 
 ROLES = ("user", "tool", "system")  # of an observation: the assistant is the model
@@ -37,10 +39,10 @@ class Conversation:
     token_ids: list[int] = field(default_factory=list)
     loss_mask: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)  # of the weights, for each token
     messages: list[Message] = field(default_factory=list)
     routes: list[Tensor | None] = field(default_factory=list)  # as the engine reported them, turn by turn
     num_turns: int = 0
-    policy_version: int = 0
     state: Any = _NEVER
     rewards: dict[str, float] | None = None
     active: bool = True
@@ -67,11 +69,11 @@ class Conversation:
         self.token_ids += ids
         self.loss_mask += [True] * len(ids)
         self.logprobs += completion.logprobs[: len(ids)]
+        self.versions += completion.token_versions[: len(ids)]
         self.messages.append({"role": "assistant", "content": text})
         length = len(self.prompt.token_ids) + len(self.token_ids)
         self.routes.append(None if completion.routes is None else completion.routes[:length])
         self.num_turns += 1
-        self.policy_version = completion.policy_version
 
     def hear(self, observation: Sequence[Message], ids: Sequence[int]) -> None:
         """The environment's turn. It ends the episode if it leaves the model no token to answer with."""
@@ -81,6 +83,7 @@ class Conversation:
         self.token_ids += ids
         self.loss_mask += [False] * len(ids)
         self.logprobs += [0.0] * len(ids)
+        self.versions += self.versions[-1:] * len(ids)  # nobody asks for those of the environment
         self.messages += observation
 
     def earn(self, reward: Any) -> None:
@@ -99,7 +102,7 @@ class Conversation:
 @dataclass
 class MultiTurn:
     """Episodes of all prompts in lock-step: one call of the engine for each turn, as long as any rank has one that
-    goes on.
+    goes on; in flight, as long as this one has.
     """
 
     engine: RolloutEngine
@@ -110,36 +113,52 @@ class MultiTurn:
     threads: StepThreads
     tokenizer: PreTrainedTokenizerBase
     max_turns: int
+    _one_at_a_time: threading.Lock = field(init=False, default_factory=threading.Lock)  # as in SingleTurn
 
-    def make(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> Round:
+    def make(self, prompts: Sequence[Prompt], sampling: SamplingParams, watch: Stopwatch) -> Round:
+        return self._make(self.engine.generate, prompts, sampling, watch, collective=True)
+
+    def make_in_flight(self, prompts: Sequence[Prompt], sampling: SamplingParams, watch: Stopwatch) -> Round:
+        assert isinstance(self.engine, InFlightEngine)
+        return self._make(self.engine.generate_in_flight, prompts, sampling, watch, collective=False)
+
+    def _make(
+        self,
+        generate: Generate,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        watch: Stopwatch,
+        *,
+        collective: bool,
+    ) -> Round:
+        def agreed() -> AbstractContextManager[object]:
+            return together(RolloutError, "rollout") if collective else nullcontext()
+
         episodes = [
             Conversation(prompt, index, sampling.max_tokens)
             for prompt in prompts
             for index in range(sampling.num_samples)
         ]
-        generate_s = 0.0
-        begin = time.perf_counter()
         active, asks, params = episodes, list(prompts), sampling
         while True:
-            with together(RolloutError, "rollout"):
-                start = time.perf_counter()
-                completions = self.engine.generate(asks, params)
-                generate_s += time.perf_counter() - start
-                self._take_turn(active, completions, seed=sampling.seed)
+            with agreed():
+                with watch("generate"):
+                    completions = generate(asks, params)
+                with watch("reward"):
+                    self._take_turn(active, completions, seed=sampling.seed)
             active = [episode for episode in episodes if episode.active]
-            if not anyone(bool(active)):
+            if not (anyone(bool(active)) if collective else active):
                 break
             asks, params = [episode.ask for episode in active], replace(sampling, num_samples=1)
-        with together(RolloutError, "rollout"):
+        with agreed(), watch("reward"):
             self._finish(episodes)
-            scores = self._score(episodes)
+            with self._one_at_a_time:
+                scores = self._score(episodes)
             return Round(
                 samples=[_sample(*row) for row in zip(episodes, scores.scores, strict=True)],
                 prompts=[episode.prompt for episode in episodes],
                 texts=[self._text(episode) for episode in episodes],
                 scores=scores,
-                generate_s=generate_s,
-                reward_s=time.perf_counter() - begin - generate_s,
             )
 
     def _take_turn(self, active: Sequence[Conversation], completions: Sequence[Completion], *, seed: int) -> None:
@@ -231,6 +250,7 @@ def _with_episode(episode: Conversation) -> Prompt:
 
 def _sample(episode: Conversation, score: Score) -> Sample:
     num_prompt = len(episode.prompt.token_ids)
+    first, several = next(iter(episode.versions), 0), len(set(episode.versions)) > 1
     return Sample(
         group_id=episode.prompt.id,
         token_ids=[*episode.prompt.token_ids, *episode.token_ids],
@@ -238,7 +258,8 @@ def _sample(episode: Conversation, score: Score) -> Sample:
         rollout_logprobs=[0.0] * num_prompt + episode.logprobs,
         reward=score.reward,
         rewards=score.rewards,
-        policy_version=episode.policy_version,
+        policy_version=first,
+        versions=[first] * num_prompt + episode.versions if several else None,
         truncated=episode.truncated,
         routes=sample_routes(episode.routes, num_prompt + len(episode.token_ids)),
     )

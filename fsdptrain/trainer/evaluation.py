@@ -6,6 +6,7 @@ from typing import Any
 from fsdptrain.config import Config
 from fsdptrain.rollout.evaluate import eval_sampling, evaluation_metrics
 from fsdptrain.trainer.experience import SampleMaker, show
+from fsdptrain.trainer.timeline import Stopwatch
 from fsdptrain.types import Metrics, Prompt, SamplingParams
 
 
@@ -27,7 +28,7 @@ class Evaluation:
         return metrics, shown
 
     def _run(self, sampling: SamplingParams, name: str) -> tuple[Metrics, list[dict[str, Any]]]:
-        made = self.maker.make(self.prompts, sampling)
+        made = self.maker.make(self.prompts, sampling, Stopwatch())
         metrics = evaluation_metrics(
             made.samples,
             num_samples=sampling.num_samples,

@@ -1,7 +1,9 @@
 """Where the samples of a step come from: rollouts that are scored, or the responses of a data set."""
 
-import time
-from collections.abc import Collection, Mapping, Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
@@ -16,9 +18,10 @@ from fsdptrain.data.sft import sft_sample
 from fsdptrain.data.turns import TurnRenderer
 from fsdptrain.errors import RolloutError
 from fsdptrain.models.collective import together
-from fsdptrain.protocols import RewardFunction, RolloutEngine
+from fsdptrain.protocols import InFlightEngine, RewardFunction, RolloutEngine
 from fsdptrain.rewards.scoring import Score, Scores, check_unscored, score_completions
 from fsdptrain.trainer.selection import Selection, SelectionRules, gather_results, in_stream_order, share
+from fsdptrain.trainer.timeline import Stopwatch, Timeline
 from fsdptrain.types import Completion, Images, Metrics, Prompt, Sample, SamplingParams
 
 T = TypeVar("T")
@@ -33,13 +36,21 @@ class Experience:
     scores: Scores | None = None  # None: nothing was to be scored
     num_dropped: int = 0  # samples that no pack can hold
     metrics: Metrics = field(default_factory=dict)  # of all ranks; they win over what is said of `samples`
-    generate_s: float = 0.0
-    reward_s: float = 0.0
+    seconds: Mapping[str, float] = field(default_factory=dict)  # that its stages took, whenever that was
     images: Mapping[str, Images] = field(default_factory=dict)  # of the prompts of all ranks, by their ids
 
 
 class SampleSource(Protocol):
     """Every method is collective: an error of one rank is raised on all."""
+
+    @property
+    def in_flight(self) -> bool:
+        """They are made while the trainer works on something else."""
+        ...
+
+    def run_ahead(self, step: int) -> None:
+        """Begin what may begin when the engine has the weights of version `step`."""
+        ...
 
     def collect(self, step: int) -> Experience: ...
 
@@ -52,8 +63,6 @@ class Round:
     prompts: list[Prompt]  # of each sample
     texts: list[str]  # of each sample, for people
     scores: Scores  # of each sample that was made, also of those that are not kept
-    generate_s: float
-    reward_s: float
 
     def only(self, prompt_ids: Collection[str]) -> "Round":
         """Without the samples of other prompts."""
@@ -71,20 +80,26 @@ class Round:
             prompts=[*self.prompts, *other.prompts],
             texts=[*self.texts, *other.texts],
             scores=self.scores + other.scores,
-            generate_s=self.generate_s + other.generate_s,
-            reward_s=self.reward_s + other.reward_s,
         )
 
 
-NOTHING = Round(samples=[], prompts=[], texts=[], scores=Scores([], 0, None), generate_s=0.0, reward_s=0.0)
+NOTHING = Round(samples=[], prompts=[], texts=[], scores=Scores([], 0, None))
 
 
 class SampleMaker(Protocol):
     """From prompts to scored samples."""
 
-    def make(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> Round:
-        """Collective; a rank may come without prompts. The group of a sample is named by its prompt's id."""
+    def make(self, prompts: Sequence[Prompt], sampling: SamplingParams, watch: Stopwatch) -> Round:
+        """Collective; a rank may come without prompts. The group of a sample is named by its prompt's id. `watch`
+        learns how long it generates and scores."""
         ...
+
+    def make_in_flight(self, prompts: Sequence[Prompt], sampling: SamplingParams, watch: Stopwatch) -> Round:
+        """The same with an engine that generates elsewhere, by this rank alone, from any thread."""
+        ...
+
+
+Generate = Callable[[Sequence[Prompt], SamplingParams], list[Completion]]
 
 
 @dataclass
@@ -94,12 +109,20 @@ class SingleTurn:
     engine: RolloutEngine
     reward: RewardFunction
     tokenizer: PreTrainedTokenizerBase
+    _one_at_a_time: threading.Lock = field(init=False, default_factory=threading.Lock)  # rewards know of no threads
 
-    def make(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> Round:
+    def make(self, prompts: Sequence[Prompt], sampling: SamplingParams, watch: Stopwatch) -> Round:
         with together(RolloutError, "rollout"):
-            start = time.perf_counter()
-            completions = self.engine.generate(prompts, sampling)
-            generated = time.perf_counter()
+            return self._make(self.engine.generate, prompts, sampling, watch)
+
+    def make_in_flight(self, prompts: Sequence[Prompt], sampling: SamplingParams, watch: Stopwatch) -> Round:
+        assert isinstance(self.engine, InFlightEngine)
+        return self._make(self.engine.generate_in_flight, prompts, sampling, watch)
+
+    def _make(self, generate: Generate, prompts: Sequence[Prompt], sampling: SamplingParams, watch: Stopwatch) -> Round:
+        with watch("generate"):
+            completions = generate(prompts, sampling)
+        with self._one_at_a_time, watch("reward"):
             asked = [prompt for prompt in prompts for _ in range(sampling.num_samples)]
             texts = [response_text(self.tokenizer, completion) for completion in completions]
             scored = score_completions(self.reward, asked, texts)
@@ -108,14 +131,28 @@ class SingleTurn:
                 prompts=asked,
                 texts=texts,
                 scores=scored,
-                generate_s=generated - start,
-                reward_s=time.perf_counter() - generated,
             )
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The prompts of one round of a rollout, and what they bring, or will."""
+
+    rollout: int
+    prompts: list[Prompt]  # of all ranks
+    own: list[Prompt]
+    made: "Round | Future[Round]"
+    watch: Stopwatch
 
 
 @dataclass
 class RolloutSource:
-    """Prompts from a stream, scored samples from a maker: groups that have something to teach, with advantages."""
+    """Prompts from a stream, scored samples from a maker: groups that have something to teach, with advantages.
+
+    With `max_staleness` K, rollout r is asked when the engine has the weights of version r - K: by `background` threads
+    while the trainer goes on, or at once and kept until its turn. Prompts are drawn, and results recorded, by the main
+    thread of all ranks alike.
+    """
 
     stream: PromptStream
     maker: SampleMaker
@@ -126,12 +163,30 @@ class RolloutSource:
     advantages: AdvantageRule
     max_unscored_fraction: float
     rules: SelectionRules = field(default_factory=SelectionRules)
+    max_staleness: int = 0  # versions
+    num_rollouts: int | None = None  # of the run: none is asked beyond them
+    background: Executor | None = None  # of an engine that generates while the trainer works
+    timeline: Timeline = field(default_factory=Timeline)
+    _ahead: deque[Asked] = field(init=False, default_factory=deque)  # first rounds of rollouts to come, in order
+
+    @property
+    def in_flight(self) -> bool:
+        return self.background is not None
+
+    def run_ahead(self, step: int) -> None:
+        if self.in_flight:
+            self._ask_until(step)
 
     def collect(self, step: int) -> Experience:
+        self._ask_until(step)
+        asked = self._ahead.popleft()
+        assert asked.rollout == step
+        watch, images, made = asked.watch, {}, NOTHING
         selection = Selection(self.rules, wanted=self.num_prompts)
-        made, images = NOTHING, {}
         while selection.goes_on:
-            made += self._round(step, selection, images)
+            if selection.rounds:
+                asked = self._ask(step, selection.num_to_ask, selection.rounds, watch)
+            made += self._round(asked, selection, images)
             check_unscored(made.scores, max_unscored_fraction=self.max_unscored_fraction)
         selection.check(step)
         samples = made.samples if selection.rounds == 1 else in_stream_order(made.samples, selection.kept)
@@ -143,27 +198,47 @@ class RolloutSource:
             samples=samples,
             shown=show(made.prompts, made.texts, [sample.reward for sample in made.samples], self.num_shown),
             scores=made.scores,
-            generate_s=made.generate_s,
-            reward_s=made.reward_s,
+            seconds=watch.seconds,
             metrics=selection.metrics() | self.stream.metrics(),
             images=images,
         )
 
-    def _round(self, step: int, selection: Selection, images: dict[str, Images]) -> Round:
-        """New prompts, their samples, and of these what is kept. Every rank takes part in every round.
+    def _ask_until(self, step: int) -> None:
+        """Ask all rollouts that may be, when the engine has the weights of version `step`."""
+        last = step + self.max_staleness
+        if self.num_rollouts is not None:
+            last = min(last, max(step, self.num_rollouts - 1))
+        first = self._ahead[-1].rollout + 1 if self._ahead else step
+        for rollout in range(first, last + 1):
+            watch = Stopwatch(self.timeline, rollout + 1)
+            self._ahead.append(self._ask(rollout, self.num_prompts, 0, watch, in_flight=self.in_flight))
+
+    def _ask(self, rollout: int, num_prompts: int, number: int, watch: Stopwatch, *, in_flight: bool = False) -> Asked:
+        """New prompts, and their samples now or later. Every rank takes part in every round."""
+        with together(RolloutError, "rollout"):
+            prompts = self.stream.next(num_prompts)
+        own, sampling = own_share(prompts), sampling_at(self.sampling, rollout, number)
+        if in_flight and self.background is not None:
+            made = self.background.submit(self.maker.make_in_flight, own, sampling, watch)
+        else:
+            made = self.maker.make(own, sampling, watch)
+        return Asked(rollout, prompts, own, made, watch)
+
+    def _round(self, asked: Asked, selection: Selection, images: dict[str, Images]) -> Round:
+        """The samples of a round, and of these what is kept.
 
         Images do not travel with samples: every rank asks the stream for all prompts, so it has them.
         """
-        with together(RolloutError, "rollout"):
-            asked = self.stream.next(selection.num_to_ask)
-        images |= images_of(asked)
-        own = own_share(asked)
-        made = self.maker.make(own, sampling_at(self.sampling, step, selection.rounds))
-        groups = gather_results(own, made.samples, self.rules)
-        for prompt, group in zip(asked, groups, strict=True):
+        made = asked.made
+        if not isinstance(made, Round):
+            with together(RolloutError, "rollout"):
+                made = made.result()
+        images |= images_of(asked.prompts)
+        groups = gather_results(asked.own, made.samples, self.rules)
+        for prompt, group in zip(asked.prompts, groups, strict=True):
             self.stream.record(prompt, passed=group.num_passed, tried=group.num_scored)
         chosen = selection.add(groups)
-        return made.only({prompt.id for prompt, kept in zip(asked, chosen, strict=True) if kept})
+        return made.only({prompt.id for prompt, kept in zip(asked.prompts, chosen, strict=True) if kept})
 
 
 @dataclass
@@ -174,11 +249,17 @@ class SftSource:
     tokenizer: PreTrainedTokenizerBase
     renderer: TurnRenderer
     num_prompts: int  # of all ranks together
+    in_flight: bool = False
+
+    def run_ahead(self, step: int) -> None:
+        """Nothing: there is no engine to wait for."""
 
     def collect(self, step: int) -> Experience:
         del step  # the stream knows where it is
         with together(RolloutError, "--prompt-data"):
             asked = self.stream.next(self.num_prompts)
+            for prompt in asked:
+                self.stream.record(prompt)
             prompts = own_share(asked)
             samples = [sft_sample(prompt, self.tokenizer, renderer=self.renderer) for prompt in prompts]
             return Experience(samples, images=images_of(asked))
@@ -215,6 +296,7 @@ def make_sample(prompt: Prompt, completion: Completion, score: Score) -> Sample:
         reward=score.reward,
         rewards=score.rewards,
         policy_version=completion.policy_version,
+        versions=completion.versions and [completion.policy_version] * before + completion.versions,
         truncated=completion.finish_reason == "length",
         routes=sample_routes([completion.routes], before + after),
     )

@@ -18,7 +18,7 @@ from fsdptrain.data.packing import drop_overlong
 from fsdptrain.errors import CheckpointError, ConfigError, DataError, RolloutError
 from fsdptrain.fsdp.checkpoint import CheckpointFolder
 from fsdptrain.models.collective import together
-from fsdptrain.protocols import AdapterEngine, MeasuredEngine, RewardFunction, RolloutEngine
+from fsdptrain.protocols import AdapterEngine, MeasuredEngine, RewardFunction, RolloutEngine, TimelineLogger
 from fsdptrain.trainer import summary
 from fsdptrain.trainer.batches import PackingRules, StepBatches, make_batches
 from fsdptrain.trainer.build import Parts, build_parts, loss_config
@@ -27,8 +27,8 @@ from fsdptrain.trainer.experience import Experience
 from fsdptrain.trainer.folder import LAUNCH, PROGRESS_FILE, RunFolder, open_folder
 from fsdptrain.trainer.kl import KlControl, kl_in_reward
 from fsdptrain.trainer.scoring import Scorer
-from fsdptrain.trainer.summary import Stopwatch
 from fsdptrain.trainer.sync_check import SyncCheck
+from fsdptrain.trainer.timeline import WORKERS, Stopwatch
 from fsdptrain.types import Metrics, Sample
 
 log = logging.getLogger(__name__)
@@ -75,6 +75,7 @@ class _Run:
         self._config = config
         self._folder = folder
         self._parts = parts
+        self._timeline = parts.timeline
         self._checkpoints = CheckpointFolder(
             folder.path, keep_last=config.run.keep_last, timeout_s=config.launch.dist_timeout
         )
@@ -83,14 +84,16 @@ class _Run:
         self._scorer = Scorer(config, parts.backend)
         self._kl = KlControl(config)
         self._rules = PackingRules(
-            max_tokens=config.batch.max_tokens_per_gpu,
+            max_tokens=config.max_tokens_per_pack,
             aggregation=config.algorithm.loss_aggregation,
             max_response_len=config.rollout.max_response_len,
             steps_per_epoch=config.steps_per_rollout // config.batch.epochs_per_rollout,
             num_epochs=config.batch.epochs_per_rollout,
             seed=config.run.seed,
             layout=parts.backend.layout_probe.layout,
-            copies=config.parallel.tensor_parallel_size,
+            sharing=config.batch.prefix_sharing if parts.backend.shares_prefixes else "off",
+            copies=config.pack_copies,
+            row_multiple=config.parallel.context_parallel_size,
         )
         self._step = 0  # rollouts that were trained on; also the version of the policy
         self._handed_over: int | None = None  # the newest version that the engine was given
@@ -104,7 +107,8 @@ class _Run:
         run = self._config.run
         self._resume()
         self._folder.write_config(self._config)
-        self._hand_over_weights()
+        self._hand_over_weights(Stopwatch(self._timeline, self._step))
+        self._run_ahead()
         if self._step == 0:
             self._evaluate()
         with self._checkpoints:
@@ -114,19 +118,30 @@ class _Run:
                 if self._evaluation_is_due:
                     self._evaluate()
                 if self._step == run.num_rollout or (run.save_interval and self._step % run.save_interval == 0):
-                    self._checkpoints.write(self._step, self._save)
+                    with self._timeline.stage("save", self._step):
+                        self._checkpoints.write(self._step, self._save)
+                self._log_timeline()
             if run.export:
-                self._parts.backend.export(self._folder.path / "hf")
+                with self._timeline.stage("save", self._step):
+                    self._parts.backend.export(self._folder.path / "hf")
+        self._log_timeline()
         return self._last
+
+    def _run_ahead(self) -> None:
+        """What may be generated with the weights that were just handed over is asked before anything else is done."""
+        if self._step < self._config.run.num_rollout:
+            self._parts.source.run_ahead(self._step)
 
     def _rollout_and_train(self) -> None:
         """One rollout: collect, pack, score, train, hand over the weights, report."""
-        watch = Stopwatch()
+        watch, begin = Stopwatch(self._timeline, self._step + 1), self._timeline.now()
         with watch("step"):
             experience = self._collect(watch)
             metrics = (
                 summary.sample_metrics(experience, self._reward_names, self._parts.advantages) | experience.metrics
             )
+            if self._config.sync.max_staleness:
+                metrics |= summary.staleness_metrics(experience.samples, self._step)
             if self._config.environment.environment is not None:
                 metrics |= summary.episode_metrics(experience.samples)
             samples = experience.samples
@@ -145,12 +160,13 @@ class _Run:
                 trained = [self._parts.backend.train_step(s.packs, self._loss, loss) for s in steps]
             self._step += 1
             self._update_reference()
-            with watch("sync"):
-                watch.seconds["sync_check"] = self._hand_over_weights()
+            self._hand_over_weights(watch)
+            self._run_ahead()
         metrics |= kl_metrics | summary.mean_metrics(trained)
         metrics |= self._kl.adapt(metrics)
         metrics |= summary.packing_metrics(steps)
         metrics |= self._performance(steps, watch, num_tokens=metrics["progress/tokens"])
+        metrics |= self._idle(begin, watch.seconds["step"])
         metrics |= self._sync_metrics()
         metrics |= self._advance(metrics)
         self._report(metrics)
@@ -169,7 +185,7 @@ class _Run:
         if dropped and not metrics["progress/samples"]:
             return (
                 f"--overlong drop left nothing to train on: all {dropped:.0f} samples are "
-                f"longer than --max-tokens-per-gpu {self._rules.max_tokens}; raise it"
+                f"longer than {self._config.pack_budget}; raise it"
             )
         return (
             f"--mask-truncated left nothing to train on: all {metrics['progress/samples']:.0f} responses were cut off "
@@ -177,18 +193,19 @@ class _Run:
         )
 
     def _collect(self, watch: Stopwatch) -> Experience:
-        batch = self._config.batch
+        batch, source, begin = self._config.batch, self._parts.source, self._timeline.now()
         with watch("collect"):
-            experience = self._parts.source.collect(self._step)
+            experience = source.collect(self._step)
             with together(RolloutError, "rollout"):
                 kept, dropped = drop_overlong(
-                    experience.samples, max_tokens=batch.max_tokens_per_gpu, overlong=batch.overlong
+                    experience.samples, max_tokens=self._rules.max_tokens, overlong=batch.overlong
                 )
                 if self._parts.engine is not None:
                     self._parts.engine.sleep()
-        watch.seconds["generate"] = experience.generate_s
-        watch.seconds["reward"] = experience.reward_s
-        watch.seconds["idle"] = max(0.0, watch.seconds["collect"] - experience.generate_s - experience.reward_s)
+        watch.seconds |= experience.seconds
+        made_here = () if source.in_flight else ("generate", "reward")
+        busy = self._timeline.busy(made_here, begin, self._timeline.now())
+        watch.seconds["idle"] = max(0.0, watch.seconds["collect"] - busy)
         if experience.scores is not None:  # after `together`: it is collective
             kept = scale_over_batch(kept, self._parts.advantages, summary.reduce_sums)
         return replace(experience, samples=kept, num_dropped=dropped)
@@ -218,19 +235,20 @@ class _Run:
         if interval is not None and self._step % interval == 0:
             self._parts.backend.update_reference()
 
-    def _hand_over_weights(self) -> float:
-        """Where the engine will generate before the next optimizer step; else it stays asleep.
-
-        Returns what the proof of it took. [s]
-        """
+    def _hand_over_weights(self, watch: Stopwatch) -> None:
+        """Where the engine will generate before the next optimizer step; else it stays asleep."""
         engine, check = self._parts.engine, self._parts.sync_check
         generates = self._config.algorithm.algorithm != "sft" and self._step < self._config.run.num_rollout
         if engine is None or not (generates or self._evaluation_is_due):
-            return 0.0
-        engine.wake_up()
-        self._update_engine(engine, check)
-        self._handed_over = self._step
-        return check.check(self._step) if check else 0.0
+            return
+        with watch("sync"):
+            engine.wake_up()
+            self._update_engine(engine, check)
+            self._handed_over = self._step
+        if check:
+            with watch("check"):
+                watch.seconds["sync_check"] = check.check(self._step)
+            watch.seconds["sync"] += watch.seconds["check"]
 
     def _update_engine(self, engine: RolloutEngine, check: SyncCheck | None) -> None:
         backend = self._parts.backend
@@ -252,7 +270,8 @@ class _Run:
     def _evaluate(self) -> None:
         if self._parts.evaluation is None:
             return
-        metrics, shown = self._parts.evaluation.run()
+        with self._timeline.stage("eval", self._step):
+            metrics, shown = self._parts.evaluation.run()
         self._report(metrics)
         self._log_samples(shown, "heldout")
 
@@ -268,6 +287,21 @@ class _Run:
             **self._parts.speed.utilisation(steps, train_s=slowest["perf/train_s"]),
             **summary.memory_metrics(planned=self._parts.planned_memory),
         }
+
+    def _idle(self, begin: float, seconds: float) -> Metrics:
+        """Of this step the time in which nothing was generated, scored by rewards, trained, or handed over. [s]"""
+        return summary.reduce_max(
+            {
+                f"perf/{name}_idle_s": max(0.0, seconds - self._timeline.busy(stages, begin, begin + seconds))
+                for name, stages in WORKERS.items()
+            }
+        )
+
+    def _log_timeline(self) -> None:
+        rows = [span.as_row() for span in self._timeline.take()]
+        for logger in self._parts.loggers:
+            if isinstance(logger, TimelineLogger):
+                logger.log_timeline(rows, self._step)
 
     def _sync_metrics(self) -> Metrics:
         """Nothing of a version that no engine was given, such as the last of a run without evaluation."""

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from fsdptrain.planning.flops import ModelFlops, model_flops, peak_tflops
 from fsdptrain.trainer import summary
 from fsdptrain.trainer.batches import StepBatches
-from fsdptrain.types import Metrics
+from fsdptrain.types import Metrics, PackedBatch
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,13 @@ class Speed:
         """perf/mfu and perf/mfu_causal of the training passes (forward and backward), mean over ranks."""
         packs = [pack for step in steps for pack in step.packs]
         own = {
-            name: sum(self.flops.training(p.seqlens, p.loss_positions.numel(), causal=causal) for p in packs)
+            name: sum(self._flops(p, causal=causal) for p in packs)
             for name, causal in (("perf/mfu", False), ("perf/mfu_causal", True))
         }
         possible = self.peak_tflops * 1e12 * max(train_s, 1e-9) * dist.get_world_size() * self.copies
         return {name: total / possible for name, total in summary.reduce_sums(own).items()}
+
+    def _flops(self, pack: PackedBatch, *, causal: bool) -> float:
+        """Of what is computed: a prompt that is shared counts once, and all that follow it look at it."""
+        whole = self.flops.training(pack.seqlens, pack.loss_positions.numel(), causal=causal)
+        return whole - (self.flops.training(pack.shared.lengths, 0, causal=causal) if pack.shared else 0.0)

@@ -1,9 +1,7 @@
 """What a step is reported as: statistics of the samples over all ranks, times, throughput, memory."""
 
 import math
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -14,19 +12,6 @@ from fsdptrain.models.collective import gather, sum_over_ranks
 from fsdptrain.trainer.batches import StepBatches
 from fsdptrain.trainer.experience import Experience
 from fsdptrain.types import Metrics, Sample
-
-
-class Stopwatch:
-    """Seconds by stage: `with watch("train"): ...`, then `watch.seconds["train"]`."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, stage: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.seconds[stage] = time.perf_counter() - start
 
 
 class RewardNames:
@@ -113,6 +98,25 @@ def episode_metrics(samples: Sequence[Sample]) -> Metrics:
     }
 
 
+def staleness_metrics(samples: Sequence[Sample], step: int) -> Metrics:
+    """staleness/* over every rank: how many versions older than the present one, `step`, the weights were that made the
+    tokens to train on. Collective."""
+    ages = [
+        step - version
+        for sample in samples
+        for version, own in zip(
+            sample.versions or [sample.policy_version] * len(sample.loss_mask), sample.loss_mask, strict=True
+        )
+        if own
+    ]
+    total = reduce_sums({"ages": sum(ages), "tokens": len(ages), "mixed": sum(s.versions is not None for s in samples)})
+    return {
+        "staleness/mean": total["ages"] / max(1.0, total["tokens"]),
+        "staleness/max": reduce_max({"age": max(ages, default=0)})["age"],
+        "staleness/samples_of_several_versions": total["mixed"],
+    }
+
+
 def _num_turns(loss_mask: Sequence[bool]) -> int:
     """Runs of tokens that the model made."""
     return sum(now and not before for before, now in zip([False, *loss_mask], loss_mask, strict=False))
@@ -135,6 +139,7 @@ def packing_metrics(steps: Sequence[StepBatches]) -> Metrics:
     return {
         "perf/pack_fill": sum(step.fill for step in steps) / count,
         "perf/rank_imbalance": sum(step.imbalance for step in steps) / count,
+        "perf/shared_tokens": sum(step.shared for step in steps) / count,
     }
 
 

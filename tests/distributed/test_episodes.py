@@ -17,6 +17,7 @@ from fsdptrain.rollout import engine_factory
 from fsdptrain.testing import save_tiny_checkpoint, spawn, tiny_tokenizer
 from fsdptrain.trainer.episodes import MultiTurn
 from fsdptrain.trainer.experience import Round, own_share
+from fsdptrain.trainer.timeline import Stopwatch
 from fsdptrain.types import Prompt, Sample, SamplingParams, Turn
 
 PROMPTS = [Prompt(f"p{i}", [5 + i] * (1 + 7 * (i % 4)), "") for i in range(5)]
@@ -57,7 +58,7 @@ def play(folder: Path, prompts: list[Prompt], environment: Dice) -> tuple[Round,
         tokenizer=tokenizer,
         max_turns=4,
     )
-    made = maker.make(own_share(prompts), SAMPLING)
+    made = maker.make(own_share(prompts), SAMPLING, Stopwatch())
     samples = made.samples or [Sample("none", [5, 6], [False, True], [0.0, 0.0])]
     batch = pack(samples, aggregation="token_mean", totals=Totals(1000, 100), max_response_len=90)
     [logprobs] = backend.score([batch], "policy")

@@ -43,6 +43,7 @@ def make_sample(rng: Random, group_id: str) -> Sample:
         rewards={name: rng.random() for name in rng.sample(["math", "format", "länge"], rng.randrange(4))},
         advantage=rng.gauss(0, 1),
         policy_version=rng.randrange(2**31),
+        versions=rng.choice([None, [rng.randrange(2**31) for _ in range(length)]]),
         truncated=rng.random() < 0.5,
     )
 

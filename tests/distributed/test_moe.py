@@ -51,7 +51,8 @@ def step(checkpoint: str, max_tokens: int, values: dict, count: int = 10) -> dic
         backend = FSDPBackend(config(checkpoint, router_aux_loss_coef=COEF, **options, **values), total_steps=10)
         gradients = keep_gradients(backend._optimizer)
         items = samples(count) if variant == "own" else with_routes(samples(count))
-        metrics = backend.train_step(packs_of_this_rank(items, max_tokens), LOSSES["grpo"], LossConfig())
+        packs = packs_of_this_rank(items, max_tokens, values.get("context_parallel_size", 1))
+        metrics = backend.train_step(packs, LOSSES["grpo"], LossConfig())
         found[variant] = (dict(gradients), metrics)
     return found
 
@@ -67,6 +68,7 @@ CUTS = {
     "1 rank, small packs": (1, 64, {}),
     "2 ranks, small packs, gradient checkpointing": (2, 64, {"gradient_checkpointing": True}),
     "2 ranks, experts split": (2, 64, {"expert_parallel_size": 2}),
+    "2 ranks, tokens dealt": (2, 64, {"context_parallel_size": 2, "expert_parallel_size": 2}),
     "2 ranks, padded, cpu offload": (2, 128, {"layout": "padded", "fsdp_cpu_offload": True}),
 }
 

@@ -31,9 +31,22 @@ def expert(size: int, **more) -> dict:
     return {"expert_parallel_size": size, **more}
 
 
+def context(size: int, **more) -> dict:
+    return {"context_parallel_size": size, **more}
+
+
+def copies_of(values: dict) -> int:
+    """Ranks that are given the same packs."""
+    return values.get("tensor_parallel_size", 1) * values.get("context_parallel_size", 1)
+
+
 CASES = {
     "qwen3": [
         (2, tensor(2, offload_optimizer=True)),
+        (2, context(2, fsdp_cpu_offload=True, load_strategy="rank0")),
+        (2, context(2, layout="padded")),
+        (4, context(2, fsdp_replicate_size=2)),
+        (4, context(2, tensor_parallel_size=2, gradient_checkpointing=True)),
         (4, tensor(2, gradient_checkpointing=True)),
         (4, tensor(2, fsdp_replicate_size=2)),
     ],
@@ -42,12 +55,20 @@ CASES = {
         (2, tensor(2, expert_parallel_size=2)),
         (4, tensor(2, expert_parallel_size=2, fsdp_reshard_after_forward=False)),
         (4, expert(2, gradient_checkpointing=True)),
+        (4, context(2, expert_parallel_size=2)),
+        (4, context(2, tensor_parallel_size=2, expert_parallel_size=4)),
         (4, expert(2, fsdp_replicate_size=2)),
         (4, expert(4, offload_optimizer=True)),
     ],
-    "gpt_oss": [(2, expert(2)), (4, expert(2)), (4, expert(4))],
-    "deepseek_v3": [(2, expert(2)), (2, tensor(2, expert_parallel_size=2)), (4, expert(4))],
-    "gemma3": [(2, tensor(2))],
+    "gpt_oss": [
+        (2, context(2, expert_parallel_size=2)),
+        (4, context(4)),
+        (2, expert(2)),
+        (4, expert(2)),
+        (4, expert(4)),
+    ],
+    "deepseek_v3": [(2, context(2)), (2, expert(2)), (2, tensor(2, expert_parallel_size=2)), (4, expert(4))],
+    "gemma3": [(2, tensor(2)), (2, context(2)), (4, context(2))],
     "one expert for two": [(4, expert(2))],
 }
 
@@ -75,7 +96,7 @@ def learn(checkpoint: str, cases: list[dict], folder: str) -> list:
     found = []
     for number, values in enumerate(cases):
         backend = made(checkpoint, values)
-        copies = values.get("tensor_parallel_size", 1)
+        copies = copies_of(values)
         [whole] = packs_of_this_rank(samples(), 4096, dist.get_world_size())
         logprobs = backend.score([whole], "policy")[0].values
         gradients, steps = keep_gradients(backend._optimizer), []
@@ -135,7 +156,7 @@ def state(backend: FSDPBackend) -> dict:
 
 def save(checkpoint: str, directory: str, values: dict) -> dict:
     backend = made(checkpoint, values)
-    copies = values.get("tensor_parallel_size", 1)
+    copies = copies_of(values)
     packs = scored(backend, packs_of_this_rank(samples(), 128, copies), reference=True)
     backend.train_step(packs, LOSSES["grpo"], GRPO)
     CheckpointFolder(Path(directory), keep_last=1).write(1, lambda folder: backend.save(folder, 1))
@@ -150,7 +171,7 @@ def resume(checkpoint: str, directory: str, values: dict) -> tuple[dict, dict]:
     backend.load(latest)
     loaded = state(backend)
     gradients = keep_gradients(backend._optimizer)
-    packs = packs_of_this_rank(samples(seed=1), 128, values.get("tensor_parallel_size", 1))
+    packs = packs_of_this_rank(samples(seed=1), 128, copies_of(values))
     backend.train_step(scored(backend, packs, reference=True), LOSSES["grpo"], GRPO)
     return loaded, dict(gradients)
 
@@ -158,6 +179,7 @@ def resume(checkpoint: str, directory: str, values: dict) -> tuple[dict, dict]:
 RESUMES = {
     "tensor to plain and back": ("qwen3", [(4, tensor(2)), (2, {}), (2, tensor(2))]),
     "plain to tensor": ("qwen3", [(1, {}), (4, tensor(2))]),
+    "context to plain and to tensor": ("qwen3", [(4, context(2)), (1, {}), (2, tensor(2)), (2, context(2))]),
     "expert to plain and to other sizes": ("qwen3_moe", [(4, expert(2)), (1, {}), (4, expert(4))]),
     "both to one": ("qwen3_moe", [(4, tensor(2, expert_parallel_size=4)), (2, expert(2))]),
 }
@@ -181,6 +203,7 @@ REFUSED = {
     "packed experts": ("qwen3_moe", tensor(2), "deal the experts by --expert-parallel-size"),
     "heads": ("qwen3", tensor(4), "4 must divide the 2 key-value heads"),
     "no experts": ("qwen3", expert(2), "no plan that splits experts"),
+    "a state": ("qwen3_next", context(2), "add --context-parallel-recurrent gather"),
     "experts": ("gpt_oss", expert(3), "3 must divide the 4 experts"),
 }
 

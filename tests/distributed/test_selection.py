@@ -18,6 +18,7 @@ from fsdptrain.testing import FakeRolloutEngine, spawn, tiny_tokenizer
 from fsdptrain.trainer.batches import PackingRules, make_batches
 from fsdptrain.trainer.experience import RolloutSource, Round, SampleMaker, SingleTurn
 from fsdptrain.trainer.selection import SelectionRules
+from fsdptrain.trainer.timeline import Stopwatch
 from fsdptrain.types import Prompt, Sample, SamplingParams
 
 WANTED = 6
@@ -54,9 +55,9 @@ class Recording:
     maker: SampleMaker
     rounds: list[tuple[list[str], int]] = field(default_factory=list)
 
-    def make(self, prompts: list[Prompt], sampling: SamplingParams) -> Round:
+    def make(self, prompts: list[Prompt], sampling: SamplingParams, watch: Stopwatch) -> Round:
         self.rounds.append(([prompt.id for prompt in prompts], sampling.seed))
-        return self.maker.make(prompts, sampling)
+        return self.maker.make(prompts, sampling, watch)
 
 
 def source(rules: SelectionRules, score=reward, num_rows: int = 24, curriculum: bool = False) -> RolloutSource:

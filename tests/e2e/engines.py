@@ -1,5 +1,6 @@
-"""An engine that says what it was asked for."""
+"""An engine that says what it was asked for, and one that generates while the trainer works."""
 
+import threading
 from typing import Any
 
 from fsdptrain.rollout.hf import HFEngine, build_hf_engine
@@ -34,3 +35,30 @@ class Recording:
 
 def recording(config: Any, **kwargs: Any) -> Recording:
     return Recording(build_hf_engine(config, **kwargs))
+
+
+class InFlight(Recording):
+    """The embedded engine, in threads of its own: between two updates of weights, never across one."""
+
+    def __init__(self, engine: HFEngine) -> None:
+        super().__init__(engine)
+        self._lock = threading.Lock()
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        with self._lock:
+            return super().generate(*args, **kwargs)
+
+    def generate_in_flight(self, *args: Any, **kwargs: Any) -> Any:
+        assert threading.current_thread() is not threading.main_thread()
+        return self.generate(*args, **kwargs)
+
+    def update_weights(self, weights: Any, policy_version: int) -> None:
+        with self._lock:
+            super().update_weights(weights, policy_version)
+
+    def sleep(self) -> None:
+        """It has processes of its own, as it were."""
+
+
+def in_flight(config: Any, **kwargs: Any) -> InFlight:
+    return InFlight(build_hf_engine(config, **kwargs))

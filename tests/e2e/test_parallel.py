@@ -43,6 +43,8 @@ def trained(checkpoint: Path, folder: Path, *flags: str) -> list[dict[str, float
     [
         ("qwen3", ["--tensor-parallel-size", "2"]),
         ("moe", ["--tensor-parallel-size", "2", "--expert-parallel-size", "2"]),
+        # a sequence fits into the tokens of two GPUs only
+        ("qwen3", ["--context-parallel-size", "2", "--max-tokens-per-gpu", "40", "--gradient-checkpointing"]),
     ],
 )
 def test_a_run_learns_what_it_learns_without(checkpoint, moe, tmp_path, family, flags) -> None:
@@ -70,3 +72,17 @@ def test_dry_run_draws_the_processes_and_refuses_what_does_not_fit() -> None:
     refused = subprocess.run([*program[:-1], "3"], capture_output=True, text=True, timeout=60, check=False)
     assert refused.returncode == 2
     assert "--expert-parallel-size 3 must divide the processes of a replica, 32" in refused.stderr
+
+
+def test_dry_run_draws_which_processes_share_packs() -> None:
+    flags = "--hf-checkpoint X --dry-run --nproc-per-node 8 --context-parallel-size 2"
+    program = [sys.executable, "-m", "fsdptrain", *flags.split(), "--tensor-parallel-size"]
+    done = subprocess.run([*program, "2"], capture_output=True, text=True, timeout=60, check=True)
+    assert "# 8 processes = 1 replicas x 2 shards x 2 context x 2 tensor" in done.stdout
+    assert "# replica 0: [0 1] [2 3] [4 5] [6 7]; packs [0 1 2 3] [4 5 6 7]" in done.stdout
+    refused = subprocess.run([*program, "8"], capture_output=True, text=True, timeout=60, check=False)
+    assert refused.returncode == 2
+    assert (
+        "--context-parallel-size 2 x --tensor-parallel-size 8 must divide the processes of a replica, 8"
+        in refused.stderr
+    )

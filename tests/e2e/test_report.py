@@ -15,7 +15,7 @@ def test_report_of_a_real_run(checkpoint: Path, tmp_path: Path) -> None:
     trained = command.run(["--hf-checkpoint", str(checkpoint), "--output-dir", str(run), *TINY_RUN], tmp_path / "1")
     assert trained.code == 0, trained.err
 
-    result = command.run(["report", str(run)], tmp_path / "2")
+    result = command.run(["report", str(run), "--rollouts", "1:2"], tmp_path / "2")
 
     assert (result.code, result.err) == (0, "")
     last = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][-2]
@@ -23,14 +23,17 @@ def test_report_of_a_real_run(checkpoint: Path, tmp_path: Path) -> None:
     assert table["reward"][-2:] == [f"{last['reward/mean']:.3f}", "2"]
     assert "accuracy" in table
     assert f"grpo of {checkpoint}" in result.out.replace("\n", "")
-    assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
+    for name in ("curves.png", "timeline.png"):
+        assert (run / name).read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["report"], "report takes the folder of one run and nothing else, e.g. fsdptrain report runs/default"),
-        (["report", "--run", "x"], "report takes the folder of one run and nothing else"),
+        (["report"], "report takes the folder of one run first, e.g. fsdptrain report runs/default"),
+        (["report", "--run", "x"], "report takes the folder of one run first"),
+        (["report", "a", "b"], "'b' stands alone"),
+        (["report", "a", "--rollouts", "9"], "--rollouts must be FIRST:LAST, got '9', e.g. --rollouts 10:13"),
         (["report", "nowhere"], "nowhere has no metrics.jsonl: name the --output-dir of a run"),
         (
             ["train", "--lr", "1e-5"],

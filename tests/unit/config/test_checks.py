@@ -140,6 +140,10 @@ REFUSED = [
     ({"algorithm": "ipo", "use_rollout_logprobs": True}, ["--use-rollout-logprobs", "ipo"], {"algorithm": "grpo"}),
     ({"algorithm": "ipo", "mismatch_correction": "tis"}, ["--mismatch-correction", "ipo"], {"algorithm": "grpo"}),
     ({"mismatch_high": 3.0}, ["--mismatch-high", "--mismatch-correction"], {"mismatch_correction": "tis"}),
+    ({"max_staleness": 1}, ["--max-staleness 1", "--mismatch-correction tis"], {"mismatch_correction": "tis"}),
+    ({"max_staleness": 1}, ["--loss grpo", "--use-rollout-logprobs"], {"use_rollout_logprobs": True}),
+    ({"max_staleness": 1, "algorithm": "gspo"}, ["--max-staleness 1", "--loss gspo"], {"algorithm": "ipo"}),
+    ({**SFT, "max_staleness": 1}, ["--max-staleness", "sft"], {"algorithm": "ipo"}),
     (
         {"mismatch_correction": "tis", "use_rollout_logprobs": True},
         ["--mismatch-correction", "--use-rollout-logprobs"],
@@ -258,6 +262,29 @@ REFUSED = [
     ({"log_to": ["wand"]}, ["--log-to", "'wand'", "wandb"], {"log_to": ["wandb"]}),
     ({"log_to": ["console", "console"]}, ["--log-to", "twice"], {"log_to": ["console"]}),
     ({"log_project": "p"}, ["--log-project", "trackio"], {"log_to": ["trackio"]}),
+    (
+        {"context_parallel_recurrent": "gather"},
+        ["--context-parallel-recurrent", "--context-parallel-size"],
+        {"context_parallel_size": 2},
+    ),
+    *(
+        ({"context_parallel_size": 2, **values}, ["--context-parallel-size", flag], repair)
+        for values, flag, repair in [
+            ({"compile": True}, "--compile", {"compile": False}),
+            (
+                {"gradient_checkpointing": True, "gradient_checkpointing_kind": "selective"},
+                "--gradient-checkpointing-kind selective",
+                {"gradient_checkpointing_kind": "full"},
+            ),
+            ({"offload_activations": True}, "--offload-activations", {"offload_activations": False}),
+            ({"attn_implementation": "flash_attention_2"}, "flash_attention_2", {"attn_implementation": "varlen"}),
+        ]
+    ),
+    (
+        {"context_parallel_size": 2, "rollout_max_response_len": 16384},
+        ["--rollout-max-response-len 16384", "--max-tokens-per-gpu 8192 x --context-parallel-size 2"],
+        {"context_parallel_size": 4, "rollout_max_batch_tokens": 65536},
+    ),
     ({"nnodes": 2}, ["--rdzv-endpoint", "10.0.0.1:29500"], {"rdzv_endpoint": "10.0.0.1:29500"}),
     ({"nnodes": 2, "rdzv_endpoint": "host"}, ["--rdzv-endpoint", "host:port"], {"rdzv_endpoint": "host:29500"}),
     ({"rdzv_endpoint": "h:1"}, ["--rdzv-endpoint", "--nnodes"], {"nnodes": 2}),

@@ -1,6 +1,9 @@
+import json
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from fsdptrain.config import DataConfig, RolloutConfig
@@ -8,6 +11,7 @@ from fsdptrain.data.prompts import ANSWER_TAGS_PROMPT, PromptStream, make_prompt
 from fsdptrain.data.sources import Row, content_hash, load_rows, split_rows
 from fsdptrain.errors import ConfigError, DataError
 from fsdptrain.testing import tiny_tokenizer
+from fsdptrain.types import Prompt
 
 NO_SYSTEM_ROLE = (  # as gemma's: it raises
     "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
@@ -165,6 +169,38 @@ def test_the_order_hangs_on_the_seed_alone(tokenizer: Any) -> None:
     assert first != other
 
 
+def done(prompts: PromptStream, count: int) -> list[Prompt]:
+    """So many prompts, of which the stream learns what became of them."""
+    taken = prompts.next(count)
+    for prompt in taken:
+        prompts.record(prompt)
+    return taken
+
+
+@settings(max_examples=50, deadline=None)
+@given(steps=st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7)), max_size=8), resumes=st.sets(st.integers(0, 7)))
+def test_prompts_under_way_at_a_checkpoint_are_given_out_again_and_none_is_done_twice(
+    tokenizer: Any, steps: list[tuple[int, int]], resumes: set[int]
+) -> None:
+    """As rollouts do: some prompts are asked, some of those that were asked are done; now and then all is lost but the
+    state."""
+    prompts, under_way, finished = stream(tokenizer), [], []
+    for number, (asked, ended) in enumerate(steps):
+        under_way += prompts.next(asked)
+        for prompt in under_way[:ended]:
+            prompts.record(prompt)
+        finished += under_way[:ended]
+        del under_way[:ended]
+        if number in resumes:
+            state = json.loads(json.dumps(prompts.state_dict()))
+            prompts, lost = stream(tokenizer), under_way
+            prompts.load_state_dict(state)
+            under_way = prompts.next(len(lost) // 2)  # the next checkpoint may come before all are asked again
+            assert under_way == lost[: len(under_way)]
+    finished += under_way + prompts.next(40)
+    assert finished == stream(tokenizer).next(len(finished))
+
+
 @pytest.mark.parametrize("stop", [0, 1, 9, 10, 11, 25])
 def test_a_resumed_stream_goes_on_as_if_nothing_had_happened(tokenizer: Any, stop: int) -> None:
     exclude = {content_hash(rows()[4])}
@@ -174,12 +210,12 @@ def test_a_resumed_stream_goes_on_as_if_nothing_had_happened(tokenizer: Any, sto
         return stream(tokenizer, mixed, exclude=exclude, max_prompt_len=40, **values)
 
     whole = make()
-    expected = [whole.next(1)[0] for _ in range(40)]
+    expected = [done(whole, 1)[0] for _ in range(40)]
     first = make()
-    begun = first.next(stop)
+    begun = done(first, stop)
     second = make(seed=99)  # the state brings the seed
     second.load_state_dict(first.state_dict())
-    assert begun + second.next(40 - stop) == expected
+    assert begun + done(second, 40 - stop) == expected
     assert second.state_dict() == whole.state_dict()
     assert second.progress == whole.progress
 

@@ -188,14 +188,6 @@ def test_configs_say_what_happens_to_logits() -> None:
     assert head_transform(zoo.config("llama")) == policy.HeadTransform()
 
 
-def test_a_shared_prefix_is_refused() -> None:
-    batch = plain_batch(segments(), device=CPU)
-    prefix = batch.prefix_segment.clone()
-    prefix[1] = 0
-    with pytest.raises(RuntimeError, match="prefixes are not supported"):
-        policy_logprobs(policy_model("qwen3"), replace(batch, prefix_segment=prefix), layout="packed")
-
-
 @pytest.mark.parametrize("name", ["qwen3", "gpt_oss", "gemma2"])
 def test_gradient_checkpointing_changes_no_gradient(name: str) -> None:
     batch = plain_batch(segments(), device=CPU)

@@ -83,6 +83,7 @@ def test_supervised_training_without_evaluation_generates_nothing():
 def test_a_pack_is_full_of_the_longest_sequences():
     assert seqlens(config()) == (1024,)
     assert seqlens(config(rollout_max_prompt_len=128, rollout_max_response_len=256)) == (384, 384, 256)
+    assert seqlens(config(context_parallel_size=4)) == (1024,)  # of one process
 
 
 def test_a_larger_gpu_fits_and_proposes_nothing():
@@ -141,7 +142,8 @@ def test_remedies_are_from_fast_to_slow_and_never_take_away_what_was_given():
     offloaded = config(fsdp_cpu_offload=True, offload_activations=True)
     flags = {flag for changed in remedies.remedies(offloaded, packs=[], caches=[]) for flag in changed.flags}
     assert flags == {"--gradient-checkpointing", "--gradient-checkpointing-every 2"}
-    for changed in [*remedies.choices(offloaded), *remedies.choices(config())]:
+    dealt = config(context_parallel_size=2)
+    for changed in [*remedies.choices(offloaded), *remedies.choices(config()), *remedies.choices(dealt)]:
         check(changed.config)
 
 

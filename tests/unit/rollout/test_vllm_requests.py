@@ -1,5 +1,6 @@
 """Each request is answered once and in its place, whatever becomes of servers; or the rollout ends with one line."""
 
+import threading
 import time
 
 import pytest
@@ -7,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdptrain.errors import RolloutError
+from fsdptrain.rollout.vllm_http import ServerGoneError
 from fsdptrain.rollout.vllm_requests import Dispatcher
 from tests.unit.rollout.scripted_server import ScriptedServer
 
@@ -81,3 +83,33 @@ def test_a_server_with_other_weights_or_paused_by_somebody_is_not_used(fault):
     if "version" in fault:  # its answers show it
         with pytest.raises(RolloutError, match="run/0, not run/1"):
             dispatcher(other).run(requests(1), per_group=1)
+
+
+def test_requests_in_flight_live_on_while_servers_take_new_weights():
+    """Between two versions a watch says nothing, whatever it sees; afterwards only older answers are refused."""
+    server = ScriptedServer(version="run/3")
+    seen = {"now": "run/3"}
+    made = dispatcher(server, tag="run/2", newest=lambda: seen["now"])
+    assert made._now() == "run/3"
+    assert tokens(made.run(requests(20), per_group=4)) == list(range(20))
+    assert all(made._is_good(tag) for tag in ("run/2", "run/10"))
+    assert not any(made._is_good(tag) for tag in ("run/1", "other/3", "default"))
+    server.version = "run/1"
+    with pytest.raises(RolloutError, match="run/1, not run/"):
+        dispatcher(server, tag="run/2", newest=lambda: "run/3").run(requests(1), per_group=1)
+
+
+def test_a_watch_during_an_update_marks_nobody():
+    server = ScriptedServer(version="run/1", paused=True)
+    made = dispatcher(server, newest=lambda: None)
+    assert tokens(made.run(requests(8), per_group=1)) == list(range(8))
+
+
+def test_what_is_stopped_from_outside_ends():
+    server = ScriptedServer(dies_after=0)
+    made = dispatcher(server, patience=60.0, min_servers=1)
+    threading.Timer(0.3, made.stop).start()
+    start = time.monotonic()
+    with pytest.raises((RolloutError, ServerGoneError)):
+        made.run(requests(4), per_group=1)
+    assert time.monotonic() - start < 10

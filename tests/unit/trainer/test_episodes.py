@@ -21,6 +21,7 @@ from fsdptrain.rewards.verifiers import exact
 from fsdptrain.testing import FakeRolloutEngine, tiny_tokenizer
 from fsdptrain.trainer.episodes import MultiTurn, prompt_seed
 from fsdptrain.trainer.experience import Round, SingleTurn
+from fsdptrain.trainer.timeline import Stopwatch
 from fsdptrain.types import NO_ROUTE, Completion, Message, Prompt, SamplingParams, Turn
 
 TOKENIZER = tiny_tokenizer()
@@ -94,7 +95,7 @@ def play(
         max_turns=max_turns,
     )
     sampling = SamplingParams(num_samples=2, max_tokens=max_tokens, stop_token_ids=ENDS, seed=7)
-    return maker.make(prompts, sampling), engine
+    return maker.make(prompts, sampling, Stopwatch()), engine
 
 
 def two_turns(turn: int, response: str) -> Turn:
@@ -254,7 +255,7 @@ def play_wild(environment: Wild, **options: Any) -> tuple[Round, Recording]:
     renderer = TurnRenderer(TOKENIZER, data=DataConfig())
     threads = StepThreads(num_threads=4, timeout=options["timeout"])
     maker = MultiTurn(engine, loaded, environment_reward, True, renderer, threads, TOKENIZER, 5)
-    return maker.make(PROMPTS, SamplingParams(2, 200, stop_token_ids=ENDS)), engine
+    return maker.make(PROMPTS, SamplingParams(2, 200, stop_token_ids=ENDS), Stopwatch()), engine
 
 
 def test_a_finish_that_raises_costs_its_episode_only():
@@ -299,7 +300,7 @@ def test_an_engine_that_knows_no_limits_of_prompts_is_cut():
     maker = MultiTurn(
         engine, loaded, environment_reward, True, renderer, StepThreads(num_threads=4, timeout=5), TOKENIZER, 5
     )
-    other = maker.make(PROMPTS, SamplingParams(2, 60, stop_token_ids=ENDS, seed=7))
+    other = maker.make(PROMPTS, SamplingParams(2, 60, stop_token_ids=ENDS, seed=7), Stopwatch())
     assert [s.token_ids for s in other.samples] == [s.token_ids for s in made.samples]
     assert all(s.truncated for s in other.samples)
 
@@ -332,6 +333,6 @@ def test_no_prompts_make_no_episodes():
 
 def test_a_rank_without_prompts_makes_nothing_in_a_single_turn_too():
     made = SingleTurn(FakeRolloutEngine(lambda prompt, index: words("yes")), exact, TOKENIZER).make(
-        [], SamplingParams(2, 9)
+        [], SamplingParams(2, 9), Stopwatch()
     )
     assert (made.samples, made.texts) == ([], [])

@@ -1,0 +1,214 @@
+"""Does GRPO learn as much from samples that are a few versions old, whichever engine makes them? And what does it save?
+
+    python benchmarks/staleness.py --vllm-python .venv-vllm/bin/python      # 3 engines x 3 ages x 3 seeds: 27 runs
+    python benchmarks/staleness.py --engines hf --seeds 0                   # without vLLM
+    python benchmarks/staleness.py --quick --engines hf --seeds 0           # seconds, and no file is written
+
+The task, the model and the warm-up are those of the quickstart (`make demo`): spelling words backward, 0.1 M
+parameters. The warm-up is made once; seeds are those of GRPO, of its sampling and its order of prompts. Each run is the
+quickstart's second half, 16 rollouts of two optimizer steps, with --max-staleness 0, 1 and 4; above 0 with
+--mismatch-correction tis. Runs take place one after the other; those of vllm-server share one server. Seconds are sums
+over the rollouts of a run, the first left out, in which engines warm up. Results are written after each run, and runs
+that are there are not repeated; --fresh begins anew.
+"""
+
+import argparse
+import json
+import os
+import platform
+import secrets
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import yaml
+from algorithms import ROOT, warm_start
+
+from fsdptrain import Config, __version__
+from fsdptrain.config import to_yaml
+from fsdptrain.planning.report import read_metrics, read_series
+from fsdptrain.rollout.vllm_http import VLLMClient
+from fsdptrain.rollout.vllm_process import Launch, ServerProcess
+from fsdptrain.rollout.vllm_server_build import server_arguments
+
+RESULTS = ROOT / "benchmarks" / "results" / "staleness.json"
+ENGINES = ("hf", "vllm", "vllm-server")
+NUM_ROLLOUTS = 16
+KEY = "STALENESS_KEY"  # environment variable
+STAGES = ("step", "generate", "reward", "score", "train", "sync", "sync_check", "idle")
+IDLE = ("generate", "reward", "train", "sync")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
+    parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 4], metavar="K")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--vllm-python", type=Path, help="Python of an environment with vLLM and fsdptrain's needs")
+    parser.add_argument("--folder", type=Path, default=Path("runs/staleness"), help="for the runs themselves")
+    parser.add_argument("--fresh", action="store_true", help="forget the results that are there")
+    parser.add_argument("--quick", action="store_true", help="two rollouts after a short warm-up; no file is written")
+    args = parser.parse_args(argv)
+    if args.vllm_python is None and any(engine != "hf" for engine in args.engines):
+        parser.error("--vllm-python is missing: without vLLM use --engines hf")
+    folder = (args.folder / ("quick" if args.quick else "full")).resolve()
+    start = warm_start(0, folder / "warm-up", quick=args.quick)
+    rows = [] if args.fresh or args.quick or not RESULTS.exists() else json.loads(RESULTS.read_text())["runs"]
+    os.environ[KEY] = secrets.token_hex(8)
+    with server(start, folder, args) as url:
+        for seed in args.seeds:
+            for engine in args.engines:
+                for age in args.staleness:
+                    if not any((r["engine"], r["max_staleness"], r["seed"]) == (engine, age, seed) for r in rows):
+                        rows.append(measure(engine, age, seed, start, folder, url, args))
+                        print(json.dumps(rows[-1]), flush=True)
+                        if not args.quick:
+                            write(rows)
+
+
+@contextmanager
+def server(start: Path, folder: Path, args: argparse.Namespace) -> Iterator[str | None]:
+    """One for all runs of vllm-server: it takes minutes to start on a busy machine."""
+    if "vllm-server" not in args.engines:
+        yield None
+        return
+    config = Config(**recipe("vllm-server", 0, 0, start, folder, None, quick=args.quick))
+    folder.mkdir(parents=True, exist_ok=True)
+    arguments = server_arguments(config, start, on_gpu=torch.cuda.is_available())
+    process = ServerProcess(
+        Launch(str(args.vllm_python), arguments, folder, folder / "weights", os.environ[KEY]), 0, None
+    )
+    process.start()
+    try:
+        client = VLLMClient(process.url, os.environ[KEY])
+        while not client.is_healthy(timeout=1.0):
+            assert not process.has_ended, process.last_words()
+            time.sleep(0.5)
+        yield process.url
+    finally:
+        process.end()
+
+
+def measure(
+    engine: str, age: int, seed: int, start: Path, folder: Path, url: str | None, args: argparse.Namespace
+) -> dict[str, Any]:
+    """One run, its accuracy at both ends, and where its time went."""
+    run = folder / f"{engine}-K{age}-seed{seed}"
+    shutil.rmtree(run, ignore_errors=True)  # of a run that was broken off
+    config = Config(**recipe(engine, age, seed, start, run, url, quick=args.quick))
+    written = folder / f"{run.name}.yaml"
+    written.write_text(to_yaml(config))
+    python = args.vllm_python if engine == "vllm" else sys.executable
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
+    begin = time.monotonic()
+    subprocess.run([str(python), "-m", "fsdptrain", "--recipe", str(written)], check=True, env=environment)
+    seconds = time.monotonic() - begin
+    accuracy, greedy = (read_series(run, f"eval/{name}/accuracy")[1] for name in ("heldout", "heldout_greedy"))
+    steps = [row for row in read_metrics(run) if "perf/step_s" in row]
+    return {
+        "engine": engine,
+        "max_staleness": age,
+        "seed": seed,
+        "before": round(accuracy[0], 4),
+        "after": round(accuracy[-1], 4),
+        "greedy_before": round(greedy[0], 4),
+        "greedy_after": round(greedy[-1], 4),
+        "reward_last_4": round(statistics.fmean(row["reward/mean"] for row in steps[-4:]), 4),
+        "staleness_mean": round(statistics.fmean(row.get("staleness/mean", 0.0) for row in steps), 3),
+        "staleness_max": max(row.get("staleness/max", 0.0) for row in steps),
+        "mismatch_abs_mean": round(statistics.fmean(row["mismatch/abs_mean"] for row in steps), 5),
+        "tokens_per_s": round(sum(row["progress/tokens"] for row in steps[1:]) / total(steps, "step"), 1)
+        if len(steps) > 1
+        else None,
+        "seconds": {name: round(total(steps, name), 2) for name in STAGES},
+        "idle_seconds": {name: round(total(steps, f"{name}_idle"), 2) for name in IDLE},
+        "whole_run_seconds": round(seconds, 1),
+        "load_average": round(os.getloadavg()[0], 1),
+    }
+
+
+def total(steps: Sequence[dict[str, float]], name: str) -> float:
+    """Without the first rollout."""
+    return sum(row.get(f"perf/{name}_s", 0.0) for row in steps[1:])
+
+
+def recipe(engine: str, age: int, seed: int, start: Path, run: Path, url: str | None, *, quick: bool) -> dict[str, Any]:
+    """The quickstart's second half, with an engine and an age."""
+    values = yaml.safe_load((ROOT / "recipes" / "quickstart.yaml").read_text())
+    num_rollouts = 2 if quick else NUM_ROLLOUTS
+    values["model"]["hf_checkpoint"] = str(start)
+    values["run"] = {
+        "seed": seed,
+        "output_dir": str(run),
+        "resume": "never",
+        "num_rollout": num_rollouts,
+        "eval_interval": num_rollouts,
+        "n_samples_per_eval_prompt": 2,
+        "eval_greedy": True,
+        "keep_last": 0,
+        "export": False,
+    }
+    values["rollout"] |= {"seed": seed, "engine": engine, "max_prompt_len": 80}  # the model has 128 positions
+    values["log"] = {"to": [], "num_samples": 0}
+    if age:
+        values["sync"] = {"max_staleness": age}
+        values["algorithm"]["mismatch_correction"] = "tis"
+    if engine == "vllm":
+        values["rollout"] |= {"kv_cache_gib": 0.25, "engine_args": {"max_num_seqs": 256}}
+    if engine == "vllm-server" and url is not None:
+        values["rollout"] |= {"urls": [url], "api_key_env": KEY}
+    elif engine == "vllm-server":  # what the server is started with
+        values["rollout"] |= {"num_servers": 1, "kv_cache_gib": 0.25, "engine_args": {"max_num_seqs": 256}}
+    if quick:
+        values["data"] |= {"data_size": 500, "eval_size": 16}
+    return values
+
+
+def write(rows: Sequence[dict[str, Any]]) -> None:
+    """staleness.json, with a summary of each engine and age over seeds."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    cells = sorted({(row["engine"], row["max_staleness"]) for row in rows})
+    result = {
+        "command": "python benchmarks/staleness.py --vllm-python .venv-vllm/bin/python",
+        "fsdptrain": __version__,
+        "commit": commit.strip(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "rollouts": NUM_ROLLOUTS,
+        "summary": [summary(engine, age, rows) for engine, age in cells],
+        "runs": rows,
+    }
+    RESULTS.parent.mkdir(exist_ok=True)
+    partial = RESULTS.with_suffix(".partial")
+    partial.write_text(json.dumps(result, indent=2) + "\n")
+    partial.replace(RESULTS)
+
+
+def summary(engine: str, age: int, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    own = [row for row in rows if (row["engine"], row["max_staleness"]) == (engine, age)]
+    after = [row["after"] for row in own]
+    return {
+        "engine": engine,
+        "max_staleness": age,
+        "seeds": len(own),
+        "before_mean": round(statistics.fmean(row["before"] for row in own), 4),
+        "after_mean": round(statistics.fmean(after), 4),
+        "after_min": min(after),
+        "after_max": max(after),
+        "step_seconds_median": statistics.median(row["seconds"]["step"] for row in own),
+    }
+
+
+if __name__ == "__main__":
+    main()

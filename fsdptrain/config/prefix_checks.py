@@ -1,0 +1,33 @@
+"""What of the configuration stands against computing the prompt of a group once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from fsdptrain.config.effects import Problem, without_effect
+
+if TYPE_CHECKING:
+    from fsdptrain.config.root import Config
+
+
+def prefix_obstacle(config: Config) -> str:
+    """Why samples of a group cannot share their prompt, whatever the model is; "" where nothing speaks against it."""
+    if config.algorithm.algorithm == "sft":
+        return "with --algorithm sft, which has no groups"
+    if config.router.replay != "off":
+        return f"with --router-replay {config.router.replay}: each sample has routes of its own for its prompt"
+    if config.data.image_key is not None:
+        return "with --image-key: the images of a prompt belong to each sample"
+    for flag in ("tensor_parallel_size", "expert_parallel_size", "context_parallel_size"):
+        if (size := getattr(config.parallel, flag)) > 1:
+            return f"with --{flag.replace('_', '-')} {size}: not shown to be exact there yet"
+    if config.model.layout == "padded":
+        return "with --layout padded: only packs can share"
+    return "" if config.batch.prefix_sharing != "off" else "--prefix-sharing off"
+
+
+def check_prefixes(config: Config) -> Iterator[Problem]:
+    obstacle = prefix_obstacle(config)
+    if config.batch.prefix_sharing == "on" and obstacle:
+        yield from without_effect(config, "prefix_sharing", obstacle)

@@ -1,0 +1,118 @@
+"""Plans in which samples that begin with the same prompt share packs, where that makes the step cheaper.
+
+A prompt is computed once for each pack that its samples are in. So whole families are cheapest, unless there are so few
+of them that ranks wait for each other: then it is better to cut them. Several ways to cut are planned; the one whose
+slowest ranks are done first is taken.
+"""
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from fsdptrain.data.packing import (
+    QUADRATIC_COST,
+    PackPlan,
+    check_lengths,
+    deal_packs,
+    fill_packs,
+    plan_packs,
+    sequence_costs,
+)
+
+MIN_GAIN = 0.03  # of the cost: sharing itself takes a little time that no cost counts
+MIN_PROMPT = 16  # tokens
+_NEARLY_BALANCED = 1.02
+
+
+def plan_shared(
+    lengths: Sequence[int],
+    prompts: Sequence[tuple[int, int]],
+    *,
+    num_ranks: int,
+    max_tokens: int,
+    quadratic_cost: float = QUADRATIC_COST,
+    always: bool = False,
+) -> PackPlan:
+    """The cheapest plan; that of `plan_packs` where sharing does not make it cheaper by MIN_GAIN.
+
+    In a pack the samples of one prompt stand next to each other. A sample costs what it does there; one
+    that shares its first P tokens costs what P tokens would less, for its own tokens look at those too.
+
+    Args:
+        prompts: of each sample (what tells its prompt from others, its length); length 0: it has none.
+        always: share wherever prompts are equal, at whatever gain.
+    """
+    check_lengths(lengths, max_tokens=max_tokens)
+    families = _families(prompts, shortest=1 if always else MIN_PROMPT)
+    limits = {"num_ranks": num_ranks, "max_tokens": max_tokens}
+    plain = plan_packs(lengths, quadratic_cost=quadratic_cost, **limits)
+    if not families:
+        return plain
+    costs = sequence_costs(lengths, quadratic_cost)
+    prompt_costs = sequence_costs([length for _, length in prompts], quadratic_cost)
+    alone = sorted(set(range(len(lengths))).difference(*families))
+    shared = {prompts[family[0]] for family in families}
+
+    def tokens_of(unit: Sequence[int]) -> int:
+        return sum(lengths[i] for i in unit) - prompts[unit[0]][1] * (len(unit) - 1)
+
+    def cost_of(unit: Sequence[int]) -> float:
+        return math.fsum(costs[i] for i in unit) - prompt_costs[unit[0]] * (len(unit) - 1)
+
+    def plan(parts: int) -> PackPlan:
+        units = [[i] for i in alone]
+        for family in families:
+            for part in range(min(parts, len(family))):
+                units += _cut(family[part::parts], lengths, prompts[family[0]][1], max_tokens)
+        filled = fill_packs([tokens_of(u) for u in units], [cost_of(u) for u in units], **limits)
+        packs = [_together([i for unit in pack for i in units[unit]], prompts, shared) for pack in filled]
+        num_tokens = sum(tokens_of(unit) for pack in packs for unit in pack)
+        found = deal_packs(
+            [[i for unit in pack for i in unit] for pack in packs],
+            [math.fsum(cost_of(unit) for unit in pack) for pack in packs],
+            num_tokens=num_tokens,
+            **limits,
+        )
+        return replace(found, shared=1 - num_tokens / sum(lengths))
+
+    ideal = (math.fsum(cost_of(f) for f in families) + math.fsum(costs[i] for i in alone)) / num_ranks
+    best: PackPlan | None = None
+    parts, most = 1, max(len(family) for family in families)
+    while best is None or (best.cost > _NEARLY_BALANCED * ideal and parts < 2 * most):
+        found = plan(parts)
+        best = found if best is None or found.cost < best.cost else best
+        parts *= 2
+    return best if always or best.cost < (1 - MIN_GAIN) * plain.cost else plain
+
+
+def _families(prompts: Sequence[tuple[int, int]], *, shortest: int) -> list[list[int]]:
+    """The samples of each prompt that several have, in the order of their first ones."""
+    found: dict[tuple[int, int], list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        if prompt[1] >= shortest:
+            found.setdefault(prompt, []).append(index)
+    return [family for family in found.values() if len(family) > 1]
+
+
+def _cut(family: Sequence[int], lengths: Sequence[int], prompt: int, max_tokens: int) -> list[list[int]]:
+    """As few units as the budget allows, each with the prompt."""
+    units: list[list[int]] = []
+    room = 0
+    for index in sorted(family, key=lengths.__getitem__, reverse=True):
+        own = lengths[index] - prompt
+        if own > room:
+            units.append([])
+            room = max_tokens - prompt
+        units[-1].append(index)
+        room -= own
+    return units
+
+
+def _together(
+    members: Sequence[int], prompts: Sequence[tuple[int, int]], shared: Collection[tuple[int, int]]
+) -> list[list[int]]:
+    """The members of a pack, those of one shared prompt together, any other by itself."""
+    found: dict[object, list[int]] = {}
+    for index in members:
+        found.setdefault(prompts[index] if prompts[index] in shared else index, []).append(index)
+    return list(found.values())

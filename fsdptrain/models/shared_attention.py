@@ -1,0 +1,94 @@
+"""Attention of segments that share a prefix, in two parts that are merged: causal over their own tokens, and over the
+prefix, which all that follow it look at in one call.
+
+With logsumexps a and b of the scores of both parts, out = exp(a - c) out_a + exp(b - c) out_b, c = logaddexp(a, b).
+Backward, each part is given the merged output and c in place of its own: a flash kernel makes its probabilities from
+the logsumexp and the row sums of their gradient from the output, so what comes out is the part's share of the gradient
+of the whole (as in ring attention, arXiv 2310.01889). No key is copied, and no mask exists.
+"""
+
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdptrain.types import SharedPrefixes
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_Run = tuple[slice, slice]  # rows of segments that share a prefix, and its rows
+
+
+def merged_attention(
+    q: Tensor,  # [1, H, C, D]
+    k: Tensor,  # [1, HK, C, D]
+    v: Tensor,  # [1, HK, C, D]
+    *,
+    spans: list[int],  # (N,) rows of each segment
+    shared: SharedPrefixes,
+    scale: float,
+) -> Tensor:  # [1, H, C, D]
+    """On a CPU, without window, softcap, sinks and dropout: what the one kernel there can do."""
+    out = _Merged.apply(q, k, v, _segments(spans), list(_runs(spans, shared)), scale)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _segments(spans: list[int]) -> list[slice]:
+    found, start = [], 0
+    for length in spans:
+        found.append(slice(start, start + length))
+        start += length
+    return found
+
+
+def _runs(spans: list[int], shared: SharedPrefixes) -> Iterator[_Run]:
+    rows = _segments(spans)
+    prefixes = zip(shared.segments, shared.lengths, rows, strict=True)
+    for (first, length), members in groupby(prefixes, key=lambda x: x[:2]):
+        if length:
+            own = [span for *_, span in members]
+            start = rows[first].start
+            yield slice(own[0].start, own[-1].stop), slice(start, start + length)
+
+
+class _Merged(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, segments: list[slice], runs: list[_Run], scale: float
+    ) -> Tensor:
+        out = torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+        lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+        for at in segments:
+            out[:, :, at], lse[:, :, at] = _forward(q[:, :, at], k[:, :, at], v[:, :, at], 0.0, True, scale=scale)
+        for at, prefix in runs:
+            other, other_lse = _forward(q[:, :, at], k[:, :, prefix], v[:, :, prefix], 0.0, False, scale=scale)
+            own_lse = lse[:, :, at]
+            both = torch.logaddexp(own_lse, other_lse)
+            own = out[:, :, at] * (own_lse - both).exp()[..., None]
+            out[:, :, at] = own + other * (other_lse - both).exp()[..., None]
+            lse[:, :, at] = both
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.segments, ctx.runs, ctx.scale = segments, runs, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        grad_q, grad_k, grad_v = (torch.empty_like(x) for x in (q, k, v))
+
+        def part(at: slice, keys: slice, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+            over = k[:, :, keys], v[:, :, keys]
+            said = out[:, :, at], lse[:, :, at]
+            return _backward(grads[0][:, :, at], q[:, :, at], *over, *said, 0.0, causal, scale=ctx.scale)
+
+        for at in ctx.segments:
+            grad_q[:, :, at], grad_k[:, :, at], grad_v[:, :, at] = part(at, at, True)
+        for at, prefix in ctx.runs:
+            of_q, of_k, of_v = part(at, prefix, False)
+            grad_q[:, :, at] += of_q
+            grad_k[:, :, prefix] += of_k
+            grad_v[:, :, prefix] += of_v
+        return grad_q, grad_k, grad_v, None, None, None

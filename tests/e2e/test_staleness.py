@@ -1,0 +1,156 @@
+"""--max-staleness: which weights make which rollout, with an engine that waits for its turn and with one that does not.
+
+In flight: the embedded engine in threads of its own (tests/e2e/engines.py). What real servers do with requests that are
+under way when new weights come is tested in tests/vllm/servers/test_in_flight.py.
+"""
+
+import json
+import os
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from fsdptrain import Config, Trainer
+from tests.e2e import command
+from tests.e2e.command import TINY_RUN
+from tests.e2e.engines import CALLS
+
+ENGINES = {"queue": "tests.e2e.engines:recording", "in flight": "tests.e2e.engines:in_flight"}
+ROWS = [{"prompt": f"say {i}", "label": str(i)} for i in range(64)]
+
+
+def train(checkpoint: Path, folder: Path, kind: str, age: int, **values: Any) -> list[dict[str, Any]]:
+    """The metrics of four rollouts."""
+    CALLS.clear()
+    config = {
+        "hf_checkpoint": str(checkpoint),
+        "output_dir": str(folder),
+        "rollout_engine": ENGINES[kind],
+        "max_staleness": age,
+        "num_rollout": 4,
+        "rollout_batch_size": 2,
+        "n_samples_per_prompt": 4,
+        "rollout_max_response_len": 6,
+        "reward": "tests.e2e.rewards:variety",
+        "mismatch_correction": "tis",
+        "lr": 1e-3,
+        "bf16": False,
+        "log_to": [],
+        "log_num_samples": 8,
+        "export": True,
+        "keep_last": 0,
+        "eval_interval": 0,
+        **values,
+    }
+    Trainer(Config(**config), dataset=ROWS).fit()
+    return lines(folder / "metrics.jsonl")
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def weights(folder: Path) -> list[torch.Tensor]:
+    return list(AutoModelForCausalLM.from_pretrained(folder / "hf", dtype=torch.float32).state_dict().values())
+
+
+def test_a_queue_makes_each_rollout_with_weights_as_old_as_is_allowed(checkpoint: Path, tmp_path: Path) -> None:
+    rows = train(checkpoint, tmp_path, "queue", 2)
+    assert ["weights 0", *["generate"] * 3, "weights 1", "generate", "weights 2", "weights 3"] == CALLS
+    assert [row["staleness/mean"] for row in rows] == [0, 1, 2, 2]
+    assert rows[0]["mismatch/abs_max"] < 1e-5 < rows[1]["mismatch/abs_max"], "logprobs are those of the weights of then"
+
+
+@pytest.mark.slow
+def test_without_staleness_an_engine_that_could_run_ahead_trains_bit_by_bit_as_one_that_cannot(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    for kind in ENGINES:
+        rows = train(checkpoint, tmp_path / kind, kind, 0)
+        assert [call for step in range(4) for call in (f"weights {step}", "generate")] == CALLS
+        assert not any("staleness/mean" in row for row in rows)
+    pairs = zip(weights(tmp_path / "queue"), weights(tmp_path / "in flight"), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize(
+    "more", [{}, {"dynamic_sampling": True, "min_group_spread": 0.13}, {"curriculum": "pass_rate"}]
+)
+def test_weights_that_never_change_make_the_same_rollouts_at_any_age(
+    checkpoint: Path, tmp_path: Path, kind: str, more: dict[str, Any]
+) -> None:
+    """Which prompts a round of dynamic sampling asks in place of others does depend on the age: first rounds do not."""
+    made = []
+    for age in (0, 1, 4):
+        train(checkpoint, tmp_path / str(age), kind, age, lr=0.0, **more)
+        rows = lines(tmp_path / str(age) / "samples.jsonl")
+        made.append([(row["step"], row["prompt"], row["response"]) for row in rows if row["step"] > 0])
+    if "dynamic_sampling" in more:
+        assert all(len(rows) == len(made[0]) for rows in made)
+    else:
+        assert made[0] == made[1] == made[2]
+
+
+@pytest.mark.slow
+def test_ranks_run_ahead_together_and_no_token_is_too_old(checkpoint: Path, tmp_path: Path) -> None:
+    argv = ["--hf-checkpoint", str(checkpoint), *TINY_RUN, "--rollout-engine", ENGINES["in flight"]]
+    argv += ["--max-staleness", "2", "--mismatch-correction", "tis", "--output-dir", str(tmp_path / "run")]
+    argv[argv.index("--num-rollout") + 1] = "6"
+    result = command.run([*argv, "--environment", "calculator", "--max-turns", "2"], tmp_path / "log", num_ranks=2)
+    assert result.code == 0, result.err
+    rows = [row for row in lines(tmp_path / "run" / "metrics.jsonl") if "staleness/max" in row]
+    assert len(rows) == 6
+    assert all(row["staleness/max"] <= min(2, row["step"] - 1) for row in rows)
+    assert rows[-1]["progress/samples"] == 6 * 16
+    spans = lines(tmp_path / "run" / "timeline.jsonl")
+    assert Counter(span["rollout"] for span in spans if span["stage"] == "train") == dict.fromkeys(range(1, 7), 1)
+    assert {"generate", "reward", "train", "sync", "eval", "save"} <= {span["stage"] for span in spans}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ENGINES)
+def test_a_killed_run_goes_on_without_losing_a_prompt_or_training_on_one_twice(
+    checkpoint: Path, tmp_path: Path, kind: str
+) -> None:
+    argv = ["--hf-checkpoint", str(checkpoint), *TINY_RUN, "--rollout-engine", ENGINES[kind], "--log-num-samples", "16"]
+    argv += ["--max-staleness", "2", "--mismatch-correction", "tis", "--output-dir", str(tmp_path / "run")]
+    argv += ["--save-interval", "1"]
+    argv[argv.index("--num-rollout") + 1] = "9"
+    killed = command.start(argv, tmp_path / "killed")
+    end = time.monotonic() + 120
+    while not list((tmp_path / "run" / "checkpoints").glob("step_*3")):
+        assert killed.is_alive(), (tmp_path / "killed" / "err").read_text()
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.join()
+
+    result = command.run(argv, tmp_path / "resumed")
+
+    assert result.code == 0, result.err
+    asked = [row["prompt"] for row in lines(tmp_path / "run" / "samples.jsonl") if row["set"] == "train"]
+    whole = command.run([*argv, "--output-dir", str(tmp_path / "whole")], tmp_path / "log")
+    assert whole.code == 0, whole.err
+    rows = lines(tmp_path / "whole" / "samples.jsonl")
+    assert asked == [row["prompt"] for row in rows if row["set"] == "train"]
+    assert len(asked) == 9 * 16
+
+
+@pytest.mark.slow
+def test_a_reward_that_fails_in_flight_ends_the_run_in_one_line_on_all_ranks(checkpoint: Path, tmp_path: Path) -> None:
+    argv = ["--hf-checkpoint", str(checkpoint), *TINY_RUN, "--rollout-engine", ENGINES["in flight"]]
+    argv += ["--max-staleness", "1", "--mismatch-correction", "tis", "--output-dir", str(tmp_path / "run")]
+    argv += ["--eval-interval", "0"]
+    del argv[argv.index("--eval-size") : argv.index("--eval-size") + 2]
+    argv[argv.index("--rollout-max-response-len") + 1] = "500"
+    result = command.run([*argv, "--rollout-max-batch-tokens", "510"], tmp_path / "log", num_ranks=2)
+    assert result.code == 2
+    assert "--rollout-max-batch-tokens 510 cannot hold" in result.err

@@ -1,0 +1,63 @@
+"""What keeps the tokens of a model from being dealt is seen on meta, and said in one line."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from fsdptrain.config.sections import ParallelConfig
+from fsdptrain.errors import ConfigError
+from fsdptrain.models.dealing import check_dealing
+from tests import families, zoo
+
+GATHER = {"context_parallel_recurrent": "gather"}
+CASES: dict[str, tuple[str, int, dict[str, Any], str]] = {
+    "heads": ("gemma3", 3, {}, "--context-parallel-size 3 must divide the 4 attention heads of Gemma3ForCausalLM"),
+    "heads and tensor": (
+        "qwen3",
+        2,
+        {"tensor_parallel_size": 4},
+        "2 x --tensor-parallel-size 4 must divide the 4 attention heads",
+    ),
+    "a state": ("qwen3_next", 2, {}, "model.layers.0.linear_attn of Qwen3NextForCausalLM carries a state"),
+    "no state": ("qwen3", 2, GATHER, "--context-parallel-recurrent gather has no effect on Qwen3ForCausalLM"),
+    "its own attention": ("bloom", 2, {}, "the attention of BloomForCausalLM is code of its own"),
+    "chunks": ("llama4_text", 2, {}, "mixes tokens by chunked_attention"),
+    "an index": ("deepseek_v32", 2, {}, "mixes tokens by indexed_attention"),
+    "a state that is not found": ("minimax", 2, GATHER, "mixes tokens by linear_attention"),
+}
+FOUND = {
+    "qwen3_next": {f"model.layers.{i}.linear_attn" for i in range(3)},
+    "falcon_h1": {f"model.layers.{i}.mamba" for i in range(2)},
+    "lfm2": {"model.layers.0.conv"},
+    "nemotron_h": {"model.layers.0.mixer"},
+}
+
+
+def deal(family: str, size: int, **options: Any) -> list:
+    make = zoo.config if family in zoo.CONFIGS else families.config
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(make(family))
+    mixers = check_dealing(model, ParallelConfig(context_parallel_size=size, **options))
+    return [name for name, module in model.named_modules() if any(module is x for x in mixers)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_model_whose_tokens_cannot_be_dealt_is_refused_by_one_line(case):
+    family, size, options, words = CASES[case]
+    with pytest.raises(ConfigError) as raised:
+        deal(family, size, **options)
+    assert words in str(raised.value)
+    assert "\n" not in str(raised.value)
+    assert "--context-parallel" in str(raised.value)
+
+
+@pytest.mark.parametrize("family", FOUND)
+def test_mixers_with_a_state_are_found_by_their_structure(family):
+    assert set(deal(family, 2, **GATHER)) == FOUND[family]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "deepseek_v3", "gemma3", "gpt2", "mixtral"])
+def test_what_only_attends_has_none(family):
+    assert deal(family, 2) == []

@@ -1,0 +1,212 @@
+"""A prompt that is computed once gives what it gives when each sample computes it; and models that cannot are found."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from fsdptrain.algo.losses import LOSSES
+from fsdptrain.algo.weights import AGGREGATIONS, count_totals, num_loss_tokens
+from fsdptrain.data.packing import pack
+from fsdptrain.models.attention import SEGMENTS, Boundaries, Whole, attend, register_attention
+from fsdptrain.models.checkpointing import enable_gradient_checkpointing
+from fsdptrain.models.layout import choose_layout, probe_random_copy, probe_segments
+from fsdptrain.models.policy import install_policy_forward, policy_logprobs
+from fsdptrain.models.prefix_probe import PrefixProbe, probe_prefixes
+from fsdptrain.types import LogProbs, LossConfig, PackedBatch, Sample
+from tests import zoo
+from tests.unit.models.test_policy import CPU, policy_model
+
+EVERY_TERM = LossConfig(kl_loss_coef=0.1, entropy_coef=0.1, use_opsm=True, mismatch_correction="tis")
+
+
+def group_samples() -> list[Sample]:
+    """Two groups and a sample by itself; prompts longer than the zoo's window of 16, and responses around it."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(count: int) -> list[int]:
+        return torch.randint(zoo.VOCAB_SIZE, (count,), generator=generator).tolist()
+
+    found = []
+    for name, prompt, responses in (("a", draw(30), (9, 1, 20)), ("b", draw(5), (7,)), ("c", draw(12), (4, 25))):
+        for number, length in enumerate(responses):
+            mask = [False] * len(prompt) + [True] * length
+            engine = [-5.0 * m for m in mask]
+            found.append(Sample(name, prompt + draw(length), mask, engine, advantage=number - 0.7))
+    return found
+
+
+def packed(*, sharing: bool, aggregation: str = "token_mean") -> PackedBatch:
+    samples = group_samples()
+    totals = count_totals([num_loss_tokens(sample) for sample in samples])
+    return pack(samples, aggregation=aggregation, totals=totals, max_response_len=30, sharing=sharing)
+
+
+def near(batch: PackedBatch) -> PackedBatch:
+    """With logprobs of an old policy and a reference."""
+    noise = torch.randn(2, batch.num_tokens, generator=torch.Generator().manual_seed(1))
+    return replace(batch, old_logprobs=-5.5 + 0.3 * noise[0], ref_logprobs=-5.5 + 0.3 * noise[1])
+
+
+def gradients(model: PreTrainedModel, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def distance(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    """Of all gradients together, relative to their norm."""
+    assert found.keys() == wanted.keys()
+    square = sum((found[name] - wanted[name]).double().square().sum() for name in wanted)
+    return (square / sum(x.double().square().sum() for x in wanted.values())).sqrt().item()  # pyright: ignore
+
+
+def said_by(model: PreTrainedModel, batch: PackedBatch, **options: Any) -> LogProbs:
+    return policy_logprobs(model, batch, layout="packed", temperature=0.9, with_entropy=True, **options)
+
+
+def both(model: PreTrainedModel, objective: Callable[[PackedBatch], Tensor], **options: Any) -> tuple[float, float]:
+    """(difference of the objective, distance of its gradients) with shared prompts from without."""
+    values, found = [], []
+    for sharing in (False, True):
+        values.append(objective(near(packed(sharing=sharing, **options))))
+        found.append(gradients(model, values[-1]))
+    return abs((values[1] - values[0]).item()), distance(found[1], found[0])
+
+
+@pytest.mark.parametrize("name", [name for name in zoo.ARCHITECTURES if name != "qwen3_next"])
+def test_every_architecture_of_plain_attention_shares_exactly(name: str) -> None:
+    model = policy_model(name)
+    value, gradient = both(model, lambda batch: LOSSES["grpo"](batch, said_by(model, batch), EVERY_TERM).loss)
+    assert value < 1e-6
+    assert gradient < 1e-6
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("loss", sorted(set(LOSSES) - {"sft"}))
+def test_every_loss_and_aggregation_is_what_it_is_without_sharing(loss: str, aggregation: str) -> None:
+    model = policy_model("qwen3")
+    value, gradient = both(
+        model, lambda batch: LOSSES[loss](batch, said_by(model, batch), EVERY_TERM).loss, aggregation=aggregation
+    )
+    assert value < 2e-6
+    assert gradient < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma2"])
+def test_gradient_checkpointing_changes_no_gradient_of_shared_prompts(name: str, kind: Any) -> None:
+    batch, found = packed(sharing=True), []
+    for checkpointed in (False, True):
+        model = policy_model(name)
+        if checkpointed:
+            enable_gradient_checkpointing(model, kind=kind)
+        found.append(gradients(model, said_by(model, batch).values.sin().sum()))
+    for key in found[0]:
+        torch.testing.assert_close(found[1][key], found[0][key], rtol=0, atol=0)
+
+
+def test_router_logits_are_those_of_every_token_so_that_their_loss_counts_each_sample() -> None:
+    model = policy_model("qwen3_moe")
+
+    def router(logits: Any) -> Tensor:
+        scale = torch.linspace(-1, 1, packed(sharing=False).num_tokens)[:, None]
+        return sum((x.softmax(-1) * scale).square().sum() for x in logits)  # pyright: ignore
+
+    def objective(batch: PackedBatch) -> Tensor:
+        found = said_by(model, batch, router=router).router_loss
+        assert found is not None
+        return found
+
+    value, gradient = both(model, objective)
+    assert value < 1e-5
+    assert gradient < 1e-6
+
+
+def probe(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> PrefixProbe:
+    layout = choose_layout(model, "auto", vocab_size=zoo.VOCAB_SIZE, compute_dtype=dtype, device=CPU)
+    chosen: dict[str, Any] = {"layout": layout.layout, "attention": layout.attention, "tolerance": layout.tolerance}
+    return probe_prefixes(model, probe_segments(model, zoo.VOCAB_SIZE), **chosen, device=CPU)
+
+
+@pytest.mark.parametrize("name", [name for name in zoo.ARCHITECTURES if name != "qwen3_next"])
+def test_the_probe_lets_plain_attention_share(name: str) -> None:
+    found = probe(policy_model(name))
+    assert (found.shares, found.reason) == (True, "")
+    assert found.max_difference < 2e-6
+
+
+def test_a_model_with_a_state_does_not_share_and_the_report_says_why() -> None:
+    found = probe(policy_model("qwen3_next"))
+    assert not found.shares
+    assert found.line == "prompts of a group: computed for each sample (its recurrent mixers carry a state through " \
+        "each sequence)"  # fmt: skip
+
+
+def test_inspect_measures_gradients_too() -> None:
+    found = probe_random_copy(zoo.config("gpt_oss")).prefixes
+    assert found is not None
+    assert found.shares
+    assert found.gradient_difference is not None
+    assert found.gradient_difference < 1e-6
+
+
+def test_layers_that_mix_in_the_token_before_do_not_share() -> None:
+    """As a short convolution would, that knows the boundaries of packs, and no prefix."""
+    model = zoo.build("qwen3")
+    starts: list[int] = []
+
+    def note(_: Any, __: Any, kwargs: Any) -> None:
+        starts[:] = kwargs["boundaries"].cu_seqlens[:-1].tolist()
+
+    def mix(_: Any, args: Any) -> Any:
+        before = F.pad(args[0], (0, 0, 1, 0))[:, :-1].clone()
+        before[:, starts] = 0
+        return (args[0] + 0.3 * before,)
+
+    model.model.register_forward_pre_hook(note, with_kwargs=True)
+    for layer in model.model.layers:
+        layer.mlp.register_forward_pre_hook(mix)
+    install_policy_forward(model, chunk_size=16)
+    register_attention()
+    model.set_attn_implementation(SEGMENTS)
+    chosen: dict[str, Any] = {"layout": "packed", "attention": SEGMENTS, "tolerance": 1e-4}
+    found = probe_prefixes(model, probe_segments(model, zoo.VOCAB_SIZE), **chosen, device=CPU)
+    assert not found.shares
+    assert "differs by" in found.reason
+
+
+def blind_to(what: str) -> Any:
+    """Our attention over shared prefixes with one thing forgotten."""
+
+    def forgetful(*args: Any, boundaries: Boundaries, **options: Any) -> Any:
+        whole = boundaries.whole
+        if whole is not None and what == "prefix":
+            boundaries = replace(boundaries, whole=None)
+        if whole is not None and what == "first":  # the prefix of another place
+            moved = replace(whole.shared, rows=(whole.shared.rows + 1).clamp(max=whole.shared.num_tokens - 1))
+            boundaries = replace(boundaries, whole=Whole(moved, whole.seqlens, whole.cu_seqlens))
+            options["softcap"] = 1e6  # by the path that reads `rows`
+        return attend(*args, varlen=False, boundaries=boundaries, **options)
+
+    return forgetful
+
+
+@pytest.mark.parametrize("what", ["prefix", "first"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_attention_that_loses_the_prefix_is_found_out(what: str, dtype: torch.dtype) -> None:
+    model = policy_model("qwen3").to(dtype)
+    ours = ALL_ATTENTION_FUNCTIONS[SEGMENTS]
+    AttentionInterface.register(SEGMENTS, blind_to(what))
+    try:
+        found = probe(model, dtype)
+    finally:
+        AttentionInterface.register(SEGMENTS, ours)
+    assert not found.shares
+    assert "differs by" in found.reason

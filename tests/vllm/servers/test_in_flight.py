@@ -1,0 +1,73 @@
+"""Requests that are under way when new weights come: each token is of the weights that it says, and none is lost."""
+
+import threading
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from fsdptrain.types import Completion, Prompt, SamplingParams
+from tests.vllm import contract
+from tests.vllm.servers import cases
+from tests.vllm.servers.conftest import weights_of
+from tests.vllm.servers.test_push import build
+
+LONG = SamplingParams(num_samples=3, max_tokens=400, temperature=0.7, seed=5)
+
+
+def test_each_token_is_of_the_weights_that_it_says_and_read_with_them_alone(models, urls, alone, tmp_path):
+    """Also what a server had read before: a cache of the old weights would show in the logprobs after the switch."""
+    model = models["untied"]
+    options = cases.attached(model.first, urls["untied"], output_dir=str(tmp_path), max_staleness=1)
+    options |= {"mismatch_correction": "tis"}
+    engine = build(options)
+    versions = [weights_of(model.first), weights_of(model.other), weights_of(model.first)]
+    made: list[Completion] = []
+    try:
+        engine.update_weights(versions[0].items(), 0)
+        engine.generate(contract.PROMPTS, cases.GREEDY)  # what is slow once
+        thread = threading.Thread(target=lambda: made.extend(engine.generate_in_flight(contract.PROMPTS[:2], LONG)))
+        thread.start()
+        for version in (1, 2):
+            time.sleep(0.4)
+            engine.update_weights(versions[version].items(), version)
+            probe = engine.generate(contract.PROMPTS[:1], cases.GREEDY)
+            assert [completion.policy_version for completion in probe] == [version]
+            assert probe[0].versions is None
+        thread.join(timeout=200)
+    finally:
+        engine.close()
+    assert [completion.prompt_id for completion in made] == ["a"] * 3 + ["b"] * 3
+    assert any(completion.versions is not None for completion in made), "nothing was under way"
+    for completion in made:
+        assert completion.token_versions == sorted(completion.token_versions)
+        assert completion.policy_version == completion.token_versions[0]
+        expected = by_version(completion, [model.first, model.other, model.first])
+        assert (expected - torch.tensor(completion.logprobs)).abs().max() < 1e-4
+
+
+def test_more_prompts_than_a_server_reads_at_one_time_are_answered_each_with_its_own_seed(
+    models, urls, alone, tmp_path
+):
+    """vLLM on a CPU ended where a prompt was read in parts, as those in flight may be when they are read again."""
+    prompts = [Prompt(str(i), [5 + (i + j) % 200 for j in range(300)], "") for i in range(24)]
+    engine = build(cases.attached(models["untied"].first, urls["untied"], output_dir=str(tmp_path)))
+    try:
+        engine.update_weights(weights_of(models["untied"].first).items(), 0)
+        made = engine.generate(prompts, SamplingParams(num_samples=1, max_tokens=2, temperature=0.7, seed=5))
+    finally:
+        engine.close()
+    assert [completion.prompt_id for completion in made] == [prompt.id for prompt in prompts]
+
+
+def by_version(completion: Completion, folders: list[Path]) -> torch.Tensor:
+    """The logprob of each token under the weights of its version, prompt and earlier tokens included. [R]"""
+    prompt = next(prompt.token_ids for prompt in contract.PROMPTS if prompt.id == completion.prompt_id)
+    ids = torch.tensor([[*prompt, *completion.token_ids]])
+    found = torch.zeros(len(completion.token_ids))
+    for version, folder in enumerate(folders):
+        logits = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(ids).logits[0] / LONG.temperature
+        logprobs = logits.log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])[len(prompt) - 1 :, 0]
+        found = torch.where(torch.tensor(completion.token_versions) == version, logprobs.detach(), found)
+    return found
