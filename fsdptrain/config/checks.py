@@ -173,6 +173,11 @@ def _lora(config: Config) -> Iterator[Problem]:
             "--lora-sync adapter needs servers that the run starts itself, and --rollout-urls names others: use "
             "--rollout-num-servers, or leave it out, and the adapter is merged into the weights"
         )
+    if lora.sync == "adapter" and config.rollout.engine == SERVER_ENGINE and config.sync.max_staleness:
+        yield (
+            "--lora-sync adapter with servers cannot change under requests in flight (--max-staleness): leave one of "
+            "the two out"
+        )
     if lora.sync == "adapter" and lora.use_dora:
         yield "--lora-sync adapter: vLLM has no DoRA (--lora-use-dora): leave it out, and the adapter is merged"
     if config.algorithm.algorithm != "sft":
