@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,9 @@ def start(*argv, before=(), once=None, **options):
         variables["ONCE"] = str(once)
     variables.pop("OMP_NUM_THREADS", None)
     program = [sys.executable, *before, "-m", "tests.e2e.rank_program", *argv]
-    return subprocess.Popen(program, env=variables, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipe = subprocess.PIPE
+    heed = partial(signal.signal, signal.SIGINT, signal.default_int_handler)  # tests in the background may ignore it
+    return subprocess.Popen(program, env=variables, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, preexec_fn=heed)
 
 
 def finish(process):

@@ -37,7 +37,7 @@ def rows(folder):
 def messages(err):
     """Without what rank 0 says of its model."""
     lines = err.splitlines()
-    return [line for line in lines if not line.startswith(("memory to load", "layout: "))]
+    return [line for line in lines if not line.startswith(("memory to load", "layout: ", "prompts of a group: "))]
 
 
 def newest(folder):
