@@ -11,6 +11,8 @@ from typing import Any
 
 Message = dict[str, Any]
 _CLOSES = 2.0  # [s]
+_LONGEST = 1 << 20  # [bytes] of a message
+_STRANGER = "is no machine of this run"
 
 
 class Line:
@@ -48,7 +50,7 @@ class Line:
             messages: list[Message] = [json.loads(line) for line in lines]
             heard = [message for message in messages if message["what"] != "alive"]
         except (ValueError, TypeError, KeyError):
-            self.why_lost = "is no machine of this run"
+            self.refuse()
             return []
         if heard and heard[-1]["what"] == "leaving":
             self.why_lost = heard.pop()["why"]
@@ -61,25 +63,35 @@ class Line:
             self.why_lost = "was left"
             with suppress(OSError):
                 self.socket.shutdown(socket.SHUT_WR)  # to close with something unread would take back what was said
-                self.socket.settimeout(_CLOSES)
-                while self.socket.recv(1 << 16):
-                    continue
+                deadline = time.monotonic() + _CLOSES
+                while (left := deadline - time.monotonic()) > 0:
+                    self.socket.settimeout(left)
+                    if not self.socket.recv(1 << 16):
+                        break
         self.socket.close()
 
+    def refuse(self) -> None:
+        """Whoever it is says what no machine of a run would."""
+        self.why_lost = _STRANGER
+
     def _read(self) -> None:
-        while self.why_lost is None:
-            try:
-                data = self.socket.recv(1 << 16)
-            except BlockingIOError:
-                return
-            except OSError as error:
-                self.why_lost = f"has gone ({error.strerror})"
-                return
-            if not data:
-                self.why_lost = "has gone (its connection was closed)"
-                return
-            self._heard = time.monotonic()
-            self._in += data
+        """Once: one that talks without end keeps nobody from the others."""
+        if self.why_lost is not None:
+            return
+        try:
+            data = self.socket.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self.why_lost = f"has gone ({error.strerror})"
+            return
+        if not data:
+            self.why_lost = "has gone (its connection was closed)"
+            return
+        self._heard = time.monotonic()
+        self._in += data
+        if len(self._in) > _LONGEST:
+            self.refuse()
 
     def _flush(self) -> None:
         while self._out and self.why_lost is None:

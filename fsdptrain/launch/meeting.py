@@ -23,6 +23,7 @@ from fsdptrain.launch.lines import Line, Message
 
 TICK = 0.1  # [s]
 _CONNECTS = 5.0  # [s]
+_LATE = 2.0  # [s] after a refusal, in which those that come hear of it
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ class Host:
         while missing := [node for node in range(1, self._terms.nnodes) if node not in self._ready]:
             if time.monotonic() > deadline:
                 self._end(RankError(_not_met(self._terms, f"there is no node {', '.join(map(str, missing))}.")))
-            self._wait()
+            self._wait([self._server, *(line.socket for line in self._new)])
             self._accept()
             for line in list(self._new):
                 self._hear_new(line)
@@ -133,7 +134,7 @@ class Host:
         return replace(go, address=next(iter(self._lines.values())).own_address)
 
     def tick(self) -> bool:
-        self._wait()
+        self._wait([])  # who comes in a round waits for the next
         self._hear()
         stop = any(report is not None for report in self._reports.values())
         if stop and not self._stopping:
@@ -162,22 +163,33 @@ class Host:
             line.close()
 
     def _end(self, error: ConfigError | RankError) -> None:
-        for line in [*self._lines.values(), *self._new]:
-            line.send({"what": "refused", "why": str(error), "mendable": isinstance(error, ConfigError)})
-        raise error
+        """Told to those that are here, and to those that are just about to come."""
+        told: set[Line] = set()
+        deadline = time.monotonic() + _LATE
+        while True:
+            for line in {*self._lines.values(), *self._new} - told:
+                line.send({"what": "refused", "why": str(error), "mendable": isinstance(error, ConfigError)})
+                told.add(line)
+            if len(told) >= self._terms.nnodes - 1 or time.monotonic() > deadline:
+                raise error
+            select.select([self._server], [], [], TICK)
+            self._accept()
 
     def _accept(self) -> None:
         with suppress(BlockingIOError):
             while True:
                 self._new.append(Line(self._server.accept()[0], timeout_s=self._terms.silence_s))
 
-    def _wait(self) -> None:
-        """Until somebody says something, or for a moment."""
-        sockets = [line.socket for line in [*self._lines.values(), *self._new] if line.why_lost is None]
-        select.select([self._server, *sockets], [], [], TICK)
+    def _wait(self, others: list[socket.socket]) -> None:
+        """Until a machine of the run or one of `others` says something, or for a moment."""
+        sockets = [line.socket for line in self._lines.values() if line.why_lost is None]
+        select.select([*others, *sockets], [], [], TICK)
 
     def _hear_new(self, line: Line) -> None:
         for message in line.receive():
+            if not _is_machine(message):
+                line.refuse()
+                break
             self._new.remove(line)
             self._welcome(line, message)
             return
@@ -293,6 +305,8 @@ class Guest:
     def _hear(self, line: Line) -> list[Message]:
         if line.why_lost is None:
             select.select([line.socket], [], [], TICK)
+        else:
+            time.sleep(TICK)
         return line.receive()
 
     def _connect(self, deadline: float) -> Line:
@@ -313,6 +327,12 @@ def interface_of(address: str | None) -> str | None:
         if any(found.address.partition("%")[0] == address for found in addresses):
             return name
     return None
+
+
+def _is_machine(message: Message) -> bool:
+    """Whether a first message is one of a machine, of this run or of another; anything may come to an open port."""
+    node, name, alike = (message.get(key) for key in ("node", "name", "alike"))
+    return isinstance(node, int) and node >= 0 and isinstance(name, str) and isinstance(alike, dict)
 
 
 def _called(node: int, name: str) -> str:

@@ -192,3 +192,47 @@ def test_a_port_in_use_is_one_line():
         first, _ = terms(2, endpoint=("127.0.0.1", taken.getsockname()[1]))
         with pytest.raises(ConfigError, match="node 0 cannot listen at port"):
             meet(first)
+
+
+@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", b'{"what": "hi"}\n', b"[1]\n", b"", b"x" * (1 << 21)])
+def test_what_a_stranger_says_at_the_port_changes_nothing(said):
+    first, second = terms(2)
+
+    def stranger():
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            try:
+                with socket.create_connection(first.endpoint, timeout=5) as line:
+                    line.sendall(said)
+                return
+            except OSError:  # not there yet, or it has hung up
+                time.sleep(0.01)
+
+    def guest():
+        stranger()
+        return run(second, [None])
+
+    for go, verdict in at_once([lambda: run(first, [None]), guest]):
+        assert (go.round, verdict) == (0, None)
+
+
+def test_who_comes_during_a_round_costs_no_time():
+    first, second = terms(2)
+
+    def host():
+        meeting = meet(first)
+        try:
+            meeting.gather()
+            socket.create_connection(first.endpoint, timeout=5).close()
+            begin = time.monotonic()
+            ticks = 0
+            while time.monotonic() - begin < 0.5:
+                meeting.tick()
+                ticks += 1
+            return ticks, meeting.settle(None)
+        finally:
+            meeting.leave("has ended")
+
+    (ticks, verdict), _ = at_once([host, lambda: run(second, [None])])
+    assert verdict is None
+    assert ticks < 20

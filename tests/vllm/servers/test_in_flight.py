@@ -30,7 +30,7 @@ def test_each_token_is_of_the_weights_that_it_says_and_read_with_them_alone(mode
         thread = threading.Thread(target=lambda: made.extend(engine.generate_in_flight(contract.PROMPTS[:2], LONG)))
         thread.start()
         for version in (1, 2):
-            time.sleep(0.4)
+            time.sleep(0.1)
             engine.update_weights(versions[version].items(), version)
             probe = engine.generate(contract.PROMPTS[:1], cases.GREEDY)
             assert [completion.policy_version for completion in probe] == [version]
