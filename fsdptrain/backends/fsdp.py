@@ -319,6 +319,8 @@ class FSDPBackend:
     def _probe_prefixes(self, probe: LayoutProbe, vocab_size: int) -> PrefixProbe:
         """ConfigError where --prefix-sharing on is asked for and the model does not allow it."""
         obstacle = prefix_obstacle(self._config)
+        if not obstacle and platform.has_accelerator() and self._config.batch.prefix_sharing == "auto":
+            obstacle = "on a GPU it has not run yet: --prefix-sharing on asks for it"
         if obstacle:
             return PrefixProbe(False, obstacle)
         segments = probe_segments(self._model, vocab_size)

@@ -200,7 +200,8 @@ class BatchConfig(Section):
     dealt to them at random, the samples of one prompt one by one."""
     prefix_sharing: Literal["auto", "on", "off"] = "auto"
     """Compute the prompt of a group once for all its samples in a pack. `auto`: where a probe of the model proves it
-    exact and the step gets cheaper. `on`: wherever prompts are equal; an error where the model does not allow it."""
+    exact and the step gets cheaper, but not on GPUs, where it has not run yet. `on`: wherever prompts are equal; an
+    error where the model does not allow it."""
     epochs_per_rollout: int = Field(default=1, ge=1)
     """Times that each rollout is trained on, in another order each time. Old and reference logprobs are scored once."""
 

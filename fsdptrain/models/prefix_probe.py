@@ -70,7 +70,7 @@ def probe_prefixes(
     if obstacle:
         return PrefixProbe(False, obstacle)
     device = device or platform.local_device()
-    whole, changed = _batches(segments, device)
+    whole, changed, own = _batches(segments, device)
     with evaluating(model):
         wanted, _ = score_or_refusal(model, replace(whole, shared=None), layout)
         found, refusal = score_or_refusal(model, whole, layout)
@@ -78,12 +78,12 @@ def probe_prefixes(
             return PrefixProbe(False, refusal)
         again, _ = score_or_refusal(model, whole, layout)  # kernels may add in any order
         other, _ = score_or_refusal(model, changed, layout)
-    apart = (found - wanted).abs().split(whole.seqlens)
+    apart = [part[-own:] for part in (found - wanted).abs().split(whole.seqlens)]
     difference = over_ranks(max(part.mean().item() for part in apart))
-    moved = over_ranks(_of_last(found, other, whole))
+    moved = over_ranks(_mean(found - other, own))
     if not difference <= tolerance:  # nor where it is nan
         return PrefixProbe(False, f"it differs by {difference:.2g}", difference, tolerance)
-    if moved > min(LEAK, tolerance) + 2 * over_ranks(_of_last(found, again, whole)):
+    if not moved <= min(LEAK, tolerance) + 2 * over_ranks(_mean(found - again, own)):
         return PrefixProbe(False, f"one sequence moves the logprobs of another by {moved:.2g}", difference, tolerance)
     return PrefixProbe(True, "", difference, tolerance)
 
@@ -94,7 +94,7 @@ def probe_prefix_gradients(
     """`probe` with the difference of gradients: not shared where that is too large. For a whole model on the CPU."""
     if not probe.shares:
         return probe
-    batch, _ = _batches(segments, torch.device("cpu"))
+    batch, _, _ = _batches(segments, torch.device("cpu"))
     wanted, found = (_gradients(model, b, layout) for b in (replace(batch, shared=None), batch))
     largest = max(gradient.abs().max().item() for gradient in wanted.values())
     difference = max((found[name] - wanted[name]).abs().max().item() for name in wanted) / largest
@@ -102,8 +102,11 @@ def probe_prefix_gradients(
     return replace(probe, shares=not reason, reason=reason, gradient_difference=difference)
 
 
-def _batches(segments: Sequence[Sequence[int]], device: torch.device) -> tuple[PackedBatch, PackedBatch]:
-    """Three segments that share a prefix, and the same with other tokens behind it in the first two."""
+def _batches(segments: Sequence[Sequence[int]], device: torch.device) -> tuple[PackedBatch, PackedBatch, int]:
+    """Three segments that share a prefix; the same with other tokens behind it in the first two; how many those are.
+
+    What is compared are these few tokens: the prefix is computed alike either way, and in a mean would hide them.
+    """
     behind, before = list(segments[0]), list(segments[1])
     own = min(OWN, max(1, len(behind) // 2))
     prefix = before[: max(1, len(before) - own)]
@@ -113,12 +116,11 @@ def _batches(segments: Sequence[Sequence[int]], device: torch.device) -> tuple[P
         batch = plain_batch([prefix + x for x in tail], device=torch.device("cpu"))
         shared = SharedPrefixes.of((-1, 0, 0), (0, len(prefix), len(prefix)), batch.seqlens)
         found.append(replace(batch, shared=shared).to(device))
-    return found[0], found[1]
+    return found[0], found[1], len(tails[0])
 
 
-def _of_last(values: Tensor, others: Tensor, batch: PackedBatch) -> float:
-    own = batch.seqlens[-1]
-    return (values - others)[-own:].abs().mean().item()
+def _mean(differences: Tensor, own: int) -> float:
+    return differences[-own:].abs().mean().item()
 
 
 def _gradients(model: PreTrainedModel, batch: PackedBatch, layout: Layout) -> dict[str, Tensor]:
