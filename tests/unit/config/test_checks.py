@@ -334,6 +334,14 @@ REFUSED = [
         ["--rollout-max-response-len 16384", "--max-tokens-per-gpu 8192 x --context-parallel-size 2"],
         {"context_parallel_size": 4, "rollout_max_batch_tokens": 65536},
     ),
+    *(
+        ({"prefix_sharing": "on", **values}, ["--prefix-sharing", flag], {"prefix_sharing": "auto"})
+        for values, flag in [
+            ({"image_key": "image"}, "--image-key"),
+            ({"layout": "padded"}, "--layout padded"),
+            (TENSOR, "--tensor-parallel-size 2"),
+        ]
+    ),
     ({"nnodes": 2}, ["--rdzv-endpoint", "10.0.0.1:29500"], {"rdzv_endpoint": "10.0.0.1:29500"}),
     ({"nnodes": 2, "rdzv_endpoint": "host"}, ["--rdzv-endpoint", "host:port"], {"rdzv_endpoint": "host:29500"}),
     ({"rdzv_endpoint": "h:1"}, ["--rdzv-endpoint", "--nnodes"], {"nnodes": 2}),
