@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -150,25 +151,40 @@ class VLLMServerEngine:
         return self.ask(prompts, sampling)[0]
 
     def ask(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, *, preferred: str | None = None
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        *,
+        preferred: str | None = None,
+        cache_salt: str | None = None,
     ) -> tuple[list[Completion], list[Any]]:
-        """As `generate`, of the server at `preferred` as long as it is up; and what servers say besides."""
+        """As `generate`, of the server at `preferred` as long as it is up; and what servers say besides. Prefixes that
+        they have cached are those of requests with the same `cache_salt`."""
         dispatcher = replace(self._dispatcher(), preferred=preferred)
         if not prompts:
             return [], []
         asked = [(prompt, k) for prompt in prompts for k in range(sampling.num_samples)]
         self._go_on()  # until the next call: where this rank waits for others, it may be asked where it stands
         with self._with_stacks():
-            requests = [self._request(*row, sampling, dispatcher.tag) for row in asked]
+            requests = [self._request(*row, sampling, dispatcher.tag) | {"cache_salt": cache_salt} for row in asked]
             answers = dispatcher.run(requests, per_group=sampling.num_samples)
         return self._completions(asked, answers, sampling), [answer["usage"] for answer in answers]
 
     def copies(self) -> list[ServerCopy]:
-        """Ranks share the servers among them: each is looked at by one rank, or by more where ranks are more."""
+        """Ranks share the servers among them: each is looked at by one rank, or by more where ranks are more.
+
+        What is asked of one shares no cached prefix with what is asked of another, or by another rank; with what was
+        asked of it under the weights before it does, if the server has kept that.
+        """
         rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         clients = [client for client in self.clients if client.url in self._ready]
         return [
-            ServerCopy(clients[i % len(clients)], self.ask, self._patience.silence, reads_weights=i < len(clients))
+            ServerCopy(
+                client := clients[i % len(clients)],
+                partial(self.ask, cache_salt=f"sync-check-{rank}-{self.clients.index(client)}"),
+                self._patience.silence,
+                reads_weights=i < len(clients),
+            )
             for i in range(rank, rank + num_ranks * -(-len(clients) // num_ranks), num_ranks)
         ]
 
