@@ -5,10 +5,12 @@ Rank 0 gives new weights to all servers (vllm_fleet.py); every rank asks for the
 """
 
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +85,8 @@ class VLLMServerEngine:
         self._num_adapters = 0
         self._delta = DeltaFilter()  # of what lies in `folder`
         self._in_flight: set[Dispatcher] = set()
+        self._switching = self._closed = False
+        self._changed = threading.Condition()  # held while these, or `_tag`, or `_in_flight` change
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """Take the tensors of a checkpoint, by the names of its files, on all servers at one time. Collective.
@@ -119,42 +123,68 @@ class VLLMServerEngine:
 
     def _switch(self, pack: Callable[[str | None, str], Weights], policy_version: int) -> None:
         """Rank 0 gives all servers what `pack`(tag before, tag) has made, when the collectives before are over."""
-        before, self._tag = self._tag, None  # half an update must not answer
         tag, ready = f"{self._run}/{policy_version}", []
-        with together(RolloutError, "--rollout-engine vllm-server"), self._with_stacks():
-            if self.fleet is not None:
-                weights = pack(before, tag)
-                self._stacks.arm(self._patience.silence)
-                ready = self.fleet.switch(weights)
-        self._ready = gather(ready)[0]
-        self._stacks.disarm()
-        self.policy_version, self._tag = policy_version, tag
+        with self._no_weights() as before:
+            with together(RolloutError, "--rollout-engine vllm-server"), self._with_stacks():
+                if self.fleet is not None:
+                    weights = pack(before, tag)
+                    self._stacks.arm(self._patience.silence)
+                    ready = self.fleet.switch(weights)
+            self._ready = gather(ready)[0]
+            self._stacks.disarm()
+            self.policy_version, self._tag = policy_version, tag
+
+    @contextmanager
+    def _no_weights(self) -> Iterator[str | None]:
+        """Half an update must not answer: who would ask in flight waits for its end. Yields the tag before."""
+        with self._changed:
+            before, self._tag, self._switching = self._tag, None, True
+        try:
+            yield before
+        finally:
+            with self._changed:
+                self._switching = False
+                self._changed.notify_all()
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
         """`num_samples` completions for each prompt, prompt by prompt, in order; each request has its own seed."""
         return self.ask(prompts, sampling)[0]
 
     def ask(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, *, preferred: str | None = None
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        *,
+        preferred: str | None = None,
+        cache_salt: str | None = None,
     ) -> tuple[list[Completion], list[Any]]:
-        """As `generate`, of the server at `preferred` as long as it is up; and what servers say besides."""
-        if self._tag is None:
-            raise RolloutError("the servers have no weights: call update_weights first")
+        """As `generate`, of the server at `preferred` as long as it is up; and what servers say besides. Prefixes that
+        they have cached are those of requests with the same `cache_salt`."""
+        dispatcher = replace(self._dispatcher(), preferred=preferred)
         if not prompts:
             return [], []
         asked = [(prompt, k) for prompt in prompts for k in range(sampling.num_samples)]
-        dispatcher = replace(self._dispatcher(self._tag), preferred=preferred)
         self._go_on()  # until the next call: where this rank waits for others, it may be asked where it stands
         with self._with_stacks():
-            answers = dispatcher.run([self._request(*row, sampling) for row in asked], per_group=sampling.num_samples)
+            requests = [self._request(*row, sampling, dispatcher.tag) | {"cache_salt": cache_salt} for row in asked]
+            answers = dispatcher.run(requests, per_group=sampling.num_samples)
         return self._completions(asked, answers, sampling), [answer["usage"] for answer in answers]
 
     def copies(self) -> list[ServerCopy]:
-        """Ranks share the servers among them: each is looked at by one rank, or by more where ranks are more."""
+        """Ranks share the servers among them: each is looked at by one rank, or by more where ranks are more.
+
+        What is asked of one shares no cached prefix with what is asked of another, or by another rank; with what was
+        asked of it under the weights before it does, if the server has kept that.
+        """
         rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         clients = [client for client in self.clients if client.url in self._ready]
         return [
-            ServerCopy(clients[i % len(clients)], self.ask, self._patience.silence, reads_weights=i < len(clients))
+            ServerCopy(
+                client := clients[i % len(clients)],
+                partial(self.ask, cache_salt=f"sync-check-{rank}-{self.clients.index(client)}"),
+                self._patience.silence,
+                reads_weights=i < len(clients),
+            )
             for i in range(rank, rank + num_ranks * -(-len(clients) // num_ranks), num_ranks)
         ]
 
@@ -167,17 +197,19 @@ class VLLMServerEngine:
 
     def generate_in_flight(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
         """As `generate`, from any thread: when new weights come, servers keep what they have sampled, and go on."""
-        if self._tag is None:
-            raise RolloutError("the servers have no weights: call update_weights first")
-        if not prompts:
-            return []
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or not self._switching)
+            if self._closed:
+                raise RolloutError("the engine is closed")
+            dispatcher = replace(self._dispatcher(), newest=lambda: self._tag, progress=lambda: None)
+            self._in_flight.add(dispatcher)
         asked = [(prompt, k) for prompt in prompts for k in range(sampling.num_samples)]
-        dispatcher = replace(self._dispatcher(self._tag), newest=lambda: self._tag, progress=lambda: None)
-        self._in_flight.add(dispatcher)
+        requests = [self._request(*row, sampling, dispatcher.tag) for row in asked]
         try:
-            answers = dispatcher.run([self._request(*row, sampling) for row in asked], per_group=sampling.num_samples)
+            answers = dispatcher.run(requests, per_group=sampling.num_samples) if requests else []
         finally:
-            self._in_flight.discard(dispatcher)
+            with self._changed:
+                self._in_flight.discard(dispatcher)
         return self._completions(asked, answers, sampling)
 
     def sleep(self) -> None:
@@ -188,8 +220,11 @@ class VLLMServerEngine:
 
     def close(self) -> None:
         """End what is in flight, and the servers that this run has started; others are left as they are."""
-        for dispatcher in tuple(self._in_flight):
-            dispatcher.stop()
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            for dispatcher in self._in_flight:
+                dispatcher.stop()
         self._stacks.close()
         if self.fleet is not None:
             self.fleet.close()
@@ -210,8 +245,8 @@ class VLLMServerEngine:
         self._delta.commit()
         return stored, None
 
-    def _request(self, prompt: Prompt, index: int, sampling: SamplingParams) -> dict[str, Any]:
-        adapter = {"model": self._tag} if self._takes_adapters else {}
+    def _request(self, prompt: Prompt, index: int, sampling: SamplingParams, tag: str) -> dict[str, Any]:
+        adapter = {"model": tag} if self._takes_adapters else {}
         return {
             **adapter,
             "token_ids": prompt.token_ids,
@@ -229,11 +264,13 @@ class VLLMServerEngine:
             },
         }
 
-    def _dispatcher(self, tag: str) -> Dispatcher:
+    def _dispatcher(self) -> Dispatcher:
+        if self._tag is None:
+            raise RolloutError("the servers have no weights: call update_weights first")
         return Dispatcher(
             self.clients,
             ready=self._ready,
-            tag=tag,
+            tag=self._tag,
             silence=self._patience.silence,
             patience=self._patience.replacement,
             min_servers=self._patience.min_servers,

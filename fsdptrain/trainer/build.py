@@ -144,13 +144,14 @@ def build_parts(
 
 
 def rollout_threads(config: Config, engine: RolloutEngine, stack: ExitStack) -> Executor | None:
-    """One for each rollout that may be in flight; they end when `stack` has closed the engine. None: rollouts are made
-    by the thread that trains, ahead of time or not."""
+    """One for each rollout that may be in flight; they end after `stack` has closed the engine, and an error of the run
+    does not wait for them: other ranks wait for it. None: rollouts are made by the thread that trains, ahead of time or
+    not."""
     ahead = config.sync.max_staleness
     if not ahead or not isinstance(engine, InFlightEngine):
         return None
     threads = ThreadPoolExecutor(1 + ahead, thread_name_prefix="rollout")
-    stack.callback(threads.shutdown, wait=True, cancel_futures=True)
+    stack.callback(threads.shutdown, wait=False, cancel_futures=True)
     return threads
 
 

@@ -80,8 +80,10 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _generated(server: ScriptedServer, body: Any) -> Any:
-    spans = [{"version": server.version, "start": 0, "end": 1}]
-    return {"choices": [{"token_ids": body["token_ids"], "finish_reason": "length", "weight_versions": spans}]}
+    ids = body["token_ids"]
+    spans = [{"version": server.version, "start": 0, "end": len(ids)}]
+    choice = {"token_ids": ids, "finish_reason": "length", "weight_versions": spans}
+    return {"choices": [choice | {"logprobs": {"content": [{"logprob": -1.0}] * len(ids)}}], "usage": {}}
 
 
 ANSWERS: dict[str, Callable[[ScriptedServer, Any], Any]] = {

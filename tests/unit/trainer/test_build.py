@@ -1,10 +1,15 @@
-"""Data to train on and to evaluate on; what is left out of an evaluation is told."""
+"""Data to train on and to evaluate on; what is left out of an evaluation is told. Threads for rollouts in flight."""
+
+import threading
+from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 
 from fsdptrain.config import Config
 from fsdptrain.testing import tiny_tokenizer
-from fsdptrain.trainer.build import build_data
+from fsdptrain.trainer.build import build_data, rollout_threads
+from tests.e2e.engines import InFlight
 
 LONG = "a" * 60
 
@@ -27,3 +32,26 @@ def test_what_an_evaluation_lacks_is_told(num_short, num_long, eval_size, held_o
     _, prompts = build_data(config, tiny_tokenizer(), rows, None)
     assert len(prompts) == held_out
     assert [record.getMessage() for record in caplog.records] == told
+
+
+def test_an_error_does_not_wait_for_what_an_environment_does_in_flight(tmp_path) -> None:
+    config = Config(
+        hf_checkpoint="none", prompt_data="none", reward=["exact_match"], output_dir=str(tmp_path),
+        max_staleness=1, mismatch_correction="tis",
+    )  # fmt: skip
+    engine, busy, end = InFlight(SimpleNamespace(weight_naming="module")), threading.Event(), threading.Event()
+
+    def step() -> bool:
+        busy.set()
+        return end.wait(10)
+
+    with pytest.raises(ZeroDivisionError), ExitStack() as stack:
+        threads = rollout_threads(config, engine, stack)
+        assert threads is not None
+        running, *waiting = [threads.submit(step) for _ in range(4)]
+        assert busy.wait(10)
+        raise ZeroDivisionError
+    assert not running.done(), "it was waited for"
+    end.set()
+    assert running.result(10)
+    assert waiting[-1].cancelled()

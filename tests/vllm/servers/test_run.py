@@ -27,6 +27,7 @@ def test_a_run_trains_on_what_the_trainer_would_have_said_and_takes_its_server_w
     argv = ["--hf-checkpoint", str(model), *command.TINY_RUN, "--rollout-engine", "vllm-server"]
     argv += ["--rollout-num-servers", "1", "--rollout-server-python", str(PYTHON), "--rollout-kv-cache-gib", "0.05"]
     argv += ["--nproc-per-node", "2", "--num-rollout", "1000", "--output-dir", str(folder)]
+    argv += ["--max-tokens-per-gpu", "1024"]  # the probe of --sync-check fills a block of the cache, of both ranks
     run = command.start(argv, tmp_path / "log")
     try:
         end = time.monotonic() + 400
