@@ -115,6 +115,7 @@ def starts(completions: list[Completion]) -> list[list[int]]:
 
 
 def test_killed_while_idle_it_comes_back_with_the_weights(engine, models, monkeypatch):
+    engine.update_weights(weights_of(models["tied"].first).items(), 100)  # others had the servers before
     undisturbed = engine.generate(PROMPTS, LONG_ANSWERS)
     require_right(undisturbed, models["tied"].first)
     first = engine.clients[0].url
