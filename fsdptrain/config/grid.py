@@ -30,9 +30,14 @@ def draw_grid(config: Config, world_size: int) -> list[str]:
 
 def across_nodes(config: Config, local_world_size: int) -> Iterator[str]:
     """A line for each kind of group that does not lie within a node: allowed, and slow."""
-    sizes = config.parallel.tensor_parallel_size, config.parallel.expert_parallel_size
-    for flag, size in zip(("--tensor-parallel-size", "--expert-parallel-size"), sizes, strict=True):
-        if size > 1 and local_world_size % size:
+    parallel = config.parallel
+    kinds = [
+        ("--tensor-parallel-size", parallel.tensor_parallel_size, 1),
+        ("--expert-parallel-size", parallel.expert_parallel_size, 1),
+        ("--context-parallel-size", parallel.context_parallel_size, parallel.tensor_parallel_size),
+    ]
+    for flag, size, within in kinds:
+        if size > 1 and local_world_size % (size * within):
             yield (
                 f"{flag} {size}: its groups do not lie within a node of {local_world_size} processes, so every layer "
                 f"waits for the network between nodes; a divisor of {local_world_size} would not"
