@@ -23,7 +23,7 @@ def shell(tmp_path):
     commands = {
         "fsdptrain": f'exec {shlex.quote(sys.executable)} -m fsdptrain "$@" --dry-run',
         "scontrol": 'test "$*" = "show hostnames gpu[1-2]" && printf "gpu1\\ngpu2\\n"',
-        "srun": 'test "$1" = --kill-on-bad-exit=0 && shift && exec "$@"',
+        "srun": 'test "$1" = --kill-on-bad-exit=1 && shift && exec "$@"',
     }
     for name, line in commands.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
