@@ -25,7 +25,7 @@ from fsdptrain.models.lora import Adapters, add_adapters
 from fsdptrain.models.materialize import store_in
 from fsdptrain.models.policy import install_policy_forward
 from fsdptrain.models.processor import ImageProcessor
-from fsdptrain.models.recurrent import gather_around
+from fsdptrain.models.recurrent import GatheredMixer, gather_around
 from fsdptrain.models.rotation import check_longest
 from fsdptrain.models.selective_check import check_selective
 from fsdptrain.models.splitting import split_model
@@ -65,14 +65,7 @@ def load_model(
         store_in(model, stored)
     if before_load is not None:
         before_load(model)
-    context, gathered = None, []
-    if meshes.context is not None:
-        context = Context.of(meshes.context)
-        with together(ConfigError, "--context-parallel-size"):
-            gathered = [gather_around(mixer, context) for mixer in check_dealing(model, config.parallel)]
-    if meshes.tensor is not None:
-        with together(ConfigError, "--tensor-parallel-size, --expert-parallel-size"):
-            split_model(model, tensor=meshes.tensor, experts=meshes.experts)
+    context, gathered = _split(model, meshes, config)
     with together(ConfigError, "--compile, --gradient-checkpointing-kind"):
         _prepare_layers(model, config.model)
     replay = experts.replay(model) if experts else None
@@ -103,6 +96,19 @@ def load_model(
     if adapters is not None:
         adapters.finish(seed=config.run.seed, cpu_offload=config.fsdp.cpu_offload)
     return model, adapters
+
+
+def _split(model: PreTrainedModel, meshes: Meshes, config: Config) -> tuple[Context | None, list[GatheredMixer]]:
+    """Over the axes within a replica, before FSDP; what the forward needs to know of them. May raise ConfigError."""
+    context, gathered = None, []
+    if meshes.context is not None:
+        context = Context.of(meshes.context)
+        with together(ConfigError, "--context-parallel-size"):
+            gathered = [gather_around(mixer, context) for mixer in check_dealing(model, config.parallel)]
+    if meshes.tensor is not None:
+        with together(ConfigError, "--tensor-parallel-size, --expert-parallel-size"):
+            split_model(model, tensor=meshes.tensor, experts=meshes.experts)
+    return context, gathered
 
 
 def _prepare_layers(model: PreTrainedModel, config: ModelConfig) -> None:
