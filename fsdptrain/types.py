@@ -207,11 +207,6 @@ class PackedBatch:
         return self.input_ids.numel()
 
     @property
-    def num_computed(self) -> int:
-        """Tokens that the model computes: what --max-tokens-per-gpu bounds."""
-        return self.num_tokens if self.shared is None else self.shared.num_tokens
-
-    @property
     def max_seqlen(self) -> int:
         return max(self.seqlens)
 

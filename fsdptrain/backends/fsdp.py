@@ -17,7 +17,7 @@ from fsdptrain.backends.experts import Experts
 from fsdptrain.backends.loading import load_model
 from fsdptrain.backends.metric_sums import MetricSums
 from fsdptrain.config import Config
-from fsdptrain.config.prefix_checks import prefix_obstacle
+from fsdptrain.config.prefix_checks import configured_obstacle
 from fsdptrain.errors import CheckpointError, ConfigError
 from fsdptrain.fsdp.adapter import export_adapter, stream_adapter
 from fsdptrain.fsdp.checkpoint import (
@@ -45,7 +45,7 @@ from fsdptrain.models.policy import (
     evaluating,
     policy_logprobs,
 )
-from fsdptrain.models.prefix_probe import PrefixProbe, probe_prefixes
+from fsdptrain.models.prefix_probe import PrefixProbe, probe_prefixes, require_prefixes
 from fsdptrain.models.processor import ImageProcessor, open_processor
 from fsdptrain.models.structure import reshard
 from fsdptrain.models.truncation import Truncation
@@ -318,16 +318,14 @@ class FSDPBackend:
 
     def _probe_prefixes(self, probe: LayoutProbe, vocab_size: int) -> PrefixProbe:
         """ConfigError where --prefix-sharing on is asked for and the model does not allow it."""
-        obstacle = prefix_obstacle(self._config)
-        if not obstacle and platform.has_accelerator() and self._config.batch.prefix_sharing == "auto":
-            obstacle = "on a GPU it has not run yet: --prefix-sharing on asks for it"
+        obstacle = configured_obstacle(self._config, on_gpu=platform.has_accelerator())
         if obstacle:
             return PrefixProbe(False, obstacle)
         segments = probe_segments(self._model, vocab_size)
         chosen = {"layout": probe.layout, "attention": probe.attention, "tolerance": probe.tolerance}
         found = probe_prefixes(self._model, segments, **chosen)
-        if self._config.batch.prefix_sharing == "on" and not found.shares:
-            raise ConfigError(f"--prefix-sharing on: {found.reason}; leave it out, and each sample computes its prompt")
+        if self._config.batch.prefix_sharing == "on":
+            require_prefixes(found.reason)
         return found
 
     def _other_reference(self) -> ReferenceBank | None:

@@ -140,6 +140,11 @@ class Config(Section):
         return self.parallel.tensor_parallel_size * self.parallel.context_parallel_size
 
     @property
+    def needs_own_attention(self) -> bool:
+        """What is asked for, the kernels of flash-attn do not know."""
+        return self.parallel.context_parallel_size > 1 or self.batch.prefix_sharing == "on"
+
+    @property
     def prompt_budget(self) -> int:
         """Longest prompt: --rollout-max-prompt-len, else what a response leaves of a pack. [tokens]"""
         if self.rollout.max_prompt_len is not None:

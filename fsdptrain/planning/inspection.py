@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from fsdptrain import platform
 from fsdptrain.config import Config
-from fsdptrain.config.prefix_checks import prefix_obstacle
+from fsdptrain.config.prefix_checks import configured_obstacle
 from fsdptrain.errors import CheckpointError, NumericsError
 from fsdptrain.models.anatomy import Part, anatomy
 from fsdptrain.models.attention import resolve_attention
@@ -136,11 +136,11 @@ def require_sound(report: Inspection, *, strict: bool) -> None:
 def meta_model(config: Config, *, with_adapters: bool = False) -> tuple[PreTrainedModel, Path]:
     """The model on meta as a run builds it here, and the folder of its config.json. ConfigError for --lora-targets."""
     path = resolve_config(config.model.hf_checkpoint)
-    deals = config.parallel.context_parallel_size > 1
-    attention = resolve_attention(config.model.attn_implementation, platform.device_type(), ours=deals)
+    own = config.needs_own_attention
+    attention = resolve_attention(config.model.attn_implementation, platform.device_type(), ours=own)
     trust = config.model.trust_remote_code
     model = build_meta_model(path, trust_remote_code=trust, attn_implementation=attention)
-    if deals:
+    if config.parallel.context_parallel_size > 1:
         check_dealing(model, config.parallel)
     if not config.model.train_vision:
         freeze_vision(model)
@@ -156,7 +156,7 @@ def _probe(config: Config, model: PreTrainedModel) -> tuple[LayoutProbe | None, 
             found = probe_random_copy(model.config, trust_remote_code=config.model.trust_remote_code)
     except NumericsError as error:
         return None, str(error)
-    obstacle = prefix_obstacle(config)
+    obstacle = configured_obstacle(config, on_gpu=platform.has_accelerator())
     return (replace(found, prefixes=PrefixProbe(False, obstacle)) if obstacle else found), ""
 
 

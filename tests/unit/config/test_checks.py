@@ -339,6 +339,7 @@ REFUSED = [
         for values, flag in [
             ({"image_key": "image"}, "--image-key"),
             ({"layout": "padded"}, "--layout padded"),
+            ({"attn_implementation": "flash_attention_2"}, "--attn-implementation flash_attention_2"),
             (TENSOR, "--tensor-parallel-size 2"),
         ]
     ),
