@@ -105,6 +105,7 @@ class FSDPBackend:
                 self._base_digest = content_digest(self._model)
         self._reference = self._checked_reference(other)
         self._reference_moved = False  # it is no longer the one that this run began with
+        self._names_checked = False  # of the metrics of the loss
         self.layout_probe = self._verify_model()
         self._optimizer = Optimizer(self._model, config.optim, total_steps=total_steps, fp16=config.model.fp16)
 
@@ -164,6 +165,9 @@ class FSDPBackend:
             output = self._experts.add_loss(loss(moved, logprobs, config), logprobs)
             self._optimizer.scale(output.loss).backward()
             sums.add(output.metrics)
+        if not self._names_checked:
+            sums.check_names()
+            self._names_checked = True
         norm = self._optimizer.clip().to(self.device)
         metrics, norm_value, finite = sums.reduce(norm)
         metrics = finish_metrics(metrics) | {"optim/lr": self._optimizer.lr} | (load.metrics() if load else {})

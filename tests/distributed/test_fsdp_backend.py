@@ -13,7 +13,7 @@ from fsdptrain.algo.weights import count_totals, num_loss_tokens
 from fsdptrain.backends.fsdp import FSDPBackend
 from fsdptrain.config import Config
 from fsdptrain.data.packing import pack, plan_packs
-from fsdptrain.errors import CheckpointError, NumericsError
+from fsdptrain.errors import CheckpointError, ConfigError, NumericsError
 from fsdptrain.fsdp.checkpoint import CheckpointFolder
 from fsdptrain.testing import save_tiny_checkpoint, spawn
 from fsdptrain.types import LossConfig, Sample
@@ -329,3 +329,23 @@ def test_sft_learns_and_the_engine_gets_the_present_weights(checkpoint):
     for losses, same in spawn(2, sft, checkpoint):
         assert losses == sorted(losses, reverse=True)
         assert same
+
+
+def other_names(checkpoint: str):
+    def loss(batch, logprobs, loss_config):
+        output = LOSSES["grpo"](batch, logprobs, loss_config)
+        return dataclasses.replace(
+            output, metrics={**output.metrics, f"own/of_{dist.get_rank()}": output.loss.detach()}
+        )
+
+    backend = FSDPBackend(config(checkpoint), total_steps=4)
+    try:
+        backend.train_step(packs_of_this_rank(samples(), 128), loss, GRPO)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def test_a_loss_that_names_other_metrics_on_another_rank_is_refused_on_all(checkpoint):
+    line = "--loss names own/of_0, own/of_1 on rank 0 or rank 1 only: it must name the same everywhere"
+    assert spawn(2, other_names, checkpoint) == [line, line]

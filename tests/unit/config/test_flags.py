@@ -49,6 +49,7 @@ def test_flags_are_read(flat, argv, expected):
     [
         (["--lr", "abc"], "--lr must be a number, got 'abc'"),
         (["--lr"], "--lr needs a value: a number"),
+        (["--reward", "a", "--lr", "1", "--reward", "b"], "--reward is given twice: give all of its values at once"),
         (["--lr", "--bf16"], "--lr needs a value: a number"),
         (["--num-rollout", "2.5"], "--num-rollout must be a whole number, got '2.5'"),
         (["--layout", "packd"], "--layout must be one of auto, packed, padded, got 'packd'; did you mean 'packed'?"),
