@@ -29,6 +29,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fsdptrain.errors import ConfigError, NumericsError
 from fsdptrain.models.context import Context
+from fsdptrain.models.masks import no_mask
 from fsdptrain.models.shared_attention import merged_attention
 from fsdptrain.types import PackedBatch, SharedPrefixes
 
@@ -128,17 +129,6 @@ def attention_kwargs(batch: PackedBatch, context: Context | None = None) -> dict
         "max_length_k": batch.max_seqlen,
         "seq_idx": segment[None],  # [1, T] i32
     }
-
-
-def no_mask(*_: Any, use_vmap: bool = False, **__: Any) -> None:
-    """The mask that transformers asks for: none. Causality, windows and boundaries are the attention's own affair.
-
-    Raises NumericsError for a model that draws a mask of its own (prefix or image overlays), which would be lost.
-    """
-    if use_vmap:
-        raise NumericsError(
-            "this model lays its own pattern over the causal mask, which a call without a mask would lose"
-        )
 
 
 def attend(

@@ -21,6 +21,7 @@ from fsdptrain.models.collective import gather, one_line
 from fsdptrain.models.context import Context
 from fsdptrain.models.inputs import Layout, from_rows, model_inputs, select_tokens, to_pack, to_rows, tokens_here
 from fsdptrain.models.logprobs import HeadTransform, chunked_logprobs
+from fsdptrain.models.masks import AskedOnce
 from fsdptrain.models.recurrent import GatheredMixer
 from fsdptrain.models.rotation import refuse_both_sides, rope_switch
 from fsdptrain.models.router import RouterReplay
@@ -82,6 +83,7 @@ def install_policy_forward(
     transform = head_transform(model.config)
     switch = rope_switch(model.config)
     pad_token_id = model.config.get_text_config().to_dict().get("pad_token_id")  # a few configs have no such key
+    masks = AskedOnce(OURS)
 
     def scored(
         batch: PackedBatch,
@@ -110,7 +112,7 @@ def install_policy_forward(
         if stock_head:
             logits = select_tokens(stock(**inputs).logits, batch, layout, positions, context=dealt)
             return (to_pack(_stock_logprobs(logits, batch.labels[positions]), positions, batch, context=dealt),)
-        with choosing(batch, layout, with_routes, dealt):
+        with choosing(batch, layout, with_routes, dealt), masks((attention, layout, batch.images is None)):
             output = base_model(model)(**inputs, **({"output_router_logits": True} if router else {}))
         extra: list[Tensor] = []
         if router is not None:

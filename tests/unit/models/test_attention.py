@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fsdptrain.errors import ConfigError, NumericsError
 from fsdptrain.models import attention
-from fsdptrain.models.attention import SEGMENTS, VARLEN, Boundaries, attend, no_mask, resolve_attention
+from fsdptrain.models.attention import SEGMENTS, VARLEN, Boundaries, attend, resolve_attention
 
 MODULE = nn.Identity()
 
@@ -137,12 +137,6 @@ def test_boundaries_of_another_batch_are_an_error(wrong: Boundaries) -> None:
 def test_what_would_be_ignored_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(NumericsError, match="Identity"):
         call(**change)
-
-
-def test_a_mask_with_a_pattern_of_its_own_is_refused() -> None:
-    no_mask(use_vmap=False)
-    with pytest.raises(NumericsError, match="pattern over the causal mask"):
-        no_mask(use_vmap=True)
 
 
 def test_scores_never_exist_whole_where_they_are_written_out() -> None:

@@ -1,0 +1,142 @@
+"""What a training step waits for: other ranks as often as the design says, the device once, at its end."""
+
+import warnings
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdptrain.algo.losses import LOSSES
+from fsdptrain.backends.fsdp import FSDPBackend
+from fsdptrain.fsdp.shards import local_shard
+from fsdptrain.platform import has_accelerator
+from fsdptrain.testing import save_tiny_checkpoint, spawn
+from fsdptrain.types import LossConfig, PackedBatch
+
+from .collectives import Collectives
+from .test_fsdp_backend import GRPO, config, packs_of_this_rank, samples, scored
+
+LAYERS = 3
+# On a device the host waits for the result of each of these: it is a number for Python, or the size of a tensor.
+READS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique", "_unique2", "item")
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "checkpointing": {"gradient_checkpointing": True},
+    "KL and entropy": {"kl_loss_coef": 0.1, "entropy_coef": 0.01},
+    "adapter": {"lora_rank": 4},
+}
+
+
+class Reads(TorchDispatchMode):
+    """Operations that would make the host wait for a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket._qualified_op_name.removeprefix("aten::")
+        if name in READS or (name == "index" and any(x is not None and x.dtype == torch.bool for x in args[1])):
+            self.calls[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def packs_of(max_tokens: int) -> list[PackedBatch]:
+    return packs_of_this_rank(samples(12), max_tokens)
+
+
+def counted_reads(checkpoint: str, values: dict[str, Any]) -> Counter[str]:
+    backend = FSDPBackend(config(checkpoint, **values), total_steps=10)
+    packs = scored(backend, packs_of(64), reference="kl_loss_coef" in values)
+    assert len(packs) > 2
+    with Reads() as seen:
+        backend.train_step(packs, LOSSES["grpo"], GRPO if "kl_loss_coef" in values else LossConfig())
+    return seen.calls
+
+
+def counted_collectives(checkpoint: str, values: dict[str, Any]) -> list[tuple[int, Counter[str], int]]:
+    """(packs, calls by kind, bytes of all-reduces) of steps with few and with many packs."""
+    backend = FSDPBackend(config(checkpoint, **values), total_steps=10)
+    found = []
+    for max_tokens in (4096, 64):
+        packs = packs_of(max_tokens)
+        with Collectives() as seen:
+            backend.train_step(packs, LOSSES["grpo"], LossConfig())
+        calls: Counter[str] = Counter()
+        for (kind, _), count in seen.calls.items():
+            calls[kind] += count
+        small = sum(size for (kind, _), size in seen.bytes.items() if kind == "all-reduce")
+        found.append((len(packs), calls, small))
+    return found
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny_checkpoint(tmp_path_factory.mktemp("qwen3"), num_hidden_layers=LAYERS))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_no_number_of_the_device_is_read_within_a_step(name: str, checkpoint: str) -> None:
+    """The final metrics are read by `tolist`, which goes around the dispatcher: the one read that a step has."""
+    [calls] = spawn(1, counted_reads, checkpoint, OPTIONS[name])
+    assert not calls
+
+
+def test_the_count_of_reads_sees_them() -> None:
+    with Reads() as seen:
+        values = torch.arange(4.0)
+        values.sum().item()
+        values[values > 1]
+        values.nonzero()
+    assert seen.calls == {"_local_scalar_dense": 1, "index": 1, "nonzero": 1}
+
+
+@pytest.mark.parametrize("values", [{}, {"fsdp_reshard_after_forward": False}], ids=str)
+def test_collectives_of_a_step_are_those_of_the_design(values: dict[str, Any], checkpoint: str) -> None:
+    """For each pack: every layer is gathered for its forward and again for its backward pass, the rest once, and
+    gradients are reduced. For each step, whatever its packs: the norm, the metrics, and their maxima."""
+    for ranks in spawn(2, counted_collectives, checkpoint, values):
+        for num_packs, calls, small in ranks:
+            gathers = 1 if values else 2
+            assert calls["all-gather"] == num_packs * (gathers * LAYERS + 1)
+            assert calls["reduce-scatter"] == num_packs * (LAYERS + 1)
+            assert calls["all-reduce"] <= 3
+            assert small < 1024
+        assert len({calls["all-reduce"] for _, calls, _ in ranks}) == 1
+        assert len({num_packs for num_packs, _, _ in ranks}) == 2
+
+
+def waits_and_copies(checkpoint: str) -> list[tuple[int, int, int, int]]:
+    """(packs, tensors of a pack, waits for the device, copies from the host) of one step each, after a first one."""
+    backend = FSDPBackend(config(checkpoint, bf16=True), total_steps=10)
+    found = []
+    for max_tokens in (4096, 64):
+        packs = [pack.pin_memory() for pack in packs_of(max_tokens)]
+        backend.train_step(packs, LOSSES["grpo"], LossConfig())
+        torch.cuda.synchronize()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            backend.train_step(packs, LOSSES["grpo"], LossConfig())
+            torch.cuda.set_sync_debug_mode("default")
+        waits = sum("synchroniz" in str(warning.message) for warning in said)
+        with torch.profiler.profile() as profile:
+            backend.train_step(packs, LOSSES["grpo"], LossConfig())
+            torch.cuda.synchronize()
+        copies = sum(event.count for event in profile.key_averages() if event.key.startswith("Memcpy HtoD"))
+        tensors = sum(isinstance(value, torch.Tensor) for value in vars(packs[0]).values())
+        found.append((len(packs), tensors, waits, copies))
+    assert all(local_shard(p).is_cuda for p in backend.model.parameters())
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not has_accelerator(), reason="needs a GPU")
+def test_a_device_is_waited_for_once_and_given_each_pack_once(checkpoint: str) -> None:
+    """However many packs a step has: one wait, for the final metrics, and a copy for each tensor of each pack."""
+    [steps] = spawn(1, waits_and_copies, checkpoint)
+    (few, tensors, waits, copies), (many, _, more_waits, more_copies) = steps
+    assert waits == more_waits == 1
+    assert more_copies - copies == (many - few) * tensors

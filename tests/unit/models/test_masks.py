@@ -1,0 +1,47 @@
+"""Masks are asked for once for each kind of pass, and a pattern that would be lost is refused."""
+
+import pytest
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from fsdptrain.errors import NumericsError
+from fsdptrain.models.attention import OURS, SEGMENTS, register_attention
+from fsdptrain.models.masks import AskedOnce, no_mask
+
+
+def is_asked() -> bool:
+    """As transformers decides it, before it looks at position ids."""
+    return SEGMENTS in ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
+
+
+def test_a_mask_with_a_pattern_of_its_own_is_refused() -> None:
+    no_mask(use_vmap=False)
+    with pytest.raises(NumericsError, match="pattern over the causal mask"):
+        no_mask(use_vmap=True)
+
+
+def test_each_kind_of_pass_is_asked_once_and_others_stay_asked() -> None:
+    register_attention()
+    masks, another_model = AskedOnce(OURS), AskedOnce(OURS)
+    found = []
+    for kind in ("text", "text", "images", "text", "images"):
+        with masks(kind):
+            found.append(is_asked())
+        assert is_asked()
+    assert found == [True, False, True, False, False]
+    with another_model("text"):
+        assert is_asked()
+
+
+def test_a_pass_that_fails_is_asked_again_and_leaves_all_as_it_was() -> None:
+    register_attention()
+    masks = AskedOnce(OURS)
+    for _ in range(2):
+        with pytest.raises(NumericsError), masks("text"):
+            assert is_asked()
+            raise NumericsError("a pattern")
+    with masks("text"):
+        pass
+    with pytest.raises(NumericsError), masks("text"):
+        assert not is_asked()
+        raise NumericsError("something else")
+    assert is_asked()
