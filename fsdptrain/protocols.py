@@ -66,7 +66,8 @@ class CheckedEngine(RolloutEngine, Protocol):
 
 
 class ModelCopy(Protocol):
-    """One of several copies of the model that an engine answers with."""
+    """One of several copies of the model that an engine answers with. They are looked at side by side, each by one
+    thread."""
 
     @property
     def name(self) -> str:

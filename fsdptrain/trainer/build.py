@@ -40,6 +40,7 @@ from fsdptrain.protocols import InFlightEngine, Logger, Loss, RewardFunction, Ro
 from fsdptrain.rewards import build_reward, reads_environment
 from fsdptrain.rollout import engine_factory
 from fsdptrain.rollout.replica import max_positions
+from fsdptrain.trainer.deadline import WithDeadline
 from fsdptrain.trainer.episodes import MultiTurn
 from fsdptrain.trainer.evaluation import Evaluation
 from fsdptrain.trainer.experience import RolloutSource, SampleMaker, SampleSource, SftSource, SingleTurn, own_share
@@ -124,7 +125,11 @@ def build_parts(
             with together(ConfigError, "--sync-check"):
                 positions = max_positions(backend.model)
                 sync_check = build_sync_check(config, engine, backend, tokenizer, max_positions=positions)
-            maker = build_maker(told, tokenizer, engine=engine, reward=score, environment=environment)
+            timed = WithDeadline(score, config.reward.reward_timeout)
+            reads = environment is not None and reads_environment(score)
+            maker = build_maker(
+                told, tokenizer, engine=engine, reward=timed, environment=environment, reads_environment=reads
+            )
             if held_out:
                 evaluation = Evaluation(config, maker, own_share(held_out))
         yield Parts(
@@ -300,6 +305,7 @@ def build_maker(
     engine: RolloutEngine,
     reward: RewardFunction,
     environment: LoadedEnvironment | None,
+    reads_environment: bool,
 ) -> SampleMaker:
     if environment is None:
         return SingleTurn(engine, reward, tokenizer)
@@ -307,7 +313,7 @@ def build_maker(
         engine=engine,
         environment=environment,
         reward=reward,
-        reads_environment=reads_environment(reward),
+        reads_environment=reads_environment,
         renderer=TurnRenderer(tokenizer, data=config.data, max_observation_len=config.environment.max_observation_len),
         threads=StepThreads(
             num_threads=config.environment.environment_workers, timeout=config.environment.environment_timeout

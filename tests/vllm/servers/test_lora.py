@@ -1,6 +1,5 @@
 """An adapter that servers apply themselves gives the logprobs of the trainer, also after a server was started again."""
 
-import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from fsdptrain.trainer.sync_check import build_sync_check
 from tests.vllm import contract
 from tests.vllm.servers import cases
 from tests.vllm.servers.conftest import PYTHON
-from tests.vllm.servers.test_recovery import processes
+from tests.vllm.servers.processes import send
 from tests.vllm.test_lora import train
 
 
@@ -36,8 +35,7 @@ def probed(options: dict[str, Any], checkpoint: Path) -> tuple[list[float], list
             train(backend, version)
             engine.update_adapter(backend.adapter_weights(), backend.write_adapter_config, version)
             look(version)
-        for process in processes(engine.clients[0].url):
-            os.kill(process.pid, signal.SIGKILL)
+        send(engine.clients[0].url, signal.SIGKILL)
         look(2)
     finally:
         engine.close()
