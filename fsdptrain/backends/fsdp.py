@@ -141,7 +141,9 @@ class FSDPBackend:
         """One optimizer step over the packs of this rank; every rank passes the same number of packs.
 
         Without a loss token on any rank the weights stay, and only the schedule of the learning rate goes on. Else it
-        waits for the device once, and once more for the load of experts. Gradients that are not finite on any rank are
+        waits for the device once, whatever the number of packs, and once more for each of: the load of experts before
+        the step, that after it by which biases move, and how evenly tokens came to split experts. (These tell the host
+        in every layer how many tokens go where: transformers' dispatch.) Gradients that are not finite on any rank are
         dropped on every rank; then there is no optim/grad_norm. Raises NumericsError after more than
         --max-skipped-steps of such.
         """
@@ -156,10 +158,14 @@ class FSDPBackend:
         dispatches = self._experts.dispatches(self._model)
         if dispatches is not None:
             dispatches.reset()
+        balance = self._experts.bias_balance(self._model)
         sums = MetricSums(copies=self._config.pack_copies)
         for batch in batches:
             moved = batch.to(self.device)
-            logprobs = self._logprobs(moved, with_entropy=True, router=self._experts.router_loss(moved, load))
+            router = self._experts.router_loss(moved, load)
+            logprobs = self._logprobs(moved, with_entropy=True, with_routes=balance is not None, router=router)
+            if balance is not None:
+                balance.count(logprobs.routes, moved)
             if config.entropy_coef == 0 and logprobs.entropy is not None:  # a metric only: spare its gradient
                 logprobs = replace(logprobs, entropy=logprobs.entropy.detach())
             output = self._experts.add_loss(loss(moved, logprobs, config), logprobs)
@@ -172,6 +178,7 @@ class FSDPBackend:
         metrics, norm_value, finite = sums.reduce(norm)
         metrics = finish_metrics(metrics) | {"optim/lr": self._optimizer.lr} | (load.metrics() if load else {})
         metrics |= dispatches.metrics(self.device) if dispatches is not None else {}
+        metrics |= balance.finish(move=finite) if balance is not None else {}
         if finite:
             self._optimizer.step()
             metrics["optim/grad_norm"] = norm_value

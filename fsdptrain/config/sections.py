@@ -300,6 +300,9 @@ class RouterConfig(Section):
     aux_loss_coef: float | Literal["config"] = 0.0
     """Coefficient of the load-balancing loss over each optimizer step; `config`: what the model's config says. 0: off.
     Without --router-replay it costs one more forward pass."""
+    bias_update_rate: float = Field(default=0.0, ge=0.0)
+    """Balance experts without a loss: after each optimizer step the router's bias goes up by this for experts with less
+    than the mean load of the step, down for those with more (DeepSeek-V3: 0.001). 0: it stays as it was loaded."""
     replay: Literal["off", "scoring", "rollout"] = "off"
     """Train with the experts that a token took before. `scoring`: when its old logprob was scored (R2). `rollout`: in
     the engine (R3), for scoring too."""
