@@ -77,6 +77,7 @@ def install_cpu_shims() -> list[str]:
     _replace(torch.cuda, "current_stream", lambda *_: stream)
     _replace(torch.cuda, "stream", lambda _: contextlib.nullcontext())
     _replace(torch.cuda, "synchronize", lambda *_: None)
+    _replace(torch.Tensor, "cuda", lambda tensor, *_, **__: tensor)
     _replace(torch.cuda, "get_rng_state", lambda *_, **__: torch.get_rng_state())
     _replace(torch.cuda, "manual_seed", torch.manual_seed)
     _replace(generators, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state())
@@ -90,7 +91,8 @@ def install_cpu_shims() -> list[str]:
 
 def _replace(module: Any, name: str, value: Callable[..., Any] | Any) -> None:
     setattr(module, name, value)
-    _installed.append(f"{module.__name__}.{name}")
+    owner = module.__name__ if module is not torch.Tensor else "torch.Tensor"
+    _installed.append(f"{owner}.{name}")
 
 
 @contextlib.contextmanager

@@ -2,15 +2,12 @@
 
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedConfig
 
 from fsdptrain import registry
 from fsdptrain.backends.megatron.cpu_shims import quiet_imports
 from fsdptrain.backends.megatron.transformer_config import family_of, rotary_options
-from fsdptrain.config.megatron import MegatronConfig
-from fsdptrain.errors import ConfigError
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -26,39 +23,6 @@ def has_transformer_engine() -> bool:
         from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
 
     return HAVE_TE
-
-
-def start_groups(layout: MegatronConfig, *, has_experts: bool, timeout_s: float) -> None:
-    """megatron-core's process groups over all ranks; ranks that share packs are neighbours, as under FSDP.
-
-    Collective. Does nothing where they are there already: of one process they are the same for every model.
-    """
-    with quiet_imports():
-        from megatron.core import parallel_state, tensor_parallel
-
-    if parallel_state.is_initialized():
-        return
-    if layout.pipeline_parallel > 1 and layout.expert_parallel > 1:
-        raise ConfigError(
-            "--megatron-pipeline-parallel with --megatron-expert-parallel is not built yet: leave one of them out"
-        )
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tensor_parallel,
-        pipeline_model_parallel_size=layout.pipeline_parallel,
-        context_parallel_size=layout.context_parallel,
-        expert_model_parallel_size=layout.expert_parallel,
-        expert_tensor_parallel_size=1 if has_experts else layout.tensor_parallel,
-        order="tp-cp-pp-ep-dp",
-        distributed_timeout_minutes=max(1, int(timeout_s / 60)),
-    )
-    tensor_parallel.model_parallel_cuda_manual_seed(1234)  # of its own generators, which nothing here draws from
-
-
-def stop_groups() -> None:
-    """End them, so that another model of this process may be split otherwise."""
-    from megatron.core import parallel_state
-
-    parallel_state.destroy_model_parallel()
 
 
 def layer_spec(
@@ -123,17 +87,3 @@ def _spec_function(hf_config: PreTrainedConfig, spec: str | None) -> Any:
     if family_of(hf_config).wrapped:
         return registry.import_attribute(_WRAPPED, flag=f"--backend megatron, of a {hf_config.model_type},")
     return layer_spec
-
-
-def world_description() -> str:
-    """The sizes of the groups, in words."""
-    from megatron.core import parallel_state as ps
-
-    sizes = {
-        "tensor": ps.get_tensor_model_parallel_world_size(),
-        "pipeline": ps.get_pipeline_model_parallel_world_size(),
-        "expert": ps.get_expert_model_parallel_world_size(),
-        "context": ps.get_context_parallel_world_size(),
-        "data": ps.get_data_parallel_world_size(),
-    }
-    return f"{dist.get_world_size()} ranks: " + ", ".join(f"{name} {size}" for name, size in sizes.items())

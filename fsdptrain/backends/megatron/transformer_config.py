@@ -159,6 +159,7 @@ def transformer_config(
         "expert_model_parallel_size": layout.expert_parallel,
         "context_parallel_size": layout.context_parallel,
         "sequence_parallel": layout.sequence_parallel,
+        "moe_token_dispatcher_type": layout.moe_dispatcher,
         "variable_seq_lengths": layout.pipeline_parallel > 1,
         "calculate_per_token_loss": True,  # gradients are sums: loss_weights hold the global denominator
         "deterministic_mode": deterministic,
@@ -176,7 +177,6 @@ def transformer_config(
     special = family.special(config)
     if "num_moe_experts" in special:
         values |= {
-            "moe_token_dispatcher_type": layout.moe_dispatcher,
             "moe_grouped_gemm": has_engine,
             "moe_permute_fusion": False,
             "moe_router_dtype": "fp32",
