@@ -1,5 +1,6 @@
 """Models whose mixers are wrapped, however they are split, against transformers: in the ranks that a test spawns."""
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from transformers import (
 )
 from transformers.core_model_loading import revert_weight_conversion
 
+from fsdptrain.config.megatron import MegatronConfig
+from fsdptrain.errors import FsdptrainError
 from fsdptrain.models.inputs import Layout, select_tokens
 from fsdptrain.models.policy import plain_batch
 from fsdptrain.testing import tiny_tokenizer
@@ -61,6 +64,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         **_SHAPE, **_EXPERTS, rope_parameters=_ANGLES | {"mrope_section": [2, 1, 1]}
     ),
 }
+OF_EXPERTS = ("qwen3_next", "qwen3_5_moe_text")
 
 
 def save(family: str, folder: Path) -> Path:
@@ -90,6 +94,8 @@ def _compare(built: cases.Built, layout: Layout) -> dict[str, float]:
     from megatron.core import parallel_state as ps
 
     from fsdptrain.backends.megatron import gradients
+    from fsdptrain.backends.megatron.dealing import deal
+    from fsdptrain.backends.megatron.zigzag import gather_own
 
     batches = [_batch(seed) for seed in range(ps.get_data_parallel_world_size())]
     wanted, expected = _stock(built.stock, batches)
@@ -97,7 +103,11 @@ def _compare(built: cases.Built, layout: Layout) -> dict[str, float]:
     found: list[Tensor] = []
 
     def finish(hidden: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor, dict]:
-        tokens = select_tokens(hidden, batch, layout, torch.arange(batch.num_tokens))
+        dealt = deal(batch, built.model.config)
+        if dealt is None:
+            tokens = select_tokens(hidden, batch, layout, torch.arange(batch.num_tokens))
+        else:  # the loss of the whole pack on each rank, as the backend computes it
+            tokens = gather_own(hidden[0], dealt.seqlens, dealt.group)[dealt.places]
         found.append(built.stock.lm_head(tokens).detach())
         return (tokens * _direction(mine)).sum(), torch.tensor(batch.num_tokens), {}
 
@@ -141,3 +151,54 @@ def _stock(model: PreTrainedModel, batches: Sequence[PackedBatch]) -> tuple[list
         logits.append(model.lm_head(hidden).detach())
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return logits, revert_weight_conversion(model, gradients)
+
+
+def refusals(folder: Path) -> dict[str, str]:
+    """On one of two context-parallel ranks: what a mixer says to rows that it cannot deal, and to a mask of another."""
+    built = cases.build(folder, context_parallel=2)
+    mixer = built.model.decoder.layers[1].self_attention
+    hidden = torch.zeros(4, 2, _SHAPE["hidden_size"])
+    mask = torch.ones(1, 1, 4, 4, dtype=torch.bool)
+    return {"rows": _refusal(mixer, hidden, None), "mask": _refusal(mixer, hidden, mask)}
+
+
+def _refusal(mixer: Any, hidden: Tensor, mask: Tensor | None) -> str:
+    try:
+        mixer(hidden, mask)
+    except FsdptrainError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def norms(folder: Path) -> list[dict[str, str]]:
+    """Of each layer the norms around its mixer, which has some of its own: name and class."""
+    layers = cases.build(folder).model.decoder.layers
+    return [
+        {
+            name: type(module).__name__
+            for name, module in layer.named_modules()
+            if "Norm" in type(module).__name__ and not name.startswith("self_attention.hf.")
+        }
+        for layer in layers
+    ]
+
+
+def with_own_spec(folder: Path) -> list[str]:
+    """Classes of the mixers, where --megatron-spec names the function below."""
+    from fsdptrain.backends.megatron.model import build_model
+    from fsdptrain.backends.megatron.transformer_config import transformer_config
+
+    config = cases.build(folder).stock.config
+    options: dict[str, Any] = {"dtype": torch.float32, "has_engine": False, "on_cpu": True}
+    built = transformer_config(config, MegatronConfig(), **options)
+    model = build_model(built, config, spec="tests.megatron.wrapped_cases:only_attention")
+    return [type(layer.self_attention.hf).__name__ for layer in model.decoder.layers]
+
+
+def only_attention(transformer_config: Any, hf_config: PreTrainedConfig, *, vp_stage: int | None = None) -> Any:
+    """A user's layers: as those of the backend, of a config of their own."""
+    from fsdptrain.backends.megatron.hf_spec import layer_spec
+
+    changed = copy.deepcopy(hf_config)
+    vars(changed)["layer_types"] = ["full_attention"] * changed.num_hidden_layers
+    return layer_spec(transformer_config, changed, vp_stage=vp_stage)

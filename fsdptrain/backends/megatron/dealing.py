@@ -1,11 +1,12 @@
 """A pack dealt over the ranks of a context-parallel group, in zigzags; and what was said of its tokens, together again.
 
-Each sequence is padded to a multiple of 2 R tokens. Every rank computes the logprobs of its own tokens, and the loss of
-the whole pack from those of all: of its gradient it takes its own part, so that sums over ranks are right.
+Each sequence is padded to a multiple of 2 R tokens, and with sequence parallel so that each rank's part divides into
+runs. Every rank computes the logprobs of its own tokens, and the loss of the whole pack from those of all: of its
+gradient it takes its own part, so that sums over ranks are right.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,9 @@ from torch import Tensor
 
 from fsdptrain.backends.megatron.zigzag import gather_own, own_tokens
 from fsdptrain.types import PackedBatch
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
 
 
 @dataclass(frozen=True)
@@ -54,8 +58,19 @@ class Dealt:
         return gather_own(rows, self.seqlens, self.group).index_select(0, self.places)
 
 
-def deal(batch: PackedBatch, group: dist.ProcessGroup) -> Dealt:
-    multiple = 2 * group.size()
+def deal(batch: PackedBatch, config: "TransformerConfig") -> Dealt | None:
+    """Over the context-parallel ranks of this process; None where each rank has a pack as it is."""
+    from megatron.core import parallel_state
+
+    if config.context_parallel_size == 1 and not config.sequence_parallel:
+        return None
+    group = cast(dist.ProcessGroup, parallel_state.get_context_parallel_group())
+    return deal_over(batch, group, num_runs=config.tensor_model_parallel_size if config.sequence_parallel else 1)
+
+
+def deal_over(batch: PackedBatch, group: dist.ProcessGroup, *, num_runs: int = 1) -> Dealt:
+    """num_runs: into which each rank's part must divide."""
+    multiple = num_runs * (2 * group.size() if group.size() > 1 else 1)
     seqlens = tuple(-(-length // multiple) * multiple for length in batch.seqlens)
     starts = torch.tensor((0, *seqlens)).cumsum(0)[:-1]
     places = torch.cat([start + torch.arange(n) for start, n in zip(starts.tolist(), batch.seqlens, strict=True)])

@@ -50,7 +50,8 @@ class HFMixer(nn.Module):
         self.hf = modules.make_mixer(layer_number - 1, config.params_dtype)
         self.hf.hub_name = self.mixer.hub_name  # type: ignore[assignment]  # table.py reads it
         # In a tuple it is no submodule: its angles stay in float32 whatever the model is cast to
-        self._rotary = (modules.rotary_class(config=modules.config),) if self.mixer.takes_angles else ()
+        makers = [modules.rotary_class] if self.mixer.takes_angles else []
+        self._rotary = tuple(make(config=modules.config) for make in makers)
         self._runs = pg_collection.tp if config.sequence_parallel else None
         self._zigzags = pg_collection.cp if config.context_parallel_size > 1 else None
 

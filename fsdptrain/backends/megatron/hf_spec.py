@@ -18,7 +18,7 @@ from fsdptrain.backends.megatron import model as own
 from fsdptrain.backends.megatron.cpu_shims import quiet_imports
 from fsdptrain.backends.megatron.hf_mixer import HFMixer
 from fsdptrain.backends.megatron.hf_modules import HFModules, hf_modules
-from fsdptrain.errors import ConfigError
+from fsdptrain.backends.megatron.transformer_config import refuse_split_mixers
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -45,24 +45,14 @@ def layer_spec(
     with quiet_imports():
         from megatron.core.transformer.spec_utils import ModuleSpec
 
-    refuse_split_mixers(transformer_config, hf_config)
+    size, sequence = transformer_config.tensor_model_parallel_size, transformer_config.sequence_parallel
+    refuse_split_mixers(hf_config, size, sequence=sequence)
     modules = hf_modules(hf_config)
     norm = ModuleSpec(module=HFNorm, params={"modules": modules})
     mixer = ModuleSpec(module=HFMixer, params={"modules": modules})
     block = own.layer_spec(transformer_config, hf_config, vp_stage=vp_stage)
     layers = [_wrapped(layer, norm=norm, mixer=mixer) for layer in block.layer_specs or ()]
     return replace(block, layer_specs=layers, layer_norm=norm)
-
-
-def refuse_split_mixers(transformer_config: "TransformerConfig", hf_config: PreTrainedConfig) -> None:
-    """Tensor parallel may split what is megatron-core's; with sequence parallel each rank computes the mixers whole."""
-    size = transformer_config.tensor_model_parallel_size
-    if size > 1 and not transformer_config.sequence_parallel:
-        raise ConfigError(
-            f"--megatron-tensor-parallel {size}: the mixers of a {hf_config.model_type} are modules of transformers, "
-            "which are not split: use --megatron-expert-parallel, --megatron-pipeline-parallel or "
-            "--megatron-context-parallel, or add --megatron-sequence-parallel, where each process computes them whole"
-        )
 
 
 def _wrapped(layer: "ModuleSpec", *, norm: "ModuleSpec", mixer: "ModuleSpec") -> "ModuleSpec":

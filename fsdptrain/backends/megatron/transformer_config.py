@@ -221,9 +221,21 @@ def _refuse_unknown(config: PreTrainedConfig) -> None:
             raise ConfigError(f"--backend megatron does not build {key} = {said[key]}: {_WAY_OUT}")
 
 
+def refuse_split_mixers(config: PreTrainedConfig, tensor: int, *, sequence: bool) -> None:
+    """Tensor parallel splits what is megatron-core's; with sequence parallel each rank computes all of a mixer."""
+    if tensor > 1 and not sequence:
+        raise ConfigError(
+            f"--megatron-tensor-parallel {tensor}: the mixers of a {config.model_type} are modules of transformers, "
+            "which are not split: use --megatron-expert-parallel, --megatron-pipeline-parallel or "
+            "--megatron-context-parallel, or add --megatron-sequence-parallel, where each process computes them whole"
+        )
+
+
 def _refuse_split(config: PreTrainedConfig, layout: MegatronConfig) -> None:
     choice = expert_choice(config)
     tensor, stages, experts = layout.tensor_parallel, layout.pipeline_parallel, layout.expert_parallel
+    if family_of(config).wrapped:
+        refuse_split_mixers(config, tensor, sequence=layout.sequence_parallel)
     if config.num_key_value_heads % tensor or config.num_attention_heads % tensor:
         heads = config.num_key_value_heads
         raise ConfigError(f"--megatron-tensor-parallel {tensor} must divide the {heads} key-value heads: lower it")
@@ -247,11 +259,12 @@ def _refuse_split(config: PreTrainedConfig, layout: MegatronConfig) -> None:
 
 
 def _refuse_without_engine(config: PreTrainedConfig, layout: MegatronConfig) -> None:
+    wrapped = family_of(config).wrapped  # then norms and attention, which would ask for it, are those of transformers
     for flag, given in {
         "--megatron-sequence-parallel": layout.sequence_parallel,
         "--megatron-context-parallel": layout.context_parallel > 1,
     }.items():
-        if given:
+        if given and not wrapped:
             raise ConfigError(f"{flag} needs Transformer Engine, which does not import here: leave it out")
     if family_of(config).latent:
         raise ConfigError(
