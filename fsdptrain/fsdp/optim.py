@@ -1,7 +1,7 @@
 """AdamW over sharded parameters: learning rate schedules, clipping by global norm, skipped steps, fp16 loss scale."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -78,8 +78,19 @@ class Optimizer:
     moments and counts nor the schedule.
     """
 
-    def __init__(self, model: nn.Module, config: OptimConfig, *, total_steps: int, fp16: bool) -> None:
-        """`model` must hold its weights already. Adam's state is made at once: a step never needs more memory."""
+    def __init__(
+        self,
+        model: nn.Module,
+        config: OptimConfig,
+        *,
+        total_steps: int,
+        fp16: bool,
+        total_norm: Callable[[list[nn.Parameter]], Tensor] | None = None,
+    ) -> None:
+        """`model` must hold its weights already. Adam's state is made at once: a step never needs more memory.
+
+        total_norm: of the gradients of these parameters over all ranks, where these are not DTensors that say so.
+        """
         reshard(model)
         self._model = model
         self._config = config
@@ -90,6 +101,7 @@ class Optimizer:
         self._host_adam = HostAdam(self._adam, on=config.offload_optimizer_step) if on_host else None
         device_type = next(iter(self._names)).device.type
         self._scaler = torch.amp.GradScaler(device_type, enabled=fp16)
+        self._norm_of = total_norm or _norm_over_meshes
         self.num_updates = 0  # steps of the schedule that are done
         self.num_skipped = 0  # for gradients that were not finite, the search of an fp16 loss scale included
         self.num_failed = 0  # of these, the ones that a smaller loss scale does not explain
@@ -112,13 +124,9 @@ class Optimizer:
         Collective. The norm is the same on every rank; not finite when any gradient of any rank is not.
         """
         self._scaler.unscale_(self._adam)
-        by_mesh: dict[DeviceMesh | None, list[nn.Parameter]] = {}  # torch refuses tensors of several at once
-        for p in self._names:
-            by_mesh.setdefault(p.device_mesh if isinstance(p, DTensor) else None, []).append(p)
-        norms = [_total_norm(members) for members in by_mesh.values()]
-        norm = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
+        norm = self._norm_of(list(self._names))
         if self._config.clip_grad > 0:
-            for members in by_mesh.values():
+            for members in _by_mesh(self._names):
                 nn.utils.clip_grads_with_norm_(members, self._config.clip_grad, norm)
         return norm
 
@@ -177,6 +185,19 @@ class Optimizer:
         self.num_failed = state["num_failed"]
         if self._scaler.is_enabled() and state["scaler"]:
             self._scaler.load_state_dict(state["scaler"])
+
+
+def _by_mesh(params: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """torch refuses tensors of several meshes at once."""
+    found: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+    for p in params:
+        found.setdefault(p.device_mesh if isinstance(p, DTensor) else None, []).append(p)
+    return list(found.values())
+
+
+def _norm_over_meshes(params: list[nn.Parameter]) -> Tensor:
+    norms = [_total_norm(members) for members in _by_mesh(params)]
+    return norms[0] if len(norms) == 1 else torch.stack(norms).norm()
 
 
 def _total_norm(params: list[nn.Parameter]) -> Tensor:

@@ -32,11 +32,15 @@ if TYPE_CHECKING:
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def hub_shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    """Of all tensors of a checkpoint, by their names there; `model` may be on meta."""
+def hub_state(model: PreTrainedModel) -> dict[str, Tensor]:
+    """All tensors of a checkpoint of `model`, by their names there."""
     tied = model.get_expanded_tied_weights_keys(all_submodels=True)
-    state = {name: t for name, t in model.state_dict().items() if name not in tied}
-    return {name: tuple(t.shape) for name, t in revert_weight_conversion(model, state).items()}
+    return revert_weight_conversion(model, {name: t for name, t in model.state_dict().items() if name not in tied})
+
+
+def hub_shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    """Of the same; `model` may be on meta."""
+    return {name: tuple(t.shape) for name, t in hub_state(model).items()}
 
 
 @contextmanager
@@ -120,9 +124,11 @@ class WeightMap:
 
     @torch.no_grad()
     def load(self, source: Source, into: Callable[[str], Tensor] | None = None) -> None:
-        """Fill this rank's tensors; `into`: others of the same shapes, by name. Not collective."""
+        """Fill this rank's tensors; `into`: others, shaped as the parameters, by name. Not collective."""
         rank, size = self._groups.tensor.rank(), self._groups.tensor.size()
         for entry in self.entries:
+            if into and not isinstance(self._tensors[entry.name], nn.Parameter):
+                continue
             target = into(entry.name) if into else self._tensors[entry.name]
             names = self._names(entry, self._groups.expert.rank())
             try:
@@ -135,17 +141,29 @@ class WeightMap:
                 )
             target.copy_(found)
 
+    def plan(self, dtype: torch.dtype | None = None, *, only_parameters: bool = False) -> dict[str, Tensor]:
+        """What `stream` gives, in its order, on meta; `only_parameters`: with its `of`."""
+        kept = [x for stage in self._stages for x in stage if x.is_parameter or not only_parameters]
+        found: dict[str, Tensor] = {}
+        for exported in kept:
+            wanted = dtype if dtype is not None and exported.is_parameter else exported.dtype
+            for name in self._all_names(exported.entry):
+                found[name] = torch.empty(self._shapes[name], dtype=wanted, device="meta")
+        return found
+
     @torch.no_grad()
     def stream(
         self, *, dtype: torch.dtype | None = None, of: Callable[[str], Tensor] | None = None
     ) -> Iterator[tuple[str, Tensor]]:
         """(name in the files, whole tensor) of everything, on every rank, which must iterate to the end. Collective.
 
-        dtype: of parameters; buffers keep theirs. of: other tensors of the same shapes, by name.
+        dtype: of parameters; buffers keep theirs. of: other tensors, shaped as the parameters, by name.
         """
         for stage, entries in enumerate(self._stages):
             own = stage == self._groups.stage.rank()
             for exported in entries:
+                if of and not exported.is_parameter:
+                    continue
                 wanted = dtype if dtype is not None and exported.is_parameter else exported.dtype
                 found = self._whole(exported.entry, wanted, of) if own else []
                 for i, name in enumerate(self._all_names(exported.entry)):
