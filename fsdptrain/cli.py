@@ -207,6 +207,8 @@ def plan(argv: Sequence[str]) -> int:
     for key, value in machine.items():
         if value is not None and value <= 0:
             raise ConfigError(f"{PLAN[key].flag} must be above 0, got {value}")
+    if resolved.config.parallel.backend == "megatron":
+        raise ConfigError("fsdptrain plan knows the memory of --backend fsdp alone: leave --backend megatron out")
     check_world_size(resolved.config, machine["num_gpus"])
     _quieten_libraries()
     from fsdptrain.planning import plan_text  # torch: only now

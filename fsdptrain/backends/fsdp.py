@@ -36,6 +36,7 @@ from fsdptrain.fsdp.shards import HostStash, content_digest, describe, fingerpri
 from fsdptrain.fsdp.staging import Staging
 from fsdptrain.models.collective import together
 from fsdptrain.models.files import stored_dtype
+from fsdptrain.models.kernels import Kernel, kernels
 from fsdptrain.models.layout import LayoutProbe, choose_layout, probe_segments
 from fsdptrain.models.loading import resolve_checkpoint
 from fsdptrain.models.policy import (
@@ -121,6 +122,18 @@ class FSDPBackend:
     def shares_prefixes(self) -> bool:
         """Packs may hold samples that share a prompt."""
         return self.layout_probe.prefixes is not None and self.layout_probe.prefixes.shares
+
+    @property
+    def lines(self) -> list[str]:
+        """What was built, for the log."""
+        probe = self.layout_probe
+        found = [self.adapters.line if self.adapters else "", probe.line, probe.prefixes.line if probe.prefixes else ""]
+        return [line for line in found if line]
+
+    def kernels(self) -> list[Kernel]:
+        """What computes the parts of the model."""
+        device_type, dtype = platform.device_type(), self.compute_dtype
+        return kernels(self._model, device_type=device_type, compute_dtype=dtype, probe=self.layout_probe)
 
     def score(self, batches: Sequence[PackedBatch], model: ModelRole) -> list[LogProbs]:
         """Log-probabilities at the temperature of the rollout, without gradient, on the CPU, for each batch.

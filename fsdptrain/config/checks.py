@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from fsdptrain.config.algorithm_checks import ALGORITHM_CHECKS
 from fsdptrain.config.effects import Problem, without_effect
+from fsdptrain.config.megatron_checks import check_megatron, check_megatron_world
 from fsdptrain.config.prefix_checks import check_prefixes
 from fsdptrain.config.server_checks import SERVER_ENGINE, check_servers
 from fsdptrain.errors import ConfigError
@@ -38,6 +39,9 @@ def check_data_options(config: Config) -> None:
 
 def check_world_size(config: Config, world_size: int) -> None:
     """ConfigError where the number of processes does not fit. It is known only when they have started."""
+    if config.parallel.backend == "megatron":
+        check_megatron_world(config, world_size)
+        return
     replicas = config.fsdp.replicate_size
     tensor, expert = config.parallel.tensor_parallel_size, config.parallel.expert_parallel_size
     context = config.parallel.context_parallel_size
@@ -349,6 +353,6 @@ def _launch(config: Config) -> Iterator[Problem]:
 
 
 _CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (
-    _model, _memory, _parallel, _lora, _data, _vision, _environment, *ALGORITHM_CHECKS, _lengths, check_servers,
-    check_prefixes, _schedule, _run, _log, _launch,
+    _model, check_megatron, _memory, _parallel, _lora, _data, _vision, _environment, *ALGORITHM_CHECKS, _lengths,
+    check_servers, check_prefixes, _schedule, _run, _log, _launch,
 )  # fmt: skip

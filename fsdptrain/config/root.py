@@ -8,6 +8,7 @@ import pydantic
 from fsdptrain.config import checks
 from fsdptrain.config.algorithm import AlgorithmConfig, SelectionConfig, ShapingConfig
 from fsdptrain.config.keys import SECTIONS, group_by_section
+from fsdptrain.config.megatron import MegatronConfig
 from fsdptrain.config.presets import ADVANTAGE_SCALES, LOSS_OPTIONS, is_own, preset_values
 from fsdptrain.config.problems import field_problem
 from fsdptrain.config.section import Section
@@ -51,6 +52,7 @@ class Config(Section):
     batch: BatchConfig = BatchConfig()
     fsdp: FsdpConfig = FsdpConfig()
     parallel: ParallelConfig = ParallelConfig()
+    megatron: MegatronConfig = MegatronConfig()
     rollout: RolloutConfig = RolloutConfig()
     sync: SyncConfig = SyncConfig()
     ref: RefConfig = RefConfig()
@@ -137,6 +139,8 @@ class Config(Section):
     @property
     def pack_copies(self) -> int:
         """Neighbouring processes that are given the same packs, and share the work on them."""
+        if self.parallel.backend == "megatron":
+            return self.megatron.tensor_parallel * self.megatron.pipeline_parallel
         return self.parallel.tensor_parallel_size * self.parallel.context_parallel_size
 
     @property

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from fsdptrain.config.section import Names, Section
 
-PREFIXED = ("lora", "fsdp", "rollout", "ref", "router", "log")
+PREFIXED = ("lora", "fsdp", "megatron", "rollout", "ref", "router", "log")
 
 
 class ModelConfig(Section):
@@ -223,8 +223,11 @@ class FsdpConfig(Section):
 
 
 class ParallelConfig(Section):
-    """Layers and experts that are split over processes, beside the sharding."""
+    """Who computes the model; layers and experts that are split over processes, beside the sharding."""
 
+    backend: Literal["fsdp", "megatron"] = "fsdp"
+    """`fsdp`: transformers' model under PyTorch's FSDP2. `megatron`: megatron-core's, for a few families:
+    docs/megatron.md."""
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Processes that share the work of every layer, by transformers' plan for the model: neighbours, within a node."""
     expert_parallel_size: int = Field(default=1, ge=1)
