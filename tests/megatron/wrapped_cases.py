@@ -90,11 +90,11 @@ def differences(folder: Path, splits: Sequence[tuple[dict[str, Any], Layout]]) -
 
 
 def _compare(built: cases.Built, layout: Layout) -> dict[str, float]:
-    from fsdptrain.backends.megatron.forward import run_packs
     from megatron.core import parallel_state as ps
 
     from fsdptrain.backends.megatron import gradients
     from fsdptrain.backends.megatron.dealing import deal
+    from fsdptrain.backends.megatron.forward import run_packs
     from fsdptrain.backends.megatron.zigzag import gather_own
 
     batches = [_batch(seed) for seed in range(ps.get_data_parallel_world_size())]
