@@ -116,6 +116,8 @@ def build_parts(
         if backend.layout_probe.prefixes is not None:
             log.info("%s", backend.layout_probe.prefixes.line)
         report_fallbacks(backend, strict=config.model.strict)
+        if config.sync.offload_train and not platform.has_accelerator():
+            log.warning("--offload-train: there is no GPU; copies are made, and no memory is saved")
         engine = make_engine(config, checkpoint=checkpoint, device=device) if generates else None
         maker = evaluation = sync_check = background = None
         timeline = Timeline()
