@@ -1,7 +1,7 @@
 """The training backend on PyTorch's own FSDP2: any transformers model, one process for each device."""
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -86,7 +86,7 @@ class FSDPBackend:
         self.compute_dtype: torch.dtype = getattr(torch, config.compute_dtype_name)
         self.checkpoint_path = resolve_checkpoint(config.model.hf_checkpoint)
         self._config = config
-        self._stash = HostStash()
+        self._stash, self._optimizer_stash = HostStash(), HostStash()  # what `offload` has moved
         self._staging = Staging(config.launch.dist_timeout) if config.run.async_save else None
         self._experts = Experts(config, self.checkpoint_path)
         with together(ConfigError, "--image-key"):
@@ -160,7 +160,7 @@ class FSDPBackend:
         dropped on every rank; then there is no optim/grad_norm. Raises NumericsError after more than
         --max-skipped-steps of such.
         """
-        assert not self._stash, "onload comes before train_step"
+        assert not self._is_away, "onload comes before train_step"
         if not batches[0].num_loss_tokens:  # of the whole step: the same on every rank
             metrics = {"optim/lr": self._optimizer.lr, "optim/skipped_steps": float(self._optimizer.num_skipped)}
             self._optimizer.pass_over()
@@ -236,20 +236,31 @@ class FSDPBackend:
             folder = target if form == "adapter" else target / "adapter"
             export_adapter(self._model, self.adapters, folder, source=self.checkpoint_path, base=self._base_name)
 
-    def offload(self) -> None:
-        """Move parameters and optimizer state to the host until `onload`. Nothing to do where they are there anyway."""
-        reshard(self._model)
+    def offload(self, *, keep_weights: bool = False) -> None:
+        """Move optimizer state and parameters to the host until `onload`. What is not on the device stays as it is.
+        `keep_weights`: the optimizer state alone. On a CPU it is copied, which frees nothing.
+        """
         self._optimizer.zero_grad()
-        tensors = [*self._model.parameters(), *self._optimizer.tensors().values()]
-        on_device = [local_shard(tensor) for tensor in tensors if tensor.device.type != "cpu"]
-        self._stash.stash(on_device)
+        if not self._optimizer_stash:
+            self._optimizer_stash.stash(self._on_device(self._optimizer.tensors().values()))
+        if not keep_weights and not self._stash:
+            reshard(self._model)
+            self._stash.stash(self._on_device(self._model.parameters()))
 
     def onload(self) -> None:
         self._stash.restore()
+        self._optimizer_stash.restore()
+
+    @property
+    def _is_away(self) -> bool:
+        return bool(self._stash or self._optimizer_stash)
+
+    def _on_device(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        return [local_shard(tensor) for tensor in tensors if tensor.device.type == self.device.type]
 
     def save(self, directory: Path, step: int) -> Rest | None:
         """Into a folder that exists: see `CheckpointFolder.write`. With --async-save, what is left to be written."""
-        assert not self._stash, "onload comes before save"
+        assert not self._is_away, "onload comes before save"
         kept, adapter = self._staging, self._adapter_identity
         rests = [save_checkpoint(directory, self._model, self._optimizer, step=step, adapter=adapter, staging=kept)]
         if self._reference_moved:
@@ -259,7 +270,7 @@ class FSDPBackend:
 
     def load(self, directory: Path) -> int:
         """Returns the step that was saved. Raises CheckpointError."""
-        assert not self._stash, "onload comes before load"
+        assert not self._is_away, "onload comes before load"
         step = load_checkpoint(directory, self._model, self._optimizer, adapter=self._adapter_identity)
         self._reference_moved = self._reference is not None and has_reference(directory)
         if self._reference_moved:

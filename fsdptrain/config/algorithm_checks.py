@@ -20,7 +20,10 @@ _ROLLOUT_ONLY = (
     "rollout_min_p max_unscored_fraction dynamic_sampling curriculum max_staleness "
     f"{' '.join(LOSS_FIELDS)}"
 )
-_GENERATION = "reward environment rollout_engine rollout_max_response_len rollout_max_batch_tokens log_num_samples"
+_GENERATION = (
+    "reward reward_timeout environment rollout_engine rollout_max_response_len rollout_max_batch_tokens "
+    "log_num_samples offload_train"
+)
 
 
 def _algorithm(config: Config) -> Iterator[Problem]:

@@ -110,6 +110,9 @@ def _memory(config: Config) -> Iterator[Problem]:
     elif config.fsdp.cpu_offload:
         reason = "with --fsdp-cpu-offload, which keeps that state in host memory too: leave one of them out"
         yield from without_effect(config, "offload_optimizer", reason)
+    if config.fsdp.cpu_offload:
+        reason = "with --fsdp-cpu-offload, which keeps weights and optimizer in host memory all the time: leave it out"
+        yield from without_effect(config, "offload_train", reason)
 
 
 def _parallel(config: Config) -> Iterator[Problem]:

@@ -114,6 +114,8 @@ def build_parts(
         for line in backend.lines:
             log.info("%s", line)
         report_fallbacks(backend, strict=config.model.strict)
+        if config.sync.offload_train and not platform.has_accelerator():
+            log.warning("--offload-train: there is no GPU; copies are made, and no memory is saved")
         engine = make_engine(config, checkpoint=checkpoint, device=device) if generates else None
         maker = evaluation = sync_check = background = None
         timeline = Timeline()

@@ -15,6 +15,7 @@ from fsdptrain.config import Config
 from fsdptrain.data.packing import pack, plan_packs
 from fsdptrain.errors import CheckpointError, ConfigError, NumericsError
 from fsdptrain.fsdp.checkpoint import CheckpointFolder
+from fsdptrain.fsdp.shards import local_shard
 from fsdptrain.testing import save_tiny_checkpoint, spawn
 from fsdptrain.types import LossConfig, Sample
 from tests import zoo
@@ -275,12 +276,24 @@ def test_a_step_without_samples_leaves_the_weights_and_keeps_the_schedule(checkp
         assert rates == pytest.approx((1e-2 * 3 / 4, 1e-2 * 2 / 4))
 
 
+def held(tensors: list[torch.Tensor]) -> int:
+    """Bytes of their storages, wherever those are."""
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
 def offload_between_steps(checkpoint: str):
-    backend = FSDPBackend(config(checkpoint), total_steps=10)
+    backend = FSDPBackend(config(checkpoint, load_strategy="rank0"), total_steps=10)  # no storage is a file's
     packs = packs_of_this_rank(samples(), 128)
     backend.train_step(packs, LOSSES["grpo"], GRPO)
     before = full_state(backend._model)
+    weights = [local_shard(p) for p in backend.model.parameters()]
+    moments = [local_shard(t) for t in backend._optimizer.tensors().values() if t.device.type == backend.device.type]
+    backend.offload(keep_weights=True)
+    assert held(moments) == 0 < held(weights)
+    backend.score(packs, "policy")
     backend.offload()
+    backend.offload()  # what is away stays away
+    assert held(moments) == held(weights) == 0
     backend.onload()
     after = full_state(backend._model)
     backend.train_step(packs, LOSSES["grpo"], GRPO)
