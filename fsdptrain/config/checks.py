@@ -83,6 +83,18 @@ def check_processes(config: Config, *, world_size: int, local_world_size: int) -
     check_world_size(config, world_size)
 
 
+def check_own_launch(config: Config) -> None:
+    """NoEffectError for options of our own launch, where somebody else has started the ranks."""
+    reason = (
+        "where fsdptrain does not start the processes itself (torchrun, or Python): leave it out and tell it to what "
+        "does, or start with the fsdptrain command alone"
+    )
+    for problem in without_effect(
+        config, "max_restarts node_timeout log_rank_dir network_interface node_rank rdzv_endpoint", reason
+    ):
+        raise _error(problem)
+
+
 def _error(problem: Problem) -> ConfigError:
     return ConfigError(problem) if isinstance(problem, str) else problem
 

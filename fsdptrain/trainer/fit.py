@@ -13,7 +13,7 @@ import torch.distributed as dist
 from fsdptrain import platform
 from fsdptrain.algo.advantages import assign_advantages, scale_over_batch
 from fsdptrain.algo.shaping import without_truncated
-from fsdptrain.config import Config, DataConfig, check_processes
+from fsdptrain.config import Config, DataConfig, check_own_launch, check_processes
 from fsdptrain.config.grid import across_nodes
 from fsdptrain.data.packing import drop_overlong
 from fsdptrain.errors import CheckpointError, ConfigError, DataError, RolloutError
@@ -59,6 +59,8 @@ class Trainer:
 
     def fit(self) -> Metrics:
         """Train from the start, or from the newest checkpoint, to the end. Returns the last value of every metric."""
+        if not dist.is_initialized():  # by `fsdptrain.launch`, which knows
+            check_own_launch(self.config)
         with platform.process_group(self.config.launch.dist_timeout):
             local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             check_processes(self.config, world_size=dist.get_world_size(), local_world_size=local_world_size)
