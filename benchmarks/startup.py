@@ -5,9 +5,9 @@
     python benchmarks/startup.py --quick                              # one round, and no table of imports
 
 Each round is a new process that runs `fsdptrain` by its real command line on a random model, until the first step is
-done. The parts are timed one by one (timed_run.py); a part within another is not counted there. What is imported is
-counted by the package of the module, from `python -X importtime` in a process of its own, which makes imports slower.
-Beside the report a picture is drawn.
+done. The parts are timed one by one, by wall and CPU time (timed_run.py); a part within another is not counted there.
+What is imported is counted by the package of the module, from `python -X importtime` in a process of its own, which
+makes imports slower. Beside the report a picture is drawn.
 
 `--against DIR`: another checkout of this repository, whose rounds take turns with those of this one.
 """
@@ -31,11 +31,12 @@ RUN = [
     *("--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--rollout-max-response-len", "16"),
     *("--max-tokens-per-gpu", "512", "--num-rollout", "1", "--no-bf16", "--log-to"),
 ]
+Run = dict[str, dict[str, float]]
 _IMPORTS = "import fsdptrain.cli, fsdptrain.launch.ranks, fsdptrain.trainer"
 
 
-def one_round(root: Path, model: Path, folder: Path, args: argparse.Namespace) -> dict[str, float]:
-    """Seconds by part."""
+def one_round(root: Path, model: Path, folder: Path, args: argparse.Namespace) -> Run:
+    """Seconds by clock and part."""
     report = folder / "parts.json"
     flags = ["--hf-checkpoint", str(model), *RUN, *args.flags, "--output-dir", str(folder / "run")]
     flags += ["--resume", "never", "--seed", str(args.seed), "--data-size", str(args.data_size)]
@@ -61,12 +62,12 @@ def _environment(root: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(root), "TRANSFORMERS_VERBOSITY": "error"}
 
 
-def summary(runs: list[dict[str, float]]) -> dict[str, dict[str, float]]:
-    """Spread of each part over the rounds."""
-    return {name: spread(run.get(name, 0.0) for run in runs) for name in runs[0]}
+def summary(runs: list[Run]) -> dict[str, dict[str, dict[str, float]]]:
+    """Spread of each part over the rounds, by clock."""
+    return {c: {name: spread(run[c].get(name, 0.0) for run in runs) for name in runs[0][c]} for c in ("wall", "cpu")}
 
 
-def draw(parts: dict[str, dict[str, float]], target: Path) -> None:
+def draw(parts: dict[str, dict[str, float]], target: Path, clock: str) -> None:
     """A bar for each part that takes a hundredth of the whole or more, in the order in which they begin."""
     import matplotlib
 
@@ -86,7 +87,7 @@ def draw(parts: dict[str, dict[str, float]], target: Path) -> None:
         )
         left += value["median"]
     axes.set(
-        yticks=[], xlim=(0, 1.45 * total), xlabel=f"seconds since the command; first optimizer step after {total:.1f}"
+        yticks=[], xlim=(0, 1.45 * total), xlabel=f"seconds of {clock} time until the first optimizer step: {total:.1f}"
     )
     axes.invert_yaxis()
     axes.spines[["top", "right", "left"]].set_visible(False)
@@ -103,6 +104,7 @@ def arguments() -> argparse.Namespace:
     add("--layers", type=int, help="in place of as many as the shape has")
     add("--data-size", type=int, default=1000, help="rows that the data set makes [prompts]")
     add("--rounds", type=int, default=5)
+    add("--clock", choices=("wall", "cpu"), default="wall", help="of the picture; cpu where the machine is shared")
     add("--seed", type=int, default=0)
     add("--against", type=Path, help="another checkout, to compare with")
     add("--folder", type=Path, help="for the model and the runs; default: the system's temporary one")
@@ -114,7 +116,7 @@ def main() -> None:
     args = arguments()
     begin = header()
     sides = {"this": ROOT} | ({"other": args.against.resolve()} if args.against else {})
-    runs: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
+    runs: dict[str, list[Run]] = {side: [] for side in sides}
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         model, scratch = Path(folder) / "model", Path(folder) / "scratch"
         scratch.mkdir()
@@ -124,21 +126,21 @@ def main() -> None:
         for number in range(1 if args.quick else args.rounds + 1):
             for side in sides if number % 2 else reversed(sides):
                 found = one_round(sides[side], model, scratch, args)
-                print(f"  {side}: {found['total']:.2f} s", file=sys.stderr)
+                print(f"  {side}: {found['wall']['total']:.2f} s, CPU {found['cpu']['total']:.2f} s", file=sys.stderr)
                 if number or args.quick:  # the first fills the page cache
                     runs[side].append(found)
     parts = {side: summary(found) for side, found in runs.items()}
     report: dict[str, Any] = {**begin, "unit": "s", "results": parts, "runs": runs}
     if args.against:
         pairs = zip(runs["other"], runs["this"], strict=True)
-        report["other_minus_this"] = spread(other["total"] - this["total"] for other, this in pairs)
-        print(json.dumps({"other_minus_this": report["other_minus_this"]}))
+        report["other_minus_this_cpu"] = spread(other["cpu"]["total"] - this["cpu"]["total"] for other, this in pairs)
+        print(json.dumps({"other_minus_this_cpu": report["other_minus_this_cpu"]}))
     if not args.quick:
         report["imports"] = imports(ROOT)
         print(table([{"package": name, "s": value} for name, value in report["imports"].items()]))
     write(args.json, report)
     if args.json:
-        draw(parts["this"], args.json.with_suffix(".png"))
+        draw(parts["this"][args.clock], args.json.with_suffix(".png"), args.clock)
     print(
         table([{"part": name, **{k: round(v, 2) for k, v in value.items()}} for name, value in parts["this"].items()])
     )

@@ -1,4 +1,5 @@
-"""`fsdptrain [flags]` until its first optimizer step is done, with the seconds of each part of the way as JSON.
+"""`fsdptrain [flags]` until its first optimizer step is done, with the seconds of each part of the way as JSON: of wall
+time, and of CPU time of this process.
 
     python benchmarks/timed_run.py REPORT BEGIN [flags]     # BEGIN: when the command was given, in seconds since 1970
 
@@ -17,25 +18,29 @@ from pathlib import Path
 from typing import Any
 
 
+def now() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()
+
+
 class Parts:
-    """Seconds by part, in the order in which parts began; `rest` is what no part took."""
+    """Seconds (wall, CPU) by part, in the order in which parts began; `rest` is what no part took."""
 
     def __init__(self, begin: float) -> None:
-        self.seconds: dict[str, float] = {"interpreter": time.time() - begin}
+        self.seconds = {"interpreter": (time.time() - begin, time.process_time())}
         self._begin = begin
-        self._inner = [0.0]  # seconds of parts within those that are open
+        self._inner = [(0.0, 0.0)]  # seconds of parts within those that are open
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        self.seconds.setdefault(name, 0.0)
-        start = time.perf_counter()
-        self._inner.append(0.0)
+        before = self.seconds.setdefault(name, (0.0, 0.0))
+        start = now()
+        self._inner.append((0.0, 0.0))
         try:
             yield
         finally:
-            took = time.perf_counter() - start
-            self.seconds[name] += took - self._inner.pop()
-            self._inner[-1] += took
+            took = _minus(now(), start)
+            self.seconds[name] = _plus(before, _minus(took, self._inner.pop()))
+            self._inner[-1] = _plus(self._inner[-1], took)
 
     def around(self, owner: Any, attribute: str, name: str) -> None:
         """`owner.attribute` is a part of this name whenever it is called."""
@@ -48,9 +53,22 @@ class Parts:
 
         setattr(owner, attribute, timed)
 
-    def report(self) -> dict[str, float]:
-        total = time.time() - self._begin
-        return {**self.seconds, "rest": total - sum(self.seconds.values()), "total": total}
+    def report(self) -> dict[str, dict[str, float]]:
+        """clock -> part -> seconds."""
+        totals = {"wall": time.time() - self._begin, "cpu": time.process_time()}
+        found = {}
+        for place, (clock, total) in enumerate(totals.items()):
+            own = {name: seconds[place] for name, seconds in self.seconds.items()}
+            found[clock] = {**own, "rest": total - sum(own.values()), "total": total}
+        return found
+
+
+def _plus(a: tuple[float, float], b: tuple[float, float]) -> tuple[float, float]:
+    return a[0] + b[0], a[1] + b[1]
+
+
+def _minus(a: tuple[float, float], b: tuple[float, float]) -> tuple[float, float]:
+    return a[0] - b[0], a[1] - b[1]
 
 
 def main() -> None:

@@ -92,11 +92,12 @@ def test_ranks_send_what_is_planned_and_more_gpus_are_modelled(tmp_path: Path) -
 @pytest.mark.slow
 def test_the_start_of_a_run_is_the_sum_of_its_parts(tmp_path: Path) -> None:
     [found] = run_quick("startup.py", tmp_path)["runs"]["this"]
-    total = found.pop("total")
-    assert sum(found.values()) == pytest.approx(total, rel=1e-6)
-    assert found["import torch"] > 0
-    assert found["first step"] > 0
-    assert 0 <= found["rest"] < total / 2
+    for clock, parts in found.items():
+        total = parts.pop("total")
+        assert sum(parts.values()) == pytest.approx(total, rel=1e-6)
+        assert parts["import torch"] > 0
+        assert parts["first step"] > 0, clock
+        assert -0.05 <= parts["rest"] < total / 2
 
 
 @pytest.mark.slow
