@@ -3,7 +3,7 @@ BIN := .venv/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadscope --no-loadscope-reorder  # what a file sets up is set up once
 
 .DEFAULT_GOAL := help
-.PHONY: help install check test test-vllm test-servers quick gpu demo clean
+.PHONY: help install check test test-vllm test-servers quick gpu gpu-wheels demo clean
 
 help:  ## what there is to make
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -52,11 +52,18 @@ test-vllm: install .venv-vllm/.installed  ## vLLM in the trainer's process, and 
 quick: install  ## the fast part
 	$(PYTEST) -m 'not gpu and not slow' --durations=5
 
-gpu: install  ## what needs a GPU
-	$(BIN)/pytest -m gpu
+gpu:  ## tests and benchmarks on one GPU, within 9 minutes and without network: benchmarks/gpu.py
+	$(PYTHON) benchmarks/gpu.py
+
+gpu-wheels: install  ## what that machine lacks beside torch and transformers, into wheels/: for Python 3.12 on x86-64
+	$(BIN)/pip download --quiet --disable-pip-version-check --only-binary=:all: --no-deps --dest wheels \
+		--python-version 3.12 --implementation cp $(addprefix --platform ,$(WHEEL_PLATFORMS)) \
+		--constraint constraints.txt --requirement benchmarks/gpu-wheels.txt
+
+WHEEL_PLATFORMS := manylinux_2_28_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
 
 demo: install  ## warm up a small model, train it with GRPO, plot what happened: about a minute on two cores
 	@$(BIN)/python examples/quickstart/demo.py $(if $(SEED),--seed $(SEED))
 
 clean:  ## delete .venv and what was built; runs/ stays
-	rm -rf .venv .venv-vllm build dist *.egg-info
+	rm -rf .venv .venv-vllm .venv-gpu build dist *.egg-info

@@ -18,14 +18,13 @@ import heapq
 import itertools
 import json
 import math
-import os
 import random
-import sys
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from record import header, write
 
 from fsdptrain.data.packing import deal_packs, plan_packs, sequence_costs
 
@@ -133,21 +132,18 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         options.sequences, options.ranks, options.repeats = [10**3, 10**4], [8], 1
-    rows = []
+    begin, rows = header(), []
     for name in DISTRIBUTIONS:
         for num_ranks in options.ranks:
             for count in options.sequences:
                 rows.append(measure(name, count, num_ranks, options))
                 print(json.dumps(rows[-1]))
     report = {
-        "command": " ".join(["python", "benchmarks/packing.py", *sys.argv[1:]]),
-        "machine": {"cores": os.cpu_count(), "load": os.getloadavg()},
-        "versions": {"python": sys.version.split()[0], "numpy": version("numpy")},
+        **begin,
         "growth": growth(rows),
         "results": rows,
     }
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    write(options.json, report)
 
 
 if __name__ == "__main__":

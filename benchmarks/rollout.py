@@ -1,7 +1,7 @@
 """Tokens per second of the embedded engine against transformers' `generate`, paired in one run on one model.
 
-    python benchmarks/rollout.py            # about two minutes on two quiet cores
-    python benchmarks/rollout.py --quick    # seconds
+    python benchmarks/rollout.py --json benchmarks/results/rollout.json     # about two minutes on two quiet cores
+    python benchmarks/rollout.py --quick                                    # seconds
 
 Both sample at temperature 1 from the same random weights, with the same prompts and number of samples. `generate` gets
 what helps it: one left-padded batch, no scores, num_return_sequences. The engine returns log-probabilities as well. The
@@ -12,7 +12,6 @@ responses are of full length, the best case of a static batch; "mixed" has eight
 
 import argparse
 import json
-import platform
 import statistics
 import tempfile
 import time
@@ -21,13 +20,13 @@ from pathlib import Path
 
 import torch
 import transformers
+from record import header, spread, write
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from fsdptrain.platform import local_device
 from fsdptrain.rollout.hf import HFEngine
 from fsdptrain.types import Prompt, SamplingParams
 
-RESULTS = Path(__file__).parent / "results" / "rollout.json"
 SIZES = {
     "0.1M": {"vocab_size": 264, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16},
     "4M": {"vocab_size": 4096, "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 64},
@@ -35,9 +34,9 @@ SIZES = {
 STOP = {"equal": [], "mixed": list(range(1, 9))}
 
 
-def build(size: str, stop: list[int], vocab_scale: int) -> PreTrainedModel:
+def build(size: str, stop: list[int], vocab_scale: int, seed: int) -> PreTrainedModel:
     """A random model in which each of `vocab_scale` stop ids comes with a chance of about 1 in 264."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     stop = [token * vocab_scale + i for token in stop for i in range(vocab_scale)]
     shape = SIZES[size]
     config = Qwen3Config(
@@ -81,57 +80,61 @@ def timed(run: Callable[[], int]) -> tuple[float, float]:
     return tokens / (time.perf_counter() - wall), tokens / (time.process_time() - cpu)
 
 
-def compare(size: str, case: str, *, num_prompts: int, num_samples: int, max_tokens: int, rounds: int) -> dict:
-    model = build(size, STOP[case], vocab_scale=SIZES[size]["vocab_size"] // 256)
+def compare(size: str, case: str, args: argparse.Namespace) -> dict:
+    model = build(size, STOP[case], SIZES[size]["vocab_size"] // 256, args.seed)
     device = local_device()
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         engine = HFEngine(Path(folder), dtype=torch.float32, device=device)
     engine.update_weights(model.state_dict().items(), 0)
     model.to(device)
-    generator = torch.Generator().manual_seed(1)
-    lengths = torch.randint(8, 20, (num_prompts,), generator=generator).tolist()
+    generator = torch.Generator().manual_seed(args.seed + 1)
+    lengths = torch.randint(8, 20, (args.prompts,), generator=generator).tolist()
     prompts = [
         Prompt(str(i), torch.randint(200, 256, (n,), generator=generator).tolist(), "") for i, n in enumerate(lengths)
     ]
-    sampling = SamplingParams(num_samples=num_samples, max_tokens=max_tokens)
+    sampling = SamplingParams(num_samples=args.samples, max_tokens=args.max_tokens)
     sides = {
         "engine": lambda: run_engine(engine, prompts, sampling),
         "generate": lambda: run_generate(model, prompts, sampling),
     }
     speeds: dict[str, list[tuple[float, float]]] = {side: [] for side in sides}
-    for round_ in range(rounds + 1):
-        for side, run in sides.items():
-            measured = timed(run)
-            if round_ > 0:  # the first warms up
+    for number in range(args.rounds + 1):
+        for side in sides if number % 2 else reversed(sides):
+            measured = timed(sides[side])
+            if number:  # the first warms up
                 speeds[side].append(measured)
-    row: dict = {"model": size, "case": case, "rows": num_prompts * num_samples, "max_tokens": max_tokens}
+    row: dict = {"model": size, "case": case, "rows": args.prompts * args.samples, "max_tokens": args.max_tokens}
     for side, pairs in speeds.items():
         row[f"{side}_tokens_per_s"] = round(statistics.median(wall for wall, _ in pairs))
         row[f"{side}_tokens_per_cpu_s"] = round(statistics.median(cpu for _, cpu in pairs))
     for i, clock in enumerate(["wall", "cpu"]):
         ratios = [ours[i] / theirs[i] for ours, theirs in zip(speeds["engine"], speeds["generate"], strict=True)]
-        row[f"speedup_{clock}"] = round(statistics.median(ratios), 2)
-    return row
+        row[f"speedup_{clock}"] = spread(ratios)
+    return {**row, "runs": speeds}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="the smallest model only, and no file is written")
-    quick = parser.parse_args().quick
+    add = parser.add_argument
+    add("--quick", action="store_true", help="the smallest model only")
+    add("--json", type=Path, help="write the report to this file")
+    add("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
+    add("--prompts", type=int, default=32)
+    add("--samples", type=int, default=8, help="of each prompt")
+    add("--max-tokens", type=int, default=96, help="of a response")
+    add("--rounds", type=int, default=3)
+    add("--seed", type=int, default=0)
+    args, begin = parser.parse_args(), header()
+    if args.quick:
+        args.sizes, args.prompts, args.rounds = ["0.1M"], 8, 2
     transformers.utils.logging.disable_progress_bar()
     rows = []
-    for size in ["0.1M"] if quick else SIZES:
+    for size in args.sizes:
         for case in STOP:
-            num_prompts = 8 if quick else 32
-            row = compare(size, case, num_prompts=num_prompts, num_samples=8, max_tokens=96, rounds=2 if quick else 3)
-            rows.append(row)
-            print(json.dumps(row))
-    if not quick:
-        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-        machine = {"device": str(local_device()), "threads": torch.get_num_threads(), "machine": platform.machine()}
-        RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text(json.dumps({**versions, **machine, "results": rows}, indent=2) + "\n")
+            rows.append(compare(size, case, args))
+            print(json.dumps({key: value for key, value in rows[-1].items() if key != "runs"}))
+    write(args.json, {**begin, "device": str(local_device()), "results": rows})
 
 
 if __name__ == "__main__":

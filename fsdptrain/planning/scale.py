@@ -37,6 +37,7 @@ class Cluster:
     outside: float = 50e9  # 400 Gbit/s
     peak: float = 989e12  # H100, dense bfloat16
     reached: float = 0.4  # of the peak, where nothing is waited for: a guess
+    hop: float = 0.0  # seconds until the next member of a ring has a message, however small
 
 
 @dataclass(frozen=True)
@@ -107,10 +108,10 @@ def estimate(
 
 
 def _seconds(collective: Collective, grid: Grid, cluster: Cluster) -> float:
-    """By the slower of the links within a node and between nodes.
+    """By the slower of the links within a node and between nodes, and by the hops.
 
     Rings through several members on a node use the links of all of them to the other nodes; in an all-to-all each rank
-    sends what is for other nodes by its own.
+    sends what is for other nodes by its own. A ring hands on as often as it has other members, an all-reduce twice.
     """
     strides: dict[Axis, int] = {
         "tensor": 1,
@@ -120,6 +121,12 @@ def _seconds(collective: Collective, grid: Grid, cluster: Cluster) -> float:
         "replicate": grid.shards * grid.tensor,
     }
     near = min(collective.ranks, max(1, cluster.gpus_per_node // strides[collective.axis]))
+    rounds = {"all-reduce": 2, "all-to-all": 0}.get(collective.kind, 1)
+    return rounds * collective.calls * (collective.ranks - 1) * cluster.hop + _sending(collective, near, cluster)
+
+
+def _sending(collective: Collective, near: int, cluster: Cluster) -> float:
+    """`near`: members of the group on each node."""
     if near == collective.ranks:
         return collective.sent / cluster.inside
     within = collective.sent / cluster.inside if near > 1 else 0.0

@@ -1,13 +1,27 @@
 """The benchmarks run from their first to their last line."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
+
+
+def run_quick(name: str, folder: Path, *flags: str, timeout: float = 300) -> dict[str, Any]:
+    """The report of a benchmark with --quick."""
+    target = folder / "report.json"
+    (folder / "scratch").mkdir(exist_ok=True)
+    argv = [sys.executable, FOLDER / name, "--quick", "--json", target, *flags]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=timeout, check=False)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(target.read_text())
+    assert {"command", "commit", "machine", "versions"} <= report.keys()
+    return report
 
 
 @pytest.mark.slow
@@ -40,14 +54,61 @@ def test_the_quick_run_of_older_weights_trains_on_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_small_model_is_loaded_and_exported_within_its_bounds(tmp_path: Path) -> None:
-    argv = [sys.executable, FOLDER / "saving_and_loading.py", "--quick", "--folder", tmp_path]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout.splitlines()[-1])
+def test_a_small_model_is_loaded_in_every_way_and_exported_within_its_bounds(tmp_path: Path) -> None:
+    report = run_quick("load.py", tmp_path, "--folder", str(tmp_path / "scratch"))
     assert all(report["laws"].values())
-    assert len(done.stdout.splitlines()) == report["shape"]["ranks"] + 1
-    assert not list(tmp_path.iterdir())
+    assert {(row["ranks"], row["way"]) for row in report["results"]} >= {(2, "shard"), (2, "slime"), (2, "bytes")}
+    assert not list((tmp_path / "scratch").iterdir())
+
+
+@pytest.mark.slow
+def test_mfu_makes_a_row_for_each_case_and_says_what_failed(tmp_path: Path) -> None:
+    chosen = ["--kinds", "grpo", "--adapters", "full", "--variants", "base", "flash-attn 2"]
+    base, flash = run_quick("mfu.py", tmp_path, *chosen)["results"]
+    assert 0 < base["mfu_causal"]["median"] < base["mfu"]["median"]
+    assert "ConfigError: --attn-implementation flash_attention_2" in flash["failed"]
+
+
+def test_mfu_says_where_there_is_no_gpu() -> None:
+    variables = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, FOLDER / "mfu.py"], capture_output=True, text=True, env=variables, check=False
+    )
+    assert done.returncode == 1
+    assert "this machine has no GPU" in done.stderr
+
+
+@pytest.mark.slow
+def test_ranks_send_what_is_planned_and_more_gpus_are_modelled(tmp_path: Path) -> None:
+    report = run_quick("scaling.py", tmp_path)
+    one, two = report["measured"]
+    assert (one["ranks"], two["ranks"]) == (1, 2)
+    assert two["gathered_mb"] > 0
+    weak = {row["gpus"]: row for row in report["model"] if (row["mesh"], row["scaling"]) == ("FSDP", "weak")}
+    assert weak[8]["no overlap"] > weak[4096]["no overlap"]
+    assert (tmp_path / "report.png").stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_the_start_of_a_run_is_the_sum_of_its_parts(tmp_path: Path) -> None:
+    [found] = run_quick("startup.py", tmp_path)["runs"]["this"]
+    for clock, parts in found.items():
+        total = parts.pop("total")
+        assert sum(parts.values()) == pytest.approx(total, rel=1e-6)
+        assert parts["import torch"] > 0
+        assert parts["first step"] > 0, clock
+        assert -0.05 <= parts["rest"] < total / 2
+
+
+@pytest.mark.slow
+def test_both_sides_play_the_demo(tmp_path: Path) -> None:
+    pytest.importorskip("trl", reason="trl comes with the dev extra")
+    report = run_quick("end_to_end.py", tmp_path, "--folder", str(tmp_path / "runs"), timeout=600)
+    for run in report["runs"]:
+        *_, last = run["points"]
+        assert last["rollout"] == 2
+        assert 0 < last["generate"] < last["wall_s"]
+        assert last["reward"] > 0
 
 
 @pytest.mark.slow

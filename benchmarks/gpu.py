@@ -1,0 +1,194 @@
+"""All that needs a GPU, by one command, without network: the tests marked gpu, then train_step.py and mfu.py.
+
+    make gpu-wheels                         # where there is a network: wheels for the other machine, into wheels/
+    make gpu                                # there: python3 benchmarks/gpu.py
+
+That machine needs Python 3.12 with torch and transformers; whatever else is missing is taken from --wheels, and what is
+there is left as it is. Only the standard library is used until then. An environment is made in --venv that sees the
+packages of the Python that runs this, also where that one is an environment itself. All of it ends within --minutes:
+what does not is stopped, and said so. --output gets tests.xml, train_step.json, mfu.json, a log of each, gpu.json with
+what came of them, and table.md. Exit code 1: a test failed, or a benchmark did not end.
+
+Without a GPU (--cpu) it goes the same way with tiny sizes, and the tests are skipped by themselves.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import site
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parents[1]
+NEEDED = ["pydantic>=2.11", "tyro>=1.0", "pyyaml", "rich>=14", "psutil", "accelerate", "pytest", "hypothesis", "numpy"]
+OPTIONAL = {"trl>=1.16": "train_step.py has no other side", "peft>=0.21": "no LoRA", "liger-kernel": "no liger rows"}
+MARK = re.compile(r"pytest\.mark\.gpu\b")
+TRAIN_STEP = [
+    *("--bf16", "--sides", "ours", "packed", "compact", "--lengths", "ragged", "--vocab", "151936", "--hidden", "1024"),
+    *("--layers", "8", "--groups", "8", "--completion", "600", "--longest", "4096", "--micro", "8"),
+    *("--max-tokens", "16384", "--rounds", "3"),
+]
+MFU = [
+    *("--shapes", "Qwen3-4B", "--tokens", "16384", "--kinds", "grpo", "sft", "--adapters", "full", "--warm-up", "2"),
+    *("--steps", "3", "--case-minutes", "1.5", "--variants", "base", "compile", "selective", "compile and liger"),
+    *("nothing recomputed", "sdpa by segment"),
+]
+
+
+def main() -> int:
+    args = arguments()
+    deadline = time.monotonic() + 60 * args.minutes
+    args.output.mkdir(parents=True, exist_ok=True)
+    found: dict[str, Any] = {"minutes": args.minutes}
+    python = make_environment(args.venv)
+    found["install"] = install(python, args.wheels)
+    found["machine"] = describe(python)
+    if not found["machine"]["gpu"] and not args.cpu:
+        return finish(args.output, found | {"failed": "torch sees no GPU here; --cpu tries the way without one"})
+    run = Run(python, args.output, deadline)
+    found["tests"] = run.tests(share=0.35)
+    quick = ["--quick"] if args.cpu else []
+    rest = ["--sides", "ours", "packed"] if "trl>=1.16" in found["install"]["left out"] else []
+    found["train_step"] = run.benchmark("train_step", [*(quick or TRAIN_STEP), *rest], share=0.35)
+    left = (deadline - time.monotonic() - 45) / 60
+    mfu = [*quick, "--variants", "base"] if args.cpu else [*MFU, "--minutes", f"{left:.2f}"]
+    found["mfu"] = run.benchmark("mfu", mfu, share=1.0)
+    return finish(args.output, found)
+
+
+def make_environment(folder: Path) -> Path:
+    """A fresh environment over the packages of this Python; its interpreter."""
+    shutil.rmtree(folder, ignore_errors=True)
+    subprocess.run([sys.executable, "-m", "venv", "--system-site-packages", "--without-pip", folder], check=True)
+    python = folder / "bin" / "python"
+    [own] = (folder / "lib").glob("python*/site-packages")
+    below = [path for path in (*site.getsitepackages(), site.getusersitepackages()) if Path(path).is_dir()]
+    (own / "packages_below.pth").write_text("".join(f"{path}\n" for path in below))  # of an environment around this one
+    return python
+
+
+def install(python: Path, wheels: Path) -> dict[str, Any]:
+    """What is missing, from `wheels` alone: needed packages together, the others one by one."""
+    begin, left_out = time.monotonic(), {}
+    where = ["--no-index", "--find-links", str(wheels), "--quiet", "--disable-pip-version-check", "--no-cache-dir"]
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", *where]
+    done = subprocess.run([*pip, *NEEDED], capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{wheels} does not hold what is missing here (make gpu-wheels fills it):\n{done.stderr[-2000:]}")
+    for name, loss in OPTIONAL.items():
+        done = subprocess.run([*pip, name], capture_output=True, text=True, check=False)
+        if done.returncode:
+            left_out[name] = f"{loss}: {done.stderr.strip().splitlines()[-1][:200]}"
+    return {"s": round(time.monotonic() - begin, 1), "left out": left_out}
+
+
+def describe(python: Path) -> dict[str, Any]:
+    """By the record of the benchmarks: torch, transformers, GPU."""
+    code = "import json, record; print(json.dumps(record.machine() | record._versions()))"
+    variables = {**os.environ, "PYTHONPATH": f"{ROOT / 'benchmarks'}:{ROOT}"}
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, env=variables, check=False)
+    if done.returncode:
+        sys.exit(f"the environment does not work:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+class Run:
+    """Commands one after the other, each with a share of the time that is left."""
+
+    def __init__(self, python: Path, output: Path, deadline: float) -> None:
+        self.python, self.output, self.deadline = python, output, deadline
+
+    def tests(self, share: float) -> dict[str, Any]:
+        """Those marked gpu, in the files that hold some. Warnings of these versions are not what is tested."""
+        files = [
+            str(f.relative_to(ROOT)) for f in sorted((ROOT / "tests").rglob("test_*.py")) if MARK.search(f.read_text())
+        ]
+        report = self.output / "tests.xml"
+        report.unlink(missing_ok=True)
+        options = ["-m", "gpu", "-q", "-p", "no:cacheprovider", "-o", "filterwarnings=default", f"--junitxml={report}"]
+        found = self._command("tests", ["-m", "pytest", *files, *options], share)
+        if not report.is_file():
+            return found
+        suite = next(iter(ElementTree.parse(report).getroot()))
+        counts = {key: int(suite.get(key, "0")) for key in ("tests", "failures", "errors", "skipped")}
+        failed = [
+            f"{case.get('classname')}::{case.get('name')}: {(reason.get('message') or '')[:200]}"
+            for case in suite
+            for reason in case
+            if reason.tag in ("failure", "error")
+        ]
+        return {**found, **counts, "failed tests": failed}
+
+    def benchmark(self, name: str, flags: Sequence[str], share: float) -> dict[str, Any]:
+        """Its report goes to `name`.json, and what it printed as its table comes back."""
+        report = self.output / f"{name}.json"
+        report.unlink(missing_ok=True)
+        found = self._command(name, [f"benchmarks/{name}.py", "--json", str(report.resolve()), *flags], share)
+        lines = (self.output / f"{name}.log").read_text().splitlines()
+        return {**found, "report": report.is_file(), "table": [line for line in lines if line.startswith("| ")]}
+
+    def _command(self, name: str, argv: Sequence[str], share: float) -> dict[str, Any]:
+        """In a session of its own, so that all its processes end with it."""
+        limit = max(1.0, share * (self.deadline - time.monotonic() - 10))
+        variables: Mapping[str, str] = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+        begin = time.monotonic()
+        print(f"{name}: at most {limit:.0f} s", flush=True)
+        with (self.output / f"{name}.log").open("w") as log:
+            process = subprocess.Popen(
+                [self.python, *argv],
+                cwd=ROOT,
+                env=variables,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                code: int | str = process.wait(limit)
+            except subprocess.TimeoutExpired:
+                code = f"stopped after {limit:.0f} s"
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        print(f"{name}: {code}, {time.monotonic() - begin:.0f} s", flush=True)
+        return {"exit": code, "s": round(time.monotonic() - begin, 1)}
+
+
+def finish(output: Path, found: dict[str, Any]) -> int:
+    """gpu.json, table.md, and the exit code."""
+    (output / "gpu.json").write_text(json.dumps(found, indent=1) + "\n")
+    lines = [f"# {found['machine']['gpu'] or 'No GPU'}, torch {found['machine']['torch']}, "
+             f"transformers {found['machine']['transformers']}", ""]  # fmt: skip
+    lines += [f"{name}: {loss}" for name, loss in found["install"]["left out"].items()]
+    if "failed" in found:
+        lines.append(found["failed"])
+    for name in ("tests", "train_step", "mfu"):
+        part = found.get(name, {})
+        counts = [f"{part[key]} {key}" for key in ("tests", "failures", "errors", "skipped") if key in part]
+        lines += ["", f"## {name}: exit {part.get('exit', 'not run')}, {part.get('s', 0)} s; {', '.join(counts)}", ""]
+        lines += [f"- {test}" for test in part.get("failed tests", [])] + part.get("table", [])
+    (output / "table.md").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+    sound = "failed" not in found and all(found[name]["exit"] in (0, 5) for name in ("tests", "train_step", "mfu"))
+    return 0 if sound else 1
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--wheels", type=Path, default=ROOT / "wheels", help="folder of wheels for what is missing")
+    add("--venv", type=Path, default=ROOT / ".venv-gpu", help="where the environment is made, anew each time")
+    add("--output", type=Path, default=ROOT / "benchmarks" / "results" / "gpu")
+    add("--minutes", type=float, default=8.5)
+    add("--cpu", action="store_true", help="go the same way without a GPU, with tiny sizes")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,305 @@
+"""Tokens per second, MFU and peak memory of one GPU, by shape of the model, length of the pack and kind of step.
+
+    python benchmarks/mfu.py --json benchmarks/results/mfu.json                    # all of it: hours
+    python benchmarks/mfu.py --shapes Qwen3-4B --tokens 16384 --minutes 5          # what fits into five minutes
+    python benchmarks/mfu.py --quick                                               # a tiny shape on the CPU, seconds
+
+Random weights of the shape, our backend as a run has it, one full pack in each step; forward, loss, backward, clipping
+and AdamW. Steps are those of
+
+    sft    one sequence as long as the pack, every token trained on: how others count what they publish
+    grpo   a group of eight with a prompt of --prompt tokens, completions that fill the pack, as long as each other
+
+Variants change one thing each, against `base`, which recomputes every layer (--gradient-checkpointing) and is in
+bfloat16. Each is a process of its own: kernels, compilers and patches of one do not reach the next. After --warm-up
+steps come --steps that count: the median, with the least and the most. What does not fit the device is a row that says
+so. Model FLOPs, not those of recomputation; `mfu` counts every pair of tokens of a sequence, `mfu_causal` those that
+are looked at (planning/flops.py). On a CPU the peak is what a matrix product reaches there: not to be compared with
+others. With --profile one more step is traced, and what took longest on the device goes into the report.
+
+Peers' figures are what they publish, on their machines; the sources are in PEERS.
+"""
+
+import argparse
+import json
+import multiprocessing
+import sys
+import tempfile
+import time
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from random_checkpoint import SHAPES, shape, write_random
+from record import header, peak_mib, spread, start_peak, table, write
+
+from fsdptrain.types import Sample
+
+BASE: dict[str, Any] = {"gradient_checkpointing": True}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "base": {},
+    "compile": {"compile": True},
+    "liger": {},  # its kernels for norms, rotary embedding and gated MLP, put into transformers' classes
+    "compile and liger": {"compile": True},
+    "selective": {"gradient_checkpointing_kind": "selective"},
+    "every second layer": {"gradient_checkpointing_every": 2},
+    "nothing recomputed": {"gradient_checkpointing": False},
+    "sdpa by segment": {"attn_implementation": "sdpa"},
+    "flash-attn 2": {"attn_implementation": "flash_attention_2"},
+    "activations on host": {"offload_activations": True},
+    "optimizer on host": {"offload_optimizer": True},
+    "all on host": {"fsdp_cpu_offload": True},
+    "large logprob chunks": {"logprob_chunk_size": 4096},
+}
+ADAPTERS = {"full": {}, "lora": {"lora_rank": 32, "lora_alpha": 32}}
+PEERS = [
+    {"who": "prime-rl", "shape": "Qwen3-4B", "step": "sft", "tokens": 16_384, "device": "H200", "tokens_per_s": 6643,
+     "mfu": 0.284},
+    {"who": "prime-rl", "shape": "Qwen3-4B", "step": "grpo", "tokens": 16_384, "device": "H200", "mfu": 0.147},
+    {"who": "prime-rl", "shape": "Qwen3-0.6B", "step": "sft", "tokens": 16_384, "device": "H100", "mfu": 0.237},
+    {"who": "torchtitan, compile, 8 GPUs", "shape": "Llama-3.1-8B", "step": "sft", "tokens": 8192, "device": "H100",
+     "tokens_per_s": 6667, "mfu": 0.39},
+]  # fmt: skip
+GROUP = 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row."""
+
+    shape: str
+    tokens: int  # of the pack
+    step: str  # sft, grpo
+    adapter: str  # full, lora
+    variant: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.shape} {self.tokens} {self.step} {self.adapter} {self.variant}"
+
+
+def make_samples(case: Case, *, vocab: int, prompt: int, seed: int) -> list[Sample]:
+    """A pack full of tokens."""
+    draw = Random(seed)
+    num_segments = 1 if case.step == "sft" else GROUP
+    length = case.tokens // num_segments
+    shared = [draw.randrange(vocab) for _ in range(0 if case.step == "sft" else min(prompt, length // 2))]
+    samples = []
+    for number in range(num_segments):
+        own = [draw.randrange(vocab) for _ in range(length - len(shared))]
+        mask = [False] * len(shared) + [True] * len(own)
+        samples.append(Sample("0", [*shared, *own], mask, [0.0] * length, advantage=1.0 if number % 2 else -1.0))
+    return samples
+
+
+def run_case(case: Case, folder: str, options: argparse.Namespace, pipe: Connection) -> None:
+    """In a process of its own: sends a row."""
+    try:
+        pipe.send(measure(case, folder, options))
+    except torch.OutOfMemoryError:
+        pipe.send({"failed": "does not fit the device"})
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is a row of the table, and the others go on
+        pipe.send({"failed": f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"})
+
+
+def measure(case: Case, folder: str, options: argparse.Namespace) -> dict[str, Any]:
+    if "liger" in case.variant:
+        use_liger(case.shape)
+    from fsdptrain import Config
+    from fsdptrain.algo.losses import LOSSES
+    from fsdptrain.backends.fsdp import FSDPBackend
+    from fsdptrain.platform import process_group
+    from fsdptrain.trainer.batches import PackingRules, make_batches
+    from fsdptrain.trainer.speed import Speed
+    from fsdptrain.types import LossConfig
+
+    config = Config(
+        hf_checkpoint=folder,
+        bf16=torch.cuda.is_available(),
+        max_tokens_per_gpu=case.tokens,
+        rollout_max_response_len=max(1, case.tokens // 2),
+        lr=1e-6,
+        **BASE | VARIANTS[case.variant] | ADAPTERS[case.adapter],
+    )
+    loss = LOSSES[case.step]
+    begin = time.perf_counter()
+    with process_group(600):
+        backend = FSDPBackend(config, total_steps=10**6)
+        speed = Speed.of(backend.model, backend.device, backend.compute_dtype, copies=1)
+        samples = make_samples(case, vocab=backend.hf_config.vocab_size, prompt=options.prompt, seed=options.seed)
+        rules = PackingRules(
+            max_tokens=case.tokens,
+            aggregation="token_mean",
+            max_response_len=case.tokens,
+            steps_per_epoch=1,
+            num_epochs=1,
+            seed=options.seed,
+            layout=backend.layout_probe.layout,
+        )
+        ready = time.perf_counter() - begin
+        steps, pack_s, rows = [], [], []
+        tracer: Any = nullcontext()
+        start_peak()
+        for number in range(options.warm_up + options.steps):
+            last = number == options.warm_up + options.steps - 1
+            if options.profile and last:
+                tracer = torch.profiler.profile()
+            wait_for_device()
+            start = time.perf_counter()
+            batches = make_batches(samples, rules, rollout=0)
+            pack_s.append(time.perf_counter() - start)
+            with tracer:
+                metrics = backend.train_step(batches[0].packs, loss, LossConfig())
+                wait_for_device()
+            steps.append(time.perf_counter() - start)
+            rows.append(speed.utilisation(batches, train_s=steps[-1]))
+        counted = slice(options.warm_up, None if not options.profile else -1)
+        found = {
+            "layout": backend.layout_probe.line,
+            "loss": metrics["loss/total"],
+            "start_s": round(ready, 2),
+            "step_s": spread(steps[counted]),
+            "pack_s": spread(pack_s[counted]),
+            "tokens_per_s": spread(case.tokens / s for s in steps[counted]),
+            "mfu": spread(row["perf/mfu"] for row in rows[counted]),
+            "mfu_causal": spread(row["perf/mfu_causal"] for row in rows[counted]),
+            "peak_gib": round(peak_mib() / 1024, 2),
+            "runs": [round(s, 4) for s in steps],
+        }
+        if options.profile:
+            found["profile"] = longest(tracer)
+        return found
+
+
+def wait_for_device() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def longest(tracer: Any, count: int = 25) -> list[dict[str, Any]]:
+    """What took longest on the device, else on the CPU, without what it called. [ms]"""
+    clock = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+    events = sorted(tracer.key_averages(), key=lambda e: -getattr(e, clock))
+    whole = sum(getattr(e, clock) for e in events)
+    return [
+        {"what": e.key[:90], "calls": e.count, "ms": round(getattr(e, clock) / 1e3, 3),
+         "share": round(getattr(e, clock) / whole, 4)}
+        for e in events[:count]
+    ]  # fmt: skip
+
+
+def use_liger(name: str) -> None:
+    """Liger's kernels in the place of transformers' modules; the loss stays ours."""
+    from liger_kernel.transformers import apply_liger_kernel_to_llama, apply_liger_kernel_to_qwen3
+
+    apply = apply_liger_kernel_to_llama if name.startswith("Llama") else apply_liger_kernel_to_qwen3
+    apply(rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False)
+
+
+def cases(options: argparse.Namespace) -> list[Case]:
+    """Base of everything first, then the variants: what the time allows is the most telling part."""
+    found = [
+        Case(name, tokens, step, adapter, variant)
+        for name in options.shapes
+        for tokens in options.tokens
+        for step in options.kinds
+        for adapter in options.adapters
+        for variant in options.variants
+    ]
+    return sorted(found, key=lambda case: (options.shapes.index(case.shape), case.variant != "base"))
+
+
+def sweep(options: argparse.Namespace) -> list[dict[str, Any]]:
+    context = multiprocessing.get_context("spawn")
+    deadline = time.monotonic() + 60 * options.minutes
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        for name in options.shapes:
+            if time.monotonic() < deadline:
+                write_random(Path(folder) / name, shape(name), seed=options.seed)
+            for case in (case for case in cases(options) if case.shape == name):
+                ours, theirs = context.Pipe(duplex=False)
+                worker = context.Process(target=run_case, args=(case, str(Path(folder) / name), options, theirs))
+                found: dict[str, Any] = {"failed": f"not begun within --minutes {options.minutes:g}"}
+                if time.monotonic() < deadline:
+                    worker.start()
+                    theirs.close()
+                    left = max(10.0, min(deadline - time.monotonic() + 30, 60 * options.case_minutes))
+                    found = receive(ours, left)
+                    worker.kill()
+                    worker.join()
+                rows.append({**asdict(case), **found})
+                print(f"  {case.name}: {found.get('failed') or found['mfu']}", file=sys.stderr, flush=True)
+                write(options.json, report(options, rows))  # what is measured stays, whatever comes
+    return rows
+
+
+def receive(pipe: Connection, seconds: float) -> dict[str, Any]:
+    if not pipe.poll(seconds):
+        return {"failed": f"not done after {seconds:.0f} s"}
+    try:
+        return pipe.recv()
+    except EOFError:
+        return {"failed": "its process died without a word: out of host memory?"}
+
+
+def report(options: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return {**options.begin, "peers": PEERS, "variants": VARIANTS, "base": BASE, "results": rows}
+
+
+def _cells(row: dict[str, Any]) -> dict[str, Any]:
+    peer = next((p for p in PEERS if all(p[key] == row[key] for key in ("shape", "step", "tokens"))), None)
+    said = peer and f"{peer['who']}, {peer['device']}: {peer['mfu']:.1%} {peer.get('tokens_per_s', '')}"
+    numbers: dict[str, Any] = {"tokens/s": row.get("failed", ""), "MFU": "", "MFU causal": "", "GiB": ""}
+    if "failed" not in row:
+        shares = {name: f"{row[key]['median']:.1%}" for name, key in (("MFU", "mfu"), ("MFU causal", "mfu_causal"))}
+        numbers = {"tokens/s": round(row["tokens_per_s"]["median"]), **shares, "GiB": row["peak_gib"]}
+    return {**{key: row[key] for key in ("shape", "tokens", "step", "adapter", "variant")}, **numbers, "peer": said}
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--quick", action="store_true", help="a tiny shape on the CPU; whether it runs, not how fast")
+    add("--json", type=Path, help="write the report to this file, after each row")
+    add("--shapes", nargs="+", choices=SHAPES, default=["Qwen3-0.6B", "Qwen3-4B", "Qwen3-8B", "Llama-3.1-8B"])
+    add("--tokens", nargs="+", type=int, default=[8192, 16_384, 32_768, 65_536], help="of the pack")
+    add("--kinds", nargs="+", choices=("sft", "grpo"), default=["grpo", "sft"])
+    add("--adapters", nargs="+", choices=list(ADAPTERS), default=list(ADAPTERS))
+    add("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+    add("--prompt", type=int, default=512, help="of a group, at most half of each sequence [tokens]")
+    add("--warm-up", type=int, default=2, help="steps that do not count")
+    add("--steps", type=int, default=5)
+    add("--minutes", type=float, default=600.0, help="no case begins later")
+    add("--case-minutes", type=float, default=10.0, help="no case takes longer")
+    add("--profile", action="store_true", help="trace one more step of each row")
+    add("--seed", type=int, default=0)
+    add("--folder", type=Path, help="for the weights, up to 16 GB; default: the system's temporary one")
+    options = parser.parse_args()
+    if options.quick:
+        options.shapes, options.tokens = ["tiny"], [256]
+        options.warm_up, options.steps = 1, 2
+    elif not torch.cuda.is_available():
+        sys.exit("this machine has no GPU, and MFU is about one: run it where there is one, or --quick here")
+    options.steps += options.profile
+    options.begin = header()
+    return options
+
+
+def main() -> None:
+    options = arguments()
+    rows = sweep(options)
+    if not torch.cuda.is_available():
+        print("No GPU here: these rows say that the code runs, nothing of speed.")
+    print(table([_cells(row) for row in rows]))
+    failed = [row for row in rows if "failed" in row]
+    print(json.dumps({"rows": len(rows), "failed": len(failed)}))
+    sys.exit(1 if len(failed) == len(rows) else 0)
+
+
+if __name__ == "__main__":
+    main()

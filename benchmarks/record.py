@@ -1,0 +1,140 @@
+"""What every file in benchmarks/results says of where its numbers come from, and how two sides are compared."""
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+_PACKAGES = ("torch", "transformers", "numpy", "trl", "liger-kernel")
+
+
+def header() -> dict[str, Any]:
+    """Command, machine with its load, versions and commit, to begin a report with."""
+    return {
+        "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "commit": _commit(),
+        "machine": machine(),
+        "versions": {"python": platform.python_version(), **_versions()},
+    }
+
+
+def machine() -> dict[str, Any]:
+    """`load`: processes that ran or waited over the last 1, 5 and 15 minutes, this benchmark's own among them."""
+    found: dict[str, Any] = {
+        "cpu": platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+        "load": [round(load, 1) for load in os.getloadavg()],
+        "gpu": None,
+    }
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name()
+        found["gpu_memory_gib"] = round(torch.cuda.get_device_properties(0).total_memory / 2**30)
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def write(path: Path | None, report: Mapping[str, Any]) -> None:
+    """To `path`, whole or not at all; None: nowhere."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(report, indent=1) + "\n")
+        partial.replace(path)
+
+
+def spread(values: Iterable[float]) -> dict[str, float]:
+    """Median, least and most."""
+    found = list(values)
+    named = {"median": statistics.median(found), "least": min(found), "most": max(found)}
+    return {name: round(value, 4) for name, value in named.items()}
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Rows of the same keys as Markdown."""
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *(["" if x is None else str(x) for x in r.values()] for r in rows)]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+class PeakMemory:
+    """The most anonymous memory of this process while the block runs, looked at each millisecond, and its time.
+
+    Pages of mapped files are not in it: the kernel takes them back. [bytes], [s]
+    """
+
+    def __enter__(self) -> "PeakMemory":
+        self.peak = anonymous_memory()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        self._start = time.perf_counter()
+        return self
+
+    def _watch(self) -> None:
+        while not self._done.wait(0.001):
+            self.peak = max(self.peak, anonymous_memory())
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds = time.perf_counter() - self._start
+        self._done.set()
+        self._thread.join()
+        self.peak = max(self.peak, anonymous_memory())
+
+
+def anonymous_memory() -> int:
+    """Of this process. [bytes]"""
+    return status("RssAnon") + status("RssShmem")
+
+
+def status(name: str) -> int:
+    """An entry of /proc/self/status. [bytes]"""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(name)).split()[1])
+
+
+def start_peak() -> None:
+    """Count the peak of memory anew: of the device, or where there is none of this process."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    elif sys.platform == "linux":
+        Path("/proc/self/clear_refs").write_text("5")  # the kernel's highest resident size starts anew
+
+
+def peak_mib() -> float:
+    """The peak since `start_peak`. [MiB]"""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**20
+    return status("VmHWM") / 2**20
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _commit() -> str:
+    """Of this repository, with a plus where files have changed since; empty where there is no git."""
+    git = ["git", "-C", str(ROOT)]
+    try:
+        found = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+        changed = subprocess.run([*git, "status", "-s", "-uno"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return found.stdout.strip() + ("+" if changed.strip() else "")

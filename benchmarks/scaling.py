@@ -1,0 +1,333 @@
+"""What more ranks cost: bytes counted and seconds measured on gloo ranks, and a model of 8 to 4,096 GPUs.
+
+    python benchmarks/scaling.py --json benchmarks/results/scaling.json         # minutes, and a picture beside it
+    python benchmarks/scaling.py --model-only --shape Qwen3-4B --json ...       # no ranks
+    python benchmarks/scaling.py --quick                                        # seconds
+
+Measured: the train step of our backend on 1, 2 and 4 gloo ranks, float32, one pack for each rank, so that the work of a
+rank stays the same; with 4 ranks also two replicas of two shards. The numbers of ranks take turns, each round is made
+of new processes. Every collective of one more step is counted, and held against what the planner says of it: the bytes
+must be equal, or the benchmark fails (but for all-reduces of norms and metrics). Rates of gloo, for gathers and for
+reductions, are measured in the same processes on tensors of the size of a layer. `predicted` is the time of one rank,
+times ranks over cores where cores are fewer, plus the bytes over these rates.
+
+Model: the same count of bytes over links, a latency for each hop of a ring, and FLOPs over a share of the peak
+(planning/scale.py). The constants are arguments. Their defaults: 989 TFLOP/s, 450 GB/s within a node and 50 GB/s to
+others are data sheets of H100, NVLink and 400 Gbit/s; 40 % of the peak is near what torchtitan publishes for Llama
+3.1 8B with compile (33 to 39 %); 3 us for a hop is a guess. Weak: each GPU has --packs packs; strong: a step has
+--all-tokens, and packs get smaller where there are more GPUs than full ones. `overlap` hides gathers and reductions
+behind computation, `no overlap` waits for each.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from random_checkpoint import SHAPES, shape, write_random
+from record import ROOT, header, spread, table, write
+
+sys.path.append(str(ROOT))  # for `tests`, which hold what counts collectives
+
+from fsdptrain.algo.losses import LOSSES
+from fsdptrain.backends.fsdp import FSDPBackend
+from fsdptrain.config import Config
+from fsdptrain.models.architecture import model_from_config
+from fsdptrain.models.structure import decoder_layers
+from fsdptrain.planning.memory import GIB
+from fsdptrain.planning.pieces import Grid, Pieces
+from fsdptrain.planning.plan import Machine, Planner
+from fsdptrain.planning.scale import Cluster, Estimate, estimate
+from fsdptrain.planning.traffic import Pack, step_traffic
+from fsdptrain.testing import spawn
+from fsdptrain.trainer.batches import PackingRules, make_batches
+from fsdptrain.types import LossConfig, Sample
+from tests.distributed.collectives import Collectives
+
+GPUS = tuple(2**n for n in range(3, 13))
+METRICS = 4096  # bytes of all-reduces of a step that are norms and metrics
+SEGMENTS = 4  # of a pack
+
+
+def measure(folder: str, replicas: int, args: argparse.Namespace) -> dict[str, Any]:
+    """On one rank: seconds of steps, bytes by kind as counted and as planned, and rates of gloo."""
+    config = Config(
+        hf_checkpoint=folder,
+        bf16=False,
+        fsdp_replicate_size=replicas,
+        max_tokens_per_gpu=args.tokens,
+        rollout_max_response_len=args.tokens // 2,
+    )
+    backend = FSDPBackend(config, total_steps=100)
+    batches = make_batches(own_samples(args, backend.hf_config.vocab_size), rules(args), rollout=0)
+    [step] = batches
+    seconds = []
+    for _ in range(args.steps + 1):
+        dist.barrier()
+        start = time.perf_counter()
+        backend.train_step(step.packs, LOSSES["grpo"], LossConfig())
+        dist.barrier()
+        seconds.append(time.perf_counter() - start)
+    with Collectives() as seen:
+        backend.train_step(step.packs, LOSSES["grpo"], LossConfig())
+    counted: Counter[str] = Counter()
+    for (kind, _), size in seen.bytes.items():
+        counted[kind] += size
+    grid = Grid.of(config, dist.get_world_size())
+    sizes = [Pack(pack.num_tokens, pack.loss_positions.numel()) for pack in step.packs]
+    planned: Counter[str] = Counter()
+    for found in step_traffic(backend.model, config, Pieces(backend.model, grid), sizes):
+        planned[found.kind] += found.size
+    return {
+        "s": [round(s, 4) for s in seconds[1:]],
+        "bytes": dict(counted),
+        "planned": dict(planned),
+        "calls": sum(seen.calls.values()),
+        "rates": rates(sum(p.numel() for p in decoder_layers(backend.model)[0].parameters())),
+    }
+
+
+def rates(numel: int) -> dict[str, float]:
+    """Bytes of the whole tensor in a second, by collective, over all ranks; none where one is alone."""
+    size = dist.get_world_size()
+    if size == 1:
+        return {}
+    part, whole = torch.ones(-(-numel // size)), torch.ones(-(-numel // size) * size)
+    calls = {
+        "all-gather": lambda: dist.all_gather_into_tensor(whole, part),
+        "reduce-scatter": lambda: dist.reduce_scatter_tensor(part, whole),
+        "all-reduce": lambda: dist.all_reduce(whole),
+    }
+    found = {}
+    for name, call in calls.items():
+        seconds = []
+        for _ in range(4):
+            dist.barrier()
+            start = time.perf_counter()
+            call()
+            seconds.append(time.perf_counter() - start)
+        found[name] = whole.nbytes / statistics.median(seconds[1:])
+    return found
+
+
+def own_samples(args: argparse.Namespace, vocab: int) -> list[Sample]:
+    """A pack full, half of each sequence prompt."""
+    generator = torch.Generator().manual_seed(args.seed + dist.get_rank())
+    length = args.tokens // SEGMENTS
+    mask = [False] * (length // 2) + [True] * (length - length // 2)
+    ids = torch.randint(0, vocab, (SEGMENTS, length), generator=generator).tolist()
+    name = str(dist.get_rank())
+    return [Sample(name, ids[i], mask, [0.0] * length, advantage=1.0 - 2 * (i % 2)) for i in range(SEGMENTS)]
+
+
+def rules(args: argparse.Namespace) -> PackingRules:
+    return PackingRules(
+        max_tokens=args.tokens,
+        aggregation="token_mean",
+        max_response_len=args.tokens,
+        steps_per_epoch=1,
+        num_epochs=1,
+        seed=args.seed,
+        layout="packed",
+    )
+
+
+def measured(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each number of ranks."""
+    meshes = [(ranks, replicas) for ranks in args.ranks for replicas in (1, 2) if ranks == 4 or replicas == 1]
+    runs: dict[tuple[int, int], list[list[dict[str, Any]]]] = {mesh: [] for mesh in meshes}
+    with tempfile.TemporaryDirectory() as folder:
+        sizes = {"hidden_size": args.hidden, "intermediate_size": 3 * args.hidden, "num_hidden_layers": args.layers}
+        heads = {"vocab_size": args.vocab, "head_dim": args.hidden // 8, "num_attention_heads": 8}
+        config = shape("tiny", **sizes, **heads)
+        write_random(Path(folder), config, seed=args.seed)
+        for number in range(args.rounds):
+            for mesh in meshes if number % 2 else reversed(meshes):
+                runs[mesh].append(spawn(mesh[0], measure, folder, mesh[1], args, timeout=1200.0))
+                print(f"  {mesh}: {runs[mesh][-1][0]['s']}", file=sys.stderr)
+    rows = []
+    for (ranks, replicas), found in runs.items():
+        firsts = [run[0] for run in found]
+        of_rank = _checked(firsts[0])
+        times = [statistics.median(run["s"]) for run in firsts]
+        alone = [statistics.median(run[0]["s"]) for run in runs[meshes[0]]]
+        sending = [
+            sum(size / run["rates"][kind] for kind, size in run["planned"].items()) if run["rates"] else 0.0
+            for run in firsts
+        ]
+        crowd = max(1.0, ranks / (os.cpu_count() or 1))
+        rows.append(
+            {
+                "ranks": ranks,
+                "replicas": replicas,
+                "s": spread(times),
+                "over_one_rank": spread(a / b for a, b in zip(times, alone, strict=True)),
+                "sending_s": spread(sending),
+                "predicted_over_measured": spread(
+                    (one * crowd + sent) / whole for one, sent, whole in zip(alone, sending, times, strict=True)
+                ),
+                "gathered_mb": round(of_rank["bytes"].get("all-gather", 0) / 1e6, 3),
+                "reduced_mb": round(of_rank["bytes"].get("reduce-scatter", 0) / 1e6, 3),
+                "all_reduced_mb": round(of_rank["bytes"].get("all-reduce", 0) / 1e6, 3),
+                "planned": of_rank["planned"],
+                "runs": found,
+            }
+        )
+    return rows
+
+
+def _checked(run: dict[str, Any]) -> dict[str, Any]:
+    """SystemExit where the planner counts otherwise than the ranks."""
+    for kind in run["bytes"].keys() | run["planned"].keys():
+        difference = abs(run["bytes"].get(kind, 0) - run["planned"].get(kind, 0))
+        if difference > (METRICS if kind == "all-reduce" else 0) and run["rates"]:
+            sys.exit(f"counted and planned bytes differ for {kind}: {run['bytes']} and {run['planned']}")
+    return run
+
+
+def modelled(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each number of GPUs, mesh and kind of scaling."""
+    with torch.device("meta"):
+        model = model_from_config(shape(args.shape), dtype=torch.float32)
+    planner, rows = Planner(model, Machine(GPUS[0], 80 * GIB)), []
+    for num_gpus in GPUS:
+        cluster = Cluster(
+            num_gpus,
+            80 * GIB,
+            inside=args.inside,
+            outside=args.outside,
+            peak=args.peak,
+            reached=args.reached,
+            hop=args.hop,
+        )
+        own = planner.on(Machine(num_gpus, 80 * GIB))
+        smaller = [shards for shards in (8, 64) if shards < num_gpus]
+        for shards in (num_gpus, *smaller):
+            for kind, tokens, num_packs in (
+                ("weak", args.pack_tokens, args.packs * num_gpus),
+                ("strong", min(args.pack_tokens, args.all_tokens // num_gpus), None),
+            ):
+                config = Config(
+                    hf_checkpoint=args.shape,
+                    gradient_checkpointing=True,
+                    fsdp_replicate_size=num_gpus // shards,
+                    max_tokens_per_gpu=tokens,
+                    rollout_max_response_len=max(1, tokens // 2),
+                )
+                found = estimate(model, config, own, cluster, num_packs=num_packs or args.all_tokens // tokens)
+                assert found is not None, "the mesh has shards and replicas only"
+                name = "FSDP" if shards == num_gpus else f"HSDP, {shards} shards"
+                rows.append({"gpus": num_gpus, "mesh": name, "scaling": kind, "tokens": tokens, **_numbers(found)})
+    return rows
+
+
+def _numbers(found: Estimate) -> dict[str, float]:
+    """Shares of the time that is spent computing."""
+    whole = found.compute_s + found.hidden_s
+    return {
+        "compute_s": round(found.compute_s, 4),
+        "sending_s": round(found.hidden_s, 4),
+        "overlap": round(found.compute_s / found.step_s, 4),
+        "no overlap": round(found.compute_s / whole, 4),
+        "gib": round(found.memory / GIB, 1),
+        "sent_gb": round(found.sent("shard", "replicate") / 1e9, 2),
+    }
+
+
+def draw(rows: list[dict[str, Any]], model: list[dict[str, Any]], target: Path, args: argparse.Namespace) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 3 if rows else 2, figsize=(13 if rows else 9, 3.8), layout="constrained")
+    if rows:
+        names = [f"{r['ranks']}" if r["replicas"] == 1 else f"{r['ranks']}\n2 x 2" for r in rows]
+        bottom = [0.0] * len(rows)
+        for key, label in (("gathered_mb", "gathered"), ("reduced_mb", "reduced"), ("all_reduced_mb", "all-reduced")):
+            values = [row[key] for row in rows]
+            axes[0].bar(names, values, bottom=bottom, label=label)
+            bottom = [a + b for a, b in zip(bottom, values, strict=True)]
+        for place, row in enumerate(rows):
+            axes[0].annotate(
+                f"{row['s']['median']:.2f} s", (place, bottom[place]), ha="center", va="bottom", fontsize=8
+            )
+        axes[0].set(title="measured: gloo ranks, one pack each", xlabel="ranks", ylabel="MB of whole tensors in a step")
+        axes[0].margins(y=0.12)
+        axes[0].legend(frameon=False, fontsize=8, loc="upper left")
+    titles = {
+        "weak": f"model: {args.packs} packs of {args.pack_tokens} tokens for each GPU",
+        "strong": f"model: {args.all_tokens / 1e6:.1f} M tokens in a step of all GPUs",
+    }
+    for (kind, title), place in zip(titles.items(), axes[-2:], strict=True):
+        for number, mesh in enumerate(dict.fromkeys(row["mesh"] for row in model)):
+            found = [row for row in model if (row["mesh"], row["scaling"]) == (mesh, kind)]
+            gpus = [row["gpus"] for row in found]
+            place.plot(gpus, [r["overlap"] for r in found], "o-", color=f"C{number}", label=mesh, markersize=3)
+            place.plot(gpus, [r["no overlap"] for r in found], ":", color=f"C{number}")
+        place.set(title=title, xlabel="GPUs", ylim=(0, 1.05), ylabel=f"share of time computing, {args.shape}")
+        place.set_xscale("log", base=2)
+        place.set_xticks(GPUS[::3], [f"{n:,}" for n in GPUS[::3]])
+    axes[-2].plot([], [], ":", color="0.4", label="without overlap")
+    axes[-2].legend(frameon=False, fontsize=8, loc="lower left")
+    for place in axes:
+        place.spines[["top", "right"]].set_visible(False)
+    figure.savefig(target, dpi=120)
+    pyplot.close(figure)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--quick", action="store_true", help="1 and 2 ranks, a tiny model, one round, and the model of GPUs")
+    add("--json", type=Path, help="write the report to this file, and a picture beside it")
+    add("--model-only", action="store_true", help="no ranks")
+    add("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    add("--hidden", type=int, default=512, help="of the model of the ranks")
+    add("--layers", type=int, default=6)
+    add("--vocab", type=int, default=8192)
+    add("--tokens", type=int, default=1024, help="of a rank's pack")
+    add("--steps", type=int, default=3, help="in each round, after one that warms up")
+    add("--rounds", type=int, default=5)
+    add("--seed", type=int, default=0)
+    add("--shape", choices=SHAPES, default="Llama-3.1-8B", help="of the model of GPUs")
+    add("--pack-tokens", type=int, default=8192)
+    add("--packs", type=int, default=4, help="of each GPU, weak scaling")
+    add("--all-tokens", type=int, default=4_194_304, help="in a step of all GPUs, strong scaling")
+    add("--inside", type=float, default=450e9, help="of the link to GPUs of the same node [bytes/s]")
+    add("--outside", type=float, default=50e9, help="of a GPU's link to other nodes [bytes/s]")
+    add("--peak", type=float, default=989e12, help="[FLOP/s]")
+    add("--reached", type=float, default=0.4, help="share of the peak where nothing is waited for")
+    add("--hop", type=float, default=3e-6, help="latency of a step of a ring [s]")
+    args = parser.parse_args()
+    if args.quick:
+        args.ranks, args.hidden, args.layers, args.vocab, args.tokens = [1, 2], 64, 2, 256, 128
+        args.steps, args.rounds, args.shape = 1, 1, "Qwen3-0.6B"
+    return args
+
+
+def main() -> None:
+    args = arguments()
+    begin = header()
+    rows = [] if args.model_only else measured(args)
+    model = modelled(args)
+    constants = {name: getattr(args, name) for name in ("inside", "outside", "peak", "reached", "hop")}
+    write(args.json, {**begin, "constants": constants, "measured": rows, "model": model})
+    if args.json:
+        draw(rows, model, args.json.with_suffix(".png"), args)
+    if rows:
+        print(table([{k: v for k, v in row.items() if k not in ("runs", "planned")} for row in rows]))
+    print(table(model))
+    print(json.dumps({"measured": len(rows), "model": len(model)}))
+
+
+if __name__ == "__main__":
+    main()
