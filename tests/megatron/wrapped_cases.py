@@ -61,7 +61,9 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen3_next": Qwen3NextConfig(**_SHAPE, **_EXPERTS, rope_parameters=_ANGLES),
     "qwen3_5_text": Qwen3_5TextConfig(**_SHAPE, rope_parameters=_ANGLES | {"mrope_section": [2, 1, 1]}),
     "qwen3_5_moe_text": Qwen3_5MoeTextConfig(
-        **_SHAPE, **_EXPERTS, rope_parameters=_ANGLES | {"mrope_section": [2, 1, 1]}
+        **{key: value for key, value in _SHAPE.items() if key != "intermediate_size"},
+        **_EXPERTS,
+        rope_parameters=_ANGLES | {"mrope_section": [2, 1, 1]},
     ),
 }
 OF_EXPERTS = ("qwen3_next", "qwen3_5_moe_text")
@@ -90,11 +92,11 @@ def differences(folder: Path, splits: Sequence[tuple[dict[str, Any], Layout]]) -
 
 
 def _compare(built: cases.Built, layout: Layout) -> dict[str, float]:
-    from fsdptrain.backends.megatron.forward import run_packs
     from megatron.core import parallel_state as ps
 
     from fsdptrain.backends.megatron import gradients
     from fsdptrain.backends.megatron.dealing import deal
+    from fsdptrain.backends.megatron.forward import run_packs
     from fsdptrain.backends.megatron.zigzag import gather_own
 
     batches = [_batch(seed) for seed in range(ps.get_data_parallel_world_size())]
