@@ -61,7 +61,9 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen3_next": Qwen3NextConfig(**_SHAPE, **_EXPERTS, rope_parameters=_ANGLES),
     "qwen3_5_text": Qwen3_5TextConfig(**_SHAPE, rope_parameters=_ANGLES | {"mrope_section": [2, 1, 1]}),
     "qwen3_5_moe_text": Qwen3_5MoeTextConfig(
-        **_SHAPE, **_EXPERTS, rope_parameters=_ANGLES | {"mrope_section": [2, 1, 1]}
+        **{key: value for key, value in _SHAPE.items() if key != "intermediate_size"},
+        **_EXPERTS,
+        rope_parameters=_ANGLES | {"mrope_section": [2, 1, 1]},
     ),
 }
 OF_EXPERTS = ("qwen3_next", "qwen3_5_moe_text")
@@ -172,7 +174,7 @@ def _refusal(mixer: Any, hidden: Tensor, mask: Tensor | None) -> str:
 
 def norms(folder: Path) -> list[dict[str, str]]:
     """Of each layer the norms around its mixer, which has some of its own: name and class."""
-    layers = cases.build(folder).model.decoder.layers
+    layers: Any = cases.build(folder).model.decoder.layers
     return [
         {
             name: type(module).__name__
@@ -192,7 +194,8 @@ def with_own_spec(folder: Path) -> list[str]:
     options: dict[str, Any] = {"dtype": torch.float32, "has_engine": False, "on_cpu": True}
     built = transformer_config(config, MegatronConfig(), **options)
     model = build_model(built, config, spec="tests.megatron.wrapped_cases:only_attention")
-    return [type(layer.self_attention.hf).__name__ for layer in model.decoder.layers]
+    layers: Any = model.decoder.layers
+    return [type(layer.self_attention.hf).__name__ for layer in layers]
 
 
 def only_attention(transformer_config: Any, hf_config: PreTrainedConfig, *, vp_stage: int | None = None) -> Any:

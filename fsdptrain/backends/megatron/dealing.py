@@ -6,12 +6,13 @@ gradient it takes its own part, so that sums over ranks are right.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fsdptrain.backends.megatron.groups import Groups
 from fsdptrain.backends.megatron.zigzag import gather_own, own_tokens
 from fsdptrain.types import PackedBatch
 
@@ -60,12 +61,11 @@ class Dealt:
 
 def deal(batch: PackedBatch, config: "TransformerConfig") -> Dealt | None:
     """Over the context-parallel ranks of this process; None where each rank has a pack as it is."""
-    from megatron.core import parallel_state
-
     if config.context_parallel_size == 1 and not config.sequence_parallel:
         return None
-    group = cast(dist.ProcessGroup, parallel_state.get_context_parallel_group())
-    return deal_over(batch, group, num_runs=config.tensor_model_parallel_size if config.sequence_parallel else 1)
+    return deal_over(
+        batch, Groups.present().context, num_runs=config.tensor_model_parallel_size if config.sequence_parallel else 1
+    )
 
 
 def deal_over(batch: PackedBatch, group: dist.ProcessGroup, *, num_runs: int = 1) -> Dealt:

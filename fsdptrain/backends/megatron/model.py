@@ -7,7 +7,9 @@ from transformers import PreTrainedConfig
 
 from fsdptrain import registry
 from fsdptrain.backends.megatron.cpu_shims import quiet_imports
+from fsdptrain.backends.megatron.groups import Groups
 from fsdptrain.backends.megatron.transformer_config import family_of, rotary_options
+from fsdptrain.backends.megatron.zigzag import gather_copies
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -65,7 +67,7 @@ def build_model(
             **rotary_options(hf_config),
         )
     if model.post_process:
-        model.output_layer.forward = _pass_on
+        model.output_layer.forward = _pass_on_whole if transformer_config.sequence_parallel else _pass_on
     return model.eval()
 
 
@@ -79,6 +81,13 @@ def _pass_on(
 ) -> tuple[Tensor, Tensor | None]:
     """In place of the head's forward."""
     return input_, None
+
+
+def _pass_on_whole(
+    input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """The tokens of all ranks of a tensor group, each of which computes the same loss of all of them."""
+    return gather_copies(input_, Groups.present().tensor), None
 
 
 def _spec_function(hf_config: PreTrainedConfig, spec: str | None) -> Any:
