@@ -20,7 +20,7 @@ _OWN_SPLITS = {
 _ONLY_FSDP = (
     "lora_rank image_key train_vision load_strategy attn_implementation layout fp16 compile offload_activations "
     "gradient_checkpointing_kind gradient_checkpointing_every offload_optimizer offload_optimizer_step async_save "
-    "router_aux_loss_coef router_replay prefix_sharing context_parallel_recurrent"
+    "router_aux_loss_coef router_replay prefix_sharing context_parallel_recurrent probe"
 )
 
 
@@ -42,8 +42,8 @@ def _not_built(config: Config) -> Iterator[Problem]:
         yield f"{flag_of('megatron', 'bridge')} {split.bridge} is not built yet: use own, which auto means"
     if split.context_parallel > 1:
         yield "--megatron-context-parallel is not built yet: use --backend fsdp with --context-parallel-size"
-    if split.sequence_parallel:
-        yield "--megatron-sequence-parallel is not built yet: leave it out"
+    if split.sequence_parallel and split.tensor_parallel == 1:
+        yield "--megatron-sequence-parallel needs --megatron-tensor-parallel above 1, over whose processes it splits"
     if split.pipeline_parallel > 1 and split.expert_parallel > 1:
         yield "--megatron-pipeline-parallel with --megatron-expert-parallel is not built yet: leave one of them out"
     if split.pipeline_parallel > 1 and split.moe_dispatcher == "allgather":

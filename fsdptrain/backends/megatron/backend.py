@@ -115,7 +115,8 @@ class MegatronBackend:
     @property
     def lines(self) -> list[str]:
         """For the log."""
-        return [*self.report.lines, self.layout_probe.line]
+        bridge = self._config.megatron.bridge
+        return [*self.report.lines, f"weights: by the table of fsdptrain (bridge {bridge})", self.layout_probe.line]
 
     def kernels(self) -> list[Kernel]:
         return self.report.kernels

@@ -64,9 +64,22 @@ def build_model(
             share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
             **rotary_options(hf_config),
         )
+    _mark_split(model)
     if model.post_process:
-        model.output_layer.forward = _pass_on
+        model.output_layer.forward = _gather_rows if transformer_config.sequence_parallel else _pass_on
     return model.eval()
+
+
+def _mark_split(model: "GPTModel") -> None:
+    """What each tensor-parallel rank has a part of. megatron-core says so only where it also draws initial weights."""
+    from megatron.core import tensor_parallel as tp
+
+    for module in model.modules():
+        if isinstance(module, tp.ColumnParallelLinear | tp.RowParallelLinear | tp.VocabParallelEmbedding):
+            for parameter in module.parameters(recurse=False):
+                if not getattr(parameter, "tensor_model_parallel", False):
+                    dim = int(isinstance(module, tp.RowParallelLinear))
+                    tp.set_tensor_model_parallel_attributes(parameter, True, dim, 1)
 
 
 def padded_vocab(vocab_size: int, tensor_parallel: int) -> int:
@@ -79,6 +92,16 @@ def _pass_on(
 ) -> tuple[Tensor, Tensor | None]:
     """In place of the head's forward."""
     return input_, None
+
+
+def _gather_rows(
+    input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """The same under sequence parallel, whose ranks have rows of their own. Needs a GPU: not tested yet."""
+    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+    # the head's own backward sums over the ranks: here each takes its rows of that
+    return gather_from_sequence_parallel_region(input_, tensor_parallel_output_grad=False), None
 
 
 def _spec_function(hf_config: PreTrainedConfig, spec: str | None) -> Any:
