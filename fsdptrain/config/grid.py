@@ -33,7 +33,9 @@ def draw_grid(config: Config, world_size: int) -> list[str]:
 def _draw_megatron(config: Config, world_size: int) -> list[str]:
     """As `backends/megatron/groups.py` builds it: ranks that share packs are neighbours."""
     split, copies = config.megatron, config.pack_copies
-    product = f"{world_size // copies} replicas x {split.pipeline_parallel} pipeline x {split.tensor_parallel} tensor"
+    context = f" x {split.context_parallel} context" if split.context_parallel > 1 else ""
+    ranks = f"{split.pipeline_parallel} pipeline{context} x {split.tensor_parallel} tensor"
+    product = f"{world_size // copies} replicas x {ranks}"
     lines = [f"{world_size} processes = {product}, by megatron-core", f"packs {_groups(0, world_size, copies)}"]
     if split.expert_parallel > 1:
         lines.append(f"experts {_groups(0, world_size, split.expert_parallel)}")

@@ -17,10 +17,10 @@ class MegatronConfig(Section):
     expert_parallel: int = Field(default=1, ge=1)
     """Processes over which the experts of a layer are dealt; each is whole on one of them."""
     context_parallel: int = Field(default=1, ge=1)
-    """Processes that share each sequence. Needs Transformer Engine."""
+    """Processes that share each sequence, of models with mixers of transformers."""
     sequence_parallel: bool = False
-    """Split what lies between a layer's matrices along the sequence, over the tensor-parallel processes. Needs
-    Transformer Engine."""
+    """Split what lies between a layer's matrices along the sequence, over the tensor-parallel processes, of models with
+    mixers of transformers."""
     moe_dispatcher: Literal["alltoall", "allgather"] = "alltoall"
     """How tokens reach their experts."""
     spec: str | None = None

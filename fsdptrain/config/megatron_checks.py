@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _OWN_SPLITS = {
     "tensor_parallel_size": "--megatron-tensor-parallel",
     "expert_parallel_size": "--megatron-expert-parallel",
-    "context_parallel_size": "--context-parallel-size with --backend fsdp",
+    "context_parallel_size": "--megatron-context-parallel",
 }
 _ONLY_FSDP = (
     "lora_rank image_key train_vision load_strategy attn_implementation layout fp16 compile offload_activations "
@@ -40,10 +40,13 @@ def _not_built(config: Config) -> Iterator[Problem]:
     split, rollout = config.megatron, config.rollout
     if split.bridge not in ("auto", "own"):
         yield f"{flag_of('megatron', 'bridge')} {split.bridge} is not built yet: use own, which auto means"
-    if split.context_parallel > 1:
-        yield "--megatron-context-parallel is not built yet: use --backend fsdp with --context-parallel-size"
     if split.sequence_parallel and split.tensor_parallel == 1:
-        yield "--megatron-sequence-parallel needs --megatron-tensor-parallel above 1, over whose processes it splits"
+        yield "--megatron-sequence-parallel has no effect without --megatron-tensor-parallel above 1: leave it out"
+    if (split.context_parallel > 1 or split.sequence_parallel) and split.moe_dispatcher == "allgather":
+        yield (
+            "--megatron-moe-dispatcher allgather does not work with --megatron-context-parallel or "
+            "--megatron-sequence-parallel: use alltoall"
+        )
     if split.pipeline_parallel > 1 and split.expert_parallel > 1:
         yield "--megatron-pipeline-parallel with --megatron-expert-parallel is not built yet: leave one of them out"
     if split.pipeline_parallel > 1 and split.moe_dispatcher == "allgather":
@@ -61,8 +64,9 @@ def check_megatron_world(config: Config, world_size: int) -> None:
     split, copies = config.megatron, config.pack_copies
     if world_size % copies:
         raise ConfigError(
-            f"--megatron-tensor-parallel {split.tensor_parallel} x --megatron-pipeline-parallel "
-            f"{split.pipeline_parallel} must divide the number of processes, {world_size}"
+            f"--megatron-tensor-parallel {split.tensor_parallel} x --megatron-context-parallel "
+            f"{split.context_parallel} x --megatron-pipeline-parallel {split.pipeline_parallel} must divide the number "
+            f"of processes, {world_size}"
         )
     if world_size // split.pipeline_parallel % split.expert_parallel:
         raise ConfigError(

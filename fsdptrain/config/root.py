@@ -140,7 +140,8 @@ class Config(Section):
     def pack_copies(self) -> int:
         """Neighbouring processes that are given the same packs, and share the work on them."""
         if self.parallel.backend == "megatron":
-            return self.megatron.tensor_parallel * self.megatron.pipeline_parallel
+            split = self.megatron
+            return split.tensor_parallel * split.context_parallel * split.pipeline_parallel
         return self.parallel.tensor_parallel_size * self.parallel.context_parallel_size
 
     @property

@@ -325,8 +325,9 @@ def _save_rng(path: Path) -> None:
         "python": torch.tensor(words, dtype=torch.int64),
         "numpy": torch.from_numpy(keys.astype(np.int64)),
     }
-    if platform.has_accelerator():
-        tensors["device"] = _device_module().get_rng_state()
+    of_device = platform.device_rng_state()
+    if of_device is not None:
+        tensors["device"] = of_device
     scalars = {"python": [version, gauss], "numpy": [kind, position, has_gauss, cached]}
     save_file(tensors, path, metadata={"scalars": json.dumps(scalars)})
 
@@ -347,12 +348,8 @@ def load_rng(directory: Path) -> None:
     kind, position, has_gauss, cached = scalars["numpy"]
     np.random.set_state((kind, tensors["numpy"].numpy().astype(np.uint32), position, has_gauss, cached))
     torch.set_rng_state(tensors["torch"])
-    if platform.has_accelerator() and "device" in tensors:
-        _device_module().set_rng_state(tensors["device"])
-
-
-def _device_module() -> Any:
-    return torch.get_device_module(platform.device_type())
+    if "device" in tensors:
+        platform.set_device_rng_state(tensors["device"])
 
 
 def _write_manifest(directory: Path) -> None:

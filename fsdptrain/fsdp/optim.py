@@ -13,10 +13,10 @@ from fsdptrain.config import OptimConfig
 from fsdptrain.errors import NumericsError
 from fsdptrain.fsdp.host_adam import HostAdam, host_moment
 from fsdptrain.models.structure import reshard
+from fsdptrain.overrides import overridable
 
 Schedule = Callable[[int], float]
 
-_FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 # What is left of (lr - min_lr) when a share `x` in [0, 1] of the decay is done.
@@ -205,13 +205,19 @@ def _total_norm(params: list[nn.Parameter]) -> Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
+@overridable
+def has_fused_adamw(device_type: str) -> bool:
+    """Whether torch.optim.AdamW has one kernel for a step there."""
+    return device_type in ("cpu", "cuda", "mps", "xpu")
+
+
 def _adamw(params: list[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
     """With its state made now and not at the first step: what a checkpoint is loaded into must be there before."""
     groups = [
         {"params": [p for p in params if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
     ]
-    fused = all(p.device.type in _FUSED_DEVICES for p in params)
+    fused = all(has_fused_adamw(kind) for kind in {p.device.type for p in params})
     adam = torch.optim.AdamW(
         [group for group in groups if group["params"]],
         lr=config.lr,

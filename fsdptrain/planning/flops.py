@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fsdptrain.models.structure import active_sizes, is_of_adapter, lm_head
+from fsdptrain.overrides import overridable
 
 PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "B200": 2250.0, "A100": 312.0}  # dense bfloat16, by device name
 
@@ -63,6 +64,7 @@ def model_flops(model: PreTrainedModel) -> ModelFlops:
     )
 
 
+@overridable
 def peak_tflops(device: torch.device, dtype: torch.dtype) -> float:
     """Published peak of a known GPU; of anything else what a square matrix product reaches now."""
     if device.type == "cuda":

@@ -29,6 +29,7 @@ from fsdptrain.models.materialize import parameter_names, quiet_transformers
 from fsdptrain.models.policy import head_transform
 from fsdptrain.models.prefix_probe import PrefixProbe
 from fsdptrain.models.structure import count_active_parameters, freeze_vision, lm_head, parameters_outside
+from fsdptrain.overrides import Override, install_overrides
 from fsdptrain.planning.pieces import Grid, Pieces
 
 
@@ -79,6 +80,7 @@ class Inspection:
     refusal: str
     kernels: list[Kernel]
     device_type: str
+    overrides: list[Override]  # plug-ins for this device
     differences: Mapping[str, list[str]] | None = None  # from the files, where that was asked for
 
     @property
@@ -91,10 +93,11 @@ class Inspection:
 
 def inspect_model(config: Config, *, num_gpus: int) -> Inspection:
     """Raises CheckpointError where config.json cannot be read, or no training is possible from these files."""
+    device_type = platform.device_type()
+    overrides = install_overrides(device_type)  # before the probe, which computes with them
     model, path = meta_model(config, with_adapters=True)
     compute_dtype: torch.dtype = getattr(torch, config.compute_dtype_name)
     probe, refusal = _probe(config, model)
-    device_type = platform.device_type()
     pieces = Pieces(model, Grid.of(config, num_gpus))
     return Inspection(
         checkpoint=config.model.hf_checkpoint,
@@ -110,6 +113,7 @@ def inspect_model(config: Config, *, num_gpus: int) -> Inspection:
         refusal=refusal,
         kernels=kernels(model, device_type=device_type, compute_dtype=compute_dtype, probe=probe),
         device_type=device_type,
+        overrides=overrides,
     )
 
 

@@ -204,7 +204,7 @@ def test_the_kernel_of_the_device_is_given_the_keys_of_the_prefix(
     bounds = limits(shared, seqlens)
     wanted, _ = attend(nn.Module(), q, k, v, None, varlen=False, sliding_window=window, boundaries=bounds)
     keys, values = (x.index_select(2, shared.rows) for x in (k, v))
-    found = attention._varlen(q, keys, values, bounds, 8**-0.5, window)
+    found = attention.varlen_attention(q, keys, values, bounds, 8**-0.5, window)
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
 
 

@@ -15,7 +15,7 @@ from fsdptrain import platform
 from fsdptrain.algo.metrics import finish_metrics
 from fsdptrain.backends.megatron import require_megatron
 from fsdptrain.backends.megatron.cpu_shims import install_cpu_shims
-from fsdptrain.backends.megatron.forward import Scorer, from_last_stage, run_packs
+from fsdptrain.backends.megatron.forward import Scorer, from_last_stage, layout_of, run_packs
 from fsdptrain.backends.megatron.gradients import reduce_gradients, total_norm, wrap
 from fsdptrain.backends.megatron.groups import Groups, start_groups
 from fsdptrain.backends.megatron.model import build_model, has_transformer_engine
@@ -78,7 +78,7 @@ class MegatronBackend:
             if self.compute_dtype != torch.float32:
                 raise ConfigError("--backend megatron computes in float32 so far: add --no-bf16")
         engine = has_transformer_engine()
-        self._layout: Layout = "packed" if engine else "padded"
+        self._layout: Layout = layout_of(self.hf_config, split, has_engine=engine)
         start_groups(split, has_experts=expert_choice(self.hf_config) is not None, timeout_s=config.launch.dist_timeout)
         self._groups = Groups.present()
         options: dict[str, Any] = {
@@ -91,7 +91,8 @@ class MegatronBackend:
         with together(ConfigError, "--backend megatron"):
             built = transformer_config(self.hf_config, split, **options)
             self._model = build_model(built, self.hf_config, spec=split.spec).to(self.device)
-        self.weights = WeightMap(self._model, self.hf_config, hub_shapes(self._stock))
+        ignored = self._stock._keys_to_ignore_on_load_unexpected or ()
+        self.weights = WeightMap(self._model, self.hf_config, hub_shapes(self._stock), ignored=list(ignored))
         self.report = build_report(self._model, self._stock, layout=self._layout, shims=shims)
         difference, tolerance = check_parity(self.hf_config, split, options, spec=split.spec, device=self.device)
         self.layout_probe = LayoutProbe(self._layout, "megatron-core", difference, tolerance, self._why_padded)
@@ -289,6 +290,8 @@ class MegatronBackend:
 
     @property
     def _why_padded(self) -> str:
-        return (
-            "" if self._layout == "packed" else "megatron-core packs with Transformer Engine alone, which is not here"
-        )
+        if self._layout == "packed":
+            return ""
+        if self._config.megatron.moe_dispatcher == "allgather":
+            return "--megatron-moe-dispatcher allgather wants rows of one shape"
+        return "megatron-core packs with Transformer Engine alone, which is not here"

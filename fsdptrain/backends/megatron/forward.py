@@ -6,6 +6,7 @@ right. Where its layers are those of Transformer Engine, a pack is one row with 
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -14,8 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from transformers import PreTrainedConfig
 
+from fsdptrain.backends.megatron.dealing import deal
 from fsdptrain.backends.megatron.groups import Groups
+from fsdptrain.backends.megatron.transformer_config import family_of
+from fsdptrain.config.megatron import MegatronConfig
 from fsdptrain.models.inputs import Layout, model_inputs, select_tokens, to_pack
 from fsdptrain.models.logprobs import chunked_logprobs
 from fsdptrain.models.split_logprobs import split_logprobs
@@ -24,8 +29,18 @@ from fsdptrain.types import LogProbs, PackedBatch
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer import TransformerConfig
 
 T = TypeVar("T")
+
+
+def layout_of(config: PreTrainedConfig, split: MegatronConfig, *, has_engine: bool) -> Layout:
+    """Packed where boundaries are understood: by the attention of Transformer Engine, and by mixers of transformers
+    but where a dispatcher gathers the rows of several ranks, which must be of one shape."""
+    wrapped = family_of(config).wrapped and split.spec is None
+    if wrapped:
+        return "padded" if split.moe_dispatcher == "allgather" else "packed"
+    return "packed" if has_engine else "padded"
 
 
 @dataclass(frozen=True)
@@ -40,11 +55,16 @@ class Scorer:
 
     def __call__(self, model: "GPTModel", hidden: Tensor, batch: PackedBatch, *, with_entropy: bool) -> LogProbs:
         """hidden: [N, S, D], the same on each tensor-parallel rank. Collective over these."""
-        rows = hidden if self.layout == "packed" else hidden[: len(batch.seqlens), : batch.max_seqlen]
-        positions = batch.loss_positions
+        dealt = deal(batch, model.config)
+        positions = batch.loss_positions if dealt is None else dealt.source[dealt.own_positions]
+        if dealt is not None:
+            selected = hidden[0].index_select(0, dealt.own_positions)
+        else:
+            rows = hidden if self.layout == "packed" else hidden[: len(batch.seqlens), : batch.max_seqlen]
+            selected = select_tokens(rows, batch, self.layout, positions)
         weight = self._weight(model)
         found = (split_logprobs if isinstance(weight, DTensor) else chunked_logprobs)(
-            select_tokens(rows, batch, self.layout, positions),
+            selected,
             weight,  # type: ignore[arg-type]
             batch.labels.index_select(0, positions),
             temperature=self.temperature,
@@ -52,7 +72,8 @@ class Scorer:
             chunk_size=self.chunk_size,
             with_entropy=with_entropy,
         )
-        values, entropy = (None if x is None else to_pack(x, positions, batch) for x in found)
+        whole = dealt.to_pack if dealt is not None else partial(to_pack, positions=positions, batch=batch)
+        values, entropy = (None if x is None else whole(x) for x in found)
         assert values is not None, "logprobs are always made"
         return LogProbs(values, entropy)
 
@@ -88,10 +109,11 @@ def run_packs(
     dispatcher gathers them. Collective.
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.utils import get_model_config
 
     def forward(packs: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Callable[..., T]]:
         batch = next(packs)
-        hidden = model(**_inputs(batch, layout, same_shape))
+        hidden = model(**_inputs(batch, get_model_config(model), layout, same_shape))
 
         def at_end(hidden: Tensor, non_loss_data: bool = False) -> T:
             return finish(hidden, batch)
@@ -125,9 +147,14 @@ def from_last_stage(tensors: Sequence[Tensor] | None, like: Sequence[Tensor]) ->
     return found
 
 
-def _inputs(batch: PackedBatch, layout: Layout, same_shape: dist.ProcessGroup | None) -> dict[str, Any]:
+def _inputs(
+    batch: PackedBatch, config: "TransformerConfig", layout: Layout, same_shape: dist.ProcessGroup | None
+) -> dict[str, Any]:
+    dealt = deal(batch, config)
+    if dealt is not None:
+        return dealt.inputs(batch)
     if layout == "packed":
-        return _thd_inputs(batch, multiple=Groups.present().tensor.size())
+        return _thd_inputs(batch)
     rows = model_inputs(batch, "padded", attn_implementation="megatron", pad_token_id=None)["input_ids"]
     if same_shape is not None and same_shape.size() > 1:
         largest = torch.tensor(rows.shape, device=rows.device)
@@ -147,22 +174,20 @@ def _causal(width: int, device: torch.device) -> Tensor:
     return torch.ones(width, width, dtype=torch.bool, device=device).triu(1)[None, None]
 
 
-def _thd_inputs(batch: PackedBatch, *, multiple: int) -> dict[str, Any]:
-    """One row, whose boundaries the attention of Transformer Engine is told. Needs a GPU: not tested yet.
-
-    multiple: that its length must be, for sequence parallel; what is missing is one more segment.
-    """
+def _thd_inputs(batch: PackedBatch) -> dict[str, Any]:
+    """One row, whose boundaries the attention of Transformer Engine is told. Needs a GPU: not tested yet."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    more = -batch.num_tokens % multiple
-    ends = F.pad(batch.cu_seqlens, (0, 1), value=batch.num_tokens + more) if more else batch.cu_seqlens
-    longest = max(batch.max_seqlen, more)
     boundaries = PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest
+        qkv_format="thd",
+        cu_seqlens_q=batch.cu_seqlens,
+        cu_seqlens_kv=batch.cu_seqlens,
+        max_seqlen_q=batch.max_seqlen,
+        max_seqlen_kv=batch.max_seqlen,
     )
     return {
-        "input_ids": F.pad(batch.input_ids, (0, more))[None],
-        "position_ids": F.pad(batch.position_ids, (0, more))[None],
+        "input_ids": batch.input_ids[None],
+        "position_ids": batch.position_ids[None],
         "attention_mask": None,
         "packed_seq_params": boundaries,
     }

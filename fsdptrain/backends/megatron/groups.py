@@ -16,8 +16,9 @@ class Groups:
 
     tensor: dist.ProcessGroup
     stage: dist.ProcessGroup  # of the pipeline
+    context: dist.ProcessGroup  # ranks with other tokens of the same packs
     expert: dist.ProcessGroup
-    data: dist.ProcessGroup  # ranks with other packs, and the same part of what is not an expert
+    data: dist.ProcessGroup  # ranks with other tokens, and the same part of what is not an expert
     expert_data: dist.ProcessGroup  # ranks with the same experts
 
     @classmethod
@@ -27,6 +28,7 @@ class Groups:
         found = (
             ps.get_tensor_model_parallel_group(),
             ps.get_pipeline_model_parallel_group(),
+            ps.get_context_parallel_group(),
             ps.get_expert_model_parallel_group(),
             ps.get_data_parallel_group(with_context_parallel=True),
             ps.get_expert_data_parallel_group(),
@@ -38,6 +40,7 @@ class Groups:
         sizes = {
             "tensor": self.tensor,
             "pipeline": self.stage,
+            "context": self.context,
             "expert": self.expert,
             "data": self.data,
         }
@@ -64,7 +67,7 @@ def start_groups(megatron: MegatronConfig, *, has_experts: bool, timeout_s: floa
         pipeline_model_parallel_size=megatron.pipeline_parallel,
         context_parallel_size=megatron.context_parallel,
         expert_model_parallel_size=megatron.expert_parallel,
-        expert_tensor_parallel_size=1 if has_experts else megatron.tensor_parallel,
+        expert_tensor_parallel_size=megatron.tensor_parallel,
         order="tp-cp-pp-ep-dp",
         distributed_timeout_minutes=max(1, int(timeout_s / 60)),
     )

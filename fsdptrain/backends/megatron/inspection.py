@@ -8,6 +8,7 @@ import torch
 from fsdptrain import platform
 from fsdptrain.backends.megatron import require_megatron
 from fsdptrain.backends.megatron.cpu_shims import install_cpu_shims
+from fsdptrain.backends.megatron.forward import layout_of
 from fsdptrain.backends.megatron.groups import start_groups, stop_groups
 from fsdptrain.backends.megatron.model import has_transformer_engine
 from fsdptrain.backends.megatron.parity import check_parity, small_models
@@ -33,7 +34,7 @@ def inspect_build(config: Config) -> dict[str, Any]:
     options = {"dtype": torch.float32, "has_engine": has_transformer_engine(), "on_cpu": on_cpu}
     transformer_config(stock.config, config.megatron, **options)  # what the split of the run would be refused for
     one = MegatronConfig(moe_dispatcher=config.megatron.moe_dispatcher, spec=config.megatron.spec)
-    layout = "packed" if options["has_engine"] else "padded"
+    layout = layout_of(stock.config, one, has_engine=options["has_engine"])
     with platform.process_group(config.launch.dist_timeout):
         start_groups(one, has_experts=expert_choice(stock.config) is not None, timeout_s=config.launch.dist_timeout)
         try:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from fsdptrain.backends.megatron.forward import Scorer, run_packs
+from fsdptrain.backends.megatron.forward import Scorer, layout_of, run_packs
 from fsdptrain.backends.megatron.model import build_model
 from fsdptrain.backends.megatron.transformer_config import family_of, transformer_config
 from fsdptrain.backends.megatron.weights import WeightMap, hub_shapes, hub_state
@@ -49,7 +49,7 @@ def check_parity(
     tokens = torch.randint(small.vocab_size, (sum(_SEGMENTS),), generator=torch.Generator().manual_seed(0))
     segments = [part.tolist() for part in tokens.split(_SEGMENTS)]
     batch = plain_batch(segments, device=device)
-    layout = "packed" if options["has_engine"] else "padded"
+    layout = layout_of(small, split, has_engine=options["has_engine"])
     scorer = Scorer(small.vocab_size, layout, chunk_size=16)
 
     def scored(hidden: Tensor, batch: PackedBatch) -> Tensor:

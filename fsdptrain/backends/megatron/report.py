@@ -21,7 +21,7 @@ from fsdptrain.backends.megatron.groups import Groups
 from fsdptrain.backends.megatron.model import has_transformer_engine, padded_vocab
 from fsdptrain.errors import ConfigError
 from fsdptrain.models.collective import gather, together
-from fsdptrain.models.kernels import Kernel
+from fsdptrain.models.kernels import Kernel, recurrent_kernels
 from fsdptrain.models.structure import base_model, expert_choice
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def build_report(model: "GPTModel", stock: PreTrainedModel, *, layout: str, shim
         f"as config.json says: {', '.join(told)}; vocabulary padded by {padding}",
     ]
     lines += [f"{len(shims)} CPU shims: {', '.join(shims)}"] if shims else []
-    return BuildReport(lines, _kernels(model, engine=engine))
+    return BuildReport(lines, [*_kernels(model, engine=engine), *_wrapped(model, stock)])
 
 
 def _parameters(model: "GPTModel", stock: PreTrainedModel) -> Iterator[Fact]:
@@ -132,7 +132,7 @@ def _attention(model: "GPTModel", config: PreTrainedConfig) -> Iterator[Fact]:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     for layer in _layers(model):
         attention = cast(Any, layer.self_attention)
-        if "hub_name" in vars(attention) or model.config.multi_latent_attention:
+        if any("hub_name" in vars(part) for part in attention.modules()) or model.config.multi_latent_attention:
             continue  # transformers' own, or checked by the copy that computes the same
         yield Fact("size of heads", attention.hidden_size_per_attention_head, head_dim)
         yield Fact("heads", attention.num_attention_heads_per_partition * tensor, config.num_attention_heads)
@@ -153,7 +153,9 @@ def _experts(model: "GPTModel", config: PreTrainedConfig) -> Iterator[Fact]:
         yield Fact("experts of a token", router.topk, choice.top_k)
         if router.score_function == "softmax":
             yield Fact(
-                "their weights are renormalised", not router.config.moe_router_pre_softmax, config.norm_topk_prob
+                "their weights are renormalised",
+                not router.config.moe_router_pre_softmax,
+                config.to_dict().get("norm_topk_prob", True),
             )
         yield Fact("balancing of experts", router.routing_type, "none")
     for module in model.modules():
@@ -169,6 +171,15 @@ def _classes(model: nn.Module) -> str:
     """How many there are of each, of those that compute; on this rank."""
     counts = Counter(type(module).__name__ for module in model.modules())
     return ", ".join(f"{count} {name}" for name, count in counts.items() if name not in ("ModuleList", "Identity"))
+
+
+def _wrapped(model: "GPTModel", stock: PreTrainedModel) -> Iterator[Kernel]:
+    """The mixers of transformers in these layers, and what runs in place of their kernels."""
+    modules = [module for module in model.modules() if "hub_name" in vars(module)]
+    if modules:
+        names = ", ".join(dict.fromkeys(type(module).__name__ for module in modules))
+        yield Kernel("mixers", f"of transformers, whole on each process: {names}")
+        yield from recurrent_kernels(stock, platform.device_type())
 
 
 def _kernels(model: "GPTModel", *, engine: bool) -> list[Kernel]:

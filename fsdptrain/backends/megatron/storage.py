@@ -77,7 +77,7 @@ def load_checkpoint(directory: Path, weights: WeightMap, optimizer: Optimizer, *
 def load_tensors(folder: Path, weights: WeightMap, into: Callable[[str], Tensor] | None = None) -> None:
     """What `write_tensors` wrote, into this rank's model, or into tensors that are shaped as its parameters."""
     shapes = {name: tuple(t.shape) for name, t in weights.plan(only_parameters=into is not None).items()}
-    with open_files(folder, shapes) as source:
+    with open_files(folder, shapes, ignored=weights.ignored) as source:
         weights.load(source, into)
 
 

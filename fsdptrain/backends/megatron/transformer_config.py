@@ -31,15 +31,18 @@ def _dense(config: PreTrainedConfig) -> dict[str, Any]:
 def _softmax_experts(config: PreTrainedConfig) -> dict[str, Any]:
     """Qwen3-MoE: softmax over all experts, the best k, which are renormalised or not."""
     num_experts, top_k = _expert_choice(config)
-    dense = set(config.mlp_only_layers or ())
-    step = config.decoder_sparse_step or 1
+    said = config.to_dict()  # Qwen3.5 has experts in all layers, renormalises always, and says neither
+    dense = set(said.get("mlp_only_layers") or ())
+    step = said.get("decoder_sparse_step") or 1
     layers = range(config.num_hidden_layers)
     return {
         "num_moe_experts": num_experts,
         "moe_router_topk": top_k,
         "moe_ffn_hidden_size": config.moe_intermediate_size,
         "moe_layer_freq": [int(i not in dense and (i + 1) % step == 0) for i in layers],
-        "moe_router_pre_softmax": not config.norm_topk_prob,  # softmax over the best k alone is the renormalised one
+        "moe_router_pre_softmax": not said.get(
+            "norm_topk_prob", True
+        ),  # softmax over the best k alone is the renormalised one
     }
 
 
@@ -136,7 +139,7 @@ def transformer_config(
     values: dict[str, Any] = {
         "num_layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
-        "ffn_hidden_size": config.intermediate_size,
+        "ffn_hidden_size": config.to_dict().get("intermediate_size", config.hidden_size),  # none: only experts
         "num_attention_heads": heads,
         "num_query_groups": config.num_key_value_heads,
         "kv_channels": getattr(config, "head_dim", None) or config.hidden_size // heads,
@@ -182,7 +185,7 @@ def transformer_config(
             "moe_router_dtype": "fp32",
             "moe_router_load_balancing_type": "none",
             "moe_aux_loss_coeff": 0.0,
-            "expert_tensor_parallel_size": 1,
+            "expert_tensor_parallel_size": megatron.tensor_parallel,
         }
     kind = MLATransformerConfig if family.latent else TransformerConfig
     with quiet_imports():
@@ -221,9 +224,36 @@ def _refuse_unknown(config: PreTrainedConfig) -> None:
             raise ConfigError(f"--backend megatron does not build {key} = {said[key]}: {_WAY_OUT}")
 
 
+def refuse_split_mixers(config: PreTrainedConfig, tensor: int, *, sequence: bool) -> None:
+    """Tensor parallel splits what is megatron-core's; with sequence parallel each rank computes all of a mixer."""
+    if tensor > 1 and not sequence:
+        raise ConfigError(
+            f"--megatron-tensor-parallel {tensor}: the mixers of a {config.model_type} are modules of transformers, "
+            "which are not split: use --megatron-expert-parallel, --megatron-pipeline-parallel or "
+            "--megatron-context-parallel, or add --megatron-sequence-parallel, where each process computes them whole"
+        )
+
+
+def _refuse_dealt(config: PreTrainedConfig, megatron: MegatronConfig) -> None:
+    for flag, given in {
+        "--megatron-sequence-parallel": megatron.sequence_parallel,
+        "--megatron-context-parallel": megatron.context_parallel > 1,
+    }.items():
+        if given:
+            wrapped = ", ".join(sorted(name for name, family in FAMILIES.items() if family.wrapped))
+            raise ConfigError(
+                f"{flag} is built for models with mixers of transformers ({wrapped}), not for a {config.model_type}: "
+                "leave it out, or use --backend fsdp"
+            )
+
+
 def _refuse_split(config: PreTrainedConfig, megatron: MegatronConfig) -> None:
     choice = expert_choice(config)
     tensor, stages, experts = megatron.tensor_parallel, megatron.pipeline_parallel, megatron.expert_parallel
+    if family_of(config).wrapped:
+        refuse_split_mixers(config, tensor, sequence=megatron.sequence_parallel)
+    else:
+        _refuse_dealt(config, megatron)
     if config.num_key_value_heads % tensor or config.num_attention_heads % tensor:
         heads = config.num_key_value_heads
         raise ConfigError(f"--megatron-tensor-parallel {tensor} must divide the {heads} key-value heads: lower it")
@@ -247,12 +277,6 @@ def _refuse_split(config: PreTrainedConfig, megatron: MegatronConfig) -> None:
 
 
 def _refuse_without_engine(config: PreTrainedConfig, megatron: MegatronConfig) -> None:
-    for flag, given in {
-        "--megatron-sequence-parallel": megatron.sequence_parallel,
-        "--megatron-context-parallel": megatron.context_parallel > 1,
-    }.items():
-        if given:
-            raise ConfigError(f"{flag} needs Transformer Engine, which does not import here: leave it out")
     if family_of(config).latent:
         raise ConfigError(
             f"--backend megatron: the latent attention of a {config.model_type} needs Transformer Engine, which does "

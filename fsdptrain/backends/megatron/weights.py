@@ -4,6 +4,7 @@ A rank reads only its own slices, and never holds more than one tensor besides i
 gathered over the ranks that share it, and every rank gets it whole.
 """
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -44,8 +45,11 @@ def hub_shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
 
 
 @contextmanager
-def open_files(path: Path, shapes: Shapes) -> Iterator[Source]:
-    """The safetensors files of a checkpoint, read slice by slice. CheckpointError where they do not hold `shapes`."""
+def open_files(path: Path, shapes: Shapes, *, ignored: Sequence[str] = ()) -> Iterator[Source]:
+    """The safetensors files of a checkpoint, read slice by slice. CheckpointError where they do not hold `shapes`.
+
+    ignored: patterns of names that may be there besides, as transformers ignores them (heads for several tokens).
+    """
     with ExitStack() as stack:
         found: dict[str, Any] = {}
         for file in weight_files(path):
@@ -53,9 +57,8 @@ def open_files(path: Path, shapes: Shapes) -> Iterator[Source]:
             found |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a mapping)
         missing = [name for name in shapes if name not in found]
         # a tied head may lie in the files a second time; tables of rotary angles are computed
-        unused = [
-            n for n in found if n not in shapes and n != "lm_head.weight" and not n.endswith("rotary_emb.inv_freq")
-        ]
+        known = re.compile("|".join([r"^lm_head\.weight$", r"rotary_emb\.inv_freq$", *ignored]))
+        unused = [n for n in found if n not in shapes and not known.search(n)]
         other = [n for n, shape in shapes.items() if n in found and tuple(found[n].get_shape()) != shape]
         problems = {"missing": missing, "unused": unused, "of another shape": other}
         words = "; ".join(f"{len(names)} {kind}: {some_of(names)}" for kind, names in problems.items() if names)
@@ -76,11 +79,16 @@ class Exported:
 class WeightMap:
     """The table of one model, on this rank and over its stages. Made and used collectively."""
 
-    def __init__(self, model: "GPTModel", config: PreTrainedConfig, shapes: Shapes) -> None:
-        """CheckpointError, on all ranks, unless every tensor of `shapes` has its place in the model exactly once."""
+    def __init__(
+        self, model: "GPTModel", config: PreTrainedConfig, shapes: Shapes, *, ignored: Sequence[str] = ()
+    ) -> None:
+        """CheckpointError, on all ranks, unless every tensor of `shapes` has its place in the model exactly once.
+
+        ignored: see `open_files`.
+        """
         self._groups = groups = Groups.present()
         self._experts_per_rank = (model.config.num_moe_experts or 0) // self._groups.expert.size()
-        self._model, self._shapes = model, shapes
+        self._model, self._shapes, self.ignored = model, shapes, ignored
         with together(CheckpointError, "--backend megatron"):
             self.entries = table(model, config)
         own = [

@@ -21,7 +21,6 @@ REFUSED = [
     ({"router_replay": "scoring"}, ["--router-replay"], {"router_replay": "off"}),
     ({"prefix_sharing": "on"}, ["--prefix-sharing"], {"prefix_sharing": "auto"}),
     ({"megatron_bridge": "mbridge"}, ["--megatron-bridge mbridge", "own"], {"megatron_bridge": "own"}),
-    ({"megatron_context_parallel": 2}, ["--megatron-context-parallel"], {"megatron_context_parallel": 1}),
     ({"megatron_sequence_parallel": True}, ["--megatron-tensor-parallel above 1"], {"megatron_tensor_parallel": 2}),
     (
         {"megatron_pipeline_parallel": 2, "megatron_expert_parallel": 2},
