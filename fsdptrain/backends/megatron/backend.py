@@ -45,7 +45,6 @@ from fsdptrain.models.kernels import Kernel
 from fsdptrain.models.layout import LayoutProbe
 from fsdptrain.models.loading import build_meta_model, resolve_checkpoint
 from fsdptrain.models.lora import Adapters
-from fsdptrain.models.structure import expert_choice
 from fsdptrain.models.truncation import Truncation
 from fsdptrain.protocols import Loss, ModelRole, Naming
 from fsdptrain.types import LogProbs, LossConfig, LossOutput, Metrics, PackedBatch
@@ -79,7 +78,7 @@ class MegatronBackend:
                 raise ConfigError("--backend megatron computes in float32 so far: add --no-bf16")
         engine = has_transformer_engine()
         self._layout: Layout = layout_of(self.hf_config, split, has_engine=engine)
-        start_groups(split, has_experts=expert_choice(self.hf_config) is not None, timeout_s=config.launch.dist_timeout)
+        start_groups(split, timeout_s=config.launch.dist_timeout)
         self._groups = Groups.present()
         options: dict[str, Any] = {
             "dtype": self.compute_dtype,
@@ -116,7 +115,8 @@ class MegatronBackend:
     @property
     def lines(self) -> list[str]:
         """For the log."""
-        return [*self.report.lines, self.layout_probe.line]
+        bridge = self._config.megatron.bridge
+        return [*self.report.lines, f"weights: by the table of fsdptrain (bridge {bridge})", self.layout_probe.line]
 
     def kernels(self) -> list[Kernel]:
         return self.report.kernels
