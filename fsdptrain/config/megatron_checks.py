@@ -41,7 +41,7 @@ def _not_built(config: Config) -> Iterator[Problem]:
     if split.bridge not in ("auto", "own"):
         yield f"{flag_of('megatron', 'bridge')} {split.bridge} is not built yet: use own, which auto means"
     if split.sequence_parallel and split.tensor_parallel == 1:
-        yield "--megatron-sequence-parallel has no effect without --megatron-tensor-parallel above 1: leave it out"
+        yield "--megatron-sequence-parallel needs --megatron-tensor-parallel above 1, over whose processes it splits"
     if (split.context_parallel > 1 or split.sequence_parallel) and split.moe_dispatcher == "allgather":
         yield (
             "--megatron-moe-dispatcher allgather does not work with --megatron-context-parallel or "

@@ -45,7 +45,6 @@ from fsdptrain.models.kernels import Kernel
 from fsdptrain.models.layout import LayoutProbe
 from fsdptrain.models.loading import build_meta_model, resolve_checkpoint
 from fsdptrain.models.lora import Adapters
-from fsdptrain.models.structure import expert_choice
 from fsdptrain.models.truncation import Truncation
 from fsdptrain.protocols import Loss, ModelRole, Naming
 from fsdptrain.types import LogProbs, LossConfig, LossOutput, Metrics, PackedBatch
@@ -81,7 +80,7 @@ class MegatronBackend:
                 raise ConfigError("--algorithm sft would train with the attention_dropout of config.json: set it to 0")
         engine = has_transformer_engine()
         self._layout: Layout = layout_of(self.hf_config, split, has_engine=engine)
-        start_groups(split, has_experts=expert_choice(self.hf_config) is not None, timeout_s=config.launch.dist_timeout)
+        start_groups(split, timeout_s=config.launch.dist_timeout)
         self._groups = Groups.present()
         options: dict[str, Any] = {
             "dtype": self.compute_dtype,

@@ -47,7 +47,7 @@ class Groups:
         return f"{dist.get_world_size()} ranks: {words}"
 
 
-def start_groups(megatron: MegatronConfig, *, has_experts: bool, timeout_s: float) -> None:
+def start_groups(megatron: MegatronConfig, *, timeout_s: float) -> None:
     """megatron-core's process groups over all ranks; ranks that share packs are neighbours, as under FSDP.
 
     Collective. Those of an earlier run of this process end, whose ranks may have gone.

@@ -18,7 +18,6 @@ from fsdptrain.config import Config
 from fsdptrain.config.megatron import MegatronConfig
 from fsdptrain.models.files import resolve_config
 from fsdptrain.models.loading import build_meta_model
-from fsdptrain.models.structure import expert_choice
 
 
 def inspect_build(config: Config) -> dict[str, Any]:
@@ -36,7 +35,7 @@ def inspect_build(config: Config) -> dict[str, Any]:
     one = MegatronConfig(moe_dispatcher=config.megatron.moe_dispatcher, spec=config.megatron.spec)
     layout = layout_of(stock.config, one, has_engine=options["has_engine"])
     with platform.process_group(config.launch.dist_timeout):
-        start_groups(one, has_experts=expert_choice(stock.config) is not None, timeout_s=config.launch.dist_timeout)
+        start_groups(one, timeout_s=config.launch.dist_timeout)
         try:
             copies = {"spec": one.spec, "device": platform.local_device()}
             small, model = small_models(stock.config, one, options, **copies)

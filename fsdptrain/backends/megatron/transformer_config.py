@@ -234,26 +234,17 @@ def refuse_split_mixers(config: PreTrainedConfig, tensor: int, *, sequence: bool
         )
 
 
-def _refuse_dealt(config: PreTrainedConfig, megatron: MegatronConfig) -> None:
-    for flag, given in {
-        "--megatron-sequence-parallel": megatron.sequence_parallel,
-        "--megatron-context-parallel": megatron.context_parallel > 1,
-    }.items():
-        if given:
-            wrapped = ", ".join(sorted(name for name, family in FAMILIES.items() if family.wrapped))
-            raise ConfigError(
-                f"{flag} is built for models with mixers of transformers ({wrapped}), not for a {config.model_type}: "
-                "leave it out, or use --backend fsdp"
-            )
-
-
 def _refuse_split(config: PreTrainedConfig, megatron: MegatronConfig) -> None:
     choice = expert_choice(config)
     tensor, stages, experts = megatron.tensor_parallel, megatron.pipeline_parallel, megatron.expert_parallel
     if family_of(config).wrapped:
         refuse_split_mixers(config, tensor, sequence=megatron.sequence_parallel)
-    else:
-        _refuse_dealt(config, megatron)
+    elif megatron.context_parallel > 1:
+        wrapped = ", ".join(sorted(name for name, family in FAMILIES.items() if family.wrapped))
+        raise ConfigError(
+            f"--megatron-context-parallel is built for models with mixers of transformers ({wrapped}), not for a "
+            f"{config.model_type}: use --backend fsdp with --context-parallel-size"
+        )
     if config.num_key_value_heads % tensor or config.num_attention_heads % tensor:
         heads = config.num_key_value_heads
         raise ConfigError(f"--megatron-tensor-parallel {tensor} must divide the {heads} key-value heads: lower it")
@@ -277,6 +268,10 @@ def _refuse_split(config: PreTrainedConfig, megatron: MegatronConfig) -> None:
 
 
 def _refuse_without_engine(config: PreTrainedConfig, megatron: MegatronConfig) -> None:
+    if megatron.sequence_parallel and not family_of(config).wrapped:  # norms of transformers have no need of it
+        raise ConfigError(
+            "--megatron-sequence-parallel needs Transformer Engine, which does not import here: leave it out"
+        )
     if family_of(config).latent:
         raise ConfigError(
             f"--backend megatron: the latent attention of a {config.model_type} needs Transformer Engine, which does "

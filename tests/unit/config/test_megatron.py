@@ -21,6 +21,11 @@ REFUSED = [
     ({"router_replay": "scoring"}, ["--router-replay"], {"router_replay": "off"}),
     ({"prefix_sharing": "on"}, ["--prefix-sharing"], {"prefix_sharing": "auto"}),
     ({"megatron_bridge": "mbridge"}, ["--megatron-bridge mbridge", "own"], {"megatron_bridge": "own"}),
+    (
+        {"megatron_context_parallel": 2, "megatron_moe_dispatcher": "allgather"},
+        ["--megatron-moe-dispatcher allgather", "--megatron-context-parallel", "alltoall"],
+        {"megatron_moe_dispatcher": "alltoall"},
+    ),
     ({"megatron_sequence_parallel": True}, ["--megatron-tensor-parallel above 1"], {"megatron_tensor_parallel": 2}),
     (
         {"megatron_pipeline_parallel": 2, "megatron_expert_parallel": 2},
@@ -61,6 +66,9 @@ def test_ranks_that_share_packs_are_neighbours_and_must_fit() -> None:
     assert config.pack_copies == 4
     check_world_size(config, 8)
     assert draw_grid(config, 8)[1] == "packs [0 1 2 3] [4 5 6 7]"
+    dealt = Config(hf_checkpoint="x", backend="megatron", megatron_context_parallel=2)
+    assert dealt.pack_copies == 2
+    assert draw_grid(dealt, 4)[0].startswith("4 processes = 2 replicas x 1 pipeline x 2 context x 1 tensor")
     with pytest.raises(ConfigError, match="must divide the number of processes, 6"):
         check_world_size(config, 6)
     experts = Config(hf_checkpoint="x", backend="megatron", megatron_expert_parallel=4)
