@@ -3,7 +3,7 @@ BIN := .venv/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadscope --no-loadscope-reorder  # what a file sets up is set up once
 
 .DEFAULT_GOAL := help
-.PHONY: help install check test test-vllm test-servers quick gpu gpu-wheels demo clean
+.PHONY: help install check test test-vllm test-servers test-megatron quick gpu gpu-wheels demo clean
 
 help:  ## what there is to make
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -48,6 +48,9 @@ test-vllm: install .venv-vllm/.installed  ## vLLM in the trainer's process, and 
 	@.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec  # built for CUDA; vLLM breaks on them
 	@.venv-vllm/bin/pip install --quiet --disable-pip-version-check --constraint constraints-vllm.txt --editable '.[lora]' pytest hypothesis
 	@touch $@
+
+test-megatron: install  ## --backend megatron, on CPUs: part of `make test`
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'not gpu' tests/megatron --durations=5
 
 quick: install  ## the fast part
 	$(PYTEST) -m 'not gpu and not slow' --durations=5

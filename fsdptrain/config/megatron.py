@@ -19,8 +19,8 @@ class MegatronConfig(Section):
     context_parallel: int = Field(default=1, ge=1)
     """Processes that share each sequence, of models with mixers of transformers."""
     sequence_parallel: bool = False
-    """Split what lies between a layer's matrices along the sequence, over the tensor-parallel processes, of models with
-    mixers of transformers."""
+    """Split what lies between a layer's matrices along the sequence, over the tensor-parallel processes. Needs
+    Transformer Engine, but for models with mixers of transformers."""
     moe_dispatcher: Literal["alltoall", "allgather"] = "alltoall"
     """How tokens reach their experts."""
     spec: str | None = None

@@ -20,7 +20,7 @@ _OWN_SPLITS = {
 _ONLY_FSDP = (
     "lora_rank image_key train_vision load_strategy attn_implementation layout fp16 compile offload_activations "
     "gradient_checkpointing_kind gradient_checkpointing_every offload_optimizer offload_optimizer_step async_save "
-    "router_aux_loss_coef router_replay prefix_sharing context_parallel_recurrent"
+    "router_aux_loss_coef router_replay prefix_sharing context_parallel_recurrent probe"
 )
 
 
@@ -41,14 +41,15 @@ def _not_built(config: Config) -> Iterator[Problem]:
     if split.bridge not in ("auto", "own"):
         yield f"{flag_of('megatron', 'bridge')} {split.bridge} is not built yet: use own, which auto means"
     if split.sequence_parallel and split.tensor_parallel == 1:
-        yield "--megatron-sequence-parallel has no effect without --megatron-tensor-parallel above 1: leave it out"
+        yield "--megatron-sequence-parallel needs --megatron-tensor-parallel above 1, over whose processes it splits"
     if (split.context_parallel > 1 or split.sequence_parallel) and split.moe_dispatcher == "allgather":
         yield (
             "--megatron-moe-dispatcher allgather does not work with --megatron-context-parallel or "
             "--megatron-sequence-parallel: use alltoall"
         )
-    if split.pipeline_parallel > 1 and split.expert_parallel > 1:
-        yield "--megatron-pipeline-parallel with --megatron-expert-parallel is not built yet: leave one of them out"
+    for name in ("expert_parallel", "context_parallel"):  # of neighbours that share packs, stages are the outermost
+        if split.pipeline_parallel > 1 and getattr(split, name) > 1:
+            yield f"--megatron-pipeline-parallel with {flag_of('megatron', name)} is not built yet: leave one out"
     if split.pipeline_parallel > 1 and split.moe_dispatcher == "allgather":
         yield "--megatron-moe-dispatcher allgather does not work with --megatron-pipeline-parallel: use alltoall"
     truncated = (rollout.top_p, rollout.top_k, rollout.min_p) != (1.0, None, 0.0)

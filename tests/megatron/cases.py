@@ -43,7 +43,7 @@ def build(folder: Path, **layout: Any) -> Built:
     install_cpu_shims()
     split = MegatronConfig(**layout)
     config = AutoConfig.from_pretrained(folder)
-    start_groups(split, has_experts="moe" in config.model_type, timeout_s=60)
+    start_groups(split, timeout_s=60)
     stock = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
     model = build_model(transformer_config(config, split, dtype=torch.float32, has_engine=False, on_cpu=True), config)
     weights = WeightMap(model, config, hub_shapes(stock))

@@ -32,7 +32,7 @@ def expected(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> list
 def metrics(checkpoint: Path, folder: Path, *flags: str) -> list[dict[str, float]]:
     """Of two updates on two processes, the later after the weights came back from the engine's samples."""
     line = ["--hf-checkpoint", str(checkpoint), *command.TINY_RUN, "console", *flags]
-    result = command.run([*line, "--output-dir", str(folder / "run")], folder, num_ranks=2, timeout=240.0)
+    result = command.run([*line, "--output-dir", str(folder / "run")], folder, num_ranks=2, timeout=400.0)
     assert result.code == 0, result.err
     assert ("4 HFMixer" in result.err or "2 HFMixer" in result.err) == bool(flags)
     rows = [json.loads(row) for row in (folder / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -45,7 +45,6 @@ from fsdptrain.models.kernels import Kernel
 from fsdptrain.models.layout import LayoutProbe
 from fsdptrain.models.loading import build_meta_model, resolve_checkpoint
 from fsdptrain.models.lora import Adapters
-from fsdptrain.models.structure import expert_choice
 from fsdptrain.models.truncation import Truncation
 from fsdptrain.protocols import Loss, ModelRole, Naming
 from fsdptrain.types import LogProbs, LossConfig, LossOutput, Metrics, PackedBatch
@@ -77,9 +76,11 @@ class MegatronBackend:
                 shims = install_cpu_shims()
             if self.compute_dtype != torch.float32:
                 raise ConfigError("--backend megatron computes in float32 so far: add --no-bf16")
+            if config.algorithm.algorithm == "sft" and self.hf_config.to_dict().get("attention_dropout"):
+                raise ConfigError("--algorithm sft would train with the attention_dropout of config.json: set it to 0")
         engine = has_transformer_engine()
         self._layout: Layout = layout_of(self.hf_config, split, has_engine=engine)
-        start_groups(split, has_experts=expert_choice(self.hf_config) is not None, timeout_s=config.launch.dist_timeout)
+        start_groups(split, timeout_s=config.launch.dist_timeout)
         self._groups = Groups.present()
         options: dict[str, Any] = {
             "dtype": self.compute_dtype,
@@ -116,7 +117,8 @@ class MegatronBackend:
     @property
     def lines(self) -> list[str]:
         """For the log."""
-        return [*self.report.lines, self.layout_probe.line]
+        bridge = self._config.megatron.bridge
+        return [*self.report.lines, f"weights: by the table of fsdptrain (bridge {bridge})", self.layout_probe.line]
 
     def kernels(self) -> list[Kernel]:
         return self.report.kernels
@@ -230,8 +232,11 @@ class MegatronBackend:
         return ReferenceBank(self._model) if config.needs_reference and bank is None else bank
 
     def _read(self, path: Path, flag: str) -> None:
-        with together(CheckpointError, f"{flag} {path}"):
-            load_tensors(path, self.weights)
+        try:
+            with together(CheckpointError, f"{flag} {path}"):
+                load_tensors(path, self.weights)
+        except CheckpointError as error:  # of all ranks
+            raise CheckpointError(str(error).replace("--hf-checkpoint", flag)) from error
 
     @contextmanager
     def _weights_of(self, role: ModelRole) -> Iterator[None]:

@@ -61,16 +61,10 @@ class Dealt:
 
 def deal(batch: PackedBatch, config: "TransformerConfig") -> Dealt | None:
     """Over the context-parallel ranks of this process; None where each rank has a pack as it is."""
-    if config.context_parallel_size == 1 and not config.sequence_parallel:
+    if config.context_parallel_size == 1:
         return None
-    return deal_over(
-        batch, Groups.present().context, num_runs=config.tensor_model_parallel_size if config.sequence_parallel else 1
-    )
-
-
-def deal_over(batch: PackedBatch, group: dist.ProcessGroup, *, num_runs: int = 1) -> Dealt:
-    """num_runs: into which each rank's part must divide."""
-    multiple = num_runs * (2 * group.size() if group.size() > 1 else 1)
+    group = Groups.present().context
+    multiple = 2 * group.size() * (config.tensor_model_parallel_size if config.sequence_parallel else 1)
     seqlens = tuple(-(-length // multiple) * multiple for length in batch.seqlens)
     starts = torch.tensor((0, *seqlens)).cumsum(0)[:-1]
     places = torch.cat([start + torch.arange(n) for start, n in zip(starts.tolist(), batch.seqlens, strict=True)])

@@ -154,7 +154,7 @@ def _inputs(
     if dealt is not None:
         return dealt.inputs(batch)
     if layout == "packed":
-        return _thd_inputs(batch)
+        return _thd_inputs(batch, multiple=Groups.present().tensor.size())
     rows = model_inputs(batch, "padded", attn_implementation="megatron", pad_token_id=None)["input_ids"]
     if same_shape is not None and same_shape.size() > 1:
         largest = torch.tensor(rows.shape, device=rows.device)
@@ -174,20 +174,22 @@ def _causal(width: int, device: torch.device) -> Tensor:
     return torch.ones(width, width, dtype=torch.bool, device=device).triu(1)[None, None]
 
 
-def _thd_inputs(batch: PackedBatch) -> dict[str, Any]:
-    """One row, whose boundaries the attention of Transformer Engine is told. Needs a GPU: not tested yet."""
+def _thd_inputs(batch: PackedBatch, *, multiple: int) -> dict[str, Any]:
+    """One row, whose boundaries the attention of Transformer Engine is told. Needs a GPU: not tested yet.
+
+    multiple: that its length must be, for sequence parallel; what is missing is one more segment.
+    """
     from megatron.core.packed_seq_params import PackedSeqParams
 
+    more = -batch.num_tokens % multiple
+    ends = F.pad(batch.cu_seqlens, (0, 1), value=batch.num_tokens + more) if more else batch.cu_seqlens
+    longest = max(batch.max_seqlen, more)
     boundaries = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=batch.cu_seqlens,
-        cu_seqlens_kv=batch.cu_seqlens,
-        max_seqlen_q=batch.max_seqlen,
-        max_seqlen_kv=batch.max_seqlen,
+        qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest
     )
     return {
-        "input_ids": batch.input_ids[None],
-        "position_ids": batch.position_ids[None],
+        "input_ids": F.pad(batch.input_ids, (0, more))[None],
+        "position_ids": F.pad(batch.position_ids, (0, more))[None],
         "attention_mask": None,
         "packed_seq_params": boundaries,
     }

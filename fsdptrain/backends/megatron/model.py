@@ -7,9 +7,7 @@ from transformers import PreTrainedConfig
 
 from fsdptrain import registry
 from fsdptrain.backends.megatron.cpu_shims import quiet_imports
-from fsdptrain.backends.megatron.groups import Groups
 from fsdptrain.backends.megatron.transformer_config import family_of, rotary_options
-from fsdptrain.backends.megatron.zigzag import gather_copies
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -66,9 +64,22 @@ def build_model(
             share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
             **rotary_options(hf_config),
         )
+    _mark_split(model)
     if model.post_process:
-        model.output_layer.forward = _pass_on_whole if transformer_config.sequence_parallel else _pass_on
+        model.output_layer.forward = _gather_rows if transformer_config.sequence_parallel else _pass_on
     return model.eval()
+
+
+def _mark_split(model: "GPTModel") -> None:
+    """What each tensor-parallel rank has a part of. megatron-core says so only where it also draws initial weights."""
+    from megatron.core import tensor_parallel as tp
+
+    for module in model.modules():
+        if isinstance(module, tp.ColumnParallelLinear | tp.RowParallelLinear | tp.VocabParallelEmbedding):
+            for parameter in module.parameters(recurse=False):
+                if not getattr(parameter, "tensor_model_parallel", False):
+                    dim = int(isinstance(module, tp.RowParallelLinear))
+                    tp.set_tensor_model_parallel_attributes(parameter, True, dim, 1)
 
 
 def padded_vocab(vocab_size: int, tensor_parallel: int) -> int:
@@ -83,11 +94,14 @@ def _pass_on(
     return input_, None
 
 
-def _pass_on_whole(
+def _gather_rows(
     input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """The tokens of all ranks of a tensor group, each of which computes the same loss of all of them."""
-    return gather_copies(input_, Groups.present().tensor), None
+    """The same under sequence parallel, whose ranks have rows of their own."""
+    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+    # the head's own backward sums over the ranks: here each takes its rows of that
+    return gather_from_sequence_parallel_region(input_, tensor_parallel_output_grad=False), None
 
 
 def _spec_function(hf_config: PreTrainedConfig, spec: str | None) -> Any:

@@ -5,11 +5,11 @@ the logprobs: a swapped order of queries and keys, another rotary base, experts 
 """
 
 import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdptrain.backends.megatron.forward import Scorer, layout_of, run_packs
 from fsdptrain.backends.megatron.model import build_model
@@ -22,6 +22,9 @@ from fsdptrain.models.collective import together
 from fsdptrain.models.policy import TOLERANCES, over_ranks, plain_batch
 from fsdptrain.models.structure import expert_choice
 from fsdptrain.types import PackedBatch
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
 
 _AT_MOST = {"vocab_size": 251, "hidden_size": 128, "intermediate_size": 96, "moe_intermediate_size": 64}
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -41,16 +44,8 @@ def check_parity(
 
     options: of `transformer_config`. Collective.
     """
-    small = small_config(config, split)
-    with torch.random.fork_rng(devices=[]), together(ConfigError, "--backend megatron"):
-        torch.manual_seed(0)  # the same on every rank
-        stock = model_from_config(small, dtype=torch.float32, attn_implementation="eager").eval()
-        for parameter in stock.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape))
-        model = build_model(transformer_config(small, split, **options), small, spec=spec).to(device)
-    weights = WeightMap(model, small, hub_shapes(stock))
-    with together(CheckpointError, "--backend megatron"):
-        weights.load(hub_state(stock).__getitem__)
+    stock, model = small_models(config, split, options, spec=spec, device=device)
+    small = stock.config
     tokens = torch.randint(small.vocab_size, (sum(_SEGMENTS),), generator=torch.Generator().manual_seed(0))
     segments = [part.tolist() for part in tokens.split(_SEGMENTS)]
     batch = plain_batch(segments, device=device)
@@ -70,6 +65,24 @@ def check_parity(
             f"transformers, by {difference:.2g} (tolerance {tolerance:g}): use --backend fsdp"
         )
     return difference, tolerance
+
+
+@torch.no_grad()
+def small_models(
+    config: PreTrainedConfig, split: MegatronConfig, options: dict[str, Any], *, spec: str | None, device: torch.device
+) -> tuple[PreTrainedModel, "GPTModel"]:
+    """The same random weights in transformers and in megatron-core, in float32 and the dtype of the run. Collective."""
+    small = small_config(config, split)
+    with torch.random.fork_rng(devices=[]), together(ConfigError, "--backend megatron"):
+        torch.manual_seed(0)  # the same on every rank
+        stock = model_from_config(small, dtype=torch.float32, attn_implementation="eager").eval()
+        for parameter in stock.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+        model = build_model(transformer_config(small, split, **options), small, spec=spec).to(device)
+    weights = WeightMap(model, small, hub_shapes(stock))
+    with together(CheckpointError, "--backend megatron"):
+        weights.load(hub_state(stock).__getitem__)
+    return stock, model
 
 
 def small_config(config: PreTrainedConfig, split: MegatronConfig) -> PreTrainedConfig:

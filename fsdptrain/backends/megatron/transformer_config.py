@@ -118,7 +118,7 @@ def family_of(config: PreTrainedConfig) -> Family:
 
 def transformer_config(
     config: PreTrainedConfig,
-    layout: MegatronConfig,
+    megatron: MegatronConfig,
     *,
     dtype: torch.dtype,
     has_engine: bool,
@@ -132,9 +132,9 @@ def transformer_config(
 
     family = family_of(config)
     _refuse_unknown(config)
-    _refuse_split(config, layout)
+    _refuse_split(config, megatron)
     if not has_engine:
-        _refuse_without_engine(config, layout)
+        _refuse_without_engine(config, megatron)
     heads = config.num_attention_heads
     values: dict[str, Any] = {
         "num_layers": config.num_hidden_layers,
@@ -157,13 +157,13 @@ def transformer_config(
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
-        "tensor_model_parallel_size": layout.tensor_parallel,
-        "pipeline_model_parallel_size": layout.pipeline_parallel,
-        "expert_model_parallel_size": layout.expert_parallel,
-        "context_parallel_size": layout.context_parallel,
-        "sequence_parallel": layout.sequence_parallel,
-        "moe_token_dispatcher_type": layout.moe_dispatcher,
-        "variable_seq_lengths": layout.pipeline_parallel > 1,
+        "tensor_model_parallel_size": megatron.tensor_parallel,
+        "pipeline_model_parallel_size": megatron.pipeline_parallel,
+        "expert_model_parallel_size": megatron.expert_parallel,
+        "context_parallel_size": megatron.context_parallel,
+        "sequence_parallel": megatron.sequence_parallel,
+        "moe_token_dispatcher_type": megatron.moe_dispatcher,
+        "variable_seq_lengths": megatron.pipeline_parallel > 1,
         "calculate_per_token_loss": True,  # gradients are sums: loss_weights hold the global denominator
         "deterministic_mode": deterministic,
         "use_cpu_initialization": on_cpu,
@@ -185,7 +185,7 @@ def transformer_config(
             "moe_router_dtype": "fp32",
             "moe_router_load_balancing_type": "none",
             "moe_aux_loss_coeff": 0.0,
-            "expert_tensor_parallel_size": layout.tensor_parallel,
+            "expert_tensor_parallel_size": megatron.tensor_parallel,
         }
     kind = MLATransformerConfig if family.latent else TransformerConfig
     with quiet_imports():
@@ -234,26 +234,17 @@ def refuse_split_mixers(config: PreTrainedConfig, tensor: int, *, sequence: bool
         )
 
 
-def _refuse_dealt(config: PreTrainedConfig, layout: MegatronConfig) -> None:
-    for flag, given in {
-        "--megatron-sequence-parallel": layout.sequence_parallel,
-        "--megatron-context-parallel": layout.context_parallel > 1,
-    }.items():
-        if given:
-            wrapped = ", ".join(sorted(name for name, family in FAMILIES.items() if family.wrapped))
-            raise ConfigError(
-                f"{flag} is built for models with mixers of transformers ({wrapped}), not for a {config.model_type}: "
-                "leave it out, or use --backend fsdp"
-            )
-
-
-def _refuse_split(config: PreTrainedConfig, layout: MegatronConfig) -> None:
+def _refuse_split(config: PreTrainedConfig, megatron: MegatronConfig) -> None:
     choice = expert_choice(config)
-    tensor, stages, experts = layout.tensor_parallel, layout.pipeline_parallel, layout.expert_parallel
+    tensor, stages, experts = megatron.tensor_parallel, megatron.pipeline_parallel, megatron.expert_parallel
     if family_of(config).wrapped:
-        refuse_split_mixers(config, tensor, sequence=layout.sequence_parallel)
-    else:
-        _refuse_dealt(config, layout)
+        refuse_split_mixers(config, tensor, sequence=megatron.sequence_parallel)
+    elif megatron.context_parallel > 1:
+        wrapped = ", ".join(sorted(name for name, family in FAMILIES.items() if family.wrapped))
+        raise ConfigError(
+            f"--megatron-context-parallel is built for models with mixers of transformers ({wrapped}), not for a "
+            f"{config.model_type}: use --backend fsdp with --context-parallel-size"
+        )
     if config.num_key_value_heads % tensor or config.num_attention_heads % tensor:
         heads = config.num_key_value_heads
         raise ConfigError(f"--megatron-tensor-parallel {tensor} must divide the {heads} key-value heads: lower it")
@@ -263,20 +254,24 @@ def _refuse_split(config: PreTrainedConfig, layout: MegatronConfig) -> None:
     if choice is None:
         for flag, given in {
             "--megatron-expert-parallel": experts > 1,
-            "--megatron-moe-dispatcher": layout.moe_dispatcher != "alltoall",
+            "--megatron-moe-dispatcher": megatron.moe_dispatcher != "alltoall",
         }.items():
             if given:
                 raise ConfigError(f"{flag}: a {config.model_type} has no experts: leave it out")
     elif choice.num_experts % experts:
         raise ConfigError(f"--megatron-expert-parallel {experts} must divide {choice.num_experts} experts: lower it")
-    elif tensor > 1 and not layout.sequence_parallel:
+    elif tensor > 1 and not megatron.sequence_parallel:
         raise ConfigError(
             "--megatron-tensor-parallel of a model with experts needs --megatron-sequence-parallel, and that "
             "Transformer Engine: use --megatron-expert-parallel"
         )
 
 
-def _refuse_without_engine(config: PreTrainedConfig, layout: MegatronConfig) -> None:
+def _refuse_without_engine(config: PreTrainedConfig, megatron: MegatronConfig) -> None:
+    if megatron.sequence_parallel and not family_of(config).wrapped:  # norms of transformers have no need of it
+        raise ConfigError(
+            "--megatron-sequence-parallel needs Transformer Engine, which does not import here: leave it out"
+        )
     if family_of(config).latent:
         raise ConfigError(
             f"--backend megatron: the latent attention of a {config.model_type} needs Transformer Engine, which does "

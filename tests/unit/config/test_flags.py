@@ -101,6 +101,7 @@ def test_every_boolean_can_be_set_both_ways(flat):
         "use_opsm": ["--global-batch-size", "64"],
         "use_unbiased_kl": ["--kl-loss-coef", "0.1"],
         "lora_use_dora": ["--lora-rank", "8"],
+        "megatron_sequence_parallel": ["--backend", "megatron", "--megatron-tensor-parallel", "2"],
         "train_vision": ["--image-key", "images", "--prompt-data", "x.jsonl"],
         "rollout_public_servers": ["--rollout-engine", "vllm-server", "--rollout-urls", "http://a:1"],
     }.get(flat, [])
