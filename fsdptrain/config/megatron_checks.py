@@ -47,8 +47,9 @@ def _not_built(config: Config) -> Iterator[Problem]:
             "--megatron-moe-dispatcher allgather does not work with --megatron-context-parallel or "
             "--megatron-sequence-parallel: use alltoall"
         )
-    if split.pipeline_parallel > 1 and split.expert_parallel > 1:
-        yield "--megatron-pipeline-parallel with --megatron-expert-parallel is not built yet: leave one of them out"
+    for name in ("expert_parallel", "context_parallel"):  # of neighbours that share packs, stages are the outermost
+        if split.pipeline_parallel > 1 and getattr(split, name) > 1:
+            yield f"--megatron-pipeline-parallel with {flag_of('megatron', name)} is not built yet: leave one out"
     if split.pipeline_parallel > 1 and split.moe_dispatcher == "allgather":
         yield "--megatron-moe-dispatcher allgather does not work with --megatron-pipeline-parallel: use alltoall"
     truncated = (rollout.top_p, rollout.top_k, rollout.min_p) != (1.0, None, 0.0)

@@ -63,7 +63,7 @@ def faults(folder: Path) -> dict[str, str]:
     told("a file without it", CheckpointError, opened)
 
     frequencies = model.rotary_pos_emb.inv_freq
-    model.rotary_pos_emb.inv_freq = frequencies * 1.01
+    model.rotary_pos_emb.inv_freq = 500_000.0 ** (-torch.arange(0, 16, 2) / 16)
     told("rotary base", ConfigError, lambda: build_report(model, built.stock, layout="padded", shims=[]))
     model.rotary_pos_emb.inv_freq = frequencies
 
@@ -96,6 +96,6 @@ def test_planted_faults_stop_the_run(tmp_path) -> None:
     assert "not in the files" in said["an expert that no file has"]
     assert "have no place" in said["an expert that the model lacks"]
     assert "missing" in said["a file without it"]
-    assert "rotary base is" in said["rotary base"]
+    assert "rotary base is 500000.0, not 10000.0" in said["rotary base"]
     assert "eps of norms is 1e-05, not 1e-06" in said["eps"]
-    assert "renormalised" in said["router"]
+    assert "their weights are renormalised: " in said["router"]

@@ -76,6 +76,8 @@ class MegatronBackend:
                 shims = install_cpu_shims()
             if self.compute_dtype != torch.float32:
                 raise ConfigError("--backend megatron computes in float32 so far: add --no-bf16")
+            if config.algorithm.algorithm == "sft" and self.hf_config.to_dict().get("attention_dropout"):
+                raise ConfigError("--algorithm sft would train with the attention_dropout of config.json: set it to 0")
         engine = has_transformer_engine()
         self._layout: Layout = layout_of(self.hf_config, split, has_engine=engine)
         start_groups(split, timeout_s=config.launch.dist_timeout)
@@ -230,8 +232,11 @@ class MegatronBackend:
         return ReferenceBank(self._model) if config.needs_reference and bank is None else bank
 
     def _read(self, path: Path, flag: str) -> None:
-        with together(CheckpointError, f"{flag} {path}"):
-            load_tensors(path, self.weights)
+        try:
+            with together(CheckpointError, f"{flag} {path}"):
+                load_tensors(path, self.weights)
+        except CheckpointError as error:  # of all ranks
+            raise CheckpointError(str(error).replace("--hf-checkpoint", flag)) from error
 
     @contextmanager
     def _weights_of(self, role: ModelRole) -> Iterator[None]:

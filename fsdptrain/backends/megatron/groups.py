@@ -7,7 +7,6 @@ import torch.distributed as dist
 
 from fsdptrain.backends.megatron.cpu_shims import quiet_imports
 from fsdptrain.config.megatron import MegatronConfig
-from fsdptrain.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -51,17 +50,13 @@ class Groups:
 def start_groups(megatron: MegatronConfig, *, timeout_s: float) -> None:
     """megatron-core's process groups over all ranks; ranks that share packs are neighbours, as under FSDP.
 
-    Collective. Does nothing where they are there already: of one process they are the same for every model.
+    Collective. Those of an earlier run of this process end, whose ranks may have gone.
     """
     with quiet_imports():
         from megatron.core import parallel_state, tensor_parallel
 
     if parallel_state.is_initialized():
-        return
-    if megatron.pipeline_parallel > 1 and megatron.expert_parallel > 1:
-        raise ConfigError(
-            "--megatron-pipeline-parallel with --megatron-expert-parallel is not built yet: leave one of them out"
-        )
+        stop_groups()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=megatron.tensor_parallel,
         pipeline_model_parallel_size=megatron.pipeline_parallel,

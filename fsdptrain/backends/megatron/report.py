@@ -50,6 +50,12 @@ class Fact:
             return math.isclose(self.found, self.wanted, rel_tol=1e-6)
         return self.found == self.wanted
 
+    @property
+    def problem(self) -> str:
+        if isinstance(self.wanted, bool):
+            return f"{self.name}: {'no' if self.wanted else 'yes'}"
+        return f"{self.name} is {self.found}, not {self.wanted}"
+
 
 def build_report(model: "GPTModel", stock: PreTrainedModel, *, layout: str, shims: Sequence[str]) -> BuildReport:
     """ConfigError, on all ranks, that names all disagreements. `stock`: of transformers, on meta. Collective."""
@@ -60,7 +66,7 @@ def build_report(model: "GPTModel", stock: PreTrainedModel, *, layout: str, shim
         facts.append(
             Fact("tied head", bool(model.share_embeddings_and_output_weights), bool(config.tie_word_embeddings))
         )
-        wrong = [f"{x.name} is {x.found}, not {x.wanted}" for x in facts if not x.agrees]
+        wrong = list(dict.fromkeys(fact.problem for fact in facts if not fact.agrees))
         if wrong:
             raise ConfigError(
                 f"--backend megatron: the model that was built is not that of config.json: {'; '.join(wrong)}: use "

@@ -33,6 +33,11 @@ REFUSED = [
         {"megatron_expert_parallel": 1},
     ),
     (
+        {"megatron_pipeline_parallel": 2, "megatron_context_parallel": 2},
+        ["--megatron-pipeline-parallel", "--megatron-context-parallel"],
+        {"megatron_context_parallel": 1},
+    ),
+    (
         {"megatron_pipeline_parallel": 2, "megatron_moe_dispatcher": "allgather"},
         ["--megatron-moe-dispatcher allgather", "alltoall"],
         {"megatron_moe_dispatcher": "alltoall"},
