@@ -180,7 +180,7 @@ def recipe(engine: str, age: int, seed: int, start: Path, run: Path, url: str | 
 
 
 def write(rows: Sequence[dict[str, Any]]) -> None:
-    """staleness.json, with a summary of each engine and age over seeds."""
+    """staleness.json, with a summary of each engine and age over seeds, and staleness.png beside it."""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
     cells = sorted({cell_of(row) for row in rows})
     result = {
@@ -200,6 +200,35 @@ def write(rows: Sequence[dict[str, Any]]) -> None:
     partial = RESULTS.with_suffix(".partial")
     partial.write_text(json.dumps(result, indent=2) + "\n")
     partial.replace(RESULTS)
+    plot(rows, RESULTS.with_suffix(".png"))
+
+
+def plot(rows: Sequence[dict[str, Any]], target: Path) -> None:
+    """A dot for each seed and a line at their mean: a row for each age and correction, a colour for each engine."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    cells = sorted({cell_of(row)[1:] for row in rows}, reverse=True)
+    figure, axes = pyplot.subplots(figsize=(7, 0.6 * len(cells) + 1.2), layout="constrained")
+    for engine, colour, offset in zip(
+        ENGINES, ("tab:blue", "tab:orange", "tab:green"), (0.25, 0.0, -0.25), strict=True
+    ):
+        for place, cell in enumerate(cells):
+            after = [row["after"] for row in rows if cell_of(row) == (engine, *cell)]
+            if after:
+                mean, height = statistics.fmean(after), place + offset
+                label = engine if cell == cells[-1] else None
+                axes.plot(after, [height] * len(after), "o", color=colour, markersize=5, alpha=0.6, label=label)
+                axes.plot([mean, mean], [height - 0.1, height + 0.1], color=colour, linewidth=2.4)
+    names = [f"K = {age}" + (f", {correction}" if age else "") for age, correction in cells]
+    axes.set_yticks(range(len(cells)), names)
+    axes.set_xlabel(f"held-out accuracy after {NUM_ROLLOUTS} rollouts")
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(target, dpi=120)
+    pyplot.close(figure)
 
 
 def correction_of(age: int, args: argparse.Namespace) -> str:
