@@ -54,7 +54,7 @@ Which mesh for which model on 8 to 1,024 GPUs, what its ranks send each other in
 
 | | from | held to |
 |---|---|---|
-| bytes of each collective | the parameters, the plans of transformers and the sizes of the mesh (`fsdptrain/planning/traffic.py`) | every byte that 2 and 4 gloo ranks send, on 14 meshes of 5 families (`tests/distributed/test_traffic.py`) |
+| bytes of each collective | the parameters, the plans of transformers and the sizes of the mesh (`fsdptrain/planning/traffic.py`) | every byte that 2 and 4 gloo ranks send, on 19 meshes of 5 families (`tests/distributed/test_traffic.py`) |
 | memory | the plan of `fsdptrain plan` | the allocator, on 2 ranks, within 10 % (`tests/distributed/test_memory_plan.py`) |
 | seconds | those bytes and FLOPs, over the rates of data sheets: 450 GB/s to a GPU of the same node, 50 GB/s to another node, 989 TFLOP/s in bfloat16, of which 40 % are reached | nothing |
 
@@ -69,8 +69,9 @@ that for an all-reduce. Experts are taken to be balanced.
 | replicas | after each pack | a shard's gradients, float32 |
 | tensor ranks | in every layer: two sums of hidden states forward, and one for each matrix that reads them backward (five in a Llama) | tokens x width, in the compute dtype |
 | expert ranks | in every layer with experts: to the experts and back, forward and backward | tokens x experts of a token x width |
+| context ranks | in every attention: queries, keys and values to the ranks of their heads, and what it made back; forward and backward, and for a layer that is recomputed once more | own tokens x heads x width of a head, with the key-value heads as often as they are repeated |
 
-So shards cost by weights and packs, tensor and expert ranks by tokens. Larger packs (`--max-tokens-per-gpu`) make the
+So shards cost by weights and packs, tensor, expert and context ranks by tokens. Larger packs (`--max-tokens-per-gpu`) make the
 first cheaper and change nothing of the others. From this:
 
 - **A model that fits with shards alone needs no more than shards**, as long as packs are full. `--fsdp-replicate-size`
@@ -80,6 +81,10 @@ first cheaper and change nothing of the others. From this:
   eight times less. Tokens travel instead, and are waited for.
 - **Tensor parallel within a node** (2 to 8) where one layer, or the logprobs of a pack, are too much for one GPU, and
   where there are more GPUs than packs in a step. Its sums are waited for. Between nodes it is never worth it.
+- **Context parallel within a node** where one sequence, not the model, is too much for a GPU: activations and the head's
+  work are shared, and each rank still gathers all weights, for a Nth of the tokens. So it makes the fewest GPUs on which
+  a sequence fits, and never a step shorter than packs of sequences that fit would be. The table below has none: its
+  sequences fit.
 - **What limits first** is gathering and reducing for packs of few tokens: the column `least tokens` says how many a pack
   must have so that computation hides it. Packs that are not filled (few long sequences, a small step on many ranks)
   come below that soon with experts, and late without.

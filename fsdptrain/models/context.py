@@ -56,7 +56,7 @@ class Context:
             raise NumericsError(
                 f"--context-parallel-size {self.size} must divide the {heads} attention heads of a layer"
             )
-        repeats = _repeats(heads, key.shape[1], self.size)
+        repeats = repeats_of(heads, key.shape[1], self.size)
         shared = [x.repeat_interleave(repeats, dim=1) if repeats > 1 else x for x in (key, value)]
         parts = [query, *shared]
         dealt = [x.unflatten(1, (self.size, -1)).permute(1, 0, 3, 2, 4).flatten(3) for x in parts]  # [N, B, s, h D]
@@ -79,7 +79,7 @@ def _columns(by_rank: Tensor) -> Tensor:
     return by_rank.movedim(0, 2).flatten(1, 2)
 
 
-def _repeats(num_heads: int, num_shared: int, size: int) -> int:
+def repeats_of(num_heads: int, num_shared: int, size: int) -> int:
     """How often each of `num_shared` key-value heads is repeated, so that a rank's queries find theirs on it."""
     least = math.lcm(num_shared, size)
     return (least if num_heads % least == 0 else num_heads) // num_shared

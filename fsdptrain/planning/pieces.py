@@ -25,13 +25,15 @@ class Grid:
     shards: int = 1  # of what is not split over experts
     tensor: int = 1
     expert: int = 1
+    context: int = 1  # of the shards: ranks that share the tokens of a pack
 
     @classmethod
     def of(cls, config: Config, num_gpus: int) -> "Grid":
         """`num_gpus` need not fit: then it is rounded down, as a plan for fewer."""
         replicas, tensor = config.fsdp.replicate_size, config.parallel.tensor_parallel_size
         shards = max(1, num_gpus // replicas // tensor)
-        return cls(replicas, shards, tensor, config.parallel.expert_parallel_size)
+        parallel = config.parallel
+        return cls(replicas, shards, tensor, parallel.expert_parallel_size, parallel.context_parallel_size)
 
     @property
     def is_split(self) -> bool:

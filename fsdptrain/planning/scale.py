@@ -24,6 +24,7 @@ from fsdptrain.planning.remedies import change
 from fsdptrain.planning.traffic import Axis, Collective, Pack, step_traffic
 
 _HIDDEN: tuple[Axis, ...] = ("shard", "expert_shard", "replicate")
+_WAITED: tuple[Axis, ...] = ("tensor", "expert", "context")
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,8 @@ class Estimate:
 
     @property
     def busy_s(self) -> float:
-        """Computing, and waiting for tensor and expert groups."""
-        return self.compute_s + self.seconds.get("tensor", 0.0) + self.seconds.get("expert", 0.0)
+        """Computing, and waiting for tensor, expert and context groups."""
+        return self.compute_s + sum(self.seconds.get(axis, 0.0) for axis in _WAITED)
 
     @property
     def step_s(self) -> float:
@@ -67,7 +68,7 @@ class Estimate:
     def limit(self) -> str:
         """What takes longest."""
         waits = {"computation": self.compute_s, "gathers and reductions": self.hidden_s}
-        waits |= {f"{axis} groups": self.seconds.get(axis, 0.0) for axis in ("tensor", "expert")}
+        waits |= {f"{axis} groups": self.seconds.get(axis, 0.0) for axis in _WAITED}
         return max(waits, key=lambda name: waits[name])
 
     def sent(self, *axes: Axis) -> float:
@@ -88,15 +89,19 @@ def best(model: PreTrainedModel, config: Config, cluster: Cluster, *, num_packs:
 def estimate(
     model: PreTrainedModel, config: Config, planner: Planner, cluster: Cluster, *, num_packs: int
 ) -> Estimate | None:
-    """`num_packs` full packs on all ranks together. None where the model does not allow the mesh."""
+    """`num_packs` full packs on all ranks together; one of a context group is as many times larger.
+
+    None where the model does not allow the mesh.
+    """
     try:
         pieces = planner.pieces(config)
     except ConfigError:
         return None
     grid, lengths = pieces.grid, seqlens(config)
     tokens = sum(lengths)
-    own = num_packs * grid.tensor // grid.num_ranks  # packs of this rank, which it shares with its tensor group
-    of_pack = step_traffic(model, config, pieces, [Pack(tokens, tokens)])
+    copies = grid.tensor * grid.context  # ranks that share a pack
+    own = num_packs * copies // grid.num_ranks
+    of_pack = step_traffic(model, config, pieces, [Pack(tokens * grid.context, tokens * grid.context)])
     traffic = [replace(x, calls=x.calls * own, size=x.size * own) for x in of_pack]
     again = 4 / 3 if config.model.gradient_checkpointing else 1.0
     flops = again * model_flops(model).training(lengths, tokens, causal=True) * own / grid.tensor
@@ -116,6 +121,7 @@ def _seconds(collective: Collective, grid: Grid, cluster: Cluster) -> float:
     strides: dict[Axis, int] = {
         "tensor": 1,
         "expert": 1,
+        "context": grid.tensor,
         "shard": grid.tensor,
         "expert_shard": grid.expert,
         "replicate": grid.shards * grid.tensor,

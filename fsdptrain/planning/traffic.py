@@ -18,12 +18,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fsdptrain.config import Config
+from fsdptrain.models.context import repeats_of
 from fsdptrain.models.split_plan import SplitPlan
 from fsdptrain.models.structure import decoder_layers, expert_choice, lm_head, num_fused_experts, repeated_layers
 from fsdptrain.planning.pieces import Grid, Piece, Pieces
 
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
-Axis = Literal["shard", "replicate", "expert_shard", "tensor", "expert"]
+Axis = Literal["shard", "replicate", "expert_shard", "tensor", "expert", "context"]
 
 _REDUCED = 4  # bytes: gradients are summed in float32
 _LOGITS = 4  # and what is summed over the vocabulary
@@ -31,7 +32,9 @@ _LOGITS = 4  # and what is summed over the vocabulary
 
 @dataclass(frozen=True)
 class Pack:
-    tokens: int
+    """With --context-parallel-size of all ranks that share it."""
+
+    tokens: int  # of the model's rows, which each of these ranks has as many of
     loss_tokens: int
 
 
@@ -75,6 +78,7 @@ def _ranks(grid: Grid, axis: Axis) -> int:
         "expert_shard": grid.expert_shards,
         "tensor": grid.tensor,
         "expert": grid.expert,
+        "context": grid.context,
     }[axis]
 
 
@@ -102,7 +106,11 @@ def _group(
 
 
 def _splitting(model: PreTrainedModel, config: Config, pieces: Pieces, itemsize: int, pack: Pack) -> Iterator[_Call]:
-    """Hidden states between tensor ranks, tokens between those of experts."""
+    """Hidden states between tensor ranks, tokens between those of experts, heads between those of a context."""
+    context = pieces.grid.context
+    own = Pack(pack.tokens // context, math.ceil(pack.loss_tokens / context))
+    if context > 1:
+        yield "all-reduce", "context", 2, 2 * _LOGITS * pack.tokens  # logprobs and entropies
     every = config.model.gradient_checkpointing_every if config.model.gradient_checkpointing else 0
     inside: set[str] = set()
     names = {id(module): name for name, module in model.named_modules()}
@@ -111,13 +119,13 @@ def _splitting(model: PreTrainedModel, config: Config, pieces: Pieces, itemsize:
         members = [(f"{prefix}.{name}", module) for name, module in layer.named_modules() if name]
         inside.update(name for name, _ in members)
         again = bool(every) and index % every == 0
-        yield from _layer(model, pieces, members, itemsize, pack.tokens, again=again)
+        yield from _layer(model, pieces, members, itemsize, own.tokens, again=again)
     for name, module in model.named_modules():
         if name not in inside and module is not lm_head(model):
-            forward, backward = _module(name, module, pieces.plan, itemsize, pack.tokens)
+            forward, backward = _module(name, module, pieces.plan, itemsize, own.tokens)
             yield from (*forward, *backward)
     if lm_head(model).get_parameter("weight") in pieces.cut:
-        yield from _head(model, config, itemsize, pack)
+        yield from _head(model, config, itemsize, own)
 
 
 def _layer(
@@ -131,6 +139,10 @@ def _layer(
 ) -> Iterator[_Call]:
     """`again`: its forward pass is done twice, the second time without its end, from which nothing is needed."""
     forward: list[_Call] = []
+    if pieces.grid.context > 1:
+        exchanged = _attention(model, pieces.grid, itemsize, tokens)
+        yield from exchanged
+        forward += exchanged
     for name, module in members:
         first, backward = _module(name, module, pieces.plan, itemsize, tokens)
         if num_fused_experts(module) and pieces.grid.expert > 1:
@@ -163,6 +175,22 @@ def _module(
     if style == "replicated_with_grad_allreduce":
         return [], [("all-reduce", "tensor", 1, itemsize * weight.numel())]
     raise AssertionError(f"what {style} of {name} sends is not known")
+
+
+def _attention(model: PreTrainedModel, grid: Grid, itemsize: int, tokens: int) -> list[_Call]:
+    """Queries, keys and values of own tokens for the heads of others, and what attention makes of them; backward alike.
+
+    Keys and values as often as `Context.to_heads` repeats them.
+    """
+    text = model.config.get_text_config()
+    heads = text.num_attention_heads // grid.tensor
+    shared = (getattr(text, "num_key_value_heads", None) or text.num_attention_heads) // grid.tensor
+    own = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    width = getattr(text, "qk_head_dim", None) or own  # multi-head latent attention has two
+    out = getattr(text, "v_head_dim", None) or own
+    shared *= repeats_of(heads, shared, grid.context)
+    numbers = heads * width + shared * (width + out) + heads * out
+    return [("all-to-all", "context", 2, itemsize * tokens * numbers)]
 
 
 def _experts(model: PreTrainedModel, grid: Grid, itemsize: int, tokens: int) -> tuple[list[_Call], list[_Call]]:

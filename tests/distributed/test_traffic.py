@@ -35,8 +35,14 @@ def expert(size: int, **more) -> dict:
     return {"expert_parallel_size": size, **more}
 
 
+def context(size: int, **more) -> dict:
+    return {"context_parallel_size": size, **more}
+
+
 CASES = {
     2: [
+        ("qwen3", context(2)),
+        ("deepseek_v3", context(2, expert_parallel_size=2)),
         ("qwen3", {}),
         ("qwen3", {"bf16": True, "fsdp_reshard_after_forward": False}),
         ("qwen3", tensor(2, logprob_chunk_size=16)),
@@ -46,6 +52,9 @@ CASES = {
     ],
     4: [
         ("qwen3", {"fsdp_replicate_size": 2}),
+        ("qwen3", context(4, gradient_checkpointing=True)),  # key-value heads are repeated
+        ("qwen3_moe", context(2, expert_parallel_size=2)),
+        ("qwen3", context(2, tensor_parallel_size=2)),
         ("qwen3", tensor(2)),
         ("qwen3", tensor(2, fsdp_replicate_size=2)),
         ("qwen3_moe", expert(2)),
@@ -63,6 +72,7 @@ def axes(grid: Grid) -> dict[tuple[int, ...], list[Axis]]:
     ranks = torch.arange(grid.num_ranks)
     dense = ranks.view(grid.replicas, grid.shards, grid.tensor)
     sparse = ranks.view(grid.replicas, grid.expert_shards, grid.expert)
+    shared = dense.view(grid.replicas, -1, grid.context, grid.tensor)
     rank, found = dist.get_rank(), {}
     own = {name: (x == rank).nonzero()[0].tolist() for name, x in (("dense", dense), ("sparse", sparse))}
     r, s, t = own["dense"]
@@ -71,6 +81,7 @@ def axes(grid: Grid) -> dict[tuple[int, ...], list[Axis]]:
         "replicate": dense[:, s, t],
         "shard": dense[r, :, t],
         "tensor": dense[r, s],
+        "context": shared[r, s // grid.context, :, t],
         "expert_shard": sparse[r, :, e],
         "expert": sparse[r, i],
     }.items():
@@ -86,13 +97,14 @@ def measure(cases: list[tuple[str, str, dict]]) -> list[tuple[Counted, Counted, 
         backend = FSDPBackend(chosen, total_steps=10)
         grid = Grid.of(chosen, dist.get_world_size())
         pieces = Pieces(backend.model, grid)
-        packs = packs_of_this_rank(samples(16), 128, grid.tensor)
+        packs = packs_of_this_rank(samples(16), 128, grid.tensor * grid.context)
         with Collectives() as seen:
             backend.train_step(packs, LOSSES["grpo"], GRPO)
         by_axes, planned = axes(grid), Counter()
         calls: Counter = Counter()
         padded = backend.layout_probe.layout == "padded"
         tokens = [max(x.seqlens) * len(x.seqlens) if padded else sum(x.seqlens) for x in packs]
+        tokens = [n + -n % grid.context for n in tokens]  # filled up
         sizes = [Pack(n, len(pack.loss_positions)) for n, pack in zip(tokens, packs, strict=True)]
         for found in step_traffic(backend.model, chosen, pieces, sizes):
             [group] = [ranks for ranks, names in by_axes.items() if found.axis in names]
