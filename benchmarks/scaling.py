@@ -273,9 +273,10 @@ def draw(rows: list[dict[str, Any]], model: list[dict[str, Any]], target: Path, 
             gpus = [row["gpus"] for row in found]
             place.plot(gpus, [r["overlap"] for r in found], "o-", color=f"C{number}", label=mesh, markersize=3)
             place.plot(gpus, [r["no overlap"] for r in found], ":", color=f"C{number}")
-        place.set(title=title, xlabel="GPUs", ylim=(0, 1.05), ylabel=f"share of time computing, {args.shape}")
+        place.set(title=title, xlabel="GPUs", ylim=(0, 1.05))
         place.set_xscale("log", base=2)
         place.set_xticks(GPUS[::3], [f"{n:,}" for n in GPUS[::3]])
+    axes[-2].set_ylabel(f"share of time computing, {args.shape}")
     axes[-2].plot([], [], ":", color="0.4", label="without overlap")
     axes[-2].legend(frameon=False, fontsize=8, loc="lower left")
     for place in axes:

@@ -141,9 +141,9 @@ def main() -> None:
     write(args.json, report)
     if args.json:
         draw(parts["this"][args.clock], args.json.with_suffix(".png"), args.clock)
-    print(
-        table([{"part": name, **{k: round(v, 2) for k, v in value.items()}} for name, value in parts["this"].items()])
-    )
+    wall, cpu = parts["this"]["wall"], parts["this"]["cpu"]
+    rows = [{"part": n, "wall": round(wall[n]["median"], 2), "CPU": round(cpu[n]["median"], 2)} for n in wall]
+    print(table(rows))
 
 
 if __name__ == "__main__":
