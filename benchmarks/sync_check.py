@@ -5,7 +5,7 @@
 
 The cost of a check grows with the weights (checksums on both sides) and not with the rollout: its probe is 208
 tokens of prompts and 16 of answers, whatever a step trains on. So its share depends on the tokens of a step. Here they
-are about 24,000, on 2 M random parameters on a CPU; a GPU trains on hundreds of thousands. Numerator and denominator
+are about 30,000, on 2 M random parameters on a CPU; a GPU trains on hundreds of thousands. Numerator and denominator
 are seconds of the same step (`perf/sync_check_s`, which holds the checksums made while weights are handed over, and
 `perf/step_s`), so that a busy machine slows down both; the median over steps counts, without the first.
 """
