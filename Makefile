@@ -3,7 +3,7 @@ BIN := .venv/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadscope --no-loadscope-reorder  # what a file sets up is set up once
 
 .DEFAULT_GOAL := help
-.PHONY: help install check test test-vllm test-megatron quick gpu gpu-wheels demo clean
+.PHONY: help install check test test-vllm test-servers test-megatron quick gpu gpu-wheels demo clean
 
 help:  ## what there is to make
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -28,13 +28,17 @@ test: install  ## everything that runs without a GPU
 	$(PYTEST) -m 'not gpu' --durations=15
 	@$(MAKE) --no-print-directory test-vllm
 
-# in one process and in this order: they share servers, and the last tests of a file may kill theirs
-SERVER_TESTS := $(patsubst %,tests/vllm/servers/test_%.py,delta in_flight sync_check push recovery lora run)
+SERVER_TESTS := delta lora push run sync_check
+
+test-servers: SERVER_TESTS += in_flight recovery
+test-servers: test-vllm  ## the same, and servers that are killed, hang, or take weights in flight: minutes more
 
 test-vllm: install .venv-vllm/.installed  ## vLLM in the trainer's process, and its servers in an environment of their own
 	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/vllm --durations=5
-	OMP_NUM_THREADS=1 FSDPTRAIN_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python \
-		$(BIN)/pytest -m 'not gpu' $(SERVER_TESTS) --durations=5
+	@for name in $(SERVER_TESTS); do \
+		OMP_NUM_THREADS=1 FSDPTRAIN_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python \
+			$(BIN)/pytest -m 'not gpu' tests/vllm/servers/test_$$name.py --durations=3 || exit 1; \
+	done
 
 .venv-vllm/.installed: pyproject.toml constraints-vllm.txt
 	@echo "Installing vLLM for the CPU into .venv-vllm: a few minutes on the first call, nothing later."

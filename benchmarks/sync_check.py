@@ -5,7 +5,7 @@
 
 The cost of a check grows with the weights (checksums on both sides) and not with the rollout: its probe is 208
 tokens of prompts and 16 of answers, whatever a step trains on. So its share depends on the tokens of a step. Here they
-are about 8,000, on 2 M random parameters on a CPU; a GPU trains on hundreds of thousands. Numerator and denominator
+are about 30,000, on 2 M random parameters on a CPU; a GPU trains on hundreds of thousands. Numerator and denominator
 are seconds of the same step (`perf/sync_check_s`, which holds the checksums made while weights are handed over, and
 `perf/step_s`), so that a busy machine slows down both; the median over steps counts, without the first.
 """
@@ -49,13 +49,14 @@ def main() -> None:
 
 def measure(engine: str, args: argparse.Namespace) -> dict[str, Any]:
     """One run."""
-    steps, samples, length, size = (3, 2, 16, "0.1M") if args.quick else (args.steps, 8, 64, "2M")
+    steps, samples, length, size = (3, 2, 16, "0.1M") if args.quick else (args.steps, 16, 64, "2M")
     with tempfile.TemporaryDirectory() as folder:
         model = save_tiny_checkpoint(Path(folder) / "model", **SIZES[size], max_position_embeddings=512)
         flags: dict[str, Any] = {
             "hf-checkpoint": model, "prompt-data": "reasoning_gym:spell_backward?size=500", "system-prompt": "",
             "reward": "exact", "num-rollout": steps, "rollout-batch-size": 16, "n-samples-per-prompt": samples,
-            "rollout-max-response-len": length, "max-tokens-per-gpu": 2048, "lr": 1e-4, "eval-interval": 0,
+            "rollout-max-response-len": length, "rollout-max-prompt-len": 128, "max-tokens-per-gpu": 2048,
+            "lr": 1e-4, "eval-interval": 0,
             "rollout-engine": engine, "sync-check": "every", "output-dir": Path(folder) / "run", "keep-last": 0,
         }  # fmt: skip
         if engine != "hf":

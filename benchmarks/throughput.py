@@ -62,7 +62,7 @@ def main() -> None:
     if args.quick:
         args.sizes, args.rounds, args.num_prompts, args.num_samples, args.max_tokens = ["0.1M"], 2, 4, 2, 16
     if args.side is not None:
-        serve(trl_side(args) if args.side == "trl" else engine_side(args))
+        run_side(args)
         return
     if args.vllm_python is None and any(engine != "hf" for engine in args.engines):
         parser.error("--vllm-python is missing: without vLLM use --engines hf")
@@ -118,6 +118,16 @@ def ask(process: "subprocess.Popen[str]") -> Round:
     sys.exit(f"{process.args[1:4]} ended")  # pyright: ignore[reportIndexIssue] - a list, made above
 
 
+def run_side(args: argparse.Namespace) -> None:
+    if args.side == "trl":
+        serve(trl_side(args))
+        return
+    from fsdptrain.platform import process_group
+
+    with process_group(600):
+        serve(engine_side(args))
+
+
 def serve(make: Callable[[], Round]) -> None:
     """One round for each line of the input."""
     for _ in sys.stdin:
@@ -137,19 +147,17 @@ def engine_side(args: argparse.Namespace) -> Callable[[], Round]:
     from transformers import AutoModelForCausalLM
 
     from fsdptrain import Config
-    from fsdptrain import platform as device_platform
+    from fsdptrain.platform import local_device
     from fsdptrain.rollout import engine_factory
     from fsdptrain.types import Prompt, SamplingParams
 
-    stop_at_end = device_platform.process_group(600)
-    stop_at_end.__enter__()
     options: dict[str, Any] = {"hf_checkpoint": str(args.model), "bf16": False, "rollout_engine": args.side}
     options |= {"rollout_max_response_len": args.max_tokens, "rollout_max_prompt_len": 80, "output_dir": "run"}
     if args.side != "hf":
         options |= {"rollout_kv_cache_gib": 0.25, "rollout_engine_args": {"max_num_seqs": 256}}
     if args.side == "vllm-server":
         options |= {"rollout_num_servers": 1, "rollout_server_python": str(args.vllm_python)}
-    device = device_platform.local_device()
+    device = local_device()
     make_engine = engine_factory(args.side, device_type=device.type)
     engine = make_engine(Config(**options), checkpoint=args.model, device=device)
     weights = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(device).state_dict()

@@ -35,13 +35,6 @@ def engine(pair) -> VLLMServerEngine:
     return pair
 
 
-@pytest.fixture
-def url(pair, monkeypatch) -> str:
-    """One of the pair, for a run that is told of it."""
-    monkeypatch.setenv("ROLLOUT_KEY", pair.clients[0]._headers["Authorization"].removeprefix("Bearer "))
-    return pair.clients[0].url
-
-
 class StoppedOnTheWay:
     """A push to a server whose worker stops when it is about to read the weights."""
 
@@ -120,8 +113,7 @@ def starts(completions: list[Completion]) -> list[list[int]]:
 
 
 def test_killed_while_idle_it_comes_back_with_the_weights(engine, models, monkeypatch):
-    wait_for_both(engine)  # others had the servers before
-    engine.update_weights(weights_of(models["tied"].first).items(), 100)
+    engine.update_weights(weights_of(models["tied"].first).items(), 100)  # others had the servers before
     undisturbed = engine.generate(PROMPTS, LONG_ANSWERS)
     require_right(undisturbed, models["tied"].first)
     first = engine.clients[0].url
@@ -176,8 +168,8 @@ def test_one_that_hangs_in_an_update_is_left_behind_within_the_deadline(engine, 
     require_right(engine.generate(PROMPTS, LONG_ANSWERS), models["tied"].other)
 
 
-def test_the_only_one_hangs_while_it_generates_the_run_ends_with_one_message(models, url, tmp_path):
-    silence = 4.0
+def test_the_only_one_hangs_while_it_generates_the_run_ends_with_one_message(models, urls, alone, tmp_path):
+    url, silence = urls["tied"], 4.0
     engine = build(cases.attached(models["tied"].first, url, output_dir=str(tmp_path)))
     sampling = SamplingParams(num_samples=6, max_tokens=60, seed=7)
     engine.update_weights(weights_of(models["tied"].first).items(), 0)
@@ -201,9 +193,9 @@ def test_the_only_one_hangs_while_it_generates_the_run_ends_with_one_message(mod
     engine.close()
 
 
-def test_a_server_that_somebody_else_gave_weights_is_not_believed(models, url, tmp_path):
+def test_a_server_that_somebody_else_gave_weights_is_not_believed(models, urls, alone, tmp_path):
     """Two runs on one server: the answers of the other's weights are not taken for ours."""
-    options = cases.attached(models["tied"].first, url)
+    options = cases.attached(models["tied"].first, urls["tied"])
     ours, theirs = (build({**options, "output_dir": str(tmp_path / name)}) for name in ("ours", "theirs"))
     ours.update_weights(weights_of(models["tied"].first).items(), 5)
     theirs.update_weights(weights_of(models["tied"].other).items(), 5)
@@ -215,10 +207,10 @@ def test_a_server_that_somebody_else_gave_weights_is_not_believed(models, url, t
 
 
 def test_killed_while_it_joins_the_group_that_brings_its_weights_the_run_ends_at_once(
-    models, url, tmp_path, monkeypatch
+    models, urls, alone, tmp_path, monkeypatch
 ):
     """Last of all: the server is gone."""
-    route = "/init_weight_transfer_engine"
+    url, route = urls["tied"], "/init_weight_transfer_engine"
     engine = build(cases.attached(models["tied"].first, url, weight_push="gloo", output_dir=str(tmp_path)))
     joining = Watched(monkeypatch, url, route, before=lambda: worker(url).suspend())
     found, seconds = meanwhile(
