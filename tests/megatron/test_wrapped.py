@@ -39,7 +39,7 @@ def differences(family: str) -> list[dict[str, dict[str, float]]]:
     splits = SPLITS | (OF_EXPERTS if family in wrapped_cases.OF_EXPERTS else {})
     with TemporaryDirectory() as folder:
         checkpoint = wrapped_cases.save(family, Path(folder) / "model")
-        ranks = spawn(2, wrapped_cases.differences, checkpoint, list(splits.values()), timeout=240.0)
+        ranks = spawn(2, wrapped_cases.differences, checkpoint, list(splits.values()), timeout=480.0)
     return [dict(zip(splits, rank, strict=True)) for rank in ranks]
 
 

@@ -82,7 +82,7 @@ def build_report(model: "GPTModel", stock: PreTrainedModel, *, layout: str, shim
         f"as config.json says: {', '.join(told)}; vocabulary padded by {padding}",
     ]
     lines += [f"{len(shims)} CPU shims: {', '.join(shims)}"] if shims else []
-    return BuildReport(lines, [*_kernels(model, engine=engine), *_wrapped(model, stock)])
+    return BuildReport(lines, _kernels(model, stock, engine=engine))
 
 
 def _parameters(model: "GPTModel", stock: PreTrainedModel) -> Iterator[Fact]:
@@ -182,10 +182,14 @@ def _wrapped(model: "GPTModel", stock: PreTrainedModel) -> Iterator[Kernel]:
         yield from recurrent_kernels(stock, platform.device_type())
 
 
-def _kernels(model: "GPTModel", *, engine: bool) -> list[Kernel]:
-    found = [Kernel("attention", "megatron-core, Transformer Engine" if engine else "megatron-core, plain torch")]
+def _kernels(model: "GPTModel", stock: PreTrainedModel, *, engine: bool) -> list[Kernel]:
+    """`stock`: of transformers, whose layers say which kernels its own mixers want."""
+    found = list(_wrapped(model, stock))
     if not engine and platform.has_accelerator():
-        found = [Kernel("attention, norms and experts", "plain torch", "Transformer Engine", "it does not import here")]
+        parts = "MLP and experts" if found else "attention, norms and experts"
+        found.append(Kernel(parts, "plain torch", "Transformer Engine", "it does not import here"))
+    elif not found:
+        found = [Kernel("attention", f"megatron-core, {'Transformer Engine' if engine else 'plain torch'}")]
     if model.config.num_moe_experts:
         found.append(Kernel("experts", f"megatron-core, {model.config.moe_token_dispatcher_type}"))
     return found
