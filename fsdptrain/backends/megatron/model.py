@@ -2,7 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from fsdptrain import registry
@@ -65,9 +66,20 @@ def build_model(
             **rotary_options(hf_config),
         )
     _mark_split(model)
+    if model.pre_process and hf_config.pad_token_id is not None and not transformer_config.sequence_parallel:
+        _keep_padding(model, hf_config.pad_token_id)
     if model.post_process:
         model.output_layer.forward = _gather_rows if transformer_config.sequence_parallel else _pass_on
     return model.eval()
+
+
+def _keep_padding(model: "GPTModel", token: int) -> None:
+    """transformers' embedding does not learn the vector of the pad token, not even where a sequence has that token."""
+
+    def without_gradient(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        return torch.where((args[0] == token)[..., None], output.detach(), output)
+
+    model.embedding.word_embeddings.register_forward_hook(without_gradient)
 
 
 def _mark_split(model: "GPTModel") -> None:
