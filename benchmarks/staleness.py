@@ -1,15 +1,16 @@
 """Does GRPO learn as much from samples that are a few versions old, whichever engine makes them? And what does it save?
 
     python benchmarks/staleness.py --vllm-python .venv-vllm/bin/python      # 3 engines x 3 ages x 3 seeds: 27 runs
+    python benchmarks/staleness.py --engines hf --correction tis            # the same with another correction
     python benchmarks/staleness.py --engines hf --seeds 0                   # without vLLM
     python benchmarks/staleness.py --quick --engines hf --seeds 0           # seconds, and no file is written
 
 The task, the model and the warm-up are those of the quickstart (`make demo`): spelling words backward, 0.1 M
 parameters. The warm-up is made once; seeds are those of GRPO, of its sampling and its order of prompts. Each run is the
 quickstart's second half, 16 rollouts of two optimizer steps, with --max-staleness 0, 1 and 4; above 0 with
---mismatch-correction tis. Runs take place one after the other; those of vllm-server share one server. Seconds are sums
-over the rollouts of a run, the first left out, in which engines warm up. Results are written after each run, and runs
-that are there are not repeated; --fresh begins anew.
+--mismatch-correction icepop, or the one that is given. Runs take place one after the other; those of vllm-server share
+one server. Seconds are sums over the rollouts of a run, the first left out, in which engines warm up. Results are
+written after each run, and runs that are there are not repeated; --fresh begins anew.
 """
 
 import argparse
@@ -22,7 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ import yaml
 from algorithms import ROOT, warm_start
 
 from fsdptrain import Config, __version__
+from fsdptrain.algo.corrections import CORRECTIONS
 from fsdptrain.config import to_yaml
 from fsdptrain.planning.report import read_metrics, read_series
 from fsdptrain.rollout.vllm_http import VLLMClient
@@ -51,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 4], metavar="K")
+    parser.add_argument("--correction", default="icepop", choices=CORRECTIONS, help="of K > 0")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--vllm-python", type=Path, help="Python of an environment with vLLM and fsdptrain's needs")
     parser.add_argument("--folder", type=Path, default=Path("runs/staleness"), help="for the runs themselves")
@@ -67,7 +70,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         for seed in args.seeds:
             for engine in args.engines:
                 for age in args.staleness:
-                    if not any((r["engine"], r["max_staleness"], r["seed"]) == (engine, age, seed) for r in rows):
+                    wanted = (engine, age, correction_of(age, args), seed)
+                    if not any((*cell_of(row), row["seed"]) == wanted for row in rows):
                         rows.append(measure(engine, age, seed, start, folder, url, args))
                         print(json.dumps(rows[-1]), flush=True)
                         if not args.quick:
@@ -101,9 +105,12 @@ def measure(
     engine: str, age: int, seed: int, start: Path, folder: Path, url: str | None, args: argparse.Namespace
 ) -> dict[str, Any]:
     """One run, its accuracy at both ends, and where its time went."""
-    run = folder / f"{engine}-K{age}-seed{seed}"
+    correction = correction_of(age, args)
+    run = folder / f"{engine}-K{age}-{correction}-seed{seed}"
     shutil.rmtree(run, ignore_errors=True)  # of a run that was broken off
-    config = Config(**recipe(engine, age, seed, start, run, url, quick=args.quick))
+    values = recipe(engine, age, seed, start, run, url, quick=args.quick)
+    values["algorithm"]["mismatch_correction"] = correction
+    config = Config(**values)
     written = folder / f"{run.name}.yaml"
     written.write_text(to_yaml(config))
     python = args.vllm_python if engine == "vllm" else sys.executable
@@ -116,6 +123,7 @@ def measure(
     return {
         "engine": engine,
         "max_staleness": age,
+        "mismatch_correction": correction,
         "seed": seed,
         "before": round(accuracy[0], 4),
         "after": round(accuracy[-1], 4),
@@ -160,7 +168,6 @@ def recipe(engine: str, age: int, seed: int, start: Path, run: Path, url: str | 
     values["log"] = {"to": [], "num_samples": 0}
     if age:
         values["sync"] = {"max_staleness": age}
-        values["algorithm"]["mismatch_correction"] = "tis"
     if engine == "vllm":
         values["rollout"] |= {"kv_cache_gib": 0.25, "engine_args": {"max_num_seqs": 256}}
     if engine == "vllm-server" and url is not None:
@@ -173,9 +180,9 @@ def recipe(engine: str, age: int, seed: int, start: Path, run: Path, url: str | 
 
 
 def write(rows: Sequence[dict[str, Any]]) -> None:
-    """staleness.json, with a summary of each engine and age over seeds."""
+    """staleness.json, with a summary of each engine and age over seeds, and staleness.png beside it."""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
-    cells = sorted({(row["engine"], row["max_staleness"]) for row in rows})
+    cells = sorted({cell_of(row) for row in rows})
     result = {
         "command": "python benchmarks/staleness.py --vllm-python .venv-vllm/bin/python",
         "fsdptrain": __version__,
@@ -186,21 +193,61 @@ def write(rows: Sequence[dict[str, Any]]) -> None:
         "machine": platform.machine(),
         "cores": os.cpu_count(),
         "rollouts": NUM_ROLLOUTS,
-        "summary": [summary(engine, age, rows) for engine, age in cells],
+        "summary": [summary(cell, rows) for cell in cells],
         "runs": rows,
     }
     RESULTS.parent.mkdir(exist_ok=True)
     partial = RESULTS.with_suffix(".partial")
     partial.write_text(json.dumps(result, indent=2) + "\n")
     partial.replace(RESULTS)
+    plot(rows, RESULTS.with_suffix(".png"))
 
 
-def summary(engine: str, age: int, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    own = [row for row in rows if (row["engine"], row["max_staleness"]) == (engine, age)]
+def plot(rows: Sequence[dict[str, Any]], target: Path) -> None:
+    """A dot for each seed and a line at their mean: a row for each age and correction, a colour for each engine."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    cells = sorted({cell_of(row)[1:] for row in rows}, reverse=True)
+    figure, axes = pyplot.subplots(figsize=(7, 0.6 * len(cells) + 1.2), layout="constrained")
+    for engine, colour, offset in zip(
+        ENGINES, ("tab:blue", "tab:orange", "tab:green"), (0.25, 0.0, -0.25), strict=True
+    ):
+        for place, cell in enumerate(cells):
+            after = [row["after"] for row in rows if cell_of(row) == (engine, *cell)]
+            if after:
+                mean, height = statistics.fmean(after), place + offset
+                label = engine if cell == cells[-1] else None
+                axes.plot(after, [height] * len(after), "o", color=colour, markersize=5, alpha=0.6, label=label)
+                axes.plot([mean, mean], [height - 0.1, height + 0.1], color=colour, linewidth=2.4)
+    names = [f"K = {age}" + (f", {correction}" if age else "") for age, correction in cells]
+    axes.set_yticks(range(len(cells)), names)
+    axes.set_xlabel(f"held-out accuracy after {NUM_ROLLOUTS} rollouts")
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(target, dpi=120)
+    pyplot.close(figure)
+
+
+def correction_of(age: int, args: argparse.Namespace) -> str:
+    """With the newest weights there is nothing to correct."""
+    return args.correction if age else "none"
+
+
+def cell_of(row: Mapping[str, Any]) -> tuple[str, int, str]:
+    return row["engine"], row["max_staleness"], row["mismatch_correction"]
+
+
+def summary(cell: tuple[str, int, str], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    engine, age, correction = cell
+    own = [row for row in rows if cell_of(row) == cell]
     after = [row["after"] for row in own]
     return {
         "engine": engine,
         "max_staleness": age,
+        "mismatch_correction": correction,
         "seeds": len(own),
         "before_mean": round(statistics.fmean(row["before"] for row in own), 4),
         "after_mean": round(statistics.fmean(after), 4),

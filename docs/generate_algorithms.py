@@ -19,6 +19,7 @@ from fsdptrain.algo.losses import LOSSES
 from fsdptrain.algo.objective import off_policy_sequences
 from fsdptrain.algo.shaping import length, overlong, without_truncated
 from fsdptrain.algo.weights import AGGREGATIONS
+from fsdptrain.backends.bias_balance import BiasBalance
 from fsdptrain.config import AlgorithmConfig, RefConfig
 from fsdptrain.config.keys import all_keys
 from fsdptrain.config.presets import ADVANTAGE_SCALES, LOSS_OPTIONS, OLD_POLICY, PRESETS, Preset
@@ -203,6 +204,8 @@ def algorithms_page() -> str:
     ]
     parts.append(_truncation_part())
     parts.append(f"\n## Mixtures of experts: `--router-aux-loss-coef`\n\n{inspect.getdoc(balance)}\n")
+    parts.append(f"\n## Without a loss: `--router-bias-update-rate`\n\n{inspect.getdoc(BiasBalance)}\n\n")
+    parts.append(f"The direction:\n{inspect.getdoc(balance.bias_change)}\n")
     parts.append(_learning_part(json.loads(LEARNING.read_text(encoding="utf-8"))))
     return "".join(parts)
 

@@ -17,7 +17,7 @@ import tyro
 from fsdptrain import __version__
 from fsdptrain.config import Config
 from fsdptrain.config.checks import check_world_size
-from fsdptrain.config.flags import RECIPE, Option, config_options, parse, resolve, view, without
+from fsdptrain.config.flags import RECIPE, Option, Resolved, config_options, parse, resolve, view, without
 from fsdptrain.config.grid import across_nodes, draw_grid
 from fsdptrain.config.keys import SECTIONS, all_keys
 from fsdptrain.config.recipe import to_yaml
@@ -184,6 +184,8 @@ def inspect(argv: Sequence[str]) -> int:
         return _print_help("fsdptrain inspect", INSPECT_USAGE, view({"": {"hf_checkpoint": HF_CHECKPOINT, **INSPECT}}))
     resolved = resolve(argv, INSPECT)
     _quieten_libraries()
+    if resolved.config.parallel.backend == "megatron":
+        return _inspect_megatron(resolved)
     from fsdptrain.planning import inspection  # torch: only now
     from fsdptrain.planning.inspection_text import print_inspection
 
@@ -198,6 +200,19 @@ def inspect(argv: Sequence[str]) -> int:
     return 0
 
 
+def _inspect_megatron(resolved: Resolved) -> int:
+    if resolved.own["against_checkpoint"]:
+        raise ConfigError("--against-checkpoint is of --backend fsdp: a run with --backend megatron checks it at start")
+    from fsdptrain.backends.megatron.inspection import inspect_build  # torch: only now
+
+    found = inspect_build(resolved.config)
+    if resolved.own["json"]:
+        _print_json(found)
+    else:
+        sys.stdout.write("".join(f"{line}\n" for line in found["lines"]))
+    return 0
+
+
 def plan(argv: Sequence[str]) -> int:
     """`fsdptrain plan --hf-checkpoint X --num-gpus N --gpu-memory-gib G [--json] [run flags]`."""
     if _asks_for_help(argv):
@@ -207,6 +222,8 @@ def plan(argv: Sequence[str]) -> int:
     for key, value in machine.items():
         if value is not None and value <= 0:
             raise ConfigError(f"{PLAN[key].flag} must be above 0, got {value}")
+    if resolved.config.parallel.backend == "megatron":
+        raise ConfigError("fsdptrain plan knows the memory of --backend fsdp alone: leave --backend megatron out")
     check_world_size(resolved.config, machine["num_gpus"])
     _quieten_libraries()
     from fsdptrain.planning import plan_text  # torch: only now

@@ -1,4 +1,7 @@
-"""The device: which one, how its ranks talk, and how much memory it has. The only file that names CUDA."""
+"""The device: which one, how its ranks talk, its random numbers, and how much memory it has. Through torch.accelerator.
+
+The environment variable FSDPTRAIN_PLATFORM chooses `cpu` where a device is there; without it the device is taken.
+"""
 
 import os
 import random
@@ -14,18 +17,42 @@ import torch
 import torch.distributed as dist
 
 from fsdptrain.errors import ConfigError
+from fsdptrain.overrides import overridable
 
 GIB = 1024**3
+PLATFORM = "FSDPTRAIN_PLATFORM"
 
 
 def has_accelerator() -> bool:
-    return torch.accelerator.is_available()
+    """Whether this process computes on a device of its own."""
+    return device_type() != "cpu"
 
 
 def device_type() -> str:
-    """`cuda` (or what torch.accelerator knows) where a device is there, else `cpu`."""
+    """FSDPTRAIN_PLATFORM; without it `cuda` (or what torch.accelerator knows) where a device is there, else `cpu`.
+
+    ConfigError if it asks for what is not here.
+    """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return accelerator.type if accelerator is not None else "cpu"
+    here = accelerator.type if accelerator is not None else "cpu"
+    asked = os.environ.get(PLATFORM, here)
+    if asked not in ("cpu", here):
+        options = "cpu" if here == "cpu" else f"{here} or cpu"
+        raise ConfigError(f"{PLATFORM}={asked}: {_why_not(asked)}; it takes {options} here, or leave it unset")
+    return asked
+
+
+def _why_not(name: str) -> str:
+    try:
+        torch.device(name)
+    except RuntimeError:  # a vendor's package makes its own name known
+        return "this torch knows no such device type"
+    return "torch finds no such device on this machine"
+
+
+def device_count() -> int:
+    """Devices of this machine: as many processes can run on it. On a CPU 1."""
+    return torch.accelerator.device_count() if has_accelerator() else 1
 
 
 def local_device() -> torch.device:
@@ -40,6 +67,7 @@ def distributed_backend() -> str:
     return "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
 
 
+@overridable
 def device_memory() -> tuple[int, int]:
     """Free and total memory of this process's device. [bytes] On a CPU: of the host."""
     if not has_accelerator():
@@ -119,6 +147,17 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+def device_rng_state() -> torch.Tensor | None:
+    """Of this process's device, as bytes on the host. None on a CPU: torch.get_rng_state() is all there is."""
+    return torch.get_device_module(device_type()).get_rng_state() if has_accelerator() else None
+
+
+def set_device_rng_state(state: torch.Tensor) -> None:
+    """What `device_rng_state` returned. On a CPU nothing: there is no such generator."""
+    if has_accelerator():
+        torch.get_device_module(device_type()).set_rng_state(state)
 
 
 def set_deterministic(enabled: bool) -> None:

@@ -66,7 +66,8 @@ class CheckedEngine(RolloutEngine, Protocol):
 
 
 class ModelCopy(Protocol):
-    """One of several copies of the model that an engine answers with."""
+    """One of several copies of the model that an engine answers with. They are looked at side by side, each by one
+    thread."""
 
     @property
     def name(self) -> str:
@@ -140,11 +141,14 @@ class TrainBackend(Protocol):
         """Full tensors in the compute dtype, layer by layer, on the device; every rank gets each of them."""
         ...
 
-    def offload(self) -> None:
-        """Move everything to the host until `onload`, to make room for an engine on the same device."""
+    def offload(self, *, keep_weights: bool = False) -> None:
+        """Move everything to the host until `onload`, to make room for an engine on the same device. `keep_weights`:
+        all but what `hf_weights` and `score` need. What is there already stays there."""
         ...
 
-    def onload(self) -> None: ...
+    def onload(self) -> None:
+        """Nothing to do where nothing was moved."""
+        ...
 
     def save(self, directory: Path, step: int) -> Callable[[], None] | None:
         """Returns what is left to be written, by a thread on every rank, or None where all is there."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -192,6 +193,7 @@ class PackedBatch:
     seqlens: tuple[int, ...]  # (N,) the same on the host: reading it never waits for a device
     loss_mask: Tensor  # [T] bool
     loss_positions: Tensor  # [M] i64, where loss_mask is True; [0] where it is True nowhere, so that M >= 1
+    loss_places: np.ndarray  # (M,) the same on the host
     loss_weights: Tensor  # [T] f32
     advantages: Tensor  # [T] f32
     rollout_logprobs: Tensor  # [T] f32
@@ -205,11 +207,6 @@ class PackedBatch:
     @property
     def num_tokens(self) -> int:
         return self.input_ids.numel()
-
-    @property
-    def num_computed(self) -> int:
-        """Tokens that the model computes: what --max-tokens-per-gpu bounds."""
-        return self.num_tokens if self.shared is None else self.shared.num_tokens
 
     @property
     def max_seqlen(self) -> int:
@@ -226,6 +223,11 @@ class PackedBatch:
         changed: dict[str, Any] = {k: change(v) for k, v in vars(self).items() if isinstance(v, Tensor)}
         images = None if self.images is None else self.images.map(change)
         return replace(self, images=images, shared=None if self.shared is None else self.shared.map(change), **changed)
+
+
+def positions_of(loss_mask: Tensor) -> Tensor:
+    """`PackedBatch.loss_positions` [M] of a mask [T] on the CPU."""
+    return loss_mask.nonzero()[:, 0] if loss_mask.any() else torch.zeros(1, dtype=torch.int64)
 
 
 @dataclass(frozen=True)

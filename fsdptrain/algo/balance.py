@@ -66,6 +66,16 @@ def balance_loss(router_logits: Sequence[Tensor], counted: Tensor, load: ExpertL
     return torch.stack(parts).mean() * choices.shape[1]
 
 
+def bias_change(counts: Tensor) -> Tensor:
+    """-1, 0 or 1 for each expert, [..., E] from its `counts` i64 of a whole step: the direction of its router's bias.
+
+    sign(mean count - own count), so an expert with less than its share is chosen more often from now on. By integers,
+    so exact. Auxiliary-loss-free balancing, arXiv 2408.15664, algorithm 1; DeepSeek-V3, arXiv 2412.19437, 2.1.2, whose
+    bias update speed is 0.001.
+    """
+    return (counts.sum(-1, keepdim=True) - counts.shape[-1] * counts).sign()
+
+
 def count_choices(routes: Tensor, counted: Tensor, num_experts: int) -> Tensor:
     """[layers, E] i64: how often the counted tokens choose each expert. `routes` is [T, layers, k], with NO_ROUTE."""
     layers = routes.shape[1]

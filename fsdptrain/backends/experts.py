@@ -1,4 +1,5 @@
-"""What a run does with the experts of its model: their load, the loss that balances it, and the replay of routes."""
+"""What a run does with the experts of its model: their load, the loss or the bias that balances it, and the replay of
+routes."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -11,12 +12,14 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from fsdptrain.algo.balance import ExpertLoad, add_router_loss, balance_loss, count_choices, trained_tokens
+from fsdptrain.backends.bias_balance import BiasBalance
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
 from fsdptrain.models.collective import together
 from fsdptrain.models.inputs import Layout
 from fsdptrain.models.policy import RouterFunction, evaluating, router_statistic
 from fsdptrain.models.router import RouterReplay
+from fsdptrain.models.router_bias import check_bias
 from fsdptrain.models.router_check import aux_loss_coef, check_replay
 from fsdptrain.models.structure import decoder_layers, expert_choice
 
@@ -26,7 +29,7 @@ from fsdptrain.types import LogProbs, LossOutput, PackedBatch
 
 
 class Experts:
-    """Of one run. Without --router-aux-loss-coef and --router-replay it does nothing."""
+    """Of one run. Without any of the --router flags it does nothing."""
 
     def __init__(self, config: Config, path: Path) -> None:
         """ConfigError on all ranks where the model cannot do what the options ask for; collective. Loads no weights."""
@@ -35,19 +38,22 @@ class Experts:
         self.records = router.replay == "scoring"
         self._split = config.parallel.expert_parallel_size > 1
         self._coef = 0.0
+        self._bias_rate = router.bias_update_rate
         self._copies = config.pack_copies
-        if not self.replays and router.aux_loss_coef == 0:
+        if not self.replays and router.aux_loss_coef == 0 and self._bias_rate == 0:
             return
-        with together(ConfigError, "--router-replay, --router-aux-loss-coef"):
+        with together(ConfigError, "--router-replay, --router-aux-loss-coef, --router-bias-update-rate"):
             model_config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
             self._coef = aux_loss_coef(model_config, router.aux_loss_coef, trust_remote_code=trust)
             if self.replays:
                 check_replay(model_config, router.replay, trust_remote_code=trust)
+            if self._bias_rate:
+                check_bias(model_config, trust_remote_code=trust)
 
     def replay(self, model: PreTrainedModel) -> RouterReplay | None:
         """For `install_policy_forward`. After gradient checkpointing, before sharding."""
         choice = expert_choice(model.config)
-        return RouterReplay(model, choice) if self.replays and choice else None
+        return RouterReplay(model, choice) if (self.replays or self._bias_rate) and choice else None
 
     def load(
         self, model: PreTrainedModel, batches: Sequence[PackedBatch], *, layout: Layout, device: torch.device
@@ -85,6 +91,10 @@ class Experts:
             return None
         counted = trained_tokens(batch)
         return lambda router_logits, tokens: balance_loss(router_logits, counted[tokens], load)
+
+    def bias_balance(self, model: PreTrainedModel) -> BiasBalance | None:
+        """Of one optimizer step. None where the biases stay as they are."""
+        return BiasBalance(model, rate=self._bias_rate) if self._bias_rate else None
 
     def dispatches(self, model: PreTrainedModel) -> "Dispatches | None":
         """None where experts are not split."""

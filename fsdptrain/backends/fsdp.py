@@ -1,7 +1,7 @@
 """The training backend on PyTorch's own FSDP2: any transformers model, one process for each device."""
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -17,7 +17,7 @@ from fsdptrain.backends.experts import Experts
 from fsdptrain.backends.loading import load_model
 from fsdptrain.backends.metric_sums import MetricSums
 from fsdptrain.config import Config
-from fsdptrain.config.prefix_checks import prefix_obstacle
+from fsdptrain.config.prefix_checks import configured_obstacle
 from fsdptrain.errors import CheckpointError, ConfigError
 from fsdptrain.fsdp.adapter import export_adapter, stream_adapter
 from fsdptrain.fsdp.checkpoint import (
@@ -36,6 +36,7 @@ from fsdptrain.fsdp.shards import HostStash, content_digest, describe, fingerpri
 from fsdptrain.fsdp.staging import Staging
 from fsdptrain.models.collective import together
 from fsdptrain.models.files import stored_dtype
+from fsdptrain.models.kernels import Kernel, kernels
 from fsdptrain.models.layout import LayoutProbe, choose_layout, probe_segments
 from fsdptrain.models.loading import resolve_checkpoint
 from fsdptrain.models.policy import (
@@ -45,7 +46,7 @@ from fsdptrain.models.policy import (
     evaluating,
     policy_logprobs,
 )
-from fsdptrain.models.prefix_probe import PrefixProbe, probe_prefixes
+from fsdptrain.models.prefix_probe import PrefixProbe, probe_prefixes, require_prefixes
 from fsdptrain.models.processor import ImageProcessor, open_processor
 from fsdptrain.models.structure import reshard
 from fsdptrain.models.truncation import Truncation
@@ -85,7 +86,7 @@ class FSDPBackend:
         self.compute_dtype: torch.dtype = getattr(torch, config.compute_dtype_name)
         self.checkpoint_path = resolve_checkpoint(config.model.hf_checkpoint)
         self._config = config
-        self._stash = HostStash()
+        self._stash, self._optimizer_stash = HostStash(), HostStash()  # what `offload` has moved
         self._staging = Staging(config.launch.dist_timeout) if config.run.async_save else None
         self._experts = Experts(config, self.checkpoint_path)
         with together(ConfigError, "--image-key"):
@@ -105,6 +106,7 @@ class FSDPBackend:
                 self._base_digest = content_digest(self._model)
         self._reference = self._checked_reference(other)
         self._reference_moved = False  # it is no longer the one that this run began with
+        self._names_checked = False  # of the metrics of the loss
         self.layout_probe = self._verify_model()
         self._optimizer = Optimizer(self._model, config.optim, total_steps=total_steps, fp16=config.model.fp16)
 
@@ -120,6 +122,18 @@ class FSDPBackend:
     def shares_prefixes(self) -> bool:
         """Packs may hold samples that share a prompt."""
         return self.layout_probe.prefixes is not None and self.layout_probe.prefixes.shares
+
+    @property
+    def lines(self) -> list[str]:
+        """What was built, for the log."""
+        probe = self.layout_probe
+        found = [self.adapters.line if self.adapters else "", probe.line, probe.prefixes.line if probe.prefixes else ""]
+        return [line for line in found if line]
+
+    def kernels(self) -> list[Kernel]:
+        """What computes the parts of the model."""
+        device_type, dtype = platform.device_type(), self.compute_dtype
+        return kernels(self._model, device_type=device_type, compute_dtype=dtype, probe=self.layout_probe)
 
     def score(self, batches: Sequence[PackedBatch], model: ModelRole) -> list[LogProbs]:
         """Log-probabilities at the temperature of the rollout, without gradient, on the CPU, for each batch.
@@ -140,11 +154,13 @@ class FSDPBackend:
         """One optimizer step over the packs of this rank; every rank passes the same number of packs.
 
         Without a loss token on any rank the weights stay, and only the schedule of the learning rate goes on. Else it
-        waits for the device once, and once more for the load of experts. Gradients that are not finite on any rank are
+        waits for the device once, whatever the number of packs, and once more for each of: the load of experts before
+        the step, that after it by which biases move, and how evenly tokens came to split experts. (These tell the host
+        in every layer how many tokens go where: transformers' dispatch.) Gradients that are not finite on any rank are
         dropped on every rank; then there is no optim/grad_norm. Raises NumericsError after more than
         --max-skipped-steps of such.
         """
-        assert not self._stash, "onload comes before train_step"
+        assert not self._is_away, "onload comes before train_step"
         if not batches[0].num_loss_tokens:  # of the whole step: the same on every rank
             metrics = {"optim/lr": self._optimizer.lr, "optim/skipped_steps": float(self._optimizer.num_skipped)}
             self._optimizer.pass_over()
@@ -155,19 +171,27 @@ class FSDPBackend:
         dispatches = self._experts.dispatches(self._model)
         if dispatches is not None:
             dispatches.reset()
+        balance = self._experts.bias_balance(self._model)
         sums = MetricSums(copies=self._config.pack_copies)
         for batch in batches:
             moved = batch.to(self.device)
-            logprobs = self._logprobs(moved, with_entropy=True, router=self._experts.router_loss(moved, load))
+            router = self._experts.router_loss(moved, load)
+            logprobs = self._logprobs(moved, with_entropy=True, with_routes=balance is not None, router=router)
+            if balance is not None:
+                balance.count(logprobs.routes, moved)
             if config.entropy_coef == 0 and logprobs.entropy is not None:  # a metric only: spare its gradient
                 logprobs = replace(logprobs, entropy=logprobs.entropy.detach())
             output = self._experts.add_loss(loss(moved, logprobs, config), logprobs)
             self._optimizer.scale(output.loss).backward()
             sums.add(output.metrics)
+        if not self._names_checked:
+            sums.check_names()
+            self._names_checked = True
         norm = self._optimizer.clip().to(self.device)
         metrics, norm_value, finite = sums.reduce(norm)
         metrics = finish_metrics(metrics) | {"optim/lr": self._optimizer.lr} | (load.metrics() if load else {})
         metrics |= dispatches.metrics(self.device) if dispatches is not None else {}
+        metrics |= balance.finish(move=finite) if balance is not None else {}
         if finite:
             self._optimizer.step()
             metrics["optim/grad_norm"] = norm_value
@@ -212,20 +236,31 @@ class FSDPBackend:
             folder = target if form == "adapter" else target / "adapter"
             export_adapter(self._model, self.adapters, folder, source=self.checkpoint_path, base=self._base_name)
 
-    def offload(self) -> None:
-        """Move parameters and optimizer state to the host until `onload`. Nothing to do where they are there anyway."""
-        reshard(self._model)
+    def offload(self, *, keep_weights: bool = False) -> None:
+        """Move optimizer state and parameters to the host until `onload`. What is not on the device stays as it is.
+        `keep_weights`: the optimizer state alone. On a CPU it is copied, which frees nothing.
+        """
         self._optimizer.zero_grad()
-        tensors = [*self._model.parameters(), *self._optimizer.tensors().values()]
-        on_device = [local_shard(tensor) for tensor in tensors if tensor.device.type != "cpu"]
-        self._stash.stash(on_device)
+        if not self._optimizer_stash:
+            self._optimizer_stash.stash(self._on_device(self._optimizer.tensors().values()))
+        if not keep_weights and not self._stash:
+            reshard(self._model)
+            self._stash.stash(self._on_device(self._model.parameters()))
 
     def onload(self) -> None:
         self._stash.restore()
+        self._optimizer_stash.restore()
+
+    @property
+    def _is_away(self) -> bool:
+        return bool(self._stash or self._optimizer_stash)
+
+    def _on_device(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        return [local_shard(tensor) for tensor in tensors if tensor.device.type == self.device.type]
 
     def save(self, directory: Path, step: int) -> Rest | None:
         """Into a folder that exists: see `CheckpointFolder.write`. With --async-save, what is left to be written."""
-        assert not self._stash, "onload comes before save"
+        assert not self._is_away, "onload comes before save"
         kept, adapter = self._staging, self._adapter_identity
         rests = [save_checkpoint(directory, self._model, self._optimizer, step=step, adapter=adapter, staging=kept)]
         if self._reference_moved:
@@ -235,7 +270,7 @@ class FSDPBackend:
 
     def load(self, directory: Path) -> int:
         """Returns the step that was saved. Raises CheckpointError."""
-        assert not self._stash, "onload comes before load"
+        assert not self._is_away, "onload comes before load"
         step = load_checkpoint(directory, self._model, self._optimizer, adapter=self._adapter_identity)
         self._reference_moved = self._reference is not None and has_reference(directory)
         if self._reference_moved:
@@ -318,16 +353,14 @@ class FSDPBackend:
 
     def _probe_prefixes(self, probe: LayoutProbe, vocab_size: int) -> PrefixProbe:
         """ConfigError where --prefix-sharing on is asked for and the model does not allow it."""
-        obstacle = prefix_obstacle(self._config)
-        if not obstacle and platform.has_accelerator() and self._config.batch.prefix_sharing == "auto":
-            obstacle = "on a GPU it has not run yet: --prefix-sharing on asks for it"
+        obstacle = configured_obstacle(self._config, on_gpu=platform.has_accelerator())
         if obstacle:
             return PrefixProbe(False, obstacle)
         segments = probe_segments(self._model, vocab_size)
         chosen = {"layout": probe.layout, "attention": probe.attention, "tolerance": probe.tolerance}
         found = probe_prefixes(self._model, segments, **chosen)
-        if self._config.batch.prefix_sharing == "on" and not found.shares:
-            raise ConfigError(f"--prefix-sharing on: {found.reason}; leave it out, and each sample computes its prompt")
+        if self._config.batch.prefix_sharing == "on":
+            require_prefixes(found.reason)
         return found
 
     def _other_reference(self) -> ReferenceBank | None:

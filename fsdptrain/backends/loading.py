@@ -24,6 +24,7 @@ from fsdptrain.models.loading import build_meta_model, load_weights
 from fsdptrain.models.lora import Adapters, add_adapters
 from fsdptrain.models.materialize import store_in
 from fsdptrain.models.policy import install_policy_forward
+from fsdptrain.models.prefix_probe import require_prefixes, structural_obstacle
 from fsdptrain.models.processor import ImageProcessor
 from fsdptrain.models.recurrent import GatheredMixer, gather_around
 from fsdptrain.models.rotation import check_longest
@@ -50,10 +51,12 @@ def load_model(
     """
     compute_dtype: torch.dtype = getattr(torch, config.compute_dtype_name)
     stored = compute_dtype if config.lora.rank else torch.float32
-    deals = meshes.context is not None
-    attention = resolve_attention(config.model.attn_implementation, platform.device_type(), ours=deals)
+    own = config.needs_own_attention
+    attention = resolve_attention(config.model.attn_implementation, platform.device_type(), ours=own)
     model = build_meta_model(path, trust_remote_code=config.model.trust_remote_code, attn_implementation=attention)
     check_longest(model.config, config.longest_sequence)
+    if config.batch.prefix_sharing == "on":
+        require_prefixes(structural_obstacle(model))
     if not config.model.train_vision:
         freeze_vision(model)
     adapters = None

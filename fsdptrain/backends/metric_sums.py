@@ -6,11 +6,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fsdptrain.errors import ConfigError
+from fsdptrain.models.collective import gather
 from fsdptrain.types import Metrics
 
 
 class MetricSums:
-    """Metrics of the packs of one step, on the device until all are there. Every pack must name the same ones."""
+    """Metrics of the packs of one step, on the device until all are there. Every pack must name the same ones: sums go
+    over ranks by the order of names alone."""
 
     def __init__(self, *, copies: int = 1) -> None:
         """copies: ranks that see the same packs."""
@@ -22,6 +25,16 @@ class MetricSums:
             before = self._values.get(name)
             combine = torch.maximum if name.endswith("_max") else torch.add
             self._values[name] = value if before is None else combine(before, value)
+
+    def check_names(self) -> None:
+        """ConfigError, on all ranks, where a loss of the user's names other metrics on one. Collective."""
+        first, *others = gather(sorted(self._values))
+        for rank, names in enumerate(others, start=1):
+            if names != first:
+                apart = ", ".join(sorted({*first} ^ {*names}))
+                raise ConfigError(
+                    f"--loss names {apart} on rank 0 or rank {rank} only: it must name the same everywhere"
+                )
 
     def reduce(self, norm: Tensor) -> tuple[Metrics, float, bool]:
         """Over ranks: (metrics, `norm`, whether `norm` is finite on every rank).

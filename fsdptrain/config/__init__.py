@@ -14,7 +14,7 @@ Nothing here imports torch, so that `fsdptrain --help` is instant.
 """
 
 from fsdptrain.config.algorithm import AlgorithmConfig, SelectionConfig, ShapingConfig
-from fsdptrain.config.checks import check_processes, check_world_size
+from fsdptrain.config.checks import check_own_launch, check_processes, check_world_size
 from fsdptrain.config.flags import Resolved, resolve
 from fsdptrain.config.recipe import load_recipe, read_recipe, to_yaml
 from fsdptrain.config.root import Config
@@ -59,6 +59,7 @@ __all__ = [
     "Section",
     "SelectionConfig",
     "ShapingConfig",
+    "check_own_launch",
     "check_processes",
     "check_world_size",
     "load_recipe",

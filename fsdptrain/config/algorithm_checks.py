@@ -20,7 +20,10 @@ _ROLLOUT_ONLY = (
     "rollout_min_p max_unscored_fraction dynamic_sampling curriculum max_staleness "
     f"{' '.join(LOSS_FIELDS)}"
 )
-_GENERATION = "reward environment rollout_engine rollout_max_response_len rollout_max_batch_tokens log_num_samples"
+_GENERATION = (
+    "reward reward_timeout environment rollout_engine rollout_max_response_len rollout_max_batch_tokens "
+    "log_num_samples offload_train"
+)
 
 
 def _algorithm(config: Config) -> Iterator[Problem]:
@@ -245,6 +248,9 @@ def _router(config: Config) -> Iterator[Problem]:
     router = config.router
     if router.aux_loss_coef != "config" and router.aux_loss_coef < 0:
         yield f"--router-aux-loss-coef must be at least 0 or `config`, got {router.aux_loss_coef:g}"
+    for flag, given in {"--lora-rank": config.lora.rank, "--compile": config.model.compile}.items():
+        if router.bias_update_rate and given:
+            yield f"--router-bias-update-rate does not work with {flag} yet: leave one of them out"
     if config.algorithm.algorithm == "sft":
         yield from without_effect(config, "router_replay", "with --algorithm sft, which has no routes to replay")
     elif router.replay == "scoring" and not config.scores_policy:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from fsdptrain.config.algorithm_checks import ALGORITHM_CHECKS
 from fsdptrain.config.effects import Problem, without_effect
+from fsdptrain.config.megatron_checks import check_megatron, check_megatron_world
 from fsdptrain.config.prefix_checks import check_prefixes
 from fsdptrain.config.server_checks import SERVER_ENGINE, check_servers
 from fsdptrain.errors import ConfigError
@@ -38,6 +39,9 @@ def check_data_options(config: Config) -> None:
 
 def check_world_size(config: Config, world_size: int) -> None:
     """ConfigError where the number of processes does not fit. It is known only when they have started."""
+    if config.parallel.backend == "megatron":
+        check_megatron_world(config, world_size)
+        return
     replicas = config.fsdp.replicate_size
     tensor, expert = config.parallel.tensor_parallel_size, config.parallel.expert_parallel_size
     context = config.parallel.context_parallel_size
@@ -79,6 +83,18 @@ def check_processes(config: Config, *, world_size: int, local_world_size: int) -
     check_world_size(config, world_size)
 
 
+def check_own_launch(config: Config) -> None:
+    """NoEffectError for options of our own launch, where somebody else has started the ranks."""
+    reason = (
+        "where fsdptrain does not start the processes itself (torchrun, or Python): leave it out and tell it to what "
+        "does, or start with the fsdptrain command alone"
+    )
+    for problem in without_effect(
+        config, "max_restarts node_timeout log_rank_dir network_interface node_rank rdzv_endpoint", reason
+    ):
+        raise _error(problem)
+
+
 def _error(problem: Problem) -> ConfigError:
     return ConfigError(problem) if isinstance(problem, str) else problem
 
@@ -106,6 +122,9 @@ def _memory(config: Config) -> Iterator[Problem]:
     elif config.fsdp.cpu_offload:
         reason = "with --fsdp-cpu-offload, which keeps that state in host memory too: leave one of them out"
         yield from without_effect(config, "offload_optimizer", reason)
+    if config.fsdp.cpu_offload:
+        reason = "with --fsdp-cpu-offload, which keeps weights and optimizer in host memory all the time: leave it out"
+        yield from without_effect(config, "offload_train", reason)
 
 
 def _parallel(config: Config) -> Iterator[Problem]:
@@ -349,6 +368,6 @@ def _launch(config: Config) -> Iterator[Problem]:
 
 
 _CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (
-    _model, _memory, _parallel, _lora, _data, _vision, _environment, *ALGORITHM_CHECKS, _lengths, check_servers,
-    check_prefixes, _schedule, _run, _log, _launch,
+    _model, check_megatron, _memory, _parallel, _lora, _data, _vision, _environment, *ALGORITHM_CHECKS, _lengths,
+    check_servers, check_prefixes, _schedule, _run, _log, _launch,
 )  # fmt: skip

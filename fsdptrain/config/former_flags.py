@@ -29,7 +29,7 @@ FORMER_FLAGS: dict[str, Former] = dict(
     [
         _same("--hf-checkpoint"),
         _same("--ref-load", "only with a KL term; without it the reference is --hf-checkpoint"),
-        ("--backend", Former("", "FSDP2 is the only backend so far")),
+        _same("--backend", "`megatron` knows a few families: docs/megatron.md"),
         _same("--optimizer", default="adam"),
         _same("--lr", default="2e-5"),
         _same("--lr-warmup-init", default="0"),

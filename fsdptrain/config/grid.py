@@ -13,6 +13,8 @@ _SHOWN = 4  # groups, and members of a group
 
 def draw_grid(config: Config, world_size: int) -> list[str]:
     """As `fsdp/mesh.py` builds it; `world_size` fits (`check_world_size`)."""
+    if config.parallel.backend == "megatron":
+        return _draw_megatron(config, world_size)
     replicas = config.fsdp.replicate_size
     tensor, expert = config.parallel.tensor_parallel_size, config.parallel.expert_parallel_size
     context = config.parallel.context_parallel_size
@@ -26,6 +28,18 @@ def draw_grid(config: Config, world_size: int) -> list[str]:
         drawn += f"; experts {_groups(replica * own, own, expert)}" if expert > 1 else ""
         lines.append(drawn + (f"; packs {_groups(replica * own, own, config.pack_copies)}" if context > 1 else ""))
     return lines + ["..."] * (replicas > _SHOWN)
+
+
+def _draw_megatron(config: Config, world_size: int) -> list[str]:
+    """As `backends/megatron/groups.py` builds it: ranks that share packs are neighbours."""
+    split, copies = config.megatron, config.pack_copies
+    context = f" x {split.context_parallel} context" if split.context_parallel > 1 else ""
+    ranks = f"{split.pipeline_parallel} pipeline{context} x {split.tensor_parallel} tensor"
+    product = f"{world_size // copies} replicas x {ranks}"
+    lines = [f"{world_size} processes = {product}, by megatron-core", f"packs {_groups(0, world_size, copies)}"]
+    if split.expert_parallel > 1:
+        lines.append(f"experts {_groups(0, world_size, split.expert_parallel)}")
+    return lines
 
 
 def across_nodes(config: Config, local_world_size: int) -> Iterator[str]:

@@ -10,6 +10,7 @@ from pydantic.fields import FieldInfo
 from fsdptrain.config import sections
 from fsdptrain.config.algorithm import AlgorithmConfig, SelectionConfig, ShapingConfig
 from fsdptrain.config.former_flags import FORMER_FLAGS
+from fsdptrain.config.megatron import MegatronConfig
 from fsdptrain.config.section import Section
 from fsdptrain.config.sync import SyncConfig
 from fsdptrain.errors import ConfigError
@@ -28,6 +29,7 @@ SECTIONS: dict[str, type[Section]] = {
     "batch": sections.BatchConfig,
     "fsdp": sections.FsdpConfig,
     "parallel": sections.ParallelConfig,
+    "megatron": MegatronConfig,
     "rollout": sections.RolloutConfig,
     "sync": SyncConfig,
     "ref": sections.RefConfig,

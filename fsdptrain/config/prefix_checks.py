@@ -11,7 +11,10 @@ if TYPE_CHECKING:
     from fsdptrain.config.root import Config
 
 
-def prefix_obstacle(config: Config) -> str:
+_KNOW_PREFIXES = ("auto", "varlen", "sdpa")  # of --attn-implementation
+
+
+def configured_obstacle(config: Config, *, on_gpu: bool = False) -> str:
     """Why samples of a group cannot share their prompt, whatever the model is; "" where nothing speaks against it."""
     if config.algorithm.algorithm == "sft":
         return "with --algorithm sft, which has no groups"
@@ -24,10 +27,15 @@ def prefix_obstacle(config: Config) -> str:
             return f"with --{flag.replace('_', '-')} {size}: not shown to be exact there yet"
     if config.model.layout == "padded":
         return "with --layout padded: only packs can share"
-    return "" if config.batch.prefix_sharing != "off" else "--prefix-sharing off"
+    if config.model.attn_implementation not in _KNOW_PREFIXES:
+        return f"with --attn-implementation {config.model.attn_implementation}, which knows no shared prefix"
+    if config.batch.prefix_sharing == "off":
+        return "--prefix-sharing off"
+    untried = on_gpu and config.batch.prefix_sharing == "auto"
+    return "on a GPU it has not run yet: --prefix-sharing on asks for it" if untried else ""
 
 
 def check_prefixes(config: Config) -> Iterator[Problem]:
-    obstacle = prefix_obstacle(config)
+    obstacle = configured_obstacle(config)
     if config.batch.prefix_sharing == "on" and obstacle:
         yield from without_effect(config, "prefix_sharing", obstacle)

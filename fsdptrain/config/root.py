@@ -8,6 +8,7 @@ import pydantic
 from fsdptrain.config import checks
 from fsdptrain.config.algorithm import AlgorithmConfig, SelectionConfig, ShapingConfig
 from fsdptrain.config.keys import SECTIONS, group_by_section
+from fsdptrain.config.megatron import MegatronConfig
 from fsdptrain.config.presets import ADVANTAGE_SCALES, LOSS_OPTIONS, is_own, preset_values
 from fsdptrain.config.problems import field_problem
 from fsdptrain.config.section import Section
@@ -51,6 +52,7 @@ class Config(Section):
     batch: BatchConfig = BatchConfig()
     fsdp: FsdpConfig = FsdpConfig()
     parallel: ParallelConfig = ParallelConfig()
+    megatron: MegatronConfig = MegatronConfig()
     rollout: RolloutConfig = RolloutConfig()
     sync: SyncConfig = SyncConfig()
     ref: RefConfig = RefConfig()
@@ -137,7 +139,15 @@ class Config(Section):
     @property
     def pack_copies(self) -> int:
         """Neighbouring processes that are given the same packs, and share the work on them."""
+        if self.parallel.backend == "megatron":
+            split = self.megatron
+            return split.tensor_parallel * split.context_parallel * split.pipeline_parallel
         return self.parallel.tensor_parallel_size * self.parallel.context_parallel_size
+
+    @property
+    def needs_own_attention(self) -> bool:
+        """What is asked for, the kernels of flash-attn do not know."""
+        return self.parallel.context_parallel_size > 1 or self.batch.prefix_sharing == "on"
 
     @property
     def prompt_budget(self) -> int:

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from fsdptrain.config.section import Names, Section
 
-PREFIXED = ("lora", "fsdp", "rollout", "ref", "router", "log")
+PREFIXED = ("lora", "fsdp", "megatron", "rollout", "ref", "router", "log")
 
 
 class ModelConfig(Section):
@@ -122,6 +122,9 @@ class RewardConfig(Section):
     `package.module:function`, each with an optional `=weight`."""
     max_unscored_fraction: float = Field(default=0.1, ge=0.0, le=1.0)
     """Stop when more than this share of a rollout's samples could not be scored."""
+    reward_timeout: float | None = Field(default=None, gt=0.0)
+    """Deadline of one call of --reward; a sample that misses it is not scored, and several in a row end the run. Calls
+    are then made in a thread. Default: 300 where they are anyway (--max-staleness with servers), else none. [s]"""
     pass_threshold: float = 1.0
     """Reward from which a response counts as right: in evaluations, for --curriculum and for --length-penalty."""
 
@@ -220,8 +223,11 @@ class FsdpConfig(Section):
 
 
 class ParallelConfig(Section):
-    """Layers and experts that are split over processes, beside the sharding."""
+    """Who computes the model; layers and experts that are split over processes, beside the sharding."""
 
+    backend: Literal["fsdp", "megatron"] = "fsdp"
+    """`fsdp`: transformers' model under PyTorch's FSDP2. `megatron`: megatron-core's, for a few families:
+    docs/megatron.md."""
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Processes that share the work of every layer, by transformers' plan for the model: neighbours, within a node."""
     expert_parallel_size: int = Field(default=1, ge=1)
@@ -297,6 +303,9 @@ class RouterConfig(Section):
     aux_loss_coef: float | Literal["config"] = 0.0
     """Coefficient of the load-balancing loss over each optimizer step; `config`: what the model's config says. 0: off.
     Without --router-replay it costs one more forward pass."""
+    bias_update_rate: float = Field(default=0.0, ge=0.0)
+    """Balance experts without a loss: after each optimizer step the router's bias goes up by this for experts with less
+    than the mean load of the step, down for those with more (DeepSeek-V3: 0.001). 0: it stays as it was loaded."""
     replay: Literal["off", "scoring", "rollout"] = "off"
     """Train with the experts that a token took before. `scoring`: when its old logprob was scored (R2). `rollout`: in
     the engine (R3), for scoring too."""

@@ -24,6 +24,8 @@ def check_servers(config: Config) -> Iterator[Problem]:
     if rollout.engine != SERVER_ENGINE:
         yield from without_effect(config, _OF_ALL, f"without --rollout-engine {SERVER_ENGINE}: leave it out")
         return
+    reason = f"with --rollout-engine {SERVER_ENGINE}, whose servers have devices of their own: leave it out"
+    yield from without_effect(config, "offload_train", reason)
     if bool(rollout.urls) == (rollout.num_servers is not None):
         yield (
             f"--rollout-engine {SERVER_ENGINE} needs --rollout-urls, of servers that run, or --rollout-num-servers, "

@@ -20,7 +20,7 @@ from fsdptrain.algo.weights import Totals, num_loss_tokens, token_weight
 from fsdptrain.data.prefixes import share_prefixes
 from fsdptrain.data.routes import join_routes
 from fsdptrain.errors import ConfigError
-from fsdptrain.types import Images, PackedBatch, Sample, join_images
+from fsdptrain.types import Images, PackedBatch, Sample, join_images, positions_of
 
 # Cost of a sequence of L tokens in units of a token's linear work: L + QUADRATIC_COST * L^2. A transformer layer of
 # width h does 24 h^2 operations for a token's matrices and, causal, 2 L h for its attention: 1 / (12 h), here with h =
@@ -193,6 +193,7 @@ def pack(
 
     token_ids = _column([sample.token_ids for sample in samples], torch.int64)
     loss_mask = of_next_token(_column([sample.loss_mask for sample in samples], torch.bool))
+    loss_positions = positions_of(loss_mask)
     batch = PackedBatch(
         input_ids=token_ids,
         labels=of_next_token(token_ids),
@@ -200,7 +201,8 @@ def pack(
         cu_seqlens=boundaries.to(torch.int32),
         seqlens=tuple(seqlens.tolist()),
         loss_mask=loss_mask,
-        loss_positions=loss_mask.nonzero()[:, 0] if loss_mask.any() else torch.zeros(1, dtype=torch.int64),
+        loss_positions=loss_positions,
+        loss_places=loss_positions.numpy(),
         loss_weights=per_token(weight(sample) for sample in samples),
         advantages=per_token(sample.advantage for sample in samples),
         rollout_logprobs=of_next_token(_column([sample.rollout_logprobs for sample in samples], torch.float32)),

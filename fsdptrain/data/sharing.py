@@ -21,6 +21,7 @@ from fsdptrain.data.packing import (
 
 MIN_GAIN = 0.03  # of the cost: sharing itself takes a little time that no cost counts
 MIN_PROMPT = 16  # tokens
+MOST_SHARED = 4  # times the budget that the samples of a pack may be: attention gathers keys for each of their tokens
 _NEARLY_BALANCED = 1.02
 
 
@@ -36,7 +37,8 @@ def plan_shared(
     """The cheapest plan; that of `plan_packs` where sharing does not make it cheaper by MIN_GAIN.
 
     In a pack the samples of one prompt stand next to each other. A sample costs what it does there; one
-    that shares its first P tokens costs what P tokens would less, for its own tokens look at those too.
+    that shares its first P tokens costs what P tokens would less, for its own tokens look at those too. Of a pack at
+    most `max_tokens` are computed, and its samples are MOST_SHARED times as many at most.
 
     Args:
         prompts: of each sample (what tells its prompt from others, its length); length 0: it has none.
@@ -56,6 +58,9 @@ def plan_shared(
     def tokens_of(unit: Sequence[int]) -> int:
         return sum(lengths[i] for i in unit) - prompts[unit[0]][1] * (len(unit) - 1)
 
+    def size_of(unit: Sequence[int]) -> int:
+        return max(tokens_of(unit), -(-sum(lengths[i] for i in unit) // MOST_SHARED))
+
     def cost_of(unit: Sequence[int]) -> float:
         return math.fsum(costs[i] for i in unit) - prompt_costs[unit[0]] * (len(unit) - 1)
 
@@ -64,7 +69,7 @@ def plan_shared(
         for family in families:
             for part in range(min(parts, len(family))):
                 units += _cut(family[part::parts], lengths, prompts[family[0]][1], max_tokens)
-        filled = fill_packs([tokens_of(u) for u in units], [cost_of(u) for u in units], **limits)
+        filled = fill_packs([size_of(u) for u in units], [cost_of(u) for u in units], **limits)
         packs = [_together([i for unit in pack for i in units[unit]], prompts, shared) for pack in filled]
         num_tokens = sum(tokens_of(unit) for pack in packs for unit in pack)
         found = deal_packs(
@@ -95,16 +100,17 @@ def _families(prompts: Sequence[tuple[int, int]], *, shortest: int) -> list[list
 
 
 def _cut(family: Sequence[int], lengths: Sequence[int], prompt: int, max_tokens: int) -> list[list[int]]:
-    """As few units as the budget allows, each with the prompt."""
+    """As few units as the budgets allow, each with the prompt."""
     units: list[list[int]] = []
-    room = 0
+    room = room_in_all = 0
     for index in sorted(family, key=lengths.__getitem__, reverse=True):
         own = lengths[index] - prompt
-        if own > room:
+        if own > room or lengths[index] > room_in_all:
             units.append([])
-            room = max_tokens - prompt
+            room, room_in_all = max_tokens - prompt, MOST_SHARED * max_tokens
         units[-1].append(index)
         room -= own
+        room_in_all -= lengths[index]
     return units
 
 

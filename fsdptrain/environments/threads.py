@@ -13,28 +13,34 @@ T = TypeVar("T")
 MAX_STUCK = 256  # threads that never came back; each holds memory, and they do not become fewer
 
 
+class DeadlineError(TimeoutError):
+    """A call did not come back in time, and was left behind."""
+
+
 class StepThreads:
     """Runs calls in threads that may hang: one that misses its deadline is left behind, and its result with it.
 
     No thread keeps the process from ending. Code that holds Python's lock (a long computation in C) cannot be left.
     """
 
-    def __init__(self, *, num_threads: int, timeout: float) -> None:
+    def __init__(self, *, num_threads: int, timeout: float, flag: str = "--environment") -> None:
+        """`flag` says in errors whose calls they are; `flag`-timeout is `timeout`."""
         self.num_threads = num_threads
         self.timeout = timeout  # from the moment a call begins [s]
+        self.flag = flag
         self._stuck: list[threading.Thread] = []
 
     def run(self, calls: Sequence[Callable[[], T]]) -> list[T | Exception]:
-        """The result of each call, or what it raised; TimeoutError if it did not end in time. RolloutError if too many
+        """The result of each call, or what it raised; DeadlineError if it did not end in time. RolloutError if too many
         of former calls are still running.
         """
         self._stuck = [thread for thread in self._stuck if thread.is_alive()]
         if len(self._stuck) > MAX_STUCK:
             raise RolloutError(
-                f"{len(self._stuck)} calls of --environment missed --environment-timeout {self.timeout:g} and still "
+                f"{len(self._stuck)} calls of {self.flag} missed {self.flag}-timeout {self.timeout:g} and still "
                 "run: give them a time limit of their own"
             )
-        batch = _Batch(calls, self.timeout)
+        batch = _Batch(calls, self.timeout, self.flag)
         for _ in range(min(self.num_threads, len(calls))):
             batch.start_thread()
         batch.wait()
@@ -45,9 +51,10 @@ class StepThreads:
 class _Batch(Generic[T]):
     """The calls of one `run`. All fields but `calls` belong to whoever holds `changed`."""
 
-    def __init__(self, calls: Sequence[Callable[[], T]], timeout: float) -> None:
+    def __init__(self, calls: Sequence[Callable[[], T]], timeout: float, flag: str) -> None:
         self.calls = calls
         self.timeout = timeout
+        self.flag = flag
         self.changed = threading.Condition()
         self.waiting = deque(range(len(calls)))
         self.running: dict[int, tuple[float, threading.Thread]] = {}  # deadline of each call, and its thread
@@ -55,7 +62,7 @@ class _Batch(Generic[T]):
         self.left_behind: list[threading.Thread] = []
 
     def start_thread(self) -> None:
-        threading.Thread(target=self._work, daemon=True, name="environment").start()
+        threading.Thread(target=self._work, daemon=True, name=self.flag.strip("-")).start()
 
     def wait(self) -> None:
         with self.changed:
@@ -74,7 +81,7 @@ class _Batch(Generic[T]):
         for index in late:
             _, thread = self.running.pop(index)
             self.left_behind.append(thread)
-            self.done[index] = TimeoutError(f"no answer within --environment-timeout {self.timeout:g} s")
+            self.done[index] = DeadlineError(f"no answer within {self.flag}-timeout {self.timeout:g} s")
             if self.waiting:
                 self.start_thread()  # in place of the one that hangs
 

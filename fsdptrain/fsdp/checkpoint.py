@@ -186,18 +186,23 @@ def save_checkpoint(
     reshard(model)
     tensors = _tensors(model, optimizer, only_trained=adapter is not None)
     rest = _write_or_stage(directory / _SHARDS, tensors, staging)
+    write_state(directory, step=step, model=_identity(model, adapter), optimizer=optimizer.state_dict())
+    return rest
+
+
+def write_state(directory: Path, *, step: int, model: dict[str, Any], optimizer: dict[str, Any]) -> None:
+    """All that is not a tensor, and this rank's random states. model: its fingerprint. Collective."""
     state = {
         "format": _FORMAT,
         "step": step,
         "world_size": dist.get_world_size(),
-        "model": _identity(model, adapter),
-        "optimizer": optimizer.state_dict(),
+        "model": model,
+        "optimizer": optimizer,
     }
     with together(CheckpointError, f"checkpoint {directory} cannot be written"):
         _save_rng(directory / _RNG.format(rank=dist.get_rank()))
         if dist.get_rank() == 0:
             (directory / _STATE).write_text(json.dumps(state, indent=2))
-    return rest
 
 
 def load_checkpoint(directory: Path, model: nn.Module, optimizer: Optimizer, *, adapter: str | None = None) -> int:
@@ -209,11 +214,11 @@ def load_checkpoint(directory: Path, model: nn.Module, optimizer: Optimizer, *, 
     reshard(model)
     state: dict[str, Any] = {}
     with together(CheckpointError, f"checkpoint {directory} cannot be read"):
-        state = _read_state(directory, _identity(model, adapter))
+        state = read_state(directory, _identity(model, adapter))
     _read_shards(directory / _SHARDS, _tensors(model, optimizer, only_trained=adapter is not None))
     with together(CheckpointError, f"checkpoint {directory} cannot be read"):
         optimizer.load_state_dict(state["optimizer"])
-        _load_rng(directory / _RNG.format(rank=dist.get_rank()))
+        load_rng(directory)
     return state["step"]
 
 
@@ -286,7 +291,8 @@ def _file_plan(tensors: dict[str, Tensor]) -> dict[str, int]:
     return {name: numbers[number] for name, number in plan.items()}
 
 
-def _read_state(directory: Path, ours: dict[str, Any]) -> dict[str, Any]:
+def read_state(directory: Path, ours: dict[str, Any]) -> dict[str, Any]:
+    """What `write_state` wrote, of a checkpoint that is whole, and of the model with fingerprint `ours`."""
     if not directory.is_dir():
         raise CheckpointError(f"checkpoint {directory} is not there: {_WAY_OUT}")
     try:
@@ -319,13 +325,16 @@ def _save_rng(path: Path) -> None:
         "python": torch.tensor(words, dtype=torch.int64),
         "numpy": torch.from_numpy(keys.astype(np.int64)),
     }
-    if platform.has_accelerator():
-        tensors["device"] = _device_module().get_rng_state()
+    of_device = platform.device_rng_state()
+    if of_device is not None:
+        tensors["device"] = of_device
     scalars = {"python": [version, gauss], "numpy": [kind, position, has_gauss, cached]}
     save_file(tensors, path, metadata={"scalars": json.dumps(scalars)})
 
 
-def _load_rng(path: Path) -> None:
+def load_rng(directory: Path) -> None:
+    """This rank's random states. Raises CheckpointError."""
+    path = directory / _RNG.format(rank=dist.get_rank())
     if not path.exists():
         return  # more ranks than before; a file that is lost was found out by the manifest
     try:
@@ -339,12 +348,8 @@ def _load_rng(path: Path) -> None:
     kind, position, has_gauss, cached = scalars["numpy"]
     np.random.set_state((kind, tensors["numpy"].numpy().astype(np.uint32), position, has_gauss, cached))
     torch.set_rng_state(tensors["torch"])
-    if platform.has_accelerator() and "device" in tensors:
-        _device_module().set_rng_state(tensors["device"])
-
-
-def _device_module() -> Any:
-    return torch.get_device_module(platform.device_type())
+    if "device" in tensors:
+        platform.set_device_rng_state(tensors["device"])
 
 
 def _write_manifest(directory: Path) -> None:

@@ -131,7 +131,7 @@ def export_hf(
     with together(CheckpointError, failure):
         if dist.get_rank() == 0:
             write_index(temporary, files)
-            _write_config(source, temporary, dtype)
+            write_config(source, temporary, dtype)
             copy_rest(source, temporary)
             (temporary / _TOKEN).unlink()
             sync_tree(temporary)
@@ -186,7 +186,7 @@ def copy_rest(source: Path, target: Path, *, but: Set[str] = frozenset()) -> Non
             shutil.copyfile(path, target / path.name)  # hub snapshots are links: take the content, not the link
 
 
-def _write_config(source: Path, target: Path, dtype: torch.dtype) -> None:
+def write_config(source: Path, target: Path, dtype: torch.dtype) -> None:
     """That of `source` with the new dtype, and without a quantisation that is gone."""
     config = json.loads((source / "config.json").read_text())
     config.pop("quantization_config", None)

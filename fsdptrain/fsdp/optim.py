@@ -1,7 +1,7 @@
 """AdamW over sharded parameters: learning rate schedules, clipping by global norm, skipped steps, fp16 loss scale."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,10 +13,10 @@ from fsdptrain.config import OptimConfig
 from fsdptrain.errors import NumericsError
 from fsdptrain.fsdp.host_adam import HostAdam, host_moment
 from fsdptrain.models.structure import reshard
+from fsdptrain.overrides import overridable
 
 Schedule = Callable[[int], float]
 
-_FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 # What is left of (lr - min_lr) when a share `x` in [0, 1] of the decay is done.
@@ -78,8 +78,19 @@ class Optimizer:
     moments and counts nor the schedule.
     """
 
-    def __init__(self, model: nn.Module, config: OptimConfig, *, total_steps: int, fp16: bool) -> None:
-        """`model` must hold its weights already. Adam's state is made at once: a step never needs more memory."""
+    def __init__(
+        self,
+        model: nn.Module,
+        config: OptimConfig,
+        *,
+        total_steps: int,
+        fp16: bool,
+        total_norm: Callable[[list[nn.Parameter]], Tensor] | None = None,
+    ) -> None:
+        """`model` must hold its weights already. Adam's state is made at once: a step never needs more memory.
+
+        total_norm: of the gradients of these parameters over all ranks, where these are not DTensors that say so.
+        """
         reshard(model)
         self._model = model
         self._config = config
@@ -90,6 +101,7 @@ class Optimizer:
         self._host_adam = HostAdam(self._adam, on=config.offload_optimizer_step) if on_host else None
         device_type = next(iter(self._names)).device.type
         self._scaler = torch.amp.GradScaler(device_type, enabled=fp16)
+        self._norm_of = total_norm or _norm_over_meshes
         self.num_updates = 0  # steps of the schedule that are done
         self.num_skipped = 0  # for gradients that were not finite, the search of an fp16 loss scale included
         self.num_failed = 0  # of these, the ones that a smaller loss scale does not explain
@@ -112,13 +124,9 @@ class Optimizer:
         Collective. The norm is the same on every rank; not finite when any gradient of any rank is not.
         """
         self._scaler.unscale_(self._adam)
-        by_mesh: dict[DeviceMesh | None, list[nn.Parameter]] = {}  # torch refuses tensors of several at once
-        for p in self._names:
-            by_mesh.setdefault(p.device_mesh if isinstance(p, DTensor) else None, []).append(p)
-        norms = [_total_norm(members) for members in by_mesh.values()]
-        norm = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
+        norm = self._norm_of(list(self._names))
         if self._config.clip_grad > 0:
-            for members in by_mesh.values():
+            for members in _by_mesh(self._names):
                 nn.utils.clip_grads_with_norm_(members, self._config.clip_grad, norm)
         return norm
 
@@ -179,9 +187,28 @@ class Optimizer:
             self._scaler.load_state_dict(state["scaler"])
 
 
+def _by_mesh(params: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """torch refuses tensors of several meshes at once."""
+    found: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+    for p in params:
+        found.setdefault(p.device_mesh if isinstance(p, DTensor) else None, []).append(p)
+    return list(found.values())
+
+
+def _norm_over_meshes(params: list[nn.Parameter]) -> Tensor:
+    norms = [_total_norm(members) for members in _by_mesh(params)]
+    return norms[0] if len(norms) == 1 else torch.stack(norms).norm()
+
+
 def _total_norm(params: list[nn.Parameter]) -> Tensor:
     norm = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+@overridable
+def has_fused_adamw(device_type: str) -> bool:
+    """Whether torch.optim.AdamW has one kernel for a step there."""
+    return device_type in ("cpu", "cuda", "mps", "xpu")
 
 
 def _adamw(params: list[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
@@ -190,7 +217,7 @@ def _adamw(params: list[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW
         {"params": [p for p in params if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
     ]
-    fused = all(p.device.type in _FUSED_DEVICES for p in params)
+    fused = all(has_fused_adamw(kind) for kind in {p.device.type for p in params})
     adam = torch.optim.AdamW(
         [group for group in groups if group["params"]],
         lr=config.lr,

@@ -92,10 +92,13 @@ class HostStash:
         self._stashed: list[tuple[torch.UntypedStorage, Tensor]] = []
 
     def stash(self, tensors: Iterable[Tensor]) -> None:
-        """Copy the storages under `tensors` to the host (pinned where there is an accelerator) and free them."""
+        """Copy the storages under `tensors` to the host (pinned where there is an accelerator) and free them.
+
+        On a CPU those of a file that was mapped into memory stay: they cannot be emptied.
+        """
         assert not self._stashed, "stashed already"
         storages = {storage.data_ptr(): storage for tensor in tensors if (storage := tensor.untyped_storage()).nbytes()}
-        for storage in storages.values():
+        for storage in filter(torch.UntypedStorage.resizable, storages.values()):
             host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=platform.has_accelerator())
             host.copy_(_bytes(storage), non_blocking=True)
             self._stashed.append((storage, host))

@@ -37,6 +37,6 @@ def run(config: Config, argv: Sequence[str]) -> int:
 
 
 def _number_of_devices() -> int:
-    import torch
+    from fsdptrain.platform import device_count  # torch: only now
 
-    return max(1, torch.accelerator.device_count())
+    return device_count()

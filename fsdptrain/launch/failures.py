@@ -66,16 +66,23 @@ def read_report(directory: Path, agent_code: int, *, stopped: bool = False) -> R
     if not seen.is_file() and not stopped:
         return Report(f"the process that watches the ranks ended with exit code {agent_code}", code=1)
     codes = {int(rank): code for rank, code in json.loads(seen.read_text()).items()} if seen.is_file() else {}
-    return _killed(codes) or _explained(codes, read_failures(directory))
+    failures = read_failures(directory)
+    killed = _killed(codes)
+    if killed is None:
+        return _explained(codes, failures)
+    rank, name = killed
+    aborted = name == "SIGABRT"  # what a watchdog in C++ does that misses another rank; or it is the cause
+    if failures and failures[0].level == Level.OWN and (aborted or failures[0].rank == rank):
+        return _explained({}, failures)
+    hint = "; the host may be out of memory: see dmesg, use fewer --nproc-per-node" if name == "SIGKILL" else ""
+    return Report(f"rank {rank} was killed by {name}{hint}", level=Level.ECHO if aborted else Level.OWN)
 
 
-def _killed(codes: Mapping[int, int]) -> Report | None:
-    for rank, code in codes.items():
-        if code < 0 and code != -signal.SIGTERM:  # SIGTERM: sent by the agent to the others
-            name = signal.Signals(-code).name
-            hint = "; the host may be out of memory: see dmesg, use fewer --nproc-per-node" if name == "SIGKILL" else ""
-            return Report(f"rank {rank} was killed by {name}{hint}")
-    return None
+def _killed(codes: Mapping[int, int]) -> tuple[int, str] | None:
+    """A rank and its signal; SIGABRT last, which may only follow another one's end."""
+    found = [(rank, signal.Signals(-code).name) for rank, code in codes.items() if code < 0]
+    found = [(rank, name) for rank, name in found if name != "SIGTERM"]  # sent by the agent to the others
+    return min(found, key=lambda one: (one[1] == "SIGABRT", one[0])) if found else None
 
 
 def _explained(codes: Mapping[int, int], failures: list[Failure]) -> Report:

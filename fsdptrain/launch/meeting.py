@@ -2,7 +2,8 @@
 
 Node 0 listens at --rdzv-endpoint, the others come to it. What is said on a line:
 
-    node k: ready (who I am)       node 0: refused (why), or go (round, store of the ranks)
+    node k: ready (who I am, and   node 0: refused (why), or go (round, store of the ranks)
+            what I was told to do)
     node k: ended (how)            node 0: stop, and in the end the verdict, the same for all
     either: alive, leaving (why)
 """
@@ -10,19 +11,20 @@ Node 0 listens at --rdzv-endpoint, the others come to it. What is said on a line
 import select
 import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Protocol
 
-import psutil
-
 from fsdptrain.errors import ConfigError, RankError
+from fsdptrain.launch.addresses import free_port, listen
 from fsdptrain.launch.alike import Description, difference
 from fsdptrain.launch.failures import Level, Report
 from fsdptrain.launch.lines import Line, Message
 
 TICK = 0.1  # [s]
 _CONNECTS = 5.0  # [s]
+_TOLD = {"round": int, "launch": str, "before": str}  # what a node 0 that was lost has told, as far as it counts
 _LATE = 2.0  # [s] after a refusal, in which those that come hear of it
 
 
@@ -39,6 +41,7 @@ class Terms:
     launch: str  # name of the run of this command, that of node 0 counts
     name: str  # of the machine, and of this process
     description: Description
+    newest: Callable[[], str] = str  # the newest checkpoint of the run, by name; "": there is none
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,8 @@ class Go:
     round: int
     endpoint: str  # host:port of the ranks' store on node 0
     launch: str
+    before: str  # the newest checkpoint when the first round began
+    saved: bool  # there is another now: it is what the run goes on from
     address: str | None = None  # of this machine, at which others reach it
 
 
@@ -85,10 +90,11 @@ class Alone:
     def __init__(self, terms: Terms) -> None:
         self._terms = terms
         self._round = -1
+        self._before = terms.newest()
 
     def gather(self) -> Go:
         self._round += 1
-        return Go(self._round, "", self._terms.launch)
+        return Go(self._round, "", self._terms.launch, self._before, self._terms.newest() != self._before)
 
     def tick(self) -> bool:
         time.sleep(TICK)
@@ -106,13 +112,14 @@ class Host:
     def __init__(self, terms: Terms) -> None:
         self._terms = terms
         self._round = -1
+        self._launch, self._before = terms.launch, terms.newest()
         self._new: list[Line] = []  # that have not said who they are
         self._lines: dict[int, Line] = {}  # by node
         self._names = {0: terms.name}
         self._ready: set[int] = set()
         self._reports: dict[int, Report | None] = {}
         self._stopping = False
-        self._server = _listen(terms)
+        self._server = listen(terms.endpoint, backlog=terms.nnodes)
 
     def gather(self) -> Go:
         self._ready = set()
@@ -128,8 +135,8 @@ class Host:
             self._ready -= {node for node, line in self._lines.items() if line.why_lost is not None}
         self._round += 1
         self._reports, self._stopping = {}, False
-        endpoint = f"{self._terms.endpoint[0]}:{_free_port(self._terms.endpoint[1] + 1)}"
-        go = Go(self._round, endpoint, self._terms.launch)
+        endpoint = f"{self._terms.endpoint[0]}:{free_port(self._terms.endpoint[1] + 1)}"
+        go = Go(self._round, endpoint, self._launch, self._before, self._terms.newest() != self._before)
         self._tell({"what": "go", **asdict(go)})
         return replace(go, address=next(iter(self._lines.values())).own_address)
 
@@ -214,12 +221,18 @@ class Host:
                 other.close()
             self._lines[node], self._names[node] = line, name
             self._ready.add(node)
+            self._take_up(message["told"])
             return
         if self._round < 0:
             self._new.append(line)
             self._end(ConfigError(error))
         line.send({"what": "refused", "why": error, "mendable": True})
         line.close()
+
+    def _take_up(self, told: Message | None) -> None:
+        """What a guest was told by the node 0 before this one, which was lost: this one goes on with it."""
+        if told is not None and told["round"] > self._round:
+            self._round, self._launch, self._before = told["round"], told["launch"], told["before"]
 
     def _hear(self) -> None:
         for node, line in self._lines.items():
@@ -246,7 +259,7 @@ class Guest:
     def __init__(self, terms: Terms) -> None:
         self._terms = terms
         self._line: Line | None = None
-        self._round = 0
+        self._go: Go | None = None  # of the last round
         self._heard: list[Message] = []
 
     def gather(self) -> Go:
@@ -261,15 +274,15 @@ class Guest:
             if not asked:
                 terms = self._terms
                 about = {"node": terms.node, "name": terms.name, "alike": dict(terms.description)}
-                self._line.send({"what": "ready", **about})
+                self._line.send({"what": "ready", "told": self._go and asdict(self._go), **about})
                 asked = True
             for message in self._hear(self._line):
                 what = message.pop("what")
                 if what == "refused":
                     raise (ConfigError if message["mendable"] else RankError)(message["why"])
                 assert what == "go", what
-                self._round = message["round"]
-                return Go(**{**message, "address": self._line.own_address})
+                self._go = Go(**{**message, "address": self._line.own_address})
+                return self._go
 
     def tick(self) -> bool:
         assert self._line is not None
@@ -300,7 +313,8 @@ class Guest:
         cause = Report(f"node 0 ({self._terms.endpoint[0]}) {why}", level=Level.NODE)
         if own is not None and own.level < cause.level:
             cause = own.of_node(_called(self._terms.node, self._terms.name))
-        return Verdict(cause, cause.again and self._round < self._terms.max_restarts)
+        assert self._go is not None
+        return Verdict(cause, cause.again and self._go.round < self._terms.max_restarts)
 
     def _hear(self, line: Line) -> list[Message]:
         if line.why_lost is None:
@@ -321,18 +335,11 @@ class Guest:
         raise RankError(_not_met(self._terms, f"node {self._terms.node} does not reach it ({reason})."))
 
 
-def interface_of(address: str | None) -> str | None:
-    """The network interface that has `address`."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(found.address.partition("%")[0] == address for found in addresses):
-            return name
-    return None
-
-
 def _is_machine(message: Message) -> bool:
     """Whether a first message is one of a machine, of this run or of another; anything may come to an open port."""
-    node, name, alike = (message.get(key) for key in ("node", "name", "alike"))
-    return isinstance(node, int) and node >= 0 and isinstance(name, str) and isinstance(alike, dict)
+    node, name, alike, told = (message.get(key) for key in ("node", "name", "alike", "told"))
+    known = isinstance(node, int) and node >= 0 and isinstance(name, str) and isinstance(alike, dict)
+    return known and (told is None or (isinstance(told, dict) and {k: type(told.get(k)) for k in _TOLD} == _TOLD))
 
 
 def _called(node: int, name: str) -> str:
@@ -346,27 +353,3 @@ def _not_met(terms: Terms, reason: str) -> str:
         f"{terms.meets_s:g} s (--dist-timeout): {reason} Is node 0 there, each --node-rank given once, and the port "
         "open?"
     )
-
-
-def _listen(terms: Terms) -> socket.socket:
-    port = terms.endpoint[1]
-    try:
-        if socket.has_dualstack_ipv6():
-            server = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=terms.nnodes)
-        else:
-            server = socket.create_server(("", port), backlog=terms.nnodes)
-    except OSError as error:
-        raise ConfigError(
-            f"--rdzv-endpoint: node 0 cannot listen at port {port} ({error.strerror}): choose another"
-        ) from None
-    server.setblocking(False)
-    return server
-
-
-def _free_port(first: int) -> int:
-    """The next one that is free, on all addresses: far from those that the system deals out itself."""
-    for port in range(first, first + 100):
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("", port))
-            return port
-    raise RankError(f"no port from {first} to {first + 99} is free for the store of the ranks")

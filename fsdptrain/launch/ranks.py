@@ -16,7 +16,7 @@ from typing import NoReturn
 from torch.distributed import DistError
 
 from fsdptrain import platform
-from fsdptrain.config import Config, check_processes
+from fsdptrain.config import Config, check_own_launch, check_processes
 from fsdptrain.errors import ConfigError, FsdptrainError, RankError, RolloutError
 from fsdptrain.launch.alike import describe, difference, digest
 from fsdptrain.launch.failures import Failure, Level, is_told
@@ -57,6 +57,8 @@ def distributed(config: Config) -> Iterator[None]:
     """
     world_size, local = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     check_processes(config, world_size=world_size, local_world_size=local)
+    if is_told() is None:
+        check_own_launch(config)
     with platform.process_group(config.launch.dist_timeout):
         yield
 

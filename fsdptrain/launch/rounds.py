@@ -6,13 +6,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError, FsdptrainError
+from fsdptrain.launch.addresses import interface_of
 from fsdptrain.launch.alike import describe
 from fsdptrain.launch.failures import FAILURES, Report, read_report
-from fsdptrain.launch.meeting import Go, Meeting, Terms, interface_of, meet
+from fsdptrain.launch.meeting import Go, Meeting, Terms, meet
 from fsdptrain.launch.processes import TERMINATES, Agent, Round, Signalled, signals_raised
 from fsdptrain.registry import suggest
 
@@ -90,8 +92,10 @@ class _Rounds:
         )
 
     def _argv_of(self, go: Go) -> list[str]:
-        """A run that has begun goes on, whatever was to happen at its start."""
-        begun = go.round > 0 and self._config.run.resume == "never"
+        """A run that has begun goes on, whatever was to happen at its start. A checkpoint that it was taken back to
+        stays what it goes on from until there is another."""
+        resume = self._config.run.resume
+        begun = go.round > 0 and (resume == "never" or (resume != "auto" and go.saved))
         return [*self._argv, "--resume", "auto"] if begun else self._argv
 
     def _variables(self, go: Go, directory: str) -> dict[str, str]:
@@ -131,7 +135,13 @@ def _terms(config: Config, nproc: int) -> Terms:
         launch=f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}",
         name=f"{socket.gethostname()}:{os.getpid()}",
         description=describe(config, nproc=nproc) if launch.nnodes > 1 else {},
+        newest=partial(_newest, Path(config.run.output_dir) / "checkpoints"),
     )
+
+
+def _newest(folder: Path) -> str:
+    """Without torch, and so not by `CheckpointFolder`: names sort as steps do, and attempts at one step."""
+    return max((path.name for path in folder.glob("step_*")), default="")
 
 
 def _check_interface(name: str | None) -> None:

@@ -31,6 +31,7 @@ from fsdptrain.errors import ConfigError, NumericsError
 from fsdptrain.models.context import Context
 from fsdptrain.models.masks import no_mask
 from fsdptrain.models.shared_attention import merged_attention
+from fsdptrain.overrides import overridable
 from fsdptrain.types import PackedBatch, SharedPrefixes
 
 SEGMENTS = "fsdptrain_segments"
@@ -170,9 +171,11 @@ def attend(
             return found.transpose(1, 2)[..., : value.shape[-1]], None
         key, value = (x.index_select(2, whole.shared.rows) for x in (key, value))
     if fused and plain and narrow and boundaries is not None and not boundaries.padded:
-        out = _varlen(query, key, value, boundaries, scale, sliding_window)
+        out = varlen_attention(query, key, value, boundaries, scale, sliding_window)
     else:
-        one = partial(_segment, scale=scale, dropout=dropout, window=sliding_window, softcap=softcap, sinks=s_aux)
+        one = partial(
+            segment_attention, scale=scale, dropout=dropout, window=sliding_window, softcap=softcap, sinks=s_aux
+        )
         key_spans = spans if whole is None else list(whole.seqlens)
         pieces = (query.split(spans, dim=2), key.split(key_spans, dim=2), value.split(key_spans, dim=2))
         parts = [one(*qkv) for qkv in zip(*pieces, strict=True)]
@@ -218,7 +221,10 @@ def _refuse_unknown(
         raise NumericsError(f"{type(module).__name__} asks for attention that is not causal over its own tokens")
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, boundaries: Boundaries, scale: float, window: int | None) -> Tensor:
+@overridable
+def varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, boundaries: Boundaries, scale: float, window: int | None
+) -> Tensor:
     """One call for the pack, [1, T, H, DV]. The kernel wants one head width for q, k and v, a multiple of 8.
 
     Segments that share prefixes have fewer queries than keys: their last query sees the last key.
@@ -238,7 +244,8 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, boundaries: Boundaries, scale: floa
     return out[None, :, :, : v.shape[-1]]
 
 
-def _segment(
+@overridable
+def segment_attention(
     q: Tensor,  # [B, H, Q, D], of the last Q tokens
     k: Tensor,  # [B, HK, L, D]
     v: Tensor,  # [B, HK, L, DV]

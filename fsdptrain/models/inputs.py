@@ -12,6 +12,7 @@ those of this rank, and so are tokens: `tokens_here` says which.
 from dataclasses import replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -61,11 +62,16 @@ def to_rows(values: Tensor, batch: PackedBatch, layout: Layout, *, fill: int, co
     return context.own_columns(rows.unflatten(0, (-1, _width(batch, layout, context)))).flatten(0, 1)
 
 
-def from_rows(rows: Tensor, batch: PackedBatch, layout: Layout, *, context: Context | None = None) -> Tensor:
-    """[R, ...] of the model's flattened rows -> [T, ...] of the tokens of the pack, with a context those here."""
+def from_rows(
+    rows: Tensor, batch: PackedBatch, layout: Layout, tokens: Tensor, *, context: Context | None = None
+) -> Tensor:
+    """[R, ...] of the model's flattened rows -> [T, ...] of the tokens of the pack, with a context those here.
+
+    tokens: as `tokens_here` says.
+    """
     if layout == "packed" and context is None:
         return rows if batch.shared is None else rows.index_select(0, batch.shared.rows)
-    return rows.index_select(0, _places(batch, layout, tokens_here(batch, layout, context), context))
+    return rows.index_select(0, _places(batch, layout, tokens, context))
 
 
 def select_tokens(
@@ -82,16 +88,23 @@ def to_pack(values: Tensor, positions: Tensor, batch: PackedBatch, *, context: C
     return found if context is None else context.total(found)
 
 
-def tokens_here(batch: PackedBatch, layout: Layout, context: Context | None, positions: Tensor | None = None) -> Tensor:
-    """Of `positions` [M] in the pack, or of all, those whose tokens are in the rows of this rank.
+def tokens_here(batch: PackedBatch, layout: Layout, context: Context | None, *, with_loss: bool = False) -> Tensor:
+    """Tokens of the pack, all or those with a loss, that are in the rows of this rank: their positions, in order.
 
-    With a context it waits for the device: how many they are differs between ranks.
+    How many they are differs between ranks, and the host knows it: this does not wait for the device.
     """
-    found = torch.arange(batch.num_tokens, device=batch.input_ids.device) if positions is None else positions
+    device = batch.input_ids.device
+    found = batch.loss_positions if with_loss else torch.arange(batch.num_tokens, device=device)
     if context is None:
         return found
+    places = batch.loss_places if with_loss else np.arange(batch.num_tokens)
+    if layout == "padded":
+        ends = np.cumsum(batch.seqlens)
+        places = places - (ends - batch.seqlens)[np.searchsorted(ends, places, side="right")]
+    num_here = np.count_nonzero(places % context.size == context.rank)
     _, column = _cells(batch, layout, found)
-    return found[column % context.size == context.rank]
+    here_first = (column % context.size != context.rank).int().argsort(stable=True)
+    return found.index_select(0, here_first[:num_here])
 
 
 def _lengthened(batch: PackedBatch, width: int, *, fill: int) -> PackedBatch:

@@ -64,7 +64,7 @@ def kernels(
         found.append(Kernel("layout", probe.layout, "packed" if padded else "", _first(probe.reason) if padded else ""))
         if probe.prefixes is not None:
             found.append(_prefixes(probe.prefixes))
-    found += [*_recurrent(model, device_type), *_experts(model)]
+    found += [*recurrent_kernels(model, device_type), *_experts(model)]
     found.append(Kernel("logprobs", "in chunks, by fsdptrain (no Liger kernel is used)"))
     return found
 
@@ -116,7 +116,7 @@ def _has_softcap_or_sinks(model: PreTrainedModel) -> bool:
     return bool(capped) or any(name.endswith("sinks") for name, _ in model.named_parameters())
 
 
-def _recurrent(model: PreTrainedModel, device_type: str) -> Iterator[Kernel]:
+def recurrent_kernels(model: PreTrainedModel, device_type: str) -> Iterator[Kernel]:
     """Packages that the files of this model's classes call, where it has layers that would use them."""
     files = {type(module).__module__ for module in model.modules() if module_kind(module) == "recurrent mixer"}
     sources = [inspect.getsource(sys.modules[name]) for name in sorted(files)]

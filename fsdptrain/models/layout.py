@@ -34,7 +34,7 @@ from fsdptrain.models.policy import (
     policy_logprobs,
     score_or_refusal,
 )
-from fsdptrain.models.prefix_probe import PrefixProbe, probe_prefix_gradients, probe_prefixes
+from fsdptrain.models.prefix_probe import LEAK, PrefixProbe, probe_prefix_gradients, probe_prefixes
 from fsdptrain.models.processor import Segment
 from fsdptrain.models.random_copy import random_copy
 from fsdptrain.models.structure import stock_class
@@ -44,7 +44,6 @@ RequestedLayout = Literal["auto", "packed", "padded"]
 STOCK = ("sdpa", "eager")  # transformers' own, with dense masks: for what has a mask that ours would lose
 REFERENCE = "eager"  # every model has it
 SHORT, LONG, LONGEST = 23, 40, 1100  # tokens of the probe's segments; a window up to LONGEST is exceeded
-LEAK = 2e-3  # nats that another first segment may move the logprobs of the second in half precision, beyond noise
 LOSES_MASK = {"attention_chunk_size": "its attention is chunked, which no boundary expresses"}  # llama4
 
 

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from fsdptrain.models.truncation import UNTRUNCATED, Truncation, smallest_kept
+from fsdptrain.overrides import overridable
 
 # For logits outside of K: no softmax sees them, and times a probability of 0 they are 0, where -inf would be NaN.
 _EXCLUDED = -1e30
@@ -41,6 +42,7 @@ class HeadTransform:
     truncation: Truncation = UNTRUNCATED  # last
 
 
+@overridable
 def chunked_logprobs(
     hidden: Tensor,  # [T, D]
     weight: Tensor,  # [V, D]

@@ -29,7 +29,7 @@ from fsdptrain.models.split_logprobs import split_logprobs
 from fsdptrain.models.structure import base_model, lm_head, reshard, stock_class
 from fsdptrain.models.truncation import UNTRUNCATED, Truncation
 from fsdptrain.models.vision import Vision
-from fsdptrain.types import NO_ROUTE, Images, LogProbs, PackedBatch, join_images
+from fsdptrain.types import NO_ROUTE, Images, LogProbs, PackedBatch, join_images, positions_of
 
 # From the router logits [t, E] of each layer with experts, and the places [t] of their tokens in the pack, to a number,
 # or a tensor, inside the root's forward. t is T; where tokens are dealt over ranks, those here, and results are summed.
@@ -104,7 +104,8 @@ def install_policy_forward(
         for mixer in gathered:
             mixer.active = dealt is not None
         inputs = model_inputs(batch, layout, attn_implementation=attention, pad_token_id=pad_token_id, context=dealt)
-        positions = tokens_here(batch, layout, dealt, batch.loss_positions)
+        positions = tokens_here(batch, layout, dealt, with_loss=True)
+        tokens = tokens_here(batch, layout, dealt)
         nothing: Tensor | None = None
         if vision is not None:
             seen, nothing = vision.see(batch, layout)
@@ -116,13 +117,14 @@ def install_policy_forward(
             output = base_model(model)(**inputs, **({"output_router_logits": True} if router else {}))
         extra: list[Tensor] = []
         if router is not None:
-            extra.append(_said_by(router, output.router_logits, batch, layout, dealt))
+            logits = [from_rows(x.flatten(0, -2), batch, layout, tokens, context=dealt) for x in output.router_logits]
+            said = router(logits, tokens)
+            extra.append(said if dealt is None else dealt.total(said))
             if router_only:
                 return tuple(extra)
         if with_routes:
             assert replay is not None, "routes are known where install_policy_forward got a RouterReplay"
-            routes = from_rows(replay.routes.int(), batch, layout, context=dealt)  # gloo has no int16
-            tokens = tokens_here(batch, layout, dealt)
+            routes = from_rows(replay.routes.int(), batch, layout, tokens, context=dealt)  # gloo has no int16
             extra.append(to_pack(routes, tokens, batch, context=dealt).to(torch.int16))
         weight, bias = _head_weights(lm_head(model))
         hidden = output.last_hidden_state if nothing is None else output.last_hidden_state + nothing
@@ -293,7 +295,7 @@ def plain_batch(
     ends = torch.tensor(seqlens).cumsum(0)
     mask = torch.ones(len(tokens), dtype=torch.bool)
     mask[ends - 1] = False
-    zeros = torch.zeros(len(tokens))
+    zeros, positions = torch.zeros(len(tokens)), positions_of(mask)
     return PackedBatch(
         input_ids=tokens,
         labels=tokens.roll(-1) * mask,
@@ -301,7 +303,8 @@ def plain_batch(
         cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(torch.int32),
         seqlens=seqlens,
         loss_mask=mask,
-        loss_positions=mask.nonzero()[:, 0] if mask.any() else torch.zeros(1, dtype=torch.int64),
+        loss_positions=positions,
+        loss_places=positions.numpy(),
         loss_weights=mask.float(),
         advantages=zeros,
         rollout_logprobs=zeros,
@@ -337,12 +340,3 @@ def _head_weights(head: nn.Module) -> tuple[Tensor, Tensor | None]:
 def _stock_logprobs(logits: Tensor, labels: Tensor) -> Tensor:
     """[M] from the logits [M, V] of a stock model; few tokens only, since they are whole here."""
     return logits.float().log_softmax(-1).gather(1, labels[:, None])[:, 0]
-
-
-def _said_by(
-    router: RouterFunction, logits: Sequence[Tensor], batch: PackedBatch, layout: Layout, dealt: Context | None
-) -> Tensor:
-    """What `router` makes of the logits of each layer; the sum over ranks where tokens are dealt."""
-    of_tokens = [from_rows(x.flatten(0, -2), batch, layout, context=dealt) for x in logits]
-    found = router(of_tokens, tokens_here(batch, layout, dealt))
-    return found if dealt is None else dealt.total(found)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fsdptrain import platform
+from fsdptrain.errors import ConfigError
 from fsdptrain.models.anatomy import module_kind
 from fsdptrain.models.attention import OURS
 from fsdptrain.models.inputs import Layout
@@ -41,15 +42,19 @@ class PrefixProbe:
         return f"prompts of a group: computed for each sample ({self.reason})"
 
 
-def prefix_obstacle(model: PreTrainedModel, *, layout: Layout, attention: str) -> str:
-    """Why the model cannot share, where no measurement is needed to tell; else ""."""
+def structural_obstacle(model: PreTrainedModel) -> str:
+    """What the model is made of that cannot share, or ""; a model on meta will do."""
     if any(module_kind(module) == "recurrent mixer" for module in model.modules()):
         return "its recurrent mixers carry a state through each sequence"
     if any(isinstance(module, nn.Conv1d) for module in model.modules()):  # of few tokens: it would hide in bfloat16
         return "its convolutions run along each sequence"
-    if layout != "packed":
-        return "sequences are padded"
-    return "" if attention in OURS else f"{attention} knows no shared prefix"
+    return ""
+
+
+def require_prefixes(obstacle: str) -> None:
+    """ConfigError where there is one. The same on each rank."""
+    if obstacle:
+        raise ConfigError(f"--prefix-sharing on: {obstacle}; leave it out, and each sample computes its prompt")
 
 
 @torch.no_grad()
@@ -66,11 +71,14 @@ def probe_prefixes(
 
     segments: at least two; the first gives what follows the prefix, and the second is the prefix.
     """
-    obstacle = prefix_obstacle(model, layout=layout, attention=attention)
+    obstacle = structural_obstacle(model)
+    if not obstacle and layout != "packed":
+        obstacle = "sequences are padded"
+    if not obstacle and attention not in OURS:
+        obstacle = f"{attention} knows no shared prefix"
     if obstacle:
         return PrefixProbe(False, obstacle)
-    device = device or platform.local_device()
-    whole, changed, own = _batches(segments, device)
+    whole, changed, own = _batches(segments, device or platform.local_device())
     with evaluating(model):
         wanted, _ = score_or_refusal(model, replace(whole, shared=None), layout)
         found, refusal = score_or_refusal(model, whole, layout)

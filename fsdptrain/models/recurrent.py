@@ -44,7 +44,7 @@ def recurrent_mixers(model: PreTrainedModel) -> dict[str, nn.Module]:
     """By name, the parts of decoder layers with a state: told by a convolution along the sequence or a decay."""
     names = {id(module): name for name, module in model.named_modules()}
     parts = [part for layer in decoder_layers(model) for part in layer.children()]
-    return {names[id(part)]: part for part in parts if any(map(_has_state, part.modules()))}
+    return {names[id(part)]: part for part in parts if any(map(has_state, part.modules()))}
 
 
 def unknown_kinds(model: PreTrainedModel) -> list[str]:
@@ -54,7 +54,7 @@ def unknown_kinds(model: PreTrainedModel) -> list[str]:
     if len(kinds) != len(layers):
         return sorted(set(kinds) - _STATELESS_KINDS)
     named = zip(kinds, layers, strict=True)
-    return sorted({k for k, layer in named if k not in _STATELESS_KINDS and not any(map(_has_state, layer.modules()))})
+    return sorted({k for k, layer in named if k not in _STATELESS_KINDS and not any(map(has_state, layer.modules()))})
 
 
 def gather_around(mixer: nn.Module, context: Context) -> GatheredMixer:
@@ -64,5 +64,6 @@ def gather_around(mixer: nn.Module, context: Context) -> GatheredMixer:
     return gathered
 
 
-def _has_state(module: nn.Module) -> bool:
+def has_state(module: nn.Module) -> bool:
+    """Of this module itself, and not of its parts."""
     return isinstance(module, nn.Conv1d) or "A_log" in module._parameters

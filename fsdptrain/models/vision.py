@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from fsdptrain.errors import ConfigError
-from fsdptrain.models.inputs import Layout, from_rows, to_rows
+from fsdptrain.models.inputs import Layout, from_rows, to_rows, tokens_here
 from fsdptrain.models.structure import base_model, vision_parameters
 from fsdptrain.types import Images, PackedBatch, Prompt, join_images
 
@@ -125,7 +125,7 @@ def rope_positions(base: nn.Module, batch: PackedBatch, images: Images) -> Tenso
     if found is None:
         return None
     flat = found.flatten(1).to(tokens)  # [3, N x S]
-    return from_rows(flat.T, batch, "padded").T
+    return from_rows(flat.T, batch, "padded", tokens_here(batch, "padded", None)).T
 
 
 def _grids(base: nn.Module, images: Images) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fsdptrain.models.structure import active_sizes, is_of_adapter, lm_head
+from fsdptrain.overrides import overridable
 
 PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "B200": 2250.0, "A100": 312.0}  # dense bfloat16, by device name
 
@@ -30,18 +31,31 @@ class ModelFlops:
     attention_width: int  # sum over attention layers of heads x head size
     frozen: bool = False  # only an adapter is trained: weights need no gradient of their own
 
-    def forward(self, seqlens: Sequence[int], num_head_tokens: int, *, causal: bool) -> float:
-        """FLOPs of one forward pass over sequences of these lengths."""
-        pairs = sum(length * length for length in seqlens) * (0.5 if causal else 1.0)
-        return 2 * self._products(seqlens, num_head_tokens) + 4 * self.attention_width * pairs
+    def forward(
+        self, seqlens: Sequence[int], num_head_tokens: int, *, causal: bool, prefixes: Sequence[int] | None = None
+    ) -> float:
+        """FLOPs of one forward pass over sequences of these lengths.
 
-    def training(self, seqlens: Sequence[int], num_head_tokens: int, *, causal: bool) -> float:
+        prefixes: of each sequence, the first tokens that are computed in another one; the rest look at them.
+        """
+        given = [0] * len(seqlens) if prefixes is None else prefixes
+        if causal:
+            pairs = sum(length**2 - before**2 for length, before in zip(seqlens, given, strict=True)) / 2
+        else:
+            pairs = sum((length - before) * length for length, before in zip(seqlens, given, strict=True))
+        products = self._products(sum(seqlens) - sum(given), num_head_tokens)
+        return 2 * products + 4 * self.attention_width * pairs
+
+    def training(
+        self, seqlens: Sequence[int], num_head_tokens: int, *, causal: bool, prefixes: Sequence[int] | None = None
+    ) -> float:
         """FLOPs of one forward and backward pass."""
-        saved = 2 * self._products(seqlens, num_head_tokens) if self.frozen else 0.0
-        return 3 * self.forward(seqlens, num_head_tokens, causal=causal) - saved
+        num_tokens = sum(seqlens) - sum(prefixes or ())
+        saved = 2 * self._products(num_tokens, num_head_tokens) if self.frozen else 0.0
+        return 3 * self.forward(seqlens, num_head_tokens, causal=causal, prefixes=prefixes) - saved
 
-    def _products(self, seqlens: Sequence[int], num_head_tokens: int) -> float:
-        return self.body_weights * sum(seqlens) + self.head_weights * num_head_tokens
+    def _products(self, num_tokens: int, num_head_tokens: int) -> float:
+        return self.body_weights * num_tokens + self.head_weights * num_head_tokens
 
 
 def model_flops(model: PreTrainedModel) -> ModelFlops:
@@ -63,6 +77,7 @@ def model_flops(model: PreTrainedModel) -> ModelFlops:
     )
 
 
+@overridable
 def peak_tflops(device: torch.device, dtype: torch.dtype) -> float:
     """Published peak of a known GPU; of anything else what a square matrix product reaches now."""
     if device.type == "cuda":

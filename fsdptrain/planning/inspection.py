@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from fsdptrain import platform
 from fsdptrain.config import Config
-from fsdptrain.config.prefix_checks import prefix_obstacle
+from fsdptrain.config.prefix_checks import configured_obstacle
 from fsdptrain.errors import CheckpointError, NumericsError
 from fsdptrain.models.anatomy import Part, anatomy
 from fsdptrain.models.attention import resolve_attention
@@ -29,6 +29,7 @@ from fsdptrain.models.materialize import parameter_names, quiet_transformers
 from fsdptrain.models.policy import head_transform
 from fsdptrain.models.prefix_probe import PrefixProbe
 from fsdptrain.models.structure import count_active_parameters, freeze_vision, lm_head, parameters_outside
+from fsdptrain.overrides import Override, install_overrides
 from fsdptrain.planning.pieces import Grid, Pieces
 
 
@@ -79,6 +80,7 @@ class Inspection:
     refusal: str
     kernels: list[Kernel]
     device_type: str
+    overrides: list[Override]  # plug-ins for this device
     differences: Mapping[str, list[str]] | None = None  # from the files, where that was asked for
 
     @property
@@ -91,10 +93,11 @@ class Inspection:
 
 def inspect_model(config: Config, *, num_gpus: int) -> Inspection:
     """Raises CheckpointError where config.json cannot be read, or no training is possible from these files."""
+    device_type = platform.device_type()
+    overrides = install_overrides(device_type)  # before the probe, which computes with them
     model, path = meta_model(config, with_adapters=True)
     compute_dtype: torch.dtype = getattr(torch, config.compute_dtype_name)
     probe, refusal = _probe(config, model)
-    device_type = platform.device_type()
     pieces = Pieces(model, Grid.of(config, num_gpus))
     return Inspection(
         checkpoint=config.model.hf_checkpoint,
@@ -110,6 +113,7 @@ def inspect_model(config: Config, *, num_gpus: int) -> Inspection:
         refusal=refusal,
         kernels=kernels(model, device_type=device_type, compute_dtype=compute_dtype, probe=probe),
         device_type=device_type,
+        overrides=overrides,
     )
 
 
@@ -136,11 +140,11 @@ def require_sound(report: Inspection, *, strict: bool) -> None:
 def meta_model(config: Config, *, with_adapters: bool = False) -> tuple[PreTrainedModel, Path]:
     """The model on meta as a run builds it here, and the folder of its config.json. ConfigError for --lora-targets."""
     path = resolve_config(config.model.hf_checkpoint)
-    deals = config.parallel.context_parallel_size > 1
-    attention = resolve_attention(config.model.attn_implementation, platform.device_type(), ours=deals)
+    own = config.needs_own_attention
+    attention = resolve_attention(config.model.attn_implementation, platform.device_type(), ours=own)
     trust = config.model.trust_remote_code
     model = build_meta_model(path, trust_remote_code=trust, attn_implementation=attention)
-    if deals:
+    if config.parallel.context_parallel_size > 1:
         check_dealing(model, config.parallel)
     if not config.model.train_vision:
         freeze_vision(model)
@@ -156,7 +160,7 @@ def _probe(config: Config, model: PreTrainedModel) -> tuple[LayoutProbe | None, 
             found = probe_random_copy(model.config, trust_remote_code=config.model.trust_remote_code)
     except NumericsError as error:
         return None, str(error)
-    obstacle = prefix_obstacle(config)
+    obstacle = configured_obstacle(config, on_gpu=platform.has_accelerator())
     return (replace(found, prefixes=PrefixProbe(False, obstacle)) if obstacle else found), ""
 
 

@@ -36,6 +36,7 @@ class MemoryDemand:
     offload_optimizer: bool = False  # Adam's moments alone on the host
     reshard_after_forward: bool = True
     embedded_engine: bool = False  # a whole copy in the compute dtype, between the training steps
+    offload_train: bool = False  # of the trainer only the weights are beside it, and only while it is given its own
     reference: bool = False  # one more shard of the weights, on the host
     load_strategy: str = "shard"
     async_save: bool = False  # a copy on the host of what a checkpoint holds, while it is written
@@ -57,6 +58,7 @@ def demand_of(config: Config, pieces: Pieces, counts: ParameterCounts, *, embedd
         offload_optimizer=config.optim.offload_optimizer,
         reshard_after_forward=config.fsdp.reshard_after_forward,
         embedded_engine=embedded_engine,
+        offload_train=config.sync.offload_train,
         reference=config.needs_reference and (not config.lora.rank or config.ref.load is not None),
         load_strategy=config.model.load_strategy,
         async_save=config.run.async_save,
@@ -97,10 +99,15 @@ def load_memory_need(demand: MemoryDemand, supply: MemorySupply) -> MemoryNeed:
     stored = demand.compute_bytes if counts.adapter else MASTER_BYTES  # a stock model's frozen ones are as the rest
     frozen = stored * math.ceil(counts.frozen / demand.num_shards)
     state = {"weights": trained + frozen, "Adam's moments": 2 * trained, "gradients": trained}
-    work = _working_memory(demand)
     moved = set(state) if demand.cpu_offload else {"Adam's moments"} if demand.offload_optimizer else set()
-    device = {name: size for name, size in state.items() if name not in moved} | work
+    stays = {name: size for name, size in state.items() if name not in moved}
+    beside_engine = {"weights": stays["weights"]} if demand.offload_train else stays
+    moments = (stays | _training_memory(demand), beside_engine | _engine_memory(demand))
+    device = dict(max(moments, key=lambda parts: sum(parts.values())))
     host = {name: ranks * size for name, size in state.items() if name in moved}
+    if demand.offload_train and supply.has_accelerator:
+        away = sum(size for name, size in stays.items() if name != "gradients")
+        host["the trainer, while the engine generates"] = ranks * away
     if demand.reference:
         host["the reference"] = ranks * (frozen if counts.adapter else frozen + trained)  # an adapter has none
     if demand.async_save:
@@ -137,18 +144,21 @@ def check_load_memory(demand: MemoryDemand, supply: MemorySupply) -> None:
         raise MemoryPlanError(_message("host", need.host, need.host_parts, supply.host_free, demand, supply))
 
 
-def _working_memory(demand: MemoryDemand) -> dict[str, int]:
-    """What comes and goes: gathered layers while training, or the engine's copy while it generates, the larger one."""
+def _training_memory(demand: MemoryDemand) -> dict[str, int]:
+    """What comes and goes while it trains: gathered layers, and gradients before they are reduced."""
     counts = demand.gathered or demand.counts
     layers = (
         GATHERED_LAYERS * counts.largest_layer if demand.reshard_after_forward else counts.total - counts.outside_layers
     )
     gathered = demand.compute_bytes * (layers + counts.outside_layers)
     reduction = (demand.compute_bytes + MASTER_BYTES) * counts.reduced_at_once
-    training = {"gathered layers": gathered, "gradients of one layer": reduction}
+    return {"gathered layers": gathered, "gradients of one layer": reduction}
+
+
+def _engine_memory(demand: MemoryDemand) -> dict[str, int]:
+    """What comes and goes while the embedded engine generates: its copy."""
     whole = demand.compute_bytes * (demand.counts.total - demand.counts.adapter)  # it is merged
-    engine = {"the embedded engine": whole} if demand.embedded_engine else {}
-    return max(training, engine, key=lambda parts: sum(parts.values()))
+    return {"the embedded engine": whole} if demand.embedded_engine else {}
 
 
 def _message(
@@ -173,7 +183,8 @@ def _remedies(demand: MemoryDemand, supply: MemorySupply) -> list[str]:
         ("--no-async-save", replace(demand, async_save=False)),
         ("--fsdp-reshard-after-forward", replace(demand, reshard_after_forward=True)),
         ("--offload-optimizer", replace(demand, offload_optimizer=not demand.cpu_offload)),
-        ("--fsdp-cpu-offload", replace(demand, cpu_offload=True)),
+        ("--offload-train", replace(demand, offload_train=not demand.cpu_offload)),
+        ("--fsdp-cpu-offload", replace(demand, cpu_offload=True, offload_train=False)),
         ("--no-fsdp-cpu-offload", replace(demand, cpu_offload=False)),
         ("--rollout-engine vllm", replace(demand, embedded_engine=False)),
         ("--kl-loss-coef 0", replace(demand, reference=False)),

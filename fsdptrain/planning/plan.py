@@ -214,7 +214,9 @@ class Planner:
         return self._pieces[grid]
 
     def generation(self, config: Config) -> Moment | None:
-        """The embedded engine at its fullest: its weights beside the trainer's, and rows of full length."""
+        """The embedded engine at its fullest: its weights beside the trainer's, and rows of full length. With
+        --offload-train its weights beside the trainer's, or beside such rows.
+        """
         if not config.generates or config.rollout.engine not in ("auto", "hf"):
             return None
         width, rows = cache_rows(config, self.machine.num_gpus)
@@ -226,13 +228,16 @@ class Planner:
         numbers = 1 if config.optim.offload_optimizer else 3
         whole = self.counts.frozen if config.lora.rank else self.counts.total  # an adapter is merged
         gathered = self.pieces(config).gathered
-        parts = {
-            "weights, gradients, Adam": _state(self.pieces(config), config, numbers),
-            "the engine's weights": dtype.itemsize * whole,
-            f"key-value cache of {rows} rows": rows * self._caches[width, dtype],
-            "gathered layers": dtype.itemsize * max(gathered.largest_layer, gathered.outside_layers),
-        }
-        return Moment("generation", parts)
+        engine = {"the engine's weights": dtype.itemsize * whole}
+        cache = {f"key-value cache of {rows} rows": rows * self._caches[width, dtype]}
+        layers = {"gathered layers": dtype.itemsize * max(gathered.largest_layer, gathered.outside_layers)}
+        pieces = self.pieces(config)
+        if config.sync.offload_train:
+            moments = ({"weights": _state(pieces, config, 1)} | engine | layers, engine | cache)
+            return Moment("generation", max(moments, key=lambda parts: sum(parts.values())))
+        return Moment(
+            "generation", {"weights, gradients, Adam": _state(pieces, config, numbers)} | engine | cache | layers
+        )
 
     def host(self, config: Config) -> tuple[Mapping[str, int], int]:
         """What the host of one node holds: its parts, and all with a margin."""

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fsdptrain.errors import RewardError, describe
+from fsdptrain.errors import RewardError, RolloutError, describe
 from fsdptrain.models.collective import gather, sum_over_ranks
 from fsdptrain.protocols import RewardFunction
 from fsdptrain.types import Prompt
@@ -38,7 +38,8 @@ class Scores:
 def score_completions(reward: RewardFunction, prompts: Sequence[Prompt], texts: Sequence[str]) -> Scores:
     """Score `texts[i]` as a response to `prompts[i]`, one after the other.
 
-    A reward that raises, returns None, or something that is no finite number leaves its sample unscored.
+    A reward that raises, returns None, or something that is no finite number leaves its sample unscored; RolloutError
+    ends the rollout.
     """
     scores: list[Score] = []
     first_error: str | None = None
@@ -86,6 +87,8 @@ def _number(value: Any) -> float:
 def _score(reward: RewardFunction, prompt: Prompt, text: str) -> tuple[Score, str | None]:
     try:
         score = to_score(reward(prompt, text))
+    except RolloutError:
+        raise
     except RewardError as error:
         return Score(None), str(error)
     except Exception as error:  # noqa: BLE001  # a user's function: whatever it raises, the run goes on

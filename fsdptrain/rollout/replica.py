@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
+from fsdptrain import platform
 from fsdptrain.errors import RolloutError
 from fsdptrain.models.architecture import model_from_config
 from fsdptrain.models.files import some_of
@@ -58,7 +59,7 @@ def release(model: PreTrainedModel) -> None:
     """Free the memory of every tensor of `model`."""
     model.to_empty(device=torch.device("meta"))
     model.tie_weights(recompute_mapping=False)
-    if torch.accelerator.is_available():
+    if platform.has_accelerator():
         torch.accelerator.empty_cache()
 
 

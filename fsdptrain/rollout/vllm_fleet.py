@@ -49,7 +49,8 @@ class Server:
 
 
 class Fleet:
-    """Owns the processes of servers that are ours. Its methods are called by rank 0 alone, from one thread."""
+    """Owns the processes of servers that are ours. Its methods are called by rank 0 alone, by the thread that trains;
+    `give_up_hope` by every thread that waits for answers."""
 
     def __init__(
         self,
@@ -113,7 +114,8 @@ class Fleet:
         return self.wait_for(self._min_servers, replacement)
 
     def give_up_hope(self) -> None:
-        """RolloutError when there will never be --min-servers again."""
+        """RolloutError when there will never be --min-servers again. Looks without a lock, which is held while servers
+        take weights, and makes sure with it before it raises."""
         if self._failure is not None or self._is_hopeless(self._min_servers):
             self.wait_for(self._min_servers, 0.0)
 

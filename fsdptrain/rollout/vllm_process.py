@@ -29,6 +29,8 @@ _ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "OMP_WAIT_POLICY": "PASSIVE",  # on shared cores threads that spin while they wait cost most of the speed
 }
+# On a CPU vLLM would bind each worker to the first cores, those of all servers to the same ones. [vLLM 0.32]
+_UNLESS_GIVEN = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 _NOT_THEIRS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH"}
 
 
@@ -58,7 +60,7 @@ class ServerProcess:
         launch = self._launch
         server = [launch.python, "-m", "vllm.entrypoints.openai.api_server", "--host", HOST, "--port", str(self.port)]
         keeper = [sys.executable, str(vllm_keeper.__file__), str(os.getpid()), str(launch.weights)]
-        environment = {name: value for name, value in os.environ.items() if name not in _NOT_THEIRS}
+        environment = _UNLESS_GIVEN | {name: value for name, value in os.environ.items() if name not in _NOT_THEIRS}
         environment |= _ENVIRONMENT | {"VLLM_API_KEY": launch.api_key, "PYTHONPATH": _import_path(launch.folder)}
         if self._devices is not None:
             environment["CUDA_VISIBLE_DEVICES"] = self._devices

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fsdptrain.models.checksum import checksum
 
 _UNITS_AT_ONCE = 256  # rows
+_WIDTHS = ("embedding_dim", "input_size_per_partition", "input_size")  # the last of what is not split, as a router
 
 
 def checksums(model: nn.Module, names: Collection[str]) -> dict[str, int]:
@@ -87,6 +88,6 @@ class _Reader:
 
 def _unpacked(module: Any, weight: Tensor) -> Tensor:
     """[out, in], in the dtype of `weight`."""
-    width = module.embedding_dim if hasattr(module, "embedding_dim") else module.input_size_per_partition
+    width = next(getattr(module, key) for key in _WIDTHS if hasattr(module, key))
     units = torch.eye(width, dtype=weight.dtype)
     return torch.cat([module.cpu_linear(rows, weight, None) for rows in units.split(_UNITS_AT_ONCE)]).t()

@@ -30,7 +30,7 @@ from fsdptrain.rollout.vllm_options import routes_of
 from fsdptrain.rollout.vllm_requests import Dispatcher
 from fsdptrain.rollout.vllm_server_copy import ServerCopy
 from fsdptrain.rollout.weight_files import Stored, WeightFolder
-from fsdptrain.rollout.weight_push import Weights
+from fsdptrain.rollout.weight_push import Deadline, Weights
 from fsdptrain.types import Completion, Metrics, Prompt, SamplingParams
 
 
@@ -171,18 +171,20 @@ class VLLMServerEngine:
         return self._completions(asked, answers, sampling), [answer["usage"] for answer in answers]
 
     def copies(self) -> list[ServerCopy]:
-        """Ranks share the servers among them: each is looked at by one rank, or by more where ranks are more.
+        """Ranks share the servers among them: each is looked at by one rank, or by more where ranks are more. From now
+        on all of a rank's have one deadline to tell of their weights.
 
         What is asked of one shares no cached prefix with what is asked of another, or by another rank; with what was
         asked of it under the weights before it does, if the server has kept that.
         """
         rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         clients = [client for client in self.clients if client.url in self._ready]
+        deadline = Deadline(self._patience.silence)
         return [
             ServerCopy(
                 client := clients[i % len(clients)],
                 partial(self.ask, cache_salt=f"sync-check-{rank}-{self.clients.index(client)}"),
-                self._patience.silence,
+                deadline,
                 reads_weights=i < len(clients),
             )
             for i in range(rank, rank + num_ranks * -(-len(clients) // num_ranks), num_ranks)

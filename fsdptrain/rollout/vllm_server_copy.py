@@ -6,6 +6,7 @@ from typing import Any
 
 from fsdptrain.errors import RolloutError
 from fsdptrain.rollout.vllm_http import ServerGoneError, ServerRefusedError, VLLMClient
+from fsdptrain.rollout.weight_push import Deadline
 from fsdptrain.types import Completion, Prompt, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -16,12 +17,13 @@ Ask = Callable[..., tuple[list[Completion], list[Any]]]
 class ServerCopy:
     """The copy of the model that one server holds."""
 
-    def __init__(self, client: VLLMClient, ask: Ask, timeout: float, *, reads_weights: bool) -> None:
-        """`ask` is `VLLMServerEngine.ask`. reads_weights: False where another rank does."""
+    def __init__(self, client: VLLMClient, ask: Ask, deadline: Deadline, *, reads_weights: bool) -> None:
+        """`ask` is `VLLMServerEngine.ask`; `deadline` is that of `checksums`. reads_weights: False where another rank
+        does."""
         self.name = client.url
         self._client = client
         self._ask = ask
-        self._timeout = timeout
+        self._deadline = deadline
         self._reads_weights = reads_weights
         self._cached_tokens = 0
 
@@ -31,7 +33,7 @@ class ServerCopy:
             return {}
         body = {"method": "fsdptrain_checksums", "args": [sorted(names)]}
         try:
-            workers = self._client.post("/collective_rpc", body, timeout=self._timeout)["results"]
+            workers = self._client.post("/collective_rpc", body, timeout=self._deadline.left)["results"]
         except ServerGoneError as error:
             log.warning("%s; its weights are not looked at", error)
             return {}

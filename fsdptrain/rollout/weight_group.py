@@ -60,6 +60,15 @@ def unpack_bucket(bucket: Tensor, specs: Sequence[Spec]) -> list[tuple[str, Tens
     return found
 
 
+def all_here(store: dist.TCPStore, world_size: int) -> bool:
+    """Whether every rank but 0 has begun to make its `WeightGroup`: then rank 0 does not wait for one that is gone."""
+    return store.check([_here(rank) for rank in range(1, world_size)])
+
+
+def _here(rank: int) -> str:
+    return f"here/{rank}"
+
+
 def _padded(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
@@ -70,6 +79,8 @@ class WeightGroup:
     def __init__(self, plane: Plane, store: dist.TCPStore, *, rank: int, world_size: int, timeout_s: float) -> None:
         """Returns when all ranks are there; an error of torch after `timeout_s`."""
         self._store = store  # the group talks through it: it must live as long
+        if rank:
+            store.set(_here(rank), "")
         prefixed, timeout = dist.PrefixStore("weights", store), timedelta(seconds=timeout_s)
         self._group: Any  # torch does not declare what both kinds can do
         self.device = torch.device("cpu")

@@ -16,7 +16,9 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 from fsdptrain.rollout.vllm_http import ServerError, ServerGoneError, ServerRefusedError, ServerSilentError, VLLMClient
-from fsdptrain.rollout.weight_group import Plane, WeightGroup, pack_bucket, spec_of
+from fsdptrain.rollout.weight_group import Plane, WeightGroup, all_here, pack_bucket, spec_of
+
+_POLL_S = 0.02
 
 
 class Deadline:
@@ -152,6 +154,10 @@ class GroupPush:
             answer = thread.submit(
                 client.post, "/init_weight_transfer_engine", {"init_info": join}, timeout=deadline.left
             )
+            while not all_here(store, world_size) and not deadline.is_over and not answer.done():
+                time.sleep(_POLL_S)
+            if answer.done():
+                answer.result()  # it said why it does not come
             try:
                 group = WeightGroup(self._plane, store, rank=0, world_size=world_size, timeout_s=deadline.left)
             except RuntimeError as error:

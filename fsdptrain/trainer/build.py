@@ -16,7 +16,6 @@ from fsdptrain import platform, registry
 from fsdptrain.algo.advantages import AdvantageRule
 from fsdptrain.algo.corrections import CORRECTIONS
 from fsdptrain.algo.losses import LOSSES
-from fsdptrain.backends.fsdp import FSDPBackend
 from fsdptrain.config import Config
 from fsdptrain.config.algorithm import AlgorithmConfig, SelectionConfig
 from fsdptrain.config.server_checks import SERVER_ENGINE
@@ -27,12 +26,13 @@ from fsdptrain.data.turns import TurnRenderer
 from fsdptrain.environments import LoadedEnvironment, StepThreads, build_environment
 from fsdptrain.errors import CheckpointError, ConfigError, DataError, MemoryPlanError
 from fsdptrain.loggers import build_loggers
-from fsdptrain.models.collective import together
-from fsdptrain.models.kernels import kernels, require_no_fallback
+from fsdptrain.models.collective import require_same, together
+from fsdptrain.models.kernels import require_no_fallback
 from fsdptrain.models.loading import resolve_checkpoint
 from fsdptrain.models.lora import require_peft
 from fsdptrain.models.processor import ImageProcessor, open_processor
 from fsdptrain.models.structure import count_parameters
+from fsdptrain.overrides import install_overrides
 from fsdptrain.planning.memory import MemorySupply, check_load_memory, demand_of, load_memory_line
 from fsdptrain.planning.pieces import Grid, Pieces
 from fsdptrain.planning.plan import Machine, Planner
@@ -40,6 +40,8 @@ from fsdptrain.protocols import InFlightEngine, Logger, Loss, RewardFunction, Ro
 from fsdptrain.rewards import build_reward, reads_environment
 from fsdptrain.rollout import engine_factory
 from fsdptrain.rollout.replica import max_positions
+from fsdptrain.trainer.backend import PolicyBackend, build_backend
+from fsdptrain.trainer.deadline import WithDeadline
 from fsdptrain.trainer.episodes import MultiTurn
 from fsdptrain.trainer.evaluation import Evaluation
 from fsdptrain.trainer.experience import RolloutSource, SampleMaker, SampleSource, SftSource, SingleTurn, own_share
@@ -60,7 +62,7 @@ ENVIRONMENT_DATA = "environment"  # --prompt-data: the environment brings its ow
 class Parts:
     """All that a run owns."""
 
-    backend: FSDPBackend
+    backend: PolicyBackend
     loss: Loss
     advantages: AdvantageRule
     engine: RolloutEngine | None  # None: nothing is ever generated
@@ -79,6 +81,7 @@ def build_parts(
     config: Config, folder: RunFolder, *, reward: RewardFunction | None, dataset: Sequence[Mapping[str, Any]] | None
 ) -> Iterator[Parts]:
     """Data and rewards first, then the model, then the engine; whatever was built is closed at the end."""
+    install_platform_overrides()
     checkpoint = resolve_checkpoint(config.model.hf_checkpoint)
     with together(ConfigError, "--environment"):
         environment = build_environment(config.environment)
@@ -103,18 +106,16 @@ def build_parts(
     device = platform.local_device()
     with ExitStack() as stack:
         loggers = open_loggers(config, folder, stack)
-        backend = FSDPBackend(
+        backend = build_backend(
             config,
-            total_steps=config.total_optimizer_steps,
             before_load=lambda model: plan_memory(model, config, embedded_engine=generates and not has_servers),
             processor=processor,
         )
-        if backend.adapters is not None:
-            log.info("%s", backend.adapters.line)
-        log.info("%s", backend.layout_probe.line)
-        if backend.layout_probe.prefixes is not None:
-            log.info("%s", backend.layout_probe.prefixes.line)
+        for line in backend.lines:
+            log.info("%s", line)
         report_fallbacks(backend, strict=config.model.strict)
+        if config.sync.offload_train and not platform.has_accelerator():
+            log.warning("--offload-train: there is no GPU; copies are made, and no memory is saved")
         engine = make_engine(config, checkpoint=checkpoint, device=device) if generates else None
         maker = evaluation = sync_check = background = None
         timeline = Timeline()
@@ -124,7 +125,11 @@ def build_parts(
             with together(ConfigError, "--sync-check"):
                 positions = max_positions(backend.model)
                 sync_check = build_sync_check(config, engine, backend, tokenizer, max_positions=positions)
-            maker = build_maker(told, tokenizer, engine=engine, reward=score, environment=environment)
+            timed = WithDeadline(score, config.reward.reward_timeout)
+            reads = environment is not None and reads_environment(score)
+            maker = build_maker(
+                told, tokenizer, engine=engine, reward=timed, environment=environment, reads_environment=reads
+            )
             if held_out:
                 evaluation = Evaluation(config, maker, own_share(held_out))
         yield Parts(
@@ -138,9 +143,19 @@ def build_parts(
             timeline=timeline,
             evaluation=evaluation,
             speed=Speed.of(backend.model, device, backend.compute_dtype, copies=config.pack_copies),
-            planned_memory=planned_memory(backend.model, config) if platform.has_accelerator() else None,
+            planned_memory=planned_memory(backend.model, config),
             loggers=loggers,
         )
+
+
+def install_platform_overrides() -> None:
+    """Say what replaces functions of ours on this device; ConfigError unless all ranks have the same. Collective."""
+    with together(ConfigError, "fsdptrain.overrides"):
+        found = install_overrides(platform.device_type())
+    lines = [override.line for override in found]
+    require_same(lines, ConfigError(f"machines of one run must be alike: not all have the plug-ins {lines}"))
+    for line in lines:
+        log.info("override: %s", line)
 
 
 def rollout_threads(config: Config, engine: RolloutEngine, stack: ExitStack) -> Executor | None:
@@ -155,14 +170,9 @@ def rollout_threads(config: Config, engine: RolloutEngine, stack: ExitStack) -> 
     return threads
 
 
-def report_fallbacks(backend: FSDPBackend, *, strict: bool) -> None:
+def report_fallbacks(backend: PolicyBackend, *, strict: bool) -> None:
     """One warning for each; with --strict a ConfigError, on all ranks. Collective."""
-    found = kernels(
-        backend.model,
-        device_type=platform.device_type(),
-        compute_dtype=backend.compute_dtype,
-        probe=backend.layout_probe,
-    )
+    found = backend.kernels()
     for kernel in found:
         if kernel.fell_back and not strict and dist.get_rank() == 0:
             log.warning("fallback: %s", kernel.line)
@@ -203,6 +213,8 @@ def plan_memory(model: PreTrainedModel, config: Config, *, embedded_engine: bool
 
 def planned_memory(model: PreTrainedModel, config: Config) -> int | None:
     """What the memory plan expects at the fullest moment, without its margin; None where it cannot tell. [bytes]"""
+    if not platform.has_accelerator() or config.parallel.backend != "fsdp":
+        return None
     planner = Planner(model, Machine(dist.get_world_size(), platform.device_memory()[1]))
     try:
         moments = [planner.training(config), planner.generation(config)]
@@ -300,6 +312,7 @@ def build_maker(
     engine: RolloutEngine,
     reward: RewardFunction,
     environment: LoadedEnvironment | None,
+    reads_environment: bool,
 ) -> SampleMaker:
     if environment is None:
         return SingleTurn(engine, reward, tokenizer)
@@ -307,7 +320,7 @@ def build_maker(
         engine=engine,
         environment=environment,
         reward=reward,
-        reads_environment=reads_environment(reward),
+        reads_environment=reads_environment,
         renderer=TurnRenderer(tokenizer, data=config.data, max_observation_len=config.environment.max_observation_len),
         threads=StepThreads(
             num_threads=config.environment.environment_workers, timeout=config.environment.environment_timeout

@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Any
 
 from fsdptrain import platform
-from fsdptrain.backends.fsdp import FSDPBackend
 from fsdptrain.config import load_recipe
 from fsdptrain.errors import CheckpointError
 from fsdptrain.models.lora import require_peft
+from fsdptrain.trainer.backend import build_backend
 from fsdptrain.trainer.folder import CONFIG_FILE
 
 
@@ -24,6 +24,6 @@ def export_checkpoint(checkpoint: Path, output: Path, **choices: Any) -> None:
     if config.lora.rank:
         require_peft()
     with platform.process_group(config.launch.dist_timeout):
-        backend = FSDPBackend(config, total_steps=config.total_optimizer_steps)
+        backend = build_backend(config)
         backend.load(checkpoint)
         backend.export(output)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from fsdptrain import platform
 from fsdptrain.algo.advantages import assign_advantages, scale_over_batch
 from fsdptrain.algo.shaping import without_truncated
-from fsdptrain.config import Config, DataConfig, check_processes
+from fsdptrain.config import Config, DataConfig, check_own_launch, check_processes
 from fsdptrain.config.grid import across_nodes
 from fsdptrain.data.packing import drop_overlong
 from fsdptrain.errors import CheckpointError, ConfigError, DataError, RolloutError
@@ -59,6 +59,8 @@ class Trainer:
 
     def fit(self) -> Metrics:
         """Train from the start, or from the newest checkpoint, to the end. Returns the last value of every metric."""
+        if not dist.is_initialized():  # by `fsdptrain.launch`, which knows
+            check_own_launch(self.config)
         with platform.process_group(self.config.launch.dist_timeout):
             local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             check_processes(self.config, world_size=dist.get_world_size(), local_world_size=local_world_size)
@@ -121,8 +123,7 @@ class _Run:
                 if self._evaluation_is_due:
                     self._evaluate()
                 if self._step == run.num_rollout or (run.save_interval and self._step % run.save_interval == 0):
-                    with self._timeline.stage("save", self._step):
-                        self._checkpoints.write(self._step, self._save)
+                    self._write_checkpoint()
                 self._log_timeline()
             if run.export:
                 with self._timeline.stage("save", self._step):
@@ -140,6 +141,7 @@ class _Run:
         watch, begin = Stopwatch(self._timeline, self._step + 1), self._timeline.now()
         with watch("step"):
             experience = self._collect(watch)
+            self._bring_back(watch)
             metrics = (
                 summary.sample_metrics(experience, self._reward_names, self._parts.advantages) | experience.metrics
             )
@@ -197,6 +199,8 @@ class _Run:
 
     def _collect(self, watch: Stopwatch) -> Experience:
         batch, source, begin = self._config.batch, self._parts.source, self._timeline.now()
+        if self._config.algorithm.algorithm != "sft":
+            self._make_room(watch)
         with watch("collect"):
             experience = source.collect(self._step)
             with together(RolloutError, "rollout"):
@@ -244,6 +248,9 @@ class _Run:
         generates = self._config.algorithm.algorithm != "sft" and self._step < self._config.run.num_rollout
         if engine is None or not (generates or self._evaluation_is_due):
             return
+        if self._config.sync.offload_train:
+            with watch("offload"):
+                self._parts.backend.offload(keep_weights=True)
         with watch("sync"):
             engine.wake_up()
             self._update_engine(engine, check)
@@ -273,13 +280,15 @@ class _Run:
     def _evaluate(self) -> None:
         if self._parts.evaluation is None:
             return
+        self._make_room(Stopwatch())
         with self._timeline.stage("eval", self._step):
             metrics, shown = self._parts.evaluation.run()
         self._report(metrics)
         self._log_samples(shown, "heldout")
 
     def _performance(self, steps: Sequence[StepBatches], watch: Stopwatch, *, num_tokens: float) -> Metrics:
-        names = ("step", "generate", "reward", "idle", "score", "train", "sync", "sync_check")
+        names = ["step", "generate", "reward", "idle", "score", "train", "sync", "sync_check"]
+        names += ["offload"] * self._config.sync.offload_train
         slowest = summary.reduce_max({f"perf/{name}_s": watch.seconds.get(name, 0.0) for name in names})
         world_size = dist.get_world_size()
         tokens_per_s = num_tokens / slowest["perf/step_s"]
@@ -330,6 +339,29 @@ class _Run:
         rows = [{"set": name, **row} for row in shown]
         for logger in self._parts.loggers:
             logger.log_samples(rows, self._step)
+
+    def _make_room(self, watch: Stopwatch) -> None:
+        """--offload-train: nothing of the trainer is on the device while completions are made."""
+        if self._config.sync.offload_train:
+            with watch("offload"):
+                self._parts.backend.offload()
+
+    def _bring_back(self, watch: Stopwatch) -> None:
+        """When the engine sleeps."""
+        if self._config.sync.offload_train:
+            with watch("offload"):
+                self._parts.backend.onload()
+
+    def _write_checkpoint(self) -> None:
+        """With --offload-train the engine sleeps meanwhile, and is then given its weights once more."""
+        engine, away = self._parts.engine, self._config.sync.offload_train
+        if engine is not None and away:
+            engine.sleep()
+        self._bring_back(Stopwatch())
+        with self._timeline.stage("save", self._step):
+            self._checkpoints.write(self._step, self._save)
+        if away and self._step < self._config.run.num_rollout:
+            self._hand_over_weights(Stopwatch(self._timeline, self._step))
 
     def _save(self, directory: Path) -> Callable[[], None] | None:
         rest = self._parts.backend.save(directory, self._step)

@@ -35,5 +35,5 @@ class Speed:
 
     def _flops(self, pack: PackedBatch, *, causal: bool) -> float:
         """Of what is computed: a prompt that is shared counts once, and all that follow it look at it."""
-        whole = self.flops.training(pack.seqlens, pack.loss_positions.numel(), causal=causal)
-        return whole - (self.flops.training(pack.shared.lengths, 0, causal=causal) if pack.shared else 0.0)
+        prefixes = None if pack.shared is None else pack.shared.lengths
+        return self.flops.training(pack.seqlens, pack.loss_positions.numel(), causal=causal, prefixes=prefixes)

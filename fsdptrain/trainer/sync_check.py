@@ -9,7 +9,9 @@ import random
 import string
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 
 import torch
@@ -68,6 +70,7 @@ class _Look:
 
     name: str
     wrong: list[str]  # tensors, in the order of the trainer
+    num_read: int  # tensors
     completions: list[Completion]
 
 
@@ -118,7 +121,7 @@ class SyncCheck:
         engine = self._engine
         copies = engine.copies() if isinstance(engine, ReplicatedEngine) else [_Engine(engine)]
         with together(RolloutError, _FLAG):
-            looks = [self._look_at(copy, version) for copy in copies]
+            looks = self._look_at_all(copies, version)
         batches = [self._batch(look.completions) for look in looks]
         scored = self._backend.score(batches, "policy")
         with together(RolloutError, _FLAG):
@@ -131,7 +134,7 @@ class SyncCheck:
         self._difference = max(apart)
         if self._stored_otherwise is None:
             wrong = [name for look in looks for name in look.wrong]
-            self._report(wrong)
+            self._report(wrong, num_read=max(look.num_read for look in looks))
             self._stored_otherwise = frozenset(chain.from_iterable(gather(wrong)))  # ranks may look at other copies
         return self._seconds + time.perf_counter() - start
 
@@ -139,9 +142,15 @@ class SyncCheck:
         """Of this rank."""
         return {"sync/probe_abs_mean": self._difference} if self.is_due else {}
 
+    def _look_at_all(self, copies: Sequence[ModelCopy], version: int) -> list[_Look]:
+        """At several at one time, so that neither work nor waits of one come on top of those of another."""
+        if len(copies) == 1:  # it may be in this very process, where no other thread is wanted
+            return [self._look_at(copies[0], version)]
+        with ThreadPoolExecutor(len(copies), thread_name_prefix="sync-check") as threads:
+            return list(threads.map(partial(self._look_at, version=version), copies))
+
     def _look_at(self, copy: ModelCopy, version: int) -> _Look:
         held = copy.checksums(self._sent.keys() - (self._stored_otherwise or frozenset()))
-        self._num_read = len(held)
         wrong = [name for name, sent in self._sent.items() if held.get(name, sent) != sent]
         if wrong and (self._engine.weight_naming == "module" or self._stored_otherwise is not None):
             raise RolloutError(self._blame(copy.name, wrong, version))
@@ -151,7 +160,7 @@ class SyncCheck:
                 f"{_FLAG}: {copy.name} answered with {cached} tokens of its prefix cache that are older than version "
                 f"{version} of the weights; {_WAY_OUT}"
             )
-        return _Look(copy.name, wrong, completions)
+        return _Look(copy.name, wrong, len(held), completions)
 
     def _blame(self, holder: str, wrong: Sequence[str], version: int) -> str:
         return (
@@ -167,12 +176,12 @@ class SyncCheck:
             raise RolloutError(self._blame(look.name, look.wrong, version))
         raise RolloutError(
             f"{_FLAG}: logprobs of {look.name} and trainer are {apart:.2g} apart under version {version}, more than "
-            f"the {bound:.2g} that {self._dtype} explains, though the {self._num_read} tensors that can be read, of "
+            f"the {bound:.2g} that {self._dtype} explains, though the {look.num_read} tensors that can be read, of "
             f"{len(self._sent)}, are the trainer's; {_WAY_OUT}"
         )
 
-    def _report(self, otherwise: list[str]) -> None:
-        unread = len(self._sent) - self._num_read + len(otherwise)
+    def _report(self, otherwise: list[str], *, num_read: int) -> None:
+        unread = len(self._sent) - num_read + len(otherwise)
         if unread:
             names = f", e.g. {some_of(otherwise)}" if otherwise else ""
             line = "%s: the engine stores %d of %d tensors in other ways%s: only logprobs vouch for them"

@@ -13,8 +13,9 @@ from fsdptrain.algo.weights import count_totals, num_loss_tokens
 from fsdptrain.backends.fsdp import FSDPBackend
 from fsdptrain.config import Config
 from fsdptrain.data.packing import pack, plan_packs
-from fsdptrain.errors import CheckpointError, NumericsError
+from fsdptrain.errors import CheckpointError, ConfigError, NumericsError
 from fsdptrain.fsdp.checkpoint import CheckpointFolder
+from fsdptrain.fsdp.shards import local_shard
 from fsdptrain.testing import save_tiny_checkpoint, spawn
 from fsdptrain.types import LossConfig, Sample
 from tests import zoo
@@ -275,12 +276,24 @@ def test_a_step_without_samples_leaves_the_weights_and_keeps_the_schedule(checkp
         assert rates == pytest.approx((1e-2 * 3 / 4, 1e-2 * 2 / 4))
 
 
+def held(tensors: list[torch.Tensor]) -> int:
+    """Bytes of their storages, wherever those are."""
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
 def offload_between_steps(checkpoint: str):
-    backend = FSDPBackend(config(checkpoint), total_steps=10)
+    backend = FSDPBackend(config(checkpoint, load_strategy="rank0"), total_steps=10)  # no storage is a file's
     packs = packs_of_this_rank(samples(), 128)
     backend.train_step(packs, LOSSES["grpo"], GRPO)
     before = full_state(backend._model)
+    weights = [local_shard(p) for p in backend.model.parameters()]
+    moments = [local_shard(t) for t in backend._optimizer.tensors().values() if t.device.type == backend.device.type]
+    backend.offload(keep_weights=True)
+    assert held(moments) == 0 < held(weights)
+    backend.score(packs, "policy")
     backend.offload()
+    backend.offload()  # what is away stays away
+    assert held(moments) == held(weights) == 0
     backend.onload()
     after = full_state(backend._model)
     backend.train_step(packs, LOSSES["grpo"], GRPO)
@@ -329,3 +342,23 @@ def test_sft_learns_and_the_engine_gets_the_present_weights(checkpoint):
     for losses, same in spawn(2, sft, checkpoint):
         assert losses == sorted(losses, reverse=True)
         assert same
+
+
+def other_names(checkpoint: str):
+    def loss(batch, logprobs, loss_config):
+        output = LOSSES["grpo"](batch, logprobs, loss_config)
+        return dataclasses.replace(
+            output, metrics={**output.metrics, f"own/of_{dist.get_rank()}": output.loss.detach()}
+        )
+
+    backend = FSDPBackend(config(checkpoint), total_steps=4)
+    try:
+        backend.train_step(packs_of_this_rank(samples(), 128), loss, GRPO)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def test_a_loss_that_names_other_metrics_on_another_rank_is_refused_on_all(checkpoint):
+    line = "--loss names own/of_0, own/of_1 on rank 0 or rank 1 only: it must name the same everywhere"
+    assert spawn(2, other_names, checkpoint) == [line, line]

@@ -51,6 +51,7 @@ CASES = {
         (2, tensor(2, offload_optimizer=True)),
         (2, context(2, fsdp_cpu_offload=True, load_strategy="rank0")),
         (2, context(2, layout="padded")),
+        (4, context(2)),
         (4, context(2, fsdp_replicate_size=2)),
         (4, context(2, tensor_parallel_size=2, gradient_checkpointing=True)),
         (4, tensor(2, gradient_checkpointing=True)),
@@ -71,12 +72,14 @@ CASES = {
     "gpt_oss": [
         (2, context(2, expert_parallel_size=2)),
         (4, context(4)),
+        (4, context(2, expert_parallel_size=2)),
         (2, expert(2)),
         (4, expert(2, fsdp_replicate_size=2)),
         (4, expert(4)),
     ],
     "deepseek_v3": [
         (2, context(2)),
+        (4, context(2, expert_parallel_size=2)),
         (2, expert(2)),
         (2, tensor(2, expert_parallel_size=2)),
         (4, tensor(2, expert_parallel_size=2)),
@@ -84,6 +87,8 @@ CASES = {
         (4, expert(4)),
     ],
     "qwen3_next": [
+        (2, context(2, context_parallel_recurrent="gather")),
+        (4, context(2, context_parallel_recurrent="gather", expert_parallel_size=2)),
         (2, expert(2)),
         (2, tensor(2, expert_parallel_size=2)),
         (4, tensor(2, expert_parallel_size=2)),

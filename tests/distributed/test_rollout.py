@@ -15,6 +15,7 @@ from fsdptrain.rollout.hf import HFEngine
 from fsdptrain.testing import save_tiny_checkpoint, spawn
 from fsdptrain.trainer.experience import make_sample
 from fsdptrain.types import Completion, Prompt, SamplingParams
+from tests.vllm import contract
 
 PROMPTS = [Prompt(f"p{i}", [5 + i] * (1 + 3 * (i % 4)), "") for i in range(7)]
 SAMPLING = SamplingParams(num_samples=3, max_tokens=20, seed=1)
@@ -80,3 +81,12 @@ def test_weights_that_do_not_fit_fail_on_every_rank_and_hang_none(tmp_path):
         assert "2 missing: model.layers.0.self_attn.q_proj.weight" in message
         assert "2 unknown: model.layers.0.self_attn.query.weight" in message
         assert ranks == 2
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_engine_and_trainer_agree_after_every_update(tmp_path: Path, world_size: int) -> None:
+    """The contract of every engine; vLLM's are held to it in tests/vllm."""
+    folder = save_tiny_checkpoint(tmp_path)
+    options = {**contract.OPTIONS, "hf_checkpoint": str(folder), "rollout_engine": "hf"}
+    for found in spawn(world_size, contract.agreement, options, 3):
+        assert max(found) < 1e-5, found

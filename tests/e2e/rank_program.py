@@ -30,6 +30,13 @@ def meet(fate: str) -> None:
         raise CheckpointError("--hf-checkpoint x holds no config.json")
     if fate == "bug" and rank == 1:
         raise ZeroDivisionError("a bug")
+    if fate == "aborted" and rank == 0:  # as a watchdog in C++ does, once another rank has raised
+        failures = Path(os.environ["FSDPTRAIN_FAILURES"])
+        while not list(failures.glob("rank*.json")):
+            time.sleep(0.001)
+        os.abort()
+    if fate == "aborted":
+        raise ZeroDivisionError("a bug")
     if fate == "killed" and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     if fate == "silent" and rank == 1:

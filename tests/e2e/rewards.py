@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 from pathlib import Path
 
 from fsdptrain.types import Prompt
@@ -9,6 +10,11 @@ from fsdptrain.types import Prompt
 
 def raises(prompt: Prompt, response: str) -> float:
     return 1 / 0
+
+
+def hangs(prompt: Prompt, response: str) -> float:
+    threading.Event().wait()
+    return 0.0
 
 
 def variety(prompt: Prompt, response: str) -> float:

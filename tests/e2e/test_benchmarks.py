@@ -54,6 +54,18 @@ def test_the_quick_run_of_older_weights_trains_on_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["throughput", "sync_check"])
+def test_the_quick_runs_of_engines_report_the_embedded_one(name: str) -> None:
+    argv = [sys.executable, FOLDER / f"{name}.py", "--quick", "--engines", "hf"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    row = json.loads(done.stdout.splitlines()[-1])
+    assert row["engine"] == "hf"
+    assert row.get("to_hf", 1.0) == 1.0
+    assert 0 < row.get("share", 0.5) < 1
+
+
+@pytest.mark.slow
 def test_a_small_model_is_loaded_in_every_way_and_exported_within_its_bounds(tmp_path: Path) -> None:
     report = run_quick("load.py", tmp_path, "--folder", str(tmp_path / "scratch"))
     assert all(report["laws"].values())

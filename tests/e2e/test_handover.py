@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 
 from fsdptrain import Config, Trainer
+from fsdptrain.backends.fsdp import FSDPBackend
+from fsdptrain.rollout.hf import HFEngine
+from tests.e2e import command
 from tests.e2e.engines import CALLS
 
 ROWS = [{"prompt": f"say {i}", "label": str(i)} for i in range(16)]
@@ -51,3 +54,46 @@ def test_what_a_hand_over_has_shown_is_reported_where_there_was_one(checkpoint: 
     calls(checkpoint, tmp_path, n_samples_per_prompt=2, eval_interval=0, rollout_engine="hf")
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "sync/probe_abs_mean" in row] == [1, 2]  # nothing is asked after the last
+
+
+@pytest.mark.slow
+def test_a_trainer_that_makes_room_for_its_engine_trains_bit_by_bit_as_one_that_does_not(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """On two ranks, with a reference, evaluations, and checkpoints between the rollouts."""
+    written = {}
+    for name, more in {"stays": [], "leaves": ["--offload-train"]}.items():
+        argv = ["--hf-checkpoint", str(checkpoint), *command.TINY_RUN, "--num-rollout", "3", "--load-strategy", "rank0"]
+        argv += ["--save-interval", "1", "--eval-interval", "1", "--kl-loss-coef", "0.1", *more]
+        argv += ["--keep-last", "1", "--output-dir", str(tmp_path / name)]
+        result = command.run(argv, tmp_path / f"{name}.log", num_ranks=2)
+        assert result.code == 0, result.err
+        written[name] = [(tmp_path / name / "samples.jsonl").read_text()]
+        written[name] += [path.read_bytes() for path in sorted((tmp_path / name / "hf").glob("*.safetensors"))]
+        rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        assert any("perf/offload_s" in row for row in rows) == bool(more)
+    assert written["stays"] == written["leaves"]
+
+
+def test_nothing_of_the_trainer_is_there_while_completions_are_made_and_all_of_it_else(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[bool] = []
+    backends: list[FSDPBackend] = []
+    offload, generate = FSDPBackend.offload, HFEngine.generate
+
+    def offloaded(backend: FSDPBackend, **more: Any) -> None:
+        backends.append(backend)
+        offload(backend, **more)
+
+    def generated(engine: HFEngine, prompts: Any, sampling: Any) -> Any:
+        weights = [p.to_local().untyped_storage().nbytes() for p in backends[-1].model.parameters()]  # pyright: ignore
+        held.append(bool(sum(weights)))
+        return generate(engine, prompts, sampling)
+
+    monkeypatch.setattr(FSDPBackend, "offload", offloaded)
+    monkeypatch.setattr(HFEngine, "generate", generated)
+    options = {"offload_train": True, "load_strategy": "rank0", "rollout_engine": "hf", "eval_size": 2}
+    calls(checkpoint, tmp_path, num_rollout=1, n_samples_per_prompt=2, **options)
+    # a probe that the trainer scores, an evaluation, a rollout, a probe, an evaluation
+    assert held == [True, False, False, True, False]

@@ -44,8 +44,9 @@ def test_an_error_of_one_rank_is_one_line_and_exit_code_2():
     assert finish(start("mendable")) == (2, "", "fsdptrain: --hf-checkpoint x holds no config.json\n")
 
 
-def test_a_bug_shows_the_traceback_of_the_rank_that_has_it_once():
-    code, out, err = finish(start("bug"))
+@pytest.mark.parametrize("fate", ["bug", "aborted"])
+def test_a_bug_shows_the_traceback_of_the_rank_that_has_it_once(fate):
+    code, out, err = finish(start(fate))
     assert (code, out) == (1, "")
     assert err.startswith("fsdptrain: rank 1 failed\nTraceback")
     assert err.endswith("ZeroDivisionError: a bug\n")
@@ -71,6 +72,14 @@ def test_under_torchrun_an_error_is_said_once(fate):
     assert [line for line in err.splitlines() if line.startswith("fsdptrain: ")] == [
         "fsdptrain: --hf-checkpoint x holds no config.json"
     ]
+
+
+def test_under_torchrun_our_own_flags_of_the_launch_are_refused(tmp_path):
+    argv = ["--hf-checkpoint", "nowhere", "--output-dir", str(tmp_path / "run"), "--max-restarts", "2"]
+    run = command.run(argv, tmp_path, num_ranks=2)
+    assert run.code == 2
+    assert run.err.startswith("fsdptrain: --max-restarts has no effect where fsdptrain does not start the processes")
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_interrupt_ends_all_quietly():

@@ -154,3 +154,15 @@ def test_a_reward_that_fails_in_flight_ends_the_run_in_one_line_on_all_ranks(che
     result = command.run([*argv, "--rollout-max-batch-tokens", "510"], tmp_path / "log", num_ranks=2)
     assert result.code == 2
     assert "--rollout-max-batch-tokens 510 cannot hold" in result.err
+
+
+@pytest.mark.slow
+def test_a_reward_that_hangs_in_flight_ends_the_run_in_one_line_on_all_ranks(checkpoint: Path, tmp_path: Path) -> None:
+    argv = ["--hf-checkpoint", str(checkpoint), *TINY_RUN, "--rollout-engine", ENGINES["in flight"]]
+    argv += ["--max-staleness", "1", "--mismatch-correction", "tis", "--output-dir", str(tmp_path / "run")]
+    argv += ["--eval-interval", "0", "--reward", "tests.e2e.rewards:hangs", "--reward-timeout", "0.5"]
+    del argv[argv.index("--eval-size") : argv.index("--eval-size") + 2]
+    result = command.run(argv, tmp_path / "log", num_ranks=2, timeout=120)
+    assert result.code == 2
+    assert "--reward did not answer 3 times in a row within 0.5 s" in result.err
+    assert "Traceback" not in result.err

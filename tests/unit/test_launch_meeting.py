@@ -6,11 +6,13 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import psutil
 import pytest
 
 from fsdptrain.errors import ConfigError, RankError
+from fsdptrain.launch.addresses import interface_of, own_address
 from fsdptrain.launch.failures import Level, Report
-from fsdptrain.launch.meeting import Guest, Host, Terms, interface_of, meet
+from fsdptrain.launch.meeting import Guest, Host, Terms, meet
 from fsdptrain.testing import free_port
 
 
@@ -109,7 +111,8 @@ def test_a_machine_alone_says_whom_it_does_not_reach():
 
 @pytest.mark.parametrize("silent", [0, 1])
 def test_a_machine_that_falls_silent_is_lost_and_its_successor_takes_part(silent):
-    first, second = terms(2, max_restarts=1, silence_s=1.0)
+    saved = ["step_00000002"]
+    first, second = terms(2, max_restarts=1, silence_s=1.0, newest=lambda: saved[-1])
     both = [first, second]
 
     def survivor():
@@ -126,19 +129,22 @@ def test_a_machine_that_falls_silent_is_lost_and_its_successor_takes_part(silent
     def dies():
         meeting = meet(both[silent])
         meeting.gather()
+        saved.append("step_00000004")
         assert gone.wait(30)
         if isinstance(meeting, Host):
             meeting._server.close()
         for line in meeting._lines.values() if isinstance(meeting, Host) else [meeting._line]:
             line.socket.close()  # as a machine that is gone says nothing any more, neither that it leaves
-        successor = meet(replace(both[silent], name=f"new{silent}:9"))
-        successor.gather()
+        successor = meet(replace(both[silent], name=f"new{silent}:9", launch="another"))
+        go = successor.gather()
         settled = successor.settle(None)
         successor.leave("has ended")
-        return settled
+        return go, settled
 
     gone = threading.Event()
-    (verdict, (_, settled)), successor = at_once([survivor, dies])
+    (verdict, (round, settled)), (go, successor) = at_once([survivor, dies])
+    assert (round, go.round, go.launch) == (1, 1, "launch")  # though the one who has counted may be gone
+    assert (go.before, go.saved) == ("step_00000002", True)
     assert verdict.again
     assert verdict.cause.text.startswith(f"node {silent} (")
     assert verdict.cause.text.endswith("has not answered for 1 s (--node-timeout)")
@@ -187,14 +193,43 @@ def test_a_stranger_at_the_port_disturbs_nobody():
     assert (verdict, other) == (None, None)
 
 
+def test_node_0_listens_at_the_address_of_the_endpoint_and_nowhere_else(capsys):
+    (first, _), others = terms(2), {a.address for every in psutil.net_if_addrs().values() for a in every}
+    host = Host(first)
+    assert host._server.getsockname()[0] == "127.0.0.1"
+    for address in others - {"127.0.0.1"}:
+        with pytest.raises(OSError), socket.socket() as sock:
+            sock.connect((address, first.endpoint[1]))
+    host.leave("has ended")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_name_that_is_no_address_of_this_machine_is_said(capsys):
+    assert (own_address("127.0.0.1"), own_address("localhost")) == ("127.0.0.1", "127.0.0.1")
+    assert own_address("192.0.2.1") is None
+    assert own_address("there.is.no.such.host.invalid") is None
+    (first, _) = terms(2, endpoint=("192.0.2.1", free_port()))
+    host = Host(first)
+    host.leave("has ended")
+    assert "192.0.2.1" in (line := capsys.readouterr().err)
+    assert "it listens at all that it has" in line
+    assert line.count("\n") == 1
+
+
 def test_a_port_in_use_is_one_line():
-    with socket.create_server(("", 0)) as taken:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         first, _ = terms(2, endpoint=("127.0.0.1", taken.getsockname()[1]))
-        with pytest.raises(ConfigError, match="node 0 cannot listen at port"):
+        with pytest.raises(ConfigError, match="node 0 cannot listen there"):
             meet(first)
 
 
-@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", b'{"what": "hi"}\n', b"[1]\n", b"", b"x" * (1 << 21)])
+TOLD = b'{"what": "ready", "node": 1, "name": "x", "alike": {}, "told": {"round": "7"}}\n'
+
+
+SAID = [b"GET / HTTP/1.1\r\n\r\n", b'{"what": "hi"}\n', TOLD, b"[1]\n", b"", b"x" * (1 << 21)]
+
+
+@pytest.mark.parametrize("said", SAID)
 def test_what_a_stranger_says_at_the_port_changes_nothing(said):
     first, second = terms(2)
 

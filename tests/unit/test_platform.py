@@ -3,7 +3,9 @@
 from pathlib import Path
 
 import pytest
+import torch
 
+from fsdptrain import platform
 from fsdptrain.errors import ConfigError
 from fsdptrain.platform import _check_device, _control_groups, _group_memory, host_memory
 
@@ -40,3 +42,34 @@ def test_a_process_without_a_device_of_its_own_is_refused() -> None:
     _check_device(1, 2)
     with pytest.raises(ConfigError, match=r"^--nproc-per-node .* process 3 finds 2"):
         _check_device(2, 2)
+
+
+def test_the_platform_is_chosen_by_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FSDPTRAIN_PLATFORM", "cpu")
+    assert (platform.device_type(), platform.has_accelerator(), platform.device_count()) == ("cpu", False, 1)
+    assert platform.local_device() == torch.device("cpu")
+    assert platform.distributed_backend() == "gloo"
+    assert platform.device_rng_state() is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [("xpu", "torch finds no such device on this machine"), ("gpu", "this torch knows no such device type")],
+)
+def test_a_platform_that_is_not_here_is_one_line(asked: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FSDPTRAIN_PLATFORM", asked)
+    with pytest.raises(ConfigError, match=rf"^FSDPTRAIN_PLATFORM={asked}: {why}; it takes .*cpu here, or leave"):
+        platform.device_type()
+
+
+@pytest.mark.gpu
+def test_a_device_may_be_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = platform.device_type()
+    assert kind != "cpu"
+    state = platform.device_rng_state()
+    assert state is not None
+    first = torch.rand(4, device=kind)
+    platform.set_device_rng_state(state)
+    assert torch.equal(torch.rand(4, device=kind), first)
+    monkeypatch.setenv("FSDPTRAIN_PLATFORM", "cpu")
+    assert (platform.device_type(), platform.distributed_backend()) == ("cpu", "gloo")

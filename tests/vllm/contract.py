@@ -1,5 +1,6 @@
 """What holds for every vLLM engine: it answers with exactly the weights that the trainer has given it last."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from fsdptrain.backends.fsdp import FSDPBackend
 from fsdptrain.config import Config
 from fsdptrain.data.packing import pack
 from fsdptrain.rollout import engine_factory
+from fsdptrain.testing import tiny_tokenizer
+from fsdptrain.trainer.sync_check import SyncCheck, build_sync_check
 from fsdptrain.types import Completion, Prompt, Sample, SamplingParams
 
 LONG = Prompt("long", [5 + i % 200 for i in range(300)], "")  # more than two blocks of the prefix cache
@@ -20,12 +23,35 @@ OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def agreement(options: dict[str, Any], steps: int) -> list[float]:
-    """Largest difference of a logprob between engine and trainer, after each of `steps` changes of the weights."""
+def colocated(model: Path, **more: Any) -> dict[str, Any]:
+    """Of a small run with vLLM in the trainer's process, whose probe fills a block of the cache."""
+    own = {"hf_checkpoint": str(model), "rollout_engine": "vllm", "rollout_kv_cache_gib": 0.05}
+    return {**OPTIONS, **own, "max_tokens_per_gpu": 1024, **more}
+
+
+def build(options: dict[str, Any]) -> tuple[FSDPBackend, Any]:
+    """A trainer, and the engine that it gives its weights to."""
     config = Config(**options)
     backend = FSDPBackend(config, total_steps=1)
     make_engine = engine_factory(config.rollout.engine, device_type=platform.device_type())
-    engine = make_engine(config, checkpoint=backend.checkpoint_path, device=backend.device)
+    return backend, make_engine(config, checkpoint=backend.checkpoint_path, device=backend.device)
+
+
+def build_checked(options: dict[str, Any]) -> tuple[FSDPBackend, Any, SyncCheck]:
+    """The same, and who looks at what the engine was given."""
+    backend, engine = build(options)
+    return backend, engine, check_of(options, engine, backend)
+
+
+def check_of(options: dict[str, Any], engine: Any, backend: FSDPBackend) -> SyncCheck:
+    check = build_sync_check(Config(**options), engine, backend, tiny_tokenizer())
+    assert check is not None
+    return check
+
+
+def agreement(options: dict[str, Any], steps: int) -> list[float]:
+    """Largest difference of a logprob between engine and trainer, after each of `steps` changes of the weights."""
+    backend, engine = build(options)
     found = []
     try:
         for version in range(steps):

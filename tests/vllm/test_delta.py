@@ -5,33 +5,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdptrain.backends.fsdp import FSDPBackend
-from fsdptrain.config import Config
 from fsdptrain.fsdp.shards import local_shard
 from fsdptrain.models.structure import reshard
-from fsdptrain.rollout import engine_factory
 from fsdptrain.rollout.vllm_readback import readable
-from fsdptrain.testing import save_tiny_checkpoint, spawn, tiny_tokenizer
-from fsdptrain.trainer.sync_check import build_sync_check
+from fsdptrain.testing import save_tiny_checkpoint, spawn
+from tests.vllm import contract
 
 CHANGED = ("", "layers.1.self_attn.k_proj", "embed_tokens", "nothing", "layers.0.mlp.up_proj", "norm")
 
 
 def held_after_each(folder: Path, bf16: bool) -> list[tuple[bool, float, float]]:
     """(all bits are the trainer's, bytes that were pushed, bytes that were not) for each of `CHANGED`."""
-    config = Config(
-        hf_checkpoint=str(folder),
-        bf16=bf16,
-        rollout_kv_cache_gib=0.05,
-        max_tokens_per_gpu=1024,
-        rollout_max_response_len=64,
-    )
-    backend = FSDPBackend(config, total_steps=1)
-    engine = engine_factory("vllm", device_type="cpu")(
-        config, checkpoint=backend.checkpoint_path, device=backend.device
-    )
-    check = build_sync_check(config, engine, backend, tiny_tokenizer())
-    assert check is not None
+    backend, engine, check = contract.build_checked(contract.colocated(folder, bf16=bf16))
     found = []
     for version, changed in enumerate(CHANGED):
         reshard(backend.model)

@@ -7,13 +7,11 @@ import pytest
 import torch
 
 from fsdptrain.backends.fsdp import FSDPBackend
-from fsdptrain.config import Config
 from fsdptrain.fsdp.shards import local_shard
 from fsdptrain.models.structure import reshard
-from fsdptrain.rollout import engine_factory
-from fsdptrain.testing import save_tiny_checkpoint, spawn, tiny_tokenizer
-from fsdptrain.trainer.sync_check import build_sync_check
+from fsdptrain.testing import save_tiny_checkpoint, spawn
 from fsdptrain.types import Completion, Prompt, SamplingParams
+from tests.vllm import contract
 
 PROMPTS = [Prompt("a", [9, 8, 7], ""), Prompt("b", [5 + i % 200 for i in range(300)], "")]
 SAMPLING = SamplingParams(num_samples=2, max_tokens=12, seed=3)
@@ -21,18 +19,8 @@ SAMPLING = SamplingParams(num_samples=2, max_tokens=12, seed=3)
 
 def answers(folder: Path, sync: str, versions: int) -> tuple[list[list[Completion]], list[float]]:
     """Completions under each version of the adapter, and how far the probe of each was from the trainer."""
-    config = Config(
-        hf_checkpoint=str(folder), bf16=False, rollout_kv_cache_gib=0.05, max_tokens_per_gpu=1024,
-        rollout_max_response_len=64,
-        lora_rank=4,
-        lora_sync=sync, rollout_engine="vllm",
-    )  # fmt: skip
-    backend = FSDPBackend(config, total_steps=1)
-    engine = engine_factory("vllm", device_type="cpu")(
-        config, checkpoint=backend.checkpoint_path, device=backend.device
-    )
-    check = build_sync_check(config, engine, backend, tiny_tokenizer())
-    assert check is not None
+    options = contract.colocated(folder, lora_rank=4, lora_sync=sync, rollout_temperature=1.0)
+    backend, engine, check = contract.build_checked(options)
     made, apart = [], []
     for version in range(versions):
         train(backend, version)

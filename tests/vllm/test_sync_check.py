@@ -5,13 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from fsdptrain.backends.fsdp import FSDPBackend
-from fsdptrain.config import Config
 from fsdptrain.errors import RolloutError
-from fsdptrain.rollout import engine_factory
-from fsdptrain.testing import save_tiny_checkpoint, spawn, tiny_tokenizer
-from fsdptrain.trainer.sync_check import build_sync_check
+from fsdptrain.testing import save_tiny_checkpoint, spawn
 from tests.distributed.test_sync_check import Courier, train_a_little
+from tests.vllm import contract
 
 FAULTS = ("stale", "permuted", "not sent", "prefix cache kept")
 TRIES = 16
@@ -28,16 +25,7 @@ class KeptCache:
 
 
 def what_the_check_said(folder: Path, bf16: bool) -> tuple[list[tuple[str, str, str | None]], list[float]]:
-    config = Config(
-        hf_checkpoint=str(folder), bf16=bf16, rollout_temperature=0.7, rollout_kv_cache_gib=0.05,
-        rollout_max_response_len=64, max_tokens_per_gpu=1024,
-    )  # fmt: skip
-    backend = FSDPBackend(config, total_steps=1)
-    engine = engine_factory("vllm", device_type="cpu")(
-        config, checkpoint=backend.checkpoint_path, device=backend.device
-    )
-    check = build_sync_check(config, engine, backend, tiny_tokenizer())
-    assert check is not None
+    backend, engine, check = contract.build_checked(contract.colocated(folder, bf16=bf16))
     courier, draw, found, apart = Courier(), random.Random(0), [], []
 
     def hand_over(version: int, fault: str = "", victim: str = "") -> str | None:

@@ -256,6 +256,11 @@ REFUSED = [
         ["--router-aux-loss-coef", "`config`", "-0.1"],
         {"router_aux_loss_coef": "config"},
     ),
+    (
+        {"router_bias_update_rate": 0.001, "lora_rank": 8},
+        ["--router-bias-update-rate", "--lora-rank"],
+        {"lora_rank": 0},
+    ),
     ({"global_batch_size": 100}, ["--global-batch-size 100", "32", "8", "256", "e.g. 64"], OFF_POLICY),
     ({"global_batch_size": 512}, ["--global-batch-size 512", "e.g. 256"], OFF_POLICY),
     ({**OFF_POLICY, "steps_per_rollout": 3}, ["--steps-per-rollout 3", "make 4 steps of 64"], {"steps_per_rollout": 4}),
@@ -339,6 +344,7 @@ REFUSED = [
         for values, flag in [
             ({"image_key": "image"}, "--image-key"),
             ({"layout": "padded"}, "--layout padded"),
+            ({"attn_implementation": "flash_attention_2"}, "--attn-implementation flash_attention_2"),
             (TENSOR, "--tensor-parallel-size 2"),
         ]
     ),

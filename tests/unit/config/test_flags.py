@@ -49,6 +49,7 @@ def test_flags_are_read(flat, argv, expected):
     [
         (["--lr", "abc"], "--lr must be a number, got 'abc'"),
         (["--lr"], "--lr needs a value: a number"),
+        (["--reward", "a", "--lr", "1", "--reward", "b"], "--reward is given twice: give all of its values at once"),
         (["--lr", "--bf16"], "--lr needs a value: a number"),
         (["--num-rollout", "2.5"], "--num-rollout must be a whole number, got '2.5'"),
         (["--layout", "packd"], "--layout must be one of auto, packed, padded, got 'packd'; did you mean 'packed'?"),
@@ -100,6 +101,7 @@ def test_every_boolean_can_be_set_both_ways(flat):
         "use_opsm": ["--global-batch-size", "64"],
         "use_unbiased_kl": ["--kl-loss-coef", "0.1"],
         "lora_use_dora": ["--lora-rank", "8"],
+        "megatron_sequence_parallel": ["--backend", "megatron", "--megatron-tensor-parallel", "2"],
         "train_vision": ["--image-key", "images", "--prompt-data", "x.jsonl"],
         "rollout_public_servers": ["--rollout-engine", "vllm-server", "--rollout-urls", "http://a:1"],
     }.get(flat, [])

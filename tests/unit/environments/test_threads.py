@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from fsdptrain.environments import StepThreads
+from fsdptrain.environments import DeadlineError, StepThreads
 from fsdptrain.environments import threads as module
 from fsdptrain.errors import RolloutError
 
@@ -58,7 +58,7 @@ def test_a_call_that_hangs_is_left_behind_and_its_place_taken():
     begin = time.monotonic()
     results = threads.run([release.wait, release.wait, *[lambda: "fine"] * 20])
     assert time.monotonic() - begin < 2.0
-    assert [type(result) for result in results[:2]] == [TimeoutError, TimeoutError]
+    assert [type(result) for result in results[:2]] == [DeadlineError, DeadlineError]
     assert "--environment-timeout 0.2" in str(results[0])
     assert results[2:] == ["fine"] * 20
     release.set()

@@ -209,7 +209,7 @@ def test_the_kernel_of_the_device_is_called_as_it_is_documented(
     lengths = [37, 1, 65]
     num_heads, kv_heads, width, value_width = shape
     qkv = heads(1, sum(lengths), (num_heads, width), (kv_heads, width), (kv_heads, value_width))
-    found = attention._varlen(*qkv, boundaries(lengths), width**-0.5, window)
+    found = attention.varlen_attention(*qkv, boundaries(lengths), width**-0.5, window)
     wanted, _ = attend(MODULE, *qkv, None, varlen=False, sliding_window=window, boundaries=boundaries(lengths))
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
 

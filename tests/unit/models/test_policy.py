@@ -144,7 +144,7 @@ def test_only_loss_positions_are_scored_and_they_do_not_change(layout: Layout) -
     model = policy_model("qwen3")
     every = plain_batch(segments(), device=CPU)
     some = every.loss_positions[::3]
-    found = policy_logprobs(model, replace(every, loss_positions=some), layout=layout).values
+    found = policy_logprobs(model, replace(every, loss_positions=some, loss_places=some.numpy()), layout=layout).values
     wanted = policy_logprobs(model, every, layout=layout).values
     torch.testing.assert_close(found[some], wanted[some], rtol=1e-6, atol=1e-6)
     assert found.count_nonzero() == len(some)

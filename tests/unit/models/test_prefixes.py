@@ -14,11 +14,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.algo.weights import AGGREGATIONS, count_totals, num_loss_tokens
 from fsdptrain.data.packing import pack
+from fsdptrain.errors import ConfigError
 from fsdptrain.models.attention import SEGMENTS, Boundaries, Whole, attend, register_attention
 from fsdptrain.models.checkpointing import enable_gradient_checkpointing
 from fsdptrain.models.layout import choose_layout, probe_random_copy, probe_segments
 from fsdptrain.models.policy import install_policy_forward, policy_logprobs
-from fsdptrain.models.prefix_probe import PrefixProbe, probe_prefixes
+from fsdptrain.models.prefix_probe import PrefixProbe, probe_prefixes, require_prefixes, structural_obstacle
 from fsdptrain.types import LogProbs, LossConfig, PackedBatch, Sample
 from tests import zoo
 from tests.unit.models.test_policy import CPU, policy_model
@@ -214,3 +215,11 @@ def test_an_attention_that_loses_the_prefix_is_found_out(
         AttentionInterface.register(SEGMENTS, ours)
     assert not found.shares
     assert found.reason.startswith(("it differs by", "one sequence moves"))
+
+
+def test_what_a_model_is_made_of_is_told_before_its_files_are_read() -> None:
+    with torch.device("meta"):
+        obstacles = {name: structural_obstacle(zoo.build(name)) for name in ("qwen3", "qwen3_next")}
+    require_prefixes(obstacles["qwen3"])
+    with pytest.raises(ConfigError, match=r"--prefix-sharing on: its recurrent mixers .*leave it out"):
+        require_prefixes(obstacles["qwen3_next"])

@@ -5,7 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, Ernie4_5_MoeConfig
 
-from fsdptrain.planning.flops import model_flops
+from fsdptrain.planning.flops import ModelFlops, model_flops
 from tests import zoo
 
 LENGTH = 64
@@ -27,3 +27,13 @@ def test_a_forward_pass_costs_what_torch_counts(name: str) -> None:
         model(torch.arange(5, 5 + LENGTH)[None], use_cache=False)
     counted = model_flops(model).forward([LENGTH], LENGTH, causal=False)
     assert counted == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_shared_prompt_counts_once_and_what_follows_it_counts_its_keys(frozen: bool) -> None:
+    flops = ModelFlops(body_weights=7.0, head_weights=11, attention_width=3, frozen=frozen)
+    whole = flops.training([10, 12], 5, causal=True)
+    shared = flops.training([10, 12], 5, causal=True, prefixes=[0, 4])
+    assert whole - shared == pytest.approx(flops.training([4], 0, causal=True))
+    pairs = flops.forward([12], 0, causal=False, prefixes=[4]) - 2 * 7.0 * 8
+    assert pairs == pytest.approx(4 * 3 * 8 * 12)

@@ -25,6 +25,7 @@ class ScriptedServer(ThreadingHTTPServer):
         self.paused = paused
         self.dies_after = dies_after  # requests for tokens
         self.refuses: dict[str, str] = {}  # path -> message, with status 500
+        self.breaks_off: set[str] = set()  # paths that get no answer
         self.delays: dict[str, float] = {}  # path -> seconds before its answer
         self.dies_when_asked = False  # for tokens; the whole process
         self.calls: list[str] = []  # paths, in order
@@ -55,6 +56,8 @@ class _Handler(BaseHTTPRequestHandler):
             if server.dies_after == 0:
                 return  # without a word: the connection breaks
             server.calls.append(path)
+            if path in server.breaks_off:
+                return
             if path == "/inference/v1/generate" and server.dies_when_asked:
                 os._exit(1)
             if path == "/inference/v1/generate":
@@ -88,6 +91,7 @@ def _generated(server: ScriptedServer, body: Any) -> Any:
 
 ANSWERS: dict[str, Callable[[ScriptedServer, Any], Any]] = {
     "/weight_info": lambda server, body: {"weight_version": server.version},
+    "/get_world_size": lambda server, body: {"world_size": 1},
     "/is_paused": lambda server, body: {"is_paused": server.paused},
     "/reset_prefix_cache": lambda server, body: {"success": True},
     "/inference/v1/generate": _generated,

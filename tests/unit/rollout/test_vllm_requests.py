@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdptrain.errors import RolloutError
+from fsdptrain.rollout import vllm_requests
 from fsdptrain.rollout.vllm_http import ServerGoneError
 from fsdptrain.rollout.vllm_requests import Dispatcher
 from tests.unit.rollout.scripted_server import ScriptedServer
@@ -103,6 +104,15 @@ def test_a_watch_during_an_update_marks_nobody():
     server = ScriptedServer(version="run/1", paused=True)
     made = dispatcher(server, newest=lambda: None)
     assert tokens(made.run(requests(8), per_group=1)) == list(range(8))
+
+
+def test_what_is_sent_again_finds_nothing_of_itself_in_a_cache(monkeypatch):
+    monkeypatch.setattr(vllm_requests, "_PROBE_INTERVAL_S", 0.05)
+    server = ScriptedServer(version="run/0")  # its first answer is not taken
+    made = dispatcher(server, patience=30.0)
+    threading.Timer(0.5, lambda: setattr(server, "version", "run/1")).start()
+    made.run([{"token_ids": [1], "cache_salt": "probe"}], per_group=1)
+    assert [body["cache_salt"] for body in server.given] == ["probe", "probe-1"]
 
 
 def test_what_is_stopped_from_outside_ends():

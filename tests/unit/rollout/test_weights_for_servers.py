@@ -1,6 +1,7 @@
 """Weights reach files and buckets as they are, and everything is read to its end."""
 
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,8 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from fsdptrain.rollout.vllm_http import ServerGoneError
 from fsdptrain.rollout.weight_files import WeightFolder, folder_name
 from fsdptrain.rollout.weight_group import bucket_size, pack_bucket, spec_of, unpack_bucket
+from fsdptrain.rollout.weight_push import Deadline, GroupPush
+from tests.unit.rollout.scripted_server import ScriptedServer
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8)
 shapes = st.lists(st.integers(0, 5), max_size=3)
@@ -89,6 +93,15 @@ def test_a_full_disk_is_told_after_everything_was_gathered(tmp_path):
     with pytest.raises(OSError, match="here"):
         folder.write(weights())
     assert read == [0, 1, 2, 3, 4]
+
+
+def test_a_server_that_dies_on_its_way_to_the_group_is_not_waited_for():
+    server = ScriptedServer()
+    server.breaks_off.add("/init_weight_transfer_engine")
+    start = time.monotonic()
+    with pytest.raises(ServerGoneError, match="broke off POST /init_weight_transfer_engine"):
+        GroupPush("gloo", 60.0).send(server.client, [], Deadline(60.0))
+    assert time.monotonic() - start < 20
 
 
 def test_runs_have_folders_of_their_own():

@@ -232,8 +232,8 @@ class Wild:
         (lambda: Turn([{"role": "user", "content": None}]), "--environment: TypeError: an observation is a text or"),
         (lambda: Turn(reward="high"), "--environment: TypeError: the reward returned 'high', which is no number"),
         (lambda: Turn(reward=float("nan")), "--environment: ValueError: the reward returned nan"),
-        (lambda: time.sleep(60), "--environment: TimeoutError: no answer within --environment-timeout 0.2 s"),
-        (lambda: threading.Event().wait(), "--environment: TimeoutError"),
+        (lambda: time.sleep(60), "--environment: DeadlineError: no answer within --environment-timeout 0.2 s"),
+        (lambda: threading.Event().wait(), "--environment: DeadlineError"),
     ],
 )
 def test_an_episode_that_fails_is_not_scored_and_the_others_are(wrong: Callable[[], Any], error: str) -> None:

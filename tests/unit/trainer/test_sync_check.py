@@ -1,6 +1,7 @@
 """Which engines are checked, and what is said where one cannot be."""
 
 import logging
+import threading
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
 from fsdptrain.testing import FakeRolloutEngine, tiny_tokenizer
-from fsdptrain.trainer.sync_check import build_sync_check, make_probe, tolerance
+from fsdptrain.trainer.sync_check import SyncCheck, build_sync_check, make_probe, tolerance
 
 
 def config(**values) -> Config:
@@ -48,6 +49,34 @@ def test_tolerance_follows_from_the_dtype():
     assert tolerance(torch.float32) == 1e-4
     assert tolerance(torch.bfloat16) == 0.25
     assert tolerance(torch.float16) == pytest.approx(0.031, abs=1e-3)
+
+
+class Waiting:
+    """A copy that answers when all copies have been asked."""
+
+    name = "a copy"
+
+    def __init__(self, all_asked: threading.Barrier) -> None:
+        self._all_asked = all_asked
+
+    def checksums(self, names):
+        self._all_asked.wait(timeout=20)
+        return {}
+
+    def generate(self, prompts, sampling):
+        self._all_asked.wait(timeout=20)
+        return []
+
+    def cached_tokens(self) -> int:
+        return 0
+
+
+def test_copies_are_looked_at_side_by_side_so_that_waits_do_not_add_up():
+    probe = make_probe(config(), tiny_tokenizer())
+    check = SyncCheck(None, None, probe, dtype=torch.float32, first_only=False)  # pyright: ignore
+    all_asked = threading.Barrier(3)
+    looks = check._look_at_all([Waiting(all_asked) for _ in range(3)], version=1)
+    assert [look.name for look in looks] == ["a copy"] * 3
 
 
 @pytest.mark.parametrize(

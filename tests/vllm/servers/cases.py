@@ -7,7 +7,7 @@ from fsdptrain.types import SamplingParams
 from tests.vllm.contract import OPTIONS
 
 KEY = "a key of the tests"
-SILENCE = 15.0  # --sync-timeout of servers that are killed [s]
+SILENCE = 60.0  # --sync-timeout of servers that are killed: what is well answers long before, however busy [s]
 RESTART = 400.0  # of one of them [s]
 GREEDY = SamplingParams(num_samples=1, max_tokens=24, temperature=0.0)
 

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,23 +53,38 @@ def models(tmp_path_factory) -> dict[str, Models]:
     return made
 
 
-@pytest.fixture(scope="session")
-def urls(models, tmp_path_factory) -> Iterator[dict[str, str]]:
-    """A server for each model, by its name; started as a user would, with the API key in cases.KEY."""
-    folder = tmp_path_factory.mktemp("servers")
-    processes = {}
-    for i, (name, model) in enumerate(models.items()):
-        config = Config(**cases.options(model.first, max_tokens_per_gpu=1024))
-        launch = Launch(str(PYTHON), server_arguments(config, model.first, on_gpu=False), folder, folder, cases.KEY)
-        processes[name] = ServerProcess(launch, i, None)
-        processes[name].start()
-    try:
-        for process in processes.values():
-            wait_until_up(process)
-        yield {name: process.url for name, process in processes.items()}
-    finally:
-        for process in processes.values():
+class Servers(dict[str, str]):
+    """The address of a server for each model, by its name: started when it is first asked for."""
+
+    def __init__(self, models: Mapping[str, Models], folder: Path) -> None:
+        super().__init__()
+        self._models, self._folder = models, folder
+        self._processes: list[ServerProcess] = []
+
+    def __missing__(self, name: str) -> str:
+        model = self._models[name].first
+        arguments = server_arguments(Config(**cases.options(model, max_tokens_per_gpu=1024)), model, on_gpu=False)
+        launch = Launch(str(PYTHON), arguments, self._folder, self._folder, cases.KEY)
+        process = ServerProcess(launch, len(self._processes), None)
+        self._processes.append(process)
+        process.start()
+        wait_until_up(process)
+        self[name] = process.url
+        return process.url
+
+    def end(self) -> None:
+        for process in self._processes:
             process.end()
+
+
+@pytest.fixture(scope="session")
+def urls(models, tmp_path_factory) -> Iterator[Servers]:
+    """Servers as a user would start them, with the API key in cases.KEY."""
+    servers = Servers(models, tmp_path_factory.mktemp("servers"))
+    try:
+        yield servers
+    finally:
+        servers.end()
 
 
 def wait_until_up(process: ServerProcess) -> None:

@@ -1,6 +1,5 @@
 """Servers that are given only what has changed hold, bit by bit, what a full push would have left."""
 
-import os
 import signal
 from collections.abc import Mapping
 
@@ -13,8 +12,8 @@ from fsdptrain.rollout.vllm_server import VLLMServerEngine
 from tests.vllm import contract
 from tests.vllm.servers import cases
 from tests.vllm.servers.conftest import wait_for_both, weights_of
+from tests.vllm.servers.processes import send
 from tests.vllm.servers.test_push import build
-from tests.vllm.servers.test_recovery import processes
 
 CHANGES = ("layers.1.self_attn.k_proj", "embed_tokens", "nothing", "layers.0.mlp.up_proj", "norm")
 
@@ -68,9 +67,7 @@ def test_one_that_was_started_again_in_between_gets_everything(pair, models):
     pair.update_weights(weights.items(), 200)
     weights = changed(weights, "layers.0.mlp")
     pair.update_weights(weights.items(), 201)
-    first = pair.clients[0].url
-    for process in processes(first):
-        os.kill(process.pid, signal.SIGKILL)
+    send(pair.clients[0].url, signal.SIGKILL)
     wait_for_both(pair)  # by the files of 200 and 201
     require_held(pair, weights)
     weights = changed(weights, "layers.1.mlp")

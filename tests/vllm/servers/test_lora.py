@@ -1,29 +1,19 @@
 """An adapter that servers apply themselves gives the logprobs of the trainer, also after a server was started again."""
 
-import os
 import signal
-from pathlib import Path
 from typing import Any
 
-from fsdptrain.backends.fsdp import FSDPBackend
-from fsdptrain.config import Config
-from fsdptrain.rollout import engine_factory
-from fsdptrain.testing import spawn, tiny_tokenizer
-from fsdptrain.trainer.sync_check import build_sync_check
+from fsdptrain.testing import spawn
 from tests.vllm import contract
 from tests.vllm.servers import cases
 from tests.vllm.servers.conftest import PYTHON
-from tests.vllm.servers.test_recovery import processes
+from tests.vllm.servers.processes import send
 from tests.vllm.test_lora import train
 
 
-def probed(options: dict[str, Any], checkpoint: Path) -> tuple[list[float], list[list[list[float]]]]:
+def probed(options: dict[str, Any]) -> tuple[list[float], list[list[list[float]]]]:
     """How far the probe is from the trainer under each version, and what was answered; last by a new server."""
-    config = Config(**options)
-    backend = FSDPBackend(config, total_steps=1)
-    engine = engine_factory("vllm-server", device_type="cpu")(config, checkpoint=checkpoint, device=backend.device)
-    check = build_sync_check(config, engine, backend, tiny_tokenizer())
-    assert check is not None
+    backend, engine, check = contract.build_checked(options)
     apart, said = [], []
 
     def look(version: int) -> None:
@@ -36,8 +26,7 @@ def probed(options: dict[str, Any], checkpoint: Path) -> tuple[list[float], list
             train(backend, version)
             engine.update_adapter(backend.adapter_weights(), backend.write_adapter_config, version)
             look(version)
-        for process in processes(engine.clients[0].url):
-            os.kill(process.pid, signal.SIGKILL)
+        send(engine.clients[0].url, signal.SIGKILL)
         look(2)
     finally:
         engine.close()
@@ -49,7 +38,7 @@ def test_servers_answer_with_the_newest_adapter(models, tmp_path):
         models["tied"].first, rollout_server_python=PYTHON, output_dir=str(tmp_path), lora_rank=4, lora_sync="adapter",
         max_tokens_per_gpu=1024,
     )  # fmt: skip
-    [(apart, said)] = spawn(1, probed, options, models["tied"].first, timeout=500)
+    [(apart, said)] = spawn(1, probed, options, timeout=500)
     assert max(apart) < 1e-4
     assert said[0] != said[1] != said[2]
     assert said[3] == said[2]

@@ -1,6 +1,5 @@
 """Servers that are killed or hang: the run recovers, with every answer in its place, or ends with one clear message."""
 
-import os
 import signal
 import threading
 import time
@@ -8,25 +7,27 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from fsdptrain.errors import RolloutError
-from fsdptrain.rollout.vllm_http import ServerError, VLLMClient
-from fsdptrain.rollout.vllm_server import VLLMServerEngine
+from fsdptrain.rollout.vllm_http import VLLMClient
+from fsdptrain.rollout.vllm_server import Patience, VLLMServerEngine
 from fsdptrain.rollout.weight_push import Deadline, Push
 from fsdptrain.types import Completion, Prompt, SamplingParams
 from tests.vllm import contract
 from tests.vllm.servers import cases
 from tests.vllm.servers.conftest import wait_for_both, weights_of
+from tests.vllm.servers.processes import send, worker
 from tests.vllm.servers.test_push import build
 
 SILENCE = cases.SILENCE
+HANGS = 20.0  # --sync-timeout where a server does not answer: so long the test waits, and the others have [s]
 PROMPTS = [Prompt(f"p{i}", [5 + i] * (1 + 7 * i), "") for i in range(6)]
 LONG_ANSWERS = SamplingParams(num_samples=6, max_tokens=400, temperature=1.0, seed=7)  # takes seconds
 RESTART = cases.RESTART
+GENERATE = "/inference/v1/generate"
 
 
 @pytest.fixture
@@ -34,17 +35,11 @@ def engine(pair) -> VLLMServerEngine:
     return pair
 
 
-def processes(url: str) -> list[psutil.Process]:
-    """Of the server at `url`: the one that listens, its engine and its worker."""
-    port = int(url.rpartition(":")[2])
-    [listening] = {c.pid for c in psutil.net_connections("tcp") if c.laddr.port == port and c.status == "LISTEN"}
-    first = psutil.Process(listening)
-    return [first, *first.children(recursive=True)]
-
-
-def send(url: str, number: int) -> None:
-    for process in processes(url):
-        os.kill(process.pid, number)
+@pytest.fixture
+def url(pair, monkeypatch) -> str:
+    """One of the pair, for a run that is told of it."""
+    monkeypatch.setenv("ROLLOUT_KEY", pair.clients[0]._headers["Authorization"].removeprefix("Bearer "))
+    return pair.clients[0].url
 
 
 class StoppedOnTheWay:
@@ -56,38 +51,48 @@ class StoppedOnTheWay:
 
     def send(self, client: VLLMClient, files: Sequence[Path], deadline: Deadline) -> None:
         if client.url == self._url:
-            processes(self._url)[-1].suspend()
+            worker(self._url).suspend()
             self.is_under_way.set()
         self._push.send(client, files, deadline)
 
     def forget(self, client: VLLMClient) -> None: ...
 
 
-def settle(client: VLLMClient) -> None:
-    """Until it answers at once: first it works off what nobody waits for any more."""
-    end = time.monotonic() + RESTART
-    while True:
-        try:
-            client.version(timeout=1.0)
-            return
-        except ServerError:
-            assert time.monotonic() < end
+class Watched:
+    """Lets a test know when the server at `url` is about to be asked for a path, and when it has answered."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, url: str, path: str, *, before: Callable[[], None] = lambda: None
+    ) -> None:
+        self.asked, self.answered = threading.Event(), threading.Event()
+        original = VLLMClient._request
+
+        def request(client: VLLMClient, method: str, asked: str, *rest: Any) -> Any:
+            if (client.url, asked) != (url, path):
+                return original(client, method, asked, *rest)
+            before()
+            self.asked.set()
+            answer = original(client, method, asked, *rest)
+            self.answered.set()
+            return answer
+
+        monkeypatch.setattr(VLLMClient, "_request", request)
 
 
-def meanwhile(work: Callable[[], Any], *, after: float, do: Callable[[], None]) -> tuple[Any, float]:
-    """What `work` returns, and how long it took after `do`, which comes while it is under way."""
+def meanwhile(work: Callable[[], Any], *, once: threading.Event, do: Callable[[], None]) -> tuple[Any, float]:
+    """What `work` returns, or its error, and how long it took after `do`, which comes while it is under way."""
     found: list[Any] = []
 
     def run() -> None:
         try:
             found.append(work())
-        except RolloutError as error:
+        except Exception as error:  # noqa: BLE001  # the test looks at it
             found.append(error)
 
     thread = threading.Thread(target=run)
     thread.start()
-    time.sleep(after)
-    assert thread.is_alive(), "it was over before it could be disturbed"
+    assert once.wait(RESTART), f"it did not come so far: {found}"
+    assert thread.is_alive(), f"it was over before it could be disturbed: {found}"
     start = time.monotonic()
     do()
     thread.join()
@@ -115,7 +120,8 @@ def starts(completions: list[Completion]) -> list[list[int]]:
 
 
 def test_killed_while_idle_it_comes_back_with_the_weights(engine, models, monkeypatch):
-    engine.update_weights(weights_of(models["tied"].first).items(), 100)  # others had the servers before
+    wait_for_both(engine)  # others had the servers before
+    engine.update_weights(weights_of(models["tied"].first).items(), 100)
     undisturbed = engine.generate(PROMPTS, LONG_ANSWERS)
     require_right(undisturbed, models["tied"].first)
     first = engine.clients[0].url
@@ -129,13 +135,14 @@ def test_killed_while_idle_it_comes_back_with_the_weights(engine, models, monkey
     assert starts(completions) == starts(undisturbed)
 
 
-def test_killed_while_it_generates_its_requests_are_sent_elsewhere(engine, models):
+def test_killed_while_it_generates_its_requests_are_sent_elsewhere(engine, models, monkeypatch):
     wait_for_both(engine)
     engine.update_weights(weights_of(models["tied"].other).items(), 1)
     undisturbed = engine.generate(PROMPTS, LONG_ANSWERS)
     first = engine.clients[0].url
+    watched = Watched(monkeypatch, first, GENERATE)  # other answers are not ready when its first one is
     completions, seconds = meanwhile(
-        lambda: engine.generate(PROMPTS, LONG_ANSWERS), after=0.5, do=lambda: send(first, signal.SIGKILL)
+        lambda: engine.generate(PROMPTS, LONG_ANSWERS), once=watched.answered, do=lambda: send(first, signal.SIGKILL)
     )
     require_right(completions, models["tied"].other)
     assert starts(completions) == starts(undisturbed)
@@ -147,34 +154,36 @@ def test_killed_while_it_receives_weights_the_others_go_on_with_them(engine, mod
     first = engine.clients[0].url
     push = StoppedOnTheWay(engine.fleet._push, first)
     monkeypatch.setattr(engine.fleet, "_push", push)
-    _, seconds = meanwhile(
+    found, seconds = meanwhile(
         lambda: engine.update_weights(weights_of(models["tied"].first).items(), 2),
-        after=2.0,
+        once=push.is_under_way,
         do=lambda: send(first, signal.SIGKILL),
     )
-    assert push.is_under_way.is_set()
-    assert seconds < SILENCE
+    assert found is None
+    assert seconds < SILENCE / 2, "its death was not seen: the deadline was waited for"
     completions = engine.generate(PROMPTS, LONG_ANSWERS)
     assert {completion.policy_version for completion in completions} == {2}
     require_right(completions, models["tied"].first)
 
 
-def test_one_that_hangs_in_an_update_is_left_behind_within_the_deadline(engine, models):
+def test_one_that_hangs_in_an_update_is_left_behind_within_the_deadline(engine, models, monkeypatch):
     wait_for_both(engine)
+    monkeypatch.setattr(engine.fleet, "_sync_timeout", HANGS)
     send(engine.clients[1].url, signal.SIGSTOP)
     start = time.monotonic()
     engine.update_weights(weights_of(models["tied"].other).items(), 3)
-    assert time.monotonic() - start < SILENCE + 10
+    assert time.monotonic() - start < HANGS + 10
     require_right(engine.generate(PROMPTS, LONG_ANSWERS), models["tied"].other)
 
 
-def test_the_only_one_hangs_while_it_generates_the_run_ends_with_one_message(models, urls, alone, tmp_path):
-    url, silence = urls["tied"], 4.0
-    options = cases.attached(models["tied"].first, url, sync_timeout=silence, output_dir=str(tmp_path))
-    engine = build(options)
+def test_the_only_one_hangs_while_it_generates_the_run_ends_with_one_message(models, url, tmp_path):
+    silence = 4.0
+    engine = build(cases.attached(models["tied"].first, url, output_dir=str(tmp_path)))
     sampling = SamplingParams(num_samples=6, max_tokens=60, seed=7)
     engine.update_weights(weights_of(models["tied"].first).items(), 0)
+    usual = engine._patience
     try:
+        engine._patience = Patience(silence=silence, replacement=silence, min_servers=1)  # for one that hangs only
         send(url, signal.SIGSTOP)
         start = time.monotonic()
         with pytest.raises(RolloutError) as caught:
@@ -182,40 +191,44 @@ def test_the_only_one_hangs_while_it_generates_the_run_ends_with_one_message(mod
         assert time.monotonic() - start < 2 * silence + 5
     finally:
         send(url, signal.SIGCONT)
+        engine._patience = usual
     message = str(caught.value)
     assert "\n" not in message
     assert f"0 of 1 servers answer, for 4 s now, and 1 are needed (--min-servers): {url} did not answer" in message
     assert "generate" in (tmp_path / "stacks" / "rank0.txt").read_text()
     assert str(tmp_path / "stacks") in message
-    settle(engine.clients[0])
     assert len(engine.generate(PROMPTS[:4], sampling)) == 24  # it has woken up
     engine.close()
 
 
-def test_a_server_that_somebody_else_gave_weights_is_not_believed(models, urls, alone, tmp_path):
+def test_a_server_that_somebody_else_gave_weights_is_not_believed(models, url, tmp_path):
     """Two runs on one server: the answers of the other's weights are not taken for ours."""
-    options = cases.attached(models["tied"].first, urls["tied"], sync_timeout=4.0)
+    options = cases.attached(models["tied"].first, url)
     ours, theirs = (build({**options, "output_dir": str(tmp_path / name)}) for name in ("ours", "theirs"))
     ours.update_weights(weights_of(models["tied"].first).items(), 5)
     theirs.update_weights(weights_of(models["tied"].other).items(), 5)
+    ours._patience = Patience(silence=SILENCE, replacement=1.0, min_servers=1)
     with pytest.raises(RolloutError, match=r"weights .*/5, not .*/5"):
         ours.generate(PROMPTS[:1], contract.SAMPLING)
     ours.close()
     theirs.close()
 
 
-def test_killed_while_it_joins_the_group_that_brings_its_weights_the_run_ends_in_time(models, urls, alone, tmp_path):
+def test_killed_while_it_joins_the_group_that_brings_its_weights_the_run_ends_at_once(
+    models, url, tmp_path, monkeypatch
+):
     """Last of all: the server is gone."""
-    url, silence = urls["tied"], 8.0
-    options = cases.attached(models["tied"].first, url, sync_timeout=silence, weight_push="gloo")
-    engine = build({**options, "output_dir": str(tmp_path)})
-    processes(url)[-1].suspend()
+    route = "/init_weight_transfer_engine"
+    engine = build(cases.attached(models["tied"].first, url, weight_push="gloo", output_dir=str(tmp_path)))
+    joining = Watched(monkeypatch, url, route, before=lambda: worker(url).suspend())
     found, seconds = meanwhile(
         lambda: engine.update_weights(weights_of(models["tied"].first).items(), 0),
-        after=2.0,
+        once=joining.asked,
         do=lambda: send(url, signal.SIGKILL),
     )
     assert isinstance(found, RolloutError)
-    assert f"0 of 1 servers are there, and 1 are needed (--min-servers 1): {url}: {url} broke off POST" in str(found)
-    assert seconds < silence + 5
+    assert f"0 of 1 servers are there, and 1 are needed (--min-servers 1): {url}: {url} broke off POST {route}" in str(
+        found
+    )
+    assert seconds < SILENCE / 2
     engine.close()

@@ -12,12 +12,11 @@ from torch import Tensor
 from fsdptrain.backends.fsdp import FSDPBackend
 from fsdptrain.config import Config
 from fsdptrain.errors import RolloutError
-from fsdptrain.rollout import engine_factory
 from fsdptrain.rollout.vllm_http import VLLMClient
 from fsdptrain.rollout.weight_push import Deadline, FilePush
-from fsdptrain.testing import spawn, tiny_tokenizer
-from fsdptrain.trainer.sync_check import build_sync_check
+from fsdptrain.testing import spawn
 from tests.distributed.test_sync_check import Courier, train_a_little
+from tests.vllm import contract
 from tests.vllm.servers import cases
 from tests.vllm.servers.conftest import wait_for_both
 
@@ -53,12 +52,7 @@ def keep_cache(post: Callable[..., Any]) -> Callable[..., Any]:
 
 def what_the_check_said(options: dict[str, Any]) -> tuple[list[tuple[str, str, str | None]], list[float]]:
     """(fault, tensor, error) of each try; after each fault all goes well."""
-    config = Config(**options)
-    backend = FSDPBackend(config, total_steps=1)
-    make = engine_factory(config.rollout.engine, device_type="cpu")
-    engine = make(config, checkpoint=backend.checkpoint_path, device=backend.device)
-    check = build_sync_check(config, engine, backend, tiny_tokenizer())
-    assert check is not None
+    backend, engine, check = contract.build_checked(options)
     courier, draw, found, apart = Mover(), random.Random(1), [], []
 
     def hand_over(version: int, fault: str = "", victim: str = "") -> str | None:
@@ -113,10 +107,9 @@ def test_of_two_servers_the_one_that_was_given_another_tensor_is_named(pair, mod
         return right(push, client, [files[0].with_suffix(".wrong")], deadline)
 
     wait_for_both(pair)
-    config = Config(**cases.options(models["tied"].first, rollout_num_servers=2, max_tokens_per_gpu=1024))
-    backend = FSDPBackend(config, total_steps=1)
-    check = build_sync_check(config, pair, backend, tiny_tokenizer())
-    assert check is not None
+    options = cases.options(models["tied"].first, rollout_num_servers=2, max_tokens_per_gpu=1024)
+    backend = FSDPBackend(Config(**options), total_steps=1)
+    check = contract.check_of(options, pair, backend)
     for version in (100, 101):
         train_a_little(backend, version)
         pair.update_weights(check.watch(backend.hf_weights("hub")), version)

@@ -1,0 +1,85 @@
+"""What --sync-check every costs: its share of a step, for each engine, on a rollout that is not tiny.
+
+    python benchmarks/sync_check.py --vllm-python .venv-vllm/bin/python     # hf, vllm, vllm-server
+    python benchmarks/sync_check.py --quick --engines hf                    # seconds, and no file is written
+
+The cost of a check grows with the weights (checksums on both sides) and not with the rollout: its probe is 208
+tokens of prompts and 16 of answers, whatever a step trains on. So its share depends on the tokens of a step. Here they
+are about 8,000, on 2 M random parameters on a CPU; a GPU trains on hundreds of thousands. Numerator and denominator
+are seconds of the same step (`perf/sync_check_s`, which holds the checksums made while weights are handed over, and
+`perf/step_s`), so that a busy machine slows down both; the median over steps counts, without the first.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from throughput import ENGINES, ROOT, SIZES
+
+from fsdptrain.planning.report import read_metrics
+from fsdptrain.testing import save_tiny_checkpoint
+
+RESULTS = ROOT / "benchmarks" / "results" / "sync_check.json"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
+    parser.add_argument("--vllm-python", help="Python of an environment with vLLM and what fsdptrain needs")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--quick", action="store_true", help="a small model and rollout; no file is written")
+    args = parser.parse_args()
+    if args.vllm_python is None and any(engine != "hf" for engine in args.engines):
+        parser.error("--vllm-python is missing: without vLLM use --engines hf")
+    rows = [measure(engine, args) for engine in args.engines]
+    if not args.quick:
+        import torch
+
+        machine = {"machine": platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__}
+        command = "python benchmarks/sync_check.py --vllm-python .venv-vllm/bin/python"
+        RESULTS.write_text(json.dumps({"command": command, **machine, "results": rows}, indent=2) + "\n")
+
+
+def measure(engine: str, args: argparse.Namespace) -> dict[str, Any]:
+    """One run."""
+    steps, samples, length, size = (3, 2, 16, "0.1M") if args.quick else (args.steps, 8, 64, "2M")
+    with tempfile.TemporaryDirectory() as folder:
+        model = save_tiny_checkpoint(Path(folder) / "model", **SIZES[size], max_position_embeddings=512)
+        flags: dict[str, Any] = {
+            "hf-checkpoint": model, "prompt-data": "reasoning_gym:spell_backward?size=500", "system-prompt": "",
+            "reward": "exact", "num-rollout": steps, "rollout-batch-size": 16, "n-samples-per-prompt": samples,
+            "rollout-max-response-len": length, "max-tokens-per-gpu": 2048, "lr": 1e-4, "eval-interval": 0,
+            "rollout-engine": engine, "sync-check": "every", "output-dir": Path(folder) / "run", "keep-last": 0,
+        }  # fmt: skip
+        if engine != "hf":
+            flags |= {"rollout-kv-cache-gib": 0.25}
+        if engine == "vllm-server":
+            flags |= {"rollout-num-servers": 1, "rollout-server-python": args.vllm_python}
+        argv = [str(part) for name, value in flags.items() for part in (f"--{name}", value)]
+        python = args.vllm_python if engine == "vllm" else sys.executable
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
+        command = [str(python), "-m", "fsdptrain", *argv, "--no-bf16", "--no-export", "--log-to"]
+        subprocess.run(command, check=True, env=environment)
+        rows = [row for row in read_metrics(Path(folder) / "run") if row.get("perf/sync_check_s")][1:]
+    row = {
+        "engine": engine,
+        "model": size,
+        "share": round(statistics.median(r["perf/sync_check_s"] / r["perf/step_s"] for r in rows), 4),
+        "sync_check_s": round(statistics.median(r["perf/sync_check_s"] for r in rows), 3),
+        "step_s": round(statistics.median(r["perf/step_s"] for r in rows), 2),
+        "steps": len(rows),
+        "load_average": round(os.getloadavg()[0], 1),
+    }
+    print(json.dumps(row), flush=True)
+    return row
+
+
+if __name__ == "__main__":
+    main()

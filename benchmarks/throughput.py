@@ -1,0 +1,250 @@
+"""Tokens per second of every engine, end to end: weights are handed over, then a rollout is made. And of TRL with vLLM.
+
+    python benchmarks/throughput.py --vllm-python .venv-vllm/bin/python                # hf, vllm, vllm-server
+    python benchmarks/throughput.py --vllm-python ... --trl-python ~/trl/bin/python    # and TRL's generation
+    python benchmarks/throughput.py --quick --engines hf                               # seconds, and no file is written
+
+Each engine lives in a process of its own, on the same random model in float32, and makes the same prompts' samples, at
+temperature 1 and with its log-probabilities. They take turns, one round each and the first to warm up; while one works
+the others sleep. What counts is the median over rounds of the ratio to `hf` in the same round. Responses end at a token
+that comes with a chance of about 1 in 264, or at the limit.
+
+TRL: `VLLMGeneration` in mode "colocate", which its trainers generate with. It cannot hand over weights to vLLM on a CPU
+(packed layers there have no `weight_loader`, which it asks for: AttributeError), so its rounds are generation
+alone: compare with `generate_only`.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "throughput.json"
+ENGINES = ("hf", "vllm", "vllm-server")
+VOCAB = 264
+SIZES = {
+    "0.1M": {"head_dim": 32},
+    "2M": {
+        "hidden_size": 192,
+        "num_hidden_layers": 4,
+        "intermediate_size": 512,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+    },
+}
+Round = dict[str, float]  # tokens, seconds to hand over (where that can be) and to generate
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
+    parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=SIZES)
+    parser.add_argument("--vllm-python", help="Python of an environment with vLLM and what fsdptrain needs")
+    parser.add_argument("--trl-python", help="Python of an environment with vLLM and TRL")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--num-prompts", type=int, default=16)
+    parser.add_argument("--num-samples", type=int, default=8)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--quick", action="store_true", help="a small model and rollout; no file is written")
+    parser.add_argument("--side", help=argparse.SUPPRESS)  # of a process that this program starts
+    parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.quick:
+        args.sizes, args.rounds, args.num_prompts, args.num_samples, args.max_tokens = ["0.1M"], 2, 4, 2, 16
+    if args.side is not None:
+        serve(trl_side(args) if args.side == "trl" else engine_side(args))
+        return
+    if args.vllm_python is None and any(engine != "hf" for engine in args.engines):
+        parser.error("--vllm-python is missing: without vLLM use --engines hf")
+    rows = [row for size in args.sizes for row in compare(size, args)]
+    if not args.quick:
+        write(rows, args)
+
+
+def compare(size: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    from fsdptrain.testing import save_tiny_checkpoint
+
+    sides = [*args.engines, *(["trl"] if args.trl_python else [])]
+    with tempfile.TemporaryDirectory() as folder:
+        model = save_tiny_checkpoint(
+            Path(folder) / "model", **SIZES[size], tie_word_embeddings=False, max_position_embeddings=1024
+        )
+        processes = {side: start(side, model, args) for side in sides}
+        try:
+            rounds: dict[str, list[Round]] = {side: [] for side in sides}
+            for number in range(args.rounds + 1):
+                for side in sides if number % 2 else reversed(sides):
+                    found = ask(processes[side])
+                    if number:  # the first warms up
+                        rounds[side].append(found)
+        finally:
+            for process in processes.values():
+                process.communicate()  # its input ends, and so does it
+    rows = [summary(size, side, rounds) for side in sides]
+    for row in rows:
+        print(json.dumps(row), flush=True)
+    return rows
+
+
+def start(side: str, model: Path, args: argparse.Namespace) -> "subprocess.Popen[str]":
+    """Its process; it waits until it is asked."""
+    python = {"vllm": args.vllm_python, "trl": args.trl_python}.get(side, sys.executable)
+    own = ["--side", side, "--model", str(model), "--vllm-python", str(args.vllm_python)]
+    own += ["--num-prompts", str(args.num_prompts), "--num-samples", str(args.num_samples)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
+    command = [str(python), str(Path(__file__).resolve()), *own, "--max-tokens", str(args.max_tokens)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=environment, cwd=model.parent, stdin=pipe, stdout=pipe, text=True)
+
+
+def ask(process: "subprocess.Popen[str]") -> Round:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write("go\n")
+    process.stdin.flush()
+    for line in process.stdout:  # engines say other things too
+        if line.startswith("{"):
+            return json.loads(line)
+    sys.exit(f"{process.args[1:4]} ended")  # pyright: ignore[reportIndexIssue] - a list, made above
+
+
+def serve(make: Callable[[], Round]) -> None:
+    """One round for each line of the input."""
+    for _ in sys.stdin:
+        print(json.dumps(make()), flush=True)
+
+
+def prompts(args: argparse.Namespace) -> list[list[int]]:
+    import torch
+
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(8, 80, (args.num_prompts,), generator=generator).tolist()
+    return [torch.randint(10, VOCAB, (n,), generator=generator).tolist() for n in lengths]
+
+
+def engine_side(args: argparse.Namespace) -> Callable[[], Round]:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from fsdptrain import Config
+    from fsdptrain import platform as device_platform
+    from fsdptrain.rollout import engine_factory
+    from fsdptrain.types import Prompt, SamplingParams
+
+    stop_at_end = device_platform.process_group(600)
+    stop_at_end.__enter__()
+    options: dict[str, Any] = {"hf_checkpoint": str(args.model), "bf16": False, "rollout_engine": args.side}
+    options |= {"rollout_max_response_len": args.max_tokens, "rollout_max_prompt_len": 80, "output_dir": "run"}
+    if args.side != "hf":
+        options |= {"rollout_kv_cache_gib": 0.25, "rollout_engine_args": {"max_num_seqs": 256}}
+    if args.side == "vllm-server":
+        options |= {"rollout_num_servers": 1, "rollout_server_python": str(args.vllm_python)}
+    device = device_platform.local_device()
+    make_engine = engine_factory(args.side, device_type=device.type)
+    engine = make_engine(Config(**options), checkpoint=args.model, device=device)
+    weights = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(device).state_dict()
+    asked = [Prompt(str(i), ids, "") for i, ids in enumerate(prompts(args))]
+    version = 0
+
+    def make() -> Round:
+        nonlocal version
+        version += 1
+        for tensor in weights.values():
+            tensor.mul_(1.0 + 1e-4)  # so that all of it is pushed
+        begin = time.perf_counter()
+        engine.wake_up()
+        engine.update_weights(weights.items(), version)
+        pushed = time.perf_counter()
+        sampling = SamplingParams(num_samples=args.num_samples, max_tokens=args.max_tokens, seed=version)
+        tokens = sum(len(made.token_ids) for made in engine.generate(asked, sampling))
+        end = time.perf_counter()
+        engine.sleep()
+        return {"tokens": tokens, "hand_over": pushed - begin, "generate": end - pushed}
+
+    return make
+
+
+def trl_side(args: argparse.Namespace) -> Callable[[], Round]:
+    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", OMP_WAIT_POLICY="PASSIVE", VLLM_CPU_KVCACHE_SPACE="1")
+    from accelerate import Accelerator
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl.generation.vllm_generation import VLLMGeneration  # pyright: ignore[reportMissingImports] - not ours
+
+    accelerator = Accelerator()
+    model = accelerator.prepare(AutoModelForCausalLM.from_pretrained(args.model))
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    generation = VLLMGeneration(
+        model, accelerator, tokenizer, mode="colocate", max_num_seqs=256, max_completion_length=args.max_tokens,
+        max_model_length=80 + args.max_tokens, gpu_memory_utilization=0.1,
+    )  # fmt: skip
+    asked = [ids for ids in prompts(args) for _ in range(args.num_samples)]
+
+    def make() -> Round:
+        begin = time.perf_counter()
+        made = generation.generate(prompts=asked, images=None, num_generations=args.num_samples)
+        return {"tokens": sum(map(len, made[1])), "generate": time.perf_counter() - begin}
+
+    return make
+
+
+def summary(size: str, side: str, rounds: dict[str, list[Round]]) -> dict[str, Any]:
+    """Of one side; ratios are medians over rounds of what one round of it and of `hf` gave."""
+
+    own = rounds[side]
+    hands_over = all("hand_over" in found for found in own)
+
+    def whole(found: Round) -> float:
+        return found["tokens"] / (found["hand_over"] + found["generate"])
+
+    def generation(found: Round) -> float:
+        return found["tokens"] / found["generate"]
+
+    def to_hf(speed: Callable[[Round], float]) -> float | None:
+        pairs = zip(own, rounds.get("hf", []), strict=False)
+        ratios = [speed(own) / speed(other) for own, other in pairs]
+        return round(statistics.median(ratios), 2) if ratios else None
+
+    return {
+        "model": size,
+        "engine": side,
+        "tokens_per_s": round(statistics.median(map(whole, own))) if hands_over else None,
+        "to_hf": to_hf(whole) if hands_over else None,
+        "generate_only_tokens_per_s": round(statistics.median(map(generation, own))),
+        "generate_only_to_hf": to_hf(generation),
+        "hand_over_s": round(statistics.median(found["hand_over"] for found in own), 3) if hands_over else None,
+        "rounds": len(own),
+        "load_average": round(os.getloadavg()[0], 1),
+    }
+
+
+def write(rows: Sequence[dict[str, Any]], args: argparse.Namespace) -> None:
+    import torch
+    import transformers
+
+    result = {
+        "command": "python benchmarks/throughput.py --vllm-python .venv-vllm/bin/python",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "prompts": args.num_prompts,
+        "samples": args.num_samples,
+        "max_tokens": args.max_tokens,
+        "results": rows,
+    }
+    RESULTS.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,301 @@
+"""The training backend on megatron-core: the same recipes, losses, packs and engines, another program for the model."""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from fsdptrain import platform
+from fsdptrain.algo.metrics import finish_metrics
+from fsdptrain.backends.megatron import require_megatron
+from fsdptrain.backends.megatron.cpu_shims import install_cpu_shims
+from fsdptrain.backends.megatron.forward import Scorer, from_last_stage, layout_of, run_packs
+from fsdptrain.backends.megatron.gradients import reduce_gradients, total_norm, wrap
+from fsdptrain.backends.megatron.groups import Groups, start_groups
+from fsdptrain.backends.megatron.model import build_model, has_transformer_engine
+from fsdptrain.backends.megatron.parity import check_parity
+from fsdptrain.backends.megatron.report import build_report
+from fsdptrain.backends.megatron.storage import (
+    REFERENCE,
+    export_hf,
+    identity,
+    load_checkpoint,
+    load_tensors,
+    save_checkpoint,
+    write_tensors,
+)
+from fsdptrain.backends.megatron.transformer_config import transformer_config
+from fsdptrain.backends.megatron.weights import WeightMap, by_module, hub_shapes
+from fsdptrain.backends.metric_sums import MetricSums
+from fsdptrain.config import Config
+from fsdptrain.errors import CheckpointError, ConfigError
+from fsdptrain.fsdp.optim import Optimizer
+from fsdptrain.fsdp.reference import ReferenceBank
+from fsdptrain.fsdp.shards import HostStash
+from fsdptrain.models.collective import anyone, together
+from fsdptrain.models.files import stored_dtype
+from fsdptrain.models.inputs import Layout
+from fsdptrain.models.kernels import Kernel
+from fsdptrain.models.layout import LayoutProbe
+from fsdptrain.models.loading import build_meta_model, resolve_checkpoint
+from fsdptrain.models.lora import Adapters
+from fsdptrain.models.truncation import Truncation
+from fsdptrain.protocols import Loss, ModelRole, Naming
+from fsdptrain.types import LogProbs, LossConfig, LossOutput, Metrics, PackedBatch
+
+log = logging.getLogger(__name__)
+
+
+class MegatronBackend:
+    """Owns the policy, its optimizer and its reference. Every method is collective.
+
+    Each pipeline and tensor-parallel rank of a replica is given the same packs. Dropout is always off.
+    """
+
+    adapters: Adapters | None = None  # --lora-rank is refused
+    shares_prefixes = False
+
+    def __init__(self, config: Config, *, total_steps: int) -> None:
+        """Build, load and verify the model. Raises ConfigError, CheckpointError or NumericsError."""
+        self._config, split = config, config.megatron
+        self.device = platform.local_device()
+        self.compute_dtype: torch.dtype = getattr(torch, config.compute_dtype_name)
+        self.checkpoint_path = resolve_checkpoint(config.model.hf_checkpoint)
+        trust = config.model.trust_remote_code
+        self._stock = build_meta_model(self.checkpoint_path, trust_remote_code=trust, attn_implementation="eager")
+        shims: list[str] = []
+        with together(ConfigError, "--backend megatron"):
+            require_megatron()
+            if not platform.has_accelerator():
+                shims = install_cpu_shims()
+            if self.compute_dtype != torch.float32:
+                raise ConfigError("--backend megatron computes in float32 so far: add --no-bf16")
+            if config.algorithm.algorithm == "sft" and self.hf_config.to_dict().get("attention_dropout"):
+                raise ConfigError("--algorithm sft would train with the attention_dropout of config.json: set it to 0")
+        engine = has_transformer_engine()
+        self._layout: Layout = layout_of(self.hf_config, split, has_engine=engine)
+        start_groups(split, timeout_s=config.launch.dist_timeout)
+        self._groups = Groups.present()
+        options: dict[str, Any] = {
+            "dtype": self.compute_dtype,
+            "has_engine": engine,
+            "on_cpu": not platform.has_accelerator(),
+            "recompute": config.model.gradient_checkpointing,
+            "deterministic": config.model.deterministic_mode,
+        }
+        with together(ConfigError, "--backend megatron"):
+            built = transformer_config(self.hf_config, split, **options)
+            self._model = build_model(built, self.hf_config, spec=split.spec).to(self.device)
+        ignored = self._stock._keys_to_ignore_on_load_unexpected or ()
+        self.weights = WeightMap(self._model, self.hf_config, hub_shapes(self._stock), ignored=list(ignored))
+        self.report = build_report(self._model, self._stock, layout=self._layout, shims=shims)
+        difference, tolerance = check_parity(self.hf_config, split, options, spec=split.spec, device=self.device)
+        self.layout_probe = LayoutProbe(self._layout, "megatron-core", difference, tolerance, self._why_padded)
+        self._reference = self._load()
+        self._reference_moved = False
+        self._wrapped = wrap(self._model)
+        self._optimizer = Optimizer(
+            self._model, config.optim, total_steps=total_steps, fp16=False, total_norm=total_norm
+        )
+        self._stash = HostStash()
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """As transformers describes it, on meta: the weights are in megatron-core's."""
+        return self._stock
+
+    @property
+    def hf_config(self) -> PreTrainedConfig:
+        return self._stock.config
+
+    @property
+    def lines(self) -> list[str]:
+        """For the log."""
+        bridge = self._config.megatron.bridge
+        return [*self.report.lines, f"weights: by the table of fsdptrain (bridge {bridge})", self.layout_probe.line]
+
+    def kernels(self) -> list[Kernel]:
+        return self.report.kernels
+
+    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        raise AssertionError("there is no adapter: --lora-rank is refused")
+
+    def write_adapter_config(self, folder: Path) -> None:
+        raise AssertionError("there is no adapter: --lora-rank is refused")
+
+    def score(self, batches: Sequence[PackedBatch], model: ModelRole) -> list[LogProbs]:
+        """Log-probabilities at the temperature of the rollout, without gradient, on the CPU, for each batch."""
+        assert not self._stash, "onload comes before score"
+        moved = [batch.to(self.device) for batch in batches]
+        with torch.no_grad(), self._weights_of(model):
+            found = self._run(moved, self._scored, train=False)
+        return [LogProbs(values.cpu()) for values in self._on_all_stages(found, [b.advantages for b in moved])]
+
+    def _scored(self, hidden: Tensor, batch: PackedBatch) -> Tensor:
+        return self._scorer(self._model, hidden, batch, with_entropy=False).values
+
+    def train_step(self, batches: Sequence[PackedBatch], loss: Loss, config: LossConfig) -> Metrics:
+        """One optimizer step over the packs of this rank; every rank passes the same number of packs.
+
+        As FSDPBackend's: without a loss token on any rank only the schedule goes on, and gradients that are not finite
+        are dropped on every rank.
+        """
+        assert not self._stash, "onload comes before train_step"
+        if not batches[0].num_loss_tokens:  # of the whole step: the same on every rank
+            metrics = {"optim/lr": self._optimizer.lr, "optim/skipped_steps": float(self._optimizer.num_skipped)}
+            self._optimizer.pass_over()
+            return metrics
+        self._wrapped.zero_grad_buffer()
+
+        def finish(hidden: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor, LossOutput]:
+            logprobs = self._scorer(self._model, hidden, batch, with_entropy=True)
+            if config.entropy_coef == 0 and logprobs.entropy is not None:  # a metric only: spare its gradient
+                logprobs = replace(logprobs, entropy=logprobs.entropy.detach())
+            output = loss(batch, logprobs, config)
+            return output.loss, torch.zeros((), dtype=torch.int, device=hidden.device), output
+
+        outputs = self._run([batch.to(self.device) for batch in batches], finish, train=True)
+        reduce_gradients(self._wrapped)
+        sums = MetricSums(copies=self._config.pack_copies)
+        for metrics in self._metrics_of(outputs, num_packs=len(batches)):
+            sums.add(metrics)
+        metrics, norm, finite = sums.reduce(self._optimizer.clip())
+        metrics = finish_metrics(metrics) | {"optim/lr": self._optimizer.lr}
+        if finite:
+            self._optimizer.step()
+            metrics["optim/grad_norm"] = norm
+        else:
+            self._optimizer.skip()
+        return metrics | {"optim/skipped_steps": float(self._optimizer.num_skipped)}
+
+    def update_reference(self) -> None:
+        """Make the present policy the reference. Checkpoints hold it from now on."""
+        assert not self._stash, "onload comes before update_reference"
+        self._bank.copy_from(self._model)
+        self._reference_moved = True
+
+    def hf_weights(self, naming: Naming = "hub") -> Iterator[tuple[str, Tensor]]:
+        """Full tensors in the compute dtype, layer by layer, on the device; every rank gets each and takes each."""
+        assert not self._stash, "onload comes before hf_weights"
+        stream = self.weights.stream(dtype=self.compute_dtype)
+        return stream if naming == "hub" else by_module(stream, self._stock)
+
+    def export(self, target: Path) -> None:
+        """Write the policy as a Hugging Face folder, in the dtype of the checkpoint that it came from."""
+        assert not self._stash, "onload comes before export"
+        stored = stored_dtype(self.checkpoint_path)
+        dtype = getattr(torch, stored) if stored else self.compute_dtype
+        export_hf(self.weights, self.checkpoint_path, target, dtype=dtype)
+
+    def offload(self) -> None:
+        """Move parameters, gradients and optimizer state to the host until `onload`."""
+        self._optimizer.zero_grad()
+        gradients = [vars(p)["main_grad"] for p in self._model.parameters()]
+        tensors = [*self._model.parameters(), *gradients, *self._optimizer.tensors().values()]
+        self._stash.stash([tensor.detach() for tensor in tensors if tensor.device.type != "cpu"])
+
+    def onload(self) -> None:
+        self._stash.restore()
+
+    def save(self, directory: Path, step: int) -> None:
+        """Into a folder that exists: see `CheckpointFolder.write`."""
+        assert not self._stash, "onload comes before save"
+        save_checkpoint(directory, self.weights, self._optimizer, step=step, model=self._identity)
+        if self._reference_moved:
+            with self._bank.swapped_into(self._model):
+                write_tensors(directory / REFERENCE, self.weights.plan(), self.weights.stream())
+
+    def load(self, directory: Path) -> int:
+        """Returns the step that was saved. Raises CheckpointError."""
+        assert not self._stash, "onload comes before load"
+        step = load_checkpoint(directory, self.weights, self._optimizer, model=self._identity)
+        self._reference_moved = self._reference is not None and anyone((directory / REFERENCE).is_dir())
+        if self._reference_moved:
+            with self._bank.swapped_into(self._model), together(CheckpointError, f"{directory}"):
+                load_tensors(directory / REFERENCE, self.weights)
+        return step
+
+    def _load(self) -> ReferenceBank | None:
+        """The weights of --hf-checkpoint into the model; returns the reference, of --ref-load or of the same."""
+        config = self._config
+        bank = None
+        if config.needs_reference and config.ref.load is not None:
+            self._read(resolve_checkpoint(config.ref.load), "--ref-load")
+            bank = ReferenceBank(self._model)
+        self._read(self.checkpoint_path, "--hf-checkpoint")
+        return ReferenceBank(self._model) if config.needs_reference and bank is None else bank
+
+    def _read(self, path: Path, flag: str) -> None:
+        try:
+            with together(CheckpointError, f"{flag} {path}"):
+                load_tensors(path, self.weights)
+        except CheckpointError as error:  # of all ranks
+            raise CheckpointError(str(error).replace("--hf-checkpoint", flag)) from error
+
+    @contextmanager
+    def _weights_of(self, role: ModelRole) -> Iterator[None]:
+        if role == "policy":
+            yield
+            return
+        with self._bank.swapped_into(self._model):
+            yield
+
+    def _run(self, batches: Sequence[PackedBatch], finish: Callable[..., Any], *, train: bool) -> list[Any]:
+        gathers = self._config.megatron.moe_dispatcher == "allgather"
+        shared = self._groups.expert if gathers else None
+        model = self._wrapped if train else self._model
+        return run_packs(model, batches, finish, layout=self._layout, train=train, same_shape=shared)
+
+    def _on_all_stages(self, found: list[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+        return from_last_stage(found if self._is_last else None, like)
+
+    def _metrics_of(self, outputs: list[LossOutput], *, num_packs: int) -> list[dict[str, Tensor]]:
+        """Of the packs, on every stage: the trainer of each of them logs the same."""
+        if self._groups.stage.size() == 1:
+            return [dict(output.metrics) for output in outputs]
+        names: list[Any] = [sorted(outputs[0].metrics) if self._is_last else None]
+        torch.distributed.broadcast_object_list(
+            names, group=self._groups.stage, group_src=self._groups.stage.size() - 1, device=self.device
+        )
+        rows = [torch.stack([output.metrics[name] for name in names[0]]) for output in outputs]
+        like = [torch.empty(len(names[0]), device=self.device)] * num_packs
+        return [dict(zip(names[0], row.unbind(), strict=True)) for row in self._on_all_stages(rows, like)]
+
+    @property
+    def _is_last(self) -> bool:
+        return self._groups.stage.rank() == self._groups.stage.size() - 1
+
+    @property
+    def _scorer(self) -> Scorer:
+        rollout = self._config.rollout
+        supervised = self._config.algorithm.algorithm == "sft"  # which knows no rollout
+        return Scorer(
+            self.hf_config.vocab_size,
+            self._layout,
+            self._config.model.logprob_chunk_size,
+            1.0 if supervised else rollout.temperature,
+            Truncation() if supervised else Truncation(rollout.top_p, rollout.top_k or -1, rollout.min_p),
+        )
+
+    @property
+    def _bank(self) -> ReferenceBank:
+        assert self._reference is not None, "there is no reference without a KL term"
+        return self._reference
+
+    @property
+    def _identity(self) -> dict[str, Any]:
+        return identity(self._stock, self.weights)
+
+    @property
+    def _why_padded(self) -> str:
+        if self._layout == "packed":
+            return ""
+        if self._config.megatron.moe_dispatcher == "allgather":
+            return "--megatron-moe-dispatcher allgather wants rows of one shape"
+        return "megatron-core packs with Transformer Engine alone, which is not here"

@@ -1,0 +1,104 @@
+"""What makes megatron-core 0.16 compute on CPUs with gloo, for tests and small models.
+
+It names CUDA where any device would do. Each shim replaces one such name, for the whole process: so it is installed by
+one explicit call, never by an import, refuses where CUDA is present, and is listed in the build report.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fsdptrain.backends.megatron import require_megatron
+from fsdptrain.errors import ConfigError
+
+_installed: list[str] = []  # what is replaced is of the process, and so is this
+
+
+class _Stream:
+    """Work on a CPU is done when the call returns: there is nothing to wait for."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def wait_stream(self, stream: object) -> None: ...
+
+    def wait_event(self, event: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def record_event(self, event: object = None) -> "_Stream":
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stream)
+
+    __hash__ = object.__hash__
+
+
+class _HostTorch:
+    """The module torch, whose factories make tensors on the host where "cuda" is asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def zeros(*args: Any, **options: Any) -> torch.Tensor:
+        return torch.zeros(*args, **options | ({"device": "cpu"} if options.get("device") == "cuda" else {}))
+
+
+def install_cpu_shims() -> list[str]:
+    """The names that are replaced, the same on a second call.
+
+    ConfigError where CUDA is present, or with a megatron-core that this was not tested with.
+    """
+    require_megatron()
+    if torch.version.cuda is not None and torch.cuda.device_count():
+        raise ConfigError("the CPU shims of --backend megatron are not for a process that sees CUDA devices")
+    if _installed:
+        return list(_installed)
+    with quiet_imports():
+        import megatron.core.pipeline_parallel.schedules as schedules
+        import megatron.core.tensor_parallel.random as generators
+        import megatron.core.transformer.moe.moe_utils as moe_utils
+        import megatron.core.transformer.moe.token_dispatcher as dispatcher
+
+    stream = _Stream()
+    to_host = dispatcher.maybe_move_tensor_to_cpu
+
+    def as_list(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        if as_numpy and torch.is_tensor(tensor) and not tensor.is_cuda:  # the original forgets tensors of the host
+            return tensor.numpy()
+        return to_host(tensor, as_numpy, record_stream)
+
+    _replace(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    _replace(torch.cuda, "Stream", _Stream)
+    _replace(torch.cuda, "current_stream", lambda *_: stream)
+    _replace(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    _replace(torch.cuda, "synchronize", lambda *_: None)
+    _replace(torch.Tensor, "cuda", lambda tensor, *_, **__: tensor)
+    _replace(torch.cuda, "get_rng_state", lambda *_, **__: torch.get_rng_state())
+    _replace(torch.cuda, "manual_seed", torch.manual_seed)
+    _replace(generators, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state())
+    _replace(generators, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state))
+    _replace(dispatcher, "maybe_move_tensor_to_cpu", as_list)
+    _replace(schedules, "torch", _HostTorch())
+    if "te_general_gemm" not in vars(moe_utils):  # defined only where Transformer Engine imports, and read always
+        _replace(moe_utils, "te_general_gemm", None)
+    return list(_installed)
+
+
+def _replace(module: Any, name: str, value: Callable[..., Any] | Any) -> None:
+    setattr(module, name, value)
+    owner = module.__name__ if module is not torch.Tensor else "torch.Tensor"
+    _installed.append(f"{owner}.{name}")
+
+
+@contextlib.contextmanager
+def quiet_imports():
+    """megatron-core warns, when it is imported, of each package that it could use and does not find: the build report
+    says what is used."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

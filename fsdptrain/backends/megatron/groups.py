@@ -1,0 +1,76 @@
+"""The process groups of megatron-core. They belong to the process, as it wants them: one split at a time."""
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch.distributed as dist
+
+from fsdptrain.backends.megatron.cpu_shims import quiet_imports
+from fsdptrain.config.megatron import MegatronConfig
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Of this rank."""
+
+    tensor: dist.ProcessGroup
+    stage: dist.ProcessGroup  # of the pipeline
+    context: dist.ProcessGroup  # ranks with other tokens of the same packs
+    expert: dist.ProcessGroup
+    data: dist.ProcessGroup  # ranks with other tokens, and the same part of what is not an expert
+    expert_data: dist.ProcessGroup  # ranks with the same experts
+
+    @classmethod
+    def present(cls) -> "Groups":
+        from megatron.core import parallel_state as ps
+
+        found = (
+            ps.get_tensor_model_parallel_group(),
+            ps.get_pipeline_model_parallel_group(),
+            ps.get_context_parallel_group(),
+            ps.get_expert_model_parallel_group(),
+            ps.get_data_parallel_group(with_context_parallel=True),
+            ps.get_expert_data_parallel_group(),
+        )
+        return cls(*(cast(dist.ProcessGroup, group) for group in found))
+
+    @property
+    def line(self) -> str:
+        sizes = {
+            "tensor": self.tensor,
+            "pipeline": self.stage,
+            "context": self.context,
+            "expert": self.expert,
+            "data": self.data,
+        }
+        words = ", ".join(f"{name} {group.size()}" for name, group in sizes.items())
+        return f"{dist.get_world_size()} ranks: {words}"
+
+
+def start_groups(megatron: MegatronConfig, *, timeout_s: float) -> None:
+    """megatron-core's process groups over all ranks; ranks that share packs are neighbours, as under FSDP.
+
+    Collective. Those of an earlier run of this process end, whose ranks may have gone.
+    """
+    with quiet_imports():
+        from megatron.core import parallel_state, tensor_parallel
+
+    if parallel_state.is_initialized():
+        stop_groups()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=megatron.tensor_parallel,
+        pipeline_model_parallel_size=megatron.pipeline_parallel,
+        context_parallel_size=megatron.context_parallel,
+        expert_model_parallel_size=megatron.expert_parallel,
+        expert_tensor_parallel_size=megatron.tensor_parallel,
+        order="tp-cp-pp-ep-dp",
+        distributed_timeout_minutes=max(1, int(timeout_s / 60)),
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(1234)  # of its own generators, which nothing here draws from
+
+
+def stop_groups() -> None:
+    """End them, so that another model of this process may be split otherwise."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()

@@ -1,0 +1,112 @@
+"""The GPTModel of megatron-core, or this rank's stage of it, without weights yet."""
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from fsdptrain import registry
+from fsdptrain.backends.megatron.cpu_shims import quiet_imports
+from fsdptrain.backends.megatron.transformer_config import family_of, rotary_options
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+_WRAPPED = "fsdptrain.backends.megatron.hf_spec:layer_spec"  # of families whose attention megatron-core lacks
+
+
+def has_transformer_engine() -> bool:
+    """As megatron-core found it, whose modules are then those of Transformer Engine."""
+    with quiet_imports():
+        from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
+
+    return HAVE_TE
+
+
+def layer_spec(
+    transformer_config: "TransformerConfig", hf_config: PreTrainedConfig, *, vp_stage: int | None = None
+) -> "TransformerBlockSubmodules":
+    """megatron-core's own layers of this rank's stage: of Transformer Engine where it imports, else of plain torch.
+
+    What --megatron-spec names has this signature too.
+    """
+    with quiet_imports():
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    return get_gpt_decoder_block_spec(
+        transformer_config,
+        use_transformer_engine=has_transformer_engine(),
+        normalization="RMSNorm",
+        vp_stage=vp_stage,
+    )
+
+
+def build_model(
+    transformer_config: "TransformerConfig", hf_config: PreTrainedConfig, *, spec: str | None = None
+) -> "GPTModel":
+    """This rank's stage. Its forward returns hidden states [B, S, D] where it ends with the head: logits are made in
+    chunks, by the head's weight. spec: --megatron-spec."""
+    with quiet_imports():
+        from megatron.core import parallel_state
+        from megatron.core.models.gpt import GPTModel
+
+    make = _spec_function(hf_config, spec)
+    with quiet_imports():
+        model = GPTModel(
+            config=transformer_config,
+            transformer_layer_spec=make(transformer_config, hf_config),
+            vocab_size=padded_vocab(hf_config.vocab_size, transformer_config.tensor_model_parallel_size),
+            max_sequence_length=hf_config.max_position_embeddings,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+            share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
+            **rotary_options(hf_config),
+        )
+    _mark_split(model)
+    if model.post_process:
+        model.output_layer.forward = _gather_rows if transformer_config.sequence_parallel else _pass_on
+    return model.eval()
+
+
+def _mark_split(model: "GPTModel") -> None:
+    """What each tensor-parallel rank has a part of. megatron-core says so only where it also draws initial weights."""
+    from megatron.core import tensor_parallel as tp
+
+    for module in model.modules():
+        if isinstance(module, tp.ColumnParallelLinear | tp.RowParallelLinear | tp.VocabParallelEmbedding):
+            for parameter in module.parameters(recurse=False):
+                if not getattr(parameter, "tensor_model_parallel", False):
+                    dim = int(isinstance(module, tp.RowParallelLinear))
+                    tp.set_tensor_model_parallel_attributes(parameter, True, dim, 1)
+
+
+def padded_vocab(vocab_size: int, tensor_parallel: int) -> int:
+    """Rows of embedding and head, the same number on each tensor-parallel rank."""
+    return -(-vocab_size // tensor_parallel) * tensor_parallel
+
+
+def _pass_on(
+    input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """In place of the head's forward."""
+    return input_, None
+
+
+def _gather_rows(
+    input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """The same under sequence parallel, whose ranks have rows of their own."""
+    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+    # the head's own backward sums over the ranks: here each takes its rows of that
+    return gather_from_sequence_parallel_region(input_, tensor_parallel_output_grad=False), None
+
+
+def _spec_function(hf_config: PreTrainedConfig, spec: str | None) -> Any:
+    if spec is not None:
+        return registry.resolve(spec, {}, flag="--megatron-spec")
+    if family_of(hf_config).wrapped:
+        return registry.import_attribute(_WRAPPED, flag=f"--backend megatron, of a {hf_config.model_type},")
+    return layer_spec

@@ -1,0 +1,75 @@
+"""What the trainer asks of a backend besides `TrainBackend`, and the choice between the two."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from fsdptrain.config import Config
+from fsdptrain.models.kernels import Kernel
+from fsdptrain.models.layout import LayoutProbe
+from fsdptrain.models.lora import Adapters
+from fsdptrain.models.processor import ImageProcessor
+from fsdptrain.protocols import TrainBackend
+
+
+class PolicyBackend(TrainBackend, Protocol):
+    """A backend as the trainer uses it."""
+
+    compute_dtype: torch.dtype
+    layout_probe: LayoutProbe
+    adapters: Adapters | None  # None: all weights are trained
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The architecture as transformers has it; the weights may be elsewhere, and this on meta."""
+        ...
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Packs may hold samples that share a prompt."""
+        ...
+
+    @property
+    def lines(self) -> list[str]:
+        """What was built, for the log."""
+        ...
+
+    def kernels(self) -> list[Kernel]:
+        """What computes the parts of the model."""
+        ...
+
+    def export(self, target: Path) -> None:
+        """Write the policy as a Hugging Face folder. Collective."""
+        ...
+
+    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Of the adapter, by peft's names; only where there is one. Collective."""
+        ...
+
+    def write_adapter_config(self, folder: Path) -> None:
+        """peft's adapter_config.json; only where there is an adapter."""
+        ...
+
+
+def build_backend(
+    config: Config,
+    *,
+    before_load: Callable[[PreTrainedModel], None] | None = None,
+    processor: ImageProcessor | None = None,
+) -> PolicyBackend:
+    """The one that --backend names; the other is not imported. Collective.
+
+    before_load: sees the model while it has no memory yet (FSDP). processor: see `FSDPBackend`.
+    """
+    options: dict[str, Any] = {"total_steps": config.total_optimizer_steps}
+    if config.parallel.backend == "megatron":
+        from fsdptrain.backends.megatron.backend import MegatronBackend
+
+        return MegatronBackend(config, **options)
+    from fsdptrain.backends.fsdp import FSDPBackend
+
+    return FSDPBackend(config, **options, before_load=before_load, processor=processor)

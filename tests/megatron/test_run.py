@@ -1,0 +1,90 @@
+"""The same run by the real command line on either backend, and from one to the other."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.e2e import command
+from tests.e2e.command import TINY_RUN
+from tests.megatron import cases
+
+MEGATRON = ["--backend", "megatron"]
+EXPERTS = [*MEGATRON, "--megatron-expert-parallel", "2"]
+# old logprobs, a reference, two optimizer steps on each rollout: ten in all
+FLAGS = ["--steps-per-rollout", "2", "--kl-loss-coef", "0.1", "--num-rollout", "5", "--save-interval", "3"]
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return cases.save("qwen3_moe", tmp_path_factory.mktemp("hub") / "moe")
+
+
+def run(checkpoint: Path, folder: Path, *flags: str, num_ranks: int = 2) -> list[dict[str, float]]:
+    """The metrics of the rollouts."""
+    argv = ["--hf-checkpoint", str(checkpoint), "--output-dir", str(folder / "run"), *TINY_RUN, *FLAGS, *flags]
+    result = command.run(argv, folder, timeout=600, num_ranks=num_ranks)
+    assert result.code == 0, result.err
+    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "loss/total" in row]
+
+
+def same(
+    found: list[dict[str, float]], wanted: list[dict[str, float]], *, rel: float = 1e-4, abs: float = 1e-6
+) -> None:
+    assert len(found) == len(wanted)
+    for ours, theirs in zip(found, wanted, strict=True):
+        names = [name for name in theirs if not name.startswith(("perf/", "sync/"))]
+        assert {n: ours[n] for n in names} == pytest.approx({n: theirs[n] for n in names}, rel=rel, abs=abs)
+
+
+class Runs(NamedTuple):
+    """The same on either backend, in the folders `fsdp` and `megatron` of one."""
+
+    folder: Path
+    fsdp: list[dict[str, float]]
+    megatron: list[dict[str, float]]
+
+    def exported(self, name: str) -> Path:
+        return self.folder / name / "run" / "hf"
+
+    def taken_back(self, folder: Path) -> Path:
+        """The run on megatron-core as it was in its middle."""
+        shutil.copytree(self.folder / "megatron" / "run", folder / "run")
+        shutil.rmtree(folder / "run" / "checkpoints" / "step_00000005")
+        return folder
+
+
+@pytest.fixture(scope="module")
+def runs(moe, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    folder = tmp_path_factory.mktemp("runs")
+    return Runs(folder, run(moe, folder / "fsdp"), run(moe, folder / "megatron", *EXPERTS))
+
+
+def test_a_run_learns_on_megatron_what_it_learns_on_fsdp(runs, moe) -> None:
+    same(runs.megatron, runs.fsdp)
+    found, wanted = (load_file(runs.exported(name) / "model.safetensors") for name in ("megatron", "fsdp"))
+    assert found.keys() == wanted.keys() == load_file(moe / "model.safetensors").keys()
+
+
+def test_a_run_goes_on_bitwise(runs, moe, tmp_path) -> None:
+    rows = run(moe, runs.taken_back(tmp_path), *EXPERTS)
+    same(rows[-2:], runs.megatron[-2:], rel=0, abs=0)
+    found, wanted = (
+        load_file(path / "model.safetensors") for path in (tmp_path / "run" / "hf", runs.exported("megatron"))
+    )
+    assert all((found[name] == wanted[name]).all() for name in wanted)
+
+
+def test_a_run_goes_on_with_another_split(runs, moe, tmp_path) -> None:
+    same(run(moe, runs.taken_back(tmp_path), *MEGATRON, num_ranks=1)[-2:], runs.megatron[-2:])
+
+
+def test_what_one_backend_has_made_goes_on_on_the_other(runs, tmp_path) -> None:
+    one = ("--num-rollout", "1", "--eval-interval", "0")
+    on_fsdp = run(runs.exported("megatron"), tmp_path / "a", *one, num_ranks=1)
+    on_megatron = run(runs.exported("fsdp"), tmp_path / "b", *one, *MEGATRON, num_ranks=1)
+    same(on_megatron, on_fsdp, rel=1e-3)

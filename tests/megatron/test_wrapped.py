@@ -1,0 +1,95 @@
+"""Models whose mixers megatron-core lacks: logits and gradients of transformers, however the model is split."""
+
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+
+from fsdptrain.backends.megatron.hf_modules import hf_modules
+from fsdptrain.backends.megatron.transformer_config import refuse_split_mixers
+from fsdptrain.errors import ConfigError
+from fsdptrain.models.inputs import Layout
+from fsdptrain.testing import spawn
+from tests import zoo
+from tests.megatron import wrapped_cases
+
+SPLITS: dict[str, tuple[dict[str, Any], Layout]] = {
+    "data, rows": ({}, "padded"),
+    "data, packs": ({}, "packed"),
+    "stages": ({"pipeline_parallel": 2}, "packed"),
+    "context": ({"context_parallel": 2}, "packed"),
+    "sequence": ({"tensor_parallel": 2, "sequence_parallel": True}, "packed"),
+}
+OF_EXPERTS: dict[str, tuple[dict[str, Any], Layout]] = {
+    "experts, all to all": ({"expert_parallel": 2}, "packed"),
+    "experts, gathered": ({"expert_parallel": 2, "moe_dispatcher": "allgather"}, "padded"),
+    "experts and context": ({"expert_parallel": 2, "context_parallel": 2}, "packed"),
+}
+CASES = [
+    *((family, split) for family in wrapped_cases.CONFIGS for split in SPLITS),
+    *((family, split) for family in wrapped_cases.OF_EXPERTS for split in OF_EXPERTS),
+]
+
+
+@cache
+def differences(family: str) -> list[dict[str, dict[str, float]]]:
+    """By rank and split: all of a family in one pair of processes, which import megatron-core once."""
+    splits = SPLITS | (OF_EXPERTS if family in wrapped_cases.OF_EXPERTS else {})
+    with TemporaryDirectory() as folder:
+        checkpoint = wrapped_cases.save(family, Path(folder) / "model")
+        ranks = spawn(2, wrapped_cases.differences, checkpoint, list(splits.values()), timeout=240.0)
+    return [dict(zip(splits, rank, strict=True)) for rank in ranks]
+
+
+@pytest.mark.parametrize(("family", "split"), CASES)
+def test_logits_and_gradients_are_those_of_transformers(family: str, split: str):
+    for rank in differences(family):
+        (_, logits), (tensor, gradient) = rank[split].items()
+        assert logits < 1e-5
+        assert gradient < 1e-4, tensor
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return wrapped_cases.save("qwen3_next", tmp_path_factory.mktemp("hub") / "model")
+
+
+def test_what_cannot_be_aligned_is_refused(checkpoint: Path):
+    for said in spawn(2, wrapped_cases.refusals, checkpoint):
+        assert said["rows"].startswith("ConfigError: --megatron-context-parallel deals packed sequences")
+        assert said["mask"].startswith("NumericsError: a mask that is not plain causal")
+
+
+def test_there_is_one_norm_before_each_half_of_a_layer(checkpoint: Path):
+    (layers,) = spawn(1, wrapped_cases.norms, checkpoint)
+    assert layers == [dict.fromkeys(("input_layernorm", "pre_mlp_layernorm"), "Qwen3NextRMSNorm")] * 4
+
+
+def test_a_users_function_makes_the_layers(checkpoint: Path):
+    assert spawn(1, wrapped_cases.with_own_spec, checkpoint) == [["Qwen3NextAttention"] * 4]
+
+
+def test_classes_are_those_that_the_models_own_layers_have():
+    found = hf_modules(wrapped_cases.CONFIGS["qwen3_5_text"])
+    assert [(mixer.module_class.__name__, mixer.hub_name) for mixer in found.mixers] == [
+        ("Qwen3_5GatedDeltaNet", "linear_attn"),
+        ("Qwen3_5Attention", "self_attn"),
+    ] * 2
+    assert [mixer.is_recurrent for mixer in found.mixers] == [True, False] * 2
+    assert found.norm_class.__name__ == "Qwen3_5RMSNorm"
+    other = hf_modules(zoo.config("llama"))  # nothing is listed: it is the same for any model of this form
+    assert {mixer.module_class.__name__ for mixer in other.mixers} == {"LlamaAttention"}
+
+
+def test_layers_of_another_form_are_refused():
+    with pytest.raises(ConfigError, match=r"^--backend megatron: Gemma2DecoderLayer is not norm, mixer, norm and MLP"):
+        hf_modules(zoo.config("gemma2"))
+
+
+def test_mixers_are_not_split():
+    config = wrapped_cases.CONFIGS["qwen3_next"]
+    with pytest.raises(ConfigError, match=r"^--megatron-tensor-parallel 2: the mixers .* use --megatron-expert"):
+        refuse_split_mixers(config, 2, sequence=False)
+    refuse_split_mixers(config, 2, sequence=True)
