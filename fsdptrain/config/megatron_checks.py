@@ -20,7 +20,8 @@ _OWN_SPLITS = {
 _ONLY_FSDP = (
     "lora_rank image_key train_vision load_strategy attn_implementation layout fp16 compile offload_activations "
     "gradient_checkpointing_kind gradient_checkpointing_every offload_optimizer offload_optimizer_step async_save "
-    "router_aux_loss_coef router_replay prefix_sharing context_parallel_recurrent probe"
+    "router_aux_loss_coef router_replay router_bias_update_rate prefix_sharing context_parallel_recurrent probe "
+    "offload_train"
 )
 
 

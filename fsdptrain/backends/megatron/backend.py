@@ -37,7 +37,6 @@ from fsdptrain.config import Config
 from fsdptrain.errors import CheckpointError, ConfigError
 from fsdptrain.fsdp.optim import Optimizer
 from fsdptrain.fsdp.reference import ReferenceBank
-from fsdptrain.fsdp.shards import HostStash
 from fsdptrain.models.collective import anyone, together
 from fsdptrain.models.files import stored_dtype
 from fsdptrain.models.inputs import Layout
@@ -103,7 +102,6 @@ class MegatronBackend:
         self._optimizer = Optimizer(
             self._model, config.optim, total_steps=total_steps, fp16=False, total_norm=total_norm
         )
-        self._stash = HostStash()
 
     @property
     def model(self) -> PreTrainedModel:
@@ -131,7 +129,6 @@ class MegatronBackend:
 
     def score(self, batches: Sequence[PackedBatch], model: ModelRole) -> list[LogProbs]:
         """Log-probabilities at the temperature of the rollout, without gradient, on the CPU, for each batch."""
-        assert not self._stash, "onload comes before score"
         moved = [batch.to(self.device) for batch in batches]
         with torch.no_grad(), self._weights_of(model):
             found = self._run(moved, self._scored, train=False)
@@ -146,7 +143,6 @@ class MegatronBackend:
         As FSDPBackend's: without a loss token on any rank only the schedule goes on, and gradients that are not finite
         are dropped on every rank.
         """
-        assert not self._stash, "onload comes before train_step"
         if not batches[0].num_loss_tokens:  # of the whole step: the same on every rank
             metrics = {"optim/lr": self._optimizer.lr, "optim/skipped_steps": float(self._optimizer.num_skipped)}
             self._optimizer.pass_over()
@@ -176,36 +172,29 @@ class MegatronBackend:
 
     def update_reference(self) -> None:
         """Make the present policy the reference. Checkpoints hold it from now on."""
-        assert not self._stash, "onload comes before update_reference"
         self._bank.copy_from(self._model)
         self._reference_moved = True
 
     def hf_weights(self, naming: Naming = "hub") -> Iterator[tuple[str, Tensor]]:
         """Full tensors in the compute dtype, layer by layer, on the device; every rank gets each and takes each."""
-        assert not self._stash, "onload comes before hf_weights"
         stream = self.weights.stream(dtype=self.compute_dtype)
         return stream if naming == "hub" else by_module(stream, self._stock)
 
     def export(self, target: Path) -> None:
         """Write the policy as a Hugging Face folder, in the dtype of the checkpoint that it came from."""
-        assert not self._stash, "onload comes before export"
         stored = stored_dtype(self.checkpoint_path)
         dtype = getattr(torch, stored) if stored else self.compute_dtype
         export_hf(self.weights, self.checkpoint_path, target, dtype=dtype)
 
-    def offload(self) -> None:
-        """Move parameters, gradients and optimizer state to the host until `onload`."""
-        self._optimizer.zero_grad()
-        gradients = [vars(p)["main_grad"] for p in self._model.parameters()]
-        tensors = [*self._model.parameters(), *gradients, *self._optimizer.tensors().values()]
-        self._stash.stash([tensor.detach() for tensor in tensors if tensor.device.type != "cpu"])
+    def offload(self, *, keep_weights: bool = False) -> None:
+        """Not built: --offload-train is refused."""
+        raise NotImplementedError("--backend megatron keeps its memory")
 
     def onload(self) -> None:
-        self._stash.restore()
+        """Nothing is away."""
 
     def save(self, directory: Path, step: int) -> None:
         """Into a folder that exists: see `CheckpointFolder.write`."""
-        assert not self._stash, "onload comes before save"
         save_checkpoint(directory, self.weights, self._optimizer, step=step, model=self._identity)
         if self._reference_moved:
             with self._bank.swapped_into(self._model):
@@ -213,7 +202,6 @@ class MegatronBackend:
 
     def load(self, directory: Path) -> int:
         """Returns the step that was saved. Raises CheckpointError."""
-        assert not self._stash, "onload comes before load"
         step = load_checkpoint(directory, self.weights, self._optimizer, model=self._identity)
         self._reference_moved = self._reference is not None and anyone((directory / REFERENCE).is_dir())
         if self._reference_moved:
