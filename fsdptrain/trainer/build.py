@@ -104,6 +104,7 @@ def build_parts(
     generates = bool(held_out) or config.algorithm.algorithm != "sft"
     has_servers = config.rollout.engine == SERVER_ENGINE  # with devices of their own
     device = platform.local_device()
+    plans = platform.has_accelerator() and config.parallel.backend == "fsdp"
     with ExitStack() as stack:
         loggers = open_loggers(config, folder, stack)
         backend = build_backend(
@@ -143,7 +144,7 @@ def build_parts(
             timeline=timeline,
             evaluation=evaluation,
             speed=Speed.of(backend.model, device, backend.compute_dtype, copies=config.pack_copies),
-            planned_memory=planned_memory(backend.model, config),
+            planned_memory=planned_memory(backend.model, config) if plans else None,
             loggers=loggers,
         )
 
@@ -213,8 +214,6 @@ def plan_memory(model: PreTrainedModel, config: Config, *, embedded_engine: bool
 
 def planned_memory(model: PreTrainedModel, config: Config) -> int | None:
     """What the memory plan expects at the fullest moment, without its margin; None where it cannot tell. [bytes]"""
-    if not platform.has_accelerator() or config.parallel.backend != "fsdp":
-        return None
     planner = Planner(model, Machine(dist.get_world_size(), platform.device_memory()[1]))
     try:
         moments = [planner.training(config), planner.generation(config)]
