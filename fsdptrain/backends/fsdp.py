@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdptrain import platform
+from fsdptrain.algo.losses import LOSSES
 from fsdptrain.algo.metrics import finish_metrics
 from fsdptrain.backends.experts import Experts
 from fsdptrain.backends.loading import load_model
@@ -106,7 +107,7 @@ class FSDPBackend:
                 self._base_digest = content_digest(self._model)
         self._reference = self._checked_reference(other)
         self._reference_moved = False  # it is no longer the one that this run began with
-        self._names_checked = False  # of the metrics of the loss
+        self._names_checked = config.algorithm.loss in LOSSES  # that of the user may name others on each rank
         self.layout_probe = self._verify_model()
         self._optimizer = Optimizer(self._model, config.optim, total_steps=total_steps, fp16=config.model.fp16)
 

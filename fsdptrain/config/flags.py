@@ -95,7 +95,7 @@ def _flat_keys(values: Mapping[str, Any]) -> list[str]:
 
 
 def parse(argv: Sequence[str], options: Mapping[str, Option]) -> dict[str, Any]:
-    """The values of the flags that stand in `argv`, by key. A flag of one value that is given twice has its last."""
+    """The values of the flags that stand in `argv`, by key. A flag that is given twice has its last value."""
     by_flag = {option.flag: key for key, option in options.items()}
     values: dict[str, Any] = {}
     rest = list(argv)
@@ -110,8 +110,6 @@ def parse(argv: Sequence[str], options: Mapping[str, Option]) -> dict[str, Any]:
             values[key] = not negated
             continue
         tokens = [attached] if equals else _take(rest, many=option.many)
-        if option.many and key in values:
-            raise ConfigError(f"{option.flag} is given twice: give all of its values at once, {option.flag} A B")
         values[key] = convert(option, tokens)
     return values
 

@@ -351,7 +351,7 @@ def other_names(checkpoint: str):
             output, metrics={**output.metrics, f"own/of_{dist.get_rank()}": output.loss.detach()}
         )
 
-    backend = FSDPBackend(config(checkpoint), total_steps=4)
+    backend = FSDPBackend(config(checkpoint, loss="mine:loss"), total_steps=4)
     try:
         backend.train_step(packs_of_this_rank(samples(), 128), loss, GRPO)
     except ConfigError as error:

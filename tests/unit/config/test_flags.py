@@ -30,6 +30,7 @@ def value(flat, *argv):
         ("system_prompt", ["--system-prompt", ""], ""),
         ("prompt_data", ["--prompt-data", "reasoning_gym:sort?min=1&max=2"], "reasoning_gym:sort?min=1&max=2"),
         ("reward", ["--reward", "math", "format=0.2", "--lr", "1"], ["math", "format=0.2"]),
+        ("reward", ["--reward", "a", "b", "--lr", "1", "--reward", "c"], ["c"]),
         ("log_to", ["--log-to"], []),
         (
             "chat_template_kwargs",
@@ -49,7 +50,6 @@ def test_flags_are_read(flat, argv, expected):
     [
         (["--lr", "abc"], "--lr must be a number, got 'abc'"),
         (["--lr"], "--lr needs a value: a number"),
-        (["--reward", "a", "--lr", "1", "--reward", "b"], "--reward is given twice: give all of its values at once"),
         (["--lr", "--bf16"], "--lr needs a value: a number"),
         (["--num-rollout", "2.5"], "--num-rollout must be a whole number, got '2.5'"),
         (["--layout", "packd"], "--layout must be one of auto, packed, padded, got 'packd'; did you mean 'packed'?"),
