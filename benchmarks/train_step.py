@@ -146,7 +146,7 @@ def our_side(case: Case, samples: list[Sample], *, sharing: str) -> Iterator[Ste
             metrics = backend.train_step(batches.packs, loss, LossConfig(kl_loss_coef=options.kl))
             hook.remove()
             phases("backward and optimizer")
-            computed = sum(pack.num_computed for pack in batches.packs)
+            computed = sum(p.num_tokens if p.shared is None else p.shared.num_tokens for p in batches.packs)
             return {
                 "loss": metrics["loss/total"],
                 "grad_norm": metrics["optim/grad_norm"],

@@ -160,6 +160,18 @@ def set_device_rng_state(state: torch.Tensor) -> None:
         torch.get_device_module(device_type()).set_rng_state(state)
 
 
+@contextmanager
+def random_states_kept() -> Iterator[None]:
+    """Whatever is drawn or seeded inside, torch's generators go on as if nothing had been."""
+    state, of_device = torch.get_rng_state(), device_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+        if of_device is not None:
+            set_device_rng_state(of_device)
+
+
 def set_deterministic(enabled: bool) -> None:
     """Only deterministic kernels: an operation without one raises."""
     if enabled:

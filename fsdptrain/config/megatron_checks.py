@@ -70,8 +70,9 @@ def check_megatron_world(config: Config, world_size: int) -> None:
             f"{split.context_parallel} x --megatron-pipeline-parallel {split.pipeline_parallel} must divide the number "
             f"of processes, {world_size}"
         )
-    if world_size // split.pipeline_parallel % split.expert_parallel:
+    of_stage = world_size // split.pipeline_parallel
+    if of_stage % (split.tensor_parallel * split.expert_parallel):
         raise ConfigError(
-            f"--megatron-expert-parallel {split.expert_parallel} must divide the processes of a stage, "
-            f"{world_size // split.pipeline_parallel}"
+            f"--megatron-expert-parallel {split.expert_parallel} x --megatron-tensor-parallel {split.tensor_parallel} "
+            f"must divide the processes of a stage, {of_stage}"
         )

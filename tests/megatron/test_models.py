@@ -130,7 +130,7 @@ def compared(case: Case, folder: Path) -> Found:
     left = state.keys() - modules.keys() <= ({"lm_head.weight"} if case.tied else set())
     return Found(
         difference,
-        max(worst.values()),
+        torch.tensor(list(worst.values())).max().item(),  # nan, if there is one
         len(theirs.keys() ^ worst.keys()),
         hub.keys() == files.keys() and all(hub.values()),
         left and all(modules.values()),

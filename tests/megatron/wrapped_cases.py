@@ -1,6 +1,7 @@
 """Models whose mixers are wrapped, however they are split, against transformers: in the ranks that a test spawns."""
 
 import copy
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -122,9 +123,9 @@ def _compare(built: cases.Built, layout: Layout) -> dict[str, float]:
         if name in expected:
             relative[name] = float((gradient - expected[name]).norm() / expected[name].norm())
     assert relative.keys() == expected.keys()
-    worst = max(relative, key=lambda name: relative[name])
+    worst = max(relative, key=lambda name: (math.isnan(relative[name]), relative[name]))
     errors = [float((logits - wanted[mine]).abs().max()) for logits in found]  # none before the last stage
-    return {"logits": max(errors, default=0.0), worst: relative[worst]}
+    return {"logits": max(errors, default=0.0, key=lambda x: (math.isnan(x), x)), worst: relative[worst]}
 
 
 def _gradient(parameters: dict[str, Tensor], name: str) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdptrain import platform
+from fsdptrain.algo.losses import LOSSES
 from fsdptrain.algo.metrics import finish_metrics
 from fsdptrain.backends.megatron import require_megatron
 from fsdptrain.backends.megatron.cpu_shims import install_cpu_shims
@@ -98,6 +99,7 @@ class MegatronBackend:
         self.layout_probe = LayoutProbe(self._layout, "megatron-core", difference, tolerance, self._why_padded)
         self._reference = self._load()
         self._reference_moved = False
+        self._names_checked = config.algorithm.loss in LOSSES  # that of the user may name others on each rank
         self._wrapped = wrap(self._model)
         self._optimizer = Optimizer(
             self._model, config.optim, total_steps=total_steps, fp16=False, total_norm=total_norm
@@ -161,6 +163,9 @@ class MegatronBackend:
         sums = MetricSums(copies=self._config.pack_copies)
         for metrics in self._metrics_of(outputs, num_packs=len(batches)):
             sums.add(metrics)
+        if not self._names_checked:
+            sums.check_names()
+            self._names_checked = True
         metrics, norm, finite = sums.reduce(self._optimizer.clip())
         metrics = finish_metrics(metrics) | {"optim/lr": self._optimizer.lr}
         if finite:

@@ -1,10 +1,12 @@
 """The process groups of megatron-core. They belong to the process, as it wants them: one split at a time."""
 
+import math
 from dataclasses import dataclass
 from typing import cast
 
 import torch.distributed as dist
 
+from fsdptrain import platform
 from fsdptrain.backends.megatron.cpu_shims import quiet_imports
 from fsdptrain.config.megatron import MegatronConfig
 
@@ -64,9 +66,10 @@ def start_groups(megatron: MegatronConfig, *, timeout_s: float) -> None:
         expert_model_parallel_size=megatron.expert_parallel,
         expert_tensor_parallel_size=megatron.tensor_parallel,
         order="tp-cp-pp-ep-dp",
-        distributed_timeout_minutes=max(1, int(timeout_s / 60)),
+        distributed_timeout_minutes=math.ceil(timeout_s / 60),
     )
-    tensor_parallel.model_parallel_cuda_manual_seed(1234)  # of its own generators, which nothing here draws from
+    with platform.random_states_kept():  # its own generators, which nothing here draws from; and torch's, by the way
+        tensor_parallel.model_parallel_cuda_manual_seed(1234)
 
 
 def stop_groups() -> None:

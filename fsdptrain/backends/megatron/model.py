@@ -70,7 +70,9 @@ def build_model(
         _keep_padding(model, hf_config.pad_token_id)
     if model.post_process:
         model.output_layer.forward = _gather_rows if transformer_config.sequence_parallel else _pass_on
-    return model.eval()
+    model.eval()
+    model.decoder.training = transformer_config.recompute_granularity is not None  # else it never recomputes
+    return model
 
 
 def _keep_padding(model: "GPTModel", token: int) -> None:

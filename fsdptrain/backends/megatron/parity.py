@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from fsdptrain import platform
 from fsdptrain.backends.megatron.forward import Scorer, layout_of, run_packs
 from fsdptrain.backends.megatron.model import build_model
 from fsdptrain.backends.megatron.transformer_config import family_of, transformer_config
@@ -73,7 +74,7 @@ def small_models(
 ) -> tuple[PreTrainedModel, "GPTModel"]:
     """The same random weights in transformers and in megatron-core, in float32 and the dtype of the run. Collective."""
     small = small_config(config, split)
-    with torch.random.fork_rng(devices=[]), together(ConfigError, "--backend megatron"):
+    with platform.random_states_kept(), together(ConfigError, "--backend megatron"):
         torch.manual_seed(0)  # the same on every rank
         stock = model_from_config(small, dtype=torch.float32, attn_implementation="eager").eval()
         for parameter in stock.parameters():
