@@ -88,7 +88,8 @@ class ReplicatedEngine(RolloutEngine, Protocol):
     """An engine whose copies of the model --sync-check looks at one by one."""
 
     def copies(self) -> Sequence[ModelCopy]:
-        """Those that this rank looks at, at least one and as many on each rank. Not collective."""
+        """Those that this rank looks at, at least one and as many on each rank; each from a thread of its own, all at
+        once. Not collective."""
         ...
 
 

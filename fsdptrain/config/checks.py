@@ -351,6 +351,12 @@ def _log(config: Config) -> Iterator[Problem]:
 
 
 def _launch(config: Config) -> Iterator[Problem]:
+    longest = 3 * (config.reward.reward_timeout or 0)  # after three misses in a row the run ends
+    if longest > config.launch.dist_timeout:
+        yield (
+            f"--dist-timeout {config.launch.dist_timeout} is shorter than ranks may wait for one whose --reward hangs, "
+            f"{longest:g} s (3 x --reward-timeout): raise it, or lower --reward-timeout"
+        )
     launch = config.launch
     if launch.node_rank >= launch.nnodes:
         yield f"--node-rank {launch.node_rank} must be below --nnodes {launch.nnodes}: machines are counted from 0"

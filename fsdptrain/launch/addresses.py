@@ -20,8 +20,8 @@ def listen(endpoint: tuple[str, int], *, backlog: int) -> socket.socket:
             server = socket.create_server((address, port), family=family, backlog=backlog)
         else:
             sys.stderr.write(
-                f"fsdptrain: --rdzv-endpoint {host}:{port} names no address of this machine, node 0: it listens at all "
-                "that it has, and whoever reaches the port can take part\n"
+                f"fsdptrain: --rdzv-endpoint {host}:{port} names no one address of this machine, node 0: it listens at "
+                "all that it has, and whoever reaches the port can take part\n"
             )
             both = socket.has_dualstack_ipv6()
             family = socket.AF_INET6 if both else socket.AF_INET
@@ -38,17 +38,19 @@ def listen(endpoint: tuple[str, int], *, backlog: int) -> socket.socket:
 def own_address(host: str) -> str | None:
     """The address that `host` names, where it is one of this machine's at which others can reach it.
 
-    None for a name that is the loopback device here: on other machines it is something else.
+    None for a name that is the loopback device here: on other machines it is something else. None too for a name of
+    several addresses here: other machines may know it by another one.
     """
     own = {found.address.partition("%")[0] for every in psutil.net_if_addrs().values() for found in every}
     try:
         named = [str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
     except OSError:
         return None
-    reachable = [address for address in named if address in own and not ipaddress.ip_address(address).is_loopback]
+    here = list(dict.fromkeys(address for address in named if address in own))
     if host in (*named, "localhost"):
-        reachable += [address for address in named if address in own]
-    return reachable[0] if reachable else None
+        return here[0] if here else None
+    reachable = [address for address in here if not ipaddress.ip_address(address).is_loopback]
+    return reachable[0] if len(reachable) == 1 else None
 
 
 def interface_of(address: str | None) -> str | None:

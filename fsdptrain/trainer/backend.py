@@ -1,5 +1,6 @@
 """What the trainer asks of a backend besides `TrainBackend`, and the choice between the two."""
 
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -8,12 +9,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from fsdptrain import platform
 from fsdptrain.config import Config
+from fsdptrain.errors import ConfigError
+from fsdptrain.models.collective import require_same, together
 from fsdptrain.models.kernels import Kernel
 from fsdptrain.models.layout import LayoutProbe
 from fsdptrain.models.lora import Adapters
 from fsdptrain.models.processor import ImageProcessor
+from fsdptrain.overrides import install_overrides
 from fsdptrain.protocols import TrainBackend
+
+log = logging.getLogger(__name__)
 
 
 class PolicyBackend(TrainBackend, Protocol):
@@ -65,6 +72,7 @@ def build_backend(
 
     before_load: sees the model while it has no memory yet (FSDP). processor: see `FSDPBackend`.
     """
+    install_platform_overrides()
     options: dict[str, Any] = {"total_steps": config.total_optimizer_steps}
     if config.parallel.backend == "megatron":
         from fsdptrain.backends.megatron.backend import MegatronBackend
@@ -73,3 +81,15 @@ def build_backend(
     from fsdptrain.backends.fsdp import FSDPBackend
 
     return FSDPBackend(config, **options, before_load=before_load, processor=processor)
+
+
+def install_platform_overrides() -> None:
+    """Say what replaces functions of ours on this device; ConfigError unless all ranks have the same. Collective."""
+    kind = platform.device_type()
+    require_same(kind, ConfigError(f"machines of one run must be alike: rank 0 computes on {kind}, another does not"))
+    with together(ConfigError, "fsdptrain.overrides"):
+        found = install_overrides(kind)
+    lines = [override.line for override in found]
+    require_same(lines, ConfigError(f"machines of one run must be alike: not all have the plug-ins {lines}"))
+    for line in lines:
+        log.info("override: %s", line)

@@ -26,13 +26,12 @@ from fsdptrain.data.turns import TurnRenderer
 from fsdptrain.environments import LoadedEnvironment, StepThreads, build_environment
 from fsdptrain.errors import CheckpointError, ConfigError, DataError, MemoryPlanError
 from fsdptrain.loggers import build_loggers
-from fsdptrain.models.collective import require_same, together
+from fsdptrain.models.collective import together
 from fsdptrain.models.kernels import require_no_fallback
 from fsdptrain.models.loading import resolve_checkpoint
 from fsdptrain.models.lora import require_peft
 from fsdptrain.models.processor import ImageProcessor, open_processor
 from fsdptrain.models.structure import count_parameters
-from fsdptrain.overrides import install_overrides
 from fsdptrain.planning.memory import MemorySupply, check_load_memory, demand_of, load_memory_line
 from fsdptrain.planning.pieces import Grid, Pieces
 from fsdptrain.planning.plan import Machine, Planner
@@ -81,7 +80,6 @@ def build_parts(
     config: Config, folder: RunFolder, *, reward: RewardFunction | None, dataset: Sequence[Mapping[str, Any]] | None
 ) -> Iterator[Parts]:
     """Data and rewards first, then the model, then the engine; whatever was built is closed at the end."""
-    install_platform_overrides()
     checkpoint = resolve_checkpoint(config.model.hf_checkpoint)
     with together(ConfigError, "--environment"):
         environment = build_environment(config.environment)
@@ -147,16 +145,6 @@ def build_parts(
             planned_memory=planned_memory(backend.model, config) if plans else None,
             loggers=loggers,
         )
-
-
-def install_platform_overrides() -> None:
-    """Say what replaces functions of ours on this device; ConfigError unless all ranks have the same. Collective."""
-    with together(ConfigError, "fsdptrain.overrides"):
-        found = install_overrides(platform.device_type())
-    lines = [override.line for override in found]
-    require_same(lines, ConfigError(f"machines of one run must be alike: not all have the plug-ins {lines}"))
-    for line in lines:
-        log.info("override: %s", line)
 
 
 def rollout_threads(config: Config, engine: RolloutEngine, stack: ExitStack) -> Executor | None:

@@ -5,6 +5,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -271,3 +272,14 @@ def test_who_comes_during_a_round_costs_no_time():
     (ticks, verdict), _ = at_once([host, lambda: run(second, [None])])
     assert verdict is None
     assert ticks < 20
+
+
+def test_a_name_of_several_addresses_here_is_listened_for_at_all_of_them(monkeypatch):
+    """Other machines may know it by any of them."""
+    found = [(2, 1, 6, "", (address, 0)) for address in ("10.9.0.1", "10.9.0.2")]
+    own = {"a": [SimpleNamespace(address="10.9.0.1")], "b": [SimpleNamespace(address="10.9.0.2")]}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: own)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    assert own_address("head") is None
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found[1:] * 2)
+    assert own_address("head") == "10.9.0.2"

@@ -349,6 +349,7 @@ REFUSED = [
         ]
     ),
     ({"nnodes": 2}, ["--rdzv-endpoint", "10.0.0.1:29500"], {"rdzv_endpoint": "10.0.0.1:29500"}),
+    ({"reward_timeout": 601}, ["--dist-timeout 1800", "3 x --reward-timeout"], {"reward_timeout": 600}),
     ({"nnodes": 2, "rdzv_endpoint": "host"}, ["--rdzv-endpoint", "host:port"], {"rdzv_endpoint": "host:29500"}),
     ({"rdzv_endpoint": "h:1"}, ["--rdzv-endpoint", "--nnodes"], {"nnodes": 2}),
     ({"node_rank": 1}, ["--node-rank 1", "--nnodes 1"], {"nnodes": 2, "rdzv_endpoint": "h:1"}),
