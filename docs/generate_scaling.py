@@ -69,7 +69,7 @@ that for an all-reduce. Experts are taken to be balanced.
 | replicas | after each pack | a shard's gradients, float32 |
 | tensor ranks | in every layer: two sums of hidden states forward, and one for each matrix that reads them backward (five in a Llama) | tokens x width, in the compute dtype |
 | expert ranks | in every layer with experts: to the experts and back, forward and backward | tokens x experts of a token x width |
-| context ranks | in every attention: queries, keys and values to the ranks of their heads, and what it made back; forward and backward, and for a layer that is recomputed once more | own tokens x heads x width of a head, with the key-value heads as often as they are repeated |
+| context ranks | in every attention: queries, keys and values to the ranks of their heads, and what it made back; forward and backward, and for a layer that is recomputed once more | own tokens x heads x width of a head, with the key-value heads as often as they are repeated; mixers that `--context-parallel-recurrent gather` gathers around are counted as attention, which they are not |
 
 So shards cost by weights and packs, tensor, expert and context ranks by tokens. Larger packs (`--max-tokens-per-gpu`) make the
 first cheaper and change nothing of the others. From this:

@@ -163,10 +163,12 @@ class CheckpointFolder:
         _sync(self.directory)
         paths = [path for _, path in self._existing()]
         before, abandoned = paths[: paths.index(final)], paths[paths.index(final) + 1 :]
-        for path in [*before[: len(before) + 1 - self._keep_last], *abandoned]:
-            doomed = path.with_name(f".old-{path.name}")
-            path.rename(doomed)  # a kill while files go must not leave half a folder under a good name
-            shutil.rmtree(doomed)
+        gone = [*abandoned, *before[: len(before) + 1 - self._keep_last]]
+        doomed = [
+            path.rename(path.with_name(f".old-{path.name}")) for path in gone
+        ]  # all at once: files take their time,
+        for path in doomed:  # and a kill must leave neither half a folder nor one that is given up under a good name
+            shutil.rmtree(path)
 
 
 def save_checkpoint(

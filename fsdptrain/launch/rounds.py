@@ -1,6 +1,7 @@
 """Rounds of ranks: all machines start them together, and after a failure once more, from the newest checkpoint."""
 
 import os
+import re
 import socket
 import sys
 import tempfile
@@ -140,8 +141,9 @@ def _terms(config: Config, nproc: int) -> Terms:
 
 
 def _newest(folder: Path) -> str:
-    """Without torch, and so not by `CheckpointFolder`: names sort as steps do, and attempts at one step."""
-    return max((path.name for path in folder.glob("step_*")), default="")
+    """Without torch, and so not by `CheckpointFolder`: by the step, then by the attempt at it."""
+    names = (path.name for path in folder.glob("step_*"))
+    return max(names, key=lambda name: [int(number) for number in re.findall(r"\d+", name)], default="")
 
 
 def _check_interface(name: str | None) -> None:

@@ -282,10 +282,11 @@ def _state(pieces: Pieces, config: Config, numbers: int) -> int:
     return pieces.total(lambda piece: piece.most * (numbers * MASTER_BYTES if piece.trained else frozen_bytes))
 
 
-def seqlens(config: Config) -> tuple[int, ...]:
+def seqlens(config: Config, *, processes: int = 1) -> tuple[int, ...]:
     """The worst pack: full of the longest sequences that may come. Of one process: with --context-parallel-size it has
-    a share of the tokens, and of the heads of whole sequences, which comes to the same."""
-    budget, longest = config.batch.max_tokens_per_gpu, config.longest_sequence
+    a share of the tokens, and of the heads of whole sequences, which takes as much memory; the work is that of the pack
+    of all `processes` that share it."""
+    budget, longest = processes * config.batch.max_tokens_per_gpu, config.longest_sequence
     rest = budget % longest
     return (longest,) * (budget // longest) + ((rest,) if rest else ())
 

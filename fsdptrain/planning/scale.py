@@ -97,14 +97,14 @@ def estimate(
         pieces = planner.pieces(config)
     except ConfigError:
         return None
-    grid, lengths = pieces.grid, seqlens(config)
-    tokens = sum(lengths)
+    grid, tokens = pieces.grid, sum(seqlens(config))
     copies = grid.tensor * grid.context  # ranks that share a pack
     own = num_packs * copies // grid.num_ranks
     of_pack = step_traffic(model, config, pieces, [Pack(tokens * grid.context, tokens * grid.context)])
     traffic = [replace(x, calls=x.calls * own, size=x.size * own) for x in of_pack]
     again = 4 / 3 if config.model.gradient_checkpointing else 1.0
-    flops = again * model_flops(model).training(lengths, tokens, causal=True) * own / grid.tensor
+    of_all = seqlens(config, processes=grid.context)
+    flops = again * model_flops(model).training(of_all, sum(of_all), causal=True) * own / copies
     seconds: dict[Axis, float] = {}
     for x in traffic:
         seconds[x.axis] = seconds.get(x.axis, 0.0) + _seconds(x, grid, cluster)

@@ -116,8 +116,11 @@ class Fleet:
     def give_up_hope(self) -> None:
         """RolloutError when there will never be --min-servers again. Looks without a lock, which is held while servers
         take weights, and makes sure with it before it raises."""
-        if self._failure is not None or self._is_hopeless(self._min_servers):
-            self.wait_for(self._min_servers, 0.0)
+        if self._failure is None and not self._is_hopeless(self._min_servers):
+            return
+        with self._changed:
+            if self._failure is not None or self._is_hopeless(self._min_servers):
+                self.wait_for(self._min_servers, 0.0)
 
     def close(self) -> None:
         self._closing.set()
