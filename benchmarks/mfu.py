@@ -123,6 +123,7 @@ def measure(case: Case, folder: str, options: argparse.Namespace) -> dict[str, A
         max_tokens_per_gpu=case.tokens,
         rollout_max_response_len=max(1, case.tokens // 2),
         lr=1e-6,
+        seed=options.seed,
         **BASE | VARIANTS[case.variant] | ADAPTERS[case.adapter],
     )
     loss = LOSSES[case.step]
@@ -131,15 +132,7 @@ def measure(case: Case, folder: str, options: argparse.Namespace) -> dict[str, A
         backend = FSDPBackend(config, total_steps=10**6)
         speed = Speed.of(backend.model, backend.device, backend.compute_dtype, copies=1)
         samples = make_samples(case, vocab=backend.hf_config.vocab_size, prompt=options.prompt, seed=options.seed)
-        rules = PackingRules(
-            max_tokens=case.tokens,
-            aggregation="token_mean",
-            max_response_len=case.tokens,
-            steps_per_epoch=1,
-            num_epochs=1,
-            seed=options.seed,
-            layout=backend.layout_probe.layout,
-        )
+        rules = PackingRules.of(config, layout=backend.layout_probe.layout, shares_prefixes=False)
         ready = time.perf_counter() - begin
         steps, pack_s, rows = [], [], []
         tracer: Any = nullcontext()

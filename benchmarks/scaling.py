@@ -65,9 +65,11 @@ def measure(folder: str, replicas: int, args: argparse.Namespace) -> dict[str, A
         fsdp_replicate_size=replicas,
         max_tokens_per_gpu=args.tokens,
         rollout_max_response_len=args.tokens // 2,
+        seed=args.seed,
     )
     backend = FSDPBackend(config, total_steps=100)
-    batches = make_batches(own_samples(args, backend.hf_config.vocab_size), rules(args), rollout=0)
+    rules = PackingRules.of(config, layout=backend.layout_probe.layout, shares_prefixes=False)
+    batches = make_batches(own_samples(args, backend.hf_config.vocab_size), rules, rollout=0)
     [step] = batches
     seconds = []
     for _ in range(args.steps + 1):
@@ -126,18 +128,6 @@ def own_samples(args: argparse.Namespace, vocab: int) -> list[Sample]:
     ids = torch.randint(0, vocab, (SEGMENTS, length), generator=generator).tolist()
     name = str(dist.get_rank())
     return [Sample(name, ids[i], mask, [0.0] * length, advantage=1.0 - 2 * (i % 2)) for i in range(SEGMENTS)]
-
-
-def rules(args: argparse.Namespace) -> PackingRules:
-    return PackingRules(
-        max_tokens=args.tokens,
-        aggregation="token_mean",
-        max_response_len=args.tokens,
-        steps_per_epoch=1,
-        num_epochs=1,
-        seed=args.seed,
-        layout="packed",
-    )
 
 
 def measured(args: argparse.Namespace) -> list[dict[str, Any]]:

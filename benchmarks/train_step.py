@@ -120,16 +120,8 @@ def our_side(case: Case, samples: list[Sample], *, sharing: str) -> Iterator[Ste
     )
     with process_group(600):
         backend = FSDPBackend(config, total_steps=10**6)
-        rules = PackingRules(
-            max_tokens=options.max_tokens,
-            aggregation="token_mean",
-            max_response_len=options.longest,
-            steps_per_epoch=1,
-            num_epochs=1,
-            seed=0,
-            layout=backend.layout_probe.layout,
-            sharing=config.batch.prefix_sharing if backend.shares_prefixes else "off",
-        )
+        layout = backend.layout_probe.layout
+        rules = PackingRules.of(config, layout=layout, shares_prefixes=backend.shares_prefixes)
 
         def step() -> dict[str, float]:
             phases = Phases()

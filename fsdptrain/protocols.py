@@ -142,6 +142,19 @@ class TrainBackend(Protocol):
         """Full tensors in the compute dtype, layer by layer, on the device; every rank gets each of them."""
         ...
 
+    def save(self, directory: Path, step: int) -> Callable[[], None] | None:
+        """Returns what is left to be written, by a thread on every rank, or None where all is there."""
+        ...
+
+    def load(self, directory: Path) -> int:
+        """Returns the step that was saved. Raises CheckpointError; never starts anew silently."""
+        ...
+
+
+@runtime_checkable
+class OffloadingBackend(TrainBackend, Protocol):
+    """A backend that can leave the device to an engine for a while (--offload-train)."""
+
     def offload(self, *, keep_weights: bool = False) -> None:
         """Move everything to the host until `onload`, to make room for an engine on the same device. `keep_weights`:
         all but what `hf_weights` and `score` need. What is there already stays there."""
@@ -151,12 +164,17 @@ class TrainBackend(Protocol):
         """Nothing to do where nothing was moved."""
         ...
 
-    def save(self, directory: Path, step: int) -> Callable[[], None] | None:
-        """Returns what is left to be written, by a thread on every rank, or None where all is there."""
+
+@runtime_checkable
+class AdapterBackend(TrainBackend, Protocol):
+    """A backend that can train an adapter and hand it over alone (--lora-sync adapter)."""
+
+    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Full tensors by peft's names; every rank gets each and takes each. Collective."""
         ...
 
-    def load(self, directory: Path) -> int:
-        """Returns the step that was saved. Raises CheckpointError; never starts anew silently."""
+    def write_adapter_config(self, folder: Path) -> None:
+        """peft's adapter_config.json. Not collective."""
         ...
 
 

@@ -239,6 +239,12 @@ class LogProbs:
     routes: Tensor | None = None  # [T, layers, k] i16, the experts that were taken; where asked for
     router_loss: Tensor | None = None  # [] this pack's part of the load-balancing loss; where asked for
 
+    def for_loss(self, config: "LossConfig") -> "LogProbs":
+        """With the gradient of the entropy spared where it is a metric only."""
+        if config.entropy_coef or self.entropy is None:
+            return self
+        return replace(self, entropy=self.entropy.detach())
+
 
 @dataclass(frozen=True)
 class LossOutput:

@@ -107,7 +107,6 @@ class FSDPBackend:
                 self._base_digest = content_digest(self._model)
         self._reference = self._checked_reference(other)
         self._reference_moved = False  # it is no longer the one that this run began with
-        self._names_checked = config.algorithm.loss in LOSSES  # that of the user may name others on each rank
         self.layout_probe = self._verify_model()
         self._optimizer = Optimizer(self._model, config.optim, total_steps=total_steps, fp16=config.model.fp16)
 
@@ -163,9 +162,7 @@ class FSDPBackend:
         """
         assert not self._is_away, "onload comes before train_step"
         if not batches[0].num_loss_tokens:  # of the whole step: the same on every rank
-            metrics = {"optim/lr": self._optimizer.lr, "optim/skipped_steps": float(self._optimizer.num_skipped)}
-            self._optimizer.pass_over()
-            return metrics
+            return self._optimizer.pass_over()
         self._model.train(self._config.algorithm.algorithm == "sft")
         self._optimizer.zero_grad()
         load = self._experts.load(self._model, batches, layout=self.layout_probe.layout, device=self.device)
@@ -173,32 +170,22 @@ class FSDPBackend:
         if dispatches is not None:
             dispatches.reset()
         balance = self._experts.bias_balance(self._model)
-        sums = MetricSums(copies=self._config.pack_copies)
+        sums = MetricSums(copies=self._config.pack_copies, checked=self._config.algorithm.loss not in LOSSES)
         for batch in batches:
             moved = batch.to(self.device)
             router = self._experts.router_loss(moved, load)
             logprobs = self._logprobs(moved, with_entropy=True, with_routes=balance is not None, router=router)
             if balance is not None:
                 balance.count(logprobs.routes, moved)
-            if config.entropy_coef == 0 and logprobs.entropy is not None:  # a metric only: spare its gradient
-                logprobs = replace(logprobs, entropy=logprobs.entropy.detach())
-            output = self._experts.add_loss(loss(moved, logprobs, config), logprobs)
+            output = self._experts.add_loss(loss(moved, logprobs.for_loss(config), config), logprobs)
             self._optimizer.scale(output.loss).backward()
             sums.add(output.metrics)
-        if not self._names_checked:
-            sums.check_names()
-            self._names_checked = True
         norm = self._optimizer.clip().to(self.device)
         metrics, norm_value, finite = sums.reduce(norm)
-        metrics = finish_metrics(metrics) | {"optim/lr": self._optimizer.lr} | (load.metrics() if load else {})
+        metrics = finish_metrics(metrics) | (load.metrics() if load else {})
         metrics |= dispatches.metrics(self.device) if dispatches is not None else {}
         metrics |= balance.finish(move=finite) if balance is not None else {}
-        if finite:
-            self._optimizer.step()
-            metrics["optim/grad_norm"] = norm_value
-        else:
-            self._optimizer.skip()
-        return metrics | {"optim/skipped_steps": float(self._optimizer.num_skipped)}
+        return metrics | self._optimizer.end_step(norm_value, finite=finite)
 
     def update_reference(self) -> None:
         """Make the present policy the reference. Checkpoints hold it from now on."""

@@ -15,9 +15,10 @@ class MetricSums:
     """Metrics of the packs of one step, on the device until all are there. Every pack must name the same ones: sums go
     over ranks by the order of names alone."""
 
-    def __init__(self, *, copies: int = 1) -> None:
-        """copies: ranks that see the same packs."""
-        self._copies = copies
+    def __init__(self, *, copies: int = 1, checked: bool = False) -> None:
+        """copies: ranks that see the same packs. checked: names that differ between ranks are found out, by one more
+        collective; the losses of the program need it not."""
+        self._copies, self._checked = copies, checked
         self._values: dict[str, Tensor] = {}  # name -> [] f32
 
     def add(self, metrics: Mapping[str, Tensor]) -> None:
@@ -26,21 +27,14 @@ class MetricSums:
             combine = torch.maximum if name.endswith("_max") else torch.add
             self._values[name] = value if before is None else combine(before, value)
 
-    def check_names(self) -> None:
-        """ConfigError, on all ranks, where a loss of the user's names other metrics on one. Collective."""
-        first, *others = gather(sorted(self._values))
-        for rank, names in enumerate(others, start=1):
-            if names != first:
-                apart = ", ".join(sorted({*first} ^ {*names}))
-                raise ConfigError(
-                    f"--loss names {apart} on rank 0 or rank {rank} only: it must name the same everywhere"
-                )
-
     def reduce(self, norm: Tensor) -> tuple[Metrics, float, bool]:
         """Over ranks: (metrics, `norm`, whether `norm` is finite on every rank).
 
         One all_reduce, and one more where a name ends in `_max`; then the only wait of a step for the device.
+        ConfigError, on all ranks, where one names other metrics.
         """
+        if self._checked:
+            self._check_names()
         maxima = sorted(name for name in self._values if name.endswith("_max"))
         sums = sorted(name for name in self._values if not name.endswith("_max"))
         summed = torch.stack([*(self._values[name] for name in sums), (~norm.isfinite()).to(norm.dtype)])
@@ -52,3 +46,12 @@ class MetricSums:
             dist.all_reduce(highest[:-1], op=dist.ReduceOp.MAX)
         *values, num_not_finite, norm_value = torch.cat([highest[:-1], summed, highest[-1:]]).tolist()
         return dict(zip([*maxima, *sums], values, strict=True)), norm_value, num_not_finite == 0
+
+    def _check_names(self) -> None:
+        first, *others = gather(sorted(self._values))
+        for rank, names in enumerate(others, start=1):
+            if names != first:
+                apart = ", ".join(sorted({*first} ^ {*names}))
+                raise ConfigError(
+                    f"--loss names {apart} on rank 0 or rank {rank} only: it must name the same everywhere"
+                )

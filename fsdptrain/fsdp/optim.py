@@ -14,6 +14,7 @@ from fsdptrain.errors import NumericsError
 from fsdptrain.fsdp.host_adam import HostAdam, host_moment
 from fsdptrain.models.structure import reshard
 from fsdptrain.overrides import overridable
+from fsdptrain.types import Metrics
 
 Schedule = Callable[[int], float]
 
@@ -151,10 +152,22 @@ class Optimizer:
                 f"{self._config.max_skipped_steps}: lower --lr or --clip-grad, or compute with --no-bf16"
             )
 
-    def pass_over(self) -> None:
+    def pass_over(self) -> Metrics:
         """A step without anything to learn from: the weights stay, and the schedule goes on as planned."""
+        metrics = {"optim/lr": self.lr, "optim/skipped_steps": float(self.num_skipped)}
         self.zero_grad()
         self.num_updates += 1
+        return metrics
+
+    def end_step(self, norm: float, *, finite: bool) -> Metrics:
+        """`step`, or `skip` where the gradients of some rank are not finite; what there is to log of it."""
+        metrics = {"optim/lr": self.lr}
+        if finite:
+            self.step()
+            metrics["optim/grad_norm"] = norm
+        else:
+            self.skip()
+        return metrics | {"optim/skipped_steps": float(self.num_skipped)}
 
     def _finish(self) -> None:
         if self._scaler.is_enabled():

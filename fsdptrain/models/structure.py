@@ -174,6 +174,11 @@ def active_sizes(model: PreTrainedModel) -> dict[nn.Parameter, float]:
     return sizes
 
 
+def head_size(config: PreTrainedConfig) -> int:
+    """Of a query and a key in plain attention; some families name it, the others divide the hidden size evenly."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
 def expert_choice(config: PreTrainedConfig) -> ExpertChoice | None:
     """What the config says; None for a model without experts."""
     text = config.get_text_config()

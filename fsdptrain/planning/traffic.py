@@ -20,7 +20,14 @@ from transformers import PreTrainedModel
 from fsdptrain.config import Config
 from fsdptrain.models.context import repeats_of
 from fsdptrain.models.split_plan import SplitPlan
-from fsdptrain.models.structure import decoder_layers, expert_choice, lm_head, num_fused_experts, repeated_layers
+from fsdptrain.models.structure import (
+    decoder_layers,
+    expert_choice,
+    head_size,
+    lm_head,
+    num_fused_experts,
+    repeated_layers,
+)
 from fsdptrain.planning.pieces import Grid, Piece, Pieces
 
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
@@ -185,7 +192,7 @@ def _attention(model: PreTrainedModel, grid: Grid, itemsize: int, tokens: int) -
     text = model.config.get_text_config()
     heads = text.num_attention_heads // grid.tensor
     shared = (getattr(text, "num_key_value_heads", None) or text.num_attention_heads) // grid.tensor
-    own = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    own = head_size(text)
     width = getattr(text, "qk_head_dim", None) or own  # multi-head latent attention has two
     out = getattr(text, "v_head_dim", None) or own
     shared *= repeats_of(heads, shared, grid.context)

@@ -1,12 +1,11 @@
 """What the trainer asks of a backend besides `TrainBackend`, and the choice between the two."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from fsdptrain import platform
@@ -15,7 +14,6 @@ from fsdptrain.errors import ConfigError
 from fsdptrain.models.collective import require_same, together
 from fsdptrain.models.kernels import Kernel
 from fsdptrain.models.layout import LayoutProbe
-from fsdptrain.models.lora import Adapters
 from fsdptrain.models.processor import ImageProcessor
 from fsdptrain.overrides import install_overrides
 from fsdptrain.protocols import TrainBackend
@@ -28,7 +26,6 @@ class PolicyBackend(TrainBackend, Protocol):
 
     compute_dtype: torch.dtype
     layout_probe: LayoutProbe
-    adapters: Adapters | None  # None: all weights are trained
 
     @property
     def model(self) -> PreTrainedModel:
@@ -51,14 +48,6 @@ class PolicyBackend(TrainBackend, Protocol):
 
     def export(self, target: Path) -> None:
         """Write the policy as a Hugging Face folder. Collective."""
-        ...
-
-    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Of the adapter, by peft's names; only where there is one. Collective."""
-        ...
-
-    def write_adapter_config(self, folder: Path) -> None:
-        """peft's adapter_config.json; only where there is an adapter."""
         ...
 
 

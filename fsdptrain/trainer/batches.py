@@ -8,6 +8,7 @@ from typing import Literal
 import torch.distributed as dist
 
 from fsdptrain import platform
+from fsdptrain.config import Config
 from fsdptrain.data.exchange import SampleIndex, exchange_samples, gather_index
 from fsdptrain.data.packing import NO_IMAGES, PackPlan, pack, plan_packs, plan_rows
 from fsdptrain.data.sharing import plan_shared
@@ -29,6 +30,22 @@ class PackingRules:
     sharing: Literal["auto", "on", "off"] = "off"  # compute the prompt of a group once; auto: where that is cheaper
     copies: int = 1  # neighbouring ranks that share the work of one, and so train on the same packs
     row_multiple: int = 1  # padded rows are as long as this divides: their columns are dealt over so many
+
+    @classmethod
+    def of(cls, config: Config, *, layout: Layout, shares_prefixes: bool) -> "PackingRules":
+        """Those of a run, whose model computes packs of `layout`, and may share prefixes."""
+        return cls(
+            max_tokens=config.max_tokens_per_pack,
+            aggregation=config.algorithm.loss_aggregation,
+            max_response_len=config.rollout.max_response_len,
+            steps_per_epoch=config.steps_per_rollout // config.batch.epochs_per_rollout,
+            num_epochs=config.batch.epochs_per_rollout,
+            seed=config.run.seed,
+            layout=layout,
+            sharing=config.batch.prefix_sharing if shares_prefixes else "off",
+            copies=config.pack_copies,
+            row_multiple=config.parallel.context_parallel_size,
+        )
 
 
 @dataclass(frozen=True)

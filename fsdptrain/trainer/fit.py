@@ -19,7 +19,15 @@ from fsdptrain.data.packing import drop_overlong
 from fsdptrain.errors import CheckpointError, ConfigError, DataError, RolloutError
 from fsdptrain.fsdp.checkpoint import CheckpointFolder
 from fsdptrain.models.collective import together
-from fsdptrain.protocols import AdapterEngine, MeasuredEngine, RewardFunction, RolloutEngine, TimelineLogger
+from fsdptrain.protocols import (
+    AdapterBackend,
+    AdapterEngine,
+    MeasuredEngine,
+    OffloadingBackend,
+    RewardFunction,
+    RolloutEngine,
+    TimelineLogger,
+)
 from fsdptrain.trainer import summary
 from fsdptrain.trainer.batches import PackingRules, StepBatches, make_batches
 from fsdptrain.trainer.build import Parts, build_parts, loss_config
@@ -88,18 +96,8 @@ class _Run:
         self._loss_config = loss_config(config.algorithm)
         self._scorer = Scorer(config, parts.backend)
         self._kl = KlControl(config)
-        self._rules = PackingRules(
-            max_tokens=config.max_tokens_per_pack,
-            aggregation=config.algorithm.loss_aggregation,
-            max_response_len=config.rollout.max_response_len,
-            steps_per_epoch=config.steps_per_rollout // config.batch.epochs_per_rollout,
-            num_epochs=config.batch.epochs_per_rollout,
-            seed=config.run.seed,
-            layout=parts.backend.layout_probe.layout,
-            sharing=config.batch.prefix_sharing if parts.backend.shares_prefixes else "off",
-            copies=config.pack_copies,
-            row_multiple=config.parallel.context_parallel_size,
-        )
+        probe = parts.backend.layout_probe
+        self._rules = PackingRules.of(config, layout=probe.layout, shares_prefixes=parts.backend.shares_prefixes)
         self._step = 0  # rollouts that were trained on; also the version of the policy
         self._handed_over: int | None = None  # the newest version that the engine was given
         self._totals = {"progress/samples": 0.0, "progress/tokens": 0.0}
@@ -250,7 +248,7 @@ class _Run:
             return
         if self._config.sync.offload_train:
             with watch("offload"):
-                self._parts.backend.offload(keep_weights=True)
+                self._offloading.offload(keep_weights=True)
         with watch("sync"):
             engine.wake_up()
             self._update_engine(engine, check)
@@ -264,6 +262,7 @@ class _Run:
         backend = self._parts.backend
         if self._config.lora.sync == "adapter":
             assert isinstance(engine, AdapterEngine), "checks.py refuses other engines"
+            assert isinstance(backend, AdapterBackend), "and other backends"
             engine.update_adapter(backend.adapter_weights(), backend.write_adapter_config, self._step)
             return
         weights = backend.hf_weights(engine.weight_naming)
@@ -340,17 +339,23 @@ class _Run:
         for logger in self._parts.loggers:
             logger.log_samples(rows, self._step)
 
+    @property
+    def _offloading(self) -> OffloadingBackend:
+        backend = self._parts.backend
+        assert isinstance(backend, OffloadingBackend), "checks.py refuses others"
+        return backend
+
     def _make_room(self, watch: Stopwatch) -> None:
         """--offload-train: nothing of the trainer is on the device while completions are made."""
         if self._config.sync.offload_train:
             with watch("offload"):
-                self._parts.backend.offload()
+                self._offloading.offload()
 
     def _bring_back(self, watch: Stopwatch) -> None:
         """When the engine sleeps."""
         if self._config.sync.offload_train:
             with watch("offload"):
-                self._parts.backend.onload()
+                self._offloading.onload()
 
     def _write_checkpoint(self) -> None:
         """With --offload-train the engine sleeps meanwhile, and is then given its weights once more."""

@@ -32,7 +32,7 @@ def run(checkpoint: Path, folder: Path, *flags: str, num_ranks: int = 2) -> list
     return [row for row in rows if "loss/total" in row]
 
 
-def same(
+def assert_same(
     found: list[dict[str, float]], wanted: list[dict[str, float]], *, rel: float = 1e-4, abs: float = 1e-6
 ) -> None:
     assert len(found) == len(wanted)
@@ -65,14 +65,14 @@ def runs(moe, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 def test_a_run_learns_on_megatron_what_it_learns_on_fsdp(runs, moe) -> None:
-    same(runs.megatron, runs.fsdp)
+    assert_same(runs.megatron, runs.fsdp)
     found, wanted = (load_file(runs.exported(name) / "model.safetensors") for name in ("megatron", "fsdp"))
     assert found.keys() == wanted.keys() == load_file(moe / "model.safetensors").keys()
 
 
 def test_a_run_goes_on_bitwise(runs, moe, tmp_path) -> None:
     rows = run(moe, runs.taken_back(tmp_path), *EXPERTS)
-    same(rows[-2:], runs.megatron[-2:], rel=0, abs=0)
+    assert_same(rows[-2:], runs.megatron[-2:], rel=0, abs=0)
     found, wanted = (
         load_file(path / "model.safetensors") for path in (tmp_path / "run" / "hf", runs.exported("megatron"))
     )
@@ -80,11 +80,11 @@ def test_a_run_goes_on_bitwise(runs, moe, tmp_path) -> None:
 
 
 def test_a_run_goes_on_with_another_split(runs, moe, tmp_path) -> None:
-    same(run(moe, runs.taken_back(tmp_path), *MEGATRON, num_ranks=1)[-2:], runs.megatron[-2:])
+    assert_same(run(moe, runs.taken_back(tmp_path), *MEGATRON, num_ranks=1)[-2:], runs.megatron[-2:])
 
 
 def test_what_one_backend_has_made_goes_on_on_the_other(runs, tmp_path) -> None:
     one = ("--num-rollout", "1")
     on_fsdp = run(runs.exported("megatron"), tmp_path / "a", *one, num_ranks=1)
     on_megatron = run(runs.exported("fsdp"), tmp_path / "b", *one, *MEGATRON, num_ranks=1)
-    same(on_megatron, on_fsdp, rel=1e-3)
+    assert_same(on_megatron, on_fsdp, rel=1e-3)

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,6 @@ from fsdptrain.models.inputs import Layout
 from fsdptrain.models.kernels import Kernel
 from fsdptrain.models.layout import LayoutProbe
 from fsdptrain.models.loading import build_meta_model, resolve_checkpoint
-from fsdptrain.models.lora import Adapters
 from fsdptrain.models.truncation import Truncation
 from fsdptrain.protocols import Loss, ModelRole, Naming
 from fsdptrain.types import LogProbs, LossConfig, LossOutput, Metrics, PackedBatch
@@ -58,7 +56,6 @@ class MegatronBackend:
     Each pipeline and tensor-parallel rank of a replica is given the same packs. Dropout is always off.
     """
 
-    adapters: Adapters | None = None  # --lora-rank is refused
     shares_prefixes = False
 
     def __init__(self, config: Config, *, total_steps: int) -> None:
@@ -99,7 +96,6 @@ class MegatronBackend:
         self.layout_probe = LayoutProbe(self._layout, "megatron-core", difference, tolerance, self._why_padded)
         self._reference = self._load()
         self._reference_moved = False
-        self._names_checked = config.algorithm.loss in LOSSES  # that of the user may name others on each rank
         self._wrapped = wrap(self._model)
         self._optimizer = Optimizer(
             self._model, config.optim, total_steps=total_steps, fp16=False, total_norm=total_norm
@@ -123,12 +119,6 @@ class MegatronBackend:
     def kernels(self) -> list[Kernel]:
         return self.report.kernels
 
-    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
-        raise AssertionError("there is no adapter: --lora-rank is refused")
-
-    def write_adapter_config(self, folder: Path) -> None:
-        raise AssertionError("there is no adapter: --lora-rank is refused")
-
     def score(self, batches: Sequence[PackedBatch], model: ModelRole) -> list[LogProbs]:
         """Log-probabilities at the temperature of the rollout, without gradient, on the CPU, for each batch."""
         moved = [batch.to(self.device) for batch in batches]
@@ -146,34 +136,21 @@ class MegatronBackend:
         are dropped on every rank.
         """
         if not batches[0].num_loss_tokens:  # of the whole step: the same on every rank
-            metrics = {"optim/lr": self._optimizer.lr, "optim/skipped_steps": float(self._optimizer.num_skipped)}
-            self._optimizer.pass_over()
-            return metrics
+            return self._optimizer.pass_over()
         self._wrapped.zero_grad_buffer()
 
         def finish(hidden: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor, LossOutput]:
             logprobs = self._scorer(self._model, hidden, batch, with_entropy=True)
-            if config.entropy_coef == 0 and logprobs.entropy is not None:  # a metric only: spare its gradient
-                logprobs = replace(logprobs, entropy=logprobs.entropy.detach())
-            output = loss(batch, logprobs, config)
+            output = loss(batch, logprobs.for_loss(config), config)
             return output.loss, torch.zeros((), dtype=torch.int, device=hidden.device), output
 
         outputs = self._run([batch.to(self.device) for batch in batches], finish, train=True)
         reduce_gradients(self._wrapped)
-        sums = MetricSums(copies=self._config.pack_copies)
+        sums = MetricSums(copies=self._config.pack_copies, checked=self._config.algorithm.loss not in LOSSES)
         for metrics in self._metrics_of(outputs, num_packs=len(batches)):
             sums.add(metrics)
-        if not self._names_checked:
-            sums.check_names()
-            self._names_checked = True
         metrics, norm, finite = sums.reduce(self._optimizer.clip())
-        metrics = finish_metrics(metrics) | {"optim/lr": self._optimizer.lr}
-        if finite:
-            self._optimizer.step()
-            metrics["optim/grad_norm"] = norm
-        else:
-            self._optimizer.skip()
-        return metrics | {"optim/skipped_steps": float(self._optimizer.num_skipped)}
+        return finish_metrics(metrics) | self._optimizer.end_step(norm, finite=finite)
 
     def update_reference(self) -> None:
         """Make the present policy the reference. Checkpoints hold it from now on."""
@@ -190,13 +167,6 @@ class MegatronBackend:
         stored = stored_dtype(self.checkpoint_path)
         dtype = getattr(torch, stored) if stored else self.compute_dtype
         export_hf(self.weights, self.checkpoint_path, target, dtype=dtype)
-
-    def offload(self, *, keep_weights: bool = False) -> None:
-        """Not built: --offload-train is refused."""
-        raise NotImplementedError("--backend megatron keeps its memory")
-
-    def onload(self) -> None:
-        """Nothing is away."""
 
     def save(self, directory: Path, step: int) -> None:
         """Into a folder that exists: see `CheckpointFolder.write`."""

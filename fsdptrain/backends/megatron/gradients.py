@@ -45,14 +45,9 @@ def total_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     groups = Groups.present()
     squares: list[Tensor] = []
     for parameter in parameters:
-        if parameter.grad is None or getattr(parameter, "shared", False):  # the head's copy of a tied embedding
-            continue
-        copies = groups.data.size()
-        if not getattr(parameter, "allreduce", True):
-            copies = groups.expert_data.size()
-        elif not getattr(parameter, "tensor_model_parallel", False):
-            copies *= groups.tensor.size()
-        squares.append(parameter.grad.double().square().sum() / copies)
+        copies = groups.copies(parameter)
+        if parameter.grad is not None and copies:
+            squares.append(parameter.grad.double().square().sum() / copies)
     total = torch.stack(squares).sum()
     dist.all_reduce(total)
     return total.sqrt().float()

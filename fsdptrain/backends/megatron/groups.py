@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch.distributed as dist
+from torch import nn
 
 from fsdptrain import platform
 from fsdptrain.backends.megatron.cpu_shims import quiet_imports
@@ -35,6 +36,16 @@ class Groups:
             ps.get_expert_data_parallel_group(),
         )
         return cls(*(cast(dist.ProcessGroup, group) for group in found))
+
+    def copies(self, parameter: nn.Parameter) -> int:
+        """Ranks that have these numbers of `parameter`, by what megatron-core has marked it with; 0 for a copy that
+        ties the head to the embedding of another stage."""
+        marks = vars(parameter)
+        if marks.get("shared", False):
+            return 0
+        if not marks.get("allreduce", True):  # an expert
+            return self.expert_data.size()
+        return self.data.size() * (1 if marks.get("tensor_model_parallel", False) else self.tensor.size())
 
     @property
     def line(self) -> str:

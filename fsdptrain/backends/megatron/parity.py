@@ -21,7 +21,7 @@ from fsdptrain.errors import CheckpointError, ConfigError, NumericsError
 from fsdptrain.models.architecture import model_from_config
 from fsdptrain.models.collective import together
 from fsdptrain.models.policy import TOLERANCES, over_ranks, plain_batch
-from fsdptrain.models.structure import expert_choice
+from fsdptrain.models.structure import expert_choice, head_size
 from fsdptrain.types import PackedBatch
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def small_config(config: PreTrainedConfig, split: MegatronConfig) -> PreTrainedC
     for key, limit in _AT_MOST.items():
         if isinstance(getattr(config, key, None), int):
             setattr(small, key, min(limit, getattr(config, key)))
-    small.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    small.head_dim = head_size(config)
     groups = split.tensor_parallel * (2 if config.num_key_value_heads >= 2 * split.tensor_parallel else 1)
     small.num_attention_heads = groups * (config.num_attention_heads // config.num_key_value_heads)
     small.num_key_value_heads = groups

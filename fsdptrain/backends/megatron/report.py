@@ -22,7 +22,7 @@ from fsdptrain.backends.megatron.model import has_transformer_engine, padded_voc
 from fsdptrain.errors import ConfigError
 from fsdptrain.models.collective import gather, together
 from fsdptrain.models.kernels import Kernel, recurrent_kernels
-from fsdptrain.models.structure import base_model, expert_choice
+from fsdptrain.models.structure import base_model, expert_choice, head_size
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -88,14 +88,8 @@ def build_report(model: "GPTModel", stock: PreTrainedModel, *, layout: str, shim
 def _parameters(model: "GPTModel", stock: PreTrainedModel) -> Iterator[Fact]:
     """Over all ranks, each number once. Collective."""
     groups, config = Groups.present(), stock.config
-    own = 0.0
-    for p in model.parameters():
-        copies = groups.data.size()
-        if not getattr(p, "allreduce", True):
-            copies = groups.expert_data.size()
-        elif not getattr(p, "tensor_model_parallel", False):
-            copies *= groups.tensor.size()
-        own += 0 if getattr(p, "shared", False) else p.numel() / copies
+    held = ((p.numel(), groups.copies(p)) for p in model.parameters())
+    own = sum(size / copies for size, copies in held if copies)
     total = torch.tensor(own, dtype=torch.float64)
     dist.all_reduce(total)
     rows = padded_vocab(config.vocab_size, groups.tensor.size()) - config.vocab_size
@@ -129,7 +123,7 @@ def _norms(model: "GPTModel", config: PreTrainedConfig) -> Iterator[Fact]:
 
 def _attention(model: "GPTModel", config: PreTrainedConfig) -> Iterator[Fact]:
     tensor = model.config.tensor_model_parallel_size
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_dim = head_size(config)
     for layer in _layers(model):
         attention = cast(Any, layer.self_attention)
         if any("hub_name" in vars(part) for part in attention.modules()) or model.config.multi_latent_attention:

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 from fsdptrain.backends.megatron.cpu_shims import quiet_imports
 from fsdptrain.config.megatron import MegatronConfig
 from fsdptrain.errors import ConfigError
-from fsdptrain.models.structure import expert_choice
+from fsdptrain.models.structure import expert_choice, head_size
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -116,6 +116,27 @@ def family_of(config: PreTrainedConfig) -> Family:
     return found
 
 
+# Whatever the model and the split are.
+_ALWAYS: dict[str, Any] = {
+    "normalization": "RMSNorm",
+    "activation_func": F.silu,
+    "gated_linear_unit": True,
+    "add_bias_linear": False,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "attention_softmax_in_fp32": True,
+    "init_method_std": 0.0,  # every weight is loaded
+    "perform_initialization": False,
+    "calculate_per_token_loss": True,  # gradients are sums: loss_weights hold the global denominator
+    "apply_rope_fusion": False,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "masked_softmax_fusion": False,
+    "persist_layer_norm": False,
+    "gradient_accumulation_fusion": False,
+}
+
+
 def transformer_config(
     config: PreTrainedConfig,
     megatron: MegatronConfig,
@@ -135,45 +156,13 @@ def transformer_config(
     _refuse_split(config, megatron)
     if not has_engine:
         _refuse_without_engine(config, megatron)
-    heads = config.num_attention_heads
-    values: dict[str, Any] = {
-        "num_layers": config.num_hidden_layers,
-        "hidden_size": config.hidden_size,
-        "ffn_hidden_size": config.to_dict().get("intermediate_size", config.hidden_size),  # none: only experts
-        "num_attention_heads": heads,
-        "num_query_groups": config.num_key_value_heads,
-        "kv_channels": getattr(config, "head_dim", None) or config.hidden_size // heads,
-        "layernorm_epsilon": config.rms_norm_eps,
-        "normalization": "RMSNorm",
-        "activation_func": F.silu,
-        "gated_linear_unit": True,
-        "add_bias_linear": False,
-        "add_qkv_bias": family.qkv_bias,
-        "qk_layernorm": family.qk_norm,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "attention_softmax_in_fp32": True,
-        "init_method_std": 0.0,  # every weight is loaded
+    values = _ALWAYS | _of_model(config) | _of_split(megatron)
+    values |= {
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
-        "tensor_model_parallel_size": megatron.tensor_parallel,
-        "pipeline_model_parallel_size": megatron.pipeline_parallel,
-        "expert_model_parallel_size": megatron.expert_parallel,
-        "context_parallel_size": megatron.context_parallel,
-        "sequence_parallel": megatron.sequence_parallel,
-        "moe_token_dispatcher_type": megatron.moe_dispatcher,
-        "variable_seq_lengths": megatron.pipeline_parallel > 1,
-        "calculate_per_token_loss": True,  # gradients are sums: loss_weights hold the global denominator
         "deterministic_mode": deterministic,
         "use_cpu_initialization": on_cpu,
-        "perform_initialization": False,
-        "apply_rope_fusion": False,
-        "bias_activation_fusion": False,
-        "bias_dropout_fusion": False,
-        "masked_softmax_fusion": False,
-        "persist_layer_norm": False,
-        "gradient_accumulation_fusion": False,
     }
     if recompute:
         values |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -190,6 +179,33 @@ def transformer_config(
     kind = MLATransformerConfig if family.latent else TransformerConfig
     with quiet_imports():
         return kind(**values | special)
+
+
+def _of_model(config: PreTrainedConfig) -> dict[str, Any]:
+    family = family_of(config)
+    return {
+        "num_layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "ffn_hidden_size": config.to_dict().get("intermediate_size", config.hidden_size),  # none: only experts
+        "num_attention_heads": config.num_attention_heads,
+        "num_query_groups": config.num_key_value_heads,
+        "kv_channels": head_size(config),
+        "layernorm_epsilon": config.rms_norm_eps,
+        "add_qkv_bias": family.qkv_bias,
+        "qk_layernorm": family.qk_norm,
+    }
+
+
+def _of_split(megatron: MegatronConfig) -> dict[str, Any]:
+    return {
+        "tensor_model_parallel_size": megatron.tensor_parallel,
+        "pipeline_model_parallel_size": megatron.pipeline_parallel,
+        "expert_model_parallel_size": megatron.expert_parallel,
+        "context_parallel_size": megatron.context_parallel,
+        "sequence_parallel": megatron.sequence_parallel,
+        "moe_token_dispatcher_type": megatron.moe_dispatcher,
+        "variable_seq_lengths": megatron.pipeline_parallel > 1,
+    }
 
 
 def rotary_options(config: PreTrainedConfig) -> dict[str, Any]:
