@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -64,7 +65,8 @@ def shard_model(
         fully_shard(layer, reshard_after_forward=reshard_after_forward, **options)
     fully_shard(model, reshard_after_forward=False, **options)  # the backward pass begins with this group
     for module in _sharded_modules(model):
-        module.set_gradient_divide_factor(1.0)
+        if dist.get_world_size() > 1:  # on one rank it is 1 anyway, and to set it costs a copy of all gradients
+            module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM, which a divide factor uses otherwise
     run = repeated_layers(model) if runs_tower else decoder_layers(model)
     inside = [module for layer in run for module in layer.modules()]  # a layer, then its experts

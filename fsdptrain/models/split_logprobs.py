@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from fsdptrain.models.logprobs import HeadTransform, add_product, logits_of, slope_of
+from fsdptrain.models.logprobs import HeadTransform, add_product, grad_logits, product, slope_of, transformed
 from fsdptrain.models.truncation import UNTRUNCATED, Truncation
 
 
@@ -61,9 +61,10 @@ class _SplitLogprobs(torch.autograd.Function):
         logprobs = torch.empty(hidden.shape[0], dtype=exact, device=hidden.device)
         logsumexp = torch.empty_like(logprobs)
         entropy = torch.zeros_like(logprobs)
+        buffer = hidden.new_empty(min(len(hidden), chunk_size), weight.shape[0])
         for start in range(0, len(hidden), chunk_size):
             rows = slice(start, start + chunk_size)
-            z = logits_of(hidden[rows], weight, bias, transform)
+            z = transformed(product(hidden[rows], weight, bias, out=buffer), transform)
             highest = z.amax(1)
             dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
             own = _owned(labels[rows], weight)
@@ -91,30 +92,30 @@ class _SplitLogprobs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=logsumexp.dtype) if needs_weight else None
         grad_bias = torch.zeros_like(bias, dtype=logsumexp.dtype) if needs_bias else None
+        buffer = hidden.new_empty(min(len(hidden), ctx.chunk_size), weight.shape[0])
         for start in range(0, len(hidden), ctx.chunk_size):
             rows = slice(start, start + ctx.chunk_size)
-            z = logits_of(hidden[rows], weight, bias, ctx.transform)
+            raw = product(hidden[rows], weight, bias, out=buffer)
+            z = transformed(raw, ctx.transform)
             slope = slope_of(z, ctx.transform)
-            logp = z.sub_(logsumexp[rows, None])
-            p = logp.exp()
-            dz = torch.zeros_like(p)
-            if grad_entropy is not None:
-                dz.sub_(logp.add_(entropy[rows, None]).mul_(grad_entropy[rows, None]))
-            if grad_logprobs is not None:
-                dz.sub_(grad_logprobs[rows, None])
-            dz.mul_(p)
-            if grad_logprobs is not None:
-                own = _owned(labels[rows], weight)
-                places = torch.arange(len(own), device=own.device), labels[rows].where(own, 0)
-                dz.index_put_(places, grad_logprobs[rows].where(own, 0.0), accumulate=True)
-            dz.mul_(slope)
+            factor = 1.0 if isinstance(slope, Tensor) else slope
+            dz = grad_logits(
+                z.sub_(logsumexp[rows, None]),
+                labels[rows],
+                None if grad_logprobs is None else grad_logprobs[rows] * factor,
+                None if grad_entropy is None else grad_entropy[rows] * factor,
+                entropy[rows],
+                owned=_owned(labels[rows], weight),
+            )
+            if isinstance(slope, Tensor):
+                dz.mul_(slope)
             if grad_bias is not None:
                 grad_bias += dz.sum(0)
-            dz = dz.to(hidden.dtype)
+            raw.copy_(dz)
             if grad_hidden is not None:
-                torch.mm(dz, weight, out=grad_hidden[rows])
+                torch.mm(raw, weight, out=grad_hidden[rows])
             if grad_weight is not None:
-                add_product(grad_weight, dz, hidden[rows])
+                add_product(grad_weight, raw, hidden[rows])
         if grad_hidden is not None:
             dist.all_reduce(grad_hidden, group=ctx.group)
         return (grad_hidden, grad_weight, grad_bias, None, None, None, None, None)
