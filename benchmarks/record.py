@@ -32,7 +32,7 @@ def header() -> dict[str, Any]:
 def machine() -> dict[str, Any]:
     """`load`: processes that ran or waited over the last 1, 5 and 15 minutes, this benchmark's own among them."""
     found: dict[str, Any] = {
-        "cpu": platform.machine(),
+        "cpu": _cpu(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
@@ -44,6 +44,13 @@ def machine() -> dict[str, Any]:
         found["gpu_memory_gib"] = round(torch.cuda.get_device_properties(0).total_memory / 2**30)
         found["cuda"] = torch.version.cuda
     return found
+
+
+def _cpu() -> str:
+    """Its name where Linux tells it, else the architecture."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def write(path: Path | None, report: Mapping[str, Any]) -> None:
@@ -130,11 +137,12 @@ def _versions() -> dict[str, str]:
 
 
 def _commit() -> str:
-    """Of this repository, with a plus where files have changed since; empty where there is no git."""
+    """Of this repository, with a plus where files other than results have changed since; empty where there is no git."""
     git = ["git", "-C", str(ROOT)]
     try:
         found = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
-        changed = subprocess.run([*git, "status", "-s", "-uno"], capture_output=True, text=True, check=True).stdout
+        status = [*git, "status", "-s", "-uno", "--", ".", ":!benchmarks/results"]
+        changed = subprocess.run(status, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         return ""
     return found.stdout.strip() + ("+" if changed.strip() else "")
