@@ -137,7 +137,7 @@ def _versions() -> dict[str, str]:
 
 
 def _commit() -> str:
-    """Of this repository, with a plus where files other than results have changed since; empty where there is no git."""
+    """Of this repository, with a plus where more than results has changed since; empty where there is no git."""
     git = ["git", "-C", str(ROOT)]
     try:
         found = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)

@@ -13,7 +13,6 @@ are seconds of the same step (`perf/sync_check_s`, which holds the checksums mad
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -21,6 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from record import header, write
 from throughput import ENGINES, ROOT, SIZES
 
 from fsdptrain.planning.report import read_metrics
@@ -38,13 +38,10 @@ def main() -> None:
     args = parser.parse_args()
     if args.vllm_python is None and any(engine != "hf" for engine in args.engines):
         parser.error("--vllm-python is missing: without vLLM use --engines hf")
+    begin = header()
     rows = [measure(engine, args) for engine in args.engines]
     if not args.quick:
-        import torch
-
-        machine = {"machine": platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__}
-        command = "python benchmarks/sync_check.py --vllm-python .venv-vllm/bin/python"
-        RESULTS.write_text(json.dumps({"command": command, **machine, "results": rows}, indent=2) + "\n")
+        write(RESULTS, {**begin, "results": rows})
 
 
 def measure(engine: str, args: argparse.Namespace) -> dict[str, Any]:
