@@ -36,6 +36,7 @@ from typing import Any
 import torch
 from random_checkpoint import SHAPES, shape, write_random
 from record import header, peak_mib, spread, start_peak, table, write
+from traced import longest
 
 from fsdptrain.types import Sample
 
@@ -171,18 +172,6 @@ def measure(case: Case, folder: str, options: argparse.Namespace) -> dict[str, A
 def wait_for_device() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-
-
-def longest(tracer: Any, count: int = 25) -> list[dict[str, Any]]:
-    """What took longest on the device, else on the CPU, without what it called. [ms]"""
-    clock = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-    events = sorted(tracer.key_averages(), key=lambda e: -getattr(e, clock))
-    whole = sum(getattr(e, clock) for e in events)
-    return [
-        {"what": e.key[:90], "calls": e.count, "ms": round(getattr(e, clock) / 1e3, 3),
-         "share": round(getattr(e, clock) / whole, 4)}
-        for e in events[:count]
-    ]  # fmt: skip
 
 
 def use_liger(name: str) -> None:

@@ -37,6 +37,7 @@ from typing import Any
 
 import torch
 from record import header, peak_mib, spread, start_peak, write
+from traced import draw, longest, parts
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from fsdptrain.testing import tiny_tokenizer
@@ -231,7 +232,12 @@ def work(side: str, case: Case, pipe: Connection) -> None:
         made = trl_side(case, samples, compact=side == "compact")
     with made as step:
         pipe.send("ready")
-        while pipe.recv():
+        while (wanted := pipe.recv()) != "end":
+            if wanted == "trace":
+                with torch.profiler.profile() as tracer:
+                    step()
+                pipe.send({"parts": parts(tracer), "operations": longest(tracer)})
+                continue
             start_peak()
             wall, cpu = time.perf_counter(), time.process_time()
             found = step()
@@ -256,18 +262,22 @@ def measure(case: Case) -> dict[str, Any]:
     for number in range(case.options.rounds + 1):
         found = {}
         for side in case.options.sides if number % 2 else reversed(case.options.sides):
-            pipes[side].send(True)
+            pipes[side].send("step")
             found[side] = pipes[side].recv()
         require_agreement(found, TOLERANCES[case.options.bf16])
         if number:  # the first warms up
             runs.append(found)
         print(f"  {case.name}: " + ", ".join(f"{s} {r['wall_s']:.2f} s" for s, r in found.items()), file=sys.stderr)
+    profile = {}
+    if case.options.profile and "ours" in pipes:
+        pipes["ours"].send("trace")
+        profile = {"profile": pipes["ours"].recv()}
     for pipe in pipes.values():
-        pipe.send(False)
+        pipe.send("end")
     for worker in workers:
         worker.join()
     tokens = sum(len(sample.token_ids) for sample in make_samples(case))
-    return {"case": case.name, "tokens": tokens, **summary(runs, tokens), "runs": runs}
+    return {"case": case.name, "tokens": tokens, **summary(runs, tokens), **profile, "runs": runs}
 
 
 def require_agreement(found: dict[str, dict[str, float]], tolerance: float) -> None:
@@ -321,6 +331,7 @@ def parsed() -> argparse.Namespace:
     add("--checkpointing", action="store_true")
     add("--bf16", action="store_true")
     add("--rounds", type=int, default=5)
+    add("--profile", action="store_true", help="trace one more step of ours, and draw its parts beside --json")
     add("--seed", type=int, default=0)
     options = parser.parse_args()
     if options.quick:
@@ -372,6 +383,9 @@ def main() -> None:
         "results": results,
     }
     write(options.json, report)
+    shares = {row["case"]: row["profile"]["parts"] for row in results if "profile" in row}
+    if shares and options.json:
+        draw(options.json.with_suffix(".png"), shares, "a training step of ours")
     print(json.dumps({key: report[key] for key in ("speedup_median", "speedup_compact_median", "peak_memory_ratio")}))
 
 

@@ -109,6 +109,53 @@ def test_the_chunk_size_changes_nothing(chunk_size: int, truncation: Truncation)
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.parametrize("truncation", [UNTRUNCATED, Truncation(top_p=0.5)])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_how_many_rows_a_cache_holds_changes_nothing(
+    softcap: float | None, truncation: Truncation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden, weight, bias, labels = head(dtype=torch.float64)
+    results = []
+    for logits in (1, 3 * V, 10**9):
+        monkeypatch.setattr("fsdptrain.models.logprobs._PER_CORE", logits)
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+        options: dict[str, Any] = {"softcap": softcap, "truncation": truncation, "chunk_size": 16, "with_entropy": True}
+        logprobs, entropy = chunked_logprobs(hidden, weight, labels, bias=bias, **options)
+        assert entropy is not None
+        grads = torch.autograd.grad((logprobs * entropy).sum(), (hidden, weight, bias))
+        results.append((logprobs, entropy, *grads))
+    for found in results[:2]:
+        for one, other in zip(found, results[2], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("chunk_size", [T, 16, 10])
+def test_a_chunk_has_four_products_and_the_last_one_three(chunk_size: int) -> None:
+    hidden, weight, _, labels = head()
+    chunks = -(-T // chunk_size)
+    with Products() as products:
+        logprobs, _ = chunked_logprobs(hidden, weight, labels, chunk_size=chunk_size)
+        first = torch.autograd.grad(logprobs.sum(), (hidden, weight), retain_graph=True)
+    assert products.count == 4 * chunks - 1
+    with Products() as products:
+        again = torch.autograd.grad(logprobs.sum(), (hidden, weight))
+    assert products.count == 3 * chunks, "what was kept is used up"
+    for one, other in zip(first, again, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_gives_float32_that_is_as_near_as_its_logits_allow(dtype: torch.dtype) -> None:
     hidden, weight, bias, labels = head(dtype=dtype)

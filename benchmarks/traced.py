@@ -1,0 +1,77 @@
+"""Where the time of a traced step goes: by part, by operation, and as a picture."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# What autograd and torch call each part: seconds of all that ran inside of it, and nothing is in two parts.
+_PARTS = {
+    "head, forward": ("_ChunkedLogprobs",),
+    "head, backward": ("_ChunkedLogprobsBackward",),
+    "optimizer": ("Optimizer.step#",),
+    "attention": (
+        "aten::_scaled_dot_product",
+        "aten::_flash_attention",
+        "aten::_efficient_attention",
+        "_Merged",
+    ),
+}
+
+
+def longest(tracer: Any, count: int = 25) -> list[dict[str, Any]]:
+    """What took longest on the device, else on the CPU, without what it called. [ms]"""
+    clock = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+    events = sorted(tracer.key_averages(), key=lambda e: -getattr(e, clock))
+    whole = sum(getattr(e, clock) for e in events)
+    return [
+        {"what": e.key[:90], "calls": e.count, "ms": round(getattr(e, clock) / 1e3, 3),
+         "share": round(getattr(e, clock) / whole, 4)}
+        for e in events[:count]
+    ]  # fmt: skip
+
+
+def parts(tracer: Any) -> dict[str, float]:
+    """Share of each part of the step, with all that it called; `layers and the rest` is what is left."""
+    clock = "device_time_total" if torch.cuda.is_available() else "cpu_time_total"
+    whole = sum(getattr(e, f"self_{clock}") for e in tracer.key_averages())
+    seconds = dict.fromkeys(_PARTS, 0.0)
+    for event in tracer.events():
+        part = _part(event.name)
+        if part is not None and not _inside_a_part(event):
+            seconds[part] += getattr(event, clock)
+    shares = {name: value / whole for name, value in seconds.items()}
+    return {**shares, "layers and the rest": 1 - sum(shares.values())}
+
+
+def _part(name: str) -> str | None:
+    fitting = [(len(begin), part) for part, begins in _PARTS.items() for begin in begins if name.startswith(begin)]
+    return max(fitting)[1] if fitting else None
+
+
+def _inside_a_part(event: Any) -> bool:
+    while (event := event.cpu_parent) is not None:
+        if _part(event.name) is not None:
+            return True
+    return False
+
+
+def draw(path: Path, shares: dict[str, dict[str, float]], title: str) -> None:
+    """A bar for each case, cut into its parts."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 1.2 + 0.6 * len(shares)), layout="constrained")
+    left = dict.fromkeys(shares, 0.0)
+    for part in next(iter(shares.values())):
+        widths = [100 * shares[case][part] for case in shares]
+        bars = axes.barh(list(shares), widths, left=list(left.values()), label=part)
+        axes.bar_label(bars, [f"{w:.0f}" if w >= 4 else "" for w in widths], label_type="center", fontsize=8)
+        left = {case: left[case] + width for case, width in zip(shares, widths, strict=True)}
+    axes.set(xlabel="% of the step", xlim=(0, 100), title=title)
+    axes.invert_yaxis()
+    axes.legend(ncols=len(_PARTS) + 1, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.35), frameon=False)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
