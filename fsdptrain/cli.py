@@ -143,6 +143,7 @@ def train(argv: Sequence[str]) -> int:
             if resolved.config.launch.probe:
                 from fsdptrain.models.dry_probe import probe_line
 
+                _check_sizes(resolved.config)
                 model = resolved.config.model
                 sys.stdout.write(f"# {probe_line(model.hf_checkpoint, trust_remote_code=model.trust_remote_code)}\n")
         return 0
@@ -158,6 +159,14 @@ def _draw_processes(config: Config) -> None:
         check_world_size(config, world_size)
         lines = [*draw_grid(config, world_size), *across_nodes(config, config.launch.nproc_per_node)]
         sys.stdout.writelines(f"# {line}\n" for line in lines)
+
+
+def _check_sizes(config: Config) -> None:
+    """Whether the model allows them, where it is said how many processes there are."""
+    if config.launch.nproc_per_node is not None and config.parallel.backend == "fsdp":
+        from fsdptrain.planning.sizes import check_sizes
+
+        check_sizes(config, config.launch.nproc_per_node * config.launch.nnodes)
 
 
 def export(argv: Sequence[str]) -> int:

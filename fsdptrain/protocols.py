@@ -182,6 +182,13 @@ class RewardFunction(Protocol):
     def __call__(self, prompt: Prompt, response: str) -> float | Mapping[str, float] | None: ...
 
 
+@runtime_checkable
+class TimedReward(RewardFunction, Protocol):
+    """A reward that counts, for each rollout anew, what calls that hang have cost."""
+
+    def begin_rollout(self) -> None: ...
+
+
 class Environment(Protocol):
     """The other side of a conversation. One object serves all episodes, from several threads at once.
 

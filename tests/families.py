@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
 
 from tests import zoo
 
@@ -289,20 +289,24 @@ REFUSED: dict[str, dict[str, Any]] = {
 }
 
 
-def config(name: str) -> PreTrainedConfig:
-    """The tiny configuration of the model_type `name`."""
+def config(name: str, **more: Any) -> PreTrainedConfig:
+    """The tiny configuration of the model_type `name`, with `more` said."""
     config_class = CONFIG_MAPPING[name]
     default = config_class().to_dict()
     names = config_class.attribute_map
     sizes = {names.get(k, k): v for k, v in SIZES.items() if default.get(names.get(k, k)) is not None}
     changes = next(members[name] for members in (REFUSED, *FAMILIES.values()) if name in members)
-    return config_class(**sizes | changes)
+    return config_class(**sizes | changes | more)
 
 
-def save(name: str, folder: Path) -> None:
-    """A float32 checkpoint of random weights, all of them moved off what they are initialised with."""
+def build(name: str, **changes: Any) -> PreTrainedModel:
+    """A float32 model of random weights, all of them moved off what they are initialised with."""
     torch.manual_seed(0)
     auto_class = AutoModelForSeq2SeqLM if name == "t5" else AutoModelForCausalLM
-    model = auto_class.from_config(config(name), dtype=torch.float32)
+    model = auto_class.from_config(config(name, **changes), dtype=torch.float32)
     zoo.randomize(model, seed=0)
-    model.save_pretrained(folder)
+    return model
+
+
+def save(name: str, folder: Path, **changes: Any) -> None:
+    build(name, **changes).save_pretrained(folder)

@@ -1,7 +1,7 @@
 """What becomes of each family on two real ranks: loaded, trained one step, exported; or refused before the first step.
 
     rows = sweep(["llama", "mamba", "bert"], folder)
-    python -m tests.sweep            prints what becomes of all of them with --context-parallel-size 2
+    python -m tests.sweep context    prints what becomes of all of them with --context-parallel-size 2 (tensor, expert)
 
 Judged against transformers alone: the files as `save_pretrained` wrote them, and the gradients of a plain model that
 sees one sequence at a time, with the loss written down here. That model computes in float64: what is left is the error
@@ -41,7 +41,17 @@ from fsdptrain.types import LossConfig, PackedBatch, Sample
 from tests import families, zoo
 
 RANKS = 2
-GATHER = "--context-parallel-recurrent gather"
+MESHES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "context": {"context_parallel_size": RANKS},
+    "tensor": {"tensor_parallel_size": RANKS},
+    "expert": {"expert_parallel_size": RANKS},
+}
+# What a refusal says to add, and what that is.
+WAYS_OUT: dict[str, dict[str, Any]] = {
+    "--context-parallel-recurrent gather": {"context_parallel_recurrent": "gather"},
+    "deal the experts by --expert-parallel-size": {"expert_parallel_size": RANKS},
+}
 TEMPERATURE = 0.9
 MAX_TOKENS = 90  # of a pack: two or three sequences
 LENGTHS = ((5, 24), (3, 39), (8, 11), (1, 30), (6, 17), (2, 2))  # prompt, response; windows of 16 are exceeded
@@ -56,7 +66,7 @@ class Row:
 
     name: str
     refusal: str = ""  # the one line that the backend gave at start; the rest is then empty
-    gathered: bool = False  # its tokens are dealt, and gathered around mixers with a state
+    beside: str = ""  # what the first refusal said to add to the flags of the mesh, and was added
     crash: str = ""  # anything else that it raised
     layout: str = ""
     attention: str = ""
@@ -75,28 +85,27 @@ class Row:
         return self.gradient_error < max(TOLERANCE, WORSE * self.plain_error)
 
 
-def sweep(names: list[str], folder: Path, *, dealt: bool = False, timeout: float = 900.0) -> list[Row]:
+def sweep(names: list[str], folder: Path, *, mesh: str = "none", timeout: float = 900.0) -> list[Row]:
     """All of `names` on the same two ranks, whose checkpoints are written into `folder`.
 
-    dealt: with --context-parallel-size 2, and where that is refused for a state, gathered around it.
+    mesh: of `MESHES`; where that is refused and the refusal knows a way out of `WAYS_OUT`, with that.
     """
-    found, other = spawn(RANKS, _rows, names, folder, dealt, timeout=timeout)
+    found, other = spawn(RANKS, _rows, names, folder, mesh, timeout=timeout)
     assert [(row.name, row.refusal) for row in found] == [(row.name, row.refusal) for row in other], "all ranks alike"
     return found
 
 
-def _rows(names: list[str], folder: Path, dealt: bool) -> list[Row]:
+def _rows(names: list[str], folder: Path, mesh: str) -> list[Row]:
     with quiet_transformers():
-        return [_dealt(name, folder / name) if dealt else _row(name, folder / name) for name in names]
+        return [_on_mesh(name, folder / name, MESHES[mesh]) for name in names]
 
 
-def _dealt(name: str, source: Path) -> Row:
-    found = _row(name, source, {"context_parallel_size": RANKS})
-    if GATHER not in found.refusal:
-        return found
-    return replace(
-        _row(name, source, {"context_parallel_size": RANKS, "context_parallel_recurrent": "gather"}), gathered=True
-    )
+def _on_mesh(name: str, source: Path, values: Mapping[str, Any]) -> Row:
+    found = _row(name, source, values)
+    for words, more in WAYS_OUT.items():
+        if values and words in found.refusal:
+            return replace(_row(name, source, {**values, **more}), beside=words)
+    return found
 
 
 def _row(name: str, source: Path, values: Mapping[str, Any] = MappingProxyType({})) -> Row:
@@ -271,7 +280,9 @@ def _relative(found: Tensor, wanted: Tensor, noise: Tensor) -> float:
 
 
 if __name__ == "__main__":
+    every = [name for members in families.FAMILIES.values() for name in members]
     with tempfile.TemporaryDirectory() as temporary:
-        for row in sweep([n for members in families.FAMILIES.values() for n in members], Path(temporary), dealt=True):
-            error = f"{row.layout}{', gathered' * row.gathered}, gradients {row.gradient_error:.1e}, exact {row.exact}"
+        for row in sweep(every, Path(temporary), mesh=sys.argv[1], timeout=3600.0):
+            beside = f", {row.beside}" if row.beside else ""
+            error = f"{row.layout}{beside}, gradients {row.gradient_error:.1e}, exact {row.exact}"
             sys.stdout.write(f"{row.name}: {row.crash or row.refusal or error}\n")

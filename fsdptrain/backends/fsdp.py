@@ -49,6 +49,7 @@ from fsdptrain.models.policy import (
 )
 from fsdptrain.models.prefix_probe import PrefixProbe, probe_prefixes, require_prefixes
 from fsdptrain.models.processor import ImageProcessor, open_processor
+from fsdptrain.models.split_check import require_whole_gradients
 from fsdptrain.models.structure import reshard
 from fsdptrain.models.truncation import Truncation
 from fsdptrain.protocols import Loss, ModelRole, Naming
@@ -336,8 +337,14 @@ class FSDPBackend:
         )
         probe = replace(probe, prefixes=self._probe_prefixes(probe, vocab_size))
         check_head(self._model, vocab_size=vocab_size, layout=probe.layout, compute_dtype=self.compute_dtype)
-        check_backward(self._model, vocab_size=vocab_size, layout=probe.layout)
+        check_backward(self._model, vocab_size=vocab_size, layout=probe.layout, look=self._check_gradients)
         return probe
+
+    def _check_gradients(self) -> None:
+        """Of what is not split over tensor ranks."""
+        tensor = self._meshes.tensor
+        if tensor is not None and tensor.size() > 1:
+            require_whole_gradients(self._model, tensor)
 
     def _probe_prefixes(self, probe: LayoutProbe, vocab_size: int) -> PrefixProbe:
         """ConfigError where --prefix-sharing on is asked for and the model does not allow it."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fsdptrain.config.root import Config
 
 
+_LAST_PORT = 65535 - 100
 _DEALT_ATTENTION = ("auto", "varlen", "sdpa")
 LOGGER_NAMES = ("console", "wandb", "trackio")
 
@@ -351,13 +352,16 @@ def _log(config: Config) -> Iterator[Problem]:
 
 
 def _launch(config: Config) -> Iterator[Problem]:
-    longest = 3 * (config.reward.reward_timeout or 0)  # after three misses in a row the run ends
-    if longest > config.launch.dist_timeout:
-        yield (
-            f"--dist-timeout {config.launch.dist_timeout} is shorter than ranks may wait for one whose --reward hangs, "
-            f"{longest:g} s (3 x --reward-timeout): raise it, or lower --reward-timeout"
-        )
     launch = config.launch
+    longest = 3 * (config.reward.reward_timeout or 0)  # after three misses in a row the run ends
+    if longest > config.reward_patience:
+        ahead = config.sync.max_staleness
+        beside = f", for each of {1 + ahead} rollouts (--max-staleness {ahead})" if ahead else ""
+        yield (
+            f"--dist-timeout {launch.dist_timeout} is too short for a --reward that hangs: half of it{beside} is "
+            f"{config.reward_patience:g} s, and 3 x --reward-timeout is {longest:g} s: raise it, or lower "
+            "--reward-timeout"
+        )
     if launch.node_rank >= launch.nnodes:
         yield f"--node-rank {launch.node_rank} must be below --nnodes {launch.nnodes}: machines are counted from 0"
     if launch.nnodes > 1 and launch.rdzv_endpoint is None:
@@ -369,8 +373,13 @@ def _launch(config: Config) -> Iterator[Problem]:
         yield "--max-restarts needs checkpoints to go on from: --save-interval and --keep-last above 0"
     if not launch.dry_run:
         yield from without_effect(config, "probe", "without --dry-run: a run probes the model itself")
-    if launch.rdzv_endpoint is not None and not launch.rdzv_endpoint.rpartition(":")[2].isdigit():
-        yield f"--rdzv-endpoint must be host:port, got {launch.rdzv_endpoint!r}, e.g. 10.0.0.1:29500"
+    if launch.rdzv_endpoint is not None:
+        host, _, port = launch.rdzv_endpoint.rpartition(":")
+        if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) <= _LAST_PORT:
+            yield (
+                f"--rdzv-endpoint must be host:port, got {launch.rdzv_endpoint!r}, e.g. 10.0.0.1:29500, with a port of "
+                f"at most {_LAST_PORT}: the store of the ranks takes a free one among the next hundred"
+            )
 
 
 _CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (

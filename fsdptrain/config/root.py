@@ -166,6 +166,12 @@ class Config(Section):
         return min(most, self.prompt_budget + self.rollout.max_response_len)
 
     @property
+    def reward_patience(self) -> float:
+        """What the calls of --reward in one rollout that hang may take on a rank, for which the others wait: half of
+        --dist-timeout, shared by the rollouts that may be in flight. [s]"""
+        return self.launch.dist_timeout / 2 / (1 + self.sync.max_staleness)
+
+    @property
     def evaluates(self) -> bool:
         """There is something to evaluate on, and a time for it."""
         return self.run.eval_interval > 0 and self.data.eval_size != 0

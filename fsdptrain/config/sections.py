@@ -123,8 +123,9 @@ class RewardConfig(Section):
     max_unscored_fraction: float = Field(default=0.1, ge=0.0, le=1.0)
     """Stop when more than this share of a rollout's samples could not be scored."""
     reward_timeout: float | None = Field(default=None, gt=0.0)
-    """Deadline of one call of --reward; a sample that misses it is not scored, and several in a row end the run. Calls
-    are then made in a thread. Default: 300 where they are anyway (--max-staleness with servers), else none. [s]"""
+    """Deadline of one call of --reward; a sample that misses it is not scored. Three in a row end the run, and so do as
+    many in a rollout as take half of --dist-timeout. Calls are then made in a thread. Default: 300, or what that
+    allows, where they are anyway (--max-staleness with servers), else none. [s]"""
     pass_threshold: float = 1.0
     """Reward from which a response counts as right: in evaluations, for --curriculum and for --length-penalty."""
 

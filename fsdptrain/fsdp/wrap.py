@@ -97,11 +97,11 @@ def expert_placement(num_shards: int, *, parts: int = 1) -> Callable[[nn.Paramet
     """Fused experts [E, ., .] are sharded over E, or over their last dim where some ranks would own no expert.
 
     Not over dim 1: there transformers concatenates gate and up, and its reader would interleave their slices.
-    Of experts in `parts` each part is sharded, and over E only where that is even.
+    Of experts in `parts` each part is sharded, and over E only where that is even; their biases [E, .] alike.
     """
 
     def place(parameter: nn.Parameter) -> Shard | None:
-        if parameter.dim() != 3:
+        if parameter.dim() != 3 and (parts == 1 or parameter.dim() != 2):
             return None
         rows = parameter.shape[0] // parts
         if rows % num_shards == 0 or (parts == 1 and _every_rank_owns_some(rows, num_shards)):
@@ -111,13 +111,13 @@ def expert_placement(num_shards: int, *, parts: int = 1) -> Callable[[nn.Paramet
                 f"{parameter.shape[0]} experts, split by --tensor-parallel-size, cannot be sharded over {num_shards} "
                 "processes: choose other sizes, or use --expert-parallel-size"
             )
-        num_experts, _, last = parameter.shape
+        num_experts, last = parameter.shape[0], parameter.shape[-1]
         if last % num_shards:
             raise ConfigError(
                 f"{num_experts} experts with {last} columns cannot be sharded over {num_shards} processes: set "
                 f"--fsdp-replicate-size so that processes / replicas divides {num_experts} or {last}"
             )
-        return Shard(2)
+        return Shard(parameter.dim() - 1)
 
     return place
 

@@ -11,9 +11,10 @@ from functools import partial
 from pathlib import Path
 
 from fsdptrain.config import Config
-from fsdptrain.errors import ConfigError, FsdptrainError
+from fsdptrain.errors import FsdptrainError
 from fsdptrain.launch.addresses import interface_of
 from fsdptrain.launch.alike import describe
+from fsdptrain.launch.cores import usable_cores
 from fsdptrain.launch.failures import FAILURES, Report, read_report
 from fsdptrain.launch.meeting import Go, Meeting, Terms, meet
 from fsdptrain.launch.processes import TERMINATES, Agent, Round, Signalled, signals_raised
@@ -26,7 +27,6 @@ def start_ranks(config: Config, argv: Sequence[str], *, nproc: int, module: str 
     The first error is shown once, on each machine: raised where a user can mend it, else written to stderr with its
     traceback.
     """
-    _check_interface(config.launch.network_interface)
     with signals_raised():
         try:
             meeting = meet(_terms(config, nproc))
@@ -63,6 +63,9 @@ class _Rounds:
 
     def _round(self, go: Go) -> Report | None:
         """Of this machine: why its ranks ended; None: well."""
+        problem = _unknown_interface(self._config.launch.network_interface)
+        if problem is not None:  # said here, so that the other machines hear of it
+            return Report(problem, again=False)
         with tempfile.TemporaryDirectory(prefix="fsdptrain-") as directory:
             agent = Agent(self._work(go, directory), self._variables(go, directory))
             stop = False
@@ -102,7 +105,7 @@ class _Rounds:
     def _variables(self, go: Go, directory: str) -> dict[str, str]:
         interface = self._config.launch.network_interface
         defaults = {
-            "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // self._nproc)),
+            "OMP_NUM_THREADS": str(max(1, usable_cores() // self._nproc)),
             "TORCH_CPP_LOG_LEVEL": "ERROR",
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{TERMINATES:.0f}",
         }
@@ -146,9 +149,8 @@ def _newest(folder: Path) -> str:
     return max(names, key=lambda name: [int(number) for number in re.findall(r"\d+", name)], default="")
 
 
-def _check_interface(name: str | None) -> None:
+def _unknown_interface(name: str | None) -> str | None:
     known = [found for _, found in socket.if_nameindex()]
-    if name is not None and name not in known:
-        raise ConfigError(
-            f"--network-interface {name} is not on this machine{suggest(name, known)} (it has {', '.join(known)})"
-        )
+    if name is None or name in known:
+        return None
+    return f"--network-interface {name} is not on this machine{suggest(name, known)} (it has {', '.join(known)})"

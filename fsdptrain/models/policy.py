@@ -261,9 +261,16 @@ def check_head(
 
 
 def check_backward(
-    model: PreTrainedModel, *, vocab_size: int, layout: Layout, device: torch.device | None = None
+    model: PreTrainedModel,
+    *,
+    vocab_size: int,
+    layout: Layout,
+    device: torch.device | None = None,
+    look: Callable[[], None] = lambda: None,
 ) -> None:
-    """One backward pass over a few random tokens, whose gradients are dropped. Collective.
+    """One backward pass over a few random tokens, whose gradients `look` may look at before they are dropped.
+
+    Collective.
 
     Raises NumericsError, on every rank alike, for a model that can score and not be trained (reformer; a kernel without
     a backward), and not in the middle of the first step.
@@ -277,6 +284,7 @@ def check_backward(
             raise
         raise NumericsError(f"{stock_class(model).__name__} cannot be trained: {one_line(error)}") from error
     reshard(model)
+    look()
     for parameter in model.parameters():
         parameter.grad = None
 

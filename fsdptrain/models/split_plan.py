@@ -3,6 +3,8 @@
 Known from the model on meta and the sizes, before any process exists: a plan and a dry run refuse what a run would.
 """
 
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -10,12 +12,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fsdptrain.errors import ConfigError
-from fsdptrain.models.structure import decoder_layers, expert_choice, lm_head, stock_class
+from fsdptrain.models.structure import decoder_layers, lm_head, stock_class
 
 _COLUMNS = ("colwise", "colwise_rep", "colwise_gather_output")  # out of nn.Linear's [out, in]
 _ROWS = ("rowwise", "rowwise_rep", "rowwise_split_input")  # in
 _PACKED = ("packed_colwise", "packed_rowwise")  # gate and up in one matrix, each cut
 _BY_VOCABULARY, _BY_WIDTH = "embedding_rowwise", "embedding_colwise"
+_SUMMED = "replicated_with_grad_allreduce"  # whole on each rank, and used by its heads alone
+_NORM_OF_HEADS = re.compile(r"(q|k|v)_(?:layer)?norm$")
+_PROJECTION = re.compile(r"(^|\.)(q|k|v)_proj$")
 _LEAST_SHARE = 0.5  # of the matrices of the layers that must be split: less of them saves nothing
 
 
@@ -39,6 +44,7 @@ def split_plan(model: PreTrainedModel, *, tensor_size: int, expert_size: int) ->
     plan = SplitPlan(tensor, experts, dims)
     if tensor_size > 1:
         _check_heads(model, tensor_size)
+        _check_heads_of_layers(model, tensor, tensor_size)
         _check_tensors(model, plan, tensor_size)
     return plan
 
@@ -60,6 +66,7 @@ def is_tied(model: PreTrainedModel) -> bool:
 def _tensor_plan(model: PreTrainedModel, experts: dict[str, str]) -> dict[str, str]:
     plan = cast(Any, model)._expand_parallel_plan(model.tp_plan)
     plan = {name: style for name, style in plan.items() if not any(_is_in(name, other) for other in experts)}
+    plan |= dict.fromkeys(_forgotten_norms(model, plan), _SUMMED)
     if is_tied(model):
         names = {id(module): name for name, module in model.named_modules()}
         head, embedding = names[id(lm_head(model))], names[id(model.get_input_embeddings())]
@@ -67,6 +74,17 @@ def _tensor_plan(model: PreTrainedModel, experts: dict[str, str]) -> dict[str, s
         if f"{embedding}.weight" not in plan:
             plan.pop(head, None)
     return plan
+
+
+def _forgotten_norms(model: PreTrainedModel, plan: dict[str, str]) -> Iterator[str]:
+    """Of the heads that a matrix makes for this rank alone: some plans leave them out (GLM-4.5, Phi), as if it were all
+    heads that they see. What is not found here is found by `split_check` at the start."""
+    for name, module in model.named_modules():
+        norm = _NORM_OF_HEADS.search(name)
+        if norm and name not in plan and next(module.parameters(), None) is not None:
+            projection = f"{name[: norm.start()]}{norm[1]}_proj"
+            if plan.get(projection) == "colwise":
+                yield name
 
 
 def _expert_plan(model: PreTrainedModel, size: int) -> dict[str, str]:
@@ -77,11 +95,16 @@ def _expert_plan(model: PreTrainedModel, size: int) -> dict[str, str]:
         raise ConfigError(
             f"--expert-parallel-size {size}: transformers has no plan that splits experts of {name}: leave it out"
         )
-    choice = expert_choice(model.config)
-    if choice is not None and choice.num_experts % size:
-        raise ConfigError(
-            f"--expert-parallel-size {size} must divide the {choice.num_experts} experts of {name}: choose a divisor"
-        )
+    for count in sorted({p.shape[0] for key, p in model.named_parameters() if key in plan}):
+        if count < size:
+            raise ConfigError(
+                f"--expert-parallel-size {size} is more than the {count} experts of {name}, so that processes would "
+                f"have none: {count} at most"
+            )
+        if count % size:
+            raise ConfigError(
+                f"--expert-parallel-size {size} must divide the {count} experts of {name}: choose a divisor"
+            )
     return plan
 
 
@@ -110,11 +133,24 @@ def _check_heads(model: PreTrainedModel, size: int) -> None:
             )
 
 
+def _check_heads_of_layers(model: PreTrainedModel, plan: dict[str, str], size: int) -> None:
+    """Some families have layers with other heads than the config counts (Gemma 4, Laguna)."""
+    for name, module in model.named_modules():
+        projection, parent = _PROJECTION.search(name), name.rpartition(".")[0]
+        width = vars(model.get_submodule(parent)).get("head_dim")
+        if projection and plan.get(name) == "colwise" and isinstance(width, int):
+            rows = module.get_parameter("weight").shape[0]
+            if rows % width == 0 and rows // width % size:
+                raise ConfigError(
+                    f"--tensor-parallel-size {size} must divide the {rows // width} heads of {name} of "
+                    f"{stock_class(model).__name__}: choose a divisor"
+                )
+
+
 def _check_tensors(model: PreTrainedModel, plan: SplitPlan, size: int) -> None:
     """Widths must divide; and a plan may do nothing."""
     name = stock_class(model).__name__
-    inside = {id(p) for layer in decoder_layers(model) for p in layer.parameters()}
-    matrices = {n: p for n, p in model.named_parameters() if id(p) in inside and p.dim() >= 2}
+    matrices = _matrices(model)
     for parameter_name, p in matrices.items():
         if plan.tensor.get(parameter_name) in _PACKED:
             raise ConfigError(
@@ -134,3 +170,24 @@ def _check_tensors(model: PreTrainedModel, plan: SplitPlan, size: int) -> None:
             f"--tensor-parallel-size {size}: the plan of transformers splits {share:.0%} of the layers of {name}, and "
             "every process would hold and compute the rest: leave it out"
         )
+
+
+def thin_split(model: PreTrainedModel, plan: SplitPlan, *, tensor_size: int) -> str | None:
+    """A line to warn with where tensor ranks share little but the experts, which expert ranks would share too."""
+    rest = {name: p for name, p in _matrices(model).items() if name not in plan.experts}
+    share = sum(p.numel() for name, p in rest.items() if name in plan.tensor_dims) / sum(
+        p.numel() for p in rest.values()
+    )
+    if tensor_size == 1 or share >= _LEAST_SHARE:
+        return None
+    return (
+        f"--tensor-parallel-size {tensor_size}: the plan of transformers splits {share:.0%} of the layers of "
+        f"{stock_class(model).__name__} beside their experts, and each process of a group computes all of the rest: "
+        "without it as many processes train on more packs at a time"
+    )
+
+
+def _matrices(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """Of the layers, by name."""
+    inside = {id(p) for layer in decoder_layers(model) for p in layer.parameters()}
+    return {name: p for name, p in model.named_parameters() if id(p) in inside and p.dim() >= 2}

@@ -4,19 +4,26 @@ Before FSDP, which shards over its own axes what is left of each parameter; the 
 the model: its modules stay stock, and get a forward that moves tokens, or parts of hidden states, between the ranks.
 """
 
+import logging
 from typing import cast
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from fsdptrain.models.split_plan import is_tied, split_plan
+from fsdptrain.models.split_plan import is_tied, split_plan, thin_split
 from fsdptrain.models.structure import lm_head
+
+log = logging.getLogger(__name__)
 
 
 def split_model(model: PreTrainedModel, *, tensor: DeviceMesh, experts: DeviceMesh | None) -> None:
     """Over `tensor` (where it is more than one rank) and `experts`. ConfigError where the model does not allow it."""
     plan = split_plan(model, tensor_size=tensor.size(), expert_size=1 if experts is None else experts.size())
+    line = thin_split(model, plan, tensor_size=tensor.size())
+    if line and dist.get_rank() == 0:
+        log.warning("%s", line)
     from transformers.distributed.expert_parallel import apply_expert_parallelism
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
@@ -27,5 +34,7 @@ def split_model(model: PreTrainedModel, *, tensor: DeviceMesh, experts: DeviceMe
             lm_head(model).weight = cast(nn.Module, model.get_input_embeddings()).weight
     if experts is not None:
         from fsdptrain.models.expert_dispatch import register_dispatch
+        from fsdptrain.models.shared_expert import overlap_shared_experts
 
         apply_expert_parallelism(model, experts, tensor, plan.experts, register_dispatch())
+        overlap_shared_experts(model)

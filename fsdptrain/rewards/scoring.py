@@ -7,7 +7,7 @@ from typing import Any
 
 from fsdptrain.errors import RewardError, RolloutError, describe
 from fsdptrain.models.collective import gather, sum_over_ranks
-from fsdptrain.protocols import RewardFunction
+from fsdptrain.protocols import RewardFunction, TimedReward
 from fsdptrain.types import Prompt
 
 
@@ -36,11 +36,13 @@ class Scores:
 
 
 def score_completions(reward: RewardFunction, prompts: Sequence[Prompt], texts: Sequence[str]) -> Scores:
-    """Score `texts[i]` as a response to `prompts[i]`, one after the other.
+    """Score `texts[i]` as a response to `prompts[i]`, one after the other: all that a rank has of a rollout, or round.
 
     A reward that raises, returns None, or something that is no finite number leaves its sample unscored; RolloutError
     ends the rollout.
     """
+    if isinstance(reward, TimedReward):
+        reward.begin_rollout()
     scores: list[Score] = []
     first_error: str | None = None
     for prompt, text in zip(prompts, texts, strict=True):

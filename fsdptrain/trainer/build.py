@@ -35,6 +35,7 @@ from fsdptrain.models.structure import count_parameters
 from fsdptrain.planning.memory import MemorySupply, check_load_memory, demand_of, load_memory_line
 from fsdptrain.planning.pieces import Grid, Pieces
 from fsdptrain.planning.plan import Machine, Planner
+from fsdptrain.planning.sizes import check_sizes
 from fsdptrain.protocols import InFlightEngine, Logger, Loss, RewardFunction, RolloutEngine
 from fsdptrain.rewards import build_reward, reads_environment
 from fsdptrain.rollout import engine_factory
@@ -80,6 +81,8 @@ def build_parts(
     config: Config, folder: RunFolder, *, reward: RewardFunction | None, dataset: Sequence[Mapping[str, Any]] | None
 ) -> Iterator[Parts]:
     """Data and rewards first, then the model, then the engine; whatever was built is closed at the end."""
+    if config.parallel.backend == "fsdp":
+        check_sizes(config, dist.get_world_size())
     checkpoint = resolve_checkpoint(config.model.hf_checkpoint)
     with together(ConfigError, "--environment"):
         environment = build_environment(config.environment)
@@ -124,7 +127,7 @@ def build_parts(
             with together(ConfigError, "--sync-check"):
                 positions = max_positions(backend.model)
                 sync_check = build_sync_check(config, engine, backend, tokenizer, max_positions=positions)
-            timed = WithDeadline(score, config.reward.reward_timeout)
+            timed = WithDeadline(score, config.reward.reward_timeout, patience=config.reward_patience)
             reads = environment is not None and reads_environment(score)
             maker = build_maker(
                 told, tokenizer, engine=engine, reward=timed, environment=environment, reads_environment=reads

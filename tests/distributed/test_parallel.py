@@ -1,31 +1,38 @@
 """Layers and experts split over ranks: what is computed, saved and exported is what one process makes of the model."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.backends.fsdp import FSDPBackend
 from fsdptrain.errors import ConfigError
 from fsdptrain.fsdp.checkpoint import CheckpointFolder
 from fsdptrain.testing import spawn
-from tests import zoo
+from fsdptrain.types import LogProbs, PackedBatch
+from tests import families, zoo
 
 from .sharded import full, full_state
 from .test_fsdp_backend import GRPO, config, keep_gradients, packs_of_this_rank, relative, samples, scored
 
 TOLERANCE = 1e-5
+TEMPERATURE = 0.9  # of `config`
 # Gradients of these are small sums of large parts: the plain model's own, in float32, are 1.4e-4 off those in float64.
 ROUNDED, OF_ROUNDED = ("A_log", "dt_bias"), 2e-4
 LOSS_NAMES = ("grpo", "gspo")
 # name -> family and changes; else as the zoo has them
-FAMILIES = {
+FAMILIES: dict[str, tuple[str, dict]] = {
     "tied": ("qwen3", {"tie_word_embeddings": True, "vocab_size": zoo.VOCAB_SIZE + 1}),  # uneven
     "qwen3_moe": ("qwen3_moe", {"num_experts": 8}),
     "one expert for two": ("qwen3_moe", {"num_experts": 2}),
+    "one expert with biases for two": ("gpt_oss", {"num_local_experts": 2}),
+    "norms of heads that the plan forgets": ("phi", {"qk_layernorm": True}),
+    "and beside experts": ("glm4_moe", {"use_qk_norm": True}),
 }
 
 
@@ -64,13 +71,19 @@ CASES = {
         (2, tensor(2, expert_parallel_size=2)),
         (4, tensor(2, expert_parallel_size=2, fsdp_reshard_after_forward=False)),
         (4, expert(2, gradient_checkpointing=True)),
+        (2, context(2)),
+        (4, context(2)),
         (4, context(2, expert_parallel_size=2)),
+        (4, context(2, expert_parallel_size=4)),  # the ranks of experts have different packs
+        (4, tensor(2, expert_parallel_size=4)),
         (4, context(2, tensor_parallel_size=2, expert_parallel_size=4)),
         (4, expert(2, fsdp_replicate_size=2)),
         (4, expert(4, offload_optimizer=True)),
     ],
     "gpt_oss": [
         (2, context(2, expert_parallel_size=2)),
+        (2, context(2)),
+        (4, context(2)),
         (4, context(4)),
         (4, context(2, expert_parallel_size=2)),
         (2, expert(2)),
@@ -79,6 +92,7 @@ CASES = {
     ],
     "deepseek_v3": [
         (2, context(2)),
+        (4, context(2)),
         (4, context(2, expert_parallel_size=2)),
         (2, expert(2)),
         (2, tensor(2, expert_parallel_size=2)),
@@ -88,6 +102,7 @@ CASES = {
     ],
     "qwen3_next": [
         (2, context(2, context_parallel_recurrent="gather")),
+        (4, context(2, context_parallel_recurrent="gather")),
         (4, context(2, context_parallel_recurrent="gather", expert_parallel_size=2)),
         (2, expert(2)),
         (2, tensor(2, expert_parallel_size=2)),
@@ -96,6 +111,9 @@ CASES = {
         (4, expert(4)),
     ],
     "one expert for two": [(4, expert(2))],
+    "one expert with biases for two": [(4, expert(2))],
+    "norms of heads that the plan forgets": [(2, tensor(2))],
+    "and beside experts": [(2, tensor(2, expert_parallel_size=2)), (4, tensor(2, expert_parallel_size=4))],
 }
 
 
@@ -107,7 +125,10 @@ def checkpoints(tmp_path_factory):
         path = tmp_path_factory.getbasetemp() / f"parallel_{family}"
         if not path.exists():
             name, changes = FAMILIES.get(family, (family, {}))
-            zoo.build(name, **changes).save_pretrained(path)
+            if name in zoo.CONFIGS:
+                zoo.build(name, **changes).save_pretrained(path)
+            else:
+                families.save(name, path, **changes)
         return str(path)
 
     return folder
@@ -117,11 +138,12 @@ def made(checkpoint: str, values: dict) -> FSDPBackend:
     return FSDPBackend(config(checkpoint, adam_eps=0.01, kl_loss_coef=0.1, **values), total_steps=10)
 
 
-def learn(checkpoint: str, cases: list[dict], folder: str, plain: str | None = None) -> list:
-    """For each of `cases`: logprobs of one pack; gradients and metrics of a step with each loss; all that was learnt.
+def learn(checkpoint: str, cases: list[dict], folder: str, of_one: str | None = None) -> list:
+    """For each of `cases`: logprobs of one pack; gradients and metrics of a step with each loss, and where there is one
+    rank the weights before it; all that was learnt.
 
     Before, the export must be the checkpoint; after, what was learnt is saved, and exported. Then what one rank has
-    learnt, in the folder `plain`, is loaded: last in the result.
+    learnt, in the folder `of_one`, is loaded: last in the result.
     """
     found = []
     for number, values in enumerate(cases):
@@ -134,13 +156,40 @@ def learn(checkpoint: str, cases: list[dict], folder: str, plain: str | None = N
         gradients, steps = keep_gradients(backend._optimizer), []
         for name in LOSS_NAMES:
             packs = scored(backend, packs_of_this_rank(samples(), 128, copies), reference=True)
+            before = full_state(backend._model) if dist.get_world_size() == 1 else {}
             metrics = backend.train_step(packs, LOSSES[name], GRPO)
-            steps.append((dict(gradients), metrics))
+            steps.append((dict(gradients), metrics, before))
         CheckpointFolder(target, keep_last=1).write(1, lambda directory, backend=backend: backend.save(directory, 1))
         assert same(exported(backend, target / "after"), dict(backend.hf_weights()))  # all of it is float32
         learnt = state(backend)
-        found.append((logprobs, steps, learnt, loaded(backend, plain) if plain else None))
+        found.append((logprobs, steps, learnt, loaded(backend, of_one) if of_one else None))
     return found
+
+
+def plain(checkpoint: str, weights: list[dict]) -> tuple[torch.Tensor, list[dict]]:
+    """The logprobs, and the gradients of each loss with its `weights`, by the stock model alone, one by one."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager").eval()
+    [whole] = packs_of_this_rank(samples(), 4096)
+    found, first = [], one_by_one(model, whole).values.detach()
+    for name, state_before in zip(LOSS_NAMES, weights, strict=True):
+        model.load_state_dict(state_before, strict=False)
+        logprobs = one_by_one(model, whole)
+        old = (logprobs.values.detach() + 0.1 * torch.sin(whole.labels.float())) * whole.loss_mask
+        batch = replace(whole, old_logprobs=old, ref_logprobs=first)
+        model.zero_grad()
+        LOSSES[name](batch, logprobs, GRPO).loss.backward()
+        found.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+    return first, found
+
+
+def one_by_one(model: PreTrainedModel, batch: PackedBatch) -> LogProbs:
+    """Of the labels of each sequence alone; 0 where there is no loss."""
+    values, entropies = [], []
+    for ids, labels in zip(batch.input_ids.split(batch.seqlens), batch.labels.split(batch.seqlens), strict=True):
+        logp = (model(input_ids=ids[None], use_cache=False).logits[0] / TEMPERATURE).log_softmax(-1)
+        values.append(logp.gather(1, labels[:, None])[:, 0])
+        entropies.append(-(logp.exp() * logp).sum(-1))
+    return LogProbs(torch.cat(values) * batch.loss_mask, torch.cat(entropies) * batch.loss_mask)
 
 
 def _but(gradients: dict, *, rounded: bool) -> dict:
@@ -181,14 +230,16 @@ def load_each(checkpoint: str, directories: list[Path]) -> list[dict]:
 @pytest.mark.parametrize("family", CASES)
 def test_split_over_ranks_a_model_computes_learns_saves_and_loads_what_it_does_alone(checkpoints, tmp_path, family):
     checkpoint, written = checkpoints(family), {}
-    [[(logprobs, steps, learnt, _)]] = spawn(1, learn, checkpoint, [{}], str(tmp_path))
+    [[(_, steps, learnt, _)]] = spawn(1, learn, checkpoint, [{}], str(tmp_path))
+    [(logprobs, plain_gradients)] = spawn(1, plain, checkpoint, [before for _, _, before in steps])
+    steps = [(found, metrics) for found, (_, metrics, _) in zip(plain_gradients, steps, strict=True)]
     for world in sorted({world for world, _ in CASES[family]}):
         cases = [values for size, values in CASES[family] if size == world]
-        plain = str(tmp_path / "1_0")
-        for ranks in spawn(world, learn, checkpoint, cases, str(tmp_path), plain, timeout=300):
+        of_one = str(tmp_path / "1_0")
+        for ranks in spawn(world, learn, checkpoint, cases, str(tmp_path), of_one, timeout=300):
             for number, (other_logprobs, other_steps, other_learnt, other_loaded) in enumerate(ranks):
                 assert (other_logprobs - logprobs).abs().max() < TOLERANCE
-                for (gradients, metrics), (wanted, expected) in zip(other_steps, steps, strict=True):
+                for (gradients, metrics, _), (wanted, expected) in zip(other_steps, steps, strict=True):
                     assert relative(*(_but(x, rounded=False) for x in (gradients, wanted))) < TOLERANCE
                     if any(name.endswith(ROUNDED) for name in wanted):
                         assert relative(*(_but(x, rounded=True) for x in (gradients, wanted))) < OF_ROUNDED
@@ -245,6 +296,7 @@ REFUSED = {
     "no experts": ("qwen3", expert(2), "no plan that splits experts"),
     "a state": ("qwen3_next", context(2), "add --context-parallel-recurrent gather"),
     "experts": ("gpt_oss", expert(3), "3 must divide the 4 experts"),
+    "fewer experts than ranks": ("one expert for two", expert(4), "4 is more than the 2 experts"),
 }
 
 

@@ -17,6 +17,14 @@ def hangs(prompt: Prompt, response: str) -> float:
     return 0.0
 
 
+def hangs_now_and_then(prompt: Prompt, response: str) -> float:
+    """Every other call on rank 1."""
+    _calls.append(response)
+    if os.environ["RANK"] == "1" and len(_calls) % 2:
+        threading.Event().wait()
+    return variety(prompt, response)
+
+
 def variety(prompt: Prompt, response: str) -> float:
     """Differs between the answers of a random model, so that there is a gradient."""
     return len(set(response)) / 8

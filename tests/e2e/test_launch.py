@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from fsdptrain.launch.cores import usable_cores
 from fsdptrain.testing import free_port, rank_variables
 from tests.e2e import command
 
@@ -36,7 +37,7 @@ def finish(process):
 
 
 def test_ranks_train_together_with_threads_that_share_the_cores():
-    threads = max(1, (os.cpu_count() or 1) // 2)
+    threads = max(1, usable_cores() // 2)
     assert finish(start("fine")) == (0, f"2 ranks, {threads} threads\n", "")
 
 

@@ -88,3 +88,39 @@ def test_dry_run_draws_which_processes_share_packs() -> None:
         "--context-parallel-size 2 x --tensor-parallel-size 8 must divide the processes of a replica, 8"
         in refused.stderr
     )
+
+
+REFUSED = {
+    "fewer experts than ranks": (
+        *("qwen3_moe", {"num_experts": 1, "num_experts_per_tok": 1}, ["--expert-parallel-size", "2"]),
+        "--expert-parallel-size 2 is more than the 1 experts of Qwen3MoeForCausalLM",
+    ),
+    "heads": (
+        *("qwen3", {"num_key_value_heads": 1}, ["--tensor-parallel-size", "2"]),
+        "--tensor-parallel-size 2 must divide the 1 key-value heads of Qwen3ForCausalLM",
+    ),
+    "a state": (
+        *("qwen3_next", {}, ["--context-parallel-size", "2"]),
+        "--context-parallel-size 2: model.layers.0.linear_attn of Qwen3NextForCausalLM carries a state",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_the_model_does_not_allow_is_one_line_before_weights_and_data_are_looked_for(tmp_path, case) -> None:
+    family, changes, flags, line = REFUSED[case]
+    zoo.config(family, **changes).save_pretrained(tmp_path / "model")  # that is all there is
+    argv = ["--hf-checkpoint", str(tmp_path / "model"), "--output-dir", str(tmp_path / "run"), "--prompt-data", "none"]
+    result = command.run([*argv, *flags], tmp_path, num_ranks=2)
+    assert result.code == 2
+    assert result.err.startswith(f"fsdptrain: {line}")
+    assert result.err.count("\n") == 1
+
+
+def test_a_dry_run_with_a_probe_asks_the_model_too(tmp_path) -> None:
+    zoo.config("gpt_oss").save_pretrained(tmp_path / "model")
+    argv = ["--hf-checkpoint", str(tmp_path / "model"), "--dry-run", "--probe", "--nproc-per-node", "8"]
+    result = command.run([*argv, "--expert-parallel-size", "8"], tmp_path)
+    assert result.code == 2
+    assert "--expert-parallel-size 8 is more than the 4 experts of GptOssForCausalLM" in result.err

@@ -1,6 +1,7 @@
 """Two hosts and one command on each: a cut cable ends both in time, and what is started again goes on."""
 
 import json
+import signal
 import time
 
 import pytest
@@ -82,6 +83,32 @@ def test_a_cut_cable_ends_both_hosts_and_the_next_run_goes_on_and_outlives_a_kil
     assert sorted(after) == list(range(1, reached + 5))
     assert reached >= 2
     assert {step: after[step] for step in range(1, reached + 1)} == {s: before[s] for s in range(1, reached + 1)}
+
+
+def test_with_restarts_both_hosts_go_on_by_themselves_when_a_cut_cable_is_mended(hosts, checkpoint, tmp_path):
+    folder = tmp_path / "run"
+    argv = [*TINY_RUN, "--hf-checkpoint", str(checkpoint), "--output-dir", str(folder), "--save-interval", "1"]
+    argv += ["--eval-interval", "1000", "--no-export", "--max-restarts", "1", "--num-rollout", "400"]
+    machines = start(hosts, argv)
+    deadline = time.monotonic() + 240
+    while newest(folder) < 2 and time.monotonic() < deadline and all(m.poll() is None for m in machines):
+        time.sleep(0.05)
+    hosts.cut()
+    time.sleep(ENDS)
+    reached = newest(folder)
+    assert [machine.poll() for machine in machines] == [None, None]
+    hosts.mend()
+    while newest(folder) < reached + 2 and time.monotonic() < deadline and all(m.poll() is None for m in machines):
+        time.sleep(0.05)
+    machines[0].send_signal(signal.SIGTERM)
+    for machine, other in zip(machines, ("node 1", f"node 0 ({ADDRESSES[0]})"), strict=True):
+        _, err = machine.communicate(timeout=60)
+        first = messages(err)[0]
+        assert first.startswith(f"fsdptrain: {other}")
+        assert first.endswith(f" has not answered for {SILENCE} s (--node-timeout); restart 1 of 1")
+    found = sorted(rows(folder))
+    assert found == list(range(1, len(found) + 1))
+    assert len(found) >= reached + 2 > 3
 
 
 def test_hosts_that_differ_are_refused_before_anything_is_loaded(hosts, tmp_path):

@@ -60,4 +60,6 @@ def two_hosts() -> Iterator[TwoHosts]:
 def _ip(*argv: str) -> None:
     done = subprocess.run(["ip", *argv], capture_output=True, text=True, check=False)
     if done.returncode:
-        raise PermissionError(f"ip {' '.join(argv)}: {done.stderr.strip()}")
+        forbidden = any(words in done.stderr for words in ("Operation not permitted", "Permission denied"))
+        kind = PermissionError if forbidden else RuntimeError
+        raise kind(f"ip {' '.join(argv)}: {done.stderr.strip()}")

@@ -23,7 +23,7 @@ def reward(prompt: Prompt, response: str) -> float:
 
 
 def test_a_call_that_hangs_leaves_its_sample_unscored_and_the_others_alone():
-    timed = WithDeadline(reward, 0.2)
+    timed = WithDeadline(reward, 0.2, patience=60)
     scores = score_completions(timed, [PROMPT] * 5, ["good", "hang", "hang", "raise", "hang"])
     assert [score.reward for score in scores.scores] == [0.0, None, None, None, None]
     assert scores.first_error == "--reward: no answer within --reward-timeout 0.2 s"
@@ -32,12 +32,30 @@ def test_a_call_that_hangs_leaves_its_sample_unscored_and_the_others_alone():
 def test_one_that_always_hangs_ends_the_rollout_in_one_line_after_a_few():
     start = time.monotonic()
     with pytest.raises(RolloutError, match=r"^--reward did not answer 3 times in a row .* prompt 'a': .*--reward-time"):
-        score_completions(WithDeadline(reward, 0.2), [PROMPT] * 100, ["hang"] * 100)
+        score_completions(WithDeadline(reward, 0.2, patience=60), [PROMPT] * 100, ["hang"] * 100)
     assert time.monotonic() - start < 10
 
 
+def test_one_that_hangs_now_and_then_ends_the_rollout_before_other_ranks_have_waited_too_long():
+    timed = WithDeadline(reward, 0.2, patience=1.0)
+    for _ in range(3):  # counted anew in each rollout
+        scores = score_completions(timed, [PROMPT] * 8, ["hang", "good"] * 4)
+        assert scores.num_unscored == 4
+    start = time.monotonic()
+    with pytest.raises(
+        RolloutError, match=r"^--reward did not answer 5 times in one rollout within 0.2 s.*than 1 s for"
+    ):
+        score_completions(timed, [PROMPT] * 100, ["hang", "good"] * 50)
+    assert time.monotonic() - start < 2.0
+
+
+def test_where_no_deadline_is_given_that_of_a_call_in_flight_leaves_room_for_three():
+    timed = [WithDeadline(reward, None, patience=patience)._threads.timeout for patience in (30.0, 900.0, 3600.0)]
+    assert timed == [10.0, 300.0, 300.0]
+
+
 def test_without_a_timeout_the_main_thread_calls_by_itself_and_others_have_a_deadline():
-    timed = WithDeadline(reward, None)
+    timed = WithDeadline(reward, None, patience=60)
     assert timed(PROMPT, "good") == 1.0  # as `math` wants it, whose time limit is a signal
     with ThreadPoolExecutor(1) as thread:
         timed._threads.timeout = 0.2

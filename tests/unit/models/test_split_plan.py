@@ -1,0 +1,54 @@
+"""Whether layers and experts can be split is known from the model on meta, before any process and any weight."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from fsdptrain.errors import ConfigError
+from fsdptrain.models.split_plan import split_plan
+from tests import zoo
+
+CASES: dict[str, tuple[str, dict[str, Any], int, int, str]] = {  # changes; tensor and expert ranks
+    "fewer experts than ranks": (
+        "gpt_oss",
+        {},
+        1,
+        8,
+        "--expert-parallel-size 8 is more than the 4 experts of GptOssForCausalLM, so that processes would have none: "
+        "4 at most",
+    ),
+    "fewer experts than ranks, beside tensor ranks": ("deepseek_v3", {}, 2, 16, "16 is more than the 8 experts"),
+    "experts that do not divide": ("qwen3_moe", {}, 1, 4, "--expert-parallel-size 4 must divide the 6 experts"),
+    "no experts": ("qwen3", {}, 1, 2, "no plan that splits experts of Qwen3ForCausalLM"),
+    "heads": ("qwen3", {}, 4, 1, "--tensor-parallel-size 4 must divide the 2 key-value heads"),
+    "widths": (
+        "qwen3",
+        {"intermediate_size": 129},
+        2,
+        1,
+        "--tensor-parallel-size 2 does not divide model.layers.0.mlp",
+    ),
+    "a plan for nothing": ("gpt_oss", {}, 2, 1, "splits 0% of the layers"),
+}
+
+
+def plan(family: str, changes: dict[str, Any], tensor: int, experts: int) -> dict[str, str]:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(zoo.config(family, **changes))
+    return split_plan(model, tensor_size=tensor, expert_size=experts).experts
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_does_not_divide_is_refused_by_one_line(case):
+    family, changes, tensor, experts, words = CASES[case]
+    with pytest.raises(ConfigError) as raised:
+        plan(family, changes, tensor, experts)
+    assert words in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(("family", "size"), [("gpt_oss", 4), ("deepseek_v3", 8), ("qwen3_moe", 6), ("qwen3_next", 2)])
+def test_as_many_ranks_as_experts_are_allowed(family, size):
+    assert plan(family, {}, 1, size)
