@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from torch import Tensor
 
 from fsdptrain.types import (
+    ChecksumKind,
     Completion,
     LogProbs,
     LossConfig,
@@ -55,7 +56,7 @@ class RolloutEngine(Protocol):
 class CheckedEngine(RolloutEngine, Protocol):
     """What --sync-check asks of an engine besides; one of the user's own need not have it. No method is collective."""
 
-    def checksums(self, names: Collection[str]) -> Mapping[str, int]:
+    def checksums(self, names: Collection[str], kind: ChecksumKind = "bits") -> Mapping[str, int]:
         """`models.checksum.checksum` of the tensors that the engine now computes with, by the names of
         `update_weights`. Of `names`, those that it cannot read are left out."""
         ...
@@ -74,7 +75,7 @@ class ModelCopy(Protocol):
         """In messages."""
         ...
 
-    def checksums(self, names: Collection[str]) -> Mapping[str, int]:
+    def checksums(self, names: Collection[str], kind: ChecksumKind = "bits") -> Mapping[str, int]:
         """As of `CheckedEngine`; none where another rank looks at this copy."""
         ...
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
+ChecksumKind = Literal["bits", "values", "multiset"]  # models.checksum says what each depends on
 Metrics = dict[str, float]
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
 NO_ROUTE = -1  # in routes: no experts in this layer, or none known, so that the model chooses itself

@@ -38,6 +38,11 @@ class DeltaFilter:
             layer.append((name, tensor))
         yield from self._of_layer(layer, held)
 
+    @property
+    def is_empty(self) -> bool:
+        """The next update is whole."""
+        return not self._held
+
     def commit(self) -> None:
         """The engine holds what was last gone through."""
         self._held = self._new

@@ -23,7 +23,7 @@ from fsdptrain.rollout.replica import build_replica, copy_weights, materialise, 
 from fsdptrain.rollout.routes import RouteRecorder
 from fsdptrain.rollout.sampling import uniform_stream
 from fsdptrain.rollout.stop_tokens import stop_tokens
-from fsdptrain.types import Completion, Prompt, SamplingParams
+from fsdptrain.types import ChecksumKind, Completion, Prompt, SamplingParams
 
 _SYNC_INTERVAL = 8  # tokens; on a CPU a look at which rows have finished costs nothing
 
@@ -84,9 +84,9 @@ class HFEngine:
             made.update(zip(chunk, self._generate_chunk(prompts, limits, chunk, sampling, stop), strict=True))
         return [made[Row(i, k)] for i in range(len(prompts)) for k in range(sampling.num_samples)]
 
-    def checksums(self, names: Collection[str]) -> Mapping[str, int]:
+    def checksums(self, names: Collection[str], kind: ChecksumKind = "bits") -> Mapping[str, int]:
         """Of all `names`: the replica has the trainer's own."""
-        return {name: checksum(tensor) for name, tensor in self.model.state_dict().items() if name in names}
+        return {name: checksum(tensor, kind) for name, tensor in self.model.state_dict().items() if name in names}
 
     def cached_tokens(self) -> int:
         """None: the cache of a chunk ends with it."""

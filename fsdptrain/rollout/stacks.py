@@ -23,6 +23,10 @@ class StackDump:
     def disarm(self) -> None:
         faulthandler.cancel_dump_traceback_later()
 
+    def dump(self) -> None:
+        """Now."""
+        faulthandler.dump_traceback(file=self._file)
+
     def close(self) -> None:
         self.disarm()
         self._file.close()

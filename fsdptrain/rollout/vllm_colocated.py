@@ -1,13 +1,12 @@
-"""vLLM inside the trainer's process: one engine for each rank, and its weights straight from the trainer.
+"""vLLM inside the trainer's process: an engine for each rank, or for some together, with weights straight from the
+trainer.
 
 vLLM is imported when an engine is built, never before: it patches torch on import. All of it that we touch is here.
 """
 
 import gc
-import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -24,13 +23,13 @@ from fsdptrain.models.collective import together
 from fsdptrain.protocols import Naming
 from fsdptrain.registry import suggest
 from fsdptrain.rollout.delta import DeltaFilter
+from fsdptrain.rollout.engine_ranks import ask_together
 from fsdptrain.rollout.sampling import seed_of
 from fsdptrain.rollout.stop_tokens import stop_tokens
-from fsdptrain.rollout.tied_head import repack_tied_head
 from fsdptrain.rollout.vllm_adapter import AdapterSlot, adapter_options
 from fsdptrain.rollout.vllm_options import derived_options, routes_of
 from fsdptrain.rollout.vllm_readback import checksums
-from fsdptrain.types import Completion, Metrics, Prompt, SamplingParams
+from fsdptrain.types import ChecksumKind, Completion, Metrics, Prompt, SamplingParams
 
 # Set before vLLM is imported: the engine in this very process, no telemetry, and threads that sleep when they wait
 # (spinning ones made generation on shared cores 7 to 9 times slower).
@@ -40,12 +39,18 @@ _ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
 }
-_OURS = frozenset({"model", "dtype", "load_format", "logprobs_mode", "skip_tokenizer_init", "enable_lora"})
-_LAYERS_LOG = "vllm.model_executor.model_loader.reload.layerwise"
+_OURS = frozenset(
+    {"model", "dtype", "load_format", "logprobs_mode", "skip_tokenizer_init", "enable_lora"}
+    | {"distributed_executor_backend", "worker_cls"}
+)
+_SPREAD = frozenset({"pipeline_parallel_size", "data_parallel_size"})
+CPU_WORKER = "fsdptrain.rollout.vllm_cpu_worker.Worker"
 
 
 class VLLMEngine:
     """Generates with vLLM, in the process and on the device of this rank. Holds no weights until `update_weights`.
+
+    With vLLM's `tensor_parallel_size` N an engine is spread over N neighbouring ranks, which call all methods together.
 
     Logprobs are those of the distribution that was sampled from (vLLM's `processed_logprobs`).
     """
@@ -70,6 +75,7 @@ class VLLMEngine:
         options = {"load_format": "dummy", **options, **fixed, "disable_log_stats": True}
         self._llm = vllm.LLM(**options, trust_remote_code=trust_remote_code)
         self._adapter = _adapter_slot(self._llm) if options.get("enable_lora") else None
+        self._ranks = _ranks_of_engine() if options.get("tensor_parallel_size", 1) > 1 else None
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """Take the tensors of a checkpoint, by the names of its files, layer by layer; forget every cached prefix.
@@ -77,12 +83,15 @@ class VLLMEngine:
         Where vLLM has kept its weights, only what has changed since is loaded.
         """
         self._has_weights = False  # half an update must not answer
-        changed = self._delta.changed(weights)
-        with _without_warnings(_LAYERS_LOG):  # of layers that keep what they have
-            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": changed})
-        self._delta.commit()
-        self._llm.apply_model(repack_tied_head)
-        self._begin(policy_version)
+        partial, changed = not self._delta.is_empty, self._delta.changed(weights)
+        with together(RolloutError, "--rollout-engine vllm"):
+            try:
+                self._llm.collective_rpc(_reload, kwargs={"weights": changed, "partial": partial})
+            finally:
+                for _ in changed:  # to make them is collective: also where vLLM has raised an error
+                    pass
+            self._delta.commit()
+            self._begin(policy_version)
 
     def update_adapter(
         self, weights: Iterable[tuple[str, Tensor]], write_config: Callable[[Path], None], policy_version: int
@@ -116,6 +125,11 @@ class VLLMEngine:
         """`num_samples` completions for each prompt, prompt by prompt, in order; each request has its own seed."""
         if not self._has_weights:
             raise RolloutError("vLLM has no weights: call update_weights first, also after sleep()")
+        if self._ranks is not None:
+            return ask_together(self._ranks, self._ask, prompts, sampling)
+        return self._ask(prompts, sampling)
+
+    def _ask(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
         if not prompts:
             return []
         asked = [(prompt, k) for prompt in prompts for k in range(sampling.num_samples)]
@@ -131,9 +145,9 @@ class VLLMEngine:
             for (prompt, _), out in zip(asked, outputs, strict=True)
         ]
 
-    def checksums(self, names: Collection[str]) -> Mapping[str, int]:
+    def checksums(self, names: Collection[str], kind: ChecksumKind = "bits") -> Mapping[str, int]:
         """Of the layers that answer: of those of `names` that vLLM keeps as a checkpoint does, fused or not."""
-        return self._llm.apply_model(lambda model: checksums(model, names))[0]
+        return self._llm.apply_model(lambda model: checksums(model, names, kind))[0]
 
     def cached_tokens(self) -> int:
         """Of the prompts of the last `generate`, also those that two of them share."""
@@ -208,23 +222,57 @@ def build_vllm_engine(config: Config, *, checkpoint: Path, device: torch.device)
         options["kv_cache_memory_bytes"] = int((rollout.kv_cache_gib or 1.0) * platform.GIB)
     if config.lora.sync == "adapter":
         options |= adapter_options(config.lora)
-    if dist.get_world_size() > 1:
-        options["distributed_executor_backend"] = "external_launcher"  # our ranks are vLLM's workers
+    options |= _parallel_options(rollout.engine_args.get("tensor_parallel_size", 1), on_gpu=on_gpu)
     for name in rollout.engine_args:
         if name in _OURS:
             raise ConfigError(
                 f"--rollout-engine-args {name}: fsdptrain sets it, and exactness rests on it; leave it out"
             )
+        if name in _SPREAD:
+            raise ConfigError(
+                f"--rollout-engine-args {name}: an engine in the trainer's process is spread over ranks by "
+                "tensor_parallel_size only; leave it out, or use --rollout-engine vllm-server"
+            )
     known = _known_options()
     for name in rollout.engine_args:
         if name not in known:
             raise ConfigError(f"--rollout-engine-args {name}: vLLM has no such option{suggest(name, known)}")
-    if rollout.engine_args.get("tensor_parallel_size", 1) != 1:
-        raise ConfigError(
-            "--rollout-engine-args tensor_parallel_size: each rank has an engine and prompts of its own; leave it out"
-        )
     options |= {**rollout.engine_args, **derived_options(config, checkpoint, device.type)}
     return VLLMEngine(checkpoint, trust_remote_code=config.model.trust_remote_code, **options)
+
+
+def _reload(worker: Any, *, weights: Iterable[tuple[str, Tensor]], partial: bool) -> None:
+    """Runs in vLLM's worker, which is this process."""
+    from vllm.config import set_current_vllm_config  # pyright: ignore[reportMissingImports] - an extra
+
+    from fsdptrain.rollout.vllm_reload import WeightReload
+
+    reload = WeightReload(worker.get_model(), worker.model_config)
+    reload.is_partial = partial
+    with set_current_vllm_config(worker.vllm_config):
+        reload.start()
+        reload.load(weights)
+        reload.finish()
+
+
+def _parallel_options(tensor_size: int, *, on_gpu: bool) -> dict[str, Any]:
+    """Our ranks are vLLM's workers: `tensor_size` neighbours are one engine."""
+    num_ranks = dist.get_world_size()
+    if num_ranks % tensor_size:
+        raise ConfigError(
+            f"--rollout-engine-args tensor_parallel_size={tensor_size}: an engine is spread over so many ranks, and "
+            f"there are {num_ranks}: take a divisor of them"
+        )
+    if num_ranks == 1:
+        return {}
+    worker = {} if on_gpu or tensor_size == 1 else {"worker_cls": CPU_WORKER}
+    return {"distributed_executor_backend": "external_launcher", **worker}
+
+
+def _ranks_of_engine() -> dist.ProcessGroup:
+    from vllm.distributed.parallel_state import get_tp_group  # pyright: ignore[reportMissingImports] - an extra
+
+    return get_tp_group().cpu_group
 
 
 def _known_options() -> list[str]:
@@ -238,17 +286,6 @@ def _adapter_slot(llm: Any) -> AdapterSlot:
     from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports] - an extra
 
     return AdapterSlot(llm, LoRARequest)
-
-
-@contextmanager
-def _without_warnings(logger: str) -> Iterator[None]:
-    source = logging.getLogger(logger)
-    before = source.level
-    source.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        source.setLevel(before)
 
 
 def _import_vllm() -> Any:

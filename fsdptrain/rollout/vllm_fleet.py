@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
 
-from fsdptrain.errors import RolloutError
+from fsdptrain.errors import ConfigError, RolloutError
 from fsdptrain.rollout.vllm_http import GivenUp, ServerGoneError, ServerRefusedError, VLLMClient
 from fsdptrain.rollout.vllm_process import ServerProcess
 from fsdptrain.rollout.weight_push import Deadline, FilePush, Push, Weights, update
@@ -61,14 +61,17 @@ class Fleet:
         start_timeout: float,
         min_servers: int,
         keep_requests: bool = False,
+        require_fitting: Callable[[VLLMClient], None] = lambda client: None,
     ) -> None:
-        """`keep_requests`: what servers work on goes on after they took new weights."""
+        """`keep_requests`: what servers work on goes on after they took new weights. `require_fitting`: ConfigError of
+        one that somebody has started otherwise than it must be."""
         self._servers = list(servers)
         self._push = push
         self._sync_timeout = sync_timeout
         self._start_timeout = start_timeout
         self._min_servers = min_servers
         self._keep_requests = keep_requests
+        self._require_fitting = require_fitting
         self._weights: Weights | None = None
         self._failure: Exception | None = None  # of the thread that looks after them
         self._began = False  # all servers have been up
@@ -144,11 +147,21 @@ class Fleet:
     def _take_back(self) -> None:
         """Servers of others that were started anew since they were given up: they have had no weights yet."""
         left = [server for server in self._servers if server.process is None and server.state is State.DOWN]
-        tasks = [self._threads.submit(server.client.version, timeout=_TAKE_BACK_S) for server in left]
+        tasks = [self._threads.submit(self._is_back, server.client) for server in left]
         for server, task in zip(left, tasks, strict=True):
-            if task.exception() is None and task.result() == _NO_WEIGHTS:
+            error = task.exception()
+            if isinstance(error, ConfigError):
+                server.why = str(error)
+                log.warning("%s; the run goes on without it", error)
+            elif error is None and task.result():
                 log.info("%s is back", server.client.url)
                 server.state = State.UP
+
+    def _is_back(self, client: VLLMClient) -> bool:
+        if client.version(timeout=_TAKE_BACK_S) != _NO_WEIGHTS:
+            return False
+        self._require_fitting(client)
+        return True
 
     def _update(self, servers: Sequence[Server], push: Push, given_up: GivenUp = lambda: False) -> None:
         """The newest weights to all of `servers`; then, if none refused, all of them go on."""

@@ -7,9 +7,9 @@ ServerError
 """
 
 import http.client
+import io
 import json
 import math
-import select
 import socket
 import time
 from collections.abc import Callable
@@ -35,6 +35,39 @@ class ServerSilentError(ServerGoneError): ...
 
 
 class ServerRefusedError(ServerError): ...
+
+
+class _GivenUpError(Exception): ...
+
+
+class _Answer(io.RawIOBase):
+    """What a server sends, as `http.client` reads it. Waits in short steps: over TLS too, where a socket may have
+    something to read before an answer begins."""
+
+    def __init__(self, source: socket.socket, *, end: float, timeout: float, given_up: GivenUp) -> None:
+        """`end` is when it must have begun [s, monotonic]; `timeout` is for each part after that. [s]"""
+        self._socket, self._end, self._timeout, self._given_up = source, end, timeout, given_up
+
+    def makefile(self, mode: str) -> io.BufferedReader:
+        assert mode == "rb"
+        return io.BufferedReader(self)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while True:
+            try:
+                self._socket.settimeout(min(_POLL_S, max(0.01, self._end - time.monotonic())))
+                count = self._socket.recv_into(buffer)
+            except TimeoutError:
+                if self._given_up():
+                    raise _GivenUpError from None
+                if time.monotonic() >= self._end:
+                    raise
+            else:
+                self._end = time.monotonic() + self._timeout
+                return count
 
 
 class VLLMClient:
@@ -93,9 +126,12 @@ class VLLMClient:
             connection.connect()
             connection.sock.settimeout(timeout)
             connection.request(method, self._path + path, None if body is None else json.dumps(body), self._headers)
-            self._await_answer(connection.sock, what, end)
-            response = connection.getresponse()
+            answer: Any = _Answer(connection.sock, end=end, timeout=timeout, given_up=self._given_up)
+            response = http.client.HTTPResponse(answer, method=method)
+            response.begin()
             text = response.read().decode(errors="replace")
+        except _GivenUpError:
+            raise ServerGoneError(f"{self.url} was given up during {what}") from None
         except TimeoutError:
             raise ServerSilentError(f"{self.url} did not answer {what} in {min(timeout, longest):.0f} s") from None
         except (OSError, http.client.HTTPException) as error:
@@ -103,15 +139,6 @@ class VLLMClient:
         finally:
             connection.close()
         return self._content(response.status, text, what)
-
-    def _await_answer(self, connection: socket.socket, what: str, end: float) -> None:
-        poll = select.poll()
-        poll.register(connection, select.POLLIN)
-        while not poll.poll(1000 * min(_POLL_S, max(0.0, end - time.monotonic()))):
-            if self._given_up():
-                raise ServerGoneError(f"{self.url} was given up during {what}")
-            if time.monotonic() >= end:
-                raise TimeoutError
 
     def _content(self, status: int, text: str, what: str) -> Any:
         if status == 200:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import fsdptrain
 from fsdptrain.rollout import vllm_keeper
 
 HOST = "127.0.0.1"
+_END_S = 30.0  # for a keeper to end its server
 _LOG_LINES = 5  # of a server that ended, in an error
 _LINE_LENGTH = 300
 # Also in an environment without fsdptrain: see `_import_path`.
@@ -80,9 +82,14 @@ class ServerProcess:
 
     def end(self) -> None:
         """The keeper kills the server, its engine and its workers."""
-        if self._process is not None:
-            self._process.terminate()
-            self._process.wait()
+        if self._process is None:
+            return
+        self._process.terminate()
+        self._process.send_signal(signal.SIGCONT)  # who was stopped hears nothing else
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
 
     def last_words(self) -> str:
         """The end of its log, on one line."""

@@ -1,12 +1,14 @@
 """Reads weights back out of vLLM's own layers, by the names of a checkpoint.
 
-vLLM fuses layers (q, k and v in one), and on a CPU it packs a copy of each and drops the original. A packed layer is
-read by what it answers to unit vectors: one of them and zeros, so no rounding. With engine tensor parallelism a layer
-holds a part of a tensor, which is left out.
+vLLM fuses layers (q, k and v in one, all experts of a layer), and on a CPU it packs a copy of each and drops the
+original. A packed layer is read by what it answers to unit vectors: one of them and zeros, so no rounding; packed
+experts are put in order again. With engine tensor parallelism the parts of a tensor are gathered: all its workers read
+the same names at one time.
 
 Imported in vLLM's own processes too: beside vLLM it needs torch and nothing else.
 """
 
+import re
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -14,14 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from fsdptrain.models.checksum import checksum
+from fsdptrain.rollout.packed_experts import Unpacker, packing_of
+from fsdptrain.types import ChecksumKind
 
 _UNITS_AT_ONCE = 256  # rows
+_EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<number>\d+)\.(?P<part>\w+)\.weight")
+_PLAIN = ("TRITON", "BATCHED_TRITON")  # kernels that read experts as they come; others have orders of their own
 _WIDTHS = ("embedding_dim", "input_size_per_partition", "input_size")  # the last of what is not split, as a router
 
 
-def checksums(model: nn.Module, names: Collection[str]) -> dict[str, int]:
+def checksums(model: nn.Module, names: Collection[str], kind: ChecksumKind) -> dict[str, int]:
     """`models.checksum.checksum` of the tensors called `names`; those that cannot be found are left out."""
-    return {name: checksum(tensor) for name, tensor in readable(model, sorted(names))}
+    return {name: checksum(tensor, kind) for name, tensor in readable(model, sorted(names))}
 
 
 @torch.inference_mode()
@@ -48,25 +54,72 @@ class _Reader:
             if len(parts) > 1
         }
         self._last: tuple[str, Tensor | None] = ("", None)
+        self._unpacker = Unpacker()
 
     def find(self, name: str) -> Tensor | None:
-        inner = name if self._mapper is None else self._mapper.map_name(name)
+        expert = _EXPERT.fullmatch(name)
+        if expert is not None:
+            return self._expert(expert["experts"], int(expert["number"]), expert["part"])
+        inner = self._inner(name)
         if inner is None:
             return None
         path, _, kind = inner.rpartition(".")
+        if kind != name.rpartition(".")[2]:
+            return None  # vLLM keeps something else, as A for A_log
         parent, _, leaf = path.rpartition(".")
         part = name.rpartition(".")[0].rpartition(".")[2]  # some mappers give the name of the fused layer
         fused, index = self._fused.get(part, ("", 0))
         if not fused or leaf not in (part, fused) or (leaf == part and path in self._modules):
             return self._whole(path, kind)
-        path = f"{parent}.{fused}" if parent else fused
-        whole = self._whole(path, kind)
-        sizes = getattr(self._modules.get(path), "output_sizes", None)
-        if whole is None or sizes is None or sum(sizes) != len(whole):
+        return self._part(f"{parent}.{fused}" if parent else fused, kind, index)
+
+    def _inner(self, name: str) -> str | None:
+        """What vLLM calls it."""
+        return name if self._mapper is None else self._mapper.map_name(name)
+
+    def _expert(self, experts: str, number: int, part: str) -> Tensor | None:
+        """One matrix of the experts that lie under `experts`; None where a worker holds some of them, or in an
+        order that we do not know."""
+        path = (self._inner(f"{experts}.routed_experts.w2_weight") or "").rpartition(".")[0]
+        module: Any = self._modules.get(path)
+        if module is None or module.local_num_experts != module.global_num_experts:
             return None
-        return whole.split(list(sizes))[index]
+        gate, up = module.ckpt_gate_proj_name, module.ckpt_up_proj_name
+        kind = {gate: "w13_weight", up: "w13_weight", module.ckpt_down_proj_name: "w2_weight"}.get(part)
+        packing, backend = packing_of(module), getattr(module.quant_method, "unquantized_backend", None)
+        if kind is None or (packing is None and getattr(backend, "value", None) not in _PLAIN):
+            return None
+        tensor = getattr(module, kind)[number]
+        if packing is not None:
+            tensor = self._unpacker.unpack(tensor, packing)
+        config = module.moe_config
+        hidden, inner = config.hidden_dim_unpadded, config.intermediate_size_per_partition_unpadded
+        num_parts = config.moe_parallel_config.tp_size
+        if kind == "w2_weight":
+            return _gathered(tensor[:hidden, :inner], 1, num_parts)
+        begin = len(tensor) // 2 if part == up else 0  # gate, then up, each padded to half of the rows
+        return _gathered(tensor[begin : begin + inner, :hidden], 0, num_parts)
+
+    def _part(self, path: str, kind: str, index: int) -> Tensor | None:
+        """The tensor number `index` of those that are fused in the layer at `path`."""
+        held, module = self._held(path, kind), self._modules.get(path)
+        sizes = getattr(module, "output_partition_sizes", None)
+        if held is None or sizes is None or sum(sizes) != len(held):
+            return None
+        copies = getattr(module, "num_kv_head_replicas", 1) if index else 1
+        return _gathered(held.split(list(sizes))[index], 0, _num_parts(module, 0), copies)
 
     def _whole(self, path: str, kind: str) -> Tensor | None:
+        held, module = self._held(path, kind), self._modules.get(path)
+        if held is None:
+            return None
+        for dim in range(held.dim()):
+            held = _gathered(held, dim, _num_parts(module, dim))
+        size = getattr(module, "org_vocab_size", None)
+        return held if size is None or kind != "weight" else held[:size]
+
+    def _held(self, path: str, kind: str) -> Tensor | None:
+        """What this worker holds."""
         key = f"{path}.{kind}"
         if self._last[0] != key:
             self._last = key, self._read(path, kind)
@@ -82,8 +135,7 @@ class _Reader:
             module = head  # its packed copy is what answers: the embedding itself is looked up
         if kind == "weight" and hasattr(module, "cpu_linear") and (tensor.numel() == 0 or module is head):
             tensor = _unpacked(module, tensor)
-        size = getattr(module, "org_vocab_size", None)
-        return tensor if size is None or kind != "weight" else tensor[:size]
+        return tensor
 
 
 def _unpacked(module: Any, weight: Tensor) -> Tensor:
@@ -91,3 +143,23 @@ def _unpacked(module: Any, weight: Tensor) -> Tensor:
     width = next(getattr(module, key) for key in _WIDTHS if hasattr(module, key))
     units = torch.eye(width, dtype=weight.dtype)
     return torch.cat([module.cpu_linear(rows, weight, None) for rows in units.split(_UNITS_AT_ONCE)]).t()
+
+
+def _num_parts(module: Any, dim: int) -> int:
+    """Over how many workers rows (dim 0) or columns (1) of a layer are split."""
+    if hasattr(module, "org_vocab_size"):
+        return module.tp_size if dim == 0 else 1
+    held, whole = (
+        ("output_size_per_partition", "output_size") if dim == 0 else ("input_size_per_partition", "input_size")
+    )
+    return getattr(module, whole) // getattr(module, held) if hasattr(module, held) else 1
+
+
+def _gathered(part: Tensor, dim: int, num_parts: int, copies: int = 1) -> Tensor:
+    """All parts of a tensor that is split along `dim`, each of which so many workers hold; collective if it is."""
+    if num_parts == 1:
+        return part
+    from vllm.distributed.parallel_state import get_tp_group  # pyright: ignore[reportMissingImports] - an extra
+
+    whole = get_tp_group().all_gather(part.contiguous(), dim)
+    return torch.cat(whole.chunk(num_parts, dim)[::copies], dim)

@@ -17,7 +17,7 @@ from fsdptrain.rollout.weight_push import Deadline
 
 log = logging.getLogger(__name__)
 
-_MAX_IN_FLIGHT = 512  # requests of one rank, each with a thread of its own
+_MAX_IN_FLIGHT = 512  # requests of one rank to one server, each with a thread of its own
 _MAX_TRIES = 5  # of one request
 _PROBE_INTERVAL_S = 2.0
 _POLL_S = 0.5
@@ -63,7 +63,8 @@ class Dispatcher:
         what it has read of it. RolloutError where too few servers are left."""
         chunk = max(1, min(per_group, -(-len(requests) // len(self._servers))))
         chosen: dict[int, _Seen] = {}  # by chunk
-        threads = ThreadPoolExecutor(min(len(requests), _MAX_IN_FLIGHT) + len(self._servers))
+        num_servers = len(self._servers)
+        threads = ThreadPoolExecutor(min(len(requests), _MAX_IN_FLIGHT * num_servers) + num_servers)
         try:
             for server in self._servers:
                 threads.submit(self._watch, server)

@@ -69,8 +69,10 @@ class VLLMServerEngine:
         stacks: StackDump,
         fleet: Fleet | None,
         folder: WeightFolder | None,
+        overtakes: bool = False,
     ) -> None:
-        """`fleet` and `folder` are rank 0's; the others have none."""
+        """`fleet` and `folder` are rank 0's; the others have none. overtakes: what the trainer waits for goes before
+        what is in flight, which servers with --scheduling-policy priority know how to do."""
         self.clients = [VLLMClient(url, contact.api_key) for url in contact.urls]
         self.stop_token_ids = tuple(stop_token_ids)
         self.policy_version = 0
@@ -79,6 +81,7 @@ class VLLMServerEngine:
         self._stacks = stacks
         self.fleet = fleet
         self._folder = folder
+        self._overtakes = overtakes
         self._tag: str | None = None  # of the weights that the servers hold
         self._ready: list[str] = []
         self._takes_adapters = False
@@ -166,7 +169,8 @@ class VLLMServerEngine:
         asked = [(prompt, k) for prompt in prompts for k in range(sampling.num_samples)]
         self._go_on()  # until the next call: where this rank waits for others, it may be asked where it stands
         with self._with_stacks():
-            requests = [self._request(*row, sampling, dispatcher.tag) | {"cache_salt": cache_salt} for row in asked]
+            urgent = {"cache_salt": cache_salt, **({"priority": -1} if self._overtakes else {})}
+            requests = [self._request(*row, sampling, dispatcher.tag) | urgent for row in asked]
             answers = dispatcher.run(requests, per_group=sampling.num_samples)
         return self._completions(asked, answers, sampling), [answer["usage"] for answer in answers]
 
@@ -208,7 +212,8 @@ class VLLMServerEngine:
         asked = [(prompt, k) for prompt in prompts for k in range(sampling.num_samples)]
         requests = [self._request(*row, sampling, dispatcher.tag) for row in asked]
         try:
-            answers = dispatcher.run(requests, per_group=sampling.num_samples) if requests else []
+            with self._with_stacks():
+                answers = dispatcher.run(requests, per_group=sampling.num_samples) if requests else []
         finally:
             with self._changed:
                 self._in_flight.discard(dispatcher)
@@ -319,6 +324,7 @@ class VLLMServerEngine:
         except RolloutError as error:
             if time.monotonic() - start < self._patience.silence:
                 raise
+            self._stacks.dump()  # as far as nobody has armed them: in flight
             raise RolloutError(f"{error}; where each rank stood: {self._stacks.folder}") from error
 
 

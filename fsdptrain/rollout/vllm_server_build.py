@@ -1,10 +1,13 @@
 """The server engine as the configuration wants it: servers found or started, and what each rank must know of them."""
 
 import ipaddress
+import logging
 import os
 import secrets
 import socket
 import sys
+from collections.abc import Sequence
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -20,17 +23,19 @@ from fsdptrain.models.collective import gather, together
 from fsdptrain.rollout.stacks import StackDump
 from fsdptrain.rollout.stop_tokens import stop_tokens
 from fsdptrain.rollout.vllm_adapter import adapter_options
-from fsdptrain.rollout.vllm_fleet import Fleet, Server
-from fsdptrain.rollout.vllm_http import ServerError, VLLMClient
+from fsdptrain.rollout.vllm_fleet import Fleet, Server, State
+from fsdptrain.rollout.vllm_http import ServerError, ServerGoneError, VLLMClient
 from fsdptrain.rollout.vllm_options import derived_options
 from fsdptrain.rollout.vllm_process import GUARD, PLUGIN, Launch, ServerProcess, command_line
 from fsdptrain.rollout.vllm_server import Contact, Patience, VLLMServerEngine, new_run
 from fsdptrain.rollout.weight_files import WeightFolder, folder_name, shared_memory
 from fsdptrain.rollout.weight_push import FilePush, GroupPush
 
+log = logging.getLogger(__name__)
+
 _ALWAYS = {"tokens_only": True, "enable_prompt_tokens_details": True}
 _OURS = frozenset(
-    {"model", "host", "port", "api_key", "dtype", "load_format", "logprobs_mode", "enable_lora"}
+    {"model", "host", "port", "api_key", "dtype", "load_format", "logprobs_mode", "enable_lora", "scheduling_policy"}
     | {*_ALWAYS, *PLUGIN, *GUARD}
 )
 _LOOK_S = 120.0  # for a server to describe itself: it looks at its whole machine first
@@ -57,6 +62,7 @@ def build_vllm_server_engine(config: Config, *, checkpoint: Path, device: torch.
         stacks=stacks,
         fleet=fleet,
         folder=folder,
+        overtakes=sync.max_staleness > 0,
     )
 
 
@@ -70,7 +76,7 @@ def _gather_servers(config: Config, checkpoint: Path, device: torch.device) -> t
         servers = [Server(VLLMClient(url, key)) for url in rollout.urls]
         for server in servers:
             require_private(server.client.host, server.client.url, allow_public=rollout.public_servers)
-            require_fitting(server.client, config)
+        look_at(servers, config)
     else:
         key = secrets.token_hex(16)
         servers = _processes(config, checkpoint, folder.path, key, device)
@@ -82,6 +88,7 @@ def _gather_servers(config: Config, checkpoint: Path, device: torch.device) -> t
         start_timeout=sync.server_start_timeout,
         min_servers=sync.min_servers,
         keep_requests=sync.max_staleness > 0,
+        require_fitting=partial(require_fitting, config=config),
     )
     try:
         fleet.start()
@@ -120,6 +127,7 @@ def server_arguments(config: Config, checkpoint: Path, *, on_gpu: bool) -> list[
         "dtype": config.compute_dtype_name,
         "max_model_len": config.prompt_budget + rollout.max_response_len,
         "seed": rollout.seed % 2**31,
+        "scheduling_policy": "priority",  # by arrival among equals
         "disable_uvicorn_access_log": True,
         "disable_log_stats": True,
     }
@@ -190,10 +198,29 @@ def require_private(host: str, url: str, *, allow_public: bool) -> None:
             )
 
 
+def look_at(servers: Sequence[Server], config: Config) -> None:
+    """Servers that cannot be reached are left behind; ConfigError if too few are left, or one does not fit."""
+    for server in servers:
+        try:
+            require_fitting(server.client, config)
+        except ServerGoneError as error:
+            server.give_up(str(error))
+    down = [server for server in servers if server.state is not State.UP]
+    if len(servers) - len(down) < config.sync.min_servers:
+        raise ConfigError(
+            f"--rollout-urls: {'; '.join(server.why for server in down)}; is it a vLLM server that was started with "
+            f"VLLM_SERVER_DEV_MODE=1? --min-servers {config.sync.min_servers} says how many are needed"
+        )
+    for server in down:
+        log.warning("%s; the run begins without it", server.why)
+
+
 def require_fitting(client: VLLMClient, config: Config) -> None:
-    """ConfigError where a server that runs was not started as it must be."""
+    """ConfigError where a server that runs was not started as it must be; ServerGoneError where it cannot be asked."""
     try:
         info = client.get("/server_info?config_format=json", timeout=_LOOK_S)["vllm_config"]
+    except ServerGoneError:
+        raise
     except ServerError as error:
         raise ConfigError(
             f"--rollout-urls: {error}; is it a vLLM server that was started with VLLM_SERVER_DEV_MODE=1?"
@@ -207,6 +234,8 @@ def require_fitting(client: VLLMClient, config: Config) -> None:
         "weight-transfer-config": (backend, (info["weight_transfer_config"] or {}).get("backend")),
         "max-model-len": (max(longest, model["max_model_len"]), model["max_model_len"]),
     }
+    if config.sync.max_staleness:
+        wanted["scheduling-policy"] = ("priority", info["scheduler_config"]["policy"])
     if config.router.replay == "rollout":
         wanted["enable-return-routed-experts"] = (True, info["aux_output_config"]["enable_return_routed_experts"])
     wrong = [f"--{name} {needed} (it has {found})" for name, (needed, found) in wanted.items() if needed != found]

@@ -5,11 +5,13 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from fsdptrain.errors import RolloutError
-from fsdptrain.rollout.vllm_http import ServerGoneError, ServerRefusedError, VLLMClient
+from fsdptrain.rollout.vllm_http import ServerGoneError, ServerRefusedError, ServerSilentError, VLLMClient
 from fsdptrain.rollout.weight_push import Deadline
-from fsdptrain.types import Completion, Prompt, SamplingParams
+from fsdptrain.types import ChecksumKind, Completion, Prompt, SamplingParams
 
 log = logging.getLogger(__name__)
+
+_HEALTH_S = 5.0
 
 Ask = Callable[..., tuple[list[Completion], list[Any]]]
 
@@ -27,14 +29,16 @@ class ServerCopy:
         self._reads_weights = reads_weights
         self._cached_tokens = 0
 
-    def checksums(self, names: Collection[str]) -> dict[str, int]:
-        """None of a server that is gone: who takes its place gets everything anew."""
+    def checksums(self, names: Collection[str], kind: ChecksumKind = "bits") -> dict[str, int]:
+        """None of a server that is gone: who takes its place gets everything anew. RolloutError of one that is slow."""
         if not self._reads_weights:
             return {}
-        body = {"method": "fsdptrain_checksums", "args": [sorted(names)]}
+        body = {"method": "fsdptrain_checksums", "args": [sorted(names), kind]}
         try:
             workers = self._client.post("/collective_rpc", body, timeout=self._deadline.left)["results"]
         except ServerGoneError as error:
+            if isinstance(error, ServerSilentError) and self._client.is_healthy(timeout=_HEALTH_S):
+                raise RolloutError(f"{error}, though it is well: --sync-timeout is too short for its weights") from None
             log.warning("%s; its weights are not looked at", error)
             return {}
         except ServerRefusedError as error:

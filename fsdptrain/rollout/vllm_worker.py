@@ -6,8 +6,7 @@
 The environment of vLLM need not be that of the trainer: beside vLLM this needs torch and safetensors only.
 """
 
-import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -15,36 +14,38 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import nn
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory  # pyright: ignore[reportMissingImports]
 from vllm.distributed.weight_transfer.base import (  # pyright: ignore[reportMissingImports]
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportMissingImports]
-    finalize_layerwise_reload,
-    initialize_layerwise_reload,
-)
 
-from fsdptrain.rollout.delta import block_of
-from fsdptrain.rollout.tied_head import repack_tied_head
 from fsdptrain.rollout.vllm_readback import checksums
-from fsdptrain.rollout.weight_group import Plane, Spec, WeightGroup, bucket_size, unpack_bucket
+from fsdptrain.rollout.vllm_reload import WeightReload
+from fsdptrain.rollout.weight_group import Plane, Spec, WeightGroup, bucket_size, own_address, unpack_bucket
+from fsdptrain.types import ChecksumKind
 
 BACKEND = "fsdptrain"
-_SHOWN = 5  # names that an error lists
-_LAYERS_LOG = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
 
 
 class WorkerExtension:
     """vLLM imports this module for it, before the model is loaded, and so learns of the engine below."""
 
-    get_model: Callable[[], nn.Module]  # vLLM's own worker has it
+    get_model: Callable[[], nn.Module]  # vLLM's own worker has these
+    weight_transfer_engine: "Transfer"
+    _weight_update_active: bool
 
-    def fsdptrain_checksums(self, names: list[str]) -> dict[str, int]:
+    def fsdptrain_checksums(self, names: list[str], kind: ChecksumKind) -> dict[str, int]:
         """Of the layers that answer, by the names of a checkpoint: of those of `names` that can be read."""
-        return checksums(self.get_model(), names)
+        return checksums(self.get_model(), names, kind)
+
+    def fsdptrain_give_up_update(self) -> None:
+        """One that an earlier trainer has begun, and not ended: vLLM would refuse each new one."""
+        if self._weight_update_active:
+            self.weight_transfer_engine.give_up()
+            self._weight_update_active = False
 
 
 @dataclass
@@ -71,8 +72,7 @@ class Update(WeightTransferUpdateInfo):
 
 
 class Transfer(WeightTransferEngine[Join, Update]):
-    """One update: start, any number of parts, finish. It fails where a parameter of the model got no weights; of a
-    partial update, where one got none and others of its block did."""
+    """How weights come to `WeightReload`."""
 
     init_info_cls = Join
     update_info_cls = Update
@@ -80,8 +80,7 @@ class Transfer(WeightTransferEngine[Join, Update]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._group: WeightGroup | None = None
-        self._loaded: set[str] | None = set()
-        self._is_partial = False
+        self._reload: WeightReload | None = None
 
     def init_transfer_engine(self, init_info: Join) -> None:
         parallel = self.parallel_config
@@ -89,12 +88,18 @@ class Transfer(WeightTransferEngine[Join, Update]):
         timeout = timedelta(seconds=init_info.timeout_s)
         store = dist.TCPStore(init_info.host, init_info.port, init_info.world_size, is_master=False, timeout=timeout)
         self._group = WeightGroup(
-            init_info.plane, store, rank=rank, world_size=init_info.world_size, timeout_s=init_info.timeout_s
+            init_info.plane,
+            store,
+            rank=rank,
+            world_size=init_info.world_size,
+            timeout_s=init_info.timeout_s,
+            address=own_address(init_info.host),
         )
 
     def start_weight_update(self) -> None:
-        self._loaded, self._is_partial = set(), False
-        initialize_layerwise_reload(self.model)
+        self.give_up()
+        self._reload = WeightReload(self.model, self.model_config)
+        self._reload.start()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """As in the base class, which would wait for a device that a CPU does not have."""
@@ -103,43 +108,27 @@ class Transfer(WeightTransferEngine[Join, Update]):
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: Update) -> None:
-        self._is_partial |= update_info.partial
+        reload = self._reload
+        assert reload is not None, "an update begins with start_weight_update"
+        reload.is_partial |= update_info.partial
         for path in update_info.paths:
             with safe_open(path, "pt", device=str(self.device)) as file:
-                self._load((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118 - not a dict
+                reload.load((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118 - not a dict
         if update_info.bucket:
             assert self._group is not None, "the trainer makes the group first"
             specs = [Spec(**spec) for spec in update_info.bucket]
-            self._load(unpack_bucket(self._group.receive(bucket_size(specs)), specs))
-
-    def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        loaded = self.model.load_weights(weights)
-        if loaded is None or self._loaded is None:  # a model that does not tell
-            self._loaded = None
-        else:
-            self._loaded |= loaded
+            reload.load(unpack_bucket(self._group.receive(bucket_size(specs)), specs))
 
     def finish_weight_update(self) -> None:
-        self._require_all()
-        level = _LAYERS_LOG.level
-        if self._is_partial:
-            _LAYERS_LOG.setLevel(logging.ERROR)  # it warns of each layer that keeps what it has
-        finalize_layerwise_reload(self.model, self.model_config)
-        _LAYERS_LOG.setLevel(level)
-        repack_tied_head(self.model)
+        reload, self._reload = self._reload, None
+        assert reload is not None, "an update begins with start_weight_update"
+        reload.finish()
 
-    def _require_all(self) -> None:
-        """vLLM only warns of layers that got no weights, and answers with their old ones."""
-        if self._loaded is None or self.model_config.quantization is not None:
-            return
-        tied = self.model_config.hf_config.get_text_config().tie_word_embeddings
-        names = {name for name, _ in self.model.named_parameters() if not (tied and name.endswith("lm_head.weight"))}
-        if self._is_partial:
-            touched = {block_of(name) for name in self._loaded}
-            names = {name for name in names if block_of(name) in touched}
-        missing = sorted(names - self._loaded)
-        if missing:
-            raise RuntimeError(f"{len(missing)} parameters got no weights, e.g. {', '.join(missing[:_SHOWN])}")
+    def give_up(self) -> None:
+        """What is left of an update that failed, or whose trainer is gone: the next one must be whole."""
+        reload, self._reload = self._reload, None
+        if reload is not None:
+            reload.end()
 
     def shutdown(self) -> None:
         self._group = None

@@ -5,6 +5,7 @@ group, the workers of the engine come after it.
 """
 
 import math
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -60,6 +61,30 @@ def unpack_bucket(bucket: Tensor, specs: Sequence[Spec]) -> list[tuple[str, Tens
     return found
 
 
+def own_address(host: str) -> str:
+    """The address of this machine by which `host` can reach it."""
+    family, kind, proto, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, proto) as probe:
+        probe.connect(address)  # of a datagram socket: nothing is sent
+        return probe.getsockname()[0]
+
+
+def meeting_point(address: str, world_size: int, timeout_s: float) -> dist.TCPStore:
+    """A store of rank 0, that listens at `address` and nowhere else."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, 0), family=family) as listener:
+        port, handle = listener.getsockname()[1], listener.detach()
+    return dist.TCPStore(
+        address,
+        port,
+        world_size,
+        is_master=True,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=handle,
+    )
+
+
 def all_here(store: dist.TCPStore, world_size: int) -> bool:
     """Whether every rank but 0 has begun to make its `WeightGroup`: then rank 0 does not wait for one that is gone."""
     return store.check([_here(rank) for rank in range(1, world_size)])
@@ -76,8 +101,14 @@ def _padded(nbytes: int) -> int:
 class WeightGroup:
     """A group of the trainer (rank 0) and the workers of one engine. It leaves the default group alone."""
 
-    def __init__(self, plane: Plane, store: dist.TCPStore, *, rank: int, world_size: int, timeout_s: float) -> None:
-        """Returns when all ranks are there; an error of torch after `timeout_s`."""
+    def __init__(
+        self, plane: Plane, store: dist.TCPStore, *, rank: int, world_size: int, timeout_s: float, address: str
+    ) -> None:
+        """Returns when all ranks are there; an error of torch after `timeout_s`.
+
+        address: of this machine, by which the others reach it. Torch would take what the name of the machine stands
+        for, on some the loopback interface.
+        """
         self._store = store  # the group talks through it: it must live as long
         if rank:
             store.set(_here(rank), "")
@@ -90,7 +121,10 @@ class WeightGroup:
             options._timeout = timeout
             self._group = dist.ProcessGroupNCCL(prefixed, rank, world_size, options)
         else:
-            self._group = dist.ProcessGroupGloo(prefixed, rank, world_size, timeout)
+            kind: Any = dist.ProcessGroupGloo
+            own = kind._Options()
+            own._devices, own._timeout = [kind.create_device(hostname=address)], timeout
+            self._group = kind(prefixed, rank, world_size, own)
 
     def send(self, bucket: Tensor, *, timeout_s: float | None = None) -> None:
         """From rank 0 to all others. Returns when it has gone out, on a GPU when the device has done it.

@@ -3,20 +3,25 @@
 A server whose update failed half way holds layers without weights: it must be started again before it is used.
 """
 
-import socket
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Literal, NoReturn, Protocol
 
-import torch.distributed as dist
 from safetensors import safe_open
 
 from fsdptrain.rollout.vllm_http import ServerError, ServerGoneError, ServerRefusedError, ServerSilentError, VLLMClient
-from fsdptrain.rollout.weight_group import Plane, WeightGroup, all_here, pack_bucket, spec_of
+from fsdptrain.rollout.weight_group import (
+    Plane,
+    WeightGroup,
+    all_here,
+    meeting_point,
+    own_address,
+    pack_bucket,
+    spec_of,
+)
 
 _POLL_S = 0.02
 
@@ -87,6 +92,7 @@ def update(
 def _load_weights(client: VLLMClient, weights: Weights, has_before: bool, push: Push, deadline: Deadline) -> None:
     if not has_before:
         push.forget(client)
+        client.post("/collective_rpc", {"method": "fsdptrain_give_up_update"}, timeout=deadline.left)
     client.post("/start_weight_update", timeout=deadline.left)
     if has_before:
         client.post("/update_weights", {"update_info": {"partial": True}}, timeout=deadline.left)
@@ -141,11 +147,11 @@ class GroupPush:
 
     def _join(self, client: VLLMClient, deadline: Deadline) -> WeightGroup:
         world_size = 1 + client.get("/get_world_size", timeout=deadline.left)["world_size"]
-        timeout = timedelta(seconds=deadline.left)
-        store = dist.TCPStore("0.0.0.0", 0, world_size, is_master=True, timeout=timeout, wait_for_workers=False)
+        address = own_address(client.host)
+        store = meeting_point(address, world_size, deadline.left)
         join = {
             "plane": self._plane,
-            "host": _own_address(client.host),
+            "host": address,
             "port": store.port,
             "world_size": world_size,
             "timeout_s": self._timeout_s,
@@ -159,7 +165,9 @@ class GroupPush:
             if answer.done():
                 answer.result()  # it said why it does not come
             try:
-                group = WeightGroup(self._plane, store, rank=0, world_size=world_size, timeout_s=deadline.left)
+                group = WeightGroup(
+                    self._plane, store, rank=0, world_size=world_size, timeout_s=deadline.left, address=address
+                )
             except RuntimeError as error:
                 _raise_cause(answer.exception(), error)
             answer.result()
@@ -181,14 +189,6 @@ class GroupPush:
 def _raise_cause(said: BaseException | None, error: RuntimeError) -> NoReturn:
     """What the server said of it, where it said something; else what torch did."""
     raise said if isinstance(said, ServerError) else error
-
-
-def _own_address(host: str) -> str:
-    """The address of this machine by which `host` can reach it."""
-    family, kind, proto, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, proto) as probe:
-        probe.connect(address)  # of a datagram socket: nothing is sent
-        return probe.getsockname()[0]
 
 
 def _first_line(error: Exception) -> str:

@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -22,13 +21,13 @@ from fsdptrain.algo.weights import count_totals
 from fsdptrain.config import Config
 from fsdptrain.data.packing import pack
 from fsdptrain.errors import ConfigError, RolloutError
-from fsdptrain.models.checksum import checksum
 from fsdptrain.models.collective import gather, together
 from fsdptrain.models.files import some_of
 from fsdptrain.protocols import CheckedEngine, ModelCopy, ReplicatedEngine, RolloutEngine, TrainBackend
 from fsdptrain.rewards.scoring import Score
 from fsdptrain.trainer.experience import make_sample
-from fsdptrain.types import Completion, Metrics, PackedBatch, Prompt, SamplingParams
+from fsdptrain.trainer.stored_otherwise import CHECKSUM_KINDS, Sent, explain
+from fsdptrain.types import ChecksumKind, Completion, Metrics, PackedBatch, Prompt, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +53,8 @@ class _Engine:
     engine: CheckedEngine
     name: str = "the engine"
 
-    def checksums(self, names: Collection[str]) -> Mapping[str, int]:
-        return self.engine.checksums(names)
+    def checksums(self, names: Collection[str], kind: ChecksumKind = "bits") -> Mapping[str, int]:
+        return self.engine.checksums(names, kind)
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
         return self.engine.generate(prompts, sampling)
@@ -69,8 +68,8 @@ class _Look:
     """What one copy of the model has shown."""
 
     name: str
-    wrong: list[str]  # tensors, in the order of the trainer
-    num_read: int  # tensors
+    read: frozenset[str]  # tensors
+    otherwise: dict[str, ChecksumKind]  # of these: stored in another way, and what is the same all the same
     completions: list[Completion]
 
 
@@ -92,13 +91,14 @@ class SyncCheck:
         self._probe = probe
         self._dtype = dtype
         self._first_only = first_only
-        self._sent: dict[str, int] = {}  # in the order of the trainer
-        self._stored_otherwise: frozenset[str] | None = None  # None: nothing was checked yet
+        self._sent: dict[str, Sent] = {}  # in the order of the trainer
+        self._otherwise: dict[str, ChecksumKind] | None = None  # tensors; None: nothing was checked yet
+        self._readable: frozenset[str] = frozenset()
         self._difference = 0.0
 
     @property
     def is_due(self) -> bool:
-        return not self._first_only or self._stored_otherwise is None
+        return not self._first_only or self._otherwise is None
 
     def watch(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """The same, and their checksums are kept until `check`."""
@@ -106,7 +106,7 @@ class SyncCheck:
         for name, tensor in weights:
             if self.is_due:
                 start = time.perf_counter()
-                self._sent[name] = checksum(tensor)
+                self._sent[name] = Sent.of(tensor, self._kinds_of(name))
                 self._seconds += time.perf_counter() - start
             yield name, tensor
 
@@ -132,10 +132,8 @@ class SyncCheck:
             for look, difference in zip(looks, apart, strict=True):
                 self._require_agreement(look, difference, version)
         self._difference = max(apart)
-        if self._stored_otherwise is None:
-            wrong = [name for look in looks for name in look.wrong]
-            self._report(wrong, num_read=max(look.num_read for look in looks))
-            self._stored_otherwise = frozenset(chain.from_iterable(gather(wrong)))  # ranks may look at other copies
+        if self._otherwise is None:
+            self._learn(looks)
         return self._seconds + time.perf_counter() - start
 
     def metrics(self) -> Metrics:
@@ -150,9 +148,17 @@ class SyncCheck:
             return list(threads.map(partial(self._look_at, version=version), copies))
 
     def _look_at(self, copy: ModelCopy, version: int) -> _Look:
-        held = copy.checksums(self._sent.keys() - (self._stored_otherwise or frozenset()))
-        wrong = [name for name, sent in self._sent.items() if held.get(name, sent) != sent]
-        if wrong and (self._engine.weight_naming == "module" or self._stored_otherwise is not None):
+        held = {}
+        for kind in CHECKSUM_KINDS:
+            names = [name for name in self._sent if self._kind_of(name) == kind]
+            held |= copy.checksums(names, kind) if names else {}
+        wrong = [name for name in held if held[name] != self._sent[name].sums[self._kind_of(name)]]
+        otherwise: dict[str, ChecksumKind] = {}
+        if wrong and self._otherwise is None and self._engine.weight_naming == "hub":
+            otherwise = explain(wrong, held, self._sent, copy.checksums)
+        unread = self._readable - held.keys() if held else ()
+        wrong = [name for name in self._sent if name in unread or (name in wrong and name not in otherwise)]
+        if wrong:
             raise RolloutError(self._blame(copy.name, wrong, version))
         completions = copy.generate(self._probe.prompts, self._probe.sampling)
         if cached := copy.cached_tokens():
@@ -160,7 +166,26 @@ class SyncCheck:
                 f"{_FLAG}: {copy.name} answered with {cached} tokens of its prefix cache that are older than version "
                 f"{version} of the weights; {_WAY_OUT}"
             )
-        return _Look(copy.name, wrong, len(held), completions)
+        return _Look(copy.name, frozenset(held), otherwise, completions)
+
+    def _kind_of(self, name: str) -> ChecksumKind:
+        """By which what is held of a tensor is compared with what was sent."""
+        return (self._otherwise or {}).get(name, "bits")
+
+    def _kinds_of(self, name: str) -> Sequence[ChecksumKind]:
+        return CHECKSUM_KINDS if self._otherwise is None else (self._kind_of(name),)
+
+    def _learn(self, looks: Sequence[_Look]) -> None:
+        """From the first hand-over: what is stored in other ways, on all ranks and copies alike. Collective."""
+        seen = [(look.name, look.read, look.otherwise) for look in looks if look.read]  # ranks may share a copy
+        everywhere = [row for rows in gather(seen) for row in rows]
+        name, read, otherwise = everywhere[0] if everywhere else ("", frozenset(), {})
+        for other, _, others in everywhere[1:]:
+            if others != otherwise:
+                first = min(others.items() ^ otherwise.items())[0]
+                raise RolloutError(f"{_FLAG}: {name} and {other} do not hold {first} alike; {_WAY_OUT}")
+        self._readable, self._otherwise = read, otherwise
+        self._report(list(otherwise), num_read=len(read))
 
     def _blame(self, holder: str, wrong: Sequence[str], version: int) -> str:
         return (
@@ -172,20 +197,23 @@ class SyncCheck:
         bound = tolerance(self._dtype)
         if apart <= bound:
             return
-        if look.wrong:
-            raise RolloutError(self._blame(look.name, look.wrong, version))
+        if look.otherwise:
+            raise RolloutError(self._blame(look.name, list(look.otherwise), version))
         raise RolloutError(
             f"{_FLAG}: logprobs of {look.name} and trainer are {apart:.2g} apart under version {version}, more than "
-            f"the {bound:.2g} that {self._dtype} explains, though the {look.num_read} tensors that can be read, of "
+            f"the {bound:.2g} that {self._dtype} explains, though the {len(look.read)} tensors that can be read, of "
             f"{len(self._sent)}, are the trainer's; {_WAY_OUT}"
         )
 
     def _report(self, otherwise: list[str], *, num_read: int) -> None:
-        unread = len(self._sent) - num_read + len(otherwise)
-        if unread:
-            names = f", e.g. {some_of(otherwise)}" if otherwise else ""
-            line = "%s: the engine stores %d of %d tensors in other ways%s: only logprobs vouch for them"
-            log.info(line, _FLAG, unread, len(self._sent), names)
+        if otherwise:
+            line = (
+                "%s: the engine stores %d of %d tensors in another order or dtype, e.g. %s: their values are compared"
+            )
+            log.info(line, _FLAG, len(otherwise), len(self._sent), some_of(otherwise))
+        if unread := len(self._sent) - num_read:
+            line = "%s: %d of %d tensors cannot be read back from the engine: only logprobs vouch for them"
+            log.warning(line, _FLAG, unread, len(self._sent))
 
     def _batch(self, completions: Sequence[Completion]) -> PackedBatch:
         pairs = zip(self._probe.prompts, completions, strict=True)

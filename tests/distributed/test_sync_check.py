@@ -17,11 +17,12 @@ from fsdptrain.errors import RolloutError
 from fsdptrain.fsdp.shards import local_shard
 from fsdptrain.models.structure import reshard
 from fsdptrain.rollout.hf import build_hf_engine
-from fsdptrain.testing import save_tiny_checkpoint, spawn, tiny_tokenizer
+from fsdptrain.testing import spawn, tiny_tokenizer
 from fsdptrain.trainer.sync_check import build_sync_check
+from tests import zoo
 
-FAULTS = ("stale", "permuted", "not sent")
-TRIES = 50  # of each dtype
+FAULTS = ("stale", "permuted", "transposed", "not sent")
+TRIES = 50  # of each dtype and model
 
 
 class Courier:
@@ -42,7 +43,18 @@ class Courier:
     def broken(self, name: str, tensor: Tensor, fault: str) -> Tensor | None:
         if fault == "stale":
             return self.before[name]
+        if fault == "transposed":
+            return tensor.mT
         return None if fault == "not sent" else tensor.flip(0)
+
+    def victims(self, fault: str) -> list[str]:
+        """The tensors that can be wrong in this way without having another shape."""
+        return sorted(name for name, tensor in self.before.items() if fault != "transposed" or is_square(tensor))
+
+
+def is_square(tensor: Tensor) -> bool:
+    """Of a matrix, or of a row of them."""
+    return tensor.ndim > 1 and tensor.shape[-1] == tensor.shape[-2]
 
 
 def train_a_little(backend: FSDPBackend, seed: int) -> None:
@@ -74,7 +86,8 @@ def what_the_check_said(folder: Path, bf16: bool) -> list[tuple[str, str, str | 
 
     assert hand_over(0) is None
     for version in range(1, TRIES + 1):
-        fault, victim = draw.choice(FAULTS), draw.choice(sorted(courier.before))
+        fault = draw.choice(FAULTS)
+        victim = draw.choice(courier.victims(fault))
         found.append((fault, victim, hand_over(version, fault, victim)))
         if version % 5 == 0:
             assert hand_over(1000 + version) is None
@@ -82,8 +95,11 @@ def what_the_check_said(folder: Path, bf16: bool) -> list[tuple[str, str, str | 
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
-def test_a_fault_is_named_in_each_of_a_hundred_tries(tmp_path: Path, bf16: bool) -> None:
-    folder = save_tiny_checkpoint(tmp_path / "model")
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+def test_a_fault_is_named_in_each_of_a_hundred_tries(tmp_path: Path, name: str, bf16: bool) -> None:
+    folder = tmp_path / "model"
+    zoo.build(name).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
     [found] = spawn(1, what_the_check_said, folder, bf16, timeout=300)
     assert len(found) == TRIES
     for fault, victim, said in found:

@@ -19,9 +19,16 @@ ADDRESSES = ("10.77.0.1", "10.77.0.2")
 class TwoHosts:
     names: tuple[str, str]  # of the namespaces
 
-    def start(self, host: int, argv: Sequence[str], variables: Mapping[str, str] | None = None) -> subprocess.Popen:
+    def start(
+        self,
+        host: int,
+        argv: Sequence[str],
+        variables: Mapping[str, str] | None = None,
+        *,
+        python: str = sys.executable,
+    ) -> subprocess.Popen:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(variables or {})}
-        command = ["ip", "netns", "exec", self.names[host], sys.executable, "-m", *argv]
+        command = ["ip", "netns", "exec", self.names[host], python, "-m", *argv]
         return subprocess.Popen(
             command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )

@@ -9,14 +9,13 @@ from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
 from fsdptrain.rollout import engine_factory
 from fsdptrain.testing import save_tiny_checkpoint, spawn
-from tests.vllm import contract
+from tests.vllm import contract, models
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("name", models.NAMES)
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_engine_and_trainer_agree_after_every_update(tmp_path, tied, world_size):
-    folder = save_tiny_checkpoint(tmp_path, head_dim=32, tie_word_embeddings=tied)
-    options = contract.colocated(folder)
+def test_engine_and_trainer_agree_after_every_update(tmp_path, name, world_size):
+    options = contract.colocated(models.save(name, tmp_path))
     for found in spawn(world_size, contract.agreement, options, 3, timeout=300):
         assert max(found) < 1e-4, found
 

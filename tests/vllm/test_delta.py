@@ -8,10 +8,10 @@ import torch
 from fsdptrain.fsdp.shards import local_shard
 from fsdptrain.models.structure import reshard
 from fsdptrain.rollout.vllm_readback import readable
-from fsdptrain.testing import save_tiny_checkpoint, spawn
-from tests.vllm import contract
+from fsdptrain.testing import spawn
+from tests.vllm import contract, models
 
-CHANGED = ("", "layers.1.self_attn.k_proj", "embed_tokens", "nothing", "layers.0.mlp.up_proj", "norm")
+CHANGED = ("", "layers.1.self_attn.k_proj", "embed_tokens", "nothing", "layers.0.mlp.", "norm")
 
 
 def held_after_each(folder: Path, bf16: bool) -> list[tuple[bool, float, float]]:
@@ -34,10 +34,10 @@ def held_after_each(folder: Path, bf16: bool) -> list[tuple[bool, float, float]]
     return found
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("name", models.NAMES)
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
-def test_a_delta_leaves_what_a_full_push_leaves(tmp_path, bf16, tied):
-    folder = save_tiny_checkpoint(tmp_path / "model", head_dim=32, tie_word_embeddings=tied)
+def test_a_delta_leaves_what_a_full_push_leaves(tmp_path, bf16, name):
+    folder = models.save(name, tmp_path / "model")
     [found] = spawn(1, held_after_each, folder, bf16, timeout=400)
     total = found[0][1]
     assert all(same for same, _, _ in found)

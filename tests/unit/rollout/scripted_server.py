@@ -18,7 +18,13 @@ class ScriptedServer(ThreadingHTTPServer):
     request_queue_size = 256
 
     def __init__(
-        self, *, version: str = "run/1", dies_after: int | None = None, paused: bool = False, port: int = 0
+        self,
+        *,
+        version: str = "run/1",
+        dies_after: int | None = None,
+        paused: bool = False,
+        port: int = 0,
+        listens: bool = True,
     ) -> None:
         super().__init__(("127.0.0.1", port), _Handler)
         self.version = version
@@ -31,8 +37,13 @@ class ScriptedServer(ThreadingHTTPServer):
         self.calls: list[str] = []  # paths, in order
         self.given: list[Any] = []  # bodies of requests for tokens
         self.updates: list[Any] = []  # bodies of parts of weights
+        self.info: Any = FITTING
         self.lock = threading.Lock()
         self.client = VLLMClient(f"http://127.0.0.1:{self.server_address[1]}")
+        if listens:
+            self.listen()
+
+    def listen(self) -> None:
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
 
     def handle_error(self, *_: Any) -> None: ...
@@ -89,9 +100,16 @@ def _generated(server: ScriptedServer, body: Any) -> Any:
     return {"choices": [choice | {"logprobs": {"content": [{"logprob": -1.0}] * len(ids)}}], "usage": {}}
 
 
+FITTING = {  # in float32
+    "model_config": {"dtype": "torch.float32", "logprobs_mode": "processed_logprobs", "max_model_len": 1 << 20},
+    "parallel_config": {"worker_extension_cls": "fsdptrain.rollout.vllm_worker.WorkerExtension"},
+    "weight_transfer_config": {"backend": "fsdptrain"},
+    "scheduler_config": {"policy": "priority"},
+}
 ANSWERS: dict[str, Callable[[ScriptedServer, Any], Any]] = {
     "/weight_info": lambda server, body: {"weight_version": server.version},
     "/get_world_size": lambda server, body: {"world_size": 1},
+    "/server_info": lambda server, body: {"vllm_config": server.info},
     "/is_paused": lambda server, body: {"is_paused": server.paused},
     "/reset_prefix_cache": lambda server, body: {"success": True},
     "/inference/v1/generate": _generated,

@@ -22,8 +22,8 @@ def fleet(*servers: ScriptedServer, min_servers: int = 1) -> Fleet:
 def test_each_is_stopped_updated_and_asked_for_its_version_before_any_goes_on():
     servers = [ScriptedServer(), ScriptedServer()]
     assert fleet(*servers).switch(WEIGHTS) == [server.client.url for server in servers]
-    order = """/pause /weight_info /start_weight_update /update_weights /finish_weight_update /reset_prefix_cache
-        /weight_info /resume"""
+    order = """/pause /weight_info /collective_rpc /start_weight_update /update_weights /finish_weight_update
+        /reset_prefix_cache /weight_info /resume"""
     assert [server.calls for server in servers] == [order.split()] * 2
 
 

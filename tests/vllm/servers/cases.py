@@ -9,6 +9,7 @@ from tests.vllm.contract import OPTIONS
 KEY = "a key of the tests"
 SILENCE = 60.0  # --sync-timeout of servers that are killed: what is well answers long before, however busy [s]
 RESTART = 400.0  # of one of them [s]
+AT_ONCE = 8  # requests that a server works on; others wait
 GREEDY = SamplingParams(num_samples=1, max_tokens=24, temperature=0.0)
 
 
@@ -28,3 +29,8 @@ def attached(model: Path, *urls: str, **more: Any) -> dict[str, Any]:
     """The same with servers that run."""
     found = options(model, rollout_urls=list(urls), rollout_api_key_env="ROLLOUT_KEY", **more)
     return {name: value for name, value in found.items() if name not in ("rollout_num_servers", "rollout_kv_cache_gib")}
+
+
+def is_bf16(name: str) -> bool:
+    """Of one of `conftest.Servers`."""
+    return name.endswith(" bf16")

@@ -3,9 +3,7 @@
 FSDPTRAIN_VLLM_PYTHON names the Python of the environment with vLLM. Servers take long to start: tests share them.
 """
 
-import json
 import os
-import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
 
 from fsdptrain import platform
 from fsdptrain.config import Config
@@ -22,8 +20,9 @@ from fsdptrain.rollout.vllm_http import ServerError, VLLMClient
 from fsdptrain.rollout.vllm_process import Launch, ServerProcess
 from fsdptrain.rollout.vllm_server import VLLMServerEngine
 from fsdptrain.rollout.vllm_server_build import server_arguments
-from fsdptrain.testing import save_tiny_checkpoint
 from tests.vllm import contract
+from tests.vllm import models as checkpoints
+from tests.vllm.fresh_engine import Answers, Start, fresh_answers
 from tests.vllm.servers import cases
 
 PYTHON = os.environ.get("FSDPTRAIN_VLLM_PYTHON")
@@ -43,18 +42,15 @@ class Models:
 @pytest.fixture(scope="session")
 def models(tmp_path_factory) -> dict[str, Models]:
     folder = tmp_path_factory.mktemp("models")
-    made = {}
-    for name, tied in [("tied", True), ("untied", False)]:
-        first, other = (
-            save_tiny_checkpoint(folder / f"{name}{seed}", seed, head_dim=32, tie_word_embeddings=tied)
-            for seed in (0, 1)
-        )
-        made[name] = Models(first, other)
-    return made
+    return {
+        name: Models(*(checkpoints.save(name, folder / f"{name}{seed}", seed) for seed in (0, 1)))
+        for name in checkpoints.NAMES
+    }
 
 
 class Servers(dict[str, str]):
-    """The address of a server for each model, by its name: started when it is first asked for."""
+    """The address of a server for each model, by its name, and of another in bfloat16 for each "<name> bf16": started
+    when it is first asked for."""
 
     def __init__(self, models: Mapping[str, Models], folder: Path) -> None:
         super().__init__()
@@ -62,8 +58,10 @@ class Servers(dict[str, str]):
         self._processes: list[ServerProcess] = []
 
     def __missing__(self, name: str) -> str:
-        model = self._models[name].first
-        arguments = server_arguments(Config(**cases.options(model, max_tokens_per_gpu=1024)), model, on_gpu=False)
+        model = self._models[name.partition(" ")[0]].first
+        args = {"max_num_seqs": cases.AT_ONCE}
+        options = cases.options(model, max_tokens_per_gpu=1024, bf16=cases.is_bf16(name), rollout_engine_args=args)
+        arguments = server_arguments(Config(**options), model, on_gpu=False)
         launch = Launch(str(PYTHON), arguments, self._folder, self._folder, cases.KEY)
         process = ServerProcess(launch, len(self._processes), None)
         self._processes.append(process)
@@ -96,17 +94,13 @@ def wait_until_up(process: ServerProcess) -> None:
 
 
 @pytest.fixture(scope="session")
-def fresh_answers(models, tmp_path_factory) -> dict[str, list]:
-    """What an engine that was just started on the other weights says, greedily: [tokens, logprobs] of each prompt."""
-    target = tmp_path_factory.mktemp("fresh") / "answers.json"
-    folders = {name: str(model.other) for name, model in models.items()}
-    prompts = [prompt.token_ids for prompt in contract.PROMPTS]
-    program = Path(__file__).with_name("fresh_engine.py")
-    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_WAIT_POLICY": "PASSIVE"}
-    command = [str(PYTHON), str(program), json.dumps(folders), json.dumps(prompts), str(target)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(target.read_text())
+def fresh(models) -> dict[str, Answers]:
+    """What an engine that was just started on the other weights says, greedily, for each name of `Servers`."""
+    starts = {}
+    for name, model in models.items():
+        starts[name] = Start(str(model.other))
+        starts[f"{name} bf16"] = Start(str(model.other), "bfloat16")
+    return fresh_answers(str(PYTHON), starts, [prompt.token_ids for prompt in contract.PROMPTS])
 
 
 @pytest.fixture(scope="session")
@@ -154,12 +148,9 @@ def _api_key(monkeypatch) -> None:
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight" or not tied(model)}
-
-
-def tied(model) -> bool:
-    return bool(model.config.tie_word_embeddings)
+    """By the names of the files, in their order."""
+    found = {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    return dict(sorted(found.items()))
 
 
 def pytest_collection_modifyitems(items) -> None:

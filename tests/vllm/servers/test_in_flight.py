@@ -12,12 +12,13 @@ from tests.vllm import contract
 from tests.vllm.servers import cases
 from tests.vllm.servers.conftest import weights_of
 from tests.vllm.servers.test_push import build
+from tests.vllm.servers.watched import GENERATE, Watched
 
 MOST_UPDATES = 8
 LONG = SamplingParams(num_samples=3, max_tokens=400, temperature=0.7, seed=5)
 
 
-def test_each_token_is_of_the_weights_that_it_says_and_read_with_them_alone(models, urls, alone, tmp_path):
+def test_each_token_is_of_the_weights_that_it_says_and_read_with_them_alone(models, urls, alone, tmp_path, monkeypatch):
     """Also what a server had read before: a cache of the old weights would show in the logprobs after the switch."""
     model = models["untied"]
     options = cases.attached(model.first, urls["untied"], output_dir=str(tmp_path), max_staleness=1)
@@ -28,8 +29,10 @@ def test_each_token_is_of_the_weights_that_it_says_and_read_with_them_alone(mode
     try:
         engine.update_weights(weights[0].items(), 0)
         engine.generate(contract.PROMPTS, cases.GREEDY)  # what is slow once
+        watched = Watched(monkeypatch, urls["untied"], GENERATE)
         thread = threading.Thread(target=lambda: made.extend(engine.generate_in_flight(contract.PROMPTS[:2], LONG)))
         thread.start()
+        assert watched.asked.wait(60)
         for version in range(1, MOST_UPDATES):
             time.sleep(0.1)
             if not thread.is_alive():  # it was all made between two updates, or is now
@@ -62,6 +65,29 @@ def test_more_prompts_than_a_server_reads_at_one_time_are_answered_each_with_its
     finally:
         engine.close()
     assert [completion.prompt_id for completion in made] == [prompt.id for prompt in prompts]
+
+
+def test_what_the_trainer_waits_for_is_not_queued_behind_what_is_in_flight(models, urls, alone, tmp_path, monkeypatch):
+    """As the probe of --sync-check: it would wait for nearly a whole rollout."""
+    options = cases.attached(models["untied"].first, urls["untied"], output_dir=str(tmp_path), max_staleness=1)
+    engine = build({**options, "mismatch_correction": "tis"})
+    many = SamplingParams(num_samples=3 * cases.AT_ONCE, max_tokens=200, temperature=0.7, seed=5)
+    total = 2 * many.num_samples
+    try:
+        engine.update_weights(weights_of(models["untied"].first).items(), 0)
+        watched = Watched(monkeypatch, urls["untied"], GENERATE)
+        thread = threading.Thread(target=lambda: engine.generate_in_flight(contract.PROMPTS[:2], many))
+        thread.start()
+        while watched.num_asked < total:
+            assert thread.is_alive()
+            time.sleep(0.01)
+        time.sleep(0.5)  # on their way
+        engine.generate(contract.PROMPTS[:1], cases.GREEDY)
+        others = watched.num_answered - 1
+        thread.join(timeout=200)
+    finally:
+        engine.close()
+    assert others < total - 2 * cases.AT_ONCE
 
 
 def by_version(completion: Completion, folders: list[Path]) -> torch.Tensor:

@@ -4,12 +4,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError, RolloutError
 from fsdptrain.rollout import engine_factory
+from fsdptrain.rollout.vllm_http import VLLMClient
 from fsdptrain.rollout.vllm_server import VLLMServerEngine
 from fsdptrain.testing import spawn
 from tests.vllm import contract
@@ -24,7 +27,7 @@ def build(options: dict[str, Any]) -> VLLMServerEngine:
 
 
 @pytest.mark.parametrize("push", ["file", "gloo", pytest.param("nccl", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("name", ["tied", "untied"])
+@pytest.mark.parametrize("name", ["tied", "untied", "moe"])
 def test_servers_and_trainer_agree_after_every_push(models, urls, tmp_path, name, push):
     options = cases.attached(
         models[name].first, urls[name], weight_push=push, output_dir=str(tmp_path), update_weight_buffer_size=100_000
@@ -33,20 +36,55 @@ def test_servers_and_trainer_agree_after_every_push(models, urls, tmp_path, name
         assert max(found) < 1e-4, found
 
 
-@pytest.mark.parametrize("name", ["tied", "untied"])
+@pytest.mark.parametrize("name", ["tied", "untied", "moe", "tied bf16", "moe bf16"])
 def test_a_server_after_a_push_equals_an_engine_that_starts_with_the_weights(
-    models, urls, fresh_answers, alone, tmp_path, name
+    models, urls, fresh, alone, tmp_path, name
 ):
-    engine = build(cases.attached(models[name].first, urls[name], output_dir=str(tmp_path)))
+    bf16, model = cases.is_bf16(name), models[name.partition(" ")[0]]
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    engine = build(cases.attached(model.first, urls[name], output_dir=str(tmp_path), bf16=bf16))
+    said = []
     try:
-        engine.update_weights(weights_of(models[name].first).items(), 0)
-        before = engine.generate(contract.PROMPTS, cases.GREEDY)
-        engine.update_weights(weights_of(models[name].other).items(), 1)
-        after = engine.generate(contract.PROMPTS, cases.GREEDY)
+        for version, folder in enumerate([model.first, model.other]):
+            weights = {name: tensor.to(dtype) for name, tensor in weights_of(folder).items()}
+            engine.update_weights(weights.items(), version)
+            said.append(engine.generate(contract.PROMPTS, cases.GREEDY))
     finally:
         engine.close()
-    assert [[c.token_ids, c.logprobs] for c in after] == fresh_answers[name]
+    before, after = said
+    assert [[c.token_ids, c.logprobs] for c in after] == fresh[name]
     assert [c.logprobs for c in before] != [c.logprobs for c in after]
+
+
+def test_an_update_that_its_run_did_not_end_is_in_nobodys_way(models, urls, fresh, alone, tmp_path):
+    """The run was killed, and is resumed: vLLM would refuse each update until somebody starts the server again."""
+    model, client = models["moe"], VLLMClient(urls["moe"], cases.KEY)
+    other, part = weights_of(model.other), tmp_path / "part.safetensors"
+    save_file({name: 3 * tensor for name, tensor in other.items() if "experts.1." in name or "q_proj" in name}, part)
+    killed, resumed = (
+        build(cases.attached(model.first, urls["moe"], output_dir=str(tmp_path / name)))
+        for name in ("killed", "resumed")
+    )
+    try:
+        killed.update_weights(weights_of(model.first).items(), 4)
+        for path, body in [
+            ("/pause?mode=abort", None),
+            ("/start_weight_update", None),
+            ("/update_weights", {"update_info": {"paths": [str(part)]}}),
+        ]:
+            client.post(path, body, timeout=cases.SILENCE)
+        resumed.update_weights(other.items(), 4)
+        said = resumed.generate(contract.PROMPTS, cases.GREEDY)
+    finally:
+        killed.close()
+        resumed.close()
+    assert [[c.token_ids, c.logprobs] for c in said] == fresh["moe"]
+
+
+def test_servers_listen_on_the_loopback_interface(urls):
+    port = int(urls["tied"].rpartition(":")[2])
+    listening = {c.laddr.ip for c in psutil.net_connections("tcp") if c.laddr.port == port and c.status == "LISTEN"}
+    assert listening == {"127.0.0.1"}
 
 
 def test_a_server_that_was_started_otherwise_is_refused_with_the_flags_that_it_lacks(models, urls, alone, tmp_path):

@@ -21,13 +21,13 @@ from tests.vllm.servers import cases
 from tests.vllm.servers.conftest import wait_for_both, weights_of
 from tests.vllm.servers.processes import send, worker
 from tests.vllm.servers.test_push import build
+from tests.vllm.servers.watched import GENERATE, Watched
 
 SILENCE = cases.SILENCE
 HANGS = 20.0  # --sync-timeout where a server does not answer: so long the test waits, and the others have [s]
 PROMPTS = [Prompt(f"p{i}", [5 + i] * (1 + 7 * i), "") for i in range(6)]
 LONG_ANSWERS = SamplingParams(num_samples=6, max_tokens=400, temperature=1.0, seed=7)  # takes seconds
 RESTART = cases.RESTART
-GENERATE = "/inference/v1/generate"
 
 
 @pytest.fixture
@@ -49,27 +49,6 @@ class StoppedOnTheWay:
         self._push.send(client, files, deadline)
 
     def forget(self, client: VLLMClient) -> None: ...
-
-
-class Watched:
-    """Lets a test know when the server at `url` is about to be asked for a path, and when it has answered."""
-
-    def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, url: str, path: str, *, before: Callable[[], None] = lambda: None
-    ) -> None:
-        self.asked, self.answered = threading.Event(), threading.Event()
-        original = VLLMClient._request
-
-        def request(client: VLLMClient, method: str, asked: str, *rest: Any) -> Any:
-            if (client.url, asked) != (url, path):
-                return original(client, method, asked, *rest)
-            before()
-            self.asked.set()
-            answer = original(client, method, asked, *rest)
-            self.answered.set()
-            return answer
-
-        monkeypatch.setattr(VLLMClient, "_request", request)
 
 
 def meanwhile(work: Callable[[], Any], *, once: threading.Event, do: Callable[[], None]) -> tuple[Any, float]:

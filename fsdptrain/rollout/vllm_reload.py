@@ -1,0 +1,72 @@
+"""New weights for a vLLM model that answers already, layer by layer as they come; and what vLLM forgets on CPUs.
+
+Imported in vLLM's own processes too: beside vLLM it needs torch and nothing else.
+"""
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportMissingImports] - an extra
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+
+from fsdptrain.rollout.delta import block_of
+from fsdptrain.rollout.packed_experts import forget_kernels, restore_kernels
+from fsdptrain.rollout.tied_head import repack_tied_head
+
+_SHOWN = 5  # names that an error lists
+_LAYERS_LOG = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+
+
+class WeightReload:
+    """One update: start, any number of parts, finish. It fails where a parameter of the model got no weights; of a
+    partial update, where one got none and others of its block did."""
+
+    def __init__(self, model: Any, model_config: Any) -> None:
+        self.is_partial = False  # what does not come stays as it is
+        self._model: nn.Module = model
+        self._config = model_config
+        self._loaded: set[str] | None = set()
+        self._kernels: dict[str, Any] = {}
+
+    def start(self) -> None:
+        self._kernels = forget_kernels(self._model)
+        initialize_layerwise_reload(self._model)
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Tensors of a checkpoint, by the names of its files."""
+        source: Any = self._model
+        loaded = source.load_weights(weights)
+        if loaded is None or self._loaded is None:  # a model that does not tell
+            self._loaded = None
+        else:
+            self._loaded |= loaded
+
+    def finish(self) -> None:
+        missing = self._missing()
+        self.end()
+        if missing:
+            raise RuntimeError(f"{len(missing)} parameters got no weights, e.g. {', '.join(missing[:_SHOWN])}")
+
+    def end(self) -> None:
+        """Without a look at what came: layers without weights keep theirs, others are not to be used as they are."""
+        level = _LAYERS_LOG.level
+        _LAYERS_LOG.setLevel(logging.ERROR)  # it warns of each layer that keeps what it has
+        finalize_layerwise_reload(self._model, self._config)
+        _LAYERS_LOG.setLevel(level)
+        restore_kernels(self._model, self._kernels)
+        repack_tied_head(self._model)
+
+    def _missing(self) -> list[str]:
+        """vLLM only warns of layers that got no weights, and answers with their old ones."""
+        if self._loaded is None or self._config.quantization is not None:
+            return []
+        tied = self._config.hf_config.get_text_config().tie_word_embeddings
+        names = {name for name, _ in self._model.named_parameters() if not (tied and name.endswith("lm_head.weight"))}
+        if self.is_partial:
+            touched = {block_of(name) for name in self._loaded}
+            names = {name for name in names if block_of(name) in touched}
+        return sorted(names - self._loaded)

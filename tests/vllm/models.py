@@ -1,0 +1,24 @@
+"""Small checkpoints that vLLM can serve on a CPU, where a head has at least 32 numbers."""
+
+from pathlib import Path
+
+from fsdptrain.testing import save_tiny_checkpoint, tiny_tokenizer
+from tests import zoo
+
+NAMES = (
+    "moe",
+    "tied",
+    "untied",
+)  # in a process the first engine makes groups for all, and a dense one none for experts
+_EXPERTS = 48  # width: vLLM's kernels on CPUs take multiples of 32, and pad it
+
+
+def save(name: str, folder: Path, seed: int = 0) -> Path:
+    """`folder`, with a model of NAMES in it."""
+    if name != "moe":
+        return save_tiny_checkpoint(folder, seed, head_dim=32, tie_word_embeddings=name == "tied")
+    zoo.build(
+        "qwen3_moe", seed, head_dim=32, moe_intermediate_size=_EXPERTS, max_position_embeddings=1024
+    ).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder

@@ -1,0 +1,115 @@
+"""After a push the engine answers, bit by bit, as one that was just started on the new weights; and as transformers.
+
+All engines of a kind live in one process, one after the other: what is slow is to import vLLM.
+"""
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from fsdptrain.backends.fsdp import FSDPBackend
+from fsdptrain.rollout.vllm_adapter import write_adapter
+from fsdptrain.testing import spawn
+from fsdptrain.types import SamplingParams
+from tests.distributed.test_sync_check import train_a_little
+from tests.vllm import contract, models
+from tests.vllm.fresh_engine import MAX_TOKENS, Answers, Start, fresh_answers
+from tests.vllm.test_lora import train
+
+GREEDY = SamplingParams(num_samples=1, max_tokens=MAX_TOKENS, temperature=0.0)
+LORA = {"lora_rank": 4, "rollout_temperature": 1.0}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{
+        f"{model} {name}": (model, {"bf16": bf16})
+        for model in models.NAMES
+        for name, bf16 in (("fp32", False), ("bf16", True))
+    },
+    **{
+        f"{sync} {name}": ("untied", {"bf16": bf16, **LORA, "lora_sync": sync})
+        for sync in ("merged", "adapter")
+        for name, bf16 in (("fp32", False), ("bf16", True))
+    },
+}
+
+
+def pushed(folder: Path) -> dict[str, tuple[Answers, Answers]]:
+    """What an engine said under each of two versions of each case. What it was given last lies in `folder`/case."""
+    found = {}
+    for case, (name, more) in CASES.items():
+        options = contract.colocated(models.save(name, folder / f"{case} first"), **more)
+        backend, engine, check = contract.build_checked(options)
+        said = []
+        for version in range(2):
+            if version:
+                train(backend, version) if "lora_rank" in more else train_a_little(backend, version)
+            if more.get("lora_sync") == "adapter":
+                engine.update_adapter(backend.adapter_weights(), backend.write_adapter_config, version)
+            else:
+                engine.update_weights(check.watch(backend.hf_weights("hub")), version)
+            check.check(version)
+            said.append([[c.token_ids, c.logprobs] for c in engine.generate(contract.PROMPTS, GREEDY)])
+        engine.close()
+        keep(backend, folder / case, alone=more.get("lora_sync") == "adapter")
+        found[case] = (said[0], said[1])
+    return found
+
+
+def keep(backend: FSDPBackend, target: Path, *, alone: bool) -> None:
+    """Write what was handed over as a checkpoint, or as an adapter `alone`."""
+    target.mkdir()
+    if alone:
+        tensors = {name: tensor.contiguous() for name, tensor in backend.adapter_weights()}
+        write_adapter(target, tensors, backend.write_adapter_config)
+        return
+    tensors = {name: tensor.contiguous() for name, tensor in backend.hf_weights("hub")}
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    shutil.copy(backend.checkpoint_path / "config.json", target)
+
+
+def start_of(case: str, folder: Path) -> Start:
+    _, more = CASES[case]
+    dtype = "bfloat16" if more["bf16"] else "float32"
+    if more.get("lora_sync") == "adapter":
+        return Start(str(folder / f"{case} first"), dtype, adapter=str(folder / case))
+    return Start(str(folder / case), dtype)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> tuple[dict[str, tuple[Answers, Answers]], dict[str, Answers], Path]:
+    """What engines said after pushes, what fresh ones said, and where the weights lie."""
+    folder = tmp_path_factory.mktemp("pushed")
+    [after] = spawn(1, pushed, folder, timeout=600)
+    starts = {case: start_of(case, folder) for case in CASES}
+    return after, fresh_answers(sys.executable, starts, [p.token_ids for p in contract.PROMPTS]), folder
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_after_a_push_an_engine_equals_one_that_starts_with_the_weights(found, case):
+    after, fresh, _ = found
+    first, second = after[case]
+    assert first != second
+    assert second == fresh[case]
+
+
+@pytest.mark.parametrize("case", [case for case, (_, more) in CASES.items() if not more["bf16"]])
+def test_after_a_push_logprobs_are_those_of_transformers(found, case):
+    after, _, folder = found
+    model = load(start_of(case, folder))
+    for prompt, (tokens, logprobs) in zip(contract.PROMPTS, after[case][1], strict=True):
+        ids = torch.tensor([prompt.token_ids + tokens])
+        with torch.no_grad():
+            expected = model(ids).logits[0].log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])[:, 0]
+        assert logprobs == pytest.approx(expected[len(prompt.token_ids) - 1 :].tolist(), abs=1e-4)
+
+
+def load(start: Start) -> PreTrainedModel:
+    model = AutoModelForCausalLM.from_pretrained(start.model, dtype=torch.float32)
+    if start.adapter is not None:
+        model.load_adapter(start.adapter)
+    return model.eval()

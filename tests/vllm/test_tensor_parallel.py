@@ -1,0 +1,54 @@
+"""An engine that is spread over two ranks says what an engine of one rank says, and its weights are proven alike."""
+
+import pytest
+import torch.distributed as dist
+
+from fsdptrain.errors import RolloutError
+from fsdptrain.testing import spawn
+from fsdptrain.types import Completion
+from tests.distributed.test_sync_check import Courier, train_a_little
+from tests.vllm import contract, models
+
+VICTIMS = {
+    "untied": ["model.layers.1.self_attn.k_proj.weight", "model.layers.0.mlp.down_proj.weight", "lm_head.weight"],
+    "moe": ["model.layers.1.mlp.experts.3.up_proj.weight", "model.layers.0.mlp.experts.5.down_proj.weight"],
+}
+
+
+def said(options: dict, victims: list[str]) -> tuple[list[list[Completion]], list[str]]:
+    """Of each rank to prompts of its own, of which one is the other's too, and to none; then what the check says of
+    each of `victims` that came permuted."""
+    backend, engine, check = contract.build_checked(options)
+    courier, made, errors = Courier(), [], []
+    own = contract.PROMPTS[dist.get_rank() :][:2]
+
+    def hand_over(version: int, fault: str = "", victim: str = "") -> None:
+        train_a_little(backend, version)
+        engine.update_weights(courier.carry(check.watch(backend.hf_weights("hub")), fault, victim), version)
+        check.check(version)
+
+    for version, prompts in enumerate([own, own if dist.get_rank() else []]):
+        hand_over(version)
+        assert engine.checksums(courier.before).keys() == courier.before.keys()  # all can be read
+        made.append(engine.generate(prompts, contract.SAMPLING))
+    for version, victim in enumerate(victims, 2):
+        with pytest.raises(RolloutError) as caught:
+            hand_over(version, "permuted", victim)
+        errors.append(str(caught.value))
+    engine.close()
+    return made, errors
+
+
+@pytest.mark.parametrize("name", VICTIMS)
+def test_it_says_what_an_engine_of_each_rank_says_and_faults_are_named(tmp_path, name):
+    options = contract.colocated(models.save(name, tmp_path))
+    together = spawn(
+        2, said, {**options, "rollout_engine_args": {"tensor_parallel_size": 2}}, VICTIMS[name], timeout=300
+    )
+    apart = spawn(2, said, options, [], timeout=300)
+    for (made, errors), (expected, _) in zip(together, apart, strict=True):
+        for found, wanted in zip([c for m in made for c in m], [c for m in expected for c in m], strict=True):
+            assert (found.prompt_id, found.token_ids) == (wanted.prompt_id, wanted.token_ids)
+            assert found.logprobs == pytest.approx(wanted.logprobs, abs=1e-5)
+        for victim, error in zip(VICTIMS[name], errors, strict=True):
+            assert victim in error
