@@ -213,12 +213,15 @@ def _inspect_megatron(resolved: Resolved) -> int:
     if resolved.own["against_checkpoint"]:
         raise ConfigError("--against-checkpoint is of --backend fsdp: a run with --backend megatron checks it at start")
     from fsdptrain.backends.megatron.inspection import inspect_build  # torch: only now
+    from fsdptrain.models.kernels import require_no_fallback
 
     found = inspect_build(resolved.config)
     if resolved.own["json"]:
-        _print_json(found)
+        _print_json(found.as_dict())
     else:
-        sys.stdout.write("".join(f"{line}\n" for line in found["lines"]))
+        sys.stdout.write("".join(f"{line}\n" for line in found.lines))
+    if resolved.config.model.strict:
+        require_no_fallback(found.kernels)
     return 0
 
 

@@ -31,26 +31,26 @@ def draw_grid(config: Config, world_size: int) -> list[str]:
 
 
 def _draw_megatron(config: Config, world_size: int) -> list[str]:
-    """As `backends/megatron/groups.py` builds it: ranks that share packs are neighbours."""
+    """As `backends/megatron/groups.py` numbers them: tensor, stage, context and data, the fastest first."""
     split, copies = config.megatron, config.pack_copies
+    tensor, stages = split.tensor_parallel, split.pipeline_parallel
     context = f" x {split.context_parallel} context" if split.context_parallel > 1 else ""
-    ranks = f"{split.pipeline_parallel} pipeline{context} x {split.tensor_parallel} tensor"
-    product = f"{world_size // copies} replicas x {ranks}"
+    product = f"{world_size // copies} replicas{context} x {stages} pipeline x {tensor} tensor"
     lines = [f"{world_size} processes = {product}, by megatron-core", f"packs {_groups(0, world_size, copies)}"]
-    if split.expert_parallel > 1:
-        lines.append(f"experts {_groups(0, world_size, split.expert_parallel)}")
-    return lines
+    kinds = {  # size, and how far apart the members of a group are
+        "tensor": (tensor, 1),
+        "stages": (stages, tensor),
+        "context": (split.context_parallel, tensor * stages),
+        "experts": (split.expert_parallel, tensor * stages),
+    }
+    return lines + [
+        f"{kind} {_groups(0, world_size, size, apart)}" for kind, (size, apart) in kinds.items() if size > 1
+    ]
 
 
 def across_nodes(config: Config, local_world_size: int) -> Iterator[str]:
-    """A line for each kind of group that does not lie within a node: allowed, and slow."""
-    parallel = config.parallel
-    kinds = [
-        ("--tensor-parallel-size", parallel.tensor_parallel_size, 1),
-        ("--expert-parallel-size", parallel.expert_parallel_size, 1),
-        ("--context-parallel-size", parallel.context_parallel_size, parallel.tensor_parallel_size),
-    ]
-    for flag, size, within in kinds:
+    """A line for each kind of group that does not lie within a node: allowed, and slow. Stages of a pipeline may."""
+    for flag, size, within in _kinds_that_wait(config):
         if size > 1 and local_world_size % (size * within):
             yield (
                 f"{flag} {size}: its groups do not lie within a node of {local_world_size} processes, so every layer "
@@ -58,14 +58,32 @@ def across_nodes(config: Config, local_world_size: int) -> Iterator[str]:
             )
 
 
+def _kinds_that_wait(config: Config) -> list[tuple[str, int, int]]:
+    """Flag, size, and how far apart the members of a group are, of those that wait for each other in each layer."""
+    if config.parallel.backend == "megatron":
+        split = config.megatron
+        replica = split.tensor_parallel * split.pipeline_parallel
+        return [
+            ("--megatron-tensor-parallel", split.tensor_parallel, 1),
+            ("--megatron-context-parallel", split.context_parallel, replica),
+            ("--megatron-expert-parallel", split.expert_parallel, replica),
+        ]
+    parallel = config.parallel
+    return [
+        ("--tensor-parallel-size", parallel.tensor_parallel_size, 1),
+        ("--expert-parallel-size", parallel.expert_parallel_size, 1),
+        ("--context-parallel-size", parallel.context_parallel_size, parallel.tensor_parallel_size),
+    ]
+
+
 def _product(replicas: int, shards: int, kind: str, size: int, name: str) -> str:
     return f"{replicas} replicas x {shards} {kind} x {size} {name}"
 
 
-def _groups(first: int, count: int, size: int) -> str:
-    """`count` processes from `first` on, each bracket a group of neighbours."""
-    groups = [_some([str(start + i) for i in range(size)]) for start in range(first, first + count, size)]
-    return _some([f"[{group}]" for group in groups])
+def _groups(first: int, count: int, size: int, apart: int = 1) -> str:
+    """`count` processes from `first` on, each bracket a group of `size`, whose members are `apart` from each other."""
+    starts = [s for s in range(first, first + count) if (s - first) // apart % size == 0]
+    return _some([f"[{_some([str(start + i * apart) for i in range(size)])}]" for start in starts])
 
 
 def _some(words: list[str]) -> str:

@@ -19,12 +19,13 @@ class MegatronConfig(Section):
     context_parallel: int = Field(default=1, ge=1)
     """Processes that share each sequence, of models with mixers of transformers."""
     sequence_parallel: bool = False
-    """Split what lies between a layer's matrices along the sequence, over the tensor-parallel processes. Needs
-    Transformer Engine, but for models with mixers of transformers."""
+    """Split what lies between a layer's matrices along the sequence, over the tensor-parallel processes."""
     moe_dispatcher: Literal["alltoall", "allgather"] = "alltoall"
     """How tokens reach their experts."""
     spec: str | None = None
     """`package.module:function` that builds the layers in place of the backend's own: (transformer_config, hf_config,
     *, vp_stage=None) -> block spec."""
     bridge: Literal["auto", "own", "mbridge", "megatron-bridge"] = "auto"
-    """Who converts weights: `own`: this program's table, which is what `auto` means. The others are refused for now."""
+    """Who converts weights on their way from the files and to the engine. `own`: this program's table, which is what
+    `auto` means. Where the other that is asked for is not installed, or does not know the model, the table does it: a
+    warning with the reasons, and with --strict an error."""

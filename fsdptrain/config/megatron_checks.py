@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from fsdptrain.config.effects import Problem, changed, without_effect
-from fsdptrain.config.keys import SECTIONS, all_keys, flag_of
+from fsdptrain.config.keys import SECTIONS, all_keys
 from fsdptrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -39,8 +39,6 @@ def check_megatron(config: Config) -> Iterator[Problem]:
 
 def _not_built(config: Config) -> Iterator[Problem]:
     split, rollout = config.megatron, config.rollout
-    if split.bridge not in ("auto", "own"):
-        yield f"{flag_of('megatron', 'bridge')} {split.bridge} is not built yet: use own, which auto means"
     if split.sequence_parallel and split.tensor_parallel == 1:
         yield "--megatron-sequence-parallel needs --megatron-tensor-parallel above 1, over whose processes it splits"
     if (split.context_parallel > 1 or split.sequence_parallel) and split.moe_dispatcher == "allgather":
@@ -48,9 +46,6 @@ def _not_built(config: Config) -> Iterator[Problem]:
             "--megatron-moe-dispatcher allgather does not work with --megatron-context-parallel or "
             "--megatron-sequence-parallel: use alltoall"
         )
-    for name in ("expert_parallel", "context_parallel"):  # of neighbours that share packs, stages are the outermost
-        if split.pipeline_parallel > 1 and getattr(split, name) > 1:
-            yield f"--megatron-pipeline-parallel with {flag_of('megatron', name)} is not built yet: leave one out"
     if split.pipeline_parallel > 1 and split.moe_dispatcher == "allgather":
         yield "--megatron-moe-dispatcher allgather does not work with --megatron-pipeline-parallel: use alltoall"
     truncated = (rollout.top_p, rollout.top_k, rollout.min_p) != (1.0, None, 0.0)

@@ -1,7 +1,7 @@
 """AdamW over sharded parameters: learning rate schedules, clipping by global norm, skipped steps, fp16 loss scale."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -86,16 +86,19 @@ class Optimizer:
         *,
         total_steps: int,
         fp16: bool,
+        masters: Mapping[str, nn.Parameter] | None = None,
         total_norm: Callable[[list[nn.Parameter]], Tensor] | None = None,
     ) -> None:
         """`model` must hold its weights already. Adam's state is made at once: a step never needs more memory.
 
+        masters: what is updated in place of the model's own parameters, which the caller makes of them.
         total_norm: of the gradients of these parameters over all ranks, where these are not DTensors that say so.
         """
         reshard(model)
         self._model = model
         self._config = config
-        self._names = {p: name for name, p in model.named_parameters() if p.requires_grad}
+        trained = model.named_parameters() if masters is None else masters.items()
+        self._names = {p: name for name, p in trained if p.requires_grad}
         self._schedule = lr_schedule(config, total_steps=total_steps)
         self._adam = _adamw(list(self._names), config)
         on_host = config.offload_optimizer

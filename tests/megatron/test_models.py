@@ -42,6 +42,13 @@ CASES = [
     Case("qwen3_moe", {"pipeline_parallel": 2}, 2),
     Case("qwen3_moe", {"expert_parallel": 2}, 2),
     Case("qwen3_moe", {"expert_parallel": 2, "moe_dispatcher": "allgather"}, 2),
+    Case("qwen3", {"tensor_parallel": 2, "sequence_parallel": True}, 2, tied=True),
+    Case("qwen3_moe", {"tensor_parallel": 2, "sequence_parallel": True}, 2),
+    Case("deepseek_v3", {}),
+    Case("deepseek_v3", {"pipeline_parallel": 2}, 2),
+    Case("deepseek_v3", {"expert_parallel": 2}, 2),
+    Case("qwen3", {"tensor_parallel": 2, "pipeline_parallel": 2}, 4, tied=True),
+    Case("qwen3_moe", {"pipeline_parallel": 2, "expert_parallel": 2}, 4),
 ]
 
 
@@ -50,6 +57,7 @@ class Found(NamedTuple):
 
     difference: float  # the largest of a logprob
     gradient: float  # the largest difference, relative to the largest of its tensor
+    norm: float  # relative difference of that of all gradients
     not_compared: int  # gradients
     hub: bool  # what comes out by the names of the files is bitwise what they hold, no more and no less
     modules: bool  # and by the names of the modules
@@ -94,10 +102,12 @@ def compared(case: Case, folder: Path) -> Found:
     from fsdptrain.backends.megatron.forward import Scorer, from_last_stage, run_packs
     from fsdptrain.backends.megatron.gradients import reduce_gradients, wrap
     from fsdptrain.backends.megatron.groups import Groups
+    from fsdptrain.backends.megatron.masters import Masters
     from fsdptrain.backends.megatron.weights import by_module, hub_state
 
     built = cases.build(folder, **case.layout)
     groups, wrapped = Groups.present(), wrap(built.model)
+    masters = Masters(wrapped)
     scorer = Scorer(cases.VOCAB_SIZE, "padded", chunk_size=8)
     wanted, gradients = stock_pass(built.stock)
     rank, size = groups.data.rank(), groups.data.size()
@@ -110,7 +120,7 @@ def compared(case: Case, folder: Path) -> Found:
     wrapped.zero_grad_buffer()
     gathers = case.layout.get("moe_dispatcher") == "allgather"
     values = run_packs(wrapped, own, finish, layout="padded", train=True, same_shape=groups.expert if gathers else None)
-    reduce_gradients(wrapped)
+    reduce_gradients(wrapped, masters)
     last = groups.stage.rank() == groups.stage.size() - 1
     values = from_last_stage(values if last else None, [batch.advantages for batch in own])
     expected = [x for i, x in enumerate(wanted) if i % size == rank]
@@ -122,15 +132,17 @@ def compared(case: Case, folder: Path) -> Found:
     for name, parameter in built.stock.named_parameters():
         parameter.data = gradients[name]
     theirs = hub_state(built.stock)
-    grads = {name: p.main_grad for name, p in built.model.named_parameters()}
+    theirs = {name: gradient for name, gradient in theirs.items() if name not in dict(built.stock.named_buffers())}
     worst = {
         name: ((tensor - theirs[name]).abs().max() / theirs[name].abs().max().clamp(min=1e-3)).item()
-        for name, tensor in built.weights.stream(of=grads.__getitem__)
+        for name, tensor in built.weights.stream(of=masters.whole_gradient, only_parameters=True)
     }
+    wanted_norm = torch.stack([gradient.double().norm() for gradient in theirs.values()]).norm()
     left = state.keys() - modules.keys() <= ({"lm_head.weight"} if case.tied else set())
     return Found(
         difference,
         torch.tensor(list(worst.values())).max().item(),  # nan, if there is one
+        abs(masters.total_norm().item() / wanted_norm.item() - 1),
         len(theirs.keys() ^ worst.keys()),
         hub.keys() == files.keys() and all(hub.values()),
         left and all(modules.values()),
@@ -149,7 +161,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Found]]:
     for case in CASES:
         cases.save(case.family, folder / case.name, tie_word_embeddings=case.tied)
     results: dict[str, list[Found]] = {}
-    for num_ranks in (1, 2):
+    for num_ranks in (1, 2, 4):
         names = [case.name for case in CASES if case.num_ranks == num_ranks]
         ranks = spawn(num_ranks, compare, names, folder, timeout=600)
         results |= {name: [rank[name] for rank in ranks] for name in names}
@@ -161,6 +173,7 @@ def test_logprobs_and_gradients_are_those_of_transformers(found, case) -> None:
     for rank in found[case.name]:
         assert rank.difference < 1e-5
         assert rank.gradient < 1e-4
+        assert rank.norm < 1e-5
         assert rank.not_compared == 0
 
 

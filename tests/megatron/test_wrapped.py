@@ -27,28 +27,40 @@ OF_EXPERTS: dict[str, tuple[dict[str, Any], Layout]] = {
     "experts, gathered": ({"expert_parallel": 2, "moe_dispatcher": "allgather"}, "padded"),
     "experts and context": ({"expert_parallel": 2, "context_parallel": 2}, "packed"),
 }
+ON_FOUR: dict[str, tuple[dict[str, Any], Layout]] = {  # ranks: stages, and something else
+    "stages and experts": ({"pipeline_parallel": 2, "expert_parallel": 2}, "packed"),
+    "stages and context": ({"pipeline_parallel": 2, "context_parallel": 2}, "packed"),
+    "stages, experts and context": ({"pipeline_parallel": 2, "expert_parallel": 2, "context_parallel": 2}, "packed"),
+}
 CASES = [
     *((family, split) for family in wrapped_cases.CONFIGS for split in SPLITS),
     *((family, split) for family in wrapped_cases.OF_EXPERTS for split in OF_EXPERTS),
+    *(("qwen3_next", split) for split in ON_FOUR),
 ]
 
 
 @cache
-def differences(family: str) -> list[dict[str, dict[str, float]]]:
-    """By rank and split: all of a family in one pair of processes, which import megatron-core once."""
-    splits = SPLITS | (OF_EXPERTS if family in wrapped_cases.OF_EXPERTS else {})
+def differences(family: str, num_ranks: int) -> list[dict[str, wrapped_cases.Found]]:
+    """By rank and split: all of a family in one set of processes, which import megatron-core once."""
+    splits = SPLITS | (OF_EXPERTS if family in wrapped_cases.OF_EXPERTS else {}) if num_ranks == 2 else ON_FOUR
     with TemporaryDirectory() as folder:
         checkpoint = wrapped_cases.save(family, Path(folder) / "model")
-        ranks = spawn(2, wrapped_cases.differences, checkpoint, list(splits.values()), timeout=480.0)
+        ranks = spawn(num_ranks, wrapped_cases.differences, checkpoint, list(splits.values()), timeout=480.0)
     return [dict(zip(splits, rank, strict=True)) for rank in ranks]
 
 
 @pytest.mark.parametrize(("family", "split"), CASES)
 def test_logits_and_gradients_are_those_of_transformers(family: str, split: str):
-    for rank in differences(family):
-        (_, logits), (tensor, gradient) = rank[split].items()
-        assert logits < 1e-5
-        assert gradient < 1e-4, tensor
+    for rank in differences(family, 4 if split in ON_FOUR else 2):
+        assert rank[split].logits < 1e-5
+        assert rank[split].gradient < 1e-4, rank[split].tensor
+        assert rank[split].norm < 1e-5
+
+
+@pytest.mark.parametrize(("family", "split"), CASES)
+def test_what_was_loaded_comes_out_bitwise(family: str, split: str):
+    for rank in differences(family, 4 if split in ON_FOUR else 2):
+        assert rank[split].changed == []
 
 
 @pytest.fixture(scope="module")

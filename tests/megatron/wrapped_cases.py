@@ -4,9 +4,10 @@ import copy
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -80,24 +81,38 @@ def save(family: str, folder: Path) -> Path:
     return folder
 
 
-def differences(folder: Path, splits: Sequence[tuple[dict[str, Any], Layout]]) -> list[dict[str, float]]:
-    """Of each split and layout: `logits`, the largest difference, and the largest relative difference of the gradient
-    of one tensor of the files, under its name. On this rank: where packs are not shared, it has one of its own."""
+class Found(NamedTuple):
+    """On one rank: where packs are not shared, it has one of its own."""
+
+    logits: float  # the largest difference
+    gradient: float  # the largest relative difference of one tensor of the files
+    tensor: str  # its name
+    norm: float  # relative difference of that of all gradients
+    changed: list[str]  # what came out otherwise than it was loaded, bit by bit
+
+
+def differences(folder: Path, splits: Sequence[tuple[dict[str, Any], Layout]]) -> list[Found]:
+    """Of each split and layout."""
     from fsdptrain.backends.megatron.groups import stop_groups
 
+    files = load_file(folder / "model.safetensors")
     found = []
     for split, layout in splits:
-        found.append(_compare(cases.build(folder, **split), layout))
+        built = cases.build(folder, **split)
+        streamed = dict(built.weights.stream())
+        changed = [name for name in files if not torch.equal(streamed[name], files[name])]
+        found.append(_compare(built, layout)._replace(changed=[*changed, *(streamed.keys() - files.keys())]))
         stop_groups()
     return found
 
 
-def _compare(built: cases.Built, layout: Layout) -> dict[str, float]:
+def _compare(built: cases.Built, layout: Layout) -> Found:
     from megatron.core import parallel_state as ps
 
     from fsdptrain.backends.megatron import gradients
     from fsdptrain.backends.megatron.dealing import deal
     from fsdptrain.backends.megatron.forward import run_packs
+    from fsdptrain.backends.megatron.masters import Masters
     from fsdptrain.backends.megatron.zigzag import gather_own
 
     batches = [_batch(seed) for seed in range(ps.get_data_parallel_world_size())]
@@ -115,23 +130,19 @@ def _compare(built: cases.Built, layout: Layout) -> dict[str, float]:
         return (tokens * _direction(mine)).sum(), torch.tensor(batch.num_tokens), {}
 
     wrapped = gradients.wrap(built.model)
+    masters = Masters(wrapped)
     run_packs(wrapped, [batches[mine]], finish, layout=layout, train=True, same_shape=None)
-    gradients.reduce_gradients(wrapped)
-    parameters = dict(built.model.named_parameters())
+    gradients.reduce_gradients(wrapped, masters)
     relative = {}
-    for name, gradient in built.weights.stream(of=lambda name: _gradient(parameters, name)):
+    for name, gradient in built.weights.stream(of=masters.whole_gradient, only_parameters=True):
         if name in expected:
             relative[name] = float((gradient - expected[name]).norm() / expected[name].norm())
     assert relative.keys() == expected.keys()
     worst = max(relative, key=lambda name: (math.isnan(relative[name]), relative[name]))
     errors = [float((logits - wanted[mine]).abs().max()) for logits in found]  # none before the last stage
-    return {"logits": max(errors, default=0.0, key=lambda x: (math.isnan(x), x)), worst: relative[worst]}
-
-
-def _gradient(parameters: dict[str, Tensor], name: str) -> Tensor:
-    found = parameters[name].grad
-    assert found is not None, name
-    return found
+    norm = masters.total_norm() / torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+    largest = max(errors, default=0.0, key=lambda x: (math.isnan(x), x))
+    return Found(largest, relative[worst], worst, abs(norm.item() - 1), [])
 
 
 def _batch(seed: int) -> PackedBatch:

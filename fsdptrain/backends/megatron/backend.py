@@ -14,10 +14,12 @@ from fsdptrain import platform
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.algo.metrics import finish_metrics
 from fsdptrain.backends.megatron import require_megatron
+from fsdptrain.backends.megatron.bridge import choose_bridge, load_by_bridge
 from fsdptrain.backends.megatron.cpu_shims import install_cpu_shims
 from fsdptrain.backends.megatron.forward import Scorer, from_last_stage, layout_of, run_packs
-from fsdptrain.backends.megatron.gradients import reduce_gradients, total_norm, wrap
+from fsdptrain.backends.megatron.gradients import reduce_gradients, wrap
 from fsdptrain.backends.megatron.groups import Groups, start_groups
+from fsdptrain.backends.megatron.masters import Masters
 from fsdptrain.backends.megatron.model import build_model, has_transformer_engine
 from fsdptrain.backends.megatron.parity import check_parity
 from fsdptrain.backends.megatron.report import build_report
@@ -71,8 +73,6 @@ class MegatronBackend:
             require_megatron()
             if not platform.has_accelerator():
                 shims = install_cpu_shims()
-            if self.compute_dtype != torch.float32:
-                raise ConfigError("--backend megatron computes in float32 so far: add --no-bf16")
             if config.algorithm.algorithm == "sft" and self.hf_config.to_dict().get("attention_dropout"):
                 raise ConfigError("--algorithm sft would train with the attention_dropout of config.json: set it to 0")
         engine = has_transformer_engine()
@@ -94,11 +94,20 @@ class MegatronBackend:
         self.report = build_report(self._model, self._stock, layout=self._layout, shims=shims)
         difference, tolerance = check_parity(self.hf_config, split, options, spec=split.spec, device=self.device)
         self.layout_probe = LayoutProbe(self._layout, "megatron-core", difference, tolerance, self._why_padded)
+        self._wrapped = wrap(self._model)
+        self._masters = masters = Masters(self._wrapped)
+        self._bridge, self._conversion = choose_bridge(
+            config.megatron.bridge, self._model, self.hf_config, self.checkpoint_path, self.compute_dtype
+        )
         self._reference = self._load()
         self._reference_moved = False
-        self._wrapped = wrap(self._model)
         self._optimizer = Optimizer(
-            self._model, config.optim, total_steps=total_steps, fp16=False, total_norm=total_norm
+            self._model,
+            config.optim,
+            total_steps=total_steps,
+            fp16=False,
+            masters=masters.named,
+            total_norm=lambda _: masters.total_norm(),
         )
 
     @property
@@ -113,11 +122,10 @@ class MegatronBackend:
     @property
     def lines(self) -> list[str]:
         """For the log."""
-        bridge = self._config.megatron.bridge
-        return [*self.report.lines, f"weights: by the table of fsdptrain (bridge {bridge})", self.layout_probe.line]
+        return [*self.report.lines, self._conversion.line, self.layout_probe.line]
 
     def kernels(self) -> list[Kernel]:
-        return self.report.kernels
+        return [*self.report.kernels, self._conversion]
 
     def score(self, batches: Sequence[PackedBatch], model: ModelRole) -> list[LogProbs]:
         """Log-probabilities at the temperature of the rollout, without gradient, on the CPU, for each batch."""
@@ -145,12 +153,15 @@ class MegatronBackend:
             return output.loss, torch.zeros((), dtype=torch.int, device=hidden.device), output
 
         outputs = self._run([batch.to(self.device) for batch in batches], finish, train=True)
-        reduce_gradients(self._wrapped)
+        reduce_gradients(self._wrapped, self._masters)
         sums = MetricSums(copies=self._config.pack_copies, checked=self._config.algorithm.loss not in LOSSES)
         for metrics in self._metrics_of(outputs, num_packs=len(batches)):
             sums.add(metrics)
         metrics, norm, finite = sums.reduce(self._optimizer.clip())
-        return finish_metrics(metrics) | self._optimizer.end_step(norm, finite=finite)
+        metrics = finish_metrics(metrics) | self._optimizer.end_step(norm, finite=finite)
+        if finite:
+            self._masters.publish()
+        return metrics
 
     def update_reference(self) -> None:
         """Make the present policy the reference. Checkpoints hold it from now on."""
@@ -159,25 +170,25 @@ class MegatronBackend:
 
     def hf_weights(self, naming: Naming = "hub") -> Iterator[tuple[str, Tensor]]:
         """Full tensors in the compute dtype, layer by layer, on the device; every rank gets each and takes each."""
-        stream = self.weights.stream(dtype=self.compute_dtype)
+        stream = self._bridge.stream() if self._bridge else self.weights.stream(dtype=self.compute_dtype)
         return stream if naming == "hub" else by_module(stream, self._stock)
 
     def export(self, target: Path) -> None:
         """Write the policy as a Hugging Face folder, in the dtype of the checkpoint that it came from."""
         stored = stored_dtype(self.checkpoint_path)
         dtype = getattr(torch, stored) if stored else self.compute_dtype
-        export_hf(self.weights, self.checkpoint_path, target, dtype=dtype)
+        export_hf(self.weights, self._masters, self.checkpoint_path, target, dtype=dtype)
 
     def save(self, directory: Path, step: int) -> None:
         """Into a folder that exists: see `CheckpointFolder.write`."""
-        save_checkpoint(directory, self.weights, self._optimizer, step=step, model=self._identity)
+        save_checkpoint(directory, self.weights, self._masters, self._optimizer, step=step, model=self._identity)
         if self._reference_moved:
             with self._bank.swapped_into(self._model):
                 write_tensors(directory / REFERENCE, self.weights.plan(), self.weights.stream())
 
     def load(self, directory: Path) -> int:
         """Returns the step that was saved. Raises CheckpointError."""
-        step = load_checkpoint(directory, self.weights, self._optimizer, model=self._identity)
+        step = load_checkpoint(directory, self.weights, self._masters, self._optimizer, model=self._identity)
         self._reference_moved = self._reference is not None and anyone((directory / REFERENCE).is_dir())
         if self._reference_moved:
             with self._bank.swapped_into(self._model), together(CheckpointError, f"{directory}"):
@@ -191,13 +202,18 @@ class MegatronBackend:
         if config.needs_reference and config.ref.load is not None:
             self._read(resolve_checkpoint(config.ref.load), "--ref-load")
             bank = ReferenceBank(self._model)
-        self._read(self.checkpoint_path, "--hf-checkpoint")
+        if self._bridge is not None:
+            load_by_bridge(self._bridge, config.megatron.bridge, self.checkpoint_path, self.weights)
+            self._masters.begin_from_model()
+        else:
+            self._read(self.checkpoint_path, "--hf-checkpoint", self._masters.take)
+            self._masters.publish()
         return ReferenceBank(self._model) if config.needs_reference and bank is None else bank
 
-    def _read(self, path: Path, flag: str) -> None:
+    def _read(self, path: Path, flag: str, put: Callable[[str, Tensor], None] | None = None) -> None:
         try:
             with together(CheckpointError, f"{flag} {path}"):
-                load_tensors(path, self.weights)
+                load_tensors(path, self.weights, put)
         except CheckpointError as error:  # of all ranks
             raise CheckpointError(str(error).replace("--hf-checkpoint", flag)) from error
 

@@ -161,6 +161,8 @@ def _inputs(
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=same_shape)
         height, width = largest.tolist()
         rows = F.pad(rows, (0, width - rows.shape[1], 0, height - rows.shape[0]))
+    if config.sequence_parallel:  # each rank has a run of every row
+        rows = F.pad(rows, (0, -rows.shape[1] % config.tensor_model_parallel_size))
     width = rows.shape[1]
     return {
         "input_ids": rows,

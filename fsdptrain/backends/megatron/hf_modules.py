@@ -45,8 +45,9 @@ class HFModules:
     rotary_class: type[nn.Module]
 
     def make_mixer(self, layer: int, dtype: torch.dtype) -> nn.Module:
-        """That of `layer`, from 0, on this rank's device; its weights are to be loaded."""
-        with platform.local_device():
+        """That of `layer`, from 0, on this rank's device, or on meta inside of that; its weights are to be loaded."""
+        around = torch.get_default_device()
+        with around if around.type == "meta" else platform.local_device():
             module = self.mixers[layer].module_class(self.config, layer)
         module.to(dtype)
         return module

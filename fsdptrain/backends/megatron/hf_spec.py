@@ -18,6 +18,7 @@ from fsdptrain.backends.megatron import model as own
 from fsdptrain.backends.megatron.cpu_shims import quiet_imports
 from fsdptrain.backends.megatron.hf_mixer import HFMixer
 from fsdptrain.backends.megatron.hf_modules import HFModules, hf_modules
+from fsdptrain.backends.megatron.local_spec import mark_sequence_parallel
 from fsdptrain.backends.megatron.transformer_config import refuse_split_mixers
 
 if TYPE_CHECKING:
@@ -32,10 +33,7 @@ class HFNorm:
     def __new__(
         cls, config: "TransformerConfig", hidden_size: int, eps: float = 1e-6, *, modules: HFModules
     ) -> nn.Module:
-        norm = modules.norm_class(hidden_size, eps=eps).to(config.params_dtype)
-        for parameter in norm.parameters():  # of a run of tokens each rank has a part of the gradient: they are summed
-            vars(parameter)["sequence_parallel"] = config.sequence_parallel
-        return norm
+        return mark_sequence_parallel(modules.norm_class(hidden_size, eps=eps).to(config.params_dtype), config)
 
 
 def layer_spec(

@@ -1,47 +1,97 @@
-"""What a run on megatron-core will be built of, from config.json alone: by a small random model of the same kind."""
+"""What a run on megatron-core will be built of, from config.json alone: by a small random model of the same kind, and
+by the whole one without memory, where its layers are plain.
+"""
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from fsdptrain import platform
 from fsdptrain.backends.megatron import require_megatron
+from fsdptrain.backends.megatron.bridge import choose_bridge
 from fsdptrain.backends.megatron.cpu_shims import install_cpu_shims
 from fsdptrain.backends.megatron.forward import layout_of
 from fsdptrain.backends.megatron.groups import start_groups, stop_groups
-from fsdptrain.backends.megatron.model import has_transformer_engine
+from fsdptrain.backends.megatron.model import build_model, has_transformer_engine
 from fsdptrain.backends.megatron.parity import check_parity, small_models
 from fsdptrain.backends.megatron.report import build_report
 from fsdptrain.backends.megatron.transformer_config import transformer_config
+from fsdptrain.backends.megatron.weights import WeightMap, hub_shapes
 from fsdptrain.config import Config
 from fsdptrain.config.megatron import MegatronConfig
+from fsdptrain.errors import ConfigError
 from fsdptrain.models.files import resolve_config
+from fsdptrain.models.kernels import Kernel
 from fsdptrain.models.loading import build_meta_model
+from fsdptrain.overrides import Override, install_overrides
 
 
-def inspect_build(config: Config) -> dict[str, Any]:
-    """The lines of the report of the small model, unsplit, and its kernels. Raises what a run would end with.
+@dataclass(frozen=True)
+class BuildInspection:
+    lines: list[str]  # parameters of the whole model, what a small copy is built of, and how well that computes
+    kernels: list[Kernel]
+    overrides: list[Override]  # plug-ins for this device
 
-    It has the heads, the norms, the rotary frequencies and the router of the whole model, and fewer layers and experts.
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"fallbacks": [kernel.line for kernel in self.kernels if kernel.fell_back]}
+
+
+def inspect_build(config: Config) -> BuildInspection:
+    """Raises what a run would end with, but for fallbacks under --strict.
+
+    The copy has the heads, the norms, the rotary frequencies and the router of the whole model, and fewer layers and
+    experts.
     """
     require_megatron()
+    overrides = install_overrides(platform.device_type())  # before the copy, which computes with them
     path = resolve_config(config.model.hf_checkpoint)
     stock = build_meta_model(path, trust_remote_code=config.model.trust_remote_code, attn_implementation="eager")
     on_cpu = not platform.has_accelerator()
     shims = install_cpu_shims() if on_cpu else []
-    options = {"dtype": torch.float32, "has_engine": has_transformer_engine(), "on_cpu": on_cpu}
+    dtype: torch.dtype = getattr(torch, config.compute_dtype_name)
+    options = {"dtype": dtype, "has_engine": has_transformer_engine(), "on_cpu": on_cpu}
     transformer_config(stock.config, config.megatron, **options)  # what the split of the run would be refused for
     one = MegatronConfig(moe_dispatcher=config.megatron.moe_dispatcher, spec=config.megatron.spec)
     layout = layout_of(stock.config, one, has_engine=options["has_engine"])
     with platform.process_group(config.launch.dist_timeout):
         start_groups(one, timeout_s=config.launch.dist_timeout)
         try:
+            whole = _whole_model(stock, one, options)
             copies = {"spec": one.spec, "device": platform.local_device()}
             small, model = small_models(stock.config, one, options, **copies)
             report = build_report(model, small, layout=layout, shims=shims)
             difference, tolerance = check_parity(stock.config, one, options, **copies)
+            _, conversion = choose_bridge(config.megatron.bridge, model, small.config, path, dtype)
         finally:
             stop_groups()
-    measured = f"a small random copy computes the logprobs of transformers: {difference:.2g} <= {tolerance:g}"
-    return {"lines": [*report.lines, measured], "kernels": [asdict(kernel) for kernel in report.kernels]}
+    kernels = [*report.kernels, conversion]
+    lines = [
+        whole,
+        "a small random copy of it, on one process:",
+        *(f"  {line}" for line in report.lines),
+        f"  it computes the logprobs of transformers: {difference:.2g} <= {tolerance:g}",
+        *(f"fallback: {kernel.line}" for kernel in kernels if kernel.fell_back),
+        *(f"override: {override.line}" for override in overrides),
+    ]
+    return BuildInspection(lines, kernels, overrides)
+
+
+def _whole_model(stock: PreTrainedModel, one: MegatronConfig, options: dict[str, Any]) -> str:
+    """Its parameters, in transformers and, built on meta, in megatron-core; and that each has its place in the files.
+
+    Layers of Transformer Engine take memory of the device wherever they are built: there only the first is said.
+    """
+    config, wanted = stock.config, sum(p.numel() for p in stock.parameters())
+    said = f"{config.model_type}: {wanted:,} parameters by config.json"
+    if options["has_engine"]:
+        return f"{said}; those of megatron-core are counted when a run builds it"
+    with torch.device("meta"):
+        model = build_model(transformer_config(config, one, **options), config, spec=one.spec)
+    ignored = stock._keys_to_ignore_on_load_unexpected or ()
+    WeightMap(model, config, hub_shapes(stock), ignored=list(ignored))
+    found = sum(p.numel() for p in model.parameters())
+    if found != wanted:
+        raise ConfigError(f"--backend megatron: parameters is {found}, not {wanted}: use --backend fsdp")
+    return f"{said}, and as many in megatron-core's model, each with its place in the files"

@@ -8,6 +8,8 @@ from transformers import PreTrainedConfig
 
 from fsdptrain import registry
 from fsdptrain.backends.megatron.cpu_shims import quiet_imports
+from fsdptrain.backends.megatron.groups import Groups
+from fsdptrain.backends.megatron.local_spec import completed
 from fsdptrain.backends.megatron.transformer_config import family_of, rotary_options
 
 if TYPE_CHECKING:
@@ -36,12 +38,11 @@ def layer_spec(
     with quiet_imports():
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
-    return get_gpt_decoder_block_spec(
-        transformer_config,
-        use_transformer_engine=has_transformer_engine(),
-        normalization="RMSNorm",
-        vp_stage=vp_stage,
+    engine = has_transformer_engine()
+    block = get_gpt_decoder_block_spec(
+        transformer_config, use_transformer_engine=engine, normalization="RMSNorm", vp_stage=vp_stage
     )
+    return block if engine else completed(block)
 
 
 def build_model(
@@ -65,8 +66,10 @@ def build_model(
             share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
             **rotary_options(hf_config),
         )
+    for parameter in model.parameters():  # some are made in float32; buffers, such as biases of routers, stay so
+        parameter.data = parameter.data.to(transformer_config.params_dtype)
     _mark_split(model)
-    if model.pre_process and hf_config.pad_token_id is not None and not transformer_config.sequence_parallel:
+    if model.pre_process and hf_config.pad_token_id is not None:
         _keep_padding(model, hf_config.pad_token_id)
     if model.post_process:
         model.output_layer.forward = _gather_rows if transformer_config.sequence_parallel else _pass_on
@@ -78,8 +81,12 @@ def build_model(
 def _keep_padding(model: "GPTModel", token: int) -> None:
     """transformers' embedding does not learn the vector of the pad token, not even where a sequence has that token."""
 
-    def without_gradient(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        return torch.where((args[0] == token)[..., None], output.detach(), output)
+    def without_gradient(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        tokens = args[0]
+        if vars(module)["reduce_scatter_embeddings"]:  # sequence parallel: [S / R, B, D] of tokens [B, S]
+            group = Groups.present().tensor
+            tokens = tokens.t().tensor_split(group.size())[group.rank()]
+        return torch.where((tokens == token)[..., None], output.detach(), output)
 
     model.embedding.word_embeddings.register_forward_hook(without_gradient)
 

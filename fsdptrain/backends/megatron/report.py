@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdptrain import platform
@@ -102,17 +102,28 @@ def _parameters(model: "GPTModel", stock: PreTrainedModel) -> Iterator[Fact]:
 def _rotary(model: "GPTModel", stock: PreTrainedModel) -> Iterator[Fact]:
     """The frequencies themselves, as transformers computes them from its config."""
     theirs = next((m for name, m in base_model(stock).named_children() if name == "rotary_emb"), None)
-    ours = vars(model)["_modules"].get("rotary_pos_emb")
+    ours = _rotary_table(model)
     if theirs is None or ours is None:  # of a wrapped attention it is transformers' own
         return
     with torch.device("cpu"):
         wanted = cast(Any, type(theirs))(config=stock.config).inv_freq.float()
-    found = ours.inv_freq.float().cpu()
+    found = ours.float().cpu()
     same = found.shape == wanted.shape and torch.allclose(found, wanted, rtol=1e-5, atol=0)
     yield Fact("rotary frequencies agree", same, True)
     if len(found) > 1 and stock.config.rope_parameters["rope_type"] == "default":
         base = (found[0] / found[1]).item() ** len(found)
         yield Fact("rotary base", float(f"{base:.4g}"), float(f"{stock.config.rope_parameters['rope_theta']:.4g}"))
+
+
+def _rotary_table(model: "GPTModel") -> Tensor | None:
+    """Angles of the second place in a sequence: of the model, or of latent attention, which has its own."""
+    holders = [model, *(layer.self_attention for layer in _layers(model))]
+    for table in filter(None, (vars(holder)["_modules"].get("rotary_pos_emb") for holder in holders)):
+        if type(table).__name__ == "YarnRotaryEmbedding":  # whose frequencies are made anew for each length
+            angles = table.get_emb(2)[0][1].flatten()
+            return angles[: len(angles) // 2]
+        return table.inv_freq
+    return None
 
 
 def _norms(model: "GPTModel", config: PreTrainedConfig) -> Iterator[Fact]:

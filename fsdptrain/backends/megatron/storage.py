@@ -3,8 +3,9 @@
 So nothing that is written knows how the model was split, and a run goes on with any other split. Adam's moments travel
 through the same table as the weights: it only moves numbers.
 
-    <checkpoint>/weights/*.safetensors, exp_avg/, exp_avg_sq/, reference/    float32
-    <checkpoint>/trainer.json, rng-*.safetensors                             as under FSDP
+    <checkpoint>/weights/*.safetensors, exp_avg/, exp_avg_sq/    float32: masters and moments, bit by bit
+    <checkpoint>/reference/*.safetensors                         the compute dtype
+    <checkpoint>/trainer.json, rng-*.safetensors                 as under FSDP
 
 Rank 0 writes, tensor by tensor, while all ranks gather.
 """
@@ -12,6 +13,7 @@ Rank 0 writes, tensor by tensor, while all ranks gather.
 import json
 import shutil
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from fsdptrain.backends.megatron.masters import Masters
 from fsdptrain.backends.megatron.weights import WeightMap, open_files
 from fsdptrain.errors import CheckpointError
 from fsdptrain.fsdp.checkpoint import load_rng, read_state, sync_tree, write_state
@@ -43,19 +46,25 @@ def identity(stock: PreTrainedModel, weights: WeightMap) -> dict[str, Any]:
     }
 
 
-def save_checkpoint(directory: Path, weights: WeightMap, optimizer: Optimizer, *, step: int, model: dict) -> None:
+def save_checkpoint(
+    directory: Path, weights: WeightMap, masters: Masters, optimizer: Optimizer, *, step: int, model: dict
+) -> None:
     """Into `directory`, which exists. model: its identity. Collective."""
     state = optimizer.tensors()
-    write_tensors(directory / WEIGHTS, weights.plan(), weights.stream())
+    write_masters(directory / WEIGHTS, weights, masters, torch.float32)
     for moment in MOMENTS:
-        parts = weights.stream(of=lambda name, kind=moment: state[f"{name}.{kind}"])
+        parts = weights.stream(
+            dtype=torch.float32,
+            of=lambda name, kind=moment: masters.whole(name, state.get(f"{name}.{kind}")),
+            only_parameters=True,
+        )
         write_tensors(directory / moment, weights.plan(torch.float32, only_parameters=True), parts)
     counts = {int(tensor) for name, tensor in state.items() if name.endswith(".step")}
     assert len(counts) == 1, "all parameters are updated together"
     write_state(directory, step=step, model=model, optimizer=optimizer.state_dict() | {"adam_steps": counts.pop()})
 
 
-def load_checkpoint(directory: Path, weights: WeightMap, optimizer: Optimizer, *, model: dict) -> int:
+def load_checkpoint(directory: Path, weights: WeightMap, masters: Masters, optimizer: Optimizer, *, model: dict) -> int:
     """Read what `save_checkpoint` wrote, on any number of ranks, and return its step. Collective."""
     state: dict[str, Any] = {}
     failure = f"checkpoint {directory} cannot be read"
@@ -63,28 +72,41 @@ def load_checkpoint(directory: Path, weights: WeightMap, optimizer: Optimizer, *
         state = read_state(directory, model)
     with together(CheckpointError, failure):
         tensors = optimizer.tensors()
-        load_tensors(directory / WEIGHTS, weights)
+        load_tensors(directory / WEIGHTS, weights, masters.take)
         for moment in MOMENTS:
-            load_tensors(directory / moment, weights, lambda name, kind=moment: tensors[f"{name}.{kind}"])
+            moments = {name.removesuffix(f".{moment}"): t for name, t in tensors.items() if name.endswith(f".{moment}")}
+            load_tensors(directory / moment, weights, partial(masters.take, into=moments), only_parameters=True)
         for name, tensor in tensors.items():
             if name.endswith(".step"):
                 tensor.fill_(state["optimizer"]["adam_steps"])
         optimizer.load_state_dict(state["optimizer"])
         load_rng(directory)
+    masters.publish()
     return state["step"]
 
 
-def load_tensors(folder: Path, weights: WeightMap, into: Callable[[str], Tensor] | None = None) -> None:
-    """What `write_tensors` wrote, into this rank's model, or into tensors that are shaped as its parameters."""
-    shapes = {name: tuple(t.shape) for name, t in weights.plan(only_parameters=into is not None).items()}
+def load_tensors(
+    folder: Path,
+    weights: WeightMap,
+    put: Callable[[str, Tensor], None] | None = None,
+    *,
+    only_parameters: bool = False,
+) -> None:
+    """What `write_tensors` wrote, into this rank's model; arguments as of `WeightMap.load`."""
+    shapes = {name: tuple(t.shape) for name, t in weights.plan(only_parameters=only_parameters).items()}
     with open_files(folder, shapes, ignored=weights.ignored) as source:
-        weights.load(source, into)
+        weights.load(source, put, only_parameters=only_parameters)
 
 
-def export_hf(weights: WeightMap, source: Path, target: Path, *, dtype: torch.dtype) -> None:
+def write_masters(folder: Path, weights: WeightMap, masters: Masters, dtype: torch.dtype) -> None:
+    """The float32 weights in `dtype`, and buffers as they are. Collective."""
+    write_tensors(folder, weights.plan(dtype), weights.stream(dtype=dtype, of=masters.whole_master))
+
+
+def export_hf(weights: WeightMap, masters: Masters, source: Path, target: Path, *, dtype: torch.dtype) -> None:
     """As a folder like `source` that `from_pretrained` reads; it gets its name when it is whole. Collective."""
     temporary = target.with_name(f".tmp-{target.name}")
-    write_tensors(temporary, weights.plan(dtype), weights.stream(dtype=dtype))
+    write_masters(temporary, weights, masters, dtype)
     with together(CheckpointError, f"the model cannot be exported to {target}"):
         if dist.get_rank() == 0:
             write_config(source, temporary, dtype)

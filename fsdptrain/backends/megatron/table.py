@@ -44,6 +44,8 @@ _LATENT = {  # attention of DeepSeek: in place of some of the above
     "self_attention.linear_q_up_proj.layer_norm_weight": "self_attn.q_a_layernorm.weight",
     "self_attention.kv_layernorm.weight": "self_attn.kv_a_layernorm.weight",
     "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attn.kv_a_layernorm.weight",
+}
+_LATENT_DOWN = {  # whole on each rank in Transformer Engine's layers, split by rows in plain ones
     "self_attention.linear_q_down_proj.weight": "self_attn.q_a_proj.weight",
     "self_attention.linear_kv_down_proj.weight": "self_attn.kv_a_proj_with_mqa.weight",
 }
@@ -120,6 +122,9 @@ def _inside(name: str, model: "GPTModel", config: PreTrainedConfig, wrapped: Map
     if expert is not None:
         names, conversion = _gated(prefix + "mlp.experts.{expert}.", expert["part"])
         return Entry(name, names, conversion, expert=int(expert["id"]))
+    if model.config.multi_latent_attention and rest in _LATENT_DOWN:
+        split = getattr(model.get_parameter(name), "tensor_model_parallel", False)
+        return Entry(name, (prefix + _LATENT_DOWN[rest],), _ROWS if split else Copy())
     found = _of_layer(rest, prefix, model, config)
     return Entry(name, *found) if found else None
 

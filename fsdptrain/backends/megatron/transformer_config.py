@@ -54,21 +54,25 @@ def _shared_gate_experts(config: PreTrainedConfig) -> dict[str, Any]:
     }
 
 
+_LATENT_EPS = 1e-6  # transformers gives the norms inside of latent attention no other
+
+
 def _deepseek(config: PreTrainedConfig) -> dict[str, Any]:
     """DeepSeek-V3: latent attention; sigmoid router, whose choice has a bias, within groups of experts."""
     num_experts, top_k = _expert_choice(config)
     if not config.norm_topk_prob or top_k < 2:
         raise ConfigError(f"--backend megatron: norm_topk_prob off, or one expert a token, is not built: {_WAY_OUT}")
-    rope = config.rope_parameters
-    return {
+    if config.rms_norm_eps != _LATENT_EPS:
+        raise ConfigError(
+            f"--backend megatron: a {config.model_type} with rms_norm_eps {config.rms_norm_eps} has norms of two kinds "
+            f"(latent ones keep {_LATENT_EPS}), and megatron-core one eps: {_WAY_OUT}"
+        )
+    return _latent_rope(config) | {
         "q_lora_rank": config.q_lora_rank,
         "kv_lora_rank": config.kv_lora_rank,
         "qk_head_dim": config.qk_nope_head_dim,
         "qk_pos_emb_head_dim": config.qk_rope_head_dim,
         "v_head_dim": config.v_head_dim,
-        "rope_type": "rope",
-        "rotary_base": rope["rope_theta"],
-        "rotary_scaling_factor": 1.0,
         "num_moe_experts": num_experts,
         "moe_router_topk": top_k,
         "moe_ffn_hidden_size": config.moe_intermediate_size,
@@ -80,6 +84,29 @@ def _deepseek(config: PreTrainedConfig) -> dict[str, Any]:
         "moe_router_num_groups": config.n_group if config.n_group > 1 else None,
         "moe_router_group_topk": config.topk_group if config.n_group > 1 else None,
         "moe_router_topk_scaling_factor": config.routed_scaling_factor,
+    }
+
+
+def _latent_rope(config: PreTrainedConfig) -> dict[str, Any]:
+    """megatron-core turns latent attention by pairs, as the files of DeepSeek have them."""
+    rope = dict(config.rope_parameters)
+    plain = {"rotary_base": rope["rope_theta"], "rope_type": "rope", "rotary_scaling_factor": 1.0}
+    if config.rope_interleave and rope["rope_type"] == "default":
+        return plain
+    if not config.rope_interleave or rope["rope_type"] != "yarn" or rope.get("attention_factor") is not None:
+        raise ConfigError(
+            f"--backend megatron does not build rope_parameters {rope}, rope_interleave {config.rope_interleave}: "
+            f"{_WAY_OUT}"
+        )
+    original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+    return plain | {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": rope["factor"],
+        "original_max_position_embeddings": original,
+        "beta_fast": rope.get("beta_fast") or 32,
+        "beta_slow": rope.get("beta_slow") or 1,
+        "mscale": rope.get("mscale") or 1.0,
+        "mscale_all_dim": rope.get("mscale_all_dim") or 0.0,
     }
 
 
@@ -154,8 +181,16 @@ def transformer_config(
     family = family_of(config)
     _refuse_unknown(config)
     _refuse_split(config, megatron)
-    if not has_engine:
-        _refuse_without_engine(config, megatron)
+    if on_cpu and megatron.tensor_parallel > 1 and megatron.expert_parallel > 1:
+        raise ConfigError(
+            "--megatron-expert-parallel with --megatron-tensor-parallel gathers unequal parts, which gloo cannot: on "
+            "CPUs leave one out"
+        )
+    if family.latent and megatron.tensor_parallel > 1 and not has_engine:
+        raise ConfigError(
+            "--megatron-tensor-parallel: megatron-core's plain latent attention loses what heads of other ranks do to "
+            f"the rotary key of a {config.model_type}: install Transformer Engine, or use --megatron-expert-parallel"
+        )
     values = _ALWAYS | _of_model(config) | _of_split(megatron)
     values |= {
         "params_dtype": dtype,
@@ -171,7 +206,7 @@ def transformer_config(
         values |= {
             "moe_grouped_gemm": has_engine,
             "moe_permute_fusion": False,
-            "moe_router_dtype": "fp32",
+            "moe_router_dtype": "fp32" if dtype == torch.float32 or family.latent else None,  # as transformers
             "moe_router_load_balancing_type": "none",
             "moe_aux_loss_coeff": 0.0,
             "expert_tensor_parallel_size": megatron.tensor_parallel,
@@ -212,6 +247,8 @@ def rotary_options(config: PreTrainedConfig) -> dict[str, Any]:
     """Arguments of GPTModel. ConfigError for a scaling that megatron-core does not have, or not with these numbers."""
     if family_of(config).wrapped:
         return {"position_embedding_type": "none"}
+    if family_of(config).latent:
+        return {"position_embedding_type": "rope"}  # each attention has a table of its own: `_latent_rope`
     rope = dict(config.rope_parameters)
     options = {
         "position_embedding_type": "rope",
@@ -278,20 +315,8 @@ def _refuse_split(config: PreTrainedConfig, megatron: MegatronConfig) -> None:
         raise ConfigError(f"--megatron-expert-parallel {experts} must divide {choice.num_experts} experts: lower it")
     elif tensor > 1 and not megatron.sequence_parallel:
         raise ConfigError(
-            "--megatron-tensor-parallel of a model with experts needs --megatron-sequence-parallel, and that "
-            "Transformer Engine: use --megatron-expert-parallel"
-        )
-
-
-def _refuse_without_engine(config: PreTrainedConfig, megatron: MegatronConfig) -> None:
-    if megatron.sequence_parallel and not family_of(config).wrapped:  # norms of transformers have no need of it
-        raise ConfigError(
-            "--megatron-sequence-parallel needs Transformer Engine, which does not import here: leave it out"
-        )
-    if family_of(config).latent:
-        raise ConfigError(
-            f"--backend megatron: the latent attention of a {config.model_type} needs Transformer Engine, which does "
-            "not import here: use --backend fsdp"
+            "--megatron-tensor-parallel of a model with experts needs --megatron-sequence-parallel: add it, or use "
+            "--megatron-expert-parallel alone"
         )
 
 

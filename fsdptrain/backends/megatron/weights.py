@@ -131,13 +131,19 @@ class WeightMap:
         return [name for rank in self._expert_ranks(entry) for name in self._names(entry, rank)]
 
     @torch.no_grad()
-    def load(self, source: Source, into: Callable[[str], Tensor] | None = None) -> None:
-        """Fill this rank's tensors; `into`: others, shaped as the parameters, by name. Not collective."""
+    def load(
+        self, source: Source, put: Callable[[str, Tensor], None] | None = None, *, only_parameters: bool = False
+    ) -> None:
+        """Fill this rank's tensors. Not collective.
+
+        put: takes the tensor of a parameter, by name, in place of the model. only_parameters: and no buffers.
+        """
         rank, size = self._groups.tensor.rank(), self._groups.tensor.size()
         for entry in self.entries:
-            if into and not isinstance(self._tensors[entry.name], nn.Parameter):
+            target = self._tensors[entry.name]
+            is_parameter = isinstance(target, nn.Parameter)
+            if only_parameters and not is_parameter:
                 continue
-            target = into(entry.name) if into else self._tensors[entry.name]
             names = self._names(entry, self._groups.expert.rank())
             try:
                 found = entry.conversion.read(source, names, rank, size)
@@ -147,10 +153,13 @@ class WeightMap:
                 raise CheckpointError(
                     f"{entry.name} is {list(target.shape)}, but the files make {list(found.shape)} of it"
                 )
-            target.copy_(found)
+            if put is not None and is_parameter:
+                put(entry.name, found)
+            else:
+                target.copy_(found)
 
     def plan(self, dtype: torch.dtype | None = None, *, only_parameters: bool = False) -> dict[str, Tensor]:
-        """What `stream` gives, in its order, on meta; `only_parameters`: with its `of`."""
+        """What `stream` gives, in its order, on meta."""
         kept = [x for stage in self._stages for x in stage if x.is_parameter or not only_parameters]
         found: dict[str, Tensor] = {}
         for exported in kept:
@@ -161,19 +170,25 @@ class WeightMap:
 
     @torch.no_grad()
     def stream(
-        self, *, dtype: torch.dtype | None = None, of: Callable[[str], Tensor] | None = None
+        self,
+        *,
+        dtype: torch.dtype | None = None,
+        of: Callable[[str], Tensor] | None = None,
+        only_parameters: bool = False,
     ) -> Iterator[tuple[str, Tensor]]:
         """(name in the files, whole tensor) of everything, on every rank, which must iterate to the end. Collective.
 
-        dtype: of parameters; buffers keep theirs. of: other tensors, shaped as the parameters, by name.
+        dtype: of parameters; buffers keep theirs. of: other tensors, shaped as the parameters, by name: called on all
+        ranks of the parameter's stage.
         """
         for stage, entries in enumerate(self._stages):
             own = stage == self._groups.stage.rank()
             for exported in entries:
-                if of and not exported.is_parameter:
+                if only_parameters and not exported.is_parameter:
                     continue
                 wanted = dtype if dtype is not None and exported.is_parameter else exported.dtype
-                found = self._whole(exported.entry, wanted, of) if own else []
+                other = of if exported.is_parameter else None
+                found = self._whole(exported.entry, wanted, other) if own else []
                 for i, name in enumerate(self._all_names(exported.entry)):
                     yield name, self._over_stages(name, found[i] if own else None, stage, wanted)
 

@@ -4,7 +4,7 @@ it."""
 import pytest
 
 from fsdptrain.config import Config, check_world_size
-from fsdptrain.config.grid import draw_grid
+from fsdptrain.config.grid import across_nodes, draw_grid
 from fsdptrain.errors import ConfigError
 
 # (what is refused beside --backend megatron, what the line names, what repairs it)
@@ -20,23 +20,12 @@ REFUSED = [
     ({"async_save": True}, ["--async-save"], {"async_save": False}),
     ({"router_replay": "scoring"}, ["--router-replay"], {"router_replay": "off"}),
     ({"prefix_sharing": "on"}, ["--prefix-sharing"], {"prefix_sharing": "auto"}),
-    ({"megatron_bridge": "mbridge"}, ["--megatron-bridge mbridge", "own"], {"megatron_bridge": "own"}),
     (
         {"megatron_context_parallel": 2, "megatron_moe_dispatcher": "allgather"},
         ["--megatron-moe-dispatcher allgather", "--megatron-context-parallel", "alltoall"],
         {"megatron_moe_dispatcher": "alltoall"},
     ),
     ({"megatron_sequence_parallel": True}, ["--megatron-tensor-parallel above 1"], {"megatron_tensor_parallel": 2}),
-    (
-        {"megatron_pipeline_parallel": 2, "megatron_expert_parallel": 2},
-        ["--megatron-pipeline-parallel", "--megatron-expert-parallel"],
-        {"megatron_expert_parallel": 1},
-    ),
-    (
-        {"megatron_pipeline_parallel": 2, "megatron_context_parallel": 2},
-        ["--megatron-pipeline-parallel", "--megatron-context-parallel"],
-        {"megatron_context_parallel": 1},
-    ),
     (
         {"megatron_pipeline_parallel": 2, "megatron_moe_dispatcher": "allgather"},
         ["--megatron-moe-dispatcher allgather", "alltoall"],
@@ -68,9 +57,31 @@ def test_ranks_that_share_packs_are_neighbours_and_must_fit() -> None:
     assert draw_grid(config, 8)[1] == "packs [0 1 2 3] [4 5 6 7]"
     dealt = Config(hf_checkpoint="x", backend="megatron", megatron_context_parallel=2)
     assert dealt.pack_copies == 2
-    assert draw_grid(dealt, 4)[0].startswith("4 processes = 2 replicas x 1 pipeline x 2 context x 1 tensor")
+    assert draw_grid(dealt, 4)[0].startswith("4 processes = 2 replicas x 2 context x 1 pipeline x 1 tensor")
     with pytest.raises(ConfigError, match="must divide the number of processes, 6"):
         check_world_size(config, 6)
     experts = Config(hf_checkpoint="x", backend="megatron", megatron_expert_parallel=4)
     with pytest.raises(ConfigError, match=r"--megatron-expert-parallel 4 x .* must divide the processes of a stage, 6"):
         check_world_size(experts, 6)
+
+
+def test_groups_are_drawn_as_ranks_are_numbered() -> None:
+    split = {"megatron_tensor_parallel": 2, "megatron_pipeline_parallel": 2, "megatron_expert_parallel": 2}
+    config = Config(hf_checkpoint="x", backend="megatron", **split)
+    assert draw_grid(config, 8)[1:] == [
+        "packs [0 1 2 3] [4 5 6 7]",
+        "tensor [0 1] [2 3] [4 5] [6 7]",
+        "stages [0 2] [1 3] [4 6] [5 7]",
+        "experts [0 4] [1 5] [2 6] [3 7]",
+    ]
+
+
+def test_groups_that_wait_in_each_layer_should_lie_within_a_node() -> None:
+    """Those of experts are as far apart as the ranks of a replica are many; stages wait for each other seldom."""
+    options = {"hf_checkpoint": "x", "backend": "megatron"}
+    experts = Config(**options, megatron_expert_parallel=4)
+    assert list(across_nodes(experts, 4)) == []
+    behind = Config(**options, megatron_expert_parallel=4, megatron_pipeline_parallel=2)
+    (line,) = across_nodes(behind, 4)
+    assert line.startswith("--megatron-expert-parallel 4: its groups do not lie within a node of 4 processes")
+    assert list(across_nodes(Config(**options, megatron_pipeline_parallel=4), 2)) == []

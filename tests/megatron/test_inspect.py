@@ -1,0 +1,34 @@
+"""`fsdptrain inspect --backend megatron`: the whole model without memory, a small copy, and what would fall back."""
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from tests.e2e import command
+from tests.megatron import cases, wrapped_cases
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next"])
+def test_the_whole_model_is_counted_and_a_copy_is_called_one(family: str, tmp_path: Path) -> None:
+    save = wrapped_cases.save if family in wrapped_cases.CONFIGS else cases.save
+    folder = save(family, tmp_path / "model")
+    result = command.run(["inspect", "--hf-checkpoint", str(folder), "--backend", "megatron"], tmp_path / "out")
+    assert result.code == 0, result.err
+    lines = result.out.splitlines()
+    number = AutoModelForCausalLM.from_pretrained(folder).num_parameters()
+    assert lines[0] == (
+        f"{family}: {number:,} parameters by config.json, and as many in megatron-core's model, each with its place in "
+        "the files"
+    )
+    assert lines[1] == "a small random copy of it, on one process:"
+    assert "  it computes the logprobs of transformers: " in result.out
+
+
+def test_a_bridge_that_is_not_there_is_a_fallback_and_strict_makes_it_an_error(tmp_path: Path) -> None:
+    folder = cases.save("qwen3", tmp_path / "model")
+    asked = ["--backend", "megatron", "--no-bf16", "--megatron-bridge", "megatron-bridge", "--strict"]
+    result = command.run(["inspect", "--hf-checkpoint", str(folder), *asked], tmp_path / "out")
+    assert result.code == 2
+    assert "fallback: weights: the table of fsdptrain instead of megatron-bridge (it is not installed)" in result.out
+    assert "--strict allows no fallback" in result.err
