@@ -30,7 +30,7 @@ test: install  ## everything that runs without a GPU
 
 SERVER_TESTS := delta lora push run sync_check
 
-test-servers: SERVER_TESTS += in_flight recovery
+test-servers: SERVER_TESTS += hosts in_flight recovery
 test-servers: test-vllm  ## the same, and servers that are killed, hang, or take weights in flight: minutes more
 
 test-vllm: install .venv-vllm/.installed  ## vLLM in the trainer's process, and its servers in an environment of their own

@@ -2,15 +2,19 @@
 
 import base64
 import io
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from transformers import Qwen3Config, Qwen3NextConfig
 
+from fsdptrain.config import Config
 from fsdptrain.data.routes import sample_routes
 from fsdptrain.errors import ConfigError
+from fsdptrain.rollout.vllm_colocated import build_vllm_engine
 from fsdptrain.rollout.vllm_options import gdn_options, routes_of, routes_options
+from fsdptrain.testing import spawn
 
 GDN = Qwen3NextConfig()
 TRITON = {"gdn_prefill_backend": "triton"}
@@ -37,6 +41,22 @@ def test_routes_are_asked_for_where_vllm_can_tell_them_and_refused_elsewhere():
     assert routes_options("rollout", "cuda") == {"enable_return_routed_experts": True}
     with pytest.raises(ConfigError, match="--router-replay rollout: vLLM does not tell its experts without a GPU"):
         routes_options("rollout", "cpu")
+
+
+def refusals(given: list[dict[str, int]]) -> list[str]:
+    said = []
+    for args in given:
+        config = Config(hf_checkpoint="x", rollout_engine="vllm", rollout_engine_args=args)
+        with pytest.raises(ConfigError) as caught:
+            build_vllm_engine(config, checkpoint=Path("x"), device=torch.device("cpu"))
+        said.append(str(caught.value))
+    return said
+
+
+def test_an_engine_in_the_process_is_spread_over_the_ranks_there_are_and_in_no_other_way():
+    [said] = spawn(1, refusals, [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
+    assert "tensor_parallel_size=2: an engine is spread over so many ranks, and there are 1: take a divisor" in said[0]
+    assert "pipeline_parallel_size: an engine in the trainer's process is spread over ranks by tensor_par" in said[1]
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16"])
