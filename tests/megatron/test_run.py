@@ -23,9 +23,10 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return cases.save("qwen3_moe", tmp_path_factory.mktemp("hub") / "moe")
 
 
-def run(checkpoint: Path, folder: Path, *flags: str, num_ranks: int = 2) -> list[dict[str, float]]:
+def run(checkpoint: Path, folder: Path, *flags: str, num_ranks: int = 2, bf16: bool = False) -> list[dict[str, float]]:
     """The metrics of the rollouts."""
-    argv = ["--hf-checkpoint", str(checkpoint), "--output-dir", str(folder / "run"), *TINY_RUN, *FLAGS, *flags]
+    tiny = [flag for flag in TINY_RUN if flag != "--no-bf16" or not bf16]
+    argv = ["--hf-checkpoint", str(checkpoint), "--output-dir", str(folder / "run"), *tiny, *FLAGS, *flags]
     result = command.run(argv, folder, timeout=600, num_ranks=num_ranks)
     assert result.code == 0, result.err
     rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -88,3 +89,20 @@ def test_what_one_backend_has_made_goes_on_on_the_other(runs, tmp_path) -> None:
     on_fsdp = run(runs.exported("megatron"), tmp_path / "a", *one, num_ranks=1)
     on_megatron = run(runs.exported("fsdp"), tmp_path / "b", *one, *MEGATRON, num_ranks=1)
     assert_same(on_megatron, on_fsdp, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_stages_and_experts_on_four_ranks_learn_the_same(runs, moe, tmp_path) -> None:
+    assert_same(run(moe, tmp_path, *EXPERTS, "--megatron-pipeline-parallel", "2", num_ranks=4), runs.fsdp)
+
+
+@pytest.mark.slow
+def test_in_bfloat16_a_run_begins_as_on_fsdp_and_goes_on_bitwise(moe, tmp_path) -> None:
+    """After the first steps rollouts are other ones: bfloat16 rounds otherwise here and there."""
+    fsdp = run(moe, tmp_path / "fsdp", "--num-rollout", "1", bf16=True)
+    megatron = run(moe, tmp_path / "megatron", *EXPERTS, bf16=True)
+    for name in ("optim/grad_norm", "policy/entropy", "reward/mean"):
+        assert megatron[0][name] == pytest.approx(fsdp[0][name], rel=5e-2), name
+    whole = Runs(tmp_path, fsdp, megatron)
+    rows = run(moe, whole.taken_back(tmp_path / "again"), *EXPERTS, bf16=True)
+    assert_same(rows[-2:], megatron[-2:], rel=0, abs=0)

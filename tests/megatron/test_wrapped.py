@@ -83,6 +83,10 @@ def test_a_users_function_makes_the_layers(checkpoint: Path):
     assert spawn(1, wrapped_cases.with_own_spec, checkpoint) == [["Qwen3NextAttention"] * 4]
 
 
+def test_a_users_layers_take_rows_of_any_length_under_sequence_parallel():
+    assert max(spawn(2, wrapped_cases.with_own_spec_and_sequence_parallel)) < 1e-5
+
+
 def test_classes_are_those_that_the_models_own_layers_have():
     found = hf_modules(wrapped_cases.CONFIGS["qwen3_5_text"])
     assert [(mixer.module_class.__name__, mixer.hub_name) for mixer in found.mixers] == [

@@ -210,6 +210,21 @@ def with_own_spec(folder: Path) -> list[str]:
     return [type(layer.self_attention.hf).__name__ for layer in layers]
 
 
+def with_own_spec_and_sequence_parallel() -> float:
+    """How far logprobs are from those of transformers, in padded rows whose length the ranks do not divide."""
+    from fsdptrain.backends.megatron.cpu_shims import install_cpu_shims
+    from fsdptrain.backends.megatron.groups import start_groups
+    from fsdptrain.backends.megatron.parity import check_parity
+
+    install_cpu_shims()
+    config = copy.deepcopy(CONFIGS["qwen3_next"])
+    vars(config)["layer_types"] = ["full_attention"] * config.num_hidden_layers
+    split = MegatronConfig(tensor_parallel=2, sequence_parallel=True, spec=f"{__name__}:only_attention")
+    start_groups(split, timeout_s=60)
+    options: dict[str, Any] = {"dtype": torch.float32, "has_engine": False, "on_cpu": True}
+    return check_parity(config, split, options, spec=split.spec, device=torch.device("cpu"))[0]
+
+
 def only_attention(transformer_config: Any, hf_config: PreTrainedConfig, *, vp_stage: int | None = None) -> Any:
     """A user's layers: as those of the backend, of a config of their own."""
     from fsdptrain.backends.megatron.hf_spec import layer_spec

@@ -122,7 +122,7 @@ class MegatronBackend:
     @property
     def lines(self) -> list[str]:
         """For the log."""
-        return [*self.report.lines, self._conversion.line, self.layout_probe.line]
+        return [*self.report.lines, self._masters.line, self._conversion.line, self.layout_probe.line]
 
     def kernels(self) -> list[Kernel]:
         return [*self.report.kernels, self._conversion]

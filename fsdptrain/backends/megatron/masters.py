@@ -49,6 +49,15 @@ class Masters:
                     self._parts[name] = _part(parameter, first - start, last - start)
 
     @property
+    def line(self) -> str:
+        """For the log."""
+        sizes = sorted({group.size() for group in self._groups.values()}, reverse=True)
+        dtype = str(next(iter(self._names)).dtype).removeprefix("torch.")
+        kind = "the weights themselves" if dtype == "float32" else f"of weights in {dtype}"
+        ranks = " and, of experts, ".join(map(str, sizes))
+        return f"float32 masters, {kind}: gradients in float32, AdamW dealt over {ranks} ranks"
+
+    @property
     def named(self) -> dict[str, nn.Parameter]:
         """By the names of the model's parameters, those of which this rank owns something."""
         return {name: part.master for name, part in self._parts.items()}

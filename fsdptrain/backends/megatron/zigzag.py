@@ -112,7 +112,7 @@ class _SliceCopies(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _own_run(x, group).clone()
+        return _own_run(x, group).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
