@@ -11,14 +11,17 @@ itself where experts are balanced. Not counted: norms, metrics and flags, some n
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from fsdptrain.config import Config
+from fsdptrain.errors import ConfigError
+from fsdptrain.models.anatomy import module_kind
 from fsdptrain.models.context import repeats_of
+from fsdptrain.models.recurrent import recurrent_mixers
 from fsdptrain.models.split_plan import SplitPlan
 from fsdptrain.models.structure import (
     decoder_layers,
@@ -35,6 +38,10 @@ Axis = Literal["shard", "replicate", "expert_shard", "tensor", "expert", "contex
 
 _REDUCED = 4  # bytes: gradients are summed in float32
 _LOGITS = 4  # and what is summed over the vocabulary
+_OF_A_WEIGHT = {
+    *("colwise", "colwise_rep", "colwise_gather_output", "rowwise", "rowwise_rep", "rowwise_split_input"),
+    *("embedding_rowwise", "replicated_with_grad_allreduce"),
+}
 
 
 @dataclass(frozen=True)
@@ -119,6 +126,7 @@ def _splitting(model: PreTrainedModel, config: Config, pieces: Pieces, itemsize:
     if context > 1:
         yield "all-reduce", "context", 2, 2 * _LOGITS * pack.tokens  # logprobs and entropies
     every = config.model.gradient_checkpointing_every if config.model.gradient_checkpointing else 0
+    mixers = set(recurrent_mixers(model)) if context > 1 else set()
     inside: set[str] = set()
     names = {id(module): name for name, module in model.named_modules()}
     for index, layer in enumerate(decoder_layers(model)):
@@ -126,7 +134,7 @@ def _splitting(model: PreTrainedModel, config: Config, pieces: Pieces, itemsize:
         members = [(f"{prefix}.{name}", module) for name, module in layer.named_modules() if name]
         inside.update(name for name, _ in members)
         again = bool(every) and index % every == 0
-        yield from _layer(model, pieces, members, itemsize, own.tokens, again=again)
+        yield from _layer(model, pieces, members, mixers, itemsize, own.tokens, again=again)
     for name, module in model.named_modules():
         if name not in inside and module is not lm_head(model):
             forward, backward = _module(name, module, pieces.plan, itemsize, own.tokens)
@@ -139,19 +147,23 @@ def _layer(
     model: PreTrainedModel,
     pieces: Pieces,
     members: Sequence[tuple[str, nn.Module]],
+    mixers: set[str],
     itemsize: int,
     tokens: int,
     *,
     again: bool,
 ) -> Iterator[_Call]:
-    """`again`: its forward pass is done twice, the second time without its end, from which nothing is needed."""
+    """`mixers`: those that the tokens of a context group are gathered around. `again`: its forward pass is done twice,
+    the second time without its end, from which nothing is needed."""
     forward: list[_Call] = []
-    if pieces.grid.context > 1:
-        exchanged = _attention(model, pieces.grid, itemsize, tokens)
-        yield from exchanged
-        forward += exchanged
+    gathered = [name for name, _ in members if name in mixers]
+    whole = tokens * pieces.grid.context
+    for first, backward in _mixing(model, pieces.grid, members, mixers, itemsize, tokens):
+        yield from backward
+        forward += first
     for name, module in members:
-        first, backward = _module(name, module, pieces.plan, itemsize, tokens)
+        around = any(_is_within(name, mixer) for mixer in gathered)
+        first, backward = _module(name, module, pieces.plan, itemsize, whole if around else tokens)
         if num_fused_experts(module) and pieces.grid.expert > 1:
             first, backward = _experts(model, pieces.grid, itemsize, tokens)
         yield from backward
@@ -162,13 +174,43 @@ def _layer(
         yield from forward[: len(forward) - ends]
 
 
+def _is_within(name: str, other: str) -> bool:
+    return name == other or name.startswith(f"{other}.")
+
+
+def _mixing(
+    model: PreTrainedModel,
+    grid: Grid,
+    members: Sequence[tuple[str, nn.Module]],
+    mixers: set[str],
+    itemsize: int,
+    tokens: int,
+) -> Iterator[tuple[list[_Call], list[_Call]]]:
+    """(in the forward pass, in the backward pass) of what mixes tokens of a layer, which are dealt over ranks."""
+    if grid.context == 1:
+        return
+    gathered = [name for name, _ in members if name in mixers]
+    rest = [module for name, module in members if not any(_is_within(name, mixer) for mixer in gathered)]
+    if not mixers or any(module_kind(module) == "attention" for module in rest):
+        exchanged = _attention(model, grid, itemsize, tokens)
+        yield exchanged, exchanged
+    size = itemsize * tokens * grid.context * model.config.get_text_config().hidden_size
+    for _ in gathered:
+        yield [("all-gather", "context", 1, size)], [("all-to-all", "context", 1, size)]
+
+
 def _module(
     name: str, module: nn.Module, plan: SplitPlan, itemsize: int, tokens: int
 ) -> tuple[list[_Call], list[_Call]]:
     """(in the forward pass, in the backward pass) of one module by its style."""
     style = plan.tensor.get(name)
-    if style is None:
+    if style in (None, "replicate", "local_params"):
         return [], []
+    if style == "mla_kv_a_proj":  # the gradient of the part of keys that every head sees
+        shared = cast(Any, module).config.qk_rope_head_dim
+        return [], [("all-reduce", "tensor", 1, itemsize * tokens * shared)]
+    if style not in _OF_A_WEIGHT:
+        raise ConfigError(f"what {name} sends between tensor ranks, which is split as {style}, is not known")
     weight = module.get_parameter("weight")
     rows, columns = (weight.shape[0], weight.shape[-1])
     out, into = itemsize * tokens * rows, itemsize * tokens * columns
@@ -179,9 +221,7 @@ def _module(
         return [("all-reduce", "tensor", 1, out)], []
     if style == "embedding_rowwise":
         return [("all-reduce", "tensor", 1, into)], []
-    if style == "replicated_with_grad_allreduce":
-        return [], [("all-reduce", "tensor", 1, itemsize * weight.numel())]
-    raise AssertionError(f"what {style} of {name} sends is not known")
+    return [], [("all-reduce", "tensor", 1, itemsize * weight.numel())]  # replicated_with_grad_allreduce
 
 
 def _attention(model: PreTrainedModel, grid: Grid, itemsize: int, tokens: int) -> list[_Call]:

@@ -40,7 +40,10 @@ class Collectives(TorchDispatchMode):
             if _KINDS[name] == "all-to-all":  # what is sent; the other side may get more or less
                 tensors = [args[1] if name.startswith("c10d.") else args[0]]
             self.calls[key] += 1
-            self.bytes[key] += max(x.nbytes for x in tensors)
+            if name == "c10d.allgather_":  # into a list of tensors
+                self.bytes[key] += sum(x.nbytes for x in tree_leaves(args[0]))
+            else:
+                self.bytes[key] += max(x.nbytes for x in tensors)
         elif "c10d" in name and not name.endswith(("wait_tensor", "_wrap_tensor_autograd")):
             raise AssertionError(f"a collective that is not counted: {name}")
         return out

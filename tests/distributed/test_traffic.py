@@ -12,7 +12,7 @@ from fsdptrain.fsdp.shards import local_shard
 from fsdptrain.planning.pieces import Grid, Pieces
 from fsdptrain.planning.traffic import Axis, Kind, Pack, step_traffic
 from fsdptrain.testing import spawn
-from tests import zoo
+from tests import families, zoo
 
 from .collectives import Collectives
 from .test_fsdp_backend import GRPO, config, packs_of_this_rank, samples
@@ -24,7 +24,9 @@ FAMILIES = {
     "gpt_oss": {},
     "deepseek_v3": {},
     "qwen3_next": {},
+    "falcon_h1": {},  # attention and a mixer with a state side by side
 }
+GATHER = {"context_parallel_recurrent": "gather"}
 
 
 def tensor(size: int, **more) -> dict:
@@ -43,6 +45,8 @@ CASES = {
     2: [
         ("qwen3", context(2)),
         ("deepseek_v3", context(2, expert_parallel_size=2)),
+        ("qwen3_next", context(2, **GATHER, gradient_checkpointing=True)),
+        ("falcon_h1", context(2, **GATHER)),
         ("qwen3", {}),
         ("qwen3", {"bf16": True, "fsdp_reshard_after_forward": False}),
         ("qwen3", tensor(2, logprob_chunk_size=16)),
@@ -62,6 +66,8 @@ CASES = {
         ("qwen3_moe", tensor(2, expert_parallel_size=2, gradient_checkpointing=True)),
         ("gpt_oss", expert(2, fsdp_replicate_size=2)),
         ("qwen3_next", tensor(2, expert_parallel_size=2)),
+        ("qwen3_next", context(2, tensor_parallel_size=2, expert_parallel_size=2, **GATHER)),
+        ("qwen3_next", context(4, **GATHER, bf16=True)),
     ],
 }
 Counted = dict[tuple[Kind, tuple[int, ...]], tuple[int, float]]
@@ -103,8 +109,8 @@ def measure(cases: list[tuple[str, str, dict]]) -> list[tuple[Counted, Counted, 
         by_axes, planned = axes(grid), Counter()
         calls: Counter = Counter()
         padded = backend.layout_probe.layout == "padded"
-        tokens = [max(x.seqlens) * len(x.seqlens) if padded else sum(x.seqlens) for x in packs]
-        tokens = [n + -n % grid.context for n in tokens]  # filled up
+        rows = [(max(x.seqlens), len(x.seqlens)) if padded else (sum(x.seqlens), 1) for x in packs]
+        tokens = [(width + -width % grid.context) * count for width, count in rows]  # columns are filled up
         sizes = [Pack(n, len(pack.loss_positions)) for n, pack in zip(tokens, packs, strict=True)]
         for found in step_traffic(backend.model, chosen, pieces, sizes):
             [group] = [ranks for ranks, names in by_axes.items() if found.axis in names]
@@ -128,7 +134,10 @@ def _fits(backend: FSDPBackend, pieces: Pieces) -> bool:
 @pytest.mark.parametrize("world", CASES)
 def test_ranks_send_and_hold_what_is_planned(world, tmp_path):
     for family, changes in FAMILIES.items():
-        zoo.build(family, **changes).save_pretrained(tmp_path / family)
+        if family in zoo.CONFIGS:
+            zoo.build(family, **changes).save_pretrained(tmp_path / family)
+        else:
+            families.save(family, tmp_path / family)
     cases = [(family, str(tmp_path / family), values) for family, values in CASES[world]]
     for (family, _, values), *ranks in zip(cases, *spawn(world, measure, cases, timeout=300), strict=True):
         name = f"{family} {values}"
