@@ -90,8 +90,9 @@ class VLLMEngine:
             finally:
                 for _ in changed:  # to make them is collective: also where vLLM has raised an error
                     pass
-            self._delta.commit()
             self._begin(policy_version)
+        self._delta.commit()
+        self._has_weights = True
 
     def update_adapter(
         self, weights: Iterable[tuple[str, Tensor]], write_config: Callable[[Path], None], policy_version: int
@@ -103,6 +104,7 @@ class VLLMEngine:
             assert self._adapter is not None, "vLLM was started with --lora-sync adapter"
             self._adapter.load(tensors, write_config, policy_version)
             self._begin(policy_version)
+        self._has_weights = True
 
     def metrics(self) -> Metrics:
         """Of the last update of weights."""
@@ -119,7 +121,6 @@ class VLLMEngine:
         if not self._llm.reset_prefix_cache():
             raise RolloutError("vLLM did not forget its cached prefixes: they belong to the weights of before")
         self.policy_version = policy_version
-        self._has_weights = True
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
         """`num_samples` completions for each prompt, prompt by prompt, in order; each request has its own seed."""
