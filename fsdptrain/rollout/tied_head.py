@@ -8,15 +8,22 @@ from typing import Any
 from torch import nn
 
 
+def tied_heads(model: nn.Module) -> dict[str, nn.Module]:
+    """Heads that have the weight of an embedding, by name. What a checkpoint ties, not every model of vLLM does."""
+    embeddings = {p.data_ptr() for name, p in model.named_parameters(remove_duplicate=False) if "embed" in name}
+    heads: dict[str, Any] = {n: module for n, module in model.named_modules() if n.rpartition(".")[2] == "lm_head"}
+    return {
+        name: head for name, head in heads.items() if hasattr(head, "weight") and head.weight.data_ptr() in embeddings
+    }
+
+
 def repack_tied_head(model: nn.Module) -> None:
     """Give a tied head the weights that its embedding has received. Nothing to do on a GPU, where they are one tensor.
 
     On a CPU vLLM keeps linear layers in a packed copy, and makes it anew only for layers that received weights: a
     tied head receives none, and would go on answering with its old ones.
     """
-    embeddings = {p.data_ptr() for name, p in model.named_parameters(remove_duplicate=False) if "embed" in name}
-    for name, module in model.named_modules():
+    for module in tied_heads(model).values():
         head: Any = module
-        is_packed_head = name.rpartition(".")[2] == "lm_head" and hasattr(head, "cpu_linear")
-        if is_packed_head and head.weight.data_ptr() in embeddings:
+        if hasattr(head, "cpu_linear"):
             head.quant_method.process_weights_after_loading(head)

@@ -16,7 +16,7 @@ from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportM
 from fsdptrain.rollout.delta import block_of
 from fsdptrain.rollout.expert_names import missing_experts
 from fsdptrain.rollout.packed_experts import forget_kernels, restore_kernels
-from fsdptrain.rollout.tied_head import repack_tied_head
+from fsdptrain.rollout.tied_head import repack_tied_head, tied_heads
 
 _SHOWN = 5  # names that an error lists
 _LAYERS_LOG = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
@@ -33,8 +33,10 @@ class WeightReload:
         self._came: set[str] = set()
         self._loaded: set[str] | None = set()
         self._kernels: dict[str, Any] = {}
+        self._tied: set[str] = set()  # parameters that come with others
 
     def start(self) -> None:
+        self._tied = {f"{name}.weight" for name in tied_heads(self._model)}
         self._kernels = forget_kernels(self._model)
         initialize_layerwise_reload(self._model)
 
@@ -71,8 +73,7 @@ class WeightReload:
         """vLLM only warns of layers that got no weights, and answers with their old ones."""
         if self._loaded is None or self._config.quantization is not None:
             return []
-        tied = self._config.hf_config.get_text_config().tie_word_embeddings
-        names = {name for name, _ in self._model.named_parameters() if not (tied and name.endswith("lm_head.weight"))}
+        names = {name for name, _ in self._model.named_parameters()} - self._tied
         if self.is_partial:
             touched = {block_of(name) for name in self._loaded}
             names = {name for name in names if block_of(name) in touched}
