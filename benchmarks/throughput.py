@@ -49,8 +49,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=SIZES)
-    parser.add_argument("--vllm-python", help="Python of an environment with vLLM and what fsdptrain needs")
-    parser.add_argument("--trl-python", help="Python of an environment with vLLM and TRL")
+    parser.add_argument(
+        "--vllm-python", type=os.path.abspath, help="Python of an environment with vLLM and what fsdptrain needs"
+    )
+    parser.add_argument("--trl-python", type=os.path.abspath, help="Python of an environment with vLLM and TRL")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--num-prompts", type=int, default=16)
     parser.add_argument("--num-samples", type=int, default=8)
