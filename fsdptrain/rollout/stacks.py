@@ -1,6 +1,9 @@
 """Where every rank stood when a wait took too long."""
 
+import contextlib
 import faulthandler
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -14,7 +17,23 @@ class StackDump:
     def __init__(self, folder: Path, rank: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
-        self._file = (folder / f"rank{rank}.txt").open("w")
+        self._path = folder / f"rank{rank}.txt"
+        self._file = self._path.open("w")
+
+    @contextlib.contextmanager
+    def around(self, seconds: float) -> Iterator[None]:
+        """What all ranks begin together and do in much less than `seconds`; an error that came later says where their
+        stacks are."""
+        start = time.monotonic()
+        self.arm(seconds)
+        try:
+            yield
+        except Exception as error:
+            if time.monotonic() - start >= seconds:
+                error.add_note(f"Where each rank stood: {self.folder}")
+            raise
+        finally:
+            self.disarm()
 
     def arm(self, seconds: float) -> None:
         """From now; what was armed before is forgotten."""
@@ -28,5 +47,12 @@ class StackDump:
         faulthandler.dump_traceback(file=self._file)
 
     def close(self) -> None:
+        """Where nothing was written nothing is left."""
         self.disarm()
+        if self._file.closed:
+            return
         self._file.close()
+        if not self._path.stat().st_size:
+            self._path.unlink()
+            with contextlib.suppress(OSError):  # others are there
+                self.folder.rmdir()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 
 from fsdptrain.errors import ConfigError, RolloutError
 from fsdptrain.rollout.vllm_http import GivenUp, ServerGoneError, ServerRefusedError, VLLMClient
@@ -62,9 +63,11 @@ class Fleet:
         min_servers: int,
         keep_requests: bool = False,
         require_fitting: Callable[[VLLMClient], None] = lambda client: None,
+        prove: Callable[[VLLMClient, Weights, Deadline], None] = lambda client, weights, deadline: None,
     ) -> None:
         """`keep_requests`: what servers work on goes on after they took new weights. `require_fitting`: ConfigError of
-        one that somebody has started otherwise than it must be."""
+        one that somebody has started otherwise than it must be. `prove`: ServerError of one that took the place of
+        another, and does not hold the weights that it was given; the others are looked at by --sync-check."""
         self._servers = list(servers)
         self._push = push
         self._sync_timeout = sync_timeout
@@ -72,6 +75,7 @@ class Fleet:
         self._min_servers = min_servers
         self._keep_requests = keep_requests
         self._require_fitting = require_fitting
+        self._prove = prove
         self._weights: Weights | None = None
         self._failure: Exception | None = None  # of the thread that looks after them
         self._began = False  # all servers have been up
@@ -112,7 +116,7 @@ class Fleet:
             up = [server for server in self._servers if server.state is State.UP]
             for server in up:
                 server.starts = 0
-            self._update(up, self._push)
+            self._update(up, partial(self._bring, push=self._push))
         replacement = self._start_timeout + self._sync_timeout if self._has_own else 0.0
         return self.wait_for(self._min_servers, replacement)
 
@@ -163,7 +167,12 @@ class Fleet:
         self._require_fitting(client)
         return True
 
-    def _update(self, servers: Sequence[Server], push: Push, given_up: GivenUp = lambda: False) -> None:
+    def _update(
+        self,
+        servers: Sequence[Server],
+        bring: Callable[[VLLMClient, Weights, Deadline], None],
+        given_up: GivenUp = lambda: False,
+    ) -> None:
         """The newest weights to all of `servers`; then, if none refused, all of them go on."""
         weights = self._weights
         assert weights is not None
@@ -172,10 +181,7 @@ class Fleet:
         def each(servers: Sequence[Server], do: Callable[[VLLMClient], object]) -> list[str]:
             return self._each(servers, lambda server: _ask(server.client.until(given_up), do, all_by))
 
-        refused = each(
-            servers,
-            lambda client: update(client, weights, push, switched_by, keep_requests=self._keep_requests),
-        )
+        refused = each(servers, lambda client: bring(client, weights, switched_by))
         if refused:
             switched = [server.client.url for server in servers if server.state is State.UP]
             raise RolloutError(
@@ -186,6 +192,14 @@ class Fleet:
         refused = each(up, lambda client: client.post("/resume", timeout=all_by.left))
         if refused:
             raise RolloutError(f"servers did not go on after they took new weights: {'; '.join(refused)}")
+
+    def _bring(self, client: VLLMClient, weights: Weights, deadline: Deadline, *, push: Push) -> None:
+        update(client, weights, push, deadline, keep_requests=self._keep_requests)
+
+    def _bring_and_prove(self, client: VLLMClient, weights: Weights, deadline: Deadline) -> None:
+        """By file also where others get theirs over the network: it is on this machine."""
+        self._bring(client, weights, deadline, push=FilePush())
+        self._prove(client, weights, deadline)
 
     def _each(self, servers: Sequence[Server], do: Callable[[Server], object]) -> list[str]:
         """`do` for all of them at one time. Those that are gone are given up; what others refused is returned."""
@@ -284,8 +298,8 @@ class Fleet:
             return
         server.state = State.UP
         if self._weights is not None:
-            try:  # by file also where others get theirs over the network: it is on this machine
-                self._update([server], FilePush(), self._overtaken.is_set)
+            try:
+                self._update([server], self._bring_and_prove, self._overtaken.is_set)
             except RolloutError as error:  # it is told where the server is missed
                 server.give_up(str(error))
                 server.state = State.LOST

@@ -92,6 +92,11 @@ class VLLMClient:
         client._given_up = given_up
         return client
 
+    def check_wanted(self, what: str) -> None:
+        """ServerGoneError where nobody waits for it any more."""
+        if self._given_up():
+            raise ServerGoneError(f"{self.url} was given up during {what}")
+
     def get(self, path: str, *, timeout: float) -> Any:
         return self._request("GET", path, None, timeout, timeout)
 

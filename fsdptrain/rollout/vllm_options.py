@@ -15,6 +15,7 @@ from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
 
 _HOPPER = (9, 0)
+OTHER_NUMBERS = frozenset({"quantization", "kv_cache_dtype"})  # with these it computes others than the trainer
 
 
 def derived_options(config: Config, checkpoint: Path, device_type: str) -> dict[str, Any]:

@@ -8,7 +8,6 @@ the same names at one time.
 Imported in vLLM's own processes too: beside vLLM it needs torch and nothing else.
 """
 
-import re
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -16,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from fsdptrain.models.checksum import checksum
+from fsdptrain.rollout.expert_names import EXPERT
 from fsdptrain.rollout.packed_experts import Unpacker, packing_of
 from fsdptrain.types import ChecksumKind
 
 _UNITS_AT_ONCE = 256  # rows
-_EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<number>\d+)\.(?P<part>\w+)\.weight")
 _PLAIN = ("TRITON", "BATCHED_TRITON")  # kernels that read experts as they come; others have orders of their own
 _WIDTHS = ("embedding_dim", "input_size_per_partition", "input_size")  # the last of what is not split, as a router
 
@@ -57,7 +56,7 @@ class _Reader:
         self._unpacker = Unpacker()
 
     def find(self, name: str) -> Tensor | None:
-        expert = _EXPERT.fullmatch(name)
+        expert = EXPERT.fullmatch(name)
         if expert is not None:
             return self._expert(expert["experts"], int(expert["number"]), expert["part"])
         inner = self._inner(name)

@@ -4,7 +4,7 @@ Imported in vLLM's own processes too: beside vLLM it needs torch and nothing els
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportM
 )
 
 from fsdptrain.rollout.delta import block_of
+from fsdptrain.rollout.expert_names import missing_experts
 from fsdptrain.rollout.packed_experts import forget_kernels, restore_kernels
 from fsdptrain.rollout.tied_head import repack_tied_head
 
@@ -29,6 +30,7 @@ class WeightReload:
         self.is_partial = False  # what does not come stays as it is
         self._model: nn.Module = model
         self._config = model_config
+        self._came: set[str] = set()
         self._loaded: set[str] | None = set()
         self._kernels: dict[str, Any] = {}
 
@@ -39,14 +41,19 @@ class WeightReload:
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Tensors of a checkpoint, by the names of its files."""
         source: Any = self._model
-        loaded = source.load_weights(weights)
+        loaded = source.load_weights(self._noted(weights))
         if loaded is None or self._loaded is None:  # a model that does not tell
             self._loaded = None
         else:
             self._loaded |= loaded
 
+    def _noted(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights:
+            self._came.add(name)
+            yield name, tensor
+
     def finish(self) -> None:
-        missing = self._missing()
+        missing = self._missing() + missing_experts(self._came)
         self.end()
         if missing:
             raise RuntimeError(f"{len(missing)} parameters got no weights, e.g. {', '.join(missing[:_SHOWN])}")

@@ -228,6 +228,10 @@ class VLLMServerEngine:
     def close(self) -> None:
         """End what is in flight, and the servers that this run has started; others are left as they are."""
         with self._changed:
+            if (
+                self._in_flight and not self._closed
+            ):  # the run ends before its time: on all ranks, whichever has waited in vain
+                self._stacks.dump()
             self._closed = True
             self._changed.notify_all()
             for dispatcher in self._in_flight:

@@ -1,12 +1,9 @@
 """The server engine as the configuration wants it: servers found or started, and what each rank must know of them."""
 
-import ipaddress
 import logging
 import os
 import secrets
-import socket
 import sys
-from collections.abc import Sequence
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -23,12 +20,14 @@ from fsdptrain.models.collective import gather, together
 from fsdptrain.rollout.stacks import StackDump
 from fsdptrain.rollout.stop_tokens import stop_tokens
 from fsdptrain.rollout.vllm_adapter import adapter_options
-from fsdptrain.rollout.vllm_fleet import Fleet, Server, State
-from fsdptrain.rollout.vllm_http import ServerError, ServerGoneError, VLLMClient
-from fsdptrain.rollout.vllm_options import derived_options
+from fsdptrain.rollout.vllm_fleet import Fleet, Server
+from fsdptrain.rollout.vllm_http import VLLMClient
+from fsdptrain.rollout.vllm_options import OTHER_NUMBERS, derived_options
 from fsdptrain.rollout.vllm_process import GUARD, PLUGIN, Launch, ServerProcess, command_line
 from fsdptrain.rollout.vllm_server import Contact, Patience, VLLMServerEngine, new_run
+from fsdptrain.rollout.vllm_server_look import is_local, look_at, require_fitting, require_private
 from fsdptrain.rollout.weight_files import WeightFolder, folder_name, shared_memory
+from fsdptrain.rollout.weight_proof import prove
 from fsdptrain.rollout.weight_push import FilePush, GroupPush
 
 log = logging.getLogger(__name__)
@@ -38,7 +37,6 @@ _OURS = frozenset(
     {"model", "host", "port", "api_key", "dtype", "load_format", "logprobs_mode", "enable_lora", "scheduling_policy"}
     | {*_ALWAYS, *PLUGIN, *GUARD}
 )
-_LOOK_S = 120.0  # for a server to describe itself: it looks at its whole machine first
 _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 
 
@@ -81,6 +79,7 @@ def _gather_servers(config: Config, checkpoint: Path, device: torch.device) -> t
         key = secrets.token_hex(16)
         servers = _processes(config, checkpoint, folder.path, key, device)
     push = FilePush() if sync.weight_push == "file" else GroupPush(sync.weight_push, sync.sync_timeout)
+    is_checked = config.run.sync_check != "off" and not OTHER_NUMBERS.intersection(rollout.engine_args)
     fleet = Fleet(
         servers,
         push=push,
@@ -89,6 +88,7 @@ def _gather_servers(config: Config, checkpoint: Path, device: torch.device) -> t
         min_servers=sync.min_servers,
         keep_requests=sync.max_staleness > 0,
         require_fitting=partial(require_fitting, config=config),
+        **({"prove": prove} if is_checked else {}),
     )
     try:
         fleet.start()
@@ -167,80 +167,12 @@ def weight_path(config: Config, checkpoint: Path) -> Path:
     if config.sync.weight_folder is not None:
         return Path(config.sync.weight_folder) / name
     hosts = [VLLMClient(url).host for url in config.rollout.urls]
-    if all(_is_local(host) for host in hosts):
+    if all(is_local(host) for host in hosts):
         # twice: the files may hold half as many bytes for a number as the compute dtype
         place = shared_memory(2 * sum(path.stat().st_size for path in checkpoint.glob("*.safetensors")))
         if place is not None:
             return place / name
     return Path(config.run.output_dir) / name
-
-
-def _is_local(host: str) -> bool:
-    return all(address.is_loopback for address in _addresses(host))
-
-
-def _addresses(host: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise ConfigError(f"--rollout-urls: {host} has no address ({error})") from error
-    return [ipaddress.ip_address(str(entry[4][0]).partition("%")[0]) for entry in found]
-
-
-def require_private(host: str, url: str, *, allow_public: bool) -> None:
-    """ConfigError for a server that the whole world may reach: its routes for weights obey anyone."""
-    for address in _addresses(host):
-        if not allow_public and not (address.is_loopback or address.is_private):
-            raise ConfigError(
-                f"--rollout-urls {url} is public ({address}), and whoever reaches a server in development mode can "
-                "change its weights and run code: use a private address, or --rollout-public-servers if a firewall "
-                "guards it"
-            )
-
-
-def look_at(servers: Sequence[Server], config: Config) -> None:
-    """Servers that cannot be reached are left behind; ConfigError if too few are left, or one does not fit."""
-    for server in servers:
-        try:
-            require_fitting(server.client, config)
-        except ServerGoneError as error:
-            server.give_up(str(error))
-    down = [server for server in servers if server.state is not State.UP]
-    if len(servers) - len(down) < config.sync.min_servers:
-        raise ConfigError(
-            f"--rollout-urls: {'; '.join(server.why for server in down)}; is it a vLLM server that was started with "
-            f"VLLM_SERVER_DEV_MODE=1? --min-servers {config.sync.min_servers} says how many are needed"
-        )
-    for server in down:
-        log.warning("%s; the run begins without it", server.why)
-
-
-def require_fitting(client: VLLMClient, config: Config) -> None:
-    """ConfigError where a server that runs was not started as it must be; ServerGoneError where it cannot be asked."""
-    try:
-        info = client.get("/server_info?config_format=json", timeout=_LOOK_S)["vllm_config"]
-    except ServerGoneError:
-        raise
-    except ServerError as error:
-        raise ConfigError(
-            f"--rollout-urls: {error}; is it a vLLM server that was started with VLLM_SERVER_DEV_MODE=1?"
-        ) from None
-    model, longest = info["model_config"], config.prompt_budget + config.rollout.max_response_len
-    backend = PLUGIN["weight_transfer_config"]["backend"]
-    wanted = {
-        "dtype": (config.compute_dtype_name, model["dtype"].removeprefix("torch.")),
-        "logprobs-mode": ("processed_logprobs", model["logprobs_mode"]),
-        "worker-extension-cls": (PLUGIN["worker_extension_cls"], info["parallel_config"]["worker_extension_cls"]),
-        "weight-transfer-config": (backend, (info["weight_transfer_config"] or {}).get("backend")),
-        "max-model-len": (max(longest, model["max_model_len"]), model["max_model_len"]),
-    }
-    if config.sync.max_staleness:
-        wanted["scheduling-policy"] = ("priority", info["scheduler_config"]["policy"])
-    if config.router.replay == "rollout":
-        wanted["enable-return-routed-experts"] = (True, info["aux_output_config"]["enable_return_routed_experts"])
-    wrong = [f"--{name} {needed} (it has {found})" for name, (needed, found) in wanted.items() if needed != found]
-    if wrong:
-        raise ConfigError(f"--rollout-urls: {client.url} must be started with {', '.join(wrong)}")
 
 
 def _api_key(variable: str | None) -> str | None:

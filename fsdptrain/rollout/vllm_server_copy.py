@@ -33,9 +33,8 @@ class ServerCopy:
         """None of a server that is gone: who takes its place gets everything anew. RolloutError of one that is slow."""
         if not self._reads_weights:
             return {}
-        body = {"method": "fsdptrain_checksums", "args": [sorted(names), kind]}
         try:
-            workers = self._client.post("/collective_rpc", body, timeout=self._deadline.left)["results"]
+            return read_checksums(self._client, names, kind, self._deadline)
         except ServerGoneError as error:
             if isinstance(error, ServerSilentError) and self._client.is_healthy(timeout=_HEALTH_S):
                 raise RolloutError(f"{error}, though it is well: --sync-timeout is too short for its weights") from None
@@ -43,7 +42,6 @@ class ServerCopy:
             return {}
         except ServerRefusedError as error:
             raise RolloutError(str(error)) from None
-        return {name: _merged([worker.get(name) for worker in workers]) for name in workers[0]}
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
         completions, usages = self._ask(prompts, sampling, preferred=self._client.url)
@@ -58,6 +56,15 @@ class ServerCopy:
 
     def cached_tokens(self) -> int:
         return self._cached_tokens
+
+
+def read_checksums(
+    client: VLLMClient, names: Collection[str], kind: ChecksumKind, deadline: Deadline
+) -> dict[str, int]:
+    """Of the layers that answer, of those of `names` that can be read. ServerError."""
+    body = {"method": "fsdptrain_checksums", "args": [sorted(names), kind]}
+    workers = client.post("/collective_rpc", body, timeout=deadline.left)["results"]
+    return {name: _merged([worker.get(name) for worker in workers]) for name in workers[0]}
 
 
 def _merged(sums: Sequence[int | None]) -> int:

@@ -46,10 +46,12 @@ from fsdptrain.trainer.episodes import MultiTurn
 from fsdptrain.trainer.evaluation import Evaluation
 from fsdptrain.trainer.experience import RolloutSource, SampleMaker, SampleSource, SftSource, SingleTurn, own_share
 from fsdptrain.trainer.folder import RunFolder
+from fsdptrain.trainer.hand_over import HandOver
 from fsdptrain.trainer.rules import advantage_rule, selection_rules, shaping_rule
 from fsdptrain.trainer.speed import Speed
-from fsdptrain.trainer.sync_check import SyncCheck, build_sync_check
+from fsdptrain.trainer.sync_check import build_sync_check
 from fsdptrain.trainer.timeline import Timeline
+from fsdptrain.trainer.waits import Waits, watched_waits
 from fsdptrain.types import LossConfig, Prompt, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -66,7 +68,8 @@ class Parts:
     loss: Loss
     advantages: AdvantageRule
     engine: RolloutEngine | None  # None: nothing is ever generated
-    sync_check: SyncCheck | None
+    hand_over: HandOver | None  # with the engine
+    waits: Waits
     stream: PromptStream
     source: SampleSource
     timeline: Timeline
@@ -119,14 +122,15 @@ def build_parts(
         if config.sync.offload_train and not platform.has_accelerator():
             log.warning("--offload-train: there is no GPU; copies are made, and no memory is saved")
         engine = make_engine(config, checkpoint=checkpoint, device=device) if generates else None
-        maker = evaluation = sync_check = background = None
-        timeline = Timeline()
+        maker = evaluation = hand_over = background = None
+        timeline, waits = Timeline(), watched_waits(config, folder, stack)
         if engine is not None:
             background = rollout_threads(config, engine, stack)
             stack.callback(engine.close)
             with together(ConfigError, "--sync-check"):
                 positions = max_positions(backend.model)
-                sync_check = build_sync_check(config, engine, backend, tokenizer, max_positions=positions)
+                check = build_sync_check(config, engine, backend, tokenizer, max_positions=positions)
+            hand_over = HandOver(engine, backend, check, waits, adapter_only=config.lora.sync == "adapter")
             timed = WithDeadline(score, config.reward.reward_timeout, patience=config.reward_patience)
             reads = environment is not None and reads_environment(score)
             maker = build_maker(
@@ -139,7 +143,8 @@ def build_parts(
             loss=loss,
             advantages=advantages,
             engine=engine,
-            sync_check=sync_check,
+            hand_over=hand_over,
+            waits=waits,
             stream=stream,
             source=build_source(told, stream, tokenizer, maker, advantages, timeline, background),
             timeline=timeline,

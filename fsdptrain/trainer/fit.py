@@ -19,15 +19,7 @@ from fsdptrain.data.packing import drop_overlong
 from fsdptrain.errors import CheckpointError, ConfigError, DataError, RolloutError
 from fsdptrain.fsdp.checkpoint import CheckpointFolder
 from fsdptrain.models.collective import together
-from fsdptrain.protocols import (
-    AdapterBackend,
-    AdapterEngine,
-    MeasuredEngine,
-    OffloadingBackend,
-    RewardFunction,
-    RolloutEngine,
-    TimelineLogger,
-)
+from fsdptrain.protocols import OffloadingBackend, RewardFunction, TimelineLogger
 from fsdptrain.trainer import summary
 from fsdptrain.trainer.batches import PackingRules, StepBatches, make_batches
 from fsdptrain.trainer.build import Parts, build_parts, loss_config
@@ -36,7 +28,6 @@ from fsdptrain.trainer.experience import Experience
 from fsdptrain.trainer.folder import LAUNCH, PROGRESS_FILE, RunFolder, open_folder
 from fsdptrain.trainer.kl import KlControl, kl_in_reward
 from fsdptrain.trainer.scoring import Scorer
-from fsdptrain.trainer.sync_check import SyncCheck
 from fsdptrain.trainer.timeline import WORKERS, Stopwatch
 from fsdptrain.types import Metrics, Sample
 
@@ -99,7 +90,6 @@ class _Run:
         probe = parts.backend.layout_probe
         self._rules = PackingRules.of(config, layout=probe.layout, shares_prefixes=parts.backend.shares_prefixes)
         self._step = 0  # rollouts that were trained on; also the version of the policy
-        self._handed_over: int | None = None  # the newest version that the engine was given
         self._totals = {"progress/samples": 0.0, "progress/tokens": 0.0}
         self._reward_names = summary.RewardNames()
         self._num_alike = 0  # rollouts in a row
@@ -199,7 +189,7 @@ class _Run:
         batch, source, begin = self._config.batch, self._parts.source, self._timeline.now()
         if self._config.algorithm.algorithm != "sft":
             self._make_room(watch)
-        with watch("collect"):
+        with watch("collect"), self._parts.waits():
             experience = source.collect(self._step)
             with together(RolloutError, "rollout"):
                 kept, dropped = drop_overlong(
@@ -242,31 +232,14 @@ class _Run:
 
     def _hand_over_weights(self, watch: Stopwatch) -> None:
         """Where the engine will generate before the next optimizer step; else it stays asleep."""
-        engine, check = self._parts.engine, self._parts.sync_check
+        hand_over = self._parts.hand_over
         generates = self._config.algorithm.algorithm != "sft" and self._step < self._config.run.num_rollout
-        if engine is None or not (generates or self._evaluation_is_due):
+        if hand_over is None or not (generates or self._evaluation_is_due):
             return
         if self._config.sync.offload_train:
             with watch("offload"):
                 self._offloading.offload(keep_weights=True)
-        with watch("sync"):
-            engine.wake_up()
-            self._update_engine(engine, check)
-            self._handed_over = self._step
-        if check:
-            with watch("check"):
-                watch.seconds["sync_check"] = check.check(self._step)
-            watch.seconds["sync"] += watch.seconds["check"]
-
-    def _update_engine(self, engine: RolloutEngine, check: SyncCheck | None) -> None:
-        backend = self._parts.backend
-        if self._config.lora.sync == "adapter":
-            assert isinstance(engine, AdapterEngine), "checks.py refuses other engines"
-            assert isinstance(backend, AdapterBackend), "and other backends"
-            engine.update_adapter(backend.adapter_weights(), backend.write_adapter_config, self._step)
-            return
-        weights = backend.hf_weights(engine.weight_naming)
-        engine.update_weights(check.watch(weights) if check else weights, self._step)
+        hand_over.give(self._step, watch)
 
     @property
     def _evaluation_is_due(self) -> bool:
@@ -315,13 +288,7 @@ class _Run:
                 logger.log_timeline(rows, self._step)
 
     def _sync_metrics(self) -> Metrics:
-        """Nothing of a version that no engine was given, such as the last of a run without evaluation."""
-        engine, check = self._parts.engine, self._parts.sync_check
-        if self._handed_over != self._step:
-            return {}
-        found = check.metrics() if check else {}
-        if isinstance(engine, MeasuredEngine):
-            found |= engine.metrics()
+        found = self._parts.hand_over.metrics(self._step) if self._parts.hand_over else {}
         return summary.reduce_max(found) if found else {}
 
     def _advance(self, metrics: Metrics) -> Metrics:

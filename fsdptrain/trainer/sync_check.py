@@ -23,10 +23,11 @@ from fsdptrain.data.packing import pack
 from fsdptrain.errors import ConfigError, RolloutError
 from fsdptrain.models.collective import gather, together
 from fsdptrain.models.files import some_of
+from fsdptrain.models.stored_otherwise import CHECKSUM_KINDS, Sent, explain
 from fsdptrain.protocols import CheckedEngine, ModelCopy, ReplicatedEngine, RolloutEngine, TrainBackend
 from fsdptrain.rewards.scoring import Score
+from fsdptrain.rollout.vllm_options import OTHER_NUMBERS
 from fsdptrain.trainer.experience import make_sample
-from fsdptrain.trainer.stored_otherwise import CHECKSUM_KINDS, Sent, explain
 from fsdptrain.types import ChecksumKind, Completion, Metrics, PackedBatch, Prompt, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -35,7 +36,6 @@ _FLAG = "--sync-check"
 _LENGTHS = (160, 16, 16, 16)  # of the prompts: one is longer than a block of vLLM's prefix cache. [tokens]
 _RESPONSE = 4  # tokens
 _WAY_OUT = f"the engine, or what is between, is at fault; {_FLAG} off goes on all the same"
-_OTHER_NUMBERS = ("quantization", "kv_cache_dtype")  # engine arguments that make other logprobs on purpose
 
 
 @dataclass(frozen=True)
@@ -276,6 +276,6 @@ def build_sync_check(
 def _not_checkable(config: Config, engine: RolloutEngine) -> str:
     if not isinstance(engine, CheckedEngine | ReplicatedEngine):
         return f"--rollout-engine {config.rollout.engine} has no methods `checksums` and `cached_tokens`"
-    if other := sorted(set(_OTHER_NUMBERS) & set(config.rollout.engine_args)):
+    if other := sorted(OTHER_NUMBERS.intersection(config.rollout.engine_args)):
         return f"with --rollout-engine-args {other[0]} engine and trainer differ on purpose"
     return ""

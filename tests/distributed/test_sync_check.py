@@ -67,16 +67,18 @@ def train_a_little(backend: FSDPBackend, seed: int) -> None:
 
 
 def what_the_check_said(folder: Path, bf16: bool) -> list[tuple[str, str, str | None]]:
-    """(fault, tensor, error) of each try; first and after each fault all goes well."""
-    config = Config(hf_checkpoint=str(folder), bf16=bf16, max_tokens_per_gpu=512, rollout_max_response_len=64)
+    """(fault, tensor, error) of each try, every other one at the hand-over that --sync-check first looks at; first and
+    now and then all goes well."""
+    options = {"hf_checkpoint": str(folder), "bf16": bf16, "max_tokens_per_gpu": 512, "rollout_max_response_len": 64}
+    config = Config(**options)
     backend = FSDPBackend(config, total_steps=1)
     engine = build_hf_engine(config, checkpoint=backend.checkpoint_path, device=backend.device)
-    check = build_sync_check(config, engine, backend, tiny_tokenizer())
-    assert check is not None
+    check = every = build_sync_check(config, engine, backend, tiny_tokenizer())
     courier, draw, found = Courier(), random.Random(0), []
 
     def hand_over(version: int, fault: str = "", victim: str = "") -> str | None:
         train_a_little(backend, version)
+        assert check is not None
         try:
             engine.update_weights(courier.carry(check.watch(backend.hf_weights("module")), fault, victim), version)
             check.check(version)
@@ -86,6 +88,8 @@ def what_the_check_said(folder: Path, bf16: bool) -> list[tuple[str, str, str | 
 
     assert hand_over(0) is None
     for version in range(1, TRIES + 1):
+        first = Config(**options, sync_check="first")
+        check = build_sync_check(first, engine, backend, tiny_tokenizer()) if version % 2 else every
         fault = draw.choice(FAULTS)
         victim = draw.choice(courier.victims(fault))
         found.append((fault, victim, hand_over(version, fault, victim)))

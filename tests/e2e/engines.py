@@ -1,7 +1,9 @@
 """An engine that says what it was asked for, and one that generates while the trainer works."""
 
 import threading
-from typing import Any
+from typing import Any, NoReturn
+
+import torch.distributed as dist
 
 from fsdptrain.rollout.hf import HFEngine, build_hf_engine
 
@@ -35,6 +37,22 @@ class Recording:
 
 def recording(config: Any, **kwargs: Any) -> Recording:
     return Recording(build_hf_engine(config, **kwargs))
+
+
+class Hanging(Recording):
+    """On rank 1 it never answers."""
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        return wait_in_vain() if dist.get_rank() == 1 else super().generate(*args, **kwargs)
+
+
+def wait_in_vain() -> NoReturn:
+    while True:
+        threading.Event().wait(1.0)
+
+
+def hanging(config: Any, **kwargs: Any) -> Hanging:
+    return Hanging(build_hf_engine(config, **kwargs))
 
 
 class InFlight(Recording):

@@ -57,6 +57,21 @@ def test_what_a_hand_over_has_shown_is_reported_where_there_was_one(checkpoint: 
 
 
 @pytest.mark.slow
+def test_where_a_rank_hangs_in_its_engine_the_run_ends_and_the_stacks_of_all_ranks_are_there(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    argv = ["--hf-checkpoint", str(checkpoint), *command.TINY_RUN, "--rollout-engine", "tests.e2e.engines:hanging"]
+    argv += ["--eval-interval", "0", "--dist-timeout", "15", "--output-dir", str(tmp_path / "run")]
+    del argv[argv.index("--eval-size") : argv.index("--eval-size") + 2]
+    result = command.run([*argv, "--nproc-per-node", "2"], tmp_path / "log", timeout=200)
+    assert result.code == 1
+    stacks = tmp_path / "run" / "stacks"
+    assert f"Where each rank stood: {stacks}" in result.err
+    assert "in collect" in (stacks / "rank0.txt").read_text()
+    assert "in wait_in_vain" in (stacks / "rank1.txt").read_text()
+
+
+@pytest.mark.slow
 def test_a_trainer_that_makes_room_for_its_engine_trains_bit_by_bit_as_one_that_does_not(
     checkpoint: Path, tmp_path: Path
 ) -> None:

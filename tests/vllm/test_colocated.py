@@ -1,12 +1,15 @@
 """The colocated engine answers with exactly the weights that it was given last, on one rank and on two."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from fsdptrain.config import Config
-from fsdptrain.errors import ConfigError
+from fsdptrain.errors import ConfigError, RolloutError
 from fsdptrain.rollout import engine_factory
 from fsdptrain.testing import save_tiny_checkpoint, spawn
 from tests.vllm import contract, models
@@ -18,6 +21,30 @@ def test_engine_and_trainer_agree_after_every_update(tmp_path, name, world_size)
     options = contract.colocated(models.save(name, tmp_path))
     for found in spawn(world_size, contract.agreement, options, 3, timeout=300):
         assert max(found) < 1e-4, found
+
+
+def failure_of_one_rank(options: dict[str, Any]) -> str:
+    """What this rank says when rank 1 is given a tensor that does not fit."""
+    backend, engine = contract.build(options)
+
+    def weights(wrong: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in backend.hf_weights("hub"):
+            yield name, tensor[:, 1:] if wrong and name.endswith("o_proj.weight") else tensor
+
+    engine.update_weights(weights(wrong=False), 0)
+    with pytest.raises(RolloutError) as caught:
+        engine.update_weights(weights(wrong=dist.get_rank() == 1), 1)
+    with pytest.raises(RolloutError, match="vLLM has no weights"):
+        engine.generate(contract.PROMPTS, contract.SAMPLING)
+    return str(caught.value)
+
+
+def test_where_weights_cannot_be_loaded_on_one_rank_all_ranks_say_so(tmp_path):
+    """And none waits for it in a gathering."""
+    said = spawn(2, failure_of_one_rank, contract.colocated(models.save("untied", tmp_path)), timeout=300)
+    assert said[0] == said[1]
+    assert said[0].startswith("--rollout-engine vllm: ")
+    assert said[0].endswith("(rank 1 of 2)")
 
 
 def refusal(folder: Path) -> str:

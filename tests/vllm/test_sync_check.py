@@ -25,7 +25,8 @@ class KeptCache:
 
 
 def what_the_check_said(folder: Path, bf16: bool, tries: int) -> tuple[list[tuple[str, str, str | None]], list[float]]:
-    """(fault, tensor, error) of each try, every other one at a first hand-over; after each fault all goes well."""
+    """(fault, tensor, error) of each try, every other one at the hand-over that --sync-check first looks at; after each
+    fault all goes well."""
     options = contract.colocated(folder, bf16=bf16)
     backend, engine, check = contract.build_checked(options)
     courier, draw, found, apart = Courier(), random.Random(0), [], []
@@ -42,14 +43,14 @@ def what_the_check_said(folder: Path, bf16: bool, tries: int) -> tuple[list[tupl
             return str(error)
         finally:
             engine._llm = llm
-        apart.append(check.metrics()["sync/probe_abs_mean"])
+        apart.extend(check.metrics().values())
         return None
 
     assert hand_over(0) is None
     assert engine.checksums(courier.before).keys() == courier.before.keys()  # all can be read
+    every = check
     for version in range(1, tries + 1):
-        if version % 2:
-            check = contract.check_of(options, engine, backend)
+        check = contract.check_of(options | {"sync_check": "first"}, engine, backend) if version % 2 else every
         fault = FAULTS[version % len(FAULTS)]
         victim = "" if fault == "prefix cache kept" else draw.choice(courier.victims(fault))
         found.append((fault, victim, hand_over(version, fault, victim)))

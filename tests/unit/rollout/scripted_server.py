@@ -37,7 +37,7 @@ class ScriptedServer(ThreadingHTTPServer):
         self.calls: list[str] = []  # paths, in order
         self.given: list[Any] = []  # bodies of requests for tokens
         self.updates: list[Any] = []  # bodies of parts of weights
-        self.info: Any = FITTING
+        self.info: Any = FITTING | {"instance_id": str(self.server_address[1])}
         self.lock = threading.Lock()
         self.client = VLLMClient(f"http://127.0.0.1:{self.server_address[1]}")
         if listens:
@@ -79,6 +79,8 @@ class _Handler(BaseHTTPRequestHandler):
         if path in server.refuses:
             self._send(500, {"error": {"message": server.refuses[path]}})
             return
+        if path in ("/pause", "/resume"):
+            server.paused = path == "/pause"
         if path == "/finish_weight_update":
             server.version = body["weight_version"]
         self._send(200, ANSWERS.get(path, lambda server, body: {})(server, body))

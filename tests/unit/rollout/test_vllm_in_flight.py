@@ -27,6 +27,7 @@ class Case:
     server: ScriptedServer
     engine: VLLMServerEngine
     threads: ThreadPoolExecutor
+    stacks: Path
 
     def hand_over(self, version: int) -> None:
         self.engine.update_weights([("weight", torch.full((2,), float(version)))], version)
@@ -61,7 +62,7 @@ def case(tmp_path: Path) -> Iterator[Case]:
         folder=WeightFolder(tmp_path / "weights", max_file_bytes=1000),
     )
     with ThreadPoolExecutor() as threads:
-        yield Case(server, engine, threads)
+        yield Case(server, engine, threads, tmp_path / "stacks" / "rank0.txt")
         engine.close()
 
 
@@ -85,6 +86,20 @@ def test_who_asks_during_an_update_that_fails_does_not_wait_forever(case: Case) 
         asked.result(timeout=10)
     with pytest.raises(RolloutError, match="no such weight"):
         update.result(timeout=10)
+
+
+def test_a_run_that_ends_early_leaves_the_stacks_of_what_was_in_flight(case: Case) -> None:
+    """On each rank: the one whose wait was too long, and those that must end with it."""
+    case.hand_over(0)
+    case.server.delays["/inference/v1/generate"] = 20.0
+    asked = case.threads.submit(case.ask)
+    while not case.server.given:
+        assert not asked.done()
+        time.sleep(0.01)
+    case.engine.close()
+    with pytest.raises(Exception, match=r"given up|has ended"):
+        asked.result(timeout=10)
+    assert "in generate_in_flight" in case.stacks.read_text()
 
 
 def test_once_it_is_closed_nobody_begins_and_nobody_waits(case: Case) -> None:

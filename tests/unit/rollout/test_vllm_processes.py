@@ -6,16 +6,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from fsdptrain.errors import RolloutError
 from fsdptrain.rollout.vllm_fleet import Fleet, Server
-from fsdptrain.rollout.vllm_http import VLLMClient
+from fsdptrain.rollout.vllm_http import ServerGoneError, VLLMClient
 from fsdptrain.rollout.vllm_process import Launch, ServerProcess
 from fsdptrain.rollout.vllm_requests import Dispatcher
-from fsdptrain.rollout.weight_push import FilePush, Weights
+from fsdptrain.rollout.weight_push import Deadline, FilePush, Weights
 
 SCRIPT = Path(__file__).with_name("scripted_vllm.py")
 Start = Callable[..., tuple[Fleet, list[ServerProcess]]]
@@ -28,11 +29,11 @@ def start(tmp_path) -> Iterator[Start]:
     python.write_text(f'#!/bin/sh\nexec {sys.executable} {SCRIPT} "$@"\n')
     python.chmod(0o755)
 
-    def make(*flags: str, count: int = 1, sync_timeout: float = 5.0) -> tuple[Fleet, list[ServerProcess]]:
+    def make(*flags: str, count: int = 1, sync_timeout: float = 5.0, **more: Any) -> tuple[Fleet, list[ServerProcess]]:
         launch = Launch(str(python), flags, tmp_path, tmp_path / "weights", "key")
         processes = [ServerProcess(launch, i, None) for i in range(count)]
         servers = [Server(VLLMClient(process.url, "key"), process) for process in processes]
-        fleet = Fleet(servers, push=FilePush(), sync_timeout=sync_timeout, start_timeout=60.0, min_servers=1)
+        fleet = Fleet(servers, push=FilePush(), sync_timeout=sync_timeout, start_timeout=60.0, min_servers=1, **more)
         fleets.append(fleet)
         fleet.start()
         return fleet, processes
@@ -66,6 +67,24 @@ def test_one_that_dies_or_hangs_is_started_again_and_has_the_weights(start, numb
     assert fleet.switch(Weights([], "run/2")) in ([second.url], [first.url, second.url])
     assert fleet.wait_for(2, 60.0) == [first.url, second.url]
     assert VLLMClient(first.url, "key").version(timeout=5.0) == "run/2"
+
+
+def test_one_that_comes_back_with_other_weights_is_started_again_and_not_used(start):
+    looked: list[tuple[str, bool]] = []
+
+    def prove(client: VLLMClient, weights: Weights, deadline: Deadline) -> None:
+        looked.append((weights.tag, client.get("/is_paused", timeout=deadline.left)["is_paused"]))
+        if len(looked) == 1:
+            raise ServerGoneError("it does not hold what it was given")
+
+    fleet, [first, second] = start(count=2, prove=prove)
+    fleet.switch(Weights([], "run/1"))
+    assert not looked  # --sync-check does that
+    before = listening(first)
+    os.kill(before, signal.SIGKILL)
+    until(lambda: len(looked) == 2)
+    assert fleet.wait_for(2, 60.0) == [first.url, second.url]
+    assert looked == [("run/1", True)] * 2  # none asks it before it is proven
 
 
 def test_new_weights_do_not_wait_for_one_that_hangs_while_it_is_given_old_ones(start, tmp_path):

@@ -43,7 +43,8 @@ def keep_cache(post: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def what_the_check_said(options: dict[str, Any], tries: int) -> tuple[list[tuple[str, str, str | None]], list[float]]:
-    """(fault, tensor, error) of each try, every other one at a first hand-over; after each fault all goes well."""
+    """(fault, tensor, error) of each try, every other one at the hand-over that --sync-check first looks at; after each
+    fault all goes well."""
     backend, engine, check = contract.build_checked(options)
     courier, draw, found, apart = Mover(), random.Random(1), [], []
 
@@ -59,15 +60,15 @@ def what_the_check_said(options: dict[str, Any], tries: int) -> tuple[list[tuple
             return str(error)
         finally:
             VLLMClient.post = post
-        apart.append(check.metrics()["sync/probe_abs_mean"])
+        apart.extend(check.metrics().values())
         return None
 
     try:
         assert hand_over(0) is None
         assert set(engine.copies()[0].checksums(courier.before)) == set(courier.before)  # all can be read
+        every = check
         for version in range(1, tries + 1):
-            if version % 2:
-                check = contract.check_of(options, engine, backend)
+            check = contract.check_of(options | {"sync_check": "first"}, engine, backend) if version % 2 else every
             fault = FAULTS[version % len(FAULTS)]
             victim = "" if fault == "prefix cache kept" else draw.choice(courier.victims(fault))
             found.append((fault, victim, hand_over(version, fault, victim)))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fsdptrain.models.checksum import checksum
-from fsdptrain.trainer.stored_otherwise import CHECKSUM_KINDS, Sent, explain
+from fsdptrain.models.stored_otherwise import CHECKSUM_KINDS, Sent, explain
 from fsdptrain.types import ChecksumKind
 
 MATRICES = [f"layers.{i}.experts.{k}.up.weight" for i in range(2) for k in range(2)]

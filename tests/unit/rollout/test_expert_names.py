@@ -1,0 +1,30 @@
+"""One expert that does not come is missed, though vLLM has loaded the others into the same tensor."""
+
+import pytest
+
+from fsdptrain.rollout.expert_names import missing_experts
+
+NAMES = [
+    "model.norm.weight",
+    *(
+        f"model.layers.{i}.mlp.experts.{k}.{part}.weight"
+        for i in (1, 2)
+        for k in range(3)
+        for part in ("w1", "w2", "w3")
+    ),
+]
+
+
+def test_nothing_is_missing_where_all_came_or_none_of_a_layer():
+    assert missing_experts(NAMES) == []
+    assert missing_experts(name for name in NAMES if "layers.2" not in name) == []
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "experts" in name])
+def test_each_one_is_missed(name):
+    assert missing_experts(other for other in NAMES if other != name) == [name]
+
+
+def test_one_with_all_its_parts_is_missed():
+    left = [name for name in NAMES if "layers.1.mlp.experts.1." not in name]
+    assert missing_experts(left) == [f"model.layers.1.mlp.experts.1.{part}.weight" for part in ("w1", "w2", "w3")]
