@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,18 @@ def test_a_step_of_ours_agrees_with_one_of_trl(tmp_path: Path, options: list[str
     assert report["speedup_median"] > 0
     sides = report["results"][0]["sides"]
     assert sides["ours"]["computed_tokens"] < report["results"][0]["tokens"] <= sides["stock"]["computed_tokens"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core comes with the megatron extra")
+def test_steps_of_both_backends_agree(tmp_path: Path) -> None:
+    report = run_quick("backends.py", tmp_path, "--cases", "dense, 1 process", "experts, 2 processes")
+    dense, experts = report["results"]
+    assert list(dense["sides"]) == ["fsdp", "megatron"]
+    assert list(experts["sides"]) == ["fsdp", "fsdp, experts", "megatron, experts"]
+    for side in (*dense["sides"].values(), *experts["sides"].values()):
+        assert side["wall_of_first"]["median"] > 0
+        assert side["peak_mib"] > 100
 
 
 def test_the_packing_benchmark_runs() -> None:
