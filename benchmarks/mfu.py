@@ -1,7 +1,9 @@
-"""Tokens per second, MFU and peak memory of one GPU, by shape of the model, length of the pack and kind of step.
+r"""Tokens per second, MFU and peak memory of one GPU, by shape of the model, length of the pack and kind of step.
 
     python benchmarks/mfu.py --json benchmarks/results/mfu.json                    # all of it: hours
     python benchmarks/mfu.py --shapes Qwen3-4B --tokens 16384 --minutes 5          # what fits into five minutes
+    python benchmarks/mfu.py --shapes Qwen3-4B --tokens 131072 --kinds sft --adapters full \
+        --variants base "activations on host" "all on host"                        # does one such sequence fit?
     python benchmarks/mfu.py --quick                                               # a tiny shape on the CPU, seconds
 
 Random weights of the shape, our backend as a run has it, one full pack in each step; forward, loss, backward, clipping
@@ -15,7 +17,7 @@ bfloat16. Each is a process of its own: kernels, compilers and patches of one do
 steps come --steps that count: the median, with the least and the most. What does not fit the device is a row that says
 so. Model FLOPs, not those of recomputation; `mfu` counts every pair of tokens of a sequence, `mfu_causal` those that
 are looked at (planning/flops.py). On a CPU the peak is what a matrix product reaches there: not to be compared with
-others. With --profile one more step is traced, and what took longest on the device goes into the report.
+others. With --profile one more step is traced, and its parts and what took longest on the device go into the report.
 
 Peers' figures are what they publish, on their machines; the sources are in PEERS.
 """
@@ -36,7 +38,7 @@ from typing import Any
 import torch
 from random_checkpoint import SHAPES, shape, write_random
 from record import header, peak_mib, spread, start_peak, table, write
-from traced import longest
+from traced import longest, parts
 
 from fsdptrain.types import Sample
 
@@ -165,7 +167,7 @@ def measure(case: Case, folder: str, options: argparse.Namespace) -> dict[str, A
             "runs": [round(s, 4) for s in steps],
         }
         if options.profile:
-            found["profile"] = longest(tracer)
+            found |= {"parts": parts(tracer), "profile": longest(tracer)}
         return found
 
 

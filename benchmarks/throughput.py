@@ -2,7 +2,7 @@
 
     python benchmarks/throughput.py --vllm-python .venv-vllm/bin/python                # hf, vllm, vllm-server
     python benchmarks/throughput.py --vllm-python ... --trl-python ~/trl/bin/python    # and TRL's generation
-    python benchmarks/throughput.py --quick --engines hf                               # seconds, and no file is written
+    python benchmarks/throughput.py --quick --engines hf                               # seconds
 
 Each engine lives in a process of its own, on the same random model in float32, and makes the same prompts' samples, at
 temperature 1 and with its log-probabilities. They take turns, one round each and the first to warm up; while one works
@@ -17,18 +17,18 @@ alone: compare with `generate_only`.
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from record import header, write
+
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "throughput.json"
 ENGINES = ("hf", "vllm", "vllm-server")
 VOCAB = 264
 SIZES = {
@@ -49,13 +49,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=SIZES)
-    parser.add_argument("--vllm-python", help="Python of an environment with vLLM and what fsdptrain needs")
-    parser.add_argument("--trl-python", help="Python of an environment with vLLM and TRL")
+    parser.add_argument(
+        "--vllm-python", type=os.path.abspath, help="Python of an environment with vLLM and what fsdptrain needs"
+    )
+    parser.add_argument("--trl-python", type=os.path.abspath, help="Python of an environment with vLLM and TRL")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--num-prompts", type=int, default=16)
     parser.add_argument("--num-samples", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--quick", action="store_true", help="a small model and rollout; no file is written")
+    parser.add_argument("--quick", action="store_true", help="a small model and rollout; that it runs, not how fast")
+    parser.add_argument("--json", type=Path, help="write the report to this file")
     parser.add_argument("--side", help=argparse.SUPPRESS)  # of a process that this program starts
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -66,9 +69,9 @@ def main() -> None:
         return
     if args.vllm_python is None and any(engine != "hf" for engine in args.engines):
         parser.error("--vllm-python is missing: without vLLM use --engines hf")
+    begin = header()
     rows = [row for size in args.sizes for row in compare(size, args)]
-    if not args.quick:
-        write(rows, args)
+    write(args.json, {**begin, "results": rows})
 
 
 def compare(size: str, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -230,28 +233,9 @@ def summary(size: str, side: str, rounds: dict[str, list[Round]]) -> dict[str, A
         "generate_only_tokens_per_s": round(statistics.median(map(generation, own))),
         "generate_only_to_hf": to_hf(generation),
         "hand_over_s": round(statistics.median(found["hand_over"] for found in own), 3) if hands_over else None,
-        "rounds": len(own),
+        "runs": own,
         "load_average": round(os.getloadavg()[0], 1),
     }
-
-
-def write(rows: Sequence[dict[str, Any]], args: argparse.Namespace) -> None:
-    import torch
-    import transformers
-
-    result = {
-        "command": "python benchmarks/throughput.py --vllm-python .venv-vllm/bin/python",
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "prompts": args.num_prompts,
-        "samples": args.num_samples,
-        "max_tokens": args.max_tokens,
-        "results": rows,
-    }
-    RESULTS.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Writes docs/scaling.md from the planner and tests/data/configs: `python docs/generate_scaling.py`.
 
-Takes some minutes. A test holds the words of the page, and the rows of one model, to what this makes.
+Takes some minutes. A test holds the words of the page, and some of its rows, to what this makes.
 """
 
 # ruff: noqa: E501 - rows of tables are long
@@ -22,12 +22,18 @@ from fsdptrain.models.architecture import model_from_config  # noqa: E402
 from fsdptrain.models.materialize import quiet_transformers  # noqa: E402
 from fsdptrain.planning.inspection_text import count  # noqa: E402
 from fsdptrain.planning.memory import GIB  # noqa: E402
-from fsdptrain.planning.scale import Cluster, Estimate, best, flags  # noqa: E402
+from fsdptrain.planning.plan import Machine, Planner  # noqa: E402
+from fsdptrain.planning.scale import Cluster, Estimate, best, best_for_length, flags  # noqa: E402
 
 CONFIGS = DOCS.parent / "tests" / "data" / "configs"
 GPUS = (8, 64, 256, 1024)
 MEMORY = 80  # GiB
 PACKS, TOKENS = 1024, 8192  # one pack of so many tokens for each rank of the largest mesh
+DETAILED = (("Qwen3-4B", 64), ("gpt-oss-20b", 256), ("a Qwen3-MoE of 235 B", 64))  # rows of the first table
+SEQUENCES = 64  # of a step, where each is a pack
+LONG_GPUS = (8, 64, 256)
+LENGTHS = {"32k": 32 * 1024, "128k": 128 * 1024, "1M": 1024 * 1024}  # tokens
+LONG_MODELS = ("Qwen3-4B", "Qwen3-30B-A3B", "a Llama of 70 B")
 # name -> folder of a config, and what its larger relative has otherwise
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3-4B": ("qwen3-4b", {}),
@@ -54,7 +60,7 @@ Which mesh for which model on 8 to 1,024 GPUs, what its ranks send each other in
 
 | | from | held to |
 |---|---|---|
-| bytes of each collective | the parameters, the plans of transformers and the sizes of the mesh (`fsdptrain/planning/traffic.py`) | every byte that 2 and 4 gloo ranks send, on 19 meshes of 5 families (`tests/distributed/test_traffic.py`) |
+| bytes of each collective | the parameters, the plans of transformers and the sizes of the mesh (`fsdptrain/planning/traffic.py`) | every byte that 2 and 4 gloo ranks send, on 24 meshes of 7 families (`tests/distributed/test_traffic.py`) |
 | memory | the plan of `fsdptrain plan` | the allocator, on 2 ranks, within 10 % (`tests/distributed/test_memory_plan.py`) |
 | seconds | those bytes and FLOPs, over the rates of data sheets: 450 GB/s to a GPU of the same node, 50 GB/s to another node, 989 TFLOP/s in bfloat16, of which 40 % are reached | nothing |
 
@@ -69,7 +75,8 @@ that for an all-reduce. Experts are taken to be balanced.
 | replicas | after each pack | a shard's gradients, float32 |
 | tensor ranks | in every layer: two sums of hidden states forward, and one for each matrix that reads them backward (five in a Llama) | tokens x width, in the compute dtype |
 | expert ranks | in every layer with experts: to the experts and back, forward and backward | tokens x experts of a token x width |
-| context ranks | in every attention: queries, keys and values to the ranks of their heads, and what it made back; forward and backward, and for a layer that is recomputed once more | own tokens x heads x width of a head, with the key-value heads as often as they are repeated; mixers that `--context-parallel-recurrent gather` gathers around are counted as attention, which they are not |
+| context ranks | in every attention: queries, keys and values to the ranks of their heads, and what it made back; forward and backward, and for a layer that is recomputed once more | own tokens x heads x width of a head, with the key-value heads as often as they are repeated |
+| context ranks | in every mixer that `--context-parallel-recurrent gather` gathers around: hidden states forward, their gradients backward, and for a layer that is recomputed once more | tokens of all of them x width |
 
 So shards cost by weights and packs, tensor, expert and context ranks by tokens. Larger packs (`--max-tokens-per-gpu`) make the
 first cheaper and change nothing of the others. From this:
@@ -83,8 +90,8 @@ first cheaper and change nothing of the others. From this:
   where there are more GPUs than packs in a step. Its sums are waited for. Between nodes it is never worth it.
 - **Context parallel within a node** where one sequence, not the model, is too much for a GPU: activations and the head's
   work are shared, and each rank still gathers all weights, for a Nth of the tokens. So it makes the fewest GPUs on which
-  a sequence fits, and never a step shorter than packs of sequences that fit would be. The table below has none: its
-  sequences fit.
+  a sequence fits, and, where packs are no fewer than ranks, never a step shorter than packs of sequences that fit would
+  be. The first table below has none, for its sequences fit; the second is about nothing else.
 - **What limits first** is gathering and reducing for packs of few tokens: the column `least tokens` says how many a pack
   must have so that computation hides it. Packs that are not filled (few long sequences, a small step on many ranks)
   come below that soon with experts, and late without.
@@ -100,9 +107,40 @@ generation and the hand-over of weights come on top. GB are those that leave one
 |---|---|---|---|---|---|---|---|---|---|---|---|
 """
 
+DETAILS = """
+## Collective by collective
+
+Of some of these rows, of one GPU in the step: how often each collective is called, the bytes of the whole tensors (what is
+gathered, reduced, or handed to an all-to-all), and those of them that leave the GPU.
+
+| model | GPUs | collective | over | ranks | calls | GB | GB sent |
+|---|---|---|---|---|---|---|---|
+"""
+
+LONG = f"""
+## Long sequences
+
+A step of {SEQUENCES} sequences of so many tokens (1k: 1,024), each a pack of its own: `--max-tokens-per-gpu` is the length over
+`--context-parallel-size`. All else as above; of the meshes with tensor 1 to 8, experts over none or a node, and context
+1 to as many as there are GPUs and the heads allow, the one with the shortest step that fits. `attention` is its share of the
+seconds computing: pairs of tokens, whose number grows with the square of the length. Whether a model was made for such
+lengths (most configs here end at 40k or 128k, beyond which rotary embeddings are stretched) is another question.
+
+- **What limits first is memory**: models of 4 B to 30 B leave room for about 128k tokens on a GPU (more are not tried), one
+  of 70 B for 16k to 32k. So a million tokens take a group of 8, within a node, or of 32 to 64, and more GPUs add groups.
+- **Then attention**: nearly all of the computing at a million tokens. The exchange of heads takes a hundredth of the
+  step or less, between nodes a fiftieth; what a larger group costs is gathers, of all weights for fewer tokens each.
+- Where sequences are fewer than GPUs, context groups are what keeps these busy (the rows with 256 GPUs).
+- The plan of the memory leaves out what an exchange of heads holds for its moment (queries, keys, values, the output, and
+  key-value heads that are repeated): 1 to 4 GiB of 128k tokens. Rows that end within that of {MEMORY} GiB need the next size.
+
+| model | tokens | GPUs | flags | GiB | GB sharding | GB context | GB tensor, experts | s computing | attention | s sharding | s waiting | s step | limit |
+|---|---|---|---|---|---|---|---|---|---|---|---|---|---|
+"""
+
 TAIL = """
-To ask for another model: `planning.scale.best(model, config, Cluster(num_gpus, gpu_memory), num_packs=...)`, and
-`fsdptrain plan` for its memory.
+To ask for another model: `planning.scale.best(model, config, Cluster(num_gpus, gpu_memory), num_packs=...)` or
+`best_for_length(..., length=..., num_sequences=...)`, and `fsdptrain plan` for its memory.
 """
 
 
@@ -116,11 +154,31 @@ def model_of(name: str) -> PreTrainedModel:
         return model_from_config(config, dtype=torch.float32)
 
 
-def rows(name: str) -> str:
+@cache
+def planner_of(name: str) -> Planner:
+    return Planner(model_of(name), Machine(1, MEMORY * GIB))
+
+
+@cache
+def best_of(name: str, num_gpus: int) -> Estimate | None:
     config = Config(hf_checkpoint=str(CONFIGS / MODELS[name][0]), gradient_checkpointing=True)
-    found = ((n, best(model_of(name), config, Cluster(n, MEMORY * GIB), num_packs=PACKS)) for n in GPUS)
+    cluster, planner = Cluster(num_gpus, MEMORY * GIB), planner_of(name)
+    return best(model_of(name), config, cluster, num_packs=PACKS, planner=planner)
+
+
+def rows(name: str) -> str:
     size = count(sum(p.numel() for p in model_of(name).parameters()))
-    return "".join(_row(f"{name}, {size}", n, mesh) for n, mesh in found)
+    return "".join(_row(f"{name}, {size}", n, best_of(name, n)) for n in GPUS)
+
+
+def details(name: str, num_gpus: int) -> str:
+    mesh = best_of(name, num_gpus)
+    assert mesh is not None
+    found = ""
+    for x in mesh.traffic:
+        axis, sizes = x.axis.replace("_", " "), f"{x.size / 1e9:.1f} | {x.sent / 1e9:.1f}"
+        found += f"| {name} | {num_gpus} | {x.kind} | {axis} | {x.ranks} | {x.calls} | {sizes} |\n"
+    return found
 
 
 def _row(name: str, num_gpus: int, mesh: Estimate | None) -> str:
@@ -135,8 +193,30 @@ def _row(name: str, num_gpus: int, mesh: Estimate | None) -> str:
     return f"| {' | '.join([*cells, given, f'{mesh.memory / GIB:.1f}', *sizes, *times, least, mesh.limit])} |\n"
 
 
+def long_rows(name: str, tokens: str) -> str:
+    config = Config(hf_checkpoint=str(CONFIGS / MODELS[name][0]), gradient_checkpointing=True)
+    more = {"length": LENGTHS[tokens], "num_sequences": SEQUENCES, "planner": planner_of(name)}
+    found = ((n, best_for_length(model_of(name), config, Cluster(n, MEMORY * GIB), **more)) for n in LONG_GPUS)
+    return "".join(_long_row(name, tokens, n, mesh) for n, mesh in found)
+
+
+def _long_row(name: str, tokens: str, num_gpus: int, mesh: Estimate | None) -> str:
+    cells = [name, tokens, str(num_gpus)]
+    if mesh is None:
+        return f"| {' | '.join([*cells, *['-'] * 11])} |\n"
+    given = " ".join(f"`{flag}`" for flag in flags(mesh.grid)) or "none"
+    sent = [mesh.sent("shard", "expert_shard"), mesh.sent("context"), mesh.sent("tensor", "expert")]
+    sizes = [f"{x / 1e9:.0f}" if x else "" for x in sent]
+    share = f"{mesh.attention_s / mesh.compute_s:.0%}"
+    waiting = mesh.busy_s - mesh.compute_s
+    times = [f"{mesh.compute_s:.1f}", share, *(f"{x:.1f}" for x in (mesh.hidden_s, waiting, mesh.step_s))]
+    return f"| {' | '.join([*cells, given, f'{mesh.memory / GIB:.1f}', *sizes, *times, mesh.limit])} |\n"
+
+
 def scaling_page() -> str:
-    return HEAD + "".join(map(rows, MODELS)) + TAIL
+    long = "".join(long_rows(name, tokens) for name in LONG_MODELS for tokens in LENGTHS)
+    short = "".join(map(rows, MODELS)) + DETAILS + "".join(details(*row) for row in DETAILED)
+    return HEAD + short + LONG + long + TAIL
 
 
 if __name__ == "__main__":

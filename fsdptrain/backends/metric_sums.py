@@ -27,6 +27,17 @@ class MetricSums:
             combine = torch.maximum if name.endswith("_max") else torch.add
             self._values[name] = value if before is None else combine(before, value)
 
+    @torch.no_grad()
+    def broadcast(self, group: dist.ProcessGroup, *, src: int, device: torch.device) -> None:
+        """Make them what they are on rank `src` of `group`. Collective."""
+        names = [sorted(self._values)]
+        dist.broadcast_object_list(names, group=group, group_src=src, device=device)
+        row = torch.zeros(len(names[0]), device=device)
+        for i, name in enumerate(names[0]):
+            row[i] = self._values.get(name, 0.0)
+        dist.broadcast(row, group=group, group_src=src)
+        self._values = dict(zip(names[0], row.unbind(), strict=True))
+
     def reduce(self, norm: Tensor) -> tuple[Metrics, float, bool]:
         """Over ranks: (metrics, `norm`, whether `norm` is finite on every rank).
 

@@ -17,7 +17,7 @@ class MegatronConfig(Section):
     expert_parallel: int = Field(default=1, ge=1)
     """Processes over which the experts of a layer are dealt; each is whole on one of them."""
     context_parallel: int = Field(default=1, ge=1)
-    """Processes that share each sequence, of models with mixers of transformers."""
+    """Processes that share each sequence. Attention is then the module of transformers, which each computes whole."""
     sequence_parallel: bool = False
     """Split what lies between a layer's matrices along the sequence, over the tensor-parallel processes."""
     moe_dispatcher: Literal["alltoall", "allgather"] = "alltoall"

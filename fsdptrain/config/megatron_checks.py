@@ -12,12 +12,12 @@ from fsdptrain.errors import ConfigError
 if TYPE_CHECKING:
     from fsdptrain.config.root import Config
 
-_OWN_SPLITS = {
+OWN_SPLITS = {
     "tensor_parallel_size": "--megatron-tensor-parallel",
     "expert_parallel_size": "--megatron-expert-parallel",
     "context_parallel_size": "--megatron-context-parallel",
 }
-_ONLY_FSDP = (
+ONLY_FSDP = (
     "lora_rank image_key train_vision load_strategy attn_implementation layout fp16 compile offload_activations "
     "gradient_checkpointing_kind gradient_checkpointing_every offload_optimizer offload_optimizer_step async_save "
     "router_aux_loss_coef router_replay router_bias_update_rate prefix_sharing context_parallel_recurrent probe "
@@ -30,9 +30,9 @@ def check_megatron(config: Config) -> Iterator[Problem]:
         keys = " ".join(f"megatron_{name}" for name in SECTIONS["megatron"].model_fields)
         yield from without_effect(config, keys, "without --backend megatron: add it, or leave this out")
         return
-    for key in changed(config, *_OWN_SPLITS):
-        yield f"{all_keys()[key].flag} is of --backend fsdp: use {_OWN_SPLITS[key]}"
-    for key in changed(config, *(f"fsdp_{name}" for name in SECTIONS["fsdp"].model_fields), *_ONLY_FSDP.split()):
+    for key in changed(config, *OWN_SPLITS):
+        yield f"{all_keys()[key].flag} is of --backend fsdp: use {OWN_SPLITS[key]}"
+    for key in changed(config, *(f"fsdp_{name}" for name in SECTIONS["fsdp"].model_fields), *ONLY_FSDP.split()):
         yield f"{all_keys()[key].flag} is of --backend fsdp, which --backend megatron does not do: leave it out"
     yield from _not_built(config)
 

@@ -62,10 +62,11 @@ class Piece:
 class Pieces:
     """Of all parameters of `model`, which may be on meta or sharded. ConfigError where it does not allow the sizes."""
 
-    def __init__(self, model: PreTrainedModel, grid: Grid) -> None:
+    def __init__(self, model: PreTrainedModel, grid: Grid, plan: SplitPlan | None = None) -> None:
+        """`plan`: that of the model and the sizes, where it is known already."""
         self.grid = grid
         self._model = model
-        self.plan = split_plan(model, tensor_size=grid.tensor, expert_size=grid.expert)
+        self.plan = plan or split_plan(model, tensor_size=grid.tensor, expert_size=grid.expert)
         self._pieces = {p: _piece(name, p, self.plan, grid) for name, p in model.named_parameters()}
 
     def __getitem__(self, parameter: nn.Parameter) -> Piece:

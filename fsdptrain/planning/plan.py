@@ -22,6 +22,7 @@ from fsdptrain.models.inputs import Layout
 from fsdptrain.models.kernels import kernels
 from fsdptrain.models.layout import LOSES_MASK
 from fsdptrain.models.selective_check import check_selective
+from fsdptrain.models.split_plan import SplitPlan
 from fsdptrain.models.structure import ParameterCounts, count_parameters
 from fsdptrain.planning import remedies
 from fsdptrain.planning.activations import Moment, Sharding, training_peak
@@ -135,6 +136,7 @@ class Planner:
         self.machine = machine
         self._traces: dict[tuple[Recipe, Grid], Trace] = {}
         self._pieces: dict[Grid, Pieces] = {}
+        self._plans: dict[tuple[int, int], SplitPlan] = {}  # by tensor and expert ranks
         self._caches: dict[tuple[int, torch.dtype], int] = {}
         self._selective: bool | None = None  # not known yet
 
@@ -146,7 +148,7 @@ class Planner:
         """The same model and traces on another machine."""
         other = Planner(self._model, machine)
         other._traces, other._caches, other._selective = self._traces, self._caches, self._selective
-        other._pieces = self._pieces
+        other._pieces, other._plans = self._pieces, self._plans
         return other
 
     def allows(self, config: Config) -> bool:
@@ -198,8 +200,9 @@ class Planner:
         return interleave(found, plain, every=every)
 
     def _traced(self, recipe: Recipe, pieces: Pieces, *, trust_remote_code: bool) -> Trace:
-        """Of one rank. The trace of a layer depends on how it is split alone, and not on the number of shards."""
-        key = recipe, replace(pieces.grid, replicas=1, shards=1)
+        """Of one rank. The trace of a layer depends on how it is split alone, and not on the number of shards, nor on
+        how many ranks have other tokens of the same pack."""
+        key = recipe, replace(pieces.grid, replicas=1, shards=1, context=1)
         if key not in self._traces:
             config = config_of_slice(self._model, pieces, trust_remote_code=trust_remote_code)
             whole = trace(config, recipe, trust_remote_code=trust_remote_code)
@@ -210,7 +213,9 @@ class Planner:
     def pieces(self, config: Config) -> Pieces:
         grid = Grid.of(config, self.machine.num_gpus)
         if grid not in self._pieces:
-            self._pieces[grid] = Pieces(self._model, grid)
+            sizes = grid.tensor, grid.expert
+            self._pieces[grid] = Pieces(self._model, grid, self._plans.get(sizes))
+            self._plans[sizes] = self._pieces[grid].plan
         return self._pieces[grid]
 
     def generation(self, config: Config) -> Moment | None:

@@ -2,13 +2,15 @@
 
     machine = Cluster(num_gpus=256, gpu_memory=80 * GIB)
     best(model, config, machine, num_packs=1024)
+    best_for_length(model, config, machine, length=131072, num_sequences=64)
 
 An estimate on paper. Memory is the plan's, bytes are counted (`planning/traffic.py`); seconds follow from the rates of
 a `Cluster`, which are those of data sheets, and from a share of the peak that is a guess. What FSDP sends is taken to
 hide behind computation, what layers and experts send is not.
 """
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +18,7 @@ from transformers import PreTrainedModel
 
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
+from fsdptrain.models.dealing import check_dealing
 from fsdptrain.models.structure import expert_choice
 from fsdptrain.planning.flops import model_flops
 from fsdptrain.planning.pieces import Grid
@@ -24,6 +27,7 @@ from fsdptrain.planning.remedies import change
 from fsdptrain.planning.traffic import Axis, Collective, Pack, step_traffic
 
 _HIDDEN: tuple[Axis, ...] = ("shard", "expert_shard", "replicate")
+_MOST_TOKENS = 128 * 1024  # of a GPU: more do not fit beside models of some size, and take long to find that out
 _WAITED: tuple[Axis, ...] = ("tensor", "expert", "context")
 
 
@@ -49,6 +53,7 @@ class Estimate:
     memory: int  # bytes, margin included
     traffic: tuple[Collective, ...]
     compute_s: float
+    attention_s: float  # of these: pairs of tokens, which grow with the square of a length
     seconds: dict[Axis, float]
 
     @property
@@ -76,14 +81,43 @@ class Estimate:
         return sum(x.sent for x in self.traffic if x.axis in axes)
 
 
-def best(model: PreTrainedModel, config: Config, cluster: Cluster, *, num_packs: int) -> Estimate | None:
-    """The fastest mesh that fits, of those that a user would try; None where none fits. `model` is on meta."""
-    planner = Planner(model, Machine(cluster.num_gpus, cluster.gpu_memory))
-    found = (
-        estimate(model, changed, planner, cluster, num_packs=num_packs) for changed in _meshes(model, config, cluster)
-    )
-    fitting = [x for x in found if x is not None and x.memory <= cluster.gpu_memory]
-    return min(fitting, key=lambda x: x.step_s, default=None)
+def best(
+    model: PreTrainedModel, config: Config, cluster: Cluster, *, num_packs: int, planner: Planner | None = None
+) -> Estimate | None:
+    """The fastest mesh that fits, of those that a user would try; None where none fits. `model` is on meta.
+
+    `planner`: of the same model, which remembers what it has found out for other questions.
+    """
+    configs = _meshes(model, config, cluster)
+    return _fastest(model, configs, cluster, num_packs=num_packs, planner=planner)
+
+
+def best_for_length(
+    model: PreTrainedModel,
+    config: Config,
+    cluster: Cluster,
+    *,
+    length: int,
+    num_sequences: int,
+    planner: Planner | None = None,
+) -> Estimate | None:
+    """The same where a pack is one sequence of `length` tokens, which may be dealt over ranks."""
+    configs = _long_meshes(model, config, cluster, length)
+    return _fastest(model, configs, cluster, num_packs=num_sequences, planner=planner)
+
+
+def _fastest(
+    model: PreTrainedModel, configs: Iterable[Config], cluster: Cluster, *, num_packs: int, planner: Planner | None
+) -> Estimate | None:
+    machine = Machine(cluster.num_gpus, cluster.gpu_memory)
+    planner = Planner(model, machine) if planner is None else planner.on(machine)
+    found = ((_costs(model, config, planner, cluster, num_packs=num_packs), config) for config in configs)
+    known = [(costs, config) for costs, config in found if costs is not None]
+    for costs, config in sorted(known, key=lambda one: one[0].step_s):  # memory is what takes long to find out
+        made = replace(costs, memory=with_margin(planner.training(config)))
+        if made.memory <= cluster.gpu_memory:
+            return made
+    return None
 
 
 def estimate(
@@ -93,23 +127,34 @@ def estimate(
 
     None where the model does not allow the mesh.
     """
+    costs = _costs(model, config, planner, cluster, num_packs=num_packs)
+    return costs and replace(costs, memory=with_margin(planner.training(config)))
+
+
+def _costs(
+    model: PreTrainedModel, config: Config, planner: Planner, cluster: Cluster, *, num_packs: int
+) -> Estimate | None:
+    """All but the memory."""
     try:
         pieces = planner.pieces(config)
+        if config.parallel.context_parallel_size > 1:
+            check_dealing(model, config.parallel)
+        grid, tokens = pieces.grid, sum(seqlens(config))
+        of_pack = step_traffic(model, config, pieces, [Pack(tokens * grid.context, tokens * grid.context)])
     except ConfigError:
         return None
-    grid, tokens = pieces.grid, sum(seqlens(config))
     copies = grid.tensor * grid.context  # ranks that share a pack
-    own = num_packs * copies // grid.num_ranks
-    of_pack = step_traffic(model, config, pieces, [Pack(tokens * grid.context, tokens * grid.context)])
+    own = math.ceil(num_packs * copies / grid.num_ranks)  # where packs are fewer, ranks compute packs of nothing
     traffic = [replace(x, calls=x.calls * own, size=x.size * own) for x in of_pack]
     again = 4 / 3 if config.model.gradient_checkpointing else 1.0
     of_all = seqlens(config, processes=grid.context)
-    flops = again * model_flops(model).training(of_all, sum(of_all), causal=True) * own / copies
+    costs = model_flops(model)
+    work = [x.training(of_all, sum(of_all), causal=True) for x in (costs, replace(costs, attention_width=0))]
+    computing, products = (again * flops * own / copies / cluster.peak / cluster.reached for flops in work)
     seconds: dict[Axis, float] = {}
     for x in traffic:
         seconds[x.axis] = seconds.get(x.axis, 0.0) + _seconds(x, grid, cluster)
-    memory = with_margin(planner.training(config))
-    return Estimate(grid, memory, tuple(traffic), flops / cluster.peak / cluster.reached, seconds)
+    return Estimate(grid, 0, tuple(traffic), computing, computing - products, seconds)
 
 
 def _seconds(collective: Collective, grid: Grid, cluster: Cluster) -> float:
@@ -157,11 +202,32 @@ def _meshes(model: PreTrainedModel, config: Config, cluster: Cluster) -> Iterato
                     yield change(config, _sizes(tensor, expert, count)).config
 
 
-def _sizes(tensor: int, expert: int, replicas: int) -> dict[str, Any]:
-    return {"tensor_parallel_size": tensor, "expert_parallel_size": expert, "fsdp_replicate_size": replicas}
+def _long_meshes(model: PreTrainedModel, config: Config, cluster: Cluster, length: int) -> Iterator[Config]:
+    """One replica; tensor groups and experts within a node, context groups of any size that leaves a GPU few enough
+    tokens."""
+    choice = expert_choice(model.config)
+    near = cluster.gpus_per_node
+    experts = [1] + [near] * (choice is not None and choice.num_experts % near == 0)
+    for tensor in (1, 2, 4, 8):
+        for expert in experts:
+            for exponent in range(int(math.log2(cluster.num_gpus // tensor)) + 1):
+                context = 2**exponent
+                if length > context * _MOST_TOKENS:
+                    continue
+                sizes = _sizes(tensor, expert, 1, context) | {"max_tokens_per_gpu": math.ceil(length / context)}
+                yield change(config, sizes).config
+
+
+def _sizes(tensor: int, expert: int, replicas: int, context: int = 1) -> dict[str, Any]:
+    return {
+        "tensor_parallel_size": tensor,
+        "expert_parallel_size": expert,
+        "context_parallel_size": context,
+        "fsdp_replicate_size": replicas,
+    }
 
 
 def flags(grid: Grid) -> Sequence[str]:
     """What asks for `grid`, where it is not the default."""
-    wanted = _sizes(grid.tensor, grid.expert, grid.replicas)
+    wanted = _sizes(grid.tensor, grid.expert, grid.replicas, grid.context)
     return [f"--{name.replace('_', '-')} {size}" for name, size in wanted.items() if size > 1]

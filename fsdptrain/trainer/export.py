@@ -3,9 +3,12 @@
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from fsdptrain import platform
-from fsdptrain.config import load_recipe
-from fsdptrain.errors import CheckpointError
+from fsdptrain.config import Config, check_world_size, load_recipe
+from fsdptrain.config.megatron import MegatronConfig
+from fsdptrain.errors import CheckpointError, ConfigError
 from fsdptrain.models.lora import require_peft
 from fsdptrain.trainer.backend import build_backend
 from fsdptrain.trainer.folder import CONFIG_FILE
@@ -20,10 +23,22 @@ def export_checkpoint(checkpoint: Path, output: Path, **choices: Any) -> None:
     if not recipe.is_file():
         raise CheckpointError(f"--checkpoint {checkpoint} is not in the folder of a run: {recipe} is not there")
     no_reference = {"kl_loss_coef": 0.0, "kl_reward_coef": 0.0}
-    config = load_recipe(recipe, **no_reference, fsdp_replicate_size=1, **choices)  # and so any number of processes
+    config = load_recipe(recipe, **no_reference, fsdp_replicate_size=1, **choices)
     if config.lora.rank:
         require_peft()
     with platform.process_group(config.launch.dist_timeout):
-        backend = build_backend(config)
+        backend = build_backend(_split_to_fit(config, dist.get_world_size()))
         backend.load(checkpoint)
         backend.export(output)
+
+
+def _split_to_fit(config: Config, world_size: int) -> Config:
+    """As the run was split, or not at all where these processes are not as many: no checkpoint knows of splits."""
+    try:
+        check_world_size(config, world_size)
+    except ConfigError:
+        one = {"tensor_parallel_size": 1, "expert_parallel_size": 1, "context_parallel_size": 1}
+        parallel = config.parallel.model_copy(update=one)
+        megatron = MegatronConfig(moe_dispatcher=config.megatron.moe_dispatcher, spec=config.megatron.spec)
+        return config.model_copy(update={"parallel": parallel, "megatron": megatron})
+    return config

@@ -20,12 +20,18 @@ from .test_fsdp_backend import GRPO, config, packs_of_this_rank, samples, scored
 
 LAYERS = 3
 # On a device the host waits for the result of each of these: it is a number for Python, or the size of a tensor.
-READS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique", "_unique2", "item")
+READS = (
+    *("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "item", "bincount", "histc"),
+    *("_unique", "_unique2", "unique_consecutive", "unique_dim", "repeat_interleave"),
+)
+BY_MASK = ("index", "index_put", "index_put_", "_index_put_impl_")  # read where a mask of bools says which
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "checkpointing": {"gradient_checkpointing": True},
     "KL and entropy": {"kl_loss_coef": 0.1, "entropy_coef": 0.01},
     "adapter": {"lora_rank": 4},
+    "truncated sampling": {"rollout_top_k": 5, "rollout_temperature": 0.7},
+    "offloaded": {"fsdp_cpu_offload": True},
 }
 
 
@@ -38,7 +44,8 @@ class Reads(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket._qualified_op_name.removeprefix("aten::")
-        if name in READS or (name == "index" and any(x is not None and x.dtype == torch.bool for x in args[1])):
+        masked = name in BY_MASK and any(x is not None and x.dtype == torch.bool for x in args[1])
+        if masked or (name in READS and not (kwargs or {}).get("output_size")):
             self.calls[name] += 1
         return func(*args, **(kwargs or {}))
 
@@ -90,7 +97,10 @@ def test_the_count_of_reads_sees_them() -> None:
         values.sum().item()
         values[values > 1]
         values.nonzero()
-    assert seen.calls == {"_local_scalar_dense": 1, "index": 1, "nonzero": 1}
+        values[values > 1] = 0.0
+        values.repeat_interleave(torch.ones(4, dtype=torch.long))
+        torch.bincount(torch.ones(4, dtype=torch.long))
+    assert set(seen.calls) >= {"_local_scalar_dense", "index", "nonzero", "index_put_", "repeat_interleave", "bincount"}
 
 
 @pytest.mark.parametrize("values", [{}, {"fsdp_reshard_after_forward": False}], ids=str)

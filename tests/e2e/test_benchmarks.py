@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -124,10 +125,11 @@ def test_both_sides_play_the_demo(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_step_of_ours_agrees_with_one_of_trl(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [["--kl", "0.1"], ["--lora", "4", "--checkpointing"]], ids=" ".join)
+def test_a_step_of_ours_agrees_with_one_of_trl(tmp_path: Path, options: list[str]) -> None:
     pytest.importorskip("trl", reason="trl comes with the dev extra")
-    argv = [sys.executable, FOLDER / "train_step.py", "--quick", "--lengths", "ragged", "--kl", "0.1"]
-    argv += ["--sides", "ours", "stock", "--json", tmp_path / "report.json"]
+    argv = [sys.executable, FOLDER / "train_step.py", "--quick", "--lengths", "ragged", *options]
+    argv += ["--sides", "ours", "stock", "compact", "--json", tmp_path / "report.json"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "report.json").read_text())
@@ -136,10 +138,24 @@ def test_a_step_of_ours_agrees_with_one_of_trl(tmp_path: Path) -> None:
     assert sides["ours"]["computed_tokens"] < report["results"][0]["tokens"] <= sides["stock"]["computed_tokens"]
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core comes with the megatron extra")
+def test_steps_of_both_backends_agree(tmp_path: Path) -> None:
+    report = run_quick("backends.py", tmp_path, "--cases", "dense, 1 process", "experts, 2 processes")
+    dense, experts = report["results"]
+    assert list(dense["sides"]) == ["fsdp", "megatron"]
+    assert list(experts["sides"]) == ["fsdp", "fsdp, experts", "megatron, experts"]
+    for side in (*dense["sides"].values(), *experts["sides"].values()):
+        assert side["wall_of_first"]["median"] > 0
+        assert side["peak_mib"] > 100
+
+
 def test_the_packing_benchmark_runs() -> None:
     argv = [sys.executable, FOLDER / "packing.py", "--quick", "--sequences", "1000", "2000"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    *rows, end = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(rows) == 6
     assert all(row["ours"]["imbalance"] < 0.02 for row in rows)
+    assert all(row["first-fit"]["times_ours"]["least"] > 0 for row in rows)
+    assert end["laws"] == {}  # which these sizes cannot show

@@ -18,9 +18,9 @@ FAMILIES = ("qwen3", "llama", "qwen3_moe")
 VOCAB_SIZE = 263  # odd: tensor parallel must pad it
 
 
-def save(family: str, folder: Path, **more: Any) -> Path:
+def save(family: str, folder: Path, *, seed: int = 0, **more: Any) -> Path:
     """A checkpoint whose every parameter is random, with a vocabulary that nothing divides."""
-    model = zoo.build(family, **({"vocab_size": VOCAB_SIZE} | more))
+    model = zoo.build(family, seed, **({"vocab_size": VOCAB_SIZE} | more))
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder

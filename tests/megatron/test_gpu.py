@@ -1,20 +1,24 @@
 """What needs a GPU: layers of Transformer Engine where it imports, packed rows, and the dealt optimizer over NCCL.
 
-Written on machines without one: not run yet.
+Written on machines without one, from the sources of megatron-core 0.16 and Transformer Engine 2: not run yet.
 """
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from fsdptrain.config import Config
+from fsdptrain.models.policy import plain_batch
 from fsdptrain.platform import device_count, has_accelerator
 from fsdptrain.testing import spawn
 from tests.megatron import cases, test_precision, wrapped_cases
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not has_accelerator(), reason="needs a GPU")]
 two_gpus = pytest.mark.skipif(device_count() < 2, reason="needs two GPUs")
+with_engine = pytest.mark.skipif(find_spec("transformer_engine") is None, reason="needs Transformer Engine")
 
 
 def built(folder: Path, bf16: bool) -> dict[str, Any]:
@@ -58,3 +62,66 @@ def test_steps_on_two_gpus_are_those_on_one(layout: dict[str, int], tmp_path: Pa
         assert rank["rounded"]
     if "expert_parallel" not in layout:  # whose ranks have a pack each
         assert found[0]["norms"] == pytest.approx(alone["norms"], rel=3e-2)
+
+
+def looked_at(folder: Path, bf16: bool) -> dict[str, Any]:
+    """What the layers are called and made of, and how far the logprobs of a pack are from those of its segments."""
+    from fsdptrain.backends.megatron.table import stored_tensors
+
+    backend = test_precision.backend_of(folder, bf16=bf16, lr=1e-3)
+    segments = [cases.tokens(1, n, seed=n)[0].tolist() for n in (7, 12, 30)]
+    together, *apart = backend.score(
+        [plain_batch(rows, device=torch.device("cpu")) for rows in (segments, *([row] for row in segments))], "policy"
+    )
+    return {
+        "names": set(stored_tensors(backend._model)),
+        "classes": {type(module).__name__ for module in backend._model.modules()},
+        "layout": backend.layout_probe.layout,
+        "difference": (together.values - torch.cat([one.values for one in apart])).abs().mean().item(),
+    }
+
+
+@with_engine
+@pytest.mark.parametrize("bf16", [True, False])
+def test_layers_of_transformer_engine_are_named_and_packed_as_the_table_thinks(bf16: bool, tmp_path: Path) -> None:
+    """Norms in the matrices behind them, grouped experts; packs as one row in half precision, as rows in float32."""
+    (found,) = spawn(1, looked_at, cases.save("qwen3_moe", tmp_path / "model"), bf16, timeout=300.0)
+    layer = "decoder.layers.1."
+    assert {
+        f"{layer}self_attention.linear_qkv.layer_norm_weight",
+        f"{layer}self_attention.q_layernorm.weight",
+        f"{layer}pre_mlp_layernorm.weight",
+        *(f"{layer}mlp.experts.linear_fc1.weight{i}" for i in range(6)),
+    } <= found["names"]
+    assert {"TEGroupedMLP", "TEDotProductAttention", "TELayerNormColumnParallelLinear"} <= found["classes"]
+    assert found["layout"] == ("packed" if bf16 else "padded")
+    assert found["difference"] < (2e-2 if bf16 else 1e-5)
+
+
+@with_engine
+@two_gpus
+def test_latent_attention_is_split_with_transformer_engine(tmp_path: Path) -> None:
+    """Whose down projections each rank has whole, though Transformer Engine marks them as split."""
+    folder = cases.save("deepseek_v3", tmp_path / "model")
+    layout = {"tensor_parallel": 2, "sequence_parallel": True}
+    found = spawn(2, test_precision.train, folder, tmp_path / "two", layout, timeout=300.0)
+    (alone,) = spawn(1, test_precision.train, folder, tmp_path / "one", {}, timeout=300.0)
+    for rank in found:
+        assert rank["files"]
+        assert rank["norms"] == pytest.approx(alone["norms"], rel=3e-2)
+
+
+def repeated(folder: Path) -> list[float]:
+    from fsdptrain import platform
+    from fsdptrain.backends.megatron.backend import MegatronBackend
+
+    platform.set_deterministic(True)
+    config = Config(hf_checkpoint=str(folder), backend="megatron", lr=1e-3, deterministic_mode=True)
+    return test_precision.steps(MegatronBackend(config, total_steps=4), 3)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_deterministic_kernels_repeat_themselves(family: str, tmp_path: Path) -> None:
+    """Transformer Engine's attention is told to, by a variable that megatron-core asks for."""
+    folder = cases.save(family, tmp_path / "model")
+    assert spawn(1, repeated, folder, timeout=300.0) == spawn(1, repeated, folder, timeout=300.0)

@@ -16,7 +16,7 @@ from fsdptrain.testing import spawn
 from fsdptrain.types import PackedBatch
 from tests.megatron import cases
 
-LENGTHS = ((7, 12), (5, 9, 11))  # of the segments of two packs: rows of several shapes
+LENGTHS = ((7, 12), (5, 9, 11), (13, 4), (6,))  # of the segments of four packs: rows of several shapes
 
 
 class Case(NamedTuple):
@@ -24,10 +24,16 @@ class Case(NamedTuple):
     layout: dict[str, Any]
     num_ranks: int = 1
     tied: bool = False
+    renormalised: bool = False  # weights of the chosen experts
 
     @property
     def name(self) -> str:
-        return "-".join([self.family, *(f"{key}={value}" for key, value in self.layout.items())])
+        split = [f"{key}={value}" for key, value in self.layout.items()]
+        return "-".join([self.family, *split, *(["on four"] if self.num_ranks == 4 else [])])
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        return {"tie_word_embeddings": self.tied} | ({"norm_topk_prob": True} if self.renormalised else {})
 
 
 CASES = [
@@ -40,7 +46,7 @@ CASES = [
     Case("qwen3", {"pipeline_parallel": 2}, 2, tied=True),  # embedding and head are on different ranks
     Case("llama", {"pipeline_parallel": 2}, 2),
     Case("qwen3_moe", {"pipeline_parallel": 2}, 2),
-    Case("qwen3_moe", {"expert_parallel": 2}, 2),
+    Case("qwen3_moe", {"expert_parallel": 2}, 2, renormalised=True),
     Case("qwen3_moe", {"expert_parallel": 2, "moe_dispatcher": "allgather"}, 2),
     Case("qwen3", {"tensor_parallel": 2, "sequence_parallel": True}, 2, tied=True),
     Case("qwen3_moe", {"tensor_parallel": 2, "sequence_parallel": True}, 2),
@@ -49,6 +55,10 @@ CASES = [
     Case("deepseek_v3", {"expert_parallel": 2}, 2),
     Case("qwen3", {"tensor_parallel": 2, "pipeline_parallel": 2}, 4, tied=True),
     Case("qwen3_moe", {"pipeline_parallel": 2, "expert_parallel": 2}, 4),
+    # below two ranks each have the same part of the model
+    Case("qwen3_moe", {"expert_parallel": 2}, 4, renormalised=True),
+    Case("qwen3", {"pipeline_parallel": 2}, 4, tied=True),
+    Case("qwen3", {"tensor_parallel": 2, "sequence_parallel": True}, 4, tied=True),
 ]
 
 
@@ -98,7 +108,7 @@ def compare(names: list[str], folder: Path) -> dict[str, Found]:
 
 
 def compared(case: Case, folder: Path) -> Found:
-    """Expert-parallel ranks are given a pack each, all others both."""
+    """Packs are dealt over the data-parallel ranks."""
     from fsdptrain.backends.megatron.forward import Scorer, from_last_stage, run_packs
     from fsdptrain.backends.megatron.gradients import reduce_gradients, wrap
     from fsdptrain.backends.megatron.groups import Groups
@@ -159,7 +169,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Found]]:
     """Of each case what each rank found."""
     folder = tmp_path_factory.mktemp("models")
     for case in CASES:
-        cases.save(case.family, folder / case.name, tie_word_embeddings=case.tied)
+        cases.save(case.family, folder / case.name, **case.changes)
     results: dict[str, list[Found]] = {}
     for num_ranks in (1, 2, 4):
         names = [case.name for case in CASES if case.num_ranks == num_ranks]

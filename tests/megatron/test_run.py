@@ -84,11 +84,22 @@ def test_a_run_goes_on_with_another_split(runs, moe, tmp_path) -> None:
     assert_same(run(moe, runs.taken_back(tmp_path), *MEGATRON, num_ranks=1)[-2:], runs.megatron[-2:])
 
 
-def test_what_one_backend_has_made_goes_on_on_the_other(runs, tmp_path) -> None:
-    one = ("--num-rollout", "1")
-    on_fsdp = run(runs.exported("megatron"), tmp_path / "a", *one, num_ranks=1)
-    on_megatron = run(runs.exported("fsdp"), tmp_path / "b", *one, *MEGATRON, num_ranks=1)
-    assert_same(on_megatron, on_fsdp, rel=1e-3)
+@pytest.mark.parametrize("made_by", ["megatron", "fsdp"])
+def test_what_one_backend_has_exported_goes_on_alike_on_both(made_by: str, runs, tmp_path) -> None:
+    one = ("--num-rollout", "1", "--no-export")
+    on_fsdp = run(runs.exported(made_by), tmp_path / "a", *one, num_ranks=1)
+    on_megatron = run(runs.exported(made_by), tmp_path / "b", *one, *MEGATRON, num_ranks=1)
+    assert_same(on_megatron, on_fsdp)
+
+
+def test_a_checkpoint_of_split_experts_is_exported_by_one_process(runs, tmp_path) -> None:
+    checkpoint = runs.folder / "megatron" / "run" / "checkpoints" / "step_00000005"
+    argv = ["export", "--checkpoint", str(checkpoint), "--output", str(tmp_path / "hf")]
+    result = command.run(argv, tmp_path)
+    assert result.code == 0, result.err
+    found, wanted = (load_file(path / "model.safetensors") for path in (tmp_path / "hf", runs.exported("megatron")))
+    assert found.keys() == wanted.keys()
+    assert all((found[name] == wanted[name]).all() for name in wanted)
 
 
 @pytest.mark.slow

@@ -27,6 +27,10 @@ OF_EXPERTS: dict[str, tuple[dict[str, Any], Layout]] = {
     "experts, gathered": ({"expert_parallel": 2, "moe_dispatcher": "allgather"}, "padded"),
     "experts and context": ({"expert_parallel": 2, "context_parallel": 2}, "packed"),
 }
+PLAIN_ON_FOUR: dict[str, tuple[dict[str, Any], Layout]] = {
+    "context and data": ({"context_parallel": 2}, "packed"),
+    "context and sequence": ({"context_parallel": 2, "tensor_parallel": 2, "sequence_parallel": True}, "packed"),
+}
 ON_FOUR: dict[str, tuple[dict[str, Any], Layout]] = {  # ranks: stages, and something else
     "stages and experts": ({"pipeline_parallel": 2, "expert_parallel": 2}, "packed"),
     "stages and context": ({"pipeline_parallel": 2, "context_parallel": 2}, "packed"),
@@ -36,31 +40,44 @@ CASES = [
     *((family, split) for family in wrapped_cases.CONFIGS for split in SPLITS),
     *((family, split) for family in wrapped_cases.OF_EXPERTS for split in OF_EXPERTS),
     *(("qwen3_next", split) for split in ON_FOUR),
+    *((family, split) for family in wrapped_cases.PLAIN for split in ["context"]),
+    *(("qwen3_moe", split) for split in PLAIN_ON_FOUR),
 ]
 
 
+def num_ranks_of(split: str) -> int:
+    return 4 if split in ON_FOUR or split in PLAIN_ON_FOUR else 2
+
+
 @cache
-def differences(family: str, num_ranks: int) -> list[dict[str, wrapped_cases.Found]]:
-    """By rank and split: all of a family in one set of processes, which import megatron-core once."""
-    splits = SPLITS | (OF_EXPERTS if family in wrapped_cases.OF_EXPERTS else {}) if num_ranks == 2 else ON_FOUR
+def differences(families: tuple[str, ...], num_ranks: int) -> list[dict[tuple[str, str], wrapped_cases.Found]]:
+    """By rank, family and split: all in one set of processes, which import megatron-core once."""
+    chosen = [case for case in CASES if case[0] in families and num_ranks_of(case[1]) == num_ranks]
+    every = SPLITS | OF_EXPERTS | ON_FOUR | PLAIN_ON_FOUR
     with TemporaryDirectory() as folder:
-        checkpoint = wrapped_cases.save(family, Path(folder) / "model")
-        ranks = spawn(num_ranks, wrapped_cases.differences, checkpoint, list(splits.values()), timeout=480.0)
-    return [dict(zip(splits, rank, strict=True)) for rank in ranks]
+        paths = {family: wrapped_cases.save(family, Path(folder) / family) for family in families}
+        models = [(paths[family], *every[split]) for family, split in chosen]
+        ranks = spawn(num_ranks, wrapped_cases.differences, models, timeout=480.0)
+    return [dict(zip(chosen, rank, strict=True)) for rank in ranks]
+
+
+def found_by_ranks(family: str, split: str) -> list[wrapped_cases.Found]:
+    families = wrapped_cases.PLAIN if family in wrapped_cases.PLAIN else (family,)
+    return [rank[family, split] for rank in differences(families, num_ranks_of(split))]
 
 
 @pytest.mark.parametrize(("family", "split"), CASES)
 def test_logits_and_gradients_are_those_of_transformers(family: str, split: str):
-    for rank in differences(family, 4 if split in ON_FOUR else 2):
-        assert rank[split].logits < 1e-5
-        assert rank[split].gradient < 1e-4, rank[split].tensor
-        assert rank[split].norm < 1e-5
+    for rank in found_by_ranks(family, split):
+        assert rank.logits < 1e-5
+        assert rank.gradient < 1e-4, rank.tensor
+        assert rank.norm < 1e-5
 
 
 @pytest.mark.parametrize(("family", "split"), CASES)
 def test_what_was_loaded_comes_out_bitwise(family: str, split: str):
-    for rank in differences(family, 4 if split in ON_FOUR else 2):
-        assert rank[split].changed == []
+    for rank in found_by_ranks(family, split):
+        assert rank.changed == []
 
 
 @pytest.fixture(scope="module")

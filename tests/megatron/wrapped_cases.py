@@ -69,10 +69,13 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     ),
 }
 OF_EXPERTS = ("qwen3_next", "qwen3_5_moe_text")
+PLAIN = ("llama", "qwen2", "qwen3_moe", "deepseek_v3")  # attention is megatron-core's own, where no tokens are dealt
 
 
 def save(family: str, folder: Path) -> Path:
     """A checkpoint whose every parameter is random."""
+    if family in PLAIN:
+        return cases.save(family, folder, tie_word_embeddings=False)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIGS[family], dtype=torch.float32)
     zoo.randomize(model, 0)
@@ -91,13 +94,13 @@ class Found(NamedTuple):
     changed: list[str]  # what came out otherwise than it was loaded, bit by bit
 
 
-def differences(folder: Path, splits: Sequence[tuple[dict[str, Any], Layout]]) -> list[Found]:
-    """Of each split and layout."""
+def differences(models: Sequence[tuple[Path, dict[str, Any], Layout]]) -> list[Found]:
+    """Of each model, split and layout."""
     from fsdptrain.backends.megatron.groups import stop_groups
 
-    files = load_file(folder / "model.safetensors")
     found = []
-    for split, layout in splits:
+    for folder, split, layout in models:
+        files = load_file(folder / "model.safetensors")
         built = cases.build(folder, **split)
         streamed = dict(built.weights.stream())
         changed = [name for name in files if not torch.equal(streamed[name], files[name])]
@@ -127,7 +130,7 @@ def _compare(built: cases.Built, layout: Layout) -> Found:
         else:  # the loss of the whole pack on each rank, as the backend computes it
             tokens = gather_own(hidden[0], dealt.seqlens, dealt.group)[dealt.places]
         found.append(built.stock.lm_head(tokens).detach())
-        return (tokens * _direction(mine)).sum(), torch.tensor(batch.num_tokens), {}
+        return (tokens * _direction(mine, tokens.shape[1])).sum(), torch.tensor(batch.num_tokens), {}
 
     wrapped = gradients.wrap(built.model)
     masters = Masters(wrapped)
@@ -136,7 +139,7 @@ def _compare(built: cases.Built, layout: Layout) -> Found:
     relative = {}
     for name, gradient in built.weights.stream(of=masters.whole_gradient, only_parameters=True):
         if name in expected:
-            relative[name] = float((gradient - expected[name]).norm() / expected[name].norm())
+            relative[name] = float((gradient - expected[name]).norm() / (expected[name].norm() or 1.0))
     assert relative.keys() == expected.keys()
     worst = max(relative, key=lambda name: (math.isnan(relative[name]), relative[name]))
     errors = [float((logits - wanted[mine]).abs().max()) for logits in found]  # none before the last stage
@@ -150,9 +153,9 @@ def _batch(seed: int) -> PackedBatch:
     return plain_batch([row.tolist() for row in sequences], device=torch.device("cpu"))
 
 
-def _direction(seed: int) -> Tensor:
+def _direction(seed: int, width: int) -> Tensor:
     """[T, D]: what the last hidden states are multiplied with to make a loss."""
-    return torch.randn(sum(SEQLENS), _SHAPE["hidden_size"], generator=torch.Generator().manual_seed(100 + seed))
+    return torch.randn(sum(SEQLENS), width, generator=torch.Generator().manual_seed(100 + seed))
 
 
 def _stock(model: PreTrainedModel, batches: Sequence[PackedBatch]) -> tuple[list[Tensor], dict[str, Tensor]]:
@@ -161,7 +164,7 @@ def _stock(model: PreTrainedModel, batches: Sequence[PackedBatch]) -> tuple[list
     for seed, batch in enumerate(batches):
         rows = batch.input_ids.split(list(batch.seqlens))
         hidden = torch.cat([model.model(row[None]).last_hidden_state[0] for row in rows])
-        (hidden * _direction(seed)).sum().backward()
+        (hidden * _direction(seed, hidden.shape[1])).sum().backward()
         logits.append(model.lm_head(hidden).detach())
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return logits, revert_weight_conversion(model, gradients)
@@ -232,3 +235,19 @@ def only_attention(transformer_config: Any, hf_config: PreTrainedConfig, *, vp_s
     changed = copy.deepcopy(hf_config)
     vars(changed)["layer_types"] = ["full_attention"] * changed.num_hidden_layers
     return layer_spec(transformer_config, changed, vp_stage=vp_stage)
+
+
+def other_norms(transformer_config: Any, hf_config: PreTrainedConfig, *, vp_stage: int | None = None) -> Any:
+    """Layers as a user may get them wrong: norms with another eps."""
+    from fsdptrain.backends.megatron.model import layer_spec
+
+    transformer_config.layernorm_epsilon = 1e-3
+    return layer_spec(transformer_config, hf_config, vp_stage=vp_stage)
+
+
+def other_activation(transformer_config: Any, hf_config: PreTrainedConfig, *, vp_stage: int | None = None) -> Any:
+    """Another activation, of which no fact is reported for dense layers."""
+    from fsdptrain.backends.megatron.model import layer_spec
+
+    transformer_config.activation_func = torch.nn.functional.gelu
+    return layer_spec(transformer_config, hf_config, vp_stage=vp_stage)

@@ -76,7 +76,7 @@ class MegatronBackend:
             if config.algorithm.algorithm == "sft" and self.hf_config.to_dict().get("attention_dropout"):
                 raise ConfigError("--algorithm sft would train with the attention_dropout of config.json: set it to 0")
         engine = has_transformer_engine()
-        self._layout: Layout = layout_of(self.hf_config, split, has_engine=engine)
+        self._layout: Layout = layout_of(self.hf_config, split, has_engine=engine, dtype=self.compute_dtype)
         start_groups(split, timeout_s=config.launch.dist_timeout)
         self._groups = Groups.present()
         options: dict[str, Any] = {
@@ -155,8 +155,10 @@ class MegatronBackend:
         outputs = self._run([batch.to(self.device) for batch in batches], finish, train=True)
         reduce_gradients(self._wrapped, self._masters)
         sums = MetricSums(copies=self._config.pack_copies, checked=self._config.algorithm.loss not in LOSSES)
-        for metrics in self._metrics_of(outputs, num_packs=len(batches)):
-            sums.add(metrics)
+        for output in outputs:
+            sums.add(output.metrics)
+        if self._groups.stage.size() > 1:  # the last has them; the trainer of each logs the same
+            sums.broadcast(self._groups.stage, src=self._groups.stage.size() - 1, device=self.device)
         metrics, norm, finite = sums.reduce(self._optimizer.clip())
         metrics = finish_metrics(metrics) | self._optimizer.end_step(norm, finite=finite)
         if finite:
@@ -234,18 +236,6 @@ class MegatronBackend:
     def _on_all_stages(self, found: list[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
         return from_last_stage(found if self._is_last else None, like)
 
-    def _metrics_of(self, outputs: list[LossOutput], *, num_packs: int) -> list[dict[str, Tensor]]:
-        """Of the packs, on every stage: the trainer of each of them logs the same."""
-        if self._groups.stage.size() == 1:
-            return [dict(output.metrics) for output in outputs]
-        names: list[Any] = [sorted(outputs[0].metrics) if self._is_last else None]
-        torch.distributed.broadcast_object_list(
-            names, group=self._groups.stage, group_src=self._groups.stage.size() - 1, device=self.device
-        )
-        rows = [torch.stack([output.metrics[name] for name in names[0]]) for output in outputs]
-        like = [torch.empty(len(names[0]), device=self.device)] * num_packs
-        return [dict(zip(names[0], row.unbind(), strict=True)) for row in self._on_all_stages(rows, like)]
-
     @property
     def _is_last(self) -> bool:
         return self._groups.stage.rank() == self._groups.stage.size() - 1
@@ -277,4 +267,6 @@ class MegatronBackend:
             return ""
         if self._config.megatron.moe_dispatcher == "allgather":
             return "--megatron-moe-dispatcher allgather wants rows of one shape"
+        if has_transformer_engine():
+            return "Transformer Engine packs in half precision alone"
         return "megatron-core packs with Transformer Engine alone, which is not here"

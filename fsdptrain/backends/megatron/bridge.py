@@ -7,7 +7,7 @@ masters, which no bridge knows: the table writes them.
 
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from fsdptrain import platform
 from fsdptrain.backends.megatron.cpu_shims import quiet_imports
 from fsdptrain.backends.megatron.groups import Groups
 from fsdptrain.backends.megatron.model import padded_vocab
@@ -129,22 +130,26 @@ def load_by_bridge(bridge: Bridge, asked: str, path: Path, weights: WeightMap) -
             bridge.load(path)
         except Exception as error:
             raise CheckpointError(f"{asked} cannot load {path}: {describe(error)}") from error
-    shapes = {name: tuple(tensor.shape) for name, tensor in weights.plan().items()}
+    wanted: dict[str, int] = {}
+    with together(CheckpointError, f"--megatron-bridge {asked}"):
+        wanted = _in_files(path, weights)
+    _require_same(wanted, weights.stream(), asked, "loads otherwise than the table")
+    _require_same(wanted, bridge.stream(), asked, "gives back otherwise than the table")
+
+
+def _in_files(path: Path, weights: WeightMap) -> dict[str, int]:
+    """Checksums of the tensors of a checkpoint, in the dtypes of the model."""
+    plan, device = weights.plan(), platform.local_device()
+    shapes = {name: tuple(tensor.shape) for name, tensor in plan.items()}
     with open_files(path, shapes, ignored=weights.ignored) as source:
-        sums: dict[str, int] = {}
-        wrong = []
-        for name, tensor in weights.stream():
-            sums[name] = bit_checksum(tensor)
-            wrong += [name] if bit_checksum(source(name)[:].to(tensor.device, tensor.dtype)) != sums[name] else []
-    _require_none(wrong, asked, "loads otherwise than the table")
-    theirs = {name: bit_checksum(tensor) for name, tensor in bridge.stream()}
-    wrong = [name for name in sums.keys() | theirs.keys() if sums.get(name) != theirs.get(name)]
-    _require_none(sorted(wrong), asked, "gives back otherwise than the table")
+        return {name: bit_checksum(source(name)[:].to(device, tensor.dtype)) for name, tensor in plan.items()}
 
 
-def _require_none(wrong: list[str], asked: str, what: str) -> None:
+def _require_same(wanted: Mapping[str, int], stream: Iterator[tuple[str, Tensor]], asked: str, what: str) -> None:
+    found = {name: bit_checksum(tensor) for name, tensor in stream}
+    wrong = [name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name)]
     if wrong:
-        raise NumericsError(f"--megatron-bridge {asked} {what}: {some_of(wrong)}: use --megatron-bridge own")
+        raise NumericsError(f"--megatron-bridge {asked} {what}: {some_of(sorted(wrong))}: use --megatron-bridge own")
 
 
 def _against(asked: str, model: "GPTModel", path: Path, dtype: torch.dtype) -> list[str]:

@@ -54,8 +54,11 @@ def install_cpu_shims() -> list[str]:
     ConfigError where CUDA is present, or with a megatron-core that this was not tested with.
     """
     require_megatron()
-    if torch.version.cuda is not None and torch.cuda.device_count():
-        raise ConfigError("the CPU shims of --backend megatron are not for a process that sees CUDA devices")
+    if torch.cuda.device_count():
+        raise ConfigError(
+            "the CPU shims of --backend megatron are not for a process that sees CUDA devices: hide them with "
+            "CUDA_VISIBLE_DEVICES=, or compute on them"
+        )
     if _installed:
         return list(_installed)
     with quiet_imports():

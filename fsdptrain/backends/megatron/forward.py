@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 
 from fsdptrain.backends.megatron.dealing import deal
 from fsdptrain.backends.megatron.groups import Groups
-from fsdptrain.backends.megatron.transformer_config import family_of
+from fsdptrain.backends.megatron.transformer_config import wraps
 from fsdptrain.config.megatron import MegatronConfig
 from fsdptrain.models.inputs import Layout, model_inputs, select_tokens, to_pack
 from fsdptrain.models.logprobs import chunked_logprobs
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def layout_of(config: PreTrainedConfig, split: MegatronConfig, *, has_engine: bool) -> Layout:
-    """Packed where boundaries are understood: by the attention of Transformer Engine, and by mixers of transformers
-    but where a dispatcher gathers the rows of several ranks, which must be of one shape."""
-    wrapped = family_of(config).wrapped and split.spec is None
-    if wrapped:
+def layout_of(config: PreTrainedConfig, split: MegatronConfig, *, has_engine: bool, dtype: torch.dtype) -> Layout:
+    """Packed where boundaries are understood: by the attention of Transformer Engine, whose kernels for packs know half
+    precision alone, and by mixers of transformers but where a dispatcher gathers the rows of several ranks, which must
+    be of one shape."""
+    if wraps(config, split.context_parallel) and split.spec is None:
         return "padded" if split.moe_dispatcher == "allgather" else "packed"
-    return "packed" if has_engine else "padded"
+    return "packed" if has_engine and dtype != torch.float32 else "padded"
 
 
 @dataclass(frozen=True)

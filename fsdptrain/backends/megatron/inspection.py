@@ -14,7 +14,7 @@ from fsdptrain.backends.megatron.bridge import choose_bridge
 from fsdptrain.backends.megatron.cpu_shims import install_cpu_shims
 from fsdptrain.backends.megatron.forward import layout_of
 from fsdptrain.backends.megatron.groups import start_groups, stop_groups
-from fsdptrain.backends.megatron.model import build_model, has_transformer_engine
+from fsdptrain.backends.megatron.model import WRAPPED, build_model, has_transformer_engine
 from fsdptrain.backends.megatron.parity import check_parity, small_models
 from fsdptrain.backends.megatron.report import build_report
 from fsdptrain.backends.megatron.transformer_config import transformer_config
@@ -53,8 +53,9 @@ def inspect_build(config: Config) -> BuildInspection:
     dtype: torch.dtype = getattr(torch, config.compute_dtype_name)
     options = {"dtype": dtype, "has_engine": has_transformer_engine(), "on_cpu": on_cpu}
     transformer_config(stock.config, config.megatron, **options)  # what the split of the run would be refused for
-    one = MegatronConfig(moe_dispatcher=config.megatron.moe_dispatcher, spec=config.megatron.spec)
-    layout = layout_of(stock.config, one, has_engine=options["has_engine"])
+    wrapped = WRAPPED if config.megatron.context_parallel > 1 else None  # as the run, whose split the copy has not
+    one = MegatronConfig(moe_dispatcher=config.megatron.moe_dispatcher, spec=config.megatron.spec or wrapped)
+    layout = layout_of(stock.config, one, has_engine=options["has_engine"], dtype=dtype)
     with platform.process_group(config.launch.dist_timeout):
         start_groups(one, timeout_s=config.launch.dist_timeout)
         try:

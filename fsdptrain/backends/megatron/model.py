@@ -1,5 +1,6 @@
 """The GPTModel of megatron-core, or this rank's stage of it, without weights yet."""
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,14 +11,14 @@ from fsdptrain import registry
 from fsdptrain.backends.megatron.cpu_shims import quiet_imports
 from fsdptrain.backends.megatron.groups import Groups
 from fsdptrain.backends.megatron.local_spec import completed
-from fsdptrain.backends.megatron.transformer_config import family_of, rotary_options
+from fsdptrain.backends.megatron.transformer_config import rotary_options, wraps
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-_WRAPPED = "fsdptrain.backends.megatron.hf_spec:layer_spec"  # of families whose attention megatron-core lacks
+WRAPPED = "fsdptrain.backends.megatron.hf_spec:layer_spec"  # layers with mixers of transformers
 
 
 def has_transformer_engine() -> bool:
@@ -54,7 +55,10 @@ def build_model(
         from megatron.core import parallel_state
         from megatron.core.models.gpt import GPTModel
 
-    make = _spec_function(hf_config, spec)
+    context = transformer_config.context_parallel_size
+    make = _spec_function(hf_config, spec, context)
+    if transformer_config.deterministic_mode:
+        os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # Transformer Engine's attention asks for it
     with quiet_imports():
         model = GPTModel(
             config=transformer_config,
@@ -64,7 +68,7 @@ def build_model(
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),
             share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
-            **rotary_options(hf_config),
+            **rotary_options(hf_config, context),
         )
     for parameter in model.parameters():  # some are made in float32; buffers, such as biases of routers, stay so
         parameter.data = parameter.data.to(transformer_config.params_dtype)
@@ -92,10 +96,15 @@ def _keep_padding(model: "GPTModel", token: int) -> None:
 
 
 def _mark_split(model: "GPTModel") -> None:
-    """What each tensor-parallel rank has a part of. megatron-core says so only where it also draws initial weights."""
+    """What each tensor-parallel rank has a part of. megatron-core says so only where it also draws initial weights;
+    Transformer Engine says it of all its matrices, of those too that each rank has whole: megatron-core's TELinear
+    itself, whose subclasses are split."""
     from megatron.core import tensor_parallel as tp
 
     for module in model.modules():
+        if type(module).__name__ == "TELinear":
+            for parameter in module.parameters(recurse=False):
+                vars(parameter)["tensor_model_parallel"] = False
         if isinstance(module, tp.ColumnParallelLinear | tp.RowParallelLinear | tp.VocabParallelEmbedding):
             for parameter in module.parameters(recurse=False):
                 if not getattr(parameter, "tensor_model_parallel", False):
@@ -125,9 +134,9 @@ def _gather_rows(
     return gather_from_sequence_parallel_region(input_, tensor_parallel_output_grad=False), None
 
 
-def _spec_function(hf_config: PreTrainedConfig, spec: str | None) -> Any:
+def _spec_function(hf_config: PreTrainedConfig, spec: str | None, context_parallel: int) -> Any:
     if spec is not None:
         return registry.resolve(spec, {}, flag="--megatron-spec")
-    if family_of(hf_config).wrapped:
-        return registry.import_attribute(_WRAPPED, flag=f"--backend megatron, of a {hf_config.model_type},")
+    if wraps(hf_config, context_parallel):
+        return registry.import_attribute(WRAPPED, flag=f"--backend megatron, of a {hf_config.model_type},")
     return layer_spec

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
 
 _AT_MOST = {"vocab_size": 251, "hidden_size": 128, "intermediate_size": 96, "moe_intermediate_size": 64}
+_SPLIT = ("intermediate_size", "moe_intermediate_size")  # over tensor-parallel ranks, as in the model
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 _SEGMENTS = (17, 23)  # tokens
 
@@ -50,7 +51,7 @@ def check_parity(
     tokens = torch.randint(small.vocab_size, (sum(_SEGMENTS),), generator=torch.Generator().manual_seed(0))
     segments = [part.tolist() for part in tokens.split(_SEGMENTS)]
     batch = plain_batch(segments, device=device)
-    layout = layout_of(small, split, has_engine=options["has_engine"])
+    layout = layout_of(small, split, has_engine=options["has_engine"], dtype=options["dtype"])
     scorer = Scorer(small.vocab_size, layout, chunk_size=16)
 
     def scored(hidden: Tensor, batch: PackedBatch) -> Tensor:
@@ -91,7 +92,8 @@ def small_config(config: PreTrainedConfig, split: MegatronConfig) -> PreTrainedC
     small = copy.deepcopy(config)
     for key, limit in _AT_MOST.items():
         if isinstance(getattr(config, key, None), int):
-            setattr(small, key, min(limit, getattr(config, key)))
+            most = limit - limit % split.tensor_parallel if key in _SPLIT else limit
+            setattr(small, key, min(most, getattr(config, key)))
     small.head_dim = head_size(config)
     groups = split.tensor_parallel * (2 if config.num_key_value_heads >= 2 * split.tensor_parallel else 1)
     small.num_attention_heads = groups * (config.num_attention_heads // config.num_key_value_heads)

@@ -128,8 +128,9 @@ def _rotary_table(model: "GPTModel") -> Tensor | None:
 
 def _norms(model: "GPTModel", config: PreTrainedConfig) -> Iterator[Fact]:
     for module in model.modules():
-        if "eps" in vars(module):
-            yield Fact("eps of norms", float(vars(module)["eps"]), float(config.rms_norm_eps))
+        for name in ("eps", "variance_epsilon"):  # as megatron-core, and as most of transformers call it
+            if name in vars(module):
+                yield Fact("eps of norms", float(vars(module)[name]), float(config.rms_norm_eps))
 
 
 def _attention(model: "GPTModel", config: PreTrainedConfig) -> Iterator[Fact]:

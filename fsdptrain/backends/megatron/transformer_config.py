@@ -143,6 +143,12 @@ def family_of(config: PreTrainedConfig) -> Family:
     return found
 
 
+def wraps(config: PreTrainedConfig, context_parallel: int) -> bool:
+    """Mixers are the modules of transformers (hf_spec.py): where megatron-core lacks them, and where the tokens of a
+    pack are dealt over ranks, for which it has no attention without Transformer Engine."""
+    return family_of(config).wrapped or context_parallel > 1
+
+
 # Whatever the model and the split are.
 _ALWAYS: dict[str, Any] = {
     "normalization": "RMSNorm",
@@ -186,7 +192,12 @@ def transformer_config(
             "--megatron-expert-parallel with --megatron-tensor-parallel gathers unequal parts, which gloo cannot: on "
             "CPUs leave one out"
         )
-    if family.latent and megatron.tensor_parallel > 1 and not has_engine:
+    if (
+        family.latent
+        and megatron.tensor_parallel > 1
+        and not has_engine
+        and not wraps(config, megatron.context_parallel)
+    ):
         raise ConfigError(
             "--megatron-tensor-parallel: megatron-core's plain latent attention loses what heads of other ranks do to "
             f"the rotary key of a {config.model_type}: install Transformer Engine, or use --megatron-expert-parallel"
@@ -211,6 +222,7 @@ def transformer_config(
             "moe_aux_loss_coeff": 0.0,
             "expert_tensor_parallel_size": megatron.tensor_parallel,
         }
+    _refuse_widths(values | special)
     kind = MLATransformerConfig if family.latent else TransformerConfig
     with quiet_imports():
         return kind(**values | special)
@@ -243,9 +255,9 @@ def _of_split(megatron: MegatronConfig) -> dict[str, Any]:
     }
 
 
-def rotary_options(config: PreTrainedConfig) -> dict[str, Any]:
+def rotary_options(config: PreTrainedConfig, context_parallel: int) -> dict[str, Any]:
     """Arguments of GPTModel. ConfigError for a scaling that megatron-core does not have, or not with these numbers."""
-    if family_of(config).wrapped:
+    if wraps(config, context_parallel):
         return {"position_embedding_type": "none"}
     if family_of(config).latent:
         return {"position_embedding_type": "rope"}  # each attention has a table of its own: `_latent_rope`
@@ -290,14 +302,8 @@ def refuse_split_mixers(config: PreTrainedConfig, tensor: int, *, sequence: bool
 def _refuse_split(config: PreTrainedConfig, megatron: MegatronConfig) -> None:
     choice = expert_choice(config)
     tensor, stages, experts = megatron.tensor_parallel, megatron.pipeline_parallel, megatron.expert_parallel
-    if family_of(config).wrapped:
+    if wraps(config, megatron.context_parallel):
         refuse_split_mixers(config, tensor, sequence=megatron.sequence_parallel)
-    elif megatron.context_parallel > 1:
-        wrapped = ", ".join(sorted(name for name, family in FAMILIES.items() if family.wrapped))
-        raise ConfigError(
-            f"--megatron-context-parallel is built for models with mixers of transformers ({wrapped}), not for a "
-            f"{config.model_type}: use --backend fsdp with --context-parallel-size"
-        )
     if config.num_key_value_heads % tensor or config.num_attention_heads % tensor:
         heads = config.num_key_value_heads
         raise ConfigError(f"--megatron-tensor-parallel {tensor} must divide the {heads} key-value heads: lower it")
@@ -318,6 +324,17 @@ def _refuse_split(config: PreTrainedConfig, megatron: MegatronConfig) -> None:
             "--megatron-tensor-parallel of a model with experts needs --megatron-sequence-parallel: add it, or use "
             "--megatron-expert-parallel alone"
         )
+
+
+def _refuse_widths(values: dict[str, Any]) -> None:
+    """Of the MLPs that there are."""
+    tensor, sparse = values["tensor_model_parallel_size"], values.get("moe_layer_freq", [0])
+    names = ["ffn_hidden_size"] * (0 in sparse) + ["moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"]
+    for width in (values[name] for name in names if name in values):
+        if width % tensor:
+            raise ConfigError(
+                f"--megatron-tensor-parallel {tensor} must divide the width of each MLP, {width}: lower it"
+            )
 
 
 def _expert_choice(config: PreTrainedConfig) -> tuple[int, int]:

@@ -1,11 +1,22 @@
 """Each flag of --backend megatron has an effect, or is refused in one line with the way out; so are the others' beside
 it."""
 
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
 import pytest
 
 from fsdptrain.config import Config, check_world_size
 from fsdptrain.config.grid import across_nodes, draw_grid
+from fsdptrain.config.keys import Key, all_keys
+from fsdptrain.config.megatron_checks import ONLY_FSDP, OWN_SPLITS
 from fsdptrain.errors import ConfigError
+
+PACKAGE = Path(__file__).parents[3] / "fsdptrain"
+REFUSED_KEYS = {*OWN_SPLITS, *ONLY_FSDP.split(), *(flat for flat in all_keys() if flat.startswith("fsdp_"))}
 
 # (what is refused beside --backend megatron, what the line names, what repairs it)
 REFUSED = [
@@ -85,3 +96,59 @@ def test_groups_that_wait_in_each_layer_should_lie_within_a_node() -> None:
     (line,) = across_nodes(behind, 4)
     assert line.startswith("--megatron-expert-parallel 4: its groups do not lie within a node of 4 processes")
     assert list(across_nodes(Config(**options, megatron_pipeline_parallel=4), 2)) == []
+
+
+def another(key: Key) -> Any:
+    """A value that is not the default."""
+    default, choices = key.default, get_args(key.field.annotation)
+    if isinstance(default, bool):
+        return not default
+    if get_origin(key.field.annotation) is Literal:
+        return next(choice for choice in choices if choice != default)
+    if isinstance(default, float):
+        return 0.5
+    return default + 1 if isinstance(default, int) else "x"
+
+
+@pytest.mark.parametrize("flat", sorted(REFUSED_KEYS))
+def test_each_flag_of_fsdp_is_refused_by_name(flat: str) -> None:
+    key = all_keys()[flat]
+    with pytest.raises(ConfigError) as caught:
+        Config(**{"hf_checkpoint": "x", "backend": "megatron", flat: another(key)})
+    assert str(caught.value).startswith(f"{key.flag} is of --backend fsdp")
+    assert "\n" not in str(caught.value)
+
+
+def code_of_a_run() -> str:
+    """Of the modules that a run on megatron-core imports, now or later: all but those of FSDP's backend alone, and the
+    declarations."""
+    names = {path: ".".join(path.with_suffix("").relative_to(PACKAGE.parent).parts) for path in PACKAGE.rglob("*.py")}
+    paths = {name.removesuffix(".__init__"): path for path, name in names.items()}
+    waiting = [name for name in paths if not re.match(r"fsdptrain\.(backends\.(?!megatron)|fsdp|models)", name)]
+    found: set[str] = set()
+    while waiting:
+        name = waiting.pop()
+        if name in paths and name not in found and not re.match(r"fsdptrain\.(backends\.fsdp|planning)", name):
+            found.add(name)
+            waiting += imported(paths[name])
+    read = {name for name in found if not name.startswith("fsdptrain.config")} | {"fsdptrain.config.root"}
+    return "\n".join(paths[name].read_text(encoding="utf-8") for name in sorted(read))
+
+
+def imported(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+CODE = code_of_a_run()
+
+
+@pytest.mark.parametrize("flat", sorted(set(all_keys()) - REFUSED_KEYS - {"optimizer"}))
+def test_each_other_flag_is_read_on_the_way_of_a_run(flat: str) -> None:
+    """By what --backend megatron goes through: that --backend fsdp reads it is not enough."""
+    key = all_keys()[flat]
+    owners = "config|data|rollout|launch|run|log|model|info|algorithm"
+    pattern = rf"\b{key.section}\.{key.name}\b|\b_?(?:{owners})\.{key.name}\b"
+    assert re.search(pattern, CODE), f"{key.flag} is read by --backend fsdp alone: refuse it in megatron_checks.py"

@@ -1,0 +1,257 @@
+"""A training step of --backend megatron against one of --backend fsdp: the same model, samples and loss.
+
+    python benchmarks/backends.py --json benchmarks/results/backends.json    # minutes on two quiet cores
+    python benchmarks/backends.py --quick                                    # seconds: that it runs and agrees
+
+Each side is one process or two, all of them of its own; sides take turns within a round, and the median of the ratios
+of a round counts. A step is planning, packing, forward, loss, backward, the gradient's norm and AdamW, whose learning
+rate is 0, so that every round computes the same: the loss and the norm of all sides must agree. The time is that of the
+slowest rank; memory is the peak of the whole process of the rank that needs most, torch and libraries in it.
+
+Without Transformer Engine megatron-core computes padded rows, --backend fsdp packs: `--lengths equal` takes that out of
+the comparison. The first side of each case is what the others are divided by.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from record import header, peak_mib, spread, start_peak, table, write
+
+from fsdptrain.testing import free_port, rank_variables, tiny_tokenizer
+from fsdptrain.types import Sample
+
+TOLERANCES = {False: 1e-4, True: 5e-2}  # relative, of loss and gradient norm: float32, added up in other orders; bf16
+MEGATRON = {"backend": "megatron"}
+
+
+class Case(NamedTuple):
+    """One model on some processes, and the flags of each side."""
+
+    model: str  # dense, experts
+    num_ranks: int
+    sides: dict[str, dict[str, Any]]
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}, {self.num_ranks} process{'es' if self.num_ranks > 1 else ''}"
+
+
+CASES = (
+    Case("dense", 1, {"fsdp": {}, "megatron": MEGATRON}),
+    Case("experts", 1, {"fsdp": {}, "megatron": MEGATRON}),
+    Case(
+        "dense",
+        2,
+        {
+            "fsdp": {},
+            "megatron, data": MEGATRON,
+            "megatron, tensor": MEGATRON | {"megatron_tensor_parallel": 2},
+            "megatron, pipeline": MEGATRON | {"megatron_pipeline_parallel": 2},
+        },
+    ),
+    Case(
+        "experts",
+        2,
+        {
+            "fsdp": {},
+            "fsdp, experts": {"expert_parallel_size": 2},
+            "megatron, experts": MEGATRON | {"megatron_expert_parallel": 2},
+        },
+    ),
+)
+
+
+def make_samples(options: argparse.Namespace) -> list[Sample]:
+    draw = random.Random(options.seed)
+    samples = []
+    for number in range(options.samples):
+        shortest = options.longest if options.lengths == "equal" else options.longest // 8
+        length = draw.randint(shortest, options.longest)
+        tokens = [draw.randrange(options.vocab) for _ in range(length)]
+        mask = [False] * (length // 4) + [True] * (length - length // 4)
+        advantage = draw.uniform(-1, 1)
+        samples.append(Sample(str(number), tokens, mask, [0.0] * length, reward=advantage, advantage=advantage))
+    return samples
+
+
+def serve(flags: dict[str, Any], folder: str, options: argparse.Namespace, variables: dict[str, str], pipe: Connection):
+    """One rank of one side: a step for each message, until there are no more."""
+    os.environ |= variables
+    torch.set_num_threads(1)
+    from fsdptrain import Config
+    from fsdptrain.algo.losses import LOSSES
+    from fsdptrain.platform import process_group
+    from fsdptrain.trainer.backend import build_backend
+    from fsdptrain.trainer.batches import PackingRules, make_batches
+    from fsdptrain.types import LossConfig
+
+    config = Config(
+        hf_checkpoint=folder,
+        bf16=options.bf16,
+        lr=0.0,
+        clip_grad=0.0,
+        max_tokens_per_gpu=options.max_tokens,
+        rollout_max_response_len=options.longest,
+        prefix_sharing="off" if "backend" not in flags else "auto",
+        **flags,
+    )
+    with process_group(600):
+        backend = build_backend(config)
+        rules = PackingRules.of(config, layout=backend.layout_probe.layout, shares_prefixes=False)
+        samples = make_samples(options) if variables["RANK"] == "0" else []
+        pipe.send("ready")
+        while pipe.recv() == "step":
+            start_peak()
+            wall, cpu = time.perf_counter(), time.process_time()
+            (batches,) = make_batches(samples, rules, rollout=0)
+            metrics = backend.train_step(batches.packs, LOSSES["grpo"], LossConfig())
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            seconds = {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
+            loss, norm = metrics["loss/total"], metrics["optim/grad_norm"]
+            pipe.send({**seconds, "peak_mib": peak_mib(), "loss": loss, "grad_norm": norm})
+
+
+class Side:
+    """The processes of one side."""
+
+    def __init__(self, flags: dict[str, Any], case: Case, folder: str, options: argparse.Namespace) -> None:
+        context, port = multiprocessing.get_context("spawn"), free_port()
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(case.num_ranks):
+            ours, theirs = context.Pipe()
+            variables = rank_variables(rank, case.num_ranks, port)
+            process = context.Process(target=serve, args=(flags, folder, options, variables, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        assert [pipe.recv() for pipe in self._pipes] == ["ready"] * case.num_ranks
+
+    def step(self) -> dict[str, float]:
+        """The slowest rank's time, the largest rank's memory, the processor time of all."""
+        for pipe in self._pipes:
+            pipe.send("step")
+        found = [pipe.recv() for pipe in self._pipes]
+        largest = {name: max(one[name] for one in found) for name in ("wall_s", "peak_mib", "loss", "grad_norm")}
+        return {**largest, "cpu_s": sum(one["cpu_s"] for one in found)}
+
+    def end(self) -> None:
+        for pipe in self._pipes:
+            pipe.send("end")
+        for process in self._processes:
+            process.join()
+
+
+def measure(case: Case, options: argparse.Namespace) -> dict[str, Any]:
+    """All sides in turn, one at a time at work."""
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(folder, case.model, options)
+        sides = {name: Side(flags, case, folder, options) for name, flags in case.sides.items()}
+        runs = []
+        for number in range(options.rounds + 1):
+            order = list(sides) if number % 2 else list(reversed(sides))
+            found = {name: sides[name].step() for name in order}
+            require_agreement(case.name, found, TOLERANCES[options.bf16])
+            runs += [found] if number else []  # the first warms up
+            print(f"  {case.name}: " + ", ".join(f"{n} {r['wall_s']:.2f} s" for n, r in found.items()), file=sys.stderr)
+        for side in sides.values():
+            side.end()
+    tokens = sum(len(sample.token_ids) for sample in make_samples(options))
+    return {"case": case.name, "tokens": tokens, "sides": summary(runs, list(case.sides), tokens), "runs": runs}
+
+
+def require_agreement(case: str, found: dict[str, dict[str, float]], tolerance: float) -> None:
+    for name in ("loss", "grad_norm"):
+        values = {side: run[name] for side, run in found.items()}
+        low, high = min(values.values()), max(values.values())
+        if not high - low <= tolerance * max(abs(low), abs(high), 1e-2):
+            sys.exit(f"{case}: the sides do not agree: {name} is {values}")
+
+
+def summary(runs: list[dict[str, dict[str, float]]], sides: list[str], tokens: int) -> dict[str, dict[str, Any]]:
+    """Of each side medians, and the paired ratios of its time to the first side's."""
+    found = {}
+    for side in sides:
+        wall = statistics.median(run[side]["wall_s"] for run in runs)
+        found[side] = {
+            "wall_s": round(wall, 4),
+            "cpu_s": round(statistics.median(run[side]["cpu_s"] for run in runs), 4),
+            "tokens_per_s": round(tokens / wall, 1),
+            "peak_mib": round(max(run[side]["peak_mib"] for run in runs)),
+            "wall_of_first": spread(run[side]["wall_s"] / run[sides[0]]["wall_s"] for run in runs),
+            "cpu_of_first": spread(run[side]["cpu_s"] / run[sides[0]]["cpu_s"] for run in runs),
+        }
+    return found
+
+
+def save_model(folder: str, kind: str, options: argparse.Namespace) -> None:
+    from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+
+    torch.manual_seed(options.seed)
+    sizes: dict[str, Any] = {
+        "vocab_size": options.vocab,
+        "hidden_size": options.hidden,
+        "num_hidden_layers": options.layers,
+        "num_attention_heads": options.hidden // 32,
+        "num_key_value_heads": options.hidden // 64,
+        "head_dim": 32,
+        "intermediate_size": 3 * options.hidden,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+    }
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": options.hidden}
+    chosen = Qwen3Config(**sizes) if kind == "dense" else Qwen3MoeConfig(**sizes, **experts, norm_topk_prob=True)
+    AutoModelForCausalLM.from_config(chosen, dtype=torch.float32).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--quick", action="store_true", help="a tiny model, one round; whether it runs and agrees")
+    add("--json", type=Path, help="write the report to this file")
+    add("--cases", nargs="+", choices=[case.name for case in CASES], default=[case.name for case in CASES])
+    add("--lengths", choices=("ragged", "equal"), default="ragged")
+    add("--samples", type=int, default=32)
+    add("--longest", type=int, default=256, help="sample; the shortest is an eighth of it [tokens]")
+    add("--max-tokens", type=int, default=2048, help="of a pack")
+    add("--vocab", type=int, default=8192)
+    add("--hidden", type=int, default=256)
+    add("--layers", type=int, default=4)
+    add("--rounds", type=int, default=7)
+    add("--bf16", action="store_true")
+    add("--seed", type=int, default=0)
+    options = parser.parse_args()
+    if options.quick:
+        small = {"samples": 6, "longest": 32, "max_tokens": 96, "vocab": 263, "hidden": 128, "layers": 2, "rounds": 1}
+        vars(options).update(small)
+    return options
+
+
+def main() -> None:
+    options, begin = parsed(), header()
+    results = [measure(case, options) for case in CASES if case.name in options.cases]
+    write(options.json, {**begin, "results": results})
+    rows = [
+        {"case": found["case"], "side": name, **side, **{k: json.dumps(v) for k, v in side.items() if "_of_" in k}}
+        for found in results
+        for name, side in found["sides"].items()
+    ]
+    print(table(rows), end="")
+
+
+if __name__ == "__main__":
+    main()

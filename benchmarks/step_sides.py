@@ -1,0 +1,219 @@
+"""The sides of train_step.py: the same canned samples through a step of ours and a step of TRL's GRPOTrainer."""
+
+import argparse
+import math
+import os
+import random
+import statistics
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import Qwen3ForCausalLM
+
+from fsdptrain.fsdp.shards import local_shard
+from fsdptrain.testing import tiny_tokenizer
+from fsdptrain.types import Sample
+
+SIDES = ("ours", "packed", "stock", "compact")
+Step = Callable[[], dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model and one rollout."""
+
+    folder: str  # of the model
+    vocab: int
+    lengths: str  # ragged, equal
+    options: argparse.Namespace
+
+    @property
+    def name(self) -> str:
+        return f"{self.lengths}, vocabulary {self.vocab}"
+
+
+def make_samples(case: Case) -> list[Sample]:
+    """Groups of one prompt each; lognormal lengths of completions, uniform ones of prompts."""
+    options, draw = case.options, random.Random(case.options.seed)
+    shortest, longest = options.prompt
+    mu = math.log(options.completion) - options.sigma**2 / 2
+    samples = []
+    for group in range(options.groups):
+        width = (shortest + longest) // 2 if case.lengths == "equal" else draw.randint(shortest, longest)
+        prompt = [draw.randrange(case.vocab) for _ in range(width)]
+        rewards = [float(draw.randrange(2)) for _ in range(options.group_size)]
+        mean = statistics.fmean(rewards)
+        for reward in rewards:
+            length = options.completion
+            if case.lengths == "ragged":
+                length = min(options.longest, max(1, round(draw.lognormvariate(mu, options.sigma))))
+            tokens = [*prompt, *(draw.randrange(case.vocab) for _ in range(length))]
+            mask = [False] * width + [True] * length
+            samples.append(Sample(str(group), tokens, mask, [0.0] * len(mask), reward=reward, advantage=reward - mean))
+    return samples
+
+
+class Phases:
+    """Seconds by phase of one step."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._mark = time.perf_counter()
+
+    def __call__(self, name: str) -> None:
+        """What ran since the last call was `name`."""
+        now = time.perf_counter()
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._mark
+        self._mark = now
+
+
+@contextmanager
+def our_side(case: Case, samples: list[Sample], *, sharing: str) -> Iterator[Step]:
+    from fsdptrain import Config
+    from fsdptrain.algo.losses import LOSSES
+    from fsdptrain.backends.fsdp import FSDPBackend
+    from fsdptrain.platform import process_group
+    from fsdptrain.trainer.batches import PackingRules, make_batches
+    from fsdptrain.trainer.scoring import Scorer
+    from fsdptrain.types import LossConfig, LossOutput
+
+    options = case.options
+    config = Config(
+        hf_checkpoint=case.folder,
+        bf16=options.bf16,
+        lr=0.0,
+        clip_grad=0.0,
+        max_tokens_per_gpu=options.max_tokens,
+        rollout_max_response_len=options.longest,
+        gradient_checkpointing=options.checkpointing,
+        kl_loss_coef=options.kl,
+        prefix_sharing=sharing,
+        lora_rank=options.lora,
+    )
+    with process_group(600):
+        backend = FSDPBackend(config, total_steps=10**6)
+        if backend.adapters is not None:
+            fill_adapter(backend.adapters.parameters().items())
+        layout = backend.layout_probe.layout
+        rules = PackingRules.of(config, layout=layout, shares_prefixes=backend.shares_prefixes)
+
+        def step() -> dict[str, float]:
+            phases = Phases()
+
+            def loss(*args: Any) -> LossOutput:
+                phases("forward")
+                return LOSSES["grpo"](*args)
+
+            (batches,) = make_batches(samples, rules, rollout=0)
+            phases("prepare")
+            (batches,) = Scorer(config, backend).score([batches])
+            phases("score")
+            hook = backend.model.register_forward_pre_hook(lambda *_: phases("backward and optimizer"))
+            metrics = backend.train_step(batches.packs, loss, LossConfig(kl_loss_coef=options.kl))
+            hook.remove()
+            phases("backward and optimizer")
+            computed = sum(p.num_tokens if p.shared is None else p.shared.num_tokens for p in batches.packs)
+            return {
+                "loss": metrics["loss/total"],
+                "grad_norm": metrics["optim/grad_norm"],
+                "computed_tokens": computed,
+                **{f"{name}_s": seconds for name, seconds in phases.seconds.items()},
+            }
+
+        yield step
+
+
+@contextmanager
+def trl_side(case: Case, samples: list[Sample], *, compact: bool) -> Iterator[Step]:
+    os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # it would say that rollout_func may change
+    import trl
+    import trl.trainer.utils
+    from datasets import Dataset
+
+    if compact:
+        trl.trainer.utils._use_triton = lambda _: True  # asked in one place: whether to score completions only
+    options = case.options
+
+    def rollout(prompts: list[str], _: Any) -> dict[str, Any]:
+        split = [sample.loss_mask.index(True) for sample in samples]
+        assert len(prompts) == len(samples)
+        return {
+            "prompt_ids": [s.token_ids[:at] for s, at in zip(samples, split, strict=True)],
+            "completion_ids": [s.token_ids[at:] for s, at in zip(samples, split, strict=True)],
+            "logprobs": None,
+        }
+
+    adapter = {}
+    if options.lora:
+        from peft import LoraConfig
+
+        adapter["peft_config"] = LoraConfig(r=options.lora, lora_alpha=32, target_modules="all-linear")
+    num_micro = len(samples) // options.micro
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = trl.GRPOTrainer(
+            model=Qwen3ForCausalLM.from_pretrained(case.folder, dtype=torch.float32),
+            reward_funcs=lambda number, **_: [samples[i].reward for i in number],
+            args=trl.GRPOConfig(
+                output_dir=folder,
+                loss_type="dapo",
+                scale_rewards="none",
+                beta=options.kl,
+                use_bias_correction_kl=False,
+                max_completion_length=options.longest,
+                num_generations=options.group_size,
+                per_device_train_batch_size=options.micro,
+                gradient_accumulation_steps=num_micro,
+                use_cpu=not torch.cuda.is_available(),
+                bf16=options.bf16,
+                report_to="none",
+                activation_checkpointing=False,
+            ),
+            train_dataset=Dataset.from_dict({"prompt": [""] * len(samples)}),
+            processing_class=tiny_tokenizer(),
+            rollout_func=rollout,
+            **adapter,
+        )
+    fill_adapter((name, p) for name, p in trainer.model.named_parameters() if p.requires_grad and options.lora)
+    trainer._last_loaded_step = trainer.state.global_step
+    trainer.current_gradient_accumulation_steps = num_micro  # transformers' loop sets it
+    trainer.model.train()
+    if options.checkpointing:
+        trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
+    trained = [p for p in trainer.model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.0, weight_decay=0.0, fused=True)  # its default too
+
+    def step() -> dict[str, float]:
+        phases, value = Phases(), 0.0
+        for trainer._step in range(num_micro):
+            inputs = trainer._prepare_inputs([{"prompt": "", "number": number} for number in range(len(samples))])
+            phases("prepare")  # the first call pads, shuffles and, with a KL term, scores
+            with torch.autocast(trainer.model.device.type, torch.bfloat16, enabled=options.bf16):
+                loss = trainer._compute_loss(trainer.model, inputs)
+            phases("forward")
+            loss.backward()
+            value += loss.item()
+            phases("backward and optimizer")
+        width = inputs["prompt_ids"].shape[1] + inputs["completion_ids"].shape[1]
+        norm = torch.nn.utils.clip_grad_norm_(trained, math.inf)
+        optimizer.step()
+        optimizer.zero_grad()
+        phases("backward and optimizer")
+        seconds = {f"{name}_s": seconds for name, seconds in phases.seconds.items()}
+        return {"loss": value, "grad_norm": norm.item(), "computed_tokens": width * len(samples), **seconds}
+
+    yield step
+
+
+def fill_adapter(named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """The same numbers on every side, none of them 0: an adapter that begins as one has gradients in one half only."""
+    for name, parameter in named:
+        generator = torch.Generator().manual_seed(zlib.crc32(name.replace(".default", "").encode()))
+        values = 0.02 * torch.randn(parameter.shape, generator=generator)
+        with torch.no_grad():
+            local_shard(parameter).copy_(values)

@@ -1,0 +1,61 @@
+"""A run whose split changes at each resume is that of one split: masters and moments bitwise, steps up to rounding."""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from fsdptrain.fsdp.checkpoint import CheckpointFolder
+from fsdptrain.testing import spawn
+from tests.megatron import cases, test_precision
+
+# Ranks and their splits, one after the other: a tied head on two stages, a vocabulary that is padded, matrices of all
+# conversions.
+WAY: list[tuple[int, list[dict[str, Any]]]] = [
+    (4, [{"tensor_parallel": 2, "pipeline_parallel": 2}]),
+    (1, [{}]),
+    (2, [{"pipeline_parallel": 2}, {"tensor_parallel": 2, "sequence_parallel": True}]),
+]
+
+
+class Step(NamedTuple):
+    before: dict[str, Tensor]  # masters and moments, whole, by names in the files
+    norm: float
+    after: dict[str, Tensor]
+
+
+def go_on(folder: Path, run: Path, layouts: list[dict[str, Any]]) -> list[Step]:
+    """With each split from the newest checkpoint of `run`, if there is one, one step and a checkpoint."""
+    found = []
+    for layout in layouts:
+        backend = test_precision.backend_of(folder, bf16=False, lr=1e-3, **layout)
+        checkpoints = CheckpointFolder(run, keep_last=1)
+        latest = checkpoints.latest()
+        step = 1 + (backend.load(latest) if latest is not None else 0)
+        before = test_precision.state(backend)
+        (norm,) = test_precision.steps(backend, 1)
+        checkpoints.write(step, lambda path, save=backend.save, step=step: save(path, step))
+        found.append(Step(before, norm, test_precision.state(backend)))
+    return found
+
+
+def alone(folder: Path, count: int) -> list[float]:
+    return test_precision.steps(test_precision.backend_of(folder, bf16=False, lr=1e-3), count)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_over_any_split(tmp_path: Path) -> None:
+    folder = cases.save("qwen3", tmp_path / "model", tie_word_embeddings=True)
+    ranks = [spawn(num_ranks, go_on, folder, tmp_path / "run", layouts) for num_ranks, layouts in WAY]
+    steps = [step for found in ranks for step in zip(*found, strict=True)]  # of each the ranks
+    for before, after in pairwise(steps):
+        wanted = before[0].after
+        for rank in after:
+            assert rank.before.keys() == wanted.keys()
+            assert [name for name in wanted if not torch.equal(rank.before[name], wanted[name])] == []
+    (norms,) = spawn(1, alone, folder, len(steps))
+    for step, norm in zip(steps, norms, strict=True):
+        assert [rank.norm for rank in step] == pytest.approx([norm] * len(step), rel=1e-5)

@@ -1,0 +1,72 @@
+"""Options of the algorithms, by the real command line: two stages of megatron-core learn what FSDP learns from them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.e2e import command
+from tests.megatron import cases
+from tests.megatron.test_run import assert_same
+
+TINY = [*command.TINY_RUN, "console", "--no-export", "--keep-last", "0"]
+SUPERVISED = [
+    *("--algorithm", "sft", "--prompt-data", "{hub}/rows.jsonl", "--rollout-batch-size", "4", "--num-rollout", "2"),
+    *("--max-tokens-per-gpu", "512", "--lr", "1e-3", "--no-bf16", "--eval-interval", "0", "--no-export"),
+]
+STAGES = ["--backend", "megatron", "--megatron-pipeline-parallel", "2"]
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, and another one of its shape."""
+    folder = tmp_path_factory.mktemp("hub")
+    for seed, name in enumerate(("model", "reference")):
+        cases.save("qwen3", folder / name, seed=seed, tie_word_embeddings=True)
+    rows = [{"prompt": f"spell {word}", "label": " ".join(word)} for word in ("cat", "horse", "bee", "elephant") * 4]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+OPTIONS = {
+    "supervised": SUPERVISED,
+    "a loss of one's own, groups that teach, epochs": [
+        *("--loss", "tests.e2e.losses:doubled", "--dynamic-sampling", "--epochs-per-rollout", "2"),
+        *("--entropy-coef", "0.01", "--clip-grad", "0.5", "--weight-decay", "0.1", "--lr-warmup-iters", "2"),
+    ],
+    "a reference that moves, in the reward": [
+        *("--kl-reward-coef", "0.1", "--ref-load", "{hub}/reference", "--ref-update-interval", "1"),
+        *("--rollout-top-k", "20", "--rollout-temperature", "0.7", "--global-batch-size", "8"),
+    ],
+    "gspo, corrected, recomputed": [
+        *(
+            "--algorithm",
+            "gspo",
+            "--steps-per-rollout",
+            "2",
+            "--mismatch-correction",
+            "tis",
+            "--gradient-checkpointing",
+        ),
+        *("--deterministic-mode", "--logprob-chunk-size", "7", "--overlong-penalty", "1"),
+    ],
+}
+
+
+def metrics(hub: Path, folder: Path, flags: list[str], num_ranks: int) -> list[dict[str, float]]:
+    flags = flags if flags[:2] == SUPERVISED[:2] else [*TINY, *flags]
+    argv = ["--hf-checkpoint", str(hub / "model"), *(flag.format(hub=hub) for flag in flags)]
+    result = command.run([*argv, "--output-dir", str(folder / "run")], folder, timeout=300.0, num_ranks=num_ranks)
+    assert result.code == 0, result.err
+    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "loss/total" in row]
+
+
+@pytest.mark.parametrize(
+    "name", [*[*OPTIONS][:2], *(pytest.param(name, marks=pytest.mark.slow) for name in [*OPTIONS][2:])]
+)
+def test_options_do_on_two_stages_what_they_do_on_fsdp(name: str, hub: Path, tmp_path: Path) -> None:
+    wanted = metrics(hub, tmp_path / "fsdp", OPTIONS[name], 1)
+    found = metrics(hub, tmp_path / "megatron", [*OPTIONS[name], *STAGES], 2)
+    assert len(wanted) == 2
+    assert_same(found, wanted)

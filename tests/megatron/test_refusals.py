@@ -1,0 +1,157 @@
+"""What --backend megatron cannot do with a model, or with a split, is one line that names it and the way out."""
+
+import shutil
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fsdptrain.backends import megatron
+from fsdptrain.config.megatron import MegatronConfig
+from fsdptrain.errors import ConfigError
+from fsdptrain.testing import spawn
+from tests import zoo
+from tests.e2e import command
+from tests.megatron import cases
+
+FSDP, OWN = "use --backend fsdp, or --megatron-spec", "fsdptrain: "
+SEQUENCE = {"tensor_parallel": 2, "sequence_parallel": True}
+# family, what its config says besides, the split, how the line begins, the way out
+CASES: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
+    ("gemma2", {}, {}, "--backend megatron knows deepseek_v3, llama, mistral, ", FSDP),
+    ("mistral", {}, {}, "--backend megatron does not build sliding_window = 16", FSDP),
+    ("llama", {"attention_bias": True}, {}, "--backend megatron does not build attention_bias = True", FSDP),
+    ("llama", {"mlp_bias": True}, {}, "--backend megatron does not build mlp_bias = True", FSDP),
+    ("llama", {"hidden_act": "gelu"}, {}, "--backend megatron does not build hidden_act = gelu", FSDP),
+    ("llama", {}, {"tensor_parallel": 4}, "--megatron-tensor-parallel 4 must divide the 2 key-value heads", "lower it"),
+    (
+        "llama",
+        {"intermediate_size": 129},
+        {"tensor_parallel": 2},
+        "--megatron-tensor-parallel 2 must divide the width of each MLP, 129",
+        "lower it",
+    ),
+    ("llama", {}, {"pipeline_parallel": 3}, "--megatron-pipeline-parallel 3 must divide the 2 layers", "lower it"),
+    ("llama", {}, {"expert_parallel": 2}, "--megatron-expert-parallel: a llama has no experts", "leave it out"),
+    ("llama", {}, {"moe_dispatcher": "allgather"}, "--megatron-moe-dispatcher: a llama has no experts", "leave it out"),
+    (
+        "llama",
+        {},
+        {"tensor_parallel": 2, "context_parallel": 2},
+        "--megatron-tensor-parallel 2: the mixers of a llama are modules of transformers, which are not split",
+        "--megatron-sequence-parallel",
+    ),
+    ("qwen3_moe", {}, {"expert_parallel": 4}, "--megatron-expert-parallel 4 must divide 6 experts", "lower it"),
+    (
+        "qwen3_moe",
+        {},
+        {"tensor_parallel": 2},
+        "--megatron-tensor-parallel of a model with experts needs --megatron-sequence-parallel",
+        "add it",
+    ),
+    (
+        "qwen3_moe",
+        {"moe_intermediate_size": 47},
+        SEQUENCE,
+        "--megatron-tensor-parallel 2 must divide the width of each MLP, 47",
+        "lower it",
+    ),
+    (
+        "qwen3_moe",
+        {},
+        SEQUENCE | {"expert_parallel": 2},
+        "--megatron-expert-parallel with --megatron-tensor-parallel gathers unequal parts",
+        "leave one out",
+    ),
+    ("deepseek_v3", {"norm_topk_prob": False}, {}, "--backend megatron: norm_topk_prob off", FSDP),
+]
+
+
+def refusals(chosen: list[tuple[str, dict[str, Any], dict[str, Any], str, str]]) -> list[str]:
+    """In a process of their own: megatron-core is imported."""
+    from fsdptrain.backends.megatron.transformer_config import transformer_config
+
+    said = []
+    for family, changes, split, *_ in chosen:
+        try:
+            options: dict[str, Any] = {"dtype": torch.float32, "has_engine": False, "on_cpu": True}
+            transformer_config(zoo.config(family, **changes), MegatronConfig(**split), **options)
+        except ConfigError as error:
+            said.append(str(error))
+        else:
+            said.append("")
+    return said
+
+
+def test_models_and_splits_that_are_not_built_are_one_line_each() -> None:
+    (found,) = spawn(1, refusals, CASES)
+    for said, (_, _, _, begin, way_out) in zip(found, CASES, strict=True):
+        assert said.startswith(begin)
+        assert way_out in said
+        assert "\n" not in said
+
+
+def test_megatron_core_that_is_not_there_or_another_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    way_out = r"pip install 'fsdptrain\[megatron\]', or use --backend fsdp$"
+    monkeypatch.setattr(megatron, "version", absent)
+    with pytest.raises(ConfigError, match=f"^--backend megatron needs megatron-core and einops .*{way_out}"):
+        megatron.require_megatron()
+    monkeypatch.setattr(megatron, "version", lambda name: "0.19.2")
+    with pytest.raises(ConfigError, match=f"tested with megatron-core 0.16, got 0.19.2: {way_out}"):
+        megatron.require_megatron()
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return cases.save("qwen3", tmp_path_factory.mktemp("hub") / "model")
+
+
+def line_of(argv: list[str], folder: Path, **more: Any) -> str:
+    """The one that ends the command."""
+    result = command.run(argv, folder, **more)
+    assert result.code == 2, result.err
+    (line,) = [row for row in result.err.splitlines() if row.startswith(OWN)]
+    return line.removeprefix(OWN)
+
+
+def test_commands_of_fsdp_alone_say_so(dense: Path, tmp_path: Path) -> None:
+    model = ["--hf-checkpoint", str(dense), "--backend", "megatron"]
+    planned = line_of(["plan", *model, "--num-gpus", "1", "--gpu-memory-gib", "80"], tmp_path)
+    assert planned.startswith("fsdptrain plan knows the memory of --backend fsdp alone: leave --backend megatron out")
+    compared = line_of(["inspect", *model, "--against-checkpoint"], tmp_path)
+    assert compared.startswith("--against-checkpoint is of --backend fsdp")
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("tests.megatron.wrapped_cases:nowhere", "--megatron-spec"),
+        ("tests.megatron.wrapped_cases:other_norms", "eps of norms is 0.001, not 1e-06"),
+        (
+            "tests.megatron.wrapped_cases:other_activation",
+            "computes other logprobs in megatron-core than in transformers",
+        ),
+    ],
+)
+def test_layers_of_a_user_that_are_not_the_models_end_the_command(
+    spec: str, words: str, dense: Path, tmp_path: Path
+) -> None:
+    argv = ["inspect", "--hf-checkpoint", str(dense), "--backend", "megatron", "--no-bf16", "--megatron-spec", spec]
+    assert words in line_of(argv, tmp_path)
+
+
+def test_a_checkpoint_of_the_other_backend_is_refused_and_the_way_on_named(dense: Path, tmp_path: Path) -> None:
+    run = tmp_path / "fsdp" / "run"
+    argv = ["--hf-checkpoint", str(dense), *command.TINY_RUN, "console", "--output-dir", str(run)]
+    result = command.run(argv, tmp_path / "out")
+    assert result.code == 0, result.err
+    shutil.copytree(run, tmp_path / "other")
+    argv[-1] = str(tmp_path / "other")
+    said = line_of([*argv, "--num-rollout", "3", "--backend", "megatron"], tmp_path / "out")
+    assert "Qwen3ForCausalLM on megatron-core" in said
+    assert "--resume never" in said

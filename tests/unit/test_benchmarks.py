@@ -1,0 +1,76 @@
+"""What decides in benchmarks: whether sides agree, whether laws hold, and what is taken from a run that was stopped."""
+
+import importlib
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+Import = Callable[[str], ModuleType]
+LOG = """tests/a/test_x.py::test_of_one[two ranks] PASSED                       [ 25%]
+tests/a/test_x.py::test_of_one[four ranks] FAILED                      [ 50%]
+tests/a/test_x.py::test_of_two SKIPPED (no GPU)                        [ 75%]
+tests/b/test_y.py::test_of_three """
+END = """
+tests/b/test_y.py::test_of_three ERROR                                 [100%]
+FAILED tests/a/test_x.py::test_of_one[four ranks] - assert 1 == 2
+"""
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Import:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module
+
+
+@pytest.mark.parametrize("other", [{"loss": 1.001}, {"loss": math.nan}, {"grad_norm": 2.001}, {"grad_norm": math.inf}])
+@pytest.mark.parametrize("place", ["first", "last"])
+def test_sides_that_do_not_agree_end_the_benchmark(module: Import, other: dict[str, float], place: str) -> None:
+    agree = module("train_step").require_agreement
+    same = {"loss": 1.0, "grad_norm": 2.0}
+    agree({"ours": same, "stock": {"loss": 1.00001, "grad_norm": 2.0}}, 1e-4)
+    sides = {"ours": same, "stock": same | other}
+    with pytest.raises(SystemExit, match="do not agree"):
+        agree(sides if place == "last" else dict(reversed(sides.items())), 1e-4)
+
+
+def test_tests_that_were_stopped_are_counted_as_far_as_they_came(module: Import) -> None:
+    outcomes = module("gpu").outcomes
+    begun, ended = outcomes(LOG), outcomes(LOG + END)
+    assert (begun["passed"], begun["failed"], begun["skipped"], begun["errors"]) == (1, 1, 1, 0)
+    assert begun["failed tests"] == ["tests/a/test_x.py::test_of_one[four ranks]: see tests.log"]
+    assert (ended["passed"], ended["failed"], ended["skipped"], ended["errors"]) == (1, 1, 1, 1)
+    assert ended["failed tests"][0] == "tests/a/test_x.py::test_of_one[four ranks]: assert 1 == 2"
+
+
+def test_on_a_gpu_no_test_that_passed_is_no_proof(module: Import) -> None:
+    is_sound = module("gpu").is_sound
+    done = {"train_step": {"exit": 0}, "mfu": {"exit": 0}}
+    none, some = {"exit": 5, "passed": 0}, {"exit": 0, "passed": 3}
+    assert is_sound(done | {"tests": some}, cpu=False)
+    assert is_sound(done | {"tests": none}, cpu=True)
+    assert not is_sound(done | {"tests": none}, cpu=False)
+    assert not is_sound(done | {"tests": {"exit": 0, "passed": 0}}, cpu=False)
+    assert not is_sound(done | {"tests": {"exit": "stopped after 9 s", "passed": 3}}, cpu=False)
+    assert not is_sound(done | {"tests": some, "mfu": {"exit": "stopped after 9 s"}}, cpu=False)
+    assert not is_sound(done | {"tests": some, "failed": "no GPU"}, cpu=False)
+
+
+def test_a_packer_that_is_slow_or_uneven_breaks_a_law(module: Import) -> None:
+    packing = module("packing")
+
+    def row(count: int, ours: dict[str, float]) -> dict[str, object]:
+        return {"lengths": "lognormal", "ranks": 64, "sequences": count, "ours": ours}
+
+    good = {"s": 0.1, "fill": 0.99, "imbalance": 0.01}
+    rows = [row(10**4, good | {"s": 0.01}), row(10**6, good | {"s": 1.4})]
+    assert all(packing.laws_of(rows, packing.growth(rows)).values())
+    assert len(packing.laws_of(rows, packing.growth(rows))) == 4
+    for worse in ({"s": 2.1}, {"fill": 0.96}, {"imbalance": 0.03}):
+        rows = [row(10**4, good | {"s": 0.01}), row(10**6, good | {"s": 1.4} | worse)]
+        assert not all(packing.laws_of(rows, packing.growth(rows)).values())
+    steep = [row(10**4, good | {"s": 0.005}), row(10**6, good | {"s": 1.4})]
+    assert not packing.laws_of(steep, packing.growth(steep))["time grows as n log n"]
