@@ -1,7 +1,7 @@
 """Full weights out of a sharded model, layer by layer: to an engine, or to a folder that `from_pretrained` reads.
 
-No rank ever holds more than one decoder layer (or the embedding) in full. A folder is written by several ranks at the
-same time: while one writes a layer, the others write theirs.
+No rank ever holds more than one decoder layer (or the embedding) in full, and of its experts, on the way to an engine,
+only some. A folder is written by several ranks at the same time: while one writes a layer, the others write theirs.
 """
 
 import json
@@ -23,6 +23,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from fsdptrain import platform
 from fsdptrain.errors import CheckpointError
 from fsdptrain.fsdp.checkpoint import sync_tree
+from fsdptrain.fsdp.expert_slices import expert_slices, in_slices
 from fsdptrain.fsdp.gather import gather_on
 from fsdptrain.fsdp.hub_files import HubWriter, plan_files, share_out, write_index
 from fsdptrain.fsdp.shards import model_tensors
@@ -36,31 +37,47 @@ from fsdptrain.protocols import Naming
 _WEIGHT_SUFFIXES = {".bin", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth", ".safetensors"}
 _NOT_COPIED = {"config.json", "README.md", ".gitattributes"}
 _LEAST_PART = 1 << 28  # bytes for which another rank begins a file of its own
+_SLICE = 1 << 28  # bytes of the experts that are gathered at a time
 _TOKEN = ".written-by-rank-0"
 logger = logging.getLogger(__name__)
 
 
 def stream_weights(
-    model: PreTrainedModel, *, dtype: torch.dtype, naming: Naming, adapters: Adapters | None = None
+    model: PreTrainedModel,
+    *,
+    dtype: torch.dtype,
+    naming: Naming,
+    adapters: Adapters | None = None,
+    slice_bytes: int = _SLICE,
 ) -> Iterator[tuple[str, Tensor]]:
     """(name, full tensor) of all that a checkpoint holds, tied weights once, on the device of the shards. Collective.
 
     Every rank must iterate to the end. `module` names are those of `model.named_parameters()`. `hub` names are those
-    of the files: fused experts are taken apart again, by the conversions of transformers. Parameters are cast to
-    `dtype` before they are gathered; buffers (such as DeepSeek's routing bias) keep theirs. `adapters` are merged into
-    the weights, in float32: the names are those of the model without them.
+    of the files: fused experts are taken apart again, by the conversions of transformers, about `slice_bytes` of them
+    at a time where that is possible. Parameters are cast to `dtype` before they are gathered; buffers (such as
+    DeepSeek's routing bias) keep theirs. `adapters` are merged into the weights, in float32: the names are those of the
+    model without them.
     """
     reshard(model)
     detached = nullcontext if adapters is None else adapters.detached
     layers = {} if adapters is None else adapters.layers
     with detached():
         units = _units(model)
+
+    def full(name: str, tensor: Tensor) -> Tensor:
+        return _full(tensor, dtype, layers.get(name))
+
+    def hub(gathered: dict[str, Tensor]) -> dict[str, Tensor]:
+        with detached():  # not while the caller has a tensor: it may run the model
+            return revert_weight_conversion(model, gathered)
+
     for unit in units:
-        gathered = {name: _full(tensor, dtype, layers.get(name)) for name, tensor in unit.items()}
-        if naming == "hub":
-            with detached():  # not while the caller has a tensor: it may run the model
-                gathered = revert_weight_conversion(model, gathered)
-        yield from gathered.items()
+        if naming == "module":
+            yield from ((name, full(name, tensor)) for name, tensor in unit.items())
+            continue
+        for name in [n for n, x in unit.items() if n not in layers and in_slices(model, n, x, most_bytes=slice_bytes)]:
+            yield from expert_slices(name, unit.pop(name), most_bytes=slice_bytes, full=full, convert=hub)
+        yield from hub({name: full(name, tensor) for name, tensor in unit.items()}).items()
 
 
 def _units(model: PreTrainedModel) -> list[dict[str, Tensor]]:
