@@ -66,6 +66,10 @@ class CheckedEngine(RolloutEngine, Protocol):
         ...
 
 
+class CopyGoneError(Exception):
+    """A copy of the model is there no more: nobody will answer with it before it is given weights anew."""
+
+
 class ModelCopy(Protocol):
     """One of several copies of the model that an engine answers with. They are looked at side by side, each by one
     thread."""
@@ -76,7 +80,7 @@ class ModelCopy(Protocol):
         ...
 
     def checksums(self, names: Collection[str], kind: ChecksumKind = "bits") -> Mapping[str, int]:
-        """As of `CheckedEngine`; none where another rank looks at this copy."""
+        """As of `CheckedEngine`; none where another rank looks at this copy. CopyGoneError."""
         ...
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]: ...

@@ -28,7 +28,7 @@ def expert_slices(
     tensor: Tensor,
     *,
     most_bytes: int,
-    full: Callable[[str, Tensor], Tensor],
+    full: Callable[[Tensor], Tensor],
     convert: Callable[[Tensors], Tensors],
 ) -> Iterator[tuple[str, Tensor]]:
     """(name in a checkpoint, tensor) of all experts in `tensor` [E, ., .], which `in_slices` has found. Collective.
@@ -41,7 +41,7 @@ def expert_slices(
     count = max(1, most_bytes * of_rank // tensor.nbytes)
     for first in range(0, of_rank, count):
         last = min(first + count, of_rank)
-        for found, part in convert({name: full(name, _rows(tensor, first, last, blocks))}).items():
+        for found, part in convert({name: full(_rows(tensor, first, last, blocks))}).items():
             number = _EXPERT.search(found)
             assert number is not None, found
             block, row = divmod(int(number[1]), last - first)

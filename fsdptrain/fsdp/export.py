@@ -10,6 +10,7 @@ import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 
@@ -65,7 +66,7 @@ def stream_weights(
         units = _units(model)
 
     def full(name: str, tensor: Tensor) -> Tensor:
-        return _full(tensor, dtype, layers.get(name))
+        return _full(tensor, _dtype_of(tensor, dtype), layers.get(name))
 
     def hub(gathered: dict[str, Tensor]) -> dict[str, Tensor]:
         with detached():  # not while the caller has a tensor: it may run the model
@@ -76,7 +77,9 @@ def stream_weights(
             yield from ((name, full(name, tensor)) for name, tensor in unit.items())
             continue
         for name in [n for n, x in unit.items() if n not in layers and in_slices(model, n, x, most_bytes=slice_bytes)]:
-            yield from expert_slices(name, unit.pop(name), most_bytes=slice_bytes, full=full, convert=hub)
+            tensor = unit.pop(name)
+            full_rows = partial(_full, dtype=_dtype_of(tensor, dtype))  # rows of a parameter are no parameter
+            yield from expert_slices(name, tensor, most_bytes=slice_bytes, full=full_rows, convert=hub)
         yield from hub({name: full(name, tensor) for name, tensor in unit.items()}).items()
 
 
@@ -98,10 +101,10 @@ def _units(model: PreTrainedModel) -> list[dict[str, Tensor]]:
 
 
 @torch.no_grad()
-def _full(tensor: Tensor, dtype: torch.dtype, adapter: nn.Module | None) -> Tensor:
+def _full(tensor: Tensor, dtype: torch.dtype, adapter: nn.Module | None = None) -> Tensor:
     """Cast and moved as a shard, gathered on the device: the least memory, and the fast links, with offload too."""
     device = platform.local_device()
-    tensor = _merged(tensor, adapter).to(dtype) if adapter else moved(tensor, device, _dtype_of(tensor, dtype))
+    tensor = _merged(tensor, adapter).to(dtype) if adapter else moved(tensor, device, dtype)
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

@@ -10,7 +10,8 @@ from torch import nn
 
 def tied_heads(model: nn.Module) -> dict[str, nn.Module]:
     """Heads that have the weight of an embedding, by name. What a checkpoint ties, not every model of vLLM does."""
-    embeddings = {p.data_ptr() for name, p in model.named_parameters(remove_duplicate=False) if "embed" in name}
+    named = model.named_parameters(remove_duplicate=False)
+    embeddings = {p.data_ptr() for name, p in named if "embed" in name and p.numel()}  # packed linears keep no weight
     heads: dict[str, Any] = {n: module for n, module in model.named_modules() if n.rpartition(".")[2] == "lm_head"}
     return {
         name: head for name, head in heads.items() if hasattr(head, "weight") and head.weight.data_ptr() in embeddings

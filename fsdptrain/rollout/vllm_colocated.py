@@ -5,6 +5,7 @@ vLLM is imported when an engine is built, never before: it patches torch on impo
 """
 
 import gc
+import itertools
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
@@ -83,12 +84,13 @@ class VLLMEngine:
         Where vLLM has kept its weights, only what has changed since is loaded.
         """
         self._has_weights = False  # half an update must not answer
-        partial, changed = not self._delta.is_empty, self._delta.changed(weights)
+        partial, sent = not self._delta.is_empty, iter(weights)
+        changed = self._delta.changed(sent)
         with together(RolloutError, "--rollout-engine vllm"):
             try:
                 self._llm.collective_rpc(_reload, kwargs={"weights": changed, "partial": partial})
             finally:
-                for _ in changed:  # to make them is collective: also where vLLM has raised an error
+                for _ in itertools.chain(changed, sent):  # to make them is collective: also after an error
                     pass
             self._begin(policy_version)
         self._delta.commit()

@@ -6,6 +6,7 @@ ServerError
 └── ServerRefusedError    it is well, and said no
 """
 
+import errno
 import http.client
 import io
 import json
@@ -16,6 +17,8 @@ from collections.abc import Callable
 from copy import copy
 from typing import Any
 from urllib.parse import urlsplit
+
+from fsdptrain.errors import RolloutError
 
 _POLL_S = 0.5  # how soon a request notices that its server is given up
 _CONNECT_S = 30.0  # longest time to connect
@@ -140,6 +143,8 @@ class VLLMClient:
         except TimeoutError:
             raise ServerSilentError(f"{self.url} did not answer {what} in {min(timeout, longest):.0f} s") from None
         except (OSError, http.client.HTTPException) as error:
+            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):  # not the server's fault
+                raise RolloutError(f"{what}: no more files can be opened here: raise the limit (ulimit -n)") from None
             raise ServerGoneError(f"{self.url} broke off {what}: {type(error).__name__}: {error}") from None
         finally:
             connection.close()

@@ -5,6 +5,8 @@ is its own, so that another server draws the same numbers.
 """
 
 import logging
+import resource
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -21,6 +23,8 @@ _MAX_IN_FLIGHT = 512  # requests of one rank to one server, each with a thread o
 _MAX_TRIES = 5  # of one request
 _PROBE_INTERVAL_S = 2.0
 _POLL_S = 0.5
+_OTHER_FILES = 256  # that are open besides: of data, logs, collectives
+_ROLLOUTS = 3  # that may be out at one time, with evaluations
 
 
 @dataclass
@@ -48,9 +52,8 @@ class Dispatcher:
     first: int = 0  # where to begin among equals: ranks begin with different servers
     preferred: str | None = None  # address of the one to ask as long as it is up
     progress: Callable[[], None] = lambda: None  # called when an answer has come
-    check: Callable[[], None] = lambda: (
-        None
-    )  # called now and then while answers are awaited; its error ends the rollout
+    check: Callable[[], None] = lambda: None
+    """Called now and then while answers are awaited; its error ends the rollout."""
     _servers: list[_Seen] = field(init=False)
     _changed: threading.Condition = field(init=False, default_factory=threading.Condition)
     _stopped: threading.Event = field(init=False, default_factory=threading.Event)
@@ -64,7 +67,8 @@ class Dispatcher:
         chunk = max(1, min(per_group, -(-len(requests) // len(self._servers))))
         chosen: dict[int, _Seen] = {}  # by chunk
         num_servers = len(self._servers)
-        threads = ThreadPoolExecutor(min(len(requests), _MAX_IN_FLIGHT * num_servers) + num_servers)
+        at_once = min(len(requests), _MAX_IN_FLIGHT * num_servers, most_connections())
+        threads = ThreadPoolExecutor(at_once + num_servers)
         try:
             for server in self._servers:
                 threads.submit(self._watch, server)
@@ -195,6 +199,15 @@ class Dispatcher:
                 f"{self.min_servers} are needed (--min-servers): {'; '.join(server.why for server in down)}"
             )
         return scarce
+
+
+def most_connections() -> int:
+    """Of one rollout, that leave files for all else and for rollouts beside it. The soft limit of open files, 1,024 on
+    most systems, is raised to the hard one first."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return sys.maxsize if hard == resource.RLIM_INFINITY else max(1, (hard - _OTHER_FILES) // _ROLLOUTS)
 
 
 def _sent_again(request: Any, times: int) -> Any:

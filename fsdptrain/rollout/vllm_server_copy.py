@@ -1,15 +1,13 @@
 """What --sync-check asks of one server: checksums of its weights, and whether it forgot its cached prefixes."""
 
-import logging
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from fsdptrain.errors import RolloutError
+from fsdptrain.protocols import CopyGoneError
 from fsdptrain.rollout.vllm_http import ServerGoneError, ServerRefusedError, ServerSilentError, VLLMClient
 from fsdptrain.rollout.weight_push import Deadline
 from fsdptrain.types import ChecksumKind, Completion, Prompt, SamplingParams
-
-log = logging.getLogger(__name__)
 
 _HEALTH_S = 5.0
 
@@ -30,16 +28,19 @@ class ServerCopy:
         self._cached_tokens = 0
 
     def checksums(self, names: Collection[str], kind: ChecksumKind = "bits") -> dict[str, int]:
-        """None of a server that is gone: who takes its place gets everything anew. RolloutError of one that is slow."""
+        """CopyGoneError of a server that does not answer to anything; RolloutError of one that is slow, or that
+        somebody between keeps from us."""
         if not self._reads_weights:
             return {}
         try:
             return read_checksums(self._client, names, kind, self._deadline)
         except ServerGoneError as error:
-            if isinstance(error, ServerSilentError) and self._client.is_healthy(timeout=_HEALTH_S):
-                raise RolloutError(f"{error}, though it is well: --sync-timeout is too short for its weights") from None
-            log.warning("%s; its weights are not looked at", error)
-            return {}
+            if not self._client.is_healthy(timeout=_HEALTH_S):
+                raise CopyGoneError(str(error)) from None
+            way_out = "its weights cannot be looked at: --sync-check off goes on all the same"
+            if isinstance(error, ServerSilentError):
+                way_out = "--sync-timeout is too short for its weights"
+            raise RolloutError(f"{error}, though it is well: {way_out}") from None
         except ServerRefusedError as error:
             raise RolloutError(str(error)) from None
 

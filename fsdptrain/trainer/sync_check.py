@@ -8,9 +8,9 @@ import logging
 import random
 import string
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -24,7 +24,7 @@ from fsdptrain.errors import ConfigError, RolloutError
 from fsdptrain.models.collective import gather, together
 from fsdptrain.models.files import some_of
 from fsdptrain.models.stored_otherwise import CHECKSUM_KINDS, Sent, explain
-from fsdptrain.protocols import CheckedEngine, ModelCopy, ReplicatedEngine, RolloutEngine, TrainBackend
+from fsdptrain.protocols import CheckedEngine, CopyGoneError, ModelCopy, ReplicatedEngine, RolloutEngine, TrainBackend
 from fsdptrain.rewards.scoring import Score
 from fsdptrain.rollout.vllm_options import OTHER_NUMBERS
 from fsdptrain.trainer.experience import make_sample
@@ -63,14 +63,14 @@ class _Engine:
         return self.engine.cached_tokens()
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Look:
-    """What one copy of the model has shown."""
+    """At one copy of the model."""
 
-    name: str
-    read: frozenset[str]  # tensors
-    otherwise: dict[str, ChecksumKind]  # of these: stored in another way, and what is the same all the same
-    completions: list[Completion]
+    copy: ModelCopy
+    held: Mapping[str, int] | None = None  # checksums of the tensors that can be read; None: it is gone
+    otherwise: Mapping[str, ChecksumKind] = field(default_factory=dict)  # tensors stored in another way: `explain`
+    completions: Sequence[Completion] = ()
 
 
 class SyncCheck:
@@ -94,7 +94,7 @@ class SyncCheck:
         self._sent: dict[str, Sent] = {}  # in the order of the trainer
         self._otherwise: dict[str, ChecksumKind] | None = None  # tensors; None: nothing was checked yet
         self._readable: frozenset[str] = frozenset()
-        self._difference = 0.0
+        self._difference: float | None = None
 
     @property
     def is_due(self) -> bool:
@@ -120,8 +120,17 @@ class SyncCheck:
         start = time.perf_counter()
         engine = self._engine
         copies = engine.copies() if isinstance(engine, ReplicatedEngine) else [_Engine(engine)]
+        looks = [_Look(copy) for copy in copies]
+        # One after the other: several ranks may hold parts of one copy, and what one of them finds ends none alone.
         with together(RolloutError, _FLAG):
-            looks = self._look_at_all(copies, version)
+            side_by_side(self._read, looks)
+        if self._otherwise is None and self._engine.weight_naming == "hub":
+            self._explain(looks)
+        with together(RolloutError, _FLAG):
+            for look in looks:
+                self._require_held(look, version)
+        with together(RolloutError, _FLAG):
+            side_by_side(partial(self._ask, version=version), looks)
         batches = [self._batch(look.completions) for look in looks]
         scored = self._backend.score(batches, "policy")
         with together(RolloutError, _FLAG):
@@ -137,36 +146,60 @@ class SyncCheck:
         return self._seconds + time.perf_counter() - start
 
     def metrics(self) -> Metrics:
-        """Of this rank."""
-        return {"sync/probe_abs_mean": self._difference} if self.is_due else {}
+        """Of this rank, of a check since the last call."""
+        found, self._difference = self._difference, None
+        return {} if found is None else {"sync/probe_abs_mean": found}
 
-    def _look_at_all(self, copies: Sequence[ModelCopy], version: int) -> list[_Look]:
-        """At several at one time, so that neither work nor waits of one come on top of those of another."""
-        if len(copies) == 1:  # it may be in this very process, where no other thread is wanted
-            return [self._look_at(copies[0], version)]
-        with ThreadPoolExecutor(len(copies), thread_name_prefix="sync-check") as threads:
-            return list(threads.map(partial(self._look_at, version=version), copies))
+    def _read(self, look: _Look) -> None:
+        held: dict[str, int] = {}
+        try:
+            for kind in CHECKSUM_KINDS:
+                names = [name for name in self._sent if self._kind_of(name) == kind]
+                held |= look.copy.checksums(names, kind) if names else {}
+            look.held = held
+        except CopyGoneError as error:
+            log.warning("%s; its weights are not looked at", error)
 
-    def _look_at(self, copy: ModelCopy, version: int) -> _Look:
-        held = {}
-        for kind in CHECKSUM_KINDS:
-            names = [name for name in self._sent if self._kind_of(name) == kind]
-            held |= copy.checksums(names, kind) if names else {}
-        wrong = [name for name in held if held[name] != self._sent[name].sums[self._kind_of(name)]]
-        otherwise: dict[str, ChecksumKind] = {}
-        if wrong and self._otherwise is None and self._engine.weight_naming == "hub":
-            otherwise = explain(wrong, held, self._sent, copy.checksums)
-        unread = self._readable - held.keys() if held else ()
-        wrong = [name for name in self._sent if name in unread or (name in wrong and name not in otherwise)]
-        if wrong:
-            raise RolloutError(self._blame(copy.name, wrong, version))
-        completions = copy.generate(self._probe.prompts, self._probe.sampling)
-        if cached := copy.cached_tokens():
+    def _explain(self, looks: Sequence[_Look]) -> None:
+        """At a first hand-over: which tensors are stored otherwise, and not wrong. Collective.
+
+        All ranks ask of the same tensors, for those that hold parts of one copy read them together.
+        """
+        asked = sorted({name for names in gather([n for look in looks for n in self._wrong(look)]) for name in names})
+        if not asked:
+            return
+
+        def explained(look: _Look) -> None:
+            if look.held is None:
+                return
+            try:
+                found = {kind: look.copy.checksums(asked, kind) for kind in CHECKSUM_KINDS if kind != "bits"}
+                look.otherwise = explain(self._wrong(look), look.held, self._sent, lambda _, kind: found[kind])
+            except CopyGoneError as error:
+                log.warning("%s; its weights are not looked at", error)
+                look.held = None
+
+        with together(RolloutError, _FLAG):
+            side_by_side(explained, looks)
+
+    def _wrong(self, look: _Look) -> list[str]:
+        held = look.held or {}
+        return [name for name in held if held[name] != self._sent[name].sums[self._kind_of(name)]]
+
+    def _require_held(self, look: _Look, version: int) -> None:
+        """RolloutError where it holds something else, or lacks what was there at the first hand-over."""
+        unread = self._readable - look.held.keys() if look.held else frozenset()
+        bad = unread | (set(self._wrong(look)) - look.otherwise.keys())
+        if bad:
+            raise RolloutError(self._blame(look.copy.name, [name for name in self._sent if name in bad], version))
+
+    def _ask(self, look: _Look, version: int) -> None:
+        look.completions = look.copy.generate(self._probe.prompts, self._probe.sampling)
+        if cached := look.copy.cached_tokens():
             raise RolloutError(
-                f"{_FLAG}: {copy.name} answered with {cached} tokens of its prefix cache that are older than version "
-                f"{version} of the weights; {_WAY_OUT}"
+                f"{_FLAG}: {look.copy.name} answered with {cached} tokens of its prefix cache that are older than "
+                f"version {version} of the weights; {_WAY_OUT}"
             )
-        return _Look(copy.name, frozenset(held), otherwise, completions)
 
     def _kind_of(self, name: str) -> ChecksumKind:
         """By which what is held of a tensor is compared with what was sent."""
@@ -176,15 +209,21 @@ class SyncCheck:
         return CHECKSUM_KINDS if self._otherwise is None else (self._kind_of(name),)
 
     def _learn(self, looks: Sequence[_Look]) -> None:
-        """From the first hand-over: what is stored in other ways, on all ranks and copies alike. Collective."""
-        seen = [(look.name, look.read, look.otherwise) for look in looks if look.read]  # ranks may share a copy
-        everywhere = [row for rows in gather(seen) for row in rows]
+        """From the first hand-over: what is stored in other ways, on all ranks and copies alike. Collective.
+
+        Nothing where all that could have shown it are gone: the next hand-over is the first one then.
+        """
+        seen = [(look.copy.name, frozenset(look.held), look.otherwise) for look in looks if look.held]
+        found = gather((seen, any(look.held is None for look in looks)))  # ranks may share a copy
+        everywhere = [row for rows, _ in found for row in rows]
+        if not everywhere and any(gone for _, gone in found):
+            return
         name, read, otherwise = everywhere[0] if everywhere else ("", frozenset(), {})
         for other, _, others in everywhere[1:]:
             if others != otherwise:
                 first = min(others.items() ^ otherwise.items())[0]
                 raise RolloutError(f"{_FLAG}: {name} and {other} do not hold {first} alike; {_WAY_OUT}")
-        self._readable, self._otherwise = read, otherwise
+        self._readable, self._otherwise = read, dict(otherwise)
         self._report(list(otherwise), num_read=len(read))
 
     def _blame(self, holder: str, wrong: Sequence[str], version: int) -> str:
@@ -198,11 +237,11 @@ class SyncCheck:
         if apart <= bound:
             return
         if look.otherwise:
-            raise RolloutError(self._blame(look.name, list(look.otherwise), version))
+            raise RolloutError(self._blame(look.copy.name, list(look.otherwise), version))
         raise RolloutError(
-            f"{_FLAG}: logprobs of {look.name} and trainer are {apart:.2g} apart under version {version}, more than "
-            f"the {bound:.2g} that {self._dtype} explains, though the {len(look.read)} tensors that can be read, of "
-            f"{len(self._sent)}, are the trainer's; {_WAY_OUT}"
+            f"{_FLAG}: logprobs of {look.copy.name} and trainer are {apart:.2g} apart under version {version}, more "
+            f"than the {bound:.2g} that {self._dtype} explains, though the {len(look.held or ())} tensors that can be "
+            f"read, of {len(self._sent)}, are the trainer's; {_WAY_OUT}"
         )
 
     def _report(self, otherwise: list[str], *, num_read: int) -> None:
@@ -220,6 +259,15 @@ class SyncCheck:
         samples = [make_sample(prompt, made, Score(None)) for prompt, made in pairs]
         totals = count_totals([len(made.token_ids) for made in completions])
         return pack(samples, aggregation="token_mean", totals=totals, max_response_len=_RESPONSE)
+
+
+def side_by_side(do: Callable[[_Look], None], looks: Sequence[_Look]) -> None:
+    """At several copies at one time, so that neither work nor waits of one come on top of those of another."""
+    if len(looks) == 1:  # it may be in this very process, where no other thread is wanted
+        do(looks[0])
+        return
+    with ThreadPoolExecutor(len(looks), thread_name_prefix="sync-check") as threads:
+        list(threads.map(do, looks))
 
 
 def tolerance(dtype: torch.dtype) -> float:

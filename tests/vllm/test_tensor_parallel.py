@@ -15,9 +15,12 @@ VICTIMS = {
 }
 
 
+WHOLE = "model.norm.weight"
+
+
 def said(options: dict, victims: list[str]) -> tuple[list[list[Completion]], list[str]]:
     """Of each rank to prompts of its own, of which one is the other's too, and to none; then what the check says of
-    each of `victims` that came permuted."""
+    each of `victims` that came permuted, and of one that is not split and came wrong to one rank."""
     backend, engine, check = contract.build_checked(options)
     courier, made, errors = Courier(), [], []
     own = contract.PROMPTS[dist.get_rank() :][:2]
@@ -35,6 +38,9 @@ def said(options: dict, victims: list[str]) -> tuple[list[list[Completion]], lis
         with pytest.raises(RolloutError) as caught:
             hand_over(version, "permuted", victim)
         errors.append(str(caught.value))
+    with pytest.raises(RolloutError) as caught:  # each rank holds a copy of its own: the other one sees nothing wrong
+        hand_over(len(victims) + 2, "stale" if dist.get_rank() == 1 else "", WHOLE)
+    errors.append(str(caught.value))
     engine.close()
     return made, errors
 
@@ -50,5 +56,5 @@ def test_it_says_what_an_engine_of_each_rank_says_and_faults_are_named(tmp_path,
         for found, wanted in zip([c for m in made for c in m], [c for m in expected for c in m], strict=True):
             assert (found.prompt_id, found.token_ids) == (wanted.prompt_id, wanted.token_ids)
             assert found.logprobs == pytest.approx(wanted.logprobs, abs=1e-5)
-        for victim, error in zip(VICTIMS[name], errors, strict=True):
+        for victim, error in zip([*VICTIMS[name], WHOLE], errors, strict=True):
             assert victim in error

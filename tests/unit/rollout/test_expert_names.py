@@ -25,6 +25,9 @@ def test_each_one_is_missed(name):
     assert missing_experts(other for other in NAMES if other != name) == [name]
 
 
-def test_one_with_all_its_parts_is_missed():
-    left = [name for name in NAMES if "layers.1.mlp.experts.1." not in name]
-    assert missing_experts(left) == [f"model.layers.1.mlp.experts.1.{part}.weight" for part in ("w1", "w2", "w3")]
+@pytest.mark.parametrize("number", range(3))
+def test_one_with_all_its_parts_is_missed(number: int):
+    left = [name for name in NAMES if f"layers.1.mlp.experts.{number}." not in name]
+    assert missing_experts(left) == [
+        f"model.layers.1.mlp.experts.{number}.{part}.weight" for part in ("w1", "w2", "w3")
+    ]

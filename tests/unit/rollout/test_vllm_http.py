@@ -1,5 +1,7 @@
 """A request over TLS ends when it must, as one without: an answer may take its time, and nobody waits who need not."""
 
+import errno
+import socket
 import ssl
 import subprocess
 import threading
@@ -8,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from fsdptrain.errors import RolloutError
 from fsdptrain.rollout.vllm_http import ServerGoneError, ServerSilentError, VLLMClient
 from tests.unit.rollout.scripted_server import ScriptedServer
 
@@ -55,3 +58,12 @@ def test_who_is_given_up_is_not_waited_for(server):
     with pytest.raises(ServerGoneError, match=f"was given up during POST {GENERATE}"):
         server.client.until(stop.is_set).generate({"token_ids": [4]}, timeout=60)
     assert time.monotonic() - start < 3
+
+
+def test_a_limit_of_this_process_is_not_blamed_on_a_server(monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    with pytest.raises(RolloutError, match="ulimit -n"):
+        VLLMClient("http://127.0.0.1:1").version(timeout=1)

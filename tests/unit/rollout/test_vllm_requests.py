@@ -1,5 +1,7 @@
 """Each request is answered once and in its place, whatever becomes of servers; or the rollout ends with one line."""
 
+import os
+import resource
 import threading
 import time
 
@@ -11,6 +13,7 @@ from fsdptrain.errors import RolloutError
 from fsdptrain.rollout import vllm_requests
 from fsdptrain.rollout.vllm_http import ServerGoneError
 from fsdptrain.rollout.vllm_requests import Dispatcher
+from fsdptrain.testing import spawn
 from tests.unit.rollout.scripted_server import ScriptedServer
 
 
@@ -42,6 +45,15 @@ def test_every_request_has_its_own_answer_while_one_server_lives(deaths, count, 
     for server in servers:
         server.shutdown()
         server.server_close()
+
+
+def with_few_files() -> list[int]:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 60, 500))
+    return tokens(dispatcher(ScriptedServer()).run(requests(300), per_group=1))
+
+
+def test_more_requests_than_files_may_be_open_are_answered_all():
+    assert spawn(1, with_few_files) == [list(range(300))]
 
 
 def test_samples_of_a_prompt_go_to_one_server_and_prompts_are_spread():

@@ -9,7 +9,7 @@ import torch
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
 from fsdptrain.testing import FakeRolloutEngine, tiny_tokenizer
-from fsdptrain.trainer.sync_check import SyncCheck, build_sync_check, make_probe, tolerance
+from fsdptrain.trainer.sync_check import SyncCheck, _Look, build_sync_check, make_probe, side_by_side, tolerance
 
 
 def config(**values) -> Config:
@@ -59,7 +59,7 @@ class Waiting:
     def __init__(self, all_asked: threading.Barrier) -> None:
         self._all_asked = all_asked
 
-    def checksums(self, names):
+    def checksums(self, names, kind="bits"):
         self._all_asked.wait(timeout=20)
         return {}
 
@@ -75,8 +75,10 @@ def test_copies_are_looked_at_side_by_side_so_that_waits_do_not_add_up():
     probe = make_probe(config(), tiny_tokenizer())
     check = SyncCheck(None, None, probe, dtype=torch.float32, first_only=False)  # pyright: ignore
     all_asked = threading.Barrier(3)
-    looks = check._look_at_all([Waiting(all_asked) for _ in range(3)], version=1)
-    assert [look.name for look in looks] == ["a copy"] * 3
+    looks = [_Look(Waiting(all_asked)) for _ in range(3)]
+    side_by_side(check._read, looks)
+    side_by_side(lambda look: check._ask(look, version=1), looks)
+    assert all(look.completions == [] for look in looks)
 
 
 @pytest.mark.parametrize(
