@@ -9,19 +9,22 @@ from transformers import PreTrainedModel
 from fsdptrain.config.sections import ParallelConfig
 from fsdptrain.errors import ConfigError
 from fsdptrain.models.recurrent import recurrent_mixers, unknown_kinds
-from fsdptrain.models.structure import stock_class
+from fsdptrain.models.structure import layer_config, projected_heads, stock_class
 
 
 def check_dealing(model: PreTrainedModel, config: ParallelConfig) -> list[nn.Module]:
     """The mixers to gather around, so that tokens can be dealt as `config` says. ConfigError where they cannot."""
     size, tensor_size = config.context_parallel_size, config.tensor_parallel_size
     gather = config.context_parallel_recurrent == "gather"
-    name, text = stock_class(model).__name__, model.config.get_text_config()
+    name, text = stock_class(model).__name__, layer_config(model.config, 0)
     flag, way_out = f"--context-parallel-size {size}", "leave it out"
     heads = getattr(text, "num_attention_heads", None)
-    if heads and heads % (size * tensor_size):
-        beside = f" x --tensor-parallel-size {tensor_size}" if tensor_size > 1 else ""
-        raise ConfigError(f"{flag}{beside} must divide the {heads} attention heads of {name}: choose a divisor")
+    counts = {f"attention heads of {name}": heads}
+    counts |= {f"heads of {each} of {name}": n for each, n in projected_heads(model) if each.endswith(".q_proj")}
+    for whose, count in counts.items():
+        if count and count % (size * tensor_size):
+            beside = f" x --tensor-parallel-size {tensor_size}" if tensor_size > 1 else ""
+            raise ConfigError(f"{flag}{beside} must divide the {count} {whose}: choose a divisor")
     kinds, mixers = unknown_kinds(model), recurrent_mixers(model)
     if kinds or getattr(text, "attention_chunk_size", None):
         found = ", ".join(kinds) or "attention in chunks"

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fsdptrain.errors import ConfigError
-from fsdptrain.models.structure import decoder_layers, lm_head, stock_class
+from fsdptrain.models.structure import decoder_layers, layer_config, lm_head, projected_heads, stock_class
 
 _COLUMNS = ("colwise", "colwise_rep", "colwise_gather_output")  # out of nn.Linear's [out, in]
 _ROWS = ("rowwise", "rowwise_rep", "rowwise_split_input")  # in
@@ -20,7 +20,6 @@ _PACKED = ("packed_colwise", "packed_rowwise")  # gate and up in one matrix, eac
 _BY_VOCABULARY, _BY_WIDTH = "embedding_rowwise", "embedding_colwise"
 _SUMMED = "replicated_with_grad_allreduce"  # whole on each rank, and used by its heads alone
 _NORM_OF_HEADS = re.compile(r"(q|k|v)_(?:layer)?norm$")
-_PROJECTION = re.compile(r"(^|\.)(q|k|v)_proj$")
 _LEAST_SHARE = 0.5  # of the matrices of the layers that must be split: less of them saves nothing
 
 
@@ -124,7 +123,7 @@ def _dim(name: str, parameter: nn.Parameter, tensor: dict[str, str]) -> int | No
 
 def _check_heads(model: PreTrainedModel, size: int) -> None:
     """Heads that do not divide give wrong shapes in the first forward pass."""
-    name, text = stock_class(model).__name__, model.config.get_text_config()
+    name, text = stock_class(model).__name__, layer_config(model.config, 0)
     for what, key in (("attention heads", "num_attention_heads"), ("key-value heads", "num_key_value_heads")):
         count = getattr(text, key, None)
         if count and count % size:
@@ -134,17 +133,12 @@ def _check_heads(model: PreTrainedModel, size: int) -> None:
 
 
 def _check_heads_of_layers(model: PreTrainedModel, plan: dict[str, str], size: int) -> None:
-    """Some families have layers with other heads than the config counts (Gemma 4, Laguna)."""
-    for name, module in model.named_modules():
-        projection, parent = _PROJECTION.search(name), name.rpartition(".")[0]
-        width = vars(model.get_submodule(parent)).get("head_dim")
-        if projection and plan.get(name) == "colwise" and isinstance(width, int):
-            rows = module.get_parameter("weight").shape[0]
-            if rows % width == 0 and rows // width % size:
-                raise ConfigError(
-                    f"--tensor-parallel-size {size} must divide the {rows // width} heads of {name} of "
-                    f"{stock_class(model).__name__}: choose a divisor"
-                )
+    for name, heads in projected_heads(model):
+        if plan.get(name) == "colwise" and heads % size:
+            raise ConfigError(
+                f"--tensor-parallel-size {size} must divide the {heads} heads of {name} of "
+                f"{stock_class(model).__name__}: choose a divisor"
+            )
 
 
 def _check_tensors(model: PreTrainedModel, plan: SplitPlan, size: int) -> None:

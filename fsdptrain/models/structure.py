@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from fsdptrain.errors import CheckpointError
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 TOP_K_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts")
 
 
@@ -174,9 +175,28 @@ def active_sizes(model: PreTrainedModel) -> dict[nn.Parameter, float]:
     return sizes
 
 
+def layer_config(config: PreTrainedConfig, index: int) -> PreTrainedConfig:
+    """Of the text layer number `index`: where layers differ (Gemma 4) a config does not say for all what heads are."""
+    text = config.get_text_config()
+    return text.per_layer_config[index] if getattr(text, "is_heterogeneous", False) else text  # not before 5.23
+
+
 def head_size(config: PreTrainedConfig) -> int:
-    """Of a query and a key in plain attention; some families name it, the others divide the hidden size evenly."""
+    """Of a model that does not say it, as most do."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def projected_heads(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
+    """(name, heads) of each projection to queries, keys or values of a decoder layer whose attention says how wide a
+    head is: some families have layers with other heads than the config counts (Gemma 4, Laguna)."""
+    names = {module: name for name, module in model.named_modules()}
+    for module in (module for layer in decoder_layers(model) for module in layer.modules()):
+        width = vars(module).get("head_dim")
+        for child_name, child in module.named_children():
+            if child_name in _PROJECTIONS and isinstance(child, nn.Linear) and isinstance(width, int):
+                heads, rest = divmod(child.weight.shape[0], width)
+                if not rest:
+                    yield names[child], heads
 
 
 def expert_choice(config: PreTrainedConfig) -> ExpertChoice | None:

@@ -15,7 +15,7 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
@@ -27,6 +27,7 @@ from fsdptrain.models.structure import (
     decoder_layers,
     expert_choice,
     head_size,
+    layer_config,
     lm_head,
     num_fused_experts,
     repeated_layers,
@@ -133,8 +134,8 @@ def _splitting(model: PreTrainedModel, config: Config, pieces: Pieces, itemsize:
         prefix = names[id(layer)]
         members = [(f"{prefix}.{name}", module) for name, module in layer.named_modules() if name]
         inside.update(name for name, _ in members)
-        again = bool(every) and index % every == 0
-        yield from _layer(model, pieces, members, mixers, itemsize, own.tokens, again=again)
+        again, text = bool(every) and index % every == 0, layer_config(model.config, index)
+        yield from _layer(model, text, pieces, members, mixers, itemsize, own.tokens, again=again)
     for name, module in model.named_modules():
         if name not in inside and module is not lm_head(model):
             forward, backward = _module(name, module, pieces.plan, itemsize, own.tokens)
@@ -145,6 +146,7 @@ def _splitting(model: PreTrainedModel, config: Config, pieces: Pieces, itemsize:
 
 def _layer(
     model: PreTrainedModel,
+    text: PreTrainedConfig,
     pieces: Pieces,
     members: Sequence[tuple[str, nn.Module]],
     mixers: set[str],
@@ -158,7 +160,7 @@ def _layer(
     forward: list[_Call] = []
     gathered = [name for name, _ in members if name in mixers]
     whole = tokens * pieces.grid.context
-    for first, backward in _mixing(model, pieces.grid, members, mixers, itemsize, tokens):
+    for first, backward in _mixing(text, pieces.grid, members, mixers, itemsize, tokens):
         yield from backward
         forward += first
     for name, module in members:
@@ -179,7 +181,7 @@ def _is_within(name: str, other: str) -> bool:
 
 
 def _mixing(
-    model: PreTrainedModel,
+    text: PreTrainedConfig,
     grid: Grid,
     members: Sequence[tuple[str, nn.Module]],
     mixers: set[str],
@@ -192,9 +194,9 @@ def _mixing(
     gathered = [name for name, _ in members if name in mixers]
     rest = [module for name, module in members if not any(_is_within(name, mixer) for mixer in gathered)]
     if not mixers or any(module_kind(module) == "attention" for module in rest):
-        exchanged = _attention(model, grid, itemsize, tokens)
+        exchanged = _attention(text, grid, itemsize, tokens)
         yield exchanged, exchanged
-    size = itemsize * tokens * grid.context * model.config.get_text_config().hidden_size
+    size = itemsize * tokens * grid.context * text.hidden_size
     for _ in gathered:
         yield [("all-gather", "context", 1, size)], [("all-to-all", "context", 1, size)]
 
@@ -224,12 +226,11 @@ def _module(
     return [], [("all-reduce", "tensor", 1, itemsize * weight.numel())]  # replicated_with_grad_allreduce
 
 
-def _attention(model: PreTrainedModel, grid: Grid, itemsize: int, tokens: int) -> list[_Call]:
+def _attention(text: PreTrainedConfig, grid: Grid, itemsize: int, tokens: int) -> list[_Call]:
     """Queries, keys and values of own tokens for the heads of others, and what attention makes of them; backward alike.
 
     Keys and values as often as `Context.to_heads` repeats them.
     """
-    text = model.config.get_text_config()
     heads = text.num_attention_heads // grid.tensor
     shared = (getattr(text, "num_key_value_heads", None) or text.num_attention_heads) // grid.tensor
     own = head_size(text)

@@ -77,10 +77,10 @@ def measured(path: str, tokens: int, options: dict[str, Any]) -> tuple[int, int]
     backend.train_step(packs, LOSSES["grpo"], LossConfig())
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         backend.train_step(packs, LOSSES["grpo"], LossConfig())
-    return held + _peak(profiler), planned
+    return held + peak_of(profiler), planned
 
 
-def _peak(profiler: Any) -> int:
+def peak_of(profiler: Any) -> int:
     """Of the allocator's own events, above where it began."""
     events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
     live = peak = 0

@@ -22,8 +22,10 @@ FAMILIES = {
     "qwen3": {"tie_word_embeddings": True},
     "qwen3_moe": {"num_experts": 8, "num_hidden_layers": 3},
     "gpt_oss": {},
+    "deepseek_v2": {},  # its latent attention is split
     "deepseek_v3": {},
     "qwen3_next": {},
+    "gemma4_text": {"per_layer_config": {1: {"head_dim": 32, "num_key_value_heads": 1}}},  # layers that differ
     "falcon_h1": {},  # attention and a mixer with a state side by side
 }
 GATHER = {"context_parallel_recurrent": "gather"}
@@ -47,12 +49,14 @@ CASES = {
         ("deepseek_v3", context(2, expert_parallel_size=2)),
         ("qwen3_next", context(2, **GATHER, gradient_checkpointing=True)),
         ("falcon_h1", context(2, **GATHER)),
+        ("gemma4_text", context(2)),
         ("qwen3", {}),
         ("qwen3", {"bf16": True, "fsdp_reshard_after_forward": False}),
         ("qwen3", tensor(2, logprob_chunk_size=16)),
         ("qwen3", tensor(2, gradient_checkpointing=True, bf16=True)),
         ("qwen3_moe", expert(2, gradient_checkpointing=True, gradient_checkpointing_every=2)),
         ("deepseek_v3", tensor(2, expert_parallel_size=2)),
+        ("deepseek_v2", tensor(2, expert_parallel_size=2)),
     ],
     4: [
         ("qwen3", {"fsdp_replicate_size": 2}),

@@ -20,6 +20,12 @@ CASES: dict[str, tuple[str, int, dict[str, Any], str]] = {
         {"tensor_parallel_size": 4},
         "2 x --tensor-parallel-size 4 must divide the 4 attention heads",
     ),
+    "heads of one layer": (
+        "laguna",
+        4,
+        {},
+        "--context-parallel-size 4 must divide the 6 heads of model.layers.1.self_attn.q_proj of LagunaForCausalLM",
+    ),
     "a state": ("qwen3_next", 2, {}, "model.layers.0.linear_attn of Qwen3NextForCausalLM carries a state"),
     "no state": ("qwen3", 2, GATHER, "--context-parallel-recurrent gather has no effect on Qwen3ForCausalLM"),
     "its own attention": ("bloom", 2, {}, "the attention of BloomForCausalLM is code of its own"),
@@ -27,6 +33,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any], str]] = {
     "an index": ("deepseek_v32", 2, {}, "mixes tokens by indexed_attention"),
     "a state that is not found": ("minimax", 2, GATHER, "mixes tokens by linear_attention"),
 }
+CHANGES = {"laguna": {"num_attention_heads_per_layer": [4, 6]}}
 FOUND = {
     "qwen3_next": {f"model.layers.{i}.linear_attn" for i in range(3)},
     "falcon_h1": {f"model.layers.{i}.mamba" for i in range(2)},
@@ -38,7 +45,7 @@ FOUND = {
 def deal(family: str, size: int, **options: Any) -> list:
     make = zoo.config if family in zoo.CONFIGS else families.config
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(make(family))
+        model = AutoModelForCausalLM.from_config(make(family, **CHANGES.get(family, {})))
     mixers = check_dealing(model, ParallelConfig(context_parallel_size=size, **options))
     return [name for name, module in model.named_modules() if any(module is x for x in mixers)]
 

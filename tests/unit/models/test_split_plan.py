@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fsdptrain.errors import ConfigError
 from fsdptrain.models.split_plan import split_plan
-from tests import zoo
+from tests import families, zoo
 
 CASES: dict[str, tuple[str, dict[str, Any], int, int, str]] = {  # changes; tensor and expert ranks
     "fewer experts than ranks": (
@@ -23,6 +23,13 @@ CASES: dict[str, tuple[str, dict[str, Any], int, int, str]] = {  # changes; tens
     "experts that do not divide": ("qwen3_moe", {}, 1, 4, "--expert-parallel-size 4 must divide the 6 experts"),
     "no experts": ("qwen3", {}, 1, 2, "no plan that splits experts of Qwen3ForCausalLM"),
     "heads": ("qwen3", {}, 4, 1, "--tensor-parallel-size 4 must divide the 2 key-value heads"),
+    "heads of one layer": (
+        "gemma4_text",
+        {"num_attention_heads": 8, "num_key_value_heads": 4, "per_layer_config": {1: {"num_key_value_heads": 2}}},
+        4,
+        1,
+        "--tensor-parallel-size 4 must divide the 2 heads of model.layers.1.self_attn.k_proj of Gemma4ForCausalLM",
+    ),
     "widths": (
         "qwen3",
         {"intermediate_size": 129},
@@ -34,9 +41,14 @@ CASES: dict[str, tuple[str, dict[str, Any], int, int, str]] = {  # changes; tens
 }
 
 
-def plan(family: str, changes: dict[str, Any], tensor: int, experts: int) -> dict[str, str]:
+def meta_model(family: str, changes: dict[str, Any]) -> PreTrainedModel:
+    config = (zoo if family in zoo.CONFIGS else families).config(family, **changes)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(zoo.config(family, **changes))
+        return AutoModelForCausalLM.from_config(config)
+
+
+def plan(family: str, changes: dict[str, Any], tensor: int, experts: int) -> dict[str, str]:
+    model = meta_model(family, changes)
     return split_plan(model, tensor_size=tensor, expert_size=experts).experts
 
 
