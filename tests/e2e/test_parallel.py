@@ -62,6 +62,16 @@ def test_a_run_that_changes_its_mesh_goes_on(moe, tmp_path) -> None:
     assert len(rows) == 3
 
 
+@pytest.mark.slow
+def test_a_checkpoint_of_a_split_run_is_exported_by_one_process(checkpoint, tmp_path) -> None:
+    trained(checkpoint, tmp_path, "--context-parallel-size", "2", "--max-tokens-per-gpu", "40")
+    argv = ["export", "--checkpoint", str(tmp_path / "run" / "checkpoints" / "step_00000002")]
+    result = command.run([*argv, "--output", str(tmp_path / "hf")], tmp_path)
+    assert result.code == 0, result.err
+    found, wanted = (tmp_path / name / "model.safetensors" for name in ("hf", "run/hf"))
+    assert found.read_bytes() == wanted.read_bytes()
+
+
 def test_dry_run_draws_the_processes_and_refuses_what_does_not_fit() -> None:
     flags = "--hf-checkpoint X --dry-run --nnodes 4 --nproc-per-node 8 --rdzv-endpoint a:1 --tensor-parallel-size 4"
     program = [sys.executable, "-m", "fsdptrain", *flags.split(), "--expert-parallel-size", "16"]

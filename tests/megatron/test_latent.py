@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import nn
 
 from fsdptrain.config.megatron import MegatronConfig
 from fsdptrain.errors import ConfigError
@@ -53,6 +54,7 @@ def said() -> dict[str, Any]:
     else:
         other = ""
     return {
+        "whole on each rank": marks(),
         "yarn": check_parity(yarn, one, OPTIONS, spec=None, device=device),
         "other frequencies": other,
         "tensor": refusal(SPLIT),
@@ -61,8 +63,29 @@ def said() -> dict[str, Any]:
     }
 
 
+class TELinear(nn.Linear):
+    """Stands in for megatron-core's, which needs Transformer Engine: that marks all its matrices as split."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2, bias=False)
+        vars(self.weight)["tensor_model_parallel"] = True
+
+
+class TEColumnParallelLinear(TELinear):
+    """Which each rank has a part of."""
+
+
+def marks() -> list[bool]:
+    from fsdptrain.backends.megatron.model import _mark_split
+
+    model: Any = nn.ModuleList([TELinear(), TEColumnParallelLinear()])
+    _mark_split(model)
+    return [vars(parameter)["tensor_model_parallel"] for parameter in model.parameters()]
+
+
 def test_yarn_is_that_of_transformers_and_the_rest_is_refused_in_a_line() -> None:
     (found,) = spawn(1, said)
+    assert found["whole on each rank"] == [False, True]
     assert found["yarn"][0] < 1e-5
     assert "rotary frequencies agree: no" in found["other frequencies"]
     assert found["tensor"].startswith("--megatron-tensor-parallel: megatron-core's plain latent attention loses")

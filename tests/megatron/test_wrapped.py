@@ -6,9 +6,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+import torch
 
+from fsdptrain.backends.megatron.forward import layout_of
 from fsdptrain.backends.megatron.hf_modules import hf_modules
 from fsdptrain.backends.megatron.transformer_config import refuse_split_mixers
+from fsdptrain.config.megatron import MegatronConfig
 from fsdptrain.errors import ConfigError
 from fsdptrain.models.inputs import Layout
 from fsdptrain.testing import spawn
@@ -119,6 +122,23 @@ def test_classes_are_those_that_the_models_own_layers_have():
 def test_layers_of_another_form_are_refused():
     with pytest.raises(ConfigError, match=r"^--backend megatron: Gemma2DecoderLayer is not norm, mixer, norm and MLP"):
         hf_modules(zoo.config("gemma2"))
+
+
+@pytest.mark.parametrize(
+    ("family", "split", "layout"),
+    [
+        ("qwen3", {}, {"engine bf16": "packed", "engine fp32": "padded", "plain": "padded"}),
+        ("qwen3", {"context_parallel": 2}, dict.fromkeys(("engine bf16", "engine fp32", "plain"), "packed")),
+        ("qwen3_next", {}, dict.fromkeys(("engine bf16", "engine fp32", "plain"), "packed")),
+        ("qwen3_next", {"moe_dispatcher": "allgather"}, dict.fromkeys(("engine bf16", "plain"), "padded")),
+    ],
+)
+def test_packs_go_only_where_their_boundaries_are_understood(family: str, split: dict, layout: dict[str, Layout]):
+    """Transformer Engine has no kernel for packs in float32."""
+    for name, wanted in layout.items():
+        dtype = torch.bfloat16 if "bf16" in name else torch.float32
+        found = layout_of(zoo.config(family), MegatronConfig(**split), has_engine="engine" in name, dtype=dtype)
+        assert found == wanted, name
 
 
 def test_mixers_are_not_split():

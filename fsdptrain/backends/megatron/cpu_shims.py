@@ -98,6 +98,11 @@ def _replace(module: Any, name: str, value: Callable[..., Any] | Any) -> None:
     _installed.append(f"{owner}.{name}")
 
 
+def ignore_older_names() -> None:
+    """megatron-core 0.16 calls collectives by names of which torch 2.13 warns: nothing that a user could change."""
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+
+
 @contextlib.contextmanager
 def quiet_imports():
     """megatron-core warns, when it is imported, of each package that it could use and does not find: the build report

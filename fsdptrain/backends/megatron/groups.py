@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdptrain import platform
-from fsdptrain.backends.megatron.cpu_shims import quiet_imports
+from fsdptrain.backends.megatron.cpu_shims import ignore_older_names, quiet_imports
 from fsdptrain.config.megatron import MegatronConfig
 
 
@@ -79,6 +79,7 @@ def start_groups(megatron: MegatronConfig, *, timeout_s: float) -> None:
     with quiet_imports():
         from megatron.core import parallel_state, tensor_parallel
 
+    ignore_older_names()
     if parallel_state.is_initialized():
         stop_groups()
     with _ranks_in_order(parallel_state):
