@@ -25,7 +25,7 @@ check: install  ## format, lint, types, layers
 	$(BIN)/lint-imports
 
 test: install  ## everything that runs without a GPU
-	$(PYTEST) -m 'not gpu' --durations=15
+	$(PYTEST) -m 'not gpu' --durations=15 -rs
 	@$(MAKE) --no-print-directory test-vllm
 
 SERVER_TESTS := delta lora push run sync_check

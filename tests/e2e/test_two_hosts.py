@@ -1,13 +1,15 @@
 """Two hosts and one command on each: a cut cable ends both in time, and what is started again goes on."""
 
 import json
+import shutil
 import signal
 import time
 
 import pytest
 
+from fsdptrain import __version__
 from tests.e2e.command import TINY_RUN
-from tests.e2e.two_hosts import ADDRESSES, two_hosts
+from tests.e2e.two_hosts import ADDRESSES, ROOT, two_hosts
 
 pytestmark = pytest.mark.slow
 SILENCE = 8  # [s]
@@ -54,9 +56,7 @@ def test_a_cut_cable_ends_both_hosts_and_the_next_run_goes_on_and_outlives_a_kil
     marker.touch()
 
     machines = start(hosts, [*argv, "--num-rollout", "1000"], variables)
-    deadline = time.monotonic() + 240
-    while newest(folder) < 2 and time.monotonic() < deadline and all(m.poll() is None for m in machines):
-        time.sleep(0.05)
+    wait_for(folder, 2, machines)
     hosts.cut()
     cut = time.monotonic()
     outputs = [machine.communicate(timeout=ENDS + BUSY) for machine in machines]
@@ -85,39 +85,67 @@ def test_a_cut_cable_ends_both_hosts_and_the_next_run_goes_on_and_outlives_a_kil
     assert {step: after[step] for step in range(1, reached + 1)} == {s: before[s] for s in range(1, reached + 1)}
 
 
-def test_with_restarts_both_hosts_go_on_by_themselves_when_a_cut_cable_is_mended(hosts, checkpoint, tmp_path):
+def test_with_restarts_a_run_outlives_a_cut_cable_that_is_mended_and_a_machine_that_is_lost(
+    hosts, checkpoint, tmp_path
+):
     folder = tmp_path / "run"
     argv = [*TINY_RUN, "--hf-checkpoint", str(checkpoint), "--output-dir", str(folder), "--save-interval", "1"]
-    argv += ["--eval-interval", "1000", "--no-export", "--max-restarts", "1", "--num-rollout", "400"]
+    argv += ["--eval-interval", "1000", "--no-export", "--max-restarts", "2", "--num-rollout", "1000"]
     machines = start(hosts, argv)
-    deadline = time.monotonic() + 240
-    while newest(folder) < 2 and time.monotonic() < deadline and all(m.poll() is None for m in machines):
-        time.sleep(0.05)
+    wait_for(folder, 2, machines)
     hosts.cut()
     time.sleep(ENDS)
     reached = newest(folder)
     assert [machine.poll() for machine in machines] == [None, None]
     hosts.mend()
-    while newest(folder) < reached + 2 and time.monotonic() < deadline and all(m.poll() is None for m in machines):
-        time.sleep(0.05)
+    wait_for(folder, reached + 2, machines)
+    machines[1].send_signal(signal.SIGKILL)
+    _, of_lost = machines[1].communicate(timeout=60)
+    machines[1] = start(hosts, argv)[1]
+    reached = newest(folder)
+    wait_for(folder, reached + 2, machines)
     machines[0].send_signal(signal.SIGTERM)
-    for machine, other in zip(machines, ("node 1", f"node 0 ({ADDRESSES[0]})"), strict=True):
-        _, err = machine.communicate(timeout=60)
-        first = messages(err)[0]
-        assert first.startswith(f"fsdptrain: {other}")
-        assert first.endswith(f" has not answered for {SILENCE} s (--node-timeout); restart 1 of 1")
+    (_, of_first), (_, of_new) = (machine.communicate(timeout=60) for machine in machines)
+    silent = f" has not answered for {SILENCE} s (--node-timeout); restart 1 of 2"
+    ended = f"fsdptrain: node 0 ({ADDRESSES[0]}) was ended by SIGTERM"
+    assert [line.endswith(silent) for line in messages(of_lost)] == [True]
+    cut, lost = messages(of_first)[:2]
+    assert (cut.startswith("fsdptrain: node 1 ("), cut.endswith(silent)) == (True, True)
+    assert (lost.startswith("fsdptrain: node 1 ("), lost.endswith("; restart 2 of 2")) == (True, True)
+    assert messages(of_new)[-1] == ended
     found = sorted(rows(folder))
     assert found == list(range(1, len(found) + 1))
-    assert len(found) >= reached + 2 > 3
+    assert len(found) >= reached + 2 > 5
 
 
-def test_hosts_that_differ_are_refused_before_anything_is_loaded(hosts, tmp_path):
+def wait_for(folder, step, machines):
+    """Until a checkpoint of `step` is there."""
+    deadline = time.monotonic() + 240
+    while newest(folder) < step and time.monotonic() < deadline and all(m.poll() is None for m in machines):
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("what", ["an option", "the code"])
+def test_hosts_that_differ_are_refused_before_anything_is_loaded(hosts, tmp_path, what):
     argv = ["fsdptrain", "--hf-checkpoint", str(tmp_path / "nowhere"), "--nnodes", "2", "--nproc-per-node", "1"]
     argv += ["--rdzv-endpoint", f"{ADDRESSES[0]}:29500"]
-    machines = [hosts.start(n, [*argv, "--node-rank", str(n), "--lr", f"{n + 1}e-6"]) for n in range(2)]
+    own = [["--node-rank", "0"], ["--node-rank", "1"]]
+    variables = {"PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"}
+    other = variables
+    if what == "an option":
+        own[1] += ["--lr", "2e-6"]
+        named, differs = "--lr", ("1e-06", "2e-06")
+    else:
+        shutil.copytree(ROOT / "fsdptrain", tmp_path / "clone" / "fsdptrain")
+        (tmp_path / "clone" / "fsdptrain" / "more.py").touch()
+        other = variables | {"PYTHONPATH": str(tmp_path / "clone")}
+        named, differs = "fsdptrain", (f"{__version__} (", f"{__version__} (")
+    machines = [hosts.start(n, [*argv, *own[n]], (variables, other)[n]) for n in range(2)]
     for machine in machines:
         out, err = machine.communicate(timeout=60)
         assert (machine.returncode, out) == (2, "")
-        assert err.startswith("fsdptrain: machines of one run must be alike: --lr is 1e-06 on node 0 (")
-        assert " and 2e-06 on node 1 (" in err
+        assert err.startswith(f"fsdptrain: machines of one run must be alike: {named} is {differs[0]}")
+        assert " on node 0 (" in err
+        assert f" and {differs[1]}" in err
+        assert " on node 1 (" in err
         assert err.count("\n") == 1
