@@ -10,7 +10,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ Step = Callable[[], dict[str, float]]
 class Case:
     """One model and one rollout."""
 
-    folder: str  # of the model
+    folder: str  # of two models of one shape, policy and reference
     vocab: int
     lengths: str  # ragged, equal
     options: argparse.Namespace
@@ -37,10 +37,22 @@ class Case:
     def name(self) -> str:
         return f"{self.lengths}, vocabulary {self.vocab}"
 
+    @property
+    def policy(self) -> str:
+        return f"{self.folder}/policy"
+
+    @property
+    def reference(self) -> str:
+        return f"{self.folder}/reference"
+
 
 def make_samples(case: Case) -> list[Sample]:
-    """Groups of one prompt each; lognormal lengths of completions, uniform ones of prompts."""
-    options, draw = case.options, random.Random(case.options.seed)
+    """Groups of one prompt each; lognormal lengths of completions, uniform ones of prompts.
+
+    Logprobs of the engine, which are the old ones, are those of even odds with a noise: near those of random weights,
+    and far enough from them that ratios differ from 1 and some are clipped.
+    """
+    options, draw, noise = case.options, random.Random(case.options.seed), random.Random(case.options.seed + 1)
     shortest, longest = options.prompt
     mu = math.log(options.completion) - options.sigma**2 / 2
     samples = []
@@ -48,15 +60,25 @@ def make_samples(case: Case) -> list[Sample]:
         width = (shortest + longest) // 2 if case.lengths == "equal" else draw.randint(shortest, longest)
         prompt = [draw.randrange(case.vocab) for _ in range(width)]
         rewards = [float(draw.randrange(2)) for _ in range(options.group_size)]
-        mean = statistics.fmean(rewards)
         for reward in rewards:
             length = options.completion
             if case.lengths == "ragged":
                 length = min(options.longest, max(1, round(draw.lognormvariate(mu, options.sigma))))
             tokens = [*prompt, *(draw.randrange(case.vocab) for _ in range(length))]
             mask = [False] * width + [True] * length
-            samples.append(Sample(str(group), tokens, mask, [0.0] * len(mask), reward=reward, advantage=reward - mean))
+            old = [0.0] * width + [noise.gauss(-math.log(case.vocab), 0.1) for _ in range(length)]
+            samples.append(Sample(str(group), tokens, mask, old, reward=reward))
+    size = compared(options)
+    for start in range(0, len(samples), size):
+        together = samples[start : start + size]
+        mean = statistics.fmean(sample.reward or 0.0 for sample in together)
+        samples[start : start + size] = [replace(s, advantage=(s.reward or 0.0) - mean) for s in together]
     return samples
+
+
+def compared(options: argparse.Namespace) -> int:
+    """Samples whose mean reward is taken from theirs: a group, but all where a group is one, of which 0 is left."""
+    return options.group_size if options.group_size > 1 else options.groups
 
 
 class Phases:
@@ -85,7 +107,7 @@ def our_side(case: Case, samples: list[Sample], *, sharing: str) -> Iterator[Ste
 
     options = case.options
     config = Config(
-        hf_checkpoint=case.folder,
+        hf_checkpoint=case.policy,
         bf16=options.bf16,
         lr=0.0,
         clip_grad=0.0,
@@ -93,9 +115,12 @@ def our_side(case: Case, samples: list[Sample], *, sharing: str) -> Iterator[Ste
         rollout_max_response_len=options.longest,
         gradient_checkpointing=options.checkpointing,
         kl_loss_coef=options.kl,
+        ref_load=case.reference if options.kl and not options.lora else None,
+        use_rollout_logprobs=True,
         prefix_sharing=sharing,
         lora_rank=options.lora,
     )
+    settings = LossConfig(kl_loss_coef=options.kl, use_rollout_logprobs=True)
     with process_group(600):
         backend = FSDPBackend(config, total_steps=10**6)
         if backend.adapters is not None:
@@ -115,13 +140,15 @@ def our_side(case: Case, samples: list[Sample], *, sharing: str) -> Iterator[Ste
             (batches,) = Scorer(config, backend).score([batches])
             phases("score")
             hook = backend.model.register_forward_pre_hook(lambda *_: phases("backward and optimizer"))
-            metrics = backend.train_step(batches.packs, loss, LossConfig(kl_loss_coef=options.kl))
+            metrics = backend.train_step(batches.packs, loss, settings)
             hook.remove()
             phases("backward and optimizer")
             computed = sum(p.num_tokens if p.shared is None else p.shared.num_tokens for p in batches.packs)
             return {
                 "loss": metrics["loss/total"],
                 "grad_norm": metrics["optim/grad_norm"],
+                "clipped": metrics["policy/clip_fraction_low"] + metrics["policy/clip_fraction_high"],
+                "reference_kl": metrics.get("policy/ref_kl", 0.0),
                 "computed_tokens": computed,
                 **{f"{name}_s": seconds for name, seconds in phases.seconds.items()},
             }
@@ -146,7 +173,7 @@ def trl_side(case: Case, samples: list[Sample], *, compact: bool) -> Iterator[St
         return {
             "prompt_ids": [s.token_ids[:at] for s, at in zip(samples, split, strict=True)],
             "completion_ids": [s.token_ids[at:] for s, at in zip(samples, split, strict=True)],
-            "logprobs": None,
+            "logprobs": [s.rollout_logprobs[at:] for s, at in zip(samples, split, strict=True)],
         }
 
     adapter = {}
@@ -157,7 +184,7 @@ def trl_side(case: Case, samples: list[Sample], *, compact: bool) -> Iterator[St
     num_micro = len(samples) // options.micro
     with tempfile.TemporaryDirectory() as folder:
         trainer = trl.GRPOTrainer(
-            model=Qwen3ForCausalLM.from_pretrained(case.folder, dtype=torch.float32),
+            model=Qwen3ForCausalLM.from_pretrained(case.policy, dtype=torch.float32),
             reward_funcs=lambda number, **_: [samples[i].reward for i in number],
             args=trl.GRPOConfig(
                 output_dir=folder,
@@ -166,7 +193,7 @@ def trl_side(case: Case, samples: list[Sample], *, compact: bool) -> Iterator[St
                 beta=options.kl,
                 use_bias_correction_kl=False,
                 max_completion_length=options.longest,
-                num_generations=options.group_size,
+                num_generations=compared(options),
                 per_device_train_batch_size=options.micro,
                 gradient_accumulation_steps=num_micro,
                 use_cpu=not torch.cuda.is_available(),
@@ -180,6 +207,9 @@ def trl_side(case: Case, samples: list[Sample], *, compact: bool) -> Iterator[St
             **adapter,
         )
     fill_adapter((name, p) for name, p in trainer.model.named_parameters() if p.requires_grad and options.lora)
+    if trainer.ref_model is not None:  # of the policy's weights: TRL takes no other
+        other = Qwen3ForCausalLM.from_pretrained(case.reference, dtype=torch.float32)
+        trainer.ref_model.load_state_dict(other.state_dict())
     trainer._last_loaded_step = trainer.state.global_step
     trainer.current_gradient_accumulation_steps = num_micro  # transformers' loop sets it
     trainer.model.train()
@@ -192,6 +222,7 @@ def trl_side(case: Case, samples: list[Sample], *, compact: bool) -> Iterator[St
         phases, value = Phases(), 0.0
         for trainer._step in range(num_micro):
             inputs = trainer._prepare_inputs([{"prompt": "", "number": number} for number in range(len(samples))])
+            inputs["old_per_token_logps"] = inputs["sampling_per_token_logps"]  # as --use-rollout-logprobs does
             phases("prepare")  # the first call pads, shuffles and, with a KL term, scores
             with torch.autocast(trainer.model.device.type, torch.bfloat16, enabled=options.bf16):
                 loss = trainer._compute_loss(trainer.model, inputs)

@@ -1,9 +1,10 @@
 """Where the time of a traced step goes: by part, by operation, and as a picture."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch.autograd import DeviceType
 
 # What autograd and torch call each part: seconds of all that ran inside of it, and nothing is in two parts.
 _PARTS = {
@@ -21,14 +22,16 @@ _PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_")
 
 def longest(tracer: Any, count: int = 25) -> list[dict[str, Any]]:
     """What took longest on the device, else on the CPU, without what it called. [ms]"""
-    clock = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-    events = sorted(tracer.key_averages(), key=lambda e: -getattr(e, clock))
-    whole = sum(getattr(e, clock) for e in events)
+    calls: Counter[str] = Counter()
+    busy: Counter[str] = Counter()
+    for event in _at_work(tracer):
+        calls[event.name] += 1
+        busy[event.name] += _own(event)
+    whole = sum(busy.values())
     return [
-        {"what": e.key[:90], "calls": e.count, "ms": round(getattr(e, clock) / 1e3, 3),
-         "share": round(getattr(e, clock) / whole, 4)}
-        for e in events[:count]
-    ]  # fmt: skip
+        {"what": name[:90], "calls": calls[name], "ms": round(spent / 1e3, 3), "share": round(spent / whole, 4)}
+        for name, spent in busy.most_common(count)
+    ]
 
 
 def parts(tracer: Any) -> dict[str, float]:
@@ -37,19 +40,48 @@ def parts(tracer: Any) -> dict[str, float]:
     The head is what makes log-probabilities and their gradients. All but its matrix products is what it costs over
     a head that could not be spared, but for the logits that are computed a second time.
     """
-    clock = "device_time_total" if torch.cuda.is_available() else "cpu_time_total"
-    whole = sum(getattr(e, f"self_{clock}") for e in tracer.key_averages())
-    seconds = dict.fromkeys([*_PARTS, "products"], 0.0)
+    working = _at_work(tracer)
+    whole, on_device = sum(map(_own, working)), bool(working) and _of_device(working[0])
+    spent = dict.fromkeys([*_PARTS, "products"], 0.0)
     for event in tracer.events():
+        if _of_device(event):
+            continue  # it is in the time of the operation that launched it
         part, around = _part(event.name), _part_around(event)
         if part is not None and around is None:
-            seconds[part] += getattr(event, clock)
+            spent[part] += _with_all_called(event, on_device=on_device)
         elif around == "head" and event.name in _PRODUCTS:
-            seconds["products"] += getattr(event, clock)
-    head, products = seconds.pop("head"), seconds.pop("products")
-    found = {"head, matrix products": products, "head, all else": head - products, **seconds}
+            spent["products"] += _with_all_called(event, on_device=on_device)
+    head, products = spent.pop("head"), spent.pop("products")
+    found = {"head, matrix products": products, "head, all else": head - products, **spent}
     shares = {name: value / whole for name, value in found.items()}
     return {**shares, "layers and the rest": 1 - sum(shares.values())}
+
+
+def _at_work(tracer: Any) -> list[Any]:
+    """Events that together are the work, each once: those of the device where there are some, else of the CPU.
+
+    On a device a kernel is an event of its own, it is in the time of each operation around its launch, and a range that
+    somebody named (FSDP::..., Optimizer.step#...) has a copy there that spans its kernels. Only the kernels count.
+    """
+    events = list(tracer.events())
+    return [e for e in events if _of_device(e) and not e.is_user_annotation] or [e for e in events if not _of_device(e)]
+
+
+def _of_device(event: Any) -> bool:
+    return event.device_type != DeviceType.CPU
+
+
+def _own(event: Any) -> float:
+    """Without what it called. [us]"""
+    return event.time_range.elapsed_us() if _of_device(event) else event.self_cpu_time_total
+
+
+def _with_all_called(event: Any, *, on_device: bool) -> float:
+    """Of an operation of the CPU; the time of its kernels where they are what works. [us]"""
+    if not on_device:
+        return event.cpu_time_total
+    own = sum(kernel.duration for kernel in event.kernels if kernel.name != event.name)  # that is a named range's copy
+    return own + sum(_with_all_called(child, on_device=True) for child in event.cpu_children)
 
 
 def _part(name: str) -> str | None:

@@ -6,9 +6,12 @@
 Each side is a process of its own, so that its peak of memory is its own; they take turns, and the median of the ratios
 of a round counts. A step is all that happens between the samples of a rollout and the new weights: planning, packing or
 padding, forward, loss, backward, the gradient's norm and AdamW (its learning rate is 0, so that every round computes
-the same). Generation is no part of it, nor are rewards. Loss and gradient norm of all sides must agree.
+the same). Generation is no part of it, nor are rewards. Old logprobs are canned too, off the policy by a noise, so that
+ratios differ from 1 and some are clipped; the reference of --kl is a model of other random weights, but with --lora,
+where it is the policy without its adapter. Loss and gradient norm of all sides must agree.
 
-    ours      fsdptrain's backend and plan, as a run has them
+    ours      fsdptrain's backend and plan, as a run has them; on a GPU with --prefix-sharing on, which no run has there
+              unless it asks for it
     packed    the same with --prefix-sharing off
     stock     TRL's GRPOTrainer on a CPU, which scores every position, prompts and padding too
     compact   the same, scoring completions only, as TRL does on a GPU with Triton
@@ -26,29 +29,41 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
-from record import header, peak_mib, spread, start_peak, write
+from record import header, peak_mib, spread, start_peak, table, write
 from step_sides import SIDES, Case, make_samples, our_side, trl_side
 from traced import draw, longest, parts
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from fsdptrain.testing import tiny_tokenizer
 
+PHASES = ("prepare", "score", "forward", "backward and optimizer")
 TOLERANCES = {False: 1e-4, True: 5e-2}  # relative, of loss and gradient norm: float32, added up in other orders; bf16
+
+
+def on_gpu() -> bool:
+    return torch.cuda.is_available()
 
 
 def work(side: str, case: Case, pipe: Connection) -> None:
     """A process of one side: a step for each message, until there are no more."""
     samples = make_samples(case)
     if side in ("ours", "packed"):
-        made = our_side(case, samples, sharing="auto" if side == "ours" else "off")
+        made = our_side(case, samples, sharing="off" if side == "packed" else "on" if on_gpu() else "auto")
     else:
         made = trl_side(case, samples, compact=side == "compact")
-    with made as step:
+    with ExitStack() as opened:
+        try:
+            step = opened.enter_context(made)
+        except Exception as error:
+            pipe.send(f"{type(error).__name__}: {error}")
+            raise
         pipe.send("ready")
         while (wanted := pipe.recv()) != "end":
             if wanted == "trace":
@@ -59,43 +74,48 @@ def work(side: str, case: Case, pipe: Connection) -> None:
             start_peak()
             wall, cpu = time.perf_counter(), time.process_time()
             found = step()
-            if torch.cuda.is_available():
+            if on_gpu():
                 torch.cuda.synchronize()
             found |= {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu, "peak_mib": peak_mib()}
             pipe.send(found)
 
 
-def measure(case: Case) -> dict[str, Any]:
-    """All sides in turn, one process at a time at work."""
+def measure(case: Case) -> Iterator[dict[str, Any]]:
+    """All sides in turn, one process at a time at work; what is known so far, after each round."""
     context = multiprocessing.get_context("spawn")
     pipes: dict[str, Connection] = {}
-    workers = []
+    workers, left_out = [], {}
     for side in case.options.sides:
         pipes[side], theirs = context.Pipe()
         workers.append(context.Process(target=work, args=(side, case, theirs), daemon=True))
         workers[-1].start()
         theirs.close()
-        assert pipes[side].recv() == "ready"
+        if (said := pipes[side].recv()) != "ready":
+            left_out[side] = said
+            pipes.pop(side)
+    if not pipes:
+        sys.exit(f"no side began: {left_out}")
+    tokens = sum(len(sample.token_ids) for sample in make_samples(case))
     runs: list[dict[str, dict[str, float]]] = []
+    known: dict[str, Any] = {}
     for number in range(case.options.rounds + 1):
         found = {}
-        for side in case.options.sides if number % 2 else reversed(case.options.sides):
+        for side in pipes if number % 2 else reversed(pipes):
             pipes[side].send("step")
             found[side] = pipes[side].recv()
         require_agreement(found, TOLERANCES[case.options.bf16])
+        print(f"  {case.name}: " + ", ".join(f"{s} {r['wall_s']:.2f} s" for s, r in found.items()), file=sys.stderr)
         if number:  # the first warms up
             runs.append(found)
-        print(f"  {case.name}: " + ", ".join(f"{s} {r['wall_s']:.2f} s" for s, r in found.items()), file=sys.stderr)
-    profile = {}
+            known = {"case": case.name, "tokens": tokens, "left_out": left_out, **summary(runs, tokens), "runs": runs}
+            yield known
     if case.options.profile and "ours" in pipes:
         pipes["ours"].send("trace")
-        profile = {"profile": pipes["ours"].recv()}
+        yield {**known, "profile": pipes["ours"].recv()}
     for pipe in pipes.values():
         pipe.send("end")
     for worker in workers:
         worker.join()
-    tokens = sum(len(sample.token_ids) for sample in make_samples(case))
-    return {"case": case.name, "tokens": tokens, **summary(runs, tokens), **profile, "runs": runs}
 
 
 def require_agreement(found: dict[str, dict[str, float]], tolerance: float) -> None:
@@ -131,7 +151,7 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--quick", action="store_true", help="a tiny model, one round; whether it runs and agrees")
-    add("--json", type=Path, help="write the report to this file")
+    add("--json", type=Path, help="write the report to this file, after each round")
     add("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     add("--lengths", nargs="+", choices=("ragged", "equal"), default=["ragged", "equal"])
     add("--vocab", nargs="+", type=int, default=[32_768, 151_936])
@@ -144,7 +164,7 @@ def parsed() -> argparse.Namespace:
     add("--sigma", type=float, default=0.8, help="of the logarithm of lengths")
     add("--longest", type=int, default=512, help="completion [tokens]")
     add("--micro", type=int, default=4, help="rows of a micro-batch of TRL")
-    add("--max-tokens", type=int, default=4096, help="of a pack of ours: as many as --micro rows of TRL have")
+    add("--max-tokens", type=int, default=4096, help="of a pack of ours; TRL pads --micro rows to the longest")
     add("--kl", type=float, default=0.0, help="above 0: with a reference model, which is scored too")
     add("--checkpointing", action="store_true")
     add("--lora", type=int, default=0, metavar="RANK", help="train an adapter of this rank; 0: all weights")
@@ -160,8 +180,14 @@ def parsed() -> argparse.Namespace:
     return options
 
 
-def save_model(folder: str, options: argparse.Namespace, vocab: int) -> None:
-    torch.manual_seed(options.seed)
+def save_models(folder: Path, options: argparse.Namespace, vocab: int) -> None:
+    """Policy and reference, each with random weights of its own."""
+    for number, name in enumerate(("policy", "reference")):
+        torch.manual_seed(options.seed + number)
+        save_model(folder / name, options, vocab)
+
+
+def save_model(folder: Path, options: argparse.Namespace, vocab: int) -> None:
     heads = max(2, options.hidden // 64)
     Qwen3ForCausalLM(
         Qwen3Config(
@@ -179,33 +205,53 @@ def save_model(folder: str, options: argparse.Namespace, vocab: int) -> None:
     tiny_tokenizer().save_pretrained(folder)
 
 
-def main() -> None:
-    options, begin = parsed(), header()
-    results = []
-    for vocab in options.vocab:
-        with tempfile.TemporaryDirectory() as folder:
-            save_model(folder, options, vocab)
-            for lengths in options.lengths:
-                results.append(measure(Case(folder, vocab, lengths, options)))
-                print(json.dumps({key: value for key, value in results[-1].items() if key != "runs"}))
+def by_phase(row: dict[str, Any]) -> str:
+    """Seconds of each side, whole and by phase, its tokens and its memory, as Markdown."""
+    found = []
+    for side, medians in row["sides"].items():
+        seconds = {f"{name} [s]": medians.get(f"{name}_s") for name in ("wall", *PHASES, "cpu")}
+        counted = {"tokens computed": medians["computed_tokens"], "peak [MiB]": medians["peak_mib"]}
+        found.append({row["case"]: side, **seconds, **counted})
+    return table(found)
+
+
+def report(begin: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
     ragged = [row for row in results if row["case"].startswith("ragged")]
 
     def worst(key: str) -> float | None:
         found = [row[key]["median"] for row in ragged if key in row]
         return min(found) if found else None
 
-    report = {
+    return {
         **begin,
         "speedup_median": worst("stock_over_ours_wall"),  # of the ragged cases the one that gains least
         "speedup_compact_median": worst("compact_over_ours_wall"),
         "peak_memory_ratio": max((row["memory_of_stock"] for row in ragged if "memory_of_stock" in row), default=None),
         "results": results,
     }
-    write(options.json, report)
+
+
+def main() -> None:
+    options, begin = parsed(), header()
+    results: list[dict[str, Any]] = []
+    for vocab in options.vocab:
+        with tempfile.TemporaryDirectory() as folder:
+            save_models(Path(folder), options, vocab)
+            for lengths in options.lengths:
+                row: dict[str, Any] = {}
+                for row in measure(Case(folder, vocab, lengths, options)):
+                    write(options.json, report(begin, [*results, row]))  # what is measured stays, whatever comes
+                results.append(row)
+                print(json.dumps({key: value for key, value in row.items() if key != "runs"}))
+                print(by_phase(row))
+    found = report(begin, results)
     shares = {row["case"]: row["profile"]["parts"] for row in results if "profile" in row}
     if shares and options.json:
         draw(options.json.with_suffix(".png"), shares, "a training step of ours")
-    print(json.dumps({key: report[key] for key in ("speedup_median", "speedup_compact_median", "peak_memory_ratio")}))
+    print(json.dumps({key: found[key] for key in ("speedup_median", "speedup_compact_median", "peak_memory_ratio")}))
+
+    if any(row["left_out"] for row in results):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,14 @@
 """The benchmarks run from their first to their last line."""
 
+import importlib
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -75,6 +80,15 @@ def test_a_small_model_is_loaded_in_every_way_and_exported_within_its_bounds(tmp
 
 
 @pytest.mark.slow
+def test_the_embedded_engine_and_generate_are_timed_in_turn(tmp_path: Path) -> None:
+    rows = run_quick("rollout.py", tmp_path, "--samples", "2", "--max-tokens", "8")["results"]
+    assert [row["case"] for row in rows] == ["equal", "mixed"]
+    for row in rows:
+        assert row["speedup_wall"]["least"] > 0
+        assert [len(row["runs"][side]) for side in ("engine", "generate")] == [2, 2]
+
+
+@pytest.mark.slow
 def test_mfu_makes_a_row_for_each_case_and_says_what_failed(tmp_path: Path) -> None:
     chosen = ["--kinds", "grpo", "--adapters", "full", "--variants", "base", "flash-attn 2"]
     base, flash = run_quick("mfu.py", tmp_path, *chosen)["results"]
@@ -134,8 +148,52 @@ def test_a_step_of_ours_agrees_with_one_of_trl(tmp_path: Path, options: list[str
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["speedup_median"] > 0
+    [run] = report["results"][0]["runs"]
+    assert 0.01 < run["ours"]["clipped"] < 0.5
+    assert (run["ours"]["reference_kl"] > 0.001) == ("--kl" in options)
     sides = report["results"][0]["sides"]
     assert sides["ours"]["computed_tokens"] < report["results"][0]["tokens"] <= sides["stock"]["computed_tokens"]
+
+
+@pytest.mark.slow
+def test_a_step_with_another_kl_coefficient_does_not_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In groups of one, where the advantage is what the mean over all samples leaves."""
+    pytest.importorskip("trl", reason="trl comes with the dev extra")
+    monkeypatch.syspath_prepend(str(FOLDER))
+    train_step = importlib.import_module("train_step")
+    monkeypatch.setattr(sys, "argv", ["train_step.py", "--quick", "--kl", "0.1"])
+    options = train_step.parsed()
+    options.groups, options.group_size = 8, 1
+    case = train_step.Case(str(tmp_path), options.vocab[0], "ragged", options)
+    other = replace(case, options=Namespace(**{**vars(options), "kl": 0.11}))
+    assert any(sample.advantage > 0 for sample in train_step.make_samples(case))
+    train_step.save_models(tmp_path, options, case.vocab)
+    ours, same, wrong = (
+        step_of(train_step.work, *at) for at in (("ours", case), ("compact", case), ("compact", other))
+    )
+    tolerance = train_step.TOLERANCES[False]
+    train_step.require_agreement({"ours": ours, "compact": same}, tolerance)
+    with pytest.raises(SystemExit, match="loss is"):
+        train_step.require_agreement({"ours": ours, "compact": wrong}, tolerance)
+    with pytest.raises(SystemExit, match="grad_norm is"):
+        train_step.require_agreement({"ours": ours, "compact": wrong | {"loss": ours["loss"]}}, tolerance)
+
+
+def step_of(work: Callable[..., None], side: str, case: Any) -> dict[str, float]:
+    """The first step of a side, in a process of its own as the benchmark has it."""
+    context = multiprocessing.get_context("spawn")
+    pipe, theirs = context.Pipe()
+    worker = context.Process(target=work, args=(side, case, theirs), daemon=True)
+    worker.start()
+    theirs.close()
+    assert pipe.poll(240)
+    assert pipe.recv() == "ready"
+    pipe.send("step")
+    assert pipe.poll(60)
+    found = pipe.recv()
+    pipe.send("end")
+    worker.join(60)
+    return found
 
 
 @pytest.mark.slow
