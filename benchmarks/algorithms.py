@@ -15,23 +15,20 @@ import argparse
 import json
 import multiprocessing
 import os
-import platform
 import shutil
-import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded: so small a model is faster on one thread
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import torch
-import transformers
+import record
 import yaml
 
-from fsdptrain import Config, Trainer, __version__, load_recipe
+from fsdptrain import Config, Trainer, load_recipe
 from fsdptrain.config.presets import PRESETS
 from fsdptrain.planning.report import read_series
 
@@ -51,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--quick", action="store_true", help="one rollout after two steps of warm-up; no file is written"
     )
-    args = parser.parse_args(argv)
+    args, begin = parser.parse_args(argv), record.header()
     folder = args.folder / ("quick" if args.quick else "full")
     rows = [] if args.fresh or args.quick or not RESULTS.exists() else json.loads(RESULTS.read_text())["runs"]
     for seed in args.seeds:
@@ -61,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 print(json.dumps(row), flush=True)
                 rows.append(row)
                 if not args.quick:
-                    write(rows)
+                    write(begin, rows)
     fallen = [f"{row['algorithm']} (seed {row['seed']})" for row in rows if row["after"] < row["before"]]
     if fallen and not args.quick:
         sys.exit(f"accuracy fell with {', '.join(fallen)}")
@@ -161,26 +158,9 @@ def in_process(function: Any, *args: Any) -> None:
         sys.exit(f"{function.__name__}{args} ended with {process.exitcode}")
 
 
-def write(rows: Sequence[dict[str, Any]]) -> None:
+def write(begin: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> None:
     """algorithms.json, and algorithms.png beside it."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
-    result = {
-        "command": "python benchmarks/algorithms.py",
-        "fsdptrain": __version__,
-        "commit": commit.strip(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "rollouts": NUM_ROLLOUTS,
-        "runs": rows,
-    }
-    RESULTS.parent.mkdir(exist_ok=True)
-    partial = RESULTS.with_suffix(".partial")
-    partial.write_text(json.dumps(result, indent=2) + "\n")
-    partial.replace(RESULTS)
+    record.write(RESULTS, {**begin, "rollouts": NUM_ROLLOUTS, "runs": rows})
     plot(rows, RESULTS.with_suffix(".png"))
 
 

@@ -19,7 +19,7 @@ so. Model FLOPs, not those of recomputation; `mfu` counts every pair of tokens o
 are looked at (planning/flops.py). On a CPU the peak is what a matrix product reaches there: not to be compared with
 others. With --profile one more step is traced, and its parts and what took longest on the device go into the report.
 
-Peers' figures are what they publish, on their machines; the sources are in PEERS.
+Peers' figures are what they publish, of one GPU of their machines; PEERS says where.
 """
 
 import argparse
@@ -59,13 +59,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "large logprob chunks": {"logprob_chunk_size": 4096},
 }
 ADAPTERS = {"full": {}, "lora": {"lora_rank": 32, "lora_alpha": 32}}
+_PRIME_RL = "https://github.com/PrimeIntellect-ai/prime-rl/tree/main/benchmarks/baselines"  # its files name their case
+_TORCHTITAN = "https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md"  # table 1
 PEERS = [
-    {"who": "prime-rl", "shape": "Qwen3-4B", "step": "sft", "tokens": 16_384, "device": "H200", "tokens_per_s": 6643,
-     "mfu": 0.284},
-    {"who": "prime-rl", "shape": "Qwen3-4B", "step": "grpo", "tokens": 16_384, "device": "H200", "mfu": 0.147},
-    {"who": "prime-rl", "shape": "Qwen3-0.6B", "step": "sft", "tokens": 16_384, "device": "H100", "mfu": 0.237},
+    {"who": "prime-rl, 8 GPUs", "shape": "Qwen3-4B", "step": "sft", "tokens": 16_384, "device": "H200",
+     "tokens_per_s": 6643, "mfu": 0.284, "source": _PRIME_RL},
+    {"who": "prime-rl, 8 GPUs", "shape": "Qwen3-4B", "step": "grpo", "tokens": 16_384, "device": "H200",
+     "tokens_per_s": 3430, "mfu": 0.147, "source": _PRIME_RL},
+    {"who": "prime-rl, 1 GPU", "shape": "Qwen3-0.6B", "step": "sft", "tokens": 16_384, "device": "H100", "mfu": 0.237,
+     "source": _PRIME_RL},
     {"who": "torchtitan, compile, 8 GPUs", "shape": "Llama-3.1-8B", "step": "sft", "tokens": 8192, "device": "H100",
-     "tokens_per_s": 6667, "mfu": 0.39},
+     "tokens_per_s": 6667, "mfu": 0.39, "source": _TORCHTITAN},
 ]  # fmt: skip
 GROUP = 8
 

@@ -16,7 +16,6 @@ written after each run, and runs that are there are not repeated; --fresh begins
 import argparse
 import json
 import os
-import platform
 import secrets
 import shutil
 import statistics
@@ -28,12 +27,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import record
 import torch
-import transformers
 import yaml
 from algorithms import ROOT, warm_start
 
-from fsdptrain import Config, __version__
+from fsdptrain import Config
 from fsdptrain.algo.corrections import CORRECTIONS
 from fsdptrain.config import to_yaml
 from fsdptrain.planning.report import read_metrics, read_series
@@ -59,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs/staleness"), help="for the runs themselves")
     parser.add_argument("--fresh", action="store_true", help="forget the results that are there")
     parser.add_argument("--quick", action="store_true", help="two rollouts after a short warm-up; no file is written")
-    args = parser.parse_args(argv)
+    args, begin = parser.parse_args(argv), record.header()
     if args.vllm_python is None and any(engine != "hf" for engine in args.engines):
         parser.error("--vllm-python is missing: without vLLM use --engines hf")
     folder = (args.folder / ("quick" if args.quick else "full")).resolve()
@@ -75,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                         rows.append(measure(engine, age, seed, start, folder, url, args))
                         print(json.dumps(rows[-1]), flush=True)
                         if not args.quick:
-                            write(rows)
+                            write(begin, rows)
 
 
 @contextmanager
@@ -179,27 +178,16 @@ def recipe(engine: str, age: int, seed: int, start: Path, run: Path, url: str | 
     return values
 
 
-def write(rows: Sequence[dict[str, Any]]) -> None:
+def write(begin: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> None:
     """staleness.json, with a summary of each engine and age over seeds, and staleness.png beside it."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
     cells = sorted({cell_of(row) for row in rows})
     result = {
-        "command": "python benchmarks/staleness.py --vllm-python .venv-vllm/bin/python",
-        "fsdptrain": __version__,
-        "commit": commit.strip(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
+        **begin,
         "rollouts": NUM_ROLLOUTS,
         "summary": [summary(cell, rows) for cell in cells],
         "runs": rows,
     }
-    RESULTS.parent.mkdir(exist_ok=True)
-    partial = RESULTS.with_suffix(".partial")
-    partial.write_text(json.dumps(result, indent=2) + "\n")
-    partial.replace(RESULTS)
+    record.write(RESULTS, result)
     plot(rows, RESULTS.with_suffix(".png"))
 
 

@@ -1,6 +1,6 @@
 """Where the time of a traced step goes: by part, by operation, and as a picture."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,14 @@ _PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_")
 def longest(tracer: Any, count: int = 25) -> list[dict[str, Any]]:
     """What took longest on the device, else on the CPU, without what it called. [ms]"""
     calls: Counter[str] = Counter()
-    busy: Counter[str] = Counter()
+    busy: defaultdict[str, float] = defaultdict(float)
     for event in _at_work(tracer):
         calls[event.name] += 1
         busy[event.name] += _own(event)
     whole = sum(busy.values())
     return [
         {"what": name[:90], "calls": calls[name], "ms": round(spent / 1e3, 3), "share": round(spent / whole, 4)}
-        for name, spent in busy.most_common(count)
+        for name, spent in sorted(busy.items(), key=lambda item: -item[1])[:count]
     ]
 
 

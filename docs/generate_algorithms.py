@@ -232,7 +232,8 @@ def _learning_part(result: Mapping[str, Any]) -> str:
     runs: dict[str, list[Mapping[str, Any]]] = {}
     for run in result["runs"]:
         runs.setdefault(run["algorithm"], []).append(run)
-    head = LEARNING_HEAD.format(**result, seeds=len({run["seed"] for run in result["runs"]}))
+    versions = result.get("versions", {})  # beside the rest in a file from before the common header
+    head = LEARNING_HEAD.format(**{**result, **versions}, seeds=len({run["seed"] for run in result["runs"]}))
     return head + "".join(_learning_row(name, runs[name]) for name in PRESETS if name in runs)
 
 

@@ -59,7 +59,7 @@ def chunked_logprobs(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     truncation: Truncation = UNTRUNCATED,
-    chunk_size: int = 1024,  # tokens
+    chunk_size: int = 512,  # tokens
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of `labels` and, where asked for, entropy in nats: [T] in float32, or float64 for float64 input.
@@ -123,7 +123,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_logprobs, grad_entropy = grads
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=logsumexp.dtype) if needs_weight else None
+        grad_weight = torch.zeros_like(weight, dtype=logsumexp.dtype) if needs_weight and not len(hidden) else None
         grad_bias = torch.zeros_like(bias, dtype=logsumexp.dtype) if needs_bias else None
         kept, ctx.kept = ctx.kept, None  # it is overwritten: a second backward makes all logits again
         buffer = hidden.new_empty(min(len(hidden), ctx.chunk_size), weight.shape[0]) if kept is None else kept
@@ -150,8 +150,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 part.copy_(dz)
             if grad_hidden is not None:
                 torch.mm(raw, weight, out=grad_hidden[chunk])
-            if grad_weight is not None:
-                add_product(grad_weight, raw, hidden[chunk])
+            if needs_weight:
+                grad_weight = plus_product(grad_weight, raw, hidden[chunk], dtype=logsumexp.dtype)
         return (grad_hidden, grad_weight, grad_bias, None, None, None, None, None)
 
 
@@ -225,9 +225,10 @@ def grad_logits(
     return dz
 
 
-def add_product(total: Tensor, dz: Tensor, hidden: Tensor) -> None:
-    """total [V, D] += dz.T @ hidden, summed over chunks in the dtype of `total`."""
-    if total.dtype == hidden.dtype:
-        total.addmm_(dz.T, hidden)
-    else:
-        total.add_(dz.T @ hidden)
+def plus_product(total: Tensor | None, dz: Tensor, hidden: Tensor, *, dtype: torch.dtype) -> Tensor:
+    """total [V, D] + dz.T @ hidden in place, summed over chunks in `dtype`; None: the first chunk, which begins it."""
+    if total is None:
+        return (dz.T @ hidden).to(dtype)
+    if dtype == hidden.dtype:
+        return total.addmm_(dz.T, hidden)
+    return total.add_(dz.T @ hidden)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from fsdptrain.models.logprobs import HeadTransform, add_product, grad_logits, product, slope_of, transformed
+from fsdptrain.models.logprobs import HeadTransform, grad_logits, plus_product, product, slope_of, transformed
 from fsdptrain.models.truncation import UNTRUNCATED, Truncation
 
 
@@ -28,7 +28,7 @@ def split_logprobs(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     truncation: Truncation = UNTRUNCATED,
-    chunk_size: int = 1024,  # tokens
+    chunk_size: int = 512,  # tokens
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """As `chunked_logprobs`, without truncation. Collective over the axis."""
@@ -90,7 +90,7 @@ class _SplitLogprobs(torch.autograd.Function):
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_logprobs, grad_entropy = grads if ctx.with_entropy else (grads[0], None)
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=logsumexp.dtype) if needs_weight else None
+        grad_weight = torch.zeros_like(weight, dtype=logsumexp.dtype) if needs_weight and not len(hidden) else None
         grad_bias = torch.zeros_like(bias, dtype=logsumexp.dtype) if needs_bias else None
         buffer = hidden.new_empty(min(len(hidden), ctx.chunk_size), weight.shape[0])
         for start in range(0, len(hidden), ctx.chunk_size):
@@ -114,8 +114,8 @@ class _SplitLogprobs(torch.autograd.Function):
             raw.copy_(dz)
             if grad_hidden is not None:
                 torch.mm(raw, weight, out=grad_hidden[rows])
-            if grad_weight is not None:
-                add_product(grad_weight, raw, hidden[rows])
+            if needs_weight:
+                grad_weight = plus_product(grad_weight, raw, hidden[rows], dtype=logsumexp.dtype)
         if grad_hidden is not None:
             dist.all_reduce(grad_hidden, group=ctx.group)
         return (grad_hidden, grad_weight, grad_bias, None, None, None, None, None)

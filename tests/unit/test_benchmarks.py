@@ -1,10 +1,13 @@
 """What decides in benchmarks: whether sides agree, whether laws hold, and what is taken from a run that was stopped."""
 
 import importlib
+import json
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -35,6 +38,24 @@ def test_sides_that_do_not_agree_end_the_benchmark(module: Import, other: dict[s
     sides = {"ours": same, "stock": same | other}
     with pytest.raises(SystemExit, match="do not agree"):
         agree(sides if place == "last" else dict(reversed(sides.items())), 1e-4)
+
+
+def test_rounds_that_were_measured_are_written_before_the_next_one_fails(
+    module: Import, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    train_step, target = module("train_step"), tmp_path / "report.json"
+
+    def measure(case: Any) -> Iterator[dict[str, Any]]:
+        yield {"case": case.name, "runs": [{}]}
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train_step, "measure", measure)
+    monkeypatch.setattr(sys, "argv", ["train_step.py", "--quick", "--lengths", "ragged", "--json", str(target)])
+    with pytest.raises(KeyboardInterrupt):
+        train_step.main()
+    report = json.loads(target.read_text())
+    assert report["results"] == [{"case": "ragged, vocabulary 1000", "runs": [{}]}]
+    assert {"command", "commit", "machine", "versions"} <= report.keys()
 
 
 def test_tests_that_were_stopped_are_counted_as_far_as_they_came(module: Import) -> None:
