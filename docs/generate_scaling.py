@@ -60,7 +60,7 @@ Which mesh for which model on 8 to 1,024 GPUs, what its ranks send each other in
 
 | | from | held to |
 |---|---|---|
-| bytes of each collective | the parameters, the plans of transformers and the sizes of the mesh (`fsdptrain/planning/traffic.py`) | every byte that 2 and 4 gloo ranks send, on 24 meshes of 7 families (`tests/distributed/test_traffic.py`) |
+| bytes of each collective | the parameters, the plans of transformers and the sizes of the mesh (`fsdptrain/planning/traffic.py`) | every byte that 2 and 4 gloo ranks send, on 25 meshes of 8 families (`tests/distributed/test_traffic.py`) |
 | memory | the plan of `fsdptrain plan` | the allocator, on 2 ranks, within 10 % (`tests/distributed/test_memory_plan.py`) |
 | seconds | those bytes and FLOPs, over the rates of data sheets: 450 GB/s to a GPU of the same node, 50 GB/s to another node, 989 TFLOP/s in bfloat16, of which 40 % are reached | nothing |
 

@@ -141,7 +141,7 @@ def test_ranks_send_and_hold_what_is_planned(world, tmp_path):
         if family in zoo.CONFIGS:
             zoo.build(family, **changes).save_pretrained(tmp_path / family)
         else:
-            families.save(family, tmp_path / family)
+            families.save(family, tmp_path / family, **changes)
     cases = [(family, str(tmp_path / family), values) for family, values in CASES[world]]
     for (family, _, values), *ranks in zip(cases, *spawn(world, measure, cases, timeout=300), strict=True):
         name = f"{family} {values}"

@@ -23,12 +23,12 @@ def hosts():
         yield found
 
 
-def start(hosts, argv, variables=None):
+def start(hosts, argv, variables=None, nodes=(0, 1)):
     launch = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-endpoint", f"{ADDRESSES[0]}:29500"]
     waits = ["--node-timeout", str(SILENCE), "--dist-timeout", "300"]
     return [
         hosts.start(node, ["fsdptrain", *argv, *launch, *waits, "--node-rank", str(node)], variables)
-        for node in range(2)
+        for node in nodes
     ]
 
 
@@ -101,7 +101,7 @@ def test_with_restarts_a_run_outlives_a_cut_cable_that_is_mended_and_a_machine_t
     wait_for(folder, reached + 2, machines)
     machines[1].send_signal(signal.SIGKILL)
     _, of_lost = machines[1].communicate(timeout=60)
-    machines[1] = start(hosts, argv)[1]
+    [machines[1]] = start(hosts, argv, nodes=[1])
     reached = newest(folder)
     wait_for(folder, reached + 2, machines)
     machines[0].send_signal(signal.SIGTERM)
