@@ -27,8 +27,7 @@ def start(hosts, argv, variables=None, nodes=(0, 1)):
     launch = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-endpoint", f"{ADDRESSES[0]}:29500"]
     waits = ["--node-timeout", str(SILENCE), "--dist-timeout", "300"]
     return [
-        hosts.start(node, ["fsdptrain", *argv, *launch, *waits, "--node-rank", str(node)], variables)
-        for node in nodes
+        hosts.start(node, ["fsdptrain", *argv, *launch, *waits, "--node-rank", str(node)], variables) for node in nodes
     ]
 
 
