@@ -209,11 +209,11 @@ def test_steps_of_both_backends_agree(tmp_path: Path) -> None:
 
 
 def test_the_packing_benchmark_runs() -> None:
-    argv = [sys.executable, FOLDER / "packing.py", "--quick", "--sequences", "1000", "2000"]
+    argv = [sys.executable, FOLDER / "packing.py", "--quick"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     *rows, end = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(rows) == 6
     assert all(row["ours"]["imbalance"] < 0.02 for row in rows)
     assert all(row["first-fit"]["times_ours"]["least"] > 0 for row in rows)
-    assert end["laws"] == {}  # which these sizes cannot show
+    assert end["laws"] == {"fill above 97 %": True, "imbalance below 2 %": True}  # what these sizes can show
