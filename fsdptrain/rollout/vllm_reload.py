@@ -4,9 +4,11 @@ Imported in vLLM's own processes too: beside vLLM it needs torch and nothing els
 """
 
 import logging
+import platform
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportMissingImports] - an extra
     finalize_layerwise_reload,
@@ -36,6 +38,7 @@ class WeightReload:
         self._tied: set[str] = set()  # parameters that come with others
 
     def start(self) -> None:
+        ask_for_tiles()
         self._tied = {f"{name}.weight" for name in tied_heads(self._model)}
         self._kernels = forget_kernels(self._model)
         initialize_layerwise_reload(self._model)
@@ -78,3 +81,10 @@ class WeightReload:
             touched = {block_of(name) for name in self._loaded}
             names = {name for name in names if block_of(name) in touched}
         return sorted(names - self._loaded)
+
+
+def ask_for_tiles() -> None:
+    """A process must ask Linux before it uses a CPU's matrix tiles (AMX). vLLM's attention in bfloat16 relies on others
+    to have done so, and where none has the process ends by an illegal instruction."""
+    if platform.machine() == "x86_64" and torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()

@@ -33,9 +33,12 @@ def fresh_answers(python: Path | str, starts: Mapping[str, Start], prompts: list
 
 
 def main(starts: dict[str, dict[str, Any]], prompts: list[list[int]]) -> dict[str, Answers]:
+    import torch
     import vllm
     from vllm.lora.request import LoRARequest
 
+    if torch.cpu._is_amx_tile_supported():  # as our workers do: `vllm_reload.ask_for_tiles`
+        torch.cpu._init_amx()
     answers = {}
     for name, start in starts.items():
         adapter = start.pop("adapter")
