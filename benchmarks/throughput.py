@@ -26,9 +26,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from record import header, write
+from record import ROOT, header, spread, write
 
-ROOT = Path(__file__).resolve().parents[1]
 ENGINES = ("hf", "vllm", "vllm-server")
 VOCAB = 264
 SIZES = {
@@ -209,8 +208,7 @@ def trl_side(args: argparse.Namespace) -> Callable[[], Round]:
 
 
 def summary(size: str, side: str, rounds: dict[str, list[Round]]) -> dict[str, Any]:
-    """Of one side; ratios are medians over rounds of what one round of it and of `hf` gave."""
-
+    """Of one side; ratios are those of what one round of it and of `hf` gave."""
     own = rounds[side]
     hands_over = all("hand_over" in found for found in own)
 
@@ -220,10 +218,10 @@ def summary(size: str, side: str, rounds: dict[str, list[Round]]) -> dict[str, A
     def generation(found: Round) -> float:
         return found["tokens"] / found["generate"]
 
-    def to_hf(speed: Callable[[Round], float]) -> float | None:
+    def to_hf(speed: Callable[[Round], float]) -> dict[str, float] | None:
         pairs = zip(own, rounds.get("hf", []), strict=False)
         ratios = [speed(own) / speed(other) for own, other in pairs]
-        return round(statistics.median(ratios), 2) if ratios else None
+        return spread(ratios) if ratios else None
 
     return {
         "model": size,

@@ -16,7 +16,11 @@ from fsdptrain.platform import device_count, has_accelerator
 from fsdptrain.testing import spawn
 from tests.megatron import cases, test_precision, wrapped_cases
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not has_accelerator(), reason="needs a GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not has_accelerator(), reason="needs a GPU"),
+    pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core comes with the megatron extra"),
+]
 two_gpus = pytest.mark.skipif(device_count() < 2, reason="needs two GPUs")
 with_engine = pytest.mark.skipif(find_spec("transformer_engine") is None, reason="needs Transformer Engine")
 
