@@ -225,7 +225,9 @@ def build_vllm_engine(config: Config, *, checkpoint: Path, device: torch.device)
         options["kv_cache_memory_bytes"] = int((rollout.kv_cache_gib or 1.0) * platform.GIB)
     if config.lora.sync == "adapter":
         options |= adapter_options(config.lora)
-    options |= _parallel_options(rollout.engine_args.get("tensor_parallel_size", 1), on_gpu=on_gpu)
+    options |= _parallel_options(
+        rollout.engine_args.get("tensor_parallel_size", 1), on_gpu=on_gpu, timeout_s=config.launch.dist_timeout
+    )
     for name in rollout.engine_args:
         if name in _OURS:
             raise ConfigError(
@@ -258,8 +260,13 @@ def _reload(worker: Any, *, weights: Iterable[tuple[str, Tensor]], partial: bool
         reload.finish()
 
 
-def _parallel_options(tensor_size: int, *, on_gpu: bool) -> dict[str, Any]:
-    """Our ranks are vLLM's workers: `tensor_size` neighbours are one engine."""
+def _parallel_options(tensor_size: Any, *, on_gpu: bool, timeout_s: int) -> dict[str, Any]:
+    """Our ranks are vLLM's workers: `tensor_size` neighbours are one engine, whose waits for each other end after
+    `timeout_s`, as those of all ranks do."""
+    if type(tensor_size) is not int or tensor_size < 1:
+        raise ConfigError(
+            f"--rollout-engine-args tensor_parallel_size={tensor_size!r}: give a whole number of ranks, 1 or more"
+        )
     num_ranks = dist.get_world_size()
     if num_ranks % tensor_size:
         raise ConfigError(
@@ -268,8 +275,12 @@ def _parallel_options(tensor_size: int, *, on_gpu: bool) -> dict[str, Any]:
         )
     if num_ranks == 1:
         return {}
-    worker = {} if on_gpu or tensor_size == 1 else {"worker_cls": CPU_WORKER}
-    return {"distributed_executor_backend": "external_launcher", **worker}
+    options: dict[str, Any] = {"distributed_executor_backend": "external_launcher"}
+    if tensor_size > 1:
+        options |= {"distributed_timeout_seconds": timeout_s, "cpu_distributed_timeout_seconds": timeout_s}
+    if tensor_size > 1 and not on_gpu:
+        options["worker_cls"] = CPU_WORKER
+    return options
 
 
 def _ranks_of_engine() -> dist.ProcessGroup:
