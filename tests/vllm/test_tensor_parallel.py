@@ -1,10 +1,13 @@
 """An engine that is spread over two ranks says what an engine of one rank says, and its weights are proven alike."""
 
+from datetime import timedelta
+
 import pytest
+import torch
 import torch.distributed as dist
 
 from fsdptrain.errors import RolloutError
-from fsdptrain.testing import spawn
+from fsdptrain.testing import save_tiny_checkpoint, spawn
 from fsdptrain.types import Completion
 from tests.distributed.test_sync_check import Courier, train_a_little
 from tests.vllm import contract, models
@@ -58,3 +61,41 @@ def test_it_says_what_an_engine_of_each_rank_says_and_faults_are_named(tmp_path,
             assert found.logprobs == pytest.approx(wanted.logprobs, abs=1e-5)
         for victim, error in zip([*VICTIMS[name], WHOLE], errors, strict=True):
             assert victim in error
+
+
+COPIED = "model.layers.0.self_attn.k_proj.weight"
+
+
+def with_copies(options: dict) -> tuple[list[str], timedelta]:
+    """What the check says where the copy of a kv head came wrong to the second worker, and to the first; where a norm
+    came stale to the second one at a first hand-over. And how long the workers wait for each other."""
+    backend, engine, check = contract.build_checked(options)
+    courier, errors = Courier(), []
+
+    def hand_over(version: int, fault: str = "", victim: str = "") -> None:
+        train_a_little(backend, version)
+        engine.update_weights(courier.carry(check.watch(backend.hf_weights("hub")), fault, victim), version)
+        check.check(version)
+
+    hand_over(0)
+    assert engine.checksums(courier.before).keys() == courier.before.keys()
+    faults = [(1, "permuted", COPIED), (0, "permuted", COPIED), (1, "stale", WHOLE)]  # by rank
+    for version, (worker, fault, victim) in enumerate(faults, 1):
+        if victim == WHOLE:
+            check = contract.check_of(options, engine, backend)
+        with pytest.raises(RolloutError) as caught:
+            hand_over(version, fault if dist.get_rank() == worker else "", victim)
+        errors.append(str(caught.value))
+    hand_over(9)
+    waits = engine._ranks._get_backend(torch.device("cpu")).options._timeout
+    engine.close()
+    return errors, waits
+
+
+def test_a_copy_that_one_worker_has_wrong_is_named_whichever_it_is(tmp_path):
+    folder = save_tiny_checkpoint(tmp_path, head_dim=32, num_key_value_heads=1, tie_word_embeddings=False)
+    options = contract.colocated(folder, rollout_engine_args={"tensor_parallel_size": 2}, dist_timeout=77)
+    for errors, waits in spawn(2, with_copies, options, timeout=300):
+        for error, victim in zip(errors, [COPIED, COPIED, WHOLE], strict=True):
+            assert f"does not hold {victim} of version" in error
+        assert waits == timedelta(seconds=77)
