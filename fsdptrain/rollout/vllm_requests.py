@@ -70,8 +70,7 @@ class Dispatcher:
         at_once = min(len(requests), _MAX_IN_FLIGHT * num_servers, most_connections())
         threads = ThreadPoolExecutor(at_once + num_servers)
         try:
-            for server in self._servers:
-                threads.submit(self._watch, server)
+            watches = [threads.submit(self._watch, server) for server in self._servers]
             answers = [
                 threads.submit(self._answer, request, (i // per_group, i % per_group // chunk), chosen)
                 for i, request in enumerate(requests)
@@ -81,6 +80,9 @@ class Dispatcher:
                 done, pending = wait(pending, timeout=_POLL_S, return_when=FIRST_EXCEPTION)
                 for answer in done:
                     answer.result()
+                for watch in watches:
+                    if watch.done():  # by an error: nobody else would see that its server hangs
+                        watch.result()
                 scarce = self._require_servers(scarce)
                 self.check()
             return [answer.result() for answer in answers]
