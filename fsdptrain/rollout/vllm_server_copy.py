@@ -27,11 +27,11 @@ class ServerCopy:
         self._reads_weights = reads_weights
         self._cached_tokens = 0
 
-    def checksums(self, names: Collection[str], kind: ChecksumKind = "bits") -> dict[str, int]:
-        """CopyGoneError of a server that does not answer to anything; RolloutError of one that is slow, or that
-        somebody between keeps from us."""
+    def checksums(self, names: Collection[str], kind: ChecksumKind = "bits") -> dict[str, int] | None:
+        """None where another rank looks at it. CopyGoneError of a server that does not answer to anything; RolloutError
+        of one that is slow, or that somebody between keeps from us."""
         if not self._reads_weights:
-            return {}
+            return None
         try:
             return read_checksums(self._client, names, kind, self._deadline)
         except ServerGoneError as error:
