@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 
 from fsdptrain.errors import RolloutError
-from fsdptrain.testing import save_tiny_checkpoint, spawn
+from fsdptrain.testing import save_tiny_checkpoint, spawn, tiny_tokenizer
 from fsdptrain.types import Completion
+from tests import zoo
 from tests.distributed.test_sync_check import Courier, train_a_little
 from tests.vllm import contract, models
 
@@ -99,3 +100,38 @@ def test_a_copy_that_one_worker_has_wrong_is_named_whichever_it_is(tmp_path):
         for error, victim in zip(errors, [COPIED, COPIED, WHOLE], strict=True):
             assert f"does not hold {victim} of version" in error
         assert waits == timedelta(seconds=77)
+
+
+SPLIT = "model.layers.0.linear_attn.dt_bias"  # a part on each worker, on a module that is not one of vLLM's own layers
+
+
+def gated_deltas(options: dict) -> tuple[set[str], str]:
+    """What cannot be read of a model whose workers hold parts of bare parameters, and what is said of a wrong part."""
+    backend, engine, check = contract.build_checked(options)
+    courier = Courier()
+    for version in range(2):
+        train_a_little(backend, version)
+        engine.update_weights(courier.carry(check.watch(backend.hf_weights("hub")), "", ""), version)
+        check.check(version)
+    unread = courier.before.keys() - engine.checksums(courier.before).keys()
+    train_a_little(backend, 2)
+    fault = "permuted" if dist.get_rank() == 1 else ""
+    engine.update_weights(courier.carry(check.watch(backend.hf_weights("hub")), fault, SPLIT), 2)
+    with pytest.raises(RolloutError) as caught:
+        check.check(2)
+    engine.close()
+    return unread, str(caught.value)
+
+
+def test_parts_of_parameters_that_no_layer_of_vllm_splits_are_read_and_named(tmp_path):
+    sizes = {"head_dim": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "max_position_embeddings": 1024}
+    zoo.build("qwen3_next", 0, **sizes).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    args = {
+        "tensor_parallel_size": 2,
+        "enable_prefix_caching": False,
+    }  # which vLLM has on CPUs only in parts of prompts
+    options = contract.colocated(tmp_path, rollout_engine_args=args, bf16=True)  # the only dtype of its kernel on CPUs
+    for unread, said in spawn(2, gated_deltas, options, timeout=300):
+        assert unread == set()
+        assert f"does not hold {SPLIT} of version 2" in said
