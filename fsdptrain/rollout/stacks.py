@@ -9,6 +9,8 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
+from fsdptrain.errors import FsdptrainError
+
 _FALLBACK_S = 2.0  # after the stacks are due
 
 
@@ -41,7 +43,7 @@ class StackDump:
             yield
         except Exception as error:
             if time.monotonic() - start >= seconds:
-                error.add_note(f"Where each rank stood: {self.folder}")
+                self.point_out(error)
             raise
         finally:
             self.disarm()
@@ -71,6 +73,13 @@ class StackDump:
             for stack, found in at.items():
                 self._file.write(f"{len(found)} x {found[0]} (most recent call last)\n{stack}\n")
             self._file.flush()
+
+    def point_out(self, error: Exception) -> None:
+        """Let `error` say where the stacks of all ranks are."""
+        if isinstance(error, FsdptrainError):  # of which nothing but the message is shown
+            error.args = (f"{error}; where each rank stood: {self.folder}",)
+        else:
+            error.add_note(f"Where each rank stood: {self.folder}")
 
     def close(self) -> None:
         """Where nothing was written nothing is left."""

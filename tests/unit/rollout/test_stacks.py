@@ -5,23 +5,24 @@ import os
 import select
 import threading
 import time
-import traceback
 from pathlib import Path
 
 import pytest
 
+from fsdptrain.errors import RolloutError
+from fsdptrain.launch.ranks import failure_of
 from fsdptrain.rollout import stacks as module
 from fsdptrain.rollout.stacks import StackDump
 
 LIMIT_S = 60.0  # for what comes after a moment
 
 
-def stands_here(file: Path) -> None:
+def stands_here(file: Path, error: Exception) -> None:
     """Until something is written to `file`."""
     end = time.monotonic() + LIMIT_S
     while not file.stat().st_size and time.monotonic() < end:
         time.sleep(0.01)
-    raise ValueError("it has waited in vain")
+    raise error
 
 
 def waits_there(crowd: threading.Barrier, end: threading.Event) -> None:
@@ -35,13 +36,14 @@ def no_fallback(monkeypatch) -> None:
 
 
 @pytest.mark.usefixtures("no_fallback")
-def test_an_error_that_comes_late_says_where_the_stacks_are(tmp_path):
+@pytest.mark.parametrize("error", [ValueError("in vain"), RolloutError("it did not answer")])
+def test_an_error_that_comes_late_says_where_the_stacks_are(tmp_path, error):
     stacks, file = StackDump(tmp_path / "stacks", 3), tmp_path / "stacks" / "rank3.txt"
-    with pytest.raises(ValueError) as caught, stacks.around(0.2):
-        stands_here(file)
+    with pytest.raises(type(error)) as caught, stacks.around(0.2):
+        stands_here(file, error)
     stacks.close()
     assert "stands_here" in file.read_text()
-    assert f"Where each rank stood: {tmp_path / 'stacks'}" in "".join(traceback.format_exception(caught.value))
+    assert f"here each rank stood: {tmp_path / 'stacks'}" in failure_of(caught.value, rank=3).text
 
 
 @pytest.mark.usefixtures("no_fallback")
@@ -56,7 +58,7 @@ def test_the_main_thread_comes_first_and_those_that_stand_at_one_place_are_writt
     crowd.wait()
     try:
         with pytest.raises(ValueError), stacks.around(0.2):
-            stands_here(file)
+            stands_here(file, ValueError("in vain"))
     finally:
         end.set()
         for thread in threads:
