@@ -328,10 +328,10 @@ class VLLMServerEngine:
         try:
             yield
         except RolloutError as error:
-            if time.monotonic() - start < self._patience.silence:
-                raise
-            self._stacks.dump()  # as far as nobody has armed them: in flight
-            raise RolloutError(f"{error}; where each rank stood: {self._stacks.folder}") from error
+            if time.monotonic() - start >= self._patience.silence:
+                self._stacks.dump()  # as far as nobody has armed them: in flight
+                self._stacks.point_out(error)
+            raise
 
 
 def token_versions(spans: Sequence[Mapping[str, Any]]) -> list[int]:
