@@ -303,11 +303,11 @@ def make_probe(config: Config, tokenizer: PreTrainedTokenizerBase, *, max_positi
         words = ("".join(draw.choices(string.ascii_lowercase, k=4)) for _ in range(length))
         ids = tokenizer(" ".join(words), add_special_tokens=False)["input_ids"]
         prompts.append(Prompt(f"{_FLAG}/{i}", list(ids[: max(1, min(length, longest))]), ""))
-    rollout, supervised = config.rollout, config.algorithm.algorithm == "sft"
+    rollout = config.rollout
     sampling = SamplingParams(
         num_samples=1,
         max_tokens=min(_RESPONSE, rollout.max_response_len),
-        temperature=1.0 if supervised else rollout.temperature,  # what the trainer scores at
+        temperature=config.scoring_temperature,
         top_p=rollout.top_p,
         top_k=rollout.top_k or -1,
         min_p=rollout.min_p,
