@@ -22,6 +22,7 @@ def main(hf_checkpoint: str, output_dir: str, **flags: object) -> None:
     config = Config(
         hf_checkpoint=hf_checkpoint,
         output_dir=output_dir,
+        pass_threshold=1.5,  # of the 2 that there are: from here on an answer counts as right
         **{"num_rollout": 20, "rollout_batch_size": 16, "rollout_max_response_len": 64, **flags},
     )
     Trainer(config, reward=brevity, dataset=ROWS).fit()

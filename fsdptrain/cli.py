@@ -183,7 +183,10 @@ def export(argv: Sequence[str]) -> int:
             raise ConfigError(f"{option.flag} is missing, e.g. fsdptrain export {EXPORT_EXAMPLE}")
     from fsdptrain.trainer import export_checkpoint  # torch: only now
 
-    export_checkpoint(Path(values.pop("checkpoint")), Path(values.pop("output")), **values)
+    checkpoint, output = Path(values.pop("checkpoint")), Path(values.pop("output"))
+    export_checkpoint(checkpoint, output, **values)
+    if os.environ.get("RANK", "0") == "0":
+        sys.stdout.write(f"the model of {checkpoint} is written to {output}\n")
     return 0
 
 

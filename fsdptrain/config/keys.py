@@ -118,7 +118,29 @@ def _example(section: str) -> str:
     return f"{{{name}: {field.default!r}}}"
 
 
+# A flag of TRL or transformers -> ours.
+NAMES_ELSEWHERE = {
+    "--learning-rate": "--lr",
+    "--model": "--hf-checkpoint",
+    "--model-name-or-path": "--hf-checkpoint",
+    "--dataset": "--prompt-data",
+    "--dataset-name": "--prompt-data",
+    "--num-generations": "--n-samples-per-prompt",
+    "--max-completion-length": "--rollout-max-response-len",
+    "--max-prompt-length": "--rollout-max-prompt-len",
+    "--max-steps": "--num-rollout",
+    "--beta": "--kl-loss-coef",
+    "--temperature": "--rollout-temperature",
+    "--save-steps": "--save-interval",
+    "--eval-steps": "--eval-interval",
+    "--report-to": "--log-to",
+}
+
+
 def advice(name: str, known: list[str]) -> str:
-    """What to write in place of an unknown `name`: what became of a known former flag, or the nearest name."""
-    former = FORMER_FLAGS.get("--" + name.lstrip("-").replace("_", "-"))
-    return f": {former.advice}" if former else suggest(name, known)
+    """What to write in place of an unknown `name`: what became of a known former flag, what other trainers call so, or
+    the nearest name."""
+    flag = "--" + name.lstrip("-").replace("_", "-")
+    if former := FORMER_FLAGS.get(flag):
+        return f": {former.advice}"
+    return f": it is {NAMES_ELSEWHERE[flag]} here" if flag in NAMES_ELSEWHERE else suggest(name, known)

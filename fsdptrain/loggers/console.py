@@ -61,12 +61,15 @@ class ConsoleLogger:
             self._bar.stop()
         if any(self._history.values()):
             self._console.print(summary(self._history))
-        self._print(f"{self._end()} {duration(time.monotonic() - self._started)}, written to {self._info.output_dir}")
-
-    def _end(self) -> str:
+        end = f"{duration(time.monotonic() - self._started)}, written to {self._info.output_dir}"
         if self._last_step >= self._info.total_steps:
-            return "done in"
-        return f"stopped after step {self._last_step} of {self._info.total_steps},"
+            self._print(f"done in {end}")
+            return
+        saved = max((path.name for path in (self._info.output_dir / "checkpoints").glob("step_*")), default=None)
+        goes_on = "there is no checkpoint yet (--save-interval)"
+        if saved is not None:
+            goes_on = f"the same command goes on after step {int(saved[5:13])}"
+        self._print(f"stopped after step {self._last_step} of {self._info.total_steps}, {end}; {goes_on}")
 
     def _due(self, step: int, metrics: Mapping[str, float]) -> bool:
         """A log file gets about `PLAIN_LINES` lines, and every evaluation."""
@@ -90,9 +93,11 @@ def header(info: RunInfo) -> str:
     if info.config is not None:
         lines += _facts(info.config)
     if info.resumed_step is not None and info.resumed_step >= info.total_steps:
-        lines.append(f"is at its end, step {info.resumed_step} of {info.total_steps}: a larger --num-rollout goes on")
+        lines.append(
+            f"  this run is at its end, step {info.resumed_step} of {info.total_steps}: a larger --num-rollout goes on"
+        )
     elif info.resumed_step is not None:
-        lines.append(f"goes on after step {info.resumed_step} of {info.total_steps}")
+        lines.append(f"  goes on after step {info.resumed_step} of {info.total_steps}")
     return "\n".join(lines)
 
 

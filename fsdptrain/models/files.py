@@ -1,19 +1,22 @@
 """The files of a checkpoint: where they are, and that they are all there."""
 
 import json
+import logging
 import os
-from functools import partial
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 from safetensors import SafetensorError, safe_open
 
 from fsdptrain.errors import CheckpointError
-from fsdptrain.models.collective import gather, together
+from fsdptrain.models.collective import gather, one_line, together
 from fsdptrain.models.formats import refuse_gguf, refuse_pickles, refuse_quantised, refuse_small_floats
 
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py"]
 NOT_HUB_FILES = ["original/*", "metal/*", "onnx/*", "consolidated*"]  # the same weights in other formats
+log = logging.getLogger(__name__)
+
 SHOWN = 3  # names in an error message
 
 
@@ -27,12 +30,12 @@ def resolve_checkpoint(name: str) -> Path:
     if any(here) or Path(name).is_absolute() or name.endswith(".gguf"):
         with together(CheckpointError, f"--hf-checkpoint {name}"):
             return _checked(Path(name))
-    download = partial(snapshot_download, name, allow_patterns=HUB_FILES, ignore_patterns=NOT_HUB_FILES)
-    with together(CheckpointError, f"--hf-checkpoint {name} is neither a folder here nor loadable from the hub"):
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            download()
     with together(CheckpointError, f"--hf-checkpoint {name}"):
-        return _checked(Path(download(local_files_only=True)))
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            log.info("--hf-checkpoint %s: no folder here; asking the hub for it", name)
+            _download(name, HUB_FILES)
+    with together(CheckpointError, f"--hf-checkpoint {name}"):
+        return _checked(_download(name, HUB_FILES, local_files_only=True))
 
 
 def resolve_config(name: str) -> Path:
@@ -42,9 +45,29 @@ def resolve_config(name: str) -> Path:
     """
     path = Path(name)
     if not path.is_dir() and not path.is_absolute():
-        with together(CheckpointError, f"--hf-checkpoint {name} is neither a folder here nor loadable from the hub"):
-            path = Path(snapshot_download(name, allow_patterns=["*.json", "*.py"], ignore_patterns=NOT_HUB_FILES))
+        path = _download(name, ["*.json", "*.py"])
     return _with_config(path)
+
+
+def _download(name: str, patterns: list[str], *, local_files_only: bool = False) -> Path:
+    """CheckpointError that says what to do about it."""
+    try:
+        found = snapshot_download(
+            name, allow_patterns=patterns, ignore_patterns=NOT_HUB_FILES, local_files_only=local_files_only
+        )
+    except HFValidationError:
+        reason = "and can be no name in the hub: is it misspelt?"
+    except GatedRepoError:
+        reason = "and the hub gives it to those only who accept its terms: do so on its page, then `hf auth login`"
+    except RepositoryNotFoundError:
+        reason = "and the hub has none of that name, or not for you: `hf auth login`"
+    except LocalEntryNotFoundError:
+        reason = "was not downloaded before, and the hub cannot be reached: give a folder, or look at the network"
+    except OSError as error:
+        reason = f"and cannot be downloaded: {one_line(error)}"
+    else:
+        return Path(found)
+    raise CheckpointError(f"--hf-checkpoint {name} is no folder here, {reason}")
 
 
 def stored_dtype(path: Path) -> str | None:

@@ -3,6 +3,7 @@
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
+from fsdptrain.errors import ConfigError
 from fsdptrain.registry import resolve
 
 if TYPE_CHECKING:
@@ -26,6 +27,11 @@ def engine_factory(requested: str, *, device_type: str) -> "Callable[..., Rollou
     `rollout.<engine>`. The engine holds no weights before the first `update_weights`.
     """
     name = choose_engine(requested, device_type=device_type)
+    if name == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            "--rollout-engine vllm: vLLM is not installed here: pip install 'fsdptrain[vllm]', or use "
+            "--rollout-engine hf"
+        )
     known: dict[str, Any] = {"auto": None, **ENGINES}
     return resolve(ENGINES.get(name, name), known, flag="--rollout-engine", plugins="rollout")
 

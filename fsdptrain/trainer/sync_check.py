@@ -301,7 +301,9 @@ def make_probe(config: Config, tokenizer: PreTrainedTokenizerBase, *, max_positi
     prompts = []
     for i, length in enumerate(_LENGTHS):
         words = ("".join(draw.choices(string.ascii_lowercase, k=4)) for _ in range(length))
-        ids = tokenizer(" ".join(words), add_special_tokens=False)["input_ids"]
+        ids = tokenizer(" ".join(words), add_special_tokens=False, verbose=False)[
+            "input_ids"
+        ]  # too many: some are cut off
         prompts.append(Prompt(f"{_FLAG}/{i}", list(ids[: max(1, min(length, longest))]), ""))
     rollout = config.rollout
     sampling = SamplingParams(

@@ -4,7 +4,7 @@ import pytest
 
 from fsdptrain.config import Config, resolve
 from fsdptrain.config.flags import config_options, convert
-from fsdptrain.config.keys import all_keys
+from fsdptrain.config.keys import NAMES_ELSEWHERE, all_keys
 from fsdptrain.errors import ConfigError
 
 MODEL = ["--hf-checkpoint", "x"]
@@ -57,6 +57,7 @@ def test_flags_are_read(flat, argv, expected):
         (["--bf16", "false"], "--bf16 takes no value, got 'false': it is --bf16 or --no-bf16"),
         (["--hf-chekpoint", "x"], "unknown flag --hf-chekpoint; did you mean '--hf-checkpoint'?"),
         (["--no-lr"], "unknown flag --no-lr"),
+        (["--learning-rate", "1e-6"], "unknown flag --learning-rate: it is --lr here"),
         (["--custom-rm-path", "a.b"], "unknown flag --custom-rm-path: it is --reward here (`package.module:function`)"),
         (["--colocate"], "unknown flag --colocate: there is no such flag here: the engine always shares"),
         (["Qwen/Qwen3-4B"], "'Qwen/Qwen3-4B' stands alone: options begin with --, e.g. --hf-checkpoint Qwen/Qwen3-4B"),
@@ -121,3 +122,9 @@ def test_every_default_can_be_written_as_a_flag(flat):
     assert converted == option.default
     assert type(converted) is type(option.default)
     Config(**{"hf_checkpoint": "x", flat: converted} if flat != "hf_checkpoint" else {"hf_checkpoint": "x"})
+
+
+def test_what_others_call_an_option_is_no_option_here_and_what_it_is_here_is_one():
+    flags = {option.flag for option in config_options().values()}
+    assert flags.issuperset(NAMES_ELSEWHERE.values())
+    assert not flags.intersection(NAMES_ELSEWHERE)

@@ -44,6 +44,10 @@ def test_the_last_line_says_whether_the_run_came_to_its_end(tmp_path):
     assert run(tmp_path, terminal=False).splitlines()[-1].startswith("done in 0s, written to ")
     stopped = run(tmp_path, terminal=False, total_steps=9).splitlines()[-1]
     assert stopped.startswith("stopped after step 4 of 9, 0s, written to ")
+    assert stopped.endswith("; there is no checkpoint yet (--save-interval)")
+    (tmp_path / "checkpoints" / "step_00000003").mkdir(parents=True)
+    again = run(tmp_path, terminal=False, total_steps=9).splitlines()[-1]
+    assert again.endswith("; the same command goes on after step 3")
 
 
 def test_a_terminal_shows_a_bar_with_the_latest_values(tmp_path):

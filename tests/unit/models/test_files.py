@@ -27,8 +27,13 @@ def test_each_missing_file_is_named(tmp_path: Path):
 
 def test_a_name_that_is_neither_here_nor_on_the_hub_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(CheckpointError, match="--hf-checkpoint nobody/nothing is neither a folder here nor loadable"):
+    with pytest.raises(CheckpointError, match="--hf-checkpoint nobody/nothing is no folder here, was not downloaded"):
         resolve_checkpoint("nobody/nothing")
+
+
+def test_a_path_that_can_be_no_name_of_the_hub_is_told_as_a_path():
+    with pytest.raises(CheckpointError, match=r"--hf-checkpoint runs/start/hf is no folder here, .* is it misspelt"):
+        resolve_checkpoint("runs/start/hf")
 
 
 def test_long_lists_are_cut():

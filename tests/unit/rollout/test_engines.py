@@ -1,6 +1,7 @@
 """--rollout-engine: a name is found, refused or plugged in, and never replaced by another."""
 
 from importlib.metadata import EntryPoint, EntryPoints
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,12 @@ def test_what_is_not_there_is_refused_in_one_line(name, message):
         build(config_with(name), checkpoint=Path("unused"), device=CPU)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed here")
+def test_an_engine_that_is_not_installed_is_refused_before_anything_is_built():
+    with pytest.raises(ConfigError, match=r"--rollout-engine vllm: vLLM is not installed here: pip install .*, or use"):
+        engine_factory("vllm", device_type="cpu")
 
 
 def test_an_engine_can_be_named_by_its_path_or_plugged_in(monkeypatch):
