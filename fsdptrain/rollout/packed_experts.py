@@ -35,9 +35,18 @@ def restore_kernels(model: nn.Module, kernels: dict[str, Any]) -> None:
 
 def packing_of(module: nn.Module) -> str | None:
     """The instruction set for which the experts of `module` are packed, as vLLM calls it. None: they are not."""
+    from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports] - an extra
+
     kernel: Any = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
-    experts: Any = getattr(kernel, "fused_experts", None)
-    return None if getattr(experts, "_use_zentorch", True) else experts.isa
+    if kernel is None or not current_platform.is_cpu():
+        return None
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import (  # pyright: ignore[reportMissingImports]
+        CPUUnquantizedExperts,
+    )
+
+    experts = kernel.fused_experts
+    packs = isinstance(experts, CPUUnquantizedExperts) and not experts._use_zentorch
+    return experts.isa if packs else None
 
 
 class Unpacker:

@@ -201,6 +201,7 @@ class VLLMEngine:
         """
         self.sleep()
         self._llm.llm_engine.engine_core._finalizer.detach()
+        vars(self._llm.llm_engine).pop("step", None)  # ours refers to this object, which refers to vLLM
         gc.unfreeze()  # vLLM has frozen what was there at its start; what stays to the very end is told as a leak
         if self._adapter is not None:
             self._adapter.close()

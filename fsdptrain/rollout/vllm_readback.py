@@ -22,7 +22,6 @@ from fsdptrain.types import ChecksumKind
 
 _UNITS_AT_ONCE = 256  # rows
 _PLAIN = ("TRITON", "BATCHED_TRITON")  # kernels that read experts as they come; others have orders of their own
-_WIDTHS = ("embedding_dim", "input_size_per_partition", "input_size")  # the last of what is not split, as a router
 
 
 def checksums(model: nn.Module, names: Collection[str], kind: ChecksumKind) -> dict[str, int]:
@@ -102,15 +101,16 @@ class _Reader:
 
     def _part(self, path: str, kind: str, index: int) -> Tensor | None:
         """The tensor number `index` of those that are fused in the layer at `path`."""
-        held, module = self._held(path, kind), self._modules.get(path)
-        sizes = getattr(module, "output_partition_sizes", None)
-        if held is None or sizes is None or sum(sizes) != len(held):
+        module: Any = self._modules.get(path)
+        held = self._held(path, kind)
+        if held is None or not _knows_its_split(module, kind) or sum(module.output_partition_sizes) != len(held):
             return None
         copies = getattr(module, "num_kv_head_replicas", 1) if index else 1
-        return _gathered(held.split(list(sizes))[index], 0, _num_parts(module, 0), copies)
+        return _gathered(held.split(list(module.output_partition_sizes))[index], 0, _num_parts(module, 0), copies)
 
     def _whole(self, path: str, kind: str) -> Tensor | None:
-        held, module = self._held(path, kind), self._modules.get(path)
+        module: Any = self._modules.get(path)
+        held = self._held(path, kind)
         if held is None:
             return None
         if not _knows_its_split(module, kind):
@@ -142,8 +142,7 @@ class _Reader:
 
 def _unpacked(module: Any, weight: Tensor) -> Tensor:
     """[out, in], in the dtype of `weight`."""
-    width = next(getattr(module, key) for key in _WIDTHS if hasattr(module, key))
-    units = torch.eye(width, dtype=weight.dtype)
+    units = torch.eye(module.input_size // _num_parts(module, 1), dtype=weight.dtype)
     return torch.cat([module.cpu_linear(rows, weight, None) for rows in units.split(_UNITS_AT_ONCE)]).t()
 
 
@@ -171,13 +170,14 @@ def _of_all(held: Tensor) -> Tensor | None:
 
 
 def _num_parts(module: Any, dim: int) -> int:
-    """Over how many workers rows (dim 0) or columns (1) of a layer are split."""
-    if hasattr(module, "org_vocab_size"):
-        return module.tp_size if dim == 0 else 1
-    held, whole = (
-        ("output_size_per_partition", "output_size") if dim == 0 else ("input_size_per_partition", "input_size")
-    )
-    return getattr(module, whole) // getattr(module, held) if hasattr(module, held) else 1
+    """Over how many workers rows (dim 0) or columns (1) of one of vLLM's own layers are split."""
+    from vllm.model_executor.layers.linear import ReplicatedLinear  # pyright: ignore[reportMissingImports] - an extra
+
+    if isinstance(module, ReplicatedLinear):
+        return 1
+    if dim == 0:
+        return module.output_size // module.output_size_per_partition
+    return module.input_size // module.input_size_per_partition
 
 
 def _gathered(part: Tensor, dim: int, num_parts: int, copies: int = 1) -> Tensor:

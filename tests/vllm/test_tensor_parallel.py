@@ -43,7 +43,7 @@ def said(options: dict, victims: list[str]) -> tuple[list[list[Completion]], lis
             hand_over(version, "permuted", victim)
         errors.append(str(caught.value))
     with pytest.raises(RolloutError) as caught:  # each rank holds a copy of its own: the other one sees nothing wrong
-        hand_over(len(victims) + 2, "stale" if dist.get_rank() == 1 else "", WHOLE)
+        hand_over(len(victims) + 2, "stale", WHOLE if dist.get_rank() == 1 else "")
     errors.append(str(caught.value))
     engine.close()
     return made, errors
@@ -85,7 +85,7 @@ def with_copies(options: dict) -> tuple[list[str], timedelta]:
         if victim == WHOLE:
             check = contract.check_of(options, engine, backend)
         with pytest.raises(RolloutError) as caught:
-            hand_over(version, fault if dist.get_rank() == worker else "", victim)
+            hand_over(version, fault, victim if dist.get_rank() == worker else "")
         errors.append(str(caught.value))
     hand_over(9)
     waits = engine._ranks._get_backend(torch.device("cpu")).options._timeout
@@ -115,8 +115,8 @@ def gated_deltas(options: dict) -> tuple[set[str], str]:
         check.check(version)
     unread = courier.before.keys() - engine.checksums(courier.before).keys()
     train_a_little(backend, 2)
-    fault = "permuted" if dist.get_rank() == 1 else ""
-    engine.update_weights(courier.carry(check.watch(backend.hf_weights("hub")), fault, SPLIT), 2)
+    victim = SPLIT if dist.get_rank() == 1 else ""
+    engine.update_weights(courier.carry(check.watch(backend.hf_weights("hub")), "permuted", victim), 2)
     with pytest.raises(RolloutError) as caught:
         check.check(2)
     engine.close()

@@ -20,7 +20,7 @@ SAMPLING = SamplingParams(num_samples=1, max_tokens=4, temperature=1.0)
 
 def test_it_names_server_and_flag_and_is_not_sent_again():
     server = ScriptedServer()
-    server.delays[GENERATE] = 600.0
+    server.delays[GENERATE] = 60.0
     slow = Dispatcher(
         [server.client], ready=[server.client.url], tag="run/1", silence=60.0, patience=60.0, min_servers=1, longest=1.0
     )
@@ -51,7 +51,7 @@ def test_an_engine_gives_it_to_its_requests(tmp_path: Path, in_flight: bool):
         folder=WeightFolder(tmp_path / "weights", max_file_bytes=1000),
     )
     engine.update_weights([], 0)
-    server.delays[GENERATE] = 600.0
+    server.delays[GENERATE] = 60.0
     ask = engine.generate_in_flight if in_flight else engine.generate
     with pytest.raises(RolloutError, match="--rollout-timeout, 1 s"):
         ask([Prompt("a", [1, 2], "")], SAMPLING)

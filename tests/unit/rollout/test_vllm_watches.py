@@ -17,7 +17,7 @@ def dispatcher(server: ScriptedServer) -> Dispatcher:
 def test_a_proxy_that_answers_for_a_server_is_not_waited_for(monkeypatch):
     monkeypatch.setitem(ANSWERS, "/weight_info", lambda server, body: [])
     server = ScriptedServer()
-    server.delays["/inference/v1/generate"] = 600.0
+    server.delays["/inference/v1/generate"] = 60.0
     with pytest.raises(TypeError, match="list indices"):
         dispatcher(server).run([{"token_ids": [1]}], per_group=1)
 
@@ -28,6 +28,6 @@ def test_nor_is_a_server_that_cannot_be_asked_any_more(monkeypatch):
 
     monkeypatch.setattr(VLLMClient, "version", no_more_files)
     server = ScriptedServer()
-    server.delays["/inference/v1/generate"] = 600.0
+    server.delays["/inference/v1/generate"] = 60.0
     with pytest.raises(RolloutError, match="no more files can be opened here"):
         dispatcher(server).run([{"token_ids": [1]}], per_group=1)
