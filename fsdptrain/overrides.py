@@ -95,6 +95,7 @@ def _points(device_type: str) -> Iterator[tuple[str, EntryPoint]]:
 
 
 def _function(key: str) -> Overridable[..., Any]:
+    """By name: it lies in a higher layer, which this one must not import before somebody calls `install_overrides`."""
     module, _, name = key.rpartition(".")
     return getattr(import_module(module), name)
 

@@ -115,7 +115,7 @@ def spawn(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 
     """Run `fn(*args)` on `world_size` real ranks (gloo, or the device's library) and return their results by rank.
 
     `fn` lies at the top of a module. Raises RuntimeError with the traceback of the first rank that failed, or when
-    `timeout` seconds have passed; no process is left behind.
+    `timeout` seconds have passed, which ranks may wait for each other too; no process is left behind.
     """
     context = preloaded_context()
     port = free_port()
@@ -123,7 +123,9 @@ def spawn(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 
     processes = []
     for rank in range(world_size):
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_run_rank, args=(theirs, rank, world_size, port, fn, args), daemon=True)
+        process = context.Process(
+            target=_run_rank, args=(theirs, rank, world_size, port, timeout, fn, args), daemon=True
+        )
         process.start()
         theirs.close()
         pipes.append(ours)
@@ -175,11 +177,13 @@ def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _run_rank(pipe: Connection, rank: int, world_size: int, port: int, fn: Callable[..., Any], args: tuple) -> None:
+def _run_rank(
+    pipe: Connection, rank: int, world_size: int, port: int, timeout: float, fn: Callable[..., Any], args: tuple
+) -> None:
     os.environ.update(rank_variables(rank, world_size, port))
     torch.set_num_threads(1)  # ranks share the cores: spinning threads cost more than they bring
     try:
-        dist.init_process_group(platform.distributed_backend(), timeout=timedelta(seconds=60))
+        dist.init_process_group(platform.distributed_backend(), timeout=timedelta(seconds=timeout))
         buffer = io.BytesIO()
         torch.save(fn(*args), buffer)
         pipe.send((True, buffer.getvalue()))

@@ -115,7 +115,7 @@ def own_estimate(function: Callable[..., Sequence[float]], name: str) -> Estimat
         given = f"for rewards {list(rewards)} of lengths {list(lengths)}"
         try:
             advantages = [float(value) for value in function(list(rewards), list(lengths))]
-        except Exception as error:
+        except Exception as error:  # a user's function
             raise ConfigError(f"--advantage-estimator {name} failed {given}: {describe(error)}") from error
         if len(advantages) != len(rewards) or not all(math.isfinite(value) for value in advantages):
             raise ConfigError(

@@ -307,22 +307,12 @@ class FSDPBackend:
             self._model,
             batch,
             layout=self.layout_probe.layout,
-            temperature=self._temperature,
-            truncation=self._truncation,
+            temperature=self._config.scoring_temperature,
+            truncation=Truncation.of(self._config.rollout),
             with_entropy=with_entropy,
             with_routes=with_routes,
             router=router,
         )
-
-    @property
-    def _temperature(self) -> float:
-        """Supervised training knows no rollout."""
-        return 1.0 if self._config.algorithm.algorithm == "sft" else self._config.rollout.temperature
-
-    @property
-    def _truncation(self) -> Truncation:
-        rollout = self._config.rollout
-        return Truncation(rollout.top_p, rollout.top_k or -1, rollout.min_p)
 
     def _verify_model(self) -> LayoutProbe:
         """The layout that the model computes exactly. NumericsError: there is none, or its head is not understood."""

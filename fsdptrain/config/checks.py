@@ -131,7 +131,7 @@ def _memory(config: Config) -> Iterator[Problem]:
 def _parallel(config: Config) -> Iterator[Problem]:
     """What was not proven beside them is refused."""
     tensor, expert = config.parallel.tensor_parallel_size > 1, config.parallel.expert_parallel_size > 1
-    rollout, model = config.rollout, config.model
+    model = config.model
     beside = {
         "--lora-rank": config.lora.rank > 0,
         "--image-key": config.data.image_key is not None,
@@ -147,8 +147,7 @@ def _parallel(config: Config) -> Iterator[Problem]:
         "--algorithm sft": config.algorithm.algorithm == "sft",
         "--router-replay": config.router.replay != "off",
         "--router-aux-loss-coef": config.router.aux_loss_coef != 0,
-        "--rollout-top-p, --rollout-top-k and --rollout-min-p": (rollout.top_p, rollout.top_k, rollout.min_p)
-        != (1.0, None, 0.0),
+        "--rollout-top-p, --rollout-top-k and --rollout-min-p": config.is_truncated,
     }
     for flag, given in (beside | only_tensor).items():
         if given and tensor:
@@ -273,7 +272,7 @@ def _lengths(config: Config) -> Iterator[Problem]:
         )
     if config.rollout.engine == "hf":
         reason = "with --rollout-engine hf: leave it out, or use --rollout-engine vllm"
-        yield from without_effect(config, "rollout_engine_args rollout_kv_cache_gib", reason)
+        yield from without_effect(config, "rollout_engine_args rollout_kv_cache_gib rollout_timeout", reason)
     if config.rollout.engine in ("vllm", SERVER_ENGINE):
         reason = f"with --rollout-engine {config.rollout.engine}, which sizes its own cache"
         yield from without_effect(config, "rollout_max_batch_tokens", reason)

@@ -38,7 +38,7 @@ def check_megatron(config: Config) -> Iterator[Problem]:
 
 
 def _not_built(config: Config) -> Iterator[Problem]:
-    split, rollout = config.megatron, config.rollout
+    split = config.megatron
     if split.sequence_parallel and split.tensor_parallel == 1:
         yield "--megatron-sequence-parallel needs --megatron-tensor-parallel above 1, over whose processes it splits"
     if (split.context_parallel > 1 or split.sequence_parallel) and split.moe_dispatcher == "allgather":
@@ -48,8 +48,7 @@ def _not_built(config: Config) -> Iterator[Problem]:
         )
     if split.pipeline_parallel > 1 and split.moe_dispatcher == "allgather":
         yield "--megatron-moe-dispatcher allgather does not work with --megatron-pipeline-parallel: use alltoall"
-    truncated = (rollout.top_p, rollout.top_k, rollout.min_p) != (1.0, None, 0.0)
-    if truncated and split.tensor_parallel > 1:
+    if config.is_truncated and split.tensor_parallel > 1:
         yield (
             "--rollout-top-p, --rollout-top-k and --rollout-min-p do not work with --megatron-tensor-parallel yet: "
             "leave one of them out"

@@ -116,6 +116,16 @@ class Config(Section):
         return self.shaping.overlong_buffer or max(1, self.rollout.max_response_len // 5)
 
     @property
+    def scoring_temperature(self) -> float:
+        """Of the logits that the trainer scores at: that of the rollout, which supervised training does not know."""
+        return 1.0 if self.algorithm.algorithm == "sft" else self.rollout.temperature
+
+    @property
+    def is_truncated(self) -> bool:
+        """Sampling leaves out some of the vocabulary."""
+        return (self.rollout.top_p, self.rollout.top_k, self.rollout.min_p) != (1.0, None, 0.0)
+
+    @property
     def needs_reference(self) -> bool:
         """There is a KL term, in the loss or in the reward."""
         return self.algorithm.kl_loss_coef > 0 or self.algorithm.kl_reward_coef > 0

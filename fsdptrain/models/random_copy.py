@@ -5,6 +5,7 @@ short enough for the probe to go beyond them.
 """
 
 import copy
+from collections.abc import Mapping
 from typing import cast
 
 import torch
@@ -16,7 +17,7 @@ from fsdptrain.models.layer_kinds import are_of_the_text, layer_kinds, per_layer
 from fsdptrain.models.policy import REFUSALS
 
 _AT_MOST = {"vocab_size": 512, "intermediate_size": 512, "moe_intermediate_size": 128, "sliding_window": 16}
-_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 _TOKEN_KEYS = ("pad_token_id", "bos_token_id", "eos_token_id")  # may lie outside the smaller vocabulary
 
 
@@ -25,8 +26,7 @@ def random_copy(
 ) -> PreTrainedModel:
     """A float32 model on the CPU, from a copy of `config` that is cut down; in eval mode."""
     small = copy.deepcopy(config)
-    text = small.get_text_config()
-    _cut_widths(text)
+    cut_widths(small.get_text_config(), _AT_MOST)
     with torch.device("meta"):
         model = model_from_config(small, dtype=torch.float32, trust_remote_code=trust_remote_code)
     if not all_layers:
@@ -46,13 +46,14 @@ def guarded_copy(config: PreTrainedConfig, *, trust_remote_code: bool = False) -
             return random_copy(config, trust_remote_code=trust_remote_code, all_layers=True)
 
 
-def _cut_widths(text: PreTrainedConfig) -> None:
+def cut_widths(text: PreTrainedConfig, at_most: Mapping[str, int]) -> None:
+    """What only makes a model bigger, down to `at_most`; experts down to what its router still chooses among."""
     values = text.to_dict()
-    for key, limit in _AT_MOST.items():
+    for key, limit in at_most.items():
         if isinstance(values.get(key), int) and values[key] > limit:
             setattr(text, key, limit)
     enough = max(2 * (values.get("num_experts_per_tok") or 1), 4 * (values.get("n_group") or 1))
-    for key in _EXPERT_KEYS:
+    for key in EXPERT_KEYS:
         if isinstance(values.get(key), int) and values[key] > enough:
             setattr(text, key, enough)
     for key in _TOKEN_KEYS:

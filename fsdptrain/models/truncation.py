@@ -7,10 +7,13 @@ each row says all of it. Tokens with exactly that logit stay, all of them: the s
 
 import math
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from fsdptrain.config import RolloutConfig
 
 _BLOCK = 128  # entries whose running sum is one row of a matrix product
 _MAX_ELEMENTS = 2**23  # logits that are sorted at one time: 64 MiB for each float64 copy of them
@@ -23,6 +26,11 @@ class Truncation:
     top_p: float = 1.0
     top_k: int = -1  # -1: off
     min_p: float = 0.0
+
+    @classmethod
+    def of(cls, rollout: RolloutConfig) -> Self:
+        """What the engine samples from in training."""
+        return cls(rollout.top_p, rollout.top_k or -1, rollout.min_p)
 
     def __bool__(self) -> bool:
         return self != UNTRUNCATED

@@ -1,6 +1,8 @@
 """Bridges of others move the bits that the table moves; where one cannot be had the table does, and says why."""
 
 import sys
+from functools import partial
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -8,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
+from transformers import AutoConfig
 
-from fsdptrain.errors import NumericsError
 from fsdptrain.models.kernels import Kernel
 from fsdptrain.testing import spawn
 from tests.megatron import cases
@@ -69,18 +72,23 @@ def reasons(folder: Path) -> dict[str, Kernel]:
         assert (bridge is None) == (kernel.used != asked)
         return kernel
 
-    return {
+    found = {
         "auto": line("auto", torch.float32),
         "absent": line("megatron-bridge", torch.float32),
         "rounded": line("megatron-bridge", torch.bfloat16),
     }
+    half = AutoConfig.from_pretrained(folder, dtype="bfloat16")
+    half.save_pretrained(folder)
+    return found | {"widened": line("megatron-bridge", torch.float32)}
 
 
+@cases.without_megatron_bridge
 def test_a_bridge_that_cannot_be_had_is_one_fallback_with_all_reasons(tmp_path: Path) -> None:
     (found,) = spawn(1, reasons, cases.save("qwen3", tmp_path / "model"))
     assert not found["auto"].fell_back
     assert found["absent"].line == ("weights: the table of fsdptrain instead of megatron-bridge (it is not installed)")
     assert found["rounded"].reason.startswith("it is not installed; it rounds what the files hold (float32)")
+    assert found["widened"].reason == "it is not installed"
 
 
 def stand_in(built: cases.Built, *, swapped: bool) -> Any:
@@ -102,28 +110,28 @@ def stand_in(built: cases.Built, *, swapped: bool) -> Any:
             yield from built.weights.stream()
 
     module = ModuleType("megatron.bridge")
-    vars(module)["AutoBridge"] = AutoBridge
+    vars(module).update(AutoBridge=AutoBridge, __spec__=ModuleSpec("megatron.bridge", None))
     return module
 
 
-def contract(folder: Path) -> dict[str, str]:
-    from fsdptrain.backends.megatron.bridge import MegatronBridge, load_by_bridge
+def contract(folder: Path) -> dict[bool, str]:
+    """On two data-parallel ranks, of which only the second has a bridge that swaps."""
+    from fsdptrain.backends.megatron.bridge import choose_bridge, load_by_bridge
 
-    built = cases.build(folder)
+    built, asked = cases.build(folder), "megatron-bridge"
     said = {}
     for swapped in (False, True):
-        sys.modules["megatron.bridge"] = stand_in(built, swapped=swapped)
-        try:
-            load_by_bridge(MegatronBridge(built.model, folder), "megatron-bridge", folder, built.weights)
-            said[str(swapped)] = ""
-        except NumericsError as error:
-            said[str(swapped)] = str(error)
+        sys.modules["megatron.bridge"] = stand_in(built, swapped=swapped and dist.get_rank() == 1)
+        bridge, kernel = choose_bridge(asked, built.model, built.stock.config, folder, torch.float32)
+        assert bridge is not None, kernel.line
+        said[swapped] = cases.refusal(partial(load_by_bridge, bridge, asked, folder, built.weights))
     return said
 
 
-def test_a_bridge_that_puts_weights_elsewhere_stops_the_run(tmp_path: Path) -> None:
-    (said,) = spawn(1, contract, cases.save("qwen3", tmp_path / "model"))
-    assert said["False"] == ""
-    assert said["True"].startswith(
-        "--megatron-bridge megatron-bridge loads otherwise than the table: model.layers.0.self"
-    )
+def test_a_bridge_that_puts_weights_elsewhere_on_one_rank_stops_all(tmp_path: Path) -> None:
+    for said in spawn(2, contract, cases.save("qwen3", tmp_path / "model")):
+        assert said[False] == ""
+        assert said[True].startswith(
+            "NumericsError: --megatron-bridge megatron-bridge loads otherwise than the table: model.layers.0.self"
+        )
+        assert said[True].endswith("(rank 1 of 2)")

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from fsdptrain.fsdp.checkpoint import CheckpointFolder
 from fsdptrain.testing import spawn
-from tests.megatron import cases, test_precision
+from tests.megatron import cases
+from tests.megatron.training import backend_of, flags_of, state, steps
 
 # Ranks and their splits, one after the other: a tied head on two stages, a vocabulary that is padded, matrices of all
 # conversions.
@@ -31,32 +32,32 @@ def go_on(folder: Path, run: Path, layouts: list[dict[str, Any]]) -> list[Step]:
     """With each split from the newest checkpoint of `run`, if there is one, two steps and a checkpoint."""
     found = []
     for layout in layouts:
-        backend = test_precision.backend_of(folder, bf16=False, lr=1e-3, **layout)
+        backend = backend_of(folder, **flags_of(layout))
         checkpoints = CheckpointFolder(run, keep_last=1)
         latest = checkpoints.latest()
         step = 2 + (backend.load(latest) if latest is not None else 0)
-        before = test_precision.state(backend)
-        norms = test_precision.steps(backend, 2)  # the second by weights that the moments have moved
+        before = state(backend)
+        norms = steps(backend, 2)  # the second by weights that the moments have moved
         checkpoints.write(step, lambda path, save=backend.save, step=step: save(path, step))
-        found.append(Step(before, norms, test_precision.state(backend)))
+        found.append(Step(before, norms, state(backend)))
     return found
 
 
 def alone(folder: Path, count: int) -> list[float]:
-    return test_precision.steps(test_precision.backend_of(folder, bf16=False, lr=1e-3), count)
+    return steps(backend_of(folder), count)
 
 
 @pytest.mark.slow
 def test_a_run_goes_on_over_any_split(tmp_path: Path) -> None:
     folder = cases.save("qwen3", tmp_path / "model", tie_word_embeddings=True)
     ranks = [spawn(num_ranks, go_on, folder, tmp_path / "run", layouts) for num_ranks, layouts in WAY]
-    steps = [step for found in ranks for step in zip(*found, strict=True)]  # of each the ranks
-    for before, after in pairwise(steps):
+    taken = [step for found in ranks for step in zip(*found, strict=True)]  # of each the ranks
+    for before, after in pairwise(taken):
         wanted = before[0].after
         for rank in after:
             assert rank.before.keys() == wanted.keys()
             assert [name for name in wanted if not torch.equal(rank.before[name], wanted[name])] == []
-    (norms,) = spawn(1, alone, folder, 2 * len(steps))
-    for i, step in enumerate(steps):
+    (norms,) = spawn(1, alone, folder, 2 * len(taken))
+    for i, step in enumerate(taken):
         for rank in step:
             assert rank.norms == pytest.approx(norms[2 * i : 2 * i + 2], rel=1e-5)

@@ -9,14 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from fsdptrain.config import Config
 from fsdptrain.models.policy import plain_batch
 from fsdptrain.platform import device_count, has_accelerator
 from fsdptrain.testing import spawn
-from tests.megatron import cases, test_precision, wrapped_cases
+from tests.megatron import cases
+from tests.megatron.training import backend_of, masters, steps, train
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not has_accelerator(), reason="needs a GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not has_accelerator(), reason="needs a GPU"),
+    pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core comes with the megatron extra"),
+]
 two_gpus = pytest.mark.skipif(device_count() < 2, reason="needs two GPUs")
 with_engine = pytest.mark.skipif(find_spec("transformer_engine") is None, reason="needs Transformer Engine")
 
@@ -25,21 +30,20 @@ def built(folder: Path, bf16: bool) -> dict[str, Any]:
     """The backend holds a small copy against transformers before it is built: this ends with an error, or is right."""
     from fsdptrain.backends.megatron.model import has_transformer_engine
 
-    backend = test_precision.backend_of(folder, bf16=bf16, lr=1e-3)
-    files = test_precision.load_file(folder / "model.safetensors")
-    streamed = {name: tensor.cpu() for name, tensor in test_precision.masters(backend).items()}
+    backend = backend_of(folder, bf16=bf16, lr=1e-3)
+    files = load_file(folder / "model.safetensors")
+    streamed = {name: tensor.cpu() for name, tensor in masters(backend).items()}
     return {
         "lines": backend.lines,
         "engine": has_transformer_engine(),
         "changed": [name for name in files if not torch.equal(streamed[name], files[name])],
-        "norms": test_precision.steps(backend, 2),
+        "norms": steps(backend, 2),
     }
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3", "qwen3_next"])
 def test_a_model_is_built_and_weights_come_out_bitwise(family: str, tmp_path: Path) -> None:
-    save = wrapped_cases.save if family in wrapped_cases.CONFIGS else cases.save
-    folder = save(family, tmp_path / "model")
+    folder = cases.save(family, tmp_path / "model")
     (half,), (single,) = (spawn(1, built, folder, bf16, timeout=300.0) for bf16 in (True, False))
     for found in (half, single):
         assert found["changed"] == []
@@ -55,8 +59,8 @@ def test_a_model_is_built_and_weights_come_out_bitwise(family: str, tmp_path: Pa
 )
 def test_steps_on_two_gpus_are_those_on_one(layout: dict[str, int], tmp_path: Path) -> None:
     folder = cases.save("qwen3_moe", tmp_path / "model")
-    found = spawn(2, test_precision.train, folder, tmp_path / "two", layout, timeout=300.0)
-    (alone,) = spawn(1, test_precision.train, folder, tmp_path / "one", {}, timeout=300.0)
+    found = spawn(2, train, folder, tmp_path / "two", layout, timeout=300.0)
+    (alone,) = spawn(1, train, folder, tmp_path / "one", {}, timeout=300.0)
     for rank in found:
         assert rank["files"]
         assert rank["rounded"]
@@ -68,7 +72,7 @@ def looked_at(folder: Path, bf16: bool) -> dict[str, Any]:
     """What the layers are called and made of, and how far the logprobs of a pack are from those of its segments."""
     from fsdptrain.backends.megatron.table import stored_tensors
 
-    backend = test_precision.backend_of(folder, bf16=bf16, lr=1e-3)
+    backend = backend_of(folder, bf16=bf16, lr=1e-3)
     segments = [cases.tokens(1, n, seed=n)[0].tolist() for n in (7, 12, 30)]
     together, *apart = backend.score(
         [plain_batch(rows, device=torch.device("cpu")) for rows in (segments, *([row] for row in segments))], "policy"
@@ -104,8 +108,8 @@ def test_latent_attention_is_split_with_transformer_engine(tmp_path: Path) -> No
     """Whose down projections each rank has whole, though Transformer Engine marks them as split."""
     folder = cases.save("deepseek_v3", tmp_path / "model")
     layout = {"tensor_parallel": 2, "sequence_parallel": True}
-    found = spawn(2, test_precision.train, folder, tmp_path / "two", layout, timeout=300.0)
-    (alone,) = spawn(1, test_precision.train, folder, tmp_path / "one", {}, timeout=300.0)
+    found = spawn(2, train, folder, tmp_path / "two", layout, timeout=300.0)
+    (alone,) = spawn(1, train, folder, tmp_path / "one", {}, timeout=300.0)
     for rank in found:
         assert rank["files"]
         assert rank["norms"] == pytest.approx(alone["norms"], rel=3e-2)
@@ -113,11 +117,9 @@ def test_latent_attention_is_split_with_transformer_engine(tmp_path: Path) -> No
 
 def repeated(folder: Path) -> list[float]:
     from fsdptrain import platform
-    from fsdptrain.backends.megatron.backend import MegatronBackend
 
     platform.set_deterministic(True)
-    config = Config(hf_checkpoint=str(folder), backend="megatron", lr=1e-3, deterministic_mode=True)
-    return test_precision.steps(MegatronBackend(config, total_steps=4), 3)
+    return steps(backend_of(folder, bf16=True, deterministic_mode=True), 3)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])

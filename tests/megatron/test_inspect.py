@@ -6,13 +6,12 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from tests.e2e import command
-from tests.megatron import cases, wrapped_cases
+from tests.megatron import cases
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next"])
 def test_the_whole_model_is_counted_and_a_copy_is_called_one(family: str, tmp_path: Path) -> None:
-    save = wrapped_cases.save if family in wrapped_cases.CONFIGS else cases.save
-    folder = save(family, tmp_path / "model")
+    folder = cases.save(family, tmp_path / "model")
     result = command.run(["inspect", "--hf-checkpoint", str(folder), "--backend", "megatron"], tmp_path / "out")
     assert result.code == 0, result.err
     lines = result.out.splitlines()
@@ -25,6 +24,7 @@ def test_the_whole_model_is_counted_and_a_copy_is_called_one(family: str, tmp_pa
     assert "  it computes the logprobs of transformers: " in result.out
 
 
+@cases.without_megatron_bridge
 def test_a_bridge_that_is_not_there_is_a_fallback_and_strict_makes_it_an_error(tmp_path: Path) -> None:
     folder = cases.save("qwen3", tmp_path / "model")
     asked = ["--backend", "megatron", "--no-bf16", "--megatron-bridge", "megatron-bridge", "--strict"]

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e import command
-from tests.megatron import cases
-from tests.megatron.test_run import assert_same
+from tests.megatron import cases, runs
 
 TINY = [*command.TINY_RUN, "console", "--no-export", "--keep-last", "0"]
 SUPERVISED = [
@@ -31,35 +30,26 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
 OPTIONS = {
     "supervised": SUPERVISED,
     "a loss of one's own, groups that teach, epochs": [
+        *TINY,
         *("--loss", "tests.e2e.losses:doubled", "--dynamic-sampling", "--epochs-per-rollout", "2"),
         *("--entropy-coef", "0.01", "--clip-grad", "0.5", "--weight-decay", "0.1", "--lr-warmup-iters", "2"),
     ],
     "a reference that moves, in the reward": [
+        *TINY,
         *("--kl-reward-coef", "0.1", "--ref-load", "{hub}/reference", "--ref-update-interval", "1"),
         *("--rollout-top-k", "20", "--rollout-temperature", "0.7", "--global-batch-size", "8"),
     ],
     "gspo, corrected, recomputed": [
-        *(
-            "--algorithm",
-            "gspo",
-            "--steps-per-rollout",
-            "2",
-            "--mismatch-correction",
-            "tis",
-            "--gradient-checkpointing",
-        ),
-        *("--deterministic-mode", "--logprob-chunk-size", "7", "--overlong-penalty", "1"),
+        *TINY,
+        *("--algorithm", "gspo", "--steps-per-rollout", "2", "--mismatch-correction", "tis"),
+        *("--gradient-checkpointing", "--deterministic-mode", "--logprob-chunk-size", "7", "--overlong-penalty", "1"),
     ],
 }
 
 
 def metrics(hub: Path, folder: Path, flags: list[str], num_ranks: int) -> list[dict[str, float]]:
-    flags = flags if flags[:2] == SUPERVISED[:2] else [*TINY, *flags]
     argv = ["--hf-checkpoint", str(hub / "model"), *(flag.format(hub=hub) for flag in flags)]
-    result = command.run([*argv, "--output-dir", str(folder / "run")], folder, timeout=300.0, num_ranks=num_ranks)
-    assert result.code == 0, result.err
-    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if "loss/total" in row]
+    return runs.metrics(argv, folder, num_ranks=num_ranks)
 
 
 @pytest.mark.parametrize(
@@ -69,4 +59,4 @@ def test_options_do_on_two_stages_what_they_do_on_fsdp(name: str, hub: Path, tmp
     wanted = metrics(hub, tmp_path / "fsdp", OPTIONS[name], 1)
     found = metrics(hub, tmp_path / "megatron", [*OPTIONS[name], *STAGES], 2)
     assert len(wanted) == 2
-    assert_same(found, wanted)
+    runs.assert_same(found, wanted)

@@ -1,12 +1,12 @@
 """What --backend megatron cannot do with a model, or with a split, is one line that names it and the way out."""
 
 import shutil
+from functools import partial
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from fsdptrain.backends import megatron
 from fsdptrain.config.megatron import MegatronConfig
@@ -15,6 +15,7 @@ from fsdptrain.testing import spawn
 from tests import zoo
 from tests.e2e import command
 from tests.megatron import cases
+from tests.megatron.training import backend_of
 
 FSDP, OWN = "use --backend fsdp, or --megatron-spec", "fsdptrain: "
 SEQUENCE = {"tensor_parallel": 2, "sequence_parallel": True}
@@ -66,31 +67,44 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
         "leave one out",
     ),
     ("deepseek_v3", {"norm_topk_prob": False}, {}, "--backend megatron: norm_topk_prob off", FSDP),
+    (
+        "deepseek_v3",
+        {"rms_norm_eps": 1e-5},
+        {},
+        "--backend megatron: a deepseek_v3 with rms_norm_eps 1e-05 has norms of two kinds",
+        FSDP,
+    ),
+    ("deepseek_v3", {"rope_interleave": False}, {}, "--backend megatron does not build rope_parameters", FSDP),
+    (
+        "deepseek_v3",
+        {},
+        SEQUENCE,
+        "--megatron-tensor-parallel: megatron-core's plain latent attention loses",
+        "--megatron-expert-parallel",
+    ),
 ]
 
 
-def refusals(chosen: list[tuple[str, dict[str, Any], dict[str, Any], str, str]]) -> list[str]:
-    """In a process of their own: megatron-core is imported."""
+def refusals(folder: Path) -> tuple[list[str], str]:
+    """In a process of their own, because megatron-core is imported: of CASES, and of a reference that is not there."""
     from fsdptrain.backends.megatron.transformer_config import transformer_config
 
-    said = []
-    for family, changes, split, *_ in chosen:
-        try:
-            options: dict[str, Any] = {"dtype": torch.float32, "has_engine": False, "on_cpu": True}
-            transformer_config(zoo.config(family, **changes), MegatronConfig(**split), **options)
-        except ConfigError as error:
-            said.append(str(error))
-        else:
-            said.append("")
-    return said
+    said = [
+        cases.refusal(
+            partial(transformer_config, zoo.config(family, **changes), MegatronConfig(**split), **cases.OPTIONS)
+        )
+        for family, changes, split, *_ in CASES
+    ]
+    return said, cases.refusal(partial(backend_of, folder, kl_loss_coef=0.1, ref_load="/nowhere"))
 
 
-def test_models_and_splits_that_are_not_built_are_one_line_each() -> None:
-    (found,) = spawn(1, refusals, CASES)
+def test_models_splits_and_files_that_cannot_be_are_one_line_each(dense: Path) -> None:
+    ((found, reference),) = spawn(1, refusals, dense)
     for said, (_, _, _, begin, way_out) in zip(found, CASES, strict=True):
-        assert said.startswith(begin)
+        assert said.startswith(f"ConfigError: {begin}")
         assert way_out in said
         assert "\n" not in said
+    assert reference.startswith("CheckpointError: --ref-load /nowhere is not a folder")
 
 
 def test_megatron_core_that_is_not_there_or_another_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,19 +144,17 @@ def test_commands_of_fsdp_alone_say_so(dense: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ("tests.megatron.wrapped_cases:nowhere", "--megatron-spec"),
-        ("tests.megatron.wrapped_cases:other_norms", "eps of norms is 0.001, not 1e-06"),
-        (
-            "tests.megatron.wrapped_cases:other_activation",
-            "computes other logprobs in megatron-core than in transformers",
-        ),
+        ("nowhere", "--megatron-spec"),
+        ("other_norms", "eps of norms is 0.001, not 1e-06"),
+        ("other_rotation", "computes other logprobs in megatron-core than in transformers"),
     ],
 )
 def test_layers_of_a_user_that_are_not_the_models_end_the_command(
     spec: str, words: str, dense: Path, tmp_path: Path
 ) -> None:
-    argv = ["inspect", "--hf-checkpoint", str(dense), "--backend", "megatron", "--no-bf16", "--megatron-spec", spec]
-    assert words in line_of(argv, tmp_path)
+    """In bfloat16, the default."""
+    argv = ["inspect", "--hf-checkpoint", str(dense), "--backend", "megatron"]
+    assert words in line_of([*argv, "--megatron-spec", f"tests.megatron.wrapped_cases:{spec}"], tmp_path)
 
 
 def test_a_checkpoint_of_the_other_backend_is_refused_and_the_way_on_named(dense: Path, tmp_path: Path) -> None:

@@ -1,25 +1,18 @@
 """A model that was built otherwise than config.json says, or whose weights went elsewhere, stops before it trains."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from fsdptrain.config.megatron import MegatronConfig
-from fsdptrain.errors import CheckpointError, ConfigError, NumericsError
 from fsdptrain.testing import spawn
+from tests import zoo
 from tests.megatron import cases
-
-OPTIONS = {"dtype": torch.float32, "has_engine": False, "on_cpu": True}
-
-
-def parity(built: cases.Built) -> tuple[float, float]:
-    from fsdptrain.backends.megatron.parity import check_parity
-
-    device = torch.device("cpu")
-    return check_parity(built.stock.config, MegatronConfig(), OPTIONS, spec=None, device=device)
 
 
 def faults(folder: Path) -> dict[str, str]:
@@ -29,13 +22,11 @@ def faults(folder: Path) -> dict[str, str]:
     from fsdptrain.backends.megatron.weights import WeightMap, hub_shapes, open_files
 
     built = cases.build(folder)
-    model, config, shapes = built.model, built.stock.config, hub_shapes(built.stock)
-    said: dict[str, str] = {"sound": f"{parity(built)[0] < 1e-5}", "lines": "\n".join(report_of(built))}
-
-    def told(name: str, error: type[Exception], act) -> None:
-        with pytest.raises(error) as caught:
-            act()
-        said[name] = str(caught.value)
+    model, stock, config, shapes = built.model, built.stock, built.stock.config, hub_shapes(built.stock)
+    report = partial(build_report, model, stock, layout="padded")
+    said: dict[str, str] = {"sound": f"{parity(config) < 1e-5}", "lines": "\n".join(report().lines)}
+    rare = zoo.config("qwen3", vocab_size=600, pad_token_id=599)  # beyond the vocabulary of the copy
+    said["a pad token at the end"] = f"{parity(rare) < 1e-5}"
 
     original = conversions.QKV.read
 
@@ -43,43 +34,47 @@ def faults(folder: Path) -> dict[str, str]:
         return original(self, source, [names[0], names[2], names[1]], rank, size)
 
     conversions.QKV.read = swapped
-    told("keys and values swapped", NumericsError, lambda: parity(built))
+    for dtype in (torch.float32, torch.bfloat16):
+        said[f"keys and values swapped, {dtype}"] = cases.refusal(partial(parity, config, dtype=dtype))
     conversions.QKV.read = original
 
     inside = table._inside
     table._inside = lambda name, *rest: shifted(inside(name, *rest))
-    told("experts by other numbers", CheckpointError, lambda: WeightMap(model, config, shapes))
+    said["experts by other numbers"] = cases.refusal(partial(WeightMap, model, stock))
     table._inside = inside
 
     without = {name: shape for name, shape in shapes.items() if ".experts.3." not in name}
-    told("an expert that no file has", CheckpointError, lambda: WeightMap(model, config, without))
+    said["an expert that no file has"] = cases.refusal(partial(WeightMap, model, stock, shapes=without))
     more = shapes | {"model.layers.0.mlp.experts.6.up_proj.weight": (1, 1)}
-    told("an expert that the model lacks", CheckpointError, lambda: WeightMap(model, config, more))
+    said["an expert that the model lacks"] = cases.refusal(partial(WeightMap, model, stock, shapes=more))
 
     def opened() -> None:
         with open_files(folder, more):
             pass
 
-    told("a file without it", CheckpointError, opened)
+    said["a file without it"] = cases.refusal(opened)
 
     frequencies = model.rotary_pos_emb.inv_freq
     model.rotary_pos_emb.inv_freq = 500_000.0 ** (-torch.arange(0, 16, 2) / 16)
-    told("rotary base", ConfigError, lambda: build_report(model, built.stock, layout="padded", shims=[]))
+    said["rotary base"] = cases.refusal(report)
     model.rotary_pos_emb.inv_freq = frequencies
 
     model.decoder.layers[1].input_layernorm.eps = 1e-5
-    told("eps", ConfigError, lambda: build_report(model, built.stock, layout="padded", shims=[]))
+    said["eps"] = cases.refusal(report)
     model.decoder.layers[1].input_layernorm.eps = config.rms_norm_eps
 
+    expert = model.decoder.layers[0].mlp.experts.local_experts[0]
+    expert.activation_func = torch.nn.functional.gelu
+    said["activation"] = cases.refusal(report)
+    expert.activation_func = torch.nn.functional.silu
+
     config.norm_topk_prob = not config.norm_topk_prob
-    told("router", ConfigError, lambda: build_report(model, built.stock, layout="padded", shims=[]))
+    said["router"] = cases.refusal(report)
     return said
 
 
-def report_of(built: cases.Built) -> list[str]:
-    from fsdptrain.backends.megatron.report import build_report
-
-    return list(build_report(built.model, built.stock, layout="padded", shims=["torch.cuda.stream"]).lines)
+def parity(config: PreTrainedConfig, **options: Any) -> float:
+    return cases.parity(config, MegatronConfig(), **options)
 
 
 def shifted(entry):
@@ -90,12 +85,18 @@ def test_planted_faults_stop_the_run(tmp_path) -> None:
     (said,) = spawn(1, faults, cases.save("qwen3_moe", tmp_path / "model"))
     assert said["sound"] == "True"
     assert "parameters " in said["lines"]
-    assert "1 CPU shims: torch.cuda.stream" in said["lines"]
-    assert "computes other logprobs" in said["keys and values swapped"]
+    assert "13 shims: torch.cuda.current_device, " in said["lines"]
+    assert said["a pad token at the end"] == "True"
+    for dtype in ("float32", "bfloat16"):  # which hides nothing: the comparison is one of float32
+        fault = said[f"keys and values swapped, torch.{dtype}"]
+        assert fault.startswith("NumericsError: ")
+        assert "computes other logprobs" in fault
+        assert "(tolerance 0.0001, torch.float32)" in fault
     assert "experts.6" in said["experts by other numbers"]
     assert "not in the files" in said["an expert that no file has"]
     assert "have no place" in said["an expert that the model lacks"]
     assert "missing" in said["a file without it"]
+    assert "activation is silu: no" in said["activation"]
     assert "rotary base is 500000.0, not 10000.0" in said["rotary base"]
     assert "eps of norms is 1e-05, not 1e-06" in said["eps"]
     assert "their weights are renormalised: " in said["router"]

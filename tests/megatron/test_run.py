@@ -1,6 +1,5 @@
 """The same run by the real command line on either backend, and from one to the other."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import NamedTuple
@@ -10,7 +9,8 @@ from safetensors.torch import load_file
 
 from tests.e2e import command
 from tests.e2e.command import TINY_RUN
-from tests.megatron import cases
+from tests.megatron import cases, runs
+from tests.megatron.runs import assert_same
 
 MEGATRON = ["--backend", "megatron"]
 EXPERTS = [*MEGATRON, "--megatron-expert-parallel", "2"]
@@ -26,20 +26,7 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(checkpoint: Path, folder: Path, *flags: str, num_ranks: int = 2, bf16: bool = False) -> list[dict[str, float]]:
     """The metrics of the rollouts."""
     tiny = [flag for flag in TINY_RUN if flag != "--no-bf16" or not bf16]
-    argv = ["--hf-checkpoint", str(checkpoint), "--output-dir", str(folder / "run"), *tiny, *FLAGS, *flags]
-    result = command.run(argv, folder, timeout=600, num_ranks=num_ranks)
-    assert result.code == 0, result.err
-    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if "loss/total" in row]
-
-
-def assert_same(
-    found: list[dict[str, float]], wanted: list[dict[str, float]], *, rel: float = 1e-4, abs: float = 1e-6
-) -> None:
-    assert len(found) == len(wanted)
-    for ours, theirs in zip(found, wanted, strict=True):
-        names = [name for name in theirs if not name.startswith(("perf/", "sync/", "time"))]
-        assert {n: ours[n] for n in names} == pytest.approx({n: theirs[n] for n in names}, rel=rel, abs=abs)
+    return runs.metrics(["--hf-checkpoint", str(checkpoint), *tiny, *FLAGS, *flags], folder, num_ranks=num_ranks)
 
 
 class Runs(NamedTuple):
@@ -60,51 +47,51 @@ class Runs(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def runs(moe, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def both(moe, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("runs")
     return Runs(folder, run(moe, folder / "fsdp"), run(moe, folder / "megatron", *EXPERTS))
 
 
-def test_a_run_learns_on_megatron_what_it_learns_on_fsdp(runs, moe) -> None:
-    assert_same(runs.megatron, runs.fsdp)
-    found, wanted = (load_file(runs.exported(name) / "model.safetensors") for name in ("megatron", "fsdp"))
+def test_a_run_learns_on_megatron_what_it_learns_on_fsdp(both, moe) -> None:
+    assert_same(both.megatron, both.fsdp)
+    found, wanted = (load_file(both.exported(name) / "model.safetensors") for name in ("megatron", "fsdp"))
     assert found.keys() == wanted.keys() == load_file(moe / "model.safetensors").keys()
 
 
-def test_a_run_goes_on_bitwise(runs, moe, tmp_path) -> None:
-    rows = run(moe, runs.taken_back(tmp_path), *EXPERTS)
-    assert_same(rows[-2:], runs.megatron[-2:], rel=0, abs=0)
+def test_a_run_goes_on_bitwise(both, moe, tmp_path) -> None:
+    rows = run(moe, both.taken_back(tmp_path), *EXPERTS)
+    assert_same(rows[-2:], both.megatron[-2:], rel=0, abs=0)
     found, wanted = (
-        load_file(path / "model.safetensors") for path in (tmp_path / "run" / "hf", runs.exported("megatron"))
+        load_file(path / "model.safetensors") for path in (tmp_path / "run" / "hf", both.exported("megatron"))
     )
     assert all((found[name] == wanted[name]).all() for name in wanted)
 
 
-def test_a_run_goes_on_with_another_split(runs, moe, tmp_path) -> None:
-    assert_same(run(moe, runs.taken_back(tmp_path), *MEGATRON, num_ranks=1)[-2:], runs.megatron[-2:])
+def test_a_run_goes_on_with_another_split(both, moe, tmp_path) -> None:
+    assert_same(run(moe, both.taken_back(tmp_path), *MEGATRON, num_ranks=1)[-2:], both.megatron[-2:])
 
 
 @pytest.mark.parametrize("made_by", ["megatron", "fsdp"])
-def test_what_one_backend_has_exported_goes_on_alike_on_both(made_by: str, runs, tmp_path) -> None:
+def test_what_one_backend_has_exported_goes_on_alike_on_both(made_by: str, both, tmp_path) -> None:
     one = ("--num-rollout", "1", "--no-export")
-    on_fsdp = run(runs.exported(made_by), tmp_path / "a", *one, num_ranks=1)
-    on_megatron = run(runs.exported(made_by), tmp_path / "b", *one, *MEGATRON, num_ranks=1)
+    on_fsdp = run(both.exported(made_by), tmp_path / "a", *one, num_ranks=1)
+    on_megatron = run(both.exported(made_by), tmp_path / "b", *one, *MEGATRON, num_ranks=1)
     assert_same(on_megatron, on_fsdp)
 
 
-def test_a_checkpoint_of_split_experts_is_exported_by_one_process(runs, tmp_path) -> None:
-    checkpoint = runs.folder / "megatron" / "run" / "checkpoints" / "step_00000005"
+def test_a_checkpoint_of_split_experts_is_exported_by_one_process(both, tmp_path) -> None:
+    checkpoint = both.folder / "megatron" / "run" / "checkpoints" / "step_00000005"
     argv = ["export", "--checkpoint", str(checkpoint), "--output", str(tmp_path / "hf")]
     result = command.run(argv, tmp_path)
     assert result.code == 0, result.err
-    found, wanted = (load_file(path / "model.safetensors") for path in (tmp_path / "hf", runs.exported("megatron")))
+    found, wanted = (load_file(path / "model.safetensors") for path in (tmp_path / "hf", both.exported("megatron")))
     assert found.keys() == wanted.keys()
     assert all((found[name] == wanted[name]).all() for name in wanted)
 
 
 @pytest.mark.slow
-def test_stages_and_experts_on_four_ranks_learn_the_same(runs, moe, tmp_path) -> None:
-    assert_same(run(moe, tmp_path, *EXPERTS, "--megatron-pipeline-parallel", "2", num_ranks=4), runs.fsdp)
+def test_stages_and_experts_on_four_ranks_learn_the_same(both, moe, tmp_path) -> None:
+    assert_same(run(moe, tmp_path, *EXPERTS, "--megatron-pipeline-parallel", "2", num_ranks=4), both.fsdp)
 
 
 @pytest.mark.slow

@@ -1,12 +1,11 @@
 """A run with wrapped mixers on the real command line: its metrics are those of --backend fsdp, however it is split."""
 
-import json
 from pathlib import Path
 
 import pytest
 
 from tests.e2e import command
-from tests.megatron import wrapped_cases
+from tests.megatron import cases, runs
 
 SPLITS = {
     "experts and context": (
@@ -16,12 +15,11 @@ SPLITS = {
     "sequence": ("--megatron-tensor-parallel", "2", "--megatron-sequence-parallel"),
     "stages": ("--megatron-pipeline-parallel", "2"),
 }
-COMPARED = ("optim/grad_norm", "policy/entropy", "policy/ratio_mean", "reward/mean", "progress/tokens")
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return wrapped_cases.save("qwen3_next", tmp_path_factory.mktemp("hub") / "model")
+    return cases.save("qwen3_next", tmp_path_factory.mktemp("hub") / "model")
 
 
 @pytest.fixture(scope="module")
@@ -32,11 +30,10 @@ def expected(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> list
 def metrics(checkpoint: Path, folder: Path, *flags: str) -> list[dict[str, float]]:
     """Of two updates on two processes, the later after the weights came back from the engine's samples."""
     line = ["--hf-checkpoint", str(checkpoint), *command.TINY_RUN, "console", *flags]
-    result = command.run([*line, "--output-dir", str(folder / "run")], folder, num_ranks=2, timeout=400.0)
-    assert result.code == 0, result.err
-    assert ("4 HFMixer" in result.err or "2 HFMixer" in result.err) == bool(flags)
-    rows = [json.loads(row) for row in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    return [{name: row[name] for name in COMPARED} for row in rows if "optim/grad_norm" in row]
+    found = runs.metrics(line, folder, num_ranks=2)
+    said = (folder / "err").read_text()
+    assert ("4 HFMixer" in said or "2 HFMixer" in said) == bool(flags)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -45,8 +42,7 @@ def metrics(checkpoint: Path, folder: Path, *flags: str) -> list[dict[str, float
 def test_metrics_are_those_of_fsdp(split: str, checkpoint: Path, expected: list[dict[str, float]], tmp_path: Path):
     found = metrics(checkpoint, tmp_path, "--backend", "megatron", *SPLITS[split])
     assert len(found) == 2
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-5)
+    runs.assert_same(found, expected)
 
 
 def test_mixers_are_not_split_and_the_way_out_is_named(checkpoint: Path, tmp_path: Path):

@@ -1,6 +1,5 @@
 """The training backend on megatron-core: the same recipes, losses, packs and engines, another program for the model."""
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,15 +12,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from fsdptrain import platform
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.algo.metrics import finish_metrics
-from fsdptrain.backends.megatron import require_megatron
 from fsdptrain.backends.megatron.bridge import choose_bridge, load_by_bridge
-from fsdptrain.backends.megatron.cpu_shims import install_cpu_shims
+from fsdptrain.backends.megatron.cpu_shims import prepare_megatron
 from fsdptrain.backends.megatron.forward import Scorer, from_last_stage, layout_of, run_packs
 from fsdptrain.backends.megatron.gradients import reduce_gradients, wrap
 from fsdptrain.backends.megatron.groups import Groups, start_groups
 from fsdptrain.backends.megatron.masters import Masters
-from fsdptrain.backends.megatron.model import build_model, has_transformer_engine
-from fsdptrain.backends.megatron.parity import check_parity
+from fsdptrain.backends.megatron.model import build_model, build_options, has_transformer_engine
+from fsdptrain.backends.megatron.parity import check_parity, small_models
 from fsdptrain.backends.megatron.report import build_report
 from fsdptrain.backends.megatron.storage import (
     REFERENCE,
@@ -30,10 +28,11 @@ from fsdptrain.backends.megatron.storage import (
     load_checkpoint,
     load_tensors,
     save_checkpoint,
+    told_of,
     write_tensors,
 )
 from fsdptrain.backends.megatron.transformer_config import transformer_config
-from fsdptrain.backends.megatron.weights import WeightMap, by_module, hub_shapes
+from fsdptrain.backends.megatron.weights import WeightMap, by_module
 from fsdptrain.backends.metric_sums import MetricSums
 from fsdptrain.config import Config
 from fsdptrain.errors import CheckpointError, ConfigError
@@ -49,8 +48,6 @@ from fsdptrain.models.truncation import Truncation
 from fsdptrain.protocols import Loss, ModelRole, Naming
 from fsdptrain.types import LogProbs, LossConfig, LossOutput, Metrics, PackedBatch
 
-log = logging.getLogger(__name__)
-
 
 class MegatronBackend:
     """Owns the policy, its optimizer and its reference. Every method is collective.
@@ -64,35 +61,27 @@ class MegatronBackend:
         """Build, load and verify the model. Raises ConfigError, CheckpointError or NumericsError."""
         self._config, split = config, config.megatron
         self.device = platform.local_device()
-        self.compute_dtype: torch.dtype = getattr(torch, config.compute_dtype_name)
         self.checkpoint_path = resolve_checkpoint(config.model.hf_checkpoint)
         trust = config.model.trust_remote_code
         self._stock = build_meta_model(self.checkpoint_path, trust_remote_code=trust, attn_implementation="eager")
-        shims: list[str] = []
         with together(ConfigError, "--backend megatron"):
-            require_megatron()
-            if not platform.has_accelerator():
-                shims = install_cpu_shims()
+            prepare_megatron()
             if config.algorithm.algorithm == "sft" and self.hf_config.to_dict().get("attention_dropout"):
                 raise ConfigError("--algorithm sft would train with the attention_dropout of config.json: set it to 0")
-        engine = has_transformer_engine()
-        self._layout: Layout = layout_of(self.hf_config, split, has_engine=engine, dtype=self.compute_dtype)
+        options = build_options(config)
+        self.compute_dtype: torch.dtype = options["dtype"]
+        self._layout: Layout = layout_of(
+            self.hf_config, split, has_engine=options["has_engine"], dtype=self.compute_dtype
+        )
         start_groups(split, timeout_s=config.launch.dist_timeout)
         self._groups = Groups.present()
-        options: dict[str, Any] = {
-            "dtype": self.compute_dtype,
-            "has_engine": engine,
-            "on_cpu": not platform.has_accelerator(),
-            "recompute": config.model.gradient_checkpointing,
-            "deterministic": config.model.deterministic_mode,
-        }
         with together(ConfigError, "--backend megatron"):
             built = transformer_config(self.hf_config, split, **options)
             self._model = build_model(built, self.hf_config, spec=split.spec).to(self.device)
-        ignored = self._stock._keys_to_ignore_on_load_unexpected or ()
-        self.weights = WeightMap(self._model, self.hf_config, hub_shapes(self._stock), ignored=list(ignored))
-        self.report = build_report(self._model, self._stock, layout=self._layout, shims=shims)
-        difference, tolerance = check_parity(self.hf_config, split, options, spec=split.spec, device=self.device)
+        self.weights = WeightMap(self._model, self._stock)
+        self.report = build_report(self._model, self._stock, layout=self._layout)
+        copy = small_models(self.hf_config, split, options, device=self.device)
+        difference, tolerance = check_parity(*copy, split, options)
         self.layout_probe = LayoutProbe(self._layout, "megatron-core", difference, tolerance, self._why_padded)
         self._wrapped = wrap(self._model)
         self._masters = masters = Masters(self._wrapped)
@@ -193,7 +182,8 @@ class MegatronBackend:
         step = load_checkpoint(directory, self.weights, self._masters, self._optimizer, model=self._identity)
         self._reference_moved = self._reference is not None and anyone((directory / REFERENCE).is_dir())
         if self._reference_moved:
-            with self._bank.swapped_into(self._model), together(CheckpointError, f"{directory}"):
+            kept = self._bank.swapped_into(self._model)
+            with kept, told_of("checkpoint"), together(CheckpointError, f"{directory}"):
                 load_tensors(directory / REFERENCE, self.weights)
         return step
 
@@ -202,22 +192,21 @@ class MegatronBackend:
         config = self._config
         bank = None
         if config.needs_reference and config.ref.load is not None:
-            self._read(resolve_checkpoint(config.ref.load), "--ref-load")
+            self._read(config.ref.load, "--ref-load")
             bank = ReferenceBank(self._model)
         if self._bridge is not None:
             load_by_bridge(self._bridge, config.megatron.bridge, self.checkpoint_path, self.weights)
             self._masters.begin_from_model()
         else:
-            self._read(self.checkpoint_path, "--hf-checkpoint", self._masters.take)
+            self._read(str(self.checkpoint_path), "--hf-checkpoint", self._masters.take)
             self._masters.publish()
         return ReferenceBank(self._model) if config.needs_reference and bank is None else bank
 
-    def _read(self, path: Path, flag: str, put: Callable[[str, Tensor], None] | None = None) -> None:
-        try:
+    def _read(self, name: str, flag: str, put: Callable[[str, Tensor], None] | None = None) -> None:
+        with told_of(flag):
+            path = resolve_checkpoint(name)
             with together(CheckpointError, f"{flag} {path}"):
                 load_tensors(path, self.weights, put)
-        except CheckpointError as error:  # of all ranks
-            raise CheckpointError(str(error).replace("--hf-checkpoint", flag)) from error
 
     @contextmanager
     def _weights_of(self, role: ModelRole) -> Iterator[None]:
@@ -242,14 +231,12 @@ class MegatronBackend:
 
     @property
     def _scorer(self) -> Scorer:
-        rollout = self._config.rollout
-        supervised = self._config.algorithm.algorithm == "sft"  # which knows no rollout
         return Scorer(
             self.hf_config.vocab_size,
             self._layout,
             self._config.model.logprob_chunk_size,
-            1.0 if supervised else rollout.temperature,
-            Truncation() if supervised else Truncation(rollout.top_p, rollout.top_k or -1, rollout.min_p),
+            self._config.scoring_temperature,
+            Truncation.of(self._config.rollout),
         )
 
     @property

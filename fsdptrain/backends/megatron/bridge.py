@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from fsdptrain import platform
-from fsdptrain.backends.megatron.cpu_shims import quiet_imports
+from fsdptrain.backends.megatron.cpu_shims import quiet_megatron
 from fsdptrain.backends.megatron.groups import Groups
 from fsdptrain.backends.megatron.model import padded_vocab
+from fsdptrain.backends.megatron.storage import load_tensors
 from fsdptrain.backends.megatron.table import stored_tensors
-from fsdptrain.backends.megatron.weights import WeightMap, open_files
-from fsdptrain.errors import CheckpointError, ConfigError, NumericsError, describe
+from fsdptrain.backends.megatron.weights import WeightMap
+from fsdptrain.errors import CheckpointError, NumericsError, describe
 from fsdptrain.models.checksum import bit_checksum
 from fsdptrain.models.collective import gather, together
 from fsdptrain.models.files import some_of, stored_dtype
@@ -49,12 +49,8 @@ class Bridge(Protocol):
 class MBridge:
     """mbridge, told the names that megatron-core's plain layers would have in Transformer Engine: it knows no other."""
 
-    def __init__(self, model: "GPTModel", config: PreTrainedConfig, dtype: torch.dtype) -> None:
-        with quiet_imports():
-            from mbridge import AutoBridge  # type: ignore[import-not-found]
-
-        self._model, tensor = model, Groups.present().tensor.size()
-        self._bridge: Any = AutoBridge.from_config(copy.deepcopy(config), dtype=dtype)
+    def __init__(self, theirs: Any, model: "GPTModel", config: PreTrainedConfig) -> None:
+        self._bridge, self._model, tensor = theirs, model, Groups.present().tensor.size()
         self._bridge._weight_name_mapping_mcore_local_to_global = engine_names
         self._bridge.make_vocab_size_divisible_by = tensor
         self._bridge.vocab_size = config.vocab_size
@@ -76,12 +72,8 @@ class MBridge:
 class MegatronBridge:
     """megatron-bridge. It imports Transformer Engine, and so has not run here: written against 0.3 to 0.7."""
 
-    def __init__(self, model: "GPTModel", path: Path) -> None:
-        with quiet_imports():
-            from megatron.bridge import AutoBridge  # type: ignore[import-not-found]
-
-        self._model = model
-        self._bridge: Any = AutoBridge.from_hf_pretrained(str(path))
+    def __init__(self, theirs: Any, model: "GPTModel") -> None:
+        self._bridge, self._model = theirs, model
 
     @torch.no_grad()
     def load(self, path: Path) -> None:
@@ -102,54 +94,58 @@ def choose_bridge(
     """
     if asked in ("auto", "own"):
         return None, Kernel("weights", _TABLE)
-    found, reasons = None, _against(asked, model, path, dtype)
+    theirs, reasons = None, _against(asked, model, path, dtype)
     if not reasons:
         try:
-            found = _build(asked, model, config, path, dtype)
-        except ConfigError as error:
-            reasons = [str(error)]
+            theirs = _theirs(asked, config, path, dtype)
+        except Exception as error:  # noqa: BLE001  # foreign code, which may break with any version of what it imports
+            reasons = [f"it cannot be built for a {config.model_type}: {describe(error)}"]
     every = list(dict.fromkeys(reason for reasons in gather(reasons) for reason in reasons))
     if every:
         return None, Kernel("weights", _TABLE, asked, "; ".join(every))
-    return found, Kernel("weights", asked)
+    bridge = MBridge(theirs, model, config) if asked == "mbridge" else MegatronBridge(theirs, model)
+    return bridge, Kernel("weights", asked)
 
 
-def _build(asked: str, model: "GPTModel", config: PreTrainedConfig, path: Path, dtype: torch.dtype) -> Bridge:
-    try:
-        return MBridge(model, config, dtype) if asked == "mbridge" else MegatronBridge(model, path)
-    except Exception as error:  # code of others, which may break with any version of what it imports
-        raise ConfigError(f"it cannot be built for a {config.model_type}: {describe(error)}") from error
+def _theirs(asked: str, config: PreTrainedConfig, path: Path, dtype: torch.dtype) -> Any:
+    """The bridge itself, which knows nothing of our model yet."""
+    if asked == "mbridge":
+        with quiet_megatron():
+            from mbridge import AutoBridge  # type: ignore[import-not-found]
+
+        return AutoBridge.from_config(copy.deepcopy(config), dtype=dtype)
+    with quiet_megatron():
+        from megatron.bridge import AutoBridge  # type: ignore[import-not-found]
+
+    return AutoBridge.from_hf_pretrained(str(path))
 
 
 def load_by_bridge(bridge: Bridge, asked: str, path: Path, weights: WeightMap) -> None:
-    """CheckpointError where it fails; NumericsError where the table says that the files lie elsewhere in the model, or
-    where the bridge does not give back what is in the files. Collective.
+    """CheckpointError where it fails; NumericsError where it puts the files elsewhere in the model than the table, or
+    does not give back what is in them. Collective.
     """
     with together(CheckpointError, f"--megatron-bridge {asked}"):
-        try:
-            bridge.load(path)
-        except Exception as error:
-            raise CheckpointError(f"{asked} cannot load {path}: {describe(error)}") from error
-    wanted: dict[str, int] = {}
-    with together(CheckpointError, f"--megatron-bridge {asked}"):
-        wanted = _in_files(path, weights)
-    _require_same(wanted, weights.stream(), asked, "loads otherwise than the table")
-    _require_same(wanted, bridge.stream(), asked, "gives back otherwise than the table")
+        load_tensors(path, weights)
+    wanted = _checksums(weights.stream())
+    try:
+        bridge.load(path)
+    except Exception as error:  # foreign code with collectives in it: of one rank alone torchrun tells the others
+        raise CheckpointError(f"--megatron-bridge {asked} cannot load {path}: {describe(error)}") from error
+    _require_same(wanted, _checksums(weights.stream()), asked, "loads otherwise than the table")
+    _require_same(wanted, _checksums(bridge.stream()), asked, "gives back otherwise than the table")
 
 
-def _in_files(path: Path, weights: WeightMap) -> dict[str, int]:
-    """Checksums of the tensors of a checkpoint, in the dtypes of the model."""
-    plan, device = weights.plan(), platform.local_device()
-    shapes = {name: tuple(tensor.shape) for name, tensor in plan.items()}
-    with open_files(path, shapes, ignored=weights.ignored) as source:
-        return {name: bit_checksum(source(name)[:].to(device, tensor.dtype)) for name, tensor in plan.items()}
+def _checksums(stream: Iterator[tuple[str, Tensor]]) -> dict[str, int]:
+    return {name: bit_checksum(tensor) for name, tensor in stream}
 
 
-def _require_same(wanted: Mapping[str, int], stream: Iterator[tuple[str, Tensor]], asked: str, what: str) -> None:
-    found = {name: bit_checksum(tensor) for name, tensor in stream}
+def _require_same(wanted: Mapping[str, int], found: Mapping[str, int], asked: str, what: str) -> None:
+    """On all ranks or on none: what one data-parallel replica has may be another's no more."""
     wrong = [name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name)]
-    if wrong:
-        raise NumericsError(f"--megatron-bridge {asked} {what}: {some_of(sorted(wrong))}: use --megatron-bridge own")
+    with together(NumericsError, f"--megatron-bridge {asked}"):
+        if wrong:
+            names = some_of(sorted(wrong))
+            raise NumericsError(f"--megatron-bridge {asked} {what}: {names}: use --megatron-bridge own")
 
 
 def _against(asked: str, model: "GPTModel", path: Path, dtype: torch.dtype) -> list[str]:
@@ -162,7 +158,7 @@ def _against(asked: str, model: "GPTModel", path: Path, dtype: torch.dtype) -> l
             "hub_name" in vars(module) for module in model.modules()
         ),
         f"it rounds what the files hold ({stored or 'config.json does not say'}) to {dtype}, where masters begin": (
-            stored is None or getattr(torch, stored) != dtype
+            stored is None or torch.promote_types(getattr(torch, stored), dtype) != dtype
         ),
     }
     return [reason for reason, holds in reasons.items() if holds]

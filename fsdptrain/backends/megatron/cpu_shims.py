@@ -1,20 +1,21 @@
 """What makes megatron-core 0.16 compute on CPUs with gloo, for tests and small models.
 
 It names CUDA where any device would do. Each shim replaces one such name, for the whole process: so it is installed by
-one explicit call, never by an import, refuses where CUDA is present, and is listed in the build report.
+one explicit call, never by an import, refuses where CUDA is present, and is listed in the build report. What else is
+replaced, where Transformer Engine is missing, is listed with it.
 """
 
 import contextlib
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from fsdptrain import platform
 from fsdptrain.backends.megatron import require_megatron
 from fsdptrain.errors import ConfigError
 
-_installed: list[str] = []  # what is replaced is of the process, and so is this
+_replaced: dict[str, None] = {}  # in order; what is replaced is of the process, and so is this
 
 
 class _Stream:
@@ -48,20 +49,23 @@ class _HostTorch:
         return torch.zeros(*args, **options | ({"device": "cpu"} if options.get("device") == "cuda" else {}))
 
 
-def install_cpu_shims() -> list[str]:
-    """The names that are replaced, the same on a second call.
-
-    ConfigError where CUDA is present, or with a megatron-core that this was not tested with.
-    """
+def prepare_megatron() -> None:
+    """Before anything of megatron-core is used: ConfigError where it is missing or another; on a CPU the shims."""
     require_megatron()
+    if not platform.has_accelerator():
+        install_cpu_shims()
+
+
+def install_cpu_shims() -> None:
+    """Once for a process; more calls change nothing. ConfigError where CUDA is present."""
     if torch.cuda.device_count():
         raise ConfigError(
             "the CPU shims of --backend megatron are not for a process that sees CUDA devices: hide them with "
             "CUDA_VISIBLE_DEVICES=, or compute on them"
         )
-    if _installed:
-        return list(_installed)
-    with quiet_imports():
+    if "torch.cuda.Stream" in _replaced:
+        return
+    with quiet_megatron():
         import megatron.core.pipeline_parallel.schedules as schedules
         import megatron.core.tensor_parallel.random as generators
         import megatron.core.transformer.moe.moe_utils as moe_utils
@@ -75,27 +79,32 @@ def install_cpu_shims() -> list[str]:
             return tensor.numpy()
         return to_host(tensor, as_numpy, record_stream)
 
-    _replace(torch.cuda, "current_device", lambda: torch.device("cpu"))
-    _replace(torch.cuda, "Stream", _Stream)
-    _replace(torch.cuda, "current_stream", lambda *_: stream)
-    _replace(torch.cuda, "stream", lambda _: contextlib.nullcontext())
-    _replace(torch.cuda, "synchronize", lambda *_: None)
-    _replace(torch.Tensor, "cuda", lambda tensor, *_, **__: tensor)
-    _replace(torch.cuda, "get_rng_state", lambda *_, **__: torch.get_rng_state())
-    _replace(torch.cuda, "manual_seed", torch.manual_seed)
-    _replace(generators, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state())
-    _replace(generators, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state))
-    _replace(dispatcher, "maybe_move_tensor_to_cpu", as_list)
-    _replace(schedules, "torch", _HostTorch())
+    replace_name(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    replace_name(torch.cuda, "Stream", _Stream)
+    replace_name(torch.cuda, "current_stream", lambda *_: stream)
+    replace_name(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    replace_name(torch.cuda, "synchronize", lambda *_: None)
+    replace_name(torch.Tensor, "cuda", lambda tensor, *_, **__: tensor)
+    replace_name(torch.cuda, "get_rng_state", lambda *_, **__: torch.get_rng_state())
+    replace_name(torch.cuda, "manual_seed", torch.manual_seed)
+    replace_name(generators, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state())
+    replace_name(generators, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state))
+    replace_name(dispatcher, "maybe_move_tensor_to_cpu", as_list)
+    replace_name(schedules, "torch", _HostTorch())
     if "te_general_gemm" not in vars(moe_utils):  # defined only where Transformer Engine imports, and read always
-        _replace(moe_utils, "te_general_gemm", None)
-    return list(_installed)
+        replace_name(moe_utils, "te_general_gemm", None)
 
 
-def _replace(module: Any, name: str, value: Callable[..., Any] | Any) -> None:
+def replace_name(module: Any, name: str, value: object) -> None:
+    """For the whole process, and listed."""
     setattr(module, name, value)
     owner = module.__name__ if module is not torch.Tensor else "torch.Tensor"
-    _installed.append(f"{owner}.{name}")
+    _replaced[f"{owner}.{name}"] = None
+
+
+def replaced() -> list[str]:
+    """Names of megatron-core and torch that are not their own in this process."""
+    return list(_replaced)
 
 
 def ignore_older_names() -> None:
@@ -104,9 +113,9 @@ def ignore_older_names() -> None:
 
 
 @contextlib.contextmanager
-def quiet_imports():
-    """megatron-core warns, when it is imported, of each package that it could use and does not find: the build report
-    says what is used."""
+def quiet_megatron():
+    """megatron-core warns, when it is imported and when a model is built, of each package that it could use and does
+    not find: the build report says what is used."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -19,9 +19,10 @@ from transformers import PreTrainedConfig
 
 from fsdptrain.backends.megatron.dealing import deal
 from fsdptrain.backends.megatron.groups import Groups
+from fsdptrain.backends.megatron.model import WRAPPED
 from fsdptrain.backends.megatron.transformer_config import wraps
 from fsdptrain.config.megatron import MegatronConfig
-from fsdptrain.models.inputs import Layout, model_inputs, select_tokens, to_pack
+from fsdptrain.models.inputs import Layout, select_tokens, to_pack, to_rows
 from fsdptrain.models.logprobs import chunked_logprobs
 from fsdptrain.models.split_logprobs import split_logprobs
 from fsdptrain.models.truncation import UNTRUNCATED, Truncation
@@ -37,8 +38,10 @@ T = TypeVar("T")
 def layout_of(config: PreTrainedConfig, split: MegatronConfig, *, has_engine: bool, dtype: torch.dtype) -> Layout:
     """Packed where boundaries are understood: by the attention of Transformer Engine, whose kernels for packs know half
     precision alone, and by mixers of transformers but where a dispatcher gathers the rows of several ranks, which must
-    be of one shape."""
-    if wraps(config, split.context_parallel) and split.spec is None:
+    be of one shape. A pack that is dealt over ranks is one row, whoever made the layers."""
+    if split.context_parallel > 1:
+        return "packed"
+    if split.spec == WRAPPED or (split.spec is None and wraps(config, split.context_parallel)):
         return "padded" if split.moe_dispatcher == "allgather" else "packed"
     return "packed" if has_engine and dtype != torch.float32 else "padded"
 
@@ -155,7 +158,7 @@ def _inputs(
         return dealt.inputs(batch)
     if layout == "packed":
         return _thd_inputs(batch, multiple=Groups.present().tensor.size())
-    rows = model_inputs(batch, "padded", attn_implementation="megatron", pad_token_id=None)["input_ids"]
+    rows = to_rows(batch.input_ids, batch, "padded", fill=0).view(len(batch.seqlens), -1)
     if same_shape is not None and same_shape.size() > 1:
         largest = torch.tensor(rows.shape, device=rows.device)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=same_shape)

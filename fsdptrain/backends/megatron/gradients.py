@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from fsdptrain.backends.megatron.cpu_shims import quiet_imports
+from fsdptrain.backends.megatron.cpu_shims import quiet_megatron
 from fsdptrain.backends.megatron.masters import Masters
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ def wrap(model: "GPTModel") -> Any:
     `calculate_per_token_loss` of the config makes its factors 1, for experts too: their gradients are sums over the
     packs of all expert-parallel ranks already, and need only those of the ranks with the same experts.
     """
-    with quiet_imports():
+    with quiet_megatron():
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     assert model.config.calculate_per_token_loss, "gradients would be divided by the number of ranks"

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdptrain import platform
-from fsdptrain.backends.megatron.cpu_shims import ignore_older_names, quiet_imports
+from fsdptrain.backends.megatron.cpu_shims import ignore_older_names, quiet_megatron
 from fsdptrain.config.megatron import MegatronConfig
 
 
@@ -76,7 +76,7 @@ def start_groups(megatron: MegatronConfig, *, timeout_s: float) -> None:
 
     Collective. Those of an earlier run of this process end, whose ranks may have gone.
     """
-    with quiet_imports():
+    with quiet_megatron():
         from megatron.core import parallel_state, tensor_parallel
 
     ignore_older_names()
@@ -90,6 +90,7 @@ def start_groups(megatron: MegatronConfig, *, timeout_s: float) -> None:
             expert_model_parallel_size=megatron.expert_parallel,
             expert_tensor_parallel_size=megatron.tensor_parallel,
             distributed_timeout_minutes=math.ceil(timeout_s / 60),
+            create_gloo_process_groups=False,  # a second time, for checkpoints and an optimizer that are not used
         )
     with platform.random_states_kept():  # its own generators, which nothing here draws from; and torch's, by the way
         tensor_parallel.model_parallel_cuda_manual_seed(1234)

@@ -140,7 +140,12 @@ def _seqlens(packed: "PackedSeqParams") -> tuple[int, ...]:
 
 def _require_causal(mask: Tensor | None) -> None:
     """megatron-core's masks say True where nothing is to be seen; more than the future would be lost here."""
-    if mask is not None and not torch.equal(mask, torch.ones_like(mask).triu(1)):
+    if mask is None:
+        return
+    known = vars(mask)  # one mask goes through all layers: it is looked at in the first
+    if "is_causal" not in known:
+        known["is_causal"] = torch.equal(mask, torch.ones_like(mask).triu(1))
+    if not known["is_causal"]:
         raise NumericsError("a mask that is not plain causal came to a mixer of transformers, which cannot be told")
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from fsdptrain.backends.megatron import model as own
-from fsdptrain.backends.megatron.cpu_shims import quiet_imports
+from fsdptrain.backends.megatron.cpu_shims import quiet_megatron
 from fsdptrain.backends.megatron.hf_mixer import HFMixer
 from fsdptrain.backends.megatron.hf_modules import HFModules, hf_modules
 from fsdptrain.backends.megatron.local_spec import mark_sequence_parallel
@@ -40,7 +40,7 @@ def layer_spec(
     transformer_config: "TransformerConfig", hf_config: PreTrainedConfig, *, vp_stage: int | None = None
 ) -> "TransformerBlockSubmodules":
     """The layers of this rank's stage. ConfigError for a layout in which a mixer would have to be split."""
-    with quiet_imports():
+    with quiet_megatron():
         from megatron.core.transformer.spec_utils import ModuleSpec
 
     size, sequence = transformer_config.tensor_model_parallel_size, transformer_config.sequence_parallel

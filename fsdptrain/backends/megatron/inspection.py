@@ -9,16 +9,15 @@ import torch
 from transformers import PreTrainedModel
 
 from fsdptrain import platform
-from fsdptrain.backends.megatron import require_megatron
 from fsdptrain.backends.megatron.bridge import choose_bridge
-from fsdptrain.backends.megatron.cpu_shims import install_cpu_shims
+from fsdptrain.backends.megatron.cpu_shims import prepare_megatron
 from fsdptrain.backends.megatron.forward import layout_of
 from fsdptrain.backends.megatron.groups import start_groups, stop_groups
-from fsdptrain.backends.megatron.model import WRAPPED, build_model, has_transformer_engine
+from fsdptrain.backends.megatron.model import WRAPPED, build_model, build_options
 from fsdptrain.backends.megatron.parity import check_parity, small_models
-from fsdptrain.backends.megatron.report import build_report
+from fsdptrain.backends.megatron.report import Fact, build_report
 from fsdptrain.backends.megatron.transformer_config import transformer_config
-from fsdptrain.backends.megatron.weights import WeightMap, hub_shapes
+from fsdptrain.backends.megatron.weights import WeightMap
 from fsdptrain.config import Config
 from fsdptrain.config.megatron import MegatronConfig
 from fsdptrain.errors import ConfigError
@@ -44,27 +43,23 @@ def inspect_build(config: Config) -> BuildInspection:
     The copy has the heads, the norms, the rotary frequencies and the router of the whole model, and fewer layers and
     experts.
     """
-    require_megatron()
+    prepare_megatron()
     overrides = install_overrides(platform.device_type())  # before the copy, which computes with them
     path = resolve_config(config.model.hf_checkpoint)
     stock = build_meta_model(path, trust_remote_code=config.model.trust_remote_code, attn_implementation="eager")
-    on_cpu = not platform.has_accelerator()
-    shims = install_cpu_shims() if on_cpu else []
-    dtype: torch.dtype = getattr(torch, config.compute_dtype_name)
-    options = {"dtype": dtype, "has_engine": has_transformer_engine(), "on_cpu": on_cpu}
+    options = build_options(config)
     transformer_config(stock.config, config.megatron, **options)  # what the split of the run would be refused for
     wrapped = WRAPPED if config.megatron.context_parallel > 1 else None  # as the run, whose split the copy has not
     one = MegatronConfig(moe_dispatcher=config.megatron.moe_dispatcher, spec=config.megatron.spec or wrapped)
-    layout = layout_of(stock.config, one, has_engine=options["has_engine"], dtype=dtype)
+    layout = layout_of(stock.config, config.megatron, has_engine=options["has_engine"], dtype=options["dtype"])
     with platform.process_group(config.launch.dist_timeout):
         start_groups(one, timeout_s=config.launch.dist_timeout)
         try:
             whole = _whole_model(stock, one, options)
-            copies = {"spec": one.spec, "device": platform.local_device()}
-            small, model = small_models(stock.config, one, options, **copies)
-            report = build_report(model, small, layout=layout, shims=shims)
-            difference, tolerance = check_parity(stock.config, one, options, **copies)
-            _, conversion = choose_bridge(config.megatron.bridge, model, small.config, path, dtype)
+            small, model = small_models(stock.config, one, options, device=platform.local_device())
+            report = build_report(model, small, layout=layout)
+            difference, tolerance = check_parity(small, model, one, options)
+            _, conversion = choose_bridge(config.megatron.bridge, model, small.config, path, options["dtype"])
         finally:
             stop_groups()
     kernels = [*report.kernels, conversion]
@@ -90,9 +85,8 @@ def _whole_model(stock: PreTrainedModel, one: MegatronConfig, options: dict[str,
         return f"{said}; those of megatron-core are counted when a run builds it"
     with torch.device("meta"):
         model = build_model(transformer_config(config, one, **options), config, spec=one.spec)
-    ignored = stock._keys_to_ignore_on_load_unexpected or ()
-    WeightMap(model, config, hub_shapes(stock), ignored=list(ignored))
-    found = sum(p.numel() for p in model.parameters())
-    if found != wanted:
-        raise ConfigError(f"--backend megatron: parameters is {found}, not {wanted}: use --backend fsdp")
+    WeightMap(model, stock)
+    counted = Fact("parameters", sum(p.numel() for p in model.parameters()), wanted)
+    if not counted.agrees:
+        raise ConfigError(f"--backend megatron: {counted.problem}: use --backend fsdp")
     return f"{said}, and as many in megatron-core's model, each with its place in the files"

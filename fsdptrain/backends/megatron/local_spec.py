@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fsdptrain.backends.megatron.cpu_shims import replace_name
 from fsdptrain.errors import NumericsError
 
 if TYPE_CHECKING:
@@ -60,10 +61,6 @@ class LatentCoreAttention(nn.Module):
 
 def completed(block: "TransformerBlockSubmodules") -> "TransformerBlockSubmodules":
     """megatron-core's plain layers with the parts of this file; for where Transformer Engine does not import."""
-    from megatron.core.transformer import multi_latent_attention
-
-    # 0.16 takes it for present here, because a file that only mentions it imports, and then asks for its classes
-    multi_latent_attention.HAVE_TE = False
     layers = [_completed(layer) for layer in block.layer_specs or ()]
     return replace(block, layer_specs=layers, layer_norm=LocalNorm)
 
@@ -74,6 +71,10 @@ def _completed(layer: "ModuleSpec") -> "ModuleSpec":
     inner = attention.submodules
     changed: dict[str, Any] = {name: LocalNorm for name in _NORMS if _is_norm(vars(inner).get(name))}
     if "linear_kv_down_proj" in vars(inner):
+        from megatron.core.transformer import multi_latent_attention
+
+        # 0.16 takes it for present here, because a file that only mentions it imports, and then asks for its classes
+        replace_name(multi_latent_attention, "HAVE_TE", False)
         changed["core_attention"] = LatentCoreAttention
     attention = replace(attention, submodules=replace(inner, **changed))
     norms = {name: LocalNorm for name in ("input_layernorm", "pre_mlp_layernorm")}

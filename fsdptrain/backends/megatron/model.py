@@ -7,11 +7,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from fsdptrain import registry
-from fsdptrain.backends.megatron.cpu_shims import quiet_imports
+from fsdptrain import platform, registry
+from fsdptrain.backends.megatron.cpu_shims import quiet_megatron
 from fsdptrain.backends.megatron.groups import Groups
 from fsdptrain.backends.megatron.local_spec import completed
 from fsdptrain.backends.megatron.transformer_config import rotary_options, wraps
+from fsdptrain.config import Config
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -22,11 +23,22 @@ WRAPPED = "fsdptrain.backends.megatron.hf_spec:layer_spec"  # layers with mixers
 
 
 def has_transformer_engine() -> bool:
-    """As megatron-core found it, whose modules are then those of Transformer Engine."""
-    with quiet_imports():
+    """Layers are those of Transformer Engine: megatron-core found it, and this run computes on a device."""
+    with quiet_megatron():
         from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
 
-    return HAVE_TE
+    return HAVE_TE and platform.has_accelerator()
+
+
+def build_options(config: Config) -> dict[str, Any]:
+    """Of `transformer_config`: what the run says besides its model and how that is split."""
+    return {
+        "dtype": getattr(torch, config.compute_dtype_name),
+        "has_engine": has_transformer_engine(),
+        "on_cpu": not platform.has_accelerator(),
+        "recompute": config.model.gradient_checkpointing,
+        "deterministic": config.model.deterministic_mode,
+    }
 
 
 def layer_spec(
@@ -36,7 +48,7 @@ def layer_spec(
 
     What --megatron-spec names has this signature too.
     """
-    with quiet_imports():
+    with quiet_megatron():
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
     engine = has_transformer_engine()
@@ -51,18 +63,18 @@ def build_model(
 ) -> "GPTModel":
     """This rank's stage. Its forward returns hidden states [B, S, D] where it ends with the head: logits are made in
     chunks, by the head's weight. spec: --megatron-spec."""
-    with quiet_imports():
+    with quiet_megatron():
         from megatron.core import parallel_state
         from megatron.core.models.gpt import GPTModel
 
     context = transformer_config.context_parallel_size
-    make = _spec_function(hf_config, spec, context)
+    layers = _spec_function(hf_config, spec, context)(transformer_config, hf_config)
     if transformer_config.deterministic_mode:
         os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # Transformer Engine's attention asks for it
-    with quiet_imports():
+    with quiet_megatron():
         model = GPTModel(
             config=transformer_config,
-            transformer_layer_spec=make(transformer_config, hf_config),
+            transformer_layer_spec=layers,
             vocab_size=padded_vocab(hf_config.vocab_size, transformer_config.tensor_model_parallel_size),
             max_sequence_length=hf_config.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(),

@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdptrain import platform
 from fsdptrain.backends.megatron import require_megatron
+from fsdptrain.backends.megatron.cpu_shims import replaced
 from fsdptrain.backends.megatron.groups import Groups
 from fsdptrain.backends.megatron.model import has_transformer_engine, padded_vocab
 from fsdptrain.errors import ConfigError
@@ -57,15 +58,15 @@ class Fact:
         return f"{self.name} is {self.found}, not {self.wanted}"
 
 
-def build_report(model: "GPTModel", stock: PreTrainedModel, *, layout: str, shims: Sequence[str]) -> BuildReport:
+def build_report(model: "GPTModel", stock: PreTrainedModel, *, layout: str) -> BuildReport:
     """ConfigError, on all ranks, that names all disagreements. `stock`: of transformers, on meta. Collective."""
     config = stock.config
     facts = [*_parameters(model, stock)]
     with together(ConfigError, "--backend megatron"):
-        facts += [*_rotary(model, stock), *_norms(model, config), *_attention(model, config), *_experts(model, config)]
-        facts.append(
-            Fact("tied head", bool(model.share_embeddings_and_output_weights), bool(config.tie_word_embeddings))
-        )
+        facts += [*_rotary(model, stock), *_norms(model, config), *_attention(model, config), *_activation(model)]
+        facts += _experts(model, config)
+        tied = bool(model.share_embeddings_and_output_weights)
+        facts.append(Fact("tied head", tied, bool(config.tie_word_embeddings)))
         wrong = list(dict.fromkeys(fact.problem for fact in facts if not fact.agrees))
         if wrong:
             raise ConfigError(
@@ -81,7 +82,8 @@ def build_report(model: "GPTModel", stock: PreTrainedModel, *, layout: str, shim
         f"modules: {_classes(model)}",
         f"as config.json says: {', '.join(told)}; vocabulary padded by {padding}",
     ]
-    lines += [f"{len(shims)} CPU shims: {', '.join(shims)}"] if shims else []
+    shims = replaced()
+    lines += [f"{len(shims)} shims: {', '.join(shims)}"] if shims else []
     return BuildReport(lines, _kernels(model, stock, engine=engine))
 
 
@@ -164,6 +166,9 @@ def _experts(model: "GPTModel", config: PreTrainedConfig) -> Iterator[Fact]:
                 config.to_dict().get("norm_topk_prob", True),
             )
         yield Fact("balancing of experts", router.routing_type, "none")
+
+
+def _activation(model: "GPTModel") -> Iterator[Fact]:
     for module in model.modules():
         if "activation_func" in vars(module):
             yield Fact("activation is silu", vars(module)["activation_func"] is F.silu, True)

@@ -12,7 +12,8 @@ Rank 0 writes, tensor by tensor, while all ranks gather.
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -70,7 +71,7 @@ def load_checkpoint(directory: Path, weights: WeightMap, masters: Masters, optim
     failure = f"checkpoint {directory} cannot be read"
     with together(CheckpointError, failure):
         state = read_state(directory, model)
-    with together(CheckpointError, failure):
+    with told_of("checkpoint"), together(CheckpointError, failure):
         tensors = optimizer.tensors()
         load_tensors(directory / WEIGHTS, weights, masters.take)
         for moment in MOMENTS:
@@ -83,6 +84,15 @@ def load_checkpoint(directory: Path, weights: WeightMap, masters: Masters, optim
         load_rng(directory)
     masters.publish()
     return state["step"]
+
+
+@contextmanager
+def told_of(whose: str) -> Iterator[None]:
+    """What is wrong with files that were read is said of `whose`, and not of --hf-checkpoint."""
+    try:
+        yield
+    except CheckpointError as error:  # of all ranks
+        raise CheckpointError(str(error).replace("--hf-checkpoint", whose)) from error
 
 
 def load_tensors(

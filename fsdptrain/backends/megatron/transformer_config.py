@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedConfig
 
-from fsdptrain.backends.megatron.cpu_shims import quiet_imports
+from fsdptrain.backends.megatron.cpu_shims import quiet_megatron
 from fsdptrain.config.megatron import MegatronConfig
 from fsdptrain.errors import ConfigError
 from fsdptrain.models.structure import expert_choice, head_size
@@ -181,28 +181,13 @@ def transformer_config(
     deterministic: bool = False,
 ) -> "TransformerConfig":
     """What GPTModel is built from; ConfigError for what cannot be. has_engine: Transformer Engine is there."""
-    with quiet_imports():
+    with quiet_megatron():
         from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     family = family_of(config)
     _refuse_unknown(config)
-    _refuse_split(config, megatron)
-    if on_cpu and megatron.tensor_parallel > 1 and megatron.expert_parallel > 1:
-        raise ConfigError(
-            "--megatron-expert-parallel with --megatron-tensor-parallel gathers unequal parts, which gloo cannot: on "
-            "CPUs leave one out"
-        )
-    if (
-        family.latent
-        and megatron.tensor_parallel > 1
-        and not has_engine
-        and not wraps(config, megatron.context_parallel)
-    ):
-        raise ConfigError(
-            "--megatron-tensor-parallel: megatron-core's plain latent attention loses what heads of other ranks do to "
-            f"the rotary key of a {config.model_type}: install Transformer Engine, or use --megatron-expert-parallel"
-        )
-    values = _ALWAYS | _of_model(config) | _of_split(megatron)
+    _refuse_split(config, megatron, has_engine=has_engine, on_cpu=on_cpu)
+    values = _ALWAYS | _of_model(config) | _of_split(megatron) | family.special(config)
     values |= {
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
@@ -212,20 +197,12 @@ def transformer_config(
     }
     if recompute:
         values |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    special = family.special(config)
-    if "num_moe_experts" in special:
-        values |= {
-            "moe_grouped_gemm": has_engine,
-            "moe_permute_fusion": False,
-            "moe_router_dtype": "fp32" if dtype == torch.float32 or family.latent else None,  # as transformers
-            "moe_router_load_balancing_type": "none",
-            "moe_aux_loss_coeff": 0.0,
-            "expert_tensor_parallel_size": megatron.tensor_parallel,
-        }
-    _refuse_widths(values | special)
+    if "num_moe_experts" in values:
+        values |= _of_experts(family, megatron, dtype=dtype, has_engine=has_engine)
+    _refuse_widths(values)
     kind = MLATransformerConfig if family.latent else TransformerConfig
-    with quiet_imports():
-        return kind(**values | special)
+    with quiet_megatron():
+        return kind(**values)
 
 
 def _of_model(config: PreTrainedConfig) -> dict[str, Any]:
@@ -240,6 +217,18 @@ def _of_model(config: PreTrainedConfig) -> dict[str, Any]:
         "layernorm_epsilon": config.rms_norm_eps,
         "add_qkv_bias": family.qkv_bias,
         "qk_layernorm": family.qk_norm,
+    }
+
+
+def _of_experts(family: Family, megatron: MegatronConfig, *, dtype: torch.dtype, has_engine: bool) -> dict[str, Any]:
+    """But for what the family says of its router."""
+    return {
+        "moe_grouped_gemm": has_engine,
+        "moe_permute_fusion": False,
+        "moe_router_dtype": "fp32" if dtype == torch.float32 or family.latent else None,  # as transformers
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "expert_tensor_parallel_size": megatron.tensor_parallel,
     }
 
 
@@ -299,10 +288,13 @@ def refuse_split_mixers(config: PreTrainedConfig, tensor: int, *, sequence: bool
         )
 
 
-def _refuse_split(config: PreTrainedConfig, megatron: MegatronConfig) -> None:
-    choice = expert_choice(config)
-    tensor, stages, experts = megatron.tensor_parallel, megatron.pipeline_parallel, megatron.expert_parallel
-    if wraps(config, megatron.context_parallel):
+def _refuse_split(config: PreTrainedConfig, megatron: MegatronConfig, *, has_engine: bool, on_cpu: bool) -> None:
+    tensor, stages, wrapped = (
+        megatron.tensor_parallel,
+        megatron.pipeline_parallel,
+        wraps(config, megatron.context_parallel),
+    )
+    if wrapped:
         refuse_split_mixers(config, tensor, sequence=megatron.sequence_parallel)
     if config.num_key_value_heads % tensor or config.num_attention_heads % tensor:
         heads = config.num_key_value_heads
@@ -310,6 +302,21 @@ def _refuse_split(config: PreTrainedConfig, megatron: MegatronConfig) -> None:
     if config.num_hidden_layers % stages:
         layers = config.num_hidden_layers
         raise ConfigError(f"--megatron-pipeline-parallel {stages} must divide the {layers} layers: lower it")
+    _refuse_split_experts(config, megatron)
+    if on_cpu and tensor > 1 and megatron.expert_parallel > 1:
+        raise ConfigError(
+            "--megatron-expert-parallel with --megatron-tensor-parallel gathers unequal parts, which gloo cannot: on "
+            "CPUs leave one out"
+        )
+    if family_of(config).latent and tensor > 1 and not has_engine and not wrapped:
+        raise ConfigError(
+            "--megatron-tensor-parallel: megatron-core's plain latent attention loses what heads of other ranks do to "
+            f"the rotary key of a {config.model_type}: install Transformer Engine, or use --megatron-expert-parallel"
+        )
+
+
+def _refuse_split_experts(config: PreTrainedConfig, megatron: MegatronConfig) -> None:
+    choice, experts = expert_choice(config), megatron.expert_parallel
     if choice is None:
         for flag, given in {
             "--megatron-expert-parallel": experts > 1,
@@ -319,7 +326,7 @@ def _refuse_split(config: PreTrainedConfig, megatron: MegatronConfig) -> None:
                 raise ConfigError(f"{flag}: a {config.model_type} has no experts: leave it out")
     elif choice.num_experts % experts:
         raise ConfigError(f"--megatron-expert-parallel {experts} must divide {choice.num_experts} experts: lower it")
-    elif tensor > 1 and not megatron.sequence_parallel:
+    elif megatron.tensor_parallel > 1 and not megatron.sequence_parallel:
         raise ConfigError(
             "--megatron-tensor-parallel of a model with experts needs --megatron-sequence-parallel: add it, or use "
             "--megatron-expert-parallel alone"

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from fsdptrain.backends.megatron.conversions import Source
@@ -79,18 +79,17 @@ class Exported:
 class WeightMap:
     """The table of one model, on this rank and over its stages. Made and used collectively."""
 
-    def __init__(
-        self, model: "GPTModel", config: PreTrainedConfig, shapes: Shapes, *, ignored: Sequence[str] = ()
-    ) -> None:
-        """CheckpointError, on all ranks, unless every tensor of `shapes` has its place in the model exactly once.
+    def __init__(self, model: "GPTModel", stock: PreTrainedModel, *, shapes: Shapes | None = None) -> None:
+        """CheckpointError, on all ranks, unless every tensor of the files has its place in the model exactly once.
 
-        ignored: see `open_files`.
+        stock: the same model of transformers, perhaps on meta. shapes: of the files, where they are not its own.
         """
         self._groups = groups = Groups.present()
         self._experts_per_rank = (model.config.num_moe_experts or 0) // self._groups.expert.size()
-        self._model, self._shapes, self.ignored = model, shapes, ignored
+        self._model, self._shapes = model, hub_shapes(stock) if shapes is None else shapes
+        self.ignored = list(stock._keys_to_ignore_on_load_unexpected or ())
         with together(CheckpointError, "--backend megatron"):
-            self.entries = table(model, config)
+            self.entries = table(model, stock.config)
         own = [
             (e, self._dtype(e), isinstance(self._tensors[e.name], nn.Parameter)) for e in self.entries if not e.is_copy
         ]

@@ -120,3 +120,18 @@ def test_one_that_cannot_start_ends_the_run_with_its_last_words(start):
         RolloutError, match=r"it ended while it started .*server0\.log: ValueError: there is no such model"
     ):
         start("--cannot-start")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of the thread that looks
+def test_a_limit_of_this_process_is_not_blamed_on_a_server(start, monkeypatch):
+    fleet, [process] = start()
+
+    def no_more_files(self: VLLMClient, *, timeout: float) -> str:
+        raise RolloutError("no more files can be opened here")
+
+    before = listening(process)
+    monkeypatch.setattr(VLLMClient, "version", no_more_files)
+    until(lambda: fleet._failure is not None)
+    with pytest.raises(RolloutError, match=r"could not be looked after: .*no more files can be opened here"):
+        fleet.wait_for(1, 60.0)
+    assert listening(process) == before

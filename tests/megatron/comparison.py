@@ -1,0 +1,173 @@
+"""megatron-core against transformers, however a model is split: in the ranks that a test spawns."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
+
+from fsdptrain.models.inputs import Layout
+from fsdptrain.models.policy import plain_batch
+from fsdptrain.testing import spawn
+from fsdptrain.types import PackedBatch
+from tests.megatron import cases
+
+LENGTHS = ((7, 12), (5, 9, 11), (13, 4), (6,))  # of the segments of four packs: rows of several shapes
+
+
+class Case(NamedTuple):
+    family: str
+    split: dict[str, Any]
+    num_ranks: int = 1
+    layout: Layout = "padded"
+    tied: bool = False
+    renormalised: bool = False  # weights of the chosen experts
+
+    @property
+    def name(self) -> str:
+        split = [f"{key}={value}" for key, value in self.split.items()]
+        layout = [self.layout] * (self.layout == "packed")
+        return "-".join([self.family, *split, *layout, *(["on four"] if self.num_ranks == 4 else [])])
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        more = {"norm_topk_prob": True} if self.renormalised else {}
+        return (
+            more | ({"sliding_window": None} if self.family == "mistral" else {}) | {"tie_word_embeddings": self.tied}
+        )
+
+    @property
+    def model(self) -> str:
+        """Folder of the checkpoint, of several cases."""
+        return f"{self.family}-{self.tied}-{self.renormalised}"
+
+
+class Found(NamedTuple):
+    """Of one case, on one rank."""
+
+    difference: float  # the largest of a logprob
+    gradient: float  # the largest relative difference of one tensor of the files
+    tensor: str  # its name
+    norm: float  # relative difference of that of all gradients
+    wrong: list[str]  # what came out otherwise than it was loaded, bit by bit, by names of files and of modules
+
+
+def compared(chosen: Sequence[Case], folder: Path) -> dict[str, list[Found]]:
+    """Of each case, by name, what each rank found; those of as many ranks by the same processes, which import once."""
+    for case in chosen:
+        if not (folder / case.model).is_dir():
+            cases.save(case.family, folder / case.model, **case.changes)
+    found: dict[str, list[Found]] = {}
+    for num_ranks in sorted({case.num_ranks for case in chosen}):
+        some = [case for case in chosen if case.num_ranks == num_ranks]
+        ranks = spawn(num_ranks, compare, some, folder, timeout=900.0)
+        found |= {case.name: [rank[i] for rank in ranks] for i, case in enumerate(some)}
+    return found
+
+
+def compare(chosen: Sequence[Case], folder: Path) -> list[Found]:
+    from fsdptrain.backends.megatron.groups import stop_groups
+
+    found = []
+    for case in chosen:
+        found.append(_compare(case, folder / case.model))
+        stop_groups()
+    return found
+
+
+def _compare(case: Case, folder: Path) -> Found:
+    """Packs are dealt over the data-parallel ranks."""
+    from megatron.core import parallel_state as ps
+
+    from fsdptrain.backends.megatron.forward import Scorer, from_last_stage, run_packs
+    from fsdptrain.backends.megatron.gradients import reduce_gradients, wrap
+    from fsdptrain.backends.megatron.groups import Groups
+    from fsdptrain.backends.megatron.masters import Masters
+
+    built = cases.build(folder, **case.split)
+    wrong = _changed(built, folder)
+    wrapped, group = wrap(built.model), Groups.present()
+    masters, scorer = Masters(wrapped), Scorer(cases.VOCAB_SIZE, case.layout, chunk_size=8)
+    wanted, expected = transformers_says(folder)
+    rank, size = ps.get_data_parallel_rank(), ps.get_data_parallel_world_size()
+    own = packs()[rank::size]
+
+    def finish(hidden: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
+        values = scorer(built.model, hidden, batch, with_entropy=False).values
+        return (values * batch.advantages).sum(), torch.zeros((), dtype=torch.int), values.detach()
+
+    wrapped.zero_grad_buffer()
+    shape = group.expert if case.split.get("moe_dispatcher") == "allgather" else None
+    values = run_packs(wrapped, own, finish, layout=case.layout, train=True, same_shape=shape)
+    reduce_gradients(wrapped, masters)
+    last = group.stage.rank() == group.stage.size() - 1
+    values = from_last_stage(values if last else None, [batch.advantages for batch in own])
+    errors = [float((a - b).abs().max()) for a, b in zip(values, wanted[rank::size], strict=True)]
+    relative = {
+        name: float((gradient - expected[name]).norm() / (expected[name].norm() or 1.0))
+        for name, gradient in built.weights.stream(of=masters.whole_gradient, only_parameters=True)
+    }
+    assert relative.keys() == expected.keys()
+    worst = max(relative, key=lambda name: _nan_first(relative[name]))
+    norm = masters.total_norm() / torch.stack([gradient.double().norm() for gradient in expected.values()]).norm()
+    return Found(max(errors, key=_nan_first), relative[worst], worst, abs(norm.item() - 1), wrong)
+
+
+def _changed(built: cases.Built, folder: Path) -> list[str]:
+    from fsdptrain.backends.megatron.weights import by_module
+
+    files, state = load_file(folder / "model.safetensors"), built.stock.state_dict()
+    tied = built.stock.get_expanded_tied_weights_keys(all_submodels=True)
+    state = {name: tensor for name, tensor in state.items() if name not in tied}
+    return [
+        *_differing(built.weights.stream(), files),
+        *_differing(by_module(built.weights.stream(), built.stock), state),
+    ]
+
+
+def _differing(weights: Iterator[tuple[str, Tensor]], wanted: dict[str, Tensor]) -> list[str]:
+    found = dict(weights)
+    return [name for name in found.keys() | wanted.keys() if not _equal(found.get(name), wanted.get(name))]
+
+
+def _equal(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is not None and b is not None and torch.equal(a, b)
+
+
+def packs() -> list[PackedBatch]:
+    """Whose logprobs are multiplied with their advantages to make a loss."""
+    found, generator = [], torch.Generator().manual_seed(0)
+    for i, lengths in enumerate(LENGTHS):
+        segments = [cases.tokens(1, n, seed=10 * i + k)[0].tolist() for k, n in enumerate(lengths)]
+        weights = torch.randn(sum(lengths), generator=generator)
+        found.append(replace(plain_batch(segments, device=torch.device("cpu")), advantages=weights))
+    return found
+
+
+@cache
+def transformers_says(folder: Path) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Logprobs of each pack, segment by segment, and the gradients of the loss by the names in the files."""
+    stock: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    found = []
+    for batch in packs():
+        parts = []
+        for ids in batch.input_ids.split(batch.seqlens):
+            logprobs = stock(ids[None]).logits[0].log_softmax(-1)
+            parts += [logprobs[:-1].gather(1, ids[1:, None])[:, 0], torch.zeros(1)]
+        found.append(torch.cat(parts))
+    torch.stack(
+        [(values * batch.advantages).sum() for values, batch in zip(found, packs(), strict=True)]
+    ).sum().backward()
+    gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in stock.named_parameters()}
+    return [values.detach() for values in found], revert_weight_conversion(stock, gradients)
+
+
+def _nan_first(value: float) -> tuple[bool, float]:
+    return math.isnan(value), value
