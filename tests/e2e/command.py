@@ -35,7 +35,7 @@ def start(argv: Sequence[str], folder: Path, variables: Mapping[str, str] | None
     return process
 
 
-def run(argv: Sequence[str], folder: Path, timeout: float = 120.0, *, num_ranks: int = 1) -> Result:
+def run(argv: Sequence[str], folder: Path, timeout: float = 300.0, *, num_ranks: int = 1) -> Result:
     """Do `fsdptrain *argv` to its end; what the first rank says of it.
 
     Several ranks are those that torchrun would start: --nproc-per-node, which starts them itself, takes 10 s more.

@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 
 from fsdptrain.types import Prompt
@@ -48,6 +49,17 @@ def killed_once(prompt: Prompt, response: str) -> float:
     if os.environ["RANK"] == "1" and len(_calls) == 20 and not marker.exists():
         marker.touch()
         os.kill(os.getpid(), signal.SIGKILL)
+    return variety(prompt, response)
+
+
+def held(prompt: Prompt, response: str) -> float:
+    """Before its ninth call a rank leaves a file in the folder that HELD names, and waits for `go` there."""
+    if len(_calls) == 8 and "HELD" in os.environ:
+        folder = Path(os.environ["HELD"])
+        (folder / f"rank{os.environ['RANK']}").touch()
+        while not (folder / "go").exists():
+            time.sleep(0.01)
+    _calls.append(response)
     return variety(prompt, response)
 
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import pytest
@@ -81,7 +82,7 @@ def test_run_that_was_killed_goes_on_bitwise(
 
     argv = [*base, *saving, "--output-dir", str(killed)]
     process = command.start([*argv, "--nproc-per-node", str(num_ranks)], tmp_path / "2")
-    wait_for(killed / "checkpoints" / "step_00000002")
+    wait_for(killed / "checkpoints" / "step_00000002", process, tmp_path / "2" / "err")
     os.kill(process.pid or 0, signal.SIGKILL)
     process.join()
     resumed = command.run(argv, tmp_path / "3", num_ranks=num_ranks)
@@ -168,9 +169,10 @@ def test_module_runs_in_a_process_of_its_own(checkpoint: Path, tmp_path: Path) -
     assert len(metrics_of(tmp_path / "run")) > 2
 
 
-def wait_for(path: Path, timeout: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout
+def wait_for(path: Path, process: ForkServerProcess, said: Path) -> None:
+    deadline = time.monotonic() + 300
     while not path.exists():
+        assert process.is_alive(), said.read_text()
         assert time.monotonic() < deadline, f"{path} did not appear"
         time.sleep(0.005)
 

@@ -41,7 +41,10 @@ def test_a_run_takes_a_server_of_another_host(tmp_path):
         try:
             wait_until_up(hosts, server)
             run = hosts.start(0, ["fsdptrain", *argv], {"ROLLOUT_KEY": cases.KEY})
-            _, err = run.communicate(timeout=300)
+            try:
+                _, err = run.communicate(timeout=300)
+            finally:
+                run.kill()
         finally:
             os.kill(server.pid, signal.SIGTERM)
             server.communicate(timeout=60)

@@ -18,20 +18,21 @@ class Watched:
         self, monkeypatch: pytest.MonkeyPatch, url: str, path: str, *, before: Callable[[], None] = lambda: None
     ) -> None:
         self.asked, self.answered = threading.Event(), threading.Event()
-        self.num_asked = self.num_answered = 0
+        self.num_asked = 0
+        self.answered_bodies: list[Any] = []  # of requests, in the order of their answers
         lock = threading.Lock()
         original = VLLMClient._request
 
-        def request(client: VLLMClient, method: str, asked: str, *rest: Any) -> Any:
+        def request(client: VLLMClient, method: str, asked: str, body: Any, *rest: Any) -> Any:
             if (client.url, asked) != (url, path):
-                return original(client, method, asked, *rest)
+                return original(client, method, asked, body, *rest)
             before()
             with lock:
                 self.num_asked += 1
             self.asked.set()
-            answer = original(client, method, asked, *rest)
+            answer = original(client, method, asked, body, *rest)
             with lock:
-                self.num_answered += 1
+                self.answered_bodies.append(body)
             self.answered.set()
             return answer
 
