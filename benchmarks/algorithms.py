@@ -27,12 +27,12 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import record
 import yaml
+from record import ROOT
 
 from fsdptrain import Config, Trainer, load_recipe
 from fsdptrain.config.presets import PRESETS
 from fsdptrain.planning.report import read_series
 
-ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "algorithms.json"
 NAMES = [name for name in PRESETS if name != "sft"]
 NUM_ROLLOUTS = 16
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     args, begin = parser.parse_args(argv), record.header()
     folder = args.folder / ("quick" if args.quick else "full")
-    rows = [] if args.fresh or args.quick or not RESULTS.exists() else json.loads(RESULTS.read_text())["runs"]
+    rows = [] if args.fresh or args.quick else record.kept_rows(RESULTS, begin)
     for seed in args.seeds:
         for name in args.algorithms:
             if not any((row["algorithm"], row["seed"]) == (name, seed) for row in rows):
@@ -119,13 +119,18 @@ def prepare(seed: int, folder: Path, count: int) -> None:
 
 def algorithm_config(name: str, seed: int, start: Path, run: Path, *, quick: bool) -> dict[str, Any]:
     """The quickstart's second half with another algorithm, as its preset is: without the recipe's own clip."""
-    values = yaml.safe_load((ROOT / "recipes" / "quickstart.yaml").read_text())
-    num_rollouts = TINY["rollouts"] if quick else NUM_ROLLOUTS
-    values["model"]["hf_checkpoint"] = str(start)
+    values = second_half(start, run, seed=seed, num_rollouts=TINY["rollouts"] if quick else NUM_ROLLOUTS, quick=quick)
     values["algorithm"] = {
         "algorithm": name,
         "n_samples_per_prompt": values["algorithm"]["n_samples_per_prompt"],
     }
+    return values
+
+
+def second_half(start: Path, run: Path, *, seed: int, num_rollouts: int, quick: bool) -> dict[str, Any]:
+    """The quickstart's recipe from `start`, evaluated at both ends."""
+    values = yaml.safe_load((ROOT / "recipes" / "quickstart.yaml").read_text())
+    values["model"]["hf_checkpoint"] = str(start)
     values["run"] = {
         "seed": seed,
         "output_dir": str(run),

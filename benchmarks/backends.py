@@ -20,18 +20,16 @@ import random
 import statistics
 import sys
 import tempfile
-import time
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from record import header, peak_mib, spread, start_peak, table, write
+from record import TOLERANCES, header, measured, require_agreement, spread, table, write
 
 from fsdptrain.testing import free_port, rank_variables, tiny_tokenizer
 from fsdptrain.types import Sample
 
-TOLERANCES = {False: 1e-4, True: 5e-2}  # relative, of loss and gradient norm: float32, added up in other orders; bf16
 MEGATRON = {"backend": "megatron"}
 
 
@@ -103,24 +101,21 @@ def serve(flags: dict[str, Any], folder: str, options: argparse.Namespace, varia
         clip_grad=0.0,
         max_tokens_per_gpu=options.max_tokens,
         rollout_max_response_len=options.longest,
-        prefix_sharing="off" if "backend" not in flags else "auto",
         **flags,
     )
     with process_group(600):
         backend = build_backend(config)
         rules = PackingRules.of(config, layout=backend.layout_probe.layout, shares_prefixes=False)
         samples = make_samples(options) if variables["RANK"] == "0" else []
-        pipe.send("ready")
-        while pipe.recv() == "step":
-            start_peak()
-            wall, cpu = time.perf_counter(), time.process_time()
+
+        def step() -> dict[str, float]:
             (batches,) = make_batches(samples, rules, rollout=0)
             metrics = backend.train_step(batches.packs, LOSSES["grpo"], LossConfig())
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            seconds = {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
-            loss, norm = metrics["loss/total"], metrics["optim/grad_norm"]
-            pipe.send({**seconds, "peak_mib": peak_mib(), "loss": loss, "grad_norm": norm})
+            return {"loss": metrics["loss/total"], "grad_norm": metrics["optim/grad_norm"]}
+
+        pipe.send("ready")
+        while pipe.recv() == "step":
+            pipe.send(measured(step))
 
 
 class Side:
@@ -138,15 +133,28 @@ class Side:
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
-        assert [pipe.recv() for pipe in self._pipes] == ["ready"] * case.num_ranks
+        assert self._answers() == ["ready"] * case.num_ranks
 
     def step(self) -> dict[str, float]:
         """The slowest rank's time, the largest rank's memory, the processor time of all."""
         for pipe in self._pipes:
             pipe.send("step")
-        found = [pipe.recv() for pipe in self._pipes]
+        found = self._answers()
         largest = {name: max(one[name] for one in found) for name in ("wall_s", "peak_mib", "loss", "grad_norm")}
         return {**largest, "cpu_s": sum(one["cpu_s"] for one in found)}
+
+    def _answers(self) -> list[Any]:
+        """By rank. SystemExit as soon as one has died: those that wait for it in a collective would not answer."""
+        found: dict[int, Any] = {}
+        while len(found) < len(self._pipes):
+            for pipe in wait([p for rank, p in enumerate(self._pipes) if rank not in found]):
+                assert isinstance(pipe, Connection)
+                rank = self._pipes.index(pipe)
+                try:
+                    found[rank] = pipe.recv()
+                except EOFError:
+                    sys.exit(f"rank {rank} has died; what it said is above")
+        return [found[rank] for rank in range(len(self._pipes))]
 
     def end(self) -> None:
         for pipe in self._pipes:
@@ -164,21 +172,13 @@ def measure(case: Case, options: argparse.Namespace) -> dict[str, Any]:
         for number in range(options.rounds + 1):
             order = list(sides) if number % 2 else list(reversed(sides))
             found = {name: sides[name].step() for name in order}
-            require_agreement(case.name, found, TOLERANCES[options.bf16])
+            require_agreement(found, TOLERANCES[options.bf16], case=case.name)
             runs += [found] if number else []  # the first warms up
             print(f"  {case.name}: " + ", ".join(f"{n} {r['wall_s']:.2f} s" for n, r in found.items()), file=sys.stderr)
         for side in sides.values():
             side.end()
     tokens = sum(len(sample.token_ids) for sample in make_samples(options))
     return {"case": case.name, "tokens": tokens, "sides": summary(runs, list(case.sides), tokens), "runs": runs}
-
-
-def require_agreement(case: str, found: dict[str, dict[str, float]], tolerance: float) -> None:
-    for name in ("loss", "grad_norm"):
-        values = {side: run[name] for side, run in found.items()}
-        low, high = min(values.values()), max(values.values())
-        if not high - low <= tolerance * max(abs(low), abs(high), 1e-2):
-            sys.exit(f"{case}: the sides do not agree: {name} is {values}")
 
 
 def summary(runs: list[dict[str, dict[str, float]]], sides: list[str], tokens: int) -> dict[str, dict[str, Any]]:

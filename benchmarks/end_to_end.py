@@ -35,7 +35,7 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 import torch
 from algorithms import warm_start
-from record import ROOT, header, spread, table, write
+from record import ROOT, header, rounded, spread, table, write
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from fsdptrain import Config, load_recipe
@@ -249,7 +249,7 @@ def one_run(side: str, start: Path, seed: int, args: argparse.Namespace) -> dict
 
 
 def _rounded(point: dict[str, float]) -> dict[str, float]:
-    return {name: round(value, 4) for name, value in point.items()}
+    return {name: rounded(value) for name, value in point.items()}
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -283,7 +283,7 @@ def arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--quick", action="store_true", help="two rollouts after two steps of warm-up: that both sides run")
     add("--json", type=Path, help="write the report to this file")
-    add("--target", type=float, default=0.6, help="held-out accuracy, sampled at temperature 1")
+    add("--target", type=float, default=0.85, help="held-out accuracy, sampled at temperature 1")
     add("--rollouts", type=int, default=30)
     add("--every", type=int, default=3, help="rollouts between evaluations")
     add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of GRPO, one for each round")

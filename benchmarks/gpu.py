@@ -96,7 +96,7 @@ def install(python: Path, wheels: Path) -> dict[str, Any]:
 
 def describe(python: Path) -> dict[str, Any]:
     """By the record of the benchmarks: torch, transformers, GPU."""
-    code = "import json, record; print(json.dumps(record.machine() | record._versions()))"
+    code = "import json, record; print(json.dumps(record.machine() | record.versions()))"
     variables = {**os.environ, "PYTHONPATH": f"{ROOT / 'benchmarks'}:{ROOT}"}
     done = subprocess.run([python, "-c", code], capture_output=True, text=True, env=variables, check=False)
     if done.returncode:

@@ -37,9 +37,10 @@ from typing import Any
 
 import torch
 from random_checkpoint import SHAPES, shape, write_random
-from record import header, peak_mib, spread, start_peak, table, write
+from record import header, peak_mib, spread, start_peak, table, wait_for_device, write
 from traced import longest, parts
 
+from fsdptrain.errors import describe
 from fsdptrain.types import Sample
 
 BASE: dict[str, Any] = {"gradient_checkpointing": True}
@@ -110,7 +111,7 @@ def run_case(case: Case, folder: str, options: argparse.Namespace, pipe: Connect
     except torch.OutOfMemoryError:
         pipe.send({"failed": "does not fit the device"})
     except Exception as error:  # noqa: BLE001 - whatever it is, it is a row of the table, and the others go on
-        pipe.send({"failed": f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"})
+        pipe.send({"failed": describe(error)[:160]})
 
 
 def measure(case: Case, folder: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -173,11 +174,6 @@ def measure(case: Case, folder: str, options: argparse.Namespace) -> dict[str, A
         if options.profile:
             found |= {"parts": parts(tracer), "profile": longest(tracer)}
         return found
-
-
-def wait_for_device() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def use_liger(name: str) -> None:

@@ -1,14 +1,16 @@
 """What every file in benchmarks/results says of where its numbers come from, and how two sides are compared."""
 
 import json
+import math
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -16,16 +18,17 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
+TOLERANCES = {False: 1e-4, True: 5e-2}  # relative, of loss and gradient norm: float32, added up in other orders; bf16
 _PACKAGES = ("torch", "transformers", "numpy", "trl", "liger-kernel")
 
 
 def header() -> dict[str, Any]:
     """Command, machine with its load, versions and commit, to begin a report with."""
     return {
-        "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "commit": _commit(),
         "machine": machine(),
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": {"python": platform.python_version(), **versions()},
     }
 
 
@@ -62,11 +65,51 @@ def write(path: Path | None, report: Mapping[str, Any]) -> None:
         partial.replace(path)
 
 
+def kept_rows(path: Path, begin: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows that are in a results file: nothing is measured twice. SystemExit where other code has made them, for a
+    file has one header, `begin`."""
+    if not path.exists():
+        return []
+    found = json.loads(path.read_text())
+    if any(found.get(name) != begin[name] for name in ("commit", "versions")):
+        sys.exit(f"{path.name} was made by commit {found['commit']}: --fresh measures all of it again")
+    return found["runs"]
+
+
 def spread(values: Iterable[float]) -> dict[str, float]:
     """Median, least and most."""
     found = list(values)
     named = {"median": statistics.median(found), "least": min(found), "most": max(found)}
-    return {name: round(value, 4) for name, value in named.items()}
+    return {name: rounded(value) for name, value in named.items()}
+
+
+def rounded(value: float) -> float:
+    """To four significant digits, so that a small number is not lost."""
+    return float(f"{value:.4g}")
+
+
+def require_agreement(found: Mapping[str, Mapping[str, float]], tolerance: float, *, case: str) -> None:
+    """SystemExit where loss or gradient norm of the sides of one step differ by more, or are no numbers."""
+    for name in ("loss", "grad_norm"):
+        values = {side: run[name] for side, run in found.items()}
+        low, high = min(values.values()), max(values.values())
+        if not all(map(math.isfinite, values.values())) or not high - low <= tolerance * max(abs(low), abs(high), 1e-2):
+            sys.exit(f"{case}: the sides do not agree: {name} is {values}")
+
+
+def measured(step: Callable[[], dict[str, float]]) -> dict[str, float]:
+    """What `step` returns, and its time, of the device too, of the process, and its peak of memory."""
+    start_peak()
+    wall, cpu = time.perf_counter(), time.process_time()
+    found = step()
+    wait_for_device()
+    seconds = {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
+    return {**found, **seconds, "peak_mib": peak_mib()}
+
+
+def wait_for_device() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -126,7 +169,8 @@ def peak_mib() -> float:
     return status("VmHWM") / 2**20
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Of the packages that numbers depend on, as far as they are installed."""
     found = {}
     for name in _PACKAGES:
         try:
@@ -139,10 +183,10 @@ def _versions() -> dict[str, str]:
 def _commit() -> str:
     """Of this repository, with a plus where more than results has changed since; empty where there is no git."""
     git = ["git", "-C", str(ROOT)]
+    look = [*git, "status", "-s", "-uno", "--", ".", ":!benchmarks/results"]
     try:
         found = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
-        status = [*git, "status", "-s", "-uno", "--", ".", ":!benchmarks/results"]
-        changed = subprocess.run(status, capture_output=True, text=True, check=True).stdout
+        changed = subprocess.run(look, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         return ""
     return found.stdout.strip() + ("+" if changed.strip() else "")

@@ -145,8 +145,10 @@ def measured(args: argparse.Namespace) -> list[dict[str, Any]]:
                 print(f"  {mesh}: {runs[mesh][-1][0]['s']}", file=sys.stderr)
     rows = []
     for (ranks, replicas), found in runs.items():
+        for of_rank in (rank for run in found for rank in run):
+            require_planned(of_rank)
         firsts = [run[0] for run in found]
-        of_rank = _checked(firsts[0])
+        of_rank = firsts[0]
         times = [statistics.median(run["s"]) for run in firsts]
         alone = [statistics.median(run[0]["s"]) for run in runs[meshes[0]]]
         sending = [
@@ -174,13 +176,12 @@ def measured(args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def _checked(run: dict[str, Any]) -> dict[str, Any]:
-    """SystemExit where the planner counts otherwise than the ranks."""
+def require_planned(run: dict[str, Any]) -> None:
+    """SystemExit where the planner counts otherwise than a rank has."""
     for kind in run["bytes"].keys() | run["planned"].keys():
         difference = abs(run["bytes"].get(kind, 0) - run["planned"].get(kind, 0))
         if difference > (METRICS if kind == "all-reduce" else 0) and run["rates"]:
             sys.exit(f"counted and planned bytes differ for {kind}: {run['bytes']} and {run['planned']}")
-    return run
 
 
 def modelled(args: argparse.Namespace) -> list[dict[str, Any]]:

@@ -29,8 +29,8 @@ from typing import Any
 
 import record
 import torch
-import yaml
-from algorithms import ROOT, warm_start
+from algorithms import second_half, warm_start
+from record import ROOT
 
 from fsdptrain import Config
 from fsdptrain.algo.corrections import CORRECTIONS
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error("--vllm-python is missing: without vLLM use --engines hf")
     folder = (args.folder / ("quick" if args.quick else "full")).resolve()
     start = warm_start(0, folder / "warm-up", quick=args.quick)
-    rows = [] if args.fresh or args.quick or not RESULTS.exists() else json.loads(RESULTS.read_text())["runs"]
+    rows = [] if args.fresh or args.quick else record.kept_rows(RESULTS, begin)
     os.environ[KEY] = secrets.token_hex(8)
     with server(start, folder, args) as url:
         for seed in args.seeds:
@@ -149,22 +149,8 @@ def total(steps: Sequence[dict[str, float]], name: str) -> float:
 
 def recipe(engine: str, age: int, seed: int, start: Path, run: Path, url: str | None, *, quick: bool) -> dict[str, Any]:
     """The quickstart's second half, with an engine and an age."""
-    values = yaml.safe_load((ROOT / "recipes" / "quickstart.yaml").read_text())
-    num_rollouts = 2 if quick else NUM_ROLLOUTS
-    values["model"]["hf_checkpoint"] = str(start)
-    values["run"] = {
-        "seed": seed,
-        "output_dir": str(run),
-        "resume": "never",
-        "num_rollout": num_rollouts,
-        "eval_interval": num_rollouts,
-        "n_samples_per_eval_prompt": 2,
-        "eval_greedy": True,
-        "keep_last": 0,
-        "export": False,
-    }
-    values["rollout"] |= {"seed": seed, "engine": engine, "max_prompt_len": 80}  # the model has 128 positions
-    values["log"] = {"to": [], "num_samples": 0}
+    values = second_half(start, run, seed=seed, num_rollouts=2 if quick else NUM_ROLLOUTS, quick=quick)
+    values["rollout"] |= {"engine": engine, "max_prompt_len": 80}  # the model has 128 positions
     if age:
         values["sync"] = {"max_staleness": age}
     if engine == "vllm":
@@ -173,8 +159,6 @@ def recipe(engine: str, age: int, seed: int, start: Path, run: Path, url: str | 
         values["rollout"] |= {"urls": [url], "api_key_env": KEY}
     elif engine == "vllm-server":  # what the server is started with
         values["rollout"] |= {"num_servers": 1, "kv_cache_gib": 0.25, "engine_args": {"max_num_seqs": 256}}
-    if quick:
-        values["data"] |= {"data_size": 500, "eval_size": 16}
     return values
 
 

@@ -41,7 +41,7 @@ def one_round(root: Path, model: Path, folder: Path, args: argparse.Namespace) -
     flags = ["--hf-checkpoint", str(model), *RUN, *args.flags, "--output-dir", str(folder / "run")]
     flags += ["--resume", "never", "--seed", str(args.seed), "--data-size", str(args.data_size)]
     subprocess.run(["rm", "-rf", str(folder / "run")], check=True)
-    argv = [sys.executable, str(ROOT / "benchmarks" / "timed_run.py"), str(report), repr(time.time()), *flags]
+    argv = [sys.executable, str(ROOT / "benchmarks" / "timed_run.py"), str(report), repr(time.monotonic()), *flags]
     subprocess.run(argv, check=True, timeout=600, env=_environment(root), stdout=subprocess.DEVNULL)
     return json.loads(report.read_text())
 

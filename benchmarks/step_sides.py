@@ -16,9 +16,15 @@ from typing import Any
 import torch
 from transformers import Qwen3ForCausalLM
 
+from fsdptrain import Config
+from fsdptrain.algo.losses import LOSSES
+from fsdptrain.backends.fsdp import FSDPBackend
 from fsdptrain.fsdp.shards import local_shard
+from fsdptrain.platform import process_group
 from fsdptrain.testing import tiny_tokenizer
-from fsdptrain.types import Sample
+from fsdptrain.trainer.batches import PackingRules, make_batches
+from fsdptrain.trainer.scoring import Scorer
+from fsdptrain.types import LossConfig, LossOutput, Sample
 
 SIDES = ("ours", "packed", "stock", "compact")
 Step = Callable[[], dict[str, float]]
@@ -97,14 +103,6 @@ class Phases:
 
 @contextmanager
 def our_side(case: Case, samples: list[Sample], *, sharing: str) -> Iterator[Step]:
-    from fsdptrain import Config
-    from fsdptrain.algo.losses import LOSSES
-    from fsdptrain.backends.fsdp import FSDPBackend
-    from fsdptrain.platform import process_group
-    from fsdptrain.trainer.batches import PackingRules, make_batches
-    from fsdptrain.trainer.scoring import Scorer
-    from fsdptrain.types import LossConfig, LossOutput
-
     options = case.options
     config = Config(
         hf_checkpoint=case.policy,
@@ -158,63 +156,11 @@ def our_side(case: Case, samples: list[Sample], *, sharing: str) -> Iterator[Ste
 
 @contextmanager
 def trl_side(case: Case, samples: list[Sample], *, compact: bool) -> Iterator[Step]:
-    os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # it would say that rollout_func may change
-    import trl
-    import trl.trainer.utils
-    from datasets import Dataset
-
-    if compact:
-        trl.trainer.utils._use_triton = lambda _: True  # asked in one place: whether to score completions only
-    options = case.options
-
-    def rollout(prompts: list[str], _: Any) -> dict[str, Any]:
-        split = [sample.loss_mask.index(True) for sample in samples]
-        assert len(prompts) == len(samples)
-        return {
-            "prompt_ids": [s.token_ids[:at] for s, at in zip(samples, split, strict=True)],
-            "completion_ids": [s.token_ids[at:] for s, at in zip(samples, split, strict=True)],
-            "logprobs": [s.rollout_logprobs[at:] for s, at in zip(samples, split, strict=True)],
-        }
-
-    adapter = {}
-    if options.lora:
-        from peft import LoraConfig
-
-        adapter["peft_config"] = LoraConfig(r=options.lora, lora_alpha=32, target_modules="all-linear")
+    options, trainer = case.options, _trl_trainer(case, samples, compact=compact)
     num_micro = len(samples) // options.micro
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = trl.GRPOTrainer(
-            model=Qwen3ForCausalLM.from_pretrained(case.policy, dtype=torch.float32),
-            reward_funcs=lambda number, **_: [samples[i].reward for i in number],
-            args=trl.GRPOConfig(
-                output_dir=folder,
-                loss_type="dapo",
-                scale_rewards="none",
-                beta=options.kl,
-                use_bias_correction_kl=False,
-                max_completion_length=options.longest,
-                num_generations=compared(options),
-                per_device_train_batch_size=options.micro,
-                gradient_accumulation_steps=num_micro,
-                use_cpu=not torch.cuda.is_available(),
-                bf16=options.bf16,
-                report_to="none",
-                activation_checkpointing=False,
-            ),
-            train_dataset=Dataset.from_dict({"prompt": [""] * len(samples)}),
-            processing_class=tiny_tokenizer(),
-            rollout_func=rollout,
-            **adapter,
-        )
-    fill_adapter((name, p) for name, p in trainer.model.named_parameters() if p.requires_grad and options.lora)
-    if trainer.ref_model is not None:  # of the policy's weights: TRL takes no other
-        other = Qwen3ForCausalLM.from_pretrained(case.reference, dtype=torch.float32)
-        trainer.ref_model.load_state_dict(other.state_dict())
     trainer._last_loaded_step = trainer.state.global_step
     trainer.current_gradient_accumulation_steps = num_micro  # transformers' loop sets it
     trainer.model.train()
-    if options.checkpointing:
-        trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
     trained = [p for p in trainer.model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=0.0, weight_decay=0.0, fused=True)  # its default too
 
@@ -239,6 +185,64 @@ def trl_side(case: Case, samples: list[Sample], *, compact: bool) -> Iterator[St
         return {"loss": value, "grad_norm": norm.item(), "computed_tokens": width * len(samples), **seconds}
 
     yield step
+
+
+def _trl_trainer(case: Case, samples: list[Sample], *, compact: bool) -> Any:
+    """TRL's GRPOTrainer that is given `samples` in place of its own rollout."""
+    os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # it would say that rollout_func may change
+    import trl
+    import trl.trainer.utils
+    from datasets import Dataset
+
+    if compact:
+        trl.trainer.utils._use_triton = lambda _: True  # asked in one place: whether to score completions only
+    options = case.options
+
+    def rollout(prompts: list[str], _: Any) -> dict[str, Any]:
+        split = [sample.loss_mask.index(True) for sample in samples]
+        assert len(prompts) == len(samples)
+        return {
+            "prompt_ids": [s.token_ids[:at] for s, at in zip(samples, split, strict=True)],
+            "completion_ids": [s.token_ids[at:] for s, at in zip(samples, split, strict=True)],
+            "logprobs": [s.rollout_logprobs[at:] for s, at in zip(samples, split, strict=True)],
+        }
+
+    adapter = {}
+    if options.lora:
+        from peft import LoraConfig
+
+        adapter["peft_config"] = LoraConfig(r=options.lora, lora_alpha=32, target_modules="all-linear")
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = trl.GRPOTrainer(
+            model=Qwen3ForCausalLM.from_pretrained(case.policy, dtype=torch.float32),
+            reward_funcs=lambda number, **_: [samples[i].reward for i in number],
+            args=trl.GRPOConfig(
+                output_dir=folder,
+                loss_type="dapo",
+                scale_rewards="none",
+                beta=options.kl,
+                use_bias_correction_kl=False,
+                max_completion_length=options.longest,
+                num_generations=compared(options),
+                per_device_train_batch_size=options.micro,
+                gradient_accumulation_steps=len(samples) // options.micro,
+                use_cpu=not torch.cuda.is_available(),
+                bf16=options.bf16,
+                report_to="none",
+                activation_checkpointing=False,
+            ),
+            train_dataset=Dataset.from_dict({"prompt": [""] * len(samples)}),
+            processing_class=tiny_tokenizer(),
+            rollout_func=rollout,
+            **adapter,
+        )
+    fill_adapter((name, p) for name, p in trainer.model.named_parameters() if p.requires_grad and options.lora)
+    if trainer.ref_model is not None:  # of the policy's weights: TRL takes no other
+        other = Qwen3ForCausalLM.from_pretrained(case.reference, dtype=torch.float32)
+        trainer.ref_model.load_state_dict(other.state_dict())
+    if options.checkpointing:
+        trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
+    return trainer
 
 
 def fill_adapter(named: Iterable[tuple[str, torch.Tensor]]) -> None:

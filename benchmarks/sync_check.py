@@ -7,7 +7,8 @@ The cost of a check grows with the weights (checksums on both sides) and not wit
 tokens of prompts and 16 of answers, whatever a step trains on. So its share depends on the tokens of a step. Here they
 are about 30,000, on 2 M random parameters on a CPU; a GPU trains on hundreds of thousands. Numerator and denominator
 are seconds of the same step (`perf/sync_check_s`, which holds the checksums made while weights are handed over, and
-`perf/step_s`), so that a busy machine slows down both; the median over steps counts, without the first.
+`perf/step_s`), so that a busy machine slows down both; the median over steps counts, without the first. With
+--staleness above 0 generation goes on while the probe is answered, which then waits its turn.
 """
 
 import argparse
@@ -20,8 +21,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from record import header, write
-from throughput import ENGINES, ROOT, SIZES
+from record import ROOT, header, spread, write
+from throughput import ENGINES, SIZES
 
 from fsdptrain.planning.report import read_metrics
 from fsdptrain.testing import save_tiny_checkpoint
@@ -33,18 +34,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
     parser.add_argument("--vllm-python", help="Python of an environment with vLLM and what fsdptrain needs")
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1], metavar="K")
+    parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--quick", action="store_true", help="a small model and rollout; no file is written")
     args = parser.parse_args()
     if args.vllm_python is None and any(engine != "hf" for engine in args.engines):
         parser.error("--vllm-python is missing: without vLLM use --engines hf")
     begin = header()
-    rows = [measure(engine, args) for engine in args.engines]
+    rows = [measure(engine, age, args) for engine in args.engines for age in args.staleness]
     if not args.quick:
         write(RESULTS, {**begin, "results": rows})
 
 
-def measure(engine: str, args: argparse.Namespace) -> dict[str, Any]:
+def measure(engine: str, age: int, args: argparse.Namespace) -> dict[str, Any]:
     """One run."""
     steps, samples, length, size = (3, 2, 16, "0.1M") if args.quick else (args.steps, 16, 64, "2M")
     with tempfile.TemporaryDirectory() as folder:
@@ -54,8 +56,11 @@ def measure(engine: str, args: argparse.Namespace) -> dict[str, Any]:
             "reward": "exact", "num-rollout": steps, "rollout-batch-size": 16, "n-samples-per-prompt": samples,
             "rollout-max-response-len": length, "rollout-max-prompt-len": 128, "max-tokens-per-gpu": 2048,
             "lr": 1e-4, "eval-interval": 0,
-            "rollout-engine": engine, "sync-check": "every", "output-dir": Path(folder) / "run", "keep-last": 0,
+            "rollout-engine": engine, "sync-check": "every", "max-staleness": age,
+            "output-dir": Path(folder) / "run", "keep-last": 0,
         }  # fmt: skip
+        if age:
+            flags |= {"mismatch-correction": "icepop"}
         if engine != "hf":
             flags |= {"rollout-kv-cache-gib": 0.25}
         if engine == "vllm-server":
@@ -68,11 +73,12 @@ def measure(engine: str, args: argparse.Namespace) -> dict[str, Any]:
         rows = [row for row in read_metrics(Path(folder) / "run") if row.get("perf/sync_check_s")][1:]
     row = {
         "engine": engine,
+        "max_staleness": age,
         "model": size,
-        "share": round(statistics.median(r["perf/sync_check_s"] / r["perf/step_s"] for r in rows), 4),
+        "share": spread(r["perf/sync_check_s"] / r["perf/step_s"] for r in rows),
         "sync_check_s": round(statistics.median(r["perf/sync_check_s"] for r in rows), 3),
         "step_s": round(statistics.median(r["perf/step_s"] for r in rows), 2),
-        "steps": len(rows),
+        "runs": [{"sync_check_s": r["perf/sync_check_s"], "step_s": r["perf/step_s"]} for r in rows],
         "load_average": round(os.getloadavg()[0], 1),
     }
     print(json.dumps(row), flush=True)

@@ -22,13 +22,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from record import header, write
+from record import ROOT, header, spread, write
 
-ROOT = Path(__file__).resolve().parents[1]
 ENGINES = ("hf", "vllm", "vllm-server")
 VOCAB = 264
 SIZES = {
@@ -57,6 +57,9 @@ def main() -> None:
     parser.add_argument("--num-prompts", type=int, default=16)
     parser.add_argument("--num-samples", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument(
+        "--compile", action="store_true", help="let our vLLM compile, as TRL's does; on a CPU it is eager"
+    )
     parser.add_argument("--quick", action="store_true", help="a small model and rollout; that it runs, not how fast")
     parser.add_argument("--json", type=Path, help="write the report to this file")
     parser.add_argument("--side", help=argparse.SUPPRESS)  # of a process that this program starts
@@ -103,7 +106,12 @@ def start(side: str, model: Path, args: argparse.Namespace) -> "subprocess.Popen
     """Its process; it waits until it is asked."""
     python = {"vllm": args.vllm_python, "trl": args.trl_python}.get(side, sys.executable)
     own = ["--side", side, "--model", str(model), "--vllm-python", str(args.vllm_python)]
-    own += ["--num-prompts", str(args.num_prompts), "--num-samples", str(args.num_samples)]
+    own += ["--compile"] * args.compile + [
+        "--num-prompts",
+        str(args.num_prompts),
+        "--num-samples",
+        str(args.num_samples),
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
     command = [str(python), str(Path(__file__).resolve()), *own, "--max-tokens", str(args.max_tokens)]
     pipe = subprocess.PIPE
@@ -127,8 +135,8 @@ def run_side(args: argparse.Namespace) -> None:
         return
     from fsdptrain.platform import process_group
 
-    with process_group(600):
-        serve(engine_side(args))
+    with process_group(600), engine_side(args) as make:
+        serve(make)
 
 
 def serve(make: Callable[[], Round]) -> None:
@@ -145,7 +153,8 @@ def prompts(args: argparse.Namespace) -> list[list[int]]:
     return [torch.randint(10, VOCAB, (n,), generator=generator).tolist() for n in lengths]
 
 
-def engine_side(args: argparse.Namespace) -> Callable[[], Round]:
+@contextmanager
+def engine_side(args: argparse.Namespace) -> Iterator[Callable[[], Round]]:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -157,7 +166,10 @@ def engine_side(args: argparse.Namespace) -> Callable[[], Round]:
     options: dict[str, Any] = {"hf_checkpoint": str(args.model), "bf16": False, "rollout_engine": args.side}
     options |= {"rollout_max_response_len": args.max_tokens, "rollout_max_prompt_len": 80, "output_dir": "run"}
     if args.side != "hf":
-        options |= {"rollout_kv_cache_gib": 0.25, "rollout_engine_args": {"max_num_seqs": 256}}
+        options |= {
+            "rollout_kv_cache_gib": 0.25,
+            "rollout_engine_args": {"max_num_seqs": 256, "enforce_eager": not args.compile},
+        }
     if args.side == "vllm-server":
         options |= {"rollout_num_servers": 1, "rollout_server_python": str(args.vllm_python)}
     device = local_device()
@@ -182,7 +194,10 @@ def engine_side(args: argparse.Namespace) -> Callable[[], Round]:
         engine.sleep()
         return {"tokens": tokens, "hand_over": pushed - begin, "generate": end - pushed}
 
-    return make
+    try:
+        yield make
+    finally:
+        engine.close()
 
 
 def trl_side(args: argparse.Namespace) -> Callable[[], Round]:
@@ -209,8 +224,7 @@ def trl_side(args: argparse.Namespace) -> Callable[[], Round]:
 
 
 def summary(size: str, side: str, rounds: dict[str, list[Round]]) -> dict[str, Any]:
-    """Of one side; ratios are medians over rounds of what one round of it and of `hf` gave."""
-
+    """Of one side; ratios are those of what one round of it and of `hf` gave."""
     own = rounds[side]
     hands_over = all("hand_over" in found for found in own)
 
@@ -220,10 +234,10 @@ def summary(size: str, side: str, rounds: dict[str, list[Round]]) -> dict[str, A
     def generation(found: Round) -> float:
         return found["tokens"] / found["generate"]
 
-    def to_hf(speed: Callable[[Round], float]) -> float | None:
+    def to_hf(speed: Callable[[Round], float]) -> dict[str, float] | None:
         pairs = zip(own, rounds.get("hf", []), strict=False)
         ratios = [speed(own) / speed(other) for own, other in pairs]
-        return round(statistics.median(ratios), 2) if ratios else None
+        return spread(ratios) if ratios else None
 
     return {
         "model": size,

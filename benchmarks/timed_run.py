@@ -1,7 +1,7 @@
 """`fsdptrain [flags]` until its first optimizer step is done, with the seconds of each part of the way as JSON: of wall
 time, and of CPU time of this process.
 
-    python benchmarks/timed_run.py REPORT BEGIN [flags]     # BEGIN: when the command was given, in seconds since 1970
+    python benchmarks/timed_run.py REPORT BEGIN [flags]     # BEGIN: time.monotonic() when the command was given
 
 `startup.py` calls it. The command is the real one; its functions are timed from outside, by a clock around each. A part
 that runs within another is not counted there. One process, one device.
@@ -19,14 +19,14 @@ from typing import Any
 
 
 def now() -> tuple[float, float]:
-    return time.perf_counter(), time.process_time()
+    return time.monotonic(), time.process_time()
 
 
 class Parts:
     """Seconds (wall, CPU) by part, in the order in which parts began; `rest` is what no part took."""
 
     def __init__(self, begin: float) -> None:
-        self.seconds = {"interpreter": (time.time() - begin, time.process_time())}
+        self.seconds = {"interpreter": (time.monotonic() - begin, time.process_time())}
         self._begin = begin
         self._inner = [(0.0, 0.0)]  # seconds of parts within those that are open
 
@@ -55,7 +55,7 @@ class Parts:
 
     def report(self) -> dict[str, dict[str, float]]:
         """clock -> part -> seconds."""
-        totals = {"wall": time.time() - self._begin, "cpu": time.process_time()}
+        totals = {"wall": time.monotonic() - self._begin, "cpu": time.process_time()}
         found = {}
         for place, (clock, total) in enumerate(totals.items()):
             own = {name: seconds[place] for name, seconds in self.seconds.items()}

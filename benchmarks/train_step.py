@@ -23,12 +23,10 @@ the whole step is waited for. --bf16: our compute dtype, and autocast for TRL, b
 
 import argparse
 import json
-import math
 import multiprocessing
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
@@ -36,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from record import header, peak_mib, spread, start_peak, table, write
+from record import TOLERANCES, header, measured, require_agreement, spread, table, write
 from step_sides import SIDES, Case, make_samples, our_side, trl_side
 from traced import draw, longest, parts
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -44,18 +42,15 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from fsdptrain.testing import tiny_tokenizer
 
 PHASES = ("prepare", "score", "forward", "backward and optimizer")
-TOLERANCES = {False: 1e-4, True: 5e-2}  # relative, of loss and gradient norm: float32, added up in other orders; bf16
-
-
-def on_gpu() -> bool:
-    return torch.cuda.is_available()
 
 
 def work(side: str, case: Case, pipe: Connection) -> None:
     """A process of one side: a step for each message, until there are no more."""
     samples = make_samples(case)
     if side in ("ours", "packed"):
-        made = our_side(case, samples, sharing="off" if side == "packed" else "on" if on_gpu() else "auto")
+        made = our_side(
+            case, samples, sharing="off" if side == "packed" else "on" if torch.cuda.is_available() else "auto"
+        )
     else:
         made = trl_side(case, samples, compact=side == "compact")
     with ExitStack() as opened:
@@ -71,13 +66,7 @@ def work(side: str, case: Case, pipe: Connection) -> None:
                     step()
                 pipe.send({"parts": parts(tracer), "operations": longest(tracer)})
                 continue
-            start_peak()
-            wall, cpu = time.perf_counter(), time.process_time()
-            found = step()
-            if on_gpu():
-                torch.cuda.synchronize()
-            found |= {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu, "peak_mib": peak_mib()}
-            pipe.send(found)
+            pipe.send(measured(step))
 
 
 def measure(case: Case) -> Iterator[dict[str, Any]]:
@@ -103,7 +92,7 @@ def measure(case: Case) -> Iterator[dict[str, Any]]:
         for side in pipes if number % 2 else reversed(pipes):
             pipes[side].send("step")
             found[side] = pipes[side].recv()
-        require_agreement(found, TOLERANCES[case.options.bf16])
+        require_agreement(found, TOLERANCES[case.options.bf16], case=case.name)
         print(f"  {case.name}: " + ", ".join(f"{s} {r['wall_s']:.2f} s" for s, r in found.items()), file=sys.stderr)
         if number:  # the first warms up
             runs.append(found)
@@ -116,14 +105,6 @@ def measure(case: Case) -> Iterator[dict[str, Any]]:
         pipe.send("end")
     for worker in workers:
         worker.join()
-
-
-def require_agreement(found: dict[str, dict[str, float]], tolerance: float) -> None:
-    for name in ("loss", "grad_norm"):
-        values = {side: run[name] for side, run in found.items()}
-        low, high = min(values.values()), max(values.values())
-        if not all(map(math.isfinite, values.values())) or not high - low <= tolerance * max(abs(low), abs(high), 1e-2):
-            sys.exit(f"the sides do not agree: {name} is {values}")
 
 
 def summary(runs: list[dict[str, dict[str, float]]], tokens: int) -> dict[str, Any]:

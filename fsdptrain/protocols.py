@@ -79,8 +79,8 @@ class ModelCopy(Protocol):
         """In messages."""
         ...
 
-    def checksums(self, names: Collection[str], kind: ChecksumKind = "bits") -> Mapping[str, int]:
-        """As of `CheckedEngine`; none where another rank looks at this copy. CopyGoneError."""
+    def checksums(self, names: Collection[str], kind: ChecksumKind = "bits") -> Mapping[str, int] | None:
+        """As of `CheckedEngine`; None where another rank looks at this copy. CopyGoneError."""
         ...
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]: ...

@@ -3,7 +3,6 @@
 import io
 import multiprocessing
 import os
-import socket
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -21,6 +20,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from fsdptrain import platform
 from fsdptrain.protocols import Naming
+from fsdptrain.rollout.vllm_process import free_port
 from fsdptrain.types import Completion, Prompt, SamplingParams
 
 # What a process imports before it is a rank or a command: once, in the server that all of them are forked from.
@@ -155,12 +155,6 @@ def rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _collect(pipes: list[Connection], deadline: float) -> list[Any]:

@@ -272,7 +272,7 @@ def _lengths(config: Config) -> Iterator[Problem]:
         )
     if config.rollout.engine == "hf":
         reason = "with --rollout-engine hf: leave it out, or use --rollout-engine vllm"
-        yield from without_effect(config, "rollout_engine_args rollout_kv_cache_gib", reason)
+        yield from without_effect(config, "rollout_engine_args rollout_kv_cache_gib rollout_timeout", reason)
     if config.rollout.engine in ("vllm", SERVER_ENGINE):
         reason = f"with --rollout-engine {config.rollout.engine}, which sizes its own cache"
         yield from without_effect(config, "rollout_max_batch_tokens", reason)

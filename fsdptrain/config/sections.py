@@ -254,6 +254,9 @@ class RolloutConfig(Section):
     """vllm: options of vLLM's own, as key=value or as one JSON object, e.g. max_num_seqs=512."""
     kv_cache_gib: float | None = Field(default=None, gt=0.0)
     """vllm: memory for its key-value cache. Default: on a GPU as vLLM decides, on a CPU 1. [GiB]"""
+    timeout: float = Field(default=7200.0, gt=0.0)
+    """vllm-server: longest that one request may take from when it was sent. vllm: that one call with all prompts of a
+    rank may take, or one hand-over of weights. What takes longer ends the run. [s]"""
     urls: Names = Field(default=[])
     """vllm-server: servers that run, e.g. http://127.0.0.1:8000. docs/rollouts.md says how to start them."""
     num_servers: int | None = Field(default=None, ge=1)

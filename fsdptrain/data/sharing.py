@@ -6,8 +6,8 @@ slowest ranks are done first is taken.
 """
 
 import math
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, replace
 
 from fsdptrain.data.packing import (
     QUADRATIC_COST,
@@ -50,44 +50,63 @@ def plan_shared(
     plain = plan_packs(lengths, quadratic_cost=quadratic_cost, **limits)
     if not families:
         return plain
-    costs = sequence_costs(lengths, quadratic_cost)
-    prompt_costs = sequence_costs([length for _, length in prompts], quadratic_cost)
-    alone = sorted(set(range(len(lengths))).difference(*families))
-    shared = {prompts[family[0]] for family in families}
-
-    def tokens_of(unit: Sequence[int]) -> int:
-        return sum(lengths[i] for i in unit) - prompts[unit[0]][1] * (len(unit) - 1)
-
-    def size_of(unit: Sequence[int]) -> int:
-        return max(tokens_of(unit), -(-sum(lengths[i] for i in unit) // MOST_SHARED))
-
-    def cost_of(unit: Sequence[int]) -> float:
-        return math.fsum(costs[i] for i in unit) - prompt_costs[unit[0]] * (len(unit) - 1)
-
-    def plan(parts: int) -> PackPlan:
-        units = [[i] for i in alone]
-        for family in families:
-            for part in range(min(parts, len(family))):
-                units += _cut(family[part::parts], lengths, prompts[family[0]][1], max_tokens)
-        filled = fill_packs([size_of(u) for u in units], [cost_of(u) for u in units], **limits)
-        packs = [_together([i for unit in pack for i in units[unit]], prompts, shared) for pack in filled]
-        num_tokens = sum(tokens_of(unit) for pack in packs for unit in pack)
-        found = deal_packs(
-            [[i for unit in pack for i in unit] for pack in packs],
-            [math.fsum(cost_of(unit) for unit in pack) for pack in packs],
-            num_tokens=num_tokens,
-            **limits,
-        )
-        return replace(found, shared=1 - num_tokens / sum(lengths))
-
-    ideal = (math.fsum(cost_of(f) for f in families) + math.fsum(costs[i] for i in alone)) / num_ranks
+    samples = _Samples(
+        lengths,
+        prompts,
+        costs=sequence_costs(lengths, quadratic_cost),
+        prompt_costs=sequence_costs([length for _, length in prompts], quadratic_cost),
+    )
+    alone = [[i] for i in sorted(set(range(len(lengths))).difference(*families))]
+    ideal = math.fsum(map(samples.cost, [*families, *alone])) / num_ranks
     best: PackPlan | None = None
     parts, most = 1, max(len(family) for family in families)
     while best is None or (best.cost > _NEARLY_BALANCED * ideal and parts < 2 * most):
-        found = plan(parts)
+        units = alone.copy()
+        for family in families:
+            for part in range(min(parts, len(family))):
+                units += _cut(family[part::parts], lengths, prompts[family[0]][1], max_tokens)
+        found = _plan(samples, units, {prompts[family[0]] for family in families}, **limits)
         best = found if best is None or found.cost < best.cost else best
         parts *= 2
     return best if always or best.cost < (1 - MIN_GAIN) * plain.cost else plain
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """Of one rollout, and what some of them with one prompt, a unit, take in a pack. [tokens]"""
+
+    lengths: Sequence[int]
+    prompts: Sequence[tuple[int, int]]
+    costs: Sequence[float]
+    prompt_costs: Sequence[float]
+
+    def tokens(self, unit: Sequence[int]) -> int:
+        """That are computed."""
+        return sum(self.lengths[i] for i in unit) - self.prompts[unit[0]][1] * (len(unit) - 1)
+
+    def size(self, unit: Sequence[int]) -> int:
+        """Of the budget of a pack."""
+        return max(self.tokens(unit), -(-sum(self.lengths[i] for i in unit) // MOST_SHARED))
+
+    def cost(self, unit: Sequence[int]) -> float:
+        return math.fsum(self.costs[i] for i in unit) - self.prompt_costs[unit[0]] * (len(unit) - 1)
+
+
+def _plan(
+    samples: _Samples, units: Sequence[list[int]], shared: Set[tuple[int, int]], *, num_ranks: int, max_tokens: int
+) -> PackPlan:
+    """`units` in packs; those of one of the prompts `shared` that meet in a pack are one there."""
+    limits = {"num_ranks": num_ranks, "max_tokens": max_tokens}
+    filled = fill_packs([samples.size(u) for u in units], [samples.cost(u) for u in units], **limits)
+    packs = [_together([i for unit in pack for i in units[unit]], samples.prompts, shared) for pack in filled]
+    num_tokens = sum(samples.tokens(unit) for pack in packs for unit in pack)
+    found = deal_packs(
+        [[i for unit in pack for i in unit] for pack in packs],
+        [math.fsum(map(samples.cost, pack)) for pack in packs],
+        num_tokens=num_tokens,
+        **limits,
+    )
+    return replace(found, shared=1 - num_tokens / sum(samples.lengths))
 
 
 def _families(prompts: Sequence[tuple[int, int]], *, shortest: int) -> list[list[int]]:
@@ -115,7 +134,7 @@ def _cut(family: Sequence[int], lengths: Sequence[int], prompt: int, max_tokens:
 
 
 def _together(
-    members: Sequence[int], prompts: Sequence[tuple[int, int]], shared: Collection[tuple[int, int]]
+    members: Sequence[int], prompts: Sequence[tuple[int, int]], shared: Set[tuple[int, int]]
 ) -> list[list[int]]:
     """The members of a pack, those of one shared prompt together, any other by itself."""
     found: dict[object, list[int]] = {}

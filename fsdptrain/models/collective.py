@@ -34,12 +34,12 @@ def sum_over_ranks(values: Sequence[float]) -> list[float]:
     return total.tolist()
 
 
-def anyone(condition: bool) -> bool:
-    """Whether it holds on some rank; collective."""
+def anyone(condition: bool, ranks: dist.ProcessGroup | None = None) -> bool:
+    """Whether it holds on some rank of all, or of `ranks`, a group for CPU tensors; collective."""
     if not dist.is_initialized():
         return condition
     flag = torch.tensor(int(condition))
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=ranks)
     return bool(flag.item())
 
 

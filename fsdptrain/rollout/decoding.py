@@ -25,6 +25,23 @@ class Row:
     sample: int  # index among the samples of that prompt
 
 
+@dataclass
+class _Read:
+    """What the model needs to read one more token of each row [R]."""
+
+    cache: Cache
+    positions: Tensor  # of the first token of the response [R, 1]
+    mask: Tensor | None  # [R, P], later with room for the response; None: nothing is padded
+    turned: Tensor | None  # by how much rotary positions are ahead of these [R, 1]; None: not at all
+
+    def take(self, rows: Tensor) -> None:
+        """Row i becomes what row `rows[i]` was: rows may repeat, or be left out."""
+        select_rows(self.cache, rows)
+        self.positions = self.positions[rows]
+        self.mask = None if self.mask is None else self.mask[rows]
+        self.turned = None if self.turned is None else self.turned[rows]
+
+
 def plan_chunks(
     lengths: Sequence[int], limits: Sequence[int], *, num_samples: int, max_batch_tokens: int
 ) -> list[list[Row]]:
@@ -70,16 +87,15 @@ def decode(
     device, num_steps = uniforms.device, uniforms.shape[1]
     stop = torch.tensor(stop_token_ids, dtype=torch.int64, device=device)
     truncation = Truncation(sampling.top_p, sampling.top_k, sampling.min_p)
-    logits, cache, mask, positions, turned = prefill(model, prompts, device=device)
+    logits, read = prefill(model, prompts, device=device)
     if recorder is not None:
         recorder.read_prompts()
 
     rows = torch.tensor(prompt_of_row, device=device)
-    select_rows(cache, rows)  # a copy of its prompt's cache for each row
-    logits, positions = logits[rows], positions[rows]
-    turned = turned[rows] if turned is not None else None
-    if mask is not None:
-        mask = torch.cat([mask[rows], mask.new_ones(uniforms.shape)], dim=1)  # [R, P + S]
+    logits = logits[rows]
+    read.take(rows)  # a copy of its prompt's cache for each row
+    if read.mask is not None:
+        read.mask = torch.cat([read.mask, read.mask.new_ones(uniforms.shape)], dim=1)  # [R, P + S]
 
     active = torch.arange(len(rows), device=device)  # rows of the result that are in the cache
     finished = torch.zeros_like(active, dtype=torch.bool)
@@ -87,12 +103,8 @@ def decode(
     tokens = torch.zeros(uniforms.shape, dtype=torch.int64, device=device)
     logprobs = torch.zeros(uniforms.shape, dtype=torch.float32, device=device)
     for step in range(num_steps):
-        token, logprob = sample(
-            logits,
-            uniforms[active, step],
-            temperature=sampling.temperature,
-            truncation=truncation,
-        )
+        draws = uniforms[active, step]
+        token, logprob = sample(logits, draws, temperature=sampling.temperature, truncation=truncation)
         tokens[active, step], logprobs[active, step] = token, logprob
         finished |= (token[:, None] == stop).any(-1) | (limits[:, 0] == step + 1)
         if step + 1 == num_steps:
@@ -102,27 +114,21 @@ def decode(
             if len(going) == 0:
                 break
             if len(going) < (1.0 - _DROP_SHARE) * len(active):
-                select_rows(cache, going)
-                active, finished, token = (x[going] for x in (active, finished, token))
-                positions, limits = positions[going], limits[going]
-                mask = mask[going] if mask is not None else None
-                turned = turned[going] if turned is not None else None
-        seen = mask[:, : mask.shape[1] - num_steps + step + 1] if mask is not None else None
+                read.take(going)
+                active, finished, limits, token = (x[going] for x in (active, finished, limits, token))
+        seen = None if read.mask is None else read.mask[:, : read.mask.shape[1] - num_steps + step + 1]
         # a row behind its limit must not pass the model's last position
-        place = positions + (limits - 1).clamp(max=step)
-        if turned is not None:
-            place = torch.stack([place, *3 * [place + turned]])
-        logits = forward(model, token[:, None], seen, place, cache)
+        place = read.positions + (limits - 1).clamp(max=step)
+        if read.turned is not None:
+            place = torch.stack([place, *3 * [place + read.turned]])
+        logits = forward(model, token[:, None], seen, place, read.cache)
         if recorder is not None:
             recorder.read_tokens(active)
     return tokens.cpu(), logprobs.cpu()
 
 
-def prefill(
-    model: PreTrainedModel, prompts: Sequence[Prompt], *, device: torch.device
-) -> tuple[Tensor, Cache, Tensor | None, Tensor, Tensor | None]:
-    """Logits of the next token [N, V], the cache, the mask [N, P] (None: nothing is padded), next positions [N, 1], and
-    by how much rotary positions are ahead of these [N, 1] (None: not at all)."""
+def prefill(model: PreTrainedModel, prompts: Sequence[Prompt], *, device: torch.device) -> tuple[Tensor, _Read]:
+    """Logits of the next token [N, V], and what it takes to read that."""
     lengths = torch.tensor([len(prompt.token_ids) for prompt in prompts])
     width = int(lengths.max())
     ids = torch.tensor([[0] * (width - len(prompt.token_ids)) + list(prompt.token_ids) for prompt in prompts]).to(
@@ -140,7 +146,7 @@ def prefill(
         positions = seen.pop("position_ids")
         turned = positions[1:].amax((0, 2))[:, None] + 1 - lengths[:, None].to(device)
     logits = forward(model, ids, mask, positions, cache, **seen)
-    return logits, cache, mask, lengths[:, None].to(device), turned
+    return logits, _Read(cache, lengths[:, None].to(device), mask, turned)
 
 
 def select_rows(cache: Cache, rows: Tensor) -> None:

@@ -20,9 +20,10 @@ from transformers import AutoConfig
 from fsdptrain import platform
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError, RolloutError
-from fsdptrain.models.collective import together
+from fsdptrain.models.collective import anyone, together
 from fsdptrain.protocols import Naming
 from fsdptrain.registry import suggest
+from fsdptrain.rollout.call_limit import CallLimit
 from fsdptrain.rollout.delta import DeltaFilter
 from fsdptrain.rollout.engine_ranks import ask_together
 from fsdptrain.rollout.sampling import seed_of
@@ -46,6 +47,8 @@ _OURS = frozenset(
 )
 _SPREAD = frozenset({"pipeline_parallel_size", "data_parallel_size"})
 CPU_WORKER = "fsdptrain.rollout.vllm_cpu_worker.Worker"
+_STEPS_BETWEEN = 16  # in which ranks that share an engine agree on what time it is
+_GENERATE, _UPDATE = "generate of --rollout-engine vllm", "a hand-over to --rollout-engine vllm"
 
 
 class VLLMEngine:
@@ -58,7 +61,7 @@ class VLLMEngine:
 
     weight_naming: Naming = "hub"
 
-    def __init__(self, checkpoint: Path, *, trust_remote_code: bool = False, **options: Any) -> None:
+    def __init__(self, checkpoint: Path, *, limit: CallLimit, trust_remote_code: bool = False, **options: Any) -> None:
         """`options` are vLLM's own (`vllm.LLM`); those that exactness rests on are set here and cannot be changed."""
         vllm = _import_vllm()
         self._vllm = vllm
@@ -77,6 +80,9 @@ class VLLMEngine:
         self._llm = vllm.LLM(**options, trust_remote_code=trust_remote_code)
         self._adapter = _adapter_slot(self._llm) if options.get("enable_lora") else None
         self._ranks = _ranks_of_engine() if options.get("tensor_parallel_size", 1) > 1 else None
+        self._limit = limit
+        self._num_steps = 0  # of the present `generate`
+        self._step, self._llm.llm_engine.step = self._llm.llm_engine.step, self._checked_step
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """Take the tensors of a checkpoint, by the names of its files, layer by layer; forget every cached prefix.
@@ -86,7 +92,7 @@ class VLLMEngine:
         self._has_weights = False  # half an update must not answer
         partial, sent = not self._delta.is_empty, iter(weights)
         changed = self._delta.changed(sent)
-        with together(RolloutError, "--rollout-engine vllm"):
+        with self._limit.around(_UPDATE), together(RolloutError, "--rollout-engine vllm"):
             try:
                 self._llm.collective_rpc(_reload, kwargs={"weights": changed, "partial": partial})
             finally:
@@ -102,7 +108,7 @@ class VLLMEngine:
         """Take an adapter in place of the one before; the weights that it stands beside are the checkpoint's."""
         self._has_weights = False
         tensors = {name: tensor.cpu().contiguous() for name, tensor in weights}
-        with together(RolloutError, "--lora-sync adapter"):
+        with self._limit.around(_UPDATE), together(RolloutError, "--lora-sync adapter"):
             assert self._adapter is not None, "vLLM was started with --lora-sync adapter"
             self._adapter.load(tensors, write_config, policy_version)
             self._begin(policy_version)
@@ -128,25 +134,41 @@ class VLLMEngine:
         """`num_samples` completions for each prompt, prompt by prompt, in order; each request has its own seed."""
         if not self._has_weights:
             raise RolloutError("vLLM has no weights: call update_weights first, also after sleep()")
-        if self._ranks is not None:
-            return ask_together(self._ranks, self._ask, prompts, sampling)
-        return self._ask(prompts, sampling)
+        with self._limit.around(_GENERATE, checked=True):
+            if self._ranks is not None:
+                return ask_together(self._ranks, self._ask, prompts, sampling)
+            return self._ask(prompts, sampling)
 
     def _ask(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
         if not prompts:
             return []
         asked = [(prompt, k) for prompt in prompts for k in range(sampling.num_samples)]
-        outputs = self._llm.generate(
-            [{"prompt_token_ids": prompt.token_ids} for prompt, _ in asked],
-            [self._params(prompt, k, sampling) for prompt, k in asked],
-            use_tqdm=False,
-            lora_request=self._adapter.request if self._adapter else None,
-        )
+        self._num_steps = 0
+        try:
+            outputs = self._llm.generate(
+                [{"prompt_token_ids": prompt.token_ids} for prompt, _ in asked],
+                [self._params(prompt, k, sampling) for prompt, k in asked],
+                use_tqdm=False,
+                lora_request=self._adapter.request if self._adapter else None,
+            )
+        except RolloutError:  # ours: vLLM still works on them
+            engine = self._llm.llm_engine
+            engine.abort_request(list(engine.output_processor.request_states), internal=True)
+            raise
         self._cached_tokens = sum(out.num_cached_tokens or 0 for out in outputs)
         return [
             self._completion(prompt, out.outputs[0], sampling.with_routes)
             for (prompt, _), out in zip(asked, outputs, strict=True)
         ]
+
+    def _checked_step(self) -> Any:
+        """In place of the step that vLLM's loop takes again and again. Ranks that share an engine end it together."""
+        ranks, self._num_steps = self._ranks, self._num_steps + 1
+        if ranks is None or self._num_steps % _STEPS_BETWEEN == 0:
+            is_over = self._limit.is_over
+            if is_over if ranks is None else anyone(is_over, ranks):
+                raise self._limit.error(_GENERATE)
+        return self._step()
 
     def checksums(self, names: Collection[str], kind: ChecksumKind = "bits") -> Mapping[str, int]:
         """Of the layers that answer: of those of `names` that vLLM keeps as a checkpoint does, fused or not."""
@@ -225,7 +247,9 @@ def build_vllm_engine(config: Config, *, checkpoint: Path, device: torch.device)
         options["kv_cache_memory_bytes"] = int((rollout.kv_cache_gib or 1.0) * platform.GIB)
     if config.lora.sync == "adapter":
         options |= adapter_options(config.lora)
-    options |= _parallel_options(rollout.engine_args.get("tensor_parallel_size", 1), on_gpu=on_gpu)
+    options |= _parallel_options(
+        rollout.engine_args.get("tensor_parallel_size", 1), on_gpu=on_gpu, timeout_s=config.launch.dist_timeout
+    )
     for name in rollout.engine_args:
         if name in _OURS:
             raise ConfigError(
@@ -241,7 +265,8 @@ def build_vllm_engine(config: Config, *, checkpoint: Path, device: torch.device)
         if name not in known:
             raise ConfigError(f"--rollout-engine-args {name}: vLLM has no such option{suggest(name, known)}")
     options |= {**rollout.engine_args, **derived_options(config, checkpoint, device.type)}
-    return VLLMEngine(checkpoint, trust_remote_code=config.model.trust_remote_code, **options)
+    limit = CallLimit(rollout.timeout, Path(config.run.output_dir) / "stacks", dist.get_rank())
+    return VLLMEngine(checkpoint, limit=limit, trust_remote_code=config.model.trust_remote_code, **options)
 
 
 def _reload(worker: Any, *, weights: Iterable[tuple[str, Tensor]], partial: bool) -> None:
@@ -258,8 +283,13 @@ def _reload(worker: Any, *, weights: Iterable[tuple[str, Tensor]], partial: bool
         reload.finish()
 
 
-def _parallel_options(tensor_size: int, *, on_gpu: bool) -> dict[str, Any]:
-    """Our ranks are vLLM's workers: `tensor_size` neighbours are one engine."""
+def _parallel_options(tensor_size: Any, *, on_gpu: bool, timeout_s: int) -> dict[str, Any]:
+    """Our ranks are vLLM's workers: `tensor_size` neighbours are one engine, whose waits for each other end after
+    `timeout_s`, as those of all ranks do."""
+    if type(tensor_size) is not int or tensor_size < 1:
+        raise ConfigError(
+            f"--rollout-engine-args tensor_parallel_size={tensor_size!r}: give a whole number of ranks, 1 or more"
+        )
     num_ranks = dist.get_world_size()
     if num_ranks % tensor_size:
         raise ConfigError(
@@ -268,8 +298,12 @@ def _parallel_options(tensor_size: int, *, on_gpu: bool) -> dict[str, Any]:
         )
     if num_ranks == 1:
         return {}
-    worker = {} if on_gpu or tensor_size == 1 else {"worker_cls": CPU_WORKER}
-    return {"distributed_executor_backend": "external_launcher", **worker}
+    options: dict[str, Any] = {"distributed_executor_backend": "external_launcher"}
+    if tensor_size > 1:
+        options |= {"distributed_timeout_seconds": timeout_s, "cpu_distributed_timeout_seconds": timeout_s}
+    if tensor_size > 1 and not on_gpu:
+        options["worker_cls"] = CPU_WORKER
+    return options
 
 
 def _ranks_of_engine() -> dist.ProcessGroup:

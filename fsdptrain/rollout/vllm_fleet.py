@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 
+from fsdptrain.config.server_checks import LOOK_S
 from fsdptrain.errors import ConfigError, RolloutError
-from fsdptrain.rollout.vllm_http import GivenUp, ServerGoneError, ServerRefusedError, VLLMClient
+from fsdptrain.rollout.vllm_http import GivenUp, ServerError, ServerGoneError, ServerRefusedError, VLLMClient
 from fsdptrain.rollout.vllm_process import ServerProcess
 from fsdptrain.rollout.weight_push import Deadline, FilePush, Push, Weights, update
 
@@ -62,12 +63,13 @@ class Fleet:
         start_timeout: float,
         min_servers: int,
         keep_requests: bool = False,
-        require_fitting: Callable[[VLLMClient], None] = lambda client: None,
+        require_fitting: Callable[..., None] = lambda client, timeout: None,
         prove: Callable[[VLLMClient, Weights, Deadline], None] = lambda client, weights, deadline: None,
     ) -> None:
-        """`keep_requests`: what servers work on goes on after they took new weights. `require_fitting`: ConfigError of
-        one that somebody has started otherwise than it must be. `prove`: ServerError of one that took the place of
-        another, and does not hold the weights that it was given; the others are looked at by --sync-check."""
+        """`keep_requests`: what servers work on goes on after they took new weights. `require_fitting`(client,
+        timeout=): ConfigError of one that somebody has started otherwise than it must be. `prove`: ServerError of one
+        that took the place of another, and does not hold the weights that it was given; the others are looked at by
+        --sync-check."""
         self._servers = list(servers)
         self._push = push
         self._sync_timeout = sync_timeout
@@ -157,14 +159,17 @@ class Fleet:
             if isinstance(error, ConfigError):
                 server.why = str(error)
                 log.warning("%s; the run goes on without it", error)
+            elif error is not None and not isinstance(error, ServerError):
+                raise error
             elif error is None and task.result():
                 log.info("%s is back", server.client.url)
                 server.state = State.UP
 
     def _is_back(self, client: VLLMClient) -> bool:
-        if client.version(timeout=_TAKE_BACK_S) != _NO_WEIGHTS:
+        deadline = Deadline(min(LOOK_S, self._sync_timeout))
+        if client.version(timeout=min(_TAKE_BACK_S, deadline.left)) != _NO_WEIGHTS:
             return False
-        self._require_fitting(client)
+        self._require_fitting(client, timeout=deadline.left)
         return True
 
     def _update(
@@ -279,8 +284,10 @@ class Fleet:
             server.probe = self._threads.submit(self._probe, server)
         elif server.probe.done():
             error, server.probe = server.probe.exception(), None
-            if error is not None:
+            if isinstance(error, ServerError):
                 self._give_up(server, str(error))
+            elif error is not None:
+                raise error  # as a limit of this process: no server is to blame
 
     def _probe(self, server: Server) -> None:
         server.client.until(self._closing.is_set).version(timeout=self._sync_timeout)

@@ -106,9 +106,9 @@ class VLLMClient:
     def post(self, path: str, body: Any = None, *, timeout: float) -> Any:
         return self._request("POST", path, body, timeout, timeout)
 
-    def generate(self, body: Any, *, timeout: float) -> Any:
-        """One completion. It may take as long as it takes; `timeout` is for all else."""
-        return self._request("POST", "/inference/v1/generate", body, timeout, math.inf)
+    def generate(self, body: Any, *, timeout: float, longest: float = math.inf) -> Any:
+        """One completion. It may take `longest`; `timeout` is for all else. [s]"""
+        return self._request("POST", "/inference/v1/generate", body, timeout, longest)
 
     def version(self, *, timeout: float) -> str:
         """The tag of the weights that the engine holds. The question goes through its scheduler: an answer is a sign
@@ -129,7 +129,7 @@ class VLLMClient:
         """
         what, end = f"{method} {path}", time.monotonic() + longest
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
-        connection = kind(self.host, self._port, timeout=min(timeout, _CONNECT_S))
+        connection = kind(self.host, self._port, timeout=min(timeout, longest, _CONNECT_S))
         try:
             connection.connect()
             connection.sock.settimeout(timeout)

@@ -3,12 +3,13 @@
 vLLM fuses layers (q, k and v in one, all experts of a layer), and on a CPU it packs a copy of each and drops the
 original. A packed layer is read by what it answers to unit vectors: one of them and zeros, so no rounding; packed
 experts are put in order again. With engine tensor parallelism the parts of a tensor are gathered: all its workers read
-the same names at one time.
+the same names at one time. Copies that ought to be equal and are not are left as they are, beside each other: no tensor
+of the trainer is equal to that.
 
 Imported in vLLM's own processes too: beside vLLM it needs torch and nothing else.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -112,6 +113,8 @@ class _Reader:
         held, module = self._held(path, kind), self._modules.get(path)
         if held is None:
             return None
+        if not _knows_its_split(module, kind):
+            return _of_all(held)
         for dim in range(held.dim()):
             held = _gathered(held, dim, _num_parts(module, dim))
         size = getattr(module, "org_vocab_size", None)
@@ -144,6 +147,29 @@ def _unpacked(module: Any, weight: Tensor) -> Tensor:
     return torch.cat([module.cpu_linear(rows, weight, None) for rows in units.split(_UNITS_AT_ONCE)]).t()
 
 
+def _knows_its_split(module: Any, kind: str) -> bool:
+    """Of vLLM's own layers. Others may hold the whole of a parameter on each worker, as norms do, or a part, as of
+    dt_bias, A_log and sinks."""
+    from vllm.model_executor.layers.linear import LinearBase  # pyright: ignore[reportMissingImports] - an extra
+    from vllm.model_executor.layers.vocab_parallel_embedding import (  # pyright: ignore[reportMissingImports]
+        VocabParallelEmbedding,
+    )
+
+    return kind in ("weight", "bias") and isinstance(module, LinearBase | VocabParallelEmbedding)
+
+
+def _of_all(held: Tensor) -> Tensor | None:
+    """What the workers hold of a parameter that nobody says how they share it: one after the other, and what all
+    neighbours hold alike once. None where all numbers are the same, which a whole and a part of it have in common."""
+    if held.dim() == 0:
+        return held
+    parts = _all_gathered(held, 0)
+    if len(parts) > 1 and all(bool((part == held.flatten()[0]).all()) for part in parts):
+        return None
+    copies = next(n for n in range(len(parts), 0, -1) if len(parts) % n == 0 and _are_copies(parts, n))
+    return torch.cat(parts[::copies])
+
+
 def _num_parts(module: Any, dim: int) -> int:
     """Over how many workers rows (dim 0) or columns (1) of a layer are split."""
     if hasattr(module, "org_vocab_size"):
@@ -158,7 +184,18 @@ def _gathered(part: Tensor, dim: int, num_parts: int, copies: int = 1) -> Tensor
     """All parts of a tensor that is split along `dim`, each of which so many workers hold; collective if it is."""
     if num_parts == 1:
         return part
+    parts = _all_gathered(part, dim)
+    return torch.cat(parts[::copies] if _are_copies(parts, copies) else parts, dim)
+
+
+def _are_copies(parts: Sequence[Tensor], count: int) -> bool:
+    """Each `count` neighbours hold the same."""
+    return all(torch.equal(part, parts[i - i % count]) for i, part in enumerate(parts))
+
+
+def _all_gathered(part: Tensor, dim: int) -> tuple[Tensor, ...]:
+    """By worker; collective."""
     from vllm.distributed.parallel_state import get_tp_group  # pyright: ignore[reportMissingImports] - an extra
 
-    whole = get_tp_group().all_gather(part.contiguous(), dim)
-    return torch.cat(whole.chunk(num_parts, dim)[::copies], dim)
+    group = get_tp_group()
+    return group.all_gather(part.contiguous(), dim).chunk(group.world_size, dim)

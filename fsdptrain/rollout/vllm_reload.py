@@ -67,8 +67,10 @@ class WeightReload:
         """Without a look at what came: layers without weights keep theirs, others are not to be used as they are."""
         level = _LAYERS_LOG.level
         _LAYERS_LOG.setLevel(logging.ERROR)  # it warns of each layer that keeps what it has
-        finalize_layerwise_reload(self._model, self._config)
-        _LAYERS_LOG.setLevel(level)
+        try:
+            finalize_layerwise_reload(self._model, self._config)
+        finally:
+            _LAYERS_LOG.setLevel(level)
         restore_kernels(self._model, self._kernels)
         repack_tied_head(self._model)
 

@@ -5,6 +5,7 @@ is its own, so that another server draws the same numbers.
 """
 
 import logging
+import math
 import resource
 import sys
 import threading
@@ -14,7 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fsdptrain.errors import RolloutError
-from fsdptrain.rollout.vllm_http import ServerError, ServerGoneError, ServerRefusedError, VLLMClient
+from fsdptrain.rollout.vllm_http import (
+    ServerError,
+    ServerGoneError,
+    ServerRefusedError,
+    ServerSilentError,
+    VLLMClient,
+)
 from fsdptrain.rollout.weight_push import Deadline
 
 log = logging.getLogger(__name__)
@@ -47,6 +54,7 @@ class Dispatcher:
     silence: float  # longest time without a sign of life of a server [s]
     patience: float  # longest time with fewer than `min_servers` [s]
     min_servers: int
+    longest: float = math.inf  # for one request, from when it was sent: --rollout-timeout [s]
     newest: Callable[[], str | None] | None = None
     """Where requests live on when servers take new weights: what they hold now, or None while that changes."""
     first: int = 0  # where to begin among equals: ranks begin with different servers
@@ -70,8 +78,7 @@ class Dispatcher:
         at_once = min(len(requests), _MAX_IN_FLIGHT * num_servers, most_connections())
         threads = ThreadPoolExecutor(at_once + num_servers)
         try:
-            for server in self._servers:
-                threads.submit(self._watch, server)
+            watches = [threads.submit(self._watch, server) for server in self._servers]
             answers = [
                 threads.submit(self._answer, request, (i // per_group, i % per_group // chunk), chosen)
                 for i, request in enumerate(requests)
@@ -81,6 +88,9 @@ class Dispatcher:
                 done, pending = wait(pending, timeout=_POLL_S, return_when=FIRST_EXCEPTION)
                 for answer in done:
                     answer.result()
+                for watch in watches:
+                    if watch.done():  # by an error: nobody else would see that its server hangs
+                        watch.result()
                 scarce = self._require_servers(scarce)
                 self.check()
             return [answer.result() for answer in answers]
@@ -95,16 +105,22 @@ class Dispatcher:
     def _answer(self, request: Any, chunk: Any, chosen: dict[Any, _Seen]) -> Any:
         complaints: list[str] = []
         while len(complaints) < _MAX_TRIES:
-            server = self._take(chunk, chosen)
+            server, sent = self._take(chunk, chosen), Deadline(self.longest)
             try:
                 client = server.client.until(lambda server=server: self._stopped.is_set() or not server.is_up)
-                answer = client.generate(_sent_again(request, len(complaints)), timeout=self.silence)
+                again = _sent_again(request, len(complaints))
+                answer = client.generate(again, timeout=self.silence, longest=self.longest)
                 self._check(server, answer)
                 self.progress()
                 return answer
             except ServerGoneError as error:
                 if self._stopped.is_set():
                     raise
+                if isinstance(error, ServerSilentError) and sent.is_over:
+                    raise RolloutError(
+                        f"{server.client.url} took more than --rollout-timeout, {self.longest:g} s, for one request: "
+                        "raise it, or ask for less at one time"
+                    ) from None
                 complaints.append(str(error))
                 if server.is_up:  # else its watch has said why
                     self._mark(server, str(error))

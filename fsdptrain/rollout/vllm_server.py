@@ -4,6 +4,7 @@ Rank 0 gives new weights to all servers (vllm_fleet.py); every rank asks for the
 (vllm_requests.py). No rank speaks with a server before the collectives of all ranks are over.
 """
 
+import math
 import secrets
 import threading
 import time
@@ -50,6 +51,7 @@ class Patience:
     silence: float  # for a sign of life of a server
     replacement: float  # while fewer than `min_servers` are there
     min_servers: int
+    answer: float = math.inf  # for the answer to one request
 
 
 class VLLMServerEngine:
@@ -228,9 +230,8 @@ class VLLMServerEngine:
     def close(self) -> None:
         """End what is in flight, and the servers that this run has started; others are left as they are."""
         with self._changed:
-            if (
-                self._in_flight and not self._closed
-            ):  # the run ends before its time: on all ranks, whichever has waited in vain
+            # the run ends before its time: on all ranks, whichever has waited in vain
+            if self._in_flight and not self._closed:
                 self._stacks.dump()
             self._closed = True
             self._changed.notify_all()
@@ -285,6 +286,7 @@ class VLLMServerEngine:
             silence=self._patience.silence,
             patience=self._patience.replacement,
             min_servers=self._patience.min_servers,
+            longest=self._patience.answer,
             first=dist.get_rank() if dist.is_initialized() else 0,
             progress=self._go_on,
             check=self._check,
@@ -326,10 +328,10 @@ class VLLMServerEngine:
         try:
             yield
         except RolloutError as error:
-            if time.monotonic() - start < self._patience.silence:
-                raise
-            self._stacks.dump()  # as far as nobody has armed them: in flight
-            raise RolloutError(f"{error}; where each rank stood: {self._stacks.folder}") from error
+            if time.monotonic() - start >= self._patience.silence:
+                self._stacks.dump()  # as far as nobody has armed them: in flight
+                self._stacks.point_out(error)
+            raise
 
 
 def token_versions(spans: Sequence[Mapping[str, Any]]) -> list[int]:

@@ -56,7 +56,9 @@ def build_vllm_server_engine(config: Config, *, checkpoint: Path, device: torch.
     return VLLMServerEngine(
         contact,
         stop_token_ids=stop_tokens(checkpoint, model_config, trust_remote_code=trust),
-        patience=Patience(sync.sync_timeout, sync.sync_timeout + starting, sync.min_servers),
+        patience=Patience(
+            sync.sync_timeout, sync.sync_timeout + starting, sync.min_servers, answer=config.rollout.timeout
+        ),
         stacks=stacks,
         fleet=fleet,
         folder=folder,

@@ -27,11 +27,11 @@ class ServerCopy:
         self._reads_weights = reads_weights
         self._cached_tokens = 0
 
-    def checksums(self, names: Collection[str], kind: ChecksumKind = "bits") -> dict[str, int]:
-        """CopyGoneError of a server that does not answer to anything; RolloutError of one that is slow, or that
-        somebody between keeps from us."""
+    def checksums(self, names: Collection[str], kind: ChecksumKind = "bits") -> dict[str, int] | None:
+        """None where another rank looks at it. CopyGoneError of a server that does not answer to anything; RolloutError
+        of one that is slow, or that somebody between keeps from us."""
         if not self._reads_weights:
-            return {}
+            return None
         try:
             return read_checksums(self._client, names, kind, self._deadline)
         except ServerGoneError as error:
@@ -62,13 +62,14 @@ class ServerCopy:
 def read_checksums(
     client: VLLMClient, names: Collection[str], kind: ChecksumKind, deadline: Deadline
 ) -> dict[str, int]:
-    """Of the layers that answer, of those of `names` that can be read. ServerError."""
+    """Of the layers that answer, of those of `names` that can be read. ServerError. With pipeline parallelism each
+    worker has layers of its own."""
     body = {"method": "fsdptrain_checksums", "args": [sorted(names), kind]}
     workers = client.post("/collective_rpc", body, timeout=deadline.left)["results"]
-    return {name: _merged([worker.get(name) for worker in workers]) for name in workers[0]}
+    found = {name for worker in workers for name in worker}
+    return {name: _merged([worker[name] for worker in workers if name in worker]) for name in found}
 
 
-def _merged(sums: Sequence[int | None]) -> int:
-    """Of all workers of a server: what they agree on, else a number that is no checksum."""
-    first = sums[0]
-    return first if first is not None and all(other == first for other in sums) else -1
+def _merged(sums: Sequence[int]) -> int:
+    """Of the workers of a server that have a tensor: what they agree on, else a number that is no checksum."""
+    return sums[0] if len(set(sums)) == 1 else -1

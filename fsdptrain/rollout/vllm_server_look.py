@@ -4,17 +4,17 @@ import ipaddress
 import logging
 import socket
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from fsdptrain.config import Config
+from fsdptrain.config.server_checks import LOOK_S
 from fsdptrain.errors import ConfigError
 from fsdptrain.rollout.vllm_fleet import Server, State
 from fsdptrain.rollout.vllm_http import ServerError, ServerGoneError, VLLMClient
 from fsdptrain.rollout.vllm_process import GUARD, PLUGIN
 
 log = logging.getLogger(__name__)
-
-_LOOK_S = 120.0  # for a server to describe itself: it looks at its whole machine first
 
 
 def is_local(host: str) -> bool:
@@ -41,12 +41,19 @@ def require_private(host: str, url: str, *, allow_public: bool) -> None:
 
 
 def look_at(servers: Sequence[Server], config: Config) -> None:
-    """Servers that cannot be reached are left behind; ConfigError if too few are left, or one does not fit."""
+    """Servers that cannot be reached are left behind; ConfigError if too few are left, or one does not fit. All are
+    asked at one time: what they do not answer is waited for once."""
+    with ThreadPoolExecutor(len(servers)) as threads:
+        _look_at(servers, config, threads)
+
+
+def _look_at(servers: Sequence[Server], config: Config, threads: ThreadPoolExecutor) -> None:
     found: dict[str, str] = {}  # addresses
-    for server in servers:
+    tasks = [threads.submit(_info_of, server.client, LOOK_S) for server in servers]
+    for server, task in zip(servers, tasks, strict=True):
         url = server.client.url
         try:
-            info = _info_of(server.client)
+            info = task.result()
         except ServerGoneError as error:
             server.give_up(str(error))
             continue
@@ -61,7 +68,9 @@ def look_at(servers: Sequence[Server], config: Config) -> None:
         )
     for server in down:
         log.warning("%s; the run begins without it", server.why)
-    obey = [server.client.url for server in servers if server.state is State.UP and _obeys_strangers(server.client)]
+    clients = [server.client for server in servers if server.state is State.UP]
+    obeying = threads.map(_obeys_strangers, clients)
+    obey = [client.url for client, obeys in zip(clients, obeying, strict=True) if obeys]
     if obey and not config.rollout.public_servers:
         log.warning(
             "--rollout-urls %s: whoever reaches it can change its weights and run code; start it with --middleware %s "
@@ -76,21 +85,21 @@ def _obeys_strangers(client: VLLMClient) -> bool:
     if is_local(client.host):
         return False
     try:
-        VLLMClient(client.url).get("/is_paused", timeout=_LOOK_S)
+        VLLMClient(client.url).get("/is_paused", timeout=LOOK_S)
     except ServerError:
         return False
     return True
 
 
-def require_fitting(client: VLLMClient, config: Config) -> None:
+def require_fitting(client: VLLMClient, config: Config, *, timeout: float = LOOK_S) -> None:
     """ConfigError where a server that runs was not started as it must be; ServerGoneError where it cannot be asked."""
-    _require_fitting(_info_of(client), client.url, config)
+    _require_fitting(_info_of(client, timeout), client.url, config)
 
 
-def _info_of(client: VLLMClient) -> Any:
+def _info_of(client: VLLMClient, timeout: float) -> Any:
     """What a server says of its configuration."""
     try:
-        return client.get("/server_info?config_format=json", timeout=_LOOK_S)["vllm_config"]
+        return client.get("/server_info?config_format=json", timeout=timeout)["vllm_config"]
     except ServerGoneError:
         raise
     except ServerError as error:

@@ -195,14 +195,13 @@ class MultiTurn:
         if (finish := self.environment.finish) is None:
             return
         begun = [episode for episode in episodes if episode.state is not _NEVER]
-        rewards = self.threads.run([partial(finish, episode.state) for episode in begun])
-        for episode, reward in zip(begun, rewards, strict=True):
-            try:
-                if isinstance(reward, Exception):
-                    raise reward
-                episode.earn(reward)
-            except Exception as error:  # noqa: BLE001  # foreign code: its episode is not scored, the run goes on
-                episode.fail(error)
+
+        def end(episode: Conversation) -> None:
+            episode.earn(finish(episode.state))
+
+        for episode, ended in zip(begun, self.threads.run([partial(end, e) for e in begun]), strict=True):
+            if isinstance(ended, Exception):
+                episode.fail(ended)
 
     def _score(self, episodes: Sequence[Conversation]) -> Scores:
         """By `--reward`, from the last response; an episode that failed has no reward."""

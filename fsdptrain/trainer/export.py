@@ -1,5 +1,6 @@
 """`fsdptrain export`: a checkpoint of a run becomes a folder that from_pretrained reads."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from fsdptrain.errors import CheckpointError, ConfigError
 from fsdptrain.models.lora import require_peft
 from fsdptrain.trainer.backend import build_backend
 from fsdptrain.trainer.folder import CONFIG_FILE
+
+log = logging.getLogger(__name__)
 
 
 def export_checkpoint(checkpoint: Path, output: Path, **choices: Any) -> None:
@@ -36,7 +39,8 @@ def _split_to_fit(config: Config, world_size: int) -> Config:
     """As the run was split, or not at all where these processes are not as many: no checkpoint knows of splits."""
     try:
         check_world_size(config, world_size)
-    except ConfigError:
+    except ConfigError as error:
+        log.info("the model is loaded undivided, unlike in the run: %s", error)
         one = {"tensor_parallel_size": 1, "expert_parallel_size": 1, "context_parallel_size": 1}
         parallel = config.parallel.model_copy(update=one)
         megatron = MegatronConfig(moe_dispatcher=config.megatron.moe_dispatcher, spec=config.megatron.spec)

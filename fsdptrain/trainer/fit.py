@@ -253,7 +253,7 @@ class _Run:
         if self._parts.evaluation is None:
             return
         self._make_room(Stopwatch())
-        with self._timeline.stage("eval", self._step):
+        with self._timeline.stage("eval", self._step), self._parts.waits():
             metrics, shown = self._parts.evaluation.run()
         self._report(metrics)
         self._log_samples(shown, "heldout")

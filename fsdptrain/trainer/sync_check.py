@@ -68,7 +68,8 @@ class _Look:
     """At one copy of the model."""
 
     copy: ModelCopy
-    held: Mapping[str, int] | None = None  # checksums of the tensors that can be read; None: it is gone
+    held: Mapping[str, int] | None = None  # checksums of what can be read; None: it is gone, or another rank looks
+    is_gone: bool = False
     otherwise: Mapping[str, ChecksumKind] = field(default_factory=dict)  # tensors stored in another way: `explain`
     completions: Sequence[Completion] = ()
 
@@ -151,14 +152,28 @@ class SyncCheck:
         return {} if found is None else {"sync/probe_abs_mean": found}
 
     def _read(self, look: _Look) -> None:
-        held: dict[str, int] = {}
+        names: dict[ChecksumKind, list[str]] = {}
+        for name in self._sent:
+            names.setdefault(self._kind_of(name), []).append(name)
+        found = self._checksums(look, names)
+        look.held = None if found is None else {name: held for sums in found.values() for name, held in sums.items()}
+
+    def _checksums(
+        self, look: _Look, names: Mapping[ChecksumKind, Sequence[str]]
+    ) -> dict[ChecksumKind, Mapping[str, int]] | None:
+        """Of each kind those of `names`; None where the copy is gone, or another rank looks at it."""
+        found = {}
         try:
-            for kind in CHECKSUM_KINDS:
-                names = [name for name in self._sent if self._kind_of(name) == kind]
-                held |= look.copy.checksums(names, kind) if names else {}
-            look.held = held
+            for kind, asked in names.items():
+                sums = look.copy.checksums(asked, kind)
+                if sums is None:
+                    return None
+                found[kind] = sums
         except CopyGoneError as error:
             log.warning("%s; its weights are not looked at", error)
+            look.is_gone = True
+            return None
+        return found
 
     def _explain(self, looks: Sequence[_Look]) -> None:
         """At a first hand-over: which tensors are stored otherwise, and not wrong. Collective.
@@ -172,12 +187,11 @@ class SyncCheck:
         def explained(look: _Look) -> None:
             if look.held is None:
                 return
-            try:
-                found = {kind: look.copy.checksums(asked, kind) for kind in CHECKSUM_KINDS if kind != "bits"}
-                look.otherwise = explain(self._wrong(look), look.held, self._sent, lambda _, kind: found[kind])
-            except CopyGoneError as error:
-                log.warning("%s; its weights are not looked at", error)
+            found = self._checksums(look, {kind: asked for kind in CHECKSUM_KINDS if kind != "bits"})
+            if found is None:
                 look.held = None
+                return
+            look.otherwise = explain(self._wrong(look), look.held, self._sent, lambda _, kind: found[kind])
 
         with together(RolloutError, _FLAG):
             side_by_side(explained, looks)
@@ -188,7 +202,7 @@ class SyncCheck:
 
     def _require_held(self, look: _Look, version: int) -> None:
         """RolloutError where it holds something else, or lacks what was there at the first hand-over."""
-        unread = self._readable - look.held.keys() if look.held else frozenset()
+        unread = frozenset() if look.held is None else self._readable - look.held.keys()
         bad = unread | (set(self._wrong(look)) - look.otherwise.keys())
         if bad:
             raise RolloutError(self._blame(look.copy.name, [name for name in self._sent if name in bad], version))
@@ -209,22 +223,26 @@ class SyncCheck:
         return CHECKSUM_KINDS if self._otherwise is None else (self._kind_of(name),)
 
     def _learn(self, looks: Sequence[_Look]) -> None:
-        """From the first hand-over: what is stored in other ways, on all ranks and copies alike. Collective.
+        """From the first hand-over: what all copies can read, and what is stored in other ways, on all ranks and by all
+        copies that can read it alike. Collective.
 
         Nothing where all that could have shown it are gone: the next hand-over is the first one then.
         """
-        seen = [(look.copy.name, frozenset(look.held), look.otherwise) for look in looks if look.held]
-        found = gather((seen, any(look.held is None for look in looks)))  # ranks may share a copy
+        seen = [(look.copy.name, frozenset(look.held), look.otherwise) for look in looks if look.held is not None]
+        found = gather((seen, any(look.is_gone for look in looks)))  # ranks may share a copy
         everywhere = [row for rows, _ in found for row in rows]
         if not everywhere and any(gone for _, gone in found):
             return
-        name, read, otherwise = everywhere[0] if everywhere else ("", frozenset(), {})
-        for other, _, others in everywhere[1:]:
-            if others != otherwise:
-                first = min(others.items() ^ otherwise.items())[0]
-                raise RolloutError(f"{_FLAG}: {name} and {other} do not hold {first} alike; {_WAY_OUT}")
-        self._readable, self._otherwise = read, dict(otherwise)
-        self._report(list(otherwise), num_read=len(read))
+        learned: dict[str, tuple[ChecksumKind, str]] = {}  # by tensor: how it is stored, and which copy said so first
+        for holder, read, otherwise in everywhere:
+            for name in sorted(read):
+                kind = otherwise.get(name, "bits")
+                first, other = learned.setdefault(name, (kind, holder))
+                if kind != first:
+                    raise RolloutError(f"{_FLAG}: {other} and {holder} do not hold {name} alike; {_WAY_OUT}")
+        self._readable = frozenset(learned).intersection(*(read for _, read, _ in everywhere))
+        self._otherwise = {name: kind for name, (kind, _) in learned.items() if kind != "bits"}
+        self._report(list(self._otherwise), num_read=len(self._readable))
 
     def _blame(self, holder: str, wrong: Sequence[str], version: int) -> str:
         return (

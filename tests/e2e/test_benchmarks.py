@@ -9,7 +9,9 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -63,12 +65,13 @@ def test_the_quick_run_of_older_weights_trains_on_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["throughput", "sync_check"])
 def test_the_quick_runs_of_engines_report_the_embedded_one(name: str) -> None:
     argv = [sys.executable, FOLDER / f"{name}.py", "--quick", "--engines", "hf"]
+    argv += ["--staleness", "1"] if name == "sync_check" else []
     done = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     row = json.loads(done.stdout.splitlines()[-1])
     assert row["engine"] == "hf"
-    assert row.get("to_hf", 1.0) == 1.0
-    assert 0 < row.get("share", 0.5) < 1
+    ratio = row["to_hf" if name == "throughput" else "share"]
+    assert 0 < ratio["least"] <= ratio["median"] <= ratio["most"] <= 1
 
 
 @pytest.mark.slow
@@ -99,7 +102,7 @@ def test_mfu_makes_a_row_for_each_case_and_says_what_failed(tmp_path: Path) -> N
 def test_mfu_says_where_there_is_no_gpu() -> None:
     variables = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [sys.executable, FOLDER / "mfu.py"], capture_output=True, text=True, env=variables, check=False
+        [sys.executable, FOLDER / "mfu.py"], capture_output=True, text=True, env=variables, timeout=300, check=False
     )
     assert done.returncode == 1
     assert "this machine has no GPU" in done.stderr
@@ -120,11 +123,9 @@ def test_ranks_send_what_is_planned_and_more_gpus_are_modelled(tmp_path: Path) -
 def test_the_start_of_a_run_is_the_sum_of_its_parts(tmp_path: Path) -> None:
     [found] = run_quick("startup.py", tmp_path)["runs"]["this"]
     for clock, parts in found.items():
-        total = parts.pop("total")
-        assert sum(parts.values()) == pytest.approx(total, rel=1e-6)
         assert parts["import torch"] > 0
         assert parts["first step"] > 0, clock
-        assert -0.05 <= parts["rest"] < total / 2
+        assert -0.05 <= parts["rest"] < parts["total"] / 2, "parts overlap, or one is missing"
 
 
 @pytest.mark.slow
@@ -168,42 +169,41 @@ def test_a_step_with_another_kl_coefficient_does_not_agree(tmp_path: Path, monke
     other = replace(case, options=Namespace(**{**vars(options), "kl": 0.11}))
     assert any(sample.advantage > 0 for sample in train_step.make_samples(case))
     train_step.save_models(tmp_path, options, case.vocab)
-    ours, same, wrong = (
-        step_of(train_step.work, *at) for at in (("ours", case), ("compact", case), ("compact", other))
-    )
-    tolerance = train_step.TOLERANCES[False]
-    train_step.require_agreement({"ours": ours, "compact": same}, tolerance)
+    begun = [begin(train_step.work, *at) for at in (("ours", case), ("compact", case), ("compact", other))]
+    ours, same, wrong = map(first_step, begun)
+    require_agreement = partial(train_step.require_agreement, tolerance=train_step.TOLERANCES[False], case=case.name)
+    require_agreement({"ours": ours, "compact": same})
     with pytest.raises(SystemExit, match="loss is"):
-        train_step.require_agreement({"ours": ours, "compact": wrong}, tolerance)
+        require_agreement({"ours": ours, "compact": wrong})
     with pytest.raises(SystemExit, match="grad_norm is"):
-        train_step.require_agreement({"ours": ours, "compact": wrong | {"loss": ours["loss"]}}, tolerance)
+        require_agreement({"ours": ours, "compact": wrong | {"loss": ours["loss"]}})
 
 
-def step_of(work: Callable[..., None], side: str, case: Any) -> dict[str, float]:
-    """The first step of a side, in a process of its own as the benchmark has it."""
+def begin(work: Callable[..., None], side: str, case: Any) -> Connection:
+    """A side in a process of its own, as the benchmark has it."""
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
-    worker = context.Process(target=work, args=(side, case, theirs), daemon=True)
-    worker.start()
+    context.Process(target=work, args=(side, case, theirs), daemon=True).start()
     theirs.close()
+    return pipe
+
+
+def first_step(pipe: Connection) -> dict[str, float]:
     assert pipe.poll(240)
     assert pipe.recv() == "ready"
     pipe.send("step")
-    assert pipe.poll(60)
+    assert pipe.poll(240)
     found = pipe.recv()
     pipe.send("end")
-    worker.join(60)
     return found
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core comes with the megatron extra")
 def test_steps_of_both_backends_agree(tmp_path: Path) -> None:
-    report = run_quick("backends.py", tmp_path, "--cases", "dense, 1 process", "experts, 2 processes")
-    dense, experts = report["results"]
-    assert list(dense["sides"]) == ["fsdp", "megatron"]
+    [experts] = run_quick("backends.py", tmp_path, "--cases", "experts, 2 processes")["results"]
     assert list(experts["sides"]) == ["fsdp", "fsdp, experts", "megatron, experts"]
-    for side in (*dense["sides"].values(), *experts["sides"].values()):
+    for side in experts["sides"].values():
         assert side["wall_of_first"]["median"] > 0
         assert side["peak_mib"] > 100
 

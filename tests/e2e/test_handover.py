@@ -61,7 +61,7 @@ def test_where_a_rank_hangs_in_its_engine_the_run_ends_and_the_stacks_of_all_ran
     checkpoint: Path, tmp_path: Path
 ) -> None:
     argv = ["--hf-checkpoint", str(checkpoint), *command.TINY_RUN, "--rollout-engine", "tests.e2e.engines:hanging"]
-    argv += ["--eval-interval", "0", "--dist-timeout", "15", "--output-dir", str(tmp_path / "run")]
+    argv += ["--eval-interval", "0", "--dist-timeout", "40", "--output-dir", str(tmp_path / "run")]
     del argv[argv.index("--eval-size") : argv.index("--eval-size") + 2]
     result = command.run([*argv, "--nproc-per-node", "2"], tmp_path / "log", timeout=200)
     assert result.code == 1

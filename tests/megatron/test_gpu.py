@@ -17,7 +17,11 @@ from fsdptrain.testing import spawn
 from tests.megatron import cases
 from tests.megatron.training import backend_of, masters, steps, train
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not has_accelerator(), reason="needs a GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not has_accelerator(), reason="needs a GPU"),
+    pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core comes with the megatron extra"),
+]
 two_gpus = pytest.mark.skipif(device_count() < 2, reason="needs two GPUs")
 with_engine = pytest.mark.skipif(find_spec("transformer_engine") is None, reason="needs Transformer Engine")
 

@@ -5,6 +5,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,12 +33,12 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Import:
 @pytest.mark.parametrize("other", [{"loss": 1.001}, {"loss": math.nan}, {"grad_norm": 2.001}, {"grad_norm": math.inf}])
 @pytest.mark.parametrize("place", ["first", "last"])
 def test_sides_that_do_not_agree_end_the_benchmark(module: Import, other: dict[str, float], place: str) -> None:
-    agree = module("train_step").require_agreement
+    agree = partial(module("record").require_agreement, tolerance=1e-4, case="dense")
     same = {"loss": 1.0, "grad_norm": 2.0}
-    agree({"ours": same, "stock": {"loss": 1.00001, "grad_norm": 2.0}}, 1e-4)
+    agree({"ours": same, "stock": {"loss": 1.00001, "grad_norm": 2.0}})
     sides = {"ours": same, "stock": same | other}
-    with pytest.raises(SystemExit, match="do not agree"):
-        agree(sides if place == "last" else dict(reversed(sides.items())), 1e-4)
+    with pytest.raises(SystemExit, match="dense: the sides do not agree"):
+        agree(sides if place == "last" else dict(reversed(sides.items())))
 
 
 def test_rounds_that_were_measured_are_written_before_the_next_one_fails(
@@ -56,6 +57,18 @@ def test_rounds_that_were_measured_are_written_before_the_next_one_fails(
     report = json.loads(target.read_text())
     assert report["results"] == [{"case": "ragged, vocabulary 1000", "runs": [{}]}]
     assert {"command", "commit", "machine", "versions"} <= report.keys()
+
+
+def test_rows_that_other_code_has_made_are_not_added_to(module: Import, tmp_path: Path) -> None:
+    """A file has one header."""
+    kept, path = module("record").kept_rows, tmp_path / "some.json"
+    begin = {"commit": "abc", "versions": {"torch": "2"}}
+    assert kept(path, begin) == []
+    path.write_text(json.dumps({**begin, "runs": [{"seed": 0}]}))
+    assert kept(path, begin) == [{"seed": 0}]
+    for other in ({"commit": "abd"}, {"versions": {"torch": "3"}}):
+        with pytest.raises(SystemExit, match="--fresh"):
+            kept(path, begin | other)
 
 
 def test_tests_that_were_stopped_are_counted_as_far_as_they_came(module: Import) -> None:

@@ -1,11 +1,15 @@
 """An engine that is spread over two ranks says what an engine of one rank says, and its weights are proven alike."""
 
+from datetime import timedelta
+
 import pytest
+import torch
 import torch.distributed as dist
 
 from fsdptrain.errors import RolloutError
-from fsdptrain.testing import spawn
+from fsdptrain.testing import save_tiny_checkpoint, spawn, tiny_tokenizer
 from fsdptrain.types import Completion
+from tests import zoo
 from tests.distributed.test_sync_check import Courier, train_a_little
 from tests.vllm import contract, models
 
@@ -58,3 +62,76 @@ def test_it_says_what_an_engine_of_each_rank_says_and_faults_are_named(tmp_path,
             assert found.logprobs == pytest.approx(wanted.logprobs, abs=1e-5)
         for victim, error in zip([*VICTIMS[name], WHOLE], errors, strict=True):
             assert victim in error
+
+
+COPIED = "model.layers.0.self_attn.k_proj.weight"
+
+
+def with_copies(options: dict) -> tuple[list[str], timedelta]:
+    """What the check says where the copy of a kv head came wrong to the second worker, and to the first; where a norm
+    came stale to the second one at a first hand-over. And how long the workers wait for each other."""
+    backend, engine, check = contract.build_checked(options)
+    courier, errors = Courier(), []
+
+    def hand_over(version: int, fault: str = "", victim: str = "") -> None:
+        train_a_little(backend, version)
+        engine.update_weights(courier.carry(check.watch(backend.hf_weights("hub")), fault, victim), version)
+        check.check(version)
+
+    hand_over(0)
+    assert engine.checksums(courier.before).keys() == courier.before.keys()
+    faults = [(1, "permuted", COPIED), (0, "permuted", COPIED), (1, "stale", WHOLE)]  # by rank
+    for version, (worker, fault, victim) in enumerate(faults, 1):
+        if victim == WHOLE:
+            check = contract.check_of(options, engine, backend)
+        with pytest.raises(RolloutError) as caught:
+            hand_over(version, fault if dist.get_rank() == worker else "", victim)
+        errors.append(str(caught.value))
+    hand_over(9)
+    waits = engine._ranks._get_backend(torch.device("cpu")).options._timeout
+    engine.close()
+    return errors, waits
+
+
+def test_a_copy_that_one_worker_has_wrong_is_named_whichever_it_is(tmp_path):
+    folder = save_tiny_checkpoint(tmp_path, head_dim=32, num_key_value_heads=1, tie_word_embeddings=False)
+    options = contract.colocated(folder, rollout_engine_args={"tensor_parallel_size": 2}, dist_timeout=77)
+    for errors, waits in spawn(2, with_copies, options, timeout=300):
+        for error, victim in zip(errors, [COPIED, COPIED, WHOLE], strict=True):
+            assert f"does not hold {victim} of version" in error
+        assert waits == timedelta(seconds=77)
+
+
+SPLIT = "model.layers.0.linear_attn.dt_bias"  # a part on each worker, on a module that is not one of vLLM's own layers
+
+
+def gated_deltas(options: dict) -> tuple[set[str], str]:
+    """What cannot be read of a model whose workers hold parts of bare parameters, and what is said of a wrong part."""
+    backend, engine, check = contract.build_checked(options)
+    courier = Courier()
+    for version in range(2):
+        train_a_little(backend, version)
+        engine.update_weights(courier.carry(check.watch(backend.hf_weights("hub")), "", ""), version)
+        check.check(version)
+    unread = courier.before.keys() - engine.checksums(courier.before).keys()
+    train_a_little(backend, 2)
+    fault = "permuted" if dist.get_rank() == 1 else ""
+    engine.update_weights(courier.carry(check.watch(backend.hf_weights("hub")), fault, SPLIT), 2)
+    with pytest.raises(RolloutError) as caught:
+        check.check(2)
+    engine.close()
+    return unread, str(caught.value)
+
+
+def test_parts_of_parameters_that_no_layer_of_vllm_splits_are_read_and_named(tmp_path):
+    sizes = {"head_dim": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "max_position_embeddings": 1024}
+    zoo.build("qwen3_next", 0, **sizes).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    args = {
+        "tensor_parallel_size": 2,
+        "enable_prefix_caching": False,
+    }  # which vLLM has on CPUs only in parts of prompts
+    options = contract.colocated(tmp_path, rollout_engine_args=args, bf16=True)  # the only dtype of its kernel on CPUs
+    for unread, said in spawn(2, gated_deltas, options, timeout=300):
+        assert unread == set()
+        assert f"does not hold {SPLIT} of version 2" in said

@@ -37,6 +37,8 @@ REFUSED = [
     ({**URLS, "rollout_urls": ["http://a:1", "http://a:1/"]}, ["--rollout-urls", "twice"]),
     ({**STARTED, "min_servers": 3}, ["--min-servers 3", "2 servers"]),
     ({**STARTED, "sync_timeout": 900.0}, ["--dist-timeout 1800", "--sync-timeout"]),
+    ({**URLS, "sync_timeout": 850.0}, ["--dist-timeout 1800", "1820 s", "--sync-timeout", "one that comes back"]),
+    ({"rollout_engine": "hf", "rollout_timeout": 60.0}, ["--rollout-timeout", "--rollout-engine hf", "vllm"]),
     ({**STARTED, "nnodes": 2, "rdzv_endpoint": "a:1"}, ["--rollout-num-servers", "--nnodes", "--rollout-urls"]),
     ({**URLS, "rollout_max_batch_tokens": 4096}, ["--rollout-max-batch-tokens", "vllm-server"]),
 ]  # fmt: skip
@@ -47,7 +49,10 @@ def test_it_is_refused_in_one_line_that_names_the_way_out(values, parts):
     assert_refused(values, parts)
 
 
-@pytest.mark.parametrize("values", [URLS, STARTED, {**URLS, "min_servers": 1}, {**STARTED, "weight_push": "nccl"}])
+@pytest.mark.parametrize(
+    "values",
+    [URLS, STARTED, {**URLS, "min_servers": 1}, {**STARTED, "weight_push": "nccl"}, {**URLS, "rollout_timeout": 60.0}],
+)
 def test_it_is_taken(values):
     config = Config(hf_checkpoint="x", **values)
     taken = {**config.rollout.model_dump(), **config.sync.model_dump()}

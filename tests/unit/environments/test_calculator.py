@@ -68,7 +68,7 @@ def test_known_values(expression: str, value: str) -> None:
 def test_whatever_else_is_written_is_an_error_that_the_model_reads_at_once(expression: str) -> None:
     begin = time.monotonic()
     assert answer(expression).startswith("error: ")
-    assert time.monotonic() - begin < 1.0
+    assert time.monotonic() - begin < 30  # what is not refused takes hours
 
 
 @BUSY

@@ -38,26 +38,26 @@ def server(request, tmp_path, monkeypatch) -> Iterator[ScriptedServer]:
 
 
 def test_an_answer_may_take_longer_than_a_sign_of_life(server):
-    server.delays[GENERATE] = 1.5
-    assert server.client.generate({"token_ids": [4, 5]}, timeout=0.7)["choices"][0]["token_ids"] == [4, 5]
+    server.delays[GENERATE] = 4.0
+    assert server.client.generate({"token_ids": [4, 5]}, timeout=3.0)["choices"][0]["token_ids"] == [4, 5]
 
 
 def test_all_else_may_not(server):
-    server.delays["/is_paused"] = 3.0
+    server.delays["/is_paused"] = 60.0
     start = time.monotonic()
     with pytest.raises(ServerSilentError, match="did not answer GET /is_paused in 1 s"):
         server.client.get("/is_paused", timeout=0.7)
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 30
 
 
 def test_who_is_given_up_is_not_waited_for(server):
-    server.delays[GENERATE] = 20.0
+    server.delays[GENERATE] = 60.0
     stop = threading.Event()
     threading.Timer(0.3, stop.set).start()
     start = time.monotonic()
     with pytest.raises(ServerGoneError, match=f"was given up during POST {GENERATE}"):
         server.client.until(stop.is_set).generate({"token_ids": [4]}, timeout=60)
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 30
 
 
 def test_a_limit_of_this_process_is_not_blamed_on_a_server(monkeypatch: pytest.MonkeyPatch):

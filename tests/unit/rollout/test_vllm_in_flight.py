@@ -40,8 +40,7 @@ class Case:
         self.server.delays["/update_weights"] = 1.0
         before = self.server.calls.count("/update_weights")
         update = self.threads.submit(self.hand_over, version)
-        while self.server.calls.count("/update_weights") == before:
-            assert not update.done()
+        while self.server.calls.count("/update_weights") == before and not update.done():
             time.sleep(0.01)
         return update
 
@@ -51,7 +50,7 @@ def case(tmp_path: Path) -> Iterator[Case]:
     server = ScriptedServer(version="default")
     fleet = Fleet(
         [Server(server.client)],
-        push=FilePush(), sync_timeout=5.0, start_timeout=1.0, min_servers=1, keep_requests=True,
+        push=FilePush(), sync_timeout=60.0, start_timeout=1.0, min_servers=1, keep_requests=True,
     )  # fmt: skip
     engine = VLLMServerEngine(
         Contact((server.client.url,), "run", None),
@@ -83,22 +82,22 @@ def test_who_asks_during_an_update_that_fails_does_not_wait_forever(case: Case) 
     update = case.begin_update(1)
     asked = case.threads.submit(case.ask)
     with pytest.raises(RolloutError, match="have no weights"):
-        asked.result(timeout=10)
+        asked.result(timeout=60)
     with pytest.raises(RolloutError, match="no such weight"):
-        update.result(timeout=10)
+        update.result(timeout=60)
 
 
 def test_a_run_that_ends_early_leaves_the_stacks_of_what_was_in_flight(case: Case) -> None:
     """On each rank: the one whose wait was too long, and those that must end with it."""
     case.hand_over(0)
-    case.server.delays["/inference/v1/generate"] = 20.0
+    case.server.delays["/inference/v1/generate"] = 600.0
     asked = case.threads.submit(case.ask)
     while not case.server.given:
         assert not asked.done()
         time.sleep(0.01)
     case.engine.close()
     with pytest.raises(Exception, match=r"given up|has ended"):
-        asked.result(timeout=10)
+        asked.result(timeout=60)
     assert "in generate_in_flight" in case.stacks.read_text()
 
 
@@ -110,6 +109,6 @@ def test_once_it_is_closed_nobody_begins_and_nobody_waits(case: Case) -> None:
         assert not asked.done()
         case.engine.close()
         with pytest.raises(RolloutError, match="the engine is closed"):
-            asked.result(timeout=10)
+            asked.result(timeout=60)
     with pytest.raises(RolloutError, match="the engine is closed"):
         case.ask()

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from fsdptrain.errors import RolloutError
-from fsdptrain.rollout.vllm_fleet import Fleet, Server
+from fsdptrain.rollout.vllm_fleet import Fleet, Server, State
 from fsdptrain.rollout.vllm_http import ServerGoneError, VLLMClient
 from fsdptrain.rollout.vllm_process import Launch, ServerProcess
 from fsdptrain.rollout.vllm_requests import Dispatcher
@@ -29,7 +29,7 @@ def start(tmp_path) -> Iterator[Start]:
     python.write_text(f'#!/bin/sh\nexec {sys.executable} {SCRIPT} "$@"\n')
     python.chmod(0o755)
 
-    def make(*flags: str, count: int = 1, sync_timeout: float = 5.0, **more: Any) -> tuple[Fleet, list[ServerProcess]]:
+    def make(*flags: str, count: int = 1, sync_timeout: float = 60.0, **more: Any) -> tuple[Fleet, list[ServerProcess]]:
         launch = Launch(str(python), flags, tmp_path, tmp_path / "weights", "key")
         processes = [ServerProcess(launch, i, None) for i in range(count)]
         servers = [Server(VLLMClient(process.url, "key"), process) for process in processes]
@@ -51,7 +51,7 @@ def listening(process: ServerProcess) -> int:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.1)
@@ -59,14 +59,14 @@ def until(condition: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_one_that_dies_or_hangs_is_started_again_and_has_the_weights(start, number):
-    fleet, [first, second] = start(count=2, sync_timeout=3.0)
+    fleet, [first, second] = start(count=2, sync_timeout=10.0)  # so long one that hangs is waited for
     assert fleet.switch(Weights([], "run/1")) == [first.url, second.url]
     before = listening(first)
     os.kill(before, number)
     until(lambda: not psutil.pid_exists(before))
     assert fleet.switch(Weights([], "run/2")) in ([second.url], [first.url, second.url])
     assert fleet.wait_for(2, 60.0) == [first.url, second.url]
-    assert VLLMClient(first.url, "key").version(timeout=5.0) == "run/2"
+    assert VLLMClient(first.url, "key").version(timeout=60.0) == "run/2"
 
 
 def test_one_that_comes_back_with_other_weights_is_started_again_and_not_used(start):
@@ -89,20 +89,19 @@ def test_one_that_comes_back_with_other_weights_is_started_again_and_not_used(st
 
 def test_new_weights_do_not_wait_for_one_that_hangs_while_it_is_given_old_ones(start, tmp_path):
     sign = tmp_path / "hang"
-    fleet, [first, second] = start("--hangs-if", str(sign), count=2, sync_timeout=60.0)
+    fleet, [first, second] = start("--hangs-if", str(sign), count=2)
     fleet.switch(Weights([], "run/1"))
     sign.touch()
     os.kill(listening(first), signal.SIGKILL)
-    until(lambda: first.has_ended)
-    until(lambda: VLLMClient(first.url, "key").is_healthy(timeout=1.0))  # it is up again, and gets its weights
-    time.sleep(1.5)
+    hanging = fleet._servers[0]
+    until(lambda: hanging.starts == 1 and hanging.state is State.UP)  # again, and it is given its weights
     sign.unlink()
     begin = time.monotonic()
     fleet.forget_weights()
     assert fleet.switch(Weights([], "run/2")) == [second.url]
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 30
     assert fleet.wait_for(2, 60.0) == [first.url, second.url]
-    assert VLLMClient(first.url, "key").version(timeout=5.0) == "run/2"
+    assert VLLMClient(first.url, "key").version(timeout=60.0) == "run/2"
 
 
 def test_one_that_dies_of_every_request_is_given_up_and_the_rollout_ends(start):
@@ -121,3 +120,18 @@ def test_one_that_cannot_start_ends_the_run_with_its_last_words(start):
         RolloutError, match=r"it ended while it started .*server0\.log: ValueError: there is no such model"
     ):
         start("--cannot-start")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of the thread that looks
+def test_a_limit_of_this_process_is_not_blamed_on_a_server(start, monkeypatch):
+    fleet, [process] = start()
+
+    def no_more_files(self: VLLMClient, *, timeout: float) -> str:
+        raise RolloutError("no more files can be opened here")
+
+    before = listening(process)
+    monkeypatch.setattr(VLLMClient, "version", no_more_files)
+    until(lambda: fleet._failure is not None)
+    with pytest.raises(RolloutError, match=r"could not be looked after: .*no more files can be opened here"):
+        fleet.wait_for(1, 60.0)
+    assert listening(process) == before

@@ -1,7 +1,9 @@
 """Which servers of a user may be spoken to, and which are refused with a reason."""
 
 import logging
+import threading
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -11,7 +13,7 @@ from fsdptrain.rollout.vllm_fleet import Fleet, Server, State
 from fsdptrain.rollout.vllm_http import VLLMClient
 from fsdptrain.rollout.vllm_server_look import look_at, require_fitting, require_private
 from fsdptrain.rollout.weight_push import FilePush
-from tests.unit.rollout.scripted_server import FITTING, ScriptedServer
+from tests.unit.rollout.scripted_server import ANSWERS, FITTING, ScriptedServer
 
 PRIVATE = ["127.0.0.1", "localhost", "10.1.2.3", "192.168.0.7", "172.16.5.5", "::1", "fd00::1"]
 PUBLIC = ["8.8.8.8", "2001:4860:4860::8888"]
@@ -90,3 +92,37 @@ def test_one_that_obeys_whoever_reaches_it_is_told_of(guarded, caplog):
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == (not guarded)
     assert all(f"--rollout-urls {far}: whoever reaches it" in line for line in told)
+
+
+def test_all_are_looked_at_at_one_time_so_that_waits_do_not_add_up(monkeypatch):
+    all_asked = threading.Barrier(4)
+
+    def describe(server: ScriptedServer, body: Any) -> Any:
+        all_asked.wait(timeout=60)
+        return {"vllm_config": server.info}
+
+    monkeypatch.setitem(ANSWERS, "/server_info", describe)
+    urls = [ScriptedServer().client.url for _ in range(4)]
+    servers = [Server(VLLMClient(url)) for url in urls]
+    look_at(servers, config(rollout_urls=urls, bf16=False))
+    assert {server.state for server in servers} == {State.UP}
+
+
+@pytest.mark.parametrize(("sync_timeout", "longest"), [(5.0, 5.0), (300.0, 120.0)])
+def test_one_that_comes_back_is_looked_at_within_the_time_that_other_ranks_wait_for(sync_timeout, longest):
+    asked: list[float] = []
+    fleet = Fleet(
+        [Server(ScriptedServer(version="default").client, state=State.DOWN)],
+        push=FilePush(), sync_timeout=sync_timeout, start_timeout=5.0, min_servers=1,
+        require_fitting=lambda client, timeout: asked.append(timeout),
+    )  # fmt: skip
+    fleet._take_back()
+    assert 0 < asked[0] <= longest
+
+
+def test_what_nobody_has_foreseen_of_one_that_comes_back_is_told(monkeypatch):
+    monkeypatch.setitem(ANSWERS, "/weight_info", lambda server, body: [])
+    left = Server(ScriptedServer().client, state=State.DOWN)
+    fleet = Fleet([left], push=FilePush(), sync_timeout=60.0, start_timeout=5.0, min_servers=1)
+    with pytest.raises(TypeError, match="list indices"):
+        fleet._take_back()

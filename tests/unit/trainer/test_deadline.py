@@ -1,7 +1,6 @@
 """A reward that hangs costs its sample, and one that always hangs ends the run: never does anyone wait for it."""
 
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -14,6 +13,17 @@ from fsdptrain.types import Prompt
 PROMPT = Prompt("a", [1], "label")
 
 
+class Counted:
+    """A reward that knows how often it was asked."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, prompt: Prompt, response: str) -> float:
+        self.calls += 1
+        return reward(prompt, response)
+
+
 def reward(prompt: Prompt, response: str) -> float:
     if response == "hang":
         threading.Event().wait()
@@ -23,30 +33,27 @@ def reward(prompt: Prompt, response: str) -> float:
 
 
 def test_a_call_that_hangs_leaves_its_sample_unscored_and_the_others_alone():
-    timed = WithDeadline(reward, 0.2, patience=60)
+    timed = WithDeadline(reward, 1.0, patience=60)
     scores = score_completions(timed, [PROMPT] * 5, ["good", "hang", "hang", "raise", "hang"])
     assert [score.reward for score in scores.scores] == [0.0, None, None, None, None]
-    assert scores.first_error == "--reward: no answer within --reward-timeout 0.2 s"
+    assert scores.first_error == "--reward: no answer within --reward-timeout 1 s"
 
 
 def test_one_that_always_hangs_ends_the_rollout_in_one_line_after_a_few():
-    start = time.monotonic()
+    counted = Counted()
     with pytest.raises(RolloutError, match=r"^--reward did not answer 3 times in a row .* prompt 'a': .*--reward-time"):
-        score_completions(WithDeadline(reward, 0.2, patience=60), [PROMPT] * 100, ["hang"] * 100)
-    assert time.monotonic() - start < 10
+        score_completions(WithDeadline(counted, 0.2, patience=60), [PROMPT] * 100, ["hang"] * 100)
+    assert counted.calls == 3
 
 
 def test_one_that_hangs_now_and_then_ends_the_rollout_before_other_ranks_have_waited_too_long():
-    timed = WithDeadline(reward, 0.2, patience=1.0)
-    for _ in range(3):  # counted anew in each rollout
-        scores = score_completions(timed, [PROMPT] * 8, ["hang", "good"] * 4)
-        assert scores.num_unscored == 4
-    start = time.monotonic()
-    with pytest.raises(
-        RolloutError, match=r"^--reward did not answer 5 times in one rollout within 0.2 s.*than 1 s for"
-    ):
+    counted = Counted()
+    timed = WithDeadline(counted, 1.0, patience=3.0)
+    scores = score_completions(timed, [PROMPT] * 4, ["hang", "good"] * 2)
+    assert scores.num_unscored == 2
+    with pytest.raises(RolloutError, match=r"^--reward did not answer 3 times in one rollout within 1 s.*than 3 s for"):
         score_completions(timed, [PROMPT] * 100, ["hang", "good"] * 50)
-    assert time.monotonic() - start < 2.0
+    assert counted.calls == 4 + 5  # counted anew in each rollout
 
 
 def test_where_no_deadline_is_given_that_of_a_call_in_flight_leaves_room_for_three():

@@ -8,8 +8,10 @@ import torch
 
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
+from fsdptrain.models.checksum import checksum
 from fsdptrain.testing import FakeRolloutEngine, tiny_tokenizer
-from fsdptrain.trainer.sync_check import SyncCheck, _Look, build_sync_check, make_probe, side_by_side, tolerance
+from fsdptrain.trainer.sync_check import SyncCheck, build_sync_check, make_probe, tolerance
+from fsdptrain.types import LogProbs
 
 
 def config(**values) -> Config:
@@ -51,34 +53,42 @@ def test_tolerance_follows_from_the_dtype():
     assert tolerance(torch.float16) == pytest.approx(0.031, abs=1e-3)
 
 
-class Waiting:
-    """A copy that answers when all copies have been asked."""
+class Waiting(FakeRolloutEngine):
+    """An engine of three copies, none of which answers before all have been asked."""
 
-    name = "a copy"
+    def __init__(self) -> None:
+        super().__init__(lambda prompt, index: [5])
+        self.name = "a copy"
+        self._all_asked = threading.Barrier(3)
 
-    def __init__(self, all_asked: threading.Barrier) -> None:
-        self._all_asked = all_asked
+    def copies(self):
+        return [self] * 3
 
     def checksums(self, names, kind="bits"):
-        self._all_asked.wait(timeout=20)
-        return {}
+        self._all_asked.wait(timeout=60)
+        return {name: checksum(self.weights[name], kind) for name in names}
 
     def generate(self, prompts, sampling):
-        self._all_asked.wait(timeout=20)
-        return []
+        self._all_asked.wait(timeout=60)
+        return super().generate(prompts, sampling)
 
     def cached_tokens(self) -> int:
         return 0
 
 
+class Agreeing:
+    """Scores what an engine has sampled as the engine does."""
+
+    def score(self, batches, model):
+        return [LogProbs(batch.rollout_logprobs, None) for batch in batches]
+
+
 def test_copies_are_looked_at_side_by_side_so_that_waits_do_not_add_up():
-    probe = make_probe(config(), tiny_tokenizer())
-    check = SyncCheck(None, None, probe, dtype=torch.float32, first_only=False)  # pyright: ignore
-    all_asked = threading.Barrier(3)
-    looks = [_Look(Waiting(all_asked)) for _ in range(3)]
-    side_by_side(check._read, looks)
-    side_by_side(lambda look: check._ask(look, version=1), looks)
-    assert all(look.completions == [] for look in looks)
+    engine, probe = Waiting(), make_probe(config(), tiny_tokenizer())
+    check = SyncCheck(engine, Agreeing(), probe, dtype=torch.float32, first_only=False)  # pyright: ignore
+    engine.update_weights(check.watch([("weight", torch.ones(2))]), 1)
+    check.check(1)
+    assert check.metrics() == {"sync/probe_abs_mean": 0.0}
 
 
 @pytest.mark.parametrize(

@@ -185,6 +185,21 @@ def test_a_server_that_somebody_else_gave_weights_is_not_believed(models, urls, 
     theirs.close()
 
 
+def test_a_request_that_takes_more_than_its_time_ends_the_run(models, urls, alone, tmp_path):
+    url = urls["tied"]
+    engine = build(cases.attached(models["tied"].first, url, output_dir=str(tmp_path), rollout_timeout=2.0))
+    engine.update_weights(weights_of(models["tied"].first).items(), 0)
+    send(url, signal.SIGSTOP)
+    try:
+        with pytest.raises(
+            RolloutError, match=f"{url} took more than --rollout-timeout, 2 s, for one request: raise it"
+        ):
+            engine.generate(PROMPTS[:1], contract.SAMPLING)
+    finally:
+        send(url, signal.SIGCONT)
+    engine.close()
+
+
 def test_killed_while_it_joins_the_group_that_brings_its_weights_the_run_ends_at_once(
     models, urls, alone, tmp_path, monkeypatch
 ):

@@ -1,0 +1,51 @@
+"""vLLM in the trainer's process, that hangs once: where, the first line of a file says, which is then taken away."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+from fsdptrain.rollout.call_limit import CallLimit
+from fsdptrain.rollout.vllm_colocated import VLLMEngine, build_vllm_engine
+
+FAULTS = "faults"  # in the folder above that of the run
+STEP, HAND_OVER = "in a step", "in a hand-over"
+SECONDS = 2.0  # in place of --rollout-timeout, for the call that hangs only
+
+
+def engine(config: Any, **kwargs: Any) -> VLLMEngine:
+    made = build_vllm_engine(config, **kwargs)
+    assert made._limit.seconds == config.rollout.timeout
+    run = Path(config.run.output_dir)
+    faults = run.parent / FAULTS
+    fault, _, rest = faults.read_text().partition("\n")
+    faults.write_text(rest)
+    limit = CallLimit(SECONDS, run / "stacks", 0)
+    generate, update_weights = made.generate, made.update_weights
+
+    def generate_in_vain(*args: Any) -> Any:
+        if made.policy_version == 1:
+            made._limit, made._step = limit, wait_in_vain
+        return generate(*args)
+
+    def update_in_vain(weights: Any, policy_version: int) -> None:
+        if policy_version == 1:
+            made._limit = limit
+            weights = never(weights)
+        update_weights(weights, policy_version)
+
+    if fault == STEP:
+        made.generate = generate_in_vain  # pyright: ignore[reportAttributeAccessIssue]
+    if fault == HAND_OVER:
+        made.update_weights = update_in_vain  # pyright: ignore[reportAttributeAccessIssue]
+    return made
+
+
+def never(weights: Iterator[Any]) -> Iterator[Any]:
+    yield next(weights)
+    wait_in_vain()
+
+
+def wait_in_vain() -> NoReturn:
+    while True:
+        threading.Event().wait(1.0)

@@ -1,0 +1,68 @@
+"""A vLLM that is slow ends the run by an error, one that hangs ends the process, and the run goes on from there."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from fsdptrain.errors import RolloutError
+from fsdptrain.rollout import call_limit, vllm_colocated
+from fsdptrain.rollout.call_limit import CallLimit
+from fsdptrain.testing import spawn
+from tests.e2e import command
+from tests.vllm import contract, hanging, models
+
+
+def slow(options: dict[str, Any]) -> tuple[str, bool]:
+    """What is said when the time of the last rank is over; and whether the engine then says what it said before."""
+    call_limit._GRACE, vllm_colocated._STEPS_BETWEEN = 1000.0, 2
+    backend, engine = contract.build(options)
+    engine.update_weights(backend.hf_weights("hub"), 0)
+    before = engine.generate(contract.PROMPTS, contract.SAMPLING)
+    usual, step, limit = engine._limit, engine._step, CallLimit(0.5, Path("not needed"), 0)
+
+    def slow_step() -> Any:
+        while not limit.is_over:
+            pass
+        return step()
+
+    if dist.get_rank() == dist.get_world_size() - 1:
+        engine._limit, engine._step = limit, slow_step
+    with pytest.raises(RolloutError) as caught:
+        engine.generate(contract.PROMPTS, contract.SAMPLING)
+    engine._limit, engine._step = usual, step
+    after = engine.generate(contract.PROMPTS, contract.SAMPLING)
+    engine.close()
+    return str(caught.value), after == before
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_slow_one_ends_between_two_steps_by_an_error_of_all_ranks_that_share_it(tmp_path, num_ranks):
+    more = {"rollout_engine_args": {"tensor_parallel_size": 2}} if num_ranks == 2 else {}
+    options = contract.colocated(models.save("untied", tmp_path / "model"), **more)
+    found = spawn(num_ranks, slow, options, timeout=300)
+    assert "generate of --rollout-engine vllm took more than --rollout-timeout, 0.5 s: raise it" in found[-1][0]
+    assert all("took more than --rollout-timeout" in said and is_well for said, is_well in found)
+
+
+def test_one_that_hangs_ends_its_process_and_the_run_goes_on_from_its_checkpoint(tmp_path):
+    folder, run = models.save("tied", tmp_path / "model"), tmp_path / "run"
+    (tmp_path / hanging.FAULTS).write_text(f"{hanging.STEP}\n{hanging.HAND_OVER}\n")
+    argv = ["--hf-checkpoint", str(folder), *command.TINY_RUN, "--output-dir", str(run), "--save-interval", "1"]
+    argv += ["--rollout-engine", "tests.vllm.hanging:engine", "--rollout-kv-cache-gib", "0.05"]
+    stacks = run / "stacks" / "rank0_hung.txt"
+    for name, call, seconds in (
+        (hanging.STEP, "generate of --rollout-engine vllm", 1.25 * hanging.SECONDS),
+        (hanging.HAND_OVER, "a hand-over to --rollout-engine vllm", hanging.SECONDS),
+    ):
+        result = command.run(argv, tmp_path / name, timeout=200)
+        assert result.code == 1, result.err
+        said = f"fsdptrain: --rollout-timeout 2: {call} has hung for {seconds:g} s, and cannot be interrupted; "
+        assert result.err.splitlines()[-1] == f"{said}where it stood: {stacks}"
+        assert "in wait_in_vain" in stacks.read_text()
+    result = command.run(argv, tmp_path / "log", timeout=200)
+    assert result.code == 0, result.err
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert {row["step"] for row in rows} == {0, 1, 2}
