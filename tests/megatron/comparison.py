@@ -29,6 +29,7 @@ class Case(NamedTuple):
     layout: Layout = "padded"
     tied: bool = False
     renormalised: bool = False  # weights of the chosen experts
+    num_packs: int = len(LENGTHS)  # over the data-parallel ranks
 
     @property
     def name(self) -> str:
@@ -95,9 +96,9 @@ def _compare(case: Case, folder: Path) -> Found:
     wrong = _changed(built, folder)
     wrapped, group = wrap(built.model), Groups.present()
     masters, scorer = Masters(wrapped), Scorer(cases.VOCAB_SIZE, case.layout, chunk_size=8)
-    wanted, expected = transformers_says(folder)
+    wanted, expected = transformers_says(folder, case.num_packs)
     rank, size = ps.get_data_parallel_rank(), ps.get_data_parallel_world_size()
-    own = packs()[rank::size]
+    own = packs()[: case.num_packs][rank::size]
 
     def finish(hidden: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
         values = scorer(built.model, hidden, batch, with_entropy=False).values
@@ -152,19 +153,18 @@ def packs() -> list[PackedBatch]:
 
 
 @cache
-def transformers_says(folder: Path) -> tuple[list[Tensor], dict[str, Tensor]]:
+def transformers_says(folder: Path, num_packs: int) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Logprobs of each pack, segment by segment, and the gradients of the loss by the names in the files."""
     stock: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
-    found = []
-    for batch in packs():
+    batches, found = packs()[:num_packs], []
+    for batch in batches:
         parts = []
         for ids in batch.input_ids.split(batch.seqlens):
             logprobs = stock(ids[None]).logits[0].log_softmax(-1)
             parts += [logprobs[:-1].gather(1, ids[1:, None])[:, 0], torch.zeros(1)]
         found.append(torch.cat(parts))
-    torch.stack(
-        [(values * batch.advantages).sum() for values, batch in zip(found, packs(), strict=True)]
-    ).sum().backward()
+    losses = [(values * batch.advantages).sum() for values, batch in zip(found, batches, strict=True)]
+    torch.stack(losses).sum().backward()
     gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in stock.named_parameters()}
     return [values.detach() for values in found], revert_weight_conversion(stock, gradients)
 

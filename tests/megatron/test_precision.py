@@ -26,6 +26,7 @@ def gradients(folder: Path) -> list[tuple[float, Tensor]]:
     for bf16 in (True, False):
         backend = backend_of(folder, bf16=bf16, **flags_of({"expert_parallel": 2}))
         (norm,) = steps(backend, 1)
+        backend._masters.take_gradients()  # the step has let go of them; they are in the buffers still
         parts = backend.weights.stream(of=backend._masters.whole_gradient, dtype=torch.float32, only_parameters=True)
         found.append((norm, torch.cat([tensor.flatten() for _, tensor in parts])))
     return found

@@ -17,7 +17,10 @@ from tests.megatron import cases
 
 def faults(folder: Path) -> dict[str, str]:
     """What is said of each planted fault, in a process of its own."""
+    from megatron.core.models.gpt import gpt_layer_specs
+
     from fsdptrain.backends.megatron import conversions, table
+    from fsdptrain.backends.megatron.model import has_transformer_engine
     from fsdptrain.backends.megatron.report import build_report
     from fsdptrain.backends.megatron.weights import WeightMap, hub_shapes, open_files
 
@@ -63,14 +66,24 @@ def faults(folder: Path) -> dict[str, str]:
     said["eps"] = cases.refusal(report)
     model.decoder.layers[1].input_layernorm.eps = config.rms_norm_eps
 
-    expert = model.decoder.layers[0].mlp.experts.local_experts[0]
-    expert.activation_func = torch.nn.functional.gelu
-    said["activation"] = cases.refusal(report)
-    expert.activation_func = torch.nn.functional.silu
+    said["activation"] = cases.refusal(partial(dense_report, rare))
+    gpt_layer_specs.HAVE_TE = True
+    said["engine"] = str(has_transformer_engine())
 
     config.norm_topk_prob = not config.norm_topk_prob
     said["router"] = cases.refusal(report)
     return said
+
+
+def dense_report(config: PreTrainedConfig) -> None:
+    """Of a model with another activation in its last layer."""
+    from fsdptrain.backends.megatron.parity import small_models
+    from fsdptrain.backends.megatron.report import build_report
+
+    stock, model = small_models(config, MegatronConfig(), cases.OPTIONS, device=torch.device("cpu"))
+    layers: Any = model.decoder.layers
+    layers[-1].mlp.activation_func = torch.nn.functional.gelu
+    build_report(model, stock, layout="padded")
 
 
 def parity(config: PreTrainedConfig, **options: Any) -> float:
@@ -97,6 +110,7 @@ def test_planted_faults_stop_the_run(tmp_path) -> None:
     assert "have no place" in said["an expert that the model lacks"]
     assert "missing" in said["a file without it"]
     assert "activation is silu: no" in said["activation"]
+    assert said["engine"] == "False"  # which would not compute here, though it is installed
     assert "rotary base is 500000.0, not 10000.0" in said["rotary base"]
     assert "eps of norms is 1e-05, not 1e-06" in said["eps"]
     assert "their weights are renormalised: " in said["router"]

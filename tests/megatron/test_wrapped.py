@@ -43,7 +43,7 @@ CASES = [
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Found]]:
     """Of each case what each rank found."""
-    return compared(CASES, tmp_path_factory.mktemp("models"))
+    return compared([case._replace(num_packs=2) for case in CASES], tmp_path_factory.mktemp("models"))
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])

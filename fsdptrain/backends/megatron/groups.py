@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -119,4 +119,8 @@ def stop_groups() -> None:
     """End them, so that another model of this process may be split otherwise."""
     from megatron.core import parallel_state
 
+    made: Any = parallel_state._global_process_group_list or [None]  # megatron-core itself only forgets them
+    for group in made[1:]:  # the first stands for all ranks
+        with suppress(ValueError):  # it ended with the group of all ranks, of an earlier run
+            dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()
