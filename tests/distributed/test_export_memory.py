@@ -4,12 +4,12 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch.distributed._tools.mem_tracker import MemTracker
 
 from fsdptrain.fsdp.export import stream_weights
 from fsdptrain.testing import spawn
 from tests import zoo
 
+from .storages import Storages
 from .test_fsdp_export import load, tensors_of
 
 EXPERTS, WIDTH, INSIDE = 32, 256, 128
@@ -18,22 +18,14 @@ WHOLE = 1 << 40
 
 
 def streamed(source: str, slice_bytes: int) -> tuple[int, bool]:
-    """(most bytes that tensors held beside the shards, while nobody keeps what comes; all is as in the files)
-
-    Counted by storages that live. The profiler does not see those that a thread of gloo frees as the last that holds
-    them: on a busy machine they sum up.
-    """
+    """(most bytes that tensors held beside the shards, while nobody keeps what comes; all is as in the files)"""
     model, expected = load(source), tensors_of(Path(source))
     stream = partial(stream_weights, model, dtype=torch.float32, naming="hub", slice_bytes=slice_bytes)
-    tracker = MemTracker()
-    tracker.track_external(model)
-    with tracker:
-        before = tracker.get_tracker_snapshot("current")[torch.device("cpu")]["Total"]
+    with Storages() as storages:
         for _ in stream():
             pass
-        peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
     found = {name: torch.equal(tensor, expected[name]) for name, tensor in stream()}
-    return peak - before, all(found.values()) and found.keys() == expected.keys()
+    return storages.peak, all(found.values()) and found.keys() == expected.keys()
 
 
 def both(source: str) -> list[tuple[int, bool]]:
