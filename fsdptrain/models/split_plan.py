@@ -42,6 +42,7 @@ def split_plan(model: PreTrainedModel, *, tensor_size: int, expert_size: int) ->
     dims = {name: dim for name, p in model.named_parameters() if (dim := _dim(name, p, tensor)) is not None}
     plan = SplitPlan(tensor, experts, dims)
     if tensor_size > 1:
+        _check_activations(model, tensor_size)
         _check_heads(model, tensor_size)
         _check_heads_of_layers(model, tensor, tensor_size)
         _check_tensors(model, plan, tensor_size)
@@ -119,6 +120,15 @@ def _dim(name: str, parameter: nn.Parameter, tensor: dict[str, str]) -> int | No
     if style in _ROWS:
         return None if name.endswith(".bias") else last
     return {_BY_VOCABULARY: 0, _BY_WIDTH: 1}.get(style or "")
+
+
+def _check_activations(model: PreTrainedModel, size: int) -> None:
+    """Gemma 3n compares each with mean and deviation of all of its token: a part has others, and no error tells."""
+    if any(getattr(model.config.get_text_config(), "activation_sparsity_pattern", None) or ()):
+        raise ConfigError(
+            f"--tensor-parallel-size {size}: {stock_class(model).__name__} drops activations by the mean of a whole "
+            "layer (activation_sparsity_pattern), of which each process would have a part: leave it out"
+        )
 
 
 def _check_heads(model: PreTrainedModel, size: int) -> None:
