@@ -61,7 +61,7 @@ Which mesh for which model on 8 to 1,024 GPUs, what its ranks send each other in
 | | from | held to |
 |---|---|---|
 | bytes of each collective | the parameters, the plans of transformers and the sizes of the mesh (`fsdptrain/planning/traffic.py`) | every byte that 2 and 4 gloo ranks send, on 25 meshes of 8 families (`tests/distributed/test_traffic.py`) |
-| memory | the plan of `fsdptrain plan` | the allocator, on 2 ranks, within 10 % (`tests/distributed/test_memory_plan.py`) |
+| memory | the plan of `fsdptrain plan` | what tensors hold in a step, on 2 ranks, within 10 % (`tests/distributed/test_memory_plan.py`) |
 | seconds | those bytes and FLOPs, over the rates of data sheets: 450 GB/s to a GPU of the same node, 50 GB/s to another node, 989 TFLOP/s in bfloat16, of which 40 % are reached | nothing |
 
 Bytes are those that leave a rank where collectives go round in rings: (n - 1) / n of what is gathered or reduced, twice
@@ -126,9 +126,10 @@ A step of {SEQUENCES} sequences of so many tokens (1k: 1,024), each a pack of it
 seconds computing: pairs of tokens, whose number grows with the square of the length. Whether a model was made for such
 lengths (most configs here end at 40k or 128k, beyond which rotary embeddings are stretched) is another question.
 
-- **What limits first is memory**: models of 4 B to 30 B leave room for about 128k tokens on a GPU (more are not tried), one
-  of 70 B for 16k to 32k. So a million tokens take a group of 8, within a node, or of 32 to 64, and more GPUs add groups.
-- **Then attention**: nearly all of the computing at a million tokens. The exchange of heads takes a hundredth of the
+- **What limits first is memory**: models of 4 B, and of 30 B on 64 GPUs or more, leave room for about 128k tokens on a GPU
+  (more are not tried), of 30 B on 8 and of 70 B for 16k to 32k. So a million tokens take a group of 8, within a node, or of
+  32 to 64, and more GPUs add groups.
+- **Then attention**: nearly all of the computing at a million tokens. The exchange of heads takes a sixtieth of the
   step or less, between nodes a fiftieth; what a larger group costs is gathers, of all weights for fewer tokens each.
 - Where sequences are fewer than GPUs, context groups are what keeps these busy (the rows with 256 GPUs).
 - The plan of the memory leaves out what an exchange of heads holds for its moment (queries, keys, values, the output, and

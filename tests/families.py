@@ -308,5 +308,15 @@ def build(name: str, **changes: Any) -> PreTrainedModel:
     return model
 
 
+def tiny_config(name: str, **changes: Any) -> PreTrainedConfig:
+    """Of the zoo where that has the family `name`, else of this module."""
+    return zoo.config(name, **changes) if name in zoo.CONFIGS else config(name, **changes)
+
+
+def tiny(name: str, **changes: Any) -> PreTrainedModel:
+    """As `tiny_config`, with random weights."""
+    return zoo.build(name, **changes) if name in zoo.CONFIGS else build(name, **changes)
+
+
 def save(name: str, folder: Path, **changes: Any) -> None:
     build(name, **changes).save_pretrained(folder)

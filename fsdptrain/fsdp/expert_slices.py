@@ -7,7 +7,7 @@ given on before the next.
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -56,21 +56,24 @@ def _rows(tensor: DTensor, first: int, last: int, blocks: int) -> DTensor:
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=tensor.stride())
 
 
-def in_slices(model: PreTrainedModel, name: str, tensor: Tensor, *, most_bytes: int) -> bool:
-    """Whether `tensor` is experts, an even number on each rank, that a checkpoint holds one by one; and worth it."""
+def in_slices(name: str, tensor: Tensor, conversions: Sequence[Any], *, most_bytes: int) -> bool:
+    """Whether `tensor` is experts, an even number on each rank, that a checkpoint holds one by one; and worth it.
+
+    `conversions`: the `reversed_conversions` of its model.
+    """
     if not isinstance(tensor, DTensor) or tensor.dim() != 3 or tensor.nbytes <= most_bytes:
         return False
     blocks = _num_blocks(tensor)
     if tensor.shape[0] % blocks or tensor.shape[0] == blocks:
         return False
-    converters = [x for x in _reversed(model) if isinstance(x, WeightConverter)]
+    converters = (x for x in conversions if isinstance(x, WeightConverter))
     own = next((x for x in converters if x.rename_source_key(name)[1] is not None), None)
     if own is None or len(own.source_patterns) > 1:
         return False
     return any(isinstance(op, SplitModulelist) and op.dim == 0 for op in own.operations)
 
 
-def _reversed(model: PreTrainedModel) -> list[Any]:
+def reversed_conversions(model: PreTrainedModel) -> list[Any]:
     """The conversions that `revert_weight_conversion` goes through."""
     known = vars(model).get("_weight_conversions")
     return [x.reverse_transform() for x in reversed(known or get_model_conversion_mapping(model, add_legacy=False))]

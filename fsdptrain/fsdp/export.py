@@ -1,7 +1,8 @@
 """Full weights out of a sharded model, layer by layer: to an engine, or to a folder that `from_pretrained` reads.
 
-No rank ever holds more than one decoder layer (or the embedding) in full, and of its experts, on the way to an engine,
-only some. A folder is written by several ranks at the same time: while one writes a layer, the others write theirs.
+No rank ever holds more than one decoder layer (or the embedding) in full, and what streams under the names of a
+checkpoint holds only some of its experts. A folder is written by several ranks at the same time: while one writes a
+layer, the others write theirs.
 """
 
 import json
@@ -24,7 +25,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from fsdptrain import platform
 from fsdptrain.errors import CheckpointError
 from fsdptrain.fsdp.checkpoint import sync_tree
-from fsdptrain.fsdp.expert_slices import expert_slices, in_slices
+from fsdptrain.fsdp.expert_slices import expert_slices, in_slices, reversed_conversions
 from fsdptrain.fsdp.gather import gather_on
 from fsdptrain.fsdp.hub_files import HubWriter, plan_files, share_out, write_index
 from fsdptrain.fsdp.shards import model_tensors
@@ -64,6 +65,8 @@ def stream_weights(
     layers = {} if adapters is None else adapters.layers
     with detached():
         units = _units(model)
+    conversions = reversed_conversions(model) if naming == "hub" else []
+    few = partial(in_slices, conversions=conversions, most_bytes=slice_bytes)
 
     def full(name: str, tensor: Tensor) -> Tensor:
         return _full(tensor, _dtype_of(tensor, dtype), layers.get(name))
@@ -76,7 +79,7 @@ def stream_weights(
         if naming == "module":
             yield from ((name, full(name, tensor)) for name, tensor in unit.items())
             continue
-        for name in [n for n, x in unit.items() if n not in layers and in_slices(model, n, x, most_bytes=slice_bytes)]:
+        for name in [n for n, x in unit.items() if n not in layers and few(n, x)]:
             tensor = unit.pop(name)
             full_rows = partial(_full, dtype=_dtype_of(tensor, dtype))  # rows of a parameter are no parameter
             yield from expert_slices(name, tensor, most_bytes=slice_bytes, full=full_rows, convert=hub)

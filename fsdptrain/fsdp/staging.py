@@ -68,7 +68,7 @@ class Background:
     """`work`, in a thread that does not keep the process alive."""
 
     def __init__(self, work: Callable[[], None]) -> None:
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._work = work
         self._thread = Thread(target=self._run, daemon=True, name="checkpoint")
         self._thread.start()
@@ -76,7 +76,7 @@ class Background:
     def _run(self) -> None:
         try:
             self._work()
-        except Exception as error:  # noqa: BLE001 - whatever it is, `check` raises it
+        except BaseException as error:  # noqa: BLE001 - whatever it is, `check` raises it
             self._error = error
 
     def check(self) -> None:

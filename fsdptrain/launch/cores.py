@@ -2,6 +2,7 @@
 
 import math
 import os
+import sys
 from pathlib import Path
 
 _MEMBERSHIP, _ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
@@ -9,7 +10,7 @@ _MEMBERSHIP, _ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 def usable_cores(membership: Path = _MEMBERSHIP, root: Path = _ROOT) -> int:
     """Within the affinity of the process and the limits of its control groups (version 2); at least 1."""
-    affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)  # macOS
+    affinity = os.sched_getaffinity(0) if sys.platform == "linux" else range(os.cpu_count() or 1)
     lines = membership.read_text().splitlines() if membership.is_file() else []
     own = [root / line.removeprefix("0::").lstrip("/") for line in lines if line.startswith("0::")]
     limits = [path / "cpu.max" for group in own for path in (group, *group.parents) if path.is_relative_to(root)]

@@ -121,7 +121,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, logsumexp, entropy, floor = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad_logprobs, grad_entropy = grads
+        given = grads if ctx.with_entropy else (grads[0], None)
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=logsumexp.dtype) if needs_weight and not len(hidden) else None
         grad_bias = torch.zeros_like(bias, dtype=logsumexp.dtype) if needs_bias else None
@@ -131,20 +131,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
             raw = kept if kept is not None else product(hidden[chunk], weight, bias, out=buffer)
             kept = None
             for rows, part in _blocks(raw, chunk):
-                z = transformed(part, ctx.transform)
-                slope = slope_of(z, ctx.transform)
-                if floor is not None:
-                    z.masked_fill_(z < floor[rows, None], _EXCLUDED)
-                factor = 1.0 if isinstance(slope, Tensor) else slope  # of a row costs less than of its logits
-                dz = grad_logits(
-                    z.sub_(logsumexp[rows, None]),
-                    labels[rows],
-                    None if grad_logprobs is None else grad_logprobs[rows] * factor,
-                    None if grad_entropy is None or not ctx.with_entropy else grad_entropy[rows] * factor,
-                    entropy[rows],
-                )
-                if isinstance(slope, Tensor):
-                    dz.mul_(slope)
+                of_rows: list[Any] = [None if x is None else x[rows] for x in (labels, logsumexp, entropy, *given)]
+                dz = grad_raw(part, ctx.transform, *of_rows, floor=None if floor is None else floor[rows])
                 if grad_bias is not None:
                     grad_bias += dz.sum(0)
                 part.copy_(dz)
@@ -189,7 +177,30 @@ def transformed(raw: Tensor, transform: HeadTransform) -> Tensor:
     return z.tanh_().mul_(transform.softcap / transform.temperature)
 
 
-def slope_of(z: Tensor, transform: HeadTransform) -> Tensor | float:
+def grad_raw(
+    raw: Tensor,  # [C, V]
+    transform: HeadTransform,
+    labels: Tensor,  # [C]
+    logsumexp: Tensor,  # [C]
+    entropy: Tensor,  # [C]
+    grad_logprobs: Tensor | None,  # [C]
+    grad_entropy: Tensor | None,  # [C]
+    *,
+    floor: Tensor | None = None,  # [C]
+    owned: Tensor | None = None,  # [C] bool, where labels are not all in these columns
+) -> Tensor:
+    """Of the head's product [C, V] before scale, cap and temperature; in float32 or more."""
+    z = transformed(raw, transform)
+    slope = _slope_of(z, transform)
+    if floor is not None:
+        z.masked_fill_(z < floor[:, None], _EXCLUDED)
+    factor = 1.0 if isinstance(slope, Tensor) else slope  # of a row costs less than of its logits
+    of_logprobs, of_entropy = (None if grad is None else grad * factor for grad in (grad_logprobs, grad_entropy))
+    dz = _grad_logits(z.sub_(logsumexp[:, None]), labels, of_logprobs, of_entropy, entropy, owned)
+    return dz.mul_(slope) if isinstance(slope, Tensor) else dz
+
+
+def _slope_of(z: Tensor, transform: HeadTransform) -> Tensor | float:
     """dz / draw, from z itself: with a softcap tanh' = 1 - tanh^2, and tanh = z * temperature / cap."""
     factor = transform.logit_scale / transform.temperature
     if transform.softcap is None:
@@ -197,13 +208,13 @@ def slope_of(z: Tensor, transform: HeadTransform) -> Tensor | float:
     return (z * (transform.temperature / transform.softcap)).square_().neg_().add_(1.0).mul_(factor)
 
 
-def grad_logits(
+def _grad_logits(
     logp: Tensor,  # [C, V] = z - logsumexp(z); overwritten
     labels: Tensor,  # [C]
     grad_logprobs: Tensor | None,  # [C]
     grad_entropy: Tensor | None,  # [C]
     entropy: Tensor,  # [C]
-    owned: Tensor | None = None,  # [C] bool, where labels are not all in these columns
+    owned: Tensor | None,
 ) -> Tensor:
     """dz [C, V] of this module's docstring, in the buffers that are there."""
     if grad_entropy is None:

@@ -113,7 +113,8 @@ def install_policy_forward(
         if stock_head:
             logits = select_tokens(stock(**inputs).logits, batch, layout, positions, context=dealt)
             return (to_pack(_stock_logprobs(logits, batch.labels[positions]), positions, batch, context=dealt),)
-        with choosing(batch, layout, with_routes, dealt), masks((attention, layout, batch.images is None)):
+        routing = _choosing(replay, batch, layout, dealt, with_routes=with_routes)
+        with routing, masks((attention, layout, batch.images is None)):
             output = base_model(model)(**inputs, **({"output_router_logits": True} if router else {}))
         extra: list[Tensor] = []
         if router is not None:
@@ -126,10 +127,8 @@ def install_policy_forward(
             assert replay is not None, "routes are known where install_policy_forward got a RouterReplay"
             routes = from_rows(replay.routes.int(), batch, layout, tokens, context=dealt)  # gloo has no int16
             extra.append(to_pack(routes, tokens, batch, context=dealt).to(torch.int16))
-        weight, bias = _head_weights(lm_head(model))
         hidden = output.last_hidden_state if nothing is None else output.last_hidden_state + nothing
-        score = partial(split_logprobs if isinstance(weight, DTensor) else chunked_logprobs, weight=weight, bias=bias)
-        found = score(
+        found = _scorer(lm_head(model))(
             select_tokens(hidden, batch, layout, positions, context=dealt),
             labels=batch.labels.index_select(0, positions),
             temperature=temperature,
@@ -141,16 +140,26 @@ def install_policy_forward(
         )
         return (*(to_pack(x, positions, batch, context=dealt) for x in found if x is not None), *extra)
 
-    def choosing(
-        batch: PackedBatch, layout: Layout, with_routes: bool, dealt: Context | None
-    ) -> AbstractContextManager[None]:
-        if replay is None or (batch.routes is None and not with_routes):
-            return nullcontext()
-        if batch.routes is None:
-            return replay.choosing(None)
-        return replay.choosing(to_rows(batch.routes, batch, layout, fill=NO_ROUTE, context=dealt))
-
     model.forward = _telling_refusals(scored)
+
+
+def _choosing(
+    replay: RouterReplay | None, batch: PackedBatch, layout: Layout, context: Context | None, *, with_routes: bool
+) -> AbstractContextManager[None]:
+    """Inside, routers take the experts of `batch.routes` and remember theirs, where either is asked for."""
+    if replay is None or (batch.routes is None and not with_routes):
+        return nullcontext()
+    if batch.routes is None:
+        return replay.choosing(None)
+    return replay.choosing(to_rows(batch.routes, batch, layout, fill=NO_ROUTE, context=context))
+
+
+def _scorer(head: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """`chunked_logprobs` with the weights of `head`, or what stands for it where they are split over ranks."""
+    parameters = dict(head.named_parameters(recurse=False))
+    weight = parameters["weight"]
+    function = split_logprobs if isinstance(weight, DTensor) else chunked_logprobs
+    return partial(function, weight=weight, bias=parameters.get("bias"))
 
 
 def _telling_refusals(scored: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
@@ -338,11 +347,6 @@ def over_ranks(value: float) -> float:
     """The largest `value` of any rank; nan where any has nan. Collective."""
     values = gather(value)
     return next((x for x in values if x != x), max(values))
-
-
-def _head_weights(head: nn.Module) -> tuple[Tensor, Tensor | None]:
-    parameters = dict(head.named_parameters(recurse=False))
-    return parameters["weight"], parameters.get("bias")
 
 
 def _stock_logprobs(logits: Tensor, labels: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from fsdptrain.models.logprobs import HeadTransform, grad_logits, plus_product, product, slope_of, transformed
+from fsdptrain.models.logprobs import HeadTransform, grad_raw, plus_product, product, transformed
 from fsdptrain.models.truncation import UNTRUNCATED, Truncation
 
 
@@ -88,7 +88,7 @@ class _SplitLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, logsumexp, entropy = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad_logprobs, grad_entropy = grads if ctx.with_entropy else (grads[0], None)
+        given = grads if ctx.with_entropy else (grads[0], None)
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=logsumexp.dtype) if needs_weight and not len(hidden) else None
         grad_bias = torch.zeros_like(bias, dtype=logsumexp.dtype) if needs_bias else None
@@ -96,19 +96,8 @@ class _SplitLogprobs(torch.autograd.Function):
         for start in range(0, len(hidden), ctx.chunk_size):
             rows = slice(start, start + ctx.chunk_size)
             raw = product(hidden[rows], weight, bias, out=buffer)
-            z = transformed(raw, ctx.transform)
-            slope = slope_of(z, ctx.transform)
-            factor = 1.0 if isinstance(slope, Tensor) else slope
-            dz = grad_logits(
-                z.sub_(logsumexp[rows, None]),
-                labels[rows],
-                None if grad_logprobs is None else grad_logprobs[rows] * factor,
-                None if grad_entropy is None else grad_entropy[rows] * factor,
-                entropy[rows],
-                owned=_owned(labels[rows], weight),
-            )
-            if isinstance(slope, Tensor):
-                dz.mul_(slope)
+            of_rows: list[Any] = [None if x is None else x[rows] for x in (labels, logsumexp, entropy, *given)]
+            dz = grad_raw(raw, ctx.transform, *of_rows, owned=_owned(labels[rows], weight))
             if grad_bias is not None:
                 grad_bias += dz.sum(0)
             raw.copy_(dz)

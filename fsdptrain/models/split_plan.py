@@ -4,7 +4,7 @@ Known from the model on meta and the sizes, before any process exists: a plan an
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -42,6 +42,7 @@ def split_plan(model: PreTrainedModel, *, tensor_size: int, expert_size: int) ->
     dims = {name: dim for name, p in model.named_parameters() if (dim := _dim(name, p, tensor)) is not None}
     plan = SplitPlan(tensor, experts, dims)
     if tensor_size > 1:
+        _check_activations(model, tensor_size)
         _check_heads(model, tensor_size)
         _check_heads_of_layers(model, tensor, tensor_size)
         _check_tensors(model, plan, tensor_size)
@@ -121,6 +122,15 @@ def _dim(name: str, parameter: nn.Parameter, tensor: dict[str, str]) -> int | No
     return {_BY_VOCABULARY: 0, _BY_WIDTH: 1}.get(style or "")
 
 
+def _check_activations(model: PreTrainedModel, size: int) -> None:
+    """Gemma 3n compares each with mean and deviation of all of its token: a part has others, and no error tells."""
+    if any(getattr(model.config.get_text_config(), "activation_sparsity_pattern", None) or ()):
+        raise ConfigError(
+            f"--tensor-parallel-size {size}: {stock_class(model).__name__} drops activations by the mean of a whole "
+            "layer (activation_sparsity_pattern), of which each process would have a part: leave it out"
+        )
+
+
 def _check_heads(model: PreTrainedModel, size: int) -> None:
     """Heads that do not divide give wrong shapes in the first forward pass."""
     name, text = stock_class(model).__name__, layer_config(model.config, 0)
@@ -157,8 +167,7 @@ def _check_tensors(model: PreTrainedModel, plan: SplitPlan, size: int) -> None:
                 f"--tensor-parallel-size {size} does not divide {parameter_name} {list(p.shape)} of {name}: choose "
                 "another size"
             )
-    split = sum(p.numel() for n, p in matrices.items() if n in plan.tensor_dims or n in plan.experts)
-    share = split / sum(p.numel() for p in matrices.values())
+    share = _share(matrices, plan.tensor_dims.keys() | plan.experts.keys())
     if share < _LEAST_SHARE:
         raise ConfigError(
             f"--tensor-parallel-size {size}: the plan of transformers splits {share:.0%} of the layers of {name}, and "
@@ -168,17 +177,21 @@ def _check_tensors(model: PreTrainedModel, plan: SplitPlan, size: int) -> None:
 
 def thin_split(model: PreTrainedModel, plan: SplitPlan, *, tensor_size: int) -> str | None:
     """A line to warn with where tensor ranks share little but the experts, which expert ranks would share too."""
-    rest = {name: p for name, p in _matrices(model).items() if name not in plan.experts}
-    share = sum(p.numel() for name, p in rest.items() if name in plan.tensor_dims) / sum(
-        p.numel() for p in rest.values()
-    )
-    if tensor_size == 1 or share >= _LEAST_SHARE:
+    if tensor_size == 1:
+        return None
+    share = _share({n: p for n, p in _matrices(model).items() if n not in plan.experts}, plan.tensor_dims.keys())
+    if share >= _LEAST_SHARE:
         return None
     return (
         f"--tensor-parallel-size {tensor_size}: the plan of transformers splits {share:.0%} of the layers of "
         f"{stock_class(model).__name__} beside their experts, and each process of a group computes all of the rest: "
         "without it as many processes train on more packs at a time"
     )
+
+
+def _share(matrices: Mapping[str, nn.Parameter], names: Set[str]) -> float:
+    """Of all the numbers in `matrices`, those in the ones of `names`."""
+    return sum(p.numel() for n, p in matrices.items() if n in names) / sum(p.numel() for p in matrices.values())
 
 
 def _matrices(model: PreTrainedModel) -> dict[str, nn.Parameter]:

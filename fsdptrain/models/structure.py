@@ -186,6 +186,12 @@ def head_size(config: PreTrainedConfig) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
+def head_widths(config: PreTrainedConfig) -> tuple[int, int]:
+    """(of queries and keys, of values) of a head: multi-head latent attention has two, and `head_size` is neither."""
+    own = head_size(config)
+    return getattr(config, "qk_head_dim", None) or own, getattr(config, "v_head_dim", None) or own
+
+
 def projected_heads(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
     """(name, heads) of each projection to queries, keys or values of a decoder layer whose attention says how wide a
     head is: some families have layers with other heads than the config counts (Gemma 4, Laguna)."""

@@ -1,22 +1,21 @@
 """Model FLOPs of a step and the peak of the device, for `perf/mfu`.
 
 Model FLOPs count what the mathematics needs, not what recomputation adds: 2 per weight and token forward, twice that
-backward, or once where the weight is frozen; adapters are too small to count. Attention by the true head size, in both
-published conventions (every pair of tokens, or causal pairs only). The embedding is a look-up and counts nothing; the
-head counts only where it is computed, on loss tokens; a vision tower counts nothing. Convention of PaLM (Chowdhery et
-al. 2022, appendix B).
+backward, or once where the weight is frozen; adapters are too small to count. Attention by the true widths of heads, in
+both published conventions (every pair of tokens, or causal pairs only). The embedding is a look-up and counts nothing;
+the head counts only where it is computed, on loss tokens; a vision tower counts nothing. Convention of PaLM (Chowdhery
+et al. 2022, appendix B).
 """
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from fsdptrain.models.structure import active_sizes, is_of_adapter, lm_head
+from fsdptrain.models.structure import active_sizes, head_widths, is_of_adapter, layer_config, lm_head
 from fsdptrain.overrides import overridable
 
 PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "B200": 2250.0, "A100": 312.0}  # dense bfloat16, by device name
@@ -28,7 +27,7 @@ class ModelFlops:
 
     body_weights: float  # weights that multiply each token; of experts only the active share
     head_weights: int  # weights of the LM head
-    attention_width: int  # sum over attention layers of heads x head size
+    attention_width: float  # sum over attention layers of heads x (width of a key + width of a value) / 2
     frozen: bool = False  # only an adapter is trained: weights need no gradient of their own
 
     def forward(
@@ -60,21 +59,17 @@ class ModelFlops:
 
 def model_flops(model: PreTrainedModel) -> ModelFlops:
     """Count on the real parameters: it holds for any architecture, sharded or on meta."""
-    config = model.config.get_text_config()
+    text = model.config.get_text_config()
     embeddings = {p for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
     head = set(lm_head(model).parameters())
     adapters = {p for name, p in model.named_parameters() if is_of_adapter(name)}
     elsewhere = embeddings | head | adapters
     body = sum((size for p, size in active_sizes(model).items() if p.ndim >= 2 and p not in elsewhere), 0.0)
-    head_size = _field(config, "head_dim") or config.hidden_size // config.num_attention_heads
-    kinds = _field(config, "layer_types") or ["full_attention"] * config.num_hidden_layers
-    num_attention_layers = sum("attention" in kind and "linear" not in kind for kind in kinds)
-    return ModelFlops(
-        body,
-        sum(p.numel() for p in head),
-        num_attention_layers * config.num_attention_heads * head_size,
-        frozen=bool(adapters),
-    )
+    kinds = vars(text).get("layer_types") or ["full_attention"] * text.num_hidden_layers
+    attending = [index for index, kind in enumerate(kinds) if "attention" in kind and "linear" not in kind]
+    layers = [layer_config(model.config, index) for index in attending]
+    width = sum(layer.num_attention_heads * sum(head_widths(layer)) / 2 for layer in layers)
+    return ModelFlops(body, sum(p.numel() for p in head), width, frozen=bool(adapters))
 
 
 @overridable
@@ -97,8 +92,3 @@ def _measured_tflops(device: torch.device, dtype: torch.dtype, size: int = 512, 
         product = a @ a
     product.sum().item()  # waits for the device
     return 2 * size**3 * repeats / (time.perf_counter() - start) / 1e12
-
-
-def _field(config: object, name: str) -> Any:
-    """An entry of a config whose class differs from model to model."""
-    return vars(config).get(name)

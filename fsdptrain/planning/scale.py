@@ -139,10 +139,10 @@ def _costs(
         pieces = planner.pieces(config)
         if config.parallel.context_parallel_size > 1:
             check_dealing(model, config.parallel)
-        grid, tokens = pieces.grid, sum(seqlens(config))
-        of_pack = step_traffic(model, config, pieces, [Pack(tokens * grid.context, tokens * grid.context)])
     except ConfigError:
         return None
+    grid, tokens = pieces.grid, sum(seqlens(config))
+    of_pack = step_traffic(model, config, pieces, [Pack(tokens * grid.context, tokens * grid.context)])
     copies = grid.tensor * grid.context  # ranks that share a pack
     own = math.ceil(num_packs * copies / grid.num_ranks)  # where packs are fewer, ranks compute packs of nothing
     traffic = [replace(x, calls=x.calls * own, size=x.size * own) for x in of_pack]

@@ -26,7 +26,7 @@ from fsdptrain.models.split_plan import SplitPlan
 from fsdptrain.models.structure import (
     decoder_layers,
     expert_choice,
-    head_size,
+    head_widths,
     layer_config,
     lm_head,
     num_fused_experts,
@@ -233,9 +233,7 @@ def _attention(text: PreTrainedConfig, grid: Grid, itemsize: int, tokens: int) -
     """
     heads = text.num_attention_heads // grid.tensor
     shared = (getattr(text, "num_key_value_heads", None) or text.num_attention_heads) // grid.tensor
-    own = head_size(text)
-    width = getattr(text, "qk_head_dim", None) or own  # multi-head latent attention has two
-    out = getattr(text, "v_head_dim", None) or own
+    width, out = head_widths(text)
     shared *= repeats_of(heads, shared, grid.context)
     numbers = heads * width + shared * (width + out) + heads * out
     return [("all-to-all", "context", 2, itemsize * tokens * numbers)]

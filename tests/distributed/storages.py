@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Storages(TorchDispatchMode):
-    """`peak`: the most bytes above what was there at the start. What kernels and gloo make for themselves is not seen."""
+    """`peak`: most bytes above what was there at the start. What kernels and gloo make for themselves is not seen."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,6 @@
 """Layers and experts split over ranks: what is computed, saved and exported is what one process makes of the model."""
 
+import math
 import re
 from contextlib import nullcontext
 from dataclasses import replace
@@ -18,7 +19,9 @@ from fsdptrain.fsdp.checkpoint import CheckpointFolder
 from fsdptrain.fsdp.export import stream_weights
 from fsdptrain.testing import spawn
 from fsdptrain.types import LogProbs, PackedBatch
-from tests import families, zoo
+from tests import zoo
+from tests.families import tiny
+from tests.sweep import sweep
 
 from .sharded import full, full_state
 from .test_context import Exact
@@ -27,8 +30,9 @@ from .test_fsdp_backend import GRPO, config, keep_gradients, packs_of_this_rank,
 TOLERANCE = 1e-5
 TEMPERATURE = 0.9  # of `config`
 # Some gradients are small sums of large parts (of A_log, or of the bias of a norm of keys): there the stock model, in
-# float32, is itself further from float64, and a mesh may be so many times as far.
-OF_ROUNDING = 5.0
+# float32, is itself further than so much from float64, and a mesh may be so many times as far: both are what the
+# kernels of a CPU make of the order of sums.
+ROUNDED, OF_ROUNDING = 2e-6, 20.0
 LOSS_NAMES = ("grpo", "gspo")
 # name -> family and changes; else as the zoo has them
 FAMILIES: dict[str, tuple[str, dict]] = {
@@ -132,10 +136,7 @@ def checkpoints(tmp_path_factory):
         path = tmp_path_factory.getbasetemp() / f"parallel_{family}"
         if not path.exists():
             name, changes = FAMILIES.get(family, (family, {}))
-            if name in zoo.CONFIGS:
-                zoo.build(name, **changes).save_pretrained(path)
-            else:
-                families.save(name, path, **changes)
+            tiny(name, **changes).save_pretrained(path)
         return str(path)
 
     return folder
@@ -210,7 +211,9 @@ def allowed(found: list[dict], exact: list[dict]) -> dict[str, float]:
     bounds: dict[str, float] = {}
     for one, other in zip(found, exact, strict=True):
         for name, error in errors(one, other).items():
-            bounds[kind(name)] = max(TOLERANCE, OF_ROUNDING * error, bounds.get(kind(name), 0.0))
+            assert math.isfinite(error), name
+            rounding = OF_ROUNDING * error if error > ROUNDED else 0.0
+            bounds[kind(name)] = max(TOLERANCE, rounding, bounds.get(kind(name), 0.0))
     return bounds
 
 
@@ -273,7 +276,7 @@ def test_split_over_ranks_a_model_computes_learns_saves_and_loads_what_it_does_a
                 assert (other_logprobs - logprobs).abs().max() < TOLERANCE
                 for (gradients, metrics, _), wanted, (_, expected, _) in zip(other_steps, exact, steps, strict=True):
                     found = errors(gradients, wanted)
-                    assert {name: error for name, error in found.items() if error >= bounds[kind(name)]} == {}
+                    assert {name: error for name, error in found.items() if not error < bounds[kind(name)]} == {}
                     of_split = {name: metrics.pop(name) for name in [*metrics] if name not in expected}
                     assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
                     assert of_split.get("moe/dropped_tokens", 0.0) == 0.0
@@ -344,3 +347,22 @@ def test_a_model_that_does_not_divide_is_refused_by_one_line_on_every_rank(check
         assert words in line
         assert "\n" not in line
         assert next(iter(values)).replace("_", "-") in line
+
+
+SWEPT = {
+    "expert": {name: "" for name in ("mixtral", "olmoe", "dots1", "hunyuan_v1_moe", "nemotron_h", "lfm2_moe")},
+    "tensor": {name: "" for name in ("llama", "gemma4_text", "olmo2", "granitemoe")}
+    | {"falcon_h1": "splits 0% of the layers", "gemma3n_text": "drops activations by the mean"},
+}
+
+
+@pytest.mark.parametrize("mesh", SWEPT)
+def test_other_families_are_exact_or_refused_by_one_line_and_nothing_crashes(tmp_path, mesh):
+    for row in sweep([*SWEPT[mesh]], tmp_path, mesh=mesh):
+        words = SWEPT[mesh][row.name]
+        assert not row.crash, row.name
+        assert "\n" not in row.refusal
+        assert words in row.refusal
+        assert bool(row.refusal) is bool(words), row.refusal
+        assert row.refusal or (row.exact and row.exported and row.loaded and row.streamed), row.name
+        assert bool(row.beside) is (row.name == "granitemoe")  # its experts are dealt beside

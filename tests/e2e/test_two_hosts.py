@@ -108,6 +108,7 @@ def test_with_restarts_a_run_outlives_a_cut_cable_that_is_mended_and_a_machine_t
     silent = f" has not answered for {SILENCE} s (--node-timeout); restart 1 of 2"
     ended = f"fsdptrain: node 0 ({ADDRESSES[0]}) was ended by SIGTERM"
     assert [line.endswith(silent) for line in messages(of_lost)] == [True]
+    assert len(messages(of_first)) >= 2, of_first
     cut, lost = messages(of_first)[:2]
     assert (cut.startswith("fsdptrain: node 1 ("), cut.endswith(silent)) == (True, True)
     assert (lost.startswith("fsdptrain: node 1 ("), lost.endswith("; restart 2 of 2")) == (True, True)
@@ -122,6 +123,7 @@ def wait_for(folder, step, machines):
     deadline = time.monotonic() + 240
     while newest(folder) < step and time.monotonic() < deadline and all(m.poll() is None for m in machines):
         time.sleep(0.05)
+    assert newest(folder) >= step, [machine.poll() for machine in machines]
 
 
 @pytest.mark.parametrize("what", ["an option", "the code"])

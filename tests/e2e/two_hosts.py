@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -43,14 +44,14 @@ class TwoHosts:
 
 @contextmanager
 def two_hosts() -> Iterator[TwoHosts]:
-    """Skips the test where there are no network namespaces."""
+    """Skips the test where there are no network namespaces; with FSDPTRAIN_REQUIRE_NETNS=1 it fails there."""
     if shutil.which("ip") is None:
-        pytest.skip("there is no `ip` (iproute2), which makes network namespaces")
+        _do_without("there is no `ip` (iproute2), which makes network namespaces")
     names = (f"fsdptrain-{os.getpid()}-0", f"fsdptrain-{os.getpid()}-1")
     try:
         _ip("netns", "add", names[0])
     except PermissionError as error:
-        pytest.skip(f"network namespaces are not permitted here: {error}")
+        _do_without(f"network namespaces are not permitted here: {error}")
     try:
         _ip("netns", "add", names[1])
         _ip("-n", names[0], "link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns", names[1])
@@ -62,6 +63,12 @@ def two_hosts() -> Iterator[TwoHosts]:
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+
+
+def _do_without(reason: str) -> NoReturn:
+    if os.environ.get("FSDPTRAIN_REQUIRE_NETNS") == "1":
+        pytest.fail(reason)
+    pytest.skip(reason)
 
 
 def _ip(*argv: str) -> None:

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from fsdptrain.config.sections import ParallelConfig
 from fsdptrain.errors import ConfigError
 from fsdptrain.models.dealing import check_dealing
-from tests import families, zoo
+from tests.families import tiny_config
 
 GATHER = {"context_parallel_recurrent": "gather"}
 CASES: dict[str, tuple[str, int, dict[str, Any], str]] = {
@@ -43,9 +43,8 @@ FOUND = {
 
 
 def deal(family: str, size: int, **options: Any) -> list:
-    make = zoo.config if family in zoo.CONFIGS else families.config
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(make(family, **CHANGES.get(family, {})))
+        model = AutoModelForCausalLM.from_config(tiny_config(family, **CHANGES.get(family, {})))
     mixers = check_dealing(model, ParallelConfig(context_parallel_size=size, **options))
     return [name for name, module in model.named_modules() if any(module is x for x in mixers)]
 

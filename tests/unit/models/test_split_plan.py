@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fsdptrain.errors import ConfigError
 from fsdptrain.models.split_plan import split_plan
-from tests import families, zoo
+from tests.families import tiny_config
 
 CASES: dict[str, tuple[str, dict[str, Any], int, int, str]] = {  # changes; tensor and expert ranks
     "fewer experts than ranks": (
@@ -37,14 +37,14 @@ CASES: dict[str, tuple[str, dict[str, Any], int, int, str]] = {  # changes; tens
         1,
         "--tensor-parallel-size 2 does not divide model.layers.0.mlp",
     ),
+    "activations by their mean": ("gemma3n_text", {}, 2, 1, "drops activations by the mean of a whole layer"),
     "a plan for nothing": ("gpt_oss", {}, 2, 1, "splits 0% of the layers"),
 }
 
 
 def meta_model(family: str, changes: dict[str, Any]) -> PreTrainedModel:
-    config = (zoo if family in zoo.CONFIGS else families).config(family, **changes)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+        return AutoModelForCausalLM.from_config(tiny_config(family, **changes))
 
 
 def plan(family: str, changes: dict[str, Any], tensor: int, experts: int) -> dict[str, str]:

@@ -17,7 +17,7 @@ ERNIE = Ernie4_5_MoeConfig(  # names its experts otherwise than most: moe_k of m
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "qwen3", "gpt2", "gemma3", "qwen3_moe", "mixtral", "gpt_oss", "ernie4_5_moe"]
+    "name", ["llama", "qwen3", "gpt2", "gemma3", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "ernie4_5_moe"]
 )
 def test_a_forward_pass_costs_what_torch_counts(name: str) -> None:
     config = ERNIE if name == "ernie4_5_moe" else zoo.config(name)
