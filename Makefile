@@ -28,10 +28,10 @@ test: install  ## everything that runs without a GPU
 	$(PYTEST) -m 'not gpu' --durations=15 -rs
 	@$(MAKE) --no-print-directory test-vllm
 
-SERVER_TESTS := delta lora push run sync_check
+SERVER_TESTS := delta in_flight lora push run sync_check
 
-test-servers: SERVER_TESTS += hosts in_flight recovery
-test-servers: test-vllm  ## the same, and servers that are killed, hang, or take weights in flight: minutes more
+test-servers: SERVER_TESTS += hosts recovery
+test-servers: test-vllm  ## the same, and servers that are killed or hang, and on two hosts: minutes more
 
 test-vllm: install .venv-vllm/.installed  ## vLLM in the trainer's process, and its servers in an environment of their own
 	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/vllm --durations=5
