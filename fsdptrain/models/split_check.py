@@ -23,6 +23,8 @@ _NOISE = 1e-5  # of the largest gradient of all: what is less may be rounding, a
 def require_whole_gradients(model: nn.Module, tensor: DeviceMesh) -> None:
     """Collective, after a backward pass of the same tokens. ConfigError, on all ranks, with the first that is not."""
     whole = {name: p.grad for name, p in model.named_parameters() if p.grad is not None and not _is_split(p, tensor)}
+    if not whole:  # on all ranks: no norm has weights, as in OLMo, and all else is split
+        return
     sizes = torch.stack([_difference(local_part(grad), tensor) for grad in whole.values()])
     dist.all_reduce(sizes, op=dist.ReduceOp.MAX)
     least = _NOISE * sizes[:, 1].max()

@@ -31,6 +31,7 @@ CASES = {
     "its norms are not known": ("phi", {"qk_layernorm": True}, True, PART),
     "its norms are known": ("phi", {"qk_layernorm": True}, False, ""),
     "a plan that forgets nothing": ("qwen3", {}, True, ""),
+    "a model of which all is split": ("olmo", {}, True, ""),
 }
 
 
