@@ -6,6 +6,7 @@ Blocks that call it first (Qwen3-Next), or with something else, stay as they are
 values are the same bits, and gradients of the block's input are added up in another order.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -47,10 +48,16 @@ class EarlyShared:
             self._made = self._shared(self._given)
 
 
+def _takes_one(shared: nn.Module) -> bool:
+    """Not with what the router says of it, as in Inkling: that is not there before the block asks."""
+    parameters = inspect.signature(shared.forward).parameters.values()
+    return sum(parameter.default is parameter.empty for parameter in parameters) == 1
+
+
 def overlap_shared_experts(model: nn.Module) -> None:
     """In every block whose experts are split; before sharding, and after all else that replaces forwards."""
     for block in list(model.modules()):
         dispatches = [found for child in block.children() if (found := dispatch_of(child)) is not None]
         shared = [child for name, child in block.named_children() if name in _NAMES]
-        if len(dispatches) == len(shared) == 1:
+        if len(dispatches) == len(shared) == 1 and _takes_one(shared[0]):
             dispatches[0].meanwhile = EarlyShared(block, shared[0]).compute
