@@ -72,5 +72,5 @@ def test_gradients_are_those_of_float32_but_for_rounding(model: Path) -> None:
     """Of the same weights: a router may choose other experts for a token, and steps go apart from there."""
     (half, rounded), (single, exact) = spawn(2, gradients, model, timeout=300.0)[0]
     assert torch.cosine_similarity(rounded, exact, dim=0) > 0.99
-    assert half == pytest.approx(single, rel=0.1)
+    assert half == pytest.approx(single, rel=3e-2)
     assert half != pytest.approx(single, rel=1e-5)

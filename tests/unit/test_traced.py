@@ -87,5 +87,5 @@ def test_on_a_cpu_shares_are_of_what_operations_took_themselves(traced: ModuleTy
     shares, rows = traced.parts(tracer), traced.longest(tracer)
     assert min(shares.values()) > -1e-9, "parts overlap"
     assert 0 < shares["optimizer"] < 1
-    assert sum(row["share"] for row in rows) <= 1.002
+    assert sum(row["share"] for row in rows) <= 1.001
     assert {row["what"]: row["calls"] for row in rows}["aten::mm"] == 3

@@ -77,7 +77,7 @@ def test_those_that_hang_cost_no_other_its_time():
     alive.delays["/resume"] = 0.2
     start = time.monotonic()
     assert fleet(*hanging, alive, sync_timeout=12.0).switch(WEIGHTS) == [alive.client.url]
-    assert time.monotonic() - start < 40
+    assert time.monotonic() - start < 15  # the deadline of the switch is 12
     assert alive.calls[-1] == "/resume"
 
 

@@ -159,7 +159,7 @@ def test_the_only_one_hangs_while_it_generates_the_run_ends_with_one_message(mod
         start = time.monotonic()
         with pytest.raises(RolloutError) as caught:
             engine.generate(PROMPTS[:4], sampling)
-        assert time.monotonic() - start < SILENCE
+        assert time.monotonic() - start < 2 * silence + 5
     finally:
         send(url, signal.SIGCONT)
         engine._patience = usual
