@@ -164,7 +164,7 @@ def _draw_processes(config: Config) -> None:
 def _check_sizes(config: Config) -> None:
     """Whether the model allows them, where it is said how many processes there are."""
     if config.launch.nproc_per_node is not None and config.parallel.backend == "fsdp":
-        from fsdptrain.memory.sizes import check_sizes
+        from fsdptrain.tools.inspect.inspection import check_sizes
 
         check_sizes(config, config.launch.nproc_per_node * config.launch.nnodes)
 

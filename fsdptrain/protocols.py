@@ -6,7 +6,7 @@ ranks call it in the same order, and the implementation decides who acts.
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -20,8 +20,12 @@ from fsdptrain.types import (
     PackedBatch,
     Prompt,
     SamplingParams,
+    Segment,
     Turn,
 )
+
+if TYPE_CHECKING:
+    from fsdptrain.feature import Features
 
 Naming = Literal["hub", "module"]
 ModelRole = Literal["policy", "reference"]
@@ -110,6 +114,13 @@ class InFlightEngine(RolloutEngine, Protocol):
 
 
 @runtime_checkable
+class FeatureEngine(RolloutEngine, Protocol):
+    """An engine whose model needs the hooks of features, such as images in prompts."""
+
+    def use_features(self, features: "Features") -> None: ...
+
+
+@runtime_checkable
 class AdapterEngine(RolloutEngine, Protocol):
     """An engine that holds the frozen weights of the checkpoint, and takes the adapter alone (--lora-sync adapter)."""
 
@@ -147,6 +158,10 @@ class TrainBackend(Protocol):
         """Full tensors in the compute dtype, layer by layer, on the device; every rank gets each of them."""
         ...
 
+    def push_weights(self, engine: RolloutEngine, policy_version: int) -> bool:
+        """Send the weights to `engine` in another way than by `hf_weights`; False where there is none."""
+        ...
+
     def save(self, directory: Path, step: int) -> Callable[[], None] | None:
         """Returns what is left to be written, by a thread on every rank, or None where all is there."""
         ...
@@ -170,16 +185,16 @@ class OffloadingBackend(TrainBackend, Protocol):
         ...
 
 
-@runtime_checkable
-class AdapterBackend(TrainBackend, Protocol):
-    """A backend that can train an adapter and hand it over alone (--lora-sync adapter)."""
+class PromptProcessor(Protocol):
+    """Makes token ids of prompts that show images."""
 
-    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full tensors by peft's names; every rank gets each and takes each. Collective."""
+    @property
+    def chat_template(self) -> str | None:
+        """None: the one of the tokenizer."""
         ...
 
-    def write_adapter_config(self, folder: Path) -> None:
-        """peft's adapter_config.json. Not collective."""
+    def read(self, text: str, pictures: Sequence[Any]) -> Segment:
+        """Tokenize `text`, which has as many image marks as there are `pictures`. ValueError where they differ."""
         ...
 
 

@@ -8,7 +8,7 @@ of one sample, T tokens of one pack, N segments of one pack, M loss tokens of on
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -45,6 +45,13 @@ def join_images(parts: Sequence[tuple[Images | None, int]]) -> Images | None:
             types[start : start + len(images.token_types)] = images.token_types
         start += length
     return Images({name: torch.cat([x.inputs[name] for x in found]) for name in found[0].inputs}, types)
+
+
+class Segment(NamedTuple):
+    """A sequence of tokens with the images that it shows."""
+
+    token_ids: list[int]
+    images: Images | None = None
 
 
 @dataclass(frozen=True)
@@ -233,15 +240,14 @@ def positions_of(loss_mask: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LogProbs:
-    """What the model says of `labels`, at the temperature of the rollout."""
+    """Log-probabilities of `labels` under the model, at the temperature of the rollout."""
 
     values: Tensor  # [T] f32, with gradient while training
     entropy: Tensor | None = None  # [T] f32 of the whole next-token distribution, in nats
-    routes: Tensor | None = None  # [T, layers, k] i16, the experts that were taken; where asked for
-    router_loss: Tensor | None = None  # [] this pack's part of the load-balancing loss; where asked for
+    extras: Mapping[str, Tensor] = field(default_factory=dict)  # results of features, by name
 
     def for_loss(self, config: "LossConfig") -> "LogProbs":
-        """With the gradient of the entropy spared where it is a metric only."""
+        """Without the gradient of the entropy where it is only a metric."""
         if config.entropy_coef or self.entropy is None:
             return self
         return replace(self, entropy=self.entropy.detach())

@@ -5,13 +5,13 @@ Each check yields lines that name the flags, the values and the way out; the fir
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from fsdptrain.config.algorithm_checks import ALGORITHM_CHECKS
 from fsdptrain.config.effects import Problem, without_effect
 from fsdptrain.config.megatron_checks import check_megatron, check_megatron_world
-from fsdptrain.config.prefix_checks import check_prefixes
 from fsdptrain.config.server_checks import SERVER_ENGINE, check_servers
 from fsdptrain.errors import ConfigError
 from fsdptrain.registry import plugin_names, suggest
@@ -27,9 +27,16 @@ LOGGER_NAMES = ("console", "wandb", "trackio")
 
 def check(config: Config) -> None:
     """ConfigError with the first problem of the whole configuration."""
-    for find in _CHECKS:
+    for find in (*_CHECKS, *_feature_checks()):
         for problem in find(config):
             raise _error(problem)
+
+
+def _feature_checks() -> Sequence[Callable[[Config], Iterator[Problem]]]:
+    """Those of the optional features, where they are installed."""
+    if importlib.util.find_spec("fsdptrain.features") is None:
+        return ()
+    return importlib.import_module("fsdptrain.features.checks").CHECKS
 
 
 def check_data_options(config: Config) -> None:
@@ -383,5 +390,5 @@ def _launch(config: Config) -> Iterator[Problem]:
 
 _CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _model, check_megatron, _memory, _parallel, _lora, _data, _vision, _environment, *ALGORITHM_CHECKS, _lengths,
-    check_servers, check_prefixes, _schedule, _run, _log, _launch,
+    check_servers, _schedule, _run, _log, _launch,
 )  # fmt: skip

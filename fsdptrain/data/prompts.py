@@ -14,8 +14,8 @@ from fsdptrain.data.curriculum import PassRates
 from fsdptrain.data.images import open_picture, with_places
 from fsdptrain.data.sources import GENERATOR, Row, Rows, as_messages, content_hash
 from fsdptrain.errors import ConfigError, DataError
-from fsdptrain.features.vision.processor import ImageProcessor, Segment
-from fsdptrain.types import Images, Message, Metrics, Prompt
+from fsdptrain.protocols import PromptProcessor
+from fsdptrain.types import Images, Message, Metrics, Prompt, Segment
 
 ANSWER_TAGS_PROMPT = (
     "Reason about the question first. Then give the final answer, and nothing else, inside <answer></answer> tags, "
@@ -50,7 +50,7 @@ class PromptStream:
         exclude: Collection[str] = (),
         max_prompt_len: int | None = None,
         curriculum: PassRates | None = None,
-        processor: ImageProcessor | None = None,
+        processor: PromptProcessor | None = None,
     ) -> None:
         check_template(tokenizer, data)
         self.rows = rows
@@ -191,7 +191,7 @@ def make_prompts(
     *,
     data: DataConfig,
     max_prompt_len: int | None = None,
-    processor: ImageProcessor | None = None,
+    processor: PromptProcessor | None = None,
 ) -> list[Prompt]:
     """All rows that are not longer than `max_prompt_len` tokens, in order: for evaluation."""
     check_template(tokenizer, data)
@@ -205,7 +205,7 @@ def make_prompt(
     *,
     data: DataConfig,
     prompt_id: str = "",
-    processor: ImageProcessor | None = None,
+    processor: PromptProcessor | None = None,
 ) -> Prompt:
     """Tokenise a row once and for all. Special tokens come from the template or the tokenizer, never from both."""
     system_prompt = _system_prompt(data)
@@ -232,7 +232,7 @@ def make_prompt(
 
 
 def _show(
-    row: Row, tokenizer: PreTrainedTokenizerBase, processor: ImageProcessor, *, data: DataConfig, system_prompt: str
+    row: Row, tokenizer: PreTrainedTokenizerBase, processor: PromptProcessor, *, data: DataConfig, system_prompt: str
 ) -> Segment:
     """The chat of a row with its pictures, by the processor of the checkpoint."""
     assert data.image_key is not None

@@ -10,7 +10,6 @@ import logging
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import nullcontext
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -25,8 +24,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from fsdptrain import platform
 from fsdptrain.distributed import gather, raise_on_all_ranks
 from fsdptrain.errors import CheckpointError
-from fsdptrain.features.lora.adapters import Adapters
-from fsdptrain.features.lora.weights import merged
+from fsdptrain.feature import NO_FEATURES, Features
 from fsdptrain.fsdp.checkpoint import sync_tree
 from fsdptrain.fsdp.expert_slices import expert_slices, in_slices, reversed_conversions
 from fsdptrain.fsdp.gather import gather_on
@@ -49,7 +47,7 @@ def stream_weights(
     *,
     dtype: torch.dtype,
     naming: Naming,
-    adapters: Adapters | None = None,
+    features: Features = NO_FEATURES,
     slice_bytes: int = _SLICE,
 ) -> Iterator[tuple[str, Tensor]]:
     """(name, full tensor) of all that a checkpoint holds, tied weights once, on the device of the shards. Collective.
@@ -57,29 +55,27 @@ def stream_weights(
     Every rank must iterate to the end. `module` names are those of `model.named_parameters()`. `hub` names are those
     of the files: fused experts are taken apart again, by the conversions of transformers, about `slice_bytes` of them
     at a time where that is possible. Parameters are cast to `dtype` before they are gathered; buffers (such as
-    DeepSeek's routing bias) keep theirs. `adapters` are merged into the weights, in float32: the names are those of the
-    model without them.
+    DeepSeek's routing bias) keep theirs. Names are those of the model without what `features` add; what features change
+    in a weight is applied in float32.
     """
     reshard(model)
-    detached = nullcontext if adapters is None else adapters.detached
-    layers = {} if adapters is None else adapters.layers
-    with detached():
+    with features.without():
         units = _units(model)
     conversions = reversed_conversions(model) if naming == "hub" else []
     few = partial(in_slices, conversions=conversions, most_bytes=slice_bytes)
 
     def full(name: str, tensor: Tensor) -> Tensor:
-        return _full(tensor, _dtype_of(tensor, dtype), layers.get(name))
+        return _full(tensor, _dtype_of(tensor, dtype), features.full_precision_weight(name, tensor))
 
     def hub(gathered: dict[str, Tensor]) -> dict[str, Tensor]:
-        with detached():  # not while the caller has a tensor: it may run the model
+        with features.without():  # not while the caller has a tensor: it may run the model
             return revert_weight_conversion(model, gathered)
 
     for unit in units:
         if naming == "module":
             yield from ((name, full(name, tensor)) for name, tensor in unit.items())
             continue
-        for name in [n for n, x in unit.items() if n not in layers and few(n, x)]:
+        for name in [n for n, x in unit.items() if few(n, x) and not features.changes_weight(n)]:
             tensor = unit.pop(name)
             full_rows = partial(_full, dtype=_dtype_of(tensor, dtype))  # rows of a parameter are no parameter
             yield from expert_slices(name, tensor, most_bytes=slice_bytes, full=full_rows, convert=hub)
@@ -104,10 +100,9 @@ def _units(model: PreTrainedModel) -> list[dict[str, Tensor]]:
 
 
 @torch.no_grad()
-def _full(tensor: Tensor, dtype: torch.dtype, adapter: nn.Module | None = None) -> Tensor:
-    """Cast and moved as a shard, gathered on the device: the least memory, and the fast links, with offload too."""
-    device = platform.local_device()
-    tensor = _merged(tensor, adapter).to(dtype) if adapter else moved(tensor, device, dtype)
+def _full(tensor: Tensor, dtype: torch.dtype, changed: Tensor | None = None) -> Tensor:
+    """`changed` or `tensor` whole: cast and moved as a shard, then gathered on the device."""
+    tensor = moved(tensor, platform.local_device(), dtype) if changed is None else changed.to(dtype)
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -117,7 +112,7 @@ def export_hf(
     target: Path,
     *,
     dtype: torch.dtype,
-    adapters: Adapters | None = None,
+    features: Features = NO_FEATURES,
     max_shard_bytes: int = 4_000_000_000,
 ) -> None:
     """Write `model` as a folder like `source`, the checkpoint that it was loaded from. Collective.
@@ -130,10 +125,8 @@ def export_hf(
     failure = f"the model cannot be exported to {target}"
     ranks = _ranks_at(temporary, failure)
     reshard(model)
-    detached = nullcontext if adapters is None else adapters.detached
-    layers = {} if adapters is None else adapters.layers
     with raise_on_all_ranks(CheckpointError, failure):
-        with detached():
+        with features.without():
             units = _units(model)
             hub = [revert_weight_conversion(model, _shapes(unit, dtype)) for unit in units]
         total = sum(tensor.nbytes for unit in hub for tensor in unit.values())
@@ -145,9 +138,10 @@ def export_hf(
         mine: dict[str, Tensor] = {}
         for i in turn:
             for name, tensor in units[i].items():
-                whole = gather_on(writers[i], _merged(tensor, layers.get(name)), _dtype_of(tensor, dtype))
+                changed = features.full_precision_weight(name, tensor)
+                whole = gather_on(writers[i], tensor if changed is None else changed, _dtype_of(tensor, dtype))
                 mine |= {} if whole is None else {name: whole}
-        with raise_on_all_ranks(CheckpointError, failure), detached():
+        with raise_on_all_ranks(CheckpointError, failure), features.without():
             writer.write(revert_weight_conversion(model, mine))
     with raise_on_all_ranks(CheckpointError, failure):
         writer.finish()
@@ -194,10 +188,6 @@ def _shapes(unit: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]
 def _dtype_of(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
     """Buffers keep theirs."""
     return dtype if isinstance(tensor, nn.Parameter) else tensor.dtype
-
-
-def _merged(tensor: Tensor, adapter: nn.Module | None) -> Tensor:
-    return tensor if adapter is None else merged(tensor, adapter, platform.local_device())
 
 
 def copy_rest(source: Path, target: Path, *, but: Set[str] = frozenset()) -> None:

@@ -15,6 +15,7 @@ from fsdptrain.algo.metrics import finish_metrics
 from fsdptrain.config import Config
 from fsdptrain.distributed import any_rank, raise_on_all_ranks
 from fsdptrain.errors import CheckpointError, ConfigError
+from fsdptrain.feature import NO_FEATURES
 from fsdptrain.fsdp.metric_sums import MetricSums
 from fsdptrain.fsdp.optimizer import Optimizer
 from fsdptrain.fsdp.reference import ReferenceBank
@@ -39,13 +40,13 @@ from fsdptrain.megatron.storage import (
 )
 from fsdptrain.megatron.transformer_config import transformer_config
 from fsdptrain.megatron.weights import WeightMap, by_module
-from fsdptrain.model.inputs import Layout
 from fsdptrain.model.loading.files import stored_dtype
 from fsdptrain.model.loading.meta import build_meta_model, resolve_checkpoint
 from fsdptrain.model.probes.kernels import Kernel
 from fsdptrain.model.probes.layout import LayoutProbe
+from fsdptrain.model.rows import Layout
 from fsdptrain.model.truncation import Truncation
-from fsdptrain.protocols import Loss, ModelRole, Naming
+from fsdptrain.protocols import Loss, ModelRole, Naming, RolloutEngine
 from fsdptrain.types import LogProbs, LossConfig, LossOutput, Metrics, PackedBatch
 
 
@@ -55,7 +56,7 @@ class MegatronBackend:
     Each pipeline and tensor-parallel rank of a replica is given the same packs. Dropout is always off.
     """
 
-    shares_prefixes = False
+    features = NO_FEATURES
 
     def __init__(self, config: Config, *, total_steps: int) -> None:
         """Build, load and verify the model. Raises ConfigError, CheckpointError or NumericsError."""
@@ -163,6 +164,11 @@ class MegatronBackend:
         """Full tensors in the compute dtype, layer by layer, on the device; every rank gets each and takes each."""
         stream = self._bridge.stream() if self._bridge else self.weights.stream(dtype=self.compute_dtype)
         return stream if naming == "hub" else by_module(stream, self._stock)
+
+    def push_weights(self, engine: RolloutEngine, policy_version: int) -> bool:
+        """Whole weights are all there is to send."""
+        del engine, policy_version
+        return False
 
     def export(self, target: Path) -> None:
         """Write the policy as a Hugging Face folder, in the dtype of the checkpoint that it came from."""

@@ -23,8 +23,8 @@ from fsdptrain.megatron.dealing import deal
 from fsdptrain.megatron.groups import Groups
 from fsdptrain.megatron.model import WRAPPED
 from fsdptrain.megatron.transformer_config import wraps
-from fsdptrain.model.inputs import Layout, select_tokens, to_pack, to_rows
 from fsdptrain.model.logprobs import chunked_logprobs
+from fsdptrain.model.rows import Layout, PaddedRows, core_rows, zeros_with
 from fsdptrain.model.truncation import UNTRUNCATED, Truncation
 from fsdptrain.types import LogProbs, PackedBatch
 
@@ -64,7 +64,7 @@ class Scorer:
             selected = hidden[0].index_select(0, dealt.own_positions)
         else:
             rows = hidden if self.layout == "packed" else hidden[: len(batch.seqlens), : batch.max_seqlen]
-            selected = select_tokens(rows, batch, self.layout, positions)
+            selected = core_rows(batch, self.layout, "").gather(rows.flatten(0, 1), positions)
         weight = self._weight(model)
         found = (vocab_parallel_logprobs if isinstance(weight, DTensor) else chunked_logprobs)(
             selected,
@@ -75,7 +75,9 @@ class Scorer:
             chunk_size=self.chunk_size,
             with_entropy=with_entropy,
         )
-        whole = dealt.to_pack if dealt is not None else partial(to_pack, positions=positions, batch=batch)
+        whole = (
+            dealt.to_pack if dealt is not None else partial(zeros_with, positions=positions, length=batch.num_tokens)
+        )
         values, entropy = (None if x is None else whole(x) for x in found)
         assert values is not None, "logprobs are always made"
         return LogProbs(values, entropy)
@@ -158,7 +160,7 @@ def _inputs(
         return dealt.inputs(batch)
     if layout == "packed":
         return _thd_inputs(batch, multiple=Groups.present().tensor.size())
-    rows = to_rows(batch.input_ids, batch, "padded", fill=0).view(len(batch.seqlens), -1)
+    rows = PaddedRows(batch, attention="").scatter(batch.input_ids, fill=0).view(len(batch.seqlens), -1)
     if same_shape is not None and same_shape.size() > 1:
         largest = torch.tensor(rows.shape, device=rows.device)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=same_shape)

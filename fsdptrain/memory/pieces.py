@@ -4,6 +4,7 @@ Computed from the model on meta and the mesh sizes alone, so it needs no process
 shards that `features/model_parallel/split.py` and `fsdp/wrap.py` create on a real mesh.
 """
 
+import importlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +13,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fsdptrain.config import Config
-from fsdptrain.features.model_parallel.plan import SplitPlan, split_plan
 from fsdptrain.fsdp.wrap import largest_shard
 from fsdptrain.model.structure import ParameterCounts, parameters_outside, repeated_layers
 
@@ -49,6 +49,23 @@ class Grid:
 
 
 @dataclass(frozen=True)
+class SplitPlan:
+    """How layers and experts are split over ranks before sharding: names of modules and parameters of the model."""
+
+    tensor: dict[str, str]  # module -> style of transformers, without what `experts` covers
+    experts: dict[str, str]
+    tensor_dims: dict[str, int]  # parameter -> the dim that is cut over tensor ranks
+
+
+def split_plan_of(model: PreTrainedModel, grid: Grid) -> SplitPlan:
+    """Raises ConfigError where the model does not allow the sizes of `grid`."""
+    if not grid.is_split:
+        return SplitPlan({}, {}, {})
+    plan = importlib.import_module("fsdptrain.features.model_parallel.plan")
+    return plan.split_plan(model, tensor_size=grid.tensor, expert_size=grid.expert)
+
+
+@dataclass(frozen=True)
 class Piece:
     """Of one parameter."""
 
@@ -66,7 +83,7 @@ class Pieces:
         """`plan`: that of the model and the sizes, where it is known already."""
         self.grid = grid
         self._model = model
-        self.plan = plan or split_plan(model, tensor_size=grid.tensor, expert_size=grid.expert)
+        self.plan = plan or split_plan_of(model, grid)
         self._pieces = {p: _piece(name, p, self.plan, grid) for name, p in model.named_parameters()}
 
     def __getitem__(self, parameter: nn.Parameter) -> Piece:

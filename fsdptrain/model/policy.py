@@ -1,39 +1,29 @@
-"""The policy's forward pass: a pack in, the log-probabilities of its labels out, all inside the root's forward.
+"""The policy's forward pass: a pack in, the logprobs of its labels out, all inside the root module's forward.
 
-Under FSDP2 the head's weight is whole only there, so the logprobs are made there too; every group keeps the hooks that
-it has. The stock head stays reachable for one purpose, the self-check at start.
+Under FSDP2 the head's weight is gathered only inside the root's forward, so the logprobs are computed there too. The
+stock head stays reachable for the check at start (`check_head`).
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdptrain import platform
 from fsdptrain.distributed import gather, one_line
 from fsdptrain.errors import NumericsError
-from fsdptrain.features.context_parallel.recurrent import GatheredMixer
-from fsdptrain.features.context_parallel.ulysses import UlyssesGroup
-from fsdptrain.features.model_parallel.logprobs import vocab_parallel_logprobs
-from fsdptrain.features.moe.replay import RouterReplay
-from fsdptrain.features.vision.tower import Vision
+from fsdptrain.feature import NO_FEATURES, Features
 from fsdptrain.model.attention.attention import OURS
 from fsdptrain.model.attention.masks import SkipMaskCreation
 from fsdptrain.model.attention.rope import refuse_both_sides, rope_switch
-from fsdptrain.model.inputs import Layout, from_rows, model_inputs, select_tokens, to_pack, to_rows, tokens_here
 from fsdptrain.model.logprobs import HeadTransform, chunked_logprobs
+from fsdptrain.model.rows import Layout, core_rows
 from fsdptrain.model.structure import base_model, lm_head, reshard, stock_class
 from fsdptrain.model.truncation import UNTRUNCATED, Truncation
-from fsdptrain.types import NO_ROUTE, Images, LogProbs, PackedBatch, join_images, positions_of
-
-# From the router logits [t, E] of each layer with experts, and the places [t] of their tokens in the pack, to a number,
-# or a tensor, inside the root's forward. t is T; where tokens are dealt over ranks, those here, and results are summed.
-RouterFunction = Callable[[Sequence[Tensor], Tensor], Tensor]
+from fsdptrain.types import Images, LogProbs, PackedBatch, join_images, positions_of
 
 # Mean difference of a logprob between two exact ways of computing it. Half precision: what rounding of logits of
 # magnitude 30 makes; a leak or a lost scale moves logprobs by far more.
@@ -62,119 +52,84 @@ _MULTIPLIES_BY_LOGITS_SCALING = {"hyperclovax"}
 _SOFTCAP_KEYS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # gemma, recurrent_gemma, xlstm
 
 
-def install_policy_forward(
-    model: PreTrainedModel,
-    *,
-    chunk_size: int,
-    replay: RouterReplay | None = None,
-    vision: Vision | None = None,
-    context: UlyssesGroup | None = None,
-    gathered: Sequence[GatheredMixer] = (),
-) -> None:
+def install_policy_forward(model: PreTrainedModel, *, chunk_size: int, features: Features = NO_FEATURES) -> None:
     """Replace `model.forward`, before sharding: it then takes a PackedBatch, and is called by `policy_logprobs`.
 
-    The new forward returns a tuple of tensors, because FSDP2 hangs its backward hooks on tensors in tuples and finds
-    none in a record. chunk_size: tokens whose logits exist at a time. replay: makes the model take the experts of
-    `batch.routes`, and report those that it took. vision: makes it see `batch.images`. context: ranks over which tokens
-    are dealt; each of them is called with the whole pack, and returns what is said of all of it. gathered: mixers that
-    need the tokens of all of these ranks.
+    chunk_size: tokens whose logits exist at a time.
     """
-    stock = model.forward
-    transform = head_transform(model.config)
-    switch = rope_switch(model.config)
-    pad_token_id = model.config.get_text_config().to_dict().get("pad_token_id")  # a few configs have no such key
-    masks = SkipMaskCreation(OURS)
+    model.forward = capture_model_errors(PolicyForward(model, chunk_size=chunk_size, features=features))
 
-    def scored(
+
+class PolicyForward:
+    """The forward of a policy. It returns a dict of tensors, in which FSDP2 finds what its backward hooks hang on."""
+
+    def __init__(self, model: PreTrainedModel, *, chunk_size: int, features: Features) -> None:
+        self._model = model
+        self._stock_forward = model.forward
+        self._features = features
+        self._head_transform = head_transform(model.config)
+        self._rope_switch = rope_switch(model.config)
+        self._pad_token_id = model.config.get_text_config().to_dict().get("pad_token_id")  # some configs lack the key
+        self._skip_mask_creation = SkipMaskCreation(OURS)
+        self._logprobs = partial(features.logprobs_function(chunked_logprobs), chunk_size=chunk_size)
+
+    def __call__(
+        self,
         batch: PackedBatch,
         *,
         layout: Layout,
         temperature: float = 1.0,
         truncation: Truncation = UNTRUNCATED,
         with_entropy: bool = False,
-        with_routes: bool = False,
-        router: RouterFunction | None = None,
-        router_only: bool = False,
+        with_head: bool = True,
         stock_head: bool = False,
-    ) -> tuple[Tensor, ...]:
-        if switch is not None:
-            refuse_both_sides(batch, switch)
-        attention = str(model.config._attn_implementation)
-        dealt = context if attention in OURS else None  # stock attention, which probes compare with, sees whole rows
-        for mixer in gathered:
-            mixer.active = dealt is not None
-        inputs = model_inputs(batch, layout, attn_implementation=attention, pad_token_id=pad_token_id, context=dealt)
-        positions = tokens_here(batch, layout, dealt, with_loss=True)
-        tokens = tokens_here(batch, layout, dealt)
-        nothing: Tensor | None = None
-        if vision is not None:
-            seen, nothing = vision.see(batch, layout)
-            inputs |= seen
+    ) -> dict[str, Tensor]:
+        if self._rope_switch is not None:
+            refuse_both_sides(batch, self._rope_switch)
+        features, attention = self._features, str(self._model.config._attn_implementation)
+        rows = features.rows(batch, layout, attention) or core_rows(batch, layout, attention)
+        inputs = rows.inputs(pad_token_id=self._pad_token_id) | features.model_inputs(batch, rows)
+        positions = rows.loss_positions
         if stock_head:
-            logits = select_tokens(stock(**inputs).logits, batch, layout, positions, context=dealt)
-            return (to_pack(_stock_logprobs(logits, batch.labels[positions]), positions, batch, context=dealt),)
-        routing = _choosing(replay, batch, layout, dealt, with_routes=with_routes)
-        with routing, masks((attention, layout, batch.images is None)):
-            output = base_model(model)(**inputs, **({"output_router_logits": True} if router else {}))
-        extra: list[Tensor] = []
-        if router is not None:
-            logits = [from_rows(x.flatten(0, -2), batch, layout, tokens, context=dealt) for x in output.router_logits]
-            said = router(logits, tokens)
-            extra.append(said if dealt is None else dealt.total(said))
-            if router_only:
-                return tuple(extra)
-        if with_routes:
-            assert replay is not None, "routes are known where install_policy_forward got a RouterReplay"
-            routes = from_rows(replay.routes.int(), batch, layout, tokens, context=dealt)  # gloo has no int16
-            extra.append(to_pack(routes, tokens, batch, context=dealt).to(torch.int16))
-        hidden = output.last_hidden_state if nothing is None else output.last_hidden_state + nothing
-        found = _scorer(lm_head(model))(
-            select_tokens(hidden, batch, layout, positions, context=dealt),
+            logits = rows.gather(self._stock_forward(**inputs).logits.flatten(0, 1), positions)
+            return {"values": rows.to_pack(_stock_logprobs(logits, batch.labels[positions]), positions)}
+        kind = (attention, layout, *inputs)
+        with self._skip_mask_creation(kind), features.around_forward(batch, rows):
+            output = base_model(self._model)(**inputs)
+        found = features.outputs(batch, rows, output)
+        if not with_head:
+            return found
+        head = dict(lm_head(self._model).named_parameters(recurse=False))
+        values, entropy = self._logprobs(
+            rows.gather(output.last_hidden_state.flatten(0, 1), positions),
+            weight=head["weight"],
+            bias=head.get("bias"),
             labels=batch.labels.index_select(0, positions),
             temperature=temperature,
-            softcap=transform.softcap,
-            logit_scale=transform.logit_scale,
+            softcap=self._head_transform.softcap,
+            logit_scale=self._head_transform.logit_scale,
             truncation=truncation,
-            chunk_size=chunk_size,
             with_entropy=with_entropy,
         )
-        return (*(to_pack(x, positions, batch, context=dealt) for x in found if x is not None), *extra)
-
-    model.forward = capture_model_errors(scored)
-
-
-def _choosing(
-    replay: RouterReplay | None, batch: PackedBatch, layout: Layout, context: UlyssesGroup | None, *, with_routes: bool
-) -> AbstractContextManager[None]:
-    """Inside, routers take the experts of `batch.routes` and remember theirs, where either is asked for."""
-    if replay is None or (batch.routes is None and not with_routes):
-        return nullcontext()
-    if batch.routes is None:
-        return replay.choosing(None)
-    return replay.choosing(to_rows(batch.routes, batch, layout, fill=NO_ROUTE, context=context))
+        found["values"] = rows.to_pack(values, positions)
+        if entropy is not None:
+            found["entropy"] = rows.to_pack(entropy, positions)
+        return found
 
 
-def _scorer(head: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """`chunked_logprobs` with the weights of `head`, or what stands for it where they are split over ranks."""
-    parameters = dict(head.named_parameters(recurse=False))
-    weight = parameters["weight"]
-    function = vocab_parallel_logprobs if isinstance(weight, DTensor) else chunked_logprobs
-    return partial(function, weight=weight, bias=parameters.get("bias"))
+def capture_model_errors(forward: Callable[..., dict[str, Tensor]]) -> Callable[..., dict[str, Tensor]]:
+    """Wrap `forward`: it then appends an error of the model to `refusals`, where the caller passes such a list."""
 
-
-def capture_model_errors(scored: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
-    """A forward that puts what the model refuses to compute into `refusals`, where the caller has passed a list."""
-
-    def forward(batch: PackedBatch, *, refusals: list[Exception] | None = None, **options: Any) -> tuple[Tensor, ...]:
+    def capturing(batch: PackedBatch, *, refusals: list[Exception] | None = None, **options: Any) -> dict[str, Tensor]:
         try:
-            return scored(batch, **options)
+            return forward(batch, **options)
         except MODEL_ERRORS as error:
-            if refusals is None or isinstance(error, torch.OutOfMemoryError):  # which says nothing of the model
+            if refusals is None or isinstance(error, torch.OutOfMemoryError):  # which says nothing about the model
                 raise
-            refusals.append(error)  # caught inside the root's forward, which leaves FSDP2 in order
-            return (torch.zeros(batch.num_tokens, device=batch.input_ids.device),)
+            refusals.append(error)  # caught inside the root's forward, which leaves FSDP2's state consistent
+            return {"values": torch.zeros(batch.num_tokens, device=batch.input_ids.device)}
 
-    return forward
+    return capturing
 
 
 def policy_logprobs(
@@ -185,45 +140,23 @@ def policy_logprobs(
     temperature: float = 1.0,
     truncation: Truncation = UNTRUNCATED,
     with_entropy: bool = False,
-    with_routes: bool = False,
-    router: RouterFunction | None = None,
 ) -> LogProbs:
-    """Score the labels of `batch`, which lies on the device of the computation. Collective where the model is sharded.
+    """Compute the logprobs of the labels of `batch`, which lies on the device. Collective where the model is sharded.
 
     The head runs only at `batch.loss_positions`; elsewhere values and entropy are 0, without gradient. Temperature and
-    truncation are those that the labels were sampled with. `router` makes `LogProbs.router_loss`.
+    truncation are those that the labels were sampled with.
     """
-    found = iter(
-        model(
-            batch,
-            layout=layout,
-            temperature=temperature,
-            truncation=truncation,
-            with_entropy=with_entropy,
-            with_routes=with_routes,
-            router=router,
-        )
-    )
-    return LogProbs(
-        values=next(found),
-        entropy=next(found) if with_entropy else None,
-        router_loss=next(found) if router else None,
-        routes=next(found) if with_routes else None,
-    )
+    found = model(batch, layout=layout, temperature=temperature, truncation=truncation, with_entropy=with_entropy)
+    return LogProbs(values=found.pop("values"), entropy=found.pop("entropy", None), extras=found)
 
 
-def score_or_refusal(model: PreTrainedModel, batch: PackedBatch, layout: Layout) -> tuple[Tensor, str]:
+def logprobs_or_refusal(model: PreTrainedModel, batch: PackedBatch, layout: Layout) -> tuple[Tensor, str]:
     """Logprobs [T], and the words of the first rank that could not make them. Collective."""
     refusals: list[Exception] = []
-    values = model(batch, layout=layout, refusals=refusals)[0]
+    values = model(batch, layout=layout, refusals=refusals)["values"]
     said = next((words for words in gather(one_line(refusals[0]) if refusals else None) if words), "")
     reshard(model)
     return values, said
-
-
-def router_statistic(model: PreTrainedModel, batch: PackedBatch, router: RouterFunction, *, layout: Layout) -> Tensor:
-    """What `router` makes of the router logits of one forward pass without the head. Collective like the above."""
-    return model(batch, layout=layout, router=router, router_only=True)[0]
 
 
 def head_transform(config: PreTrainedConfig) -> HeadTransform:
@@ -256,7 +189,7 @@ def check_head(
     batch = _random_pack(vocab_size, device)
     with evaluating(model):
         ours = policy_logprobs(model, batch, layout=layout).values
-        stock = model(batch, layout=layout, stock_head=True)[0]
+        stock = model(batch, layout=layout, stock_head=True)["values"]
     reshard(model)
     difference = over_ranks((ours - stock).abs().sum().item() / (batch.num_tokens - 1))
     tolerance = TOLERANCES[compute_dtype]

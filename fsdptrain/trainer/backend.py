@@ -1,5 +1,6 @@
 """What the trainer asks of a backend besides `TrainBackend`, and the choice between the two."""
 
+import importlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ from fsdptrain import platform
 from fsdptrain.config import Config
 from fsdptrain.distributed import raise_on_all_ranks, require_same
 from fsdptrain.errors import ConfigError
-from fsdptrain.features.vision.processor import ImageProcessor
+from fsdptrain.feature import Features
 from fsdptrain.model.probes.kernels import Kernel
 from fsdptrain.model.probes.layout import LayoutProbe
 from fsdptrain.overrides import install_overrides
@@ -33,8 +34,8 @@ class PolicyBackend(TrainBackend, Protocol):
         ...
 
     @property
-    def shares_prefixes(self) -> bool:
-        """Packs may hold samples that share a prompt."""
+    def features(self) -> Features:
+        """What attaches to the policy."""
         ...
 
     @property
@@ -54,22 +55,20 @@ class PolicyBackend(TrainBackend, Protocol):
 def build_backend(
     config: Config,
     *,
+    features: Features | None = None,
     before_load: Callable[[PreTrainedModel], None] | None = None,
-    processor: ImageProcessor | None = None,
 ) -> PolicyBackend:
-    """The one that --backend names; the other is not imported. Collective.
+    """The backend that --backend names; the other is not imported. Collective.
 
-    before_load: sees the model while it has no memory yet (FSDP). processor: see `FSDPBackend`.
+    features, before_load: see `FSDPBackend`.
     """
     install_platform_overrides()
     options: dict[str, Any] = {"total_steps": config.total_optimizer_steps}
     if config.parallel.backend == "megatron":
-        from fsdptrain.megatron.backend import MegatronBackend
-
-        return MegatronBackend(config, **options)
+        return importlib.import_module("fsdptrain.megatron.backend").MegatronBackend(config, **options)
     from fsdptrain.fsdp.backend import FSDPBackend
 
-    return FSDPBackend(config, **options, before_load=before_load, processor=processor)
+    return FSDPBackend(config, **options, features=features, before_load=before_load)
 
 
 def install_platform_overrides() -> None:

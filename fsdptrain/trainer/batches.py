@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from random import Random
-from typing import Literal
 
 import torch.distributed as dist
 
@@ -11,8 +11,8 @@ from fsdptrain import platform
 from fsdptrain.config import Config
 from fsdptrain.data.packing.exchange import SampleIndex, exchange_samples, gather_index
 from fsdptrain.data.packing.pack import NO_IMAGES, PackPlan, pack, plan_packs, plan_rows
-from fsdptrain.features.prefix_sharing.plan import plan_shared
-from fsdptrain.model.inputs import Layout
+from fsdptrain.feature import NO_FEATURES, Features
+from fsdptrain.model.rows import Layout
 from fsdptrain.types import Images, PackedBatch, Sample
 
 Members = tuple[tuple[tuple[int, ...], ...], ...]  # [rank][pack] -> samples, by their number in the index of all ranks
@@ -27,13 +27,13 @@ class PackingRules:
     num_epochs: int  # times that the whole rollout is trained on
     seed: int
     layout: Layout  # padded: a pack computes samples x longest tokens, and that is what the budget bounds
-    sharing: Literal["auto", "on", "off"] = "off"  # compute the prompt of a group once; auto: where that is cheaper
     copies: int = 1  # neighbouring ranks that share the work of one, and so train on the same packs
+    features: Features = NO_FEATURES
     row_multiple: int = 1  # padded rows are as long as this divides: their columns are dealt over so many
 
     @classmethod
-    def of(cls, config: Config, *, layout: Layout, shares_prefixes: bool) -> "PackingRules":
-        """Those of a run, whose model computes packs of `layout`, and may share prefixes."""
+    def of(cls, config: Config, *, layout: Layout, features: Features = NO_FEATURES) -> "PackingRules":
+        """The rules of a run whose model computes packs of `layout`."""
         return cls(
             max_tokens=config.max_tokens_per_pack,
             aggregation=config.algorithm.loss_aggregation,
@@ -42,9 +42,9 @@ class PackingRules:
             num_epochs=config.batch.epochs_per_rollout,
             seed=config.run.seed,
             layout=layout,
-            sharing=config.batch.prefix_sharing if shares_prefixes else "off",
             copies=config.pack_copies,
             row_multiple=config.parallel.context_parallel_size,
+            features=features,
         )
 
 
@@ -104,28 +104,29 @@ def _make_step(
     destinations = [[i for packed in packs for i in packed] for packs in members]
     arrived = iter(exchange_samples(samples, destinations, index=index))
     totals = index.totals(chosen)
+    groups = [[next(arrived) for _ in packed] for packed in members[dist.get_rank()]]
     packs = [
         pack(
-            [next(arrived) for _ in packed],
+            group,
             aggregation=rules.aggregation,
             totals=totals,
             max_response_len=rules.max_response_len,
             pin_memory=platform.has_accelerator(),
+            finish=partial(rules.features.finish_pack, samples=group, plan=plan),
             images=images,
-            sharing=plan.shared > 0,
         )
-        for packed in members[dist.get_rank()]
+        for group in groups
     ]
     return StepBatches(packs, members, index, plan.fill, plan.imbalance, plan.shared)
 
 
 def _plan(lengths: Sequence[int], prompts: Sequence[tuple[int, int]], rules: PackingRules) -> PackPlan:
     num_ranks = dist.get_world_size() // rules.copies
-    if rules.sharing != "off":
-        assert rules.layout == "packed", "only packs can share"
-        always = rules.sharing == "on"
-        return plan_shared(lengths, prompts, num_ranks=num_ranks, max_tokens=rules.max_tokens, always=always)
+    limits = {"num_ranks": num_ranks, "max_tokens": rules.max_tokens}
+    plan = rules.features.plan_packs(lengths, prompts, **limits)
+    if plan is not None:
+        return plan
     if rules.layout == "packed":
-        return plan_packs(lengths, num_ranks=num_ranks, max_tokens=rules.max_tokens)
+        return plan_packs(lengths, **limits)
     rows = [length + -length % rules.row_multiple for length in lengths]
-    return plan_rows(rows, num_ranks=num_ranks, max_tokens=rules.max_tokens)
+    return plan_rows(rows, **limits)

@@ -1,5 +1,6 @@
 """What a run is made of, built in the order in which it can fail most cheaply."""
 
+import importlib.util
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,31 +25,37 @@ from fsdptrain.data.curriculum import PassRates
 from fsdptrain.data.prompts import PromptStream, make_prompts
 from fsdptrain.data.sources import Row, Rows, as_rows, content_hash, environment_rows, load_rows, split_rows
 from fsdptrain.distributed import raise_on_all_ranks
-from fsdptrain.environments import LoadedEnvironment, StepThreads, build_environment
 from fsdptrain.errors import CheckpointError, ConfigError, DataError, MemoryPlanError
-from fsdptrain.features.lora.adapters import require_peft
-from fsdptrain.features.vision.processor import ImageProcessor, open_processor
+from fsdptrain.feature import Features, load_features
 from fsdptrain.loggers import build_loggers
 from fsdptrain.memory.demand import MemorySupply, check_load_memory, demand_of, load_memory_line
 from fsdptrain.memory.pieces import Grid, Pieces
-from fsdptrain.memory.sizes import check_sizes
 from fsdptrain.model.loading.meta import resolve_checkpoint
 from fsdptrain.model.probes.kernels import require_no_fallback
 from fsdptrain.model.structure import count_parameters
-from fsdptrain.protocols import InFlightEngine, Logger, Loss, RewardFunction, RolloutEngine
+from fsdptrain.protocols import (
+    FeatureEngine,
+    InFlightEngine,
+    Logger,
+    Loss,
+    PromptProcessor,
+    RewardFunction,
+    RolloutEngine,
+)
 from fsdptrain.rewards import build_reward, reads_environment
 from fsdptrain.rollout import engine_factory
 from fsdptrain.rollout.embedded.replica import max_positions
 from fsdptrain.rollout.weight_sync.sync import WeightSync
 from fsdptrain.rollout.weight_sync.verify import build_sync_check
-from fsdptrain.tools.plan.plan import Machine, Planner
 from fsdptrain.trainer.backend import PolicyBackend, build_backend
 from fsdptrain.trainer.evaluation import Evaluation
 from fsdptrain.trainer.rules import advantage_rule, selection_rules, shaping_rule
 from fsdptrain.trainer.run_dir import RunFolder
 from fsdptrain.trainer.samples.deadline import WithDeadline
+from fsdptrain.trainer.samples.environment import LoadedEnvironment, build_environment
 from fsdptrain.trainer.samples.multi_turn import MultiTurn
 from fsdptrain.trainer.samples.single_turn import RolloutSource, Sampler, SampleSource, SftSource, SingleTurn, own_share
+from fsdptrain.trainer.samples.threads import StepThreads
 from fsdptrain.trainer.speed import Speed
 from fsdptrain.trainer.timeline import Timeline
 from fsdptrain.trainer.waits import Waits, watched_waits
@@ -84,9 +91,9 @@ def build_components(
     config: Config, folder: RunFolder, *, reward: RewardFunction | None, dataset: Sequence[Mapping[str, Any]] | None
 ) -> Iterator[Components]:
     """Data and rewards first, then the model, then the engine; whatever was built is closed at the end."""
-    if config.parallel.backend == "fsdp":
-        check_sizes(config, dist.get_world_size())
     checkpoint = resolve_checkpoint(config.model.hf_checkpoint)
+    features = load_features(config, checkpoint)
+    processor = features.prompt_processor
     with raise_on_all_ranks(ConfigError, "--environment"):
         environment = build_environment(config.environment)
         told = _with_instructions(config, environment)
@@ -97,12 +104,9 @@ def build_components(
             config.reward, prompt_data=config.data.prompt_data, has_environment=environment is not None
         )
         advantages = advantage_rule(config, score)
-        processor = open_processor(config, checkpoint)
         if processor is not None and processor.chat_template is not None:
             tokenizer.chat_template = processor.chat_template
         stream, held_out = build_data(told, tokenizer, dataset, environment, processor)
-        if config.lora.rank:
-            require_peft()
         engine_name = config.rollout.engine if processor is None else "hf"  # the one that is given images
         make_engine = engine_factory(engine_name, device_type=platform.device_type())
     generates = bool(held_out) or config.algorithm.algorithm != "sft"
@@ -114,7 +118,7 @@ def build_components(
         backend = build_backend(
             config,
             before_load=lambda model: plan_memory(model, config, embedded_engine=generates and not has_servers),
-            processor=processor,
+            features=features,
         )
         for line in backend.lines:
             log.info("%s", line)
@@ -130,7 +134,9 @@ def build_components(
             with raise_on_all_ranks(ConfigError, "--sync-check"):
                 positions = max_positions(backend.model)
                 check = build_sync_check(config, engine, backend, tokenizer, max_positions=positions)
-            hand_over = WeightSync(engine, backend, check, waits, adapter_only=config.lora.sync == "adapter")
+            if isinstance(engine, FeatureEngine):
+                engine.use_features(features)
+            hand_over = WeightSync(engine, backend, check, waits)
             timed = WithDeadline(score, config.reward.reward_timeout, patience=config.reward_patience)
             reads = environment is not None and reads_environment(score)
             maker = build_sampler(
@@ -146,7 +152,7 @@ def build_components(
             hand_over=hand_over,
             waits=waits,
             stream=stream,
-            source=build_source(told, stream, tokenizer, maker, advantages, timeline, background),
+            source=build_source(told, stream, tokenizer, maker, advantages, timeline, background, features),
             timeline=timeline,
             evaluation=evaluation,
             speed=Speed.of(backend.model, device, backend.compute_dtype, copies=config.pack_copies),
@@ -210,7 +216,10 @@ def plan_memory(model: PreTrainedModel, config: Config, *, embedded_engine: bool
 
 def planned_memory(model: PreTrainedModel, config: Config) -> int | None:
     """What the memory plan expects at the fullest moment, without its margin; None where it cannot tell. [bytes]"""
-    planner = Planner(model, Machine(dist.get_world_size(), platform.device_memory()[1]))
+    if importlib.util.find_spec("fsdptrain.tools") is None:
+        return None
+    tools = importlib.import_module("fsdptrain.tools.plan.plan")
+    planner = tools.Planner(model, tools.Machine(dist.get_world_size(), platform.device_memory()[1]))
     try:
         moments = [planner.training(config), planner.generation(config)]
     except MemoryPlanError as error:
@@ -249,7 +258,7 @@ def build_data(
     tokenizer: PreTrainedTokenizerBase,
     dataset: Sequence[Mapping[str, Any]] | None,
     environment: LoadedEnvironment | None,
-    processor: ImageProcessor | None = None,
+    processor: PromptProcessor | None = None,
 ) -> tuple[PromptStream, list[Prompt]]:
     """The stream to train on, and the prompts that are held out from it; none if nothing is ever evaluated."""
     data = config.data
@@ -333,6 +342,7 @@ def build_source(
     advantages: AdvantageRule,
     timeline: Timeline,
     background: Executor | None,
+    features: Features,
 ) -> SampleSource:
     if config.algorithm.algorithm == "sft" or maker is None:
         renderer = TurnRenderer(tokenizer, data=config.data)
@@ -340,16 +350,18 @@ def build_source(
     return RolloutSource(
         stream=stream,
         maker=maker,
-        sampling=SamplingParams(
-            num_samples=config.algorithm.n_samples_per_prompt,
-            max_tokens=config.rollout.max_response_len,
-            temperature=config.rollout.temperature,
-            top_p=config.rollout.top_p,
-            top_k=config.rollout.top_k or -1,
-            min_p=config.rollout.min_p,
-            seed=config.rollout.seed,
-            with_routes=config.router.replay == "rollout",
+        sampling=features.sampling(
+            SamplingParams(
+                num_samples=config.algorithm.n_samples_per_prompt,
+                max_tokens=config.rollout.max_response_len,
+                temperature=config.rollout.temperature,
+                top_p=config.rollout.top_p,
+                top_k=config.rollout.top_k or -1,
+                min_p=config.rollout.min_p,
+                seed=config.rollout.seed,
+            )
         ),
+        features=features,
         num_prompts=config.rollout.batch_size,
         num_shown=config.log.num_samples,
         shaping=shaping_rule(config),

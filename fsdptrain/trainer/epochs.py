@@ -20,23 +20,19 @@ CARRIED = ("advantages", "old_logprobs", "ref_logprobs")  # [T] each: what scori
 
 
 def carry_scores(
-    scored: Sequence[StepBatches], later: Sequence[StepBatches], *, with_routes: bool = False
+    scored: Sequence[StepBatches], later: Sequence[StepBatches], *, extra_fields: Sequence[str] = ()
 ) -> list[StepBatches]:
-    """`later`, with what `scored`, the steps of the first epoch, hold of the same samples. Collective.
+    """`later`, with what `scored`, the steps of the first epoch, hold for the same samples. Collective.
 
-    with_routes: scoring has recorded routes; those of an engine are in all epochs already.
+    extra_fields: more fields [T, ...] that scoring has filled, in numbers that float32 holds exactly.
     """
     if not later:
         return []
-    names = [name for name in CARRIED if getattr(scored[0].packs[0], name) is not None]  # the same on every rank
-    shape = _route_shape(scored) if with_routes else (0, 0)
-    num_rows = len(names) + math.prod(shape)
-    rows = {
-        i: row
-        for step in scored
-        for batch, packed in _own_packs(step)
-        for i, row in _rows(batch, packed, names, with_routes)
-    }
+    first = scored[0].packs[0]
+    names = [name for name in (*CARRIED, *extra_fields) if getattr(first, name) is not None]  # the same on every rank
+    fields = {name: getattr(first, name) for name in names}
+    num_rows = sum(math.prod(field.shape[1:]) for field in fields.values())
+    rows = {i: row for step in scored for batch, packed in _own_packs(step) for i, row in _rows(batch, packed, names)}
     holders = {i: rank for step in scored for rank, packs in enumerate(step.members) for pack in packs for i in pack}
     wanted = [
         [i for step in later for pack in step.members[rank] for i in pack] for rank in range(dist.get_world_size())
@@ -45,12 +41,17 @@ def carry_scores(
     arrived = iter(exchange_rows(rows, wanted, holders=holders, shapes=[(num_rows, width) for width in widths]))
 
     def filled(batch: PackedBatch, packed: Sequence[int]) -> PackedBatch:
-        nothing = torch.zeros(num_rows, batch.num_tokens)  # the pack of a rank without work
-        values = torch.cat([next(arrived) for _ in packed], dim=1) if packed else nothing
-        found = dict(zip(names, values, strict=False))
-        if with_routes and packed:
-            found["routes"] = values[len(names) :].T.to(torch.int16).unflatten(1, shape)
-        return replace(batch, **found)
+        empty = torch.zeros(num_rows, batch.num_tokens)  # for the pack of a rank without work
+        values = torch.cat([next(arrived) for _ in packed], dim=1) if packed else empty
+        parts = values.split([math.prod(field.shape[1:]) for field in fields.values()])
+        return replace(
+            batch,
+            **{
+                name: part.T.to(field.dtype).reshape(-1, *field.shape[1:])
+                for (name, field), part in zip(fields.items(), parts, strict=True)
+                if packed or field.dim() == 1
+            },
+        )
 
     return [replace(step, packs=[filled(*pair) for pair in _own_packs(step)]) for step in later]
 
@@ -60,19 +61,8 @@ def _own_packs(step: StepBatches) -> Iterator[tuple[PackedBatch, Sequence[int]]]
     return zip(step.packs, step.members[dist.get_rank()], strict=True)
 
 
-def _rows(
-    batch: PackedBatch, packed: Sequence[int], names: Sequence[str], with_routes: bool
-) -> Iterator[tuple[int, Tensor]]:
-    """(number, [rows, L]) of each sample: the names, then layers x k of the routes, which float32 holds exactly."""
+def _rows(batch: PackedBatch, packed: Sequence[int], names: Sequence[str]) -> Iterator[tuple[int, Tensor]]:
+    """(number, [rows, L] f32) of each sample: the fields one below the other."""
     if packed:
-        columns = torch.stack([getattr(batch, name) for name in names])
-        if with_routes and batch.routes is not None:
-            columns = torch.cat([columns, batch.routes.flatten(1).T.float()])
+        columns = torch.cat([getattr(batch, name).reshape(batch.num_tokens, -1).T.float() for name in names])
         yield from zip(packed, columns.split(batch.seqlens, dim=1), strict=True)
-
-
-def _route_shape(scored: Sequence[StepBatches]) -> tuple[int, int]:
-    """(layers, k)"""
-    routes = scored[0].packs[0].routes
-    assert routes is not None, "scoring records routes for every pack"
-    return routes.shape[1], routes.shape[2]

@@ -10,7 +10,6 @@ from fsdptrain import platform
 from fsdptrain.config import Config, check_world_size, load_recipe
 from fsdptrain.config.megatron import MegatronConfig
 from fsdptrain.errors import CheckpointError, ConfigError
-from fsdptrain.features.lora.adapters import require_peft
 from fsdptrain.trainer.backend import build_backend
 from fsdptrain.trainer.run_dir import CONFIG_FILE
 
@@ -27,8 +26,6 @@ def export_checkpoint(checkpoint: Path, output: Path, **choices: Any) -> None:
         raise CheckpointError(f"--checkpoint {checkpoint} is not in the folder of a run: {recipe} is not there")
     no_reference = {"kl_loss_coef": 0.0, "kl_reward_coef": 0.0}
     config = load_recipe(recipe, **no_reference, fsdp_replicate_size=1, **choices)
-    if config.lora.rank:
-        require_peft()
     with platform.process_group(config.launch.dist_timeout):
         backend = build_backend(_split_to_fit(config, dist.get_world_size()))
         backend.load(checkpoint)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fsdptrain.config import Config
+from fsdptrain.feature import NO_FEATURES, Features
 from fsdptrain.protocols import TrainBackend
 from fsdptrain.trainer.batches import StepBatches
 from fsdptrain.types import LogProbs, PackedBatch
@@ -15,6 +16,7 @@ class Scorer:
 
     config: Config
     backend: TrainBackend
+    features: Features = NO_FEATURES
 
     def score(self, steps: Sequence[StepBatches]) -> list[StepBatches]:
         """With what the loss or the KL in the reward compares with, and nothing that neither of them looks at."""
@@ -27,8 +29,7 @@ class Scorer:
         elif self.config.scores_policy:
             scores = self.backend.score(packs, "policy")
             packs = _with(packs, "old_logprobs", scores)
-            if self.config.router.replay == "scoring":
-                packs = [replace(pack, routes=score.routes) for pack, score in zip(packs, scores, strict=True)]
+            packs = [self.features.after_scoring(*pair) for pair in zip(packs, scores, strict=True)]
         if self.config.needs_reference:
             packs = _with(packs, "ref_logprobs", self.backend.score(packs, "reference"))
         return regrouped(steps, packs)

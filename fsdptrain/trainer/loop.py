@@ -85,10 +85,11 @@ class _Run:
         )
         self._loss = parts.loss
         self._loss_config = loss_config(config.algorithm)
-        self._scorer = Scorer(config, parts.backend)
+        self._scorer = Scorer(config, parts.backend, parts.backend.features)
         self._kl = KlControl(config)
         probe = parts.backend.layout_probe
-        self._rules = PackingRules.of(config, layout=probe.layout, shares_prefixes=parts.backend.shares_prefixes)
+        features = parts.backend.features
+        self._rules = PackingRules.of(config, layout=probe.layout, features=features)
         self._step = 0  # rollouts that were trained on; also the version of the policy
         self._totals = {"progress/samples": 0.0, "progress/tokens": 0.0}
         self._reward_names = summary.RewardNames()
@@ -146,8 +147,8 @@ class _Run:
             with watch("score"):
                 first, kl_metrics = self._score(steps[: self._rules.steps_per_epoch], experience.samples)
                 later = steps[self._rules.steps_per_epoch :]
-                recorded = self._config.router.replay == "scoring"
-                steps = [*first, *carry_scores(first, later, with_routes=recorded)]
+                extra = self._rules.features.carried_fields
+                steps = [*first, *carry_scores(first, later, extra_fields=extra)]
             with watch("train"):
                 loss = replace(self._loss_config, kl_loss_coef=self._kl.loss_coef)
                 trained = [self._parts.backend.train_step(s.packs, self._loss, loss) for s in steps]

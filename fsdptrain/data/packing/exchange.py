@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdptrain.algo.weights import Totals, count_totals, num_loss_tokens
+from fsdptrain.data.packing.prefixes import prompt_key
 from fsdptrain.data.routes import join_routes
-from fsdptrain.features.prefix_sharing.detect import prompt_key
 from fsdptrain.types import Sample
 
 

@@ -6,7 +6,7 @@ tensors, and is the only place where tokens and what is said of them are shifted
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush, heapreplace
 from types import MappingProxyType
@@ -19,7 +19,6 @@ from torch import Tensor
 from fsdptrain.algo.weights import Totals, num_loss_tokens, token_weight
 from fsdptrain.data.routes import join_routes
 from fsdptrain.errors import ConfigError
-from fsdptrain.features.prefix_sharing.detect import share_prefixes
 from fsdptrain.types import Images, PackedBatch, Sample, join_images, positions_of
 
 # Cost of a sequence of L tokens in units of a token's linear work: L + QUADRATIC_COST * L^2. A transformer layer of
@@ -162,15 +161,15 @@ def pack(
     totals: Totals,
     max_response_len: int,
     pin_memory: bool = False,
+    finish: Callable[[PackedBatch], PackedBatch] | None = None,
     images: Mapping[str, Images] = NO_IMAGES,
-    sharing: bool = False,
 ) -> PackedBatch:
     """One row of whole samples, on the CPU. `totals` are those of the whole optimizer step over every rank.
 
     Position t of a segment holds token t with its routes, and everything that is said of token t + 1 (label, mask,
     weight, advantage, rollout logprob): this is the one shift of the program. Pinned memory lets `PackedBatch.to` copy
-    without waiting. `images` are those of prompts, by the groups that answer them. sharing: samples in a row that have
-    the same prompt are to be computed with one.
+    without waiting. `images` are those of prompts, by the groups that answer them. finish: changes the pack on the CPU,
+    before it is pinned.
     """
     if not samples:
         return empty_pack(totals, pin_memory=pin_memory)
@@ -209,8 +208,8 @@ def pack(
         num_loss_tokens=totals.num_tokens,
         routes=join_routes(samples),
         images=join_images([(images.get(sample.group_id), len(sample.token_ids)) for sample in samples]),
-        shared=share_prefixes(samples) if sharing else None,
     )
+    batch = batch if finish is None else finish(batch)
     return batch.pin_memory() if pin_memory else batch
 
 

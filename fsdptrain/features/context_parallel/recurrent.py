@@ -19,25 +19,25 @@ _HIDDEN = "hidden_states"
 
 
 class GatheredMixer:
-    """The forward of a mixer over the tokens of all ranks, while it is `active`."""
+    """The forward of a mixer over the tokens of all ranks of `group`."""
 
-    def __init__(self, stock: Callable[..., Any], context: UlyssesGroup) -> None:
-        self.active = True  # as in the last forward pass, which a recomputation in the backward pass follows
+    def __init__(self, stock: Callable[..., Any]) -> None:
+        self.group: UlyssesGroup | None = None  # None: this rank has whole rows
         self._stock = stock
-        self._context = context
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.active:
+        group = self.group
+        if group is None:
             return self._stock(*args, **kwargs)
         shape = (args[0] if args else kwargs[_HIDDEN]).shape[:2]
 
-        def whole(value: Any) -> Any:  # what is said of each token: positions too
-            of_tokens = isinstance(value, Tensor) and value.shape[:2] == shape
-            return self._context.all_columns(value) if of_tokens else value
+        def gathered(value: Any) -> Any:
+            per_token = isinstance(value, Tensor) and value.shape[:2] == shape
+            return group.all_columns(value) if per_token else value
 
-        found = self._stock(*map(whole, args), **{name: whole(value) for name, value in kwargs.items()})
-        own = self._context.own_columns
-        return (own(found[0]), *found[1:]) if isinstance(found, tuple) else own(found)
+        output = self._stock(*map(gathered, args), **{name: gathered(value) for name, value in kwargs.items()})
+        own = group.own_columns
+        return (own(output[0]), *output[1:]) if isinstance(output, tuple) else own(output)
 
 
 def recurrent_mixers(model: PreTrainedModel) -> dict[str, nn.Module]:
@@ -57,9 +57,9 @@ def unknown_kinds(model: PreTrainedModel) -> list[str]:
     return sorted({k for k, layer in named if k not in _STATELESS_KINDS and not any(map(has_state, layer.modules()))})
 
 
-def gather_around(mixer: nn.Module, context: UlyssesGroup) -> GatheredMixer:
+def gather_around(mixer: nn.Module) -> GatheredMixer:
     """Replace the forward of `mixer`, before sharding."""
-    gathered = GatheredMixer(mixer.forward, context)
+    gathered = GatheredMixer(mixer.forward)
     mixer.forward = gathered
     return gathered
 

@@ -11,7 +11,7 @@ loss, of sequences too, and each keeps the gradient of its own tokens. FSDP sums
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdptrain.errors import NumericsError
+from fsdptrain.model.attention.attention import AttentionOptions, Boundaries, packed_attention
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,16 @@ def repeats_of(num_heads: int, num_shared: int, size: int) -> int:
     """How often each of `num_shared` key-value heads is repeated, so that a rank's queries find theirs on it."""
     least = math.lcm(num_shared, size)
     return (least if num_heads % least == 0 else num_heads) // num_shared
+
+
+def ulysses_attention(
+    group: UlyssesGroup, query: Tensor, key: Tensor, value: Tensor, boundaries: Boundaries, options: AttentionOptions
+) -> Tensor:
+    """`packed_attention` of hidden states whose columns lie on several ranks. [B, H, s, D] -> [B, s, H, DV]"""
+    query, key, value = group.to_heads(query, key, value)
+    if options.sinks is not None:
+        options = replace(options, sinks=group.own_heads(options.sinks))
+    return group.to_tokens(packed_attention(query, key, value, boundaries, options))
 
 
 class _AllToAll(torch.autograd.Function):

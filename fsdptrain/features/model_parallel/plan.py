@@ -5,13 +5,13 @@ Known from the model on meta and the sizes, before any process exists: a plan an
 
 import re
 from collections.abc import Iterator, Mapping, Set
-from dataclasses import dataclass
 from typing import Any, cast
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from fsdptrain.errors import ConfigError
+from fsdptrain.memory.pieces import SplitPlan
 from fsdptrain.model.structure import decoder_layers, layer_config, lm_head, projected_heads, stock_class
 
 _COLUMNS = ("colwise", "colwise_rep", "colwise_gather_output")  # out of nn.Linear's [out, in]
@@ -21,15 +21,6 @@ _BY_VOCABULARY, _BY_WIDTH = "embedding_rowwise", "embedding_colwise"
 _SUMMED = "replicated_with_grad_allreduce"  # whole on each rank, and used by its heads alone
 _NORM_OF_HEADS = re.compile(r"(q|k|v)_(?:layer)?norm$")
 _LEAST_SHARE = 0.5  # of the matrices of the layers that must be split: less of them saves nothing
-
-
-@dataclass(frozen=True)
-class SplitPlan:
-    """Names of modules and parameters, and the styles of transformers."""
-
-    tensor: dict[str, str]  # without what `experts` deals with
-    experts: dict[str, str]
-    tensor_dims: dict[str, int]  # of parameters: the dim that is cut over tensor ranks
 
 
 def split_plan(model: PreTrainedModel, *, tensor_size: int, expert_size: int) -> SplitPlan:

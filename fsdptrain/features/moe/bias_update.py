@@ -34,13 +34,13 @@ class RouterBiasUpdater:
         assert routes is not None, "they were asked for"
         self._counts += count_choices(routes, trained_tokens(batch), self._counts.shape[1])
 
-    def finish(self, *, move: bool) -> Metrics:
-        """Move the biases, or, where the optimizer skips its step, leave them too. The load of the step.
+    def step(self, *, apply: bool) -> Metrics:
+        """Update the biases, unless the optimizer skips its step. Returns the load of the step.
 
         Collective, and it waits for the device.
         """
         dist.all_reduce(self._counts)
-        if move:
+        if apply:
             for index, bias in self._biases.items():
                 bias.add_(bias_change(self._counts[index]).view_as(bias), alpha=self._rate)
         load = ExpertLoad.of(self._counts.cpu(), num_tokens=1, top_k=self._top_k)

@@ -14,11 +14,44 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsdptrain.model.attention.attention import (
+    AttentionOptions,
+    Boundaries,
+    attention_by_segment,
+    segment_spans,
+    takes_flash,
+    varlen_attention,
+    widen,
+)
 from fsdptrain.types import SharedPrefixes
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _Run = tuple[slice, slice]  # rows of segments that share a prefix, and its rows
+
+
+def shared_prefix_attention(
+    shared: SharedPrefixes,
+    of_keys: Boundaries,
+    query: Tensor,  # [1, H, C, D]
+    key: Tensor,  # [1, HK, C, D]
+    value: Tensor,  # [1, HK, C, DV]
+    boundaries: Boundaries,
+    options: AttentionOptions,
+) -> Tensor:  # [1, C, H, DV]
+    """Attention of segments whose first tokens are computed once. of_keys: boundaries of the whole segments."""
+    spans = segment_spans(query, boundaries)
+    plain = options.softcap is None and options.sinks is None and options.dropout == 0.0
+    unlimited = options.window is None or options.window >= max(of_keys.seqlens)
+    if plain and unlimited and query.device.type == "cpu":
+        width = max(query.shape[-1], value.shape[-1])
+        wide = (widen(x, width) for x in (query, key, value))
+        merged = merged_attention(*wide, spans=spans, shared=shared, scale=options.scale)
+        return merged.transpose(1, 2)[..., : value.shape[-1]]
+    key, value = (x.index_select(2, shared.rows) for x in (key, value))
+    if takes_flash(query, value, options):
+        return varlen_attention(query, key, value, boundaries, options.scale, options.window, of_keys)
+    return attention_by_segment(query, key, value, spans, list(of_keys.seqlens), options)
 
 
 def merged_attention(

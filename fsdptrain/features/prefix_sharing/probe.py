@@ -10,18 +10,28 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdptrain import platform
 from fsdptrain.errors import ConfigError
-from fsdptrain.model.attention.attention import OURS
-from fsdptrain.model.inputs import Layout
-from fsdptrain.model.policy import evaluating, over_ranks, plain_batch, policy_logprobs, score_or_refusal
+from fsdptrain.feature import Features
+from fsdptrain.model.attention.attention import OURS, set_attention
+from fsdptrain.model.policy import (
+    evaluating,
+    install_policy_forward,
+    logprobs_or_refusal,
+    over_ranks,
+    plain_batch,
+    policy_logprobs,
+)
+from fsdptrain.model.probes.layout import LEAK, LayoutProbe, probe_segments
 from fsdptrain.model.probes.module_tree import module_kind
+from fsdptrain.model.probes.random_copy import guarded_copy
+from fsdptrain.model.rows import Layout
 from fsdptrain.types import PackedBatch, SharedPrefixes
 
+_CHUNK = 32  # tokens whose logits exist at a time
 OWN = 12  # tokens of each of the probe's segments behind the prefix
-LEAK = 2e-3  # nats that other segments may move the logprobs of one, beyond noise of half precision
 
 
 @dataclass(frozen=True)
@@ -80,12 +90,12 @@ def probe_prefixes(
         return PrefixProbe(False, obstacle)
     whole, changed, own = _batches(segments, device or platform.local_device())
     with evaluating(model):
-        wanted, _ = score_or_refusal(model, replace(whole, shared=None), layout)
-        found, refusal = score_or_refusal(model, whole, layout)
+        wanted, _ = logprobs_or_refusal(model, replace(whole, shared=None), layout)
+        found, refusal = logprobs_or_refusal(model, whole, layout)
         if refusal:
             return PrefixProbe(False, refusal)
-        again, _ = score_or_refusal(model, whole, layout)  # kernels may add in any order
-        other, _ = score_or_refusal(model, changed, layout)
+        again, _ = logprobs_or_refusal(model, whole, layout)  # kernels may add in any order
+        other, _ = logprobs_or_refusal(model, changed, layout)
     apart = [part[-own:] for part in (found - wanted).abs().split(whole.seqlens)]
     difference = over_ranks(max(part.mean().item() for part in apart))
     moved = over_ranks(_mean(found - other, own))
@@ -108,6 +118,27 @@ def probe_prefix_gradients(
     difference = max((found[name] - wanted[name]).abs().max().item() for name in wanted) / largest
     reason = "" if difference <= probe.tolerance else f"gradients differ by {difference:.2g}"
     return replace(probe, shares=not reason, reason=reason, gradient_difference=difference)
+
+
+def probe_prefixes_of_copy(
+    config: PreTrainedConfig, probe: LayoutProbe, *, trust_remote_code: bool = False
+) -> PrefixProbe:
+    """The same probe on a small random copy of the model, with gradients. probe: what the copy's layout probe chose."""
+    from fsdptrain.features.prefix_sharing.feature import PrefixSharingFeature
+
+    model = guarded_copy(config, trust_remote_code=trust_remote_code)
+    install_policy_forward(model, chunk_size=_CHUNK, features=Features([PrefixSharingFeature()]))
+    set_attention(model, probe.attention)
+    segments = probe_segments(model, config.get_text_config().vocab_size)
+    found = probe_prefixes(
+        model,
+        segments,
+        layout=probe.layout,
+        attention=probe.attention,
+        tolerance=probe.tolerance,
+        device=torch.device("cpu"),
+    )
+    return probe_prefix_gradients(model, segments, found, layout=probe.layout)
 
 
 def _batches(segments: Sequence[Sequence[int]], device: torch.device) -> tuple[PackedBatch, PackedBatch, int]:

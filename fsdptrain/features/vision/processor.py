@@ -8,7 +8,7 @@ import importlib.util
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,10 +17,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoProcessor, ProcessorMixin
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
-from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
 from fsdptrain.model.loading.materialize import quiet_transformers
-from fsdptrain.types import Images
+from fsdptrain.types import Images, Segment
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -29,20 +28,6 @@ _TYPES = ("mm_token_type_ids", "token_type_ids")
 _NOT_FOR_THE_TOWER = {"input_ids", "attention_mask", *_TYPES}
 _PROBE_SIZES = ((84, 56), (56, 112), (84, 56))  # of pictures, in pixels; the last is like the first
 _BLANK_SIZE = (32, 32)
-
-
-class Segment(NamedTuple):
-    """A sequence of tokens with the images that it shows."""
-
-    token_ids: list[int]
-    images: Images | None = None
-
-
-def open_processor(config: Config, checkpoint: Path) -> "ImageProcessor | None":
-    """For prompts with images; None without --image-key. ConfigError where there is none."""
-    if config.data.image_key is None:
-        return None
-    return ImageProcessor(checkpoint, trust_remote_code=config.model.trust_remote_code)
 
 
 class ImageProcessor:

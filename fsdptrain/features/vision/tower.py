@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from fsdptrain.errors import ConfigError
-from fsdptrain.model.inputs import Layout, from_rows, to_rows, tokens_here
+from fsdptrain.model.rows import PackedRows, PaddedRows, Rows
 from fsdptrain.model.structure import base_model, vision_parameters
 from fsdptrain.types import Images, PackedBatch, Prompt, join_images
 
@@ -42,34 +42,41 @@ class Vision:
             model.get_input_embeddings().register_forward_hook(_lead_to_the_tower)
         self._takes = inspect.signature(self._base.forward).parameters
         self._types: Tensor | None = None  # [R, S] of the pack that is in the model
+        self._zero: Tensor | None = None  # joins the hidden states of a pack without images
+        self._base.register_forward_hook(self._add_zero)
         image_token_id: int = model.config.image_token_id
         self._base.get_placeholder_mask = _by_types(
             self._base.get_placeholder_mask, lambda: self._types, image_token_id
         )
 
-    def see(self, batch: PackedBatch, layout: Layout) -> tuple[dict[str, Any], Tensor | None]:
-        """Arguments for the base model, beside those of the text; and a zero to add to what it makes, or None."""
-        images, self._types = batch.images, None
+    def inputs(self, batch: PackedBatch, rows: Rows) -> dict[str, Any]:
+        """Arguments for the base model, beside those of the text. Runs the tower."""
+        images, self._types, self._zero = batch.images, None, None
         shown = self._blank.map(lambda x: x.to(batch.input_ids.device)) if images is None else images
         with nullcontext() if self._trained else torch.no_grad():
             encoded = self._base.get_image_features(**shown.inputs, return_dict=True)
         if images is None:
-            nothing = torch.stack([(0.0 * x).sum() for x in tree_leaves(encoded)]).sum()  # a sum may overflow in fp16
-            return {}, nothing if self._trained else None
-        rows = (1, batch.num_tokens) if layout == "packed" else (len(batch.seqlens), batch.max_seqlen)
-        self._types = to_rows(images.token_types, batch, layout, fill=0).view(rows)
+            if self._trained:  # summed after the product: a sum may overflow in fp16
+                self._zero = torch.stack([(0.0 * x).sum() for x in tree_leaves(encoded)]).sum()
+            return {}
+        self._types = rows.scatter(images.token_types, fill=0).view(rows.shape)
         arguments: dict[str, Any] = {_ENCODED: {"image": encoded}}
         arguments |= {name: self._types for name in _TYPES if name in self._takes}
-        if layout == "packed":
+        if isinstance(rows, PackedRows):
             positions = rope_positions(self._base, batch, images)
             if positions is not None:  # transformers reads the first of four as the place in the text
                 arguments["position_ids"] = torch.cat([batch.position_ids[None], positions])[:, None]  # [4, 1, T]
-        else:  # the model finds them itself: so the layout probe holds ours against its own
+        else:  # the model finds them itself: so the layout probe compares ours with its own
             arguments |= _grids(self._base, images)
-        return arguments, None
+        return arguments
+
+    def _add_zero(self, _: nn.Module, __: Any, output: Any) -> Any:
+        if self._zero is not None:
+            output.last_hidden_state = output.last_hidden_state + self._zero
+        return output
 
 
-def shown(
+def generation_inputs(
     model: PreTrainedModel, prompts: Sequence[Prompt], ids: Tensor, mask: Tensor, positions: Tensor
 ) -> dict[str, Tensor]:
     """Arguments of a plain model that reads `prompts`, at the right of their rows [N, P]; empty without an image.
@@ -117,15 +124,12 @@ def prompt_positions(base: nn.Module, prompts: Tensor, mask: Tensor, images: Ima
 
 def rope_positions(base: nn.Module, batch: PackedBatch, images: Images) -> Tensor | None:
     """[3, T] of the tokens of a pack."""
-    tokens, shape = batch.input_ids, (len(batch.seqlens), batch.max_seqlen)
+    tokens, rows = batch.input_ids, PaddedRows(batch, attention="")
     ids, types, mask = (
-        to_rows(x, batch, "padded", fill=0).view(shape) for x in (tokens, images.token_types, torch.ones_like(tokens))
+        rows.scatter(x, fill=0).view(rows.shape) for x in (tokens, images.token_types, torch.ones_like(tokens))
     )
     found = prompt_positions(base, ids, mask, images, types)
-    if found is None:
-        return None
-    flat = found.flatten(1).to(tokens)  # [3, N x S]
-    return from_rows(flat.T, batch, "padded", tokens_here(batch, "padded", None)).T
+    return None if found is None else rows.gather(found.flatten(1).to(tokens).T).T  # of [3, N x S]
 
 
 def _grids(base: nn.Module, images: Images) -> dict[str, Tensor]:

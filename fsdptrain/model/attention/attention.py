@@ -7,7 +7,8 @@ A transformers model asks for its attention by name. Two names are ours, and nei
                          what that kernel cannot do (float32, softcap, sinks, dropout, heads over 256) goes by segments
 
 Both read where segments begin from the argument `boundaries` that travels through the model's keyword arguments. It is
-on the host already, so no layer waits for the device. A call without it is an error: a guess would be a leak.
+on the host already, so no layer waits for the device. A call without it is an error: a guess would be a leak. A feature
+may put an attention of its own into `boundaries` (context parallelism, shared prefixes).
 
 Padded rows need no mask either: tokens stand at the left, and a causal query never sees what is to the right of it.
 """
@@ -28,11 +29,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fsdptrain.errors import ConfigError, NumericsError
-from fsdptrain.features.context_parallel.ulysses import UlyssesGroup
-from fsdptrain.features.prefix_sharing.attention import merged_attention
 from fsdptrain.model.attention.masks import no_mask
 from fsdptrain.overrides import overridable
-from fsdptrain.types import PackedBatch, SharedPrefixes
+from fsdptrain.types import PackedBatch
 
 SEGMENTS = "fsdptrain_segments"
 VARLEN = "fsdptrain_varlen"
@@ -47,23 +46,29 @@ _FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flas
 
 
 @dataclass(frozen=True)
+class AttentionOptions:
+    """What a layer's attention computes, beside queries, keys and values."""
+
+    scale: float
+    dropout: float = 0.0
+    window: int | None = None  # keys that a query sees, itself included
+    softcap: float | None = None
+    sinks: Tensor | None = None  # [H] logits of weight that goes to no key
+    varlen: bool = False  # use the flash kernel of torch where it applies
+
+
+@dataclass(frozen=True)
 class Boundaries:
     """Where sequences lie in the hidden states. Packed: N segments in one row. Padded: N rows, tokens at the left."""
 
     seqlens: tuple[int, ...]  # (N,)
     cu_seqlens: Tensor  # [N+1] i32
     padded: bool
-    context: UlyssesGroup | None = None  # over whose ranks the hidden states are dealt
-    whole: "Whole | None" = None
+    attention: "PackedAttention | None" = None  # in place of `packed_attention`: set by a feature
 
 
-@dataclass(frozen=True)
-class Whole:
-    """Where segments share prefixes: what the queries of each, which `Boundaries` bounds, look at."""
-
-    shared: SharedPrefixes
-    seqlens: tuple[int, ...]  # (N,) of the segments with their prefixes
-    cu_seqlens: Tensor  # [N+1] i32
+# (query [B, H, S, D], key [B, HK, S, D], value [B, HK, S, DV], boundaries, options) -> [B, S, H, DV]
+PackedAttention = Callable[[Tensor, Tensor, Tensor, Boundaries, AttentionOptions], Tensor]
 
 
 def register_attention() -> None:
@@ -111,19 +116,16 @@ def set_attention(model: PreTrainedModel, name: str) -> None:
     model.set_attn_implementation({"": name, **{key: name for key in parts if key not in others}, **others})
 
 
-def attention_kwargs(batch: PackedBatch, context: UlyssesGroup | None = None) -> dict[str, Any]:
-    """What the attention and the recurrent mixers of a packed call need to know; the standard names of transformers.
+def attention_kwargs(batch: PackedBatch) -> dict[str, Any]:
+    """Keyword arguments for the attention and the recurrent mixers of a packed call.
 
-    `boundaries` is ours; the others serve flash-attn and the kernels of Mamba and Gated DeltaNet.
+    `boundaries` is for the attention of this package, the others for flash-attn and the kernels of Mamba and Gated
+    DeltaNet.
     """
-    if batch.shared is not None:  # there is no name for this: what does not know ours is found out by the probe
-        own = tuple(x - y for x, y in zip(batch.seqlens, batch.shared.lengths, strict=True))
-        whole = Whole(batch.shared, batch.seqlens, batch.cu_seqlens)
-        return {"boundaries": Boundaries(own, batch.shared.cu_seqlens, padded=False, whole=whole)}
     positions = torch.arange(batch.num_tokens, device=batch.cu_seqlens.device, dtype=torch.int32)
     segment = torch.searchsorted(batch.cu_seqlens[1:], positions, right=True).to(torch.int32)
     return {
-        "boundaries": Boundaries(batch.seqlens, batch.cu_seqlens, padded=False, context=context),
+        "boundaries": Boundaries(batch.seqlens, batch.cu_seqlens, padded=False),
         "cu_seq_lens_q": batch.cu_seqlens,
         "cu_seq_lens_k": batch.cu_seqlens,
         "max_length_q": batch.max_seqlen,
@@ -150,37 +152,59 @@ def attend(
     boundaries: Boundaries | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:  # [B, S, H, DV]
-    """Causal attention within each segment, exact in forward and backward. Raises NumericsError rather than leak."""
+    """Causal attention within each segment, exact in forward and backward. Raises NumericsError rather than leak.
+
+    transformers calls it as the attention implementation of a model, with its own argument names.
+    """
     _refuse_unknown(module, query, key, attention_mask, position_bias, is_causal)
-    context = None if boundaries is None else boundaries.context
-    if context is not None:
-        query, key, value = context.to_heads(query, key, value)
-        s_aux = None if s_aux is None else context.own_heads(s_aux)
-    spans = _spans(query, boundaries)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    fused = varlen and query.device.type != "cpu" and query.dtype in {torch.float16, torch.bfloat16}
-    plain = softcap is None and s_aux is None and dropout == 0.0
-    narrow = max(query.shape[-1], value.shape[-1]) <= MAX_VARLEN_HEAD_DIM
-    whole = boundaries.whole if boundaries is not None else None
-    if whole is not None:
-        unlimited = sliding_window is None or sliding_window >= max(whole.seqlens)
-        if plain and unlimited and query.device.type == "cpu":
-            width = max(query.shape[-1], value.shape[-1])
-            wide = (_widen(x, width) for x in (query, key, value))
-            found = merged_attention(*wide, spans=spans, shared=whole.shared, scale=scale)
-            return found.transpose(1, 2)[..., : value.shape[-1]], None
-        key, value = (x.index_select(2, whole.shared.rows) for x in (key, value))
-    if fused and plain and narrow and boundaries is not None and not boundaries.padded:
-        out = varlen_attention(query, key, value, boundaries, scale, sliding_window)
-    else:
-        one = partial(
-            segment_attention, scale=scale, dropout=dropout, window=sliding_window, softcap=softcap, sinks=s_aux
+    if boundaries is None:
+        raise NumericsError(
+            "a packed attention call came without its boundaries: this model does not pass keyword arguments on to its "
+            "attention, so sequences would leak into each other"
         )
-        key_spans = spans if whole is None else list(whole.seqlens)
-        pieces = (query.split(spans, dim=2), key.split(key_spans, dim=2), value.split(key_spans, dim=2))
-        parts = [one(*qkv) for qkv in zip(*pieces, strict=True)]
-        out = torch.cat([part.transpose(1, 2) for part in parts], dim=1)
-    return (out if context is None else context.to_tokens(out)), None
+    options = AttentionOptions(
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        dropout=dropout,
+        window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+        varlen=varlen,
+    )
+    return (boundaries.attention or packed_attention)(query, key, value, boundaries, options), None
+
+
+def packed_attention(
+    query: Tensor, key: Tensor, value: Tensor, boundaries: Boundaries, options: AttentionOptions
+) -> Tensor:
+    """Attention over whole sequences on this rank. [B, H, S, D] -> [B, S, H, DV]"""
+    spans = segment_spans(query, boundaries)
+    if not boundaries.padded and takes_flash(query, value, options):
+        return varlen_attention(query, key, value, boundaries, options.scale, options.window)
+    return attention_by_segment(query, key, value, spans, spans, options)
+
+
+def takes_flash(query: Tensor, value: Tensor, options: AttentionOptions) -> bool:
+    """Whether torch's flash kernel computes this attention."""
+    fused = options.varlen and query.device.type != "cpu" and query.dtype in {torch.float16, torch.bfloat16}
+    plain = options.softcap is None and options.sinks is None and options.dropout == 0.0
+    return fused and plain and max(query.shape[-1], value.shape[-1]) <= MAX_VARLEN_HEAD_DIM
+
+
+def attention_by_segment(
+    query: Tensor, key: Tensor, value: Tensor, spans: list[int], key_spans: list[int], options: AttentionOptions
+) -> Tensor:
+    """`segment_attention` of each run of `spans` queries and `key_spans` keys. [B, H, S, D] -> [B, S, H, DV]"""
+    one = partial(
+        segment_attention,
+        scale=options.scale,
+        dropout=options.dropout,
+        window=options.window,
+        softcap=options.softcap,
+        sinks=options.sinks,
+    )
+    pieces = (query.split(spans, dim=2), key.split(key_spans, dim=2), value.split(key_spans, dim=2))
+    parts = [one(*qkv) for qkv in zip(*pieces, strict=True)]
+    return torch.cat([part.transpose(1, 2) for part in parts], dim=1)
 
 
 def _best(device_type: str, *, ours: bool) -> str:
@@ -189,19 +213,13 @@ def _best(device_type: str, *, ours: bool) -> str:
     return "flash_attention_2" if find_spec("flash_attn") is not None and not ours else VARLEN
 
 
-def _spans(query: Tensor, boundaries: Boundaries | None) -> list[int]:
+def segment_spans(query: Tensor, boundaries: Boundaries) -> list[int]:
     """Lengths of the pieces of dimension 2 that must not see each other."""
-    batch, length = query.shape[0], query.shape[2]
-    if boundaries is None:
-        raise NumericsError(
-            "a packed attention call came without its boundaries: this model does not pass keyword arguments on to its "
-            "attention, so sequences would leak into each other"
-        )
-    found = (batch, length)
+    found = (query.shape[0], query.shape[2])
     wanted = (len(boundaries.seqlens), max(boundaries.seqlens)) if boundaries.padded else (1, sum(boundaries.seqlens))
     if found != wanted:
         raise NumericsError(f"attention got hidden states of {found} rows and tokens, and boundaries for {wanted}")
-    return [length] if boundaries.padded else list(boundaries.seqlens)
+    return [found[1]] if boundaries.padded else list(boundaries.seqlens)
 
 
 def _refuse_unknown(
@@ -223,19 +241,26 @@ def _refuse_unknown(
 
 @overridable
 def varlen_attention(
-    q: Tensor, k: Tensor, v: Tensor, boundaries: Boundaries, scale: float, window: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    boundaries: Boundaries,
+    scale: float,
+    window: int | None,
+    of_keys: Boundaries | None = None,
 ) -> Tensor:
-    """One call for the pack, [1, T, H, DV]. The kernel wants one head width for q, k and v, a multiple of 8.
+    """One call of torch's flash kernel for the pack, [1, T, H, DV].
 
-    Segments that share prefixes have fewer queries than keys: their last query sees the last key.
+    The kernel takes one head width for q, k and v, a multiple of 8. of_keys: where the keys of each segment lie, if it
+    has more keys than queries; then its last query sees its last key.
     """
     width = -(-max(q.shape[-1], v.shape[-1]) // 8) * 8
-    queries, keys, values = (_widen(x, width)[0].transpose(0, 1) for x in (q, k, v))  # [T, heads, width]
+    queries, keys, values = (widen(x, width)[0].transpose(0, 1) for x in (q, k, v))  # [T, heads, width]
     options: dict[str, Any] = {"enable_gqa": True} if _VARLEN_TAKES_GQA else {}
     if not _VARLEN_TAKES_GQA:
         groups = q.shape[1] // k.shape[1]
         keys, values = keys.repeat_interleave(groups, dim=1), values.repeat_interleave(groups, dim=1)
-    of_keys = boundaries.whole or boundaries
+    of_keys = of_keys or boundaries
     longest = max(of_keys.seqlens)
     left = -1 if window is None or window >= longest else window - 1  # the kernel counts the keys before the query
     limits = (boundaries.cu_seqlens, of_keys.cu_seqlens, max(boundaries.seqlens), longest)
@@ -261,7 +286,7 @@ def segment_attention(
     if softcap is not None or sinks is not None:
         block = partial(_by_scores, scale=scale, dropout=dropout, window=window, softcap=softcap, sinks=sinks)
         return _in_blocks(block, q, k, v, window, recompute=length > BLOCK)
-    v_wide = _widen(v, q.shape[-1])  # the fused kernels want one head width (MLA has two)
+    v_wide = widen(v, q.shape[-1])  # the fused kernels want one head width (MLA has two)
     if window is None and q.shape[2] == length:
         options = {"dropout_p": dropout, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
         out = F.scaled_dot_product_attention(q, k, v_wide, is_causal=True, **options)
@@ -270,7 +295,7 @@ def segment_attention(
     return out[..., : v.shape[-1]]
 
 
-def _widen(x: Tensor, width: int) -> Tensor:
+def widen(x: Tensor, width: int) -> Tensor:
     """Zeros at the end of the last dimension, up to `width`; the same tensor where it is as wide already."""
     missing = width - x.shape[-1]
     return F.pad(x, (0, missing)) if missing > 0 else x

@@ -16,7 +16,6 @@ import torch
 from transformers import PreTrainedModel
 
 from fsdptrain.errors import ConfigError
-from fsdptrain.features.prefix_sharing.probe import PrefixProbe
 from fsdptrain.model.attention.attention import MAX_VARLEN_HEAD_DIM, OURS, SEGMENTS, VARLEN
 from fsdptrain.model.probes.layout import LayoutProbe
 from fsdptrain.model.probes.module_tree import module_kind
@@ -62,8 +61,6 @@ def kernels(
     if probe is not None:
         padded = probe.layout == "padded"
         found.append(Kernel("layout", probe.layout, "packed" if padded else "", _first(probe.reason) if padded else ""))
-        if probe.prefixes is not None:
-            found.append(_prefixes(probe.prefixes))
     found += [*recurrent_kernels(model, device_type), *_experts(model)]
     found.append(Kernel("logprobs", "in chunks, by fsdptrain (no Liger kernel is used)"))
     return found
@@ -91,11 +88,6 @@ def _attention(
     if name == SEGMENTS and device_type != "cpu":
         return Kernel("attention", used, _WORDS[VARLEN], "--attn-implementation sdpa asks for it")
     return Kernel("attention", used)
-
-
-def _prefixes(probe: PrefixProbe) -> Kernel:
-    """No fallback: nothing that is installed or left out would change it."""
-    return Kernel("prompts of a group", "computed once" if probe.shares else f"with each sample: {probe.reason}")
 
 
 def _varlen_obstacle(model: PreTrainedModel, compute_dtype: torch.dtype) -> str:

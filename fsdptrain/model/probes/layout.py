@@ -21,29 +21,29 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from fsdptrain import platform
 from fsdptrain.distributed import one_line
 from fsdptrain.errors import NumericsError
-from fsdptrain.features.prefix_sharing.probe import LEAK, PrefixProbe, probe_prefix_gradients, probe_prefixes
-from fsdptrain.features.vision.processor import Segment
+from fsdptrain.feature import NO_FEATURES, Features
 from fsdptrain.model.attention.attention import register_attention, resolve_attention, set_attention
-from fsdptrain.model.inputs import Layout
 from fsdptrain.model.policy import (
     MODEL_ERRORS,
     TOLERANCES,
     check_head,
     evaluating,
     install_policy_forward,
+    logprobs_or_refusal,
     over_ranks,
     plain_batch,
     policy_logprobs,
-    score_or_refusal,
 )
 from fsdptrain.model.probes.random_copy import random_copy
+from fsdptrain.model.rows import Layout
 from fsdptrain.model.structure import stock_class
-from fsdptrain.types import join_images
+from fsdptrain.types import Segment, join_images
 
 RequestedLayout = Literal["auto", "packed", "padded"]
 STOCK = ("sdpa", "eager")  # transformers' own, with dense masks: for what has a mask that ours would lose
 REFERENCE = "eager"  # every model has it
 SHORT, LONG, LONGEST = 23, 40, 1100  # tokens of the probe's segments; a window up to LONGEST is exceeded
+LEAK = 2e-3  # nats that other segments may move the logprobs of one, beyond noise of half precision
 LOSES_MASK = {"attention_chunk_size": "its attention is chunked, which no boundary expresses"}  # llama4
 
 
@@ -57,7 +57,6 @@ class LayoutProbe:
     tolerance: float
     reason: str = ""  # why what was preferred is not used
     gradient_difference: float | None = None  # relative to the largest gradient; measured on a random copy only
-    prefixes: PrefixProbe | None = None  # None: nobody asked whether they can be shared
 
     @property
     def line(self) -> str:
@@ -81,20 +80,18 @@ def choose_layout(
     vocab_size: int,
     compute_dtype: torch.dtype,
     device: torch.device | None = None,
-    shown: Sequence[Segment] = (),
-    dealt: bool = False,
+    features: Features = NO_FEATURES,
 ) -> LayoutProbe:
     """Find the first layout that the policy computes exactly, and leave the model set to it.
 
     After `install_policy_forward`. Collective where the model is sharded; every rank comes to the same result. Order:
     packed, then padded, both with the attention that the model was built with, then padded with transformers' own.
-    `shown`: three sequences with images, the third a twin of the first; then the layout must be exact for these too.
-    `dealt`: tokens are dealt over ranks, which transformers' own attention knows nothing of.
+    Features may add sequences for which it must be exact too, and exclude candidates.
     Raises NumericsError when none is exact, or when `requested` is packed and that is not.
     """
     register_attention()
     device = device or platform.local_device()
-    trials = [[Segment(ids) for ids in probe_segments(model, vocab_size)], *([shown] if shown else [])]
+    trials = [[Segment(ids) for ids in probe_segments(model, vocab_size)], *features.probe_segments(vocab_size)]
     reasons: list[str] = []
     configured = str(model.config._attn_implementation)
     with evaluating(model):
@@ -102,7 +99,7 @@ def choose_layout(
         references = [_reference(model, segments, widest, device) for segments in trials]
         tolerance = min(widest, *(leak / 4 for _, leak in references))
         for candidate in _candidates(model, requested, configured, reasons):
-            if dealt and candidate.attention in STOCK:
+            if not features.allows(candidate.layout, candidate.attention):
                 continue
             tried = [
                 _try(model, candidate, segments, reference, tolerance, device)
@@ -148,17 +145,9 @@ def _probe_copy(model: PreTrainedModel) -> LayoutProbe:
         difference = _gradient_difference(model, probe)
         if difference <= probe.tolerance:
             reason = "; ".join(text for text in (refused, probe.reason) if text)
-            prefixes = _probe_prefixes_of_copy(model, probe)
-            return replace(probe, gradient_difference=difference, reason=reason, prefixes=prefixes)
+            return replace(probe, gradient_difference=difference, reason=reason)
         refused = f"{probe.layout} with {probe.attention}: gradients differ by {difference:.2g}"
     raise NumericsError(f"{type(model).__name__} is not computed exactly backward: {refused}")
-
-
-def _probe_prefixes_of_copy(model: PreTrainedModel, probe: LayoutProbe) -> PrefixProbe:
-    segments = probe_segments(model, model.config.get_text_config().vocab_size)
-    chosen: dict[str, Any] = {"layout": probe.layout, "attention": probe.attention, "tolerance": probe.tolerance}
-    found = probe_prefixes(model, segments, **chosen, device=torch.device("cpu"))
-    return probe_prefix_gradients(model, segments, found, layout=probe.layout)
 
 
 def probe_segments(model: PreTrainedModel, vocab_size: int) -> list[list[int]]:
@@ -251,7 +240,7 @@ def _score(
     """Logprobs [T], and the words of the first rank that could not make them."""
     images = [segment.images for segment in segments]
     batch = plain_batch([segment.token_ids for segment in segments], device=device, images=images)
-    return score_or_refusal(model, batch, layout)
+    return logprobs_or_refusal(model, batch, layout)
 
 
 def _in_one(first: Segment, second: Segment) -> Segment:

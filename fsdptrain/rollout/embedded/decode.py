@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from fsdptrain.features.vision.tower import shown
+from fsdptrain.feature import NO_FEATURES, Features, RouteRecorder
 from fsdptrain.model.truncation import Truncation
-from fsdptrain.rollout.embedded.routes import RouteRecorder
 from fsdptrain.rollout.sampling import sample
 from fsdptrain.types import Prompt, SamplingParams
 
@@ -76,6 +75,7 @@ def decode(
     stop_token_ids: Sequence[int],
     sync_interval: int,
     recorder: RouteRecorder | None = None,
+    features: Features = NO_FEATURES,
 ) -> tuple[Tensor, Tensor]:
     """Continue `prompts` by up to `limit_of_row` tokens, in one row for each entry of `prompt_of_row`.
 
@@ -87,7 +87,7 @@ def decode(
     device, num_steps = uniforms.device, uniforms.shape[1]
     stop = torch.tensor(stop_token_ids, dtype=torch.int64, device=device)
     truncation = Truncation(sampling.top_p, sampling.top_k, sampling.min_p)
-    logits, read = prefill(model, prompts, device=device)
+    logits, read = prefill(model, prompts, device=device, features=features)
     if recorder is not None:
         recorder.read_prompts()
 
@@ -127,7 +127,9 @@ def decode(
     return tokens.cpu(), logprobs.cpu()
 
 
-def prefill(model: PreTrainedModel, prompts: Sequence[Prompt], *, device: torch.device) -> tuple[Tensor, _Read]:
+def prefill(
+    model: PreTrainedModel, prompts: Sequence[Prompt], *, device: torch.device, features: Features = NO_FEATURES
+) -> tuple[Tensor, _Read]:
     """Logits of the next token [N, V], and what it takes to read that."""
     lengths = torch.tensor([len(prompt.token_ids) for prompt in prompts])
     width = int(lengths.max())
@@ -140,7 +142,7 @@ def prefill(model: PreTrainedModel, prompts: Sequence[Prompt], *, device: torch.
     mask = (columns >= pads).long().to(device) if padded else None
     positions = (columns - pads).clamp(min=0).to(device)
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    seen = shown(model, prompts, ids, (columns >= pads).long().to(device), positions)
+    seen = features.generation_inputs(model, prompts, ids, (columns >= pads).long().to(device), positions)
     turned = None
     if "position_ids" in seen:
         positions = seen.pop("position_ids")

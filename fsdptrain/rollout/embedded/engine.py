@@ -3,7 +3,7 @@
 docs/rollouts.md says why a replica, and what it costs.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +14,10 @@ from torch import Tensor
 
 from fsdptrain.config import Config
 from fsdptrain.errors import RolloutError
-from fsdptrain.features.moe.replay import RouterReplay
-from fsdptrain.model.structure import expert_choice
+from fsdptrain.feature import NO_FEATURES, Features, RouteRecorder
 from fsdptrain.protocols import Naming
 from fsdptrain.rollout.embedded.decode import Row, decode, plan_chunks
 from fsdptrain.rollout.embedded.replica import build_replica, copy_weights, materialise, max_positions, release
-from fsdptrain.rollout.embedded.routes import RouteRecorder
 from fsdptrain.rollout.sampling import uniform_stream
 from fsdptrain.rollout.stop_tokens import stop_tokens
 from fsdptrain.rollout.weight_sync.checksum import checksum
@@ -48,11 +46,16 @@ class HFEngine:
         self.model = build_replica(checkpoint, dtype=dtype, trust_remote_code=trust_remote_code)
         self.stop_token_ids = stop_tokens(checkpoint, self.model.config, trust_remote_code=trust_remote_code)
         self.max_positions = max_positions(self.model)
-        self._replay: RouterReplay | None = None  # from the first request of routes on
+        self._features = NO_FEATURES
+        self._new_recorder: Callable[..., RouteRecorder] | None = None  # from the first request of routes on
         self.device = device
         self.max_batch_tokens = max_batch_tokens
         self.policy_version = 0
         self._has_weights = False
+
+    def use_features(self, features: Features) -> None:
+        """Generate with the hooks of `features`."""
+        self._features = features
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """Take every parameter and persistent buffer, by module name. RolloutError if the names or shapes differ."""
@@ -132,6 +135,7 @@ class HFEngine:
                 stop_token_ids=stop,
                 sync_interval=1 if self.device.type == "cpu" else _SYNC_INTERVAL,
                 recorder=recorder,
+                features=self._features,
             )
         made = [
             self._completion(prompts[row.prompt], row_tokens[:limit], row_logprobs[:limit], stop)
@@ -145,12 +149,11 @@ class HFEngine:
         return [replace(completion, routes=row) for completion, row in zip(made, routes, strict=True)]
 
     def _recorder(self, prompt_lengths: Sequence[int], prompt_of_row: Sequence[int]) -> RouteRecorder:
-        if self._replay is None:
-            choice = expert_choice(self.model.config)
-            if choice is None:
-                raise RolloutError(f"{type(self.model).__name__} has no experts: it takes no routes to report")
-            self._replay = RouterReplay(self.model, choice)
-        return RouteRecorder(self._replay, prompt_lengths, prompt_of_row)
+        if self._new_recorder is None:
+            self._new_recorder = self._features.route_recorder(self.model)
+        if self._new_recorder is None:
+            raise RolloutError(f"{type(self.model).__name__} has no experts whose routes could be recorded")
+        return self._new_recorder(prompt_lengths, prompt_of_row)
 
     def _completion(self, prompt: Prompt, tokens: list[int], logprobs: list[float], stop: Sequence[int]) -> Completion:
         end = next((i for i, token in enumerate(tokens) if token in stop), None)

@@ -1,6 +1,6 @@
 """The weights of a version go to the engine, and are proven to have come."""
 
-from fsdptrain.protocols import AdapterBackend, AdapterEngine, MeasuredEngine, RolloutEngine, TrainBackend
+from fsdptrain.protocols import MeasuredEngine, RolloutEngine, TrainBackend
 from fsdptrain.rollout.weight_sync.verify import SyncCheck
 from fsdptrain.trainer.timeline import Stopwatch
 from fsdptrain.trainer.waits import Waits
@@ -16,14 +16,11 @@ class WeightSync:
         backend: TrainBackend,
         check: SyncCheck | None,
         waits: Waits,
-        *,
-        adapter_only: bool,
     ) -> None:
         self._engine = engine
         self._backend = backend
         self._check = check
         self._waits = waits
-        self._adapter_only = adapter_only
         self._newest: int | None = None  # version that the engine was given
 
     def give(self, version: int, watch: Stopwatch) -> None:
@@ -49,10 +46,7 @@ class WeightSync:
 
     def _update(self, version: int) -> None:
         engine, backend, check = self._engine, self._backend, self._check
-        if self._adapter_only:
-            assert isinstance(engine, AdapterEngine), "checks.py refuses other engines"
-            assert isinstance(backend, AdapterBackend), "and other backends"
-            engine.update_adapter(backend.adapter_weights(), backend.write_adapter_config, version)
+        if backend.push_weights(engine, version):
             return
         weights = backend.hf_weights(engine.weight_naming)
         engine.update_weights(check.watch(weights) if check else weights, version)

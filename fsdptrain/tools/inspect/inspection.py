@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 
 from fsdptrain import platform
 from fsdptrain.config import Config
-from fsdptrain.config.prefix_checks import configured_obstacle
 from fsdptrain.errors import CheckpointError, NumericsError
 from fsdptrain.features.context_parallel.checks import check_dealing
 from fsdptrain.features.lora.adapters import add_adapters, require_peft
-from fsdptrain.features.prefix_sharing.probe import PrefixProbe
+from fsdptrain.features.prefix_sharing.checks import configured_obstacle
+from fsdptrain.features.prefix_sharing.probe import probe_prefixes_of_copy
 from fsdptrain.memory.pieces import Grid, Pieces
 from fsdptrain.model.attention.attention import resolve_attention
 from fsdptrain.model.layer_kinds import layer_kinds
@@ -111,7 +111,10 @@ def inspect_model(config: Config, *, num_gpus: int) -> Inspection:
         dtypes=_dtypes(path, config),
         probe=probe,
         refusal=refusal,
-        kernels=kernels(model, device_type=device_type, compute_dtype=compute_dtype, probe=probe),
+        kernels=[
+            *kernels(model, device_type=device_type, compute_dtype=compute_dtype, probe=probe),
+            *([] if probe is None else [_prefixes(config, model, probe)]),
+        ],
         device_type=device_type,
         overrides=overrides,
     )
@@ -156,14 +159,29 @@ def meta_model(config: Config, *, with_adapters: bool = False) -> tuple[PreTrain
     return model, path
 
 
+def check_sizes(config: Config, num_ranks: int) -> None:
+    """Raise ConfigError where the model does not allow a mesh of `num_ranks`."""
+    if config.parallel.splits or config.parallel.context_parallel_size > 1:
+        model, _ = meta_model(config)
+        Pieces(model, Grid.of(config, num_ranks))
+
+
 def _probe(config: Config, model: PreTrainedModel) -> tuple[LayoutProbe | None, str]:
     try:
         with quiet_transformers():
             found = probe_random_copy(model.config, trust_remote_code=config.model.trust_remote_code)
     except NumericsError as error:
         return None, str(error)
+    return found, ""
+
+
+def _prefixes(config: Config, model: PreTrainedModel, probe: LayoutProbe) -> Kernel:
+    """No fallback: nothing that could be installed would change it."""
     obstacle = configured_obstacle(config, on_gpu=platform.has_accelerator())
-    return (replace(found, prefixes=PrefixProbe(False, obstacle)) if obstacle else found), ""
+    if not obstacle:
+        trust = config.model.trust_remote_code
+        obstacle = probe_prefixes_of_copy(model.config, probe, trust_remote_code=trust).reason
+    return Kernel("prompts of a group", f"with each sample: {obstacle}" if obstacle else "computed once")
 
 
 def _count(model: PreTrainedModel, pieces: Pieces) -> Parameters:

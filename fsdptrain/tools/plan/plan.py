@@ -30,9 +30,9 @@ from fsdptrain.memory.demand import (
 )
 from fsdptrain.memory.pieces import Grid, Pieces
 from fsdptrain.model.attention.attention import SEGMENTS, register_attention
-from fsdptrain.model.inputs import Layout
 from fsdptrain.model.probes.kernels import kernels
 from fsdptrain.model.probes.layout import LOSES_MASK
+from fsdptrain.model.rows import Layout
 from fsdptrain.model.structure import ParameterCounts, count_parameters
 from fsdptrain.tools.plan import remedies
 from fsdptrain.tools.plan.activations import Moment, Sharding, training_peak

@@ -26,11 +26,11 @@ from fsdptrain.features.activation_memory.offload import enable_activation_offlo
 from fsdptrain.features.lora.adapters import add_adapters
 from fsdptrain.fsdp.transfers import Transfers
 from fsdptrain.model.architecture import model_from_config
-from fsdptrain.model.inputs import Layout
 from fsdptrain.model.layer_kinds import layer_kinds
 from fsdptrain.model.loading.materialize import parameter_names, quiet_transformers, register
 from fsdptrain.model.policy import MODEL_ERRORS, install_policy_forward, plain_batch, policy_logprobs
 from fsdptrain.model.probes.random_copy import keep_one_of_each_kind
+from fsdptrain.model.rows import Layout
 
 _CPU = torch.device("cpu")
 

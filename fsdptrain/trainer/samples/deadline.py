@@ -4,9 +4,9 @@ import threading
 from functools import partial
 from typing import Any
 
-from fsdptrain.environments import DeadlineError, StepThreads
 from fsdptrain.errors import RewardError, RolloutError
 from fsdptrain.protocols import RewardFunction
+from fsdptrain.trainer.samples.threads import DeadlineError, StepThreads
 from fsdptrain.types import Prompt
 
 IN_FLIGHT_S = 300.0  # at most, where --reward-timeout says nothing

@@ -15,11 +15,12 @@ from fsdptrain.data.chat import TurnRenderer
 from fsdptrain.data.routes import sample_routes
 from fsdptrain.data.sources import as_messages
 from fsdptrain.distributed import any_rank, raise_on_all_ranks
-from fsdptrain.environments import LoadedEnvironment, StepThreads
 from fsdptrain.errors import ConfigError, RolloutError
 from fsdptrain.protocols import InFlightEngine, RewardFunction, RolloutEngine
 from fsdptrain.rewards.scoring import Score, Scores, score_completions, to_score
+from fsdptrain.trainer.samples.environment import LoadedEnvironment
 from fsdptrain.trainer.samples.single_turn import Generate, Round, response_text
+from fsdptrain.trainer.samples.threads import StepThreads
 from fsdptrain.trainer.timeline import Stopwatch
 from fsdptrain.types import Completion, Episode, Message, Prompt, Sample, SamplingParams, Turn
 

@@ -14,10 +14,11 @@ from fsdptrain.algo.advantages import AdvantageRule, assign_advantages
 from fsdptrain.algo.shaping import ShapingRule, shape
 from fsdptrain.data.chat import TurnRenderer
 from fsdptrain.data.prompts import PromptStream
-from fsdptrain.data.routes import check_routes, sample_routes
+from fsdptrain.data.routes import sample_routes
 from fsdptrain.data.sft import sft_sample
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import RolloutError
+from fsdptrain.feature import NO_FEATURES, Features
 from fsdptrain.protocols import InFlightEngine, RewardFunction, RolloutEngine
 from fsdptrain.rewards.scoring import Score, Scores, check_unscored, score_completions
 from fsdptrain.trainer.samples.selection import Selection, SelectionRules, gather_results, in_stream_order, share
@@ -167,6 +168,7 @@ class RolloutSource:
     num_rollouts: int | None = None  # of the run: none is asked beyond them
     background: Executor | None = None  # of an engine that generates while the trainer works
     timeline: Timeline = field(default_factory=Timeline)
+    features: Features = NO_FEATURES
     _ahead: deque[PendingRollout] = field(
         init=False, default_factory=deque
     )  # first rounds of rollouts to come, in order
@@ -194,8 +196,8 @@ class RolloutSource:
         samples = made.samples if selection.rounds == 1 else in_stream_order(made.samples, selection.kept)
         with raise_on_all_ranks(RolloutError, "rollout"):
             samples = assign_advantages(shape(samples, self.shaping), self.advantages)
-            if self.sampling.with_routes:
-                check_routes(samples)
+            for feature in self.features:
+                feature.check_samples(samples)
         return RolloutBatch(
             samples=samples,
             shown=show(made.prompts, made.texts, [sample.reward for sample in made.samples], self.num_shown),

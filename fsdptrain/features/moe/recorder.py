@@ -10,7 +10,7 @@ from fsdptrain.features.moe.replay import RouterReplay
 from fsdptrain.types import NO_ROUTE
 
 
-class RouteRecorder:
+class EngineRoutes:
     """Of one call of `decode`: of each token that the model read, first of the prompts, then one for each row."""
 
     def __init__(self, replay: RouterReplay, prompt_lengths: Sequence[int], prompt_of_row: Sequence[int]) -> None:

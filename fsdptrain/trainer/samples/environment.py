@@ -8,14 +8,12 @@ from typing import Any
 
 from fsdptrain import registry
 from fsdptrain.config import EnvironmentConfig
-from fsdptrain.environments.calculator import Calculator
 from fsdptrain.errors import ConfigError
 from fsdptrain.protocols import Environment
 from fsdptrain.types import Prompt, Turn
 
 FLAG = "--environment"
-VERIFIERS = "verifiers:"
-ENVIRONMENTS: Mapping[str, Callable[..., Environment]] = {"calculator": Calculator}
+ENVIRONMENTS: Mapping[str, Callable[..., Environment]] = {}  # all come from the user or a plug-in
 
 OPTIONAL: Mapping[str, Any] = {"finish": None, "dataset": None, "system_prompt": None, "tools": ()}
 """What an environment may have besides `reset` and `step`, and what stands for it in one that has not."""
@@ -69,10 +67,6 @@ def _make(name: str, kwargs: Mapping[str, Any]) -> Any:
 
 
 def _find(name: str) -> Any:
-    if name.startswith(VERIFIERS):
-        from fsdptrain.environments.verifiers_adapter import load  # an extra: only where it is asked for
-
-        return partial(load, name.removeprefix(VERIFIERS))
     return registry.resolve(name, ENVIRONMENTS, flag=FLAG, plugins="environments")
 
 

@@ -1,0 +1,399 @@
+"""The seam: what a feature (LoRA, experts, context parallelism, images, ...) may do to the policy.
+
+A feature is a subclass of `Feature` that overrides the hooks it needs. `load_features` creates the features that the
+configuration turns on, in the order of the table in `fsdptrain/features/__init__.py`; nothing else in the core knows
+their names. Every hook is called by all ranks in the same order, so a hook may use collectives. `Features` calls the
+hooks of all features and combines the results.
+"""
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from fsdptrain.config import Config
+from fsdptrain.types import LogProbs, LossOutput, Metrics, PackedBatch, Prompt, Sample, SamplingParams, Segment
+
+if TYPE_CHECKING:
+    from fsdptrain.data.packing.pack import PackPlan
+    from fsdptrain.fsdp.mesh import Meshes
+    from fsdptrain.model.probes.layout import LayoutProbe
+    from fsdptrain.model.rows import Layout, Rows
+    from fsdptrain.protocols import ModelRole, PromptProcessor, RolloutEngine
+
+LogProbsFunction = Callable[..., tuple[Tensor, Tensor | None]]  # the arguments of `model.logprobs.chunked_logprobs`
+ForwardPass = Callable[[PackedBatch], Mapping[str, Tensor]]  # to the `outputs` of the features, without the head
+F = TypeVar("F", bound="Feature")
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """What features may change about how the model is built."""
+
+    stored_dtype: torch.dtype = torch.float32  # of parameters between steps
+    own_attention: bool = False  # only the attention of this package will do, not the kernels of flash-attn
+    runs_tower: bool = False  # every forward pass goes through the parts outside the language model too
+    trains_tower: bool = False  # these parts are trained too
+
+
+class RouteRecorder(Protocol):
+    """Records what the embedded engine's model chose while it decodes one chunk."""
+
+    def recording(self) -> AbstractContextManager[None]: ...
+
+    def read_prompts(self) -> None:
+        """Called after the forward pass over all prompts."""
+        ...
+
+    def read_tokens(self, rows: Tensor) -> None:
+        """Called after a forward pass over one token of each of `rows`."""
+        ...
+
+    def of_rows(self, num_tokens: Sequence[int]) -> list[Tensor]:
+        """[P + n - 1, layers, k] of each row, where n is its number of sampled tokens."""
+        ...
+
+
+class Feature:
+    """A capability that attaches to the policy. The defaults do nothing."""
+
+    cuts_parameters = False  # `transform_model` changes shapes, so the reference model needs it too
+    provides_reference = False  # the reference model is this one within `around_scoring("reference")`
+
+    @classmethod
+    def create(cls, config: Config, checkpoint: Path) -> "Feature":
+        """Create the feature for a run, before any weights are loaded. Collective.
+
+        Raises ConfigError on all ranks where the model cannot do what the options ask for.
+        """
+        del config, checkpoint
+        return cls()
+
+    @property
+    def lines(self) -> list[str]:
+        """What the feature did, for the log at start."""
+        return []
+
+    # Building the model
+
+    def build_options(self, options: BuildOptions) -> BuildOptions:
+        return options
+
+    def add_parameters(self, model: PreTrainedModel) -> None:
+        """Add modules with parameters of their own to the model on the meta device."""
+
+    def transform_model(self, model: PreTrainedModel, meshes: "Meshes") -> None:
+        """Change the model while it is on the meta device, before it is sharded."""
+
+    def without(self) -> AbstractContextManager[None]:
+        """Inside, the model has the modules and parameter names of the checkpoint."""
+        return nullcontext()
+
+    def after_load(self, model: PreTrainedModel) -> None:
+        """The sharded model has its weights."""
+
+    def allows(self, layout: "Layout", attention: str) -> bool:
+        """Whether a layout with this attention implementation is a candidate."""
+        del layout, attention
+        return True
+
+    def probe_segments(self, vocab_size: int) -> Sequence[Segment]:
+        """Three more sequences for which the layout must be exact; the third has the lengths of the first."""
+        del vocab_size
+        return ()
+
+    def after_probe(self, model: PreTrainedModel, probe: "LayoutProbe", vocab_size: int) -> None:
+        """The layout is chosen."""
+
+    def check_gradients(self, model: PreTrainedModel) -> None:
+        """The model has the gradients of a few random tokens, the same on every rank that shares a pack."""
+
+    # Data
+
+    @property
+    def prompt_processor(self) -> "PromptProcessor | None":
+        """What makes token ids of prompts that are more than text."""
+        return None
+
+    def sampling(self, sampling: SamplingParams) -> SamplingParams:
+        """The sampling parameters of training rollouts."""
+        return sampling
+
+    def check_samples(self, samples: Sequence[Sample]) -> None:
+        """Raise RolloutError for samples that cannot be trained on. Not collective."""
+
+    def plan_packs(
+        self, lengths: Sequence[int], prompts: Sequence[tuple[int, int]], *, num_ranks: int, max_tokens: int
+    ) -> "PackPlan | None":
+        """Another plan than the core's. prompts: (key, length) of the prompt of each sample."""
+        del lengths, prompts, num_ranks, max_tokens
+        return None
+
+    def finish_pack(self, batch: PackedBatch, samples: Sequence[Sample], plan: "PackPlan") -> PackedBatch:
+        """A pack of `samples`, on the CPU, before it is pinned."""
+        del samples, plan
+        return batch
+
+    # The forward pass
+
+    def rows(self, batch: PackedBatch, layout: "Layout", attention: str) -> "Rows | None":
+        """Another arrangement of the pack than the core's. attention: the implementation that the model has."""
+        del batch, layout, attention
+        return None
+
+    def model_inputs(self, batch: PackedBatch, rows: "Rows") -> Mapping[str, Any]:
+        """More keyword arguments for the base model. Runs inside the root's forward."""
+        del batch, rows
+        return {}
+
+    def around_forward(self, batch: PackedBatch, rows: "Rows") -> AbstractContextManager[None]:
+        """Around the call of the base model."""
+        del batch, rows
+        return nullcontext()
+
+    def outputs(self, batch: PackedBatch, rows: "Rows", output: Any) -> dict[str, Tensor]:
+        """More results of a forward pass, by name, from the base model's `output`; they end in `LogProbs.extras`."""
+        del batch, rows, output
+        return {}
+
+    def logprobs_function(self, stock: LogProbsFunction) -> LogProbsFunction:
+        """What computes logprobs from hidden states and the head's weight."""
+        return stock
+
+    # Scoring
+
+    @property
+    def carried_fields(self) -> tuple[str, ...]:
+        """Fields of PackedBatch [T, ...] that `after_scoring` fills."""
+        return ()
+
+    def around_scoring(self, role: "ModelRole") -> AbstractContextManager[None]:
+        """Around all forward passes without gradient that compute the logprobs of `role`."""
+        del role
+        return nullcontext()
+
+    def after_scoring(self, batch: PackedBatch, logprobs: LogProbs) -> PackedBatch:
+        """`batch` with what scoring by the policy has found, on the CPU."""
+        del logprobs
+        return batch
+
+    # The optimizer step
+
+    def before_step(self, model: PreTrainedModel, batches: Sequence[PackedBatch], forward: ForwardPass) -> None:
+        """Before the first pack of an optimizer step. forward: a pass without gradient and without the head."""
+
+    def finish_loss(self, output: LossOutput, batch: PackedBatch, logprobs: LogProbs) -> LossOutput:
+        """The loss of one pack, on the device."""
+        del batch, logprobs
+        return output
+
+    def after_step(self, *, updated: bool) -> Metrics:
+        """updated: the gradients are finite, so the optimizer will step."""
+        del updated
+        return {}
+
+    # Weights
+
+    def full_precision_weight(self, name: str, tensor: Tensor) -> Tensor | None:
+        """The float32 weight to export under the stock name `name`, sharded as `tensor`, in place of it."""
+        del name, tensor
+        return None
+
+    def changes_weight(self, name: str) -> bool:
+        """Whether `full_precision_weight` returns a tensor for `name`."""
+        del name
+        return False
+
+    def checkpoint_identity(self) -> str | None:
+        """What a checkpoint must belong to, where its tensors do not say it."""
+        return None
+
+    def push_weights(self, engine: "RolloutEngine", policy_version: int) -> bool:
+        """Send something else than whole weights to the engine; False where the core shall send those."""
+        del engine, policy_version
+        return False
+
+    def export(self, target: Path, write_model: Callable[[Path], None]) -> bool:
+        """Write the trained model to `target` in a form of the feature's own; False where the core shall write it."""
+        del target, write_model
+        return False
+
+    # The embedded engine
+
+    def generation_inputs(
+        self, model: PreTrainedModel, prompts: Sequence[Prompt], ids: Tensor, mask: Tensor, positions: Tensor
+    ) -> Mapping[str, Tensor]:
+        """More arguments for the forward pass over prompts [N, P], which stand at the right of their rows."""
+        del model, prompts, ids, mask, positions
+        return {}
+
+    def route_recorder(self, model: PreTrainedModel) -> "Callable[..., RouteRecorder] | None":
+        """Record the experts that the engine's model chooses: (lengths of prompts, prompt of each row) -> recorder."""
+        del model
+        return None
+
+
+def load_features(config: Config, checkpoint: Path) -> "Features":
+    """Create the features that `config` turns on, in the order of the table. Collective."""
+    if importlib.util.find_spec("fsdptrain.features") is None:  # an installation of the core alone
+        return Features([])
+    table = importlib.import_module("fsdptrain.features").FEATURES
+    return Features([entry.create(config, checkpoint) for entry in table if entry.enabled(config)])
+
+
+class Features:
+    """The features of a run, in order. Each method combines what the hooks of the same name return."""
+
+    def __init__(self, members: Sequence[Feature] = ()) -> None:
+        self.members = tuple(members)
+
+    def __iter__(self) -> Iterator[Feature]:
+        return iter(self.members)
+
+    def find(self, kind: type[F]) -> F | None:
+        """The feature of a class, for tests and tools."""
+        return next((member for member in self.members if isinstance(member, kind)), None)
+
+    @property
+    def lines(self) -> list[str]:
+        return [line for member in self.members for line in member.lines]
+
+    @property
+    def provides_reference(self) -> bool:
+        return any(member.provides_reference for member in self.members)
+
+    @property
+    def carried_fields(self) -> tuple[str, ...]:
+        return tuple(name for member in self.members for name in member.carried_fields)
+
+    @property
+    def prompt_processor(self) -> "PromptProcessor | None":
+        return next((x for x in (member.prompt_processor for member in self.members) if x is not None), None)
+
+    def build_options(self) -> BuildOptions:
+        options = BuildOptions()
+        for member in self.members:
+            options = member.build_options(options)
+        return options
+
+    @contextmanager
+    def without(self) -> Iterator[None]:
+        with self._entered(member.without() for member in self.members):
+            yield
+
+    def allows(self, layout: "Layout", attention: str) -> bool:
+        return all(member.allows(layout, attention) for member in self.members)
+
+    def probe_segments(self, vocab_size: int) -> list[Sequence[Segment]]:
+        found = [member.probe_segments(vocab_size) for member in self.members]
+        return [segments for segments in found if segments]
+
+    def sampling(self, sampling: SamplingParams) -> SamplingParams:
+        for member in self.members:
+            sampling = member.sampling(sampling)
+        return sampling
+
+    def plan_packs(
+        self, lengths: Sequence[int], prompts: Sequence[tuple[int, int]], *, num_ranks: int, max_tokens: int
+    ) -> "PackPlan | None":
+        plans = (m.plan_packs(lengths, prompts, num_ranks=num_ranks, max_tokens=max_tokens) for m in self.members)
+        return next((plan for plan in plans if plan is not None), None)
+
+    def finish_pack(self, batch: PackedBatch, samples: Sequence[Sample], plan: "PackPlan") -> PackedBatch:
+        for member in self.members:
+            batch = member.finish_pack(batch, samples, plan)
+        return batch
+
+    def rows(self, batch: PackedBatch, layout: "Layout", attention: str) -> "Rows | None":
+        found = (member.rows(batch, layout, attention) for member in self.members)
+        return next((rows for rows in found if rows is not None), None)
+
+    def model_inputs(self, batch: PackedBatch, rows: "Rows") -> dict[str, Any]:
+        inputs: dict[str, Any] = {}
+        for member in self.members:
+            inputs.update(member.model_inputs(batch, rows))
+        return inputs
+
+    @contextmanager
+    def around_forward(self, batch: PackedBatch, rows: "Rows") -> Iterator[None]:
+        with self._entered(member.around_forward(batch, rows) for member in self.members):
+            yield
+
+    def outputs(self, batch: PackedBatch, rows: "Rows", output: Any) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for member in self.members:
+            found.update(member.outputs(batch, rows, output))
+        return found
+
+    def logprobs_function(self, stock: LogProbsFunction) -> LogProbsFunction:
+        for member in self.members:
+            stock = member.logprobs_function(stock)
+        return stock
+
+    @contextmanager
+    def around_scoring(self, role: "ModelRole") -> Iterator[None]:
+        with self._entered(member.around_scoring(role) for member in self.members):
+            yield
+
+    def after_scoring(self, batch: PackedBatch, logprobs: LogProbs) -> PackedBatch:
+        for member in self.members:
+            batch = member.after_scoring(batch, logprobs)
+        return batch
+
+    def finish_loss(self, output: LossOutput, batch: PackedBatch, logprobs: LogProbs) -> LossOutput:
+        for member in self.members:
+            output = member.finish_loss(output, batch, logprobs)
+        return output
+
+    def after_step(self, *, updated: bool) -> Metrics:
+        metrics: Metrics = {}
+        for member in self.members:
+            metrics.update(member.after_step(updated=updated))
+        return metrics
+
+    def full_precision_weight(self, name: str, tensor: Tensor) -> Tensor | None:
+        found = (member.full_precision_weight(name, tensor) for member in self.members)
+        return next((weight for weight in found if weight is not None), None)
+
+    def changes_weight(self, name: str) -> bool:
+        return any(member.changes_weight(name) for member in self.members)
+
+    def checkpoint_identity(self) -> str | None:
+        found = [identity for identity in (member.checkpoint_identity() for member in self.members) if identity]
+        return "; ".join(found) or None
+
+    def push_weights(self, engine: "RolloutEngine", policy_version: int) -> bool:
+        return any(member.push_weights(engine, policy_version) for member in self.members)
+
+    def export(self, target: Path, write_model: Callable[[Path], None]) -> bool:
+        return any(member.export(target, write_model) for member in self.members)
+
+    def generation_inputs(
+        self, model: PreTrainedModel, prompts: Sequence[Prompt], ids: Tensor, mask: Tensor, positions: Tensor
+    ) -> dict[str, Tensor]:
+        inputs: dict[str, Tensor] = {}
+        for member in self.members:
+            inputs.update(member.generation_inputs(model, prompts, ids, mask, positions))
+        return inputs
+
+    def route_recorder(self, model: PreTrainedModel) -> "Callable[..., RouteRecorder] | None":
+        found = (member.route_recorder(model) for member in self.members)
+        return next((recorder for recorder in found if recorder is not None), None)
+
+    @staticmethod
+    @contextmanager
+    def _entered(contexts: Iterable[AbstractContextManager[None]]) -> Iterator[None]:
+        with ExitStack() as stack:
+            for context in contexts:
+                stack.enter_context(context)
+            yield
+
+
+NO_FEATURES = Features()

@@ -1,0 +1,40 @@
+"""What decoder layers keep for the backward pass, as two features: recomputed, or moved to host memory."""
+
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from fsdptrain import platform
+from fsdptrain.config import Config, ModelConfig
+from fsdptrain.distributed import raise_on_all_ranks
+from fsdptrain.errors import ConfigError
+from fsdptrain.feature import Feature
+from fsdptrain.features.activation_memory.checkpointing import enable_gradient_checkpointing
+from fsdptrain.features.activation_memory.offload import enable_activation_offload
+from fsdptrain.features.activation_memory.selective_check import check_selective
+from fsdptrain.fsdp.mesh import Meshes
+from fsdptrain.fsdp.transfers import Transfers
+
+
+class CheckpointingFeature(Feature):
+    def __init__(self, config: ModelConfig) -> None:
+        self._config = config
+
+    @classmethod
+    def create(cls, config: Config, checkpoint: Path) -> "CheckpointingFeature":
+        del checkpoint
+        return cls(config.model)
+
+    def transform_model(self, model: PreTrainedModel, meshes: Meshes) -> None:
+        del meshes
+        kind, every = self._config.gradient_checkpointing_kind, self._config.gradient_checkpointing_every
+        with raise_on_all_ranks(ConfigError, "--gradient-checkpointing-kind"):
+            if kind == "selective":
+                check_selective(model.config, trust_remote_code=self._config.trust_remote_code)
+            enable_gradient_checkpointing(model, kind=kind, every=every)
+
+
+class OffloadFeature(Feature):
+    def transform_model(self, model: PreTrainedModel, meshes: Meshes) -> None:
+        del meshes
+        enable_activation_offload(model, Transfers(platform.local_device()))

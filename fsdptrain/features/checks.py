@@ -1,0 +1,5 @@
+"""Combinations of options that features refuse. Imports no torch."""
+
+from fsdptrain.features.prefix_sharing.checks import check_prefixes
+
+CHECKS = (check_prefixes,)

@@ -1,0 +1,60 @@
+"""Context parallelism as a feature: the tokens of a pack are distributed over a group of ranks."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from fsdptrain.config import Config
+from fsdptrain.config.sections import ParallelConfig
+from fsdptrain.distributed import raise_on_all_ranks
+from fsdptrain.errors import ConfigError
+from fsdptrain.feature import BuildOptions, Feature
+from fsdptrain.features.context_parallel.checks import check_dealing
+from fsdptrain.features.context_parallel.recurrent import GatheredMixer, gather_around
+from fsdptrain.features.context_parallel.rows import UlyssesRows
+from fsdptrain.features.context_parallel.ulysses import UlyssesGroup
+from fsdptrain.fsdp.mesh import Meshes
+from fsdptrain.model.attention.attention import OURS
+from fsdptrain.model.loading.meta import build_meta_model
+from fsdptrain.model.rows import Layout
+from fsdptrain.types import PackedBatch
+
+
+class ContextParallelFeature(Feature):
+    def __init__(self, config: ParallelConfig) -> None:
+        self._config = config
+        self._group: UlyssesGroup | None = None
+        self._mixers: list[GatheredMixer] = []
+
+    @classmethod
+    def create(cls, config: Config, checkpoint: Path) -> "ContextParallelFeature":
+        trust = config.model.trust_remote_code
+        model = build_meta_model(checkpoint, trust_remote_code=trust, attn_implementation="eager")
+        with raise_on_all_ranks(ConfigError, "--context-parallel-size"):
+            check_dealing(model, config.parallel)  # before anything else is loaded
+        return cls(config.parallel)
+
+    def build_options(self, options: BuildOptions) -> BuildOptions:
+        return replace(options, own_attention=True)
+
+    def transform_model(self, model: PreTrainedModel, meshes: Meshes) -> None:
+        assert meshes.context is not None
+        with raise_on_all_ranks(ConfigError, "--context-parallel-size"):
+            mixers = check_dealing(model, self._config)
+        self.attach(UlyssesGroup.of(meshes.context), [gather_around(mixer) for mixer in mixers])
+
+    def attach(self, group: UlyssesGroup, mixers: list[GatheredMixer]) -> None:
+        """Distribute tokens over `group`, and gather them around `mixers`."""
+        self._group, self._mixers = group, mixers
+
+    def allows(self, layout: Layout, attention: str) -> bool:
+        return attention in OURS
+
+    def rows(self, batch: PackedBatch, layout: Layout, attention: str) -> UlyssesRows | None:
+        """Stock attention, which the probes compare with, gets whole rows on every rank."""
+        assert self._group is not None
+        active = self._group if attention in OURS else None
+        for mixer in self._mixers:
+            mixer.group = active
+        return None if active is None else UlyssesRows(batch, layout, active)

@@ -1,0 +1,106 @@
+"""LoRA as a feature: an adapter is trained in place of the weights, and the model without it is the reference."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from fsdptrain import platform
+from fsdptrain.config import Config
+from fsdptrain.distributed import raise_on_all_ranks
+from fsdptrain.errors import ConfigError
+from fsdptrain.feature import BuildOptions, Feature
+from fsdptrain.features.lora.adapters import Adapters, add_adapters, require_peft
+from fsdptrain.features.lora.export import export_adapter, stream_adapter
+from fsdptrain.features.lora.weights import merged
+from fsdptrain.fsdp.shards import content_digest
+from fsdptrain.protocols import AdapterEngine, ModelRole, RolloutEngine
+
+
+class LoraFeature(Feature):
+    provides_reference = True
+
+    def __init__(self, config: Config, checkpoint: Path) -> None:
+        self._config = config
+        self._checkpoint = checkpoint
+        self._model: PreTrainedModel | None = None
+        self._adapters: Adapters | None = None
+        self._base_digest = ""  # of the frozen weights
+
+    @classmethod
+    def create(cls, config: Config, checkpoint: Path) -> "LoraFeature":
+        with raise_on_all_ranks(ConfigError, "--lora-rank"):
+            require_peft()
+        return cls(config, checkpoint)
+
+    @property
+    def adapters(self) -> Adapters:
+        assert self._adapters is not None, "add_parameters comes first"
+        return self._adapters
+
+    @property
+    def lines(self) -> list[str]:
+        return [self.adapters.line]
+
+    def build_options(self, options: BuildOptions) -> BuildOptions:
+        """Frozen weights are stored in the compute dtype."""
+        return replace(options, stored_dtype=getattr(torch, self._config.compute_dtype_name))
+
+    def add_parameters(self, model: PreTrainedModel) -> None:
+        self._model = model
+        with raise_on_all_ranks(ConfigError, "--lora-targets"):
+            self._adapters = add_adapters(model, self._config.lora)
+
+    def without(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._adapters is None else self._adapters.detached()
+
+    def after_load(self, model: PreTrainedModel) -> None:
+        self.adapters.finish(seed=self._config.run.seed, cpu_offload=self._config.fsdp.cpu_offload)
+        with self.adapters.detached():
+            self._base_digest = content_digest(model)
+
+    def around_scoring(self, role: ModelRole) -> AbstractContextManager[None]:
+        return self.adapters.detached() if role == "reference" else nullcontext()
+
+    def changes_weight(self, name: str) -> bool:
+        return name in self.adapters.layers
+
+    def full_precision_weight(self, name: str, tensor: Tensor) -> Tensor | None:
+        layer = self.adapters.layers.get(name)
+        return None if layer is None else merged(tensor, layer, platform.local_device())
+
+    def checkpoint_identity(self) -> str:
+        """Which adapter, on which weights: a checkpoint does not hold the frozen weights."""
+        return f"{self.adapters.kind} on weights {self._base_digest}"
+
+    def push_weights(self, engine: RolloutEngine, policy_version: int) -> bool:
+        if self._config.lora.sync != "adapter":
+            return False
+        assert isinstance(engine, AdapterEngine), "the configuration refuses other engines"
+        assert self._model is not None
+        engine.update_adapter(stream_adapter(self._model, self.adapters), self._write_config, policy_version)
+        return True
+
+    def export(self, target: Path, write_model: Callable[[Path], None]) -> bool:
+        """--lora-export: the adapter as a peft folder, the merged model, or both."""
+        form = self._config.lora.export
+        if form != "adapter":
+            write_model(target)
+        if form != "merged":
+            assert self._model is not None
+            folder = target if form == "adapter" else target / "adapter"
+            export_adapter(self._model, self.adapters, folder, source=self._checkpoint, base=self._base_name)
+        return True
+
+    def _write_config(self, folder: Path) -> None:
+        self.adapters.write_config(folder, base=self._base_name)
+
+    @property
+    def _base_name(self) -> str:
+        """The base model of the adapter, as its users would name it."""
+        name = self._config.model.hf_checkpoint
+        return str(Path(name).resolve()) if Path(name).is_dir() else name

@@ -1,0 +1,72 @@
+"""Prefix sharing as a feature: the prompt of a group is computed once for all its samples in a pack."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from fsdptrain.config import Config
+from fsdptrain.data.packing.pack import PackPlan
+from fsdptrain.data.packing.prefixes import share_prefixes
+from fsdptrain.feature import BuildOptions, Feature
+from fsdptrain.features.prefix_sharing.plan import plan_shared
+from fsdptrain.features.prefix_sharing.probe import (
+    PrefixProbe,
+    probe_prefixes,
+    require_prefixes,
+    structural_obstacle,
+)
+from fsdptrain.features.prefix_sharing.rows import SharedPrefixRows
+from fsdptrain.fsdp.mesh import Meshes
+from fsdptrain.model.probes.layout import LayoutProbe, probe_segments
+from fsdptrain.model.rows import Layout
+from fsdptrain.types import PackedBatch, Sample
+
+
+class PrefixSharingFeature(Feature):
+    def __init__(self, *, required: bool = False) -> None:
+        """required: raise ConfigError where the model does not allow it, and share wherever prompts are equal."""
+        self._required = required
+        self.probe: PrefixProbe | None = None
+
+    @classmethod
+    def create(cls, config: Config, checkpoint: Path) -> "PrefixSharingFeature":
+        del checkpoint
+        return cls(required=config.batch.prefix_sharing == "on")
+
+    @property
+    def lines(self) -> list[str]:
+        return [] if self.probe is None else [self.probe.line]
+
+    def build_options(self, options: BuildOptions) -> BuildOptions:
+        return replace(options, own_attention=True) if self._required else options
+
+    def transform_model(self, model: PreTrainedModel, meshes: Meshes) -> None:
+        del meshes
+        if self._required:
+            require_prefixes(structural_obstacle(model))
+
+    def after_probe(self, model: PreTrainedModel, probe: LayoutProbe, vocab_size: int) -> None:
+        self.probe = probe_prefixes(
+            model,
+            probe_segments(model, vocab_size),
+            layout=probe.layout,
+            attention=probe.attention,
+            tolerance=probe.tolerance,
+        )
+        if self._required:
+            require_prefixes(self.probe.reason)
+
+    def plan_packs(
+        self, lengths: Sequence[int], prompts: Sequence[tuple[int, int]], *, num_ranks: int, max_tokens: int
+    ) -> PackPlan | None:
+        if self.probe is None or not self.probe.shares:
+            return None
+        return plan_shared(lengths, prompts, num_ranks=num_ranks, max_tokens=max_tokens, always=self._required)
+
+    def finish_pack(self, batch: PackedBatch, samples: Sequence[Sample], plan: PackPlan) -> PackedBatch:
+        return replace(batch, shared=share_prefixes(samples)) if plan.shared > 0 else batch
+
+    def rows(self, batch: PackedBatch, layout: Layout, attention: str) -> SharedPrefixRows | None:
+        return None if batch.shared is None else SharedPrefixRows.of(batch, layout, attention)

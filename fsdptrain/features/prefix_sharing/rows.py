@@ -1,0 +1,73 @@
+"""One row that holds each shared prefix once: C <= T tokens are computed."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdptrain.errors import NumericsError
+from fsdptrain.features.prefix_sharing.attention import shared_prefix_attention
+from fsdptrain.model.attention.attention import OURS, Boundaries
+from fsdptrain.model.rows import Layout, zeros_with
+from fsdptrain.types import PackedBatch, SharedPrefixes
+
+
+@dataclass(frozen=True)
+class SharedPrefixRows:
+    """The row of a pack with `batch.shared`."""
+
+    batch: PackedBatch
+
+    @classmethod
+    def of(cls, batch: PackedBatch, layout: Layout, attention: str) -> "SharedPrefixRows":
+        """Raise NumericsError where the layout or the attention cannot share prefixes."""
+        if layout != "packed" or attention not in OURS:
+            raise NumericsError(f"shared prefixes need packs and the attention of fsdptrain, not {layout}, {attention}")
+        return cls(batch)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return 1, self._shared.num_tokens
+
+    @property
+    def tokens(self) -> Tensor:
+        return torch.arange(self.batch.num_tokens, device=self.batch.input_ids.device)
+
+    @property
+    def loss_positions(self) -> Tensor:
+        return self.batch.loss_positions
+
+    def inputs(self, *, pad_token_id: int | None) -> dict[str, Any]:
+        del pad_token_id
+        batch, shared = self.batch, self._shared
+        own = tuple(x - y for x, y in zip(batch.seqlens, shared.lengths, strict=True))
+        of_keys = Boundaries(batch.seqlens, batch.cu_seqlens, padded=False)
+        attention = partial(shared_prefix_attention, shared, of_keys)
+        # no standard argument describes shared prefixes: a mixer that does not know `boundaries` fails the probe
+        return {
+            "input_ids": batch.input_ids.index_select(0, shared.computed)[None],
+            "position_ids": batch.position_ids.index_select(0, shared.computed)[None],
+            "use_cache": False,
+            "boundaries": Boundaries(own, shared.cu_seqlens, padded=False, attention=attention),
+        }
+
+    def scatter(self, values: Tensor, *, fill: int) -> Tensor:
+        del fill
+        return values.index_select(0, self._shared.computed)
+
+    def gather(self, values: Tensor, positions: Tensor | None = None) -> Tensor:
+        rows = self._shared.rows
+        return values.index_select(0, rows if positions is None else rows.index_select(0, positions))
+
+    def to_pack(self, values: Tensor, positions: Tensor) -> Tensor:
+        return zeros_with(values, positions, self.batch.num_tokens)
+
+    def total(self, value: Tensor) -> Tensor:
+        return value
+
+    @property
+    def _shared(self) -> SharedPrefixes:
+        assert self.batch.shared is not None
+        return self.batch.shared

@@ -1,0 +1,160 @@
+"""A pack as the rows of one call of a transformers model, and back to the tokens of the pack.
+
+Two layouts hold the same tokens. `packed`: one row of T tokens, with boundaries between segments. `padded`: N rows of S
+tokens, where S is the longest segment; tokens stand at the left, so a causal model never sees padding and needs no
+mask. Features may arrange rows in other ways (`Feature.rows`): tokens over several ranks, or shared prefixes once.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from fsdptrain.model.attention.attention import OURS, Boundaries, attention_kwargs
+from fsdptrain.types import PackedBatch
+
+Layout = Literal["packed", "padded"]
+
+
+class Rows(Protocol):
+    """T tokens of a pack as R = rows x columns tokens of the model's call on this rank."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, columns) on this rank."""
+        ...
+
+    @property
+    def tokens(self) -> Tensor:
+        """[t] i64: positions in the pack of the tokens that this rank computes, in order."""
+        ...
+
+    @property
+    def loss_positions(self) -> Tensor:
+        """[m] i64: those of `batch.loss_positions` among them."""
+        ...
+
+    def inputs(self, *, pad_token_id: int | None) -> dict[str, Any]:
+        """Keyword arguments of a transformers model."""
+        ...
+
+    def scatter(self, values: Tensor, *, fill: int) -> Tensor:
+        """[T, ...] of the pack -> [R, ...] of the flattened rows, with `fill` at padding."""
+        ...
+
+    def gather(self, values: Tensor, positions: Tensor | None = None) -> Tensor:
+        """[R, ...] of the flattened rows -> [m, ...] at `positions` of the pack (default: `tokens`)."""
+        ...
+
+    def to_pack(self, values: Tensor, positions: Tensor) -> Tensor:
+        """[m, ...] at `positions` -> [T, ...], zero elsewhere; summed over the ranks that share the pack."""
+        ...
+
+    def total(self, value: Tensor) -> Tensor:
+        """The sum of `value` over the ranks that share the pack."""
+        ...
+
+
+def core_rows(batch: PackedBatch, layout: Layout, attention: str) -> Rows:
+    """The rows of a pack that no feature arranges. attention: the implementation that the model has."""
+    return PackedRows(batch) if layout == "packed" else PaddedRows(batch, attention)
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """One row of T tokens."""
+
+    batch: PackedBatch
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return 1, self.batch.num_tokens
+
+    @property
+    def tokens(self) -> Tensor:
+        return torch.arange(self.batch.num_tokens, device=self.batch.input_ids.device)
+
+    @property
+    def loss_positions(self) -> Tensor:
+        return self.batch.loss_positions
+
+    def inputs(self, *, pad_token_id: int | None) -> dict[str, Any]:
+        del pad_token_id
+        tokens = {"input_ids": self.batch.input_ids[None], "position_ids": self.batch.position_ids[None]}
+        return {**tokens, "use_cache": False, **attention_kwargs(self.batch)}
+
+    def scatter(self, values: Tensor, *, fill: int) -> Tensor:
+        del fill
+        return values
+
+    def gather(self, values: Tensor, positions: Tensor | None = None) -> Tensor:
+        return values if positions is None else values.index_select(0, positions)
+
+    def to_pack(self, values: Tensor, positions: Tensor) -> Tensor:
+        return zeros_with(values, positions, self.batch.num_tokens)
+
+    def total(self, value: Tensor) -> Tensor:
+        return value
+
+
+@dataclass(frozen=True)
+class PaddedRows:
+    """N rows of S tokens, one segment each."""
+
+    batch: PackedBatch
+    attention: str
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.batch.seqlens), self.batch.max_seqlen
+
+    @property
+    def tokens(self) -> Tensor:
+        return torch.arange(self.batch.num_tokens, device=self.batch.input_ids.device)
+
+    @property
+    def loss_positions(self) -> Tensor:
+        return self.batch.loss_positions
+
+    def inputs(self, *, pad_token_id: int | None) -> dict[str, Any]:
+        ids = self.scatter(self.batch.input_ids, fill=padding_token(pad_token_id)).view(self.shape)
+        inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
+        if self.attention in OURS:
+            inputs["boundaries"] = Boundaries(self.batch.seqlens, self.batch.cu_seqlens, padded=True)
+        return inputs
+
+    def scatter(self, values: Tensor, *, fill: int) -> Tensor:
+        num_rows, width = self.shape
+        rows = values.new_full((num_rows * width, *values.shape[1:]), fill)
+        return rows.index_copy(0, self._places(self.tokens), values)
+
+    def gather(self, values: Tensor, positions: Tensor | None = None) -> Tensor:
+        return values.index_select(0, self._places(self.tokens if positions is None else positions))
+
+    def to_pack(self, values: Tensor, positions: Tensor) -> Tensor:
+        return zeros_with(values, positions, self.batch.num_tokens)
+
+    def total(self, value: Tensor) -> Tensor:
+        return value
+
+    def _places(self, positions: Tensor) -> Tensor:
+        row, column = cells(self.batch, positions)
+        return row * self.shape[1] + column
+
+
+def cells(batch: PackedBatch, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """(row, column) [m] of the tokens at `positions` of the pack where each segment is a row."""
+    row = torch.searchsorted(batch.cu_seqlens[1:], positions.to(torch.int32), right=True)
+    return row, positions - batch.cu_seqlens[row]
+
+
+def zeros_with(values: Tensor, positions: Tensor, length: int) -> Tensor:
+    """[m, ...] -> [length, ...] with `values` at `positions`, zero elsewhere."""
+    zeros = torch.zeros(length, *values.shape[1:], dtype=values.dtype, device=values.device)
+    return zeros.index_copy(0, positions, values)
+
+
+def padding_token(pad_token_id: int | None) -> int:
+    """A token for padding: not the model's pad token, at which transformers warns."""
+    return int(pad_token_id == 0)
