@@ -18,6 +18,7 @@ from transformers import Qwen3ForCausalLM
 
 from fsdptrain import Config
 from fsdptrain.algo.losses import LOSSES
+from fsdptrain.features.lora.feature import LoraFeature
 from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.fsdp.shards import local_shard
 from fsdptrain.platform import process_group
@@ -121,8 +122,9 @@ def our_side(case: Case, samples: list[Sample], *, sharing: str) -> Iterator[Ste
     settings = LossConfig(kl_loss_coef=options.kl, use_rollout_logprobs=True)
     with process_group(600):
         backend = FSDPBackend(config, total_steps=10**6)
-        if backend.adapters is not None:
-            fill_adapter(backend.adapters.parameters().items())
+        lora = backend.features.find(LoraFeature)
+        if lora is not None:
+            fill_adapter(lora.adapters.parameters().items())
         layout = backend.layout_probe.layout
         rules = PackingRules.of(config, layout=layout, shares_prefixes=backend.shares_prefixes)
 

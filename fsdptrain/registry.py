@@ -32,9 +32,8 @@ def resolve(name: str, table: Mapping[str, T], *, flag: str, plugins: str = "") 
     if name in found:
         return _load(found[name])
     known = [*table, *found]
-    raise ConfigError(
-        f"{flag} does not know {name!r}{suggest(name, known)}; it takes {', '.join(known)} or package.module:name"
-    )
+    choices = " or ".join(filter(None, [", ".join(known), "package.module:name"]))
+    raise ConfigError(f"{flag} does not know {name!r}{suggest(name, known)}; it takes {choices}")
 
 
 def import_attribute(path: str, *, flag: str) -> Any:

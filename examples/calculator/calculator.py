@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from fsdptrain.environments.tool_calls import ToolCall, find_tool_calls
+from examples.calculator.tool_calls import ToolCall, find_tool_calls
 from fsdptrain.types import Prompt, Turn
 
 MAX_CHARACTERS = 256  # of an expression

@@ -34,7 +34,16 @@ WARM_UP = [
     *("--lr-decay-style", "cosine", "--rollout-batch-size", "64", "--eval-interval", "0", "--keep-last", "0"),
 ]
 GRPO = [
-    *("--environment", "calculator", "--max-turns", "3", "--prompt-data", DATA, "--data-size", "5000"),
+    *(
+        "--environment",
+        "examples.calculator.calculator:Calculator",
+        "--max-turns",
+        "3",
+        "--prompt-data",
+        DATA,
+        "--data-size",
+        "5000",
+    ),
     *("--system-prompt", "", "--reward", "reasoning_gym_strict", "--rollout-max-response-len", "40"),
     *("--rollout-batch-size", "16", "--n-samples-per-prompt", "8", "--lr", "3e-4", "--lr-warmup-iters", "5"),
     *("--global-batch-size", "64", "--eval-size", "128"),

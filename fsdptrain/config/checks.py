@@ -239,7 +239,7 @@ def _vision(config: Config) -> Iterator[Problem]:
 def _environment(config: Config) -> Iterator[Problem]:
     if config.environment.environment is None:
         keys = "environment_kwargs max_turns max_observation_len environment_timeout environment_workers"
-        yield from without_effect(config, keys, "without an environment: set --environment, e.g. calculator")
+        yield from without_effect(config, keys, "without an environment: set --environment")
         if config.data.prompt_data == "environment":
             yield "--prompt-data environment are the rows that an environment brings: name it by --environment"
     if config.data.eval_prompt_data == "environment":

@@ -134,7 +134,7 @@ class EnvironmentConfig(Section):
     """Episodes of several turns."""
 
     environment: str | None = None
-    """What answers the model, turn by turn: calculator, verifiers:<id>, or `package.module:Class` (or a function). See
+    """What answers the model, turn by turn: `package.module:Class` (or a function), or a plug-in's name. See
     docs/environments.md."""
     environment_kwargs: dict[str, bool | int | float | str] = Field(default={})
     """Handed to the environment when it is made."""

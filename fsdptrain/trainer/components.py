@@ -75,7 +75,7 @@ class Components:
     loss: Loss
     advantages: AdvantageRule
     engine: RolloutEngine | None  # None: nothing is ever generated
-    hand_over: WeightSync | None  # with the engine
+    weight_sync: WeightSync | None  # with the engine
     waits: Waits
     stream: PromptStream
     source: SampleSource
@@ -126,7 +126,7 @@ def build_components(
         if config.sync.offload_train and not platform.has_accelerator():
             log.warning("--offload-train: there is no GPU; copies are made, and no memory is saved")
         engine = make_engine(config, checkpoint=checkpoint, device=device) if generates else None
-        maker = evaluation = hand_over = background = None
+        sampler = evaluation = weight_sync = background = None
         timeline, waits = Timeline(), watched_waits(config, folder, stack)
         if engine is not None:
             background = rollout_threads(config, engine, stack)
@@ -136,23 +136,23 @@ def build_components(
                 check = build_sync_check(config, engine, backend, tokenizer, max_positions=positions)
             if isinstance(engine, FeatureEngine):
                 engine.use_features(features)
-            hand_over = WeightSync(engine, backend, check, waits)
+            weight_sync = WeightSync(engine, backend, check, waits)
             timed = WithDeadline(score, config.reward.reward_timeout, patience=config.reward_patience)
             reads = environment is not None and reads_environment(score)
-            maker = build_sampler(
+            sampler = build_sampler(
                 told, tokenizer, engine=engine, reward=timed, environment=environment, reads_environment=reads
             )
             if held_out:
-                evaluation = Evaluation(config, maker, own_share(held_out))
+                evaluation = Evaluation(config, sampler, own_share(held_out))
         yield Components(
             backend=backend,
             loss=loss,
             advantages=advantages,
             engine=engine,
-            hand_over=hand_over,
+            weight_sync=weight_sync,
             waits=waits,
             stream=stream,
-            source=build_source(told, stream, tokenizer, maker, advantages, timeline, background, features),
+            source=build_source(told, stream, tokenizer, sampler, advantages, timeline, background, features),
             timeline=timeline,
             evaluation=evaluation,
             speed=Speed.of(backend.model, device, backend.compute_dtype, copies=config.pack_copies),
@@ -338,18 +338,18 @@ def build_source(
     config: Config,
     stream: PromptStream,
     tokenizer: PreTrainedTokenizerBase,
-    maker: Sampler | None,
+    sampler: Sampler | None,
     advantages: AdvantageRule,
     timeline: Timeline,
     background: Executor | None,
     features: Features,
 ) -> SampleSource:
-    if config.algorithm.algorithm == "sft" or maker is None:
+    if config.algorithm.algorithm == "sft" or sampler is None:
         renderer = TurnRenderer(tokenizer, data=config.data)
         return SftSource(stream, tokenizer, renderer, num_prompts=config.samples_per_rollout)
     return RolloutSource(
         stream=stream,
-        maker=maker,
+        sampler=sampler,
         sampling=features.sampling(
             SamplingParams(
                 num_samples=config.algorithm.n_samples_per_prompt,

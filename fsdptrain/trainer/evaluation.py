@@ -15,7 +15,7 @@ class Evaluation:
     """The held-out prompts of this rank, and what makes scored samples of them: the same as in training."""
 
     config: Config
-    maker: Sampler
+    sampler: Sampler
     prompts: list[Prompt]
 
     def run(self) -> tuple[Metrics, list[dict[str, Any]]]:
@@ -28,7 +28,7 @@ class Evaluation:
         return metrics, shown
 
     def _run(self, sampling: SamplingParams, name: str) -> tuple[Metrics, list[dict[str, Any]]]:
-        made = self.maker.make(self.prompts, sampling, Stopwatch())
+        made = self.sampler.sample(self.prompts, sampling, Stopwatch())
         metrics = evaluation_metrics(
             made.samples,
             num_samples=sampling.num_samples,

@@ -11,14 +11,14 @@ from fsdptrain.types import LogProbs, PackedBatch
 
 
 @dataclass(frozen=True)
-class Scorer:
+class LogprobPasses:
     """Fills `old_logprobs` and `ref_logprobs` of packs. Every method of the backend is collective, and so is this."""
 
     config: Config
     backend: TrainBackend
     features: Features = NO_FEATURES
 
-    def score(self, steps: Sequence[StepBatches]) -> list[StepBatches]:
+    def compute(self, steps: Sequence[StepBatches]) -> list[StepBatches]:
         """With what the loss or the KL in the reward compares with, and nothing that neither of them looks at."""
         algorithm = self.config.algorithm
         packs = [pack for step in steps for pack in step.packs]

@@ -11,17 +11,17 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from fsdptrain.config.sections import ParallelConfig
+from fsdptrain.feature import Features
 from fsdptrain.features.activation_memory.checkpointing import enable_gradient_checkpointing
 from fsdptrain.features.context_parallel.checks import check_dealing
-from fsdptrain.features.context_parallel.recurrent import gather_around
 from fsdptrain.features.context_parallel.ulysses import UlyssesGroup
-from fsdptrain.features.moe.replay import RouterReplay
 from fsdptrain.model.attention.attention import SEGMENTS, register_attention, set_attention
-from fsdptrain.model.inputs import Layout
 from fsdptrain.model.policy import install_policy_forward, plain_batch, policy_logprobs
+from fsdptrain.model.rows import Layout
 from fsdptrain.model.structure import expert_choice
 from fsdptrain.testing import spawn
 from tests import zoo
+from tests.seam import context_parallel, install_replay, routed_logprobs
 from tests.sweep import sweep
 
 TOLERANCE = 1e-11  # of the largest element
@@ -104,10 +104,10 @@ def dealt(family: str, changes: dict, layout: Layout, *, again: bool = False) ->
     context = UlyssesGroup.of(mesh)
     recurrent = "gather" if family == "qwen3_next" else "refuse"
     parallel = ParallelConfig(context_parallel_size=context.size, context_parallel_recurrent=recurrent)
-    gathered = [gather_around(mixer, context) for mixer in check_dealing(model, parallel)]
+    feature = context_parallel(context, check_dealing(model, parallel))
     if again:
         enable_gradient_checkpointing(model)
-    install_policy_forward(model, chunk_size=7, context=context, gathered=gathered)
+    install_policy_forward(model, chunk_size=7, features=Features([feature]))
     register_attention()
     set_attention(model, SEGMENTS)
     batch = plain_batch(segments(), device=torch.device("cpu"))
@@ -161,28 +161,23 @@ def replayed() -> tuple[bool, bool, bool]:
     found = []
     for shared in (False, True):
         model = zoo.build("qwen3_moe")
-        choice = expert_choice(model.config)
-        assert choice is not None
-        context = UlyssesGroup.of(init_device_mesh("cpu", (2,), mesh_dim_names=("context",))) if shared else None
-        install_policy_forward(model, chunk_size=7, context=context, replay=RouterReplay(model, choice))
+        more = [context_parallel(UlyssesGroup.of(init_device_mesh("cpu", (2,))))] if shared else []
+        moe = install_replay(model, chunk_size=7, more=more)
         register_attention()
         set_attention(model, SEGMENTS)
         batch = plain_batch(segments(), device=torch.device("cpu"))
         with torch.no_grad():
-            first = policy_logprobs(model, batch, layout="packed", with_routes=True)
-            again = policy_logprobs(model, replace(batch, routes=first.routes), layout="packed")
-            assert first.routes is not None
-            other = policy_logprobs(
-                model, replace(batch, routes=first.routes.roll(1, 0)), layout="packed", with_routes=True
-            )
-        assert other.routes is not None
-        assert torch.equal(other.routes, first.routes.roll(1, 0))
+            first = routed_logprobs(moe, model, batch, layout="packed", with_routes=True)
+            routes = first.extras["routes"]
+            again = policy_logprobs(model, replace(batch, routes=routes), layout="packed")
+            rolled = replace(batch, routes=routes.roll(1, 0))
+            other = routed_logprobs(moe, model, rolled, layout="packed", with_routes=True)
+        assert torch.equal(other.extras["routes"], routes.roll(1, 0))
         found.append((first, again, other))
     (alone, _, alone_other), (first, again, other) = found
-    assert alone.routes is not None
     assert (other.values - alone_other.values).abs().max() < 1e-6
     changed = not torch.equal(other.values, first.values)
-    return torch.equal(again.values, first.values), changed, torch.equal(first.routes, alone.routes)
+    return torch.equal(again.values, first.values), changed, torch.equal(first.extras["routes"], alone.extras["routes"])
 
 
 def test_routes_are_known_to_all_ranks_and_can_be_replayed():
@@ -194,8 +189,8 @@ def kept(size: int) -> int:
     register_attention()
     model = zoo.build("qwen3", num_key_value_heads=4, max_position_embeddings=4096)
     mesh = init_device_mesh("cpu", (dist.get_world_size() // size, size), mesh_dim_names=("shard", "context"))
-    context = UlyssesGroup.of(mesh["context"]) if size > 1 else None
-    install_policy_forward(model, chunk_size=256, context=context)
+    features = [context_parallel(UlyssesGroup.of(mesh["context"]))] if size > 1 else []
+    install_policy_forward(model, chunk_size=256, features=Features(features))
     set_attention(model, SEGMENTS)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     found: dict[int, UntypedStorage] = {}

@@ -9,14 +9,15 @@ from fsdptrain.algo.weights import Totals
 from fsdptrain.config import Config
 from fsdptrain.data.chat import TurnRenderer
 from fsdptrain.data.packing.pack import pack
-from fsdptrain.environments import LoadedEnvironment, StepThreads
 from fsdptrain.errors import FsdptrainError
 from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.rewards.verifiers import environment as environment_reward
 from fsdptrain.rollout import engine_factory
 from fsdptrain.testing import save_tiny_checkpoint, spawn, tiny_tokenizer
+from fsdptrain.trainer.samples.environment import LoadedEnvironment
 from fsdptrain.trainer.samples.multi_turn import MultiTurn
-from fsdptrain.trainer.samples.single_turn import Round, own_share
+from fsdptrain.trainer.samples.single_turn import GenerationRound, own_share
+from fsdptrain.trainer.samples.threads import StepThreads
 from fsdptrain.trainer.timeline import Stopwatch
 from fsdptrain.types import Prompt, Sample, SamplingParams, Turn
 
@@ -41,14 +42,14 @@ class Fails(Dice):
         exit("the environment ends the process")
 
 
-def play(folder: Path, prompts: list[Prompt], environment: Dice) -> tuple[Round, float]:
+def play(folder: Path, prompts: list[Prompt], environment: Dice) -> tuple[GenerationRound, float]:
     """And the largest difference between the engine's logprobs and the sharded trainer's."""
     config = Config(hf_checkpoint=str(folder), bf16=False)
     backend = FSDPBackend(config, total_steps=1)
     engine = engine_factory("hf", device_type="cpu")(config, checkpoint=backend.checkpoint_path, device=backend.device)
     engine.update_weights(backend.hf_weights(engine.weight_naming), 3)
     tokenizer = tiny_tokenizer()
-    maker = MultiTurn(
+    sampler = MultiTurn(
         engine=engine,
         environment=LoadedEnvironment(environment, None, None, None, ()),
         reward=environment_reward,
@@ -58,7 +59,7 @@ def play(folder: Path, prompts: list[Prompt], environment: Dice) -> tuple[Round,
         tokenizer=tokenizer,
         max_turns=4,
     )
-    made = maker.make(own_share(prompts), SAMPLING, Stopwatch())
+    made = sampler.sample(own_share(prompts), SAMPLING, Stopwatch())
     samples = made.samples or [Sample("none", [5, 6], [False, True], [0.0, 0.0])]
     batch = pack(samples, aggregation="token_mean", totals=Totals(1000, 100), max_response_len=90)
     [logprobs] = backend.score([batch], "policy")
@@ -66,7 +67,7 @@ def play(folder: Path, prompts: list[Prompt], environment: Dice) -> tuple[Round,
     return made, difference if made.samples else 0.0
 
 
-def play_all(folder: Path) -> list[tuple[Round, float]]:
+def play_all(folder: Path) -> list[tuple[GenerationRound, float]]:
     """All prompts; one, so that a second rank has none; and a subset in another order."""
     return [play(folder, prompts, Dice()) for prompts in (PROMPTS, PROMPTS[:1], PROMPTS[:2:-1])]
 
@@ -80,7 +81,7 @@ def fails(folder: Path) -> str:
     return str(caught.value)
 
 
-def content(rounds: list[Round]) -> dict[str, list[tuple]]:
+def content(rounds: list[GenerationRound]) -> dict[str, list[tuple]]:
     """Group -> what its samples are, but for logprobs."""
     found: dict[str, list[tuple]] = {}
     for sample in (sample for made in rounds for sample in made.samples):

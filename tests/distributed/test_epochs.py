@@ -96,7 +96,7 @@ def score_once(checkpoint: str) -> tuple[Any, Any, float]:
             for b, s in zip(step.packs, found, strict=True)
         ]
         first.append(dataclasses.replace(step, packs=packs))
-    later = carry_scores(first, steps[4:], with_routes=True)
+    later = carry_scores(first, steps[4:], extra_fields=["routes"])
     anew = backend.score([batch for step in later for batch in step.packs], "policy")
     carried = [batch for step in later for batch in step.packs]
     assert all(batch.ref_logprobs is None for batch in carried)

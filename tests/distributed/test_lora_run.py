@@ -9,6 +9,7 @@ from safetensors import safe_open
 
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.errors import CheckpointError
+from fsdptrain.features.lora.feature import LoraFeature
 from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.fsdp.checkpoint import CheckpointFolder
 from fsdptrain.fsdp.shards import local_shard
@@ -128,7 +129,7 @@ def spanning(hub: str):
         gradients = keep_gradients(backend._optimizer)
         backend.train_step(packs, objective, LossConfig())
         found.append((dict(gradients), {name: t.clone() for name, t in backend.hf_weights("module")}))
-    return found, list(adapted.adapters.layers)
+    return found, list(adapted.features.find(LoraFeature).adapters.layers)
 
 
 def test_an_adapter_that_spans_everything_takes_the_same_first_step_as_the_weights_themselves(hub):

@@ -149,10 +149,11 @@ def scoring(checkpoint: str) -> tuple[float, bool, bool]:
     gradients = keep_gradients(backend._optimizer)
     packs = packs_of_this_rank(samples(), 64)
     scores = backend.score(packs, "policy")
-    others = [dataclasses.replace(p, routes=score.routes.roll(1, 0)) for p, score in zip(packs, scores, strict=True)]
+    routes = [score.extras["routes"] for score in scores]
+    others = [dataclasses.replace(p, routes=r.roll(1, 0)) for p, r in zip(packs, routes, strict=True)]
     references = backend.score(others, "reference")
     own_reference = all(torch.equal(r.values, s.values) for r, s in zip(references, scores, strict=True))
-    recorded = [dataclasses.replace(pack, routes=score.routes) for pack, score in zip(packs, scores, strict=True)]
+    recorded = [dataclasses.replace(pack, routes=r) for pack, r in zip(packs, routes, strict=True)]
     backend.train_step(packs, LOSSES["grpo"], LossConfig())
     plain = dict(gradients)
     fresh = FSDPBackend(config(checkpoint, **options), total_steps=10)
@@ -160,7 +161,7 @@ def scoring(checkpoint: str) -> tuple[float, bool, bool]:
     fresh.train_step(recorded, LOSSES["grpo"], LossConfig())
     difference = relative(dict(gradients), plain)
     taken = fresh.score(recorded, "policy")
-    kept = all(torch.equal(t.routes, r.routes) for t, r in zip(taken, recorded, strict=True))
+    kept = all(torch.equal(t.extras["routes"], r.routes) for t, r in zip(taken, recorded, strict=True))
     return difference, kept, own_reference
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fsdptrain.algo.losses import LOSSES
+from fsdptrain.features.moe.feature import MoEFeature
 from fsdptrain.fsdp import host_adam
 from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.fsdp.checkpoint import CheckpointFolder
@@ -60,7 +61,7 @@ def steps(backend: FSDPBackend, seeds: range) -> tuple[list[dict], list[dict]]:
     gradients, history = [], []
     for seed in seeds:
         items = samples(8, seed=seed)
-        routed = with_routes(items) if backend._experts.replays else items
+        routed = with_routes(items) if backend.features.find(MoEFeature) else items
         history.append(backend.train_step(packs_of_this_rank(routed, 96), LOSSES["grpo"], LossConfig()))
         gradients.append(dict(found))
     backend._optimizer.clip = clip

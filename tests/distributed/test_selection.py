@@ -17,7 +17,7 @@ from fsdptrain.errors import FsdptrainError
 from fsdptrain.testing import FakeRolloutEngine, spawn, tiny_tokenizer
 from fsdptrain.trainer.batches import PackingRules, make_batches
 from fsdptrain.trainer.samples.selection import SelectionRules
-from fsdptrain.trainer.samples.single_turn import RolloutSource, Round, Sampler, SingleTurn
+from fsdptrain.trainer.samples.single_turn import GenerationRound, RolloutSource, Sampler, SingleTurn
 from fsdptrain.trainer.timeline import Stopwatch
 from fsdptrain.types import Prompt, Sample, SamplingParams
 
@@ -50,14 +50,14 @@ def broken(prompt: Prompt, response: str) -> float:
 
 @dataclass
 class Recording:
-    """The maker, with what it was asked written down."""
+    """The sampler, with what it was asked written down."""
 
-    maker: Sampler
+    sampler: Sampler
     rounds: list[tuple[list[str], int]] = field(default_factory=list)
 
-    def make(self, prompts: list[Prompt], sampling: SamplingParams, watch: Stopwatch) -> Round:
+    def sample(self, prompts: list[Prompt], sampling: SamplingParams, watch: Stopwatch) -> GenerationRound:
         self.rounds.append(([prompt.id for prompt in prompts], sampling.seed))
-        return self.maker.make(prompts, sampling, watch)
+        return self.sampler.sample(prompts, sampling, watch)
 
 
 def source(rules: SelectionRules, score=reward, num_rows: int = 24, curriculum: bool = False) -> RolloutSource:
@@ -71,7 +71,7 @@ def source(rules: SelectionRules, score=reward, num_rows: int = 24, curriculum: 
     )
     return RolloutSource(
         stream=stream,
-        maker=Recording(SingleTurn(FakeRolloutEngine(answer), score, tokenizer)),
+        sampler=Recording(SingleTurn(FakeRolloutEngine(answer), score, tokenizer)),
         sampling=SamplingParams(num_samples=4, max_tokens=8, seed=9),
         num_prompts=WANTED,
         num_shown=3,
@@ -93,11 +93,11 @@ def rollouts(rules: SelectionRules, curriculum: bool) -> list[dict]:
                 "metrics": experience.metrics,
                 "shown": experience.shown,
                 "num_made": len(experience.scores.scores),
-                "rounds": ours.maker.rounds[:],
+                "rounds": ours.sampler.rounds[:],
                 "state": ours.stream.state_dict(),
             }
         )
-        ours.maker.rounds.clear()
+        ours.sampler.rounds.clear()
     return found
 
 
@@ -110,7 +110,7 @@ def ends_with(rules: SelectionRules, scores: list) -> list[tuple[str, int, int]]
             ours.collect(0)
         alive = torch.ones(())
         dist.all_reduce(alive)
-        ends.append((str(caught.value), len(ours.maker.rounds), int(alive)))
+        ends.append((str(caught.value), len(ours.sampler.rounds), int(alive)))
     return ends
 
 

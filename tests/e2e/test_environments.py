@@ -16,6 +16,7 @@ from tests.e2e.command import TINY_RUN
 from tests.e2e.test_train import learned, metrics_of, trained
 
 ROOT = Path(__file__).parents[2]
+CALCULATOR = "examples.calculator.calculator:Calculator"
 _SPEC = importlib.util.spec_from_file_location("calculator", ROOT / "examples" / "calculator" / "train.py")
 assert _SPEC is not None
 assert _SPEC.loader is not None
@@ -98,11 +99,11 @@ def test_an_environment_of_ones_own_brings_its_prompts(checkpoint: Path, tmp_pat
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--environment", "calculater"], "--environment does not know 'calculater'; did you mean 'calculator'?"),
-        (["--environment", "calculator", "--environment-kwargs", "a=1"], "cannot be made with --environment-kwargs"),
+        (["--environment", "calculator"], "--environment does not know 'calculator'; it takes package.module:name"),
+        (["--environment", CALCULATOR, "--environment-kwargs", "a=1"], "cannot be made with --environment-kwargs"),
         (
-            ["--environment", "calculator", "--prompt-data", "environment", "--reward", "exact"],
-            "--environment calculator has no method dataset; name data of your own",
+            ["--environment", CALCULATOR, "--prompt-data", "environment", "--reward", "exact"],
+            "has no method dataset; name data of your own",
         ),
         (["--reward", "environment"], "--reward environment: there is no environment; name one by --environment"),
         (["--max-turns", "3"], "--max-turns has no effect without an environment: set --environment"),

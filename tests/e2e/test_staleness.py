@@ -104,7 +104,11 @@ def test_ranks_run_ahead_together_and_no_token_is_too_old(checkpoint: Path, tmp_
     argv = ["--hf-checkpoint", str(checkpoint), *TINY_RUN, "--rollout-engine", ENGINES["in flight"]]
     argv += ["--max-staleness", "2", "--mismatch-correction", "tis", "--output-dir", str(tmp_path / "run")]
     argv[argv.index("--num-rollout") + 1] = "6"
-    result = command.run([*argv, "--environment", "calculator", "--max-turns", "2"], tmp_path / "log", num_ranks=2)
+    result = command.run(
+        [*argv, "--environment", "examples.calculator.calculator:Calculator", "--max-turns", "2"],
+        tmp_path / "log",
+        num_ranks=2,
+    )
     assert result.code == 0, result.err
     rows = [row for row in lines(tmp_path / "run" / "metrics.jsonl") if "staleness/max" in row]
     assert len(rows) == 6

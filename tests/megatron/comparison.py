@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
-from fsdptrain.model.inputs import Layout
 from fsdptrain.model.policy import plain_batch
+from fsdptrain.model.rows import Layout
 from fsdptrain.testing import spawn
 from fsdptrain.types import PackedBatch
 from tests.megatron import cases

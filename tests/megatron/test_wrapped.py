@@ -12,7 +12,7 @@ from fsdptrain.megatron.forward import layout_of
 from fsdptrain.megatron.hf_modules import hf_modules
 from fsdptrain.megatron.model import WRAPPED
 from fsdptrain.megatron.transformer_config import refuse_split_mixers
-from fsdptrain.model.inputs import Layout
+from fsdptrain.model.rows import Layout
 from fsdptrain.testing import spawn
 from tests import zoo
 from tests.megatron import cases, wrapped_cases

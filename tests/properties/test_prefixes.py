@@ -1,5 +1,7 @@
 """The laws of shared prompts: plans, packs, and attention over them."""
 
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -12,11 +14,12 @@ from torch import nn
 
 from fsdptrain.algo.weights import count_totals, num_loss_tokens
 from fsdptrain.data.packing.pack import PackPlan, pack, plan_packs
+from fsdptrain.data.packing.prefixes import prompt_key, share_prefixes
 from fsdptrain.errors import ConfigError
-from fsdptrain.features.prefix_sharing.detect import prompt_key
+from fsdptrain.features.prefix_sharing.attention import shared_prefix_attention
 from fsdptrain.features.prefix_sharing.plan import MIN_GAIN, MOST_SHARED, plan_shared
 from fsdptrain.model.attention import attention
-from fsdptrain.model.attention.attention import Boundaries, Whole, attend
+from fsdptrain.model.attention.attention import Boundaries, attend
 from fsdptrain.types import PackedBatch, Sample, SharedPrefixes
 
 BUDGET = 96
@@ -44,7 +47,8 @@ def plan_of(samples: list[Sample], num_ranks: int, **options: Any) -> PackPlan:
 
 def packed(samples: list[Sample], *, sharing: bool) -> PackedBatch:
     totals = count_totals([num_loss_tokens(sample) for sample in samples])
-    return pack(samples, aggregation="token_mean", totals=totals, max_response_len=64, sharing=sharing)
+    batch = pack(samples, aggregation="token_mean", totals=totals, max_response_len=64)
+    return replace(batch, shared=share_prefixes(samples)) if sharing else batch
 
 
 def computed(batch: PackedBatch) -> int:
@@ -180,7 +184,9 @@ def shared_of(families: list[tuple[int, list[int]]]) -> tuple[SharedPrefixes, tu
 def limits(shared: SharedPrefixes, seqlens: tuple[int, ...]) -> Boundaries:
     own = tuple(whole - prefix for whole, prefix in zip(seqlens, shared.lengths, strict=True))
     ends = torch.tensor([0, *seqlens]).cumsum(0).to(torch.int32)
-    return Boundaries(own, shared.cu_seqlens, padded=False, whole=Whole(shared, seqlens, ends))
+    of_keys = Boundaries(seqlens, ends.to(shared.rows.device), padded=False)
+    attention = partial(shared_prefix_attention, shared, of_keys)
+    return Boundaries(own, shared.cu_seqlens, padded=False, attention=attention)
 
 
 def varlen_as_documented(q: Any, k: Any, v: Any, *ends: Any, scale: float, window_size: Any, **_: Any) -> torch.Tensor:
@@ -210,7 +216,8 @@ def test_the_kernel_of_the_device_is_given_the_keys_of_the_prefix(
     bounds = limits(shared, seqlens)
     wanted, _ = attend(nn.Module(), q, k, v, None, varlen=False, sliding_window=window, boundaries=bounds)
     keys, values = (x.index_select(2, shared.rows) for x in (k, v))
-    found = attention.varlen_attention(q, keys, values, bounds, 8**-0.5, window)
+    of_keys = Boundaries(seqlens, torch.tensor([0, *seqlens]).cumsum(0).to(torch.int32), padded=False)
+    found = attention.varlen_attention(q, keys, values, bounds, 8**-0.5, window, of_keys)
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
 
 
@@ -229,10 +236,6 @@ def test_the_device_computes_shared_prefixes_as_a_cpu_does(window: int | None) -
     half = [x.to("cuda", torch.bfloat16).requires_grad_() for x in made]
     on_device = shared.map(lambda x: x.cuda())
     bounds = limits(on_device, seqlens)
-    assert bounds.whole is not None
-    bounds = Boundaries(
-        bounds.seqlens, on_device.cu_seqlens, False, Whole(on_device, seqlens, bounds.whole.cu_seqlens.cuda())
-    )
     found, _ = attend(nn.Module(), *half, None, varlen=True, sliding_window=window, boundaries=bounds)
     torch.testing.assert_close(found.double().cpu(), wanted, rtol=0, atol=4e-2)
     found.sum().backward()

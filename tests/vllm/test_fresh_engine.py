@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from fsdptrain.features.lora.feature import LoraFeature
 from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.testing import spawn
 from fsdptrain.types import SamplingParams
@@ -49,7 +50,7 @@ def pushed(folder: Path) -> dict[str, tuple[Answers, Answers]]:
             if version:
                 train(backend, version) if "lora_rank" in more else train_a_little(backend, version)
             if more.get("lora_sync") == "adapter":
-                engine.update_adapter(backend.adapter_weights(), backend.write_adapter_config, version)
+                assert backend.push_weights(engine, version)
             else:
                 engine.update_weights(check.watch(backend.hf_weights("hub")), version)
             check.check(version)
@@ -64,8 +65,10 @@ def keep(backend: FSDPBackend, target: Path, *, alone: bool) -> None:
     """Write what was handed over as a checkpoint, or as an adapter `alone`."""
     target.mkdir()
     if alone:
-        tensors = {name: tensor.contiguous() for name, tensor in backend.adapter_weights()}
-        write_adapter(target, tensors, backend.write_adapter_config)
+        lora = backend.features.find(LoraFeature)
+        assert lora is not None
+        tensors = {name: tensor.contiguous() for name, tensor in lora.weights()}
+        write_adapter(target, tensors, lora.write_config)
         return
     tensors = {name: tensor.contiguous() for name, tensor in backend.hf_weights("hub")}
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})

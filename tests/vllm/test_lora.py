@@ -26,7 +26,7 @@ def answers(folder: Path, sync: str, versions: int) -> tuple[list[list[Completio
         train(backend, version)
         engine.wake_up()
         if sync == "adapter":
-            engine.update_adapter(backend.adapter_weights(), backend.write_adapter_config, version)
+            assert backend.push_weights(engine, version)
         else:
             engine.update_weights(check.watch(backend.hf_weights("hub")), version)
         check.check(version)

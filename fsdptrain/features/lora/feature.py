@@ -1,6 +1,6 @@
 """LoRA as a feature: an adapter is trained in place of the weights, and the model without it is the reference."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -81,9 +81,13 @@ class LoraFeature(Feature):
         if self._config.lora.sync != "adapter":
             return False
         assert isinstance(engine, AdapterEngine), "the configuration refuses other engines"
-        assert self._model is not None
-        engine.update_adapter(stream_adapter(self._model, self.adapters), self._write_config, policy_version)
+        engine.update_adapter(self.weights(), self.write_config, policy_version)
         return True
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Full float32 tensors of the adapter by peft's names, on the device. Collective; iterate to the end."""
+        assert self._model is not None
+        return stream_adapter(self._model, self.adapters)
 
     def export(self, target: Path, write_model: Callable[[Path], None]) -> bool:
         """--lora-export: the adapter as a peft folder, the merged model, or both."""
@@ -96,7 +100,8 @@ class LoraFeature(Feature):
             export_adapter(self._model, self.adapters, folder, source=self._checkpoint, base=self._base_name)
         return True
 
-    def _write_config(self, folder: Path) -> None:
+    def write_config(self, folder: Path) -> None:
+        """peft's adapter_config.json. Not collective."""
         self.adapters.write_config(folder, base=self._base_name)
 
     @property

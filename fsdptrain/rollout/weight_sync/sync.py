@@ -23,7 +23,7 @@ class WeightSync:
         self._waits = waits
         self._newest: int | None = None  # version that the engine was given
 
-    def give(self, version: int, watch: Stopwatch) -> None:
+    def push(self, version: int, watch: Stopwatch) -> None:
         """Collective. RolloutError where the engine does not hold what it was given."""
         with watch("sync"), self._waits():
             self._engine.wake_up()

@@ -19,7 +19,7 @@ from fsdptrain.errors import ConfigError, RolloutError
 from fsdptrain.protocols import InFlightEngine, RewardFunction, RolloutEngine
 from fsdptrain.rewards.scoring import Score, Scores, score_completions, to_score
 from fsdptrain.trainer.samples.environment import LoadedEnvironment
-from fsdptrain.trainer.samples.single_turn import Generate, Round, response_text
+from fsdptrain.trainer.samples.single_turn import Generate, GenerationRound, response_text
 from fsdptrain.trainer.samples.threads import StepThreads
 from fsdptrain.trainer.timeline import Stopwatch
 from fsdptrain.types import Completion, Episode, Message, Prompt, Sample, SamplingParams, Turn
@@ -116,14 +116,16 @@ class MultiTurn:
     max_turns: int
     _one_at_a_time: threading.Lock = field(init=False, default_factory=threading.Lock)  # as in SingleTurn
 
-    def make(self, prompts: Sequence[Prompt], sampling: SamplingParams, watch: Stopwatch) -> Round:
-        return self._make(self.engine.generate, prompts, sampling, watch, collective=True)
+    def sample(self, prompts: Sequence[Prompt], sampling: SamplingParams, watch: Stopwatch) -> GenerationRound:
+        return self._sample(self.engine.generate, prompts, sampling, watch, collective=True)
 
-    def make_in_flight(self, prompts: Sequence[Prompt], sampling: SamplingParams, watch: Stopwatch) -> Round:
+    def sample_in_flight(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, watch: Stopwatch
+    ) -> GenerationRound:
         assert isinstance(self.engine, InFlightEngine)
-        return self._make(self.engine.generate_in_flight, prompts, sampling, watch, collective=False)
+        return self._sample(self.engine.generate_in_flight, prompts, sampling, watch, collective=False)
 
-    def _make(
+    def _sample(
         self,
         generate: Generate,
         prompts: Sequence[Prompt],
@@ -131,7 +133,7 @@ class MultiTurn:
         watch: Stopwatch,
         *,
         collective: bool,
-    ) -> Round:
+    ) -> GenerationRound:
         def agreed() -> AbstractContextManager[object]:
             return raise_on_all_ranks(RolloutError, "rollout") if collective else nullcontext()
 
@@ -155,7 +157,7 @@ class MultiTurn:
             self._finish(episodes)
             with self._one_at_a_time:
                 scores = self._score(episodes)
-            return Round(
+            return GenerationRound(
                 samples=[_sample(*row) for row in zip(episodes, scores.scores, strict=True)],
                 prompts=[episode.prompt for episode in episodes],
                 texts=[self._text(episode) for episode in episodes],

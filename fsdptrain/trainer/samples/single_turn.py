@@ -57,7 +57,7 @@ class SampleSource(Protocol):
 
 
 @dataclass(frozen=True)
-class Round:
+class GenerationRound:
     """What one round of generation brought on this rank."""
 
     samples: list[Sample]  # whole groups, in the order of the prompts; no advantages yet
@@ -65,7 +65,7 @@ class Round:
     texts: list[str]  # of each sample, for people
     scores: Scores  # of each sample that was made, also of those that are not kept
 
-    def only(self, prompt_ids: Collection[str]) -> "Round":
+    def only(self, prompt_ids: Collection[str]) -> "GenerationRound":
         """Without the samples of other prompts."""
         kept = [i for i, prompt in enumerate(self.prompts) if prompt.id in prompt_ids]
         return replace(
@@ -75,8 +75,8 @@ class Round:
             texts=[self.texts[i] for i in kept],
         )
 
-    def __add__(self, other: "Round") -> "Round":
-        return Round(
+    def __add__(self, other: "GenerationRound") -> "GenerationRound":
+        return GenerationRound(
             samples=[*self.samples, *other.samples],
             prompts=[*self.prompts, *other.prompts],
             texts=[*self.texts, *other.texts],
@@ -84,18 +84,20 @@ class Round:
         )
 
 
-NOTHING = Round(samples=[], prompts=[], texts=[], scores=Scores([], 0, None))
+NOTHING = GenerationRound(samples=[], prompts=[], texts=[], scores=Scores([], 0, None))
 
 
 class Sampler(Protocol):
     """From prompts to scored samples."""
 
-    def make(self, prompts: Sequence[Prompt], sampling: SamplingParams, watch: Stopwatch) -> Round:
+    def sample(self, prompts: Sequence[Prompt], sampling: SamplingParams, watch: Stopwatch) -> GenerationRound:
         """Collective; a rank may come without prompts. The group of a sample is named by its prompt's id. `watch`
         learns how long it generates and scores."""
         ...
 
-    def make_in_flight(self, prompts: Sequence[Prompt], sampling: SamplingParams, watch: Stopwatch) -> Round:
+    def sample_in_flight(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, watch: Stopwatch
+    ) -> GenerationRound:
         """The same with an engine that generates elsewhere, by this rank alone, from any thread."""
         ...
 
@@ -112,22 +114,26 @@ class SingleTurn:
     tokenizer: PreTrainedTokenizerBase
     _one_at_a_time: threading.Lock = field(init=False, default_factory=threading.Lock)  # rewards know of no threads
 
-    def make(self, prompts: Sequence[Prompt], sampling: SamplingParams, watch: Stopwatch) -> Round:
+    def sample(self, prompts: Sequence[Prompt], sampling: SamplingParams, watch: Stopwatch) -> GenerationRound:
         with raise_on_all_ranks(RolloutError, "rollout"):
-            return self._make(self.engine.generate, prompts, sampling, watch)
+            return self._sample(self.engine.generate, prompts, sampling, watch)
 
-    def make_in_flight(self, prompts: Sequence[Prompt], sampling: SamplingParams, watch: Stopwatch) -> Round:
+    def sample_in_flight(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, watch: Stopwatch
+    ) -> GenerationRound:
         assert isinstance(self.engine, InFlightEngine)
-        return self._make(self.engine.generate_in_flight, prompts, sampling, watch)
+        return self._sample(self.engine.generate_in_flight, prompts, sampling, watch)
 
-    def _make(self, generate: Generate, prompts: Sequence[Prompt], sampling: SamplingParams, watch: Stopwatch) -> Round:
+    def _sample(
+        self, generate: Generate, prompts: Sequence[Prompt], sampling: SamplingParams, watch: Stopwatch
+    ) -> GenerationRound:
         with watch("generate"):
             completions = generate(prompts, sampling)
         with self._one_at_a_time, watch("reward"):
             asked = [prompt for prompt in prompts for _ in range(sampling.num_samples)]
             texts = [response_text(self.tokenizer, completion) for completion in completions]
             scored = score_completions(self.reward, asked, texts)
-            return Round(
+            return GenerationRound(
                 samples=[make_sample(*row) for row in zip(asked, completions, scored.scores, strict=True)],
                 prompts=asked,
                 texts=texts,
@@ -142,13 +148,13 @@ class PendingRollout:
     rollout: int
     prompts: list[Prompt]  # of all ranks
     own: list[Prompt]
-    made: "Round | Future[Round]"
+    made: "GenerationRound | Future[GenerationRound]"
     watch: Stopwatch
 
 
 @dataclass
 class RolloutSource:
-    """Prompts from a stream, scored samples from a maker: groups that have something to teach, with advantages.
+    """Prompts from a stream, scored samples from a sampler: groups that have something to teach, with advantages.
 
     With `max_staleness` K, rollout r is asked when the engine has the weights of version r - K: by `background` threads
     while the trainer goes on, or at once and kept until its turn. Prompts are drawn, and results recorded, by the main
@@ -156,7 +162,7 @@ class RolloutSource:
     """
 
     stream: PromptStream
-    maker: Sampler
+    sampler: Sampler
     sampling: SamplingParams
     num_prompts: int  # of all ranks together
     num_shown: int
@@ -225,18 +231,18 @@ class RolloutSource:
             prompts = self.stream.next(num_prompts)
         own, sampling = own_share(prompts), sampling_at(self.sampling, rollout, number)
         if in_flight and self.background is not None:
-            made = self.background.submit(self.maker.make_in_flight, own, sampling, watch)
+            made = self.background.submit(self.sampler.sample_in_flight, own, sampling, watch)
         else:
-            made = self.maker.make(own, sampling, watch)
+            made = self.sampler.sample(own, sampling, watch)
         return PendingRollout(rollout, prompts, own, made, watch)
 
-    def _round(self, asked: PendingRollout, selection: Selection, images: dict[str, Images]) -> Round:
+    def _round(self, asked: PendingRollout, selection: Selection, images: dict[str, Images]) -> GenerationRound:
         """The samples of a round, and of these what is kept.
 
         Images do not travel with samples: every rank asks the stream for all prompts, so it has them.
         """
         made = asked.made
-        if not isinstance(made, Round):
+        if not isinstance(made, GenerationRound):
             with raise_on_all_ranks(RolloutError, "rollout"):
                 made = made.result()
         images |= images_of(asked.prompts)

@@ -2,10 +2,10 @@
 
 import pytest
 
+from examples.calculator.calculator import Calculator
 from fsdptrain.config import EnvironmentConfig
-from fsdptrain.environments import build_environment
-from fsdptrain.environments.calculator import Calculator
 from fsdptrain.errors import ConfigError
+from fsdptrain.trainer.samples.environment import build_environment
 from fsdptrain.types import Prompt
 
 HERE = "tests.unit.environments.my_environments"
@@ -17,7 +17,7 @@ def build(name: str, **kwargs):
 
 def test_none_a_shipped_one_a_class_and_a_function():
     assert build_environment(EnvironmentConfig()) is None
-    calculator = build("calculator", native_tools=True)
+    calculator = build("examples.calculator.calculator:Calculator", native_tools=True)
     assert calculator.environment == Calculator(native_tools=True)
     assert calculator.tools[0]["type"] == "function"
     assert (calculator.finish, calculator.dataset) == (None, None)
@@ -37,7 +37,7 @@ def test_none_a_shipped_one_a_class_and_a_function():
 @pytest.mark.parametrize(
     ("name", "kwargs", "message"),
     [
-        ("calculater", {}, "--environment does not know 'calculater'; did you mean 'calculator'?"),
+        ("calculator", {}, "--environment does not know 'calculator'; it takes package.module:name"),
         ("nowhere:Thing", {}, "--environment nowhere:Thing: No module named 'nowhere'"),
         (f"{HERE}:WithoutStep", {}, "has no method step: it is a class with reset and step, or a function"),
         (f"{HERE}:Countdown", {"turn": 1}, "cannot be made with --environment-kwargs .* unexpected keyword"),

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from fsdptrain.environments import DeadlineError, StepThreads
-from fsdptrain.environments import threads as module
 from fsdptrain.errors import RolloutError
+from fsdptrain.trainer.samples import threads as module
+from fsdptrain.trainer.samples.threads import DeadlineError, StepThreads
 
 
 def test_results_come_in_order_and_errors_in_their_place():

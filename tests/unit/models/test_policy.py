@@ -1,5 +1,6 @@
 """The policy's forward scores a pack as the stock model scores each sequence alone, forward and backward."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,10 +10,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fsdptrain.errors import NumericsError
+from fsdptrain.feature import Feature, Features
 from fsdptrain.features.activation_memory.checkpointing import enable_gradient_checkpointing
+from fsdptrain.features.prefix_sharing.feature import PrefixSharingFeature
 from fsdptrain.model import policy
 from fsdptrain.model.attention.attention import SEGMENTS, register_attention
-from fsdptrain.model.inputs import Layout
 from fsdptrain.model.policy import (
     check_backward,
     check_head,
@@ -21,6 +23,7 @@ from fsdptrain.model.policy import (
     plain_batch,
     policy_logprobs,
 )
+from fsdptrain.model.rows import Layout
 from tests import zoo
 
 CPU = torch.device("cpu")
@@ -34,11 +37,11 @@ def segments(lengths: tuple[int, ...] = LENGTHS, seed: int = 0) -> list[list[int
     return [torch.randint(zoo.VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
 
 
-def policy_model(name: str, chunk_size: int = 16, **changes: Any) -> PreTrainedModel:
+def policy_model(name: str, chunk_size: int = 16, *, more: Sequence[Feature] = (), **changes: Any) -> PreTrainedModel:
     register_attention()
     model = zoo.build(name, **changes)
     model.set_attn_implementation(SEGMENTS)
-    install_policy_forward(model, chunk_size=chunk_size)
+    install_policy_forward(model, chunk_size=chunk_size, features=Features([PrefixSharingFeature(), *more]))
     return model
 
 

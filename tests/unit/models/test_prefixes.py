@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,14 +15,25 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.algo.weights import AGGREGATIONS, count_totals, num_loss_tokens
 from fsdptrain.data.packing.pack import pack
+from fsdptrain.data.packing.prefixes import share_prefixes
 from fsdptrain.errors import ConfigError
+from fsdptrain.feature import Feature
 from fsdptrain.features.activation_memory.checkpointing import enable_gradient_checkpointing
-from fsdptrain.features.prefix_sharing.probe import PrefixProbe, probe_prefixes, require_prefixes, structural_obstacle
-from fsdptrain.model.attention.attention import SEGMENTS, Boundaries, Whole, attend, register_attention
+from fsdptrain.features.prefix_sharing.attention import shared_prefix_attention
+from fsdptrain.features.prefix_sharing.probe import (
+    PrefixProbe,
+    probe_prefixes,
+    probe_prefixes_of_copy,
+    require_prefixes,
+    structural_obstacle,
+)
+from fsdptrain.model.attention.attention import SEGMENTS, Boundaries, attend, register_attention
 from fsdptrain.model.policy import install_policy_forward, policy_logprobs
 from fsdptrain.model.probes.layout import choose_layout, probe_random_copy, probe_segments
+from fsdptrain.model.rows import Rows
 from fsdptrain.types import LogProbs, LossConfig, PackedBatch, Sample
 from tests import zoo
+from tests.seam import prefix_sharing
 from tests.unit.models.test_policy import CPU, policy_model
 
 EVERY_TERM = LossConfig(kl_loss_coef=0.1, entropy_coef=0.1, use_opsm=True, mismatch_correction="tis")
@@ -46,7 +58,8 @@ def group_samples() -> list[Sample]:
 def packed(*, sharing: bool, aggregation: str = "token_mean") -> PackedBatch:
     samples = group_samples()
     totals = count_totals([num_loss_tokens(sample) for sample in samples])
-    return pack(samples, aggregation=aggregation, totals=totals, max_response_len=30, sharing=sharing)
+    batch = pack(samples, aggregation=aggregation, totals=totals, max_response_len=30)
+    return replace(batch, shared=share_prefixes(samples)) if sharing else batch
 
 
 def near(batch: PackedBatch) -> PackedBatch:
@@ -113,17 +126,23 @@ def test_gradient_checkpointing_changes_no_gradient_of_shared_prompts(name: str,
         torch.testing.assert_close(found[1][key], found[0][key], rtol=0, atol=0)
 
 
-def test_router_logits_are_those_of_every_token_so_that_their_loss_counts_each_sample() -> None:
-    model = policy_model("qwen3_moe")
+class RouterSum(Feature):
+    """A number made of the router logits of every token."""
 
-    def router(logits: Any, _: Tensor) -> Tensor:
-        scale = torch.linspace(-1, 1, packed(sharing=False).num_tokens)[:, None]
-        return sum((x.softmax(-1) * scale).square().sum() for x in logits)  # pyright: ignore
+    def model_inputs(self, batch: PackedBatch, rows: Rows) -> dict[str, Any]:
+        return {"output_router_logits": True}
+
+    def outputs(self, batch: PackedBatch, rows: Rows, output: Any) -> dict[str, Tensor]:
+        logits = [rows.gather(x.flatten(0, -2)) for x in output.router_logits]
+        scale = torch.linspace(-1, 1, batch.num_tokens)[:, None]
+        return {"router_sum": torch.stack([(x.softmax(-1) * scale).square().sum() for x in logits]).sum()}
+
+
+def test_router_logits_are_those_of_every_token_so_that_their_loss_counts_each_sample() -> None:
+    model = policy_model("qwen3_moe", more=[RouterSum()])
 
     def objective(batch: PackedBatch) -> Tensor:
-        found = said_by(model, batch, router=router).router_loss
-        assert found is not None
-        return found
+        return said_by(model, batch).extras["router_sum"]
 
     value, gradient = both(model, objective)
     assert value < 1e-5
@@ -151,8 +170,8 @@ def test_a_model_with_a_state_does_not_share_and_the_report_says_why() -> None:
 
 
 def test_inspect_measures_gradients_too() -> None:
-    found = probe_random_copy(zoo.config("gpt_oss")).prefixes
-    assert found is not None
+    config = zoo.config("gpt_oss")
+    found = probe_prefixes_of_copy(config, probe_random_copy(config))
     assert found.shares
     assert found.gradient_difference is not None
     assert found.gradient_difference < 1e-6
@@ -174,7 +193,7 @@ def test_layers_that_mix_in_the_token_before_do_not_share() -> None:
     model.model.register_forward_pre_hook(note, with_kwargs=True)
     for layer in model.model.layers:
         layer.mlp.register_forward_pre_hook(mix)
-    install_policy_forward(model, chunk_size=16)
+    install_policy_forward(model, chunk_size=16, features=prefix_sharing())
     register_attention()
     model.set_attn_implementation(SEGMENTS)
     chosen: dict[str, Any] = {"layout": "packed", "attention": SEGMENTS, "tolerance": 1e-4}
@@ -187,12 +206,12 @@ def blind_to(what: str) -> Any:
     """Our attention over shared prefixes with one thing forgotten."""
 
     def forgetful(*args: Any, boundaries: Boundaries, **options: Any) -> Any:
-        whole = boundaries.whole
-        if whole is not None and what == "prefix":
-            boundaries = replace(boundaries, whole=None)
-        if whole is not None and what == "first":  # the prefix of another place
-            moved = replace(whole.shared, rows=(whole.shared.rows + 1).clamp(max=whole.shared.num_tokens - 1))
-            boundaries = replace(boundaries, whole=Whole(moved, whole.seqlens, whole.cu_seqlens))
+        if boundaries.attention is not None and what == "prefix":
+            boundaries = replace(boundaries, attention=None)
+        if boundaries.attention is not None and what == "first":  # the prefix of another place
+            shared, of_keys = boundaries.attention.args
+            moved = replace(shared, rows=(shared.rows + 1).clamp(max=shared.num_tokens - 1))
+            boundaries = replace(boundaries, attention=partial(shared_prefix_attention, moved, of_keys))
             options["softcap"] = 1e6  # by the path that reads `rows`
         return attend(*args, varlen=False, boundaries=boundaries, **options)
 

@@ -11,12 +11,12 @@ from fsdptrain.config.effects import NoEffectError
 from fsdptrain.errors import ConfigError
 from fsdptrain.features.activation_memory.checkpointing import CheckpointingKind, enable_gradient_checkpointing
 from fsdptrain.features.moe.checks import aux_loss_coef, check_replay, replay_refusal
-from fsdptrain.features.moe.replay import RouterReplay
-from fsdptrain.model.policy import install_policy_forward, plain_batch, policy_logprobs
+from fsdptrain.model.policy import plain_batch, policy_logprobs
 from fsdptrain.model.probes.random_copy import random_copy
 from fsdptrain.model.structure import expert_choice
 from fsdptrain.types import NO_ROUTE
 from tests import zoo
+from tests.seam import install_replay, routed_logprobs
 
 CPU = torch.device("cpu")
 LENGTHS = [7, 1, 12, 3]
@@ -27,9 +27,7 @@ def replaying(name: str, *, recomputed: CheckpointingKind | None = None, every: 
     model = zoo.build(name, **changes)
     if recomputed is not None:
         enable_gradient_checkpointing(model, kind=recomputed, every=every)
-    replay = RouterReplay(model, expert_choice(model.config))
-    install_policy_forward(model, chunk_size=64, replay=replay)
-    return model
+    return model, install_replay(model)
 
 
 def batch_of(seed: int = 0):
@@ -39,13 +37,14 @@ def batch_of(seed: int = 0):
     )
 
 
-def run(model, batch, layout: str, *, with_routes: bool = False):
+def run(replaying, batch, layout: str, *, with_routes: bool = False):
     """Logprobs, all gradients, routes."""
-    found = policy_logprobs(model, batch, layout=layout, with_routes=with_routes)
+    model, moe = replaying
+    found = routed_logprobs(moe, model, batch, layout=layout, with_routes=with_routes)
     (found.values * (batch.position_ids + 1).sin()).sum().backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
-    return found.values.detach(), gradients, found.routes
+    return found.values.detach(), gradients, found.extras.get("routes")
 
 
 def foreign(routes: torch.Tensor, num_experts: int) -> torch.Tensor:
@@ -63,9 +62,9 @@ def test_own_routes_change_no_bit_and_foreign_ones_are_taken(name, layout):
     model, batch = replaying(name), batch_of()
     plain, gradients, _ = run(model, batch, layout)
     recorded, _, routes = run(model, batch, layout, with_routes=True)
-    num_experts, top_k = expert_choice(model.config)
+    num_experts, top_k = expert_choice(model[0].config)
     dense = 1 if name == "deepseek_v3" else 0  # first_k_dense_replace
-    assert routes.shape == (sum(LENGTHS), model.config.num_hidden_layers, top_k)
+    assert routes.shape == (sum(LENGTHS), model[0].config.num_hidden_layers, top_k)
     assert (routes[:, :dense] == NO_ROUTE).all()
     assert 0 <= routes[:, dense:].min() <= routes.max() < num_experts
     assert torch.equal(recorded, plain)
@@ -106,9 +105,10 @@ def test_gradient_checkpointing_takes_the_same_experts_again(layout, kind, every
     _, _, routes = run(plain, batch, layout, with_routes=True)
     given = dataclasses.replace(batch, routes=foreign(routes, 6))
     wanted, gradients, _ = run(plain, given, layout)
+    checkpointed, moe = checkpointed
     found = policy_logprobs(checkpointed, given, layout=layout).values
     with torch.no_grad():
-        policy_logprobs(checkpointed, batch_of(1), layout=layout, with_routes=True)
+        routed_logprobs(moe, checkpointed, batch_of(1), layout=layout, with_routes=True)
     (found * (batch.position_ids + 1).sin()).sum().backward()
     assert torch.equal(found, wanted)
     for name, parameter in checkpointed.named_parameters():

@@ -5,9 +5,11 @@ import torch
 
 from fsdptrain.config import Config, LoraConfig
 from fsdptrain.errors import ConfigError
+from fsdptrain.feature import Features
 from fsdptrain.features.lora.targets import find_targets
+from fsdptrain.features.vision.feature import VisionFeature
 from fsdptrain.features.vision.processor import ImageProcessor
-from fsdptrain.features.vision.tower import Vision, refuse_blind
+from fsdptrain.features.vision.tower import refuse_blind
 from fsdptrain.model.architecture import model_from_config
 from fsdptrain.model.attention.attention import resolve_attention, set_attention
 from fsdptrain.model.policy import install_policy_forward
@@ -65,9 +67,12 @@ def test_the_probe_tries_pictures_too(name: str, tmp_path):
     model = vision_zoo.build(name)
     model.config.use_cache = False
     set_attention(model, resolve_attention("auto", "cpu"))
-    install_policy_forward(model, chunk_size=16, vision=Vision(model, processor.blank))
+    feature = VisionFeature(blank=processor.blank, processor=processor)
+    feature.transform_model(model)
+    features = Features([feature])
+    install_policy_forward(model, chunk_size=16, features=features)
     options = {"vocab_size": 260, "compute_dtype": torch.float32, "device": torch.device("cpu")}
-    assert choose_layout(model, "auto", **options, shown=processor.probe_segments(260)).layout == LAYOUTS[name]
+    assert choose_layout(model, "auto", **options, features=features).layout == LAYOUTS[name]
     set_attention(model, resolve_attention("auto", "cpu"))
     text_layout = choose_layout(model, "auto", **options).layout
     assert text_layout == ("padded" if name == "qwen3_5" else "packed")

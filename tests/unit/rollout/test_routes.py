@@ -9,13 +9,14 @@ from transformers import PreTrainedModel
 
 from fsdptrain.data.routes import sample_routes
 from fsdptrain.errors import RolloutError
-from fsdptrain.features.moe.replay import RouterReplay
-from fsdptrain.model.policy import install_policy_forward, plain_batch, policy_logprobs
-from fsdptrain.model.structure import expert_choice
+from fsdptrain.feature import Features
+from fsdptrain.features.moe.feature import MoEFeature
+from fsdptrain.model.policy import plain_batch, policy_logprobs
 from fsdptrain.rollout.embedded.engine import HFEngine
 from fsdptrain.testing import tiny_qwen3
 from fsdptrain.types import NO_ROUTE, Completion, Prompt, SamplingParams
 from tests import zoo
+from tests.seam import install_replay, routed_logprobs
 
 CPU = torch.device("cpu")
 SAMPLING = SamplingParams(num_samples=6, max_tokens=20, seed=5, stop_token_ids=tuple(range(5, 35)), with_routes=True)
@@ -32,13 +33,13 @@ def make_prompts() -> list[Prompt]:
 def make_engine(model: PreTrainedModel, folder: Path) -> HFEngine:
     model.save_pretrained(folder)
     engine = HFEngine(folder, dtype=torch.float32, device=CPU)
+    engine.use_features(Features([MoEFeature(replay="rollout")]))
     engine.update_weights(model.state_dict().items(), 1)
     return engine
 
 
-def trainer(model: PreTrainedModel) -> PreTrainedModel:
-    install_policy_forward(model, chunk_size=64, replay=RouterReplay(model, expert_choice(model.config)))
-    return model
+def trainer(model: PreTrainedModel) -> tuple[MoEFeature, PreTrainedModel]:
+    return install_replay(model), model
 
 
 def completions(engine: HFEngine) -> list[tuple[Prompt, Completion]]:
@@ -64,12 +65,12 @@ def test_the_engine_reports_what_the_trainer_would_take(name, tmp_path):
     for prompt, completion in made:
         assert len(completion.routes) == len(prompt.token_ids) + len(completion.token_ids) - 1
     batch = as_pack(made)
-    own = policy_logprobs(
-        trainer(zoo.build(name)), dataclasses.replace(batch, routes=None), layout="packed", with_routes=True
-    )
+    own = routed_logprobs(
+        *trainer(zoo.build(name)), dataclasses.replace(batch, routes=None), layout="packed", with_routes=True
+    ).extras["routes"]
     read = (batch.routes != NO_ROUTE).flatten(1).any(1)
     assert (~read).sum() == len(made)  # the last token of each
-    assert torch.equal(batch.routes[read], own.routes[read])
+    assert torch.equal(batch.routes[read], own[read])
 
 
 def test_routes_change_no_completion_and_come_only_when_asked_for(tmp_path):
@@ -93,7 +94,7 @@ def test_replay_makes_the_mismatch_of_another_router_smaller(tmp_path):
     for name, parameter in model.named_parameters():
         if name.endswith("gate.weight"):
             parameter.add_(0.01 * torch.randn(parameter.shape, generator=generator))
-    batch, policy = as_pack(made), trainer(model)
+    batch, (_, policy) = as_pack(made), trainer(model)
     engine_logprobs = torch.cat([torch.tensor(completion.logprobs) for _, completion in made])
     prompts = torch.cat([torch.arange(len(p.token_ids) + len(c.token_ids)) < len(p.token_ids) - 1 for p, c in made])
     responses = batch.loss_mask & ~prompts

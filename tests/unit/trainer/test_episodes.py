@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 
 from fsdptrain.config import DataConfig
 from fsdptrain.data.chat import TurnRenderer
-from fsdptrain.environments import LoadedEnvironment, StepThreads
 from fsdptrain.errors import ConfigError
 from fsdptrain.rewards.verifiers import environment as environment_reward
 from fsdptrain.rewards.verifiers import exact
 from fsdptrain.testing import FakeRolloutEngine, tiny_tokenizer
+from fsdptrain.trainer.samples.environment import LoadedEnvironment
 from fsdptrain.trainer.samples.multi_turn import MultiTurn, prompt_seed
-from fsdptrain.trainer.samples.single_turn import Round, SingleTurn
+from fsdptrain.trainer.samples.single_turn import GenerationRound, SingleTurn
+from fsdptrain.trainer.samples.threads import StepThreads
 from fsdptrain.trainer.timeline import Stopwatch
 from fsdptrain.types import NO_ROUTE, Completion, Message, Prompt, SamplingParams, Turn
 
@@ -81,10 +82,10 @@ def play(
     max_turns: int = 5,
     timeout: float = 60.0,
     reads_environment: bool = True,
-) -> tuple[Round, Recording]:
+) -> tuple[GenerationRound, Recording]:
     engine = Recording(respond)
     environment = answer if isinstance(answer, Scripted) else Scripted(answer)
-    maker = MultiTurn(
+    sampler = MultiTurn(
         engine=engine,
         environment=LoadedEnvironment(environment, finish, None, None, ()),
         reward=reward,
@@ -95,7 +96,7 @@ def play(
         max_turns=max_turns,
     )
     sampling = SamplingParams(num_samples=2, max_tokens=max_tokens, stop_token_ids=ENDS, seed=7)
-    return maker.make(prompts, sampling, Stopwatch()), engine
+    return sampler.sample(prompts, sampling, Stopwatch()), engine
 
 
 def two_turns(turn: int, response: str) -> Turn:
@@ -249,13 +250,13 @@ def test_an_episode_that_fails_is_not_scored_and_the_others_are(wrong: Callable[
     assert sorted(environment.finished) == [0, 1, 2, 3]  # each episode is closed
 
 
-def play_wild(environment: Wild, **options: Any) -> tuple[Round, Recording]:
+def play_wild(environment: Wild, **options: Any) -> tuple[GenerationRound, Recording]:
     engine = Recording(lambda prompt, index: words("yes"))
     loaded = LoadedEnvironment(environment, environment.finished.append, None, None, ())
     renderer = TurnRenderer(TOKENIZER, data=DataConfig())
     threads = StepThreads(num_threads=4, timeout=options["timeout"])
-    maker = MultiTurn(engine, loaded, environment_reward, True, renderer, threads, TOKENIZER, 5)
-    return maker.make(PROMPTS, SamplingParams(2, 200, stop_token_ids=ENDS), Stopwatch()), engine
+    sampler = MultiTurn(engine, loaded, environment_reward, True, renderer, threads, TOKENIZER, 5)
+    return sampler.sample(PROMPTS, SamplingParams(2, 200, stop_token_ids=ENDS), Stopwatch()), engine
 
 
 def test_a_finish_that_raises_costs_its_episode_only():
@@ -297,10 +298,10 @@ def test_an_engine_that_knows_no_limits_of_prompts_is_cut():
     engine = Unlimited(respond)
     renderer = TurnRenderer(TOKENIZER, data=DataConfig())
     loaded = LoadedEnvironment(Scripted(two_turns), None, None, None, ())
-    maker = MultiTurn(
+    sampler = MultiTurn(
         engine, loaded, environment_reward, True, renderer, StepThreads(num_threads=4, timeout=60), TOKENIZER, 5
     )
-    other = maker.make(PROMPTS, SamplingParams(2, 60, stop_token_ids=ENDS, seed=7), Stopwatch())
+    other = sampler.sample(PROMPTS, SamplingParams(2, 60, stop_token_ids=ENDS, seed=7), Stopwatch())
     assert [s.token_ids for s in other.samples] == [s.token_ids for s in made.samples]
     assert all(s.truncated for s in other.samples)
 
@@ -332,7 +333,7 @@ def test_no_prompts_make_no_episodes():
 
 
 def test_a_rank_without_prompts_makes_nothing_in_a_single_turn_too():
-    made = SingleTurn(FakeRolloutEngine(lambda prompt, index: words("yes")), exact, TOKENIZER).make(
+    made = SingleTurn(FakeRolloutEngine(lambda prompt, index: words("yes")), exact, TOKENIZER).sample(
         [], SamplingParams(2, 9), Stopwatch()
     )
     assert (made.samples, made.texts) == ([], [])

@@ -24,7 +24,7 @@ def probed(options: dict[str, Any]) -> tuple[list[float], list[list[list[float]]
     try:
         for version in range(3):
             train(backend, version)
-            engine.update_adapter(backend.adapter_weights(), backend.write_adapter_config, version)
+            assert backend.push_weights(engine, version)
             look(version)
         send(engine.clients[0].url, signal.SIGKILL)
         look(2)

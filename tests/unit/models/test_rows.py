@@ -7,10 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fsdptrain.features.context_parallel.rows import UlyssesRows
 from fsdptrain.features.context_parallel.ulysses import UlyssesGroup
 from fsdptrain.model.attention.attention import SEGMENTS, attention_kwargs
-from fsdptrain.model.inputs import from_rows, model_inputs, select_tokens, to_rows, tokens_here
 from fsdptrain.model.policy import plain_batch
+from fsdptrain.model.rows import core_rows
 from fsdptrain.types import positions_of
 
 CPU = torch.device("cpu")
@@ -21,7 +22,7 @@ SEGMENT_LISTS = st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=9), m
 @given(segments=SEGMENT_LISTS, pad_token_id=st.sampled_from([None, 0, 7]))
 def test_padded_rows_hold_each_segment_at_the_left(segments: list[list[int]], pad_token_id: int | None) -> None:
     batch = plain_batch(segments, device=CPU)
-    inputs = model_inputs(batch, "padded", attn_implementation=SEGMENTS, pad_token_id=pad_token_id)
+    inputs = core_rows(batch, "padded", SEGMENTS).inputs(pad_token_id=pad_token_id)
     rows = inputs["input_ids"].tolist()
     assert [row[: len(segment)] for row, segment in zip(rows, segments, strict=True)] == segments
     fill = [token for row, segment in zip(rows, segments, strict=True) for token in row[len(segment) :]]
@@ -34,9 +35,9 @@ def test_tokens_come_back_in_the_order_of_the_pack(segments: list[list[int]], st
     batch = plain_batch(segments, device=CPU)
     positions = torch.arange(0, batch.num_tokens, step)
     for layout in ("packed", "padded"):
-        inputs = model_inputs(batch, layout, attn_implementation=SEGMENTS, pad_token_id=None)
-        hidden = inputs["input_ids"][..., None].double()  # [1, T, 1] or [N, S, 1]
-        found = select_tokens(hidden, batch, layout, positions)
+        rows = core_rows(batch, layout, SEGMENTS)
+        hidden = rows.inputs(pad_token_id=None)["input_ids"][..., None].double()  # [1, T, 1] or [N, S, 1]
+        found = rows.gather(hidden.flatten(0, 1), positions)
         assert torch.equal(found[:, 0].long(), batch.input_ids[positions])
 
 
@@ -62,10 +63,9 @@ def test_each_token_is_on_one_rank_and_none_is_asked_for(segments, size, layout)
     for rank in range(size):
         context = UlyssesGroup(None, rank, size)  # type: ignore[arg-type] # nothing is sent
         with AsksNothing():
-            tokens = tokens_here(batch, layout, context)
-            with_loss = tokens_here(batch, layout, context, with_loss=True)
-            rows = to_rows(batch.input_ids, batch, layout, fill=0, context=context)
-            found = from_rows(rows, batch, layout, tokens, context=context)
+            rows = UlyssesRows(batch, layout, context)
+            tokens, with_loss = rows.tokens, rows.loss_positions
+            found = rows.gather(rows.scatter(batch.input_ids, fill=0))
         assert torch.equal(found, batch.input_ids[tokens])
         assert set(with_loss.tolist()) == set(tokens.tolist()) & set(positions.tolist())
         assert with_loss.tolist() == sorted(with_loss.tolist())
@@ -86,4 +86,4 @@ def test_every_way_to_name_boundaries_names_the_same_ones() -> None:
 
 def test_implementations_of_transformers_get_no_argument_that_they_do_not_know() -> None:
     batch = plain_batch([[1, 2, 3], [4]], device=CPU)
-    assert set(model_inputs(batch, "padded", attn_implementation="sdpa", pad_token_id=0)) == {"input_ids", "use_cache"}
+    assert set(core_rows(batch, "padded", "sdpa").inputs(pad_token_id=0)) == {"input_ids", "use_cache"}

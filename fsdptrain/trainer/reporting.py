@@ -1,0 +1,114 @@
+"""Metrics of each rollout: samples, training, speed and memory, to the loggers."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from fsdptrain.algo.advantages import AdvantageRule
+from fsdptrain.config import Config
+from fsdptrain.data.prompts import PromptStream
+from fsdptrain.protocols import Logger, TimelineLogger
+from fsdptrain.trainer import metrics
+from fsdptrain.trainer.batches import StepBatches
+from fsdptrain.trainer.phases import Phases
+from fsdptrain.trainer.samples.single_turn import RolloutBatch
+from fsdptrain.trainer.speed import Speed
+from fsdptrain.trainer.timeline import WORKERS, Timeline
+from fsdptrain.types import Metrics
+
+log = logging.getLogger(__name__)
+
+_TIMED = ("step", "generate", "reward", "idle", "score", "train", "sync", "sync_check")
+_MANY_ALIKE = 3  # rollouts in a row without a learning signal
+
+
+class Reporter:
+    """Computes the metrics of a rollout and sends them to the loggers. Methods are collective."""
+
+    def __init__(
+        self,
+        config: Config,
+        loggers: Sequence[Logger],
+        *,
+        advantages: AdvantageRule,
+        stream: PromptStream,
+        speed: Speed,
+        timeline: Timeline,
+        planned_memory: int | None,
+    ) -> None:
+        self.last: Metrics = {}  # the last value of every metric
+        self.totals = {"progress/samples": 0.0, "progress/tokens": 0.0}
+        self._config = config
+        self._loggers = loggers
+        self._advantages = advantages
+        self._stream = stream
+        self._speed = speed
+        self._timeline = timeline
+        self._planned_memory = planned_memory
+        self._reward_names = metrics.RewardNames()
+        self._num_alike = 0  # rollouts in a row
+
+    def sample_metrics(self, rollout: RolloutBatch, step: int) -> Metrics:
+        """Of the samples to train on, when the policy has version `step`."""
+        found = metrics.sample_metrics(rollout, self._reward_names, self._advantages) | rollout.metrics
+        if self._config.sync.max_staleness:
+            found |= metrics.staleness_metrics(rollout.samples, step)
+        if self._config.environment.environment is not None:
+            found |= metrics.episode_metrics(rollout.samples)
+        return found
+
+    def speed_metrics(self, steps: Sequence[StepBatches], phases: Phases, *, num_tokens: float) -> Metrics:
+        """Seconds of each phase on the slowest rank, tokens per second, utilization, memory."""
+        names = [*_TIMED, *["offload"] * self._config.sync.offload_train]
+        slowest = metrics.reduce_max({f"perf/{name}_s": phases.seconds.get(name, 0.0) for name in names})
+        tokens_per_s = num_tokens / slowest["perf/step_s"]
+        return {
+            **metrics.packing_metrics(steps),
+            **slowest,
+            "perf/tokens_per_s": tokens_per_s,
+            "perf/tokens_per_s_per_device": tokens_per_s / dist.get_world_size(),
+            **self._speed.utilisation(steps, train_s=slowest["perf/train_s"]),
+            **metrics.memory_metrics(planned=self._planned_memory),
+        }
+
+    def idle_metrics(self, begin: float, seconds: float) -> Metrics:
+        """Of `seconds` since `begin`, the time in which nothing was generated, rewarded, trained, or synced. [s]"""
+        return metrics.reduce_max(
+            {
+                f"perf/{name}_idle_s": max(0.0, seconds - self._timeline.busy(stages, begin, begin + seconds))
+                for name, stages in WORKERS.items()
+            }
+        )
+
+    def progress_metrics(self, of_rollout: Metrics) -> Metrics:
+        """Totals of the run so far."""
+        self.totals = {name: total + of_rollout[name] for name, total in self.totals.items()}
+        stream = self._stream
+        return {**self.totals, "progress/epoch": stream.progress, "progress/too_long_prompts": stream.num_too_long}
+
+    def log(self, values: Metrics, step: int) -> None:
+        self.last |= values
+        for logger in self._loggers:
+            logger.log(values, step)
+
+    def log_samples(self, shown: Sequence[Mapping[str, Any]], name: str, step: int) -> None:
+        rows = [{"set": name, **row} for row in shown]
+        for logger in self._loggers:
+            logger.log_samples(rows, step)
+
+    def log_timeline(self, step: int) -> None:
+        rows = [span.as_row() for span in self._timeline.take()]
+        for logger in self._loggers:
+            if isinstance(logger, TimelineLogger):
+                logger.log_timeline(rows, step)
+
+    def warn_without_signal(self, values: Metrics, folder: Path) -> None:
+        """Warn once when all rewards were equal for several rollouts."""
+        alike = values.get("reward/std", 1.0) < 1e-6
+        self._num_alike = self._num_alike + 1 if alike else 0
+        if self._num_alike == _MANY_ALIKE:
+            line = "all rewards were %g for %d rollouts: no learning signal; check %s and --reward"
+            log.warning(line, values["reward/mean"], _MANY_ALIKE, folder / "samples.jsonl")
