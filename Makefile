@@ -3,7 +3,7 @@ BIN := .venv/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadscope --no-loadscope-reorder  # what a file sets up is set up once
 
 .DEFAULT_GOAL := help
-.PHONY: help install check test test-vllm test-servers test-megatron quick gpu gpu-wheels demo clean
+.PHONY: help install size check test test-vllm test-servers test-megatron quick gpu gpu-wheels demo clean
 
 help:  ## what there is to make
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -69,6 +69,9 @@ WHEEL_PLATFORMS := manylinux_2_28_x86_64 manylinux_2_17_x86_64 manylinux2014_x86
 
 demo: install  ## warm up a small model, train it with GRPO, plot what happened: about a minute on two cores
 	@$(BIN)/python examples/quickstart/demo.py $(if $(SEED),--seed $(SEED))
+
+size: install  ## lines of the package, the tests, the spine, and of what a plain run imports
+	@PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python benchmarks/size.py
 
 clean:  ## delete .venv and what was built; runs/ stays
 	rm -rf .venv .venv-vllm .venv-gpu build dist *.egg-info

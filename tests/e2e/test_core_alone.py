@@ -1,0 +1,49 @@
+"""The core works without the optional folders: its tests pass, and a dense GRPO run finishes."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fsdptrain.testing import save_tiny_checkpoint
+
+ROOT = Path(__file__).parents[2]
+OPTIONAL = ("features", "vllm", "megatron", "tools")
+CORE_TESTS = (
+    *("tests/unit/algo/test_losses.py", "tests/unit/algo/test_advantages.py", "tests/unit/algo/test_weights.py"),
+    *("tests/properties/test_packing.py", "tests/unit/data/test_sources.py"),
+)
+
+
+@pytest.fixture(scope="module")
+def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the package without its optional folders, and with the tests."""
+    folder = tmp_path_factory.mktemp("core")
+    shutil.copytree(ROOT / "fsdptrain", folder / "fsdptrain", ignore=shutil.ignore_patterns(*OPTIONAL, "__pycache__"))
+    shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    return folder
+
+
+def python(core: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(core)}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=core, env=environment, capture_output=True, text=True, timeout=240)
+
+
+def test_a_dense_run_finishes(core: Path, tmp_path: Path) -> None:
+    save_tiny_checkpoint(tmp_path / "model")
+    flags = f"--hf-checkpoint {tmp_path}/model --output-dir {tmp_path}/run --no-bf16 --num-rollout 2"
+    flags += " --rollout-batch-size 2 --n-samples-per-prompt 2 --rollout-max-response-len 8 --eval-interval 0"
+    result = python(core, "-m", "fsdptrain", *flags.split())
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "run" / "hf" / "model.safetensors").is_file()
+    assert not any((core / "fsdptrain" / name).exists() for name in OPTIONAL)
+
+
+def test_its_tests_pass(core: Path) -> None:
+    result = python(core, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *CORE_TESTS)
+    assert result.returncode == 0, result.stdout
