@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from benchmarks.traffic import Axis, Collective, Pack, step_traffic
 from transformers import PreTrainedModel
 
-from benchmarks.traffic import Axis, Collective, Pack, step_traffic
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
 from fsdptrain.features.context_parallel.checks import check_dealing

@@ -39,6 +39,7 @@ sys.path.append(str(ROOT))  # for `tests`, which hold what counts collectives
 
 from benchmarks.scale import Cluster, Estimate, estimate
 from benchmarks.traffic import Pack, step_traffic
+
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.config import Config
 from fsdptrain.fsdp.backend import FSDPBackend

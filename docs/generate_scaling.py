@@ -15,9 +15,9 @@ DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS.parent))
 
 import torch  # noqa: E402
+from benchmarks.scale import Cluster, Estimate, best, best_for_length, flags  # noqa: E402
 from transformers import AutoConfig, PreTrainedModel  # noqa: E402
 
-from benchmarks.scale import Cluster, Estimate, best, best_for_length, flags  # noqa: E402
 from fsdptrain.config import Config  # noqa: E402
 from fsdptrain.memory.demand import GIB  # noqa: E402
 from fsdptrain.model.architecture import model_from_config  # noqa: E402

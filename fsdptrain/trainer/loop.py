@@ -20,13 +20,14 @@ from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import CheckpointError, ConfigError, DataError, RolloutError
 from fsdptrain.fsdp.checkpoint import CheckpointFolder
 from fsdptrain.protocols import OffloadingBackend, RewardFunction, TimelineLogger
+from fsdptrain.rank_variables import RUN_ID
 from fsdptrain.trainer import metrics as summary
 from fsdptrain.trainer.batches import PackingRules, StepBatches, make_batches
 from fsdptrain.trainer.components import Components, build_components, loss_config
 from fsdptrain.trainer.epochs import carry_scores
 from fsdptrain.trainer.kl import KlControl, kl_in_reward
 from fsdptrain.trainer.logprobs import Scorer
-from fsdptrain.trainer.run_dir import LAUNCH, PROGRESS_FILE, RunFolder, open_folder
+from fsdptrain.trainer.run_dir import PROGRESS_FILE, RunFolder, open_folder
 from fsdptrain.trainer.samples.single_turn import RolloutBatch
 from fsdptrain.trainer.timeline import WORKERS, Stopwatch
 from fsdptrain.types import Metrics, Sample
@@ -340,8 +341,8 @@ class _Run:
         if dist.get_rank() == 0:
             state = {"step": self._step, "totals": self._totals, "stream": self._parts.stream.state_dict()}
             state["kl_scale"] = self._kl.scale
-            if LAUNCH in os.environ:
-                state["launch"] = os.environ[LAUNCH]
+            if RUN_ID in os.environ:
+                state[RUN_ID] = os.environ[RUN_ID]
             (directory / PROGRESS_FILE).write_text(json.dumps(state))
         return rest
 

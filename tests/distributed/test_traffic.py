@@ -5,8 +5,8 @@ from collections import Counter, defaultdict
 import pytest
 import torch
 import torch.distributed as dist
-
 from benchmarks.traffic import Axis, Kind, Pack, step_traffic
+
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.fsdp.shards import local_shard
