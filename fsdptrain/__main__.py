@@ -1,6 +1,10 @@
-"""`python -m fsdptrain`, alone or under torchrun."""
+"""`python -m fsdptrain`, alone or as a rank."""
 
-from fsdptrain.cli import main
+from fsdptrain.launch.parent import end_with_parent
 
 if __name__ == "__main__":
+    end_with_parent()  # before the command line is imported
+
+    from fsdptrain.cli import main
+
     main()

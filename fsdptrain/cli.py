@@ -22,6 +22,8 @@ from fsdptrain.config.grid import across_nodes, draw_grid
 from fsdptrain.config.keys import SECTIONS, all_keys
 from fsdptrain.config.recipe import to_yaml
 from fsdptrain.errors import ConfigError, FsdptrainError
+from fsdptrain.launch.failures import failure_of, report_failure
+from fsdptrain.rank_variables import read_rank_variables
 
 DESCRIPTION = """\
 Reinforcement learning on any Hugging Face model, with PyTorch's own FSDP2.
@@ -104,8 +106,7 @@ def run(argv: Sequence[str]) -> int:
     try:
         return _command(argv)
     except FsdptrainError as error:
-        if _is_first():
-            sys.stderr.write(f"fsdptrain: {error}\n")
+        report_failure(failure_of(error, rank=0))
         return 2
     except KeyboardInterrupt:
         return 130
@@ -153,20 +154,22 @@ def train(argv: Sequence[str]) -> int:
 
 
 def _draw_processes(config: Config) -> None:
-    """Where it is said how many there are: this command does not look for devices."""
-    if config.launch.nproc_per_node is not None:
-        world_size = config.launch.nproc_per_node * config.launch.nnodes
+    """Draw the groups of ranks, where --nproc-per-node or torchrun gives their number: devices are not counted here."""
+    ranks = read_rank_variables()
+    local = ranks.local_world_size if ranks else config.launch.nproc_per_node
+    world_size = ranks.world_size if ranks else local
+    if local is not None and world_size is not None:
         check_world_size(config, world_size)
-        lines = [*draw_grid(config, world_size), *across_nodes(config, config.launch.nproc_per_node)]
+        lines = [*draw_grid(config, world_size), *across_nodes(config, local)]
         sys.stdout.writelines(f"# {line}\n" for line in lines)
 
 
 def _check_sizes(config: Config) -> None:
-    """Whether the model allows them, where it is said how many processes there are."""
+    """Check the parallel sizes against the model, where --nproc-per-node gives the number of processes."""
     if config.launch.nproc_per_node is not None and config.parallel.backend == "fsdp":
         from fsdptrain.tools.inspect.inspection import check_sizes
 
-        check_sizes(config, config.launch.nproc_per_node * config.launch.nnodes)
+        check_sizes(config, config.launch.nproc_per_node)
 
 
 def export(argv: Sequence[str]) -> int:
@@ -185,7 +188,7 @@ def export(argv: Sequence[str]) -> int:
 
     checkpoint, output = Path(values.pop("checkpoint")), Path(values.pop("output"))
     export_checkpoint(checkpoint, output, **values)
-    if os.environ.get("RANK", "0") == "0":
+    if _is_first():
         sys.stdout.write(f"the model of {checkpoint} is written to {output}\n")
     return 0
 
@@ -324,8 +327,9 @@ def _asks_for_help(argv: Sequence[str]) -> bool:
 
 
 def _is_first() -> bool:
-    """Under torchrun every rank reads the same command line; one of them speaks of it."""
-    return os.environ.get("RANK", "0") == "0"
+    """Under torchrun every rank gets the same command line; the first one answers."""
+    ranks = read_rank_variables()
+    return ranks is None or ranks.rank == 0
 
 
 def _wants_colour() -> bool:

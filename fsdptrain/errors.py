@@ -8,7 +8,7 @@
     ├── RolloutError         an engine failed, or did not answer before its deadline
     ├── MemoryPlanError      the model cannot fit into the memory that is there
     ├── NumericsError        the trainer disagrees with the stock model, or gradients are not finite too often
-    └── RankError            another rank failed: this rank ends too, and shows that rank's error
+    └── RankError            other ranks cannot be reached
 
 The command line prints the message of any of these as one line and exits with code 2. A message names the flag (or the
 file), the value that was found, and the way out.
@@ -51,7 +51,7 @@ class NumericsError(FsdptrainError):
 
 
 class RankError(FsdptrainError):
-    """Another rank failed; the message holds its error."""
+    """Other ranks cannot be reached."""
 
 
 def describe(error: Exception) -> str:

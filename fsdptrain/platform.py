@@ -18,6 +18,8 @@ import torch.distributed as dist
 
 from fsdptrain.errors import ConfigError
 from fsdptrain.overrides import overridable
+from fsdptrain.rank_variables import read_rank_variables
+from fsdptrain.rendezvous import open_store
 
 GIB = 1024**3
 PLATFORM = "FSDPTRAIN_PLATFORM"
@@ -115,19 +117,23 @@ def host_rss() -> int:
 
 @contextmanager
 def process_group(timeout_s: float) -> Iterator[None]:
-    """The group of all ranks: the one that is there, else by torchrun's variables, else of this process alone.
+    """Open the process group of torchrun's ranks, or of this process alone, and close it on exit.
 
-    A group that is made here ends here. `timeout_s` is the deadline of every wait between ranks.
+    A group that exists is used and left open. timeout_s: for every wait between ranks. Raises ConfigError and
+    RankError where the ranks do not find each other.
     """
     if dist.is_initialized():
         yield
         return
-    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if "RANK" not in os.environ else {}
+    ranks = read_rank_variables()
     if has_accelerator():
         index = local_device().index
         _check_device(index, torch.accelerator.device_count())
         torch.accelerator.set_device_index(index)
-    dist.init_process_group(distributed_backend(), timeout=timedelta(seconds=timeout_s), **alone)
+    store = open_store(ranks, timeout_s) if ranks else dist.HashStore()
+    rank, world_size = (ranks.rank, ranks.world_size) if ranks else (0, 1)
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(distributed_backend(), store=store, rank=rank, world_size=world_size, timeout=timeout)
     try:
         yield
     finally:

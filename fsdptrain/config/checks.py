@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from fsdptrain.config.root import Config
 
 
-_LAST_PORT = 65535 - 100
 _DEALT_ATTENTION = ("auto", "varlen", "sdpa")
 LOGGER_NAMES = ("console", "wandb", "trackio")
 
@@ -77,29 +76,25 @@ def check_world_size(config: Config, world_size: int) -> None:
 
 
 def check_processes(config: Config, *, world_size: int, local_world_size: int) -> None:
-    """ConfigError where other processes were started than the flags say, or more or fewer than can be used."""
-    wanted, num_nodes = config.launch.nproc_per_node, world_size // local_world_size
-    remedy = "leave it out, or start with the fsdptrain command or torchrun"
+    """Raise ConfigError where the processes that were started do not fit the flags."""
+    wanted = config.launch.nproc_per_node
     if wanted not in (None, local_world_size):
         raise ConfigError(
-            f"--nproc-per-node {wanted} does not fit the {local_world_size} processes that were started here: {remedy}"
+            f"--nproc-per-node {wanted} does not fit the {local_world_size} processes that were started on this "
+            "machine: leave it out under torchrun"
         )
-    if config.launch.nnodes not in (1, num_nodes):
+    if world_size > local_world_size and config.rollout.num_servers is not None:
         raise ConfigError(
-            f"--nnodes {config.launch.nnodes} does not fit the {num_nodes} machines that were started: {remedy}"
+            f"--rollout-num-servers {config.rollout.num_servers} starts servers on one machine, and this run has "
+            "several: start servers yourself and name them by --rollout-urls"
         )
     check_world_size(config, world_size)
 
 
 def check_own_launch(config: Config) -> None:
-    """NoEffectError for options of our own launch, where somebody else has started the ranks."""
-    reason = (
-        "where fsdptrain does not start the processes itself (torchrun, or Python): leave it out and tell it to what "
-        "does, or start with the fsdptrain command alone"
-    )
-    for problem in without_effect(
-        config, "max_restarts node_timeout log_rank_dir network_interface node_rank rdzv_endpoint", reason
-    ):
+    """Raise NoEffectError for options of the fsdptrain command, where torchrun or Python has started the ranks."""
+    reason = "where torchrun or Python starts the processes: give it to torchrun, or start with the fsdptrain command"
+    for problem in without_effect(config, "max_restarts log_dir", reason):
         raise _error(problem)
 
 
@@ -368,24 +363,10 @@ def _launch(config: Config) -> Iterator[Problem]:
             f"{config.reward_patience:g} s, and 3 x --reward-timeout is {longest:g} s: raise it, or lower "
             "--reward-timeout"
         )
-    if launch.node_rank >= launch.nnodes:
-        yield f"--node-rank {launch.node_rank} must be below --nnodes {launch.nnodes}: machines are counted from 0"
-    if launch.nnodes > 1 and launch.rdzv_endpoint is None:
-        yield f"--nnodes {launch.nnodes} needs --rdzv-endpoint, the host:port of machine 0, e.g. 10.0.0.1:29500"
-    if launch.nnodes == 1:
-        keys = "rdzv_endpoint node_timeout network_interface"
-        yield from without_effect(config, keys, "on one machine: set --nnodes, or leave it out")
     if launch.max_restarts and not (config.run.save_interval and config.run.keep_last):
         yield "--max-restarts needs checkpoints to go on from: --save-interval and --keep-last above 0"
     if not launch.dry_run:
         yield from without_effect(config, "probe", "without --dry-run: a run probes the model itself")
-    if launch.rdzv_endpoint is not None:
-        host, _, port = launch.rdzv_endpoint.rpartition(":")
-        if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) <= _LAST_PORT:
-            yield (
-                f"--rdzv-endpoint must be host:port, got {launch.rdzv_endpoint!r}, e.g. 10.0.0.1:29500, with a port of "
-                f"at most {_LAST_PORT}: the store of the ranks takes a free one among the next hundred"
-            )
 
 
 _CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (

@@ -137,10 +137,31 @@ NAMES_ELSEWHERE = {
 }
 
 
+# Flags that belong to torchrun -> what to do.
+_TORCHRUN = (
+    ": torchrun starts several machines: torchrun --nnodes N --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint "
+    "HOST:29500 -m fsdptrain ..."
+)
+_INTERFACES = ": set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME in the environment"
+TORCHRUN_FLAGS = {
+    "--nnodes": _TORCHRUN,
+    "--node-rank": _TORCHRUN,
+    "--rdzv-backend": _TORCHRUN,
+    "--rdzv-endpoint": _TORCHRUN,
+    "--rdzv-id": _TORCHRUN,
+    "--master-addr": _TORCHRUN,
+    "--master-port": _TORCHRUN,
+    "--node-timeout": _TORCHRUN,
+    "--network-interface": _INTERFACES,
+}
+
+
 def advice(name: str, known: list[str]) -> str:
-    """What to write in place of an unknown `name`: what became of a known former flag, what other trainers call so, or
-    the nearest name."""
+    """Suggest what to write in place of an unknown `name`: by the flags of slime, torchrun and other trainers, or the
+    nearest name."""
     flag = "--" + name.lstrip("-").replace("_", "-")
+    if flag in TORCHRUN_FLAGS:
+        return TORCHRUN_FLAGS[flag]
     if former := FORMER_FLAGS.get(flag):
         return f": {former.advice}"
     return f": it is {NAMES_ELSEWHERE[flag]} here" if flag in NAMES_ELSEWHERE else suggest(name, known)

@@ -362,26 +362,16 @@ class LogConfig(Section):
 
 
 class LaunchConfig(Section):
-    """Processes. Under torchrun these come from the environment."""
+    """Processes on this machine. Several machines: torchrun, see docs/launch.md."""
 
     nproc_per_node: int | None = Field(default=None, ge=1)
-    """Processes on this machine. Default: one for each visible GPU, else one."""
-    nnodes: int = Field(default=1, ge=1)
-    """Machines."""
-    node_rank: int = Field(default=0, ge=0)
-    """Index of this machine."""
-    rdzv_endpoint: str | None = None
-    """host:port of machine 0, with --nnodes above 1."""
+    """Processes on this machine. Default: one per visible GPU, else one."""
     dist_timeout: int = Field(default=1800, ge=1)
-    """Deadline of every wait between ranks, and of machines for each other before ranks start. [s]"""
-    node_timeout: int = Field(default=60, ge=5)
-    """Silence after which a machine is taken to be lost. [s]"""
+    """Deadline of every wait between ranks. [s]"""
     max_restarts: int = Field(default=0, ge=0)
-    """Times that all ranks start again from the newest checkpoint after a rank or a machine was lost."""
-    network_interface: str | None = None
-    """Interface for gloo and NCCL, e.g. eth0. Default: for gloo the one towards machine 0, for NCCL its own choice."""
-    log_rank_dir: str | None = None
-    """Folder for the output of each rank, by file; the console shows rank 0."""
+    """Restart all ranks up to this many times after one has died, from the newest checkpoint."""
+    log_dir: str | None = None
+    """Folder for the output of each rank. The console then shows rank 0 only."""
     probe: bool = False
     """With --dry-run: build a small random copy of the model from its config.json and say how it will be computed."""
     dry_run: bool = False

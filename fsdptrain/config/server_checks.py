@@ -39,11 +39,6 @@ def check_servers(config: Config) -> Iterator[Problem]:
         yield from without_effect(
             config, "rollout_api_key_env rollout_public_servers", "without --rollout-urls: leave it out"
         )
-        if config.launch.nnodes > 1:
-            yield (
-                f"--rollout-num-servers starts servers on one machine, and --nnodes is {config.launch.nnodes}: start "
-                "them yourself and name them by --rollout-urls"
-            )
     num_servers = len(rollout.urls) or rollout.num_servers or 0
     if sync.min_servers > num_servers:
         yield f"--min-servers {sync.min_servers} is more than the {num_servers} servers: lower it"

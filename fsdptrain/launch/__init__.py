@@ -1,42 +1,48 @@
-"""Processes: one in place, or one for each device of one or several machines, and how their errors end the run.
+"""The processes of a run.
 
     fsdptrain ...                    one device: trains in this process
-    fsdptrain --nproc-per-node 8     starts `python -m fsdptrain` eight times, on each machine of --nnodes
-    torchrun ... -m fsdptrain        the ranks are there already: trains as one of them
+    fsdptrain --nproc-per-node 8     starts `python -m fsdptrain` eight times on this machine (local.py)
+    torchrun ... -m fsdptrain        the ranks are there already, on one or several machines: trains as one of them
 
-An error of any rank ends all of them, on all machines, and is shown once on each, by the process that started them:
-
-    this process    meets the other machines (meeting.py), starts rounds of ranks, judges (rounds.py); no torch in it
-      agent         one round: torch's elastic agent (agent.py)
-        ranks       train (ranks.py)
+All ranks train by `ranks.py`. The first error of any rank ends all of them and is shown once.
 """
 
-import os
-from collections.abc import Sequence
+from __future__ import annotations
 
-from fsdptrain.config import Config
-from fsdptrain.config.checks import check_world_size
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from fsdptrain.rank_variables import read_rank_variables
+
+if TYPE_CHECKING:
+    from fsdptrain.config import Config
 
 
 def run(config: Config, argv: Sequence[str]) -> int:
-    """Train on all processes that `config.launch` asks for; the exit code. `argv` is what each of them is given."""
-    from fsdptrain.launch import rounds
+    """Train on all processes that `config.launch` and the environment ask for; return the exit code.
 
-    launch = config.launch
-    if "RANK" in os.environ:
+    argv: the command line, which ranks started here get too.
+    """
+    variables = read_rank_variables()
+    if variables is not None:
         from fsdptrain.launch.ranks import run_as_rank
 
-        return run_as_rank(config)
+        return run_as_rank(config, variables.rank)
+    launch = config.launch
     nproc = launch.nproc_per_node or _number_of_devices()
-    if nproc * launch.nnodes > 1 or launch.max_restarts or launch.log_rank_dir:
-        check_world_size(config, nproc * launch.nnodes)
-        return rounds.start_ranks(config, argv, nproc=nproc)
-    from fsdptrain.launch.ranks import run_alone  # torch: only now
+    if nproc > 1 or launch.max_restarts or launch.log_dir:
+        from fsdptrain.config import check_world_size
+
+        check_world_size(config, nproc)
+        from fsdptrain.launch.local import start_ranks
+
+        return start_ranks(config, argv, nproc=nproc)
+    from fsdptrain.launch.ranks import run_alone
 
     return run_alone(config)
 
 
 def _number_of_devices() -> int:
-    from fsdptrain.platform import device_count  # torch: only now
+    from fsdptrain.platform import device_count
 
     return device_count()

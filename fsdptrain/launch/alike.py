@@ -1,8 +1,10 @@
-"""What must be the same on all machines of a run: versions and options. In words that can be compared and shown."""
+"""What must be the same on all ranks of a run: versions and options."""
 
 import hashlib
 import json
+import os
 import platform
+import socket
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -10,30 +12,27 @@ from pathlib import Path
 import fsdptrain
 from fsdptrain.config import Config
 from fsdptrain.config.keys import all_keys
+from fsdptrain.distributed import gather
+from fsdptrain.errors import ConfigError
 
-_OWN = ("node_rank", "network_interface", "rdzv_endpoint", "log_rank_dir", "nproc_per_node")  # of each machine
-_LONGEST = 3  # differences that are shown
+_MAY_DIFFER = ("--log-dir", "--nproc-per-node")
+_MAX_SHOWN = 3  # differences
 
 Description = Mapping[str, str]
 
 
-def describe(config: Config, *, nproc: int) -> Description:
-    """Name -> what it is on this machine."""
-    options = {
-        key.flag: str(getattr(getattr(config, key.section), key.name))
-        for key in all_keys().values()
-        if key.section != "launch" or key.name not in _OWN
-    }
-    return {**_versions(), "--nproc-per-node": str(nproc), **options}
+def require_alike(config: Config) -> None:
+    """Compare versions and options of all ranks. Collective. Raises ConfigError on all ranks, with the differences."""
+    ours = {**_versions(), **_options(config)}
+    digest = hashlib.sha256(json.dumps(ours, sort_keys=True).encode()).hexdigest()
+    if len(set(gather(digest))) > 1:
+        where = f"rank {os.environ['RANK']} ({socket.gethostname()})"
+        raise ConfigError(f"ranks of one run must be alike: {difference(gather((where, ours)))}")
 
 
-def digest(description: Description) -> str:
-    return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()
-
-
-def difference(nodes: Sequence[tuple[str, Description]]) -> str | None:
-    """The message for the first machine that is not as the first one is; None: all are alike."""
-    (first, ours), *others = nodes
+def difference(ranks: Sequence[tuple[str, Description]]) -> str:
+    """Name the differences between the first rank and the first one that is not like it; "" where there is none."""
+    (first, ours), *others = ranks
     for name, theirs in others:
         found = [
             f"{what} is {ours.get(what)} on {first} and {theirs.get(what)} on {name}"
@@ -41,13 +40,17 @@ def difference(nodes: Sequence[tuple[str, Description]]) -> str | None:
             if ours.get(what) != theirs.get(what)
         ]
         if found:
-            more = f"; {len(found) - _LONGEST} more" if len(found) > _LONGEST else ""
-            return f"machines of one run must be alike: {'; '.join(found[:_LONGEST])}{more}"
-    return None
+            more = f"; {len(found) - _MAX_SHOWN} more" if len(found) > _MAX_SHOWN else ""
+            return "; ".join(found[:_MAX_SHOWN]) + more
+    return ""
+
+
+def _options(config: Config) -> dict[str, str]:
+    return {key.flag: str(key.value(config)) for key in all_keys().values() if key.flag not in _MAY_DIFFER}
 
 
 def _versions() -> dict[str, str]:
-    found = {"Python": platform.python_version(), "fsdptrain": f"{fsdptrain.__version__} ({_sources()})"}
+    found = {"Python": platform.python_version(), "fsdptrain": f"{fsdptrain.__version__} ({_source_digest()})"}
     for package in ("torch", "transformers"):
         try:
             found[package] = version(package)
@@ -56,8 +59,8 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _sources() -> str:
-    """Two clones of different commits have the same version."""
+def _source_digest() -> str:
+    """Clones of different commits have the same version."""
     folder = Path(fsdptrain.__file__).parent
     found = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):

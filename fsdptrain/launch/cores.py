@@ -1,4 +1,4 @@
-"""The cores that this process may use: fewer than the machine has where a scheduler deals them out."""
+"""The number of cores that this process may use."""
 
 import math
 import os
@@ -9,14 +9,14 @@ _MEMBERSHIP, _ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 def usable_cores(membership: Path = _MEMBERSHIP, root: Path = _ROOT) -> int:
-    """Within the affinity of the process and the limits of its control groups (version 2); at least 1."""
+    """Count cores within the CPU affinity and the limits of the control groups (version 2); at least 1."""
     affinity = os.sched_getaffinity(0) if sys.platform == "linux" else range(os.cpu_count() or 1)
     lines = membership.read_text().splitlines() if membership.is_file() else []
     own = [root / line.removeprefix("0::").lstrip("/") for line in lines if line.startswith("0::")]
     limits = [path / "cpu.max" for group in own for path in (group, *group.parents) if path.is_relative_to(root)]
-    return max(1, min([len(affinity), *(_of(limit) for limit in limits if limit.is_file())]))
+    return max(1, min([len(affinity), *(_cores_of(limit) for limit in limits if limit.is_file())]))
 
 
-def _of(limit: Path) -> int:
+def _cores_of(limit: Path) -> int:
     quota, period = limit.read_text().split()
     return 2**31 if quota == "max" else math.ceil(int(quota) / int(period))

@@ -1,106 +1,96 @@
-"""Why ranks ended: what each leaves for those who started it, and which of several errors is the cause."""
+"""Why ranks ended: the error file that each leaves, and which of several failures is the cause."""
 
 import json
 import os
 import signal
+import sys
+import time
+import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass
-from enum import IntEnum
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
-FAILURES = "FSDPTRAIN_FAILURES"  # folder in which ranks leave their errors for the process that started them
-AGENT = "agent.json"  # in it: what torch's agent saw of them
+from fsdptrain.errors import FsdptrainError, RankError, RolloutError
+from fsdptrain.launch.parent import is_started_by_us
+from fsdptrain.rank_variables import ERROR_FILE
 
-
-class Level(IntEnum):
-    """How near an error is to the cause."""
-
-    OWN = 0  # of the rank itself
-    NODE = 1  # a machine is gone
-    ECHO = 2  # tells the error of another rank
-    LOST = 3  # another rank does not answer
+_FIELDS = "fsdptrain"  # our part of an error file
+_FIRST_RANK_S = 2.0  # [s] for the first rank of a machine to speak: then torchrun ends the others
 
 
 @dataclass(frozen=True)
 class Failure:
     """Why a rank ended."""
 
-    rank: int
     time: float  # [s] since the epoch
-    text: str  # the message, or the traceback
-    mendable: bool  # an FsdptrainError
-    level: int = Level.OWN
-    again: bool = True  # from the newest checkpoint it may go well
-
-    def line(self) -> str:
-        return f"fsdptrain: {self.text}\n"
-
-    def write(self, directory: Path) -> None:
-        half = directory / f".rank{self.rank}"
-        half.write_text(json.dumps(vars(self)))
-        half.rename(directory / f"rank{self.rank}.json")
+    text: str  # one line; for a bug one line and a traceback
+    exit_code: int  # 2 for an FsdptrainError, 1 for a bug
+    is_echo: bool = False  # follows from the failure of another rank
+    restartable: bool = True  # may not happen again after a restart
 
 
-@dataclass(frozen=True)
-class Report:
-    """Why a machine ended its part of a run."""
+class RankExit(Protocol):
+    """What torch's agent knows of a rank that failed: `torch.distributed.elastic...ProcessFailure`."""
 
-    text: str  # one line if `code` is 2, or one and a traceback; "": it has been said
-    code: int = 2  # of the command
-    level: int = Level.OWN
-    again: bool = True  # from the newest checkpoint it may go well
-
-    def of_node(self, node: str) -> "Report":
-        return Report(f"{node}: {self.text}" if self.text else "", self.code, self.level, self.again)
+    exitcode: int
+    error_file_data: dict[str, Any]
 
 
-def read_failures(directory: Path) -> list[Failure]:
-    """What the ranks of this machine left, the cause first: what only echoes another rank comes last."""
-    found = [Failure(**json.loads(path.read_text())) for path in directory.glob("rank*.json")]
-    return sorted(found, key=lambda failure: (failure.level, failure.time))
+def failure_of(error: BaseException, rank: int, *, lost_a_rank: bool = False) -> Failure:
+    """lost_a_rank: `error` is of a connection to another rank."""
+    is_user_error = isinstance(error, FsdptrainError)
+    shown = "".join(traceback.format_exception(error)).rstrip()
+    return Failure(
+        time=time.time(),
+        text=str(error) if is_user_error else f"rank {rank} failed\n{shown}",
+        exit_code=2 if is_user_error else 1,
+        is_echo=lost_a_rank or isinstance(error, RankError),
+        restartable=not is_user_error or isinstance(error, RankError | RolloutError),
+    )
 
 
-def read_report(directory: Path, agent_code: int, *, stopped: bool = False) -> Report:
-    """Of the ranks of this machine, where they did not all end well. stopped: from outside, or they fell ill alone."""
-    seen = directory / AGENT
-    if not seen.is_file() and not stopped:
-        return Report(f"the process that watches the ranks ended with exit code {agent_code}", code=1)
-    codes = {int(rank): code for rank, code in json.loads(seen.read_text()).items()} if seen.is_file() else {}
-    failures = read_failures(directory)
-    killed = _killed(codes)
-    if killed is None:
-        return _explained(codes, failures)
-    rank, name = killed
-    aborted = name == "SIGABRT"  # what a watchdog in C++ does that misses another rank; or it is the cause
-    if failures and failures[0].level == Level.OWN and (aborted or failures[0].rank == rank):
-        return _explained({}, failures)
+def report_failure(failure: Failure) -> None:
+    """Leave `failure` for the process that started this rank; where that is not ours, write it to stderr too."""
+    path = os.environ.get(ERROR_FILE)
+    if path:
+        _write_error_file(Path(path), failure)
+    if is_started_by_us():
+        return
+    if failure.is_echo or (failure.exit_code == 2 and os.environ.get("LOCAL_RANK", "0") != "0"):
+        time.sleep(_FIRST_RANK_S)  # all ranks may have the same error: torchrun ends this one meanwhile
+    sys.stderr.write(f"fsdptrain: {failure.text}\n")
+
+
+def _write_error_file(path: Path, failure: Failure) -> None:
+    """As `torch.distributed.elastic.multiprocessing.errors.ErrorHandler` does, which torchrun shows; and our fields."""
+    extra = {"py_callstack": failure.text, "timestamp": str(int(failure.time))}
+    message = {"message": failure.text, "extraInfo": extra}
+    half = path.with_suffix(".half")
+    half.write_text(json.dumps({"message": message, _FIELDS: asdict(failure)}))
+    half.rename(path)
+
+
+def root_cause(exits: Mapping[int, RankExit]) -> Failure:
+    """The failure that explains the others. exits: by rank, at least one."""
+    return min((_ranked(rank, found) for rank, found in exits.items()), key=lambda one: one[:2])[2]
+
+
+def _ranked(rank: int, found: RankExit) -> tuple[int, float, Failure]:
+    """(order, time, failure). A rank that dies without an error file explains errors of those that miss it."""
+    fields = found.error_file_data.get(_FIELDS)
+    failure = Failure(**fields) if fields else _without_error_file(rank, found.exitcode)
+    if fields:
+        return (4 if failure.is_echo else 2), failure.time, failure
+    if found.exitcode == -signal.SIGTERM:  # by the agent, after the failure of another rank
+        return 5, rank, failure
+    aborted = found.exitcode == -signal.SIGABRT  # as a watchdog in C++ does that misses another rank
+    return (3 if aborted else 0 if found.exitcode < 0 else 1), rank, failure
+
+
+def _without_error_file(rank: int, code: int) -> Failure:
+    if code >= 0:
+        return Failure(0.0, f"rank {rank} ended with exit code {code} and left no error", exit_code=code)
+    name = signal.Signals(-code).name
     hint = "; the host may be out of memory: see dmesg, use fewer --nproc-per-node" if name == "SIGKILL" else ""
-    return Report(f"rank {rank} was killed by {name}{hint}", level=Level.ECHO if aborted else Level.OWN)
-
-
-def _killed(codes: Mapping[int, int]) -> tuple[int, str] | None:
-    """A rank and its signal; SIGABRT last, which may only follow another one's end."""
-    found = [(rank, signal.Signals(-code).name) for rank, code in codes.items() if code < 0]
-    found = [(rank, name) for rank, name in found if name != "SIGTERM"]  # sent by the agent to the others
-    return min(found, key=lambda one: (one[1] == "SIGABRT", one[0])) if found else None
-
-
-def _explained(codes: Mapping[int, int], failures: list[Failure]) -> Report:
-    told = {failure.rank for failure in failures}
-    silent = [(rank, code) for rank, code in codes.items() if code > 0 and rank not in told]
-    if silent:  # the errors of the others only say that this one is gone
-        rank, code = silent[0]
-        if code == 2:  # the rank has said what was wrong with its command line
-            return Report("", again=False)
-        return Report(f"rank {rank} ended with exit code {code} and left no error", code=code)
-    if not failures:
-        return Report("its ranks were stopped", level=Level.LOST)
-    first = failures[0]
-    if first.mendable:
-        return Report(first.text, 2, first.level, first.again)
-    return Report(f"rank {first.rank} failed\n{first.text.rstrip()}", 1, first.level, first.again)
-
-
-def is_told() -> Path | None:
-    """The folder for the errors of this rank, where one of our own processes has started it."""
-    return Path(os.environ[FAILURES]) if FAILURES in os.environ else None
+    return Failure(0.0, f"rank {rank} was killed by {name}{hint}", exit_code=2)

@@ -197,7 +197,7 @@ def _remedies(demand: MemoryDemand, supply: MemorySupply) -> list[str]:
     enough = [flag for flag, changed in changes if changed != demand and _fits(changed, supply)]
     if more_ranks is not None:
         gpus = "--nproc-per-node, " if supply.has_accelerator else ""
-        enough.append(f"{more_ranks} shards ({gpus}--nnodes, or a smaller --fsdp-replicate-size)")
+        enough.append(f"{more_ranks} shards ({gpus}more machines, or a smaller --fsdp-replicate-size)")
     return enough
 
 

@@ -19,6 +19,7 @@ from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import CheckpointError, ConfigError, DataError, RolloutError
 from fsdptrain.fsdp.checkpoint import CheckpointFolder
 from fsdptrain.protocols import RewardFunction
+from fsdptrain.rank_variables import RUN_ID
 from fsdptrain.trainer import metrics
 from fsdptrain.trainer.batches import PackingRules, StepBatches, make_batches
 from fsdptrain.trainer.components import Components, build_components, log, loss_config
@@ -27,7 +28,7 @@ from fsdptrain.trainer.kl import KlControl, kl_in_reward
 from fsdptrain.trainer.logprobs import LogprobPasses
 from fsdptrain.trainer.phases import Phases
 from fsdptrain.trainer.reporting import Reporter
-from fsdptrain.trainer.run_dir import LAUNCH, PROGRESS_FILE, RunFolder, open_folder
+from fsdptrain.trainer.run_dir import PROGRESS_FILE, RunFolder, open_folder
 from fsdptrain.trainer.samples.single_turn import RolloutBatch
 from fsdptrain.types import Metrics, Sample
 
@@ -275,8 +276,8 @@ class TrainingLoop:
         if dist.get_rank() == 0:
             state = {"step": self.step, "totals": self._report.totals, "stream": self._stream.state_dict()}
             state["kl_scale"] = self._kl.scale
-            if LAUNCH in os.environ:
-                state["launch"] = os.environ[LAUNCH]
+            if RUN_ID in os.environ:
+                state[RUN_ID] = os.environ[RUN_ID]
             (directory / PROGRESS_FILE).write_text(json.dumps(state))
         return pending
 

@@ -12,9 +12,10 @@ import torch.distributed as dist
 
 from fsdptrain.config import Config, load_recipe, to_yaml
 from fsdptrain.config.keys import all_keys
-from fsdptrain.distributed import raise_on_all_ranks
+from fsdptrain.distributed import any_rank, raise_on_all_ranks
 from fsdptrain.errors import CheckpointError, ConfigError
 from fsdptrain.fsdp.checkpoint import CheckpointFolder
+from fsdptrain.rank_variables import RUN_ID, restart_count
 
 log = logging.getLogger(__name__)
 
@@ -24,8 +25,7 @@ _NOT_LEARNED = {  # sections and keys that may change without a word
     *("launch", "log", "output_dir", "num_rollout", "resume", "save_interval", "keep_last", "async_save", "export"),
     *("eval_interval", "n_samples_per_eval_prompt", "eval_temperature", "eval_greedy"),
 }
-LAUNCH = "FSDPTRAIN_LAUNCH"  # set where ranks may be started again: name of the command that did so
-PROGRESS_FILE = "progress.json"  # in a checkpoint: what the loop counts, beside what the backend saves
+PROGRESS_FILE = "progress.json"  # in a checkpoint: the counters of the loop
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,13 @@ class RunFolder:
 
 
 def open_folder(config: Config) -> RunFolder:
-    """Whether --output-dir may be used, and the checkpoint in it to resume from. Collective."""
+    """Find the checkpoint to resume from. Collective. Raises ConfigError where --output-dir may not be used."""
     folder = Path(config.run.output_dir)
+    restarted = any_rank(restart_count() > 0)  # machines count restarts differently
     with raise_on_all_ranks(ConfigError, f"--output-dir {folder}"):
-        if dist.get_rank() == 0:
+        if dist.get_rank() == 0 and not restarted:
             _refuse_used_folder(config, folder)
-    checkpoint = _checkpoint_to_resume(config, folder)
+    checkpoint = _checkpoint_to_resume(config, folder, restarted=restarted)
     progress = None
     if checkpoint is not None:
         with raise_on_all_ranks(CheckpointError, f"--resume: checkpoint {checkpoint} cannot be read"):
@@ -105,16 +106,17 @@ def _refuse_used_folder(config: Config, folder: Path) -> None:
         )
 
 
-def _checkpoint_to_resume(config: Config, folder: Path) -> Path | None:
+def _checkpoint_to_resume(config: Config, folder: Path, *, restarted: bool) -> Path | None:
+    """After a restart by the elastic agent the newest one, whatever --resume was for the start of the run."""
+    newest = CheckpointFolder(folder, keep_last=config.run.keep_last).latest()
+    if config.run.resume == "auto" or (config.run.resume == "never" and restarted):
+        return newest
     if config.run.resume == "never":
         return None
-    if config.run.resume == "auto":
-        return CheckpointFolder(folder, keep_last=config.run.keep_last).latest()
-    newest = CheckpointFolder(folder, keep_last=config.run.keep_last).latest()
     checkpoint = Path(config.run.resume)
     with raise_on_all_ranks(CheckpointError, f"--resume {checkpoint}"):
-        if newest is not None and LAUNCH in os.environ and _launch_of(newest) == os.environ[LAUNCH]:
-            return newest  # ranks that were started again: the run has gone on from `checkpoint` already
+        if restarted and newest is not None and _run_id_of(newest) == os.environ.get(RUN_ID):
+            return newest  # not one from before the run went back to `checkpoint`
         if not checkpoint.is_dir():
             raise CheckpointError(
                 f"--resume {checkpoint} is not there: it is auto, never, or a folder checkpoints/step_*"
@@ -122,5 +124,5 @@ def _checkpoint_to_resume(config: Config, folder: Path) -> Path | None:
     return checkpoint
 
 
-def _launch_of(checkpoint: Path) -> str | None:
-    return json.loads((checkpoint / PROGRESS_FILE).read_text()).get("launch")
+def _run_id_of(checkpoint: Path) -> str | None:
+    return json.loads((checkpoint / PROGRESS_FILE).read_text()).get(RUN_ID)

@@ -1,4 +1,4 @@
-"""The folder of a run is one for all ranks, and ranks that are started again go on where their own run was."""
+"""All ranks share the folder of a run, and restarted ranks resume from its newest checkpoint."""
 
 import json
 
@@ -9,27 +9,35 @@ from fsdptrain import platform
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
 from fsdptrain.testing import spawn
-from fsdptrain.trainer.run_dir import LAUNCH, PROGRESS_FILE, RunFolder, open_folder
+from fsdptrain.trainer.run_dir import PROGRESS_FILE, RunFolder, open_folder
 
 
-def checkpoint(folder, step, launch):
+def checkpoint(folder, step, run_id):
     path = folder / f"checkpoints/step_{step:08d}"
     path.mkdir(parents=True)
-    (path / PROGRESS_FILE).write_text(json.dumps({"step": step, "launch": launch}))
+    (path / PROGRESS_FILE).write_text(json.dumps({"step": step, "TORCHELASTIC_RUN_ID": run_id}))
     return path
 
 
-@pytest.mark.parametrize(("launch", "step"), [("ours", 3), ("another", 1), (None, 1)])
-def test_after_a_restart_resume_dir_does_not_take_the_run_back_once_more(tmp_path, monkeypatch, launch, step):
-    first = checkpoint(tmp_path, 1, None)
-    checkpoint(tmp_path, 2, "ours")
-    checkpoint(tmp_path, 3, "ours")
-    if launch is None:
-        monkeypatch.delenv(LAUNCH, raising=False)
-    else:
-        monkeypatch.setenv(LAUNCH, launch)
+@pytest.mark.parametrize(
+    ("resume", "run_id", "restarts", "step"),
+    [
+        ("auto", "another", 0, 3),
+        ("never", "another", 1, 3),
+        ("checkpoints/step_00000001", "ours", 0, 1),
+        ("checkpoints/step_00000001", "ours", 1, 3),
+        ("checkpoints/step_00000001", "another", 1, 1),  # step 3 is from before the run went back to 1
+    ],
+)
+def test_resume_holds_for_the_start_and_not_for_restarts(tmp_path, monkeypatch, resume, run_id, restarts, step):
+    for number in (1, 3):
+        checkpoint(tmp_path, number, "ours")
+    (tmp_path / "config.yaml").touch()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", run_id)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
+    resume = str(tmp_path / resume) if "/" in resume else resume
     with platform.process_group(10):
-        folder = open_folder(Config(hf_checkpoint="x", output_dir=str(tmp_path), resume=str(first)))
+        folder = open_folder(Config(hf_checkpoint="x", output_dir=str(tmp_path), resume=resume))
     assert folder.resumed_step == step
 
 

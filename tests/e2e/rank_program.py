@@ -1,6 +1,6 @@
-"""`python -m tests.e2e.rank_program <what>`: a rank that meets one fate, for the tests of the launch.
+"""`python -m tests.e2e.rank_program <fate> ...`: two ranks that meet one fate after each restart, the next one.
 
-OPTIONS in the environment holds more options, as JSON; ONCE the name of a file: a fate that finds it there is spared.
+OPTIONS in the environment holds more options of the configuration, as JSON.
 """
 
 import json
@@ -8,75 +8,58 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
-from fsdptrain.config import Config
-from fsdptrain.errors import CheckpointError, FsdptrainError
-from fsdptrain.launch.ranks import run_as_rank
-from fsdptrain.launch.rounds import start_ranks
+from fsdptrain.launch.parent import end_with_parent
 
 
-def meet(fate: str) -> None:
-    rank = int(os.environ["RANK"])
-    fate = "fine" if _is_spared(rank) else fate
+def meet(fates: list[str]) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from fsdptrain.errors import CheckpointError
+
+    rank, restarts = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    fate = fates[restarts]
     total = torch.ones(())
     dist.all_reduce(total)
-    if fate == "fine" and rank == 0:
-        sys.stdout.write(f"{int(total)} ranks, {os.environ['OMP_NUM_THREADS']} threads\n")
-    if (fate == "mendable" and rank == 1) or fate == "everyone":
-        raise CheckpointError("--hf-checkpoint x holds no config.json")
-    if fate == "bug" and rank == 1:
-        raise ZeroDivisionError("a bug")
-    if fate == "aborted" and rank == 0:  # as a watchdog in C++ does, once another rank has raised
-        failures = Path(os.environ["FSDPTRAIN_FAILURES"])
-        while not list(failures.glob("rank*.json")):
-            time.sleep(0.001)
-        os.abort()
-    if fate == "aborted":
-        raise ZeroDivisionError("a bug")
-    if fate == "killed" and rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    if fate == "silent" and rank == 1:
-        os._exit(9)
-    if fate == "deaf" and rank == 1:  # who watches it does not hear any more, not even that it should end
-        os.kill(os.getppid(), signal.SIGSTOP)
-        raise ZeroDivisionError("a bug")
-    if fate == "talks":
-        sys.stdout.write(f"rank {rank} says\n")
+    if fate == "talk":
+        sys.stdout.write(f"rank {rank}: {int(total)} ranks, {os.environ['OMP_NUM_THREADS']} threads\n")
         sys.stderr.write(f"rank {rank} warns\n")
-    if fate == "interrupted":
+    if fate == "refuse together" or (fate == "refuse" and rank == 1):
+        raise CheckpointError("--hf-checkpoint x holds no config.json")
+    if fate == "fail" and rank == 1:
+        raise ZeroDivisionError("a bug")
+    if fate == "die" and rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fate == "exit" and rank == 1:
+        os._exit(9)
+    if fate == "wait":
         sys.stdout.write(f"ready {os.getpid()}\n")
         sys.stdout.flush()
         time.sleep(60)
-    dist.barrier()  # those who are left wait here
-
-
-def _is_spared(rank: int) -> bool:
-    """Fates that are met once: whether this was before."""
-    marker = Path(os.environ.get("ONCE", os.devnull))
-    met = marker.is_file()
-    dist.barrier()
-    if rank == 0 and "ONCE" in os.environ:
-        marker.touch()
-    dist.barrier()
-    return met
+    dist.barrier()  # where the other rank waits
 
 
 def main() -> int:
+    from fsdptrain.config import Config
+
+    config = Config(hf_checkpoint="unused", dist_timeout=60, **json.loads(os.environ.get("OPTIONS", "{}")))
     if "RANK" in os.environ:
-        return run_as_rank(Config(hf_checkpoint="unused", dist_timeout=60), lambda: meet(sys.argv[1]))
-    options = json.loads(os.environ.get("OPTIONS", "{}"))
-    nodes = {"nnodes": 2, "node_rank": int(sys.argv[2]), "rdzv_endpoint": sys.argv[3]} if len(sys.argv) > 3 else {}
-    config = Config(hf_checkpoint="unused", **{"dist_timeout": 60, **nodes, **options})
+        from fsdptrain.launch.ranks import run_as_rank
+
+        return run_as_rank(config, int(os.environ["RANK"]), lambda: meet(sys.argv[1:]))
+    from fsdptrain.errors import FsdptrainError
+    from fsdptrain.launch.local import start_ranks
+
     try:
-        return start_ranks(config, sys.argv[1:], nproc=1 if nodes else 2, module="tests.e2e.rank_program")
+        return start_ranks(config, sys.argv[1:], nproc=2, module="tests.e2e.rank_program")
     except FsdptrainError as error:
         sys.stderr.write(f"fsdptrain: {error}\n")
         return 2
+    except KeyboardInterrupt:
+        return 130
 
 
 if __name__ == "__main__":
+    end_with_parent()
     sys.exit(main())

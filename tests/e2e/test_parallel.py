@@ -1,6 +1,7 @@
 """Tensor and expert parallel by the real command line: a run learns what it learns without them."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import Qwen3MoeForCausalLM
 
-from fsdptrain.testing import tiny_tokenizer
+from fsdptrain.testing import rank_variables, tiny_tokenizer
 from tests import zoo
 from tests.e2e import command
 from tests.e2e.command import TINY_RUN
@@ -73,15 +74,17 @@ def test_a_checkpoint_of_a_split_run_is_exported_by_one_process(checkpoint, tmp_
 
 
 def test_dry_run_draws_the_processes_and_refuses_what_does_not_fit() -> None:
-    flags = "--hf-checkpoint X --dry-run --nnodes 4 --nproc-per-node 8 --rdzv-endpoint a:1 --tensor-parallel-size 4"
+    flags = "--hf-checkpoint X --dry-run --tensor-parallel-size 4"
     program = [sys.executable, "-m", "fsdptrain", *flags.split(), "--expert-parallel-size", "16"]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=60, check=True)
+    torchrun = {**os.environ, **rank_variables(0, 32, 29500), "LOCAL_WORLD_SIZE": "8"}
+    done = subprocess.run(program, env=torchrun, capture_output=True, text=True, timeout=60, check=True)
     assert "# 32 processes = 1 replicas x 8 shards x 4 tensor" in done.stdout
     assert "# experts on 1 replicas x 2 expert shards x 16 expert" in done.stdout
     assert "# replica 0: [0 1 2 3] [4 5 6 7] " in done.stdout
     assert "# --expert-parallel-size 16: its groups do not lie within a node of 8 processes" in done.stdout
     assert "# --tensor-parallel-size" not in done.stdout
-    refused = subprocess.run([*program[:-1], "3"], capture_output=True, text=True, timeout=60, check=False)
+    program = [*program[:-1], "3", "--nproc-per-node", "32"]
+    refused = subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)
     assert refused.returncode == 2
     assert "--expert-parallel-size 3 must divide the processes of a replica, 32" in refused.stderr
 

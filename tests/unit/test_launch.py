@@ -1,92 +1,68 @@
-"""Of several errors the cause is shown, not its echoes; and what was started must be what the flags say."""
-
-import json
-from dataclasses import replace
+"""Of several failures the cause is shown, not its echoes; and what was started must be what the flags say."""
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from fsdptrain.config import Config
-from fsdptrain.errors import ConfigError, DataError, RankError
-from fsdptrain.launch.failures import AGENT, Level, Report, read_failures, read_report
-from fsdptrain.launch.meeting import Go, meet
-from fsdptrain.launch.ranks import distributed, failure_of
-from fsdptrain.launch.rounds import _Rounds, _terms
+from fsdptrain.errors import ConfigError, DataError, RankError, RolloutError
+from fsdptrain.launch.alike import difference
+from fsdptrain.launch.failures import failure_of, report_failure, root_cause
+from fsdptrain.launch.ranks import process_group
+from fsdptrain.rank_variables import ERROR_FILE
+
+BUG, LOST, USER = ZeroDivisionError("a bug"), RuntimeError("Connection closed by peer"), DataError("x is empty")
 
 
-def test_the_cause_comes_before_its_echoes_and_before_later_errors(tmp_path):
-    cause = failure_of(DataError("--prompt-data x is empty"), 2)
-    for failure in (
-        replace(failure_of(RankError("rank 2: --prompt-data x is empty"), 0), time=cause.time - 1),
-        replace(failure_of(RuntimeError("connection lost"), 1), time=cause.time + 1),
-        cause,
-    ):
-        failure.write(tmp_path)
-    assert [failure.rank for failure in read_failures(tmp_path)] == [2, 1, 0]
-    assert read_failures(tmp_path)[0] == cause
-
-
-BUG, LOST = ZeroDivisionError("a bug"), RuntimeError("Connection closed by peer")
+def exits_of(codes, errors, folder, monkeypatch):
+    """What the agent sees: exit codes, and the error files of the ranks."""
+    monkeypatch.setenv("FSDPTRAIN_LAUNCHER_PID", "1")
+    for rank, error in errors.items():
+        monkeypatch.setenv(ERROR_FILE, str(folder / f"{rank}.json"))
+        report_failure(failure_of(error, rank, lost_a_rank=error is LOST))
+    return {rank: ProcessFailure(rank, 1, code, str(folder / f"{rank}.json")) for rank, code in codes.items()}
 
 
 @pytest.mark.parametrize(
     ("codes", "errors", "line"),
     [
+        ({0: 2, 1: 1, 2: 2}, {2: USER, 0: RankError("no sign of rank 2"), 1: LOST}, "x is empty"),
+        ({0: 2, 1: 2}, {1: USER, 0: DataError("later")}, "x is empty"),
         ({0: -6, 1: 1}, {1: BUG}, "rank 1 failed\nZeroDivisionError: a bug"),  # a watchdog that misses rank 1
-        ({1: -6}, {1: BUG}, "rank 1 failed\nZeroDivisionError: a bug"),  # which it has in its own end
+        ({1: -6}, {1: BUG}, "rank 1 failed\nZeroDivisionError: a bug"),
         ({1: -11}, {1: BUG}, "rank 1 failed\nZeroDivisionError: a bug"),
-        ({0: -6, 1: -9}, {}, "rank 1 was killed by SIGKILL; the host"),
-        ({0: -6, 1: 1}, {1: LOST}, "rank 0 was killed by SIGABRT"),
-        ({0: 1, 1: -9}, {0: LOST}, "rank 1 was killed by SIGKILL; the host"),
         ({0: -15, 1: 1}, {1: BUG}, "rank 1 failed\nZeroDivisionError: a bug"),
+        ({0: -6, 1: -9}, {}, "rank 1 was killed by SIGKILL; the host may be out of memory"),
+        ({0: -6, 1: 1}, {1: LOST}, "rank 0 was killed by SIGABRT"),
+        ({0: 1, 1: -9}, {0: LOST}, "rank 1 was killed by SIGKILL; the host may be out of memory"),
+        ({0: 1, 1: 9}, {0: LOST}, "rank 1 ended with exit code 9 and left no error"),
     ],
 )
-def test_a_signal_hides_no_traceback_that_tells_more(tmp_path, codes, errors, line):
-    for rank, error in errors.items():
-        failure_of(error, rank).write(tmp_path)
-    (tmp_path / AGENT).write_text(json.dumps(codes))
-    assert read_report(tmp_path, 1).text.startswith(line)
-
-
-def test_an_aborted_rank_of_one_machine_does_not_hide_the_error_of_another(tmp_path):
-    (tmp_path / AGENT).write_text(json.dumps({0: -6}))
-    assert read_report(tmp_path, 1).level > Level.NODE > Report("rank 3 failed").level
+def test_the_failure_that_explains_the_others_is_the_cause(codes, errors, line, tmp_path, monkeypatch):
+    assert root_cause(exits_of(codes, errors, tmp_path, monkeypatch)).text.startswith(line)
 
 
 @pytest.mark.parametrize(
-    ("resume", "round", "saved", "goes_on"),
-    [
-        ("auto", 1, True, False),  # it does by itself
-        ("never", 0, False, False),
-        ("never", 1, False, True),
-        ("never", 1, True, True),
-        ("old/checkpoints/step_00000010", 0, False, False),
-        ("old/checkpoints/step_00000010", 1, False, False),  # not from what it was taken back from
-        ("old/checkpoints/step_00000010", 1, True, True),
-    ],
+    ("error", "code", "restartable"),
+    [(BUG, 1, True), (USER, 2, False), (RankError("no sign of rank 1"), 2, True), (RolloutError("hangs"), 2, True)],
 )
-def test_a_round_after_the_first_goes_on_from_what_the_run_has_saved(resume, round, saved, goes_on):
-    config = Config(hf_checkpoint="x", resume=resume, max_restarts=2)
-    rounds = _Rounds(config, ["--resume", resume], 2, "fsdptrain", meet(_terms(config, 2)))
-    argv = rounds._argv_of(Go(round, "", "launch", "", saved))
-    assert argv == ["--resume", resume, *(["--resume", "auto"] if goes_on else [])]
+def test_only_errors_that_a_user_must_mend_are_not_restarted(error, code, restartable):
+    failure = failure_of(error, 0)
+    assert (failure.exit_code, failure.restartable) == (code, restartable)
 
 
-def test_a_checkpoint_counts_as_saved_when_another_is_the_newest(tmp_path):
-    for name in ("step_00000010", "step_00000050"):
-        (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    config = Config(hf_checkpoint="x", output_dir=str(tmp_path))
-    meeting = meet(_terms(config, 2))
-    assert not meeting.gather().saved
-    (tmp_path / "checkpoints" / "step_00000020").mkdir()  # of a run that was taken back to 10
-    (tmp_path / "checkpoints" / "step_00000050").rmdir()
-    assert meeting.gather().saved
+def test_the_first_differences_between_ranks_are_named():
+    ours = {"torch": "2", "--lr": "1e-06", "--a": "1", "--b": "1", "--c": "1"}
+    assert difference([("rank 0", ours), ("rank 1", ours)]) == ""
+    theirs = {**ours, "--lr": "1e-05"}
+    assert difference([("rank 0", ours), ("rank 1", theirs)]) == "--lr is 1e-06 on rank 0 and 1e-05 on rank 1"
+    assert difference([("a", ours), ("b", ours), ("c", dict.fromkeys(ours, "3"))]).endswith(" on c; 2 more")
 
 
 def test_a_process_alone_has_a_group_that_ends_with_it():
-    with distributed(Config(hf_checkpoint="x")):
+    with process_group(Config(hf_checkpoint="x")):
         assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
-        with distributed(Config(hf_checkpoint="x")):
+        with process_group(Config(hf_checkpoint="x")):
             pass
         assert dist.is_initialized()
     assert not dist.is_initialized()
@@ -95,14 +71,13 @@ def test_a_process_alone_has_a_group_that_ends_with_it():
 @pytest.mark.parametrize(
     ("values", "line"),
     [
-        ({"nproc_per_node": 4}, "--nproc-per-node 4 does not fit the 1 processes that were started here"),
-        ({"nnodes": 2, "rdzv_endpoint": "h:1"}, "--nnodes 2 does not fit the 1 machines that were started"),
-        ({"max_restarts": 3}, "--max-restarts has no effect where fsdptrain does not start the processes itself"),
-        ({"log_rank_dir": "logs"}, "--log-rank-dir has no effect where"),
+        ({"nproc_per_node": 4}, "--nproc-per-node 4 does not fit the 1 processes that were started on this machine"),
+        ({"max_restarts": 3}, "--max-restarts has no effect where torchrun or Python starts the processes"),
+        ({"log_dir": "logs"}, "--log-dir has no effect where"),
         ({"fsdp_replicate_size": 2}, "--fsdp-replicate-size 2 must divide the number of processes, 1"),
     ],
 )
 def test_processes_that_do_not_fit_are_refused(values, line):
-    with pytest.raises(ConfigError, match=line), distributed(Config(hf_checkpoint="x", **values)):
+    with pytest.raises(ConfigError, match=line), process_group(Config(hf_checkpoint="x", **values)):
         pass
     assert not dist.is_initialized()

@@ -169,24 +169,13 @@ REFUSED = [
             (TENSOR, "--tensor-parallel-size 2"),
         ]
     ),
-    ({"nnodes": 2}, ["--rdzv-endpoint", "10.0.0.1:29500"], {"rdzv_endpoint": "10.0.0.1:29500"}),
     ({"reward_timeout": 301}, ["--dist-timeout 1800", "3 x --reward-timeout is 903 s"], {"reward_timeout": 300}),
     (
         {"reward_timeout": 200, "max_staleness": 1, "mismatch_correction": "tis"},
         ["--dist-timeout 1800", "for each of 2 rollouts (--max-staleness 1) is 450 s", "3 x --reward-timeout is 600 s"],
         {"dist_timeout": 2400},
     ),
-    ({"nnodes": 2, "rdzv_endpoint": "host"}, ["--rdzv-endpoint", "host:port"], {"rdzv_endpoint": "host:29500"}),
-    *(
-        (
-            {"nnodes": 2, "rdzv_endpoint": endpoint},
-            ["--rdzv-endpoint", "of at most 65435"],
-            {"rdzv_endpoint": "h:29500"},
-        )
-        for endpoint in ("h:99999", "h:65535", ":29500", "h:0", "29500")
-    ),
-    ({"rdzv_endpoint": "h:1"}, ["--rdzv-endpoint", "--nnodes"], {"nnodes": 2}),
-    ({"node_rank": 1}, ["--node-rank 1", "--nnodes 1"], {"nnodes": 2, "rdzv_endpoint": "h:1"}),
+    ({"max_restarts": 1, "save_interval": 0}, ["--max-restarts", "--save-interval"], {"save_interval": 5}),
 ]
 
 

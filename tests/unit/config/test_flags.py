@@ -59,6 +59,11 @@ def test_flags_are_read(flat, argv, expected):
         (["--no-lr"], "unknown flag --no-lr"),
         (["--learning-rate", "1e-6"], "unknown flag --learning-rate: it is --lr here"),
         (["--custom-rm-path", "a.b"], "unknown flag --custom-rm-path: it is --reward here (`package.module:function`)"),
+        (
+            ["--nnodes", "2"],
+            "unknown flag --nnodes: torchrun starts several machines: torchrun --nnodes N --nproc-per-",
+        ),
+        (["--network-interface", "eth0"], "unknown flag --network-interface: set GLOO_SOCKET_IFNAME and NCCL_"),
         (["--colocate"], "unknown flag --colocate: there is no such flag here: the engine always shares"),
         (["Qwen/Qwen3-4B"], "'Qwen/Qwen3-4B' stands alone: options begin with --, e.g. --hf-checkpoint Qwen/Qwen3-4B"),
         (["--lr", "1", "2"], "'2' stands alone"),

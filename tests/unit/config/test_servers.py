@@ -2,8 +2,9 @@
 
 import pytest
 
-from fsdptrain.config import Config
+from fsdptrain.config import Config, check_processes
 from fsdptrain.config.keys import all_keys
+from fsdptrain.errors import ConfigError
 from tests.unit.config.refusals import assert_refused
 
 URLS = {"rollout_engine": "vllm-server", "rollout_urls": ["http://127.0.0.1:8000"]}
@@ -39,7 +40,6 @@ REFUSED = [
     ({**STARTED, "sync_timeout": 900.0}, ["--dist-timeout 1800", "--sync-timeout"]),
     ({**URLS, "sync_timeout": 850.0}, ["--dist-timeout 1800", "1820 s", "--sync-timeout", "one that comes back"]),
     ({"rollout_engine": "hf", "rollout_timeout": 60.0}, ["--rollout-timeout", "--rollout-engine hf", "vllm"]),
-    ({**STARTED, "nnodes": 2, "rdzv_endpoint": "a:1"}, ["--rollout-num-servers", "--nnodes", "--rollout-urls"]),
     ({**URLS, "rollout_max_batch_tokens": 4096}, ["--rollout-max-batch-tokens", "vllm-server"]),
 ]  # fmt: skip
 
@@ -58,3 +58,9 @@ def test_it_is_taken(values):
     taken = {**config.rollout.model_dump(), **config.sync.model_dump()}
     assert config.rollout.engine == "vllm-server"
     assert {key: taken[key.removeprefix("rollout_")] for key in values} == values
+
+
+def test_servers_of_a_run_on_several_machines_are_started_by_the_user():
+    check_processes(config := Config(hf_checkpoint="x", **STARTED), world_size=2, local_world_size=2)
+    with pytest.raises(ConfigError, match=r"--rollout-num-servers 2 starts servers on one machine.+--rollout-urls"):
+        check_processes(config, world_size=4, local_world_size=2)

@@ -1,0 +1,124 @@
+"""`fsdptrain --nproc-per-node N`: ranks on this machine, under torch's elastic agent in this process."""
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, LogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from fsdptrain.config import Config
+from fsdptrain.errors import ConfigError, FsdptrainError
+from fsdptrain.launch.cores import usable_cores
+from fsdptrain.launch.failures import Failure, root_cause
+from fsdptrain.launch.parent import LAUNCHER_PID
+from fsdptrain.rank_variables import RESTART_COUNT
+
+_TERMINATES_S = 10  # for ranks to end after SIGTERM, before SIGKILL
+
+
+def start_ranks(config: Config, argv: Sequence[str], *, nproc: int, module: str = "fsdptrain") -> int:
+    """Run `python -m <module> <argv>` on `nproc` ranks, up to 1 + --max-restarts times; return the exit code.
+
+    Shows the failure that ended the last attempt: raises FsdptrainError, or writes a traceback to stderr.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // nproc)))
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_TERMINATES_S))
+    launch, command = config.launch, ["-m", module, *argv]
+    try:
+        with tempfile.TemporaryDirectory(prefix="fsdptrain-") as scratch, _agent_log_disabled():
+            failure = _run_attempts(command, _open_logs(launch.log_dir, scratch), nproc, launch.max_restarts)
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    if failure is None:
+        return 0
+    if failure.exit_code == 2:
+        raise FsdptrainError(failure.text)
+    sys.stderr.write(f"fsdptrain: {failure.text}\n")
+    return failure.exit_code
+
+
+def _run_attempts(command: Sequence[str], logs: DefaultLogsSpecs, nproc: int, max_restarts: int) -> Failure | None:
+    """Return None where the last attempt succeeded."""
+    run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    attempt = 0
+    while True:
+        failure = _run_once(command, _launch_config(nproc, run_id, _Attempt(logs, attempt)))
+        if failure is None or attempt == max_restarts or not failure.restartable:
+            return failure
+        attempt += 1
+        sys.stderr.write(f"fsdptrain: {failure.text}; restart {attempt} of {max_restarts}\n")
+
+
+def _run_once(command: Sequence[str], launch: LaunchConfig) -> Failure | None:
+    try:
+        elastic_launch(launch, sys.executable)(*command)
+    except ChildFailedError as error:
+        return root_cause(error.failures)
+    return None
+
+
+def _launch_config(nproc: int, run_id: str, logs: LogsSpecs) -> LaunchConfig:
+    heeded = [name for name in ("SIGTERM", "SIGHUP") if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN]
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=nproc,
+        run_id=run_id,
+        role="",
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        max_restarts=0,  # `start_ranks` restarts: the agent would restart user errors too
+        monitor_interval=0.1,
+        logs_specs=logs,
+        log_line_prefix_template="${role_name}",  # empty
+        signals_to_handle=",".join(heeded),  # not SIGINT: KeyboardInterrupt makes the agent end ranks by SIGTERM
+    )
+
+
+class _Attempt(LogsSpecs):
+    """Log files of attempt n, and variables of its ranks. For the agent each attempt is the first."""
+
+    def __init__(self, logs: DefaultLogsSpecs, attempt: int) -> None:
+        super().__init__()
+        self._logs = logs
+        self._attempt = attempt
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        for variables in envs.values():
+            variables.update({RESTART_COUNT: str(self._attempt), LAUNCHER_PID: str(os.getpid())})
+        return self._logs.reify(envs)
+
+    @property
+    def root_log_dir(self) -> str:
+        return self._logs.root_log_dir
+
+
+def _open_logs(log_dir: str | None, scratch: str) -> DefaultLogsSpecs:
+    """With --log-dir all output goes to files there, and that of rank 0 to the console too."""
+    if log_dir is None:
+        return DefaultLogsSpecs(scratch)
+    try:
+        os.makedirs(log_dir, exist_ok=True)
+        with tempfile.TemporaryFile(dir=log_dir):
+            pass
+    except OSError as error:
+        raise ConfigError(f"--log-dir {log_dir} cannot be written ({error.strerror}): choose another folder") from None
+    return DefaultLogsSpecs(log_dir, redirects=Std.ALL, tee={0: Std.ALL})
+
+
+@contextmanager
+def _agent_log_disabled() -> Iterator[None]:
+    """The agent reports a failed rank in a table; `start_ranks` does in a line."""
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)

@@ -1,0 +1,25 @@
+"""How a rank ends with the process that started it."""
+
+import ctypes
+import os
+import signal
+import sys
+
+from fsdptrain.rank_variables import RUN_ID
+
+LAUNCHER_PID = "FSDPTRAIN_LAUNCHER_PID"  # set for ranks that the fsdptrain command has started
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+
+
+def is_started_by_us() -> bool:
+    return LAUNCHER_PID in os.environ
+
+
+def end_with_parent() -> None:
+    """Have Linux end this rank when its agent, ours or torchrun's, dies. Call it before slow imports."""
+    if RUN_ID not in os.environ or sys.platform != "linux":
+        return
+    agent = int(os.environ.get(LAUNCHER_PID, os.getppid()))
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != agent:  # it died before the call
+        sys.exit(1)

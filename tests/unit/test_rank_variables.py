@@ -1,0 +1,39 @@
+"""Variables of torchrun that cannot be right are refused in one line."""
+
+import pytest
+
+from fsdptrain.errors import ConfigError
+from fsdptrain.rank_variables import read_rank_variables
+from fsdptrain.testing import rank_variables
+
+GOOD = rank_variables(1, 2, 29500)
+
+
+def test_variables_are_read():
+    assert read_rank_variables({}) is None
+    ranks = read_rank_variables(GOOD)
+    assert ranks is not None
+    assert (ranks.rank, ranks.world_size, ranks.local_rank, ranks.local_world_size) == (1, 2, 1, 2)
+    assert (ranks.master_addr, ranks.master_port, ranks.store_of_agent) == ("127.0.0.1", 29500, False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"RANK": "abc"}, "RANK=abc in the environment is no whole number of at least 0"),
+        ({"RANK": "-1"}, "RANK=-1 in the environment is no whole number of at least 0"),
+        ({"RANK": "5"}, "RANK=5 in the environment must be below WORLD_SIZE=2"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0 in the environment is no whole number of at least 1"),
+        ({"WORLD_SIZE": ""}, "RANK is set in the environment and WORLD_SIZE is not"),
+        ({"LOCAL_RANK": "2"}, "LOCAL_RANK=2 in the environment must be below LOCAL_WORLD_SIZE=2"),
+        ({"LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE=3 in the environment is above WORLD_SIZE=2"),
+        ({"MASTER_ADDR": ""}, "RANK is set in the environment and MASTER_ADDR is not"),
+        ({"MASTER_PORT": ""}, "RANK is set in the environment and MASTER_PORT is not"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999 in the environment is no whole number from 1 to 65535"),
+    ],
+)
+def test_what_cannot_be_right_is_one_line(changes, line):
+    with pytest.raises(ConfigError) as caught:
+        read_rank_variables(GOOD | changes)
+    assert str(caught.value).startswith(line)
+    assert "torchrun" in str(caught.value)
