@@ -31,7 +31,7 @@ from record import ROOT
 
 from fsdptrain import Config, Trainer, load_recipe
 from fsdptrain.config.presets import PRESETS
-from fsdptrain.planning.report import read_series
+from fsdptrain.tools.report.report import read_series
 
 RESULTS = ROOT / "benchmarks" / "results" / "algorithms.json"
 NAMES = [name for name in PRESETS if name != "sft"]

@@ -40,9 +40,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from fsdptrain import Config, load_recipe
 from fsdptrain.rewards.verifiers import reasoning_gym_strict
+from fsdptrain.rollout.embedded.engine import HFEngine
 from fsdptrain.rollout.evaluate import eval_sampling
-from fsdptrain.rollout.hf import HFEngine
-from fsdptrain.trainer.build import build_data
+from fsdptrain.trainer.components import build_data
 from fsdptrain.types import Prompt
 
 SIDES = ("ours", "trl")
@@ -123,7 +123,8 @@ def config_of(start: Path, seed: int, run: Path, args: argparse.Namespace) -> Co
 
 def run_ours(config: Config, start: Path, args: argparse.Namespace) -> list[dict[str, float]]:
     from fsdptrain import Trainer
-    from fsdptrain.trainer import experience, fit
+    from fsdptrain.trainer import loop as fit
+    from fsdptrain.trainer.samples import single_turn as experience
 
     _, held_out = build_data(config, AutoTokenizer.from_pretrained(start), None, None)
     judge = Judge(config, start, held_out)

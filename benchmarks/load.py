@@ -42,8 +42,8 @@ from fsdptrain.fsdp.export import export_hf
 from fsdptrain.fsdp.mesh import build_mesh
 from fsdptrain.fsdp.shards import local_shard, model_tensors
 from fsdptrain.fsdp.wrap import shard_model
-from fsdptrain.models.loading import build_meta_model, load_weights
-from fsdptrain.models.structure import decoder_layers
+from fsdptrain.model.loading.meta import build_meta_model, load_weights
+from fsdptrain.model.structure import decoder_layers
 from fsdptrain.platform import host_memory
 from fsdptrain.testing import spawn
 

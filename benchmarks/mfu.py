@@ -16,7 +16,7 @@ Variants change one thing each, against `base`, which recomputes every layer (--
 bfloat16. Each is a process of its own: kernels, compilers and patches of one do not reach the next. After --warm-up
 steps come --steps that count: the median, with the least and the most. What does not fit the device is a row that says
 so. Model FLOPs, not those of recomputation; `mfu` counts every pair of tokens of a sequence, `mfu_causal` those that
-are looked at (planning/flops.py). On a CPU the peak is what a matrix product reaches there: not to be compared with
+are looked at (memory/flops.py). On a CPU the peak is what a matrix product reaches there: not to be compared with
 others. With --profile one more step is traced, and its parts and what took longest on the device go into the report.
 
 Peers' figures are what they publish, of one GPU of their machines; PEERS says where.
@@ -119,7 +119,7 @@ def measure(case: Case, folder: str, options: argparse.Namespace) -> dict[str, A
         use_liger(case.shape)
     from fsdptrain import Config
     from fsdptrain.algo.losses import LOSSES
-    from fsdptrain.backends.fsdp import FSDPBackend
+    from fsdptrain.fsdp.backend import FSDPBackend
     from fsdptrain.platform import process_group
     from fsdptrain.trainer.batches import PackingRules, make_batches
     from fsdptrain.trainer.speed import Speed

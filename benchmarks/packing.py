@@ -3,7 +3,7 @@
     python benchmarks/packing.py             # some minutes on a quiet core
     python benchmarks/packing.py --quick     # seconds
 
-ours            data/packing.py: best-fit decreasing, then even costs over the packs or equal ones in each round
+ours            data/packing/pack.py: best-fit decreasing, then even costs over the packs or equal ones in each round
 first-fit       decreasing, in Python too, over a tree of free rooms; packs are dealt to ranks as they come
 karmarkar-karp  what verl and slime balance with: largest differences over ranks and micro-batches, without a budget of
                 tokens, so that fill has no meaning and `over` says how far its largest pack is above the budget
@@ -32,7 +32,7 @@ from typing import Any
 
 from record import header, spread, write
 
-from fsdptrain.data.packing import deal_packs, plan_packs, sequence_costs
+from fsdptrain.data.packing.pack import deal_packs, plan_packs, sequence_costs
 
 Packs = list[list[int]]
 DISTRIBUTIONS: dict[str, Callable[[random.Random, int], int]] = {

@@ -24,7 +24,7 @@ from record import header, spread, write
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from fsdptrain.platform import local_device
-from fsdptrain.rollout.hf import HFEngine
+from fsdptrain.rollout.embedded.engine import HFEngine
 from fsdptrain.types import Prompt, SamplingParams
 
 SIZES = {

@@ -37,17 +37,18 @@ from record import ROOT, header, spread, table, write
 
 sys.path.append(str(ROOT))  # for `tests`, which hold what counts collectives
 
+from benchmarks.scale import Cluster, Estimate, estimate
+from benchmarks.traffic import Pack, step_traffic
+
 from fsdptrain.algo.losses import LOSSES
-from fsdptrain.backends.fsdp import FSDPBackend
 from fsdptrain.config import Config
-from fsdptrain.models.architecture import model_from_config
-from fsdptrain.models.structure import decoder_layers
-from fsdptrain.planning.memory import GIB
-from fsdptrain.planning.pieces import Grid, Pieces
-from fsdptrain.planning.plan import Machine, Planner
-from fsdptrain.planning.scale import Cluster, Estimate, estimate
-from fsdptrain.planning.traffic import Pack, step_traffic
+from fsdptrain.fsdp.backend import FSDPBackend
+from fsdptrain.memory.demand import GIB
+from fsdptrain.memory.pieces import Grid, Pieces
+from fsdptrain.model.architecture import model_from_config
+from fsdptrain.model.structure import decoder_layers
 from fsdptrain.testing import spawn
+from fsdptrain.tools.plan.plan import Machine, Planner
 from fsdptrain.trainer.batches import PackingRules, make_batches
 from fsdptrain.types import LossConfig, Sample
 from tests.distributed.collectives import Collectives

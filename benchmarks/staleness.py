@@ -35,10 +35,10 @@ from record import ROOT
 from fsdptrain import Config
 from fsdptrain.algo.corrections import CORRECTIONS
 from fsdptrain.config import to_yaml
-from fsdptrain.planning.report import read_metrics, read_series
-from fsdptrain.rollout.vllm_http import VLLMClient
-from fsdptrain.rollout.vllm_process import Launch, ServerProcess
-from fsdptrain.rollout.vllm_server_build import server_arguments
+from fsdptrain.tools.report.report import read_metrics, read_series
+from fsdptrain.vllm.server.build import server_arguments
+from fsdptrain.vllm.server.client import VLLMClient
+from fsdptrain.vllm.server.process import Launch, ServerProcess
 
 RESULTS = ROOT / "benchmarks" / "results" / "staleness.json"
 ENGINES = ("hf", "vllm", "vllm-server")

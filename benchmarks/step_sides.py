@@ -18,12 +18,12 @@ from transformers import Qwen3ForCausalLM
 
 from fsdptrain import Config
 from fsdptrain.algo.losses import LOSSES
-from fsdptrain.backends.fsdp import FSDPBackend
+from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.fsdp.shards import local_shard
 from fsdptrain.platform import process_group
 from fsdptrain.testing import tiny_tokenizer
 from fsdptrain.trainer.batches import PackingRules, make_batches
-from fsdptrain.trainer.scoring import Scorer
+from fsdptrain.trainer.logprobs import Scorer
 from fsdptrain.types import LossConfig, LossOutput, Sample
 
 SIDES = ("ours", "packed", "stock", "compact")

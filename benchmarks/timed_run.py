@@ -22,7 +22,7 @@ def now() -> tuple[float, float]:
     return time.monotonic(), time.process_time()
 
 
-class Parts:
+class Components:
     """Seconds (wall, CPU) by part, in the order in which parts began; `rest` is what no part took."""
 
     def __init__(self, begin: float) -> None:
@@ -73,7 +73,7 @@ def _minus(a: tuple[float, float], b: tuple[float, float]) -> tuple[float, float
 
 def main() -> None:
     target, begin, argv = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
-    part = Parts(begin)
+    part = Components(begin)
     with part("import the command line"):
         from fsdptrain import cli
     part.around(cli, "resolve", "read flags")
@@ -83,9 +83,11 @@ def main() -> None:
         import transformers  # noqa: F401
     with part("import the trainer"):
         from fsdptrain import platform
-        from fsdptrain.backends import fsdp
+        from fsdptrain.fsdp import backend as fsdp
         from fsdptrain.launch import ranks  # noqa: F401
-        from fsdptrain.trainer import build, fit, speed
+        from fsdptrain.trainer import components as build
+        from fsdptrain.trainer import loop as fit
+        from fsdptrain.trainer import speed
     part.around(build, "load_tokenizer", "open the tokenizer")
     part.around(build, "build_reward", "import the reward")
     part.around(build, "build_data", "make the prompts")

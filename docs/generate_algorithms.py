@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fsdptrain.algo import balance
 from fsdptrain.algo.advantages import ADVANTAGES, MULTI_REWARD, divide_by_group_std
 from fsdptrain.algo.batch_scales import divide_by_batch_std, whiten_tokens
 from fsdptrain.algo.corrections import CORRECTIONS, REJECTION_ESTIMATORS, REJECTION_LEVELS
@@ -19,11 +18,12 @@ from fsdptrain.algo.losses import LOSSES
 from fsdptrain.algo.objective import off_policy_sequences
 from fsdptrain.algo.shaping import length, overlong, without_truncated
 from fsdptrain.algo.weights import AGGREGATIONS
-from fsdptrain.backends.bias_balance import BiasBalance
 from fsdptrain.config import AlgorithmConfig, RefConfig
 from fsdptrain.config.keys import all_keys
 from fsdptrain.config.presets import ADVANTAGE_SCALES, LOSS_OPTIONS, OLD_POLICY, PRESETS, Preset
-from fsdptrain.models import logprobs, truncation
+from fsdptrain.features.moe import balance
+from fsdptrain.features.moe.bias_update import RouterBiasUpdater
+from fsdptrain.model import logprobs, truncation
 
 PAGE = Path(__file__).parent / "algorithms.md"
 LEARNING = Path(__file__).parents[1] / "benchmarks" / "results" / "algorithms.json"
@@ -204,7 +204,7 @@ def algorithms_page() -> str:
     ]
     parts.append(_truncation_part())
     parts.append(f"\n## Mixtures of experts: `--router-aux-loss-coef`\n\n{inspect.getdoc(balance)}\n")
-    parts.append(f"\n## Without a loss: `--router-bias-update-rate`\n\n{inspect.getdoc(BiasBalance)}\n\n")
+    parts.append(f"\n## Without a loss: `--router-bias-update-rate`\n\n{inspect.getdoc(RouterBiasUpdater)}\n\n")
     parts.append(f"The direction:\n{inspect.getdoc(balance.bias_change)}\n")
     parts.append(_learning_part(json.loads(LEARNING.read_text(encoding="utf-8"))))
     return "".join(parts)

@@ -141,7 +141,7 @@ def train(argv: Sequence[str]) -> int:
             sys.stdout.write(to_yaml(resolved.config, resolved.sources, colour=_wants_colour()))
             _draw_processes(resolved.config)
             if resolved.config.launch.probe:
-                from fsdptrain.models.dry_probe import probe_line
+                from fsdptrain.tools.inspect.dry_probe import probe_line
 
                 _check_sizes(resolved.config)
                 model = resolved.config.model
@@ -164,7 +164,7 @@ def _draw_processes(config: Config) -> None:
 def _check_sizes(config: Config) -> None:
     """Whether the model allows them, where it is said how many processes there are."""
     if config.launch.nproc_per_node is not None and config.parallel.backend == "fsdp":
-        from fsdptrain.planning.sizes import check_sizes
+        from fsdptrain.memory.sizes import check_sizes
 
         check_sizes(config, config.launch.nproc_per_node * config.launch.nnodes)
 
@@ -198,8 +198,8 @@ def inspect(argv: Sequence[str]) -> int:
     _quieten_libraries()
     if resolved.config.parallel.backend == "megatron":
         return _inspect_megatron(resolved)
-    from fsdptrain.planning import inspection  # torch: only now
-    from fsdptrain.planning.inspection_text import print_inspection
+    from fsdptrain.tools.inspect import inspection  # torch: only now
+    from fsdptrain.tools.inspect.text import print_inspection
 
     found = inspection.inspect_model(resolved.config, num_gpus=resolved.own["num_gpus"])
     if resolved.own["against_checkpoint"]:
@@ -215,8 +215,8 @@ def inspect(argv: Sequence[str]) -> int:
 def _inspect_megatron(resolved: Resolved) -> int:
     if resolved.own["against_checkpoint"]:
         raise ConfigError("--against-checkpoint is of --backend fsdp: a run with --backend megatron checks it at start")
-    from fsdptrain.backends.megatron.inspection import inspect_build  # torch: only now
-    from fsdptrain.models.kernels import require_no_fallback
+    from fsdptrain.megatron.inspection import inspect_build  # torch: only now
+    from fsdptrain.model.probes.kernels import require_no_fallback
 
     found = inspect_build(resolved.config)
     if resolved.own["json"]:
@@ -241,9 +241,9 @@ def plan(argv: Sequence[str]) -> int:
         raise ConfigError("fsdptrain plan knows the memory of --backend fsdp alone: leave --backend megatron out")
     check_world_size(resolved.config, machine["num_gpus"])
     _quieten_libraries()
-    from fsdptrain.planning import plan_text  # torch: only now
-    from fsdptrain.planning.inspection import meta_model
-    from fsdptrain.planning.plan import Machine, make_plan
+    from fsdptrain.tools.inspect.inspection import meta_model
+    from fsdptrain.tools.plan import text as plan_text  # torch: only now
+    from fsdptrain.tools.plan.plan import Machine, make_plan
 
     model, _ = meta_model(resolved.config, with_adapters=True)
     found = make_plan(model, resolved.config, Machine.of_gib(**machine))
@@ -263,9 +263,9 @@ def report(argv: Sequence[str]) -> int:
     if not argv or argv[0].startswith("-"):
         raise ConfigError("report takes the folder of one run first, e.g. fsdptrain report runs/default")
     rollouts = _range(parse(argv[1:], REPORT).get("rollouts"))
-    from fsdptrain.planning.curves import draw_curves  # rich: only now
-    from fsdptrain.planning.report import print_report
-    from fsdptrain.planning.timeline import draw_timeline
+    from fsdptrain.tools.report.curves import draw_curves  # rich: only now
+    from fsdptrain.tools.report.report import print_report
+    from fsdptrain.tools.report.timeline import draw_timeline
 
     run = Path(argv[0])
     print_report(run)

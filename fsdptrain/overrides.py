@@ -4,7 +4,7 @@ A package offers one by an entry point of the group `fsdptrain.overrides`, named
 the whole dotted name of a function in `OVERRIDABLE`:
 
     [project.entry-points."fsdptrain.overrides"]
-    "npu.fsdptrain.models.attention.varlen_attention" = "my_kernels.attention:varlen_attention"
+    "npu.fsdptrain.model.attention.attention.varlen_attention" = "my_kernels.attention:varlen_attention"
 
 They are resolved once, when a run or an inspection is built, which lists them. A plug-in that cannot be loaded is an
 error, and so are two for one function: what runs is never the original where another was installed.
@@ -25,11 +25,11 @@ R = TypeVar("R")
 
 GROUP = "fsdptrain.overrides"
 OVERRIDABLE = (
-    "fsdptrain.fsdp.optim.has_fused_adamw",
-    "fsdptrain.models.attention.segment_attention",
-    "fsdptrain.models.attention.varlen_attention",
-    "fsdptrain.models.logprobs.chunked_logprobs",
-    "fsdptrain.planning.flops.peak_tflops",
+    "fsdptrain.fsdp.optimizer.has_fused_adamw",
+    "fsdptrain.model.attention.attention.segment_attention",
+    "fsdptrain.model.attention.attention.varlen_attention",
+    "fsdptrain.model.logprobs.chunked_logprobs",
+    "fsdptrain.memory.flops.peak_tflops",
     "fsdptrain.platform.device_memory",
 )
 

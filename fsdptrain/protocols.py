@@ -66,11 +66,11 @@ class CheckedEngine(RolloutEngine, Protocol):
         ...
 
 
-class CopyGoneError(Exception):
+class ReplicaGoneError(Exception):
     """A copy of the model is there no more: nobody will answer with it before it is given weights anew."""
 
 
-class ModelCopy(Protocol):
+class EngineReplica(Protocol):
     """One of several copies of the model that an engine answers with. They are looked at side by side, each by one
     thread."""
 
@@ -92,7 +92,7 @@ class ModelCopy(Protocol):
 class ReplicatedEngine(RolloutEngine, Protocol):
     """An engine whose copies of the model --sync-check looks at one by one."""
 
-    def copies(self) -> Sequence[ModelCopy]:
+    def copies(self) -> Sequence[EngineReplica]:
         """Those that this rank looks at, at least one and as many on each rank; each from a thread of its own, all at
         once. Not collective."""
         ...

@@ -20,8 +20,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from fsdptrain import platform
 from fsdptrain.protocols import Naming
-from fsdptrain.rollout.vllm_process import free_port
 from fsdptrain.types import Completion, Prompt, SamplingParams
+from fsdptrain.vllm.server.process import free_port
 
 # What a process imports before it is a rank or a command: once, in the server that all of them are forked from.
 _PRELOADED = ["fsdptrain.testing", "fsdptrain.trainer", "reasoning_gym", "math_verify"]

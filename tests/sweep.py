@@ -27,15 +27,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.algo.weights import count_totals, num_loss_tokens
-from fsdptrain.backends.fsdp import FSDPBackend
 from fsdptrain.config import Config
-from fsdptrain.data.packing import pack, plan_packs
+from fsdptrain.data.packing.pack import pack, plan_packs
+from fsdptrain.distributed import gather
 from fsdptrain.errors import ConfigError, FsdptrainError
-from fsdptrain.models.collective import gather
-from fsdptrain.models.materialize import quiet_transformers
-from fsdptrain.models.policy import REFUSALS
-from fsdptrain.models.router_check import check_replay
-from fsdptrain.models.structure import expert_choice
+from fsdptrain.features.moe.checks import check_replay
+from fsdptrain.fsdp.backend import FSDPBackend
+from fsdptrain.model.loading.materialize import quiet_transformers
+from fsdptrain.model.policy import MODEL_ERRORS
+from fsdptrain.model.structure import expert_choice
 from fsdptrain.testing import spawn
 from fsdptrain.types import LossConfig, PackedBatch, Sample
 from tests import families, zoo
@@ -116,7 +116,7 @@ def _row(name: str, source: Path, values: Mapping[str, Any] = MappingProxyType({
         backend = FSDPBackend(_config(source, values), total_steps=2)
     except FsdptrainError as error:
         return Row(name, refusal=str(error).replace(str(source), "X"))
-    except REFUSALS:
+    except MODEL_ERRORS:
         return Row(name, crash=traceback.format_exc())
     return _with_gradients(_with_weights(Row(name), backend, source), backend, source)
 

@@ -109,7 +109,7 @@ def run_command(flags: list[str]) -> None:
 
 def finish(folder: Path, seconds: dict[str, float]) -> None:
     """summary.json, samples.md, the report of the GRPO run with its picture, and where they are."""
-    from fsdptrain.planning.report import read_series
+    from fsdptrain.tools.report.report import read_series
 
     _, sampled = read_series(folder / "grpo", "eval/heldout/accuracy")
     _, greedy = read_series(folder / "grpo", "eval/heldout_greedy/accuracy")

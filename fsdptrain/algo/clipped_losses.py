@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from fsdptrain.algo.objective import policy_loss
-from fsdptrain.algo.tokens import LossTokens, at_loss_tokens, clamped, sequence_mean, with_value
+from fsdptrain.algo.tokens import LossTokens, at_loss_tokens, clamped, sequence_mean, straight_through
 from fsdptrain.types import LogProbs, LossConfig, LossOutput, PackedBatch
 
 
@@ -26,7 +26,7 @@ def gspo(batch: PackedBatch, logprobs: LogProbs, config: LossConfig) -> LossOutp
     """
     tokens = at_loss_tokens(batch, logprobs)
     mean = sequence_mean(tokens, (tokens.logprobs - tokens.old_logprobs).detach())
-    return _clipped_ratio(tokens, clamped(with_value(tokens.logprobs, mean)), config)
+    return _clipped_ratio(tokens, clamped(straight_through(tokens.logprobs, mean)), config)
 
 
 def gmpo(batch: PackedBatch, logprobs: LogProbs, config: LossConfig) -> LossOutput:
@@ -39,7 +39,7 @@ def gmpo(batch: PackedBatch, logprobs: LogProbs, config: LossConfig) -> LossOutp
     log_ratio, rises = tokens.log_ratio, tokens.advantages > 0
     low, high = -config.eps_clip, config.eps_clip_high
     clipped = torch.where(rises, log_ratio.clamp(max=high), log_ratio.clamp(min=low))
-    ratio = with_value(clipped, sequence_mean(tokens, clipped)).exp()
+    ratio = straight_through(clipped, sequence_mean(tokens, clipped)).exp()
     return policy_loss(
         tokens,
         -ratio * tokens.advantages,

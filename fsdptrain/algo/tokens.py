@@ -82,7 +82,7 @@ def sequence_max(tokens: LossTokens, values: Tensor) -> Tensor:
     return largest[tokens.segments]
 
 
-def with_value(values: Tensor, target: Tensor) -> Tensor:
+def straight_through(values: Tensor, target: Tensor) -> Tensor:
     """`target`, with the gradient of `values`: what GSPO calls the token form of a sequence's quantity. [M]
 
     If f(target) is summed over a sequence with one weight, and target is the mean of `values`, then the gradient is the

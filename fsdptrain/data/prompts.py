@@ -14,7 +14,7 @@ from fsdptrain.data.curriculum import PassRates
 from fsdptrain.data.images import open_picture, with_places
 from fsdptrain.data.sources import GENERATOR, Row, Rows, as_messages, content_hash
 from fsdptrain.errors import ConfigError, DataError
-from fsdptrain.models.processor import ImageProcessor, Segment
+from fsdptrain.features.vision.processor import ImageProcessor, Segment
 from fsdptrain.types import Images, Message, Metrics, Prompt
 
 ANSWER_TAGS_PROMPT = (

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from fsdptrain.data.turns import TurnRenderer
+from fsdptrain.data.chat import TurnRenderer
 from fsdptrain.errors import ConfigError, DataError
 from fsdptrain.types import Message, Prompt, Sample
 

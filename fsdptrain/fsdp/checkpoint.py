@@ -35,12 +35,12 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from fsdptrain import platform
+from fsdptrain.distributed import one_line, raise_on_all_ranks
 from fsdptrain.errors import CheckpointError
-from fsdptrain.fsdp.optim import Optimizer
+from fsdptrain.fsdp.optimizer import Optimizer
 from fsdptrain.fsdp.shards import describe, fingerprint, model_tensors
 from fsdptrain.fsdp.staging import Background, Staging
-from fsdptrain.models.collective import one_line, together
-from fsdptrain.models.structure import reshard
+from fsdptrain.model.structure import reshard
 
 MANIFEST = "manifest.json"
 _STATE, _SHARDS, _REFERENCE, _RNG = "trainer.json", "shards", "reference", "rng-{rank:05d}.safetensors"
@@ -49,7 +49,9 @@ _FILE_BYTES = 1 << 28  # of one rank: a file passes through host memory whole, t
 _FOLDER = re.compile(r"step_(\d{8,})(?:\.(\d+))?")
 logger = logging.getLogger(__name__)
 
-Rest = Callable[[], None]  # of a checkpoint: what a thread may write while training goes on; the ranks do it together
+PendingWrite = Callable[
+    [], None
+]  # of a checkpoint: what a thread may write while training goes on; the ranks do it together
 
 
 class CheckpointFolder:
@@ -66,7 +68,7 @@ class CheckpointFolder:
         self._background: Background | None = None
         self._failure = ""  # what to say where the last write fails
 
-    def write(self, step: int, save: Callable[[Path], Rest | None]) -> Path | None:
+    def write(self, step: int, save: Callable[[Path], PendingWrite | None]) -> Path | None:
         """Call `save(folder)` on every rank, make what it wrote durable, give it its name, drop the oldest. Collective.
 
         Where `save` returns a rest, that and all that follows is done in the background: see `check` and `wait`.
@@ -80,16 +82,16 @@ class CheckpointFolder:
         final = self._name(step)
         temporary = self.directory / f".tmp-{final.name}"
         self._failure = f"--output-dir: cannot write checkpoint {final}"
-        with together(CheckpointError, self._failure):
+        with raise_on_all_ranks(CheckpointError, self._failure):
             if dist.get_rank() == 0:
                 self._prepare(temporary)
         rest = None
-        with together(CheckpointError, self._failure):
+        with raise_on_all_ranks(CheckpointError, self._failure):
             rest = save(temporary)
         if rest is not None:
             self._background = Background(partial(self._finish, rest, temporary, final))
             return final
-        with together(CheckpointError, self._failure):
+        with raise_on_all_ranks(CheckpointError, self._failure):
             if dist.get_rank() == 0:
                 self._publish(temporary, final)
         return final
@@ -97,14 +99,14 @@ class CheckpointFolder:
     def check(self) -> None:
         """Raises on all ranks what has gone wrong on any in the background. Collective."""
         if self._background is not None:
-            with together(CheckpointError, self._failure):
+            with raise_on_all_ranks(CheckpointError, self._failure):
                 self._background.check()
 
     def wait(self) -> None:
         """Until nothing is being written. Raises on all ranks what went wrong on any. Collective."""
         background, self._background = self._background, None
         if background is not None:
-            with together(CheckpointError, self._failure):
+            with raise_on_all_ranks(CheckpointError, self._failure):
                 background.wait(self._timeout_s)
 
     def __enter__(self) -> Self:
@@ -123,7 +125,7 @@ class CheckpointFolder:
                 if one_line(failed) not in str(error):  # as `check` says it
                     logger.warning("%s: %s", self._failure, one_line(failed))
 
-    def _finish(self, rest: Rest, temporary: Path, final: Path) -> None:
+    def _finish(self, rest: PendingWrite, temporary: Path, final: Path) -> None:
         """In a thread of each rank. `rest` ends on rank 0 when all ranks have written."""
         rest()
         if dist.get_rank() == 0:
@@ -179,7 +181,7 @@ def save_checkpoint(
     step: int,
     adapter: str | None = None,
     staging: Staging | None = None,
-) -> Rest | None:
+) -> PendingWrite | None:
     """Write model, optimizer and random states into `directory`, which exists. Collective.
 
     adapter: only an adapter is trained, and written; these words say which, and on which frozen weights.
@@ -201,7 +203,7 @@ def write_state(directory: Path, *, step: int, model: dict[str, Any], optimizer:
         "model": model,
         "optimizer": optimizer,
     }
-    with together(CheckpointError, f"checkpoint {directory} cannot be written"):
+    with raise_on_all_ranks(CheckpointError, f"checkpoint {directory} cannot be written"):
         _save_rng(directory / _RNG.format(rank=dist.get_rank()))
         if dist.get_rank() == 0:
             (directory / _STATE).write_text(json.dumps(state, indent=2))
@@ -215,16 +217,16 @@ def load_checkpoint(directory: Path, model: nn.Module, optimizer: Optimizer, *, 
     """
     reshard(model)
     state: dict[str, Any] = {}
-    with together(CheckpointError, f"checkpoint {directory} cannot be read"):
+    with raise_on_all_ranks(CheckpointError, f"checkpoint {directory} cannot be read"):
         state = read_state(directory, _identity(model, adapter))
     _read_shards(directory / _SHARDS, _tensors(model, optimizer, only_trained=adapter is not None))
-    with together(CheckpointError, f"checkpoint {directory} cannot be read"):
+    with raise_on_all_ranks(CheckpointError, f"checkpoint {directory} cannot be read"):
         optimizer.load_state_dict(state["optimizer"])
         load_rng(directory)
     return state["step"]
 
 
-def save_reference(directory: Path, model: nn.Module, *, staging: Staging | None = None) -> Rest | None:
+def save_reference(directory: Path, model: nn.Module, *, staging: Staging | None = None) -> PendingWrite | None:
     """Write `model`, which is the reference now, beside what `save_checkpoint` wrote. Collective."""
     reshard(model)
     return _write_or_stage(directory / _REFERENCE, _of_model(model), staging)
@@ -261,7 +263,7 @@ def _of_model(model: nn.Module, *, only_trained: bool = False) -> dict[str, Tens
     return {f"model.{name}": torch.atleast_1d(t.detach()) for name, t in chosen.items()}  # views
 
 
-def _write_or_stage(folder: Path, tensors: dict[str, Tensor], staging: Staging | None) -> Rest | None:
+def _write_or_stage(folder: Path, tensors: dict[str, Tensor], staging: Staging | None) -> PendingWrite | None:
     if staging is None:
         return _write_shards(folder, tensors)
     return partial(_write_shards, folder, staging.copy(folder.name, tensors), group=staging.group)

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import SplitModulelist, WeightConverter
 
-from fsdptrain.models.materialize import local_part
+from fsdptrain.model.loading.materialize import local_part
 
 _EXPERT = re.compile(r"\.(\d+)\.(?!.*\.\d+\.)")  # the last number of a name
 Tensors = dict[str, Tensor]

@@ -23,17 +23,17 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from fsdptrain import platform
+from fsdptrain.distributed import gather, raise_on_all_ranks
 from fsdptrain.errors import CheckpointError
+from fsdptrain.features.lora.adapters import Adapters
+from fsdptrain.features.lora.weights import merged
 from fsdptrain.fsdp.checkpoint import sync_tree
 from fsdptrain.fsdp.expert_slices import expert_slices, in_slices, reversed_conversions
 from fsdptrain.fsdp.gather import gather_on
 from fsdptrain.fsdp.hub_files import HubWriter, plan_files, share_out, write_index
 from fsdptrain.fsdp.shards import model_tensors
-from fsdptrain.models.collective import gather, together
-from fsdptrain.models.lora import Adapters
-from fsdptrain.models.lora_weights import merged
-from fsdptrain.models.materialize import moved
-from fsdptrain.models.structure import repeated_layers, reshard
+from fsdptrain.model.loading.materialize import moved
+from fsdptrain.model.structure import repeated_layers, reshard
 from fsdptrain.protocols import Naming
 
 _WEIGHT_SUFFIXES = {".bin", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth", ".safetensors"}
@@ -132,7 +132,7 @@ def export_hf(
     reshard(model)
     detached = nullcontext if adapters is None else adapters.detached
     layers = {} if adapters is None else adapters.layers
-    with together(CheckpointError, failure):
+    with raise_on_all_ranks(CheckpointError, failure):
         with detached():
             units = _units(model)
             hub = [revert_weight_conversion(model, _shapes(unit, dtype)) for unit in units]
@@ -147,11 +147,11 @@ def export_hf(
             for name, tensor in units[i].items():
                 whole = gather_on(writers[i], _merged(tensor, layers.get(name)), _dtype_of(tensor, dtype))
                 mine |= {} if whole is None else {name: whole}
-        with together(CheckpointError, failure), detached():
+        with raise_on_all_ranks(CheckpointError, failure), detached():
             writer.write(revert_weight_conversion(model, mine))
-    with together(CheckpointError, failure):
+    with raise_on_all_ranks(CheckpointError, failure):
         writer.finish()
-    with together(CheckpointError, failure):
+    with raise_on_all_ranks(CheckpointError, failure):
         if dist.get_rank() == 0:
             write_index(temporary, files)
             write_config(source, temporary, dtype)
@@ -164,12 +164,12 @@ def export_hf(
 def _ranks_at(folder: Path, failure: str) -> list[int]:
     """Make `folder` anew on rank 0: the ranks that see it, which are all of them where the disk is shared."""
     token = gather(secrets.token_hex(8))[0]
-    with together(CheckpointError, failure):
+    with raise_on_all_ranks(CheckpointError, failure):
         if dist.get_rank() == 0:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
             (folder / _TOKEN).write_text(token)
-    with together(CheckpointError, failure):
+    with raise_on_all_ranks(CheckpointError, failure):
         sees = (folder / _TOKEN).is_file() and (folder / _TOKEN).read_text() == token
     ranks = [rank for rank, found in enumerate(gather(sees)) if found]
     if dist.get_rank() == 0 and len(ranks) < dist.get_world_size():

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdptrain.models.materialize import local_part
+from fsdptrain.model.loading.materialize import local_part
 
 _HOST = torch.device("cpu")
 

@@ -18,7 +18,7 @@ from torch.optim.adamw import adamw
 
 from fsdptrain import platform
 from fsdptrain.fsdp.shards import local_shard
-from fsdptrain.models.transfers import Transfers
+from fsdptrain.fsdp.transfers import Transfers
 
 PIECE = 1 << 24  # numbers that travel at once; a multiple of any vector width, so that cutting changes no bit
 _SLOTS = 2  # one is stepped, one is on its way

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fsdptrain import platform
 from fsdptrain.fsdp.shards import fingerprint, local_shard
-from fsdptrain.models.structure import reshard
+from fsdptrain.model.structure import reshard
 
 
 class ReferenceBank:

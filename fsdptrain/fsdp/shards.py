@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdptrain import platform
-from fsdptrain.models.materialize import local_part
-from fsdptrain.models.structure import reshard
+from fsdptrain.model.loading.materialize import local_part
+from fsdptrain.model.structure import reshard
 
 
 def local_shard(tensor: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from fsdptrain import platform
 from fsdptrain.errors import ConfigError
 from fsdptrain.fsdp.mesh import EXPERT, TENSOR, shard_size
-from fsdptrain.models.structure import decoder_layers, repeated_layers
+from fsdptrain.model.structure import decoder_layers, repeated_layers
 
 
 def shard_model(

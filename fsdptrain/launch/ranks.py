@@ -17,11 +17,11 @@ from torch.distributed import DistError
 
 from fsdptrain import platform
 from fsdptrain.config import Config, check_own_launch, check_processes
+from fsdptrain.distributed import gather
 from fsdptrain.errors import ConfigError, FsdptrainError, RankError, RolloutError
 from fsdptrain.launch.alike import describe, difference, digest
 from fsdptrain.launch.failures import Failure, Level, is_told
 from fsdptrain.launch.processes import end_with_parent, set_defaults
-from fsdptrain.models.collective import gather
 
 _RANK_0_FIRST = 2.0  # [s]
 _GONE = ("closed by peer", "reset by peer", "Timed out waiting", "Connection refused", "Broken pipe")  # gloo, in C++

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fsdptrain.distributed import gather, sum_over_ranks
 from fsdptrain.errors import RewardError, RolloutError, describe
-from fsdptrain.models.collective import gather, sum_over_ranks
 from fsdptrain.protocols import RewardFunction, TimedReward
 from fsdptrain.types import Prompt
 

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 # Name -> "module:function", imported when it is chosen and called as function(config, checkpoint=..., device=...).
 ENGINES = {
-    "hf": "fsdptrain.rollout.hf:build_hf_engine",
-    "vllm": "fsdptrain.rollout.vllm_colocated:build_vllm_engine",
-    "vllm-server": "fsdptrain.rollout.vllm_server_build:build_vllm_server_engine",
+    "hf": "fsdptrain.rollout.embedded.engine:build_hf_engine",
+    "vllm": "fsdptrain.vllm.in_process:build_vllm_engine",
+    "vllm-server": "fsdptrain.vllm.server.build:build_vllm_server_engine",
 }
 
 

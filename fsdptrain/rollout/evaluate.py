@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from fsdptrain.algo.correct import is_correct
 from fsdptrain.config import Config
-from fsdptrain.models.collective import sum_over_ranks
+from fsdptrain.distributed import sum_over_ranks
 from fsdptrain.types import Metrics, Sample, SamplingParams
 
 _EVAL_SEED = -1  # below every seed of training, and the same at every evaluation: they differ by the policy only

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdptrain.models.truncation import UNTRUNCATED, Truncation, running_sums, smallest_kept
+from fsdptrain.model.truncation import UNTRUNCATED, Truncation, running_sums, smallest_kept
 
 _BLOCK = 128  # entries whose running sum is one row of a matrix product
 _MAX_ELEMENTS = 2**25  # logits that are sampled at one time: 128 MiB for each float32 copy of them

@@ -10,11 +10,11 @@ from transformers import PreTrainedModel
 
 from fsdptrain import platform
 from fsdptrain.config import Config
+from fsdptrain.distributed import raise_on_all_ranks, require_same
 from fsdptrain.errors import ConfigError
-from fsdptrain.models.collective import require_same, together
-from fsdptrain.models.kernels import Kernel
-from fsdptrain.models.layout import LayoutProbe
-from fsdptrain.models.processor import ImageProcessor
+from fsdptrain.features.vision.processor import ImageProcessor
+from fsdptrain.model.probes.kernels import Kernel
+from fsdptrain.model.probes.layout import LayoutProbe
 from fsdptrain.overrides import install_overrides
 from fsdptrain.protocols import TrainBackend
 
@@ -64,10 +64,10 @@ def build_backend(
     install_platform_overrides()
     options: dict[str, Any] = {"total_steps": config.total_optimizer_steps}
     if config.parallel.backend == "megatron":
-        from fsdptrain.backends.megatron.backend import MegatronBackend
+        from fsdptrain.megatron.backend import MegatronBackend
 
         return MegatronBackend(config, **options)
-    from fsdptrain.backends.fsdp import FSDPBackend
+    from fsdptrain.fsdp.backend import FSDPBackend
 
     return FSDPBackend(config, **options, before_load=before_load, processor=processor)
 
@@ -76,7 +76,7 @@ def install_platform_overrides() -> None:
     """Say what replaces functions of ours on this device; ConfigError unless all ranks have the same. Collective."""
     kind = platform.device_type()
     require_same(kind, ConfigError(f"machines of one run must be alike: rank 0 computes on {kind}, another does not"))
-    with together(ConfigError, "fsdptrain.overrides"):
+    with raise_on_all_ranks(ConfigError, "fsdptrain.overrides"):
         found = install_overrides(kind)
     lines = [override.line for override in found]
     require_same(lines, ConfigError(f"machines of one run must be alike: not all have the plug-ins {lines}"))

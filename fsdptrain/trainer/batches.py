@@ -9,10 +9,10 @@ import torch.distributed as dist
 
 from fsdptrain import platform
 from fsdptrain.config import Config
-from fsdptrain.data.exchange import SampleIndex, exchange_samples, gather_index
-from fsdptrain.data.packing import NO_IMAGES, PackPlan, pack, plan_packs, plan_rows
-from fsdptrain.data.sharing import plan_shared
-from fsdptrain.models.inputs import Layout
+from fsdptrain.data.packing.exchange import SampleIndex, exchange_samples, gather_index
+from fsdptrain.data.packing.pack import NO_IMAGES, PackPlan, pack, plan_packs, plan_rows
+from fsdptrain.features.prefix_sharing.plan import plan_shared
+from fsdptrain.model.inputs import Layout
 from fsdptrain.types import Images, PackedBatch, Sample
 
 Members = tuple[tuple[tuple[int, ...], ...], ...]  # [rank][pack] -> samples, by their number in the index of all ranks

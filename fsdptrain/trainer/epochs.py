@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdptrain.data.exchange import exchange_rows
+from fsdptrain.data.packing.exchange import exchange_rows
 from fsdptrain.trainer.batches import StepBatches
 from fsdptrain.types import PackedBatch
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from fsdptrain.config import Config
 from fsdptrain.rollout.evaluate import eval_sampling, evaluation_metrics
-from fsdptrain.trainer.experience import SampleMaker, show
+from fsdptrain.trainer.samples.single_turn import Sampler, show
 from fsdptrain.trainer.timeline import Stopwatch
 from fsdptrain.types import Metrics, Prompt, SamplingParams
 
@@ -15,7 +15,7 @@ class Evaluation:
     """The held-out prompts of this rank, and what makes scored samples of them: the same as in training."""
 
     config: Config
-    maker: SampleMaker
+    maker: Sampler
     prompts: list[Prompt]
 
     def run(self) -> tuple[Metrics, list[dict[str, Any]]]:

@@ -10,9 +10,9 @@ from fsdptrain import platform
 from fsdptrain.config import Config, check_world_size, load_recipe
 from fsdptrain.config.megatron import MegatronConfig
 from fsdptrain.errors import CheckpointError, ConfigError
-from fsdptrain.models.lora import require_peft
+from fsdptrain.features.lora.adapters import require_peft
 from fsdptrain.trainer.backend import build_backend
-from fsdptrain.trainer.folder import CONFIG_FILE
+from fsdptrain.trainer.run_dir import CONFIG_FILE
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from fsdptrain.algo.kl import KL_ESTIMATORS, adapted
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
 from fsdptrain.trainer.batches import StepBatches
-from fsdptrain.trainer.scoring import regrouped
+from fsdptrain.trainer.logprobs import regrouped
 from fsdptrain.types import Metrics, PackedBatch, Sample
 
 REF_KL = "policy/ref_kl"  # mean over loss tokens: of the loss, or where it has no KL term of the reward [nats]

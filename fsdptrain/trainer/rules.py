@@ -7,7 +7,7 @@ from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
 from fsdptrain.protocols import RewardFunction
 from fsdptrain.rewards import WeightedSum
-from fsdptrain.trainer.selection import SelectionRules
+from fsdptrain.trainer.samples.selection import SelectionRules
 
 
 def shaping_rule(config: Config) -> ShapingRule:

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from fsdptrain.planning.flops import ModelFlops, model_flops, peak_tflops
-from fsdptrain.trainer import summary
+from fsdptrain.memory.flops import ModelFlops, model_flops, peak_tflops
+from fsdptrain.trainer import metrics as summary
 from fsdptrain.trainer.batches import StepBatches
 from fsdptrain.types import Metrics, PackedBatch
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from fsdptrain.config import Config
 from fsdptrain.config.server_checks import SERVER_ENGINE
 from fsdptrain.rollout.stacks import StackDump
-from fsdptrain.trainer.folder import RunFolder
+from fsdptrain.trainer.run_dir import RunFolder
 
 _LONG = 0.9  # of --dist-timeout: stacks are written before a collective gives up
 

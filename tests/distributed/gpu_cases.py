@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from fsdptrain.algo.losses import LOSSES
-from fsdptrain.backends.fsdp import FSDPBackend
+from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.platform import device_type, process_group
 from fsdptrain.types import LossConfig
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from fsdptrain.backends.fsdp import FSDPBackend
+from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.fsdp.shards import local_shard
-from fsdptrain.models.materialize import own_part
-from fsdptrain.models.structure import reshard
+from fsdptrain.model.loading.materialize import own_part
+from fsdptrain.model.structure import reshard
 from fsdptrain.testing import tiny_tokenizer
 from fsdptrain.types import LogProbs, LossConfig, LossOutput, PackedBatch, Sample
 from tests import zoo

@@ -33,7 +33,7 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def full_state(model: nn.Module) -> dict[str, Tensor]:
-    from fsdptrain.models.structure import reshard
+    from fsdptrain.model.structure import reshard
 
     reshard(model)
     return {name: full(p) for name, p in model.named_parameters()}

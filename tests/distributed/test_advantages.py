@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from fsdptrain.algo.advantages import ADVANTAGES, AdvantageRule, assign_advantages, scale_over_batch
 from fsdptrain.testing import spawn
-from fsdptrain.trainer.summary import reduce_sums
+from fsdptrain.trainer.metrics import reduce_sums
 from fsdptrain.types import Sample
 
 RULES = [

@@ -10,14 +10,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fsdptrain.algo.losses import LOSSES
-from fsdptrain.backends.fsdp import FSDPBackend
 from fsdptrain.config.effects import NoEffectError
 from fsdptrain.errors import RolloutError
+from fsdptrain.features.moe.bias import choice_biases
+from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.fsdp.checkpoint import CheckpointFolder
-from fsdptrain.models.router_bias import choice_biases
-from fsdptrain.rollout.hf import build_hf_engine
+from fsdptrain.rollout.embedded.engine import build_hf_engine
+from fsdptrain.rollout.weight_sync.verify import build_sync_check
 from fsdptrain.testing import spawn, tiny_tokenizer
-from fsdptrain.trainer.sync_check import build_sync_check
 from fsdptrain.types import LossConfig
 from tests import zoo
 

@@ -3,8 +3,8 @@
 import pytest
 import torch.distributed as dist
 
+from fsdptrain.distributed import gather, raise_on_all_ranks, require_same
 from fsdptrain.errors import CheckpointError, DataError, FsdptrainError
-from fsdptrain.models.collective import gather, require_same, together
 from fsdptrain.testing import spawn
 
 FAILURES = {
@@ -33,12 +33,12 @@ def test_require_same_speaks_with_one_voice():
 
 def test_without_ranks_the_error_is_just_raised():
     assert gather(3) == [3]
-    with pytest.raises(CheckpointError, match=r"here: ValueError: mine$"), together(CheckpointError, "here"):
+    with pytest.raises(CheckpointError, match=r"here: ValueError: mine$"), raise_on_all_ranks(CheckpointError, "here"):
         raise ValueError("mine")
 
 
 def test_an_interrupt_is_not_held_back():
-    with pytest.raises(KeyboardInterrupt), together(CheckpointError, "here"):
+    with pytest.raises(KeyboardInterrupt), raise_on_all_ranks(CheckpointError, "here"):
         raise KeyboardInterrupt
 
 
@@ -46,7 +46,7 @@ def _together() -> dict[str, tuple[str, str]]:
     seen = {}
     for name, failure in FAILURES.items():
         try:
-            with together(CheckpointError, "here"):
+            with raise_on_all_ranks(CheckpointError, "here"):
                 if (error := failure(dist.get_rank())) is not None:
                     raise error
             seen[name] = ("", "")

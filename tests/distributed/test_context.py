@@ -11,15 +11,15 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from fsdptrain.config.sections import ParallelConfig
-from fsdptrain.models.attention import SEGMENTS, register_attention, set_attention
-from fsdptrain.models.checkpointing import enable_gradient_checkpointing
-from fsdptrain.models.context import Context
-from fsdptrain.models.dealing import check_dealing
-from fsdptrain.models.inputs import Layout
-from fsdptrain.models.policy import install_policy_forward, plain_batch, policy_logprobs
-from fsdptrain.models.recurrent import gather_around
-from fsdptrain.models.router import RouterReplay
-from fsdptrain.models.structure import expert_choice
+from fsdptrain.features.activation_memory.checkpointing import enable_gradient_checkpointing
+from fsdptrain.features.context_parallel.checks import check_dealing
+from fsdptrain.features.context_parallel.recurrent import gather_around
+from fsdptrain.features.context_parallel.ulysses import UlyssesGroup
+from fsdptrain.features.moe.replay import RouterReplay
+from fsdptrain.model.attention.attention import SEGMENTS, register_attention, set_attention
+from fsdptrain.model.inputs import Layout
+from fsdptrain.model.policy import install_policy_forward, plain_batch, policy_logprobs
+from fsdptrain.model.structure import expert_choice
 from fsdptrain.testing import spawn
 from tests import zoo
 from tests.sweep import sweep
@@ -101,7 +101,7 @@ def dealt(family: str, changes: dict, layout: Layout, *, again: bool = False) ->
     """The same by this package; gradients of the ranks added up, as FSDP does. again: layers are computed twice."""
     model = model_of(family, changes)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("context",))
-    context = Context.of(mesh)
+    context = UlyssesGroup.of(mesh)
     recurrent = "gather" if family == "qwen3_next" else "refuse"
     parallel = ParallelConfig(context_parallel_size=context.size, context_parallel_recurrent=recurrent)
     gathered = [gather_around(mixer, context) for mixer in check_dealing(model, parallel)]
@@ -163,7 +163,7 @@ def replayed() -> tuple[bool, bool, bool]:
         model = zoo.build("qwen3_moe")
         choice = expert_choice(model.config)
         assert choice is not None
-        context = Context.of(init_device_mesh("cpu", (2,), mesh_dim_names=("context",))) if shared else None
+        context = UlyssesGroup.of(init_device_mesh("cpu", (2,), mesh_dim_names=("context",))) if shared else None
         install_policy_forward(model, chunk_size=7, context=context, replay=RouterReplay(model, choice))
         register_attention()
         set_attention(model, SEGMENTS)
@@ -194,7 +194,7 @@ def kept(size: int) -> int:
     register_attention()
     model = zoo.build("qwen3", num_key_value_heads=4, max_position_embeddings=4096)
     mesh = init_device_mesh("cpu", (dist.get_world_size() // size, size), mesh_dim_names=("shard", "context"))
-    context = Context.of(mesh["context"]) if size > 1 else None
+    context = UlyssesGroup.of(mesh["context"]) if size > 1 else None
     install_policy_forward(model, chunk_size=256, context=context)
     set_attention(model, SEGMENTS)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}

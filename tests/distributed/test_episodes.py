@@ -6,17 +6,17 @@ from random import Random
 import pytest
 
 from fsdptrain.algo.weights import Totals
-from fsdptrain.backends.fsdp import FSDPBackend
 from fsdptrain.config import Config
-from fsdptrain.data.packing import pack
-from fsdptrain.data.turns import TurnRenderer
+from fsdptrain.data.chat import TurnRenderer
+from fsdptrain.data.packing.pack import pack
 from fsdptrain.environments import LoadedEnvironment, StepThreads
 from fsdptrain.errors import FsdptrainError
+from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.rewards.verifiers import environment as environment_reward
 from fsdptrain.rollout import engine_factory
 from fsdptrain.testing import save_tiny_checkpoint, spawn, tiny_tokenizer
-from fsdptrain.trainer.episodes import MultiTurn
-from fsdptrain.trainer.experience import Round, own_share
+from fsdptrain.trainer.samples.multi_turn import MultiTurn
+from fsdptrain.trainer.samples.single_turn import Round, own_share
 from fsdptrain.trainer.timeline import Stopwatch
 from fsdptrain.types import Prompt, Sample, SamplingParams, Turn
 

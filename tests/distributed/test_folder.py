@@ -9,7 +9,7 @@ from fsdptrain import platform
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
 from fsdptrain.testing import spawn
-from fsdptrain.trainer.folder import LAUNCH, PROGRESS_FILE, RunFolder, open_folder
+from fsdptrain.trainer.run_dir import LAUNCH, PROGRESS_FILE, RunFolder, open_folder
 
 
 def checkpoint(folder, step, launch):

@@ -14,14 +14,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from fsdptrain.algo.losses import LOSSES
-from fsdptrain.backends.fsdp import FSDPBackend
 from fsdptrain.config import Config
 from fsdptrain.errors import CheckpointError
+from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.fsdp.shards import model_tensors
-from fsdptrain.models.files import resolve_checkpoint, weight_files
-from fsdptrain.models.loading import build_meta_model
-from fsdptrain.models.policy import plain_batch
-from fsdptrain.models.structure import decoder_layers
+from fsdptrain.model.loading.files import resolve_checkpoint, weight_files
+from fsdptrain.model.loading.meta import build_meta_model
+from fsdptrain.model.policy import plain_batch
+from fsdptrain.model.structure import decoder_layers
 from fsdptrain.testing import save_tiny_checkpoint, spawn, tiny_tokenizer
 from fsdptrain.types import LossConfig
 from tests import zoo

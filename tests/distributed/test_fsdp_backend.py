@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.algo.weights import count_totals, num_loss_tokens
-from fsdptrain.backends.fsdp import FSDPBackend
 from fsdptrain.config import Config
-from fsdptrain.data.packing import pack, plan_packs
+from fsdptrain.data.packing.pack import pack, plan_packs
 from fsdptrain.errors import CheckpointError, ConfigError, NumericsError
+from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.fsdp.checkpoint import CheckpointFolder
 from fsdptrain.fsdp.shards import local_shard
 from fsdptrain.testing import save_tiny_checkpoint, spawn

@@ -19,10 +19,10 @@ from fsdptrain.config import OptimConfig
 from fsdptrain.errors import CheckpointError
 from fsdptrain.fsdp.checkpoint import CheckpointFolder, load_checkpoint, save_checkpoint
 from fsdptrain.fsdp.mesh import build_mesh
-from fsdptrain.fsdp.optim import Optimizer
+from fsdptrain.fsdp.optimizer import Optimizer
 from fsdptrain.fsdp.staging import Staging
 from fsdptrain.fsdp.wrap import shard_model
-from fsdptrain.models.loading import build_meta_model, load_weights
+from fsdptrain.model.loading.meta import build_meta_model, load_weights
 from fsdptrain.testing import spawn
 from tests import zoo
 

@@ -16,8 +16,8 @@ from fsdptrain.fsdp.export import export_hf, stream_weights
 from fsdptrain.fsdp.mesh import build_mesh
 from fsdptrain.fsdp.shards import local_shard
 from fsdptrain.fsdp.wrap import shard_model
-from fsdptrain.models.loading import build_meta_model, load_weights
-from fsdptrain.models.structure import reshard
+from fsdptrain.model.loading.meta import build_meta_model, load_weights
+from fsdptrain.model.structure import reshard
 from fsdptrain.testing import save_tiny_checkpoint, spawn, tiny_tokenizer
 from tests import zoo
 

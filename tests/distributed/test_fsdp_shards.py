@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from fsdptrain.config import OptimConfig
-from fsdptrain.fsdp.optim import Optimizer
+from fsdptrain.fsdp.optimizer import Optimizer
 from fsdptrain.fsdp.reference import ReferenceBank
 from fsdptrain.fsdp.shards import HostStash, local_shard
-from fsdptrain.models.structure import reshard
+from fsdptrain.model.structure import reshard
 from fsdptrain.testing import spawn
 
 from .sharded import backward, full_state, sharded_qwen3, tokens, train

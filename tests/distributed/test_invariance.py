@@ -22,11 +22,11 @@ from fsdptrain.algo.losses import LOSSES
 from fsdptrain.algo.weights import AGGREGATIONS
 from fsdptrain.fsdp.mesh import build_mesh
 from fsdptrain.fsdp.wrap import shard_model
-from fsdptrain.models.attention import SEGMENTS, register_attention
-from fsdptrain.models.policy import install_policy_forward, plain_batch, policy_logprobs
+from fsdptrain.model.attention.attention import SEGMENTS, register_attention
+from fsdptrain.model.policy import install_policy_forward, plain_batch, policy_logprobs
 from fsdptrain.testing import spawn, tiny_qwen3
 from fsdptrain.trainer.batches import PackingRules, make_batches
-from fsdptrain.trainer.experience import own_share
+from fsdptrain.trainer.samples.single_turn import own_share
 from fsdptrain.types import LogProbs, LossConfig, PackedBatch, Sample
 
 MAX_RESPONSE = 24

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, HrmTextConfig, PreTrainedModel
 
 from fsdptrain.fsdp.mesh import build_mesh
 from fsdptrain.fsdp.wrap import shard_model
-from fsdptrain.models.loading import build_meta_model, load_weights
+from fsdptrain.model.loading.meta import build_meta_model, load_weights
 from fsdptrain.testing import spawn
 from tests import zoo
 

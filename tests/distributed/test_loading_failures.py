@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from fsdptrain.errors import CheckpointError, FsdptrainError
 from fsdptrain.fsdp.mesh import build_mesh
 from fsdptrain.fsdp.wrap import shard_model
-from fsdptrain.models.loading import build_meta_model, load_weights, resolve_checkpoint
+from fsdptrain.model.loading.meta import build_meta_model, load_weights, resolve_checkpoint
 from fsdptrain.testing import spawn
 from tests import zoo
 

@@ -8,12 +8,12 @@ import torch
 from safetensors import safe_open
 
 from fsdptrain.algo.losses import LOSSES
-from fsdptrain.backends.fsdp import FSDPBackend
 from fsdptrain.errors import CheckpointError
+from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.fsdp.checkpoint import CheckpointFolder
 from fsdptrain.fsdp.shards import local_shard
-from fsdptrain.models.materialize import own_part
-from fsdptrain.models.structure import reshard
+from fsdptrain.model.loading.materialize import own_part
+from fsdptrain.model.structure import reshard
 from fsdptrain.testing import spawn
 from fsdptrain.types import LossConfig
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from fsdptrain.algo.losses import LOSSES
-from fsdptrain.backends.fsdp import FSDPBackend
 from fsdptrain.config import Config
+from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.fsdp.shards import local_shard
-from fsdptrain.models.policy import plain_batch
-from fsdptrain.planning.activations import training_moments
-from fsdptrain.planning.plan import GIB, Machine, Planner, sharding
+from fsdptrain.model.policy import plain_batch
 from fsdptrain.testing import spawn
-from fsdptrain.trainer.build import planned_memory
+from fsdptrain.tools.plan.activations import training_moments
+from fsdptrain.tools.plan.plan import GIB, Machine, Planner, sharding
+from fsdptrain.trainer.components import planned_memory
 from fsdptrain.types import LossConfig
 from tests import zoo
 

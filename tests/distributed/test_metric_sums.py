@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from fsdptrain.backends.metric_sums import MetricSums
+from fsdptrain.fsdp.metric_sums import MetricSums
 from fsdptrain.testing import spawn
 from fsdptrain.types import Metrics
 

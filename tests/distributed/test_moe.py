@@ -8,8 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fsdptrain.algo.losses import LOSSES
-from fsdptrain.backends.fsdp import FSDPBackend
 from fsdptrain.config.effects import NoEffectError
+from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.testing import save_tiny_checkpoint, spawn
 from fsdptrain.types import NO_ROUTE, LossConfig, Sample
 from tests import zoo

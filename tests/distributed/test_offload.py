@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from fsdptrain.algo.losses import LOSSES
-from fsdptrain.backends.fsdp import FSDPBackend
 from fsdptrain.fsdp import host_adam
+from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.fsdp.checkpoint import CheckpointFolder
 from fsdptrain.testing import save_tiny_checkpoint, spawn
 from fsdptrain.types import LossConfig

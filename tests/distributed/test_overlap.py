@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdptrain.models import shared_expert
-from fsdptrain.models.expert_dispatch import Trip, dispatch_of
-from fsdptrain.models.splitting import split_model
+from fsdptrain.features.model_parallel import shared_expert
+from fsdptrain.features.model_parallel.dispatch import AsyncAllToAll, dispatch_of
+from fsdptrain.features.model_parallel.split import split_model
 from fsdptrain.testing import spawn
 from tests import zoo
 from tests.families import tiny
@@ -77,17 +77,17 @@ def run(block: torch.nn.Module, rows: torch.Tensor) -> tuple[torch.Tensor, torch
 def compare(family: str) -> tuple[list[int], list[float], bool]:
     """(products in the trips of a forward and backward pass, differences from the whole block, anything kept)."""
     made = Experts(family)
-    log, start, end = Log(), Trip.start, Trip.end
+    log, start, end = Log(), AsyncAllToAll.start, AsyncAllToAll.end
 
-    def logged_start(self: Trip, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def logged_start(self: AsyncAllToAll, *args: Any, **kwargs: Any) -> torch.Tensor:
         log.seen.append("start")
         return start(self, *args, **kwargs)
 
-    def logged_end(self: Trip) -> torch.Tensor:
+    def logged_end(self: AsyncAllToAll) -> torch.Tensor:
         log.seen.append("end")
         return end(self)
 
-    Trip.start, Trip.end = logged_start, logged_end  # this process is the test's own
+    AsyncAllToAll.start, AsyncAllToAll.end = logged_start, logged_end  # this process is the test's own
     with log:
         output, grad = run(made.block, tokens())
     wanted, wanted_grad = run(made.whole, tokens())

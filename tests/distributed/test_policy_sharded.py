@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from fsdptrain.features.activation_memory.checkpointing import enable_gradient_checkpointing
 from fsdptrain.fsdp.mesh import build_mesh
 from fsdptrain.fsdp.wrap import shard_model
-from fsdptrain.models.attention import SEGMENTS, register_attention
-from fsdptrain.models.checkpointing import enable_gradient_checkpointing
-from fsdptrain.models.layout import choose_layout
-from fsdptrain.models.policy import check_head, install_policy_forward, plain_batch, policy_logprobs
+from fsdptrain.model.attention.attention import SEGMENTS, register_attention
+from fsdptrain.model.policy import check_head, install_policy_forward, plain_batch, policy_logprobs
+from fsdptrain.model.probes.layout import choose_layout
 from fsdptrain.testing import spawn
 from fsdptrain.types import LogProbs
 from tests import zoo

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from fsdptrain.algo.losses import LOSSES
-from fsdptrain.backends.fsdp import FSDPBackend
 from fsdptrain.errors import CheckpointError
+from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.fsdp.checkpoint import CheckpointFolder
 from fsdptrain.testing import save_tiny_checkpoint, spawn
 

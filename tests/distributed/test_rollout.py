@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM
 
 from fsdptrain.errors import RolloutError
 from fsdptrain.rewards import Score
+from fsdptrain.rollout.embedded.engine import HFEngine
 from fsdptrain.rollout.evaluate import evaluation_metrics
-from fsdptrain.rollout.hf import HFEngine
 from fsdptrain.testing import save_tiny_checkpoint, spawn
-from fsdptrain.trainer.experience import make_sample
+from fsdptrain.trainer.samples.single_turn import make_sample
 from fsdptrain.types import Completion, Prompt, SamplingParams
 from tests.vllm import contract
 

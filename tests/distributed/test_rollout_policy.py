@@ -6,9 +6,9 @@ import pytest
 import torch.distributed as dist
 
 from fsdptrain.algo.weights import Totals
-from fsdptrain.backends.fsdp import FSDPBackend
 from fsdptrain.config import Config
-from fsdptrain.data.packing import pack
+from fsdptrain.data.packing.pack import pack
+from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.rollout import engine_factory
 from fsdptrain.testing import spawn
 from fsdptrain.types import Prompt, Sample, SamplingParams

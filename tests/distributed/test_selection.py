@@ -16,8 +16,8 @@ from fsdptrain.data.sources import Row
 from fsdptrain.errors import FsdptrainError
 from fsdptrain.testing import FakeRolloutEngine, spawn, tiny_tokenizer
 from fsdptrain.trainer.batches import PackingRules, make_batches
-from fsdptrain.trainer.experience import RolloutSource, Round, SampleMaker, SingleTurn
-from fsdptrain.trainer.selection import SelectionRules
+from fsdptrain.trainer.samples.selection import SelectionRules
+from fsdptrain.trainer.samples.single_turn import RolloutSource, Round, Sampler, SingleTurn
 from fsdptrain.trainer.timeline import Stopwatch
 from fsdptrain.types import Prompt, Sample, SamplingParams
 
@@ -52,7 +52,7 @@ def broken(prompt: Prompt, response: str) -> float:
 class Recording:
     """The maker, with what it was asked written down."""
 
-    maker: SampleMaker
+    maker: Sampler
     rounds: list[tuple[list[str], int]] = field(default_factory=list)
 
     def make(self, prompts: list[Prompt], sampling: SamplingParams, watch: Stopwatch) -> Round:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from fsdptrain.algo.losses import LOSSES
-from fsdptrain.backends.fsdp import FSDPBackend
+from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.testing import save_tiny_checkpoint, spawn
 from fsdptrain.trainer.batches import PackingRules, StepBatches, make_batches
-from fsdptrain.trainer.experience import own_share
-from fsdptrain.trainer.summary import packing_metrics
+from fsdptrain.trainer.metrics import packing_metrics
+from fsdptrain.trainer.samples.single_turn import own_share
 from fsdptrain.types import Metrics, Sample
 from tests import zoo
 

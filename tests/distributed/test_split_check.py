@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from fsdptrain.backends.fsdp import FSDPBackend
 from fsdptrain.errors import ConfigError
-from fsdptrain.models import split_plan
+from fsdptrain.features.model_parallel import plan as split_plan
+from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.testing import spawn
 from tests import families
 

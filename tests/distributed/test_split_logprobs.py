@@ -6,8 +6,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from fsdptrain.models.logprobs import chunked_logprobs
-from fsdptrain.models.split_logprobs import split_logprobs
+from fsdptrain.features.model_parallel.logprobs import vocab_parallel_logprobs
+from fsdptrain.model.logprobs import chunked_logprobs
 from fsdptrain.testing import spawn
 
 VOCABULARY, WIDTH, TOKENS = 25, 7, 23  # uneven on every number of ranks
@@ -36,7 +36,7 @@ def compare() -> list[float]:
                 leaves[1:] = [distribute_tensor(x, mesh, [Shard(0)]) for x in leaves[1:]]
             for leaf in leaves:
                 leaf.requires_grad_()
-            score = split_logprobs if split else chunked_logprobs
+            score = vocab_parallel_logprobs if split else chunked_logprobs
             values = [x for x in score(leaves[0], leaves[1], labels, bias=leaves[2], **options) if x is not None]
             sum((x * seed).sum() for x, seed in zip(values, seeds, strict=False)).backward()
             gradients = [x.grad.full_tensor() if hasattr(x.grad, "full_tensor") else x.grad for x in leaves]

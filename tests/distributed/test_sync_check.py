@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdptrain.backends.fsdp import FSDPBackend
 from fsdptrain.config import Config
 from fsdptrain.errors import RolloutError
+from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.fsdp.shards import local_shard
-from fsdptrain.models.structure import reshard
-from fsdptrain.rollout.hf import build_hf_engine
+from fsdptrain.model.structure import reshard
+from fsdptrain.rollout.embedded.engine import build_hf_engine
+from fsdptrain.rollout.weight_sync.verify import build_sync_check
 from fsdptrain.testing import spawn, tiny_tokenizer
-from fsdptrain.trainer.sync_check import build_sync_check
 from tests import zoo
 
 FAULTS = ("stale", "permuted", "transposed", "not sent")

@@ -5,12 +5,12 @@ from collections import Counter, defaultdict
 import pytest
 import torch
 import torch.distributed as dist
+from benchmarks.traffic import Axis, Kind, Pack, step_traffic
 
 from fsdptrain.algo.losses import LOSSES
-from fsdptrain.backends.fsdp import FSDPBackend
+from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.fsdp.shards import local_shard
-from fsdptrain.planning.pieces import Grid, Pieces
-from fsdptrain.planning.traffic import Axis, Kind, Pack, step_traffic
+from fsdptrain.memory.pieces import Grid, Pieces
 from fsdptrain.testing import spawn
 from tests.families import tiny
 

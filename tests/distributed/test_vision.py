@@ -8,12 +8,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdptrain.algo.weights import Totals
-from fsdptrain.backends.fsdp import FSDPBackend
 from fsdptrain.config import Config
-from fsdptrain.data.packing import pack
-from fsdptrain.models.processor import ImageProcessor
-from fsdptrain.models.structure import freeze_vision
-from fsdptrain.rollout.hf import build_hf_engine
+from fsdptrain.data.packing.pack import pack
+from fsdptrain.features.vision.processor import ImageProcessor
+from fsdptrain.fsdp.backend import FSDPBackend
+from fsdptrain.model.structure import freeze_vision
+from fsdptrain.rollout.embedded.engine import build_hf_engine
 from fsdptrain.testing import spawn
 from fsdptrain.types import Images, LossConfig, LossOutput, Prompt, Sample, SamplingParams
 from tests import vision_zoo as zoo

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from fsdptrain.algo.weights import Totals
-from fsdptrain.backends.fsdp import FSDPBackend
 from fsdptrain.config import Config
-from fsdptrain.data.packing import pack
-from fsdptrain.models.structure import decoder_layers, freeze_vision, tower_layers
-from fsdptrain.rollout.hf import build_hf_engine
+from fsdptrain.data.packing.pack import pack
+from fsdptrain.fsdp.backend import FSDPBackend
+from fsdptrain.model.structure import decoder_layers, freeze_vision, tower_layers
+from fsdptrain.rollout.embedded.engine import build_hf_engine
 from fsdptrain.testing import spawn
 from fsdptrain.types import LossConfig, LossOutput, Prompt, Sample, SamplingParams
 from tests import vision_zoo as zoo

@@ -12,10 +12,10 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fsdptrain.errors import ConfigError
+from fsdptrain.features.activation_memory.checkpointing import enable_gradient_checkpointing
 from fsdptrain.fsdp.mesh import build_mesh, shard_size
 from fsdptrain.fsdp.wrap import shard_model
-from fsdptrain.models.checkpointing import enable_gradient_checkpointing
-from fsdptrain.models.loading import build_meta_model, load_weights
+from fsdptrain.model.loading.meta import build_meta_model, load_weights
 from fsdptrain.testing import spawn
 from tests import zoo
 

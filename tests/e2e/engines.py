@@ -5,7 +5,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from fsdptrain.rollout.hf import HFEngine, build_hf_engine
+from fsdptrain.rollout.embedded.engine import HFEngine, build_hf_engine
 
 CALLS: list[str] = []
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from fsdptrain import Config, Trainer
-from fsdptrain.backends.fsdp import FSDPBackend
-from fsdptrain.rollout.hf import HFEngine
+from fsdptrain.fsdp.backend import FSDPBackend
+from fsdptrain.rollout.embedded.engine import HFEngine
 from tests.e2e import command
 from tests.e2e.engines import CALLS
 

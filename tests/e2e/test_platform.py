@@ -10,7 +10,7 @@ from tests.e2e import command
 from tests.packages import install
 
 KERNEL = """
-from fsdptrain.models.attention import segment_attention
+from fsdptrain.model.attention.attention import segment_attention
 from pathlib import Path
 
 def attention(q, k, v, *, scale, dropout, window, softcap, sinks):
@@ -18,7 +18,7 @@ def attention(q, k, v, *, scale, dropout, window, softcap, sinks):
     options = {"scale": scale, "dropout": dropout, "window": window, "softcap": softcap, "sinks": sinks}
     return segment_attention.original(q, k, v, **options)
 """
-KEY = "fsdptrain.models.attention.segment_attention"
+KEY = "fsdptrain.model.attention.attention.segment_attention"
 
 
 def in_its_own_process(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:

@@ -61,8 +61,8 @@ class Built(NamedTuple):
 
 def start(**split: Any) -> MegatronConfig:
     """In a rank's process: the groups of megatron-core."""
-    from fsdptrain.backends.megatron.cpu_shims import install_cpu_shims
-    from fsdptrain.backends.megatron.groups import start_groups
+    from fsdptrain.megatron.cpu_shims import install_cpu_shims
+    from fsdptrain.megatron.groups import start_groups
 
     install_cpu_shims()
     found = MegatronConfig(**split)
@@ -72,9 +72,9 @@ def start(**split: Any) -> MegatronConfig:
 
 def build(folder: Path, **split: Any) -> Built:
     """The model of transformers, and that of megatron-core with its weights."""
-    from fsdptrain.backends.megatron.model import build_model
-    from fsdptrain.backends.megatron.transformer_config import transformer_config
-    from fsdptrain.backends.megatron.weights import WeightMap, hub_shapes, open_files
+    from fsdptrain.megatron.model import build_model
+    from fsdptrain.megatron.transformer_config import transformer_config
+    from fsdptrain.megatron.weights import WeightMap, hub_shapes, open_files
 
     chosen, found = start(**split), AutoConfig.from_pretrained(folder)
     stock = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
@@ -87,7 +87,7 @@ def build(folder: Path, **split: Any) -> Built:
 
 def parity(found: PreTrainedConfig, split: MegatronConfig, **options: Any) -> float:
     """How far the logprobs of a small random copy are from those of transformers, where groups were started."""
-    from fsdptrain.backends.megatron.parity import check_parity, small_models
+    from fsdptrain.megatron.parity import check_parity, small_models
 
     chosen = OPTIONS | options
     return check_parity(*small_models(found, split, chosen, device=torch.device("cpu")), split, chosen)[0]

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
-from fsdptrain.models.inputs import Layout
-from fsdptrain.models.policy import plain_batch
+from fsdptrain.model.inputs import Layout
+from fsdptrain.model.policy import plain_batch
 from fsdptrain.testing import spawn
 from fsdptrain.types import PackedBatch
 from tests.megatron import cases
@@ -74,7 +74,7 @@ def compared(chosen: Sequence[Case], folder: Path) -> dict[str, list[Found]]:
 
 
 def compare(chosen: Sequence[Case], folder: Path) -> list[Found]:
-    from fsdptrain.backends.megatron.groups import stop_groups
+    from fsdptrain.megatron.groups import stop_groups
 
     found = []
     for case in chosen:
@@ -87,10 +87,10 @@ def _compare(case: Case, folder: Path) -> Found:
     """Packs are dealt over the data-parallel ranks."""
     from megatron.core import parallel_state as ps
 
-    from fsdptrain.backends.megatron.forward import Scorer, from_last_stage, run_packs
-    from fsdptrain.backends.megatron.gradients import reduce_gradients, wrap
-    from fsdptrain.backends.megatron.groups import Groups
-    from fsdptrain.backends.megatron.masters import Masters
+    from fsdptrain.megatron.forward import Scorer, from_last_stage, run_packs
+    from fsdptrain.megatron.gradients import reduce_gradients, wrap
+    from fsdptrain.megatron.groups import Groups
+    from fsdptrain.megatron.masters import Masters
 
     built = cases.build(folder, **case.split)
     wrong = _changed(built, folder)
@@ -122,7 +122,7 @@ def _compare(case: Case, folder: Path) -> Found:
 
 
 def _changed(built: cases.Built, folder: Path) -> list[str]:
-    from fsdptrain.backends.megatron.weights import by_module
+    from fsdptrain.megatron.weights import by_module
 
     files, state = load_file(folder / "model.safetensors"), built.stock.state_dict()
     tied = built.stock.get_expanded_tied_weights_keys(all_submodels=True)

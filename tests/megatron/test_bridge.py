@@ -14,7 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
-from fsdptrain.models.kernels import Kernel
+from fsdptrain.model.probes.kernels import Kernel
 from fsdptrain.testing import spawn
 from tests.megatron import cases
 
@@ -33,8 +33,8 @@ has_mbridge = pytest.mark.skipif(
 
 def by_mbridge(folder: Path, layouts: list[tuple[str, dict[str, int], bool]]) -> dict[str, list[str]]:
     """Of each split the tensors that are not as in the files, after a model without weights was loaded."""
-    from fsdptrain.backends.megatron.bridge import choose_bridge, load_by_bridge
-    from fsdptrain.backends.megatron.groups import stop_groups
+    from fsdptrain.megatron.bridge import choose_bridge, load_by_bridge
+    from fsdptrain.megatron.groups import stop_groups
 
     found = {}
     for i, (family, layout, _) in enumerate(layouts):
@@ -63,7 +63,7 @@ def test_mbridge_loads_and_gives_back_bitwise(num_ranks: int, tmp_path: Path) ->
 
 
 def reasons(folder: Path) -> dict[str, Kernel]:
-    from fsdptrain.backends.megatron.bridge import choose_bridge
+    from fsdptrain.megatron.bridge import choose_bridge
 
     built = cases.build(folder)
 
@@ -116,7 +116,7 @@ def stand_in(built: cases.Built, *, swapped: bool) -> Any:
 
 def contract(folder: Path) -> dict[bool, str]:
     """On two data-parallel ranks, of which only the second has a bridge that swaps."""
-    from fsdptrain.backends.megatron.bridge import choose_bridge, load_by_bridge
+    from fsdptrain.megatron.bridge import choose_bridge, load_by_bridge
 
     built, asked = cases.build(folder), "megatron-bridge"
     said = {}

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fsdptrain.models.policy import plain_batch
+from fsdptrain.model.policy import plain_batch
 from fsdptrain.platform import device_count, has_accelerator
 from fsdptrain.testing import spawn
 from tests.megatron import cases
@@ -28,7 +28,7 @@ with_engine = pytest.mark.skipif(find_spec("transformer_engine") is None, reason
 
 def built(folder: Path, bf16: bool) -> dict[str, Any]:
     """The backend holds a small copy against transformers before it is built: this ends with an error, or is right."""
-    from fsdptrain.backends.megatron.model import has_transformer_engine
+    from fsdptrain.megatron.model import has_transformer_engine
 
     backend = backend_of(folder, bf16=bf16, lr=1e-3)
     files = load_file(folder / "model.safetensors")
@@ -70,7 +70,7 @@ def test_steps_on_two_gpus_are_those_on_one(layout: dict[str, int], tmp_path: Pa
 
 def looked_at(folder: Path, bf16: bool) -> dict[str, Any]:
     """What the layers are called and made of, and how far the logprobs of a pack are from those of its segments."""
-    from fsdptrain.backends.megatron.table import stored_tensors
+    from fsdptrain.megatron.table import stored_tensors
 
     backend = backend_of(folder, bf16=bf16, lr=1e-3)
     segments = [cases.tokens(1, n, seed=n)[0].tolist() for n in (7, 12, 30)]

@@ -23,7 +23,7 @@ def started(num_ranks: int, split: dict[str, int]) -> dict[str, list[list[int]]]
     """Of each kind the groups of a run of so many ranks, each of which this process is for a moment."""
     from megatron.core import parallel_state as ps
 
-    from fsdptrain.backends.megatron.groups import Groups
+    from fsdptrain.megatron.groups import Groups
 
     found: dict[str, list[list[int]]] = {}
     packs: dict[int, list[int]] = {}

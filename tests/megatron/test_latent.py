@@ -23,8 +23,8 @@ YARN = {
 
 
 def said() -> dict[str, Any]:
-    from fsdptrain.backends.megatron.parity import small_models
-    from fsdptrain.backends.megatron.report import build_report
+    from fsdptrain.megatron.parity import small_models
+    from fsdptrain.megatron.report import build_report
 
     one, yarn = cases.start(), zoo.config("deepseek_v3", rope_parameters=YARN)
     stock, model = small_models(yarn, one, cases.OPTIONS, device=torch.device("cpu"))
@@ -52,7 +52,7 @@ class TEColumnParallelLinear(TELinear):
 
 
 def marks() -> list[bool]:
-    from fsdptrain.backends.megatron.model import _mark_split
+    from fsdptrain.megatron.model import _mark_split
 
     model: Any = nn.ModuleList([TELinear(), TEColumnParallelLinear()])
     _mark_split(model)

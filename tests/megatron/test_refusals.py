@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fsdptrain.backends import megatron
+from fsdptrain import megatron
 from fsdptrain.config.megatron import MegatronConfig
 from fsdptrain.errors import ConfigError
 from fsdptrain.testing import spawn
@@ -87,7 +87,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
 
 def refusals(folder: Path) -> tuple[list[str], str]:
     """In a process of their own, because megatron-core is imported: of CASES, and of a reference that is not there."""
-    from fsdptrain.backends.megatron.transformer_config import transformer_config
+    from fsdptrain.megatron.transformer_config import transformer_config
 
     said = [
         cases.refusal(

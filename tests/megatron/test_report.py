@@ -19,10 +19,10 @@ def faults(folder: Path) -> dict[str, str]:
     """What is said of each planted fault, in a process of its own."""
     from megatron.core.models.gpt import gpt_layer_specs
 
-    from fsdptrain.backends.megatron import conversions, table
-    from fsdptrain.backends.megatron.model import has_transformer_engine
-    from fsdptrain.backends.megatron.report import build_report
-    from fsdptrain.backends.megatron.weights import WeightMap, hub_shapes, open_files
+    from fsdptrain.megatron import conversions, table
+    from fsdptrain.megatron.model import has_transformer_engine
+    from fsdptrain.megatron.report import build_report
+    from fsdptrain.megatron.weights import WeightMap, hub_shapes, open_files
 
     built = cases.build(folder)
     model, stock, config, shapes = built.model, built.stock, built.stock.config, hub_shapes(built.stock)
@@ -77,8 +77,8 @@ def faults(folder: Path) -> dict[str, str]:
 
 def dense_report(config: PreTrainedConfig) -> None:
     """Of a model with another activation in its last layer."""
-    from fsdptrain.backends.megatron.parity import small_models
-    from fsdptrain.backends.megatron.report import build_report
+    from fsdptrain.megatron.parity import small_models
+    from fsdptrain.megatron.report import build_report
 
     stock, model = small_models(config, MegatronConfig(), cases.OPTIONS, device=torch.device("cpu"))
     layers: Any = model.decoder.layers

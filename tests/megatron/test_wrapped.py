@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from fsdptrain.backends.megatron.forward import layout_of
-from fsdptrain.backends.megatron.hf_modules import hf_modules
-from fsdptrain.backends.megatron.model import WRAPPED
-from fsdptrain.backends.megatron.transformer_config import refuse_split_mixers
 from fsdptrain.config.megatron import MegatronConfig
 from fsdptrain.errors import ConfigError
-from fsdptrain.models.inputs import Layout
+from fsdptrain.megatron.forward import layout_of
+from fsdptrain.megatron.hf_modules import hf_modules
+from fsdptrain.megatron.model import WRAPPED
+from fsdptrain.megatron.transformer_config import refuse_split_mixers
+from fsdptrain.model.inputs import Layout
 from fsdptrain.testing import spawn
 from tests import zoo
 from tests.megatron import cases, wrapped_cases

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdptrain.backends.megatron import zigzag
 from fsdptrain.errors import ConfigError
+from fsdptrain.megatron import zigzag
 from fsdptrain.testing import spawn
 
 SEQLENS = (8, 4, 12)

@@ -12,7 +12,7 @@ from torch import Tensor
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.config import Config
 from fsdptrain.fsdp.checkpoint import CheckpointFolder
-from fsdptrain.models.policy import plain_batch
+from fsdptrain.model.policy import plain_batch
 from fsdptrain.types import LossConfig, PackedBatch
 from tests.megatron import cases
 
@@ -21,7 +21,7 @@ KINDS = ("exp_avg", "exp_avg_sq")
 
 
 def backend_of(folder: Path, *, bf16: bool = False, lr: float = 1e-3, **flags: Any) -> Any:
-    from fsdptrain.backends.megatron.backend import MegatronBackend
+    from fsdptrain.megatron.backend import MegatronBackend
 
     options = {"bf16": bf16, "backend": "megatron", "lr": lr, "lr_decay_style": "constant", "weight_decay": 0.1}
     return MegatronBackend(Config(hf_checkpoint=str(folder), **options, **flags), total_steps=4)
@@ -40,7 +40,7 @@ def pack(rank: int) -> PackedBatch:
 
 def steps(backend: Any, count: int) -> list[float]:
     """Norms of the gradients."""
-    from fsdptrain.backends.megatron.groups import Groups
+    from fsdptrain.megatron.groups import Groups
 
     batch = pack(Groups.present().data.rank())
     return [backend.train_step([batch], LOSSES["grpo"], LossConfig())["optim/grad_norm"] for _ in range(count)]

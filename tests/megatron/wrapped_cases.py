@@ -23,8 +23,8 @@ def refusals(folder: Path) -> dict[str, str]:
 def looked_at(folder: Path) -> tuple[list[dict[str, str]], list[str]]:
     """Of each layer the norms around its mixer, which has some of its own: name and class. Of other layers, those of
     `only_attention`, the classes of the mixers."""
-    from fsdptrain.backends.megatron.model import build_model
-    from fsdptrain.backends.megatron.transformer_config import transformer_config
+    from fsdptrain.megatron.model import build_model
+    from fsdptrain.megatron.transformer_config import transformer_config
 
     built = cases.build(folder)
     norms = [
@@ -53,7 +53,7 @@ def with_own_spec_and_sequence_parallel() -> float:
 
 def only_attention(transformer_config: Any, hf_config: PreTrainedConfig, *, vp_stage: int | None = None) -> Any:
     """A user's layers: as those of the backend, of a config of their own."""
-    from fsdptrain.backends.megatron.hf_spec import layer_spec
+    from fsdptrain.megatron.hf_spec import layer_spec
 
     changed = copy.deepcopy(hf_config)
     vars(changed)["layer_types"] = ["full_attention"] * changed.num_hidden_layers
@@ -62,7 +62,7 @@ def only_attention(transformer_config: Any, hf_config: PreTrainedConfig, *, vp_s
 
 def other_norms(transformer_config: Any, hf_config: PreTrainedConfig, *, vp_stage: int | None = None) -> Any:
     """Layers as a user may get them wrong: norms with another eps."""
-    from fsdptrain.backends.megatron.model import layer_spec
+    from fsdptrain.megatron.model import layer_spec
 
     transformer_config.layernorm_epsilon = 1e-3
     return layer_spec(transformer_config, hf_config, vp_stage=vp_stage)
@@ -70,7 +70,7 @@ def other_norms(transformer_config: Any, hf_config: PreTrainedConfig, *, vp_stag
 
 def other_rotation(transformer_config: Any, hf_config: PreTrainedConfig, *, vp_stage: int | None = None) -> Any:
     """Queries and keys turned by neighbours and not by halves, by the same angles: of this no fact is reported."""
-    from fsdptrain.backends.megatron.model import layer_spec
+    from fsdptrain.megatron.model import layer_spec
 
     transformer_config.rotary_interleaved = True
     return layer_spec(transformer_config, hf_config, vp_stage=vp_stage)

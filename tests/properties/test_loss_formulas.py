@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.algo.weights import AGGREGATIONS, count_totals, num_loss_tokens
 from fsdptrain.config.presets import LOSS_FIELDS, LOSS_OPTIONS
-from fsdptrain.data.packing import pack
+from fsdptrain.data.packing.pack import pack
 from fsdptrain.types import LogProbs, LossConfig, PackedBatch, Sample
 from tests.properties.loss_references import Sequence, loss_of
 from tests.properties.strategies import sample_lists

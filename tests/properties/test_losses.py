@@ -9,7 +9,7 @@ from torch import Tensor
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.algo.metrics import finish_metrics
 from fsdptrain.algo.weights import AGGREGATIONS, count_totals, num_loss_tokens
-from fsdptrain.data.packing import pack, plan_packs
+from fsdptrain.data.packing.pack import pack, plan_packs
 from fsdptrain.types import LogProbs, LossConfig, PackedBatch, Sample
 from tests.properties.strategies import sample_lists
 

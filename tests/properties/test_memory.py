@@ -7,8 +7,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from fsdptrain.errors import MemoryPlanError
-from fsdptrain.models.structure import ParameterCounts
-from fsdptrain.planning.memory import MemoryDemand, MemorySupply, check_load_memory, load_memory_need, with_adapter
+from fsdptrain.memory.demand import MemoryDemand, MemorySupply, check_load_memory, load_memory_need, with_adapter
+from fsdptrain.model.structure import ParameterCounts
 
 FLAGS = {
     "--load-strategy shard": {"load_strategy": "shard"},

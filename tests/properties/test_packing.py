@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdptrain.algo.weights import AGGREGATIONS, count_totals, num_loss_tokens
-from fsdptrain.data.packing import PackPlan, drop_overlong, pack, plan_packs, plan_rows
+from fsdptrain.data.packing.pack import PackPlan, drop_overlong, pack, plan_packs, plan_rows
 from fsdptrain.errors import ConfigError
 from fsdptrain.types import PackedBatch, Sample
 from tests.properties.strategies import sample_lists

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fsdptrain.algo.weights import count_totals, num_loss_tokens
-from fsdptrain.data.packing import PackPlan, pack, plan_packs
-from fsdptrain.data.prefixes import prompt_key
-from fsdptrain.data.sharing import MIN_GAIN, MOST_SHARED, plan_shared
+from fsdptrain.data.packing.pack import PackPlan, pack, plan_packs
 from fsdptrain.errors import ConfigError
-from fsdptrain.models import attention
-from fsdptrain.models.attention import Boundaries, Whole, attend
+from fsdptrain.features.prefix_sharing.detect import prompt_key
+from fsdptrain.features.prefix_sharing.plan import MIN_GAIN, MOST_SHARED, plan_shared
+from fsdptrain.model.attention import attention
+from fsdptrain.model.attention.attention import Boundaries, Whole, attend
 from fsdptrain.types import PackedBatch, Sample, SharedPrefixes
 
 BUDGET = 96

@@ -7,12 +7,12 @@ import torch
 
 from fsdptrain import platform
 from fsdptrain.algo.weights import Totals
-from fsdptrain.backends.fsdp import FSDPBackend
 from fsdptrain.config import Config
-from fsdptrain.data.packing import pack
+from fsdptrain.data.packing.pack import pack
+from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.rollout import engine_factory
+from fsdptrain.rollout.weight_sync.verify import SyncCheck, build_sync_check
 from fsdptrain.testing import tiny_tokenizer
-from fsdptrain.trainer.sync_check import SyncCheck, build_sync_check
 from fsdptrain.types import Completion, Prompt, Sample, SamplingParams
 
 LONG = Prompt("long", [5 + i % 200 for i in range(300)], "")  # more than two blocks of the prefix cache

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fsdptrain.rollout.call_limit import CallLimit
-from fsdptrain.rollout.vllm_colocated import VLLMEngine, build_vllm_engine
+from fsdptrain.vllm.call_limit import CallLimit
+from fsdptrain.vllm.in_process import VLLMEngine, build_vllm_engine
 
 FAULTS = "faults"  # in the folder above that of the run
 STEP, HAND_OVER = "in a step", "in a hand-over"

@@ -8,9 +8,10 @@ import pytest
 import torch.distributed as dist
 
 from fsdptrain.errors import RolloutError
-from fsdptrain.rollout import call_limit, vllm_colocated
-from fsdptrain.rollout.call_limit import CallLimit
 from fsdptrain.testing import spawn
+from fsdptrain.vllm import call_limit
+from fsdptrain.vllm import in_process as vllm_colocated
+from fsdptrain.vllm.call_limit import CallLimit
 from tests.e2e import command
 from tests.vllm import contract, hanging, models
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from fsdptrain.fsdp.shards import local_shard
-from fsdptrain.models.structure import reshard
-from fsdptrain.rollout.vllm_readback import readable
+from fsdptrain.model.structure import reshard
 from fsdptrain.testing import spawn
+from fsdptrain.vllm.worker.readback import readable
 from tests.vllm import contract, models
 
 CHANGED = ("", "layers.1.self_attn.k_proj", "embed_tokens", "nothing", "layers.0.mlp.", "norm")

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from fsdptrain.backends.fsdp import FSDPBackend
-from fsdptrain.rollout.vllm_adapter import write_adapter
+from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.testing import spawn
 from fsdptrain.types import SamplingParams
+from fsdptrain.vllm.adapter import write_adapter
 from tests.distributed.test_sync_check import train_a_little
 from tests.vllm import contract, models
 from tests.vllm.fresh_engine import MAX_TOKENS, Answers, Start, fresh_answers

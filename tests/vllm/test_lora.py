@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdptrain.backends.fsdp import FSDPBackend
+from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.fsdp.shards import local_shard
-from fsdptrain.models.structure import reshard
+from fsdptrain.model.structure import reshard
 from fsdptrain.testing import save_tiny_checkpoint, spawn
 from fsdptrain.types import Completion, Prompt, SamplingParams
 from tests.vllm import contract

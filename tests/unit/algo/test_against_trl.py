@@ -19,9 +19,9 @@ from transformers import PreTrainedModel, Qwen3ForCausalLM
 from fsdptrain.algo.advantages import ADVANTAGES, STD_EPSILON, AdvantageRule, assign_advantages
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.algo.weights import count_totals, num_loss_tokens
-from fsdptrain.data.packing import pack
-from fsdptrain.models.attention import SEGMENTS, register_attention
-from fsdptrain.models.policy import install_policy_forward, policy_logprobs
+from fsdptrain.data.packing.pack import pack
+from fsdptrain.model.attention.attention import SEGMENTS, register_attention
+from fsdptrain.model.policy import install_policy_forward, policy_logprobs
 from fsdptrain.testing import save_tiny_checkpoint, tiny_tokenizer
 from fsdptrain.types import LogProbs, LossConfig, PackedBatch, Sample
 

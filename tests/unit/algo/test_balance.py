@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from fsdptrain.algo.balance import ExpertLoad, add_router_loss, balance_loss, count_choices, trained_tokens
 from fsdptrain.algo.weights import Totals
-from fsdptrain.data.packing import empty_pack, pack
+from fsdptrain.data.packing.pack import empty_pack, pack
+from fsdptrain.features.moe.balance import ExpertLoad, add_router_loss, balance_loss, count_choices, trained_tokens
 from fsdptrain.types import NO_ROUTE, LossOutput, Sample
 
 LAYERS, EXPERTS, TOP_K = 3, 6, 2

@@ -16,7 +16,7 @@ from fsdptrain.algo.corrections import (
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.algo.tokens import at_loss_tokens
 from fsdptrain.algo.weights import count_totals
-from fsdptrain.data.packing import pack
+from fsdptrain.data.packing.pack import pack
 from fsdptrain.types import LogProbs, LossConfig, PackedBatch, Sample
 
 POLICY_LOSSES = sorted(set(LOSSES) - {"sft", "ipo"})

@@ -11,7 +11,7 @@ from torch import Tensor
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.algo.metrics import finish_metrics
 from fsdptrain.algo.weights import count_totals, num_loss_tokens
-from fsdptrain.data.packing import empty_pack, pack
+from fsdptrain.data.packing.pack import empty_pack, pack
 from fsdptrain.types import LogProbs, LossConfig, PackedBatch, Sample
 
 CONFIGS = {

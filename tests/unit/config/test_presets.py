@@ -14,7 +14,7 @@ from fsdptrain.algo.weights import AGGREGATIONS
 from fsdptrain.config import AlgorithmConfig, Config, load_recipe, resolve, to_yaml
 from fsdptrain.config.presets import ADVANTAGE_SCALES, LOSS_FIELDS, LOSS_OPTIONS, PRESETS
 from fsdptrain.errors import ConfigError
-from fsdptrain.trainer.build import loss_config
+from fsdptrain.trainer.components import loss_config
 from fsdptrain.types import LossConfig
 
 MODEL = ["--hf-checkpoint", "x"]

@@ -15,7 +15,7 @@ from fsdptrain.data.images import as_pictures, open_picture, with_places
 from fsdptrain.data.prompts import PromptStream, make_prompt
 from fsdptrain.data.sources import Row, content_hash, load_rows
 from fsdptrain.errors import ConfigError, DataError
-from fsdptrain.models.processor import ImageProcessor
+from fsdptrain.features.vision.processor import ImageProcessor
 from fsdptrain.testing import save_tiny_checkpoint
 from tests import vision_zoo as zoo
 

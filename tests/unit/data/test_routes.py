@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fsdptrain.algo.weights import Totals
-from fsdptrain.data.packing import pack
+from fsdptrain.data.packing.pack import pack
 from fsdptrain.data.routes import check_routes, join_routes, sample_routes
 from fsdptrain.errors import RolloutError
 from fsdptrain.types import NO_ROUTE, Sample

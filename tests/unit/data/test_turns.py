@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdptrain.config import DataConfig
-from fsdptrain.data.turns import TurnRenderer
+from fsdptrain.data.chat import TurnRenderer
 from fsdptrain.errors import DataError
 from fsdptrain.testing import tiny_tokenizer
 

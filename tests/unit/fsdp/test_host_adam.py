@@ -8,7 +8,7 @@ from torch import nn
 
 from fsdptrain.config import OptimConfig
 from fsdptrain.fsdp import host_adam
-from fsdptrain.fsdp.optim import Optimizer
+from fsdptrain.fsdp.optimizer import Optimizer
 
 SIZES = st.lists(st.sampled_from([(1,), (7,), (16, 3), (33, 5), (4, 2, 9), (0,)]), min_size=1, max_size=4)
 

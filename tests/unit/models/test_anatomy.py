@@ -4,10 +4,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from fsdptrain.models.anatomy import anatomy
-from fsdptrain.models.layer_kinds import layer_kinds
-from fsdptrain.models.random_copy import random_copy
-from fsdptrain.models.structure import repeated_layers
+from fsdptrain.model.layer_kinds import layer_kinds
+from fsdptrain.model.probes.module_tree import anatomy
+from fsdptrain.model.probes.random_copy import random_copy
+from fsdptrain.model.structure import repeated_layers
 from tests import configs, zoo
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fsdptrain.errors import ConfigError, NumericsError
-from fsdptrain.models import attention
-from fsdptrain.models.attention import SEGMENTS, VARLEN, Boundaries, attend, resolve_attention
+from fsdptrain.model.attention import attention
+from fsdptrain.model.attention.attention import SEGMENTS, VARLEN, Boundaries, attend, resolve_attention
 
 MODULE = nn.Identity()
 

@@ -7,11 +7,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from fsdptrain.errors import ConfigError
-from fsdptrain.models.activation_offload import enable_activation_offload
-from fsdptrain.models.checkpointing import Recomputed, dear_operations, enable_gradient_checkpointing
-from fsdptrain.models.selective_check import check_selective
-from fsdptrain.models.structure import decoder_layers, freeze_vision, tower_layers
-from fsdptrain.models.transfers import Transfers
+from fsdptrain.features.activation_memory.checkpointing import (
+    Recomputed,
+    dear_operations,
+    enable_gradient_checkpointing,
+)
+from fsdptrain.features.activation_memory.offload import enable_activation_offload
+from fsdptrain.features.activation_memory.selective_check import check_selective
+from fsdptrain.fsdp.transfers import Transfers
+from fsdptrain.model.structure import decoder_layers, freeze_vision, tower_layers
 from tests import vision_zoo, zoo
 
 CHANGES_IN_PLACE = {"gpt_oss"}

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdptrain.models.checksum import bit_checksum, checksum
+from fsdptrain.rollout.weight_sync.checksum import bit_checksum, checksum
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from fsdptrain.errors import CheckpointError
-from fsdptrain.models.files import resolve_checkpoint, some_of, weight_files
+from fsdptrain.model.loading.files import resolve_checkpoint, some_of, weight_files
 from fsdptrain.testing import save_tiny_checkpoint
 
 

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdptrain.models.attention import SEGMENTS, attention_kwargs
-from fsdptrain.models.context import Context
-from fsdptrain.models.inputs import from_rows, model_inputs, select_tokens, to_rows, tokens_here
-from fsdptrain.models.policy import plain_batch
+from fsdptrain.features.context_parallel.ulysses import UlyssesGroup
+from fsdptrain.model.attention.attention import SEGMENTS, attention_kwargs
+from fsdptrain.model.inputs import from_rows, model_inputs, select_tokens, to_rows, tokens_here
+from fsdptrain.model.policy import plain_batch
 from fsdptrain.types import positions_of
 
 CPU = torch.device("cpu")
@@ -60,7 +60,7 @@ def test_each_token_is_on_one_rank_and_none_is_asked_for(segments, size, layout)
     batch = replace(batch, loss_mask=mask, loss_positions=positions, loss_places=positions.numpy())
     every, losing = [], []
     for rank in range(size):
-        context = Context(None, rank, size)  # type: ignore[arg-type] # nothing is sent
+        context = UlyssesGroup(None, rank, size)  # type: ignore[arg-type] # nothing is sent
         with AsksNothing():
             tokens = tokens_here(batch, layout, context)
             with_loss = tokens_here(batch, layout, context, with_loss=True)

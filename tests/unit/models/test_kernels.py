@@ -7,9 +7,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fsdptrain.errors import ConfigError
-from fsdptrain.models.attention import SEGMENTS, VARLEN, register_attention
-from fsdptrain.models.kernels import Kernel, kernels, require_no_fallback
-from fsdptrain.models.layout import LayoutProbe
+from fsdptrain.model.attention.attention import SEGMENTS, VARLEN, register_attention
+from fsdptrain.model.probes.kernels import Kernel, kernels, require_no_fallback
+from fsdptrain.model.probes.layout import LayoutProbe
 from tests import zoo
 
 

@@ -9,9 +9,9 @@ from transformers import AttentionInterface, Llama4TextConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fsdptrain.errors import NumericsError
-from fsdptrain.models.attention import SEGMENTS, Boundaries, attend
-from fsdptrain.models.layout import choose_layout, probe_random_copy, probe_segments
-from fsdptrain.models.random_copy import random_copy
+from fsdptrain.model.attention.attention import SEGMENTS, Boundaries, attend
+from fsdptrain.model.probes.layout import choose_layout, probe_random_copy, probe_segments
+from fsdptrain.model.probes.random_copy import random_copy
 from tests import zoo
 from tests.unit.models.test_policy import policy_model
 

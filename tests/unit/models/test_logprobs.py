@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdptrain.models.logprobs import chunked_logprobs
-from fsdptrain.models.truncation import UNTRUNCATED, Truncation
+from fsdptrain.model.logprobs import chunked_logprobs
+from fsdptrain.model.truncation import UNTRUNCATED, Truncation
 from tests.unit.models.test_truncation import head_of
 
 T, D, V = 40, 8, 50
@@ -117,7 +117,7 @@ def test_how_many_rows_a_cache_holds_changes_nothing(
     hidden, weight, bias, labels = head(dtype=torch.float64)
     results = []
     for logits in (1, 3 * V, 10**9):
-        monkeypatch.setattr("fsdptrain.models.logprobs._PER_CORE", logits)
+        monkeypatch.setattr("fsdptrain.model.logprobs._PER_CORE", logits)
         monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
         options: dict[str, Any] = {"softcap": softcap, "truncation": truncation, "chunk_size": 16, "with_entropy": True}
         logprobs, entropy = chunked_logprobs(hidden, weight, labels, bias=bias, **options)

@@ -11,9 +11,9 @@ from transformers.pytorch_utils import Conv1D
 
 from fsdptrain.config import LoraConfig
 from fsdptrain.errors import ConfigError
-from fsdptrain.models.lora import add_adapters, require_peft
-from fsdptrain.models.lora_targets import find_targets
-from fsdptrain.planning.flops import model_flops
+from fsdptrain.features.lora.adapters import add_adapters, require_peft
+from fsdptrain.features.lora.targets import find_targets
+from fsdptrain.memory.flops import model_flops
 from tests import zoo
 
 

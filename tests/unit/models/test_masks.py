@@ -4,8 +4,8 @@ import pytest
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from fsdptrain.errors import NumericsError
-from fsdptrain.models.attention import OURS, SEGMENTS, register_attention
-from fsdptrain.models.masks import AskedOnce, no_mask
+from fsdptrain.model.attention.attention import OURS, SEGMENTS, register_attention
+from fsdptrain.model.attention.masks import SkipMaskCreation, no_mask
 
 
 def is_asked() -> bool:
@@ -21,7 +21,7 @@ def test_a_mask_with_a_pattern_of_its_own_is_refused() -> None:
 
 def test_each_kind_of_pass_is_asked_once_and_others_stay_asked() -> None:
     register_attention()
-    masks, another_model = AskedOnce(OURS), AskedOnce(OURS)
+    masks, another_model = SkipMaskCreation(OURS), SkipMaskCreation(OURS)
     found = []
     for kind in ("text", "text", "images", "text", "images"):
         with masks(kind):
@@ -34,7 +34,7 @@ def test_each_kind_of_pass_is_asked_once_and_others_stay_asked() -> None:
 
 def test_a_pass_that_fails_is_asked_again_and_leaves_all_as_it_was() -> None:
     register_attention()
-    masks = AskedOnce(OURS)
+    masks = SkipMaskCreation(OURS)
     for _ in range(2):
         with pytest.raises(NumericsError), masks("text"):
             assert is_asked()

@@ -9,11 +9,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fsdptrain.errors import NumericsError
-from fsdptrain.models import policy
-from fsdptrain.models.attention import SEGMENTS, register_attention
-from fsdptrain.models.checkpointing import enable_gradient_checkpointing
-from fsdptrain.models.inputs import Layout
-from fsdptrain.models.policy import (
+from fsdptrain.features.activation_memory.checkpointing import enable_gradient_checkpointing
+from fsdptrain.model import policy
+from fsdptrain.model.attention.attention import SEGMENTS, register_attention
+from fsdptrain.model.inputs import Layout
+from fsdptrain.model.policy import (
     check_backward,
     check_head,
     head_transform,

@@ -13,13 +13,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.algo.weights import AGGREGATIONS, count_totals, num_loss_tokens
-from fsdptrain.data.packing import pack
+from fsdptrain.data.packing.pack import pack
 from fsdptrain.errors import ConfigError
-from fsdptrain.models.attention import SEGMENTS, Boundaries, Whole, attend, register_attention
-from fsdptrain.models.checkpointing import enable_gradient_checkpointing
-from fsdptrain.models.layout import choose_layout, probe_random_copy, probe_segments
-from fsdptrain.models.policy import install_policy_forward, policy_logprobs
-from fsdptrain.models.prefix_probe import PrefixProbe, probe_prefixes, require_prefixes, structural_obstacle
+from fsdptrain.features.activation_memory.checkpointing import enable_gradient_checkpointing
+from fsdptrain.features.prefix_sharing.probe import PrefixProbe, probe_prefixes, require_prefixes, structural_obstacle
+from fsdptrain.model.attention.attention import SEGMENTS, Boundaries, Whole, attend, register_attention
+from fsdptrain.model.policy import install_policy_forward, policy_logprobs
+from fsdptrain.model.probes.layout import choose_layout, probe_random_copy, probe_segments
 from fsdptrain.types import LogProbs, LossConfig, PackedBatch, Sample
 from tests import zoo
 from tests.unit.models.test_policy import CPU, policy_model

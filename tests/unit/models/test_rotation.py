@@ -6,7 +6,7 @@ import pytest
 
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
-from fsdptrain.models.rotation import Switch, check_longest, rope_switch
+from fsdptrain.model.attention.rope import Switch, check_longest, rope_switch
 from tests import zoo
 
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64, "factor": 8.0} | {

@@ -9,12 +9,12 @@ from transformers import DeepseekV2Config, PhimoeConfig
 
 from fsdptrain.config.effects import NoEffectError
 from fsdptrain.errors import ConfigError
-from fsdptrain.models.checkpointing import CheckpointingKind, enable_gradient_checkpointing
-from fsdptrain.models.policy import install_policy_forward, plain_batch, policy_logprobs
-from fsdptrain.models.random_copy import random_copy
-from fsdptrain.models.router import RouterReplay
-from fsdptrain.models.router_check import aux_loss_coef, check_replay, replay_refusal
-from fsdptrain.models.structure import expert_choice
+from fsdptrain.features.activation_memory.checkpointing import CheckpointingKind, enable_gradient_checkpointing
+from fsdptrain.features.moe.checks import aux_loss_coef, check_replay, replay_refusal
+from fsdptrain.features.moe.replay import RouterReplay
+from fsdptrain.model.policy import install_policy_forward, plain_batch, policy_logprobs
+from fsdptrain.model.probes.random_copy import random_copy
+from fsdptrain.model.structure import expert_choice
 from fsdptrain.types import NO_ROUTE
 from tests import zoo
 

@@ -5,8 +5,8 @@ import torch
 
 from fsdptrain.config.effects import NoEffectError
 from fsdptrain.errors import ConfigError
-from fsdptrain.models.random_copy import random_copy
-from fsdptrain.models.router_bias import bias_refusal, check_bias, choice_biases
+from fsdptrain.features.moe.bias import bias_refusal, check_bias, choice_biases
+from fsdptrain.model.probes.random_copy import random_copy
 from tests import families, zoo
 
 BALANCED = (

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fsdptrain.errors import ConfigError
-from fsdptrain.models.split_plan import split_plan
+from fsdptrain.features.model_parallel.plan import split_plan
 from tests.families import tiny_config
 
 CASES: dict[str, tuple[str, dict[str, Any], int, int, str]] = {  # changes; tensor and expert ranks

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdptrain.models.checksum import checksum
-from fsdptrain.models.stored_otherwise import CHECKSUM_KINDS, Sent, explain
+from fsdptrain.rollout.weight_sync.checksum import checksum
+from fsdptrain.rollout.weight_sync.storage_mismatch import CHECKSUM_KINDS, Sent, explain
 from fsdptrain.types import ChecksumKind
 
 MATRICES = [f"layers.{i}.experts.{k}.up.weight" for i in range(2) for k in range(2)]

@@ -7,7 +7,7 @@ from torch import nn
 from fsdptrain.errors import CheckpointError
 from fsdptrain.fsdp.mesh import build_mesh
 from fsdptrain.fsdp.wrap import shard_model
-from fsdptrain.models.structure import base_model, count_parameters, decoder_layers, lm_head
+from fsdptrain.model.structure import base_model, count_parameters, decoder_layers, lm_head
 from fsdptrain.testing import spawn
 from tests import zoo
 

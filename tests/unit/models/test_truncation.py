@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from fsdptrain.models.truncation import UNTRUNCATED, Truncation, running_sums, smallest_kept
+from fsdptrain.model.truncation import UNTRUNCATED, Truncation, running_sums, smallest_kept
 
 
 def truncations() -> st.SearchStrategy[Truncation]:
@@ -82,7 +82,7 @@ def test_many_rows_are_sorted_in_parts_as_if_at_once(monkeypatch: pytest.MonkeyP
     logits = torch.randn(30, 64, generator=torch.Generator().manual_seed(1))
     truncation = Truncation(top_p=0.5, min_p=0.01)
     whole = smallest_kept(logits, truncation)
-    monkeypatch.setattr("fsdptrain.models.truncation._MAX_ELEMENTS", 64 * 7)
+    monkeypatch.setattr("fsdptrain.model.truncation._MAX_ELEMENTS", 64 * 7)
     assert torch.equal(smallest_kept(logits, truncation), whole)
 
 

@@ -5,13 +5,14 @@ import torch
 
 from fsdptrain.config import Config, LoraConfig
 from fsdptrain.errors import ConfigError
-from fsdptrain.models.architecture import model_from_config
-from fsdptrain.models.attention import resolve_attention, set_attention
-from fsdptrain.models.layout import choose_layout
-from fsdptrain.models.lora_targets import find_targets
-from fsdptrain.models.policy import install_policy_forward
-from fsdptrain.models.processor import ImageProcessor
-from fsdptrain.models.structure import (
+from fsdptrain.features.lora.targets import find_targets
+from fsdptrain.features.vision.processor import ImageProcessor
+from fsdptrain.features.vision.tower import Vision, refuse_blind
+from fsdptrain.model.architecture import model_from_config
+from fsdptrain.model.attention.attention import resolve_attention, set_attention
+from fsdptrain.model.policy import install_policy_forward
+from fsdptrain.model.probes.layout import choose_layout
+from fsdptrain.model.structure import (
     count_parameters,
     decoder_layers,
     freeze_vision,
@@ -19,7 +20,6 @@ from fsdptrain.models.structure import (
     tower_layers,
     vision_parameters,
 )
-from fsdptrain.models.vision import Vision, refuse_blind
 from tests import vision_zoo, zoo
 
 LAYOUTS = {"qwen2_5_vl": "packed", "qwen3_vl": "packed", "qwen3_5": "padded", "gemma3": "padded"}

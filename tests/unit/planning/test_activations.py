@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from fsdptrain.planning.activations import Moment, Sharding, training_moments, training_peak
-from fsdptrain.planning.trace import LayerTrace, Trace
+from fsdptrain.tools.plan.activations import Moment, Sharding, training_moments, training_peak
+from fsdptrain.tools.plan.trace import LayerTrace, Trace
 
 LAYER = LayerTrace(numel=100, count=3, saved=1000, forward_peak=1100, backward_peak=700, input_bytes=10, trained=100)
 TRACE = Trace(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fsdptrain.models.structure import count_active_parameters, count_parameters, lm_head, vision_parameters
+from fsdptrain.model.structure import count_active_parameters, count_parameters, lm_head, vision_parameters
 from tests import configs
 
 # Totals of the safetensors files on the hub where the causal language model is all that there is; of Qwen3.5 the text

@@ -5,7 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, Ernie4_5_MoeConfig
 
-from fsdptrain.planning.flops import ModelFlops, model_flops
+from fsdptrain.memory.flops import ModelFlops, model_flops
 from tests import zoo
 
 LENGTH = 64

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from fsdptrain.errors import MemoryPlanError
-from fsdptrain.models.structure import ParameterCounts, count_parameters
-from fsdptrain.planning.memory import (
+from fsdptrain.memory.demand import (
     GIB,
     MemoryDemand,
     MemorySupply,
@@ -14,6 +13,7 @@ from fsdptrain.planning.memory import (
     load_memory_line,
     load_memory_need,
 )
+from fsdptrain.model.structure import ParameterCounts, count_parameters
 from tests import zoo
 
 COUNTS = ParameterCounts(total=4_000_000_000, largest_layer=100_000_000, outside_layers=400_000_000)

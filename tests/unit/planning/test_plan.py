@@ -8,12 +8,12 @@ import pytest
 from fsdptrain.config import Config
 from fsdptrain.config.checks import check
 from fsdptrain.errors import MemoryPlanError
-from fsdptrain.models.lora import add_adapters
-from fsdptrain.models.structure import count_parameters, freeze_vision, tower_layers
-from fsdptrain.planning import remedies
-from fsdptrain.planning.memory import GIB
-from fsdptrain.planning.pieces import Grid, Pieces
-from fsdptrain.planning.plan import Machine, Planner, cache_rows, make_plan, seqlens, sharding, with_margin
+from fsdptrain.features.lora.adapters import add_adapters
+from fsdptrain.memory.demand import GIB
+from fsdptrain.memory.pieces import Grid, Pieces
+from fsdptrain.model.structure import count_parameters, freeze_vision, tower_layers
+from fsdptrain.tools.plan import remedies
+from fsdptrain.tools.plan.plan import Machine, Planner, cache_rows, make_plan, seqlens, sharding, with_margin
 from tests import configs
 
 MODEL = configs.meta_model("llama-3.1-8b")

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from fsdptrain.errors import ConfigError
-from fsdptrain.planning.curves import draw_curves, make_figure, short, smooth
-from fsdptrain.planning.report import report_rows, title
+from fsdptrain.tools.report.curves import draw_curves, make_figure, short, smooth
+from fsdptrain.tools.report.report import report_rows, title
 
 GRPO = [
     {"step": 0, "eval/heldout/accuracy": 0.25, "eval/heldout_greedy/accuracy": 0.5},

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdptrain.errors import ConfigError
-from fsdptrain.planning.timeline import draw_timeline, in_lanes, read_bars
+from fsdptrain.tools.report.timeline import draw_timeline, in_lanes, read_bars
 
 span = st.tuples(st.sampled_from(["generate", "train"]), st.integers(1, 9), st.integers(0, 50), st.integers(0, 9)).map(
     lambda row: (row[0], row[1], float(row[2]), float(row[2] + row[3]))

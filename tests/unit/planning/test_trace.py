@@ -7,8 +7,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache
 
-from fsdptrain.models.attention import SEGMENTS, register_attention
-from fsdptrain.planning.trace import Ledger, Recipe, cache_bytes, interleave, trace
+from fsdptrain.model.attention.attention import SEGMENTS, register_attention
+from fsdptrain.tools.plan.trace import MemoryTracker, Recipe, cache_bytes, interleave, trace
 from tests import zoo
 
 register_attention()
@@ -19,7 +19,7 @@ def recipe(*seqlens: int, layout: str = "packed", dtype: torch.dtype = torch.flo
 
 
 def test_a_ledger_knows_what_is_live():
-    with Ledger() as ledger:
+    with MemoryTracker() as ledger:
         kept = torch.zeros(1000)
         more = torch.ones(500) + 1.0
         view = more[:10]

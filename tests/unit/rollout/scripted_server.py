@@ -8,7 +8,7 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from fsdptrain.rollout.vllm_http import VLLMClient
+from fsdptrain.vllm.server.client import VLLMClient
 
 
 class ScriptedServer(ThreadingHTTPServer):
@@ -104,7 +104,7 @@ def _generated(server: ScriptedServer, body: Any) -> Any:
 
 FITTING = {  # in float32
     "model_config": {"dtype": "torch.float32", "logprobs_mode": "processed_logprobs", "max_model_len": 1 << 20},
-    "parallel_config": {"worker_extension_cls": "fsdptrain.rollout.vllm_worker.WorkerExtension"},
+    "parallel_config": {"worker_extension_cls": "fsdptrain.vllm.worker.extension.WorkerExtension"},
     "weight_transfer_config": {"backend": "fsdptrain"},
     "scheduler_config": {"policy": "priority"},
 }

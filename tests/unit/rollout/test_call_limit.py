@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdptrain.rollout.call_limit import CallLimit
 from fsdptrain.testing import preloaded_context
+from fsdptrain.vllm.call_limit import CallLimit
 
 
 def hangs_here() -> None:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdptrain.rollout.decoding import Row, decode, plan_chunks
+from fsdptrain.rollout.embedded.decode import Row, decode, plan_chunks
 from fsdptrain.testing import tiny_qwen3
 from fsdptrain.types import Prompt, SamplingParams
 

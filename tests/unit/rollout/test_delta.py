@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fsdptrain.rollout.delta import DeltaFilter
+from fsdptrain.vllm.delta import DeltaFilter
 
 NAMES = (
     "model.embed_tokens.weight",

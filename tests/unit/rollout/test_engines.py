@@ -11,7 +11,7 @@ from fsdptrain import registry
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
 from fsdptrain.rollout import choose_engine, engine_factory
-from fsdptrain.rollout.hf import HFEngine
+from fsdptrain.rollout.embedded.engine import HFEngine
 from fsdptrain.testing import FakeRolloutEngine, save_tiny_checkpoint
 
 CPU = torch.device("cpu")

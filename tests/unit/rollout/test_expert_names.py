@@ -2,7 +2,7 @@
 
 import pytest
 
-from fsdptrain.rollout.expert_names import missing_experts
+from fsdptrain.vllm.worker.expert_names import missing_experts
 
 NAMES = [
     "model.norm.weight",

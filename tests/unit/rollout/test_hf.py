@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fsdptrain.errors import RolloutError
-from fsdptrain.rollout.hf import HFEngine
+from fsdptrain.rollout.embedded.engine import HFEngine
 from fsdptrain.testing import tiny_qwen3
 from fsdptrain.types import Completion, Prompt, SamplingParams
 from tests import zoo

@@ -9,10 +9,10 @@ from transformers import PreTrainedModel
 
 from fsdptrain.data.routes import sample_routes
 from fsdptrain.errors import RolloutError
-from fsdptrain.models.policy import install_policy_forward, plain_batch, policy_logprobs
-from fsdptrain.models.router import RouterReplay
-from fsdptrain.models.structure import expert_choice
-from fsdptrain.rollout.hf import HFEngine
+from fsdptrain.features.moe.replay import RouterReplay
+from fsdptrain.model.policy import install_policy_forward, plain_batch, policy_logprobs
+from fsdptrain.model.structure import expert_choice
+from fsdptrain.rollout.embedded.engine import HFEngine
 from fsdptrain.testing import tiny_qwen3
 from fsdptrain.types import NO_ROUTE, Completion, Prompt, SamplingParams
 from tests import zoo

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fsdptrain.models.truncation import Truncation
+from fsdptrain.model.truncation import Truncation
 from fsdptrain.rollout.sampling import inverse_cdf, restrict, sample, uniform_stream
 
 

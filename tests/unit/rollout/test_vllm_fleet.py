@@ -5,9 +5,9 @@ import time
 import pytest
 
 from fsdptrain.errors import RolloutError
-from fsdptrain.rollout import vllm_fleet
-from fsdptrain.rollout.vllm_fleet import Fleet, Server
-from fsdptrain.rollout.weight_push import FilePush, Weights
+from fsdptrain.vllm.server import fleet as vllm_fleet
+from fsdptrain.vllm.server.fleet import Fleet, Server
+from fsdptrain.vllm.server.push import FilePush, Weights
 from tests.unit.rollout.scripted_server import ANSWERS, ScriptedServer
 
 WEIGHTS = Weights([], "run/2")

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from fsdptrain.errors import RolloutError
-from fsdptrain.rollout.vllm_http import ServerGoneError, ServerSilentError, VLLMClient
+from fsdptrain.vllm.server.client import ServerGoneError, ServerSilentError, VLLMClient
 from tests.unit.rollout.scripted_server import ScriptedServer
 
 GENERATE = "/inference/v1/generate"

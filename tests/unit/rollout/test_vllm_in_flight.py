@@ -11,11 +11,11 @@ import torch
 
 from fsdptrain.errors import RolloutError
 from fsdptrain.rollout.stacks import StackDump
-from fsdptrain.rollout.vllm_fleet import Fleet, Server
-from fsdptrain.rollout.vllm_server import Contact, Patience, VLLMServerEngine
-from fsdptrain.rollout.weight_files import WeightFolder
-from fsdptrain.rollout.weight_push import FilePush
 from fsdptrain.types import Completion, Prompt, SamplingParams
+from fsdptrain.vllm.server.engine import Endpoints, Timeouts, VLLMServerEngine
+from fsdptrain.vllm.server.fleet import Fleet, Server
+from fsdptrain.vllm.server.push import FilePush
+from fsdptrain.vllm.server.weight_files import WeightFolder
 from tests.unit.rollout.scripted_server import ScriptedServer
 
 PROMPTS = [Prompt("a", [1, 2], ""), Prompt("b", [3], "")]
@@ -53,9 +53,9 @@ def case(tmp_path: Path) -> Iterator[Case]:
         push=FilePush(), sync_timeout=60.0, start_timeout=1.0, min_servers=1, keep_requests=True,
     )  # fmt: skip
     engine = VLLMServerEngine(
-        Contact((server.client.url,), "run", None),
+        Endpoints((server.client.url,), "run", None),
         stop_token_ids=[],
-        patience=Patience(silence=60.0, replacement=1.0, min_servers=1),
+        patience=Timeouts(silence=60.0, replacement=1.0, min_servers=1),
         stacks=StackDump(tmp_path / "stacks", 0),
         fleet=fleet,
         folder=WeightFolder(tmp_path / "weights", max_file_bytes=1000),

@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 
-from fsdptrain.rollout import vllm_keeper
+from fsdptrain.vllm.server import supervisor as vllm_keeper
 
 PARENT = """
 import os, subprocess, sys, time

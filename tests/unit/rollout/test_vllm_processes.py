@@ -12,11 +12,11 @@ import psutil
 import pytest
 
 from fsdptrain.errors import RolloutError
-from fsdptrain.rollout.vllm_fleet import Fleet, Server, State
-from fsdptrain.rollout.vllm_http import ServerGoneError, VLLMClient
-from fsdptrain.rollout.vllm_process import Launch, ServerProcess
-from fsdptrain.rollout.vllm_requests import Dispatcher
-from fsdptrain.rollout.weight_push import Deadline, FilePush, Weights
+from fsdptrain.vllm.server.client import ServerGoneError, VLLMClient
+from fsdptrain.vllm.server.dispatcher import Dispatcher
+from fsdptrain.vllm.server.fleet import Fleet, Server, State
+from fsdptrain.vllm.server.process import Launch, ServerProcess
+from fsdptrain.vllm.server.push import Deadline, FilePush, Weights
 
 SCRIPT = Path(__file__).with_name("scripted_vllm.py")
 Start = Callable[..., tuple[Fleet, list[ServerProcess]]]
@@ -109,7 +109,7 @@ def test_one_that_dies_of_every_request_is_given_up_and_the_rollout_ends(start):
     fleet.switch(Weights([], "run/1"))
     dispatcher = Dispatcher(
         [VLLMClient(process.url, "key")], ready=[process.url], tag="run/1", silence=5.0, patience=600.0, min_servers=1,
-        check=fleet.give_up_hope,
+        check=fleet.raise_if_unrecoverable,
     )  # fmt: skip
     with pytest.raises(RolloutError, match=r"0 of 1 servers are there, and 1 are needed|a request failed 5 times"):
         dispatcher.run([{"token_ids": [1]}] * 3, per_group=1)

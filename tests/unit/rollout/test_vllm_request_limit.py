@@ -6,12 +6,12 @@ import pytest
 
 from fsdptrain.errors import RolloutError
 from fsdptrain.rollout.stacks import StackDump
-from fsdptrain.rollout.vllm_fleet import Fleet, Server
-from fsdptrain.rollout.vllm_requests import Dispatcher
-from fsdptrain.rollout.vllm_server import Contact, Patience, VLLMServerEngine
-from fsdptrain.rollout.weight_files import WeightFolder
-from fsdptrain.rollout.weight_push import FilePush
 from fsdptrain.types import Prompt, SamplingParams
+from fsdptrain.vllm.server.dispatcher import Dispatcher
+from fsdptrain.vllm.server.engine import Endpoints, Timeouts, VLLMServerEngine
+from fsdptrain.vllm.server.fleet import Fleet, Server
+from fsdptrain.vllm.server.push import FilePush
+from fsdptrain.vllm.server.weight_files import WeightFolder
 from tests.unit.rollout.scripted_server import ScriptedServer
 
 GENERATE = "/inference/v1/generate"
@@ -43,9 +43,9 @@ def test_an_engine_gives_it_to_its_requests(tmp_path: Path, in_flight: bool):
     server = ScriptedServer(version="default")
     fleet = Fleet([Server(server.client)], push=FilePush(), sync_timeout=60.0, start_timeout=1.0, min_servers=1)
     engine = VLLMServerEngine(
-        Contact((server.client.url,), "run", None),
+        Endpoints((server.client.url,), "run", None),
         stop_token_ids=[],
-        patience=Patience(silence=60.0, replacement=60.0, min_servers=1, answer=1.0),
+        patience=Timeouts(silence=60.0, replacement=60.0, min_servers=1, answer=1.0),
         stacks=StackDump(tmp_path / "stacks", 0),
         fleet=fleet,
         folder=WeightFolder(tmp_path / "weights", max_file_bytes=1000),

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdptrain.errors import RolloutError
-from fsdptrain.rollout import vllm_requests
-from fsdptrain.rollout.vllm_http import ServerGoneError
-from fsdptrain.rollout.vllm_requests import Dispatcher
 from fsdptrain.testing import spawn
+from fsdptrain.vllm.server import dispatcher as vllm_requests
+from fsdptrain.vllm.server.client import ServerGoneError
+from fsdptrain.vllm.server.dispatcher import Dispatcher
 from tests.unit.rollout.scripted_server import ANSWERS, ScriptedServer
 
 GENERATE = "/inference/v1/generate"

@@ -6,8 +6,8 @@ import pytest
 
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
-from fsdptrain.rollout.vllm_server_build import server_arguments, weight_path
 from fsdptrain.testing import save_tiny_checkpoint
+from fsdptrain.vllm.server.build import server_arguments, weight_path
 
 
 def config(**values) -> Config:

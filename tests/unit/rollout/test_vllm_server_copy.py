@@ -2,8 +2,8 @@
 
 import pytest
 
-from fsdptrain.rollout.vllm_server_copy import read_checksums
-from fsdptrain.rollout.weight_push import Deadline
+from fsdptrain.vllm.server.push import Deadline
+from fsdptrain.vllm.server.replica import read_checksums
 from tests.unit.rollout.scripted_server import ANSWERS, ScriptedServer
 
 

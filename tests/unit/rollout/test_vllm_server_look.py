@@ -9,10 +9,10 @@ import pytest
 
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
-from fsdptrain.rollout.vllm_fleet import Fleet, Server, State
-from fsdptrain.rollout.vllm_http import VLLMClient
-from fsdptrain.rollout.vllm_server_look import look_at, require_fitting, require_private
-from fsdptrain.rollout.weight_push import FilePush
+from fsdptrain.vllm.server.checks import look_at, require_fitting, require_private
+from fsdptrain.vllm.server.client import VLLMClient
+from fsdptrain.vllm.server.fleet import Fleet, Server, State
+from fsdptrain.vllm.server.push import FilePush
 from tests.unit.rollout.scripted_server import ANSWERS, FITTING, ScriptedServer
 
 PRIVATE = ["127.0.0.1", "localhost", "10.1.2.3", "192.168.0.7", "172.16.5.5", "::1", "fd00::1"]

@@ -3,8 +3,8 @@
 import pytest
 
 from fsdptrain.errors import RolloutError
-from fsdptrain.rollout.vllm_http import VLLMClient
-from fsdptrain.rollout.vllm_requests import Dispatcher
+from fsdptrain.vllm.server.client import VLLMClient
+from fsdptrain.vllm.server.dispatcher import Dispatcher
 from tests.unit.rollout.scripted_server import ANSWERS, ScriptedServer
 
 

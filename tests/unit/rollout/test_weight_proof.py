@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fsdptrain.models.checksum import checksum
-from fsdptrain.rollout.vllm_http import ServerGoneError
-from fsdptrain.rollout.weight_proof import prove
-from fsdptrain.rollout.weight_push import Deadline, Weights
+from fsdptrain.rollout.weight_sync.checksum import checksum
+from fsdptrain.vllm.server.client import ServerGoneError
+from fsdptrain.vllm.server.push import Deadline, Weights
+from fsdptrain.vllm.server.push_check import prove
 from tests.unit.rollout.scripted_server import ANSWERS, ScriptedServer
 
 NAMES = [f"layers.{i}.{part}.weight" for i in range(2) for part in ("up", "down", "norm")]

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from fsdptrain.rollout.vllm_http import ServerGoneError
-from fsdptrain.rollout.weight_files import WeightFolder, folder_name
-from fsdptrain.rollout.weight_group import bucket_size, pack_bucket, spec_of, unpack_bucket
-from fsdptrain.rollout.weight_push import Deadline, GroupPush
+from fsdptrain.vllm.server.client import ServerGoneError
+from fsdptrain.vllm.server.push import Deadline, GroupPush
+from fsdptrain.vllm.server.weight_files import WeightFolder, folder_name
+from fsdptrain.vllm.worker.weight_group import bucket_size, pack_bucket, spec_of, unpack_bucket
 from tests.unit.rollout.scripted_server import ScriptedServer
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8)

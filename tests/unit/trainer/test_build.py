@@ -8,7 +8,7 @@ import pytest
 
 from fsdptrain.config import Config
 from fsdptrain.testing import tiny_tokenizer
-from fsdptrain.trainer.build import build_data, rollout_threads
+from fsdptrain.trainer.components import build_data, rollout_threads
 from tests.e2e.engines import InFlight
 
 LONG = "a" * 60

@@ -7,7 +7,7 @@ import pytest
 
 from fsdptrain.errors import RewardError, RolloutError
 from fsdptrain.rewards.scoring import score_completions
-from fsdptrain.trainer.deadline import WithDeadline
+from fsdptrain.trainer.samples.deadline import WithDeadline
 from fsdptrain.types import Prompt
 
 PROMPT = Prompt("a", [1], "label")

@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdptrain.config import DataConfig
-from fsdptrain.data.turns import TurnRenderer
+from fsdptrain.data.chat import TurnRenderer
 from fsdptrain.environments import LoadedEnvironment, StepThreads
 from fsdptrain.errors import ConfigError
 from fsdptrain.rewards.verifiers import environment as environment_reward
 from fsdptrain.rewards.verifiers import exact
 from fsdptrain.testing import FakeRolloutEngine, tiny_tokenizer
-from fsdptrain.trainer.episodes import MultiTurn, prompt_seed
-from fsdptrain.trainer.experience import Round, SingleTurn
+from fsdptrain.trainer.samples.multi_turn import MultiTurn, prompt_seed
+from fsdptrain.trainer.samples.single_turn import Round, SingleTurn
 from fsdptrain.trainer.timeline import Stopwatch
 from fsdptrain.types import NO_ROUTE, Completion, Message, Prompt, SamplingParams, Turn
 

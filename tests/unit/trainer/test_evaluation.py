@@ -5,7 +5,7 @@ import pytest
 from fsdptrain.config import Config
 from fsdptrain.testing import FakeRolloutEngine, tiny_tokenizer
 from fsdptrain.trainer.evaluation import Evaluation
-from fsdptrain.trainer.experience import SingleTurn
+from fsdptrain.trainer.samples.single_turn import SingleTurn
 from fsdptrain.types import Prompt
 
 

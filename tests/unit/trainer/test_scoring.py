@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from fsdptrain.config import Config
-from fsdptrain.data.exchange import gather_index
-from fsdptrain.data.packing import pack
+from fsdptrain.data.packing.exchange import gather_index
+from fsdptrain.data.packing.pack import pack
 from fsdptrain.protocols import ModelRole, TrainBackend
 from fsdptrain.trainer.batches import StepBatches
-from fsdptrain.trainer.scoring import Scorer
+from fsdptrain.trainer.logprobs import Scorer
 from fsdptrain.types import LogProbs, PackedBatch, Sample
 
 SAMPLES = [Sample("g", [1, 2, 3], [False, True, True], [0.0, -0.5, -0.25]) for _ in range(2)]

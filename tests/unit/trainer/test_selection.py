@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdptrain.errors import RolloutError
-from fsdptrain.trainer.selection import GroupResult, Selection, SelectionRules, likely_enough
+from fsdptrain.trainer.samples.selection import GroupResult, Selection, SelectionRules, likely_enough
 
 SPREADS = st.lists(st.sampled_from([0.0, 0.0, 0.1, 0.5, 1.0]), min_size=72, max_size=72)
 

@@ -3,8 +3,8 @@
 from fsdptrain import platform
 from fsdptrain.algo.advantages import ADVANTAGES, AdvantageRule
 from fsdptrain.rewards import Score, Scores
-from fsdptrain.trainer.experience import Experience
-from fsdptrain.trainer.summary import RewardNames, mean_metrics, sample_metrics
+from fsdptrain.trainer.metrics import RewardNames, mean_metrics, sample_metrics
+from fsdptrain.trainer.samples.single_turn import RolloutBatch
 from fsdptrain.types import Sample
 
 
@@ -16,7 +16,7 @@ def test_the_report_is_of_the_reward_and_of_all_that_could_not_be_scored() -> No
     scores = Scores([Score(0.0), Score(1.0), Score(None), Score(None)], 2, "no reason")
     rule = AdvantageRule(ADVANTAGES["grpo"], "group")
     with platform.process_group(60):
-        metrics = sample_metrics(Experience(kept, scores=scores), RewardNames(), rule)
+        metrics = sample_metrics(RolloutBatch(kept, scores=scores), RewardNames(), rule)
     assert (metrics["reward/mean"], metrics["reward/math"]) == (0.5, 0.5)
     assert metrics["reward/unscored_fraction"] == 0.5
 

@@ -8,9 +8,9 @@ import torch
 
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
-from fsdptrain.models.checksum import checksum
+from fsdptrain.rollout.weight_sync.checksum import checksum
+from fsdptrain.rollout.weight_sync.verify import SyncCheck, build_sync_check, make_probe, tolerance
 from fsdptrain.testing import FakeRolloutEngine, tiny_tokenizer
-from fsdptrain.trainer.sync_check import SyncCheck, build_sync_check, make_probe, tolerance
 from fsdptrain.types import LogProbs
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from fsdptrain.config import Config
 from fsdptrain.errors import RolloutError
-from fsdptrain.models.checksum import checksum
+from fsdptrain.rollout.weight_sync.checksum import checksum
+from fsdptrain.rollout.weight_sync.verify import SyncCheck, make_probe
 from fsdptrain.testing import tiny_tokenizer
-from fsdptrain.trainer.sync_check import SyncCheck, make_probe
 from fsdptrain.types import ChecksumKind, Completion, LogProbs, PackedBatch, Prompt, SamplingParams
 
 NAMES = ("a", "b", "c")

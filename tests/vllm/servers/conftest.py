@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from fsdptrain import platform
 from fsdptrain.config import Config
 from fsdptrain.rollout import engine_factory
-from fsdptrain.rollout.vllm_http import ServerError, VLLMClient
-from fsdptrain.rollout.vllm_process import Launch, ServerProcess
-from fsdptrain.rollout.vllm_server import VLLMServerEngine
-from fsdptrain.rollout.vllm_server_build import server_arguments
+from fsdptrain.vllm.server.build import server_arguments
+from fsdptrain.vllm.server.client import ServerError, VLLMClient
+from fsdptrain.vllm.server.engine import VLLMServerEngine
+from fsdptrain.vllm.server.process import Launch, ServerProcess
 from tests.vllm import contract
 from tests.vllm import models as checkpoints
 from tests.vllm.fresh_engine import Answers, Start, fresh_answers

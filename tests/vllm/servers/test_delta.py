@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdptrain.models.checksum import checksum
-from fsdptrain.rollout.vllm_server import VLLMServerEngine
+from fsdptrain.rollout.weight_sync.checksum import checksum
+from fsdptrain.vllm.server.engine import VLLMServerEngine
 from tests.vllm import contract
 from tests.vllm.servers import cases
 from tests.vllm.servers.conftest import wait_for_both, weights_of

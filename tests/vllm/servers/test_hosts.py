@@ -7,7 +7,7 @@ import subprocess
 import time
 
 from fsdptrain.config import Config
-from fsdptrain.rollout.vllm_server_build import server_arguments
+from fsdptrain.vllm.server.build import server_arguments
 from tests.e2e.command import TINY_RUN
 from tests.e2e.two_hosts import ADDRESSES, TwoHosts, two_hosts
 from tests.vllm import models as checkpoints

@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError, RolloutError
 from fsdptrain.rollout import engine_factory
-from fsdptrain.rollout.vllm_http import VLLMClient
-from fsdptrain.rollout.vllm_server import VLLMServerEngine
 from fsdptrain.testing import spawn
+from fsdptrain.vllm.server.client import VLLMClient
+from fsdptrain.vllm.server.engine import VLLMServerEngine
 from tests.vllm import contract
 from tests.vllm.servers import cases
 from tests.vllm.servers.conftest import weights_of

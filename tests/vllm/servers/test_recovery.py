@@ -12,10 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fsdptrain.errors import RolloutError
-from fsdptrain.rollout.vllm_http import VLLMClient
-from fsdptrain.rollout.vllm_server import Patience, VLLMServerEngine
-from fsdptrain.rollout.weight_push import Deadline, Push
 from fsdptrain.types import Completion, Prompt, SamplingParams
+from fsdptrain.vllm.server.client import VLLMClient
+from fsdptrain.vllm.server.engine import Timeouts, VLLMServerEngine
+from fsdptrain.vllm.server.push import Deadline, Push
 from tests.vllm import contract
 from tests.vllm.servers import cases
 from tests.vllm.servers.conftest import wait_for_both, weights_of
@@ -154,7 +154,7 @@ def test_the_only_one_hangs_while_it_generates_the_run_ends_with_one_message(mod
     engine.update_weights(weights_of(models["tied"].first).items(), 0)
     usual = engine._patience
     try:
-        engine._patience = Patience(silence=silence, replacement=silence, min_servers=1)  # for one that hangs only
+        engine._patience = Timeouts(silence=silence, replacement=silence, min_servers=1)  # for one that hangs only
         send(url, signal.SIGSTOP)
         start = time.monotonic()
         with pytest.raises(RolloutError) as caught:
@@ -178,7 +178,7 @@ def test_a_server_that_somebody_else_gave_weights_is_not_believed(models, urls, 
     ours, theirs = (build({**options, "output_dir": str(tmp_path / name)}) for name in ("ours", "theirs"))
     ours.update_weights(weights_of(models["tied"].first).items(), 5)
     theirs.update_weights(weights_of(models["tied"].other).items(), 5)
-    ours._patience = Patience(silence=SILENCE, replacement=1.0, min_servers=1)
+    ours._patience = Timeouts(silence=SILENCE, replacement=1.0, min_servers=1)
     with pytest.raises(RolloutError, match=r"weights .*/5, not .*/5"):
         ours.generate(PROMPTS[:1], contract.SAMPLING)
     ours.close()

@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fsdptrain.rollout.weight_files import folder_name, shared_memory
 from fsdptrain.testing import save_tiny_checkpoint
+from fsdptrain.vllm.server.weight_files import folder_name, shared_memory
 from tests.e2e import command
 from tests.vllm.servers.conftest import PYTHON
 

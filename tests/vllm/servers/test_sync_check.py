@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from fsdptrain.backends.fsdp import FSDPBackend
 from fsdptrain.config import Config
 from fsdptrain.errors import RolloutError
-from fsdptrain.rollout.vllm_http import VLLMClient
-from fsdptrain.rollout.vllm_server import VLLMServerEngine
-from fsdptrain.rollout.weight_push import Deadline, FilePush
+from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.testing import spawn
+from fsdptrain.vllm.server.client import VLLMClient
+from fsdptrain.vllm.server.engine import VLLMServerEngine
+from fsdptrain.vllm.server.push import Deadline, FilePush
 from tests.distributed.test_sync_check import Courier, train_a_little
 from tests.vllm import contract
 from tests.vllm.faults import require_named, what_the_check_said

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fsdptrain.rollout.vllm_http import VLLMClient
+from fsdptrain.vllm.server.client import VLLMClient
 
 GENERATE = "/inference/v1/generate"
 

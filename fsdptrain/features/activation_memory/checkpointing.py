@@ -1,0 +1,95 @@
+"""Activation checkpointing: keep little of a decoder layer, compute the rest again in the backward pass.
+
+    full        its input is kept, and nothing else
+    selective   its input and what is dear to compute: results of matrix products and of attention; norms, activations,
+                rotations and casts are computed again
+
+Call it before `shard_model`: sharding hooks lie around a layer's forward, so that the recomputation finds the layer
+gathered. The forward of each layer is replaced, not the layer: the names of parameters stay those of the checkpoint.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from transformers import PreTrainedModel
+
+from fsdptrain.model.structure import decoder_layers, tower_layers, vision_parameters
+
+CheckpointingKind = Literal["full", "selective"]
+
+# Their cost grows with the width of the model for each number that they make. Names that this torch lacks are left out.
+_DEAR = (
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "_grouped_mm",
+    "_scaled_mm",
+    "_scaled_grouped_mm",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+    "_flash_attention_forward",  # torch.nn.attention.varlen
+)
+_DEAR_ELSEWHERE = (
+    ("torch_attn", "_varlen_attn"),
+    ("flash_attn", "_flash_attn_forward"),
+    ("flash_attn", "_flash_attn_varlen_forward"),
+    ("flash_attn_3", "fwd"),
+)
+
+
+def dear_operations() -> frozenset[Any]:
+    """What `selective` keeps the results of, among the operations that there are."""
+    names = [("aten", name) for name in _DEAR] + list(_DEAR_ELSEWHERE)
+    packets = [getattr(getattr(torch.ops, space), name, None) for space, name in names]
+    return frozenset(getattr(p, overload) for p in packets if p is not None for overload in p.overloads())
+
+
+class Recomputed:
+    """The forward of a layer of which little is kept.
+
+    `again` is asked in each forward pass for a context, and the recomputation runs inside that one.
+    """
+
+    def __init__(self, stock: Callable[..., Any], *, kind: CheckpointingKind) -> None:
+        self.again: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self._stock = stock
+        self._kept = dear_operations() if kind == "selective" else None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(self._stock, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
+
+    def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        again = self.again()
+        if self._kept is None:
+            return nullcontext(), again
+        first, second = create_selective_checkpoint_contexts(self._policy)
+        return first, _both(second, again)
+
+    def _policy(self, _: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        kept = self._kept is not None and operation in self._kept
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def enable_gradient_checkpointing(model: PreTrainedModel, *, kind: CheckpointingKind = "full", every: int = 1) -> None:
+    """Recompute layers 0, `every`, 2 * `every` and so on, of a vision tower too where it is trained.
+
+    Gradients are bitwise those without it.
+    """
+    tower = tower_layers(model) if any(p.requires_grad for p in vision_parameters(model).values()) else []
+    for layer in [*decoder_layers(model)[::every], *tower[::every]]:
+        assert not isinstance(layer, FSDPModule), "enable_gradient_checkpointing comes before shard_model"
+        layer.forward = Recomputed(layer.forward, kind=kind)
+
+
+@contextmanager
+def _both(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) -> Iterator[None]:
+    with one, other:
+        yield

@@ -1,0 +1,154 @@
+"""Activations on the host: what a decoder layer keeps for its backward pass is there, not on the device, in between.
+
+With full checkpointing that is the input of each layer; without any, all that its operations save. Weights and what all
+layers share (rotary tables, boundaries) stay: a gathered weight is freed and gathered again by FSDP2 itself.
+
+A layer's tensors leave while the next layer computes, and come back while the layer after it goes backward: the device
+holds those of two layers at a time, and waits for a copy only where it is faster than the copies. Autograd owns all of
+it: when it frees what it saved, both copies go.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
+
+from fsdptrain.fsdp.transfers import Transfers
+from fsdptrain.model.structure import decoder_layers
+
+SMALLEST = 1024  # bytes: what is smaller is not worth a copy
+
+
+def enable_activation_offload(
+    model: PreTrainedModel,
+    transfers: Transfers,
+    *,
+    ahead: int = 1,
+    host_buffer: Callable[[int], Tensor] | None = None,
+) -> None:
+    """Around whatever the layers' forwards are by now, and before `shard_model`. Gradients do not change by a bit.
+
+    ahead: layers whose tensors may be on their way, beside the one that computes. host_buffer: makes [bytes] uint8.
+    """
+    offload = _Offload(transfers, ahead=ahead, host_buffer=host_buffer or transfers.host_buffer)
+    for layer in decoder_layers(model):
+        layer.forward = partial(offload.run, layer, layer.forward)
+
+
+_Key = tuple[int, int, torch.dtype]  # storage, its version, and as what it is seen
+
+
+class _Kept:
+    """One storage that autograd wants to have again."""
+
+    __slots__ = ("__weakref__", "device", "host", "layer")
+
+    def __init__(self, layer: "_Layer", source: Tensor, host: Tensor) -> None:
+        self.layer = layer
+        self.device: Tensor | None = source  # [numbers]: the original until it has left, later what came back
+        self.host = host  # [numbers]
+
+
+class _Layer:
+    """A layer in one forward pass. It owns nothing of what was kept."""
+
+    def __init__(self, before: "_Layer | None") -> None:
+        self._before = None if before is None else weakref.ref(before)
+        self._kept: list[weakref.ref[_Kept]] = []
+        self.copies: dict[_Key, weakref.ref[_Kept]] = {}  # in its forward
+        self.mark: torch.Event | None = None  # of its last copy
+        self.fetched = False
+
+    def before(self) -> "_Layer | None":
+        return None if self._before is None else self._before()
+
+    def add(self, kept: _Kept, key: _Key) -> None:
+        self.copies[key] = weakref.ref(kept)
+        self._kept.append(self.copies[key])
+
+    def kept(self) -> Iterator[_Kept]:
+        yield from (kept for reference in self._kept if (kept := reference()) is not None)
+
+
+class _Offload:
+    def __init__(self, transfers: Transfers, *, ahead: int, host_buffer: Callable[[int], Tensor]) -> None:
+        self._transfers = transfers
+        self._ahead = ahead
+        self._host_buffer = host_buffer
+        self._newest: _Layer | None = None
+
+    def run(self, module: nn.Module, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return stock(*args, **kwargs)
+        shared = [x for x in tree_leaves(kwargs) if isinstance(x, Tensor)]
+        staying = {_identity(x) for x in [*module.parameters(), *module.buffers(), *shared]}  # parameters are gathered
+        layer = self._newest = _Layer(before=self._newest)
+        with saved_tensors_hooks(partial(self._pack, layer, staying), self._unpack):
+            output = stock(*args, **kwargs)
+        layer.mark = self._transfers.mark()
+        layer.copies = {}
+        self._let_go(layer)
+        return output
+
+    def _pack(self, layer: _Layer, staying: set[int], tensor: Tensor) -> Any:
+        storage = tensor.untyped_storage()
+        elsewhere = tensor.device.type != self._transfers.device.type
+        if elsewhere or storage.nbytes() < SMALLEST or _identity(tensor) in staying or tensor.is_conj():
+            return tensor
+        key = (_identity(tensor), tensor._version, tensor.dtype)
+        kept = found() if (found := layer.copies.get(key)) is not None else None
+        if kept is None:  # while it lives it holds the storage, so that no other one gets its identity
+            source = tensor.detach().as_strided((storage.nbytes() // tensor.itemsize,), (1,), 0)
+            kept = _Kept(layer, source, self._host_buffer(source.nbytes).view(source.dtype))
+            with self._transfers.queued():
+                kept.host.copy_(source, non_blocking=True)
+            layer.add(kept, key)
+        return kept, tensor.size(), tensor.stride(), tensor.storage_offset()
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        kept, *geometry = packed
+        self._fetch(kept.layer)
+        self._transfers.wait(kept.layer.mark)
+        following = kept.layer
+        for _ in range(self._ahead):
+            following = following and following.before()
+            if following is not None:
+                self._fetch(following)
+        return kept.device.as_strided(*geometry)
+
+    def _let_go(self, layer: _Layer) -> None:
+        """Free the originals of the layer that is `ahead` layers back. The computation waits for its copies first."""
+        leaving: _Layer | None = layer
+        for _ in range(self._ahead):
+            leaving = leaving and leaving.before()
+        if leaving is not None:
+            self._transfers.wait(leaving.mark)
+            leaving.fetched = False
+            for kept in leaving.kept():
+                kept.device = None
+
+    def _fetch(self, layer: _Layer) -> None:
+        if layer.fetched:
+            return
+        layer.fetched = True
+        missing = [kept for kept in layer.kept() if kept.device is None]
+        for kept in missing:
+            kept.device = torch.empty(kept.host.shape, dtype=kept.host.dtype, device=self._transfers.device)
+        with self._transfers.queued():
+            for kept in missing:
+                assert kept.device is not None
+                kept.device.copy_(kept.host, non_blocking=True)
+        layer.mark = self._transfers.mark()
+
+
+def _identity(tensor: Tensor) -> int:
+    """Of its storage: data pointers are not there for tensors without data."""
+    return tensor.untyped_storage()._cdata

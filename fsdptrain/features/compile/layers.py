@@ -1,0 +1,44 @@
+"""torch.compile of each decoder layer, with the attention left out: one graph for packs of all shapes.
+
+Attention over a pack loops over its segments on a CPU, and takes their lengths from the host on a GPU: a compiler would
+make a graph for each pack. So it is called from the graph and not traced into it, and all sizes are symbols from the
+first pack on.
+
+Call it before `enable_gradient_checkpointing` and before `shard_model`: both act around the compiled forward.
+"""
+
+import os
+import shutil
+from importlib.util import find_spec
+
+import torch
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from fsdptrain.errors import ConfigError
+from fsdptrain.model.structure import decoder_layers
+
+
+def check_compiler(device_type: str) -> None:
+    """ConfigError in one line where inductor will not find its compiler."""
+    cpu = device_type == "cpu"
+    variable, names = ("CXX", ("g++", "clang++")) if cpu else ("CC", ("gcc", "clang"))
+    chosen = os.environ.get(variable)
+    wanted = (chosen,) if chosen else names
+    if not cpu and find_spec("triton") is None:
+        raise ConfigError("--compile needs the package triton, not installed here: install it, or leave --compile out")
+    if not any(shutil.which(name) for name in wanted):
+        raise ConfigError(
+            f"--compile needs a C++ compiler and there is none here (looked for {', '.join(wanted)}): install g++, "
+            f"set {variable}, or leave --compile out"
+        )
+
+
+def compile_layers(model: PreTrainedModel, *, backend: str = "inductor") -> None:
+    """Compile the forward of every decoder layer, when it is first called. Names of parameters do not change."""
+    name = str(model.config._attn_implementation)
+    attention = ALL_ATTENTION_FUNCTIONS.get(name)
+    if attention is not None:
+        AttentionInterface.register(name, torch.compiler.disable(attention))
+    for layer in decoder_layers(model):
+        layer.forward = torch.compile(layer.forward, backend=backend, dynamic=True)

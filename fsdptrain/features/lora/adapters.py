@@ -1,0 +1,204 @@
+"""LoRA by peft: small trained matrices beside frozen weights (Hu et al. 2021, arXiv 2106.09685).
+
+    adapters = add_adapters(model, lora)          # on meta, before sharding: peft's layers around the chosen ones
+    with adapters.detached():                     # inside, `model` is the stock one again, by names and by values
+        load_weights(model, path, ...)
+    adapters.finish(seed=..., cpu_offload=...)    # freezes the weights, fills the adapter: it does nothing yet
+
+peft renames what it wraps (`q_proj.weight` becomes `q_proj.base_layer.weight`). A loader that does not know it takes
+the weights for missing and fills them with random numbers, without an error. So loading, export and scoring by the
+reference do not translate names: they take the layers of peft out of the model for as long as they need.
+"""
+
+import copy
+import hashlib
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from fsdptrain import platform
+from fsdptrain.config import LoraConfig
+from fsdptrain.errors import ConfigError
+from fsdptrain.features.lora.targets import Targets, find_targets, shortest_names
+from fsdptrain.features.lora.weights import NAME, factors, initial_a, initial_lengths, lengths
+from fsdptrain.model.loading.materialize import filled_like, own_part, register
+
+if TYPE_CHECKING:
+    import peft
+
+
+def require_peft() -> None:
+    """ConfigError where the package is not installed."""
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError("--lora-rank needs the peft package: pip install 'fsdptrain[lora]'")
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """A place in the model: either peft's layer stands there, or the stock one that it wraps."""
+
+    name: str  # of the place
+    parent: nn.Module
+    layer: nn.Module
+    stock: nn.Module
+
+    @property
+    def child(self) -> str:
+        return self.name.rpartition(".")[2]
+
+
+class Adapters:
+    """The adapters of one model. They are the only weights of it that are trained."""
+
+    def __init__(self, model: PreTrainedModel, peft_config: "peft.LoraConfig") -> None:
+        """`model` has peft's layers, of `peft_config`."""
+        from peft.tuners.lora import LoraLayer
+
+        self._model = model
+        self.peft_config = peft_config
+        self._slots = [
+            _Slot(f"{name}.{child}".lstrip("."), parent, cast(nn.Module, layer), layer.get_base_layer())
+            for name, parent in model.named_modules()
+            if not isinstance(parent, LoraLayer)
+            for child, layer in parent.named_children()
+            if isinstance(layer, LoraLayer)
+        ]
+        self.layers = dict(self._adapted())  # name of a weight in the stock model -> peft's layer for it
+
+    @contextmanager
+    def detached(self) -> Iterator[None]:
+        """Inside, the model is the stock one, with the frozen weights; afterwards, and on errors, what it was."""
+        for slot in self._slots:
+            setattr(slot.parent, slot.child, slot.stock)
+        try:
+            yield
+        finally:
+            for slot in self._slots:
+                setattr(slot.parent, slot.child, slot.layer)
+
+    @property
+    def kind(self) -> str:
+        """Which adapter it is, where its shapes do not say it."""
+        config = self.peft_config
+        return f"{'DoRA' if config.use_dora else 'LoRA'} of rank {config.r}, alpha {config.lora_alpha}"
+
+    @property
+    def line(self) -> str:
+        """For the report at start."""
+        trained = sum(p.numel() for p in self._model.parameters() if p.requires_grad)
+        total = sum(p.numel() for p in self._model.parameters())
+        stored = next(str(p.dtype).removeprefix("torch.") for p in self._model.parameters() if not p.requires_grad)
+        return (
+            f"{self.kind}, on {len(self.layers)} weights: {trained:,} of {total:,} parameters are trained, "
+            f"the others are stored in {stored}"
+        )
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """What is trained, by the names that peft gives it in a file; sharded as the model is."""
+        return {_file_name(name): p for name, p in self._model.named_parameters() if p.requires_grad}
+
+    def write_config(self, folder: Path, *, base: str) -> None:
+        """adapter_config.json, for a base of the name `base`."""
+        config = copy.deepcopy(self.peft_config)
+        config.base_model_name_or_path, config.inference_mode = base, True
+        config.target_modules = sorted(config.target_modules or [])
+        config.target_parameters = sorted(config.target_parameters or []) or None
+        config.save_pretrained(str(folder))
+
+    @torch.no_grad()
+    def finish(self, *, seed: int, cpu_offload: bool) -> None:
+        """After the weights are loaded: freeze them, and fill the adapters. Collective.
+
+        A is uniform in +-1/sqrt(columns), B zero, as peft has it; DoRA's lengths are those of the weights.
+
+        Each matrix has a random stream of its own, so that it is the same on any number of ranks: peft's own way fills
+        the shards of all ranks with the same numbers.
+        """
+        with self.detached():
+            self._model.requires_grad_(False)  # a reader makes new parameters
+        device = torch.device("cpu") if cpu_offload else platform.local_device()
+        for weight, layer in self.layers.items():
+            a, b = factors(layer)
+            _fill(a, initial_a(a.weight.shape, _generator(seed, weight)), device)
+            _fill(b, torch.zeros(b.weight.shape), device)
+            for dora in lengths(layer):
+                _fill(dora, initial_lengths(layer, platform.local_device()), device)
+
+    def _adapted(self) -> Iterator[tuple[str, nn.Module]]:
+        from peft.tuners.lora.layer import ParamWrapper
+
+        for slot in self._slots:
+            layer = slot.layer
+            while isinstance(layer, ParamWrapper):  # one around the other, where a module has several weights
+                yield f"{slot.name}.{layer.parameter_name}", layer
+                layer = layer.base_layer
+            if layer is not slot.stock:
+                yield f"{slot.name}.weight", layer
+
+
+def add_adapters(model: PreTrainedModel, lora: LoraConfig) -> Adapters:
+    """Put peft's layers into the meta `model` and freeze all else. ConfigError for what peft does not adapt."""
+    import peft
+
+    targets = find_targets(model, lora.targets)
+    _refuse_what_peft_lacks(lora, targets)
+    modules = [name for name, _ in model.named_modules()]
+    weights = [name for name, _ in model.named_parameters()]
+    conv1d = [isinstance(model.get_submodule(name), Conv1D) for name in targets.modules]
+    config = peft.LoraConfig(
+        task_type=peft.TaskType.CAUSAL_LM,
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        use_dora=lora.use_dora,
+        target_modules=shortest_names(targets.modules, modules),
+        target_parameters=shortest_names(targets.parameters, weights, parts=2) or None,
+        fan_in_fan_out=any(conv1d),  # GPT-2 keeps its weights transposed
+    )
+    with torch.device("meta"):
+        peft.inject_adapter_in_model(config, model, adapter_name=NAME)
+    adapters = Adapters(model, config)
+    if adapters.layers.keys() != targets.weights:
+        differing = sorted(adapters.layers.keys() ^ targets.weights)
+        raise ConfigError(
+            f"--lora-targets {' '.join(lora.targets)}: peft {peft.__version__} does not adapt {differing[0]} as asked: "
+            "choose other targets"
+        )
+    return adapters
+
+
+def _refuse_what_peft_lacks(lora: LoraConfig, targets: Targets) -> None:
+    if not targets.parameters:
+        return
+    named = f"{targets.parameters[0]} (--lora-targets {' '.join(lora.targets)})"
+    if lora.sync == "adapter":
+        raise ConfigError(f"--lora-sync adapter: vLLM takes no adapter of {named}: leave it out, and it is merged")
+    if lora.use_dora:
+        raise ConfigError(f"--lora-use-dora: peft has no DoRA for {named}: leave one of them out")
+    if lora.dropout:
+        raise ConfigError(f"--lora-dropout {lora.dropout:g}: peft has no dropout for {named}: leave one of them out")
+
+
+def _fill(module: Any, whole: Tensor, device: torch.device) -> None:
+    """Make the part of `whole` that this rank owns the weight of the meta `module`, on `device`."""
+    part = own_part(whole.to(platform.local_device()), module.weight)
+    register(module, ["weight"], filled_like(module.weight, part, device))
+
+
+def _generator(seed: int, weight: str) -> torch.Generator:
+    digest = hashlib.sha256(f"{seed} {weight}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+
+
+def _file_name(name: str) -> str:
+    """`layers.0.q_proj.lora_A.default.weight` is `base_model.model.layers.0.q_proj.lora_A.weight` in a file."""
+    name = name.replace(f".lora_magnitude_vector.{NAME}.weight", ".lora_magnitude_vector")
+    return f"base_model.model.{name.replace(f'.{NAME}.weight', '.weight')}"

@@ -1,0 +1,122 @@
+"""Which weights get an adapter: from the names of --lora-targets to what peft is told.
+
+peft knows two kinds: linear layers (`target_modules`), which it computes as base plus adapter, and any other weight
+(`target_parameters`), such as fused experts, which it replaces while its module runs.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from fsdptrain.errors import ConfigError
+from fsdptrain.model.structure import language_model, lm_head
+from fsdptrain.registry import suggest
+
+ALL_LINEAR, ATTENTION = "all-linear", "attention"
+_ATTENTION_PARTS = ("attn", "attention")  # in the name of a module that attends: self_attn, linear_attn, attention
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Names in the stock model."""
+
+    modules: tuple[str, ...]  # linear layers
+    parameters: tuple[str, ...]  # weights of other modules, and of linear layers whose names mean others to peft
+
+    @property
+    def weights(self) -> set[str]:
+        return {f"{name}.weight" for name in self.modules} | set(self.parameters)
+
+
+def find_targets(model: PreTrainedModel, names: Sequence[str]) -> Targets:
+    """What `names` (--lora-targets) mean in `model`. ConfigError for one that means nothing that can be adapted.
+
+    Where a name fits parts of the language model, it does not mean those of a vision tower.
+    """
+    head = lm_head(model)
+    linear = [n for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head]
+    other = {n: p for n, p in model.named_parameters(remove_duplicate=False) if n.rpartition(".")[0] not in linear}
+    text = set(language_model(model).modules())
+    in_text = [name for name in linear if model.get_submodule(name) in text]
+    other_in_text = [name for name in other if model.get_submodule(name.rpartition(".")[0]) in text]
+    chosen: set[str] = set()
+    parameters: set[str] = set()
+    for name in names:
+        if name in (ALL_LINEAR, ATTENTION):
+            found = {n for n in in_text if name == ALL_LINEAR or _attends(n)}
+            weights: set[str] = set()
+        else:
+            found, weights = _named(in_text, other_in_text, name)
+            if not found and not weights:
+                found, weights = _named(linear, other, name)
+        if not found and not weights:
+            raise ConfigError(_no_such_target(model, name, [*linear, *other]))
+        for weight in weights:
+            _require_adaptable(model, weight, other[weight])
+        chosen |= found
+        parameters |= weights
+    renamed = {leaf for leaf in {_leaf(name) for name in chosen} if _means_another(model, leaf)}
+    parameters |= {f"{name}.weight" for name in chosen if _leaf(name) in renamed}
+    modules = {name for name in chosen if _leaf(name) not in renamed}
+    return Targets(tuple(sorted(modules)), tuple(sorted(parameters)))
+
+
+def _named(linear: Iterable[str], other: Iterable[str], name: str) -> tuple[set[str], set[str]]:
+    return _ending_in(linear, name), _ending_in(other, name) or _ending_in(other, f"{name}.weight")
+
+
+def shortest_names(chosen: Sequence[str], everything: Iterable[str], *, parts: int = 1) -> list[str]:
+    """Ends of names, of `parts` words or more, that mean `chosen` and no other: q_proj for the q_proj of all layers."""
+    named, found = list(everything), set()
+    for name in chosen:
+        words = name.split(".")
+        ends = (".".join(words[-count:]) for count in range(parts, len(words) + 1))
+        found.add(next(end for end in ends if _ending_in(named, end) <= set(chosen)))
+    return sorted(found)
+
+
+def _ending_in(names: Iterable[str], end: str) -> set[str]:
+    return {name for name in names if name == end or name.endswith(f".{end}")}
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _attends(name: str) -> bool:
+    return any(part in module for module in name.split(".") for part in _ATTENTION_PARTS)
+
+
+def _means_another(model: PreTrainedModel, leaf: str) -> bool:
+    """Whether peft turns this name of a linear layer into that of an expert weight, for the sake of old adapters."""
+    from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    config = LoraConfig(target_modules=[leaf])
+    try:
+        convert_peft_config_for_transformers(config, model=model, conversions=None)
+    except ValueError:  # "cannot convert gate_proj without up_proj"
+        return True
+    return set(config.target_modules or ()) != {leaf}
+
+
+def _require_adaptable(model: PreTrainedModel, weight: str, parameter: nn.Parameter) -> None:
+    own = {p for module in (lm_head(model), model.get_input_embeddings()) for p in module.parameters()}
+    if parameter in own:
+        raise ConfigError(
+            f"--lora-targets names {weight}: embedding and head take no adapter, because log-probabilities are "
+            "computed from the head's weight itself: leave it out"
+        )
+    if parameter.dim() not in (2, 3):
+        raise ConfigError(f"--lora-targets names {weight}, which is no matrix, and peft adapts matrices: leave it out")
+
+
+def _no_such_target(model: PreTrainedModel, name: str, known: Sequence[str]) -> str:
+    leaves = sorted({_leaf(n.removesuffix(".weight")) for n in known})
+    return (
+        f"--lora-targets {name}: {type(model).__name__} has no such linear layer or weight"
+        f"{suggest(name, [ALL_LINEAR, ATTENTION, *leaves])}"
+    )

@@ -1,0 +1,94 @@
+"""The arithmetic of adapters on sharded weights: what they begin with, and what they add up to.
+
+A layer of peft computes W x + s B A x with s = alpha / rank, so its merged weight is W + s B A. DoRA (Liu et al. 2024,
+arXiv 2402.09353) stretches each row of that to a trained length. Each rank merges the part of W that it owns, in
+float32, with the whole of the small A and B.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from fsdptrain.model.loading.materialize import local_part, moved
+
+NAME = "default"  # of the adapter, in peft's modules; it is in no file
+
+
+def factors(layer: Any) -> tuple[nn.Linear, nn.Linear]:
+    """The modules that hold A and B of a layer of peft."""
+    return layer.lora_A[NAME], layer.lora_B[NAME]
+
+
+def lengths(layer: Any) -> list[Any]:
+    """The module that holds DoRA's lengths [out], if there are any."""
+    return list(layer.lora_magnitude_vector.values())
+
+
+def initial_a(shape: torch.Size, generator: torch.Generator) -> Tensor:
+    """As peft has it: uniform in +-1/sqrt(columns), float32 on the host."""
+    bound = 1.0 / math.sqrt(shape[-1])
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
+
+@torch.no_grad()
+def initial_lengths(layer: Any, device: torch.device) -> Tensor:
+    """[out], float32: DoRA begins with the lengths that the rows of the weight have. Collective."""
+    return _row_lengths(moved(layer.get_base_layer().weight, device, torch.float32), layer)
+
+
+@torch.no_grad()
+def merged(weight: Tensor, layer: Any, device: torch.device) -> Tensor:
+    """`weight` with its adapter, sharded as it is, in float32 on `device`. Collective."""
+    total = moved(weight, device, torch.float32, copy=True)
+    left, right = _product(layer, weight.dim(), *(_whole(module.weight, device) for module in factors(layer)))
+    dim, own = _own_part_of(total)
+    if dim == weight.dim() - 1:
+        right = right[..., own]
+    elif dim == weight.dim() - 2:
+        left = left[..., own, :]
+    elif dim is not None:
+        left, right = left[own], right[own]
+    part = local_part(total)
+    part.add_((left @ right).mul_(layer.scaling[NAME]))
+    for dora in lengths(layer):
+        out_dim = 1 if layer.fan_in_fan_out else 0
+        stretch = _whole(dora.weight, device) / _row_lengths(total, layer)
+        part.mul_((stretch[own] if dim == out_dim else stretch).unsqueeze(1 - out_dim))
+    return total
+
+
+def _product(layer: Any, num_dims: int, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """(left, right) whose product is B A in the order of the weight's own dims.
+
+    For fused experts peft has A as [experts x rank, in] and B as [out, rank x experts].
+    """
+    if num_dims == 2:
+        return (a.mT, b.mT) if layer.fan_in_fan_out else (b, a)
+    a = a.reshape(layer.num_experts, -1, a.shape[-1])  # [E, r, in]
+    b = b.reshape(b.shape[0], -1, layer.num_experts).permute(2, 0, 1)  # [E, out, r]
+    transposed = getattr(layer.get_base_layer(), "is_transposed", False)  # weights [E, in, out]; peft asks the same
+    return (a.mT, b.mT) if transposed else (b, a)
+
+
+def _own_part_of(tensor: Tensor) -> tuple[int | None, Tensor]:
+    """The dim over which `tensor` is sharded (None: it is whole) and the indices there that this rank owns."""
+    if isinstance(tensor, DTensor):
+        for dim in (placement.dim for placement in tensor.placements if isinstance(placement, Shard)):
+            every = torch.arange(tensor.shape[dim], device=tensor.device)
+            along = [Shard(0) if isinstance(placement, Shard) else placement for placement in tensor.placements]
+            return dim, distribute_tensor(every, tensor.device_mesh, along, src_data_rank=None).to_local()
+    return None, torch.empty(0, dtype=torch.int64, device=tensor.device)
+
+
+def _row_lengths(weight: Tensor, layer: Any) -> Tensor:
+    """[out], whole."""
+    found = torch.linalg.vector_norm(weight, dim=0 if layer.fan_in_fan_out else 1)
+    return found.full_tensor() if isinstance(found, DTensor) else found
+
+
+def _whole(parameter: Tensor, device: torch.device) -> Tensor:
+    found = moved(parameter, device, torch.float32)
+    return found.full_tensor() if isinstance(found, DTensor) else found

@@ -1,0 +1,200 @@
+"""What tensor and expert parallel do to a model, by the plans that transformers has for its own models.
+
+Known from the model on meta and the sizes, before any process exists: a plan and a dry run refuse what a run would.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from fsdptrain.errors import ConfigError
+from fsdptrain.model.structure import decoder_layers, layer_config, lm_head, projected_heads, stock_class
+
+_COLUMNS = ("colwise", "colwise_rep", "colwise_gather_output")  # out of nn.Linear's [out, in]
+_ROWS = ("rowwise", "rowwise_rep", "rowwise_split_input")  # in
+_PACKED = ("packed_colwise", "packed_rowwise")  # gate and up in one matrix, each cut
+_BY_VOCABULARY, _BY_WIDTH = "embedding_rowwise", "embedding_colwise"
+_SUMMED = "replicated_with_grad_allreduce"  # whole on each rank, and used by its heads alone
+_NORM_OF_HEADS = re.compile(r"(q|k|v)_(?:layer)?norm$")
+_LEAST_SHARE = 0.5  # of the matrices of the layers that must be split: less of them saves nothing
+
+
+@dataclass(frozen=True)
+class SplitPlan:
+    """Names of modules and parameters, and the styles of transformers."""
+
+    tensor: dict[str, str]  # without what `experts` deals with
+    experts: dict[str, str]
+    tensor_dims: dict[str, int]  # of parameters: the dim that is cut over tensor ranks
+
+
+def split_plan(model: PreTrainedModel, *, tensor_size: int, expert_size: int) -> SplitPlan:
+    """Of a model on meta, or sharded. ConfigError where it does not allow these sizes."""
+    if tensor_size == expert_size == 1:
+        return SplitPlan({}, {}, {})
+    _require_plans()
+    experts = _expert_plan(model, expert_size) if expert_size > 1 else {}
+    tensor = _tensor_plan(model, experts) if tensor_size > 1 else {}
+    dims = {name: dim for name, p in model.named_parameters() if (dim := _dim(name, p, tensor)) is not None}
+    plan = SplitPlan(tensor, experts, dims)
+    if tensor_size > 1:
+        _check_activations(model, tensor_size)
+        _check_heads(model, tensor_size)
+        _check_heads_of_layers(model, tensor, tensor_size)
+        _check_tensors(model, plan, tensor_size)
+    return plan
+
+
+def _require_plans() -> None:
+    try:
+        import transformers.distributed.expert_parallel  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            "--tensor-parallel-size and --expert-parallel-size need transformers 5.23 or newer: install it, or leave "
+            "them out"
+        ) from error
+
+
+def is_tied(model: PreTrainedModel) -> bool:
+    return lm_head(model).weight is cast(nn.Module, model.get_input_embeddings()).weight
+
+
+def _tensor_plan(model: PreTrainedModel, experts: dict[str, str]) -> dict[str, str]:
+    plan = cast(Any, model)._expand_parallel_plan(model.tp_plan)
+    plan = {name: style for name, style in plan.items() if not any(_is_in(name, other) for other in experts)}
+    plan |= dict.fromkeys(_forgotten_norms(model, plan), _SUMMED)
+    if is_tied(model):
+        names = {id(module): name for name, module in model.named_modules()}
+        head, embedding = names[id(lm_head(model))], names[id(model.get_input_embeddings())]
+        plan.pop(f"{head}.weight", None)  # one parameter, and the embedding owns it
+        if f"{embedding}.weight" not in plan:
+            plan.pop(head, None)
+    return plan
+
+
+def _forgotten_norms(model: PreTrainedModel, plan: dict[str, str]) -> Iterator[str]:
+    """Of the heads that a matrix makes for this rank alone: some plans leave them out (GLM-4.5, Phi), as if it were all
+    heads that they see. What is not found here is found by `split_check` at the start."""
+    for name, module in model.named_modules():
+        norm = _NORM_OF_HEADS.search(name)
+        if norm and name not in plan and next(module.parameters(), None) is not None:
+            projection = f"{name[: norm.start()]}{norm[1]}_proj"
+            if plan.get(projection) == "colwise":
+                yield name
+
+
+def _expert_plan(model: PreTrainedModel, size: int) -> dict[str, str]:
+    name = stock_class(model).__name__
+    plan = cast(Any, model)._expand_parallel_plan(model.ep_plan or {})
+    plan = {key: style for key, style in plan.items() if style in ("grouped_gemm", "ep_dispatch_experts")}
+    if "ep_dispatch_experts" not in plan.values():
+        raise ConfigError(
+            f"--expert-parallel-size {size}: transformers has no plan that splits experts of {name}: leave it out"
+        )
+    for count in sorted({p.shape[0] for key, p in model.named_parameters() if key in plan}):
+        if count < size:
+            raise ConfigError(
+                f"--expert-parallel-size {size} is more than the {count} experts of {name}, so that processes would "
+                f"have none: {count} at most"
+            )
+        if count % size:
+            raise ConfigError(
+                f"--expert-parallel-size {size} must divide the {count} experts of {name}: choose a divisor"
+            )
+    return plan
+
+
+def _is_in(name: str, other: str) -> bool:
+    return name == other or name.startswith(f"{other}.")
+
+
+def _dim(name: str, parameter: nn.Parameter, tensor: dict[str, str]) -> int | None:
+    """The dim of `parameter` that its style cuts; None: all ranks of the group have all of it."""
+    style, last = tensor.get(name), parameter.dim() - 1
+    if style in _COLUMNS:
+        return max(0, last - 1)
+    if style in _ROWS:
+        return None if name.endswith(".bias") else last
+    return {_BY_VOCABULARY: 0, _BY_WIDTH: 1}.get(style or "")
+
+
+def _check_activations(model: PreTrainedModel, size: int) -> None:
+    """Gemma 3n compares each with mean and deviation of all of its token: a part has others, and no error tells."""
+    if any(getattr(model.config.get_text_config(), "activation_sparsity_pattern", None) or ()):
+        raise ConfigError(
+            f"--tensor-parallel-size {size}: {stock_class(model).__name__} drops activations by the mean of a whole "
+            "layer (activation_sparsity_pattern), of which each process would have a part: leave it out"
+        )
+
+
+def _check_heads(model: PreTrainedModel, size: int) -> None:
+    """Heads that do not divide give wrong shapes in the first forward pass."""
+    name, text = stock_class(model).__name__, layer_config(model.config, 0)
+    for what, key in (("attention heads", "num_attention_heads"), ("key-value heads", "num_key_value_heads")):
+        count = getattr(text, key, None)
+        if count and count % size:
+            raise ConfigError(
+                f"--tensor-parallel-size {size} must divide the {count} {what} of {name}: choose a divisor"
+            )
+
+
+def _check_heads_of_layers(model: PreTrainedModel, plan: dict[str, str], size: int) -> None:
+    for name, heads in projected_heads(model):
+        if plan.get(name) == "colwise" and heads % size:
+            raise ConfigError(
+                f"--tensor-parallel-size {size} must divide the {heads} heads of {name} of "
+                f"{stock_class(model).__name__}: choose a divisor"
+            )
+
+
+def _check_tensors(model: PreTrainedModel, plan: SplitPlan, size: int) -> None:
+    """Widths must divide; and a plan may do nothing."""
+    name = stock_class(model).__name__
+    matrices = _matrices(model)
+    for parameter_name, p in matrices.items():
+        if plan.tensor.get(parameter_name) in _PACKED:
+            raise ConfigError(
+                f"--tensor-parallel-size {size} splits gate and up within {parameter_name} of {name}, which no "
+                "checkpoint could hold: deal the experts by --expert-parallel-size, or leave it out"
+            )
+        dim = plan.tensor_dims.get(parameter_name)
+        if dim is not None and p.shape[dim] % size:
+            raise ConfigError(
+                f"--tensor-parallel-size {size} does not divide {parameter_name} {list(p.shape)} of {name}: choose "
+                "another size"
+            )
+    share = _share(matrices, plan.tensor_dims.keys() | plan.experts.keys())
+    if share < _LEAST_SHARE:
+        raise ConfigError(
+            f"--tensor-parallel-size {size}: the plan of transformers splits {share:.0%} of the layers of {name}, and "
+            "every process would hold and compute the rest: leave it out"
+        )
+
+
+def thin_split(model: PreTrainedModel, plan: SplitPlan, *, tensor_size: int) -> str | None:
+    """A line to warn with where tensor ranks share little but the experts, which expert ranks would share too."""
+    if tensor_size == 1:
+        return None
+    share = _share({n: p for n, p in _matrices(model).items() if n not in plan.experts}, plan.tensor_dims.keys())
+    if share >= _LEAST_SHARE:
+        return None
+    return (
+        f"--tensor-parallel-size {tensor_size}: the plan of transformers splits {share:.0%} of the layers of "
+        f"{stock_class(model).__name__} beside their experts, and each process of a group computes all of the rest: "
+        "without it as many processes train on more packs at a time"
+    )
+
+
+def _share(matrices: Mapping[str, nn.Parameter], names: Set[str]) -> float:
+    """Of all the numbers in `matrices`, those in the ones of `names`."""
+    return sum(p.numel() for n, p in matrices.items() if n in names) / sum(p.numel() for p in matrices.values())
+
+
+def _matrices(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """Of the layers, by name."""
+    inside = {id(p) for layer in decoder_layers(model) for p in layer.parameters()}
+    return {name: p for name, p in model.named_parameters() if id(p) in inside and p.dim() >= 2}

@@ -1,0 +1,110 @@
+"""The bias by which a router chooses experts, and which no gradient moves (DeepSeek-V3, and those after it).
+
+It is added to the scores before the choice and to nothing else: who is chosen too often gets a lower one, and the
+weights of those that are chosen stay what their scores say. Stock models keep it as a buffer, which sharding leaves
+whole on every rank; checkpoints, export and the hand-over to an engine hold it as they hold parameters.
+"""
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from fsdptrain.config.effects import NoEffectError
+from fsdptrain.errors import ConfigError
+from fsdptrain.features.moe.replay import RouterReplay
+from fsdptrain.model.policy import MODEL_ERRORS
+from fsdptrain.model.probes.random_copy import guarded_copy
+from fsdptrain.model.structure import decoder_layers, expert_choice
+
+_NAMES = ("e_score_correction_bias", "expert_bias", "balancing_biases")  # in transformers
+_FLAG = "--router-bias-update-rate"
+_TOKENS = 16
+_SHIFT = 0.5  # of all biases of a layer: a choice is the same
+_PULL = 100.0  # of one: no score is so large
+_ROUNDING = 1e-4  # of logits
+
+
+def choice_biases(model: PreTrainedModel) -> dict[int, Tensor]:
+    """The bias [E], or of that size, of each decoder layer that has one, by the index of the layer: the buffer itself.
+
+    To be asked anew after loading, which replaces buffers.
+    """
+    choice = expert_choice(model.config)
+    if choice is None:
+        return {}
+    found = {}
+    for index, layer in enumerate(decoder_layers(model)):
+        own = [x for name, x in layer.named_buffers() if _is_bias(name) and x.numel() == choice.num_experts]
+        if len(own) == 1:
+            found[index] = own[0]
+    return found
+
+
+def check_bias(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> None:
+    """NoEffectError for a model without such a bias; ConfigError, with the reason, where it cannot balance.
+
+    Measured on a small random copy, before anything is loaded.
+    """
+    name = config.model_type
+    if expert_choice(config) is None:
+        raise _no_effect(f"on {name}, which has no experts: leave it out")
+    try:
+        refusal = _refusal_of(guarded_copy(config, trust_remote_code=trust_remote_code))
+    except MODEL_ERRORS as error:
+        refusal = f"its small copy fails, {type(error).__name__}: {error}"
+    if refusal is None:
+        raise _no_effect(
+            f"on {name}, whose routers have no bias beside their scores: leave it out, or use --router-aux-loss-coef"
+        )
+    if refusal:
+        raise ConfigError(f"{_FLAG} does not work with {name}: {refusal}; leave it out")
+
+
+def _refusal_of(model: PreTrainedModel) -> str | None:
+    """None: there is nothing to move."""
+    frozen = [name for name, p in model.named_parameters() if _is_bias(name) and not p.requires_grad]
+    if frozen:
+        return f"{frozen[0]} is a parameter, rounded to the dtype of the others"
+    known = {id(bias) for bias in choice_biases(model).values()}
+    for name, buffer in model.named_buffers():
+        if _is_bias(name) and id(buffer) not in known:
+            return f"{name} is not the one bias of a decoder layer with a number for each expert"
+    return bias_refusal(model) if known else None
+
+
+@torch.no_grad()
+def bias_refusal(model: PreTrainedModel) -> str:
+    """Why the biases of `model` (float32, on the CPU) do not balance by the choice alone; empty where they do."""
+    choice, biases = expert_choice(model.config), choice_biases(model)
+    assert choice is not None, "the caller has asked"
+    vocab_size = model.config.get_text_config().vocab_size
+    tokens = torch.randint(1, vocab_size, (_TOKENS, 1), generator=torch.Generator().manual_seed(0))
+    replay = RouterReplay(model, choice)
+
+    def logits() -> Tensor:
+        with replay.choosing():
+            return model(input_ids=tokens, use_cache=False).logits
+
+    plain = logits()
+    chosen = replay.choices_by_layer
+    if max(chosen) > 1 or any(not chosen[index] for index in biases):
+        return "a layer with a bias does not choose experts by one topk over all of them"
+    for bias in biases.values():
+        bias += _SHIFT
+    if (logits() - plain).abs().max() > _ROUNDING:
+        return "its bias moves the weights of experts, not only their choice"
+    for bias in biases.values():
+        bias.view(-1)[-1] += _PULL
+    logits()
+    routes = replay.routes
+    if not all((routes[:, index] == choice.num_experts - 1).any(-1).all() for index in biases):
+        return "an expert with a higher bias is not chosen"
+    return ""
+
+
+def _is_bias(name: str) -> bool:
+    return name.rpartition(".")[2] in _NAMES
+
+
+def _no_effect(reason: str) -> NoEffectError:
+    return NoEffectError(f"{_FLAG} has no effect {reason}", "router_bias_update_rate")

@@ -1,0 +1,249 @@
+"""AdamW over sharded parameters: learning rate schedules, clipping by global norm, skipped steps, fp16 loss scale."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fsdptrain.config import OptimConfig
+from fsdptrain.errors import NumericsError
+from fsdptrain.fsdp.host_adam import HostAdam, host_moment
+from fsdptrain.model.structure import reshard
+from fsdptrain.overrides import overridable
+from fsdptrain.types import Metrics
+
+Schedule = Callable[[int], float]
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+# What is left of (lr - min_lr) when a share `x` in [0, 1] of the decay is done.
+DECAYS: dict[str, Callable[[float], float]] = {
+    "linear": lambda x: 1.0 - x,
+    "cosine": lambda x: 0.5 * (1.0 + math.cos(math.pi * x)),
+    "exponential": lambda x: 2.0 * 0.5**x - 1.0,
+    "minus_sqrt": lambda x: 1.0 - math.sqrt(x),
+}
+
+
+def lr_schedule(config: OptimConfig, *, total_steps: int) -> Schedule:
+    """From the number of updates already made to the learning rate of the next one.
+
+    With w warm-up and d decay updates (d is --lr-decay-iters, else `total_steps`), update k from 0:
+      k <= w, w > 0   lr_warmup_init + (lr - lr_warmup_init) k/w, so that update 0 runs at lr_warmup_init
+      k > d           min_lr, in every style but `constant`, which stays at lr
+      else            min_lr + c (lr - min_lr), where c is, with x = (k - w) / (d - w),
+                      linear 1 - x; cosine (1 + cos(pi x)) / 2; WSD 1 until d - v and then, with x = (k - (d - v)) / v
+                      and v = --lr-wsd-decay-iters, also exponential 2 * 0.5^x - 1 or minus_sqrt 1 - sqrt(x)
+      inverse-square-root: max(min_lr, lr sqrt(max(w, 1) / max(k, 1)))
+    These are the definitions that users of Megatron-LM and slime know; `config` has been checked for them.
+    """
+    decay_steps = config.lr_decay_iters or max(total_steps, 1)
+    warmup_steps = config.lr_warmup_iters
+    if config.lr_warmup_fraction is not None:
+        warmup_steps = math.floor(config.lr_warmup_fraction * decay_steps)
+    decay = _decay(config, decay_steps=decay_steps, warmup_steps=warmup_steps)
+
+    def schedule(num_updates: int) -> float:
+        if warmup_steps > 0 and num_updates <= warmup_steps:
+            return config.lr_warmup_init + (config.lr - config.lr_warmup_init) * num_updates / warmup_steps
+        if num_updates > decay_steps and config.lr_decay_style != "constant":
+            return config.min_lr
+        return decay(num_updates)
+
+    return schedule
+
+
+def _decay(config: OptimConfig, *, decay_steps: int, warmup_steps: int) -> Schedule:
+    peak, floor = config.lr, config.min_lr
+    if config.lr_decay_style == "constant":
+        return lambda num_updates: peak
+    if config.lr_decay_style == "inverse-square-root":
+        return lambda num_updates: max(floor, peak * math.sqrt(max(warmup_steps, 1) / max(num_updates, 1)))
+    length, shape = decay_steps - warmup_steps, config.lr_decay_style
+    if config.lr_decay_style == "WSD":
+        assert config.lr_wsd_decay_iters is not None  # config/checks.py
+        length, shape = config.lr_wsd_decay_iters, config.lr_wsd_decay_style
+    start, left = decay_steps - length, DECAYS[shape]
+    return lambda num_updates: floor + (peak - floor) * left(max(0.0, (num_updates - start) / max(length, 1)))
+
+
+class Optimizer:
+    """AdamW, its schedule, its loss scale, and the count of what was skipped.
+
+    A step is `zero_grad`, backward passes of `scale(loss)`, `clip`, and then, by whether the norm was finite on every
+    rank, `step` or `skip`. Weight decay leaves vectors (norms, biases) alone. A skipped step moves neither Adam's
+    moments and counts nor the schedule.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: OptimConfig,
+        *,
+        total_steps: int,
+        fp16: bool,
+        masters: Mapping[str, nn.Parameter] | None = None,
+        total_norm: Callable[[list[nn.Parameter]], Tensor] | None = None,
+    ) -> None:
+        """`model` must hold its weights already. Adam's state is made at once: a step never needs more memory.
+
+        masters: what is updated in place of the model's own parameters, which the caller makes of them.
+        total_norm: of the gradients of these parameters over all ranks, where these are not DTensors that say so.
+        """
+        reshard(model)
+        self._model = model
+        self._config = config
+        trained = model.named_parameters() if masters is None else masters.items()
+        self._names = {p: name for name, p in trained if p.requires_grad}
+        self._schedule = lr_schedule(config, total_steps=total_steps)
+        self._adam = _adamw(list(self._names), config)
+        on_host = config.offload_optimizer
+        self._host_adam = HostAdam(self._adam, on=config.offload_optimizer_step) if on_host else None
+        device_type = next(iter(self._names)).device.type
+        self._scaler = torch.amp.GradScaler(device_type, enabled=fp16)
+        self._norm_of = total_norm or _norm_over_meshes
+        self.num_updates = 0  # steps of the schedule that are done
+        self.num_skipped = 0  # for gradients that were not finite, the search of an fp16 loss scale included
+        self.num_failed = 0  # of these, the ones that a smaller loss scale does not explain
+
+    @property
+    def lr(self) -> float:
+        """Of the next update."""
+        return self._schedule(self.num_updates)
+
+    def zero_grad(self) -> None:
+        self._adam.zero_grad(set_to_none=True)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss to call backward on: larger in fp16, else the same."""
+        return self._scaler.scale(loss)
+
+    def clip(self) -> Tensor:
+        """Clip to --clip-grad and return the global norm from before, [] on the device; no wait for the device.
+
+        Collective. The norm is the same on every rank; not finite when any gradient of any rank is not.
+        """
+        self._scaler.unscale_(self._adam)
+        norm = self._norm_of(list(self._names))
+        if self._config.clip_grad > 0:
+            for members in _by_mesh(self._names):
+                nn.utils.clip_grads_with_norm_(members, self._config.clip_grad, norm)
+        return norm
+
+    def step(self) -> None:
+        """Update the weights by the clipped gradients, which are freed."""
+        reshard(self._model)
+        for group in self._adam.param_groups:
+            group["lr"] = self.lr
+        (self._host_adam or self._adam).step()
+        self._finish()
+        self.num_updates += 1
+
+    def skip(self) -> None:
+        """Drop the gradients. Raises NumericsError once more than --max-skipped-steps cannot be explained."""
+        explained = self._scaler.is_enabled() and self._scaler.get_scale() > 1.0
+        self._finish()
+        self.num_skipped += 1
+        self.num_failed += not explained
+        if self.num_failed > self._config.max_skipped_steps:
+            raise NumericsError(
+                f"gradients were not finite in {self.num_failed} optimizer steps, --max-skipped-steps allows "
+                f"{self._config.max_skipped_steps}: lower --lr or --clip-grad, or compute with --no-bf16"
+            )
+
+    def pass_over(self) -> Metrics:
+        """A step without anything to learn from: the weights stay, and the schedule goes on as planned."""
+        metrics = {"optim/lr": self.lr, "optim/skipped_steps": float(self.num_skipped)}
+        self.zero_grad()
+        self.num_updates += 1
+        return metrics
+
+    def end_step(self, norm: float, *, finite: bool) -> Metrics:
+        """`step`, or `skip` where the gradients of some rank are not finite; what there is to log of it."""
+        metrics = {"optim/lr": self.lr}
+        if finite:
+            self.step()
+            metrics["optim/grad_norm"] = norm
+        else:
+            self.skip()
+        return metrics | {"optim/skipped_steps": float(self.num_skipped)}
+
+    def _finish(self) -> None:
+        if self._scaler.is_enabled():
+            self._scaler.update()
+        self.zero_grad()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Adam's state by parameter name, to save or load in place: DTensors, and step counts as views of shape [1]."""
+        found: dict[str, Tensor] = {}
+        for p, name in self._names.items():
+            state = self._adam.state[p]
+            found |= {f"{name}.{key}": state[key] for key in _MOMENTS}
+            found[f"{name}.step"] = state["step"].view(1)
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that is not a tensor; goes through JSON unchanged."""
+        return {
+            "num_updates": self.num_updates,
+            "num_skipped": self.num_skipped,
+            "num_failed": self.num_failed,
+            "scaler": self._scaler.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.num_updates = state["num_updates"]
+        self.num_skipped = state["num_skipped"]
+        self.num_failed = state["num_failed"]
+        if self._scaler.is_enabled() and state["scaler"]:
+            self._scaler.load_state_dict(state["scaler"])
+
+
+def _by_mesh(params: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """torch refuses tensors of several meshes at once."""
+    found: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+    for p in params:
+        found.setdefault(p.device_mesh if isinstance(p, DTensor) else None, []).append(p)
+    return list(found.values())
+
+
+def _norm_over_meshes(params: list[nn.Parameter]) -> Tensor:
+    norms = [_total_norm(members) for members in _by_mesh(params)]
+    return norms[0] if len(norms) == 1 else torch.stack(norms).norm()
+
+
+def _total_norm(params: list[nn.Parameter]) -> Tensor:
+    norm = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+@overridable
+def has_fused_adamw(device_type: str) -> bool:
+    """Whether torch.optim.AdamW has one kernel for a step there."""
+    return device_type in ("cpu", "cuda", "mps", "xpu")
+
+
+def _adamw(params: list[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
+    """With its state made now and not at the first step: what a checkpoint is loaded into must be there before."""
+    groups = [
+        {"params": [p for p in params if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    fused = all(has_fused_adamw(kind) for kind in {p.device.type for p in params})
+    adam = torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.lr,
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=config.adam_eps,
+        fused=fused,
+    )
+    host = config.offload_optimizer
+    for p in params:
+        step = torch.zeros((), dtype=torch.float32, device=p.device if fused and not host else "cpu")
+        moments = [host_moment(p) if host else torch.zeros_like(p, requires_grad=False) for _ in _MOMENTS]
+        adam.state[p] = {"step": step} | dict(zip(_MOMENTS, moments, strict=True))
+    return adam

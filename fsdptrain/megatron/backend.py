@@ -1,0 +1,259 @@
+"""The training backend on megatron-core: the same recipes, losses, packs and engines, another program for the model."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from fsdptrain import platform
+from fsdptrain.algo.losses import LOSSES
+from fsdptrain.algo.metrics import finish_metrics
+from fsdptrain.config import Config
+from fsdptrain.distributed import any_rank, raise_on_all_ranks
+from fsdptrain.errors import CheckpointError, ConfigError
+from fsdptrain.fsdp.metric_sums import MetricSums
+from fsdptrain.fsdp.optimizer import Optimizer
+from fsdptrain.fsdp.reference import ReferenceBank
+from fsdptrain.megatron.bridge import choose_bridge, load_by_bridge
+from fsdptrain.megatron.cpu_shims import prepare_megatron
+from fsdptrain.megatron.forward import Scorer, from_last_stage, layout_of, run_packs
+from fsdptrain.megatron.gradients import reduce_gradients, wrap
+from fsdptrain.megatron.groups import Groups, start_groups
+from fsdptrain.megatron.masters import Masters
+from fsdptrain.megatron.model import build_model, build_options, has_transformer_engine
+from fsdptrain.megatron.parity import check_parity, small_models
+from fsdptrain.megatron.report import build_report
+from fsdptrain.megatron.storage import (
+    REFERENCE,
+    export_hf,
+    identity,
+    load_checkpoint,
+    load_tensors,
+    save_checkpoint,
+    told_of,
+    write_tensors,
+)
+from fsdptrain.megatron.transformer_config import transformer_config
+from fsdptrain.megatron.weights import WeightMap, by_module
+from fsdptrain.model.inputs import Layout
+from fsdptrain.model.loading.files import stored_dtype
+from fsdptrain.model.loading.meta import build_meta_model, resolve_checkpoint
+from fsdptrain.model.probes.kernels import Kernel
+from fsdptrain.model.probes.layout import LayoutProbe
+from fsdptrain.model.truncation import Truncation
+from fsdptrain.protocols import Loss, ModelRole, Naming
+from fsdptrain.types import LogProbs, LossConfig, LossOutput, Metrics, PackedBatch
+
+
+class MegatronBackend:
+    """Owns the policy, its optimizer and its reference. Every method is collective.
+
+    Each pipeline and tensor-parallel rank of a replica is given the same packs. Dropout is always off.
+    """
+
+    shares_prefixes = False
+
+    def __init__(self, config: Config, *, total_steps: int) -> None:
+        """Build, load and verify the model. Raises ConfigError, CheckpointError or NumericsError."""
+        self._config, split = config, config.megatron
+        self.device = platform.local_device()
+        self.checkpoint_path = resolve_checkpoint(config.model.hf_checkpoint)
+        trust = config.model.trust_remote_code
+        self._stock = build_meta_model(self.checkpoint_path, trust_remote_code=trust, attn_implementation="eager")
+        with raise_on_all_ranks(ConfigError, "--backend megatron"):
+            prepare_megatron()
+            if config.algorithm.algorithm == "sft" and self.hf_config.to_dict().get("attention_dropout"):
+                raise ConfigError("--algorithm sft would train with the attention_dropout of config.json: set it to 0")
+        options = build_options(config)
+        self.compute_dtype: torch.dtype = options["dtype"]
+        self._layout: Layout = layout_of(
+            self.hf_config, split, has_engine=options["has_engine"], dtype=self.compute_dtype
+        )
+        start_groups(split, timeout_s=config.launch.dist_timeout)
+        self._groups = Groups.present()
+        with raise_on_all_ranks(ConfigError, "--backend megatron"):
+            built = transformer_config(self.hf_config, split, **options)
+            self._model = build_model(built, self.hf_config, spec=split.spec).to(self.device)
+        self.weights = WeightMap(self._model, self._stock)
+        self.report = build_report(self._model, self._stock, layout=self._layout)
+        copy = small_models(self.hf_config, split, options, device=self.device)
+        difference, tolerance = check_parity(*copy, split, options)
+        self.layout_probe = LayoutProbe(self._layout, "megatron-core", difference, tolerance, self._why_padded)
+        self._wrapped = wrap(self._model)
+        self._masters = masters = Masters(self._wrapped)
+        self._bridge, self._conversion = choose_bridge(
+            config.megatron.bridge, self._model, self.hf_config, self.checkpoint_path, self.compute_dtype
+        )
+        self._reference = self._load()
+        self._reference_moved = False
+        self._optimizer = Optimizer(
+            self._model,
+            config.optim,
+            total_steps=total_steps,
+            fp16=False,
+            masters=masters.named,
+            total_norm=lambda _: masters.total_norm(),
+        )
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """As transformers describes it, on meta: the weights are in megatron-core's."""
+        return self._stock
+
+    @property
+    def hf_config(self) -> PreTrainedConfig:
+        return self._stock.config
+
+    @property
+    def lines(self) -> list[str]:
+        """For the log."""
+        return [*self.report.lines, self._masters.line, self._conversion.line, self.layout_probe.line]
+
+    def kernels(self) -> list[Kernel]:
+        return [*self.report.kernels, self._conversion]
+
+    def score(self, batches: Sequence[PackedBatch], model: ModelRole) -> list[LogProbs]:
+        """Log-probabilities at the temperature of the rollout, without gradient, on the CPU, for each batch."""
+        moved = [batch.to(self.device) for batch in batches]
+        with torch.no_grad(), self._weights_of(model):
+            found = self._run(moved, self._scored, train=False)
+        return [LogProbs(values.cpu()) for values in self._on_all_stages(found, [b.advantages for b in moved])]
+
+    def _scored(self, hidden: Tensor, batch: PackedBatch) -> Tensor:
+        return self._scorer(self._model, hidden, batch, with_entropy=False).values
+
+    def train_step(self, batches: Sequence[PackedBatch], loss: Loss, config: LossConfig) -> Metrics:
+        """One optimizer step over the packs of this rank; every rank passes the same number of packs.
+
+        As FSDPBackend's: without a loss token on any rank only the schedule goes on, and gradients that are not finite
+        are dropped on every rank.
+        """
+        if not batches[0].num_loss_tokens:  # of the whole step: the same on every rank
+            return self._optimizer.pass_over()
+        self._wrapped.zero_grad_buffer()
+
+        def finish(hidden: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor, LossOutput]:
+            logprobs = self._scorer(self._model, hidden, batch, with_entropy=True)
+            output = loss(batch, logprobs.for_loss(config), config)
+            return output.loss, torch.zeros((), dtype=torch.int, device=hidden.device), output
+
+        outputs = self._run([batch.to(self.device) for batch in batches], finish, train=True)
+        reduce_gradients(self._wrapped, self._masters)
+        sums = MetricSums(copies=self._config.pack_copies, checked=self._config.algorithm.loss not in LOSSES)
+        for output in outputs:
+            sums.add(output.metrics)
+        if self._groups.stage.size() > 1:  # the last has them; the trainer of each logs the same
+            sums.broadcast(self._groups.stage, src=self._groups.stage.size() - 1, device=self.device)
+        metrics, norm, finite = sums.reduce(self._optimizer.clip())
+        metrics = finish_metrics(metrics) | self._optimizer.end_step(norm, finite=finite)
+        if finite:
+            self._masters.publish()
+        return metrics
+
+    def update_reference(self) -> None:
+        """Make the present policy the reference. Checkpoints hold it from now on."""
+        self._bank.copy_from(self._model)
+        self._reference_moved = True
+
+    def hf_weights(self, naming: Naming = "hub") -> Iterator[tuple[str, Tensor]]:
+        """Full tensors in the compute dtype, layer by layer, on the device; every rank gets each and takes each."""
+        stream = self._bridge.stream() if self._bridge else self.weights.stream(dtype=self.compute_dtype)
+        return stream if naming == "hub" else by_module(stream, self._stock)
+
+    def export(self, target: Path) -> None:
+        """Write the policy as a Hugging Face folder, in the dtype of the checkpoint that it came from."""
+        stored = stored_dtype(self.checkpoint_path)
+        dtype = getattr(torch, stored) if stored else self.compute_dtype
+        export_hf(self.weights, self._masters, self.checkpoint_path, target, dtype=dtype)
+
+    def save(self, directory: Path, step: int) -> None:
+        """Into a folder that exists: see `CheckpointFolder.write`."""
+        save_checkpoint(directory, self.weights, self._masters, self._optimizer, step=step, model=self._identity)
+        if self._reference_moved:
+            with self._bank.swapped_into(self._model):
+                write_tensors(directory / REFERENCE, self.weights.plan(), self.weights.stream())
+
+    def load(self, directory: Path) -> int:
+        """Returns the step that was saved. Raises CheckpointError."""
+        step = load_checkpoint(directory, self.weights, self._masters, self._optimizer, model=self._identity)
+        self._reference_moved = self._reference is not None and any_rank((directory / REFERENCE).is_dir())
+        if self._reference_moved:
+            kept = self._bank.swapped_into(self._model)
+            with kept, told_of("checkpoint"), raise_on_all_ranks(CheckpointError, f"{directory}"):
+                load_tensors(directory / REFERENCE, self.weights)
+        return step
+
+    def _load(self) -> ReferenceBank | None:
+        """The weights of --hf-checkpoint into the model; returns the reference, of --ref-load or of the same."""
+        config = self._config
+        bank = None
+        if config.needs_reference and config.ref.load is not None:
+            self._read(config.ref.load, "--ref-load")
+            bank = ReferenceBank(self._model)
+        if self._bridge is not None:
+            load_by_bridge(self._bridge, config.megatron.bridge, self.checkpoint_path, self.weights)
+            self._masters.begin_from_model()
+        else:
+            self._read(str(self.checkpoint_path), "--hf-checkpoint", self._masters.take)
+            self._masters.publish()
+        return ReferenceBank(self._model) if config.needs_reference and bank is None else bank
+
+    def _read(self, name: str, flag: str, put: Callable[[str, Tensor], None] | None = None) -> None:
+        with told_of(flag):
+            path = resolve_checkpoint(name)
+            with raise_on_all_ranks(CheckpointError, f"{flag} {path}"):
+                load_tensors(path, self.weights, put)
+
+    @contextmanager
+    def _weights_of(self, role: ModelRole) -> Iterator[None]:
+        if role == "policy":
+            yield
+            return
+        with self._bank.swapped_into(self._model):
+            yield
+
+    def _run(self, batches: Sequence[PackedBatch], finish: Callable[..., Any], *, train: bool) -> list[Any]:
+        gathers = self._config.megatron.moe_dispatcher == "allgather"
+        shared = self._groups.expert if gathers else None
+        model = self._wrapped if train else self._model
+        return run_packs(model, batches, finish, layout=self._layout, train=train, same_shape=shared)
+
+    def _on_all_stages(self, found: list[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+        return from_last_stage(found if self._is_last else None, like)
+
+    @property
+    def _is_last(self) -> bool:
+        return self._groups.stage.rank() == self._groups.stage.size() - 1
+
+    @property
+    def _scorer(self) -> Scorer:
+        return Scorer(
+            self.hf_config.vocab_size,
+            self._layout,
+            self._config.model.logprob_chunk_size,
+            self._config.scoring_temperature,
+            Truncation.of(self._config.rollout),
+        )
+
+    @property
+    def _bank(self) -> ReferenceBank:
+        assert self._reference is not None, "there is no reference without a KL term"
+        return self._reference
+
+    @property
+    def _identity(self) -> dict[str, Any]:
+        return identity(self._stock, self.weights)
+
+    @property
+    def _why_padded(self) -> str:
+        if self._layout == "packed":
+            return ""
+        if self._config.megatron.moe_dispatcher == "allgather":
+            return "--megatron-moe-dispatcher allgather wants rows of one shape"
+        if has_transformer_engine():
+            return "Transformer Engine packs in half precision alone"
+        return "megatron-core packs with Transformer Engine alone, which is not here"

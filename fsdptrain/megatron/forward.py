@@ -1,0 +1,200 @@
+"""Packs through the pipeline of megatron-core, and log-probabilities at its end.
+
+Rows are padded, [N, S]: the plain attention of megatron-core knows no boundaries, and a causal model never looks to the
+right. Where its layers are those of Transformer Engine, a pack is one row with boundaries (THD).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from transformers import PreTrainedConfig
+
+from fsdptrain.config.megatron import MegatronConfig
+from fsdptrain.features.model_parallel.logprobs import vocab_parallel_logprobs
+from fsdptrain.megatron.dealing import deal
+from fsdptrain.megatron.groups import Groups
+from fsdptrain.megatron.model import WRAPPED
+from fsdptrain.megatron.transformer_config import wraps
+from fsdptrain.model.inputs import Layout, select_tokens, to_pack, to_rows
+from fsdptrain.model.logprobs import chunked_logprobs
+from fsdptrain.model.truncation import UNTRUNCATED, Truncation
+from fsdptrain.types import LogProbs, PackedBatch
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer import TransformerConfig
+
+T = TypeVar("T")
+
+
+def layout_of(config: PreTrainedConfig, split: MegatronConfig, *, has_engine: bool, dtype: torch.dtype) -> Layout:
+    """Packed where boundaries are understood: by the attention of Transformer Engine, whose kernels for packs know half
+    precision alone, and by mixers of transformers but where a dispatcher gathers the rows of several ranks, which must
+    be of one shape. A pack that is dealt over ranks is one row, whoever made the layers."""
+    if split.context_parallel > 1:
+        return "packed"
+    if split.spec == WRAPPED or (split.spec is None and wraps(config, split.context_parallel)):
+        return "padded" if split.moe_dispatcher == "allgather" else "packed"
+    return "packed" if has_engine and dtype != torch.float32 else "padded"
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """How the hidden states of a pack become the log-probabilities of its labels, as `policy_logprobs` makes them."""
+
+    vocab_size: int
+    layout: Layout
+    chunk_size: int
+    temperature: float = 1.0
+    truncation: Truncation = UNTRUNCATED
+
+    def __call__(self, model: "GPTModel", hidden: Tensor, batch: PackedBatch, *, with_entropy: bool) -> LogProbs:
+        """hidden: [N, S, D], the same on each tensor-parallel rank. Collective over these."""
+        dealt = deal(batch, model.config)
+        positions = batch.loss_positions if dealt is None else dealt.source[dealt.own_positions]
+        if dealt is not None:
+            selected = hidden[0].index_select(0, dealt.own_positions)
+        else:
+            rows = hidden if self.layout == "packed" else hidden[: len(batch.seqlens), : batch.max_seqlen]
+            selected = select_tokens(rows, batch, self.layout, positions)
+        weight = self._weight(model)
+        found = (vocab_parallel_logprobs if isinstance(weight, DTensor) else chunked_logprobs)(
+            selected,
+            weight,  # type: ignore[arg-type]
+            batch.labels.index_select(0, positions),
+            temperature=self.temperature,
+            truncation=self.truncation,
+            chunk_size=self.chunk_size,
+            with_entropy=with_entropy,
+        )
+        whole = dealt.to_pack if dealt is not None else partial(to_pack, positions=positions, batch=batch)
+        values, entropy = (None if x is None else whole(x) for x in found)
+        assert values is not None, "logprobs are always made"
+        return LogProbs(values, entropy)
+
+    def _weight(self, model: "GPTModel") -> Tensor:
+        """Of the head, without the rows that only fill it up."""
+        tied = model.share_embeddings_and_output_weights
+        weight = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
+        assert weight is not None, "this is the last stage"
+        group = Groups.present().tensor
+        if group.size() == 1:
+            return weight
+        left = self.vocab_size - group.rank() * len(weight)
+        mesh = DeviceMesh.from_group(group, weight.device.type)
+        shape = torch.Size((self.vocab_size, weight.shape[1]))
+        stride = (weight.shape[1], 1)
+        rows = weight[: max(0, min(left, len(weight)))]
+        return DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+
+
+def run_packs(
+    model: Any,  # a GPTModel, wrapped or not
+    batches: Sequence[PackedBatch],
+    finish: Callable[[Tensor, PackedBatch], T],
+    *,
+    layout: Layout,
+    train: bool,
+    same_shape: dist.ProcessGroup | None = None,
+) -> list[T]:
+    """Every pack forward, and with `train` backward, by the schedule of megatron-core; gradients are left to reduce.
+
+    finish: from the hidden states [N, S, D] of the last stage and the pack to what is returned, on that stage alone;
+    with `train` to (loss [], _, what is returned). same_shape: ranks that must see rows of one shape, because their
+    dispatcher gathers them. Collective.
+    """
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.utils import get_model_config
+
+    def forward(packs: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Callable[..., T]]:
+        batch = next(packs)
+        hidden = model(**_inputs(batch, get_model_config(model), layout, same_shape))
+
+        def at_end(hidden: Tensor, non_loss_data: bool = False) -> T:
+            return finish(hidden, batch)
+
+        return hidden, at_end
+
+    run = get_forward_backward_func()
+    return run(
+        forward_step_func=forward,
+        data_iterator=iter(batches),
+        model=[model],
+        num_microbatches=len(batches),
+        seq_length=batches[0].max_seqlen,  # shapes are told from stage to stage
+        micro_batch_size=len(batches[0].seqlens),
+        forward_only=not train,
+        collect_non_loss_data=not train,
+    )
+
+
+def from_last_stage(tensors: Sequence[Tensor] | None, like: Sequence[Tensor]) -> list[Tensor]:
+    """`tensors` of the last stage, which are shaped as `like`, on all stages. Collective over the pipeline."""
+    group = Groups.present().stage
+    if group.size() == 1:
+        assert tensors is not None, "this is the only stage"
+        return list(tensors)
+    found = []
+    for i, wanted in enumerate(like):
+        tensor = tensors[i].contiguous() if tensors is not None else torch.empty_like(wanted)
+        dist.broadcast(tensor, group=group, group_src=group.size() - 1)
+        found.append(tensor)
+    return found
+
+
+def _inputs(
+    batch: PackedBatch, config: "TransformerConfig", layout: Layout, same_shape: dist.ProcessGroup | None
+) -> dict[str, Any]:
+    dealt = deal(batch, config)
+    if dealt is not None:
+        return dealt.inputs(batch)
+    if layout == "packed":
+        return _thd_inputs(batch, multiple=Groups.present().tensor.size())
+    rows = to_rows(batch.input_ids, batch, "padded", fill=0).view(len(batch.seqlens), -1)
+    if same_shape is not None and same_shape.size() > 1:
+        largest = torch.tensor(rows.shape, device=rows.device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=same_shape)
+        height, width = largest.tolist()
+        rows = F.pad(rows, (0, width - rows.shape[1], 0, height - rows.shape[0]))
+    if config.sequence_parallel:  # each rank has a run of every row
+        rows = F.pad(rows, (0, -rows.shape[1] % config.tensor_model_parallel_size))
+    width = rows.shape[1]
+    return {
+        "input_ids": rows,
+        "position_ids": torch.arange(width, device=rows.device).expand_as(rows),
+        "attention_mask": _causal(width, rows.device),
+    }
+
+
+def _causal(width: int, device: torch.device) -> Tensor:
+    """[1, 1, S, S], True where a token must not look."""
+    return torch.ones(width, width, dtype=torch.bool, device=device).triu(1)[None, None]
+
+
+def _thd_inputs(batch: PackedBatch, *, multiple: int) -> dict[str, Any]:
+    """One row, whose boundaries the attention of Transformer Engine is told. Needs a GPU: not tested yet.
+
+    multiple: that its length must be, for sequence parallel; what is missing is one more segment.
+    """
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    more = -batch.num_tokens % multiple
+    ends = F.pad(batch.cu_seqlens, (0, 1), value=batch.num_tokens + more) if more else batch.cu_seqlens
+    longest = max(batch.max_seqlen, more)
+    boundaries = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest
+    )
+    return {
+        "input_ids": F.pad(batch.input_ids, (0, more))[None],
+        "position_ids": F.pad(batch.position_ids, (0, more))[None],
+        "attention_mask": None,
+        "packed_seq_params": boundaries,
+    }

@@ -1,0 +1,92 @@
+"""What a run on megatron-core will be built of, from config.json alone: by a small random model of the same kind, and
+by the whole one without memory, where its layers are plain.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from fsdptrain import platform
+from fsdptrain.config import Config
+from fsdptrain.config.megatron import MegatronConfig
+from fsdptrain.errors import ConfigError
+from fsdptrain.megatron.bridge import choose_bridge
+from fsdptrain.megatron.cpu_shims import prepare_megatron
+from fsdptrain.megatron.forward import layout_of
+from fsdptrain.megatron.groups import start_groups, stop_groups
+from fsdptrain.megatron.model import WRAPPED, build_model, build_options
+from fsdptrain.megatron.parity import check_parity, small_models
+from fsdptrain.megatron.report import Fact, build_report
+from fsdptrain.megatron.transformer_config import transformer_config
+from fsdptrain.megatron.weights import WeightMap
+from fsdptrain.model.loading.files import resolve_config
+from fsdptrain.model.loading.meta import build_meta_model
+from fsdptrain.model.probes.kernels import Kernel
+from fsdptrain.overrides import Override, install_overrides
+
+
+@dataclass(frozen=True)
+class BuildInspection:
+    lines: list[str]  # parameters of the whole model, what a small copy is built of, and how well that computes
+    kernels: list[Kernel]
+    overrides: list[Override]  # plug-ins for this device
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"fallbacks": [kernel.line for kernel in self.kernels if kernel.fell_back]}
+
+
+def inspect_build(config: Config) -> BuildInspection:
+    """Raises what a run would end with, but for fallbacks under --strict.
+
+    The copy has the heads, the norms, the rotary frequencies and the router of the whole model, and fewer layers and
+    experts.
+    """
+    prepare_megatron()
+    overrides = install_overrides(platform.device_type())  # before the copy, which computes with them
+    path = resolve_config(config.model.hf_checkpoint)
+    stock = build_meta_model(path, trust_remote_code=config.model.trust_remote_code, attn_implementation="eager")
+    options = build_options(config)
+    transformer_config(stock.config, config.megatron, **options)  # what the split of the run would be refused for
+    wrapped = WRAPPED if config.megatron.context_parallel > 1 else None  # as the run, whose split the copy has not
+    one = MegatronConfig(moe_dispatcher=config.megatron.moe_dispatcher, spec=config.megatron.spec or wrapped)
+    layout = layout_of(stock.config, config.megatron, has_engine=options["has_engine"], dtype=options["dtype"])
+    with platform.process_group(config.launch.dist_timeout):
+        start_groups(one, timeout_s=config.launch.dist_timeout)
+        try:
+            whole = _whole_model(stock, one, options)
+            small, model = small_models(stock.config, one, options, device=platform.local_device())
+            report = build_report(model, small, layout=layout)
+            difference, tolerance = check_parity(small, model, one, options)
+            _, conversion = choose_bridge(config.megatron.bridge, model, small.config, path, options["dtype"])
+        finally:
+            stop_groups()
+    kernels = [*report.kernels, conversion]
+    lines = [
+        whole,
+        "a small random copy of it, on one process:",
+        *(f"  {line}" for line in report.lines),
+        f"  it computes the logprobs of transformers: {difference:.2g} <= {tolerance:g}",
+        *(f"fallback: {kernel.line}" for kernel in kernels if kernel.fell_back),
+        *(f"override: {override.line}" for override in overrides),
+    ]
+    return BuildInspection(lines, kernels, overrides)
+
+
+def _whole_model(stock: PreTrainedModel, one: MegatronConfig, options: dict[str, Any]) -> str:
+    """Its parameters, in transformers and, built on meta, in megatron-core; and that each has its place in the files.
+
+    Layers of Transformer Engine take memory of the device wherever they are built: there only the first is said.
+    """
+    config, wanted = stock.config, sum(p.numel() for p in stock.parameters())
+    said = f"{config.model_type}: {wanted:,} parameters by config.json"
+    if options["has_engine"]:
+        return f"{said}; those of megatron-core are counted when a run builds it"
+    with torch.device("meta"):
+        model = build_model(transformer_config(config, one, **options), config, spec=one.spec)
+    WeightMap(model, stock)
+    counted = Fact("parameters", sum(p.numel() for p in model.parameters()), wanted)
+    if not counted.agrees:
+        raise ConfigError(f"--backend megatron: {counted.problem}: use --backend fsdp")
+    return f"{said}, and as many in megatron-core's model, each with its place in the files"

@@ -1,0 +1,89 @@
+"""Where megatron-core's plain layers lack a part: norms under sequence parallel, and the attention of DeepSeek.
+
+Without Transformer Engine megatron-core takes the norm of torch and refuses it under sequence parallel, for want of one
+mark on its weight; and its own attention multiplies queries and values of one size alone. Both are small.
+"""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fsdptrain.errors import NumericsError
+from fsdptrain.megatron.cpu_shims import replace_name
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+
+class LocalNorm:
+    """Makes the RMSNorm of torch where megatron-core asks for one of its own."""
+
+    def __new__(cls, config: "TransformerConfig", hidden_size: int, eps: float = 1e-6) -> nn.Module:
+        norm = nn.RMSNorm(hidden_size, eps=eps, dtype=config.params_dtype)
+        return mark_sequence_parallel(norm, config)
+
+
+def mark_sequence_parallel(norm: nn.Module, config: "TransformerConfig") -> nn.Module:
+    """`norm`: of a run of tokens each rank has a part of the gradient, which megatron-core sums where it is marked."""
+    for parameter in norm.parameters():
+        vars(parameter)["sequence_parallel"] = config.sequence_parallel
+    return norm
+
+
+class LatentCoreAttention(nn.Module):
+    """Softmax attention whose queries and keys are longer than its values, as in DeepSeek's latent attention."""
+
+    def __init__(self, config: "TransformerConfig", *, softmax_scale: float | None = None, **_: Any) -> None:
+        super().__init__()
+        self.softmax_scale = softmax_scale
+
+    def forward(
+        self,
+        query: Tensor,  # [S, B, H, D]
+        key: Tensor,
+        value: Tensor,  # [S, B, H, V]
+        attention_mask: Tensor,  # [1, 1, S, S], True where nothing is to be seen
+        *,
+        packed_seq_params: object = None,
+        **_: Any,
+    ) -> Tensor:
+        """[S, B, H V]"""
+        if packed_seq_params is not None:
+            raise NumericsError("plain latent attention was given a packed row, whose boundaries it does not know")
+        rows = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        out = F.scaled_dot_product_attention(*rows, attn_mask=~attention_mask, scale=self.softmax_scale)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+
+def completed(block: "TransformerBlockSubmodules") -> "TransformerBlockSubmodules":
+    """megatron-core's plain layers with the parts of this file; for where Transformer Engine does not import."""
+    layers = [_completed(layer) for layer in block.layer_specs or ()]
+    return replace(block, layer_specs=layers, layer_norm=LocalNorm)
+
+
+def _completed(layer: "ModuleSpec") -> "ModuleSpec":
+    parts: Any = layer.submodules
+    attention = parts.self_attention
+    inner = attention.submodules
+    changed: dict[str, Any] = {name: LocalNorm for name in _NORMS if _is_norm(vars(inner).get(name))}
+    if "linear_kv_down_proj" in vars(inner):
+        from megatron.core.transformer import multi_latent_attention
+
+        # 0.16 takes it for present here, because a file that only mentions it imports, and then asks for its classes
+        replace_name(multi_latent_attention, "HAVE_TE", False)
+        changed["core_attention"] = LatentCoreAttention
+    attention = replace(attention, submodules=replace(inner, **changed))
+    norms = {name: LocalNorm for name in ("input_layernorm", "pre_mlp_layernorm")}
+    return replace(layer, submodules=replace(parts, **norms, self_attention=attention))
+
+
+_NORMS = ("q_layernorm", "k_layernorm", "kv_layernorm")
+
+
+def _is_norm(part: object) -> bool:
+    """Not megatron-core's word for none."""
+    return part is not None and getattr(part, "__name__", "") != "IdentityOp"

@@ -1,0 +1,152 @@
+"""Float32 weights and Adam's moments, dealt over the ranks that have the same parameters (ZeRO stage 1).
+
+megatron-core's DistributedDataParallel lays all gradients of a kind out in one buffer, and the parameters in another. A
+rank owns the r-th of R equal runs of each bucket: gradients are reduced to their owner alone, in float32, the owner
+updates its part, and the parameters are gathered again. That is what megatron-core's DistributedOptimizer does with the
+same buffers; its class takes tensors of type `torch.cuda.FloatTensor` and no other, and AdamW is ours already.
+
+    model, compute dtype   [.........bucket of rank 0.........|.........of rank 1.........]
+    masters, float32       [ a part of each parameter in here ]
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdptrain.megatron.groups import Groups
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What this rank owns of one parameter, counted in elements."""
+
+    parameter: nn.Parameter  # of the model
+    start: int
+    stop: int
+    master: nn.Parameter  # float32, [stop - start], or [1, stop - start] of a matrix: AdamW tells them by that
+
+
+class Masters:
+    """Of a model in megatron-core's DistributedDataParallel with `use_distributed_optimizer`."""
+
+    def __init__(self, wrapped: Any) -> None:
+        self._wrapped = wrapped
+        self._names = {p: name for name, p in wrapped.module.named_parameters()}
+        self._parameters = {name: p for p, name in self._names.items()}
+        self._groups: dict[str, dist.ProcessGroup] = {}
+        self._parts: dict[str, _Part] = {}
+        for buffer in [*wrapped.buffers, *wrapped.expert_parallel_buffers]:
+            for parameter, (start, stop, bucket) in buffer.param_index_map.items():
+                name = self._names[parameter]
+                self._groups[name] = buffer.data_parallel_group
+                own = _own_run(buffer.buckets[bucket], buffer.data_parallel_group)
+                first, last = max(start, own.start), min(stop, own.stop)
+                if first < last:
+                    self._parts[name] = _part(parameter, first - start, last - start)
+
+    @property
+    def line(self) -> str:
+        """For the log."""
+        sizes = sorted({group.size() for group in self._groups.values()}, reverse=True)
+        dtype = str(next(iter(self._names)).dtype).removeprefix("torch.")
+        kind = "the weights themselves" if dtype == "float32" else f"of weights in {dtype}"
+        ranks = " and, of experts, ".join(map(str, sizes))
+        return f"float32 masters, {kind}: gradients in float32, AdamW dealt over {ranks} ranks"
+
+    @property
+    def named(self) -> dict[str, nn.Parameter]:
+        """By the names of the model's parameters, those of which this rank owns something."""
+        return {name: part.master for name, part in self._parts.items()}
+
+    def take_gradients(self) -> None:
+        """Views of the buffer, where they have been reduced."""
+        for part in self._parts.values():
+            part.master.grad = _flat(vars(part.parameter)["main_grad"], part).view_as(part.master)
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Round the masters into the model, and give every rank all of it. Collective."""
+        for part in self._parts.values():
+            own = _flat(part.parameter.data, part)
+            if own.dtype != torch.float32:  # else it is the master
+                own.copy_(part.master.view(-1))
+        self._wrapped.start_param_sync()
+
+    @torch.no_grad()
+    def begin_from_model(self) -> None:
+        """What the model holds, for want of anything more exact."""
+        for part in self._parts.values():
+            part.master.view(-1).copy_(_flat(part.parameter.data, part))
+
+    @torch.no_grad()
+    def take(self, name: str, whole: Tensor, into: Mapping[str, Tensor] | None = None) -> None:
+        """Keep this rank's part of `whole`, shaped as the parameter `name`, in its master, or in that of `into`."""
+        part = self._parts.get(name)
+        if part is not None:
+            target = part.master if into is None else into[name]
+            target.view(-1).copy_(whole.reshape(-1)[part.start : part.stop])
+
+    @torch.no_grad()
+    def whole(self, name: str, own: Tensor | None) -> Tensor:
+        """What all ranks own, float32 in the shape of the parameter: `own`, shaped as the master, is of this rank.
+
+        Bitwise: the others add zeros to its bits. Collective over the ranks that have the parameter.
+        """
+        parameter, part = self._parameters[name], self._parts.get(name)
+        found = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
+        if part is not None:
+            assert own is not None, name
+            found[part.start : part.stop] = own.view(-1)
+        dist.all_reduce(found.view(torch.int32), group=self._groups[name])
+        return found.view(parameter.shape)
+
+    def whole_master(self, name: str) -> Tensor:
+        """Float32, in the shape of the parameter. Collective over the ranks that have it."""
+        return self.whole(name, self.named.get(name))
+
+    def whole_gradient(self, name: str) -> Tensor:
+        """The same of what `take_gradients` found."""
+        part = self._parts.get(name)
+        return self.whole(name, None if part is None else part.master.grad)
+
+    def total_norm(self) -> Tensor:
+        """Of the gradients of the whole model, [] float32, the same on every rank. Collective.
+
+        Each rank adds what it owns, divided by how many tensor-parallel ranks own the same.
+        """
+        squares = [torch.zeros((), dtype=torch.float64, device=self._device), *self._squares()]
+        total = torch.stack(squares).sum()
+        dist.all_reduce(total)
+        return total.sqrt().float()
+
+    def _squares(self) -> Iterator[Tensor]:
+        groups = Groups.present()
+        for part in self._parts.values():
+            owners = groups.owners(part.parameter)
+            if part.master.grad is not None and owners:
+                yield part.master.grad.double().square().sum() / owners
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self._names)).device
+
+
+def _own_run(bucket: Any, group: dist.ProcessGroup) -> range:
+    """Places of this rank, in the buffer."""
+    size = bucket.grad_data.numel() // group.size()
+    start = bucket.offset + group.rank() * size
+    return range(start, start + size)
+
+
+def _part(parameter: nn.Parameter, start: int, stop: int) -> _Part:
+    """In float32 the master is the parameter's own memory."""
+    own = parameter.data.view(-1)[start:stop].float()
+    return _Part(parameter, start, stop, nn.Parameter(own.view(1, -1) if parameter.ndim > 1 else own))
+
+
+def _flat(tensor: Tensor, part: _Part) -> Tensor:
+    return tensor.view(-1)[part.start : part.stop]

@@ -1,0 +1,144 @@
+"""Before the first step: a small random model computes the same in transformers and in megatron-core, split so.
+
+It goes the very way of the run (config, layers, table, schedule, head), so what any of these would do wrong shows in
+the logprobs: a swapped order of queries and keys, another rotary base, experts by the wrong number.
+"""
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from fsdptrain import platform
+from fsdptrain.config.megatron import MegatronConfig
+from fsdptrain.distributed import raise_on_all_ranks
+from fsdptrain.errors import CheckpointError, ConfigError, NumericsError
+from fsdptrain.megatron.forward import Scorer, layout_of, run_packs
+from fsdptrain.megatron.model import build_model
+from fsdptrain.megatron.transformer_config import family_of, transformer_config
+from fsdptrain.megatron.weights import WeightMap, hub_state
+from fsdptrain.model.architecture import model_from_config
+from fsdptrain.model.policy import TOLERANCES, over_ranks, plain_batch
+from fsdptrain.model.probes.random_copy import EXPERT_KEYS, cut_widths
+from fsdptrain.model.structure import expert_choice, head_size
+from fsdptrain.types import PackedBatch
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+
+_AT_MOST = {"vocab_size": 251, "hidden_size": 128, "intermediate_size": 96, "moe_intermediate_size": 64}
+_SPLIT = ("intermediate_size", "moe_intermediate_size")  # over tensor-parallel ranks, as in the model
+_SEGMENTS = (17, 23)  # tokens
+
+
+@torch.no_grad()
+def small_models(
+    config: PreTrainedConfig, split: MegatronConfig, options: dict[str, Any], *, device: torch.device
+) -> tuple[PreTrainedModel, "GPTModel"]:
+    """The same random weights, in float32, in transformers on the CPU and in megatron-core. Collective.
+
+    options: of `transformer_config`, whose dtype is that of the run.
+    """
+    small = small_config(config, split)
+    with platform.random_states_kept(), raise_on_all_ranks(ConfigError, "--backend megatron"):
+        torch.manual_seed(0)  # the same on every rank
+        stock = model_from_config(small, dtype=torch.float32, attn_implementation="eager").eval()
+        for parameter in stock.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+    return stock, _converted(stock, split, options | {"dtype": torch.float32}, device)
+
+
+def check_parity(
+    stock: PreTrainedModel, model: "GPTModel", split: MegatronConfig, options: dict[str, Any]
+) -> tuple[float, float]:
+    """Mean difference of the logprobs of `small_models`, the largest over ranks, and its tolerance.
+
+    In float32, whatever the run computes in: half precision hides what is wrong behind rounding. A run in another dtype
+    is compared in that too, with its kernels and its layout. NumericsError where a difference is over its tolerance.
+    Collective.
+    """
+    measured = _compared(stock, model, split, options | {"dtype": torch.float32})
+    if options["dtype"] != torch.float32:
+        device = next(model.parameters()).device
+        _compared(stock, _converted(stock, split, options, device), split, options)
+    return measured
+
+
+@torch.no_grad()
+def _converted(
+    stock: PreTrainedModel, split: MegatronConfig, options: dict[str, Any], device: torch.device
+) -> "GPTModel":
+    with platform.random_states_kept(), raise_on_all_ranks(ConfigError, "--backend megatron"):
+        built = transformer_config(stock.config, split, **options)
+        model = build_model(built, stock.config, spec=split.spec).to(device)
+    weights = WeightMap(model, stock)
+    with raise_on_all_ranks(CheckpointError, "--backend megatron"):
+        weights.load(hub_state(stock).__getitem__)
+    return model
+
+
+@torch.no_grad()
+def _compared(
+    stock: PreTrainedModel, model: "GPTModel", split: MegatronConfig, options: dict[str, Any]
+) -> tuple[float, float]:
+    config, dtype = stock.config, options["dtype"]
+    tokens = torch.randint(config.vocab_size, (sum(_SEGMENTS),), generator=torch.Generator().manual_seed(0))
+    segments = [part.tolist() for part in tokens.split(_SEGMENTS)]
+    batch = plain_batch(segments, device=next(model.parameters()).device)
+    layout = layout_of(config, split, has_engine=options["has_engine"], dtype=dtype)
+    scorer = Scorer(config.vocab_size, layout, chunk_size=16)
+
+    def scored(hidden: Tensor, batch: PackedBatch) -> Tensor:
+        return scorer(model, hidden, batch, with_entropy=False).values
+
+    found = run_packs(model, [batch], scored, layout=layout, train=False)
+    wanted = torch.cat([_stock_logprobs(stock, segment) for segment in segments])
+    own = (found[0].cpu() - wanted).abs().sum().item() / batch.num_tokens if found else 0.0
+    difference, tolerance = over_ranks(own), TOLERANCES[dtype]
+    if not difference <= tolerance:
+        raise NumericsError(
+            f"--backend megatron: a small random {config.model_type} computes other logprobs in megatron-core than in "
+            f"transformers, by {difference:.2g} (tolerance {tolerance:g}, {dtype}): use --backend fsdp"
+        )
+    return difference, tolerance
+
+
+def small_config(config: PreTrainedConfig, split: MegatronConfig) -> PreTrainedConfig:
+    """One layer of each kind at least, as many of all as the split of the run divides, and heads of the true size."""
+    small = copy.deepcopy(config)
+    cut_widths(small, _AT_MOST)
+    said = small.to_dict()
+    for key in _SPLIT:
+        if isinstance(said.get(key), int):
+            setattr(small, key, said[key] - said[key] % split.tensor_parallel)
+    small.head_dim = head_size(config)
+    groups = split.tensor_parallel * (2 if config.num_key_value_heads >= 2 * split.tensor_parallel else 1)
+    small.num_attention_heads = groups * (config.num_attention_heads // config.num_key_value_heads)
+    small.num_key_value_heads = groups
+    choice, ranks = expert_choice(config), split.expert_parallel
+    for key in EXPERT_KEYS:
+        if choice is not None and isinstance(said.get(key), int):
+            setattr(small, key, min(choice.num_experts, -(-said[key] // ranks) * ranks))
+    _cut_layers(small, split.pipeline_parallel)
+    return small
+
+
+def _cut_layers(small: PreTrainedConfig, num_stages: int) -> None:
+    """Those up to where each kind has been."""
+    total, types = small.num_hidden_layers, small.to_dict().get("layer_types")
+    sparse = family_of(small).special(small).get("moe_layer_freq", [0] * total)
+    kinds = list(zip(types or [""] * total, sparse, strict=True))
+    needed = max(kinds.index(kind) for kind in set(kinds)) + 1
+    kept = min(total, -(-max(2, needed) // num_stages) * num_stages)
+    if types:
+        small.layer_types = types[:kept]
+    small.num_hidden_layers = kept
+
+
+def _stock_logprobs(stock: Any, segment: list[int]) -> Tensor:
+    """[T] of the next tokens, 0 at the last."""
+    ids = torch.tensor(segment)
+    logprobs = stock(ids[None]).logits[0].log_softmax(-1)
+    return torch.cat([logprobs[:-1].gather(1, ids[1:, None])[:, 0], torch.zeros(1)])

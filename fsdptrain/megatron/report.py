@@ -1,0 +1,206 @@
+"""What was built, compared with the config of transformers: any disagreement ends the run before its first step.
+
+Numbers are read from the modules that compute, not from the config that they were made of.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from fsdptrain import platform
+from fsdptrain.distributed import gather, raise_on_all_ranks
+from fsdptrain.errors import ConfigError
+from fsdptrain.megatron import require_megatron
+from fsdptrain.megatron.cpu_shims import replaced
+from fsdptrain.megatron.groups import Groups
+from fsdptrain.megatron.model import has_transformer_engine, padded_vocab
+from fsdptrain.model.probes.kernels import Kernel, recurrent_kernels
+from fsdptrain.model.structure import base_model, expert_choice, head_size
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+
+
+@dataclass(frozen=True)
+class BuildReport:
+    """Of the whole model."""
+
+    lines: Sequence[str]
+    kernels: list[Kernel]
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One thing that must agree."""
+
+    name: str
+    found: object  # in megatron-core
+    wanted: object  # by transformers
+
+    @property
+    def agrees(self) -> bool:
+        if isinstance(self.found, float) and isinstance(self.wanted, float):
+            return math.isclose(self.found, self.wanted, rel_tol=1e-6)
+        return self.found == self.wanted
+
+    @property
+    def problem(self) -> str:
+        if isinstance(self.wanted, bool):
+            return f"{self.name}: {'no' if self.wanted else 'yes'}"
+        return f"{self.name} is {self.found}, not {self.wanted}"
+
+
+def build_report(model: "GPTModel", stock: PreTrainedModel, *, layout: str) -> BuildReport:
+    """ConfigError, on all ranks, that names all disagreements. `stock`: of transformers, on meta. Collective."""
+    config = stock.config
+    facts = [*_parameters(model, stock)]
+    with raise_on_all_ranks(ConfigError, "--backend megatron"):
+        facts += [*_rotary(model, stock), *_norms(model, config), *_attention(model, config), *_activation(model)]
+        facts += _experts(model, config)
+        tied = bool(model.share_embeddings_and_output_weights)
+        facts.append(Fact("tied head", tied, bool(config.tie_word_embeddings)))
+        wrong = list(dict.fromkeys(fact.problem for fact in facts if not fact.agrees))
+        if wrong:
+            raise ConfigError(
+                f"--backend megatron: the model that was built is not that of config.json: {'; '.join(wrong)}: use "
+                "--backend fsdp"
+            )
+    engine = has_transformer_engine()
+    told = dict.fromkeys(f"{fact.name} {fact.found}" for fact in facts if not isinstance(fact.found, bool))
+    padding = padded_vocab(config.vocab_size, model.config.tensor_model_parallel_size) - config.vocab_size
+    lines = [
+        f"megatron-core {require_megatron()}, {'Transformer Engine' if engine else 'plain'} layers, {layout} rows; "
+        f"{Groups.present().line}",
+        f"modules: {_classes(model)}",
+        f"as config.json says: {', '.join(told)}; vocabulary padded by {padding}",
+    ]
+    shims = replaced()
+    lines += [f"{len(shims)} shims: {', '.join(shims)}"] if shims else []
+    return BuildReport(lines, _kernels(model, stock, engine=engine))
+
+
+def _parameters(model: "GPTModel", stock: PreTrainedModel) -> Iterator[Fact]:
+    """Over all ranks, each number once. Collective."""
+    groups, config = Groups.present(), stock.config
+    held = ((p.numel(), groups.copies(p)) for p in model.parameters())
+    own = sum(size / copies for size, copies in held if copies)
+    total = torch.tensor(own, dtype=torch.float64)
+    dist.all_reduce(total)
+    rows = padded_vocab(config.vocab_size, groups.tensor.size()) - config.vocab_size
+    padding = rows * config.hidden_size * (1 if config.tie_word_embeddings else 2)
+    yield Fact("parameters", round(total.item()) - padding, sum(p.numel() for p in stock.parameters()))
+    layers = [number for numbers in gather([layer.layer_number for layer in _layers(model)]) for number in numbers]
+    yield Fact("layers", len(set(layers)), config.num_hidden_layers)
+
+
+def _rotary(model: "GPTModel", stock: PreTrainedModel) -> Iterator[Fact]:
+    """The frequencies themselves, as transformers computes them from its config."""
+    theirs = next((m for name, m in base_model(stock).named_children() if name == "rotary_emb"), None)
+    ours = _rotary_table(model)
+    if theirs is None or ours is None:  # of a wrapped attention it is transformers' own
+        return
+    with torch.device("cpu"):
+        wanted = cast(Any, type(theirs))(config=stock.config).inv_freq.float()
+    found = ours.float().cpu()
+    same = found.shape == wanted.shape and torch.allclose(found, wanted, rtol=1e-5, atol=0)
+    yield Fact("rotary frequencies agree", same, True)
+    if len(found) > 1 and stock.config.rope_parameters["rope_type"] == "default":
+        base = (found[0] / found[1]).item() ** len(found)
+        yield Fact("rotary base", float(f"{base:.4g}"), float(f"{stock.config.rope_parameters['rope_theta']:.4g}"))
+
+
+def _rotary_table(model: "GPTModel") -> Tensor | None:
+    """Angles of the second place in a sequence: of the model, or of latent attention, which has its own."""
+    holders = [model, *(layer.self_attention for layer in _layers(model))]
+    for table in filter(None, (vars(holder)["_modules"].get("rotary_pos_emb") for holder in holders)):
+        if type(table).__name__ == "YarnRotaryEmbedding":  # whose frequencies are made anew for each length
+            angles = table.get_emb(2)[0][1].flatten()
+            return angles[: len(angles) // 2]
+        return table.inv_freq
+    return None
+
+
+def _norms(model: "GPTModel", config: PreTrainedConfig) -> Iterator[Fact]:
+    for module in model.modules():
+        for name in ("eps", "variance_epsilon"):  # as megatron-core, and as most of transformers call it
+            if name in vars(module):
+                yield Fact("eps of norms", float(vars(module)[name]), float(config.rms_norm_eps))
+
+
+def _attention(model: "GPTModel", config: PreTrainedConfig) -> Iterator[Fact]:
+    tensor = model.config.tensor_model_parallel_size
+    head_dim = head_size(config)
+    for layer in _layers(model):
+        attention = cast(Any, layer.self_attention)
+        if any("hub_name" in vars(part) for part in attention.modules()) or model.config.multi_latent_attention:
+            continue  # transformers' own, or checked by the copy that computes the same
+        yield Fact("size of heads", attention.hidden_size_per_attention_head, head_dim)
+        yield Fact("heads", attention.num_attention_heads_per_partition * tensor, config.num_attention_heads)
+        yield Fact("key-value heads", attention.num_query_groups_per_partition * tensor, config.num_key_value_heads)
+        scale = vars(attention.core_attention).get("softmax_scale")
+        if scale is not None:
+            yield Fact("scale of attention", float(scale), head_dim**-0.5)
+
+
+def _experts(model: "GPTModel", config: PreTrainedConfig) -> Iterator[Fact]:
+    choice = expert_choice(config)
+    routers = [module for module in model.modules() if type(module).__name__ == "TopKRouter"]
+    if choice is None:
+        yield Fact("layers with experts", len(routers), 0)
+        return
+    for router in cast(list[Any], routers):
+        yield Fact("experts", router.weight.shape[0], choice.num_experts)
+        yield Fact("experts of a token", router.topk, choice.top_k)
+        if router.score_function == "softmax":
+            yield Fact(
+                "their weights are renormalised",
+                not router.config.moe_router_pre_softmax,
+                config.to_dict().get("norm_topk_prob", True),
+            )
+        yield Fact("balancing of experts", router.routing_type, "none")
+
+
+def _activation(model: "GPTModel") -> Iterator[Fact]:
+    for module in model.modules():
+        if "activation_func" in vars(module):
+            yield Fact("activation is silu", vars(module)["activation_func"] is F.silu, True)
+
+
+def _layers(model: "GPTModel") -> list[Any]:
+    return list(model.decoder.layers)
+
+
+def _classes(model: nn.Module) -> str:
+    """How many there are of each, of those that compute; on this rank."""
+    counts = Counter(type(module).__name__ for module in model.modules())
+    return ", ".join(f"{count} {name}" for name, count in counts.items() if name not in ("ModuleList", "Identity"))
+
+
+def _wrapped(model: "GPTModel", stock: PreTrainedModel) -> Iterator[Kernel]:
+    """The mixers of transformers in these layers, and what runs in place of their kernels."""
+    modules = [module for module in model.modules() if "hub_name" in vars(module)]
+    if modules:
+        names = ", ".join(dict.fromkeys(type(module).__name__ for module in modules))
+        yield Kernel("mixers", f"of transformers, whole on each process: {names}")
+        yield from recurrent_kernels(stock, platform.device_type())
+
+
+def _kernels(model: "GPTModel", stock: PreTrainedModel, *, engine: bool) -> list[Kernel]:
+    """`stock`: of transformers, whose layers say which kernels its own mixers want."""
+    found = list(_wrapped(model, stock))
+    if not engine and platform.has_accelerator():
+        parts = "MLP and experts" if found else "attention, norms and experts"
+        found.append(Kernel(parts, "plain torch", "Transformer Engine", "it does not import here"))
+    elif not found:
+        found = [Kernel("attention", f"megatron-core, {'Transformer Engine' if engine else 'plain torch'}")]
+    if model.config.num_moe_experts:
+        found.append(Kernel("experts", f"megatron-core, {model.config.moe_token_dispatcher_type}"))
+    return found

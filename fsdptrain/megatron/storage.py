@@ -1,0 +1,153 @@
+"""Checkpoints and exports of a model of megatron-core: tensors under their names in the files of the model.
+
+So nothing that is written knows how the model was split, and a run goes on with any other split. Adam's moments travel
+through the same table as the weights: it only moves numbers.
+
+    <checkpoint>/weights/*.safetensors, exp_avg/, exp_avg_sq/    float32: masters and moments, bit by bit
+    <checkpoint>/reference/*.safetensors                         the compute dtype
+    <checkpoint>/trainer.json, rng-*.safetensors                 as under FSDP
+
+Rank 0 writes, tensor by tensor, while all ranks gather.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from fsdptrain.distributed import raise_on_all_ranks
+from fsdptrain.errors import CheckpointError
+from fsdptrain.fsdp.checkpoint import load_rng, read_state, sync_tree, write_state
+from fsdptrain.fsdp.export import copy_rest, replace_folder, write_config
+from fsdptrain.fsdp.hub_files import HubWriter, plan_files, write_index
+from fsdptrain.fsdp.optimizer import Optimizer
+from fsdptrain.megatron.masters import Masters
+from fsdptrain.megatron.weights import WeightMap, open_files
+
+WEIGHTS, REFERENCE, MOMENTS = "weights", "reference", ("exp_avg", "exp_avg_sq")
+_LARGEST_FILE = 4_000_000_000  # bytes
+
+
+def identity(stock: PreTrainedModel, weights: WeightMap) -> dict[str, Any]:
+    """What tells one model from another, whatever its split."""
+    shapes = sorted((name, list(tensor.shape)) for name, tensor in weights.plan().items())
+    return {
+        "class": f"{type(stock).__name__} on megatron-core",
+        "num_parameters": sum(p.numel() for p in stock.parameters()),
+        "tensors": sha256(json.dumps(shapes).encode()).hexdigest()[:16],
+    }
+
+
+def save_checkpoint(
+    directory: Path, weights: WeightMap, masters: Masters, optimizer: Optimizer, *, step: int, model: dict
+) -> None:
+    """Into `directory`, which exists. model: its identity. Collective."""
+    state = optimizer.tensors()
+    write_masters(directory / WEIGHTS, weights, masters, torch.float32)
+    for moment in MOMENTS:
+        parts = weights.stream(
+            dtype=torch.float32,
+            of=lambda name, kind=moment: masters.whole(name, state.get(f"{name}.{kind}")),
+            only_parameters=True,
+        )
+        write_tensors(directory / moment, weights.plan(torch.float32, only_parameters=True), parts)
+    counts = {int(tensor) for name, tensor in state.items() if name.endswith(".step")}
+    assert len(counts) == 1, "all parameters are updated together"
+    write_state(directory, step=step, model=model, optimizer=optimizer.state_dict() | {"adam_steps": counts.pop()})
+
+
+def load_checkpoint(directory: Path, weights: WeightMap, masters: Masters, optimizer: Optimizer, *, model: dict) -> int:
+    """Read what `save_checkpoint` wrote, on any number of ranks, and return its step. Collective."""
+    state: dict[str, Any] = {}
+    failure = f"checkpoint {directory} cannot be read"
+    with raise_on_all_ranks(CheckpointError, failure):
+        state = read_state(directory, model)
+    with told_of("checkpoint"), raise_on_all_ranks(CheckpointError, failure):
+        tensors = optimizer.tensors()
+        load_tensors(directory / WEIGHTS, weights, masters.take)
+        for moment in MOMENTS:
+            moments = {name.removesuffix(f".{moment}"): t for name, t in tensors.items() if name.endswith(f".{moment}")}
+            load_tensors(directory / moment, weights, partial(masters.take, into=moments), only_parameters=True)
+        for name, tensor in tensors.items():
+            if name.endswith(".step"):
+                tensor.fill_(state["optimizer"]["adam_steps"])
+        optimizer.load_state_dict(state["optimizer"])
+        load_rng(directory)
+    masters.publish()
+    return state["step"]
+
+
+@contextmanager
+def told_of(whose: str) -> Iterator[None]:
+    """What is wrong with files that were read is said of `whose`, and not of --hf-checkpoint."""
+    try:
+        yield
+    except CheckpointError as error:  # of all ranks
+        raise CheckpointError(str(error).replace("--hf-checkpoint", whose)) from error
+
+
+def load_tensors(
+    folder: Path,
+    weights: WeightMap,
+    put: Callable[[str, Tensor], None] | None = None,
+    *,
+    only_parameters: bool = False,
+) -> None:
+    """What `write_tensors` wrote, into this rank's model; arguments as of `WeightMap.load`."""
+    shapes = {name: tuple(t.shape) for name, t in weights.plan(only_parameters=only_parameters).items()}
+    with open_files(folder, shapes, ignored=weights.ignored) as source:
+        weights.load(source, put, only_parameters=only_parameters)
+
+
+def write_masters(folder: Path, weights: WeightMap, masters: Masters, dtype: torch.dtype) -> None:
+    """The float32 weights in `dtype`, and buffers as they are. Collective."""
+    write_tensors(folder, weights.plan(dtype), weights.stream(dtype=dtype, of=masters.whole_master))
+
+
+def export_hf(weights: WeightMap, masters: Masters, source: Path, target: Path, *, dtype: torch.dtype) -> None:
+    """As a folder like `source` that `from_pretrained` reads; it gets its name when it is whole. Collective."""
+    temporary = target.with_name(f".tmp-{target.name}")
+    write_masters(temporary, weights, masters, dtype)
+    with raise_on_all_ranks(CheckpointError, f"the model cannot be exported to {target}"):
+        if dist.get_rank() == 0:
+            write_config(source, temporary, dtype)
+            copy_rest(source, temporary)
+            sync_tree(temporary)
+            replace_folder(temporary, target)
+
+
+def write_tensors(folder: Path, plan: Mapping[str, Tensor], stream: Iterable[tuple[str, Tensor]]) -> None:
+    """The safetensors files of `stream`, whose shapes are `plan`, in `folder`, made anew. Collective.
+
+    What fails on rank 0 is kept until the stream has ended, because the others are in its collectives; then it is
+    raised on all ranks.
+    """
+    failure: OSError | None = None
+    writer: HubWriter | None = None
+    files = plan_files([plan], [0], max_bytes=_LARGEST_FILE)
+    with raise_on_all_ranks(CheckpointError, f"{folder} cannot be written"):
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            writer = HubWriter(folder, files)
+    for name, tensor in stream:
+        if writer is not None and failure is None:
+            try:
+                writer.write({name: tensor.cpu()})
+            except OSError as error:
+                failure = error
+    with raise_on_all_ranks(CheckpointError, f"{folder} cannot be written"):
+        if failure is not None:
+            raise failure
+        if writer is not None:
+            writer.finish()
+            write_index(folder, files)

@@ -1,0 +1,160 @@
+"""Which tensors of the files a tensor of megatron-core is made of: one table, for plain and Transformer Engine names.
+
+    decoder.layers.3.self_attention.linear_qkv.weight  <->  model.layers.3.self_attn.{q,k,v}_proj.weight   by groups
+
+A module with a string `hub_name` (a module of transformers inside a layer) is not looked up: its tensors are those of
+model.layers.<i>.<hub_name>, copied. What nothing says a word of is an error.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from fsdptrain.errors import CheckpointError
+from fsdptrain.megatron.conversions import QKV, Columns, Conversion, Copy, Stacked, Vocabulary
+from fsdptrain.megatron.model import padded_vocab
+from fsdptrain.model.loading.files import some_of
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
+_EXPERT = (
+    re.compile(r"mlp\.experts\.local_experts\.(?P<id>\d+)\.(?P<part>linear_fc[12])\.weight"),  # plain
+    re.compile(r"mlp\.experts\.(?P<part>linear_fc[12])\.weight(?P<id>\d+)"),  # Transformer Engine, grouped
+)
+_ROWS = Stacked(1)
+_COPIED = {  # of a layer
+    "input_layernorm.weight": "input_layernorm.weight",
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
+    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "post_attention_layernorm.weight",
+    "mlp.router.weight": "mlp.gate.weight",
+    "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
+    "mlp.shared_experts.gate_weight": "mlp.shared_expert_gate.weight",
+}
+_LATENT = {  # attention of DeepSeek: in place of some of the above
+    "self_attention.q_layernorm.weight": "self_attn.q_a_layernorm.weight",
+    "self_attention.linear_q_up_proj.layer_norm_weight": "self_attn.q_a_layernorm.weight",
+    "self_attention.kv_layernorm.weight": "self_attn.kv_a_layernorm.weight",
+    "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attn.kv_a_layernorm.weight",
+}
+_LATENT_DOWN = {  # whole on each rank in Transformer Engine's layers, split by rows in plain ones
+    "self_attention.linear_q_down_proj.weight": "self_attn.q_a_proj.weight",
+    "self_attention.linear_kv_down_proj.weight": "self_attn.kv_a_proj_with_mqa.weight",
+}
+_LATENT_ROWS = {
+    "self_attention.linear_q_proj.weight": "self_attn.q_proj.weight",
+    "self_attention.linear_q_up_proj.weight": "self_attn.q_b_proj.weight",
+    "self_attention.linear_kv_up_proj.weight": "self_attn.kv_b_proj.weight",
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of this rank's stage."""
+
+    name: str  # in the GPTModel
+    hub: tuple[str, ...]  # in the files; of an expert with {expert} for its number in the layer
+    conversion: Conversion
+    expert: int | None = None  # its number on this rank
+    is_copy: bool = False  # of a tensor of another stage: loaded, and never exported
+
+    def hub_names(self, expert_rank: int, experts_per_rank: int) -> list[str]:
+        """As the expert-parallel rank `expert_rank` has them."""
+        if self.expert is None:
+            return list(self.hub)
+        return [name.format(expert=expert_rank * experts_per_rank + self.expert) for name in self.hub]
+
+
+def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters, and buffers that hold what was learnt, by name: all that files have."""
+    found: Mapping[str, object] = model.state_dict(keep_vars=True)
+    return {name: t for name, t in found.items() if isinstance(t, Tensor) and not name.endswith(_NOT_STORED)}
+
+
+_NOT_STORED = ("_extra_state", "local_tokens_per_expert")
+
+
+def table(model: "GPTModel", config: PreTrainedConfig) -> list[Entry]:
+    """Of this rank's stage. CheckpointError names the tensors that nothing is known of."""
+    wrapped = {name: str(vars(m)["hub_name"]) for name, m in model.named_modules() if "hub_name" in vars(m)}
+    entries, unknown = [], []
+    for name in stored_tensors(model):
+        entry = _outside(name, model, config) or _inside(name, model, config, wrapped)
+        entries += [entry] if entry else []
+        unknown += [] if entry else [name]
+    if unknown:
+        raise CheckpointError(f"--backend megatron has no names in the files for {some_of(unknown)}: extend table.py")
+    return entries
+
+
+def _outside(name: str, model: "GPTModel", config: PreTrainedConfig) -> Entry | None:
+    """Of embedding, last norm and head."""
+    tensor = model.config.tensor_model_parallel_size
+    vocabulary = Vocabulary(config.vocab_size, padded_vocab(config.vocab_size, tensor))
+    embedding = ("model.embed_tokens.weight",)
+    if name == "embedding.word_embeddings.weight":
+        return Entry(name, embedding, vocabulary)
+    if name == "output_layer.weight":
+        tied = config.tie_word_embeddings
+        return Entry(name, embedding if tied else ("lm_head.weight",), vocabulary, is_copy=tied)
+    return Entry(name, ("model.norm.weight",), Copy()) if name == "decoder.final_layernorm.weight" else None
+
+
+def _inside(name: str, model: "GPTModel", config: PreTrainedConfig, wrapped: Mapping[str, str]) -> Entry | None:
+    """Of a layer, whose number counts over all stages."""
+    match = _LAYER.fullmatch(name)
+    if match is None:
+        return None
+    layer = model.decoder.layers[int(match[1])].layer_number - 1  # type: ignore[operator, union-attr]
+    prefix, rest = f"model.layers.{layer}.", match[2]
+    for module, hub_name in wrapped.items():
+        if name.startswith(f"{module}."):
+            return Entry(name, (f"{prefix}{hub_name}.{name.removeprefix(module + '.')}",), Copy())
+    expert = next((m for pattern in _EXPERT if (m := pattern.fullmatch(rest))), None)
+    if expert is not None:
+        names, conversion = _gated(prefix + "mlp.experts.{expert}.", expert["part"])
+        return Entry(name, names, conversion, expert=int(expert["id"]))
+    if model.config.multi_latent_attention and rest in _LATENT_DOWN:
+        split = getattr(model.get_parameter(name), "tensor_model_parallel", False)
+        return Entry(name, (prefix + _LATENT_DOWN[rest],), _ROWS if split else Copy())
+    found = _of_layer(rest, prefix, model, config)
+    return Entry(name, *found) if found else None
+
+
+def _of_layer(
+    rest: str, prefix: str, model: "GPTModel", config: PreTrainedConfig
+) -> tuple[tuple[str, ...], Conversion] | None:
+    latent = model.config.multi_latent_attention
+    copied = _COPIED | (_LATENT if latent else {})
+    if rest in copied:
+        return (prefix + copied[rest],), Copy()
+    if latent and rest in _LATENT_ROWS:
+        return (prefix + _LATENT_ROWS[rest],), _ROWS
+    owner, _, last = rest.rpartition(".")
+    if owner == "self_attention.linear_qkv" and last in ("weight", "bias"):
+        groups, head_dim = model.config.num_query_groups, model.config.kv_channels
+        assert groups is not None, "set by its own defaults"
+        assert head_dim is not None, "set by its own defaults"
+        return tuple(f"{prefix}self_attn.{x}_proj.{last}" for x in "qkv"), QKV(groups, head_dim)
+    if rest == "self_attention.linear_proj.weight":
+        return (f"{prefix}self_attn.o_proj.weight",), Columns()
+    match = re.fullmatch(r"mlp\.(shared_experts\.)?(linear_fc[12])\.weight", rest)
+    if match is None:
+        return None
+    shared = "shared_experts." if latent else "shared_expert."
+    return _gated(f"{prefix}mlp." + (shared if match[1] else ""), match[2])
+
+
+def _gated(prefix: str, part: str) -> tuple[tuple[str, ...], Conversion]:
+    """Of an MLP with a gate, wherever it is."""
+    if part == "linear_fc1":
+        return (f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight"), Stacked(2)
+    return (f"{prefix}down_proj.weight",), Columns()

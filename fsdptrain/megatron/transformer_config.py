@@ -1,0 +1,350 @@
+"""From the config of transformers to that of megatron-core: every number is read, none is assumed.
+
+What a family does that megatron-core has no word for is refused here, by name; what is forgotten here is found by the
+build report, which compares the built model with the config and with the model of transformers.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedConfig
+
+from fsdptrain.config.megatron import MegatronConfig
+from fsdptrain.errors import ConfigError
+from fsdptrain.megatron.cpu_shims import quiet_megatron
+from fsdptrain.model.structure import expert_choice, head_size
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+
+_WAY_OUT = "use --backend fsdp, or --megatron-spec with layers of your own"
+
+
+def _dense(config: PreTrainedConfig) -> dict[str, Any]:
+    return {}
+
+
+def _softmax_experts(config: PreTrainedConfig) -> dict[str, Any]:
+    """Qwen3-MoE: softmax over all experts, the best k, which are renormalised or not."""
+    num_experts, top_k = _expert_choice(config)
+    said = config.to_dict()  # Qwen3.5 has experts in all layers, renormalises always, and says neither
+    dense = set(said.get("mlp_only_layers") or ())
+    step = said.get("decoder_sparse_step") or 1
+    layers = range(config.num_hidden_layers)
+    return {
+        "num_moe_experts": num_experts,
+        "moe_router_topk": top_k,
+        "moe_ffn_hidden_size": config.moe_intermediate_size,
+        "moe_layer_freq": [int(i not in dense and (i + 1) % step == 0) for i in layers],
+        "moe_router_pre_softmax": not said.get(
+            "norm_topk_prob", True
+        ),  # softmax over the best k alone is the renormalised one
+    }
+
+
+def _shared_gate_experts(config: PreTrainedConfig) -> dict[str, Any]:
+    """Qwen3-Next and Qwen3.5: as above, beside an expert for all tokens with a gate of its own."""
+    return _softmax_experts(config) | {
+        "moe_shared_expert_intermediate_size": config.shared_expert_intermediate_size,
+        "moe_shared_expert_gate": True,
+    }
+
+
+_LATENT_EPS = 1e-6  # transformers gives the norms inside of latent attention no other
+
+
+def _deepseek(config: PreTrainedConfig) -> dict[str, Any]:
+    """DeepSeek-V3: latent attention; sigmoid router, whose choice has a bias, within groups of experts."""
+    num_experts, top_k = _expert_choice(config)
+    if not config.norm_topk_prob or top_k < 2:
+        raise ConfigError(f"--backend megatron: norm_topk_prob off, or one expert a token, is not built: {_WAY_OUT}")
+    if config.rms_norm_eps != _LATENT_EPS:
+        raise ConfigError(
+            f"--backend megatron: a {config.model_type} with rms_norm_eps {config.rms_norm_eps} has norms of two kinds "
+            f"(latent ones keep {_LATENT_EPS}), and megatron-core one eps: {_WAY_OUT}"
+        )
+    return _latent_rope(config) | {
+        "q_lora_rank": config.q_lora_rank,
+        "kv_lora_rank": config.kv_lora_rank,
+        "qk_head_dim": config.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": config.qk_rope_head_dim,
+        "v_head_dim": config.v_head_dim,
+        "num_moe_experts": num_experts,
+        "moe_router_topk": top_k,
+        "moe_ffn_hidden_size": config.moe_intermediate_size,
+        "moe_layer_freq": [int(i >= config.first_k_dense_replace) for i in range(config.num_hidden_layers)],
+        "moe_shared_expert_intermediate_size": config.moe_intermediate_size * config.n_shared_experts,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.0,  # as under FSDP: it is loaded and exported, not trained
+        "moe_router_num_groups": config.n_group if config.n_group > 1 else None,
+        "moe_router_group_topk": config.topk_group if config.n_group > 1 else None,
+        "moe_router_topk_scaling_factor": config.routed_scaling_factor,
+    }
+
+
+def _latent_rope(config: PreTrainedConfig) -> dict[str, Any]:
+    """megatron-core turns latent attention by pairs, as the files of DeepSeek have them."""
+    rope = dict(config.rope_parameters)
+    plain = {"rotary_base": rope["rope_theta"], "rope_type": "rope", "rotary_scaling_factor": 1.0}
+    if config.rope_interleave and rope["rope_type"] == "default":
+        return plain
+    if not config.rope_interleave or rope["rope_type"] != "yarn" or rope.get("attention_factor") is not None:
+        raise ConfigError(
+            f"--backend megatron does not build rope_parameters {rope}, rope_interleave {config.rope_interleave}: "
+            f"{_WAY_OUT}"
+        )
+    original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+    return plain | {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": rope["factor"],
+        "original_max_position_embeddings": original,
+        "beta_fast": rope.get("beta_fast") or 32,
+        "beta_slow": rope.get("beta_slow") or 1,
+        "mscale": rope.get("mscale") or 1.0,
+        "mscale_all_dim": rope.get("mscale_all_dim") or 0.0,
+    }
+
+
+@dataclass(frozen=True)
+class Family:
+    """What one `model_type` has besides a plain decoder of RMSNorm, rotary attention and a gated MLP."""
+
+    special: Callable[[PreTrainedConfig], dict[str, Any]] = _dense
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    latent: bool = False  # attention
+    wrapped: bool = False  # attention is the module of transformers: see hf_spec.py
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(),
+    "mistral": Family(),
+    "qwen2": Family(qkv_bias=True),
+    "qwen3": Family(qk_norm=True),
+    "qwen3_moe": Family(_softmax_experts, qk_norm=True),
+    "deepseek_v3": Family(_deepseek, qk_norm=True, latent=True),
+    "qwen3_next": Family(_shared_gate_experts, wrapped=True),
+    "qwen3_5_text": Family(wrapped=True),
+    "qwen3_5_moe_text": Family(_shared_gate_experts, wrapped=True),
+}
+
+
+def family_of(config: PreTrainedConfig) -> Family:
+    """ConfigError, which names those that are known, for another."""
+    found = FAMILIES.get(config.model_type)
+    if found is None:
+        known = ", ".join(sorted(FAMILIES))
+        raise ConfigError(f"--backend megatron knows {known}, not {config.model_type}: {_WAY_OUT}")
+    return found
+
+
+def wraps(config: PreTrainedConfig, context_parallel: int) -> bool:
+    """Mixers are the modules of transformers (hf_spec.py): where megatron-core lacks them, and where the tokens of a
+    pack are dealt over ranks, for which it has no attention without Transformer Engine."""
+    return family_of(config).wrapped or context_parallel > 1
+
+
+# Whatever the model and the split are.
+_ALWAYS: dict[str, Any] = {
+    "normalization": "RMSNorm",
+    "activation_func": F.silu,
+    "gated_linear_unit": True,
+    "add_bias_linear": False,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "attention_softmax_in_fp32": True,
+    "init_method_std": 0.0,  # every weight is loaded
+    "perform_initialization": False,
+    "calculate_per_token_loss": True,  # gradients are sums: loss_weights hold the global denominator
+    "apply_rope_fusion": False,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "masked_softmax_fusion": False,
+    "persist_layer_norm": False,
+    "gradient_accumulation_fusion": False,
+}
+
+
+def transformer_config(
+    config: PreTrainedConfig,
+    megatron: MegatronConfig,
+    *,
+    dtype: torch.dtype,
+    has_engine: bool,
+    on_cpu: bool,
+    recompute: bool = False,
+    deterministic: bool = False,
+) -> "TransformerConfig":
+    """What GPTModel is built from; ConfigError for what cannot be. has_engine: Transformer Engine is there."""
+    with quiet_megatron():
+        from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+
+    family = family_of(config)
+    _refuse_unknown(config)
+    _refuse_split(config, megatron, has_engine=has_engine, on_cpu=on_cpu)
+    values = _ALWAYS | _of_model(config) | _of_split(megatron) | family.special(config)
+    values |= {
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "deterministic_mode": deterministic,
+        "use_cpu_initialization": on_cpu,
+    }
+    if recompute:
+        values |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if "num_moe_experts" in values:
+        values |= _of_experts(family, megatron, dtype=dtype, has_engine=has_engine)
+    _refuse_widths(values)
+    kind = MLATransformerConfig if family.latent else TransformerConfig
+    with quiet_megatron():
+        return kind(**values)
+
+
+def _of_model(config: PreTrainedConfig) -> dict[str, Any]:
+    family = family_of(config)
+    return {
+        "num_layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "ffn_hidden_size": config.to_dict().get("intermediate_size", config.hidden_size),  # none: only experts
+        "num_attention_heads": config.num_attention_heads,
+        "num_query_groups": config.num_key_value_heads,
+        "kv_channels": head_size(config),
+        "layernorm_epsilon": config.rms_norm_eps,
+        "add_qkv_bias": family.qkv_bias,
+        "qk_layernorm": family.qk_norm,
+    }
+
+
+def _of_experts(family: Family, megatron: MegatronConfig, *, dtype: torch.dtype, has_engine: bool) -> dict[str, Any]:
+    """But for what the family says of its router."""
+    return {
+        "moe_grouped_gemm": has_engine,
+        "moe_permute_fusion": False,
+        "moe_router_dtype": "fp32" if dtype == torch.float32 or family.latent else None,  # as transformers
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "expert_tensor_parallel_size": megatron.tensor_parallel,
+    }
+
+
+def _of_split(megatron: MegatronConfig) -> dict[str, Any]:
+    return {
+        "tensor_model_parallel_size": megatron.tensor_parallel,
+        "pipeline_model_parallel_size": megatron.pipeline_parallel,
+        "expert_model_parallel_size": megatron.expert_parallel,
+        "context_parallel_size": megatron.context_parallel,
+        "sequence_parallel": megatron.sequence_parallel,
+        "moe_token_dispatcher_type": megatron.moe_dispatcher,
+        "variable_seq_lengths": megatron.pipeline_parallel > 1,
+    }
+
+
+def rotary_options(config: PreTrainedConfig, context_parallel: int) -> dict[str, Any]:
+    """Arguments of GPTModel. ConfigError for a scaling that megatron-core does not have, or not with these numbers."""
+    if wraps(config, context_parallel):
+        return {"position_embedding_type": "none"}
+    if family_of(config).latent:
+        return {"position_embedding_type": "rope"}  # each attention has a table of its own: `_latent_rope`
+    rope = dict(config.rope_parameters)
+    options = {
+        "position_embedding_type": "rope",
+        "rotary_base": rope["rope_theta"],
+        "rotary_percent": rope.get("partial_rotary_factor", 1.0),
+    }
+    if rope["rope_type"] == "default":
+        return options
+    fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    if rope["rope_type"] == "llama3" and all(math.isclose(rope[key], value) for key, value in fixed.items()):
+        return options | {"rope_scaling": True, "rope_scaling_factor": rope["factor"]}
+    raise ConfigError(f"--backend megatron does not build rope_parameters {rope}: {_WAY_OUT}")
+
+
+def _refuse_unknown(config: PreTrainedConfig) -> None:
+    """What would be computed otherwise than transformers does."""
+    said = config.to_dict()
+    odd = {
+        "hidden_act": said.get("hidden_act", "silu") != "silu",
+        "mlp_bias": bool(said.get("mlp_bias")),
+        "attention_bias": bool(said.get("attention_bias")),
+        "sliding_window": said.get("sliding_window") is not None and said.get("use_sliding_window", True),
+    }
+    for key, found in odd.items():
+        if found:
+            raise ConfigError(f"--backend megatron does not build {key} = {said[key]}: {_WAY_OUT}")
+
+
+def refuse_split_mixers(config: PreTrainedConfig, tensor: int, *, sequence: bool) -> None:
+    """Tensor parallel splits what is megatron-core's; with sequence parallel each rank computes all of a mixer."""
+    if tensor > 1 and not sequence:
+        raise ConfigError(
+            f"--megatron-tensor-parallel {tensor}: the mixers of a {config.model_type} are modules of transformers, "
+            "which are not split: use --megatron-expert-parallel, --megatron-pipeline-parallel or "
+            "--megatron-context-parallel, or add --megatron-sequence-parallel, where each process computes them whole"
+        )
+
+
+def _refuse_split(config: PreTrainedConfig, megatron: MegatronConfig, *, has_engine: bool, on_cpu: bool) -> None:
+    tensor, stages, wrapped = (
+        megatron.tensor_parallel,
+        megatron.pipeline_parallel,
+        wraps(config, megatron.context_parallel),
+    )
+    if wrapped:
+        refuse_split_mixers(config, tensor, sequence=megatron.sequence_parallel)
+    if config.num_key_value_heads % tensor or config.num_attention_heads % tensor:
+        heads = config.num_key_value_heads
+        raise ConfigError(f"--megatron-tensor-parallel {tensor} must divide the {heads} key-value heads: lower it")
+    if config.num_hidden_layers % stages:
+        layers = config.num_hidden_layers
+        raise ConfigError(f"--megatron-pipeline-parallel {stages} must divide the {layers} layers: lower it")
+    _refuse_split_experts(config, megatron)
+    if on_cpu and tensor > 1 and megatron.expert_parallel > 1:
+        raise ConfigError(
+            "--megatron-expert-parallel with --megatron-tensor-parallel gathers unequal parts, which gloo cannot: on "
+            "CPUs leave one out"
+        )
+    if family_of(config).latent and tensor > 1 and not has_engine and not wrapped:
+        raise ConfigError(
+            "--megatron-tensor-parallel: megatron-core's plain latent attention loses what heads of other ranks do to "
+            f"the rotary key of a {config.model_type}: install Transformer Engine, or use --megatron-expert-parallel"
+        )
+
+
+def _refuse_split_experts(config: PreTrainedConfig, megatron: MegatronConfig) -> None:
+    choice, experts = expert_choice(config), megatron.expert_parallel
+    if choice is None:
+        for flag, given in {
+            "--megatron-expert-parallel": experts > 1,
+            "--megatron-moe-dispatcher": megatron.moe_dispatcher != "alltoall",
+        }.items():
+            if given:
+                raise ConfigError(f"{flag}: a {config.model_type} has no experts: leave it out")
+    elif choice.num_experts % experts:
+        raise ConfigError(f"--megatron-expert-parallel {experts} must divide {choice.num_experts} experts: lower it")
+    elif megatron.tensor_parallel > 1 and not megatron.sequence_parallel:
+        raise ConfigError(
+            "--megatron-tensor-parallel of a model with experts needs --megatron-sequence-parallel: add it, or use "
+            "--megatron-expert-parallel alone"
+        )
+
+
+def _refuse_widths(values: dict[str, Any]) -> None:
+    """Of the MLPs that there are."""
+    tensor, sparse = values["tensor_model_parallel_size"], values.get("moe_layer_freq", [0])
+    names = ["ffn_hidden_size"] * (0 in sparse) + ["moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"]
+    for width in (values[name] for name in names if name in values):
+        if width % tensor:
+            raise ConfigError(
+                f"--megatron-tensor-parallel {tensor} must divide the width of each MLP, {width}: lower it"
+            )
+
+
+def _expert_choice(config: PreTrainedConfig) -> tuple[int, int]:
+    choice = expert_choice(config)
+    assert choice is not None, config.model_type
+    return choice

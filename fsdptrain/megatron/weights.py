@@ -1,0 +1,247 @@
+"""Weights from the files into megatron-core, and out of it again, tensor by tensor, by the table.
+
+A rank reads only its own slices, and never holds more than one tensor besides its model. On the way out each tensor is
+gathered over the ranks that share it, and every rank gets it whole.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from fsdptrain.distributed import raise_on_all_ranks
+from fsdptrain.errors import CheckpointError
+from fsdptrain.megatron.conversions import Source
+from fsdptrain.megatron.groups import Groups
+from fsdptrain.megatron.table import Entry, stored_tensors, table
+from fsdptrain.model.loading.files import some_of, weight_files
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def hub_state(model: PreTrainedModel) -> dict[str, Tensor]:
+    """All tensors of a checkpoint of `model`, by their names there."""
+    tied = model.get_expanded_tied_weights_keys(all_submodels=True)
+    return revert_weight_conversion(model, {name: t for name, t in model.state_dict().items() if name not in tied})
+
+
+def hub_shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    """Of the same; `model` may be on meta."""
+    return {name: tuple(t.shape) for name, t in hub_state(model).items()}
+
+
+@contextmanager
+def open_files(path: Path, shapes: Shapes, *, ignored: Sequence[str] = ()) -> Iterator[Source]:
+    """The safetensors files of a checkpoint, read slice by slice. CheckpointError where they do not hold `shapes`.
+
+    ignored: patterns of names that may be there besides, as transformers ignores them (heads for several tokens).
+    """
+    with ExitStack() as stack:
+        found: dict[str, Any] = {}
+        for file in weight_files(path):
+            opened = stack.enter_context(safe_open(file, framework="pt"))
+            found |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a mapping)
+        missing = [name for name in shapes if name not in found]
+        # a tied head may lie in the files a second time; tables of rotary angles are computed
+        known = re.compile("|".join([r"^lm_head\.weight$", r"rotary_emb\.inv_freq$", *ignored]))
+        unused = [n for n in found if n not in shapes and not known.search(n)]
+        other = [n for n, shape in shapes.items() if n in found and tuple(found[n].get_shape()) != shape]
+        problems = {"missing": missing, "unused": unused, "of another shape": other}
+        words = "; ".join(f"{len(names)} {kind}: {some_of(names)}" for kind, names in problems.items() if names)
+        if words:
+            raise CheckpointError(f"--hf-checkpoint {path}: the files do not fit the model ({words})")
+        yield found.__getitem__
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What the other stages must know of a tensor."""
+
+    entry: Entry
+    dtype: torch.dtype
+    is_parameter: bool
+
+
+class WeightMap:
+    """The table of one model, on this rank and over its stages. Made and used collectively."""
+
+    def __init__(self, model: "GPTModel", stock: PreTrainedModel, *, shapes: Shapes | None = None) -> None:
+        """CheckpointError, on all ranks, unless every tensor of the files has its place in the model exactly once.
+
+        stock: the same model of transformers, perhaps on meta. shapes: of the files, where they are not its own.
+        """
+        self._groups = groups = Groups.present()
+        self._experts_per_rank = (model.config.num_moe_experts or 0) // self._groups.expert.size()
+        self._model, self._shapes = model, hub_shapes(stock) if shapes is None else shapes
+        self.ignored = list(stock._keys_to_ignore_on_load_unexpected or ())
+        with raise_on_all_ranks(CheckpointError, "--backend megatron"):
+            self.entries = table(model, stock.config)
+        own = [
+            (e, self._dtype(e), isinstance(self._tensors[e.name], nn.Parameter)) for e in self.entries if not e.is_copy
+        ]
+        stages: list[Any] = [None] * groups.stage.size()
+        dist.all_gather_object(stages, [Exported(*facts) for facts in own], group=groups.stage)
+        self._stages: list[list[Exported]] = stages
+        with raise_on_all_ranks(CheckpointError, "--backend megatron"):
+            self._check()
+
+    def _check(self) -> None:
+        every = Counter(
+            name for stage in self._stages for exported in stage for name in self._all_names(exported.entry)
+        )
+        problems = {
+            "have no place in it": [name for name in self._shapes if name not in every],
+            "are not in the files": [name for name in every if name not in self._shapes],
+            "have several places": [name for name, count in every.items() if count > 1],
+        }
+        words = "; ".join(f"{some_of(names)} {kind}" for kind, names in problems.items() if names)
+        if words:
+            raise CheckpointError(f"--backend megatron: the model of megatron-core does not fit: {words}")
+
+    @cached_property
+    def _tensors(self) -> dict[str, Tensor]:
+        return stored_tensors(self._model)
+
+    def _dtype(self, entry: Entry) -> torch.dtype:
+        return self._tensors[entry.name].dtype
+
+    def _expert_ranks(self, entry: Entry) -> Sequence[int]:
+        return range(self._groups.expert.size()) if entry.expert is not None else (0,)
+
+    def _names(self, entry: Entry, expert_rank: int) -> list[str]:
+        return entry.hub_names(expert_rank, self._experts_per_rank)
+
+    def _all_names(self, entry: Entry) -> list[str]:
+        """Of an expert with those of the other expert-parallel ranks."""
+        return [name for rank in self._expert_ranks(entry) for name in self._names(entry, rank)]
+
+    @torch.no_grad()
+    def load(
+        self, source: Source, put: Callable[[str, Tensor], None] | None = None, *, only_parameters: bool = False
+    ) -> None:
+        """Fill this rank's tensors. Not collective.
+
+        put: takes the tensor of a parameter, by name, in place of the model. only_parameters: and no buffers.
+        """
+        rank, size = self._groups.tensor.rank(), self._groups.tensor.size()
+        for entry in self.entries:
+            target = self._tensors[entry.name]
+            is_parameter = isinstance(target, nn.Parameter)
+            if only_parameters and not is_parameter:
+                continue
+            names = self._names(entry, self._groups.expert.rank())
+            try:
+                found = entry.conversion.read(source, names, rank, size)
+            except SafetensorError as error:
+                raise CheckpointError(f"{', '.join(entry.hub)} cannot be read: {error}") from error
+            if found.shape != target.shape:
+                raise CheckpointError(
+                    f"{entry.name} is {list(target.shape)}, but the files make {list(found.shape)} of it"
+                )
+            if put is not None and is_parameter:
+                put(entry.name, found)
+            else:
+                target.copy_(found)
+
+    def plan(self, dtype: torch.dtype | None = None, *, only_parameters: bool = False) -> dict[str, Tensor]:
+        """What `stream` gives, in its order, on meta."""
+        kept = [x for stage in self._stages for x in stage if x.is_parameter or not only_parameters]
+        found: dict[str, Tensor] = {}
+        for exported in kept:
+            wanted = dtype if dtype is not None and exported.is_parameter else exported.dtype
+            for name in self._all_names(exported.entry):
+                found[name] = torch.empty(self._shapes[name], dtype=wanted, device="meta")
+        return found
+
+    @torch.no_grad()
+    def stream(
+        self,
+        *,
+        dtype: torch.dtype | None = None,
+        of: Callable[[str], Tensor] | None = None,
+        only_parameters: bool = False,
+    ) -> Iterator[tuple[str, Tensor]]:
+        """(name in the files, whole tensor) of everything, on every rank, which must iterate to the end. Collective.
+
+        dtype: of parameters; buffers keep theirs. of: other tensors, shaped as the parameters, by name: called on all
+        ranks of the parameter's stage.
+        """
+        for stage, entries in enumerate(self._stages):
+            own = stage == self._groups.stage.rank()
+            for exported in entries:
+                if only_parameters and not exported.is_parameter:
+                    continue
+                wanted = dtype if dtype is not None and exported.is_parameter else exported.dtype
+                other = of if exported.is_parameter else None
+                found = self._whole(exported.entry, wanted, other) if own else []
+                for i, name in enumerate(self._all_names(exported.entry)):
+                    yield name, self._over_stages(name, found[i] if own else None, stage, wanted)
+
+    def _whole(self, entry: Entry, dtype: torch.dtype, of: Callable[[str], Tensor] | None) -> list[Tensor]:
+        """In the order of `_all_names`."""
+        tensor = of(entry.name) if of else self._tensors[entry.name]
+        whole = entry.conversion.join(_gathered(tensor.detach().to(dtype), self._groups.tensor))
+        if entry.expert is None:
+            return whole
+        by_rank = [_gathered(tensor, self._groups.expert) for tensor in whole]
+        return [tensors[rank] for rank in self._expert_ranks(entry) for tensors in by_rank]
+
+    def _over_stages(self, name: str, found: Tensor | None, stage: int, dtype: torch.dtype) -> Tensor:
+        if self._groups.stage.size() == 1:
+            assert found is not None, "this is the only stage"
+            return found
+        device = next(iter(self._tensors.values())).device
+        tensor = (
+            found.contiguous() if found is not None else torch.empty(self._shapes[name], dtype=dtype, device=device)
+        )
+        dist.broadcast(tensor, group=self._groups.stage, group_src=stage)
+        return tensor
+
+
+def _gathered(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    if group.size() == 1:
+        return [tensor]
+    parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    dist.all_gather(parts, tensor.contiguous(), group=group)
+    return parts
+
+
+def by_module(weights: Iterable[tuple[str, Tensor]], model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """The same by the names of the modules of transformers, which holds the experts of a layer in one tensor.
+
+    `model` may be on meta. No more than the experts of one layer are held at a time.
+    """
+    known = set(model.state_dict())
+    waiting: dict[str, dict[int, dict[str, Tensor]]] = {}  # layer -> expert -> projection
+    for name, tensor in weights:
+        if name in known:
+            yield name, tensor
+            continue
+        prefix, _, rest = name.partition(".experts.")
+        number, projection, _ = rest.split(".")
+        experts = waiting.setdefault(prefix, {})
+        experts.setdefault(int(number), {})[projection] = tensor
+        fused = model.get_parameter(f"{prefix}.experts.down_proj")
+        if sum(len(found) for found in experts.values()) == 3 * fused.shape[0]:
+            rows = [experts[i] for i in sorted(experts)]
+            yield (
+                f"{prefix}.experts.gate_up_proj",
+                torch.stack([torch.cat([x["gate_proj"], x["up_proj"]]) for x in rows]),
+            )
+            yield f"{prefix}.experts.down_proj", torch.stack([x["down_proj"] for x in rows])
+            del waiting[prefix]
+    assert not waiting, waiting.keys()

@@ -1,0 +1,94 @@
+"""Model FLOPs of a step and the peak of the device, for `perf/mfu`.
+
+Model FLOPs count what the mathematics needs, not what recomputation adds: 2 per weight and token forward, twice that
+backward, or once where the weight is frozen; adapters are too small to count. Attention by the true widths of heads, in
+both published conventions (every pair of tokens, or causal pairs only). The embedding is a look-up and counts nothing;
+the head counts only where it is computed, on loss tokens; a vision tower counts nothing. Convention of PaLM (Chowdhery
+et al. 2022, appendix B).
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from fsdptrain.model.structure import active_sizes, head_widths, is_of_adapter, layer_config, lm_head
+from fsdptrain.overrides import overridable
+
+PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "B200": 2250.0, "A100": 312.0}  # dense bfloat16, by device name
+
+
+@dataclass(frozen=True)
+class ModelFlops:
+    """What one forward pass costs."""
+
+    body_weights: float  # weights that multiply each token; of experts only the active share
+    head_weights: int  # weights of the LM head
+    attention_width: float  # sum over attention layers of heads x (width of a key + width of a value) / 2
+    frozen: bool = False  # only an adapter is trained: weights need no gradient of their own
+
+    def forward(
+        self, seqlens: Sequence[int], num_head_tokens: int, *, causal: bool, prefixes: Sequence[int] | None = None
+    ) -> float:
+        """FLOPs of one forward pass over sequences of these lengths.
+
+        prefixes: of each sequence, the first tokens that are computed in another one; the rest look at them.
+        """
+        given = [0] * len(seqlens) if prefixes is None else prefixes
+        if causal:
+            pairs = sum(length**2 - before**2 for length, before in zip(seqlens, given, strict=True)) / 2
+        else:
+            pairs = sum((length - before) * length for length, before in zip(seqlens, given, strict=True))
+        products = self._products(sum(seqlens) - sum(given), num_head_tokens)
+        return 2 * products + 4 * self.attention_width * pairs
+
+    def training(
+        self, seqlens: Sequence[int], num_head_tokens: int, *, causal: bool, prefixes: Sequence[int] | None = None
+    ) -> float:
+        """FLOPs of one forward and backward pass."""
+        num_tokens = sum(seqlens) - sum(prefixes or ())
+        saved = 2 * self._products(num_tokens, num_head_tokens) if self.frozen else 0.0
+        return 3 * self.forward(seqlens, num_head_tokens, causal=causal, prefixes=prefixes) - saved
+
+    def _products(self, num_tokens: int, num_head_tokens: int) -> float:
+        return self.body_weights * num_tokens + self.head_weights * num_head_tokens
+
+
+def model_flops(model: PreTrainedModel) -> ModelFlops:
+    """Count on the real parameters: it holds for any architecture, sharded or on meta."""
+    text = model.config.get_text_config()
+    embeddings = {p for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
+    head = set(lm_head(model).parameters())
+    adapters = {p for name, p in model.named_parameters() if is_of_adapter(name)}
+    elsewhere = embeddings | head | adapters
+    body = sum((size for p, size in active_sizes(model).items() if p.ndim >= 2 and p not in elsewhere), 0.0)
+    kinds = vars(text).get("layer_types") or ["full_attention"] * text.num_hidden_layers
+    attending = [index for index, kind in enumerate(kinds) if "attention" in kind and "linear" not in kind]
+    layers = [layer_config(model.config, index) for index in attending]
+    width = sum(layer.num_attention_heads * sum(head_widths(layer)) / 2 for layer in layers)
+    return ModelFlops(body, sum(p.numel() for p in head), width, frozen=bool(adapters))
+
+
+@overridable
+def peak_tflops(device: torch.device, dtype: torch.dtype) -> float:
+    """Published peak of a known GPU; of anything else what a square matrix product reaches now."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        for known, peak in PEAK_TFLOPS.items():
+            if known in name:
+                return peak
+    return _measured_tflops(device, dtype)
+
+
+def _measured_tflops(device: torch.device, dtype: torch.dtype, size: int = 512, repeats: int = 8) -> float:
+    a = torch.randn(size, size, device=device).to(dtype)
+    (a @ a).sum().item()
+    start = time.perf_counter()
+    product = a
+    for _ in range(repeats):
+        product = a @ a
+    product.sum().item()  # waits for the device
+    return 2 * size**3 * repeats / (time.perf_counter() - start) / 1e12

@@ -1,0 +1,111 @@
+"""What one rank holds of each parameter: tensor and expert parallel cut it first, FSDP shards what is left.
+
+From the model on meta and the sizes alone, so that a mesh of 1,024 GPUs can be thought through on none. What
+`features/model_parallel/split.py` and `fsdp/wrap.py` make of a real mesh is the same: a test counts the shards of every rank.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from fsdptrain.config import Config
+from fsdptrain.features.model_parallel.plan import SplitPlan, split_plan
+from fsdptrain.fsdp.wrap import largest_shard
+from fsdptrain.model.structure import ParameterCounts, parameters_outside, repeated_layers
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The sizes of the axes, as `fsdp/mesh.py` builds them."""
+
+    replicas: int = 1
+    shards: int = 1  # of what is not split over experts
+    tensor: int = 1
+    expert: int = 1
+    context: int = 1  # of the shards: ranks that share the tokens of a pack
+
+    @classmethod
+    def of(cls, config: Config, num_gpus: int) -> "Grid":
+        """`num_gpus` need not fit: then it is rounded down, as a plan for fewer."""
+        replicas, tensor = config.fsdp.replicate_size, config.parallel.tensor_parallel_size
+        shards = max(1, num_gpus // replicas // tensor)
+        parallel = config.parallel
+        return cls(replicas, shards, tensor, parallel.expert_parallel_size, parallel.context_parallel_size)
+
+    @property
+    def is_split(self) -> bool:
+        return self.tensor > 1 or self.expert > 1
+
+    @property
+    def num_ranks(self) -> int:
+        return self.replicas * self.shards * self.tensor
+
+    @property
+    def expert_shards(self) -> int:
+        return max(1, self.shards * self.tensor // self.expert)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Of one parameter."""
+
+    numel: int  # of what FSDP shards: a rank gathers as much
+    most: int  # that a rank holds: the largest shard
+    trained: bool
+    of_experts: bool  # lies on the mesh of the experts
+    tensor_copies: int  # ranks of a tensor group that hold the same
+
+
+class Pieces:
+    """Of all parameters of `model`, which may be on meta or sharded. ConfigError where it does not allow the sizes."""
+
+    def __init__(self, model: PreTrainedModel, grid: Grid, plan: SplitPlan | None = None) -> None:
+        """`plan`: that of the model and the sizes, where it is known already."""
+        self.grid = grid
+        self._model = model
+        self.plan = plan or split_plan(model, tensor_size=grid.tensor, expert_size=grid.expert)
+        self._pieces = {p: _piece(name, p, self.plan, grid) for name, p in model.named_parameters()}
+
+    def __getitem__(self, parameter: nn.Parameter) -> Piece:
+        return self._pieces[parameter]
+
+    def of(self, parameters: Iterable[nn.Parameter]) -> list[Piece]:
+        return [self._pieces[p] for p in parameters]
+
+    @cached_property
+    def cut(self) -> set[nn.Parameter]:
+        """Those of which the ranks of a tensor group hold different parts."""
+        return {p for name, p in self._model.named_parameters() if name in self.plan.tensor_dims}
+
+    @cached_property
+    def outside_layers(self) -> list[Piece]:
+        """Embedding, last norm, head."""
+        return self.of(parameters_outside(self._model))
+
+    @cached_property
+    def gathered(self) -> ParameterCounts:
+        """What a rank has of the model where all of it is gathered."""
+        return ParameterCounts(
+            total=self.total(lambda piece: piece.numel),
+            largest_layer=max(sum(x.numel for x in self.of(y.parameters())) for y in repeated_layers(self._model)),
+            outside_layers=sum(piece.numel for piece in self.outside_layers),
+        )
+
+    def total(self, what: Callable[[Piece], int]) -> int:
+        return sum(map(what, self._pieces.values()))
+
+
+def _piece(name: str, parameter: nn.Parameter, plan: SplitPlan, grid: Grid) -> Piece:
+    of_experts, dim = name in plan.experts, plan.tensor_dims.get(name)
+    parts = grid.expert if of_experts else 1 if dim is None else grid.tensor
+    shards = grid.expert_shards if of_experts else grid.shards
+    return Piece(
+        numel=largest_shard(parameter, 1, cut_dim=dim or 0, parts=parts),
+        most=largest_shard(parameter, shards, cut_dim=dim or 0, parts=parts),
+        trained=parameter.requires_grad,
+        of_experts=of_experts,
+        tensor_copies=1 if of_experts or dim is not None else grid.tensor,
+    )

@@ -1,0 +1,70 @@
+"""Which decoder layers of a model are built alike: the few that stand for all of them."""
+
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from fsdptrain.model.structure import decoder_layers, repeated_layers
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """Layers of one list that hold the same parameters, and for which the config says the same."""
+
+    path: str  # of their ModuleList in the model
+    indices: tuple[int, ...]  # in that list
+    layer: nn.Module  # the first of them
+    entry: tuple[str, ...]  # what the config's per-layer lists say of them, e.g. ("sliding_attention",)
+    of_text: bool  # of the language model, and not of a vision tower
+
+    @property
+    def span(self) -> str:
+        """`0-35`, or `0-2, 4-6 ...` where kinds alternate."""
+        runs: list[list[int]] = []
+        for index in self.indices:
+            if runs and index == runs[-1][-1] + 1:
+                runs[-1].append(index)
+            else:
+                runs.append([index])
+        shown = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+        return ", ".join(shown[:2]) + (" ..." if len(shown) > 2 else "")
+
+
+def layer_kinds(model: PreTrainedModel) -> list[LayerKind]:
+    """The kinds of all decoder layers, list by list (a vision tower has a list of its own), in the order of the first.
+
+    Layers are told apart by what they hold (classes of their modules, names and shapes of their parameters) and by
+    their entry in the lists of the text config that have one for each layer.
+    """
+    wanted = set(repeated_layers(model))
+    found: list[LayerKind] = []
+    for path, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and wanted.intersection(module):
+            found += _kinds_of_list(model, path, module)
+    return found
+
+
+def are_of_the_text(model: PreTrainedModel, layers: nn.ModuleList) -> bool:
+    """Whether `layers` are those that the text config counts: a vision tower may have as many."""
+    return len(layers) == model.config.get_text_config().num_hidden_layers and layers[0] in decoder_layers(model)
+
+
+def per_layer_lists(model: PreTrainedModel, layers: nn.ModuleList) -> dict[str, list]:
+    """The entries of the text config that speak of each of its layers; none of other layers."""
+    if not are_of_the_text(model, layers):
+        return {}
+    values = model.config.get_text_config().to_dict()
+    return {k: list(v) for k, v in values.items() if isinstance(v, list | tuple) and len(v) == len(layers)}
+
+
+def _kinds_of_list(model: PreTrainedModel, path: str, layers: nn.ModuleList) -> list[LayerKind]:
+    lists, text = per_layer_lists(model, layers), set(decoder_layers(model))
+    groups: dict[tuple, list[int]] = {}
+    for index, layer in enumerate(layers):
+        held = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
+        classes = tuple(type(module).__name__ for module in layer.modules())
+        entry = tuple(str(values[index]) for values in lists.values())
+        groups.setdefault((held, classes, entry), []).append(index)
+    kinds = [(tuple(group), layers[group[0]], entry) for (_, _, entry), group in groups.items()]
+    return [LayerKind(path, group, layer, entry, layer in text) for group, layer, entry in kinds]

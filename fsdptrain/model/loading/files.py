@@ -1,0 +1,143 @@
+"""The files of a checkpoint: where they are, and that they are all there."""
+
+import json
+import logging
+import os
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+from safetensors import SafetensorError, safe_open
+
+from fsdptrain.distributed import gather, one_line, raise_on_all_ranks
+from fsdptrain.errors import CheckpointError
+from fsdptrain.model.loading.formats import refuse_gguf, refuse_pickles, refuse_quantised, refuse_small_floats
+
+HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py"]
+NOT_HUB_FILES = ["original/*", "metal/*", "onnx/*", "consolidated*"]  # the same weights in other formats
+log = logging.getLogger(__name__)
+
+SHOWN = 3  # names in an error message
+
+
+def resolve_checkpoint(name: str) -> Path:
+    """The local folder of `name`: a folder, or a repository of the hub, which one rank of each node downloads.
+
+    Raises:
+        CheckpointError: no such folder or repository, no network, or no config.json and safetensors in it.
+    """
+    here = gather(Path(name).is_dir())
+    if any(here) or Path(name).is_absolute() or name.endswith(".gguf"):
+        with raise_on_all_ranks(CheckpointError, f"--hf-checkpoint {name}"):
+            return _checked(Path(name))
+    with raise_on_all_ranks(CheckpointError, f"--hf-checkpoint {name}"):
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            log.info("--hf-checkpoint %s: no folder here; asking the hub for it", name)
+            _download(name, HUB_FILES)
+    with raise_on_all_ranks(CheckpointError, f"--hf-checkpoint {name}"):
+        return _checked(_download(name, HUB_FILES, local_files_only=True))
+
+
+def resolve_config(name: str) -> Path:
+    """The local folder with the config.json of `name`, as `resolve_checkpoint` finds it; the weights need not be there.
+
+    For commands of one process. Raises CheckpointError.
+    """
+    path = Path(name)
+    if not path.is_dir() and not path.is_absolute():
+        path = _download(name, ["*.json", "*.py"])
+    return _with_config(path)
+
+
+def _download(name: str, patterns: list[str], *, local_files_only: bool = False) -> Path:
+    """CheckpointError that says what to do about it."""
+    try:
+        found = snapshot_download(
+            name, allow_patterns=patterns, ignore_patterns=NOT_HUB_FILES, local_files_only=local_files_only
+        )
+    except HFValidationError:
+        reason = "and can be no name in the hub: is it misspelt?"
+    except GatedRepoError:
+        reason = "and the hub gives it to those only who accept its terms: do so on its page, then `hf auth login`"
+    except RepositoryNotFoundError:
+        reason = "and the hub has none of that name, or not for you: `hf auth login`"
+    except LocalEntryNotFoundError:
+        reason = "was not downloaded before, and the hub cannot be reached: give a folder, or look at the network"
+    except OSError as error:
+        reason = f"and cannot be downloaded: {one_line(error)}"
+    else:
+        return Path(found)
+    raise CheckpointError(f"--hf-checkpoint {name} is no folder here, {reason}")
+
+
+def stored_dtype(path: Path) -> str | None:
+    """The dtype that config.json gives its weights, e.g. `bfloat16`; None where it gives none."""
+    config = json.loads((path / "config.json").read_text())
+    name = config.get("dtype") or config.get("torch_dtype")  # the older name
+    return name if isinstance(name, str) and name != "auto" else None
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The safetensors files of a checkpoint. CheckpointError for one that is not there, or broken or cut off."""
+    files = _named_files(path)
+    for file in files:
+        try:
+            with safe_open(file, framework="pt"):  # compares the header with the size of the file
+                refuse_small_floats(file)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"--hf-checkpoint {path}: {file.name} is broken ({error}): download or copy it again"
+            ) from error
+    return files
+
+
+def _named_files(path: Path) -> list[Path]:
+    if (path / "model.safetensors").is_file():
+        return [path / "model.safetensors"]
+    index = path / "model.safetensors.index.json"
+    if not index.is_file():
+        refuse_pickles(path)
+        raise CheckpointError(
+            f"--hf-checkpoint {path} has neither model.safetensors nor {index.name}; "
+            "other formats can be converted by transformers' save_pretrained"
+        )
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError) as error:
+        raise CheckpointError(f"--hf-checkpoint {path}: {index.name} is broken ({error}): download it again") from error
+    absent = [name for name in names if not (path / name).is_file()]
+    if absent:
+        raise CheckpointError(
+            f"--hf-checkpoint {path} lacks {some_of(absent)}, which {index.name} names: download it again"
+        )
+    return [path / name for name in names]
+
+
+def _checked(path: Path) -> Path:
+    weight_files(_with_config(path))
+    return path
+
+
+def _with_config(path: Path) -> Path:
+    refuse_gguf(path)
+    if not path.is_dir():
+        raise CheckpointError(
+            f"--hf-checkpoint {path} is not a folder; it takes one, or the name of a repository on the hub"
+        )
+    if not (path / "config.json").is_file():
+        raise CheckpointError(f"--hf-checkpoint {path} has no config.json: is it the folder of a Hugging Face model?")
+    refuse_quantised(path)
+    return path
+
+
+def different_files(path: Path) -> CheckpointError:
+    """For ranks that came to different results from what should be the same files."""
+    return CheckpointError(
+        f"--hf-checkpoint {path} is not the same on all ranks: put it on a disk that all nodes share"
+    )
+
+
+def some_of(names: list[str]) -> str:
+    """The first few of `names`, and how many more there are."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more

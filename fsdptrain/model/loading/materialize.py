@@ -1,0 +1,88 @@
+"""Real tensors in the place of meta ones: what both ways of loading share."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers.utils import logging as transformers_logging
+
+from fsdptrain.errors import CheckpointError
+from fsdptrain.model.loading.files import some_of
+
+
+@torch.no_grad()
+def filled_like(parameter: nn.Parameter, local: Tensor, device: torch.device) -> nn.Parameter:
+    """A parameter like the meta `parameter`, on `device`, that holds `local`."""
+    tensor = torch.empty_like(parameter, device=device)
+    local_part(tensor).copy_(local)
+    return nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def store_in(model: nn.Module, dtype: torch.dtype) -> None:
+    """Keep the parameters of a meta model in `dtype`; buffers, such as rotary tables, stay what they are."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+
+
+def own_part(whole: Tensor, like: Tensor) -> Tensor:
+    """What this rank owns of `whole` if it is sharded as `like` is; all of it if that is a plain tensor."""
+    if not isinstance(like, DTensor):
+        return whole
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()
+
+
+def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype, *, copy: bool = False) -> Tensor:
+    """`tensor` in `dtype` on `device`, sharded as it was; each rank moves its own part. No copy without need."""
+    tensor = tensor.detach()
+    part = local_part(tensor).to(device, dtype, non_blocking=True, copy=copy)
+    if not isinstance(tensor, DTensor):
+        return part
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+
+
+def parameter_names(model: nn.Module) -> list[tuple[str, ...]]:
+    """The names of each parameter, in the order of the model; a tied one has several."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return [tuple(group) for group in names.values()]
+
+
+def register(model: nn.Module, names: Iterable[str], tensor: Tensor) -> None:
+    """Make `tensor` the parameter or buffer of all `names`."""
+    for name in names:
+        owner, _, own_name = name.rpartition(".")
+        setattr(model.get_submodule(owner), own_name, tensor)
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No progress bars and no load reports: what is wrong becomes one error."""
+    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def refuse_leftovers(path: Path, missing: set[str], unexpected: set[str]) -> None:
+    if missing:
+        raise CheckpointError(f"--hf-checkpoint {path}: the files lack {some_of(sorted(missing))}, which the model has")
+    if unexpected:
+        raise CheckpointError(
+            f"--hf-checkpoint {path}: the files hold {some_of(sorted(unexpected))}, which the model has not; "
+            "does config.json belong to them?"
+        )

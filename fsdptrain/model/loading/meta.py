@@ -1,0 +1,214 @@
+"""From a checkpoint on the hub or on disk to a sharded model, in float32 unless it is asked otherwise.
+
+    path = resolve_checkpoint("Qwen/Qwen3-4B")      # downloads once for each node
+    model = build_meta_model(path, ...)             # no memory
+    shard_model(model, mesh, ...)                   # fsdp/wrap.py; may be left out
+    load_weights(model, path, strategy="shard")     # each rank reads its own slices
+
+All functions are collective, and fail on all ranks together. `shard_reader.py` stands on private functions of
+transformers, the reader behind `from_pretrained`: of the versions in `TESTED_TRANSFORMERS`.
+"""
+
+import copy
+import hashlib
+import json
+import logging
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    PreTrainedModel,
+)
+
+from fsdptrain import platform
+from fsdptrain.distributed import gather, raise_on_all_ranks, require_same
+from fsdptrain.errors import CheckpointError, ConfigError
+from fsdptrain.model.architecture import model_from_config
+from fsdptrain.model.attention.attention import set_attention
+from fsdptrain.model.loading.files import different_files, resolve_checkpoint, some_of, weight_files
+from fsdptrain.model.loading.formats import refuse_quantised
+from fsdptrain.model.loading.materialize import (
+    filled_like,
+    own_part,
+    parameter_names,
+    quiet_transformers,
+    refuse_leftovers,
+    register,
+)
+from fsdptrain.model.structure import stock_class
+
+TESTED_TRANSFORMERS = ((5, 17), (5, 24))  # from, and below
+
+__all__ = ["build_meta_model", "load_weights", "resolve_checkpoint", "weight_files"]
+logger = logging.getLogger(__name__)
+
+
+def build_meta_model(path: Path, *, trust_remote_code: bool, attn_implementation: str) -> PreTrainedModel:
+    """The model of `path` without weights: float32, on meta on every rank, tied as its config says, without a cache.
+
+    Raises:
+        CheckpointError: the config is missing, unknown to transformers, of a quantised model, or needs remote code.
+    """
+    with raise_on_all_ranks(CheckpointError, f"--hf-checkpoint {path}"):
+        if not trust_remote_code:
+            _refuse_remote_code(path)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        refuse_quantised(path)
+        known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+        if not known and "auto_map" not in config.to_dict():
+            raise CheckpointError(
+                f"--hf-checkpoint {path} is a {config.model_type}, of which transformers has no causal language model"
+            )
+        config.use_cache = False  # with a cache transformers would not see the boundaries of a pack
+        options = {"dtype": torch.float32, "trust_remote_code": trust_remote_code}
+        with torch.device("meta"):
+            try:
+                model = model_from_config(config, attn_implementation=attn_implementation, **options)
+            except KeyError as error:
+                if error.args != (attn_implementation,):
+                    raise
+                # a few have a class for each implementation that their authors knew (falcon): the probe will tell
+                return model_from_config(config, attn_implementation="eager", **options)
+        set_attention(model, attn_implementation)
+        return model
+
+
+def load_weights(
+    model: PreTrainedModel,
+    path: Path,
+    *,
+    strategy: str,
+    cpu_offload: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Fill the meta `model`, sharded or not, from the safetensors files of `path`; then verify it.
+
+    Args:
+        strategy: `shard`: each rank reads its own slices. `rank0`: rank 0 reads all of it into host memory and
+            broadcasts, one tensor at a time; for checkpoints whose conversion needs whole tensors `shard` does so too.
+        cpu_offload: what `shard_model` was given: parameters live on the host, buffers on the device.
+        dtype: of the parameters on meta, which is what they are stored in.
+
+    Raises:
+        CheckpointError: on all ranks, with one message: a file is missing or broken, weights are missing, left over
+            or of another shape, or are not tied as the config says.
+        ConfigError: `shard` with a version of transformers whose reader was not tested.
+    """
+    if strategy != "shard" or not _read_shards(model, path, cpu_offload=cpu_offload):
+        _broadcast_from_rank0(model, path, cpu_offload=cpu_offload)
+    for name, buffer in list(model.named_buffers()):
+        register(model, [name], buffer.to(platform.local_device()))
+    with raise_on_all_ranks(CheckpointError, f"--hf-checkpoint {path}"):
+        if problems := _problems(model, dtype):
+            raise CheckpointError(f"--hf-checkpoint {path}: {'; '.join(problems)}")
+    _require_same_parameters(model, path)
+
+
+def _refuse_remote_code(path: Path) -> None:
+    config = json.loads((path / "config.json").read_text())
+    if "auto_map" in config and config.get("model_type") not in CONFIG_MAPPING:
+        raise CheckpointError(
+            f"--hf-checkpoint {path} needs the Python code that it ships: read it, then allow it by --trust-remote-code"
+        )
+
+
+def _problems(model: PreTrainedModel, dtype: torch.dtype) -> list[str]:
+    """Something on meta, a parameter in another dtype than `dtype`, or not tied as the config says."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    on_meta = [name for name, tensor in tensors if tensor.is_meta]
+    other_dtype = [name for name, parameter in model.named_parameters() if parameter.dtype != dtype]
+    problems = [f"{some_of(on_meta)} not loaded"] if on_meta else []
+    problems += [f"{some_of(other_dtype)} not {str(dtype).removeprefix('torch.')}"] if other_dtype else []
+    for target, source in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        if model.get_parameter(target) is not model.get_parameter(source):
+            problems.append(f"the config ties {target} to {source}, but the files hold two different tensors")
+    return problems
+
+
+def _read_shards(model: PreTrainedModel, path: Path, *, cpu_offload: bool) -> bool:
+    """Each rank reads its own slices; False, with nothing read, where the conversion of the checkpoint forbids it."""
+    _require_tested_transformers()
+    from fsdptrain.model.loading import (
+        shard_reader,  # private names that another version may lack: only after the check
+    )
+
+    with raise_on_all_ranks(CheckpointError, f"--hf-checkpoint {path}"), quiet_transformers():
+        files = weight_files(path)
+        obstacle = shard_reader.needs_whole_tensors(model, files)
+    require_same(obstacle, different_files(path))
+    if obstacle:
+        logger.warning("%s: --load-strategy rank0 is used in place of shard", obstacle)
+        return False
+    shard_reader.read_shards(model, path, files, cpu_offload=cpu_offload)
+    return True
+
+
+def _broadcast_from_rank0(model: PreTrainedModel, path: Path, *, cpu_offload: bool) -> None:
+    """Rank 0 loads the stock model in host memory; each tensor is broadcast, and each rank keeps its part of it.
+
+    The order is that of the names on rank 0, proven to be the same on all ranks before the first broadcast.
+    """
+    _require_same_parameters(model, path)
+    source: PreTrainedModel | None = None
+    with raise_on_all_ranks(CheckpointError, f"--hf-checkpoint {path}"), quiet_transformers():
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            source = _load_whole(model, path)
+    # by which an export finds the names of the files again
+    model._weight_conversions = gather(None if source is None else vars(source).get("_weight_conversions"))[0]
+    device = platform.local_device()
+    shard_device = torch.device("cpu") if cpu_offload else device
+    for names in parameter_names(model):
+        parameter = model.get_parameter(names[0])
+        whole = _broadcast(source.get_parameter(names[0]) if source is not None else None, parameter, device)
+        register(model, names, filled_like(parameter, own_part(whole, parameter), shard_device))
+    for name, buffer in list(model.named_buffers()):
+        register(model, [name], _broadcast(source.get_buffer(name) if source is not None else None, buffer, device))
+
+
+def _load_whole(model: PreTrainedModel, path: Path) -> PreTrainedModel:
+    """The stock model of `path` on the host, checked to be the one that `model` is on meta."""
+    weight_files(path)
+    source, info = cast(Any, stock_class(model)).from_pretrained(
+        path, config=copy.deepcopy(model.config), dtype=torch.float32, use_safetensors=True, output_loading_info=True
+    )
+    refuse_leftovers(path, set(info["missing_keys"]), set(info["unexpected_keys"]))
+    if problems := _problems(source, torch.float32):
+        raise CheckpointError(f"--hf-checkpoint {path}: {'; '.join(problems)}")
+    assert {n: p.shape for n, p in source.named_parameters()} == {n: p.shape for n, p in model.named_parameters()}
+    assert [n for n, _ in source.named_buffers()] == [n for n, _ in model.named_buffers()]
+    return source
+
+
+@torch.no_grad()
+def _broadcast(source: Tensor | None, like: Tensor, device: torch.device) -> Tensor:
+    """`source` of rank 0, whole, on `device` of every rank; the others pass None; collective."""
+    whole = torch.empty(like.shape, dtype=like.dtype, device=device)
+    if source is not None:
+        whole.copy_(source)
+    if dist.is_initialized():
+        dist.broadcast(whole, src=0)
+    return whole
+
+
+def _require_same_parameters(model: PreTrainedModel, path: Path) -> None:
+    facts = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
+    facts += [(name, tuple(b.shape), str(b.dtype)) for name, b in model.named_buffers()]
+    require_same(hashlib.sha256(repr(facts).encode()).hexdigest(), different_files(path))
+
+
+def _require_tested_transformers() -> None:
+    low, high = TESTED_TRANSFORMERS
+    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    if not low <= version < high:
+        raise ConfigError(
+            f"--load-strategy shard is tested with transformers >= {low[0]}.{low[1]}, < {high[0]}.{high[1]}, "
+            f"got {transformers.__version__}: install one of these, or use --load-strategy rank0"
+        )

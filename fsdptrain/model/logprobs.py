@@ -1,0 +1,245 @@
+"""Log-probabilities and entropy from hidden states, in chunks of tokens: neither [T, V] nor its gradient exists whole.
+
+    raw = hidden @ weight.T + bias          the head
+    z = cap(scale * raw) / temperature      what the model does to its logits, then the temperature of the rollout
+    K = tokens with z >= floor              what truncated sampling left, and the label; without truncation all
+    logprob = z[label] - logsumexp_K(z)
+    entropy = logsumexp_K(z) - sum_K(softmax_K(z) * z)
+
+The backward makes the logits again, chunk by chunk. With p = softmax_K(z), 0 outside of K, and gradients g of logprob
+and h of entropy:
+    dz = g * (onehot(label) - p) - h * p * (z - logsumexp_K(z) + entropy)
+The products with the head run over chunks of tokens, through one buffer of chunk_size x V in the dtype of `hidden`.
+What is between them runs over a few of its rows at a time, in float32, that stay in a cache (_blocks).
+
+A token costs four products: one forward; backward one again, and one for each of the two gradients. The last chunk
+costs three: its logits wait in that buffer for the backward, which begins there and would fill it with them again. So
+a pack of one chunk computes nothing twice, and no more memory is needed.
+
+K is made from the logits of the present policy. So that the sampled token is in it, whatever rounding or an optimizer
+step did to the logits, it reaches down to the label: the smallest head of the distribution that passes the filters and
+holds the label. Then a logprob is finite, and 0 at most. (prime-rl and, by a flag, vLLM record the engine's set itself,
+as DeepSeek-V3.2 does, arXiv 2512.02556 "keep sampling mask": exact also far off-policy, for V bits a token.)
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdptrain.model.truncation import UNTRUNCATED, Truncation, smallest_kept
+from fsdptrain.overrides import overridable
+
+# For logits outside of K: no softmax sees them, and times a probability of 0 they are 0, where -inf would be NaN.
+_EXCLUDED = -1e30
+# Logits that are worked on at a time: 512 KiB of float32 for each core of a CPU, 128 MiB on a device.
+_PER_CORE, _PER_DEVICE = 2**17, 2**25
+
+
+@dataclass(frozen=True)
+class HeadTransform:
+    """What is done to `hidden @ weight.T + bias` before the softmax."""
+
+    logit_scale: float = 1.0  # first: multiplies (granite divides by its logits_scaling: its inverse)
+    softcap: float | None = None  # then: cap * tanh(logits / cap)
+    temperature: float = 1.0  # then: divides
+    truncation: Truncation = UNTRUNCATED  # last
+
+
+@overridable
+def chunked_logprobs(
+    hidden: Tensor,  # [T, D]
+    weight: Tensor,  # [V, D]
+    labels: Tensor,  # [T] i64
+    *,
+    bias: Tensor | None = None,  # [V]
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    truncation: Truncation = UNTRUNCATED,
+    chunk_size: int = 512,  # tokens
+    with_entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probability of `labels` and, where asked for, entropy in nats: [T] in float32, or float64 for float64 input.
+
+    The product with the head runs in the dtype of its inputs, everything after it in float32 or more; the gradient of
+    the weight is summed over chunks in float32.
+    """
+    transform = HeadTransform(logit_scale, softcap, temperature, truncation)
+    keeps = torch.is_grad_enabled()  # within forward it never is
+    logprobs, entropy = _ChunkedLogprobs.apply(hidden, weight, bias, labels, transform, chunk_size, with_entropy, keeps)
+    return logprobs, entropy if with_entropy else None
+
+
+class _ChunkedLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        transform: HeadTransform,
+        chunk_size: int,
+        with_entropy: bool,
+        keeps: bool,
+    ) -> tuple[Tensor, Tensor]:
+        num_tokens = hidden.shape[0]
+        logprobs = hidden.new_empty(num_tokens, dtype=torch.promote_types(hidden.dtype, torch.float32))
+        logsumexp = torch.empty_like(logprobs)
+        floor = torch.empty_like(logprobs) if transform.truncation else None
+        entropy = torch.zeros_like(logprobs) if not with_entropy else torch.empty_like(logprobs)
+        buffer = hidden.new_empty(min(num_tokens, chunk_size), weight.shape[0])
+        for chunk in _chunks(num_tokens, chunk_size):
+            raw = product(hidden[chunk], weight, bias, out=buffer)
+            for rows, part in _blocks(raw, chunk):
+                z = transformed(part, transform)
+                chosen = z.gather(1, labels[rows, None])[:, 0]
+                if floor is not None:
+                    floor[rows] = torch.minimum(smallest_kept(z, transform.truncation), chosen)
+                    z.masked_fill_(z < floor[rows, None], _EXCLUDED)
+                highest = z.amax(1)
+                z.sub_(highest[:, None])
+                weights = z.exp() if with_entropy else z.exp_()
+                total = weights.sum(1)
+                lse = total.log()
+                logsumexp[rows] = lse + highest
+                logprobs[rows] = chosen - highest - lse
+                if with_entropy:
+                    entropy[rows] = lse - weights.mul_(z).sum(1) / total
+        ctx.save_for_backward(hidden, weight, bias, labels, logsumexp, entropy, floor)
+        ctx.transform, ctx.chunk_size, ctx.with_entropy = transform, chunk_size, with_entropy
+        ctx.kept = buffer if keeps else None  # raw logits of the last chunk
+        ctx.set_materialize_grads(False)
+        if not with_entropy:
+            ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, labels, logsumexp, entropy, floor = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        given = grads if ctx.with_entropy else (grads[0], None)
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=logsumexp.dtype) if needs_weight and not len(hidden) else None
+        grad_bias = torch.zeros_like(bias, dtype=logsumexp.dtype) if needs_bias else None
+        kept, ctx.kept = ctx.kept, None  # it is overwritten: a second backward makes all logits again
+        buffer = hidden.new_empty(min(len(hidden), ctx.chunk_size), weight.shape[0]) if kept is None else kept
+        for chunk in reversed(_chunks(hidden.shape[0], ctx.chunk_size)):
+            raw = kept if kept is not None else product(hidden[chunk], weight, bias, out=buffer)
+            kept = None
+            for rows, part in _blocks(raw, chunk):
+                of_rows: list[Any] = [None if x is None else x[rows] for x in (labels, logsumexp, entropy, *given)]
+                dz = grad_raw(part, ctx.transform, *of_rows, floor=None if floor is None else floor[rows])
+                if grad_bias is not None:
+                    grad_bias += dz.sum(0)
+                part.copy_(dz)
+            if grad_hidden is not None:
+                torch.mm(raw, weight, out=grad_hidden[chunk])
+            if needs_weight:
+                grad_weight = plus_product(grad_weight, raw, hidden[chunk], dtype=logsumexp.dtype)
+        return (grad_hidden, grad_weight, grad_bias, None, None, None, None, None)
+
+
+def _chunks(num_tokens: int, chunk_size: int) -> list[slice]:
+    """Rows of each chunk; the first is the one that may be short."""
+    return [slice(max(0, end - chunk_size), end) for end in range(num_tokens, 0, -chunk_size)][::-1]
+
+
+def _blocks(raw: Tensor, chunk: slice) -> Iterator[tuple[slice, Tensor]]:
+    """(rows of all tokens, their logits [B, V] of a chunk's `raw`), as many as a cache holds."""
+    if raw.device.type == "cpu" and type(raw) is Tensor:  # fake ones are a plan's, which is about devices
+        size = torch.get_num_threads() * max(1, _PER_CORE // raw.shape[1])
+    else:
+        size = max(1, _PER_DEVICE // raw.shape[1])
+    start = chunk.start
+    for part in raw.split(size):
+        yield slice(start, start + len(part)), part
+        start += len(part)
+
+
+def product(hidden: Tensor, weight: Tensor, bias: Tensor | None, *, out: Tensor) -> Tensor:
+    """[C, V], the head of a chunk, in the first rows of `out`."""
+    out = out[: len(hidden)]
+    if bias is None:
+        return torch.mm(hidden, weight.T, out=out)
+    return torch.addmm(bias, hidden, weight.T, out=out)
+
+
+def transformed(raw: Tensor, transform: HeadTransform) -> Tensor:
+    """`raw` after scale, cap and temperature: new, in float32 or more."""
+    exact = torch.promote_types(raw.dtype, torch.float32)
+    if transform.softcap is None:
+        return torch.mul(raw.to(exact), transform.logit_scale / transform.temperature)
+    z = torch.mul(raw.to(exact), transform.logit_scale / transform.softcap)
+    return z.tanh_().mul_(transform.softcap / transform.temperature)
+
+
+def grad_raw(
+    raw: Tensor,  # [C, V]
+    transform: HeadTransform,
+    labels: Tensor,  # [C]
+    logsumexp: Tensor,  # [C]
+    entropy: Tensor,  # [C]
+    grad_logprobs: Tensor | None,  # [C]
+    grad_entropy: Tensor | None,  # [C]
+    *,
+    floor: Tensor | None = None,  # [C]
+    owned: Tensor | None = None,  # [C] bool, where labels are not all in these columns
+) -> Tensor:
+    """Of the head's product [C, V] before scale, cap and temperature; in float32 or more."""
+    z = transformed(raw, transform)
+    slope = _slope_of(z, transform)
+    if floor is not None:
+        z.masked_fill_(z < floor[:, None], _EXCLUDED)
+    factor = 1.0 if isinstance(slope, Tensor) else slope  # of a row costs less than of its logits
+    of_logprobs, of_entropy = (None if grad is None else grad * factor for grad in (grad_logprobs, grad_entropy))
+    dz = _grad_logits(z.sub_(logsumexp[:, None]), labels, of_logprobs, of_entropy, entropy, owned)
+    return dz.mul_(slope) if isinstance(slope, Tensor) else dz
+
+
+def _slope_of(z: Tensor, transform: HeadTransform) -> Tensor | float:
+    """dz / draw, from z itself: with a softcap tanh' = 1 - tanh^2, and tanh = z * temperature / cap."""
+    factor = transform.logit_scale / transform.temperature
+    if transform.softcap is None:
+        return factor
+    return (z * (transform.temperature / transform.softcap)).square_().neg_().add_(1.0).mul_(factor)
+
+
+def _grad_logits(
+    logp: Tensor,  # [C, V] = z - logsumexp(z); overwritten
+    labels: Tensor,  # [C]
+    grad_logprobs: Tensor | None,  # [C]
+    grad_entropy: Tensor | None,  # [C]
+    entropy: Tensor,  # [C]
+    owned: Tensor | None,
+) -> Tensor:
+    """dz [C, V] of this module's docstring, in the buffers that are there."""
+    if grad_entropy is None:
+        dz = logp.exp_()
+        if grad_logprobs is None:
+            return dz.zero_()
+        dz.mul_(-grad_logprobs[:, None])
+    else:
+        p = logp.exp()
+        dz = logp.add_(entropy[:, None]).mul_(-grad_entropy[:, None])
+        if grad_logprobs is not None:
+            dz.sub_(grad_logprobs[:, None])
+        dz.mul_(p)
+    if grad_logprobs is not None:
+        rows = torch.arange(len(labels), device=labels.device)
+        if owned is not None:
+            labels, grad_logprobs = labels.where(owned, 0), grad_logprobs.where(owned, 0.0)
+        dz.index_put_((rows, labels), grad_logprobs, accumulate=True)  # scatter_add_ is not deterministic on CUDA
+    return dz
+
+
+def plus_product(total: Tensor | None, dz: Tensor, hidden: Tensor, *, dtype: torch.dtype) -> Tensor:
+    """total [V, D] + dz.T @ hidden in place, summed over chunks in `dtype`; None: the first chunk, which begins it."""
+    if total is None:
+        return (dz.T @ hidden).to(dtype)
+    if dtype == hidden.dtype:
+        return total.addmm_(dz.T, hidden)
+    return total.add_(dz.T @ hidden)

@@ -1,0 +1,147 @@
+"""Which kernels a model will run on, and where something slower takes the place of what could run, and why.
+
+    recurrent mixer: torch instead of causal-conv1d (not installed here)
+
+A fallback is correct, and slower or heavier: a run warns of each once, and `--strict` makes it an error.
+"""
+
+import inspect
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import torch
+from transformers import PreTrainedModel
+
+from fsdptrain.errors import ConfigError
+from fsdptrain.features.prefix_sharing.probe import PrefixProbe
+from fsdptrain.model.attention.attention import MAX_VARLEN_HEAD_DIM, OURS, SEGMENTS, VARLEN
+from fsdptrain.model.probes.layout import LayoutProbe
+from fsdptrain.model.probes.module_tree import module_kind
+
+# How the files of transformers name the package behind a function of theirs, with torch code as the stand-in.
+_STAND_IN = re.compile(r"@use_kernel_func_from_hub_with_fallback\(\s*\"(\w+)\",\s*\"(\w+)\"")
+_DISTRIBUTIONS = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm"}
+_WORDS = {
+    SEGMENTS: "sdpa, segment by segment",
+    VARLEN: "torch varlen, one kernel for a pack",
+    "flash_attention_2": "flash-attn 2",
+    "flash_attention_3": "flash-attn 3",
+}
+_WRITTEN_OUT = "softmax written out, in blocks"
+_ERROR = re.compile(r"^packed with \w+: (\w+Error: )?")
+_HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What computes one part of the model."""
+
+    part: str  # attention, experts ...
+    used: str
+    wanted: str = ""  # what could run in its place and does not; "" where this is the best there is
+    reason: str = ""  # why it does not
+
+    @property
+    def fell_back(self) -> bool:
+        return bool(self.wanted)
+
+    @property
+    def line(self) -> str:
+        return f"{self.part}: {self.used}" + (f" instead of {self.wanted} ({self.reason})" if self.fell_back else "")
+
+
+def kernels(
+    model: PreTrainedModel, *, device_type: str, compute_dtype: torch.dtype, probe: LayoutProbe | None = None
+) -> list[Kernel]:
+    """`probe`: what the layout probe found; without it, the attention is the one that the model's config names."""
+    attention = probe.attention if probe is not None else str(model.config._attn_implementation)
+    found = [_attention(model, attention, device_type, compute_dtype, probe)]
+    if probe is not None:
+        padded = probe.layout == "padded"
+        found.append(Kernel("layout", probe.layout, "packed" if padded else "", _first(probe.reason) if padded else ""))
+        if probe.prefixes is not None:
+            found.append(_prefixes(probe.prefixes))
+    found += [*recurrent_kernels(model, device_type), *_experts(model)]
+    found.append(Kernel("logprobs", "in chunks, by fsdptrain (no Liger kernel is used)"))
+    return found
+
+
+def require_no_fallback(found: Sequence[Kernel]) -> None:
+    """For --strict: ConfigError that names every fallback."""
+    lines = [kernel.line for kernel in found if kernel.fell_back]
+    if lines:
+        raise ConfigError(f"--strict allows no fallback: {'; '.join(lines)}; install what is missing, or leave it out")
+
+
+def _attention(
+    model: PreTrainedModel, name: str, device_type: str, compute_dtype: torch.dtype, probe: LayoutProbe | None
+) -> Kernel:
+    used = _WORDS.get(name, f"transformers' {name}, with dense masks")
+    if name in OURS and _has_softcap_or_sinks(model):
+        used = _WRITTEN_OUT
+    if name not in OURS and "flash" not in name:
+        return Kernel("attention", used, _WORDS[SEGMENTS], _first(probe.reason) if probe is not None else "asked for")
+    if name == VARLEN:
+        obstacle = _varlen_obstacle(model, compute_dtype)
+        if obstacle:
+            return Kernel("attention", used if used == _WRITTEN_OUT else _WORDS[SEGMENTS], _WORDS[VARLEN], obstacle)
+    if name == SEGMENTS and device_type != "cpu":
+        return Kernel("attention", used, _WORDS[VARLEN], "--attn-implementation sdpa asks for it")
+    return Kernel("attention", used)
+
+
+def _prefixes(probe: PrefixProbe) -> Kernel:
+    """No fallback: nothing that is installed or left out would change it."""
+    return Kernel("prompts of a group", "computed once" if probe.shares else f"with each sample: {probe.reason}")
+
+
+def _varlen_obstacle(model: PreTrainedModel, compute_dtype: torch.dtype) -> str:
+    """Why calls of this model go by segments although varlen is there: the conditions of `attention.attend`."""
+    text = model.config.get_text_config()
+    values = text.to_dict()
+    if compute_dtype not in _HALF:
+        return "it needs bfloat16 or float16"
+    if _has_softcap_or_sinks(model):
+        return "that kernel has neither softcap nor sinks"
+    head_dim = values.get("head_dim") or text.hidden_size // text.num_attention_heads
+    widest = max([head_dim, (values.get("qk_nope_head_dim") or 0) + (values.get("qk_rope_head_dim") or 0)])
+    return f"heads of {widest} are over its {MAX_VARLEN_HEAD_DIM}" if widest > MAX_VARLEN_HEAD_DIM else ""
+
+
+def _has_softcap_or_sinks(model: PreTrainedModel) -> bool:
+    capped = model.config.get_text_config().to_dict().get("attn_logit_softcapping")
+    return bool(capped) or any(name.endswith("sinks") for name, _ in model.named_parameters())
+
+
+def recurrent_kernels(model: PreTrainedModel, device_type: str) -> Iterator[Kernel]:
+    """Packages that the files of this model's classes call, where it has layers that would use them."""
+    files = {type(module).__module__ for module in model.modules() if module_kind(module) == "recurrent mixer"}
+    sources = [inspect.getsource(sys.modules[name]) for name in sorted(files)]
+    packages = [match[2] for source in sources for match in _STAND_IN.finditer(source)]
+    for package in dict.fromkeys(packages):
+        wanted: str = _DISTRIBUTIONS.get(package, package)
+        if find_spec(package) is None:
+            yield Kernel("recurrent mixer", "torch", wanted, "not installed here")
+        elif device_type == "cpu":
+            yield Kernel("recurrent mixer", "torch", wanted, "it needs a GPU")
+        else:
+            yield Kernel("recurrent mixer", wanted)
+
+
+def _experts(model: PreTrainedModel) -> Iterator[Kernel]:
+    if not any(module_kind(module) == "experts" for module in model.modules()):
+        return
+    name = str(model.config.get_text_config()._experts_implementation)
+    if name == "grouped_mm":
+        yield Kernel("experts", "grouped_mm, one kernel for all experts")
+    else:
+        reason = f"transformers has no grouped kernel for {type(model).__name__}" if name == "eager" else "asked for"
+        yield Kernel("experts", f"{name}, one expert at a time" if name == "eager" else name, "grouped_mm", reason)
+
+
+def _first(reason: str) -> str:
+    """The first of the reasons of a probe, without the name of the error."""
+    return _ERROR.sub("", reason.split("; ")[0])

@@ -1,0 +1,82 @@
+"""A small random model with the same code paths as a large one: real layers, one of each kind, no weights needed.
+
+It is what `inspect` and `--dry-run --probe` measure. Widths that only make things bigger are cut, and windows are made
+short enough for the probe to go beyond them.
+"""
+
+import copy
+from collections.abc import Mapping
+from typing import cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from fsdptrain.model.architecture import model_from_config
+from fsdptrain.model.layer_kinds import are_of_the_text, layer_kinds, per_layer_lists
+from fsdptrain.model.policy import MODEL_ERRORS
+
+_AT_MOST = {"vocab_size": 512, "intermediate_size": 512, "moe_intermediate_size": 128, "sliding_window": 16}
+EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+_TOKEN_KEYS = ("pad_token_id", "bos_token_id", "eos_token_id")  # may lie outside the smaller vocabulary
+
+
+def random_copy(
+    config: PreTrainedConfig, *, trust_remote_code: bool = False, all_layers: bool = False
+) -> PreTrainedModel:
+    """A float32 model on the CPU, from a copy of `config` that is cut down; in eval mode."""
+    small = copy.deepcopy(config)
+    cut_widths(small.get_text_config(), _AT_MOST)
+    with torch.device("meta"):
+        model = model_from_config(small, dtype=torch.float32, trust_remote_code=trust_remote_code)
+    if not all_layers:
+        keep_one_of_each_kind(model)
+    torch.manual_seed(0)
+    model.to_empty(device="cpu")
+    model.init_weights()
+    return model.eval()
+
+
+def guarded_copy(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """`random_copy`, of all layers where it must be; the run's own random draws stay what they are."""
+    with torch.random.fork_rng(devices=[]):
+        try:
+            return random_copy(config, trust_remote_code=trust_remote_code)
+        except MODEL_ERRORS:  # a few families tie other parts to the number of layers
+            return random_copy(config, trust_remote_code=trust_remote_code, all_layers=True)
+
+
+def cut_widths(text: PreTrainedConfig, at_most: Mapping[str, int]) -> None:
+    """What only makes a model bigger, down to `at_most`; experts down to what its router still chooses among."""
+    values = text.to_dict()
+    for key, limit in at_most.items():
+        if isinstance(values.get(key), int) and values[key] > limit:
+            setattr(text, key, limit)
+    enough = max(2 * (values.get("num_experts_per_tok") or 1), 4 * (values.get("n_group") or 1))
+    for key in EXPERT_KEYS:
+        if isinstance(values.get(key), int) and values[key] > enough:
+            setattr(text, key, enough)
+    for key in _TOKEN_KEYS:
+        if values.get(key) is not None:
+            setattr(text, key, 0)
+
+
+def keep_one_of_each_kind(model: PreTrainedModel) -> dict[str, list[int]]:
+    """Cut each list of layers of a meta model, and the per-layer lists of its config with it.
+
+    Returns the layers that are left, by the path of their list, as they were counted before.
+    """
+    text = model.config.get_text_config()
+    kept: dict[str, list[int]] = {}
+    for kind in layer_kinds(model):
+        kept.setdefault(kind.path, []).append(kind.indices[0])
+    for path, indices in kept.items():
+        layers = cast(nn.ModuleList, model.get_submodule(path))
+        indices.sort()
+        if are_of_the_text(model, layers):
+            lists = per_layer_lists(model, layers)
+            text.num_hidden_layers = len(indices)
+            for key, values in lists.items():
+                setattr(text, key, [values[index] for index in indices])
+        model.set_submodule(path, nn.ModuleList([layers[index] for index in indices]))
+    return kept

@@ -1,0 +1,191 @@
+"""The embedded engine: a plain replica of the model on each rank, and a decode loop of our own.
+
+docs/rollouts.md says why a replica, and what it costs.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fsdptrain.config import Config
+from fsdptrain.errors import RolloutError
+from fsdptrain.features.moe.replay import RouterReplay
+from fsdptrain.model.structure import expert_choice
+from fsdptrain.protocols import Naming
+from fsdptrain.rollout.embedded.decode import Row, decode, plan_chunks
+from fsdptrain.rollout.embedded.replica import build_replica, copy_weights, materialise, max_positions, release
+from fsdptrain.rollout.embedded.routes import RouteRecorder
+from fsdptrain.rollout.sampling import uniform_stream
+from fsdptrain.rollout.stop_tokens import stop_tokens
+from fsdptrain.rollout.weight_sync.checksum import checksum
+from fsdptrain.types import ChecksumKind, Completion, Prompt, SamplingParams
+
+_SYNC_INTERVAL = 8  # tokens; on a CPU a look at which rows have finished costs nothing
+
+
+class HFEngine:
+    """Generates with transformers' own model code, on the device of this rank. No method waits for another rank.
+
+    It holds no weights until the first `update_weights`, and none after `sleep`.
+    """
+
+    weight_naming: Naming = "module"
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        trust_remote_code: bool = False,
+        max_batch_tokens: int = 262_144,
+    ) -> None:
+        self.model = build_replica(checkpoint, dtype=dtype, trust_remote_code=trust_remote_code)
+        self.stop_token_ids = stop_tokens(checkpoint, self.model.config, trust_remote_code=trust_remote_code)
+        self.max_positions = max_positions(self.model)
+        self._replay: RouterReplay | None = None  # from the first request of routes on
+        self.device = device
+        self.max_batch_tokens = max_batch_tokens
+        self.policy_version = 0
+        self._has_weights = False
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
+        """Take every parameter and persistent buffer, by module name. RolloutError if the names or shapes differ."""
+        self._has_weights = False  # half an update must not answer
+        if self.model.device.type == "meta":
+            materialise(self.model, self.device)
+        copy_weights(self.model, weights)
+        self.policy_version = policy_version
+        self._has_weights = True
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
+        """`num_samples` completions for each prompt, prompt by prompt, in order.
+
+        Stops at the model's own end-of-text ids and at `sampling.stop_token_ids`.
+        """
+        if not self._has_weights:
+            raise RolloutError("the embedded engine has no weights: call update_weights first, also after sleep()")
+        limits = [sampling.limit_of(prompt) for prompt in prompts]
+        self._check_lengths(prompts, limits)
+        stop = sorted({*self.stop_token_ids, *sampling.stop_token_ids})
+        chunks = plan_chunks(
+            [len(prompt.token_ids) for prompt in prompts],
+            limits,
+            num_samples=sampling.num_samples,
+            max_batch_tokens=self.max_batch_tokens,
+        )
+        made: dict[Row, Completion] = {}
+        for chunk in chunks:
+            made.update(zip(chunk, self._generate_chunk(prompts, limits, chunk, sampling, stop), strict=True))
+        return [made[Row(i, k)] for i in range(len(prompts)) for k in range(sampling.num_samples)]
+
+    def checksums(self, names: Collection[str], kind: ChecksumKind = "bits") -> Mapping[str, int]:
+        """Of all `names`: the replica has the trainer's own."""
+        return {name: checksum(tensor, kind) for name, tensor in self.model.state_dict().items() if name in names}
+
+    def cached_tokens(self) -> int:
+        """None: the cache of a chunk ends with it."""
+        return 0
+
+    def sleep(self) -> None:
+        """Free the weights. `generate` is refused until the next `update_weights`."""
+        self._has_weights = False
+        release(self.model)
+
+    def wake_up(self) -> None:
+        """Nothing to do: memory is taken by the `update_weights` that must follow."""
+
+    def close(self) -> None:
+        self.sleep()
+
+    @torch.inference_mode()
+    def _generate_chunk(
+        self,
+        prompts: Sequence[Prompt],
+        limits: Sequence[int],
+        chunk: Sequence[Row],
+        sampling: SamplingParams,
+        stop: Sequence[int],
+    ) -> list[Completion]:
+        distinct = list(dict.fromkeys(row.prompt for row in chunk))
+        place = {prompt: i for i, prompt in enumerate(distinct)}
+        prompt_of_row = [place[row.prompt] for row in chunk]
+        limit_of_row = [limits[row.prompt] for row in chunk]
+        num_steps = max(limit_of_row)
+        streams = [uniform_stream(sampling.seed, prompts[row.prompt].id, row.sample, num_steps) for row in chunk]
+        recorder = None
+        if sampling.with_routes:
+            recorder = self._recorder([len(prompts[prompt].token_ids) for prompt in distinct], prompt_of_row)
+        with recorder.recording() if recorder else nullcontext():
+            tokens, logprobs = decode(
+                self.model,
+                [prompts[prompt] for prompt in distinct],
+                prompt_of_row,
+                limit_of_row,
+                torch.from_numpy(np.stack(streams)).to(self.device),
+                sampling=sampling,
+                stop_token_ids=stop,
+                sync_interval=1 if self.device.type == "cpu" else _SYNC_INTERVAL,
+                recorder=recorder,
+            )
+        made = [
+            self._completion(prompts[row.prompt], row_tokens[:limit], row_logprobs[:limit], stop)
+            for row, limit, row_tokens, row_logprobs in zip(
+                chunk, limit_of_row, tokens.tolist(), logprobs.tolist(), strict=True
+            )
+        ]
+        if recorder is None:
+            return made
+        routes = recorder.of_rows([len(completion.token_ids) for completion in made])
+        return [replace(completion, routes=row) for completion, row in zip(made, routes, strict=True)]
+
+    def _recorder(self, prompt_lengths: Sequence[int], prompt_of_row: Sequence[int]) -> RouteRecorder:
+        if self._replay is None:
+            choice = expert_choice(self.model.config)
+            if choice is None:
+                raise RolloutError(f"{type(self.model).__name__} has no experts: it takes no routes to report")
+            self._replay = RouterReplay(self.model, choice)
+        return RouteRecorder(self._replay, prompt_lengths, prompt_of_row)
+
+    def _completion(self, prompt: Prompt, tokens: list[int], logprobs: list[float], stop: Sequence[int]) -> Completion:
+        end = next((i for i, token in enumerate(tokens) if token in stop), None)
+        length = len(tokens) if end is None else end + 1
+        if not np.isfinite(logprobs[:length]).all():
+            raise RolloutError(
+                f"the logits for prompt {prompt.id!r} are not finite under policy version {self.policy_version}; "
+                "lower --lr, or use --bf16 in place of --fp16"
+            )
+        reason = "length" if end is None else "stop"
+        return Completion(prompt.id, tokens[:length], logprobs[:length], reason, self.policy_version)
+
+    def _check_lengths(self, prompts: Sequence[Prompt], limits: Sequence[int]) -> None:
+        for prompt, limit in zip(prompts, limits, strict=True):
+            length = len(prompt.token_ids)
+            if length == 0:
+                raise RolloutError(f"prompt {prompt.id!r} has no tokens; a prompt needs at least one")
+            if length + limit > self.max_batch_tokens:
+                raise RolloutError(
+                    f"--rollout-max-batch-tokens {self.max_batch_tokens} cannot hold prompt {prompt.id!r} of {length} "
+                    f"tokens and --rollout-max-response-len {limit}; raise it, or lower the others"
+                )
+            if self.max_positions is not None and length + limit > self.max_positions:
+                raise RolloutError(
+                    f"prompt {prompt.id!r} of {length} tokens and --rollout-max-response-len {limit} "
+                    f"exceed the {self.max_positions} positions of the model; lower it, or --rollout-max-prompt-len"
+                )
+
+
+def build_hf_engine(config: Config, *, checkpoint: Path, device: torch.device) -> HFEngine:
+    """The embedded engine as `config` wants it."""
+    return HFEngine(
+        checkpoint,
+        dtype=getattr(torch, config.compute_dtype_name),
+        device=device,
+        trust_remote_code=config.model.trust_remote_code,
+        max_batch_tokens=config.rollout.max_batch_tokens,
+    )

@@ -1,0 +1,99 @@
+"""A plain, unsharded copy of the model on one device, whose weights come from the trainer.
+
+It is built on meta, so that nothing is allocated or initialised for nothing, and can go back there: what takes its
+place in memory is then free for the trainer.
+"""
+
+import inspect
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedModel
+
+from fsdptrain import platform
+from fsdptrain.errors import RolloutError
+from fsdptrain.model.architecture import model_from_config
+from fsdptrain.model.loading.files import some_of
+from fsdptrain.model.loading.materialize import store_in
+
+_NEEDED = {"past_key_values", "position_ids", "logits_to_keep"}
+
+
+def build_replica(checkpoint: Path, *, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+    """The model of `checkpoint` on meta: parameters in `dtype`, buffers in float32, as under FSDP's mixed precision.
+
+    RolloutError if it has no key-value cache that the decode loop can work with.
+    """
+    config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        model = model_from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+    lacking = sorted(_NEEDED.difference(inspect.signature(model.forward).parameters))
+    if lacking:
+        raise RolloutError(
+            f"the embedded engine cannot generate with {type(model).__name__}, whose forward takes no "
+            f"{', '.join(lacking)}; use another --rollout-engine"
+        )
+    store_in(model, dtype)
+    return model.requires_grad_(False).eval()
+
+
+def materialise(model: PreTrainedModel, device: torch.device) -> None:
+    """Give each tensor of `model` memory on `device`; the weights are whatever was there, other buffers are right.
+
+    Non-persistent buffers (rotary frequencies) are in no checkpoint and must be computed: transformers does so when
+    everything else is marked as initialised, the same way as in from_pretrained and so in the trainer.
+    """
+    model.to_empty(device=device)
+    model.tie_weights(recompute_mapping=False)  # to_empty has given a tied head its own memory
+    for tensor in model.state_dict(keep_vars=True).values():
+        tensor._is_hf_initialized = True
+    for module in model.modules():
+        # set by the first initialisation, which would skip every later one
+        vars(module).pop("_is_hf_initialized", None)
+    model.initialize_weights()
+
+
+def release(model: PreTrainedModel) -> None:
+    """Free the memory of every tensor of `model`."""
+    model.to_empty(device=torch.device("meta"))
+    model.tie_weights(recompute_mapping=False)
+    if platform.has_accelerator():
+        torch.accelerator.empty_cache()
+
+
+@torch.no_grad()
+def copy_weights(model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Copy `weights` into `model`: each parameter and persistent buffer by its module name, and nothing else.
+
+    A tied tensor may come under any of its names. `weights` is read to its end even after an error, because making it
+    is collective. RolloutError names what is missing, unknown or of another shape.
+    """
+    targets: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    seen: set[int] = set()
+    unknown: list[str] = []
+    misfits: list[str] = []
+    for name, tensor in weights:
+        target = targets.get(name)
+        if target is None:
+            unknown.append(name)
+            continue
+        seen.add(id(target))
+        if target.shape != tensor.shape:
+            misfits.append(f"{name} {list(tensor.shape)} for {list(target.shape)}")
+        else:
+            target.copy_(tensor)
+    missing = [name for name, target in targets.items() if id(target) not in seen]
+    problems = {"missing": missing, "unknown": unknown, "of another shape": misfits}
+    found = "; ".join(f"{len(names)} {kind}: {some_of(names)}" for kind, names in problems.items() if names)
+    if found:
+        raise RolloutError(
+            f"the weights do not fit the rollout model ({found}); trainer and engine must load one model"
+        )
+
+
+def max_positions(model: PreTrainedModel) -> int | None:
+    """Positions that the model was made for; None where its config knows no limit. [tokens]"""
+    config = model.config.get_text_config(decoder=True)
+    return getattr(config, "max_position_embeddings", None)  # families map their own names to it; ALiBi has none

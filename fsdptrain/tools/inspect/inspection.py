@@ -1,0 +1,224 @@
+"""What will run: a model built on meta from its config.json alone, and what was measured on a small copy of it.
+
+report = inspect_model(config, num_gpus=8)
+json.dumps(report.as_dict())
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from fsdptrain import platform
+from fsdptrain.config import Config
+from fsdptrain.config.prefix_checks import configured_obstacle
+from fsdptrain.errors import CheckpointError, NumericsError
+from fsdptrain.features.context_parallel.checks import check_dealing
+from fsdptrain.features.lora.adapters import add_adapters, require_peft
+from fsdptrain.features.prefix_sharing.probe import PrefixProbe
+from fsdptrain.memory.pieces import Grid, Pieces
+from fsdptrain.model.attention.attention import resolve_attention
+from fsdptrain.model.layer_kinds import layer_kinds
+from fsdptrain.model.loading.files import resolve_config, stored_dtype, weight_files
+from fsdptrain.model.loading.materialize import parameter_names, quiet_transformers
+from fsdptrain.model.loading.meta import build_meta_model
+from fsdptrain.model.policy import head_transform
+from fsdptrain.model.probes.kernels import Kernel, kernels, require_no_fallback
+from fsdptrain.model.probes.layout import LayoutProbe, probe_random_copy
+from fsdptrain.model.probes.module_tree import Part, anatomy
+from fsdptrain.model.structure import count_active_parameters, freeze_vision, lm_head, parameters_outside
+from fsdptrain.overrides import Override, install_overrides
+
+
+@dataclass(frozen=True)
+class Group:
+    """An FSDP group: what is gathered together."""
+
+    name: str
+    count: int  # groups like this one
+    parameters: int  # of one group
+    per_rank: int  # of these, on the rank with most
+    gathered_bytes: int  # in the compute dtype
+
+
+@dataclass(frozen=True)
+class Parameters:
+    total: int
+    active: int  # met by one token, embedding and head included
+    trainable: int
+    per_rank: int  # on the rank with most
+    num_shards: int
+
+
+@dataclass(frozen=True)
+class Head:
+    class_name: str
+    vocab_size: int
+    bias: bool
+    tied_to: str  # "": its weight is its own
+    softcap: float | None
+    logit_scale: float
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """All of the report. `refusal`: why the model cannot be trained; then there is no probe."""
+
+    checkpoint: str
+    model_class: str
+    model_type: str
+    module: str  # that defines the class
+    parts: list[Part]
+    parameters: Parameters
+    groups: list[Group]
+    head: Head
+    dtypes: Mapping[str, str]
+    probe: LayoutProbe | None
+    refusal: str
+    kernels: list[Kernel]
+    device_type: str
+    overrides: list[Override]  # plug-ins for this device
+    differences: Mapping[str, list[str]] | None = None  # from the files, where that was asked for
+
+    @property
+    def fallbacks(self) -> list[str]:
+        return [kernel.line for kernel in self.kernels if kernel.fell_back]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "fallbacks": self.fallbacks}
+
+
+def inspect_model(config: Config, *, num_gpus: int) -> Inspection:
+    """Raises CheckpointError where config.json cannot be read, or no training is possible from these files."""
+    device_type = platform.device_type()
+    overrides = install_overrides(device_type)  # before the probe, which computes with them
+    model, path = meta_model(config, with_adapters=True)
+    compute_dtype: torch.dtype = getattr(torch, config.compute_dtype_name)
+    probe, refusal = _probe(config, model)
+    pieces = Pieces(model, Grid.of(config, num_gpus))
+    return Inspection(
+        checkpoint=config.model.hf_checkpoint,
+        model_class=type(model).__name__,
+        model_type=model.config.model_type,
+        module=type(model).__module__,
+        parts=anatomy(model),
+        parameters=_count(model, pieces),
+        groups=_groups(model, pieces, compute_dtype.itemsize),
+        head=_head(model),
+        dtypes=_dtypes(path, config),
+        probe=probe,
+        refusal=refusal,
+        kernels=kernels(model, device_type=device_type, compute_dtype=compute_dtype, probe=probe),
+        device_type=device_type,
+        overrides=overrides,
+    )
+
+
+def with_differences(report: Inspection, config: Config) -> Inspection:
+    """The same, with what the safetensors files hold otherwise. CheckpointError where there are none."""
+    from fsdptrain.model.loading.shard_reader import (
+        compare_names,  # private names of transformers: only where asked for
+    )
+
+    model, path = meta_model(config)
+    found = compare_names(model, path, weight_files(path))
+    return replace(report, differences={name: names for name, names in vars(found).items() if names})
+
+
+def require_sound(report: Inspection, *, strict: bool) -> None:
+    """Raises what a run would end with: NumericsError, CheckpointError, or with `strict` ConfigError for a fallback."""
+    if report.refusal:
+        raise NumericsError(report.refusal)
+    if report.differences:
+        found = ", ".join(f"{len(names)} {name}" for name, names in report.differences.items())
+        raise CheckpointError(f"--hf-checkpoint {report.checkpoint}: the files do not fit the model: {found}")
+    if strict:
+        require_no_fallback(report.kernels)
+
+
+def meta_model(config: Config, *, with_adapters: bool = False) -> tuple[PreTrainedModel, Path]:
+    """The model on meta as a run builds it here, and the folder of its config.json. ConfigError for --lora-targets."""
+    path = resolve_config(config.model.hf_checkpoint)
+    own = config.needs_own_attention
+    attention = resolve_attention(config.model.attn_implementation, platform.device_type(), ours=own)
+    trust = config.model.trust_remote_code
+    model = build_meta_model(path, trust_remote_code=trust, attn_implementation=attention)
+    if config.parallel.context_parallel_size > 1:
+        check_dealing(model, config.parallel)
+    if not config.model.train_vision:
+        freeze_vision(model)
+    if with_adapters and config.lora.rank:
+        require_peft()
+        add_adapters(model, config.lora)
+    return model, path
+
+
+def _probe(config: Config, model: PreTrainedModel) -> tuple[LayoutProbe | None, str]:
+    try:
+        with quiet_transformers():
+            found = probe_random_copy(model.config, trust_remote_code=config.model.trust_remote_code)
+    except NumericsError as error:
+        return None, str(error)
+    obstacle = configured_obstacle(config, on_gpu=platform.has_accelerator())
+    return (replace(found, prefixes=PrefixProbe(False, obstacle)) if obstacle else found), ""
+
+
+def _count(model: PreTrainedModel, pieces: Pieces) -> Parameters:
+    parameters = list(model.parameters())
+    return Parameters(
+        total=sum(p.numel() for p in parameters),
+        active=count_active_parameters(model),
+        trainable=sum(p.numel() for p in parameters if p.requires_grad),
+        per_rank=pieces.total(lambda piece: piece.most),
+        num_shards=pieces.grid.shards * pieces.grid.tensor,
+    )
+
+
+def _groups(model: PreTrainedModel, pieces: Pieces, compute_bytes: int) -> list[Group]:
+    found = []
+    for kind in layer_kinds(model):
+        name = f"{kind.path} {kind.span}"
+        found.append((name, len(kind.indices), list(kind.layer.parameters())))
+    found.append(("embedding, head and all else", 1, parameters_outside(model)))
+    return [
+        Group(
+            name,
+            count,
+            sum(p.numel() for p in parameters),
+            sum(piece.most for piece in pieces.of(parameters)),
+            compute_bytes * sum(piece.numel for piece in pieces.of(parameters)),
+        )
+        for name, count, parameters in found
+    ]
+
+
+def _head(model: PreTrainedModel) -> Head:
+    head = lm_head(model)
+    transform = head_transform(model.config)
+    name = next(name for name, module in model.named_modules() if module is head)
+    ties = next(names for names in parameter_names(model) if f"{name}.weight" in names)
+    others = [other for other in ties if other != f"{name}.weight"]
+    return Head(
+        class_name=type(head).__name__,
+        vocab_size=model.config.get_text_config().vocab_size,
+        bias=any(name == "bias" for name, _ in head.named_parameters()),
+        tied_to=others[0] if others else "",
+        softcap=transform.softcap,
+        logit_scale=transform.logit_scale,
+    )
+
+
+def _dtypes(path: Path, config: Config) -> dict[str, str]:
+    """What is held, gathered, reduced and written in which dtype."""
+    lora = config.lora.rank
+    frozen = {"frozen weights": config.compute_dtype_name} if lora else {}
+    return frozen | {
+        "adapter, gradients, Adam" if lora else "weights, gradients, Adam": "float32",
+        "gathered layers, activations": config.compute_dtype_name,
+        "reduction of gradients": "float32",
+        "logprobs": "float32",
+        "export": stored_dtype(path) or config.compute_dtype_name,
+    }

@@ -1,0 +1,97 @@
+"""A memory plan as text for people, and as a mapping for machines."""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from fsdptrain.memory.demand import DEVICE_MARGIN, GIB
+from fsdptrain.tools.inspect.text import count, facts, heading, line, narrow_console
+from fsdptrain.tools.plan.activations import Moment
+from fsdptrain.tools.plan.plan import Plan, Proposal, with_margin
+
+
+def print_plan(plan: Plan, command: str) -> None:
+    """`command`: what starts the run that was planned, without the flags of a proposal."""
+    console = narrow_console()
+    machine = plan.machine
+    size = f"{count(plan.counts.total)} parameters, {machine.num_gpus} x {machine.gpu_memory / GIB:g} GiB"
+    line(console, plan.model_class, size)
+    heading(console, "On each GPU, in GiB")
+    console.print(_moments([plan.training, *([plan.generation] if plan.generation else [])]))
+    heading(console, "Training, in GiB, margin included")
+    console.print(Padding(facts((name, _gib(size)) for name, size in plan.choices.items()), (0, 0, 0, 2)))
+    heading(console, f"On the host of {machine.ranks_per_node} ranks, in GiB")
+    console.print(Padding(facts(_host(plan)), (0, 0, 0, 2)))
+    console.print()
+    if plan.fits:
+        console.print(f"fits: {_gib(plan.device)} of {machine.gpu_memory / GIB:g} GiB", style="bold", highlight=False)
+        console.print(f"  {command}", markup=False, highlight=False, soft_wrap=True)
+        return
+    console.print(_verdict(plan), style="bold", markup=False, highlight=False)
+    for proposal in plan.proposals:
+        _print_proposal(console, proposal, command, machine.num_gpus)
+
+
+def as_mapping(plan: Plan, command: str) -> dict[str, Any]:
+    """Sizes in bytes."""
+    values = asdict(plan)
+    moments = {"training": plan.training, "generation": plan.generation}
+    for name, moment in moments.items():
+        values[name] = None if moment is None else {**asdict(moment), "total": moment.total}
+    return {
+        **values,
+        "device": plan.device,
+        "fits": plan.fits,
+        "margin": DEVICE_MARGIN,
+        "command": command,
+        "proposals": [{**asdict(p), "command": " ".join([command, *p.flags])} for p in plan.proposals],
+    }
+
+
+def _moments(moments: list[Moment]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("")
+    for name in ("training", "generation")[: len(moments)]:
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in dict.fromkeys(name for moment in moments for name in moment.parts):
+        table.add_row(f"  {name}", *(_gib(moment.parts[name]) if name in moment.parts else "" for moment in moments))
+    table.add_row("  together", *(_gib(moment.total) for moment in moments), style="bold")
+    margin = f"  with a margin of {100 * (DEVICE_MARGIN - 1):.0f} %"
+    table.add_row(margin, *(_gib(with_margin(moment)) for moment in moments), style="bold")
+    table.add_row(Text(f"  most at: {moments[0].name}", style="dim"))
+    return table
+
+
+def _host(plan: Plan) -> Iterator[tuple[str, str]]:
+    if not plan.host_parts:
+        yield "nothing", "weights, gradients and Adam's moments are on the GPUs"
+        return
+    yield from ((name, _gib(size)) for name, size in plan.host_parts.items())
+    limit = plan.machine.host_memory
+    of = f" of {limit / GIB:g}" if limit is not None else ""
+    yield "together", f"{_gib(plan.host)}{of}, with a margin"
+
+
+def _verdict(plan: Plan) -> str:
+    device = f"{_gib(plan.device)} of {plan.machine.gpu_memory / GIB:g} GiB on each GPU"
+    host = plan.machine.host_memory
+    if host is not None and plan.host > host:
+        device += f", {_gib(plan.host)} of {host / GIB:g} GiB on the host"
+    ways = "ways out, fastest first:" if plan.proposals else "no flag of a run makes it fit on up to 16 times the GPUs"
+    return f"does not fit: {device}; {ways}"
+
+
+def _print_proposal(console: Console, proposal: Proposal, command: str, num_gpus: int) -> None:
+    where = "" if proposal.num_gpus == num_gpus else f" on {proposal.num_gpus} GPUs"
+    host = f", {_gib(proposal.host)} on the host" if proposal.host else ""
+    console.print(f"  {_gib(proposal.device)} GiB{where}{host}", highlight=False)
+    console.print(f"    {' '.join([command, *proposal.flags])}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _gib(size: int | float) -> str:
+    return f"{size / GIB:.1f}"

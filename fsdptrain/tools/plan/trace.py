@@ -1,0 +1,328 @@
+"""What a forward and a backward pass hold, from the model's own code: it is run on tensors without data.
+
+One layer of each kind is enough. Every tensor that an operation makes is counted from then until nothing refers to it;
+weights are not. So no formula of an architecture stands here, and whatever the model, its attention or checkpointing
+keeps, keeps it here too. A pack of 8192 tokens takes two seconds, and no memory.
+"""
+
+import copy
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+
+from fsdptrain.config import LoraConfig
+from fsdptrain.errors import MemoryPlanError
+from fsdptrain.features.activation_memory.checkpointing import CheckpointingKind, enable_gradient_checkpointing
+from fsdptrain.features.activation_memory.offload import enable_activation_offload
+from fsdptrain.features.lora.adapters import add_adapters
+from fsdptrain.fsdp.transfers import Transfers
+from fsdptrain.model.architecture import model_from_config
+from fsdptrain.model.inputs import Layout
+from fsdptrain.model.layer_kinds import layer_kinds
+from fsdptrain.model.loading.materialize import parameter_names, quiet_transformers, register
+from fsdptrain.model.policy import MODEL_ERRORS, install_policy_forward, plain_batch, policy_logprobs
+from fsdptrain.model.probes.random_copy import keep_one_of_each_kind
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a pack is computed."""
+
+    seqlens: tuple[int, ...]  # of its sequences
+    layout: Layout
+    attention: str
+    dtype: torch.dtype
+    chunk_size: int  # of the logprobs
+    checkpointing: CheckpointingKind | None  # of every layer
+    offload: bool = False  # of activations
+    lora: LoraConfig | None = field(default=None, hash=False)  # only an adapter is trained
+
+
+@dataclass(frozen=True)
+class LayerTrace:
+    """Bytes of one layer of a kind. Peaks are above what there was when it began."""
+
+    numel: int  # its parameters
+    count: int  # layers of this kind
+    saved: int  # from the end of its forward to its backward, its output included
+    forward_peak: int
+    backward_peak: int  # gradients of its weights included
+    input_bytes: int  # of the hidden states
+    trained: int  # of its parameters
+    on_host: int = 0  # what it keeps there
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Bytes of one pack on one rank."""
+
+    before: int  # embedded tokens, rotary tables, masks
+    layers: tuple[LayerTrace, ...]
+    head_saved: int  # by the last norm and the logprobs
+    head_forward_peak: int  # above what there was after the last layer
+    head_backward_peak: int  # above what there was when the backward pass began
+    head_left: int  # gradients of the head's weights, less what its backward freed
+    end_peak: int  # while the embedding's gradient is made, above what there was before
+
+
+class MemoryTracker(TorchDispatchMode):
+    """Bytes of tensors that were made while it was active and are still referred to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = 0
+        self.peak = 0
+        self.on_host = 0  # bytes of live `host_buffer`s, which are not among the others
+        self._sizes: dict[int, int] = {}
+        self._making_host_buffer = False
+
+    def host_buffer(self, num_bytes: int) -> Tensor:
+        """[num_bytes] uint8 that counts as being elsewhere."""
+        self._making_host_buffer = True
+        try:
+            return torch.empty(num_bytes, dtype=torch.uint8)
+        finally:
+            self._making_host_buffer = False
+
+    def ignore(self, tensors: Sequence[Tensor]) -> None:
+        """What was there before; to be held by the caller."""
+        for tensor in tensors:
+            self._sizes[tensor.untyped_storage()._cdata] = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        grouped = func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16
+        out = _grouped_mm(*args) if grouped else func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self._count(tensor.untyped_storage())
+        self.peak = max(self.peak, self.live)
+        return out
+
+    def take_peak(self) -> int:
+        """The most since the last call."""
+        peak, self.peak = self.peak, self.live
+        return peak
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._sizes:
+            self._sizes[key] = storage.nbytes()
+            self._add(storage.nbytes(), self._making_host_buffer)
+            weakref.finalize(storage, self._drop, key, self._making_host_buffer)
+
+    def _drop(self, key: int, on_host: bool) -> None:
+        self._add(-self._sizes.pop(key), on_host)
+
+    def _add(self, num_bytes: int, on_host: bool) -> None:
+        if on_host:
+            self.on_host += num_bytes
+        else:
+            self.live += num_bytes
+
+
+def trace(config: PreTrainedConfig, recipe: Recipe, *, trust_remote_code: bool = False) -> Trace:
+    """One forward and backward pass of a pack. MemoryPlanError where the model cannot be run without data."""
+    mode = FakeTensorMode()
+    model, kinds = _fake_model(config, recipe.dtype, recipe.attention, mode, trust_remote_code, recipe.lora)
+    ledger = MemoryTracker()
+    if recipe.checkpointing is not None:
+        enable_gradient_checkpointing(model, kind=recipe.checkpointing)
+    if recipe.offload:  # a layer's tensors leave when it ends, and come back when its backward begins
+        enable_activation_offload(model, Transfers(_CPU), ahead=0, host_buffer=ledger.host_buffer)
+    install_policy_forward(model, chunk_size=recipe.chunk_size)
+    batch = plain_batch([[1] * length for length in recipe.seqlens], device=_CPU)._map(mode.from_tensor)
+    ledger.ignore([*model.parameters(), *model.buffers(), *(x for x in vars(batch).values() if isinstance(x, Tensor))])
+    spans = _Spans(ledger, [layer for layer, _ in kinds])
+    with mode, ledger, _refused(model):
+        logprobs = policy_logprobs(model, batch, layout=recipe.layout, with_entropy=True)
+        head_saved, head_forward_peak = spans.close_forward()
+        (logprobs.values * batch.loss_weights).sum().backward()
+        end_peak = spans.close_backward()
+    return Trace(
+        before=spans.before,
+        layers=tuple(spans.of_layer(i, layer, count) for i, (layer, count) in enumerate(kinds)),
+        head_saved=head_saved,
+        head_forward_peak=head_forward_peak,
+        head_backward_peak=spans.head_backward_peak,
+        head_left=spans.head_left,
+        end_peak=end_peak,
+    )
+
+
+def interleave(recomputed: Trace, plain: Trace, *, every: int) -> Trace:
+    """Of a model of which every n-th layer, from the first on, is as in `recomputed`."""
+    pairs = [pair for pair in zip(recomputed.layers, plain.layers, strict=True) for _ in range(pair[0].count)]
+    layers = (pair[0] if i % every == 0 else pair[1] for i, pair in enumerate(pairs))
+    return replace(plain, layers=tuple(replace(layer, count=1) for layer in layers))
+
+
+def cache_bytes(
+    config: PreTrainedConfig, *, num_tokens: int, dtype: torch.dtype, trust_remote_code: bool = False
+) -> int:
+    """Key-value cache and recurrent states of one row of `num_tokens`, as the embedded engine holds them."""
+    mode = FakeTensorMode()
+    model, kinds = _fake_model(config, dtype, "eager", mode, trust_remote_code)
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    with mode, MemoryTracker(), torch.no_grad(), _refused(model):
+        ids = torch.ones((1, num_tokens), dtype=torch.int64)
+        model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    per_layer = [_bytes_of(layer) for layer in cache.layers]
+    return sum(size * count for size, (_, count) in zip(per_layer, kinds, strict=True))
+
+
+def _fake_model(
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    attention: str,
+    mode: FakeTensorMode,
+    trust_remote_code: bool,
+    lora: LoraConfig | None = None,
+) -> tuple[PreTrainedModel, list[tuple[nn.Module, int]]]:
+    """One layer of each kind, weights in `dtype`; and the layers of the text with how many there are of each kind."""
+    small = copy.deepcopy(config)
+    with torch.device("meta"), quiet_transformers():
+        model = model_from_config(
+            small, dtype=torch.float32, attn_implementation=attention, trust_remote_code=trust_remote_code
+        )
+    if lora is not None:
+        add_adapters(model, lora)
+    text = [(kind.layer, len(kind.indices)) for kind in layer_kinds(model) if kind.of_text]
+    keep_one_of_each_kind(model)
+    with mode:
+        for names in parameter_names(model):
+            stock = model.get_parameter(names[0])
+            fake = nn.Parameter(torch.empty(stock.shape, dtype=dtype), requires_grad=stock.requires_grad)
+            register(model, names, fake)
+        for name, buffer in list(model.named_buffers()):
+            register(model, [name], torch.empty(buffer.shape, dtype=buffer.dtype))
+    for place, (layer, _) in enumerate(text):
+        for module in layer.modules():
+            if "layer_idx" in vars(module):
+                vars(module)["layer_idx"] = place  # where it finds its part of a cache
+    return model, text
+
+
+def _grouped_mm(a: Tensor, b: Tensor, offsets: Tensor, *_: Any) -> Tensor:
+    """Of the right shape: what torch has for tensors without data takes bfloat16 only, its kernels take more."""
+    if a.dim() == 2 and b.dim() == 2:  # the gradient of the weights
+        return a.new_empty((offsets.shape[0], a.shape[0], b.shape[1]))
+    return a.new_empty((a.shape[0], b.shape[-1]))
+
+
+@contextmanager
+def _refused(model: PreTrainedModel) -> Iterator[None]:
+    """A model whose code asks for values (which expert got a token) cannot be run without data."""
+    try:
+        yield
+    except MODEL_ERRORS as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise MemoryPlanError(f"the activations of {type(model).__name__} cannot be planned: {reason}") from error
+
+
+@dataclass
+class _Span:
+    """What the ledger said of one layer. Bytes, but for `input`."""
+
+    begin: int = 0
+    end: int = 0
+    forward_peak: int = 0
+    backward_peak: int = 0
+    input_bytes: int = 0
+    input: Callable[[], torch.UntypedStorage | None] = lambda: None  # None: it is gone
+    host_begin: int = 0
+    host_end: int = 0
+
+
+class _Spans:
+    """Hooks that note the ledger where a layer begins and ends, forward and backward."""
+
+    def __init__(self, ledger: MemoryTracker, layers: Sequence[nn.Module]) -> None:
+        self._ledger = ledger
+        self._spans = [_Span() for _ in layers]
+        self._backward_begin = 0
+        self.before = 0
+        self.head_backward_peak = 0
+        self.head_left = 0
+        for i, layer in enumerate(layers):
+            layer.register_forward_pre_hook(lambda _, args, kwargs, i=i: self._enter(i, args, kwargs), with_kwargs=True)
+            layer.register_forward_hook(lambda _, args, out, i=i: self._leave(i, out))
+
+    def of_layer(self, i: int, layer: nn.Module, count: int) -> LayerTrace:
+        span = self._spans[i]
+        return LayerTrace(
+            numel=sum(p.numel() for p in layer.parameters()),
+            count=count,
+            saved=span.end - span.begin,
+            forward_peak=span.forward_peak,
+            backward_peak=span.backward_peak,
+            input_bytes=span.input_bytes,
+            trained=sum(p.numel() for p in layer.parameters() if p.requires_grad),
+            on_host=span.host_end - span.host_begin,
+        )
+
+    def close_forward(self) -> tuple[int, int]:
+        """(saved by what follows the layers, its peak)"""
+        gone = [span.input_bytes if span.input() is None else 0 for span in self._spans]
+        held_until_now = {0, len(gone) - 1}  # by the model itself: what it embedded, and what its last layer took
+        after_layers = self._spans[-1].end - sum(gone[i] for i in held_until_now)
+        for span, size in zip(self._spans, gone, strict=True):  # was not saved, though there when the layer ended
+            span.end -= size
+        saved = self._ledger.live - after_layers
+        peak = self._ledger.take_peak() - after_layers
+        self._backward_begin = self._ledger.live
+        return saved, peak
+
+    def close_backward(self) -> int:
+        if self._at >= 0:  # what lies below has nothing to train: the backward pass ended in this layer
+            self._backward_of(self._at - 1)
+        return self._ledger.take_peak() - self._last
+
+    def _enter(self, i: int, args: tuple, kwargs: dict) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        self._ledger.take_peak()
+        span = self._spans[i]
+        span.begin, span.host_begin = self._ledger.live, self._ledger.on_host
+        span.input, span.input_bytes = weakref.ref(hidden.untyped_storage()), hidden.nbytes
+        if i == 0:
+            self.before = self._ledger.live
+            self._notice(hidden, -1)
+
+    def _leave(self, i: int, out: Any) -> None:
+        hidden = out[0] if isinstance(out, tuple) else out
+        span = self._spans[i]
+        span.end, span.host_end = self._ledger.live, self._ledger.on_host
+        span.forward_peak = self._ledger.take_peak() - span.begin
+        self._notice(hidden, i)
+
+    def _notice(self, hidden: Tensor, i: int) -> None:
+        if hidden.requires_grad:
+            hidden.register_hook(lambda _: self._backward_of(i))
+
+    def _backward_of(self, i: int) -> None:
+        """The gradient of the output of layer `i` is there: what comes after it has finished its backward."""
+        peak = self._ledger.take_peak()
+        if i == len(self._spans) - 1:
+            self.head_backward_peak = peak - self._backward_begin
+            self.head_left = self._ledger.live - self._backward_begin
+        else:
+            self._spans[i + 1].backward_peak = peak - self._last
+        self._last = self._ledger.live
+        self._at = i
+
+
+def _bytes_of(layer: Any) -> int:
+    """Of the distinct tensors that a layer of a cache holds."""
+    held = [value for value in vars(layer).values() if value is not None]
+    tensors = {id(x): x for x in tree_leaves(held) if isinstance(x, Tensor)}
+    return sum(x.numel() * x.element_size() for x in tensors.values())

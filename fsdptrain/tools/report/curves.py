@@ -1,0 +1,137 @@
+"""A picture of a run: reward, held-out accuracy and length over its steps, from its metrics.jsonl."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from fsdptrain.errors import ConfigError
+from fsdptrain.tools.report.report import Series, evaluations, read_series, title
+
+INK, GREY, RULE = "#1f2933", "#6b7785", "#e4e8ec"
+BLUE, ORANGE, GREEN, RED = "#2563b0", "#d9691e", "#2f8f5b", "#b83a4b"
+WINDOW = 5  # steps in a mean of the thick lines
+NOISY: Mapping[str, tuple[str, str]] = {
+    "reward/mean": ("Reward of the rollouts", BLUE),
+    "loss/total": ("Loss", RED),
+    "completion/length_mean": ("Length of a completion [tokens]", GREEN),
+    "selection/kept_fraction": ("Share of groups kept", ORANGE),
+}
+
+
+def draw_curves(run: Path, target: Path) -> Path:
+    """Write the picture to `target` (PNG). Needs matplotlib, from the extra `plot`."""
+    return save(make_figure(run), target)
+
+
+def new_figure(*, width: float, height: float):
+    """An empty matplotlib figure of so many inches."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("drawing needs matplotlib: pip install 'fsdptrain[plot]'") from error
+    figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save(figure, target: Path) -> Path:
+    try:
+        figure.savefig(target, dpi=150)
+    except OSError as error:
+        raise ConfigError(f"{target} cannot be written: {error.strerror}") from error
+    return target
+
+
+def make_figure(run: Path):
+    """A matplotlib figure with a panel for each thing that the run measured."""
+    series = {name: read_series(run, name) for name in NOISY}
+    if (earned := read_series(run, "selection/reward_mean"))[0]:
+        series["reward/mean"] = earned  # of what was kept it stays near the middle, however good the policy
+    if series["reward/mean"][0]:
+        del series["loss/total"]  # a policy loss says nothing; a supervised one does
+    held_out = {name: read_series(run, f"eval/{name}/accuracy") for name in evaluations(run)}
+    drawers = [partial(_draw_noisy, run=run, name=name, series=found) for name, found in series.items() if found[0]]
+    if held_out:
+        drawers.insert(1, partial(_draw_evaluations, held_out=held_out))
+    if not drawers:
+        raise ConfigError(f"{run / 'metrics.jsonl'} holds no step yet: wait for the first")
+    last_step = max([1.0, *(steps[-1] for steps, _ in [*series.values(), *held_out.values()] if steps)])
+    figure = new_figure(width=4.4 * len(drawers), height=4.0)
+    figure.suptitle(title(run), x=0.008, ha="left", fontsize=11, fontweight="bold", color=INK)
+    for number, draw in enumerate(drawers, start=1):
+        axes = figure.add_subplot(1, len(drawers), number)
+        draw(axes)
+        _tidy(axes, last_step)
+    return figure
+
+
+def smooth(values: Sequence[float], window: int) -> list[float]:
+    """Mean over the last `window` values, over fewer at the start."""
+    return [sum(values[max(0, i - window + 1) : i + 1]) / min(i + 1, window) for i in range(len(values))]
+
+
+def _draw_noisy(axes, run: Path, name: str, series: Series) -> None:
+    steps, values = series
+    heading, colour = NOISY[name]
+    means = smooth(values, WINDOW)
+    if name == "completion/length_mean":
+        _draw_range(axes, run, colour)
+    axes.plot(steps, values, color=colour, alpha=0.45, linewidth=0.9, label="one step")
+    axes.plot(steps, means, color=colour, linewidth=2.4, label=f"mean of {WINDOW} steps")
+    axes.plot(steps[-1:], means[-1:], color=colour, marker="o", markersize=5)
+    _head(axes, heading, [(f"{short(means[0])} → {short(means[-1])}", colour)])
+    if min(values) >= 0:
+        axes.set_ylim(0, _top(values, axes))
+    axes.legend(frameon=False, loc="best", fontsize=8, labelcolor=GREY)
+
+
+def _draw_range(axes, run: Path, colour: str) -> None:
+    steps, shortest = read_series(run, "completion/length_min")
+    _, longest = read_series(run, "completion/length_max")
+    if len(shortest) == len(longest):
+        axes.fill_between(steps, shortest, longest, color=colour, alpha=0.1, linewidth=0, label="shortest to longest")
+
+
+def _draw_evaluations(axes, held_out: Mapping[str, Series]) -> None:
+    notes = []
+    for (name, (steps, values)), colour in zip(held_out.items(), (BLUE, ORANGE, GREEN, RED), strict=False):
+        label = "greedy" if name.endswith("_greedy") else "sampled" if name == "heldout" else name
+        axes.plot(steps, values, color=colour, marker="o", markersize=5, linewidth=2.4, label=label)
+        notes.append((f"{label} {short(values[0])} → {short(values[-1])}", colour))
+    _head(axes, "Accuracy on held-out prompts", notes)
+    axes.set_ylim(0, 1.05)
+    if len(held_out) > 1:
+        axes.legend(frameon=False, loc="lower right", fontsize=8, labelcolor=GREY)
+
+
+def _head(axes, heading: str, notes: Sequence[tuple[str, str]]) -> None:
+    """The heading of a panel, and under it what changed from first to last, in the colours of the lines."""
+    axes.set_title(heading, loc="left", fontsize=11, color=INK, pad=24)
+    at = 0.0
+    for text, colour in notes:
+        axes.text(at, 1.03, text, transform=axes.transAxes, fontsize=10, fontweight="bold", color=colour, va="bottom")
+        at += 0.022 * len(text) + 0.06
+
+
+def _top(values: Sequence[float], axes) -> float:
+    """Shares are drawn up to 1, so that panels of two runs compare; all else up to the highest line."""
+    highest = max(values)
+    return 1.05 if 0.2 < highest <= 1.0 else max(axes.get_ylim()[1], 1.05 * highest) or 1.0
+
+
+def short(value: float) -> str:
+    """Three digits that matter: an accuracy of 0.996 is not 1.00."""
+    return f"{value:.3g}"
+
+
+def _tidy(axes, last_step: float) -> None:
+    axes.set_xlim(-0.03 * last_step, 1.03 * last_step)  # the same in each panel, though rollouts begin at 1
+    axes.set_xlabel("step", color=GREY)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.grid(axis="y", color=RULE)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=GREY, length=0)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(GREY)

@@ -1,0 +1,102 @@
+"""A picture of what rank 0 did when, from the timeline.jsonl of a run: a row for each stage, rollouts by colour."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from fsdptrain.errors import ConfigError
+from fsdptrain.tools.report.curves import BLUE, GREEN, GREY, INK, ORANGE, RED, RULE, new_figure, save
+
+ROWS = ("generate", "reward", "score", "train", "sync", "check", "eval", "save")  # from top to bottom
+COLOURS = (BLUE, ORANGE, GREEN, RED, "#7a4fb3", "#c49a1a")  # of rollouts, in turn
+DEFAULT_ROLLOUTS = 4  # the last ones
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One stage of one rollout. Bars of a row that overlap lie in lanes of their own."""
+
+    stage: str
+    rollout: int
+    begin: float  # [s] since the first one
+    end: float
+    lane: int
+
+
+def draw_timeline(run: Path, target: Path, rollouts: tuple[int, int] | None = None) -> Path:
+    """Write the picture of `rollouts` (first, last; default: the last four) to `target` (PNG or SVG)."""
+    return save(make_figure(run, read_bars(run, rollouts)), target)
+
+
+def read_bars(run: Path, rollouts: tuple[int, int] | None = None) -> list[Bar]:
+    """All stages of timeline.jsonl in the time in which any of `rollouts` went on."""
+    path = run / "timeline.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
+    spans = [json.loads(line) for line in lines if line.endswith("\n")]
+    if not spans:
+        raise ConfigError(f"{run} has no timeline.jsonl with a rollout in it: name the --output-dir of a run")
+    last = max((span["rollout"] for span in spans if span["stage"] == "train"), default=0)
+    first, last = rollouts or (max(1, last - DEFAULT_ROLLOUTS + 1), last)
+    chosen = [span for span in spans if first <= span["rollout"] <= last]
+    if not chosen:
+        known = f"{min(span['rollout'] for span in spans)}:{max(span['rollout'] for span in spans)}"
+        raise ConfigError(f"--rollouts {first}:{last}: {path} holds {known}")
+    start, end = min(span["begin"] for span in chosen), max(span["end"] for span in chosen)
+    return in_lanes(
+        [
+            (s["stage"], s["rollout"], max(s["begin"], start) - start, min(s["end"], end) - start)
+            for s in spans
+            if s["begin"] < end and s["end"] > start
+        ]
+    )
+
+
+def in_lanes(spans: Sequence[tuple[str, int, float, float]]) -> list[Bar]:
+    """Each (stage, rollout, begin, end) in the first lane of its stage that is free by then."""
+    free: dict[str, list[float]] = {}  # stage -> end of the last bar of each lane
+    bars = []
+    for stage, rollout, begin, end in sorted(spans, key=lambda span: span[2]):
+        ends = free.setdefault(stage, [])
+        lane = next((i for i, busy_until in enumerate(ends) if busy_until <= begin), len(ends))
+        ends[lane : lane + 1] = [end]
+        bars.append(Bar(stage, rollout, begin, end, lane))
+    return bars
+
+
+def _heading(run: Path) -> str:
+    """What makes timelines differ, where the run's config.yaml says it."""
+    path = run / "config.yaml"
+    config = (yaml.safe_load(path.read_text()) if path.is_file() else None) or {}
+    engine, age = config.get("rollout", {}).get("engine"), config.get("sync", {}).get("max_staleness")
+    return run.resolve().name if engine is None or age is None else f"--rollout-engine {engine} --max-staleness {age}"
+
+
+def make_figure(run: Path, bars: Sequence[Bar]):
+    """A matplotlib figure with the bars of each stage in a row."""
+    rows = [stage for stage in ROWS if any(bar.stage == stage for bar in bars)]
+    figure = new_figure(width=10.0, height=0.42 * len(rows) + 1.1)
+    figure.suptitle(_heading(run), x=0.008, ha="left", fontsize=10, fontweight="bold", color=INK)
+    axes = figure.add_subplot()
+    lanes = {stage: 1 + max(bar.lane for bar in bars if bar.stage == stage) for stage in rows}
+    for bar in bars:
+        height = 0.8 / lanes[bar.stage]
+        top = rows.index(bar.stage) - 0.4 + bar.lane * height
+        colour = COLOURS[bar.rollout % len(COLOURS)]
+        axes.broken_barh([(bar.begin, bar.end - bar.begin)], (top, 0.9 * height), color=colour, linewidth=0)
+    for rollout in sorted({bar.rollout for bar in bars}):
+        axes.broken_barh([], (0, 0), color=COLOURS[rollout % len(COLOURS)], label=f"rollout {rollout}")
+    axes.set_yticks(range(len(rows)), rows)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xlim(left=0.0)
+    axes.set_xlabel("seconds", color=GREY)
+    axes.grid(axis="x", color=RULE)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=GREY, length=0)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(GREY)
+    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, labelcolor=GREY)
+    return figure

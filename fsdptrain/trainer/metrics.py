@@ -1,0 +1,181 @@
+"""What a step is reported as: statistics of the samples over all ranks, times, throughput, memory."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from fsdptrain import platform
+from fsdptrain.algo.advantages import AdvantageRule, zero_spread_groups
+from fsdptrain.distributed import gather, sum_over_ranks
+from fsdptrain.trainer.batches import StepBatches
+from fsdptrain.trainer.samples.single_turn import RolloutBatch
+from fsdptrain.types import Metrics, Sample
+
+
+class RewardNames:
+    """The parts of the reward, as all ranks know them. They are told each other only when one is new."""
+
+    def __init__(self) -> None:
+        self._known: tuple[str, ...] = ()
+
+    def of(self, samples: Sequence[Sample]) -> tuple[str, ...]:
+        """Collective."""
+        own = {name for sample in samples for name in sample.rewards}
+        if reduce_max({"new": float(not own <= set(self._known))})["new"]:
+            self._known = tuple(sorted(set().union(self._known, *gather(sorted(own)))))
+        return self._known
+
+
+def sample_metrics(experience: RolloutBatch, reward_names: RewardNames, advantages: AdvantageRule) -> Metrics:
+    """reward/*, group/*, completion/*, progress/* over every rank. Unscored samples count in lengths only.
+
+    The reward is what advantages are made of, after shaping; its parts are reported without their weights.
+    reward/unscored_fraction is what --max-unscored-fraction bounds: also of samples that were made and not kept.
+    """
+    samples = experience.samples
+    names = reward_names.of(samples)
+    scored = [sample for sample in samples if sample.reward is not None]
+    rewards = [sample.reward for sample in scored if sample.reward is not None]
+    lengths = [sum(sample.loss_mask) for sample in samples]
+    flat, groups = zero_spread_groups(samples, advantages.weights or ())
+    total = reduce_sums(
+        {
+            "rewards": math.fsum(rewards),
+            "squares": math.fsum(reward * reward for reward in rewards),
+            "scored": len(rewards),
+            "flat": flat,
+            "groups": groups,
+            "lengths": sum(lengths),
+            "samples": len(samples),
+            "truncated": sum(sample.truncated for sample in samples),
+            "dropped": experience.num_dropped,
+            "unscored": experience.scores.num_unscored if experience.scores else 0,
+            "made": len(experience.scores.scores) if experience.scores else 0,
+            "tokens": sum(len(sample.token_ids) for sample in samples),
+            **{_reward(name): math.fsum(sample.rewards.get(name, 0.0) for sample in scored) for name in names},
+        }
+    )
+    shortest, longest = _extremes(lengths)
+    num_samples = max(1.0, total["samples"])
+    metrics = {
+        "completion/length_mean": total["lengths"] / num_samples,
+        "completion/length_min": shortest,
+        "completion/length_max": longest,
+        "completion/truncated_fraction": total["truncated"] / num_samples,
+        "progress/samples": total["samples"],
+        "progress/tokens": total["tokens"],
+        "progress/dropped": total["dropped"],
+    }
+    if experience.scores is None:
+        return metrics
+    num_scored = max(1.0, total["scored"])
+    mean = total["rewards"] / num_scored
+    parts = {_reward(name): total[_reward(name)] / num_scored for name in names}
+    return {
+        **metrics,
+        **parts,  # before ours: a detail that somebody calls `mean` is not the mean
+        "reward/mean": mean,
+        "reward/std": math.sqrt(max(0.0, total["squares"] / num_scored - mean * mean)),
+        "reward/unscored_fraction": total["unscored"] / max(1.0, total["made"]),
+        "group/zero_std_fraction": total["flat"] / max(1.0, total["groups"]),
+    }
+
+
+def episode_metrics(samples: Sequence[Sample]) -> Metrics:
+    """episode/* over every rank: how many turns the model took, and how much the environment said."""
+    turns = [_num_turns(sample.loss_mask) for sample in samples]
+    heard = [sum(not mask for mask in sample.loss_mask[sample.loss_mask.index(True) :]) for sample in samples]
+    total = reduce_sums(
+        {"samples": len(samples), "turns": sum(turns), "longer": sum(n > 1 for n in turns), "heard": sum(heard)}
+    )
+    num_samples = max(1.0, total["samples"])
+    return {
+        "episode/turns_mean": total["turns"] / num_samples,
+        "episode/several_turns_fraction": total["longer"] / num_samples,
+        "episode/observation_length_mean": total["heard"] / num_samples,
+    }
+
+
+def staleness_metrics(samples: Sequence[Sample], step: int) -> Metrics:
+    """staleness/* over every rank: how many versions older than the present one, `step`, the weights were that made the
+    tokens to train on. Collective."""
+    ages = [
+        step - version
+        for sample in samples
+        for version, own in zip(
+            sample.versions or [sample.policy_version] * len(sample.loss_mask), sample.loss_mask, strict=True
+        )
+        if own
+    ]
+    total = reduce_sums({"ages": sum(ages), "tokens": len(ages), "mixed": sum(s.versions is not None for s in samples)})
+    return {
+        "staleness/mean": total["ages"] / max(1.0, total["tokens"]),
+        "staleness/max": reduce_max({"age": max(ages, default=0)})["age"],
+        "staleness/samples_of_several_versions": total["mixed"],
+    }
+
+
+def _num_turns(loss_mask: Sequence[bool]) -> int:
+    """Runs of tokens that the model made."""
+    return sum(now and not before for before, now in zip([False, *loss_mask], loss_mask, strict=False))
+
+
+def reduce_sums(values: Mapping[str, float]) -> Metrics:
+    """The sum of each value over the ranks: one collective. Every rank passes the same names."""
+    return dict(zip(values, sum_over_ranks(list(values.values())), strict=True))
+
+
+def reduce_max(values: Mapping[str, float]) -> Metrics:
+    """The largest of each value over the ranks: one collective."""
+    packed = torch.tensor(list(values.values()), dtype=torch.float64)
+    dist.all_reduce(packed, op=dist.ReduceOp.MAX)
+    return dict(zip(values, packed.tolist(), strict=True))
+
+
+def packing_metrics(steps: Sequence[StepBatches]) -> Metrics:
+    count = max(1, len(steps))
+    return {
+        "perf/pack_fill": sum(step.fill for step in steps) / count,
+        "perf/rank_imbalance": sum(step.imbalance for step in steps) / count,
+        "perf/shared_tokens": sum(step.shared for step in steps) / count,
+    }
+
+
+def memory_metrics(*, planned: int | None) -> Metrics:
+    """Of the rank that holds most; beside it what was `planned` for each. [bytes]"""
+    expected = {} if planned is None else {"perf/planned_memory_gib": planned / platform.GIB}
+    return expected | reduce_max(
+        {
+            "perf/peak_memory_gib": platform.peak_device_memory() / platform.GIB,
+            "perf/host_rss_gib": platform.host_rss() / platform.GIB,
+        }
+    )
+
+
+def mean_metrics(steps: Sequence[Metrics]) -> Metrics:
+    """One record for several optimizer steps: maxima (`_max`) and counters by maximum, all else a mean.
+
+    Over the steps that have the metric: one that was skipped has no gradient norm.
+    """
+    names = dict.fromkeys(name for step in steps for name in step)
+    return {name: _combine(name, [step[name] for step in steps if name in step]) for name in names}
+
+
+def _reward(name: str) -> str:
+    return f"reward/{name}"
+
+
+def _combine(name: str, values: Sequence[float]) -> float:
+    if name.endswith("_max") or name == "optim/skipped_steps":
+        return max(values)
+    return values[-1] if name == "optim/lr" else math.fsum(values) / len(values)
+
+
+def _extremes(lengths: Sequence[int]) -> tuple[float, float]:
+    """Least and most, over every rank; 0 where there is nothing."""
+    found = reduce_max({"longest": max(lengths, default=0), "minus_shortest": -min(lengths, default=math.inf)})
+    if math.isinf(found["minus_shortest"]):
+        return 0.0, 0.0
+    return -found["minus_shortest"], found["longest"]

@@ -1,0 +1,264 @@
+"""Episodes: the model and an environment take turns, and each conversation becomes one sample."""
+
+import hashlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from fsdptrain.data.chat import TurnRenderer
+from fsdptrain.data.routes import sample_routes
+from fsdptrain.data.sources import as_messages
+from fsdptrain.distributed import any_rank, raise_on_all_ranks
+from fsdptrain.environments import LoadedEnvironment, StepThreads
+from fsdptrain.errors import ConfigError, RolloutError
+from fsdptrain.protocols import InFlightEngine, RewardFunction, RolloutEngine
+from fsdptrain.rewards.scoring import Score, Scores, score_completions, to_score
+from fsdptrain.trainer.samples.single_turn import Generate, Round, response_text
+from fsdptrain.trainer.timeline import Stopwatch
+from fsdptrain.types import Completion, Episode, Message, Prompt, Sample, SamplingParams, Turn
+
+ROLES = ("user", "tool", "system")  # of an observation: the assistant is the model
+_NEVER = object()  # the state of an episode that has not begun
+
+
+@dataclass
+class Conversation:
+    """One episode while it goes on. Tokens are those behind the prompt: of the model as sampled, of the environment as
+    rendered once.
+    """
+
+    prompt: Prompt
+    sample_index: int
+    max_tokens: int
+    token_ids: list[int] = field(default_factory=list)
+    loss_mask: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)  # of the weights, for each token
+    messages: list[Message] = field(default_factory=list)
+    routes: list[Tensor | None] = field(default_factory=list)  # as the engine reported them, turn by turn
+    num_turns: int = 0
+    state: Any = _NEVER
+    rewards: dict[str, float] | None = None
+    active: bool = True
+    done: bool = False
+    truncated: bool = False
+    error: str | None = None
+
+    @property
+    def ask(self) -> Prompt:
+        """The conversation so far, as a prompt of its own: its name fixes the draws of the next turn."""
+        name = f"{self.prompt.id}#{self.sample_index}@{self.num_turns}"
+        left = self.max_tokens - len(self.token_ids)
+        return Prompt(name, [*self.prompt.token_ids, *self.token_ids], "", max_tokens=left)
+
+    @property
+    def response(self) -> str:
+        """The last words of the model."""
+        return next(message["content"] for message in reversed(self.messages) if message["role"] == "assistant")
+
+    def say(self, completion: Completion, text: str) -> None:
+        """The model's turn. An engine that does not know of a prompt's own limit is cut here."""
+        ids = completion.token_ids[: self.max_tokens - len(self.token_ids)]
+        self.truncated = completion.finish_reason == "length" or len(ids) < len(completion.token_ids)
+        self.token_ids += ids
+        self.loss_mask += [True] * len(ids)
+        self.logprobs += completion.logprobs[: len(ids)]
+        self.versions += completion.token_versions[: len(ids)]
+        self.messages.append({"role": "assistant", "content": text})
+        length = len(self.prompt.token_ids) + len(self.token_ids)
+        self.routes.append(None if completion.routes is None else completion.routes[:length])
+        self.num_turns += 1
+
+    def hear(self, observation: Sequence[Message], ids: Sequence[int]) -> None:
+        """The environment's turn. It ends the episode if it leaves the model no token to answer with."""
+        if len(self.token_ids) + len(ids) >= self.max_tokens:
+            self.truncated, self.active = True, False
+            return
+        self.token_ids += ids
+        self.loss_mask += [False] * len(ids)
+        self.logprobs += [0.0] * len(ids)
+        self.versions += self.versions[-1:] * len(ids)  # nobody asks for those of the environment
+        self.messages += observation
+
+    def earn(self, reward: Any) -> None:
+        """Add up `reward` by its parts. TypeError or ValueError if it is no reward."""
+        score = to_score(reward)
+        if score.reward is not None:
+            had = self.rewards or {}
+            parts = {**score.rewards, "reward": score.reward}
+            self.rewards = had | {name: had.get(name, 0.0) + value for name, value in parts.items()}
+
+    def fail(self, error: Exception) -> None:
+        self.error = self.error or f"--environment: {type(error).__name__}: {error}"
+        self.active = False
+
+
+@dataclass
+class MultiTurn:
+    """Episodes of all prompts in lock-step: one call of the engine for each turn, as long as any rank has one that
+    goes on; in flight, as long as this one has.
+    """
+
+    engine: RolloutEngine
+    environment: LoadedEnvironment
+    reward: RewardFunction
+    reads_environment: bool  # somebody takes the rewards that the environment gives
+    renderer: TurnRenderer
+    threads: StepThreads
+    tokenizer: PreTrainedTokenizerBase
+    max_turns: int
+    _one_at_a_time: threading.Lock = field(init=False, default_factory=threading.Lock)  # as in SingleTurn
+
+    def make(self, prompts: Sequence[Prompt], sampling: SamplingParams, watch: Stopwatch) -> Round:
+        return self._make(self.engine.generate, prompts, sampling, watch, collective=True)
+
+    def make_in_flight(self, prompts: Sequence[Prompt], sampling: SamplingParams, watch: Stopwatch) -> Round:
+        assert isinstance(self.engine, InFlightEngine)
+        return self._make(self.engine.generate_in_flight, prompts, sampling, watch, collective=False)
+
+    def _make(
+        self,
+        generate: Generate,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        watch: Stopwatch,
+        *,
+        collective: bool,
+    ) -> Round:
+        def agreed() -> AbstractContextManager[object]:
+            return raise_on_all_ranks(RolloutError, "rollout") if collective else nullcontext()
+
+        episodes = [
+            Conversation(prompt, index, sampling.max_tokens)
+            for prompt in prompts
+            for index in range(sampling.num_samples)
+        ]
+        active, asks, params = episodes, list(prompts), sampling
+        while True:
+            with agreed():
+                with watch("generate"):
+                    completions = generate(asks, params)
+                with watch("reward"):
+                    self._take_turn(active, completions, seed=sampling.seed)
+            active = [episode for episode in episodes if episode.active]
+            if not (any_rank(bool(active)) if collective else active):
+                break
+            asks, params = [episode.ask for episode in active], replace(sampling, num_samples=1)
+        with agreed(), watch("reward"):
+            self._finish(episodes)
+            with self._one_at_a_time:
+                scores = self._score(episodes)
+            return Round(
+                samples=[_sample(*row) for row in zip(episodes, scores.scores, strict=True)],
+                prompts=[episode.prompt for episode in episodes],
+                texts=[self._text(episode) for episode in episodes],
+                scores=scores,
+            )
+
+    def _take_turn(self, active: Sequence[Conversation], completions: Sequence[Completion], *, seed: int) -> None:
+        """One turn of the model and the environment's answer, in each episode that goes on."""
+        for episode, completion in zip(active, completions, strict=True):
+            episode.say(completion, response_text(self.tokenizer, completion))
+        turns = self.threads.run([self._step(episode, seed) for episode in active])
+        for episode, turn in zip(active, turns, strict=True):
+            if isinstance(turn, Exception):
+                episode.fail(turn)
+                continue
+            episode.done = turn.done
+            cut_short = episode.truncated or episode.num_turns == self.max_turns
+            episode.truncated |= cut_short and not turn.done
+            episode.active = not turn.done and not cut_short
+            if episode.active:
+                ids = self.renderer.between(turn.observation, last_token=episode.token_ids[-1])
+                episode.hear(as_messages(turn.observation), ids)
+
+    def _step(self, episode: Conversation, seed: int) -> Callable[[], Turn]:
+        environment, response = self.environment.environment, episode.response
+
+        def call() -> Turn:
+            if episode.state is _NEVER:
+                episode.state = environment.reset(episode.prompt, prompt_seed(seed, episode.prompt.id))
+            turn = checked(environment.step(episode.state, response))
+            episode.earn(turn.reward)
+            return turn
+
+        return call
+
+    def _finish(self, episodes: Sequence[Conversation]) -> None:
+        """The last word of the environment, also on episodes that failed: they hold what it opened."""
+        if (finish := self.environment.finish) is None:
+            return
+        begun = [episode for episode in episodes if episode.state is not _NEVER]
+
+        def end(episode: Conversation) -> None:
+            episode.earn(finish(episode.state))
+
+        for episode, ended in zip(begun, self.threads.run([partial(end, e) for e in begun]), strict=True):
+            if isinstance(ended, Exception):
+                episode.fail(ended)
+
+    def _score(self, episodes: Sequence[Conversation]) -> Scores:
+        """By `--reward`, from the last response; an episode that failed has no reward."""
+        if not self.reads_environment and any(episode.rewards for episode in episodes):
+            raise ConfigError(
+                "--environment gives rewards, and --reward takes none of them: add `environment` to --reward, "
+                "alone or beside others"
+            )
+        good = [episode for episode in episodes if episode.error is None]
+        scored = score_completions(self.reward, [_with_episode(e) for e in good], [e.response for e in good])
+        scores = iter(scored.scores)
+        first = next((episode.error for episode in episodes if episode.error is not None), None)
+        return Scores(
+            scores=[next(scores) if episode.error is None else Score(None) for episode in episodes],
+            num_unscored=scored.num_unscored + len(episodes) - len(good),
+            first_error=first or scored.first_error,
+        )
+
+    def _text(self, episode: Conversation) -> str:
+        """All that stands behind the prompt, as the model saw it, and what went wrong."""
+        text = str(self.tokenizer.decode(episode.token_ids))
+        return f"{text}\n[{episode.error}]" if episode.error else text
+
+
+def prompt_seed(seed: int, prompt_id: str) -> int:
+    """Of the environment: one for all samples of a prompt, so that a group plays one game; on every machine alike."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{prompt_id}".encode(), digest_size=4).digest(), "big")
+
+
+def checked(turn: Any) -> Turn:
+    """TypeError where an environment answers something else than a turn, before anyone stumbles over it."""
+    if not isinstance(turn, Turn):
+        raise TypeError(f"step returned {turn!r:.80}, it must return a fsdptrain.types.Turn")
+    for message in as_messages(turn.observation):
+        known = isinstance(message, Mapping) and message.get("role") in ROLES
+        if not known or not isinstance(message.get("content"), str):
+            raise TypeError(f"an observation is a text or messages of {', '.join(ROLES)}, got {message!r:.80}")
+    return turn
+
+
+def _with_episode(episode: Conversation) -> Prompt:
+    ended = Episode(tuple(episode.messages), episode.rewards, episode.done)
+    return replace(episode.prompt, metadata={**episode.prompt.metadata, "episode": ended})
+
+
+def _sample(episode: Conversation, score: Score) -> Sample:
+    num_prompt = len(episode.prompt.token_ids)
+    first, several = next(iter(episode.versions), 0), len(set(episode.versions)) > 1
+    return Sample(
+        group_id=episode.prompt.id,
+        token_ids=[*episode.prompt.token_ids, *episode.token_ids],
+        loss_mask=[False] * num_prompt + episode.loss_mask,
+        rollout_logprobs=[0.0] * num_prompt + episode.logprobs,
+        reward=score.reward,
+        rewards=score.rewards,
+        policy_version=first,
+        versions=[first] * num_prompt + episode.versions if several else None,
+        truncated=episode.truncated,
+        routes=sample_routes(episode.routes, num_prompt + len(episode.token_ids)),
+    )

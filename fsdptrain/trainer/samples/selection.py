@@ -1,0 +1,180 @@
+"""Which groups of a rollout are trained on: dynamic sampling, after DAPO (arXiv 2503.14476, section 3.2).
+
+A group whose samples all earned the same has advantages of zero. It is left out, and new prompts are asked in its
+place, in rounds, up to a bound. Every rank learns what every group earned, and so all decide alike. Groups are judged
+in the order of the stream, which does not depend on the number of ranks; neither does what is asked, kept or left out.
+"""
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+from fsdptrain.algo.correct import is_correct
+from fsdptrain.data.packing.exchange import exchange_samples, gather_index
+from fsdptrain.distributed import gather
+from fsdptrain.errors import RolloutError
+from fsdptrain.types import Metrics, Prompt, Sample
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class GroupResult:
+    """What the samples of one prompt earned, before any shaping."""
+
+    owner: int  # rank that holds them
+    num_samples: int
+    num_scored: int
+    num_passed: int
+    reward_sum: float
+    spread: float  # largest minus smallest reward, or part of it; 0 where nothing was scored
+
+
+@dataclass(frozen=True)
+class SelectionRules:
+    """How groups are chosen; by default all of the first round are kept."""
+
+    dynamic: bool = False
+    max_rounds: int = 1
+    min_spread: float = 0.0
+    pass_threshold: float = 1.0
+    parts: tuple[str, ...] = ()  # of the reward that are normalised one by one: a group differs if one of them does
+
+
+@dataclass
+class Selection:
+    """The groups of one rollout, round by round; the same on every rank."""
+
+    rules: SelectionRules
+    wanted: int  # groups
+    generated: list[GroupResult] = field(default_factory=list)
+    kept: list[GroupResult] = field(default_factory=list)  # in the order of the stream
+    rounds: int = 0
+
+    @property
+    def missing(self) -> int:
+        return self.wanted - len(self.kept)
+
+    @property
+    def goes_on(self) -> bool:
+        return self.missing > 0 and self.rounds < self.rules.max_rounds
+
+    @property
+    def num_to_ask(self) -> int:
+        """Prompts of the next round: first as many as are wanted, then as many as will probably do."""
+        if not self.generated:
+            return self.wanted
+        rate = (self.num_useful + 1) / (len(self.generated) + 2)
+        return min(self.wanted, likely_enough(self.missing, rate))
+
+    @property
+    def num_useful(self) -> int:
+        return sum(self._is_useful(group) for group in self.generated)
+
+    def add(self, groups: Sequence[GroupResult]) -> list[bool]:
+        """Whether each group of a round is kept. What the last round brings beyond `wanted` is left out."""
+        chosen: list[bool] = []
+        for group in groups:
+            chosen.append(self.missing > 0 and self._is_useful(group))
+            if chosen[-1]:
+                self.kept.append(group)
+        self.generated += groups
+        self.rounds += 1
+        return chosen
+
+    def check(self, step: int) -> None:
+        """RolloutError, the same on all ranks, if nothing is left to train on; a word where it is less than wanted."""
+        if self.kept:
+            if self.missing and self.rules.max_rounds > 1:
+                line = "rollout %d trains on %d of %d groups: --dynamic-sampling-max-rounds %d brought no more"
+                log.warning(line, step + 1, len(self.kept), self.wanted, self.rules.max_rounds)
+            return
+        raise RolloutError(
+            f"--dynamic-sampling kept none of {len(self.generated)} groups in {self.rounds} rounds: no group's rewards "
+            f"differ by more than --min-group-spread {self.rules.min_spread:g}, their mean is {self._reward_mean:.3g}; "
+            "train on easier or harder prompts, raise --dynamic-sampling-max-rounds, or use --no-dynamic-sampling"
+        )
+
+    def metrics(self) -> Metrics:
+        """selection/*, and group/* of all that was generated, where the samples only speak of what was kept."""
+        if not self.rules.dynamic:
+            return {}
+        generated = max(1, len(self.generated))
+        return {
+            "selection/rounds": float(self.rounds),
+            "selection/generated_groups": float(len(self.generated)),
+            "selection/kept_fraction": len(self.kept) / generated,
+            "selection/surplus_groups": float(self.num_useful - len(self.kept)),
+            "selection/missing_groups": float(self.missing),
+            "selection/reward_mean": self._reward_mean,
+            "group/zero_std_fraction": sum(group.spread == 0 for group in self.generated) / generated,
+        }
+
+    @property
+    def _reward_mean(self) -> float:
+        scored = sum(group.num_scored for group in self.generated)
+        return math.fsum(group.reward_sum for group in self.generated) / max(1, scored)
+
+    def _is_useful(self, group: GroupResult) -> bool:
+        return not self.rules.dynamic or group.spread > self.rules.min_spread
+
+
+def likely_enough(missing: int, rate: float) -> int:
+    """Prompts of which `missing` are kept with a chance of about five in six, when each is with a chance of `rate`.
+
+    The smallest n whose mean n r is one standard deviation, sqrt(n r (1 - r)), above what is missing. One more prompt
+    costs less than one more round, which takes as long as its longest response.
+    """
+    deviation = math.sqrt(rate * (1 - rate))
+    root = (deviation + math.sqrt(deviation**2 + 4 * rate * missing)) / (2 * rate)
+    return math.ceil(root**2 - 1e-9)
+
+
+def gather_results(prompts: Sequence[Prompt], samples: Sequence[Sample], rules: SelectionRules) -> list[GroupResult]:
+    """The groups of all ranks, rank by rank: the order of the stream, of which each rank holds a part. Collective."""
+    members: dict[str, list[Sample]] = {prompt.id: [] for prompt in prompts}
+    for sample in samples:
+        members[sample.group_id].append(sample)
+    own = [group_result(group, rules, owner=dist.get_rank()) for group in members.values()]
+    return [group for groups in gather(own) for group in groups]
+
+
+def in_stream_order(samples: Sequence[Sample], groups: Sequence[GroupResult]) -> list[Sample]:
+    """The samples of all ranks dealt anew, bit by bit, so that rank by rank they stand in the order of `groups`.
+
+    `samples` are this rank's, each rank's in that order; whole groups stay together. Several rounds leave each rank a
+    part of every round, and so an order that depends on the number of ranks, as optimizer steps then would. Collective.
+    """
+    index = gather_index(samples)
+    next_of = {owner: index.owners.index(owner) for owner in set(index.owners)}
+    numbered: list[range] = []
+    for group in groups:
+        first = next_of[group.owner]
+        next_of[group.owner] += group.num_samples
+        numbered.append(range(first, first + group.num_samples))
+    world_size = dist.get_world_size()
+    parts = [numbered[share(len(numbered), rank, world_size)] for rank in range(world_size)]
+    return exchange_samples(samples, [[i for members in part for i in members] for part in parts], index=index)
+
+
+def share(count: int, rank: int, world_size: int) -> slice:
+    """The part of `count` things that is a rank's: contiguous, and as even as it can be."""
+    return slice(count * rank // world_size, count * (rank + 1) // world_size)
+
+
+def group_result(members: Sequence[Sample], rules: SelectionRules, *, owner: int) -> GroupResult:
+    """What the samples of one prompt earned, on rank `owner`."""
+    scored = [sample for sample in members if sample.reward is not None]
+    rewards = [sample.reward for sample in scored if sample.reward is not None]
+    columns = [[sample.rewards[part] for sample in scored] for part in rules.parts] or [rewards]
+    return GroupResult(
+        owner=owner,
+        num_samples=len(members),
+        num_scored=len(scored),
+        num_passed=sum(is_correct(reward, rules.pass_threshold) for reward in rewards),
+        reward_sum=math.fsum(rewards),
+        spread=max(max(column) - min(column) for column in columns) if scored else 0.0,
+    )
