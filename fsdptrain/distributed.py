@@ -1,8 +1,8 @@
-"""All ranks succeed, or all ranks fail with the same words.
+"""Errors and small values across ranks.
 
-A rank that raises alone leaves the others waiting in their next collective until it times out. So rank-local work that
-can fail (reading a file, parsing a row) runs inside `raise_on_all_ranks`: each rank learns of every failure before anyone goes
-on. Where nothing fails that costs one all_reduce of one number.
+A rank that raises alone leaves the others waiting in their next collective until it times out. Run rank-local work that
+can fail (reading a file, parsing a row) inside `raise_on_all_ranks`: every rank then raises the same error. Without an
+error it costs one all-reduce of one number.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """What one rank holds of each parameter: tensor and expert parallel cut it first, FSDP shards what is left.
 
-From the model on meta and the sizes alone, so that a mesh of 1,024 GPUs can be thought through on none. What
-`features/model_parallel/split.py` and `fsdp/wrap.py` make of a real mesh is the same: a test counts the shards of every rank.
+Computed from the model on meta and the mesh sizes alone, so it needs no process group. A test compares it with the
+shards that `features/model_parallel/split.py` and `fsdp/wrap.py` create on a real mesh.
 """
 
 import importlib
