@@ -50,7 +50,7 @@ def load_model(
     Of a run that trains an adapter, weights are stored in the compute dtype: they stay as they are.
     """
     compute_dtype: torch.dtype = getattr(torch, config.compute_dtype_name)
-    stored = compute_dtype if config.lora.rank else torch.float32
+    stored = compute_dtype if config.lora.rank else torch.promote_types(compute_dtype, torch.float32)
     own = config.needs_own_attention
     attention = resolve_attention(config.model.attn_implementation, platform.device_type(), ours=own)
     model = build_meta_model(path, trust_remote_code=config.model.trust_remote_code, attn_implementation=attention)
