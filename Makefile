@@ -1,9 +1,11 @@
 PYTHON ?= python3
 BIN := .venv/bin
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadscope --no-loadscope-reorder  # what a file sets up is set up once
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
+VLLM_PYTEST := OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/vllm
+SERVER_PYTEST := OMP_NUM_THREADS=1 FSDPTRAIN_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/pytest tests/vllm/servers
 
 .DEFAULT_GOAL := help
-.PHONY: help install size check test test-vllm test-servers test-megatron quick gpu gpu-wheels demo clean
+.PHONY: help install size check quick test test-matrix test-vllm gpu gpu-wheels demo clean
 
 help:  ## what there is to make
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -26,21 +28,25 @@ check: install  ## format, lint, types, layers
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 
-test: install  ## everything that runs without a GPU
-	$(PYTEST) -m 'not gpu' --durations=15 -rs
-	@$(MAKE) --no-print-directory test-vllm
+QUICK := tests/unit tests/properties tests/e2e/test_train.py::$(SMOKE)
+SMOKE := test_run_emits_every_metric_and_leaves_a_model_that_transformers_loads
 
-SERVER_TESTS := delta in_flight lora push run sync_check
+quick: install  ## unit and property tests, and one run: 90 seconds
+	$(PYTEST) $(QUICK) -m 'not gpu and not slow and not matrix' --durations=5
 
-test-servers: SERVER_TESTS += hosts recovery
-test-servers: test-vllm  ## the same, and servers that are killed or hang, and on two hosts: minutes more
+test: install .venv-vllm/.installed  ## every law once, without a GPU: ten minutes
+	$(PYTEST) -m 'not gpu and not matrix' --durations=15 -rs
+	$(VLLM_PYTEST) -m 'not gpu and not matrix' --durations=5
+	$(SERVER_PYTEST) -m 'not gpu and not matrix' --durations=5
 
-test-vllm: install .venv-vllm/.installed  ## vLLM in the trainer's process, and its servers in an environment of their own
-	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/vllm --durations=5
-	@for name in $(SERVER_TESTS); do \
-		OMP_NUM_THREADS=1 FSDPTRAIN_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python \
-			$(BIN)/pytest -m 'not gpu' tests/vllm/servers/test_$$name.py --durations=3 || exit 1; \
-	done
+test-matrix: install .venv-vllm/.installed  ## the rest: every family, mesh and engine, faults, benchmarks
+	$(PYTEST) -m 'matrix and not gpu' --durations=15 -rs
+	$(VLLM_PYTEST) -m 'matrix and not gpu' --durations=5
+	$(SERVER_PYTEST) -m 'matrix and not gpu' --durations=5
+
+test-vllm: install .venv-vllm/.installed  ## the part of `make test` that needs vLLM
+	$(VLLM_PYTEST) -m 'not gpu and not matrix' --durations=5
+	$(SERVER_PYTEST) -m 'not gpu and not matrix' --durations=5
 
 .venv-vllm/.installed: pyproject.toml constraints-vllm.txt
 	@echo "Installing vLLM for the CPU into .venv-vllm: some minutes on the first call, nothing later."
@@ -50,12 +56,6 @@ test-vllm: install .venv-vllm/.installed  ## vLLM in the trainer's process, and 
 	@.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec  # built for CUDA; vLLM breaks on them
 	@.venv-vllm/bin/pip install --quiet --disable-pip-version-check --constraint constraints-vllm.txt --editable '.[lora]' pytest hypothesis
 	@touch $@
-
-test-megatron: install  ## --backend megatron, on CPUs: part of `make test`
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'not gpu' tests/megatron --durations=5
-
-quick: install  ## the fast part
-	$(PYTEST) -m 'not gpu and not slow' --durations=5
 
 gpu:  ## tests and benchmarks on one GPU, within 9 minutes and without network: benchmarks/gpu.py
 	$(PYTHON) benchmarks/gpu.py

@@ -1,12 +1,15 @@
-"""What the tests stand on, shipped so that users test with it too: real ranks, tiny real models, a scripted engine."""
+"""Test tools for this package and its users: real ranks, tiny real models, a scripted engine."""
 
+import fcntl
 import io
 import multiprocessing
 import os
 import socket
+import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
@@ -23,8 +26,9 @@ from fsdptrain import platform
 from fsdptrain.protocols import Naming
 from fsdptrain.types import Completion, Prompt, SamplingParams
 
-# What a process imports before it is a rank or a command: once, in the server that all of them are forked from.
-_PRELOADED = ["fsdptrain.testing", "fsdptrain.trainer", "reasoning_gym", "math_verify"]
+# Modules that the fork server imports once; ranks and commands are forked from it and start with them imported.
+_PRELOADED = ("fsdptrain.testing", "fsdptrain.trainer", "reasoning_gym", "math_verify")
+PRELOAD = "FSDPTRAIN_TEST_PRELOAD"  # environment variable: more such modules, separated by spaces
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
@@ -114,9 +118,23 @@ class FakeRolloutEngine:
 def spawn(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
     """Run `fn(*args)` on `world_size` real ranks (gloo, or the device's library) and return their results by rank.
 
-    `fn` lies at the top of a module. Raises RuntimeError with the traceback of the first rank that failed, or when
-    `timeout` seconds have passed, which ranks may wait for each other too; no process is left behind.
+    `fn` must be importable: a function at the top level of a module. `timeout` [s] limits the whole run and each
+    collective. Raises RuntimeError with the traceback of the first rank that fails, or if the time is over. No process
+    is left behind. Groups of more than two ranks run one at a time on a machine.
     """
+    with _machine_lock() if world_size > 2 else nullcontext():
+        return _spawn(world_size, fn, args, timeout)
+
+
+@contextmanager
+def _machine_lock() -> Iterator[None]:
+    """Hold a lock that one process of this user on this machine can hold."""
+    with open(Path(tempfile.gettempdir()) / f"fsdptrain-ranks-{os.getuid()}.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed
+        yield
+
+
+def _spawn(world_size: int, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
     context = preloaded_context()
     port = free_port()
     pipes: list[Connection] = []
@@ -139,9 +157,10 @@ def spawn(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 
 
 
 def preloaded_context() -> ForkServerContext:
-    """Its processes start in 0.1 s: they are forked from one that has imported torch and this package already."""
+    """Return a context whose processes start in 0.1 s: the process they are forked from has imported torch already."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)  # read when the first process starts: one list for all who start some
+    # read once, when the first process starts
+    context.set_forkserver_preload([*_PRELOADED, *os.environ.get(PRELOAD, "").split()])
     return context
 
 
@@ -153,7 +172,7 @@ def free_port() -> int:
 
 
 def rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """What torchrun puts into the environment of a rank, on one machine."""
+    """Return the environment variables that torchrun sets for a rank, on one machine."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

@@ -35,8 +35,8 @@ def load_model(
         before_load: called with the whole model on meta, before it is split and allocated.
     """
     options = features.build_options()
-    stored = stored_dtype or options.stored_dtype
     compute_dtype: torch.dtype = getattr(torch, config.compute_dtype_name)
+    stored = torch.promote_types(stored_dtype or options.stored_dtype, compute_dtype)
     attention = resolve_attention(config.model.attn_implementation, platform.device_type(), ours=options.own_attention)
     model = build_meta_model(path, trust_remote_code=config.model.trust_remote_code, attn_implementation=attention)
     check_longest(model.config, config.longest_sequence)

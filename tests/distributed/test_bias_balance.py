@@ -20,20 +20,23 @@ from fsdptrain.rollout.weight_sync.verify import build_sync_check
 from fsdptrain.testing import spawn, tiny_tokenizer
 from fsdptrain.types import LossConfig
 from tests import zoo
+from tests.matrix import only
 
 from .test_fsdp_backend import config, packs_of_this_rank, samples
 from .test_sync_check import Courier
 
 RATE, STEPS = 0.01, 3
 MESHES = {
-    2: [
-        {"gradient_checkpointing": True},
-        {"layout": "padded", "fsdp_cpu_offload": True},
-        {"expert_parallel_size": 2},
-        {"tensor_parallel_size": 2, "expert_parallel_size": 2},
-        {"context_parallel_size": 2, "expert_parallel_size": 2},
-    ],
-    4: [{"fsdp_replicate_size": 2, "expert_parallel_size": 2}],
+    "two": (2, [{"gradient_checkpointing": True}, {"context_parallel_size": 2, "expert_parallel_size": 2}]),
+    "more of two": (
+        2,
+        [
+            {"layout": "padded", "fsdp_cpu_offload": True},
+            {"expert_parallel_size": 2},
+            {"tensor_parallel_size": 2, "expert_parallel_size": 2},
+        ],
+    ),
+    "replicas": (4, [{"fsdp_replicate_size": 2, "expert_parallel_size": 2}]),
 }
 
 
@@ -137,15 +140,16 @@ def test_a_bias_rises_for_experts_below_the_mean_load_and_falls_for_those_above(
     assert metrics["moe/load_max"] == pytest.approx((counts / mean).max().item())
 
 
-@pytest.mark.parametrize("world", MESHES)
+@pytest.mark.parametrize("meshes", only(["two"], MESHES))
 def test_biases_are_bit_by_bit_those_of_one_rank_also_where_they_are_sent_written_and_resumed(
-    checkpoint, alone, tmp_path, world
+    checkpoint, alone, tmp_path, meshes
 ):
+    world, cases = MESHES[meshes]
     wanted, sent, written, saved = alone
     (_, before), (_, last) = wanted[-2:]
     assert torch.equal(sent, last)
     assert torch.equal(written, last)
-    for rank in spawn(world, learn_each, checkpoint, tmp_path, MESHES[world], saved):
+    for rank in spawn(world, learn_each, checkpoint, tmp_path, cases, saved):
         for found, other_sent, other_written, resumed in rank:
             for (metrics, moved), (expected, own) in zip(found, wanted, strict=True):
                 assert torch.equal(moved, own)
@@ -153,7 +157,7 @@ def test_biases_are_bit_by_bit_those_of_one_rank_also_where_they_are_sent_writte
             assert torch.equal(other_sent, last)
             assert torch.equal(other_written, last)
             assert torch.equal(resumed, before)
-    [read] = spawn(1, resume_each, checkpoint, [tmp_path / str(number) for number in range(len(MESHES[world]))])
+    [read] = spawn(1, resume_each, checkpoint, [tmp_path / str(number) for number in range(len(cases))])
     assert all(torch.equal(found, before) for found in read)
 
 

@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, UntypedStorage
 from torch.distributed.device_mesh import init_device_mesh
-from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from fsdptrain.config.sections import ParallelConfig
@@ -21,6 +20,7 @@ from fsdptrain.model.rows import Layout
 from fsdptrain.model.structure import expert_choice
 from fsdptrain.testing import spawn
 from tests import zoo
+from tests.exact import Exact
 from tests.seam import context_parallel, install_replay, routed_logprobs
 from tests.sweep import sweep
 
@@ -51,15 +51,6 @@ CASES: dict[str, tuple[str, dict, Layout]] = {
     "two widths of heads": ("deepseek_v3", {}, "packed"),
     "a state, gathered around": ("qwen3_next", {}, "padded"),
 }
-
-
-class Exact(TorchFunctionMode):
-    """Nothing is computed in float32, whatever a model casts to: what is left is no rounding."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        args = [torch.float64 if value is torch.float32 else value for value in args]
-        kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in (kwargs or {}).items()}
-        return (Tensor.double if func is Tensor.float else func)(*args, **kwargs)
 
 
 ON_FOUR = ["qwen3", "key-value heads that ranks do not divide", "windows, padded", "sinks, windows and experts"]
@@ -228,6 +219,7 @@ REFUSED = {
 GATHERED = ("recurrent_gemma", "falcon_h1", "zamba2", "lfm2", "olmo_hybrid")
 
 
+@pytest.mark.matrix
 def test_families_are_exact_or_refused_by_one_line_and_nothing_crashes(tmp_path):
     rows = {row.name: row for row in sweep([*REFUSED, *GATHERED, "laguna", "gemma3n_text"], tmp_path, mesh="context")}
     for name, row in rows.items():

@@ -126,7 +126,6 @@ CUTS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("cut", CUTS)
 def test_gradients_and_steps_do_not_depend_on_how_the_work_is_cut(checkpoint, alone, cut):
     world, max_tokens, values = CUTS[cut]

@@ -55,7 +55,6 @@ def export_many(sources: list[str], targets: list[str]):
     return sorted({Path(name).parent.name + "/" + Path(name).name for name in written if "/.tmp-" in name})
 
 
-@pytest.mark.slow
 def test_what_was_loaded_comes_out_bitwise_by_the_names_of_the_files(tmp_path):
     sources = [write_zoo(name, tmp_path / f"in-{name}") for name in ARCHITECTURES]
     targets = [tmp_path / f"out-{name}" for name in ARCHITECTURES]

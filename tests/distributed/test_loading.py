@@ -34,7 +34,6 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["shard", "rank0"])
 @pytest.mark.parametrize("names", GROUPS, ids="-".join)
 def test_two_ranks_hold_the_plain_model(names: tuple[str, ...], strategy: str, checkpoints: Path):
@@ -42,13 +41,11 @@ def test_two_ranks_hold_the_plain_model(names: tuple[str, ...], strategy: str, c
         assert differences == _nothing(names)
 
 
-@pytest.mark.slow
 def test_two_replicas_of_two_shards_hold_the_plain_model(checkpoints: Path):
     for differences in spawn(4, _differences, checkpoints, HSDP, "shard", 2):
         assert differences == _nothing(HSDP)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["shard", "rank0"])
 def test_offloaded_shards_hold_the_plain_model(strategy: str, checkpoints: Path):
     names = ("qwen2", "qwen3_moe", "gpt2")
@@ -56,13 +53,11 @@ def test_offloaded_shards_hold_the_plain_model(strategy: str, checkpoints: Path)
         assert differences == _nothing(names)
 
 
-@pytest.mark.slow
 def test_one_rank_uses_the_same_path(checkpoints: Path):
     names = ("qwen2", "mixtral", "gemma3")
     assert spawn(1, _differences, checkpoints, names, "shard") == [_nothing(names)]
 
 
-@pytest.mark.slow
 def test_a_rank_without_experts_does_not_exist(tmp_path: Path):
     for name, changes in FEW_EXPERTS.items():
         zoo.build(name, **changes).save_pretrained(tmp_path / name)

@@ -5,7 +5,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from fsdptrain.fsdp.mesh import build_mesh
@@ -60,7 +59,6 @@ def load(path: Path, strategy: str) -> dict[str, Any]:
     return {"on_meta": on_meta, "tied": tied, "building": building.above, "loading": loading.above}
 
 
-@pytest.mark.slow
 def test_a_tied_model_is_on_meta_until_each_rank_reads_its_own_shard(tmp_path: Path) -> None:
     model = tiny_qwen3(vocab_size=VOCAB, hidden_size=WIDTH)
     model.bfloat16().save_pretrained(tmp_path, max_shard_size="10MB")  # float32 files would be mapped, not read

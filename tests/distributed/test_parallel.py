@@ -20,11 +20,12 @@ from fsdptrain.fsdp.export import stream_weights
 from fsdptrain.testing import spawn
 from fsdptrain.types import LogProbs, PackedBatch
 from tests import zoo
+from tests.exact import Exact
 from tests.families import tiny
+from tests.matrix import only
 from tests.sweep import sweep
 
 from .sharded import full, full_state
-from .test_context import Exact
 from .test_fsdp_backend import GRPO, config, keep_gradients, packs_of_this_rank, relative, samples, scored
 
 TOLERANCE = 1e-5
@@ -124,6 +125,12 @@ CASES = {
     "one expert with biases for two": [(4, expert(2))],
     "norms of heads that the plan forgets": [(2, tensor(2))],
     "and beside experts": [(2, tensor(2, expert_parallel_size=2)), (4, tensor(2, expert_parallel_size=4))],
+}
+
+FEW = {  # one or two meshes per class of model, every axis at least once; the rest of CASES is in the matrix
+    "qwen3": [(2, context(2, fsdp_cpu_offload=True, load_strategy="rank0")), (2, tensor(2, offload_optimizer=True))],
+    "qwen3_moe": [(2, tensor(2, expert_parallel_size=2)), (4, context(2, expert_parallel_size=4))],
+    "qwen3_next": [(2, context(2, context_parallel_recurrent="gather", expert_parallel_size=2))],
 }
 
 
@@ -260,14 +267,25 @@ def load_each(checkpoint: str, directories: list[Path]) -> list[dict]:
     return [loaded(backend, directory) for directory in directories]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("family", CASES)
 def test_split_over_ranks_a_model_computes_learns_saves_and_loads_what_it_does_alone(checkpoints, tmp_path, family):
-    checkpoint, written = checkpoints(family), {}
+    require_same_as_alone(checkpoints(family), tmp_path, CASES[family])
+
+
+@pytest.mark.parametrize("family", FEW)
+def test_one_or_two_meshes_of_a_dense_a_moe_and_a_recurrent_model(checkpoints, tmp_path, family):
+    require_same_as_alone(checkpoints(family), tmp_path, FEW[family])
+
+
+def require_same_as_alone(checkpoint: str, tmp_path: Path, meshes: list[tuple[int, dict]]) -> None:
+    """A model on each of `meshes` computes, learns, saves and loads what it does on one rank."""
+    written = {}
     [[(_, steps, learnt, _)]] = spawn(1, learn, checkpoint, [{}], str(tmp_path))
     [[(logprobs, exact), (_, rounded)]] = spawn(1, both_plain, checkpoint, [before for _, _, before in steps])
     bounds = allowed(rounded, exact)
-    for world in sorted({world for world, _ in CASES[family]}):
-        cases = [values for size, values in CASES[family] if size == world]
+    for world in sorted({world for world, _ in meshes}):
+        cases = [values for size, values in meshes if size == world]
         of_one = str(tmp_path / "1_0")
         for ranks in spawn(world, learn, checkpoint, cases, str(tmp_path), of_one, timeout=300):
             for number, (other_logprobs, other_steps, other_learnt, other_loaded) in enumerate(ranks):
@@ -311,7 +329,7 @@ def resume(checkpoint: str, directory: str, values: dict) -> tuple[dict, dict]:
     return found, dict(gradients)
 
 
-@pytest.mark.parametrize("case", RESUMES)
+@pytest.mark.parametrize("case", only(["context to tensor"], RESUMES))
 def test_a_checkpoint_of_one_mesh_is_resumed_bitwise_on_another_and_learns_on(checkpoints, tmp_path, case):
     family, [(world, values), (other_world, other_values)] = RESUMES[case]
     [saved, *_] = spawn(world, save, checkpoints(family), str(tmp_path), values)
@@ -354,6 +372,7 @@ SWEPT = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("mesh", SWEPT)
 def test_other_families_are_exact_or_refused_by_one_line_and_nothing_crashes(tmp_path, mesh):
     for row in sweep([*SWEPT[mesh]], tmp_path, mesh=mesh):

@@ -69,7 +69,6 @@ def probe_and_train(name: str, attention: str, dtype: torch.dtype) -> tuple[str,
     return probe.layout, probe.reason, head, found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_two_ranks_probe_and_train_like_one_process(name: str) -> None:
     results = spawn(2, probe_and_train, name, SEGMENTS, torch.float32)
@@ -83,14 +82,12 @@ def test_two_ranks_probe_and_train_like_one_process(name: str) -> None:
             torch.testing.assert_close(found[key], wanted[key], rtol=0, atol=5e-6 * largest)
 
 
-@pytest.mark.slow
 def test_an_attention_that_leaks_is_found_on_the_sharded_model() -> None:
     for layout, reason, _, _ in spawn(2, probe_and_train, "gpt_oss", "eager", torch.float32):
         assert layout == "padded"
         assert "packed with eager: differs by" in reason
 
 
-@pytest.mark.slow
 def test_bfloat16_compute_with_float32_shards_passes_the_checks() -> None:
     for layout, reason, head, found in spawn(2, probe_and_train, "gemma2", SEGMENTS, torch.bfloat16):
         assert layout == "packed", reason
@@ -110,7 +107,6 @@ def largest_tensor(with_checkpointing: bool) -> tuple[int, float]:
     return watch.numel, sum(p.grad.full_tensor().norm().item() for p in model.parameters() if p.grad is not None)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("with_checkpointing", [False, True])
 def test_all_logits_never_exist_on_the_sharded_model_either(with_checkpointing: bool) -> None:
     """Where it counts: inside the root's forward, whose head was gathered, and backward."""

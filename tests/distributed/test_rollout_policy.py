@@ -55,7 +55,6 @@ def truncated_differences(folders: list[Path]) -> list[float]:
     return [largest_difference(folder, **truncation) for folder in folders for truncation in TRUNCATIONS]
 
 
-@pytest.mark.slow
 def test_engine_and_trainer_agree_on_every_sampled_token(tmp_path):
     folders = [tmp_path / name for name in ARCHITECTURES]
     for name, folder in zip(ARCHITECTURES, folders, strict=True):
@@ -66,7 +65,6 @@ def test_engine_and_trainer_agree_on_every_sampled_token(tmp_path):
         )
 
 
-@pytest.mark.slow
 def test_engine_and_trainer_agree_on_truncated_distributions(tmp_path):
     folders = [tmp_path / name for name in ("qwen2", "gemma2")]
     for folder in folders:

@@ -135,6 +135,7 @@ def _fits(backend: FSDPBackend, pieces: Pieces) -> bool:
     return held.tolist() == [pieces[p].most for p in parameters]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("world", CASES)
 def test_ranks_send_and_hold_what_is_planned(world, tmp_path):
     for family, changes in FAMILIES.items():

@@ -178,6 +178,7 @@ def differing(folders: list[Path]) -> list[str]:
     return found
 
 
+@pytest.mark.matrix
 def test_no_bit_of_a_trained_tower_depends_on_what_is_on_the_host_or_computed_again(folders):
     some = [folder for folder in folders if folder.name in ("qwen3_vl", "gemma3")]  # packed and padded
     assert spawn(2, differing, some, timeout=240.0) == [[], []]

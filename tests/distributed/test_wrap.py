@@ -41,7 +41,6 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "replicas"), [(1, 1), (2, 1), (4, 1), (4, 2), (4, 4)])
 def test_gradients_are_those_of_one_process(ranks: int, replicas: int, checkpoints: Path):
     ways = list(WAYS) if ranks == 2 else ["plain", "accumulated"]

@@ -9,6 +9,7 @@ import pytest
 from fsdptrain.config.presets import PRESETS
 from tests.e2e import command
 from tests.e2e.command import TINY_RUN
+from tests.matrix import only
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 QUICK = ["--num-rollout", "1", "--eval-interval", "0", "--keep-last", "0", "--no-export"]
@@ -29,8 +30,7 @@ def metrics_of(run: Path) -> dict[str, float]:
     return json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(PRESETS))
+@pytest.mark.parametrize("name", only(["dapo", "grpo", "gspo", "sft"], sorted(PRESETS)))
 def test_the_quickstart_trains_with_every_algorithm(checkpoint: Path, tmp_path: Path, name: str) -> None:
     """The recipe tunes grpo; what it says of the loss gives way to the algorithm of the flag."""
     argv = ["--recipe", str(QUICKSTART), "--algorithm", name, "--hf-checkpoint", str(checkpoint), *QUICK, "--log-to"]
@@ -46,20 +46,16 @@ def test_the_quickstart_trains_with_every_algorithm(checkpoint: Path, tmp_path: 
     assert ("reward/overlong" in metrics) == (name == "dapo")
 
 
-@pytest.mark.slow
-def test_several_rewards_and_shaping_do_not_depend_on_the_number_of_ranks(checkpoint: Path, tmp_path: Path) -> None:
+def test_several_rewards_and_shaping_add_up(checkpoint: Path, tmp_path: Path) -> None:
     flags = ["--multi-reward", "normalize_then_sum", "--rollout-max-response-len", "64"]
     flags += ["--length-penalty", "0.5", "--overlong-penalty", "1", "--overlong-buffer", "32"]
-    one, two = (trained(checkpoint, tmp_path / str(n), *flags, num_ranks=n) for n in (1, 2))
-    for name in ("loss/total", "optim/grad_norm", "reward/mean", "reward/length", "reward/overlong"):
-        assert two[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6)
+    one = trained(checkpoint, tmp_path, *flags)
     assert -0.5 <= one["reward/length"] < 0
     assert -1 < one["reward/overlong"] < 0
     parts = one["reward/variety"] + one["reward/reasoning_gym"] + 0.5 * one["reward/length"] + one["reward/overlong"]
     assert one["reward/mean"] == pytest.approx(parts)
 
 
-@pytest.mark.slow
 def test_truncated_responses_leave_the_loss_and_its_denominators_but_not_the_report(
     checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -72,7 +68,6 @@ def test_truncated_responses_leave_the_loss_and_its_denominators_but_not_the_rep
     assert metrics["loss/policy"] == pytest.approx(-1 / std, rel=1e-5)
 
 
-@pytest.mark.slow
 def test_where_every_response_is_cut_off_the_flag_is_named(checkpoint: Path, tmp_path: Path) -> None:
     argv = ["--hf-checkpoint", str(checkpoint), "--output-dir", str(tmp_path / "run"), *TINY, "--mask-truncated"]
     result = command.run([*argv, "--rollout-max-response-len", "2"], tmp_path)
@@ -80,7 +75,6 @@ def test_where_every_response_is_cut_off_the_flag_is_named(checkpoint: Path, tmp
     assert "all 16 responses were cut off at --rollout-max-response-len 2; raise it" in result.err.splitlines()[-1]
 
 
-@pytest.mark.slow
 def test_an_estimator_of_ones_own_is_used_and_held_to_its_contract(checkpoint: Path, tmp_path: Path) -> None:
     own = trained(checkpoint, tmp_path / "own", "--advantage-estimator", "tests.e2e.advantages:below_the_best")
     assert own["loss/policy"] > 0.01  # no advantage is above 0; with a mean taken away the loss is 0 on-policy
@@ -90,25 +84,22 @@ def test_an_estimator_of_ones_own_is_used_and_held_to_its_contract(checkpoint: P
     assert "--advantage-estimator tests.e2e.advantages:too_few returned " in result.err.splitlines()[-1]
 
 
-@pytest.mark.slow
-def test_several_epochs_of_several_steps_do_not_depend_on_the_number_of_ranks(checkpoint: Path, tmp_path: Path) -> None:
+def test_several_epochs_of_several_steps_move_the_policy_and_the_learning_rate(
+    checkpoint: Path, tmp_path: Path
+) -> None:
     flags = ["--steps-per-rollout", "6", "--epochs-per-rollout", "2", "--lr-decay-style", "linear"]
     flags += ["--kl-loss-coef", "0.1"]
-    one, two = (trained(checkpoint, tmp_path / str(n), *flags, num_ranks=n) for n in (1, 2))
-    assert one["optim/lr"] == two["optim/lr"] == pytest.approx(1e-3 * 1 / 6)
-    assert one["policy/approx_kl"] > 0
-    for name in ("loss/total", "loss/kl", "optim/grad_norm", "policy/approx_kl"):
-        assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-6)
+    metrics = trained(checkpoint, tmp_path, *flags, num_ranks=2)
+    assert metrics["optim/lr"] == pytest.approx(1e-3 * 1 / 6)
+    assert metrics["policy/approx_kl"] > 0
 
 
-@pytest.mark.slow
 def test_corrections_masks_and_the_unbiased_kl_report_what_they_did(checkpoint: Path, tmp_path: Path) -> None:
     flags = ["--algorithm", "gspo", "--global-batch-size", "8", "--use-opsm", "--mismatch-correction", "icepop"]
     metrics = trained(checkpoint, tmp_path, *flags, "--kl-loss-coef", "0.1", "--use-unbiased-kl")
     assert {"policy/opsm_fraction", "mismatch/out_of_bounds", "loss/kl"} <= metrics.keys()
 
 
-@pytest.mark.slow
 def test_a_loss_of_ones_own_is_used(checkpoint: Path, tmp_path: Path) -> None:
     own = trained(checkpoint, tmp_path / "own", "--loss", "tests.e2e.losses:doubled")
     plain = trained(checkpoint, tmp_path / "plain", "--loss", "reinforce")
@@ -116,7 +107,6 @@ def test_a_loss_of_ones_own_is_used(checkpoint: Path, tmp_path: Path) -> None:
     assert own["optim/grad_norm"] == pytest.approx(2 * plain["optim/grad_norm"], rel=1e-4)
 
 
-@pytest.mark.slow
 def test_a_loss_that_is_not_there_is_one_line(checkpoint: Path, tmp_path: Path) -> None:
     argv = ["--hf-checkpoint", str(checkpoint), "--output-dir", str(tmp_path / "run"), *TINY, "--loss", "tests.e2e:no"]
     result = command.run(argv, tmp_path)

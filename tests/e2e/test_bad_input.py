@@ -140,7 +140,6 @@ def test_data_of_which_nothing_fits_is_one_line(checkpoint: Path, tmp_path: Path
     assert "--max-tokens-per-gpu 512" in result.err.strip().splitlines()[-1]
 
 
-@pytest.mark.slow
 def test_checkpoint_of_another_model_is_refused_and_left_alone(checkpoint: Path, tmp_path: Path) -> None:
     argv = ["--output-dir", str(tmp_path / "run"), *TINY_RUN, "--num-rollout", "1"]
     assert command.run(["--hf-checkpoint", str(checkpoint), *argv], tmp_path / "1").code == 0
@@ -154,7 +153,6 @@ def test_checkpoint_of_another_model_is_refused_and_left_alone(checkpoint: Path,
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.slow
 def test_error_of_one_rank_ends_all_with_its_line(checkpoint: Path, tmp_path: Path) -> None:
     argv = ["--hf-checkpoint", str(checkpoint), "--output-dir", str(tmp_path / "run"), *TINY_RUN]
     argv += ["--nproc-per-node", "2", "--reward", "tests.e2e.rewards:raises"]

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
+pytestmark = pytest.mark.matrix
 
 
 def run_quick(name: str, folder: Path, *flags: str, timeout: float = 300) -> dict[str, Any]:
@@ -32,7 +33,6 @@ def run_quick(name: str, folder: Path, *flags: str, timeout: float = 300) -> dic
     return report
 
 
-@pytest.mark.slow
 def test_the_quick_run_warms_up_trains_and_reports(tmp_path: Path) -> None:
     argv = [
         sys.executable,
@@ -51,7 +51,6 @@ def test_the_quick_run_warms_up_trains_and_reports(tmp_path: Path) -> None:
     assert (row["algorithm"], row["seed"], len(row["reward"])) == ("grpo", 7, 1)
 
 
-@pytest.mark.slow
 def test_the_quick_run_of_older_weights_trains_on_them(tmp_path: Path) -> None:
     argv = [sys.executable, FOLDER / "staleness.py", "--quick", "--engines", "hf", "--staleness", "1", "--seeds", "0"]
     done = subprocess.run([*argv, "--folder", tmp_path], capture_output=True, text=True, timeout=300, check=False)
@@ -61,7 +60,6 @@ def test_the_quick_run_of_older_weights_trains_on_them(tmp_path: Path) -> None:
     assert 0 < row["seconds"]["train"] < row["seconds"]["step"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["throughput", "sync_check"])
 def test_the_quick_runs_of_engines_report_the_embedded_one(name: str) -> None:
     argv = [sys.executable, FOLDER / f"{name}.py", "--quick", "--engines", "hf"]
@@ -74,7 +72,6 @@ def test_the_quick_runs_of_engines_report_the_embedded_one(name: str) -> None:
     assert 0 < ratio["least"] <= ratio["median"] <= ratio["most"] <= 1
 
 
-@pytest.mark.slow
 def test_a_small_model_is_loaded_in_every_way_and_exported_within_its_bounds(tmp_path: Path) -> None:
     report = run_quick("load.py", tmp_path, "--folder", str(tmp_path / "scratch"))
     assert all(report["laws"].values())
@@ -82,7 +79,6 @@ def test_a_small_model_is_loaded_in_every_way_and_exported_within_its_bounds(tmp
     assert not list((tmp_path / "scratch").iterdir())
 
 
-@pytest.mark.slow
 def test_the_embedded_engine_and_generate_are_timed_in_turn(tmp_path: Path) -> None:
     rows = run_quick("rollout.py", tmp_path, "--samples", "2", "--max-tokens", "8")["results"]
     assert [row["case"] for row in rows] == ["equal", "mixed"]
@@ -91,7 +87,6 @@ def test_the_embedded_engine_and_generate_are_timed_in_turn(tmp_path: Path) -> N
         assert [len(row["runs"][side]) for side in ("engine", "generate")] == [2, 2]
 
 
-@pytest.mark.slow
 def test_mfu_makes_a_row_for_each_case_and_says_what_failed(tmp_path: Path) -> None:
     chosen = ["--kinds", "grpo", "--adapters", "full", "--variants", "base", "flash-attn 2"]
     base, flash = run_quick("mfu.py", tmp_path, *chosen)["results"]
@@ -108,7 +103,6 @@ def test_mfu_says_where_there_is_no_gpu() -> None:
     assert "this machine has no GPU" in done.stderr
 
 
-@pytest.mark.slow
 def test_ranks_send_what_is_planned_and_more_gpus_are_modelled(tmp_path: Path) -> None:
     report = run_quick("scaling.py", tmp_path)
     one, two = report["measured"]
@@ -119,7 +113,6 @@ def test_ranks_send_what_is_planned_and_more_gpus_are_modelled(tmp_path: Path) -
     assert (tmp_path / "report.png").stat().st_size > 1000
 
 
-@pytest.mark.slow
 def test_the_start_of_a_run_is_the_sum_of_its_parts(tmp_path: Path) -> None:
     [found] = run_quick("startup.py", tmp_path)["runs"]["this"]
     for clock, parts in found.items():
@@ -128,7 +121,6 @@ def test_the_start_of_a_run_is_the_sum_of_its_parts(tmp_path: Path) -> None:
         assert -0.05 <= parts["rest"] < parts["total"] / 2, "parts overlap, or one is missing"
 
 
-@pytest.mark.slow
 def test_both_sides_play_the_demo(tmp_path: Path) -> None:
     pytest.importorskip("trl", reason="trl comes with the dev extra")
     report = run_quick("end_to_end.py", tmp_path, "--folder", str(tmp_path / "runs"), timeout=600)
@@ -139,7 +131,6 @@ def test_both_sides_play_the_demo(tmp_path: Path) -> None:
         assert last["reward"] > 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("options", [["--kl", "0.1"], ["--lora", "4", "--checkpointing"]], ids=" ".join)
 def test_a_step_of_ours_agrees_with_one_of_trl(tmp_path: Path, options: list[str]) -> None:
     pytest.importorskip("trl", reason="trl comes with the dev extra")
@@ -156,7 +147,6 @@ def test_a_step_of_ours_agrees_with_one_of_trl(tmp_path: Path, options: list[str
     assert sides["ours"]["computed_tokens"] < report["results"][0]["tokens"] <= sides["stock"]["computed_tokens"]
 
 
-@pytest.mark.slow
 def test_a_step_with_another_kl_coefficient_does_not_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In groups of one, where the advantage is what the mean over all samples leaves."""
     pytest.importorskip("trl", reason="trl comes with the dev extra")
@@ -198,7 +188,6 @@ def first_step(pipe: Connection) -> dict[str, float]:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core comes with the megatron extra")
 def test_steps_of_both_backends_agree(tmp_path: Path) -> None:
     [experts] = run_quick("backends.py", tmp_path, "--cases", "experts, 2 processes")["results"]

@@ -41,7 +41,7 @@ def rows_of(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_model_learns_to_ask_a_calculator(warm_model: Path, tmp_path: Path) -> None:
     """From half right to nearly always right, on products that it never saw and cannot compute itself."""
     run = tmp_path / "run"
@@ -66,7 +66,7 @@ def test_a_model_learns_to_ask_a_calculator(warm_model: Path, tmp_path: Path) ->
         assert int(a) * int(b) == int(heard) == int(answer)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_run_of_episodes_goes_on_bitwise(warm_model: Path, tmp_path: Path) -> None:
     base = ["--hf-checkpoint", str(warm_model), *calculator.GRPO, *calculator.BOTH]
     base += ["--rollout-batch-size", "4", "--global-batch-size", "16", "--eval-size", "3", "--eval-interval", "2"]
@@ -84,7 +84,6 @@ def test_a_run_of_episodes_goes_on_bitwise(warm_model: Path, tmp_path: Path) -> 
     assert any("episode/turns_mean" in row and row["episode/turns_mean"] > 1 for row in metrics_of(whole))
 
 
-@pytest.mark.slow
 def test_an_environment_of_ones_own_brings_its_prompts(checkpoint: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     flags = ["--hf-checkpoint", str(checkpoint), "--output-dir", str(run), "--environment-kwargs", "highest=9"]
@@ -114,7 +113,6 @@ def test_an_environment_of_ones_own_brings_its_prompts(checkpoint: Path, tmp_pat
         ),
     ],
 )
-@pytest.mark.slow
 def test_what_cannot_be_played_ends_in_one_line(
     checkpoint: Path, tmp_path: Path, flags: list[str], message: str
 ) -> None:

@@ -23,13 +23,11 @@ TINY: dict[str, Any] = {
 }
 
 
-@pytest.mark.slow
 def test_python_api(checkpoint: Path, tmp_path: Path) -> None:
     python_api.main(str(checkpoint), str(tmp_path / "run"), **TINY)
     assert (tmp_path / "run" / "hf" / "config.json").is_file()
 
 
-@pytest.mark.slow
 def test_custom_reward(checkpoint: Path, tmp_path: Path) -> None:
     custom_reward.main(str(checkpoint), str(tmp_path / "run"), **TINY)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

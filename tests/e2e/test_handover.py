@@ -37,26 +37,23 @@ def calls(checkpoint: Path, folder: Path, **values: Any) -> list[str]:
     return list(CALLS)
 
 
-@pytest.mark.slow
 def test_supervised_training_hands_over_weights_for_evaluations_only(checkpoint: Path, tmp_path: Path) -> None:
     made = calls(checkpoint, tmp_path, algorithm="sft", eval_size=2, eval_interval=2)
     assert made == ["weights 0", "generate", "weights 2", "generate", "weights 3", "generate"]
 
 
-@pytest.mark.slow
 def test_rollouts_always_have_the_newest_weights(checkpoint: Path, tmp_path: Path) -> None:
     made = calls(checkpoint, tmp_path, n_samples_per_prompt=2, eval_interval=0)
     assert made == ["weights 0", "generate", "weights 1", "generate", "weights 2", "generate"]
 
 
-@pytest.mark.slow
 def test_what_a_hand_over_has_shown_is_reported_where_there_was_one(checkpoint: Path, tmp_path: Path) -> None:
     calls(checkpoint, tmp_path, n_samples_per_prompt=2, eval_interval=0, rollout_engine="hf")
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "sync/probe_abs_mean" in row] == [1, 2]  # nothing is asked after the last
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_where_a_rank_hangs_in_its_engine_the_run_ends_and_the_stacks_of_all_ranks_are_there(
     checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -71,7 +68,6 @@ def test_where_a_rank_hangs_in_its_engine_the_run_ends_and_the_stacks_of_all_ran
     assert "in wait_in_vain" in (stacks / "rank1.txt").read_text()
 
 
-@pytest.mark.slow
 def test_a_trainer_that_makes_room_for_its_engine_trains_bit_by_bit_as_one_that_does_not(
     checkpoint: Path, tmp_path: Path
 ) -> None:

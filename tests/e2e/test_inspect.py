@@ -48,7 +48,7 @@ def test_of_an_adapter_it_says_what_is_trained(tmp_path: Path):
     assert (dtypes["frozen weights"], dtypes["adapter, gradients, Adam"]) == ("bfloat16", "float32")
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["gemma-3-12b", "gpt-oss-20b"])
 def test_it_works_on_public_models(name: str, tmp_path: Path):
     result = inspect(configs.CONFIGS / name, tmp_path, "--json")

@@ -18,21 +18,18 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_tiny_checkpoint(tmp_path_factory.mktemp("hub") / "reference", seed=5))
 
 
-@pytest.mark.slow
-def test_kl_in_the_reward_does_not_depend_on_the_number_of_ranks(
+def test_kl_in_the_reward_changes_the_gradient_and_not_the_reward_of_the_task(
     checkpoint: Path, reference: str, tmp_path: Path
 ) -> None:
     estimator = ["--advantage-estimator", "reinforce++_baseline"]
     flags = [*estimator, "--kl-reward-coef", "5", "--ref-load", reference]
-    one, two = (trained(checkpoint, tmp_path / str(n), *flags, num_ranks=n) for n in (1, 2))
+    one = trained(checkpoint, tmp_path / "kl", *flags)
     plain = trained(checkpoint, tmp_path / "plain", *estimator)
     assert abs(one["kl/reward_mean"]) > 0.01
     assert one["reward/kl"] == pytest.approx(-5 * one["kl/reward_mean"])
     assert one["policy/ratio_mean"] == pytest.approx(1, abs=1e-6)  # on-policy still
     assert one["reward/mean"] == plain["reward/mean"]  # of the task
     assert one["optim/grad_norm"] != pytest.approx(plain["optim/grad_norm"], rel=1e-2)
-    for name in ("loss/total", "optim/grad_norm", "kl/reward_mean", "policy/ref_kl"):
-        assert two[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), name
 
 
 ADAPTIVE = ["--kl-target", "0.01", "--kl-horizon", "16"]
@@ -45,7 +42,6 @@ def assert_adapted(rows: list[dict[str, float]]) -> None:
         assert after["kl/coef"] == pytest.approx(before["kl/coef"] * (1 + error))
 
 
-@pytest.mark.slow
 def test_a_run_with_a_moving_reference_and_coefficient_goes_on_bitwise(
     checkpoint: Path, reference: str, tmp_path: Path
 ) -> None:
@@ -69,7 +65,6 @@ def test_a_run_with_a_moving_reference_and_coefficient_goes_on_bitwise(
     assert rows[2]["policy/ref_kl"] < 0.1 * rows[1]["policy/ref_kl"]  # the policy has become the reference
 
 
-@pytest.mark.slow
 def test_the_coefficient_of_the_reward_adapts(checkpoint: Path, reference: str, tmp_path: Path) -> None:
     flags = ["--kl-reward-coef", "0.1", "--kl-reward-type", "k3", *ADAPTIVE, "--ref-load", reference]
     argv = ["--hf-checkpoint", str(checkpoint), *UNEVALUATED, *flags, "--global-batch-size", "8", "--num-rollout", "3"]
@@ -83,7 +78,6 @@ def test_the_coefficient_of_the_reward_adapts(checkpoint: Path, reference: str, 
     assert rows[2]["kl/coef"] != rows[1]["kl/coef"]
 
 
-@pytest.mark.slow
 def test_the_trainer_scores_what_truncated_sampling_left(checkpoint: Path, tmp_path: Path) -> None:
     flags = ["--rollout-top-p", "0.8", "--rollout-top-k", "100", "--rollout-min-p", "0.01"]
     metrics = trained(checkpoint, tmp_path / "1", *flags, "--rollout-temperature", "0.8", "--global-batch-size", "8")
@@ -93,7 +87,6 @@ def test_the_trainer_scores_what_truncated_sampling_left(checkpoint: Path, tmp_p
     assert metrics["policy/entropy"] < plain["policy/entropy"] - 0.1
 
 
-@pytest.mark.slow
 def test_a_rejection_reports_what_it_dropped_also_without_old_logprobs(checkpoint: Path, tmp_path: Path) -> None:
     flags = ["--global-batch-size", "8", "--mismatch-rejection", "seq_max_k1", "--mismatch-rejection-max"]
     loose = trained(checkpoint, tmp_path / "1", *flags, "0.01", "--mismatch-correction", "tis")

@@ -12,7 +12,6 @@ from tests.e2e import command
 from tests.e2e.command import TINY_RUN
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 def test_an_adapter_is_trained_exported_and_loaded_by_peft(checkpoint: Path, tmp_path: Path) -> None:
     whole = tmp_path / "run"

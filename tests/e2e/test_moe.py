@@ -34,7 +34,6 @@ def trained(checkpoint: Path, folder: Path, *flags: str) -> list[dict[str, float
     return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.slow
 def test_routes_of_the_engine_and_the_loss_of_the_router_on_two_ranks(moe: Path, tmp_path: Path) -> None:
     flags = ["--router-replay", "rollout", "--router-aux-loss-coef", "config"]
     rows = trained(moe, tmp_path, *flags, "--global-batch-size", "8", "--gradient-checkpointing")
@@ -47,7 +46,6 @@ def test_routes_of_the_engine_and_the_loss_of_the_router_on_two_ranks(moe: Path,
         assert row["optim/skipped_steps"] == 0
 
 
-@pytest.mark.slow
 def test_routes_of_scoring_in_two_epochs_on_two_ranks(moe: Path, tmp_path: Path) -> None:
     flags = ["--steps-per-rollout", "4", "--epochs-per-rollout", "2"]
     [row, _] = trained(moe, tmp_path, "--router-replay", "scoring", *flags)
@@ -55,14 +53,12 @@ def test_routes_of_scoring_in_two_epochs_on_two_ranks(moe: Path, tmp_path: Path)
     assert "moe/aux_loss" not in row
 
 
-@pytest.mark.slow
 def test_routes_of_scoring_for_the_reward_alone_are_those_of_the_training_on_policy(moe: Path, tmp_path: Path) -> None:
     [row, _] = trained(moe, tmp_path, "--router-replay", "scoring", "--kl-reward-coef", "0.1")
     assert "moe/load_max" in row
     assert row["policy/ratio_mean"] == 1
 
 
-@pytest.mark.slow
 def test_a_dense_model_is_refused_in_one_line(checkpoint: Path, tmp_path: Path) -> None:
     argv = ["--hf-checkpoint", str(checkpoint), "--output-dir", str(tmp_path / "run"), *TINY]
     result = command.run([*argv, "--router-replay", "rollout"], tmp_path)

@@ -38,7 +38,6 @@ def trained(checkpoint: Path, folder: Path, *flags: str) -> list[dict[str, float
     return [row for row in rows if "loss/total" in row]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "flags"),
     [
@@ -56,14 +55,12 @@ def test_a_run_learns_what_it_learns_without(checkpoint, moe, tmp_path, family, 
         assert {n: found[n] for n in COMPARED} == pytest.approx({n: wanted[n] for n in COMPARED}, rel=1e-3, abs=1e-6)
 
 
-@pytest.mark.slow
 def test_a_run_that_changes_its_mesh_goes_on(moe, tmp_path) -> None:
     trained(moe, tmp_path, "--expert-parallel-size", "2")
     rows = trained(moe, tmp_path, "--num-rollout", "3")
     assert len(rows) == 3
 
 
-@pytest.mark.slow
 def test_a_checkpoint_of_a_split_run_is_exported_by_one_process(checkpoint, tmp_path) -> None:
     trained(checkpoint, tmp_path, "--context-parallel-size", "2", "--max-tokens-per-gpu", "40")
     argv = ["export", "--checkpoint", str(tmp_path / "run" / "checkpoints" / "step_00000002")]
@@ -119,7 +116,6 @@ REFUSED = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_the_model_does_not_allow_is_one_line_before_weights_and_data_are_looked_for(tmp_path, case) -> None:
     family, changes, flags, line = REFUSED[case]

@@ -1,4 +1,4 @@
-"""The README is true: its commands are accepted, its Python runs, its files are there."""
+"""The commands of the README are accepted, and export gives the model of the end of the run."""
 
 import re
 import shlex
@@ -21,24 +21,12 @@ def test_commands_are_accepted(line: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert resolve(shlex.split(line)[1:]).config.model.hf_checkpoint
 
 
-def test_there_are_commands() -> None:
-    assert len(COMMANDS) >= 8
-    assert sum(line.startswith("fsdptrain export") for line in COMMANDS) == 1
-    assert sum(line.startswith("fsdptrain report") for line in COMMANDS) == 1
-
-
 def test_no_command_is_expanded_by_a_shell() -> None:
     """`?` and `*` outside quotes stop zsh with `no matches found`."""
     for line in COMMANDS:
         assert not set("?*[") & set(re.sub(r"'[^']*'", "", line)), line
 
 
-@pytest.mark.parametrize("target", re.findall(r"\]\(([^)#]+)\)", README))
-def test_links_lead_somewhere(target: str) -> None:
-    assert (ROOT / target).exists()
-
-
-@pytest.mark.slow
 def test_export_of_a_checkpoint_is_the_model_at_the_end_of_the_run(checkpoint: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     argv = ["--hf-checkpoint", str(checkpoint), "--output-dir", str(run), *TINY_RUN]

@@ -9,7 +9,6 @@ from tests.e2e import command
 from tests.e2e.command import TINY_RUN
 
 
-@pytest.mark.slow
 def test_report_of_a_real_run(checkpoint: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     trained = command.run(["--hf-checkpoint", str(checkpoint), "--output-dir", str(run), *TINY_RUN], tmp_path / "1")

@@ -29,7 +29,6 @@ def selection(folder: Path) -> list[dict[str, float]]:
     return [{k: v for k, v in row.items() if k.startswith(families)} for row in trained(metrics_of(folder / "run"))]
 
 
-@pytest.mark.slow
 def test_a_resumed_run_selects_as_one_that_never_stopped_and_so_do_two_ranks(checkpoint: Path, tmp_path: Path) -> None:
     whole, resumed, shared = (tmp_path / name for name in ("whole", "resumed", "shared"))
     assert run(checkpoint, whole, *SELECT).code == 0
@@ -55,7 +54,6 @@ def test_a_resumed_run_selects_as_one_that_never_stopped_and_so_do_two_ranks(che
         assert a["optim/grad_norm"] == pytest.approx(b["optim/grad_norm"], rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.slow
 def test_rollouts_that_stay_short_are_trained_on_and_told_and_empty_ones_end_in_one_line(
     checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -71,7 +69,6 @@ def test_rollouts_that_stay_short_are_trained_on_and_told_and_empty_ones_end_in_
     assert empty.err.splitlines()[-1].startswith("fsdptrain: --dynamic-sampling kept none of 8 groups in 2 rounds")
 
 
-@pytest.mark.slow
 def test_a_run_whose_rewards_are_all_alike_says_that_it_learns_nothing(checkpoint: Path, tmp_path: Path) -> None:
     for name, labels in (("alike", ["0"] * 9), ("differ", LABELS)):
         result = run(checkpoint, tmp_path / name, "--num-rollout", "4", "--no-export", labels=labels)

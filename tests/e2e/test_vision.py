@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import numpy as np
-import pytest
 from PIL import Image
 from safetensors import safe_open
 
@@ -55,7 +54,6 @@ def tensors(folder: Path) -> dict[str, bytes]:
     return found
 
 
-@pytest.mark.slow
 def test_a_model_learns_to_say_what_it_sees(tmp_path: Path):
     checkpoint, run = zoo.save(tmp_path / "model", "qwen3_vl"), tmp_path / "run"
     data = made_task(tmp_path)

@@ -53,7 +53,7 @@ def metrics(hub: Path, folder: Path, flags: list[str], num_ranks: int) -> list[d
 
 
 @pytest.mark.parametrize(
-    "name", [*[*OPTIONS][:2], *(pytest.param(name, marks=pytest.mark.slow) for name in [*OPTIONS][2:])]
+    "name", [*[*OPTIONS][:2], *(pytest.param(name, marks=pytest.mark.matrix) for name in [*OPTIONS][2:])]
 )
 def test_options_do_on_two_stages_what_they_do_on_fsdp(name: str, hub: Path, tmp_path: Path) -> None:
     wanted = metrics(hub, tmp_path / "fsdp", OPTIONS[name], 1)

@@ -89,12 +89,10 @@ def test_a_checkpoint_of_split_experts_is_exported_by_one_process(both, tmp_path
     assert all((found[name] == wanted[name]).all() for name in wanted)
 
 
-@pytest.mark.slow
 def test_stages_and_experts_on_four_ranks_learn_the_same(both, moe, tmp_path) -> None:
     assert_same(run(moe, tmp_path, *EXPERTS, "--megatron-pipeline-parallel", "2", num_ranks=4), both.fsdp)
 
 
-@pytest.mark.slow
 def test_in_bfloat16_a_run_begins_as_on_fsdp_and_goes_on_bitwise(moe, tmp_path) -> None:
     """After the first steps rollouts are other ones: bfloat16 rounds otherwise here and there."""
     fsdp = run(moe, tmp_path / "fsdp", "--num-rollout", "1", bf16=True)

@@ -38,7 +38,7 @@ def metrics(checkpoint: Path, folder: Path, *flags: str) -> list[dict[str, float
 
 
 @pytest.mark.parametrize(
-    "split", [next(iter(SPLITS)), *(pytest.param(x, marks=pytest.mark.slow) for x in [*SPLITS][1:])]
+    "split", [next(iter(SPLITS)), *(pytest.param(x, marks=pytest.mark.matrix) for x in [*SPLITS][1:])]
 )
 def test_metrics_are_those_of_fsdp(split: str, checkpoint: Path, expected: list[dict[str, float]], tmp_path: Path):
     found = metrics(checkpoint, tmp_path, "--backend", "megatron", *SPLITS[split])

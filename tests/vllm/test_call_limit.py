@@ -39,6 +39,7 @@ def slow(options: dict[str, Any]) -> tuple[str, bool]:
     return str(caught.value), after == before
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_slow_one_ends_between_two_steps_by_an_error_of_all_ranks_that_share_it(tmp_path, num_ranks):
     more = {"rollout_engine_args": {"tensor_parallel_size": 2}} if num_ranks == 2 else {}
@@ -48,6 +49,7 @@ def test_a_slow_one_ends_between_two_steps_by_an_error_of_all_ranks_that_share_i
     assert all("took more than --rollout-timeout" in said and is_well for said, is_well in found)
 
 
+@pytest.mark.matrix
 def test_one_that_hangs_ends_its_process_and_the_run_goes_on_from_its_checkpoint(tmp_path):
     folder, run = models.save("tied", tmp_path / "model"), tmp_path / "run"
     (tmp_path / hanging.FAULTS).write_text(f"{hanging.STEP}\n{hanging.HAND_OVER}\n")

@@ -11,6 +11,7 @@ from fsdptrain.testing import save_tiny_checkpoint, spawn, tiny_tokenizer
 from fsdptrain.types import Completion
 from tests import zoo
 from tests.distributed.test_sync_check import Courier, train_a_little
+from tests.matrix import only
 from tests.vllm import contract, models
 
 VICTIMS = {
@@ -49,7 +50,7 @@ def said(options: dict, victims: list[str]) -> tuple[list[list[Completion]], lis
     return made, errors
 
 
-@pytest.mark.parametrize("name", VICTIMS)
+@pytest.mark.parametrize("name", only(["moe"], VICTIMS))
 def test_it_says_what_an_engine_of_each_rank_says_and_faults_are_named(tmp_path, name):
     options = contract.colocated(models.save(name, tmp_path))
     together = spawn(
@@ -93,6 +94,7 @@ def with_copies(options: dict) -> tuple[list[str], timedelta]:
     return errors, waits
 
 
+@pytest.mark.matrix
 def test_a_copy_that_one_worker_has_wrong_is_named_whichever_it_is(tmp_path):
     folder = save_tiny_checkpoint(tmp_path, head_dim=32, num_key_value_heads=1, tie_word_embeddings=False)
     options = contract.colocated(folder, rollout_engine_args={"tensor_parallel_size": 2}, dist_timeout=77)
@@ -123,6 +125,7 @@ def gated_deltas(options: dict) -> tuple[set[str], str]:
     return unread, str(caught.value)
 
 
+@pytest.mark.matrix
 def test_parts_of_parameters_that_no_layer_of_vllm_splits_are_read_and_named(tmp_path):
     sizes = {"head_dim": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "max_position_embeddings": 1024}
     zoo.build("qwen3_next", 0, **sizes).save_pretrained(tmp_path)

@@ -70,7 +70,7 @@ def test_an_unknown_logger_is_one_line(tmp_path):
         build_loggers(LogConfig(to=["wand"]), tmp_path, total_steps=1)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_trackio_writes_its_database_into_the_run(tmp_path):
     shown = log_for_real("trackio", tmp_path)
     log_for_real("trackio", tmp_path, resumed=2)
@@ -82,7 +82,7 @@ def test_trackio_writes_its_database_into_the_run(tmp_path):
     assert b'"reward/mean"' in rows[0][2]
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_wandb_writes_offline_and_a_resumed_run_keeps_its_id(tmp_path):
     shown = log_for_real("wandb", tmp_path)
     log_for_real("wandb", tmp_path, resumed=2)

@@ -10,6 +10,7 @@ from transformers import DynamicCache
 from fsdptrain.model.attention.attention import SEGMENTS, register_attention
 from fsdptrain.tools.plan.trace import MemoryTracker, Recipe, cache_bytes, interleave, trace
 from tests import zoo
+from tests.matrix import only
 
 register_attention()
 
@@ -32,7 +33,7 @@ def test_a_ledger_knows_what_is_live():
         assert ledger.take_peak() == kept.nbytes
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "deepseek_v3", "gpt2"])
+@pytest.mark.parametrize("name", only(["gemma2"], ["llama", "gemma2", "gpt_oss", "deepseek_v3", "gpt2"]))
 def test_what_layers_save_is_linear_in_sequences_of_a_length(name: str):
     one, two, four = (trace(zoo.config(name), recipe(*[32] * count)) for count in (1, 2, 4))
     for few, twice, most in zip(one.layers, two.layers, four.layers, strict=True):
@@ -41,7 +42,7 @@ def test_what_layers_save_is_linear_in_sequences_of_a_length(name: str):
         assert most.saved > twice.saved > few.saved > 0
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gpt_oss", "qwen3_next", "deepseek_v3"])
+@pytest.mark.parametrize("name", only(["qwen3", "qwen3_next"], ["qwen3", "gpt_oss", "qwen3_next", "deepseek_v3"]))
 def test_a_checkpointed_layer_saves_its_output_and_nothing_else(name: str):
     layout = "padded" if name == "qwen3_next" else "packed"
     kept = trace(zoo.config(name), recipe(64, 64, checkpointing="full", layout=layout))
@@ -52,7 +53,7 @@ def test_a_checkpointed_layer_saves_its_output_and_nothing_else(name: str):
         assert few.backward_peak > most.backward_peak
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma3", "deepseek_v3", "qwen3_moe"])
+@pytest.mark.parametrize("name", only(["qwen3"], ["qwen3", "gemma3", "deepseek_v3", "qwen3_moe"]))
 def test_what_is_offloaded_is_on_the_host_and_nowhere_else(name: str):
     config = zoo.config(name)
     full, moved = (trace(config, recipe(64, 64, checkpointing="full", offload=on)) for on in (False, True))
@@ -66,7 +67,7 @@ def test_what_is_offloaded_is_on_the_host_and_nowhere_else(name: str):
         assert away.on_host > 0.9 * layer.saved
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("name", only(["qwen3_moe"], ["qwen3", "qwen3_moe", "deepseek_v3"]))
 def test_selective_keeps_more_than_full_and_less_than_all(name: str):
     kinds = (None, "selective", "full")
     most, some, few = (trace(zoo.config(name), recipe(64, 64, checkpointing=kind)) for kind in kinds)
@@ -92,7 +93,9 @@ def test_half_precision_halves_what_is_saved_of_matrix_products():
     assert 0.5 <= half.layers[0].saved / full.layers[0].saved < 0.8  # norms compute in float32
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma3", "gpt_oss", "deepseek_v3", "qwen3_next"])
+@pytest.mark.parametrize(
+    "name", only(["gemma3", "deepseek_v3", "qwen3_next"], ["qwen3", "gemma3", "gpt_oss", "deepseek_v3", "qwen3_next"])
+)
 def test_the_cache_is_that_of_the_real_model(name: str):
     model = zoo.build(name)
     cache = DynamicCache(config=model.config)

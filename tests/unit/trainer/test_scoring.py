@@ -11,7 +11,7 @@ from fsdptrain.data.packing.exchange import gather_index
 from fsdptrain.data.packing.pack import pack
 from fsdptrain.protocols import ModelRole, TrainBackend
 from fsdptrain.trainer.batches import StepBatches
-from fsdptrain.trainer.logprobs import Scorer
+from fsdptrain.trainer.logprobs import LogprobPasses
 from fsdptrain.types import LogProbs, PackedBatch, Sample
 
 SAMPLES = [Sample("g", [1, 2, 3], [False, True, True], [0.0, -0.5, -0.25]) for _ in range(2)]
@@ -61,7 +61,7 @@ def test_only_what_is_needed_is_scored_and_the_loss_sees_only_what_it_reads(
     values: dict[str, Any], asked: list[str], seen: list[str]
 ) -> None:
     backend, before = Scored(), two_steps()
-    scorer = Scorer(Config(hf_checkpoint="x", **values), cast(TrainBackend, backend))
+    scorer = LogprobPasses(Config(hf_checkpoint="x", **values), cast(TrainBackend, backend))
     steps = scorer.for_loss(scorer.score(before))
     assert backend.asked == asked
     for step, given in zip(steps, before, strict=True):

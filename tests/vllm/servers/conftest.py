@@ -5,8 +5,10 @@ FSDPTRAIN_VLLM_PYTHON names the Python of the environment with vLLM. Servers tak
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -55,7 +57,8 @@ class Servers(dict[str, str]):
     def __init__(self, models: Mapping[str, Models], folder: Path) -> None:
         super().__init__()
         self._models, self._folder = models, folder
-        self._processes: list[ServerProcess] = []
+        self._numbers = count()
+        self._processes: dict[str, ServerProcess] = {}
 
     def __missing__(self, name: str) -> str:
         model = self._models[name.partition(" ")[0]].first
@@ -63,16 +66,21 @@ class Servers(dict[str, str]):
         options = cases.options(model, max_tokens_per_gpu=1024, bf16=cases.is_bf16(name), rollout_engine_args=args)
         arguments = server_arguments(Config(**options), model, on_gpu=False)
         launch = Launch(str(PYTHON), arguments, self._folder, self._folder, cases.KEY)
-        process = ServerProcess(launch, len(self._processes), None)
-        self._processes.append(process)
+        process = ServerProcess(launch, next(self._numbers), None)
+        self._processes[name] = process
         process.start()
         wait_until_up(process)
         self[name] = process.url
         return process.url
 
-    def end(self) -> None:
-        for process in self._processes:
-            process.end()
+    def end(self, name: str) -> None:
+        """Stop a server. The next test that asks for it gets a new one."""
+        self._processes.pop(name).end()
+        del self[name]
+
+    def close(self) -> None:
+        for name in [*self._processes]:
+            self.end(name)
 
 
 @pytest.fixture(scope="session")
@@ -82,7 +90,7 @@ def urls(models, tmp_path_factory) -> Iterator[Servers]:
     try:
         yield servers
     finally:
-        servers.end()
+        servers.close()
 
 
 def wait_until_up(process: ServerProcess) -> None:
@@ -94,13 +102,16 @@ def wait_until_up(process: ServerProcess) -> None:
 
 
 @pytest.fixture(scope="session")
-def fresh(models) -> dict[str, Answers]:
-    """What an engine that was just started on the other weights says, greedily, for each name of `Servers`."""
-    starts = {}
-    for name, model in models.items():
-        starts[name] = Start(str(model.other))
-        starts[f"{name} bf16"] = Start(str(model.other), "bfloat16")
-    return fresh_answers(str(PYTHON), starts, [prompt.token_ids for prompt in contract.PROMPTS])
+def fresh(models) -> Callable[[str], Answers]:
+    """Greedy answers of an engine just started on the other weights, for a name of `Servers`."""
+
+    @cache
+    def answers(name: str) -> Answers:
+        model = models[name.partition(" ")[0]].other
+        start = Start(str(model), "bfloat16" if cases.is_bf16(name) else "float32")
+        return fresh_answers(str(PYTHON), {name: start}, [prompt.token_ids for prompt in contract.PROMPTS])[name]
+
+    return answers
 
 
 @pytest.fixture(scope="session")
@@ -151,9 +162,3 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     """By the names of the files, in their order."""
     found = {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
     return dict(sorted(found.items()))
-
-
-def pytest_collection_modifyitems(items) -> None:
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.slow)

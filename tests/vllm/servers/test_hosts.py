@@ -6,6 +6,8 @@ import signal
 import subprocess
 import time
 
+import pytest
+
 from fsdptrain.config import Config
 from fsdptrain.vllm.server.build import server_arguments
 from tests.e2e.command import TINY_RUN
@@ -13,6 +15,8 @@ from tests.e2e.two_hosts import ADDRESSES, TwoHosts, two_hosts
 from tests.vllm import models as checkpoints
 from tests.vllm.servers import cases
 from tests.vllm.servers.conftest import PYTHON
+
+pytestmark = pytest.mark.matrix
 
 URL = f"http://{ADDRESSES[1]}:8000"
 _HEALTH = f"import urllib.request; urllib.request.urlopen('{URL}/health', timeout=5)"

@@ -20,8 +20,8 @@ LONG = SamplingParams(num_samples=3, max_tokens=400, temperature=0.7, seed=5)
 
 def test_each_token_is_of_the_weights_that_it_says_and_read_with_them_alone(models, urls, alone, tmp_path, monkeypatch):
     """Also what a server had read before: a cache of the old weights would show in the logprobs after the switch."""
-    model = models["untied"]
-    options = cases.attached(model.first, urls["untied"], output_dir=str(tmp_path), max_staleness=1)
+    model = models["tied"]
+    options = cases.attached(model.first, urls["tied"], output_dir=str(tmp_path), max_staleness=1)
     options |= {"mismatch_correction": "tis"}
     engine = build(options)
     weights = [weights_of(model.first), weights_of(model.other)]
@@ -29,7 +29,7 @@ def test_each_token_is_of_the_weights_that_it_says_and_read_with_them_alone(mode
     try:
         engine.update_weights(weights[0].items(), 0)
         engine.generate(contract.PROMPTS, cases.GREEDY)  # what is slow once
-        watched = Watched(monkeypatch, urls["untied"], GENERATE)
+        watched = Watched(monkeypatch, urls["tied"], GENERATE)
         thread = threading.Thread(target=lambda: made.extend(engine.generate_in_flight(contract.PROMPTS[:2], LONG)))
         thread.start()
         assert watched.asked.wait(60)
@@ -56,9 +56,9 @@ def test_more_prompts_than_a_server_reads_at_one_time_are_answered_each_with_its
 ):
     """vLLM on a CPU ended where a prompt was read in parts, as those in flight may be when they are read again."""
     prompts = [Prompt(str(i), [5 + (i + j) % 200 for j in range(300)], "") for i in range(24)]
-    engine = build(cases.attached(models["untied"].first, urls["untied"], output_dir=str(tmp_path)))
+    engine = build(cases.attached(models["tied"].first, urls["tied"], output_dir=str(tmp_path)))
     try:
-        engine.update_weights(weights_of(models["untied"].first).items(), 0)
+        engine.update_weights(weights_of(models["tied"].first).items(), 0)
         made = engine.generate(prompts, SamplingParams(num_samples=1, max_tokens=2, temperature=0.7, seed=5))
     finally:
         engine.close()
@@ -67,13 +67,13 @@ def test_more_prompts_than_a_server_reads_at_one_time_are_answered_each_with_its
 
 def test_what_the_trainer_waits_for_is_not_queued_behind_what_is_in_flight(models, urls, alone, tmp_path, monkeypatch):
     """As the probe of --sync-check: it would wait for nearly a whole rollout."""
-    options = cases.attached(models["untied"].first, urls["untied"], output_dir=str(tmp_path), max_staleness=1)
+    options = cases.attached(models["tied"].first, urls["tied"], output_dir=str(tmp_path), max_staleness=1)
     engine = build({**options, "mismatch_correction": "tis"})
     many = SamplingParams(num_samples=3 * cases.AT_ONCE, max_tokens=200, temperature=0.7, seed=5)
     total = 2 * many.num_samples
     try:
-        engine.update_weights(weights_of(models["untied"].first).items(), 0)
-        watched = Watched(monkeypatch, urls["untied"], GENERATE)
+        engine.update_weights(weights_of(models["tied"].first).items(), 0)
+        watched = Watched(monkeypatch, urls["tied"], GENERATE)
         thread = threading.Thread(target=lambda: engine.generate_in_flight(contract.PROMPTS[:2], many))
         thread.start()
         while watched.num_asked < total:

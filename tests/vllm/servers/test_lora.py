@@ -3,12 +3,16 @@
 import signal
 from typing import Any
 
+import pytest
+
 from fsdptrain.testing import spawn
 from tests.vllm import contract
 from tests.vllm.servers import cases
 from tests.vllm.servers.conftest import PYTHON
 from tests.vllm.servers.processes import send
 from tests.vllm.test_lora import train
+
+pytestmark = pytest.mark.matrix
 
 
 def probed(options: dict[str, Any]) -> tuple[list[float], list[list[list[float]]]]:

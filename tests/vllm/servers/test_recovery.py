@@ -23,6 +23,8 @@ from tests.vllm.servers.processes import send, worker
 from tests.vllm.servers.test_push import build
 from tests.vllm.servers.watched import GENERATE, Watched
 
+pytestmark = pytest.mark.matrix
+
 SILENCE = cases.SILENCE
 HANGS = 20.0  # --sync-timeout where a server does not answer: so long the test waits, and the others have [s]
 PROMPTS = [Prompt(f"p{i}", [5 + i] * (1 + 7 * i), "") for i in range(6)]
@@ -203,7 +205,6 @@ def test_a_request_that_takes_more_than_its_time_ends_the_run(models, urls, alon
 def test_killed_while_it_joins_the_group_that_brings_its_weights_the_run_ends_at_once(
     models, urls, alone, tmp_path, monkeypatch
 ):
-    """Last of all: the server is gone."""
     url, route = urls["tied"], "/init_weight_transfer_engine"
     engine = build(cases.attached(models["tied"].first, url, weight_push="gloo", output_dir=str(tmp_path)))
     joining = Watched(monkeypatch, url, route, before=lambda: worker(url).suspend())
@@ -218,3 +219,4 @@ def test_killed_while_it_joins_the_group_that_brings_its_weights_the_run_ends_at
     )
     assert seconds < SILENCE / 2
     engine.close()
+    urls.end("tied")

@@ -1,0 +1,7 @@
+"""Ranks and commands of all tests are forked from one server, which `tests.preloaded` prepares."""
+
+import os
+
+from fsdptrain.testing import PRELOAD
+
+os.environ.setdefault(PRELOAD, "tests.preloaded")

@@ -1,0 +1,45 @@
+"""Compute in float64 whatever a model casts to: laws are then exact up to 1e-12, on any CPU."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from fsdptrain.config import Config
+from fsdptrain.fsdp import build as loading
+from fsdptrain.model.structure import expert_choice
+
+
+class Exact(TorchFunctionMode):
+    """Replace float32 by float64 in every call of torch but a view of the same bytes, and as the default."""
+
+    def __enter__(self):
+        torch.set_default_dtype(torch.float64)
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        torch.set_default_dtype(torch.float32)
+        return super().__exit__(*error)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is Tensor.view:
+            return func(*args, **(kwargs or {}))
+        args = [torch.float64 if value is torch.float32 else value for value in args]
+        kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in (kwargs or {}).items()}
+        return (Tensor.double if func is Tensor.float else func)(*args, **kwargs)
+
+
+def backends_in_float64() -> None:
+    """From now on backends of this process hold weights, moments and activations in float64. Compute under `Exact`."""
+    build = loading.build_meta_model
+
+    def build_meta_model(*args: Any, **kwargs: Any) -> PreTrainedModel:
+        model = build(*args, **kwargs)
+        if expert_choice(model.config):
+            model.set_experts_implementation("eager")  # the grouped kernel has no float64
+        return model
+
+    loading.build_meta_model = build_meta_model
+    Config.compute_dtype_name = property(lambda self: "float64")  # type: ignore[method-assign]

@@ -1,0 +1,20 @@
+"""Mark all but a few representatives of a parametrized test for `make test-matrix`."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def only(few: Iterable[Any], cases: Iterable[Any]) -> list[Any]:
+    """Return `cases` as parameters: those in `few` run in `make test`, the others only in `make test-matrix`.
+
+    A case is one value, or a tuple of the values of several parameters.
+    """
+    cases, few = list(cases), list(few)
+    assert all(case in cases for case in few), few
+    return [_parameters(case, [] if case in few else [pytest.mark.matrix]) for case in cases]
+
+
+def _parameters(case: Any, marks: list[pytest.MarkDecorator]) -> Any:
+    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks)

@@ -1,0 +1,38 @@
+"""What the fork server of the tests does before it forks the first rank or command: import, and train one step.
+
+Ranks and commands start from the state that this module leaves: modules are imported, transformers has compiled its
+patterns, torch has filled its caches. That saves 0.3 s of CPU time in each of some thousand processes.
+"""
+
+import tempfile
+import traceback
+from pathlib import Path
+
+import hypothesis  # noqa: F401
+import pytest  # noqa: F401
+import torch.distributed as dist
+
+import fsdptrain.cli
+import fsdptrain.launch.ranks
+import fsdptrain.rollout.embedded.engine  # noqa: F401
+from fsdptrain.config import resolve
+from fsdptrain.testing import save_tiny_checkpoint
+from tests import families, zoo  # noqa: F401
+from tests.distributed.test_fsdp_backend import train
+from tests.e2e import command, rewards  # noqa: F401
+
+
+def _train_once() -> None:
+    """Train on one rank: its process group, and with it the group's threads, ends here."""
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = save_tiny_checkpoint(Path(folder) / "model")
+        dist.init_process_group("gloo", rank=0, world_size=1, init_method=f"file://{folder}/store")
+        train(str(checkpoint), 4096, {})
+        dist.destroy_process_group()
+        resolve(["--hf-checkpoint", str(checkpoint), *command.TINY_RUN])
+
+
+try:
+    _train_once()
+except Exception:  # noqa: BLE001  # a dead server would leave every test waiting; the tests say what is broken
+    traceback.print_exc()
