@@ -62,7 +62,7 @@ def test_only_what_is_needed_is_scored_and_the_loss_sees_only_what_it_reads(
 ) -> None:
     backend, before = Scored(), two_steps()
     scorer = LogprobPasses(Config(hf_checkpoint="x", **values), cast(TrainBackend, backend))
-    steps = scorer.for_loss(scorer.score(before))
+    steps = scorer.for_loss(scorer.compute(before))
     assert backend.asked == asked
     for step, given in zip(steps, before, strict=True):
         [packed] = step.packs
