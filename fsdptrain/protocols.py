@@ -121,13 +121,6 @@ class AdapterEngine(RolloutEngine, Protocol):
         ...
 
 
-@runtime_checkable
-class MeasuredEngine(RolloutEngine, Protocol):
-    """An engine that has something to say of its last update, the same names on each rank. Not collective."""
-
-    def metrics(self) -> Metrics: ...
-
-
 class TrainBackend(Protocol):
     """Owns the policy, its optimizer and its reference."""
 

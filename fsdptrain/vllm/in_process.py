@@ -5,7 +5,6 @@ vLLM is imported when an engine is built, never before: it patches torch on impo
 """
 
 import gc
-import itertools
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
@@ -25,10 +24,9 @@ from fsdptrain.protocols import Naming
 from fsdptrain.registry import suggest
 from fsdptrain.rollout.sampling import seed_of
 from fsdptrain.rollout.stop_tokens import stop_tokens
-from fsdptrain.types import ChecksumKind, Completion, Metrics, Prompt, SamplingParams
+from fsdptrain.types import ChecksumKind, Completion, Prompt, SamplingParams
 from fsdptrain.vllm.adapter import AdapterSlot, adapter_options
 from fsdptrain.vllm.call_limit import CallLimit
-from fsdptrain.vllm.delta import DeltaFilter
 from fsdptrain.vllm.engine_ranks import ask_together
 from fsdptrain.vllm.options import derived_options, routes_of
 from fsdptrain.vllm.worker.readback import checksums
@@ -74,7 +72,6 @@ class VLLMEngine:
         self._sleeps = bool(options.get("enable_sleep_mode"))
         self._has_weights = False
         self._cached_tokens = 0
-        self._delta = DeltaFilter()
         fixed = {"model": str(checkpoint), "logprobs_mode": "processed_logprobs", "skip_tokenizer_init": True}
         options = {"load_format": "dummy", **options, **fixed, "disable_log_stats": True}
         self._llm = vllm.LLM(**options, trust_remote_code=trust_remote_code)
@@ -85,21 +82,16 @@ class VLLMEngine:
         self._step, self._llm.llm_engine.step = self._llm.llm_engine.step, self._checked_step
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
-        """Take the tensors of a checkpoint, by the names of its files, layer by layer; forget every cached prefix.
-
-        Where vLLM has kept its weights, only what has changed since is loaded.
-        """
+        """Take the tensors of a checkpoint, by the names of its files, layer by layer; forget every cached prefix."""
         self._has_weights = False  # half an update must not answer
-        partial, sent = not self._delta.is_empty, iter(weights)
-        changed = self._delta.changed(sent)
+        weights = iter(weights)
         with self._limit.around(_UPDATE), raise_on_all_ranks(RolloutError, "--rollout-engine vllm"):
             try:
-                self._llm.collective_rpc(_reload, kwargs={"weights": changed, "partial": partial})
+                self._llm.collective_rpc(_reload, kwargs={"weights": weights})
             finally:
-                for _ in itertools.chain(changed, sent):  # to make them is collective: also after an error
+                for _ in weights:  # to make them is collective: also after an error
                     pass
             self._begin(policy_version)
-        self._delta.commit()
         self._has_weights = True
 
     def update_adapter(
@@ -113,15 +105,6 @@ class VLLMEngine:
             self._adapter.load(tensors, write_config, policy_version)
             self._begin(policy_version)
         self._has_weights = True
-
-    def metrics(self) -> Metrics:
-        """Of the last update of weights."""
-        if self._adapter is not None:
-            return {}
-        return {
-            "sync/pushed_bytes": float(self._delta.pushed_bytes),
-            "sync/saved_bytes": float(self._delta.saved_bytes),
-        }
 
     def _begin(self, policy_version: int) -> None:
         if self._sleeps:
@@ -185,7 +168,6 @@ class VLLMEngine:
         """
         self._has_weights = False
         if self._sleeps:
-            self._delta.forget()
             self._llm.sleep(level=2 if self._adapter is None else 1)
 
     def wake_up(self) -> None:
@@ -270,14 +252,13 @@ def build_vllm_engine(config: Config, *, checkpoint: Path, device: torch.device)
     return VLLMEngine(checkpoint, limit=limit, trust_remote_code=config.model.trust_remote_code, **options)
 
 
-def _reload(worker: Any, *, weights: Iterable[tuple[str, Tensor]], partial: bool) -> None:
+def _reload(worker: Any, *, weights: Iterable[tuple[str, Tensor]]) -> None:
     """Runs in vLLM's worker, which is this process."""
     from vllm.config import set_current_vllm_config  # pyright: ignore[reportMissingImports] - an extra
 
     from fsdptrain.vllm.worker.reload import WeightReload
 
     reload = WeightReload(worker.get_model(), worker.model_config)
-    reload.is_partial = partial
     with set_current_vllm_config(worker.vllm_config):
         reload.start()
         reload.load(weights)

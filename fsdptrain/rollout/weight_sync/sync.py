@@ -1,6 +1,6 @@
 """The weights of a version go to the engine, and are proven to have come."""
 
-from fsdptrain.protocols import AdapterBackend, AdapterEngine, MeasuredEngine, RolloutEngine, TrainBackend
+from fsdptrain.protocols import AdapterBackend, AdapterEngine, RolloutEngine, TrainBackend
 from fsdptrain.rollout.weight_sync.verify import SyncCheck
 from fsdptrain.trainer.timeline import Stopwatch
 from fsdptrain.trainer.waits import Waits
@@ -42,10 +42,7 @@ class WeightSync:
         evaluation."""
         if self._newest != version:
             return {}
-        found = self._check.metrics() if self._check else {}
-        if isinstance(self._engine, MeasuredEngine):
-            found |= self._engine.metrics()
-        return found
+        return self._check.metrics() if self._check else {}
 
     def _update(self, version: int) -> None:
         engine, backend, check = self._engine, self._backend, self._check

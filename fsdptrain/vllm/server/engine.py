@@ -23,16 +23,15 @@ from fsdptrain.errors import RolloutError
 from fsdptrain.protocols import Naming
 from fsdptrain.rollout.sampling import seed_of
 from fsdptrain.rollout.stacks import StackDump
-from fsdptrain.types import Completion, Metrics, Prompt, SamplingParams
+from fsdptrain.types import Completion, Prompt, SamplingParams
 from fsdptrain.vllm.adapter import write_adapter
-from fsdptrain.vllm.delta import DeltaFilter
 from fsdptrain.vllm.options import routes_of
 from fsdptrain.vllm.server.client import VLLMClient
 from fsdptrain.vllm.server.dispatcher import Dispatcher
 from fsdptrain.vllm.server.fleet import Fleet
 from fsdptrain.vllm.server.push import Deadline, Weights
 from fsdptrain.vllm.server.replica import ServerCopy
-from fsdptrain.vllm.server.weight_files import Stored, WeightFolder
+from fsdptrain.vllm.server.weight_files import WeightFolder
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,6 @@ class VLLMServerEngine:
         self._ready: list[str] = []
         self._takes_adapters = False
         self._num_adapters = 0
-        self._delta = DeltaFilter()  # of what lies in `folder`
         self._in_flight: set[Dispatcher] = set()
         self._switching = self._closed = False
         self._changed = threading.Condition()  # held while these, or `_tag`, or `_in_flight` change
@@ -104,7 +102,7 @@ class VLLMServerEngine:
         def pack(before: str | None, tag: str) -> Weights:
             if error is not None:
                 raise RolloutError(f"--weight-folder: the weights cannot be stored: {error}; choose another") from error
-            return Weights(stored.whole, tag, stored.new, before)
+            return Weights(stored, tag, before)
 
         self._switch(pack, policy_version)
 
@@ -196,13 +194,6 @@ class VLLMServerEngine:
             for i in range(rank, rank + num_ranks * -(-len(clients) // num_ranks), num_ranks)
         ]
 
-    def metrics(self) -> Metrics:
-        """Of the last update: to a server that had the version before."""
-        if self._takes_adapters:
-            return {}
-        pushed, saved = self._delta.pushed_bytes, self._delta.saved_bytes
-        return {"sync/pushed_bytes": float(pushed), "sync/saved_bytes": float(saved)}
-
     def generate_in_flight(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
         """As `generate`, from any thread: when new weights come, servers keep what they have sampled, and go on."""
         with self._changed:
@@ -243,19 +234,17 @@ class VLLMServerEngine:
         if self._folder is not None:
             self._folder.delete()
 
-    def _store(self, weights: Iterable[tuple[str, Tensor]]) -> tuple[Stored, OSError | None]:
-        """Rank 0 writes what has changed to files; the others take part in the gathering."""
+    def _store(self, weights: Iterable[tuple[str, Tensor]]) -> tuple[list[Path], OSError | None]:
+        """Rank 0 writes them to files; the others take part in the gathering."""
         if self._folder is None or self.fleet is None:
             for _ in weights:
                 pass
-            return Stored([], []), None
+            return [], None
         self.fleet.forget_weights()
         try:
-            stored = self._folder.write(self._delta.changed(weights))
+            return self._folder.write(weights), None
         except OSError as error:
-            return Stored([], []), error
-        self._delta.commit()
-        return stored, None
+            return [], error
 
     def _request(self, prompt: Prompt, index: int, sampling: SamplingParams, tag: str) -> dict[str, Any]:
         adapter = {"model": tag} if self._takes_adapters else {}

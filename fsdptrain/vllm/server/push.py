@@ -49,8 +49,7 @@ class Weights:
 
     files: Sequence[Path]
     tag: str
-    changed: Sequence[Path] = ()  # all that an engine needs that holds the version `before`
-    before: str | None = None
+    before: str | None = None  # the tag of the version before
     adapter: Path | None = None  # a folder, in place of all files: the weights that it stands beside do not change
 
 
@@ -68,8 +67,6 @@ def update(
     client: VLLMClient, weights: Weights, push: Push, deadline: Deadline, *, keep_requests: bool = False
 ) -> None:
     """Stop the engine, give it `weights`, forget cached prefixes, and make sure of its version. It stays stopped.
-
-    An engine that holds the version before gets what has changed, any other everything.
 
     keep_requests: those that it works on go on from their last token when the engine does: what they have read and
     sampled is read anew with the new weights. Else they are ended.
@@ -94,9 +91,7 @@ def _load_weights(client: VLLMClient, weights: Weights, has_before: bool, push: 
         push.forget(client)
         client.post("/collective_rpc", {"method": "fsdptrain_give_up_update"}, timeout=deadline.left)
     client.post("/start_weight_update", timeout=deadline.left)
-    if has_before:
-        client.post("/update_weights", {"update_info": {"partial": True}}, timeout=deadline.left)
-    push.send(client, weights.changed if has_before else weights.files, deadline)
+    push.send(client, weights.files, deadline)
     client.post("/finish_weight_update", {"weight_version": weights.tag}, timeout=deadline.left)
 
 

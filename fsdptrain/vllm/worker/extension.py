@@ -61,14 +61,10 @@ class Join(WeightTransferInitInfo):
 
 @dataclass
 class Update(WeightTransferUpdateInfo):
-    """A part of the weights: files that this machine can read, or one bucket that the trainer sends now.
-
-    partial: what does not come stays as it is. Said once in an update, before it ends.
-    """
+    """A part of the weights: files that this machine can read, or one bucket that the trainer sends now."""
 
     paths: list[str] = field(default_factory=list)
     bucket: list[dict[str, Any]] = field(default_factory=list)
-    partial: bool = False
 
 
 class Transfer(WeightTransferEngine[Join, Update]):
@@ -110,7 +106,6 @@ class Transfer(WeightTransferEngine[Join, Update]):
     def receive_weights(self, update_info: Update) -> None:
         reload = self._reload
         assert reload is not None, "an update begins with start_weight_update"
-        reload.is_partial |= update_info.partial
         for path in update_info.paths:
             with safe_open(path, "pt", device=str(self.device)) as file:
                 reload.load((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118 - not a dict

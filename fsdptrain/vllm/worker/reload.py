@@ -15,7 +15,6 @@ from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportM
     initialize_layerwise_reload,
 )
 
-from fsdptrain.vllm.delta import block_of
 from fsdptrain.vllm.worker.expert_names import missing_experts
 from fsdptrain.vllm.worker.packed_experts import forget_kernels, restore_kernels
 from fsdptrain.vllm.worker.tied_head import repack_tied_head, tied_heads
@@ -25,11 +24,9 @@ _LAYERS_LOG = logging.getLogger("vllm.model_executor.model_loader.reload.layerwi
 
 
 class WeightReload:
-    """One update: start, any number of parts, finish. It fails where a parameter of the model got no weights; of a
-    partial update, where one got none and others of its block did."""
+    """One update: start, any number of parts, finish. It fails where a parameter of the model got no weights."""
 
     def __init__(self, model: Any, model_config: Any) -> None:
-        self.is_partial = False  # what does not come stays as it is
         self._model: nn.Module = model
         self._config = model_config
         self._came: set[str] = set()
@@ -79,9 +76,6 @@ class WeightReload:
         if self._loaded is None or self._config.quantization is not None:
             return []
         names = {name for name, _ in self._model.named_parameters()} - self._tied
-        if self.is_partial:
-            touched = {block_of(name) for name in self._loaded}
-            names = {name for name in names if block_of(name) in touched}
         return sorted(names - self._loaded)
 
 

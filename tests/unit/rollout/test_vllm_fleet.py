@@ -79,11 +79,3 @@ def test_those_that_hang_cost_no_other_its_time():
     assert fleet(*hanging, alive, sync_timeout=12.0).switch(WEIGHTS) == [alive.client.url]
     assert time.monotonic() - start < 15  # the deadline of the switch is 12
     assert alive.calls[-1] == "/resume"
-
-
-def test_one_that_holds_the_version_before_gets_what_has_changed_and_any_other_everything(tmp_path):
-    has_it, has_another = ScriptedServer(version="run/1"), ScriptedServer(version="default")
-    whole, changed = [tmp_path / "a", tmp_path / "b"], [tmp_path / "b"]
-    fleet(has_it, has_another).switch(Weights(whole, "run/2", changed, "run/1"))
-    assert has_it.updates == [{"partial": True}, {"paths": [str(path) for path in changed]}]
-    assert has_another.updates == [{"paths": [str(path) for path in whole]}]
