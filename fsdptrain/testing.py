@@ -3,6 +3,7 @@
 import io
 import multiprocessing
 import os
+import socket
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +22,6 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from fsdptrain import platform
 from fsdptrain.protocols import Naming
 from fsdptrain.types import Completion, Prompt, SamplingParams
-from fsdptrain.vllm.server.process import free_port
 
 # What a process imports before it is a rank or a command: once, in the server that all of them are forked from.
 _PRELOADED = ["fsdptrain.testing", "fsdptrain.trainer", "reasoning_gym", "math_verify"]
@@ -143,6 +143,13 @@ def preloaded_context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)  # read when the first process starts: one list for all who start some
     return context
+
+
+def free_port() -> int:
+    """A port of the loopback interface that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:

@@ -40,7 +40,7 @@ from fsdptrain.rewards import build_reward, reads_environment
 from fsdptrain.rollout import engine_factory
 from fsdptrain.rollout.embedded.replica import max_positions
 from fsdptrain.rollout.weight_sync.sync import WeightSync
-from fsdptrain.rollout.weight_sync.verify import build_sync_check
+from fsdptrain.rollout.weight_sync.verify import build_verifier
 from fsdptrain.tools.plan.plan import Machine, Planner
 from fsdptrain.trainer.backend import PolicyBackend, build_backend
 from fsdptrain.trainer.evaluation import Evaluation
@@ -68,7 +68,7 @@ class Components:
     loss: Loss
     advantages: AdvantageRule
     engine: RolloutEngine | None  # None: nothing is ever generated
-    hand_over: WeightSync | None  # with the engine
+    weight_sync: WeightSync | None  # with the engine
     waits: Waits
     stream: PromptStream
     source: SampleSource
@@ -122,15 +122,15 @@ def build_components(
         if config.sync.offload_train and not platform.has_accelerator():
             log.warning("--offload-train: there is no GPU; copies are made, and no memory is saved")
         engine = make_engine(config, checkpoint=checkpoint, device=device) if generates else None
-        maker = evaluation = hand_over = background = None
+        maker = evaluation = weight_sync = background = None
         timeline, waits = Timeline(), watched_waits(config, folder, stack)
         if engine is not None:
             background = rollout_threads(config, engine, stack)
             stack.callback(engine.close)
-            with raise_on_all_ranks(ConfigError, "--sync-check"):
+            with raise_on_all_ranks(ConfigError, "--verify-weight-sync"):
                 positions = max_positions(backend.model)
-                check = build_sync_check(config, engine, backend, tokenizer, max_positions=positions)
-            hand_over = WeightSync(engine, backend, check, waits, adapter_only=config.lora.sync == "adapter")
+                verifier = build_verifier(config, engine, backend, tokenizer, max_positions=positions)
+            weight_sync = WeightSync(engine, backend, verifier, adapter_only=config.lora.sync == "adapter")
             timed = WithDeadline(score, config.reward.reward_timeout, patience=config.reward_patience)
             reads = environment is not None and reads_environment(score)
             maker = build_sampler(
@@ -143,7 +143,7 @@ def build_components(
             loss=loss,
             advantages=advantages,
             engine=engine,
-            hand_over=hand_over,
+            weight_sync=weight_sync,
             waits=waits,
             stream=stream,
             source=build_source(told, stream, tokenizer, maker, advantages, timeline, background),

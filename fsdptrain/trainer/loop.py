@@ -3,7 +3,8 @@
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,7 @@ class _Run:
         run = self._config.run
         self._resume()
         self._folder.write_config(self._config)
-        self._hand_over_weights(Stopwatch(self._timeline, self._step))
+        self._sync_weights(Stopwatch(self._timeline, self._step))
         self._run_ahead()
         if self._step == 0:
             self._evaluate()
@@ -153,7 +154,7 @@ class _Run:
                 trained = [self._parts.backend.train_step(s.packs, self._loss, loss) for s in steps]
             self._step += 1
             self._update_reference()
-            self._hand_over_weights(watch)
+            self._sync_weights(watch)
             self._run_ahead()
         metrics |= kl_metrics | summary.mean_metrics(trained)
         metrics |= self._kl.adapt(metrics)
@@ -230,16 +231,23 @@ class _Run:
         if interval is not None and self._step % interval == 0:
             self._parts.backend.update_reference()
 
-    def _hand_over_weights(self, watch: Stopwatch) -> None:
+    def _sync_weights(self, watch: Stopwatch) -> None:
         """Where the engine will generate before the next optimizer step; else it stays asleep."""
-        hand_over = self._parts.hand_over
+        weight_sync = self._parts.weight_sync
         generates = self._config.algorithm.algorithm != "sft" and self._step < self._config.run.num_rollout
-        if hand_over is None or not (generates or self._evaluation_is_due):
+        if weight_sync is None or not (generates or self._evaluation_is_due):
             return
         if self._config.sync.offload_train:
             with watch("offload"):
                 self._offloading.offload(keep_weights=True)
-        hand_over.give(self._step, watch)
+
+        @contextmanager
+        def span(stage: str) -> Iterator[None]:
+            with watch(stage), self._parts.waits():
+                yield
+
+        weight_sync.push(self._step, span)
+        watch.seconds["sync"] += watch.seconds.get("check", 0.0)
 
     @property
     def _evaluation_is_due(self) -> bool:
@@ -259,7 +267,7 @@ class _Run:
         self._log_samples(shown, "heldout")
 
     def _performance(self, steps: Sequence[StepBatches], watch: Stopwatch, *, num_tokens: float) -> Metrics:
-        names = ["step", "generate", "reward", "idle", "score", "train", "sync", "sync_check"]
+        names = ["step", "generate", "reward", "idle", "score", "train", "sync"]
         names += ["offload"] * self._config.sync.offload_train
         slowest = summary.reduce_max({f"perf/{name}_s": watch.seconds.get(name, 0.0) for name in names})
         world_size = dist.get_world_size()
@@ -288,7 +296,7 @@ class _Run:
                 logger.log_timeline(rows, self._step)
 
     def _sync_metrics(self) -> Metrics:
-        found = self._parts.hand_over.metrics(self._step) if self._parts.hand_over else {}
+        found = self._parts.weight_sync.metrics(self._step) if self._parts.weight_sync else {}
         return summary.reduce_max(found) if found else {}
 
     def _advance(self, metrics: Metrics) -> Metrics:
@@ -333,7 +341,7 @@ class _Run:
         with self._timeline.stage("save", self._step):
             self._checkpoints.write(self._step, self._save)
         if away and self._step < self._config.run.num_rollout:
-            self._hand_over_weights(Stopwatch(self._timeline, self._step))
+            self._sync_weights(Stopwatch(self._timeline, self._step))
 
     def _save(self, directory: Path) -> Callable[[], None] | None:
         rest = self._parts.backend.save(directory, self._step)

@@ -1,7 +1,7 @@
-"""The newest weights as files: what servers load, or what is sent to them bucket by bucket.
+"""The newest weights as files: servers load them, or the trainer sends them bucket by bucket.
 
-All of them are written before any server is told, so that no rank is ever inside a collective while it waits for a
-server; and they stay until newer ones come, so that a server that takes the place of another can have them at once.
+All files are written before any server is told, so that no rank is inside a collective while it waits for a server.
+They stay until the next version, so that a restarted server can load them at any time.
 """
 
 import hashlib
@@ -18,35 +18,21 @@ from torch import Tensor
 SHARED_MEMORY = Path("/dev/shm")
 
 
-def folder_name(output_dir: Path) -> str:
-    """Follows from `output_dir`: a run that goes on after it was killed finds, and clears, what it left."""
-    name = f"{os.getuid()}/{output_dir.resolve()}"
-    return "fsdptrain-" + hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
-
-
-def shared_memory(num_bytes: int) -> Path | None:
-    """Where shared memory is a folder, if it has room for `num_bytes`."""
-    if not SHARED_MEMORY.is_dir() or shutil.disk_usage(SHARED_MEMORY).free < num_bytes:
-        return None
-    return SHARED_MEMORY
-
-
 class WeightFolder:
-    """Holds the newest version. What lay at `path` before is deleted."""
+    """Holds the files of the newest version. Deletes what lay at `path` before."""
 
     def __init__(self, path: Path, *, max_file_bytes: int) -> None:
         self.path = path
         self._max_file_bytes = max_file_bytes
-        self._count = 0  # files of all versions
+        self._num_files = 0  # of all versions: a name is never used twice
         self._files: list[Path] = []
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir(parents=True, mode=0o700)
 
     def write(self, weights: Iterable[tuple[str, Tensor]]) -> list[Path]:
-        """Replace the version before by `weights`, in files of at most `max_file_bytes` or of one tensor.
+        """Replace the files by `weights`, in files of at most `max_file_bytes` or of one tensor.
 
-        `weights` is read to its end even after an OSError, because iterating it is collective; then the error is
-        raised.
+        Reads `weights` to its end even after an OSError, because iterating it is collective; then raises the error.
         """
         for path in self._files:
             path.unlink(missing_ok=True)
@@ -73,7 +59,7 @@ class WeightFolder:
             raise error
         return self._files
 
-    def make_room(self, name: str) -> Path:
+    def make_subfolder(self, name: str) -> Path:
         """An empty folder beside the files."""
         folder = self.path / name
         shutil.rmtree(folder, ignore_errors=True)
@@ -84,10 +70,23 @@ class WeightFolder:
         shutil.rmtree(self.path, ignore_errors=True)
 
     def _save(self, tensors: dict[str, Tensor]) -> None:
-        path = self.path / f"{self._count:08d}.safetensors"
-        self._count += 1
+        path = self.path / f"{self._num_files:08d}.safetensors"
+        self._num_files += 1
         self._files.append(path)
         try:
             save_file(tensors, path)
         except SafetensorError as error:  # includes a full disk
             raise OSError(str(error)) from error
+
+
+def folder_name(output_dir: Path) -> str:
+    """Depends on `output_dir` only: a run that is resumed after a kill finds and deletes the files of before."""
+    name = f"{os.getuid()}/{output_dir.resolve()}"
+    return "fsdptrain-" + hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
+
+
+def shared_memory(num_bytes: int) -> Path | None:
+    """The folder of shared memory, if there is one with room for `num_bytes`."""
+    if not SHARED_MEMORY.is_dir() or shutil.disk_usage(SHARED_MEMORY).free < num_bytes:
+        return None
+    return SHARED_MEMORY

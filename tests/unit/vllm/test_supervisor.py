@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 
-from fsdptrain.vllm.server import supervisor as vllm_keeper
+from fsdptrain.vllm.server import supervisor
 
 PARENT = """
 import os, subprocess, sys, time
@@ -27,11 +27,12 @@ def family(pid: int, size: int) -> list[psutil.Process]:
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_a_killed_run_takes_servers_and_weights_with_it(tmp_path, stopped):
-    weights = tmp_path / "weights"
-    weights.mkdir()
-    run = subprocess.Popen([sys.executable, "-c", PARENT, str(vllm_keeper.__file__), str(weights)])
-    processes = family(run.pid, 4)  # keeper, bash and two sleeps
+def test_a_killed_run_takes_servers_and_folders_with_it(tmp_path, stopped):
+    folders = [tmp_path / "weights", tmp_path / "imports"]
+    for folder in folders:
+        folder.mkdir()
+    run = subprocess.Popen([sys.executable, "-c", PARENT, str(supervisor.__file__), os.pathsep.join(map(str, folders))])
+    processes = family(run.pid, 4)  # supervisor, bash and two sleeps
     if stopped:
         for process in processes[1:]:
             process.suspend()
@@ -39,15 +40,15 @@ def test_a_killed_run_takes_servers_and_weights_with_it(tmp_path, stopped):
     run.wait()
     _, alive = psutil.wait_procs(processes, timeout=30)
     assert alive == []
-    assert not weights.exists()
+    assert not any(folder.exists() for folder in folders)
 
 
 def test_a_server_that_ends_takes_its_workers_with_it(tmp_path):
-    command = [sys.executable, str(vllm_keeper.__file__), str(os.getpid()), str(tmp_path / "weights"), "bash", "-c"]
-    keeper = subprocess.Popen([*command, f"sleep 60 & echo $! > {tmp_path / 'pid'}; exit 3"])
-    assert keeper.wait(timeout=30) == 3
+    command = [sys.executable, str(supervisor.__file__), str(os.getpid()), str(tmp_path / "weights"), "bash", "-c"]
+    supervisor_process = subprocess.Popen([*command, f"sleep 60 & echo $! > {tmp_path / 'pid'}; exit 3"])
+    assert supervisor_process.wait(timeout=30) == 3
     worker, end = int((tmp_path / "pid").read_text()), time.monotonic() + 30
-    while not is_dead(worker):  # the keeper has sent it the signal
+    while not is_dead(worker):  # the signal was sent
         assert time.monotonic() < end
         time.sleep(0.05)
 

@@ -1,4 +1,4 @@
-"""An HTTP server with vLLM's routes and a script of failures. What real servers do is tested in tests/vllm/servers."""
+"""An HTTP server with vLLM's routes and a script of failures. tests/vllm/servers tests what real servers do."""
 
 import json
 import os
@@ -10,9 +10,11 @@ from typing import Any
 
 from fsdptrain.vllm.server.client import VLLMClient
 
+GENERATE = "/inference/v1/generate"
+
 
 class ScriptedServer(ThreadingHTTPServer):
-    """Answers a request for tokens [a, b, ...] with itself, so that an answer shows whose it is."""
+    """Completes a prompt [a, b, ...] with the prompt itself, so that an answer shows whose it is."""
 
     daemon_threads = True
     request_queue_size = 256
@@ -29,14 +31,15 @@ class ScriptedServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", port), _Handler)
         self.version = version
         self.paused = paused
-        self.dies_after = dies_after  # requests for tokens
+        self.dies_after = dies_after  # completions
         self.refuses: dict[str, str] = {}  # path -> message, with status 500
-        self.breaks_off: set[str] = set()  # paths that get no answer
+        self.breaks_off: set[str] = set()  # paths without an answer
         self.delays: dict[str, float] = {}  # path -> seconds before its answer
-        self.dies_when_asked = False  # for tokens; the whole process
+        self.texts: dict[str, str] = {}  # path -> body, instead of vLLM's answer
+        self.exits_on_generate = False  # the whole process
         self.calls: list[str] = []  # paths, in order
-        self.given: list[Any] = []  # bodies of requests for tokens
-        self.updates: list[Any] = []  # bodies of parts of weights
+        self.generated: list[Any] = []  # bodies of requests for completions
+        self.updates: list[Any] = []  # bodies of /update_weights
         self.info: Any = FITTING | {"instance_id": str(self.server_address[1])}
         self.lock = threading.Lock()
         self.client = VLLMClient(f"http://127.0.0.1:{self.server_address[1]}")
@@ -65,37 +68,38 @@ class _Handler(BaseHTTPRequestHandler):
             if path == "/update_weights":
                 server.updates.append(body["update_info"])
             if server.dies_after == 0:
-                return  # without a word: the connection breaks
+                return  # the connection breaks
             server.calls.append(path)
             if path in server.breaks_off:
                 return
-            if path == "/inference/v1/generate" and server.dies_when_asked:
+            if path == GENERATE and server.exits_on_generate:
                 os._exit(1)
-            if path == "/inference/v1/generate":
-                server.given.append(body)
+            if path == GENERATE:
+                server.generated.append(body)
                 if server.dies_after is not None:
                     server.dies_after -= 1
         time.sleep(server.delays.get(path, 0.0))
         if path in server.refuses:
-            self._send(500, {"error": {"message": server.refuses[path]}})
+            self._send(500, json.dumps({"error": {"message": server.refuses[path]}}))
             return
         if path in ("/pause", "/resume"):
             server.paused = path == "/pause"
         if path == "/finish_weight_update":
             server.version = body["weight_version"]
-        self._send(200, ANSWERS.get(path, lambda server, body: {})(server, body))
+        answer = ANSWERS.get(path, lambda server, body: {})(server, body)
+        self._send(200, server.texts.get(path, json.dumps(answer)))
 
-    def _send(self, status: int, body: Any) -> None:
-        text = json.dumps(body).encode()
+    def _send(self, status: int, text: str) -> None:
+        body = text.encode()
         self.send_response(status)
-        self.send_header("Content-Length", str(len(text)))
+        self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(text)
+        self.wfile.write(body)
 
     def log_message(self, *_: Any) -> None: ...
 
 
-def _generated(server: ScriptedServer, body: Any) -> Any:
+def _completion(server: ScriptedServer, body: Any) -> Any:
     ids = body["token_ids"]
     spans = [{"version": server.version, "start": 0, "end": len(ids)}]
     choice = {"token_ids": ids, "finish_reason": "length", "weight_versions": spans}
@@ -114,5 +118,6 @@ ANSWERS: dict[str, Callable[[ScriptedServer, Any], Any]] = {
     "/server_info": lambda server, body: {"vllm_config": server.info},
     "/is_paused": lambda server, body: {"is_paused": server.paused},
     "/reset_prefix_cache": lambda server, body: {"success": True},
-    "/inference/v1/generate": _generated,
+    "/collective_rpc": lambda server, body: {"results": [None]},
+    GENERATE: _completion,
 }

@@ -39,7 +39,7 @@ def test_gated_delta_nets_take_triton_on_hopper_unless_told_otherwise(config, ca
 def test_routes_are_asked_for_where_vllm_can_tell_them_and_refused_elsewhere():
     assert routes_options("off", "cpu") == routes_options("scoring", "cpu") == {}
     assert routes_options("rollout", "cuda") == {"enable_return_routed_experts": True}
-    with pytest.raises(ConfigError, match="--router-replay rollout: vLLM does not tell its experts without a GPU"):
+    with pytest.raises(ConfigError, match="--router-replay rollout: vLLM reports its experts only on a GPU"):
         routes_options("rollout", "cpu")
 
 
@@ -55,8 +55,8 @@ def refusals(given: list[dict[str, int]]) -> list[str]:
 
 def test_an_engine_in_the_process_is_spread_over_the_ranks_there_are_and_in_no_other_way():
     [said] = spawn(1, refusals, [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
-    assert "tensor_parallel_size=2: an engine is spread over so many ranks, and there are 1: take a divisor" in said[0]
-    assert "pipeline_parallel_size: an engine in the trainer's process is spread over ranks by tensor_par" in said[1]
+    assert "tensor_parallel_size=2: an engine spans this number of ranks, and there are 1: use a divisor" in said[0]
+    assert "pipeline_parallel_size: an engine in the trainer's process supports tensor_parallel_size only" in said[1]
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16"])

@@ -1,4 +1,4 @@
-"""With vLLM too, --sync-check names the tensor that did not arrive, and sees a prefix cache that was kept."""
+"""With vLLM in the trainer's process the verification names every fault, and notices a prefix cache that was kept."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,15 +7,14 @@ from typing import Any
 import pytest
 
 from fsdptrain.testing import spawn
-from tests.distributed.test_sync_check import Courier
 from tests.vllm import contract, models
-from tests.vllm.faults import require_named, what_the_check_said
+from tests.vllm.faults import FaultyTransfer, plant_faults, require_named
 
-TRIES = {"tied": 25, "untied": 25, "moe": 50}  # in each of two dtypes: a hundred of dense models, and of mixtures
+TRIES = {"tied": 25, "untied": 25, "moe": 50}  # of each dtype: a hundred of dense models and of mixtures of experts
 
 
-class KeptCache:
-    """Stands for a vLLM that is not told to forget, and says that it was."""
+class KeepsCache:
+    """vLLM, but a reset of the prefix cache does nothing."""
 
     def __init__(self, llm: object) -> None:
         self._llm = llm
@@ -27,7 +26,7 @@ class KeptCache:
 @contextmanager
 def keep_cache(engine: Any) -> Iterator[None]:
     llm = engine._llm
-    engine._llm = KeptCache(llm)
+    engine._llm = KeepsCache(llm)
     try:
         yield
     finally:
@@ -38,6 +37,6 @@ def keep_cache(engine: Any) -> Iterator[None]:
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 def test_each_fault_is_named(tmp_path, bf16, name):
     options = contract.colocated(models.save(name, tmp_path / "model"), bf16=bf16)
-    [(found, apart)] = spawn(1, what_the_check_said, options, TRIES[name], Courier(), keep_cache, timeout=500)
-    assert len(found) == TRIES[name]
-    require_named(found, apart, bound=0.05 if bf16 else 1e-5)
+    [(outcomes, differences)] = spawn(1, plant_faults, options, TRIES[name], FaultyTransfer(), keep_cache, timeout=500)
+    assert len(outcomes) == TRIES[name]
+    require_named(outcomes, differences, bound=0.05 if bf16 else 1e-5)

@@ -1,4 +1,4 @@
-"""A thread that asks while weights are handed over waits for them, and nobody asks of an engine that is closed."""
+"""Requests during a weight sync get the new weights, and a closed engine ends them."""
 
 import time
 from collections.abc import Iterator
@@ -13,10 +13,11 @@ from fsdptrain.errors import RolloutError
 from fsdptrain.rollout.stacks import StackDump
 from fsdptrain.types import Completion, Prompt, SamplingParams
 from fsdptrain.vllm.server.engine import Endpoints, Timeouts, VLLMServerEngine
+from fsdptrain.vllm.server.event_loop import EventLoop
 from fsdptrain.vllm.server.fleet import Fleet, Server
-from fsdptrain.vllm.server.push import FilePush
+from fsdptrain.vllm.server.push import FileTransfer
 from fsdptrain.vllm.server.weight_files import WeightFolder
-from tests.unit.rollout.scripted_server import ScriptedServer
+from tests.unit.vllm.scripted_server import GENERATE, ScriptedServer
 
 PROMPTS = [Prompt("a", [1, 2], ""), Prompt("b", [3], "")]
 SAMPLING = SamplingParams(num_samples=2, max_tokens=4, temperature=1.0)
@@ -29,17 +30,17 @@ class Case:
     threads: ThreadPoolExecutor
     stacks: Path
 
-    def hand_over(self, version: int) -> None:
+    def sync(self, version: int) -> None:
         self.engine.update_weights([("weight", torch.full((2,), float(version)))], version)
 
-    def ask(self) -> list[Completion]:
+    def generate(self) -> list[Completion]:
         return self.engine.generate_in_flight(PROMPTS, SAMPLING)
 
-    def begin_update(self, version: int) -> "Future[None]":
-        """Comes back in the midst of it: the server takes its time."""
+    def begin_sync(self, version: int) -> "Future[None]":
+        """Returns in the middle of a sync."""
         self.server.delays["/update_weights"] = 1.0
         before = self.server.calls.count("/update_weights")
-        update = self.threads.submit(self.hand_over, version)
+        update = self.threads.submit(self.sync, version)
         while self.server.calls.count("/update_weights") == before and not update.done():
             time.sleep(0.01)
         return update
@@ -50,12 +51,14 @@ def case(tmp_path: Path) -> Iterator[Case]:
     server = ScriptedServer(version="default")
     fleet = Fleet(
         [Server(server.client)],
-        push=FilePush(), sync_timeout=60.0, start_timeout=1.0, min_servers=1, keep_requests=True,
+        transfer=FileTransfer(), sync_timeout=60.0, start_timeout=1.0, min_servers=1, keep_requests=True,
     )  # fmt: skip
     engine = VLLMServerEngine(
         Endpoints((server.client.url,), "run", None),
+        loop=EventLoop(),
         stop_token_ids=[],
-        patience=Timeouts(silence=60.0, replacement=1.0, min_servers=1),
+        timeouts=Timeouts(response=60.0, replacement=1.0),
+        min_servers=1,
         stacks=StackDump(tmp_path / "stacks", 0),
         fleet=fleet,
         folder=WeightFolder(tmp_path / "weights", max_file_bytes=1000),
@@ -65,50 +68,60 @@ def case(tmp_path: Path) -> Iterator[Case]:
         engine.close()
 
 
-def test_who_asks_during_an_update_is_answered_with_what_it_brings(case: Case) -> None:
+def test_a_request_during_a_sync_gets_the_new_weights(case: Case) -> None:
     with pytest.raises(RolloutError, match="have no weights"):
-        case.ask()
-    case.hand_over(0)
-    assert [made.policy_version for made in case.ask()] == [0] * 4
-    update = case.begin_update(1)
-    made = case.ask()
+        case.generate()
+    case.sync(0)
+    assert [made.policy_version for made in case.generate()] == [0] * 4
+    update = case.begin_sync(1)
+    made = case.generate()
     assert [(one.prompt_id, one.policy_version) for one in made] == [("a", 1), ("a", 1), ("b", 1), ("b", 1)]
     update.result()
 
 
-def test_who_asks_during_an_update_that_fails_does_not_wait_forever(case: Case) -> None:
-    case.hand_over(0)
+def test_a_request_during_a_sync_that_fails_gets_an_error(case: Case) -> None:
+    case.sync(0)
     case.server.refuses["/update_weights"] = "no such weight"
-    update = case.begin_update(1)
-    asked = case.threads.submit(case.ask)
+    update = case.begin_sync(1)
+    request = case.threads.submit(case.generate)
     with pytest.raises(RolloutError, match="have no weights"):
-        asked.result(timeout=60)
+        request.result(timeout=60)
     with pytest.raises(RolloutError, match="no such weight"):
         update.result(timeout=60)
 
 
-def test_a_run_that_ends_early_leaves_the_stacks_of_what_was_in_flight(case: Case) -> None:
-    """On each rank: the one whose wait was too long, and those that must end with it."""
-    case.hand_over(0)
-    case.server.delays["/inference/v1/generate"] = 600.0
-    asked = case.threads.submit(case.ask)
-    while not case.server.given:
-        assert not asked.done()
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_requests_have_the_time_of_rollout_timeout(case: Case, in_flight: bool) -> None:
+    case.engine.timeouts = Timeouts(response=60.0, replacement=60.0, request=1.0)
+    case.sync(0)
+    case.server.delays[GENERATE] = 60.0
+    generate = case.engine.generate_in_flight if in_flight else case.engine.generate
+    with pytest.raises(RolloutError, match="--rollout-timeout, 1 s"):
+        generate(PROMPTS, SAMPLING)
+
+
+def test_closing_ends_requests_in_flight_and_writes_their_stacks(case: Case) -> None:
+    """On each rank: the one that waited too long, and those that end with it."""
+    case.sync(0)
+    case.server.delays[GENERATE] = 600.0
+    request = case.threads.submit(case.generate)
+    while not case.server.generated:
+        assert not request.done()
         time.sleep(0.01)
     case.engine.close()
-    with pytest.raises(Exception, match=r"given up|has ended"):
-        asked.result(timeout=60)
+    with pytest.raises(RolloutError, match="the engine is closed"):
+        request.result(timeout=60)
     assert "in generate_in_flight" in case.stacks.read_text()
 
 
-def test_once_it_is_closed_nobody_begins_and_nobody_waits(case: Case) -> None:
-    case.hand_over(0)
-    with case.engine._no_weights():  # an update that does not end
-        asked = case.threads.submit(case.ask)
+def test_nobody_waits_for_a_closed_engine(case: Case) -> None:
+    case.sync(0)
+    with case.engine._syncing():  # a sync that does not end
+        request = case.threads.submit(case.generate)
         time.sleep(0.2)
-        assert not asked.done()
+        assert not request.done()
         case.engine.close()
         with pytest.raises(RolloutError, match="the engine is closed"):
-            asked.result(timeout=60)
+            request.result(timeout=60)
     with pytest.raises(RolloutError, match="the engine is closed"):
-        case.ask()
+        case.generate()

@@ -1,4 +1,4 @@
-"""A checksum follows from content, order and length, and from nothing else."""
+"""A checksum depends on content, order and length, and on nothing else."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def test_any_change_of_one_element_or_of_the_order_shows(seed, rows, columns, dt
 
 
 @given(st.integers(0, 99), st.integers(2, 40), st.integers(2, 40), st.sampled_from(DTYPES))
-def test_how_a_tensor_lies_in_memory_does_not_show(seed, rows, columns, dtype):
+def test_memory_layout_does_not_show(seed, rows, columns, dtype):
     tensor = tensor_of(seed, rows, columns, dtype)
     assert checksum(tensor[1:]) == checksum(tensor[1:].clone())
     assert checksum(tensor.t()) == checksum(tensor.t().contiguous())
@@ -44,7 +44,7 @@ def test_rows_beyond_the_first_block_count():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_both_zeros_are_one_unless_bits_are_asked_for(dtype):
+def test_zeros_of_both_signs_are_equal_except_bit_by_bit(dtype):
     zeros = torch.zeros(9, dtype=dtype)
     assert checksum(zeros) == checksum(-zeros)
     assert bit_checksum(zeros) != bit_checksum(-zeros)

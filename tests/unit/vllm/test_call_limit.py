@@ -28,7 +28,7 @@ def test_one_that_hangs_ends_its_process_with_one_line_and_its_stacks(tmp_path, 
     process.join(120)
     assert process.exitcode == 1
     stacks = tmp_path / "stacks" / "rank3_hung.txt"
-    said = f"what was called has hung for {0.625 if checked else 0.5} s, and cannot be interrupted; where it stood:"
+    said = f"what was called hangs for {0.625 if checked else 0.5} s and cannot be interrupted; stacks:"
     assert (tmp_path / "err").read_text() == f"fsdptrain: --rollout-timeout 0.5: {said} {stacks}\n"
     assert "in hangs_here" in stacks.read_text()
 
@@ -43,7 +43,7 @@ def test_also_where_its_stacks_cannot_be_written(tmp_path):
     process.start()
     process.join(120)
     assert process.exitcode == 1
-    assert (tmp_path / "err").read_text().startswith("fsdptrain: --rollout-timeout 0.5: what was called has hung")
+    assert (tmp_path / "err").read_text().startswith("fsdptrain: --rollout-timeout 0.5: what was called hangs")
 
 
 def returns() -> None: ...
