@@ -69,7 +69,7 @@ def test_where_a_rank_hangs_in_its_engine_the_run_ends_and_the_stacks_of_all_ran
     result = command.run([*argv, "--nproc-per-node", "2"], tmp_path / "log", timeout=200)
     assert result.code == 1
     stacks = tmp_path / "run" / "stacks"
-    assert f"Where each rank stood: {stacks}" in result.err
+    assert f"Stacks of each rank: {stacks}" in result.err
     assert "in collect" in (stacks / "rank0.txt").read_text()
     assert "in wait_in_vain" in (stacks / "rank1.txt").read_text()
 
