@@ -12,7 +12,7 @@ class SyncConfig(Section):
 
     max_staleness: int = Field(default=0, ge=0)
     """Generate ahead of training: with weights at most so many rollouts older than those that are trained. With
-    vllm-server both go on at the same time. 0: always with the newest. [rollouts]"""
+    vllm-server both go on at the same time. 0: always with the newest. [staleness]"""
     offload_train: bool = False
     """Weights and optimizer of the trainer are in host memory while completions are made, so that the engine has the
     device to itself. They cross the bus there and back in each rollout. [rollouts]"""
