@@ -14,6 +14,7 @@ written after each run, and runs that are there are not repeated; --fresh begins
 """
 
 import argparse
+import asyncio
 import json
 import os
 import secrets
@@ -44,7 +45,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "staleness.json"
 ENGINES = ("hf", "vllm", "vllm-server")
 NUM_ROLLOUTS = 16
 KEY = "STALENESS_KEY"  # environment variable
-STAGES = ("step", "generate", "reward", "score", "train", "sync", "sync_check", "idle")
+STAGES = ("step", "generate", "reward", "score", "train", "sync", "idle")
 IDLE = ("generate", "reward", "train", "sync")
 
 
@@ -92,12 +93,12 @@ def server(start: Path, folder: Path, args: argparse.Namespace) -> Iterator[str 
     process.start()
     try:
         client = VLLMClient(process.url, os.environ[KEY])
-        while not client.is_healthy(timeout=1.0):
+        while not asyncio.run(client.is_healthy(timeout=1.0)):
             assert not process.has_ended, process.last_words()
             time.sleep(0.5)
         yield process.url
     finally:
-        process.end()
+        process.close()
 
 
 def measure(

@@ -1,4 +1,4 @@
-"""What --sync-check every costs: its share of a step, for each engine, on a rollout that is not tiny.
+"""What --verify-weight-sync every costs: its share of a step, for each engine, on a rollout that is not tiny.
 
     python benchmarks/sync_check.py --vllm-python .venv-vllm/bin/python     # hf, vllm, vllm-server
     python benchmarks/sync_check.py --quick --engines hf                    # seconds, and no file is written
@@ -6,7 +6,7 @@
 The cost of a check grows with the weights (checksums on both sides) and not with the rollout: its probe is 208
 tokens of prompts and 16 of answers, whatever a step trains on. So its share depends on the tokens of a step. Here they
 are about 30,000, on 2 M random parameters on a CPU; a GPU trains on hundreds of thousands. Numerator and denominator
-are seconds of the same step (`perf/sync_check_s`, which holds the checksums made while weights are handed over, and
+are seconds of the same step (`weight_sync/verify_s`, which holds the checksums made while weights are handed over, and
 `perf/step_s`), so that a busy machine slows down both; the median over steps counts, without the first. With
 --staleness above 0 generation goes on while the probe is answered, which then waits its turn.
 """
@@ -56,7 +56,7 @@ def measure(engine: str, age: int, args: argparse.Namespace) -> dict[str, Any]:
             "reward": "exact", "num-rollout": steps, "rollout-batch-size": 16, "n-samples-per-prompt": samples,
             "rollout-max-response-len": length, "rollout-max-prompt-len": 128, "max-tokens-per-gpu": 2048,
             "lr": 1e-4, "eval-interval": 0,
-            "rollout-engine": engine, "sync-check": "every", "max-staleness": age,
+            "rollout-engine": engine, "verify-weight-sync": "every", "max-staleness": age,
             "output-dir": Path(folder) / "run", "keep-last": 0,
         }  # fmt: skip
         if age:
@@ -70,15 +70,15 @@ def measure(engine: str, age: int, args: argparse.Namespace) -> dict[str, Any]:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
         command = [str(python), "-m", "fsdptrain", *argv, "--no-bf16", "--no-export", "--log-to"]
         subprocess.run(command, check=True, env=environment)
-        rows = [row for row in read_metrics(Path(folder) / "run") if row.get("perf/sync_check_s")][1:]
+        rows = [row for row in read_metrics(Path(folder) / "run") if row.get("weight_sync/verify_s")][1:]
     row = {
         "engine": engine,
         "max_staleness": age,
         "model": size,
-        "share": spread(r["perf/sync_check_s"] / r["perf/step_s"] for r in rows),
-        "sync_check_s": round(statistics.median(r["perf/sync_check_s"] for r in rows), 3),
+        "share": spread(r["weight_sync/verify_s"] / r["perf/step_s"] for r in rows),
+        "verify_s": round(statistics.median(r["weight_sync/verify_s"] for r in rows), 3),
         "step_s": round(statistics.median(r["perf/step_s"] for r in rows), 2),
-        "runs": [{"sync_check_s": r["perf/sync_check_s"], "step_s": r["perf/step_s"]} for r in rows],
+        "runs": [{"verify_s": r["weight_sync/verify_s"], "step_s": r["perf/step_s"]} for r in rows],
         "load_average": round(os.getloadavg()[0], 1),
     }
     print(json.dumps(row), flush=True)

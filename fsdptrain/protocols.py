@@ -58,24 +58,24 @@ class RolloutEngine(Protocol):
 
 @runtime_checkable
 class CheckedEngine(RolloutEngine, Protocol):
-    """What --sync-check asks of an engine besides; one of the user's own need not have it. No method is collective."""
+    """Additional methods that --verify-weight-sync needs; a custom engine may leave them out. None is collective."""
 
     def checksums(self, names: Collection[str], kind: ChecksumKind = "bits") -> Mapping[str, int]:
-        """`models.checksum.checksum` of the tensors that the engine now computes with, by the names of
-        `update_weights`. Of `names`, those that it cannot read are left out."""
+        """`checksum` (rollout/weight_sync/checksum.py) of the tensors that the engine computes with, by the names of
+        `update_weights`. Leaves out the `names` that it cannot read."""
         ...
 
     def cached_tokens(self) -> int:
-        """Prompt tokens that the last `generate` took over from an earlier one."""
+        """Prompt tokens that the last `generate` took from the prefix cache of an earlier one."""
         ...
 
 
 class ReplicaGoneError(Exception):
-    """A copy of the model is there no more: nobody will answer with it before it is given weights anew."""
+    """A replica is dead. It answers no request before it has taken weights again."""
 
 
 class EngineReplica(Protocol):
-    """One of several copies of the model that an engine answers with. They are looked at side by side, each by one
+    """One of several copies of the model that an engine serves. They are verified at the same time, each by one
     thread."""
 
     @property
@@ -84,7 +84,7 @@ class EngineReplica(Protocol):
         ...
 
     def checksums(self, names: Collection[str], kind: ChecksumKind = "bits") -> Mapping[str, int] | None:
-        """As of `CheckedEngine`; None where another rank looks at this copy. CopyGoneError."""
+        """As of `CheckedEngine`; None if another rank reads this replica. Raises ReplicaGoneError."""
         ...
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]: ...
@@ -94,17 +94,17 @@ class EngineReplica(Protocol):
 
 @runtime_checkable
 class ReplicatedEngine(RolloutEngine, Protocol):
-    """An engine whose copies of the model --sync-check looks at one by one."""
+    """An engine with several copies of the model, which --verify-weight-sync verifies one by one."""
 
-    def copies(self) -> Sequence[EngineReplica]:
-        """Those that this rank looks at, at least one and as many on each rank; each from a thread of its own, all at
-        once. Not collective."""
+    def replicas(self) -> Sequence[EngineReplica]:
+        """The replicas that this rank verifies: at least one, the same number on every rank. Each is used by a thread
+        of its own, all at the same time. Not collective."""
         ...
 
 
 @runtime_checkable
 class InFlightEngine(RolloutEngine, Protocol):
-    """An engine in processes of its own, which generates on while the trainer trains and hands over weights
+    """An engine in separate processes, which keeps generating while the trainer trains and pushes weights
     (--max-staleness)."""
 
     def generate_in_flight(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
@@ -130,13 +130,6 @@ class AdapterEngine(RolloutEngine, Protocol):
         """Take the full tensors by peft's names (every rank iterates to the end); `write_config` makes
         adapter_config.json in a folder. Collective."""
         ...
-
-
-@runtime_checkable
-class MeasuredEngine(RolloutEngine, Protocol):
-    """An engine that has something to say of its last update, the same names on each rank. Not collective."""
-
-    def metrics(self) -> Metrics: ...
 
 
 class TrainBackend(Protocol):

@@ -255,19 +255,18 @@ class RolloutConfig(Section):
     kv_cache_gib: float | None = Field(default=None, gt=0.0)
     """vllm: memory for its key-value cache. Default: on a GPU as vLLM decides, on a CPU 1. [GiB]"""
     timeout: float = Field(default=7200.0, gt=0.0)
-    """vllm-server: longest that one request may take from when it was sent. vllm: that one call with all prompts of a
-    rank may take, or one hand-over of weights. What takes longer ends the run. [s]"""
+    """Longest time of one request (vllm-server), or of one call with all prompts of a rank or one weight sync (vllm). A
+    longer one ends the run. [s]"""
     urls: Names = Field(default=[])
-    """vllm-server: servers that run, e.g. http://127.0.0.1:8000. docs/rollouts.md says how to start them."""
+    """vllm-server: running servers, e.g. http://127.0.0.1:8000. [vllm_servers]"""
     num_servers: int | None = Field(default=None, ge=1)
     """vllm-server: start so many on this machine, in place of --rollout-urls; they end with the run."""
     server_python: str | None = None
     """vllm-server: Python of an environment with vLLM, to start servers with. Default: the trainer's own."""
     api_key_env: str | None = None
     """vllm-server: environment variable that holds the API key of the servers."""
-    public_servers: bool = False
-    """vllm-server: allow servers whose address is neither loopback nor private. Who reaches such a server can change
-    its weights."""
+    allow_public_servers: bool = False
+    """vllm-server: allow servers with a public address. Anyone who can reach such a server can change its weights."""
     batch_size: int = Field(default=32, ge=1)
     """Prompts in one rollout. [prompts]"""
     max_prompt_len: int | None = Field(default=None, ge=1)
@@ -343,9 +342,9 @@ class RunConfig(Section):
     """Sampling temperature of the evaluation."""
     eval_greedy: bool = False
     """Evaluate greedy decoding too, as eval/heldout_greedy."""
-    sync_check: Literal["every", "first", "off"] | None = None
-    """Stop where the engine does not hold the trainer's weights, or computes other logprobs with them: looked at after
-    every hand-over, or the first. Default: every, if the engine can be looked at."""
+    verify_weight_sync: Literal["every", "first", "off"] | None = None
+    """Check after every weight sync, or the first one, that the engine holds the trainer's weights and computes the
+    same logprobs; stop the run if not. Default: every, if the engine supports it. [weight_sync]"""
 
 
 class LogConfig(Section):

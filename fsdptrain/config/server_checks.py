@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from fsdptrain.config.root import Config
 
 SERVER_ENGINE = "vllm-server"
-LOOK_S = 120.0  # for a server to describe itself: it looks at its whole machine first
+DESCRIBE_S = 120.0  # for a server to describe itself: it inspects its whole machine first
 _OF_ALL = (
-    "rollout_urls rollout_num_servers rollout_server_python rollout_api_key_env rollout_public_servers weight_push "
-    "weight_folder update_weight_buffer_size sync_timeout server_start_timeout min_servers"
+    "rollout_urls rollout_num_servers rollout_server_python rollout_api_key_env rollout_allow_public_servers "
+    "weight_transfer weight_sync_dir update_weight_buffer_size weight_sync_timeout server_start_timeout min_servers"
 )
 _OF_STARTED = "rollout_server_python rollout_engine_args rollout_kv_cache_gib server_start_timeout"
 
@@ -37,20 +37,20 @@ def check_servers(config: Config) -> Iterator[Problem]:
         yield from _addresses(rollout.urls)
     else:
         yield from without_effect(
-            config, "rollout_api_key_env rollout_public_servers", "without --rollout-urls: leave it out"
+            config, "rollout_api_key_env rollout_allow_public_servers", "without --rollout-urls: leave it out"
         )
     num_servers = len(rollout.urls) or rollout.num_servers or 0
     if sync.min_servers > num_servers:
         yield f"--min-servers {sync.min_servers} is more than the {num_servers} servers: lower it"
     if rollout.urls:
-        besides, why = min(LOOK_S, sync.sync_timeout), f"at most {LOOK_S:g} s for one that comes back"
+        besides, why = min(DESCRIBE_S, sync.weight_sync_timeout), f"at most {DESCRIBE_S:g} s for one that comes back"
     else:
         besides, why = sync.server_start_timeout, "--server-start-timeout"
-    longest = 2 * sync.sync_timeout + besides
+    longest = 2 * sync.weight_sync_timeout + besides
     if longest > config.launch.dist_timeout:
         yield (
             f"--dist-timeout {config.launch.dist_timeout} is shorter than ranks may wait for one that speaks with a "
-            f"server, {longest:g} s (2 x --sync-timeout, {why}): raise it"
+            f"server, {longest:g} s (2 x --weight-sync-timeout, {why}): raise it"
         )
 
 

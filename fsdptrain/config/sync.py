@@ -12,21 +12,21 @@ class SyncConfig(Section):
 
     max_staleness: int = Field(default=0, ge=0)
     """Generate ahead of training: with weights at most so many rollouts older than those that are trained. With
-    vllm-server both go on at the same time. 0: always with the newest. [rollouts]"""
+    vllm-server both go on at the same time. 0: always with the newest. [staleness]"""
     offload_train: bool = False
     """Weights and optimizer of the trainer are in host memory while completions are made, so that the engine has the
     device to itself. They cross the bus there and back in each rollout. [rollouts]"""
-    weight_push: Literal["file", "gloo", "nccl"] = "file"
-    """How weights reach servers. `file`: by a folder that they can read. `gloo`: over the network. `nccl`: from GPU to
+    weight_transfer: Literal["file", "gloo", "nccl"] = "file"
+    """How weights reach servers. `file`: in a folder that they can read. `gloo`: over the network. `nccl`: from GPU to
     GPU, not yet run."""
-    weight_folder: str | None = None
-    """Folder for the weights of the newest version. Default: in shared memory if all servers are on this machine and it
-    has room, else in --output-dir, which they must then see."""
+    weight_sync_dir: str | None = None
+    """Folder for the newest weights. Default: in shared memory if all servers are on this machine and there is room,
+    else in --output-dir, which the servers must be able to read."""
     update_weight_buffer_size: int = Field(default=512 * 2**20, ge=1)
-    """Weights that are sent, or stored in one file, at one time. [bytes]"""
-    sync_timeout: float = Field(default=300.0, gt=0.0)
-    """Deadline of every wait for a server: to take new weights, to show a sign of life while it generates. [s]"""
+    """Weights sent at once, or stored in one file. [bytes]"""
+    weight_sync_timeout: float = Field(default=300.0, gt=0.0)
+    """Deadline of every wait for a server: to take new weights, or to answer a health check while it generates. [s]"""
     server_start_timeout: float = Field(default=600.0, gt=0.0)
-    """Deadline for a server to start. [s]"""
+    """Deadline for the start of a server. [s]"""
     min_servers: int = Field(default=1, ge=1)
-    """Go on with so many servers when others are gone; those that the run started itself are started again."""
+    """Continue while at least this many servers are up. Servers that the run started are restarted."""

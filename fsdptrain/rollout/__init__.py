@@ -1,4 +1,4 @@
-"""Rollout engines: what makes completions. `engine_factory` is the way in."""
+"""Rollout engines generate completions. `engine_factory` finds one by its name."""
 
 import importlib.util
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from fsdptrain.protocols import RolloutEngine
 
-# Name -> "module:function", imported when it is chosen and called as function(config, checkpoint=..., device=...).
+# Name -> "module:function", imported when it is used and called as function(config, checkpoint=..., device=...).
 ENGINES = {
     "hf": "fsdptrain.rollout.embedded.engine:build_hf_engine",
     "vllm": "fsdptrain.vllm.in_process:build_vllm_engine",
@@ -20,11 +20,11 @@ ENGINES = {
 
 
 def engine_factory(requested: str, *, device_type: str) -> "Callable[..., RolloutEngine]":
-    """What makes the engine that `--rollout-engine` names: of `ENGINES`, `package.module:function`, or a plug-in's.
+    """Return the function that builds the engine of `--rollout-engine`; call it as (config, *, checkpoint, device).
 
-    Call it before a model is loaded: ConfigError where there is none of that name. What it returns is called as
-    (config, *, checkpoint, device). An entry point lies in the group `fsdptrain.plugins` and is named
-    `rollout.<engine>`. The engine holds no weights before the first `update_weights`.
+    The name is one of `ENGINES`, `package.module:function`, or that of an entry point `rollout.<name>` in the group
+    `fsdptrain.plugins`. Raises ConfigError for an unknown name, so call it before a model is loaded. The engine has no
+    weights before the first `update_weights`.
     """
     name = choose_engine(requested, device_type=device_type)
     if name == "vllm" and importlib.util.find_spec("vllm") is None:
@@ -37,7 +37,7 @@ def engine_factory(requested: str, *, device_type: str) -> "Callable[..., Rollou
 
 
 def choose_engine(requested: str, *, device_type: str) -> str:
-    """What `auto` stands for: vLLM where it is installed and has a GPU; else the embedded engine."""
+    """Resolve `auto`: vLLM if it is installed and there is a GPU, else the embedded engine."""
     if requested != "auto":
         return requested
     ready = device_type == "cuda" and importlib.util.find_spec("vllm") is not None

@@ -1,4 +1,4 @@
-"""Evaluation on prompts that are never trained on: accuracy, pass@k, mean reward and length, over all ranks."""
+"""Evaluation metrics over all ranks: accuracy, pass@k, mean reward and length."""
 
 import math
 from collections.abc import Sequence
@@ -8,11 +8,11 @@ from fsdptrain.config import Config
 from fsdptrain.distributed import sum_over_ranks
 from fsdptrain.types import Metrics, Sample, SamplingParams
 
-_EVAL_SEED = -1  # below every seed of training, and the same at every evaluation: they differ by the policy only
+_EVAL_SEED = -1  # no rollout of training uses it; all evaluations draw the same numbers
 
 
 def eval_sampling(config: Config) -> SamplingParams:
-    """How to sample in every evaluation of a run."""
+    """The sampling parameters of every evaluation of a run."""
     return SamplingParams(
         num_samples=config.run.n_samples_per_eval_prompt,
         max_tokens=config.rollout.max_response_len,
@@ -24,12 +24,12 @@ def eval_sampling(config: Config) -> SamplingParams:
 def evaluation_metrics(
     samples: Sequence[Sample], *, num_samples: int, name: str, correct_reward: float = 1.0
 ) -> Metrics:
-    """What `samples` (this rank's, `num_samples` for each prompt; there may be none) say of the policy. Collective.
+    """Compute metrics from the samples of all ranks. Collective.
 
-    Metrics, each `eval/<name>/...` and a mean over all samples of all ranks: `accuracy` (share whose reward reaches
-    `correct_reward`), `reward_mean`, `length_mean` [tokens of the model], `truncated` (share that hit a limit),
-    `unscored` (share; these count as reward 0 and as wrong), and `pass@k`, a mean over prompts, for each power of two
-    up to num_samples. Empty if no rank has a sample.
+    samples: of this rank, `num_samples` for each prompt; may be empty. Returns `eval/<name>/...`, means over all
+    samples: `accuracy` (share with reward >= `correct_reward`), `reward_mean`, `length_mean` [tokens of the model],
+    `truncated` (share that hit a limit), `unscored` (share; counts as reward 0 and wrong), and `pass@k`, a mean over
+    prompts, for each power of two up to num_samples. Empty if no rank has a sample.
     """
     rewards = [sample.reward for sample in samples]
     correct = [is_correct(reward, correct_reward) for reward in rewards]
@@ -54,7 +54,7 @@ def evaluation_metrics(
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Chance that one of k samples is correct, when c of n were: 1 - C(n-c, k) / C(n, k), which is unbiased.
+    """Unbiased estimate of the chance that one of k samples is correct, if c of n were: 1 - C(n-c, k) / C(n, k).
 
     Chen et al. 2021, "Evaluating large language models trained on code", equation 1.
     """

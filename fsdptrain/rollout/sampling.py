@@ -1,8 +1,7 @@
-"""From logits to a token: one uniform number for each token, through the inverse of the distribution function.
+"""Sample a token from logits: inverse transform sampling with one uniform number per token.
 
-The number depends on nothing but (seed, prompt, index of the sample, position). So a completion does not depend on the
-rank, the batch or the order in which it was made, but for the rounding of the logits. Inverting the distribution
-function needs one number for each token, where Gumbel noise needs one for each entry of the vocabulary.
+The number depends only on (seed, prompt id, sample index, position), so that a completion does not depend on the rank,
+the batch or the order, except through rounding of the logits. Gumbel noise would need a number per vocabulary entry.
 """
 
 import hashlib
@@ -14,15 +13,15 @@ from torch import Tensor
 
 from fsdptrain.model.truncation import UNTRUNCATED, Truncation, running_sums, smallest_kept
 
-_BLOCK = 128  # entries whose running sum is one row of a matrix product
-_MAX_ELEMENTS = 2**25  # logits that are sampled at one time: 128 MiB for each float32 copy of them
+_BLOCK = 128  # vocabulary entries per block of the two-level search
+_MAX_ELEMENTS = 2**25  # logits that are sampled at once: 128 MiB for each float32 copy
 
 
 def uniform_stream(seed: int, prompt_id: str, sample_index: int, count: int) -> np.ndarray:
-    """The first `count` numbers in [0, 1) of the stream that belongs to one completion. (count,) f64
+    """The first `count` uniform numbers in [0, 1) of one completion. (count,) f64
 
     Philox, a counter-based generator (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), keyed by a
-    hash of the completion's name: the same on every machine, and longer streams only append.
+    hash of seed, prompt and sample: the same on every machine, and a longer stream starts with the shorter one.
     """
     name = f"{seed}/{sample_index}/{prompt_id}"
     key = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=16).digest(), "little")
@@ -30,7 +29,7 @@ def uniform_stream(seed: int, prompt_id: str, sample_index: int, count: int) -> 
 
 
 def seed_of(seed: int, prompt_id: str, index: int) -> int:
-    """A seed for one request that does not depend on what is generated beside it. 63 bits."""
+    """The seed of one request, independent of the other requests. 63 bits."""
     digest = hashlib.blake2b(f"{seed}/{index}/{prompt_id}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -38,11 +37,11 @@ def seed_of(seed: int, prompt_id: str, index: int) -> int:
 def sample(
     logits: Tensor, uniforms: Tensor, *, temperature: float, truncation: Truncation = UNTRUNCATED
 ) -> tuple[Tensor, Tensor]:
-    """A token for each row of `logits` [R, V], and its log-probability: [R] i64 and [R] f32.
+    """Sample a token from each row of `logits` [R, V]. Returns tokens [R] i64 and their logprobs [R] f32.
 
-    The log-probability is that of the distribution which was sampled from: after temperature, renormalised over what
-    `truncation` leaves. At temperature 0 the token is the most likely one, and its log-probability that of the
-    softmax at temperature 1. `uniforms` [R] f64 lie in [0, 1).
+    The logprob is that of the sampled distribution: after temperature, renormalized over the tokens that `truncation`
+    keeps. At temperature 0 the token is the most likely one, with its logprob at temperature 1. `uniforms` [R] f64 in
+    [0, 1).
     """
     rows = max(1, _MAX_ELEMENTS // logits.shape[-1])
     parts = [
@@ -58,26 +57,23 @@ def _sample_rows(logits: Tensor, uniforms: Tensor, temperature: float, truncatio
     if temperature > 0.0:
         scaled = restrict(scaled / temperature if temperature != 1.0 else scaled, truncation)
     shifted = scaled - scaled.amax(-1, keepdim=True)
-    weights = shifted.exp()  # the softmax but for its denominator, which the draw does not need: one pass less
+    weights = shifted.exp()  # unnormalized: the draw needs no denominator
     tokens = inverse_cdf(weights, uniforms) if temperature > 0.0 else shifted.argmax(-1)
     return tokens, shifted.gather(-1, tokens[:, None]).squeeze(-1) - weights.sum(-1).log()
 
 
 def restrict(logits: Tensor, truncation: Truncation) -> Tensor:
-    """`logits` [R, V], after temperature, with -inf for what `truncation` excludes."""
+    """`logits` [R, V], after temperature, with -inf for tokens that `truncation` excludes."""
     if not truncation:
         return logits
     return logits.masked_fill(logits < smallest_kept(logits, truncation)[:, None], -torch.inf)
 
 
 def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """The token whose interval of the running sum of `weights` [R, V] f32 holds `uniforms` [R] f64: [R] i64.
+    """Draw tokens with probabilities proportional to `weights` [R, V] f32, from `uniforms` [R] f64. Returns [R] i64.
 
-    A token's chance is its share of the sum of its row.
-
-    In two levels: first the block of entries, then the entry in it. Running sums are float64; only the sum of one
-    block is float32, as exact as `weights` themselves (float64 there takes ten times as long on a CPU). A token of
-    weight zero is never drawn.
+    Searches first for the block, then for the entry in it. Cumulative sums are float64; the sum of one block is
+    float32, as exact as `weights` (float64 takes ten times as long on a CPU). A token of weight 0 is never drawn.
     """
     num_rows, vocab_size = weights.shape
     blocks = F.pad(weights, (0, -vocab_size % _BLOCK)).view(num_rows, -1, _BLOCK)
@@ -94,5 +90,5 @@ def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _below(target: Tensor, limit: Tensor) -> Tensor:
-    """`target`, but under `limit`, which rounding may have reached."""
+    """`target`, strictly below `limit`, which rounding may have reached."""
     return torch.minimum(target, torch.nextafter(limit, torch.zeros_like(limit)))

@@ -1,4 +1,4 @@
-"""Where every rank stood when a wait took too long."""
+"""Write the stacks of every rank when a wait takes too long."""
 
 import contextlib
 import faulthandler
@@ -11,17 +11,17 @@ from pathlib import Path
 
 from fsdptrain.errors import FsdptrainError
 
-_FALLBACK_S = 2.0  # after the stacks are due
+_FALLBACK_S = 2.0  # after the deadline
 
 
 class StackDump:
-    """Writes the stacks of all threads of this rank to a file once it was not told for a while that things go on.
+    """Writes the stacks of all threads of this rank to a file, unless it is armed again or disarmed in time.
 
-    Each rank has its own, and each is armed by what all ranks do together: when one gives up waiting, the others have
-    written theirs too, on whatever machine they are, and also from within a collective that never returns.
+    Every rank arms its own at the same collective steps. So when one rank gives up waiting, the others have written
+    theirs too, on any machine, and even inside a collective that never returns.
 
-    A thread writes them: faulthandler leaves out the main thread where there are more than 100. That comes a little
-    later, and only if the thread could not write, because something holds Python's lock.
+    A thread writes the stacks, because faulthandler omits the main thread if there are more than 100 threads.
+    faulthandler itself follows a little later, in case the thread cannot run because something holds the GIL.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -29,14 +29,13 @@ class StackDump:
         self.folder = folder
         self._path = folder / f"rank{rank}.txt"
         self._file = self._path.open("w")
-        self._changed = threading.Condition()  # held while stacks are written, or what follows changes
+        self._changed = threading.Condition()  # guards the file and the fields below
         self._due: float | None = None  # [s, monotonic]
         self._writer: threading.Thread | None = None
 
     @contextlib.contextmanager
     def around(self, seconds: float) -> Iterator[None]:
-        """What all ranks begin together and do in much less than `seconds`; an error that came later says where their
-        stacks are."""
+        """Wrap work that all ranks start together and that takes much less than `seconds`."""
         start = time.monotonic()
         self.arm(seconds)
         try:
@@ -49,7 +48,7 @@ class StackDump:
             self.disarm()
 
     def arm(self, seconds: float) -> None:
-        """From now; what was armed before is forgotten."""
+        """Write the stacks in `seconds`. Replaces the previous deadline."""
         with self._changed:
             faulthandler.dump_traceback_later(seconds + _FALLBACK_S, file=self._file)
             self._due = time.monotonic() + seconds
@@ -64,7 +63,7 @@ class StackDump:
             self._due = None
 
     def dump(self) -> None:
-        """Now: the main thread first, and those that stand at one place once, with their number."""
+        """Write the stacks now: the main thread first, and equal stacks once, with their count."""
         names, at = {thread.ident: thread.name for thread in threading.enumerate()}, dict[str, list[str]]()
         main = threading.main_thread().ident
         for ident, frame in sorted(sys._current_frames().items(), key=lambda thread: thread[0] != main):
@@ -75,14 +74,14 @@ class StackDump:
             self._file.flush()
 
     def point_out(self, error: Exception) -> None:
-        """Let `error` say where the stacks of all ranks are."""
-        if isinstance(error, FsdptrainError):  # of which nothing but the message is shown
-            error.args = (f"{error}; where each rank stood: {self.folder}",)
+        """Add the folder of the stacks to the message of `error`."""
+        if isinstance(error, FsdptrainError):  # only its message is shown
+            error.args = (f"{error}; stacks of each rank: {self.folder}",)
         else:
-            error.add_note(f"Where each rank stood: {self.folder}")
+            error.add_note(f"Stacks of each rank: {self.folder}")
 
     def close(self) -> None:
-        """Where nothing was written nothing is left."""
+        """Delete the file if nothing was written."""
         with self._changed:
             self.disarm()
             if self._file.closed:
@@ -91,7 +90,7 @@ class StackDump:
             self._changed.notify()
         if not self._path.stat().st_size:
             self._path.unlink()
-            with contextlib.suppress(OSError):  # others are there
+            with contextlib.suppress(OSError):  # other ranks have files there
                 self.folder.rmdir()
 
     def _write_when_due(self) -> None:

@@ -1,4 +1,4 @@
-"""Which ids end a response, for every engine alike."""
+"""The token ids that end a response, the same for every engine."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig
 
 
 def stop_tokens(checkpoint: Path, config: PreTrainedConfig, *, trust_remote_code: bool) -> tuple[int, ...]:
-    """The ids that end a response: of generation_config.json, else of the model's config, else of the tokenizer."""
+    """The end-of-text ids of generation_config.json, else of the model's config, else of the tokenizer."""
     if (checkpoint / "generation_config.json").is_file():
         ids = _as_ids(GenerationConfig.from_pretrained(checkpoint).eos_token_id)
         if ids:

@@ -46,7 +46,7 @@ from fsdptrain.rewards import build_reward, reads_environment
 from fsdptrain.rollout import engine_factory
 from fsdptrain.rollout.embedded.replica import max_positions
 from fsdptrain.rollout.weight_sync.sync import WeightSync
-from fsdptrain.rollout.weight_sync.verify import build_sync_check
+from fsdptrain.rollout.weight_sync.verify import build_verifier
 from fsdptrain.trainer.backend import PolicyBackend, build_backend
 from fsdptrain.trainer.evaluation import Evaluation
 from fsdptrain.trainer.rules import advantage_rule, selection_rules, shaping_rule
@@ -131,12 +131,12 @@ def build_components(
         if engine is not None:
             background = rollout_threads(config, engine, stack)
             stack.callback(engine.close)
-            with raise_on_all_ranks(ConfigError, "--sync-check"):
+            with raise_on_all_ranks(ConfigError, "--verify-weight-sync"):
                 positions = max_positions(backend.model)
-                check = build_sync_check(config, engine, backend, tokenizer, max_positions=positions)
+                verifier = build_verifier(config, engine, backend, tokenizer, max_positions=positions)
             if isinstance(engine, FeatureEngine):
                 engine.use_features(features)
-            weight_sync = WeightSync(engine, backend, check, waits)
+            weight_sync = WeightSync(engine, backend, verifier)
             timed = WithDeadline(score, config.reward.reward_timeout, patience=config.reward_patience)
             reads = environment is not None and reads_environment(score)
             sampler = build_sampler(

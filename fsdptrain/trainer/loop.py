@@ -204,8 +204,7 @@ class TrainingLoop:
         """If the engine generates before the next optimizer step; else it stays asleep."""
         generates = self._config.algorithm.algorithm != "sft" and self.step < self._config.run.num_rollout
         if self._weight_sync is not None and (generates or self._evaluation_is_due):
-            self._phases.make_room_for_weight_sync()
-            self._weight_sync.push(self.step, self._phases.watch)
+            self._weight_sync.push(self.step, self._phases)
 
     def _start_rollouts(self) -> None:
         """Start the rollouts that the new weights allow."""

@@ -113,7 +113,7 @@ def staleness_metrics(samples: Sequence[Sample], step: int) -> Metrics:
     return {
         "staleness/mean": total["ages"] / max(1.0, total["tokens"]),
         "staleness/max": reduce_max({"age": max(ages, default=0)})["age"],
-        "staleness/samples_of_several_versions": total["mixed"],
+        "staleness/mixed_version_samples": total["mixed"],
     }
 
 

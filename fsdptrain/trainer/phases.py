@@ -8,6 +8,7 @@ from fsdptrain.trainer.timeline import Stopwatch, Timeline
 from fsdptrain.trainer.waits import Waits
 
 _GENERATING = ("collect", "eval")  # phases in which the engine may need the whole device
+_WAITING = (*_GENERATING, "sync", "check")  # phases in which a rank waits for the engine
 _TRAINING = ("score", "train", "save")
 
 
@@ -31,10 +32,6 @@ class Phases:
         self._watch = Stopwatch(timeline)
 
     @property
-    def watch(self) -> Stopwatch:
-        return self._watch
-
-    @property
     def seconds(self) -> dict[str, float]:
         return self._watch.seconds
 
@@ -48,15 +45,9 @@ class Phases:
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         self._place_tensors(name)
-        waits = self._waits() if name in _GENERATING else nullcontext()
+        waits = self._waits() if name in _WAITING else nullcontext()
         with self._watch(name), waits:
             yield
-
-    def make_room_for_weight_sync(self) -> None:
-        """Leave only the weights on the device, beside those of the engine."""
-        if self._offloading is not None:
-            with self._watch("offload"):
-                self._offloading.offload(keep_weights=True)
 
     def _place_tensors(self, name: str) -> None:
         if self._offloading is None:
@@ -66,5 +57,7 @@ class Phases:
         with self._watch("offload"):
             if name in _GENERATING:
                 self._offloading.offload()
+            elif name == "sync":
+                self._offloading.offload(keep_weights=True)
             elif name in _TRAINING:
                 self._offloading.onload()

@@ -1,4 +1,4 @@
-"""An end for calls of an engine in this very process: it is foreign code, and may hang where nothing interrupts it."""
+"""A deadline for calls of an engine in this process, which may hang where nothing can interrupt them."""
 
 import faulthandler
 import os
@@ -12,25 +12,25 @@ from pathlib import Path
 from fsdptrain.errors import RolloutError
 
 _FLAG = "--rollout-timeout"
-_GRACE = 1.25  # for a call that looks at the clock itself: its step must end first
+_GRACE = 1.25  # for a call that checks the deadline itself, between two steps
 
 
 class CallLimit:
-    """--rollout-timeout of one call at a time: by a RolloutError where the call asks `check` now and then, else by the
-    end of the process, after its stacks were written.
+    """--rollout-timeout, for one call at a time.
 
-    A thread watches: only code that never lets go of Python's lock escapes it.
+    A call that checks `is_over` ends with a RolloutError. Any other one ends the process, after its stacks were
+    written. A thread watches: only code that never releases the GIL escapes it.
     """
 
     def __init__(self, seconds: float, folder: Path, rank: int) -> None:
-        """folder: for stacks. It is made when it is needed."""
+        """`folder`: for stacks; it is created when it is needed."""
         self.seconds = seconds
-        self._path = folder / f"rank{rank}_hung.txt"  # the next run leaves it there
+        self._path = folder / f"rank{rank}_hung.txt"  # the next run does not delete it
         self._end = time.monotonic()
 
     @contextmanager
     def around(self, call: str, *, checked: bool = False) -> Iterator[None]:
-        """checked: `call` asks `check`, and is given a quarter more to do so."""
+        """checked: the call checks `is_over` and gets 25 % more time to do so."""
         self._end = time.monotonic() + self.seconds
         seconds = self.seconds * (_GRACE if checked else 1.0)
         timer = threading.Timer(seconds, self._end_process, (call, seconds))
@@ -47,21 +47,23 @@ class CallLimit:
         return time.monotonic() >= self._end
 
     def error(self, call: str) -> RolloutError:
-        return RolloutError(f"{call} took more than {_FLAG}, {self.seconds:g} s: raise it, or ask for less at one time")
+        return RolloutError(
+            f"{call} took more than {_FLAG}, {self.seconds:g} s: raise it, or generate fewer tokens at once"
+        )
 
     def _end_process(self, call: str, seconds: float) -> None:
-        """With an exit code after which --resume auto, and --max-restarts, go on."""
-        where = str(self._path)
+        """With an exit code after which --resume auto and --max-restarts continue."""
+        stacks = str(self._path)
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a") as file:
                 faulthandler.dump_traceback(file)
         except OSError as error:
-            where = str(error)
+            stacks = str(error)
         finally:
             sys.stderr.write(
-                f"fsdptrain: {_FLAG} {self.seconds:g}: {call} has hung for {seconds:g} s, and cannot be interrupted; "
-                f"where it stood: {where}\n"
+                f"fsdptrain: {_FLAG} {self.seconds:g}: {call} hangs for {seconds:g} s and cannot be interrupted; "
+                f"stacks: {stacks}\n"
             )
             sys.stderr.flush()
             os._exit(1)

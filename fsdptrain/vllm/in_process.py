@@ -1,14 +1,12 @@
-"""vLLM inside the trainer's process: an engine for each rank, or for some together, with weights straight from the
-trainer.
+"""vLLM in the trainer's process: one engine per rank, or one over several ranks. See docs/vllm.md.
 
-vLLM is imported when an engine is built, never before: it patches torch on import. All of it that we touch is here.
+vLLM is imported when an engine is built, because it patches torch at import.
 """
 
 import gc
-import itertools
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,267 +15,236 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoConfig
 
-from fsdptrain import platform
 from fsdptrain.config import Config
 from fsdptrain.distributed import any_rank, raise_on_all_ranks
 from fsdptrain.errors import ConfigError, RolloutError
 from fsdptrain.protocols import Naming
 from fsdptrain.registry import suggest
-from fsdptrain.rollout.sampling import seed_of
 from fsdptrain.rollout.stop_tokens import stop_tokens
-from fsdptrain.types import ChecksumKind, Completion, Metrics, Prompt, SamplingParams
-from fsdptrain.vllm.adapter import AdapterSlot, adapter_options
+from fsdptrain.types import ChecksumKind, Completion, Prompt, SamplingParams
+from fsdptrain.vllm.adapter import AdapterSlot
 from fsdptrain.vllm.call_limit import CallLimit
-from fsdptrain.vllm.delta import DeltaFilter
-from fsdptrain.vllm.engine_ranks import ask_together
-from fsdptrain.vllm.options import derived_options, routes_of
+from fsdptrain.vllm.options import derived_options, engine_options, require_free, routes_of, sampling_options
 from fsdptrain.vllm.worker.readback import checksums
 
-# Set before vLLM is imported: the engine in this very process, no telemetry, and threads that sleep when they wait
-# (spinning ones made generation on shared cores 7 to 9 times slower).
+# Set before vLLM is imported: the engine in this process, no telemetry, and threads that sleep while they wait
+# (spinning threads made generation on shared cores 7 to 9 times slower).
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
 }
-_OURS = frozenset(
+_RESERVED = frozenset(
     {"model", "dtype", "load_format", "logprobs_mode", "skip_tokenizer_init", "enable_lora"}
     | {"distributed_executor_backend", "worker_cls"}
 )
-_SPREAD = frozenset({"pipeline_parallel_size", "data_parallel_size"})
+_OTHER_PARALLELISM = frozenset({"pipeline_parallel_size", "data_parallel_size"})
 CPU_WORKER = "fsdptrain.vllm.worker.cpu_worker.Worker"
-_STEPS_BETWEEN = 16  # in which ranks that share an engine agree on what time it is
-_GENERATE, _UPDATE = "generate of --rollout-engine vllm", "a hand-over to --rollout-engine vllm"
+_STEPS_PER_CHECK = 16  # after which ranks that share an engine agree whether the deadline is over
+_GENERATE, _SYNC = "generate of --rollout-engine vllm", "a weight sync to --rollout-engine vllm"
 
 
 class VLLMEngine:
-    """Generates with vLLM, in the process and on the device of this rank. Holds no weights until `update_weights`.
+    """Generates with vLLM in the process and on the device of this rank. Has no weights until `update_weights`.
 
-    With vLLM's `tensor_parallel_size` N an engine is spread over N neighbouring ranks, which call all methods together.
-
+    With vLLM's `tensor_parallel_size` N an engine spans N neighboring ranks, which call all methods together.
     Logprobs are those of the distribution that was sampled from (vLLM's `processed_logprobs`).
     """
 
     weight_naming: Naming = "hub"
 
     def __init__(self, checkpoint: Path, *, limit: CallLimit, trust_remote_code: bool = False, **options: Any) -> None:
-        """`options` are vLLM's own (`vllm.LLM`); those that exactness rests on are set here and cannot be changed."""
-        vllm = _import_vllm()
-        self._vllm = vllm
-        self.stop_token_ids = stop_tokens(
-            checkpoint,
-            AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust_remote_code),
-            trust_remote_code=trust_remote_code,
-        )
+        """`options` are those of `vllm.LLM`."""
+        self._vllm = _import_vllm()
+        model_config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
+        self._stop_token_ids = stop_tokens(checkpoint, model_config, trust_remote_code=trust_remote_code)
         self.policy_version = 0
         self._sleeps = bool(options.get("enable_sleep_mode"))
         self._has_weights = False
         self._cached_tokens = 0
-        self._delta = DeltaFilter()
         fixed = {"model": str(checkpoint), "logprobs_mode": "processed_logprobs", "skip_tokenizer_init": True}
         options = {"load_format": "dummy", **options, **fixed, "disable_log_stats": True}
-        self._llm = vllm.LLM(**options, trust_remote_code=trust_remote_code)
+        self._llm = self._vllm.LLM(**options, trust_remote_code=trust_remote_code)
         self._adapter = _adapter_slot(self._llm) if options.get("enable_lora") else None
         self._ranks = _ranks_of_engine() if options.get("tensor_parallel_size", 1) > 1 else None
         self._limit = limit
-        self._num_steps = 0  # of the present `generate`
+        self._num_steps = 0  # of the current `generate`
         self._step, self._llm.llm_engine.step = self._llm.llm_engine.step, self._checked_step
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
-        """Take the tensors of a checkpoint, by the names of its files, layer by layer; forget every cached prefix.
-
-        Where vLLM has kept its weights, only what has changed since is loaded.
-        """
-        self._has_weights = False  # half an update must not answer
-        partial, sent = not self._delta.is_empty, iter(weights)
-        changed = self._delta.changed(sent)
-        with self._limit.around(_UPDATE), raise_on_all_ranks(RolloutError, "--rollout-engine vllm"):
+        """Load the tensors of a checkpoint, by the names of its files, layer by layer; reset the prefix cache."""
+        self._has_weights = False  # also after half an update
+        weights = iter(weights)
+        with self._limit.around(_SYNC), raise_on_all_ranks(RolloutError, "--rollout-engine vllm"):
             try:
-                self._llm.collective_rpc(_reload, kwargs={"weights": changed, "partial": partial})
+                self._llm.collective_rpc(_reload, kwargs={"weights": weights})
             finally:
-                for _ in itertools.chain(changed, sent):  # to make them is collective: also after an error
+                for _ in weights:  # iterating is collective: other ranks go on after an error of this one
                     pass
-            self._begin(policy_version)
-        self._delta.commit()
+            self._start_version(policy_version)
         self._has_weights = True
 
     def update_adapter(
         self, weights: Iterable[tuple[str, Tensor]], write_config: Callable[[Path], None], policy_version: int
     ) -> None:
-        """Take an adapter in place of the one before; the weights that it stands beside are the checkpoint's."""
+        """Load a LoRA adapter that replaces the previous one; the base weights are the checkpoint's."""
         self._has_weights = False
         tensors = {name: tensor.cpu().contiguous() for name, tensor in weights}
-        with self._limit.around(_UPDATE), raise_on_all_ranks(RolloutError, "--lora-sync adapter"):
+        with self._limit.around(_SYNC), raise_on_all_ranks(RolloutError, "--lora-sync adapter"):
             assert self._adapter is not None, "vLLM was started with --lora-sync adapter"
             self._adapter.load(tensors, write_config, policy_version)
-            self._begin(policy_version)
+            self._start_version(policy_version)
         self._has_weights = True
 
-    def metrics(self) -> Metrics:
-        """Of the last update of weights."""
-        if self._adapter is not None:
-            return {}
-        return {
-            "sync/pushed_bytes": float(self._delta.pushed_bytes),
-            "sync/saved_bytes": float(self._delta.saved_bytes),
-        }
-
-    def _begin(self, policy_version: int) -> None:
+    def _start_version(self, policy_version: int) -> None:
         if self._sleeps:
             self._llm.wake_up(tags=["kv_cache"])
         if not self._llm.reset_prefix_cache():
-            raise RolloutError("vLLM did not forget its cached prefixes: they belong to the weights of before")
+            raise RolloutError("vLLM did not reset its prefix cache, which belongs to the old weights")
         self.policy_version = policy_version
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
-        """`num_samples` completions for each prompt, prompt by prompt, in order; each request has its own seed."""
+        """`num_samples` completions of each prompt, prompt by prompt, in order; each request has its own seed."""
         if not self._has_weights:
             raise RolloutError("vLLM has no weights: call update_weights first, also after sleep()")
         with self._limit.around(_GENERATE, checked=True):
             if self._ranks is not None:
-                return ask_together(self._ranks, self._ask, prompts, sampling)
-            return self._ask(prompts, sampling)
+                return _generate_for_all_ranks(self._ranks, self._generate, prompts, sampling)
+            return self._generate(prompts, sampling)
 
-    def _ask(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
+    def _generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
         if not prompts:
             return []
-        asked = [(prompt, k) for prompt in prompts for k in range(sampling.num_samples)]
+        rows = [(prompt, index) for prompt in prompts for index in range(sampling.num_samples)]
         self._num_steps = 0
         try:
             outputs = self._llm.generate(
-                [{"prompt_token_ids": prompt.token_ids} for prompt, _ in asked],
-                [self._params(prompt, k, sampling) for prompt, k in asked],
+                [{"prompt_token_ids": prompt.token_ids} for prompt, _ in rows],
+                [
+                    self._vllm.SamplingParams(n=1, **sampling_options(prompt, index, sampling, self._stop_token_ids))
+                    for prompt, index in rows
+                ],
                 use_tqdm=False,
                 lora_request=self._adapter.request if self._adapter else None,
             )
-        except RolloutError:  # ours: vLLM still works on them
+        except RolloutError:  # of `_checked_step`: vLLM still works on the requests
             engine = self._llm.llm_engine
             engine.abort_request(list(engine.output_processor.request_states), internal=True)
             raise
-        self._cached_tokens = sum(out.num_cached_tokens or 0 for out in outputs)
+        self._cached_tokens = sum(output.num_cached_tokens or 0 for output in outputs)
         return [
-            self._completion(prompt, out.outputs[0], sampling.with_routes)
-            for (prompt, _), out in zip(asked, outputs, strict=True)
+            self._completion(prompt, output.outputs[0], with_routes=sampling.with_routes)
+            for (prompt, _), output in zip(rows, outputs, strict=True)
         ]
 
     def _checked_step(self) -> Any:
-        """In place of the step that vLLM's loop takes again and again. Ranks that share an engine end it together."""
+        """Replaces the engine step of vLLM's loop. Ranks that share an engine stop at the same step."""
         ranks, self._num_steps = self._ranks, self._num_steps + 1
-        if ranks is None or self._num_steps % _STEPS_BETWEEN == 0:
+        if ranks is None or self._num_steps % _STEPS_PER_CHECK == 0:
             is_over = self._limit.is_over
             if is_over if ranks is None else any_rank(is_over, ranks):
                 raise self._limit.error(_GENERATE)
         return self._step()
 
     def checksums(self, names: Collection[str], kind: ChecksumKind = "bits") -> Mapping[str, int]:
-        """Of the layers that answer: of those of `names` that vLLM keeps as a checkpoint does, fused or not."""
+        """Of the layers that vLLM computes with; tensors that cannot be read are left out."""
         return self._llm.apply_model(lambda model: checksums(model, names, kind))[0]
 
     def cached_tokens(self) -> int:
-        """Of the prompts of the last `generate`, also those that two of them share."""
+        """Includes prompts of the last `generate` that share a prefix with each other."""
         return self._cached_tokens
 
     def sleep(self) -> None:
-        """Free weights and cache where the device is a GPU; the weights must come again before the next `generate`.
+        """Free weights and cache on a GPU. `update_weights` must come before the next `generate`.
 
-        Beside an adapter the frozen ones wait in host memory.
+        With an adapter the frozen weights move to host memory.
         """
         self._has_weights = False
         if self._sleeps:
-            self._delta.forget()
             self._llm.sleep(level=2 if self._adapter is None else 1)
 
     def wake_up(self) -> None:
-        """Room for the weights; the cache gets its room after they have come."""
+        """Allocate the weights; the cache is allocated after they have been loaded."""
         if self._sleeps:
             self._llm.wake_up(tags=["weights"])
 
     def close(self) -> None:
-        """Give back what a GPU holds.
+        """Free the device.
 
-        vLLM's own shutdown would tear down the trainer's process group with its own, which end with the trainer's. vLLM
-        would also call it when Python ends, and print a traceback, since there is no group any more.
+        Does not call vLLM's shutdown, which destroys the trainer's process group too, and keeps vLLM from calling it
+        at interpreter exit, when there is no group any more.
         """
         self.sleep()
         self._llm.llm_engine.engine_core._finalizer.detach()
-        vars(self._llm.llm_engine).pop("step", None)  # ours refers to this object, which refers to vLLM
-        gc.unfreeze()  # vLLM has frozen what was there at its start; what stays to the very end is told as a leak
+        vars(self._llm.llm_engine).pop("step", None)  # it refers to this object, which refers to vLLM
+        gc.unfreeze()  # vLLM froze the objects that existed at its start; they would be reported as leaks
         if self._adapter is not None:
             self._adapter.close()
 
-    def _params(self, prompt: Prompt, index: int, sampling: SamplingParams) -> Any:
-        return self._vllm.SamplingParams(
-            n=1,
-            max_tokens=sampling.limit_of(prompt),
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=max(sampling.top_k, 0),  # vLLM: 0 is off
-            min_p=sampling.min_p,
-            stop_token_ids=sorted({*self.stop_token_ids, *sampling.stop_token_ids}),
-            ignore_eos=True,  # which ids end a response is said by `stop_token_ids` alone
-            logprobs=0,  # of the sampled token only
-            seed=seed_of(sampling.seed, prompt.id, index),
-            detokenize=False,
-        )
-
-    def _completion(self, prompt: Prompt, output: Any, with_routes: bool) -> Completion:
+    def _completion(self, prompt: Prompt, output: Any, *, with_routes: bool) -> Completion:
         tokens = list(output.token_ids)
         logprobs = [found[token].logprob for token, found in zip(tokens, output.logprobs, strict=True)]
         if output.finish_reason not in ("stop", "length"):
-            raise RolloutError(f"vLLM ended the answer to prompt {prompt.id!r} by {output.finish_reason!r}")
+            raise RolloutError(f"vLLM ended the completion of prompt {prompt.id!r} with {output.finish_reason!r}")
         routes = routes_of(output.routed_experts) if with_routes else None
         return Completion(prompt.id, tokens, logprobs, output.finish_reason, self.policy_version, routes=routes)
 
 
+def _generate_for_all_ranks(
+    ranks: dist.ProcessGroup,
+    generate: Callable[[Sequence[Prompt], SamplingParams], list[Completion]],
+    prompts: Sequence[Prompt],
+    sampling: SamplingParams,
+) -> list[Completion]:
+    """Completions of this rank's `prompts`, from an engine that all `ranks` call with all their prompts. Collective.
+
+    Prompts of several ranks, as the probe of --verify-weight-sync, are generated once.
+    """
+    shares: list[list[Prompt]] = [[]] * dist.get_world_size(ranks)
+    plain = [replace(prompt, text="", label=None, metadata={}, images=None) for prompt in prompts]
+    dist.all_gather_object(shares, plain, group=ranks)
+    distinct = {_key(prompt): prompt for share in shares for prompt in share}
+    made, count = generate(list(distinct.values()), sampling), sampling.num_samples
+    by_key = {key: made[i * count : (i + 1) * count] for i, key in enumerate(distinct)}
+    return [completion for prompt in prompts for completion in by_key[_key(prompt)]]
+
+
+def _key(prompt: Prompt) -> tuple[str, tuple[int, ...], int | None]:
+    return prompt.id, tuple(prompt.token_ids), prompt.max_tokens
+
+
 def build_vllm_engine(config: Config, *, checkpoint: Path, device: torch.device) -> VLLMEngine:
-    """The engine as `config` wants it, on `device`."""
-    rollout = config.rollout
-    on_gpu = device.type == "cuda"
-    options: dict[str, Any] = {
-        "dtype": config.compute_dtype_name,
-        "max_model_len": config.prompt_budget + rollout.max_response_len,
-        "seed": rollout.seed,
-        "enforce_eager": not on_gpu,
-        "enable_sleep_mode": on_gpu,
-    }
-    if not on_gpu:
-        # a request with a seed whose prompt is read in parts ends vLLM 0.32: "CPU Generator does not use offset"
-        options["enable_chunked_prefill"] = False
-    if rollout.kv_cache_gib is not None or not on_gpu:
-        options["kv_cache_memory_bytes"] = int((rollout.kv_cache_gib or 1.0) * platform.GIB)
-    if config.lora.sync == "adapter":
-        options |= adapter_options(config.lora)
+    """Raises ConfigError for --rollout-engine-args that vLLM does not have or that fsdptrain must set."""
+    args, on_gpu = config.rollout.engine_args, device.type == "cuda"
+    options = engine_options(config, on_gpu=on_gpu)
+    options |= {"seed": config.rollout.seed, "enforce_eager": not on_gpu, "enable_sleep_mode": on_gpu}
     options |= _parallel_options(
-        rollout.engine_args.get("tensor_parallel_size", 1), on_gpu=on_gpu, timeout_s=config.launch.dist_timeout
+        args.get("tensor_parallel_size", 1), on_gpu=on_gpu, timeout_s=config.launch.dist_timeout
     )
-    for name in rollout.engine_args:
-        if name in _OURS:
+    require_free(args, _RESERVED)
+    for name in args:
+        if name in _OTHER_PARALLELISM:
             raise ConfigError(
-                f"--rollout-engine-args {name}: fsdptrain sets it, and exactness rests on it; leave it out"
-            )
-        if name in _SPREAD:
-            raise ConfigError(
-                f"--rollout-engine-args {name}: an engine in the trainer's process is spread over ranks by "
-                "tensor_parallel_size only; leave it out, or use --rollout-engine vllm-server"
+                f"--rollout-engine-args {name}: an engine in the trainer's process supports tensor_parallel_size only; "
+                "leave it out, or use --rollout-engine vllm-server"
             )
     known = _known_options()
-    for name in rollout.engine_args:
+    for name in args:
         if name not in known:
             raise ConfigError(f"--rollout-engine-args {name}: vLLM has no such option{suggest(name, known)}")
-    options |= {**rollout.engine_args, **derived_options(config, checkpoint, device.type)}
-    limit = CallLimit(rollout.timeout, Path(config.run.output_dir) / "stacks", dist.get_rank())
+    options |= {**args, **derived_options(config, checkpoint, device.type)}
+    limit = CallLimit(config.rollout.timeout, Path(config.run.output_dir) / "stacks", dist.get_rank())
     return VLLMEngine(checkpoint, limit=limit, trust_remote_code=config.model.trust_remote_code, **options)
 
 
-def _reload(worker: Any, *, weights: Iterable[tuple[str, Tensor]], partial: bool) -> None:
+def _reload(worker: Any, *, weights: Iterable[tuple[str, Tensor]]) -> None:
     """Runs in vLLM's worker, which is this process."""
     from vllm.config import set_current_vllm_config  # pyright: ignore[reportMissingImports] - an extra
 
     from fsdptrain.vllm.worker.reload import WeightReload
 
     reload = WeightReload(worker.get_model(), worker.model_config)
-    reload.is_partial = partial
     with set_current_vllm_config(worker.vllm_config):
         reload.start()
         reload.load(weights)
@@ -285,17 +252,12 @@ def _reload(worker: Any, *, weights: Iterable[tuple[str, Tensor]], partial: bool
 
 
 def _parallel_options(tensor_size: Any, *, on_gpu: bool, timeout_s: int) -> dict[str, Any]:
-    """Our ranks are vLLM's workers: `tensor_size` neighbours are one engine, whose waits for each other end after
-    `timeout_s`, as those of all ranks do."""
-    if type(tensor_size) is not int or tensor_size < 1:
-        raise ConfigError(
-            f"--rollout-engine-args tensor_parallel_size={tensor_size!r}: give a whole number of ranks, 1 or more"
-        )
+    """The trainer's ranks are vLLM's workers; `tensor_size` neighbors share an engine and its timeouts."""
     num_ranks = dist.get_world_size()
-    if num_ranks % tensor_size:
+    if type(tensor_size) is not int or tensor_size < 1 or num_ranks % tensor_size:
         raise ConfigError(
-            f"--rollout-engine-args tensor_parallel_size={tensor_size}: an engine is spread over so many ranks, and "
-            f"there are {num_ranks}: take a divisor of them"
+            f"--rollout-engine-args tensor_parallel_size={tensor_size!r}: an engine spans this number of ranks, and "
+            f"there are {num_ranks}: use a divisor of {num_ranks}"
         )
     if num_ranks == 1:
         return {}

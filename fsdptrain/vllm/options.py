@@ -1,8 +1,8 @@
-"""Options of vLLM that follow from model, platform and configuration; the same in the process and for servers."""
+"""vLLM's options and sampling parameters that follow from the configuration, in the process and for servers."""
 
 import base64
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +11,43 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
+from fsdptrain import platform
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
+from fsdptrain.rollout.sampling import seed_of
+from fsdptrain.types import Prompt, SamplingParams
+from fsdptrain.vllm.adapter import adapter_options
 
 _HOPPER = (9, 0)
-OTHER_NUMBERS = frozenset({"quantization", "kv_cache_dtype"})  # with these it computes others than the trainer
+
+
+def engine_options(config: Config, *, on_gpu: bool) -> dict[str, Any]:
+    """Options that --rollout-engine-args may override."""
+    rollout = config.rollout
+    options: dict[str, Any] = {
+        "dtype": config.compute_dtype_name,
+        "max_model_len": config.prompt_budget + rollout.max_response_len,
+    }
+    if not on_gpu:
+        options["enforce_eager"] = True
+        # vLLM 0.32 dies of a seeded request whose prompt is read in chunks: "CPU Generator does not use offset"
+        options["enable_chunked_prefill"] = False
+    if rollout.kv_cache_gib is not None or not on_gpu:
+        options["kv_cache_memory_bytes"] = int((rollout.kv_cache_gib or 1.0) * platform.GIB)
+    if config.lora.sync == "adapter":
+        options |= adapter_options(config.lora)
+    return options
+
+
+def require_free(engine_args: Mapping[str, Any], reserved: frozenset[str]) -> None:
+    """ConfigError if --rollout-engine-args sets an option that fsdptrain must set."""
+    for name in engine_args:
+        if name in reserved:
+            raise ConfigError(f"--rollout-engine-args {name}: fsdptrain needs its own value here; leave it out")
 
 
 def derived_options(config: Config, checkpoint: Path, device_type: str) -> dict[str, Any]:
-    """What vLLM needs whatever users give by --rollout-engine-args. It holds what they give of the same options."""
+    """Options that go over --rollout-engine-args; they contain what the user gave of the same option."""
     options = routes_options(config.router.replay, device_type)
     if device_type == "cuda":
         model_config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=config.model.trust_remote_code)
@@ -30,9 +58,9 @@ def derived_options(config: Config, checkpoint: Path, device_type: str) -> dict[
 def gdn_options(
     model_config: PreTrainedConfig, capability: tuple[int, int], given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Gated delta nets (Qwen3-Next, Qwen3.5) on Hopper: Triton's kernels, where vLLM would take FlashInfer's.
+    """Triton's kernels for gated delta nets (Qwen3-Next, Qwen3.5) on Hopper, where vLLM would use FlashInfer's.
 
-    By `additional_config`, which vLLM's own flag writes too: a version that does not know the key leaves it alone.
+    Through `additional_config`, which vLLM's own flag writes too: a version that does not know the key ignores it.
     """
     is_gdn = getattr(model_config.get_text_config(), "linear_key_head_dim", None) is not None
     if not is_gdn or capability != _HOPPER or "gdn_prefill_backend" in given:
@@ -41,19 +69,37 @@ def gdn_options(
 
 
 def routes_options(replay: str, device_type: str) -> dict[str, Any]:
-    """ConfigError where vLLM cannot tell the experts that it took."""
+    """ConfigError if vLLM cannot report the experts that it chose."""
     if replay != "rollout":
         return {}
     if device_type != "cuda":
         raise ConfigError(
-            "--router-replay rollout: vLLM does not tell its experts without a GPU (its model runner 2, which can, "
-            "needs Triton): use --router-replay scoring, or --rollout-engine hf"
+            "--router-replay rollout: vLLM reports its experts only on a GPU (its model runner 2, which can, needs "
+            "Triton): use --router-replay scoring, or --rollout-engine hf"
         )
     return {"enable_return_routed_experts": True}
 
 
+def sampling_options(
+    prompt: Prompt, index: int, sampling: SamplingParams, stop_token_ids: Sequence[int]
+) -> dict[str, Any]:
+    """vLLM's sampling parameters for sample `index` of `prompt`."""
+    return {
+        "max_tokens": sampling.limit_of(prompt),
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": max(sampling.top_k, 0),  # vLLM: 0 is off
+        "min_p": sampling.min_p,
+        "stop_token_ids": sorted({*stop_token_ids, *sampling.stop_token_ids}),
+        "ignore_eos": True,  # `stop_token_ids` alone end a response
+        "logprobs": 0,  # of the sampled token only
+        "seed": seed_of(sampling.seed, prompt.id, index),
+        "detokenize": False,
+    }
+
+
 def routes_of(experts: "np.ndarray | str | None") -> Tensor | None:
-    """[tokens, layers, k] int16 of all tokens but the last, from vLLM's array, or from the text of it in an answer."""
+    """[tokens - 1, layers, k] i16 from vLLM's array, or from its base64 text in an answer."""
     if experts is None:
         return None
     if isinstance(experts, str):

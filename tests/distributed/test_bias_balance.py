@@ -16,14 +16,14 @@ from fsdptrain.features.moe.bias import choice_biases
 from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.fsdp.checkpoint import CheckpointFolder
 from fsdptrain.rollout.embedded.engine import build_hf_engine
-from fsdptrain.rollout.weight_sync.verify import build_sync_check
+from fsdptrain.rollout.weight_sync.verify import build_verifier
 from fsdptrain.testing import spawn, tiny_tokenizer
 from fsdptrain.types import LossConfig
 from tests import zoo
 from tests.matrix import only
+from tests.vllm.faults import FaultyTransfer
 
 from .test_fsdp_backend import config, packs_of_this_rank, samples
-from .test_sync_check import Courier
 
 RATE, STEPS = 0.01, 3
 MESHES = {
@@ -207,27 +207,27 @@ def test_a_model_without_such_a_bias_is_refused_on_all_ranks(tmp_path):
         assert line.startswith("--router-bias-update-rate has no effect on qwen3_moe, whose routers have no bias")
 
 
-def sync_check_said(checkpoint: str, folder: Path) -> list[str]:
-    """Of an engine to which the biases of the first or the last layer come as they were before a step."""
+def verification_errors(checkpoint: str, folder: Path) -> list[str]:
+    """For an engine that gets stale biases of the first or the last layer."""
     shutil.copytree(checkpoint, folder)
     tiny_tokenizer().save_pretrained(folder)
     backend = made(str(folder), max_tokens_per_gpu=512)
     engine = build_hf_engine(backend._config, checkpoint=backend.checkpoint_path, device=backend.device)
-    check = build_sync_check(backend._config, engine, backend, tiny_tokenizer())
-    assert check is not None
-    courier, said = Courier(), []
+    verifier = build_verifier(backend._config, engine, backend, tiny_tokenizer())
+    assert verifier is not None
+    transfer, said = FaultyTransfer(), []
     for version, victim in enumerate(["", "model.layers.1", "model.layers.2", ""]):
         name = f"{victim}.mlp.gate.e_score_correction_bias"
         train(backend, steps=[version])
         try:
-            engine.update_weights(courier.carry(check.watch(backend.hf_weights("module")), "stale", name), version)
-            check.check(version)
+            engine.update_weights(transfer.carry(verifier.record(backend.hf_weights("module")), "stale", name), version)
+            verifier.verify(version)
         except RolloutError as error:
             said.append(str(error))
     return said
 
 
-def test_the_sync_check_names_a_bias_that_did_not_arrive(checkpoint, tmp_path):
-    [said] = spawn(1, sync_check_said, checkpoint, tmp_path / "model")
+def test_the_verification_names_a_bias_that_did_not_arrive(checkpoint, tmp_path):
+    [said] = spawn(1, verification_errors, checkpoint, tmp_path / "model")
     assert ["model.layers.1.mlp.gate.e_score" in said[0], "model.layers.2.mlp.gate.e_score" in said[1]] == [True, True]
     assert len(said) == 2

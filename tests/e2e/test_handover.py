@@ -50,7 +50,10 @@ def test_rollouts_always_have_the_newest_weights(checkpoint: Path, tmp_path: Pat
 def test_what_a_hand_over_has_shown_is_reported_where_there_was_one(checkpoint: Path, tmp_path: Path) -> None:
     calls(checkpoint, tmp_path, n_samples_per_prompt=2, eval_interval=0, rollout_engine="hf")
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows if "sync/probe_abs_mean" in row] == [1, 2]  # nothing is asked after the last
+    assert [row["step"] for row in rows if "weight_sync/logprob_abs_diff" in row] == [
+        1,
+        2,
+    ]  # nothing is asked after the last
 
 
 @pytest.mark.matrix
@@ -63,7 +66,7 @@ def test_where_a_rank_hangs_in_its_engine_the_run_ends_and_the_stacks_of_all_ran
     result = command.run([*argv, "--nproc-per-node", "2"], tmp_path / "log", timeout=200)
     assert result.code == 1
     stacks = tmp_path / "run" / "stacks"
-    assert f"Where each rank stood: {stacks}" in result.err
+    assert f"Stacks of each rank: {stacks}" in result.err
     assert "in collect" in (stacks / "rank0.txt").read_text()
     assert "in wait_in_vain" in (stacks / "rank1.txt").read_text()
 

@@ -11,7 +11,7 @@ from fsdptrain.config import Config
 from fsdptrain.data.packing.pack import pack
 from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.rollout import engine_factory
-from fsdptrain.rollout.weight_sync.verify import SyncCheck, build_sync_check
+from fsdptrain.rollout.weight_sync.verify import WeightVerifier, build_verifier
 from fsdptrain.testing import tiny_tokenizer
 from fsdptrain.types import Completion, Prompt, Sample, SamplingParams
 
@@ -37,16 +37,16 @@ def build(options: dict[str, Any]) -> tuple[FSDPBackend, Any]:
     return backend, make_engine(config, checkpoint=backend.checkpoint_path, device=backend.device)
 
 
-def build_checked(options: dict[str, Any]) -> tuple[FSDPBackend, Any, SyncCheck]:
-    """The same, and who looks at what the engine was given."""
+def build_verified(options: dict[str, Any]) -> tuple[FSDPBackend, Any, WeightVerifier]:
+    """The same, with a verifier of their weight syncs."""
     backend, engine = build(options)
-    return backend, engine, check_of(options, engine, backend)
+    return backend, engine, verifier_of(options, engine, backend)
 
 
-def check_of(options: dict[str, Any], engine: Any, backend: FSDPBackend) -> SyncCheck:
-    check = build_sync_check(Config(**options), engine, backend, tiny_tokenizer())
-    assert check is not None
-    return check
+def verifier_of(options: dict[str, Any], engine: Any, backend: FSDPBackend) -> WeightVerifier:
+    verifier = build_verifier(Config(**options), engine, backend, tiny_tokenizer())
+    assert verifier is not None
+    return verifier
 
 
 def agreement(options: dict[str, Any], steps: int) -> list[float]:

@@ -1,63 +1,132 @@
-"""Faults planted in hand-overs to a vLLM engine, one after the other, and what --sync-check says of each."""
+"""Faults planted in weight syncs: the verification must name each of them, with every engine."""
 
 import random
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from fsdptrain.errors import RolloutError
+from fsdptrain.fsdp.backend import FSDPBackend
+from fsdptrain.fsdp.shards import local_shard
+from fsdptrain.model.structure import reshard
 from fsdptrain.protocols import ReplicatedEngine
-from tests.distributed.test_sync_check import Courier, train_a_little
 from tests.vllm import contract
 
-KEPT = "prefix cache kept"
-FAULTS = ("stale", "permuted", "transposed", "not sent", KEPT)
-
-Said = list[tuple[str, str, str | None]]  # fault, tensor, error
+STALE_CACHE = "prefix cache kept"
+FAULTS = ("stale", "permuted", "transposed", "not sent")
 
 
-def what_the_check_said(
-    options: dict[str, Any], tries: int, courier: Courier, keep_cache: Callable[[Any], AbstractContextManager[None]]
-) -> tuple[Said, list[float]]:
-    """Of each try, every other one at the hand-over that --sync-check first looks at; after each fault all goes well.
-    Then logprobs are as far apart as the second list says.
+@dataclass(frozen=True)
+class Outcome:
+    """What the verification reported for one planted fault."""
 
-    keep_cache: in it, the engine is not told to forget its cached prefixes, and all seems as if it were.
+    fault: str
+    tensor: str  # "" for a stale cache
+    error: str | None
+
+
+class FaultyTransfer:
+    """Passes weights on to the engine and corrupts one of them behind the trainer's back."""
+
+    def __init__(self, *, droppable: Callable[[str], bool] = lambda name: True) -> None:
+        """`droppable`: tensors that can go missing without an error of the engine's own."""
+        self.previous: dict[str, Tensor] = {}
+        self._droppable = droppable
+
+    def carry(self, weights: Iterable[tuple[str, Tensor]], fault: str, victim: str) -> Iterator[tuple[str, Tensor]]:
+        current = {}
+        for name, tensor in weights:
+            current[name] = tensor.clone()
+            sent = tensor if name != victim else self._corrupted(name, tensor, fault)
+            if sent is not None:
+                yield name, sent
+        self.previous = current
+
+    def _corrupted(self, name: str, tensor: Tensor, fault: str) -> Tensor | None:
+        if fault == "stale":
+            return self.previous[name]
+        if fault == "transposed":
+            return tensor.mT
+        return None if fault == "not sent" else tensor.flip(0)
+
+    def victims(self, fault: str) -> list[str]:
+        """The tensors that keep their shape under `fault`."""
+        names = sorted(name for name, tensor in self.previous.items() if fault != "transposed" or _is_square(tensor))
+        return [name for name in names if fault != "not sent" or self._droppable(name)]
+
+
+def _is_square(tensor: Tensor) -> bool:
+    return tensor.ndim > 1 and tensor.shape[-1] == tensor.shape[-2]
+
+
+def train_a_little(backend: FSDPBackend, seed: int) -> None:
+    """Like an optimizer step: in bf16 most values of a tensor stay the same."""
+    torch.manual_seed(seed)
+    reshard(backend.model)
+    with torch.no_grad():
+        for parameter in map(local_shard, backend.model.parameters()):
+            parameter.add_(1e-3 * parameter.abs().mean() * torch.randn_like(parameter))
+
+
+def sync(backend: Any, engine: Any, verifier: Any, version: int, transfer: FaultyTransfer, *fault: str) -> None:
+    """Train a little, push with a fault (kind, tensor), verify."""
+    train_a_little(backend, version)
+    weights = verifier.record(backend.hf_weights(engine.weight_naming))
+    engine.update_weights(transfer.carry(weights, *(fault or ("", ""))), version)
+    verifier.verify(version)
+
+
+def plant_faults(
+    options: dict[str, Any],
+    tries: int,
+    transfer: FaultyTransfer,
+    keep_cache: Callable[[Any], AbstractContextManager[None]] | None = None,
+) -> tuple[list[Outcome], list[float]]:
+    """One fault in each of `tries` syncs; every other one in the first sync that a verifier sees.
+
+    A good sync follows each; the second list holds their logprob differences. `keep_cache`: a context in which the
+    engine keeps its prefix cache though it reports that it was reset.
     """
-    backend, engine, check = contract.build_checked(options)
-    draw, found, apart = random.Random(0), [], []
-
-    def hand_over(version: int, fault: str = "", victim: str = "") -> str | None:
-        train_a_little(backend, version)
-        with keep_cache(engine) if fault == KEPT else nullcontext():
-            try:
-                engine.update_weights(courier.carry(check.watch(backend.hf_weights("hub")), fault, victim), version)
-                check.check(version)
-            except RolloutError as error:
-                return str(error)
-        apart.extend(check.metrics().values())
-        return None
-
+    backend, engine, every = contract.build_verified(options)
+    draw, outcomes, differences = random.Random(0), [], []
+    faults = [*FAULTS, *([STALE_CACHE] if keep_cache else [])]
     try:
-        assert hand_over(0) is None
-        held = engine.copies()[0] if isinstance(engine, ReplicatedEngine) else engine
-        assert set(held.checksums(courier.before)) == set(courier.before)  # all can be read
-        every = check
+        sync(backend, engine, every, 0, transfer)
+        replica = engine.replicas()[0] if isinstance(engine, ReplicatedEngine) else engine
+        assert set(replica.checksums(transfer.previous)) == set(transfer.previous), "not every tensor can be read"
         for version in range(1, tries + 1):
-            check = contract.check_of(options | {"sync_check": "first"}, engine, backend) if version % 2 else every
-            fault = FAULTS[version % len(FAULTS)]
-            victim = "" if fault == KEPT else draw.choice(courier.victims(fault))
-            found.append((fault, victim, hand_over(version, fault, victim)))
-            assert (said := hand_over(1000 + version)) is None, said
+            first = {**options, "verify_weight_sync": "first"}
+            verifier = contract.verifier_of(first, engine, backend) if version % 2 else every
+            fault = faults[version % len(faults)]
+            victim = "" if fault == STALE_CACHE else draw.choice(transfer.victims(fault))
+            error = None
+            try:
+                if fault == STALE_CACHE:
+                    assert keep_cache
+                    with keep_cache(engine):
+                        sync(backend, engine, verifier, version, transfer)
+                else:
+                    sync(backend, engine, verifier, version, transfer, fault, victim)
+            except RolloutError as caught:
+                error = str(caught)
+            outcomes.append(Outcome(fault, victim, error))
+            sync(backend, engine, verifier, 1000 + version, transfer)
+            differences += [verifier.metrics().get("weight_sync/logprob_abs_diff", 0.0)]
     finally:
         engine.close()
-    return found, apart
+    return outcomes, differences
 
 
-def require_named(found: Said, apart: Sequence[float], *, bound: float, holder: str = "") -> None:
-    """Each fault, with the `holder` of the copy."""
-    assert max(apart) < bound, apart  # far from what the check allows
-    for fault, victim, said in found:
-        assert said is not None, f"{fault} {victim} was not seen"
-        assert (victim or "prefix cache") in said, f"{fault} {victim}: {said}"
-        assert holder in said, f"{fault} {victim}: {said}"
+def require_named(
+    outcomes: Sequence[Outcome], differences: Sequence[float], *, bound: float, replica: str = ""
+) -> None:
+    """Each error names the tensor and the replica; without a fault logprobs differ by less than `bound`."""
+    assert max(differences) < bound, differences
+    for outcome in outcomes:
+        assert outcome.error is not None, f"{outcome} was not noticed"
+        assert (outcome.tensor or "prefix cache") in outcome.error, outcome
+        assert replica in outcome.error, outcome

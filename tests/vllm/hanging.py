@@ -9,7 +9,7 @@ from fsdptrain.vllm.call_limit import CallLimit
 from fsdptrain.vllm.in_process import VLLMEngine, build_vllm_engine
 
 FAULTS = "faults"  # in the folder above that of the run
-STEP, HAND_OVER = "in a step", "in a hand-over"
+STEP, SYNC = "in a step", "in a weight sync"
 SECONDS = 2.0  # in place of --rollout-timeout, for the call that hangs only
 
 
@@ -36,7 +36,7 @@ def engine(config: Any, **kwargs: Any) -> VLLMEngine:
 
     if fault == STEP:
         made.generate = generate_in_vain  # pyright: ignore[reportAttributeAccessIssue]
-    if fault == HAND_OVER:
+    if fault == SYNC:
         made.update_weights = update_in_vain  # pyright: ignore[reportAttributeAccessIssue]
     return made
 

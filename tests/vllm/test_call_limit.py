@@ -9,8 +9,7 @@ import torch.distributed as dist
 
 from fsdptrain.errors import RolloutError
 from fsdptrain.testing import spawn
-from fsdptrain.vllm import call_limit
-from fsdptrain.vllm import in_process as vllm_colocated
+from fsdptrain.vllm import call_limit, in_process
 from fsdptrain.vllm.call_limit import CallLimit
 from tests.e2e import command
 from tests.vllm import contract, hanging, models
@@ -18,7 +17,7 @@ from tests.vllm import contract, hanging, models
 
 def slow(options: dict[str, Any]) -> tuple[str, bool]:
     """What is said when the time of the last rank is over; and whether the engine then says what it said before."""
-    call_limit._GRACE, vllm_colocated._STEPS_BETWEEN = 1000.0, 2
+    call_limit._GRACE, in_process._STEPS_PER_CHECK = 1000.0, 2
     backend, engine = contract.build(options)
     engine.update_weights(backend.hf_weights("hub"), 0)
     before = engine.generate(contract.PROMPTS, contract.SAMPLING)
@@ -52,18 +51,18 @@ def test_a_slow_one_ends_between_two_steps_by_an_error_of_all_ranks_that_share_i
 @pytest.mark.matrix
 def test_one_that_hangs_ends_its_process_and_the_run_goes_on_from_its_checkpoint(tmp_path):
     folder, run = models.save("tied", tmp_path / "model"), tmp_path / "run"
-    (tmp_path / hanging.FAULTS).write_text(f"{hanging.STEP}\n{hanging.HAND_OVER}\n")
+    (tmp_path / hanging.FAULTS).write_text(f"{hanging.STEP}\n{hanging.SYNC}\n")
     argv = ["--hf-checkpoint", str(folder), *command.TINY_RUN, "--output-dir", str(run), "--save-interval", "1"]
     argv += ["--rollout-engine", "tests.vllm.hanging:engine", "--rollout-kv-cache-gib", "0.05"]
     stacks = run / "stacks" / "rank0_hung.txt"
     for name, call, seconds in (
         (hanging.STEP, "generate of --rollout-engine vllm", 1.25 * hanging.SECONDS),
-        (hanging.HAND_OVER, "a hand-over to --rollout-engine vllm", hanging.SECONDS),
+        (hanging.SYNC, "a weight sync to --rollout-engine vllm", hanging.SECONDS),
     ):
         result = command.run(argv, tmp_path / name, timeout=200)
         assert result.code == 1, result.err
-        said = f"fsdptrain: --rollout-timeout 2: {call} has hung for {seconds:g} s, and cannot be interrupted; "
-        assert result.err.splitlines()[-1] == f"{said}where it stood: {stacks}"
+        said = f"fsdptrain: --rollout-timeout 2: {call} hangs for {seconds:g} s and cannot be interrupted; "
+        assert result.err.splitlines()[-1] == f"{said}stacks: {stacks}"
         assert "in wait_in_vain" in stacks.read_text()
     result = command.run(argv, tmp_path / "log", timeout=200)
     assert result.code == 0, result.err

@@ -18,9 +18,9 @@ from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.testing import spawn
 from fsdptrain.types import SamplingParams
 from fsdptrain.vllm.adapter import write_adapter
-from tests.distributed.test_sync_check import train_a_little
 from tests.matrix import only
 from tests.vllm import contract, models
+from tests.vllm.faults import train_a_little
 from tests.vllm.fresh_engine import MAX_TOKENS, Answers, Start, fresh_answers
 from tests.vllm.test_lora import train
 
@@ -49,7 +49,7 @@ def pushed(folder: Path, cases: list[str]) -> dict[str, tuple[Answers, Answers]]
     for case in cases:
         name, more = CASES[case]
         options = contract.colocated(models.save(name, folder / f"{case} first"), **more)
-        backend, engine, check = contract.build_checked(options)
+        backend, engine, verifier = contract.build_verified(options)
         said = []
         for version in range(2):
             if version:
@@ -57,8 +57,8 @@ def pushed(folder: Path, cases: list[str]) -> dict[str, tuple[Answers, Answers]]
             if more.get("lora_sync") == "adapter":
                 assert backend.push_weights(engine, version)
             else:
-                engine.update_weights(check.watch(backend.hf_weights("hub")), version)
-            check.check(version)
+                engine.update_weights(verifier.record(backend.hf_weights("hub")), version)
+            verifier.verify(version)
             said.append([[c.token_ids, c.logprobs] for c in engine.generate(contract.PROMPTS, GREEDY)])
         engine.close()
         keep(backend, folder / case, alone=more.get("lora_sync") == "adapter")

@@ -21,7 +21,7 @@ SAMPLING = SamplingParams(num_samples=2, max_tokens=12, seed=3)
 def answers(folder: Path, sync: str, versions: int) -> tuple[list[list[Completion]], list[float]]:
     """Completions under each version of the adapter, and how far the probe of each was from the trainer."""
     options = contract.colocated(folder, lora_rank=4, lora_sync=sync, rollout_temperature=1.0)
-    backend, engine, check = contract.build_checked(options)
+    backend, engine, verifier = contract.build_verified(options)
     made, apart = [], []
     for version in range(versions):
         train(backend, version)
@@ -29,9 +29,9 @@ def answers(folder: Path, sync: str, versions: int) -> tuple[list[list[Completio
         if sync == "adapter":
             assert backend.push_weights(engine, version)
         else:
-            engine.update_weights(check.watch(backend.hf_weights("hub")), version)
-        check.check(version)
-        apart.append(check.metrics()["sync/probe_abs_mean"])
+            engine.update_weights(verifier.record(backend.hf_weights("hub")), version)
+        verifier.verify(version)
+        apart.append(verifier.metrics()["weight_sync/logprob_abs_diff"])
         made.append(engine.generate(PROMPTS, SAMPLING))
         engine.sleep()
     engine.close()

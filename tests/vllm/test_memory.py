@@ -43,7 +43,6 @@ def life(folder: Path, gib: float) -> tuple[list[tuple[str, Any]], int, list[str
         with pytest.raises(RolloutError) as caught:
             engine.generate(contract.PROMPTS, contract.SAMPLING)
         said.append(str(caught.value))
-        assert engine.metrics()["sync/saved_bytes"] == 0  # what slept gets everything anew
     return calls, engine._llm.llm_engine.vllm_config.cache_config.kv_cache_memory_bytes, said
 
 

@@ -1,4 +1,4 @@
-"""The decode loop of the embedded engine: one prefill for each prompt, then a token for each row at a time."""
+"""The decode loop of the embedded engine: one prefill per prompt, then one token per row and step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,41 +13,41 @@ from fsdptrain.model.truncation import Truncation
 from fsdptrain.rollout.sampling import sample
 from fsdptrain.types import Prompt, SamplingParams
 
-_DROP_SHARE = 0.25  # finished rows are dropped from the cache once they are more than this share of it
+_DROP_SHARE = 0.25  # of the cache: above it, finished rows are dropped
 
 
 @dataclass(frozen=True)
 class Row:
-    """One completion to make."""
+    """One completion to generate."""
 
     prompt: int  # index of its prompt
-    sample: int  # index among the samples of that prompt
+    sample: int  # index of the sample of that prompt
 
 
 @dataclass
-class _Read:
-    """What the model needs to read one more token of each row [R]."""
+class _State:
+    """What the next forward pass over one token per row [R] needs."""
 
     cache: Cache
-    positions: Tensor  # of the first token of the response [R, 1]
-    mask: Tensor | None  # [R, P], later with room for the response; None: nothing is padded
-    turned: Tensor | None  # by how much rotary positions are ahead of these [R, 1]; None: not at all
+    positions: Tensor  # of the first response token [R, 1]
+    mask: Tensor | None  # [R, P], later [R, P + S]; None: no padding
+    rope_offset: Tensor | None  # of multimodal rotary positions to `positions` [R, 1]; None: 0
 
     def take(self, rows: Tensor) -> None:
-        """Row i becomes what row `rows[i]` was: rows may repeat, or be left out."""
+        """Replace row i by row `rows[i]`. Rows may repeat or be left out."""
         select_rows(self.cache, rows)
         self.positions = self.positions[rows]
         self.mask = None if self.mask is None else self.mask[rows]
-        self.turned = None if self.turned is None else self.turned[rows]
+        self.rope_offset = None if self.rope_offset is None else self.rope_offset[rows]
 
 
 def plan_chunks(
     lengths: Sequence[int], limits: Sequence[int], *, num_samples: int, max_batch_tokens: int
 ) -> list[list[Row]]:
-    """Rows that are decoded together: at most `max_batch_tokens` tokens, were every response of full length.
+    """Split rows into chunks that are decoded together: rows x (longest prompt + limit) <= `max_batch_tokens`.
 
-    Longest prompts first, so that prompts of like length meet and little is padded. A row alone may not exceed the
-    budget; the caller has checked. `lengths` of the prompts, `limits` of their responses. [tokens]
+    Longest prompts first, so that prompts of similar length share a chunk and little is padded. The caller has checked
+    that each row fits alone. `lengths` of the prompts, `limits` of their responses. [tokens]
     """
     order = sorted(range(len(lengths)), key=lambda prompt: -lengths[prompt])
     rows = [Row(prompt, sample_index) for prompt in order for sample_index in range(num_samples)]
@@ -77,27 +77,26 @@ def decode(
     recorder: RouteRecorder | None = None,
     features: Features = NO_FEATURES,
 ) -> tuple[Tensor, Tensor]:
-    """Continue `prompts` by up to `limit_of_row` tokens, in one row for each entry of `prompt_of_row`.
+    """Continue `prompts` by up to `limit_of_row` tokens, with one row for each entry of `prompt_of_row`.
 
-    `uniforms` [R, S] f64, S the largest limit, decide every draw. Every `sync_interval` tokens the host looks which
-    rows have finished, and drops them from the cache when they are many: each look waits for the device. Returns
-    tokens [R, S] i64 and their log-probabilities f32 on the CPU; what stands behind a row's first stop token or its
-    limit has no meaning. `recorder` is told of each forward pass.
+    uniforms: [R, S] f64, S the largest limit; they decide every draw. sync_interval: tokens between checks for finished
+    rows, each of which waits for the device. recorder: gets the routes of each forward pass. Returns tokens [R, S] i64
+    and logprobs [R, S] f32 on the CPU; values after a row's first stop token or its limit are undefined.
     """
     device, num_steps = uniforms.device, uniforms.shape[1]
     stop = torch.tensor(stop_token_ids, dtype=torch.int64, device=device)
     truncation = Truncation(sampling.top_p, sampling.top_k, sampling.min_p)
-    logits, read = prefill(model, prompts, device=device, features=features)
+    logits, state = prefill(model, prompts, device=device, features=features)
     if recorder is not None:
         recorder.read_prompts()
 
     rows = torch.tensor(prompt_of_row, device=device)
     logits = logits[rows]
-    read.take(rows)  # a copy of its prompt's cache for each row
-    if read.mask is not None:
-        read.mask = torch.cat([read.mask, read.mask.new_ones(uniforms.shape)], dim=1)  # [R, P + S]
+    state.take(rows)  # copies the cache of each prompt for its rows
+    if state.mask is not None:
+        state.mask = torch.cat([state.mask, state.mask.new_ones(uniforms.shape)], dim=1)  # [R, P + S]
 
-    active = torch.arange(len(rows), device=device)  # rows of the result that are in the cache
+    active = torch.arange(len(rows), device=device)  # row of the result for each row of the cache
     finished = torch.zeros_like(active, dtype=torch.bool)
     limits = torch.tensor(limit_of_row, device=device)[:, None]
     tokens = torch.zeros(uniforms.shape, dtype=torch.int64, device=device)
@@ -114,14 +113,14 @@ def decode(
             if len(going) == 0:
                 break
             if len(going) < (1.0 - _DROP_SHARE) * len(active):
-                read.take(going)
+                state.take(going)
                 active, finished, limits, token = (x[going] for x in (active, finished, limits, token))
-        seen = None if read.mask is None else read.mask[:, : read.mask.shape[1] - num_steps + step + 1]
-        # a row behind its limit must not pass the model's last position
-        place = read.positions + (limits - 1).clamp(max=step)
-        if read.turned is not None:
-            place = torch.stack([place, *3 * [place + read.turned]])
-        logits = forward(model, token[:, None], seen, place, read.cache)
+        seen = None if state.mask is None else state.mask[:, : state.mask.shape[1] - num_steps + step + 1]
+        # a finished row must not exceed the model's last position
+        place = state.positions + (limits - 1).clamp(max=step)
+        if state.rope_offset is not None:
+            place = torch.stack([place, *3 * [place + state.rope_offset]])
+        logits = forward(model, token[:, None], seen, place, state.cache)
         if recorder is not None:
             recorder.read_tokens(active)
     return tokens.cpu(), logprobs.cpu()
@@ -129,8 +128,8 @@ def decode(
 
 def prefill(
     model: PreTrainedModel, prompts: Sequence[Prompt], *, device: torch.device, features: Features = NO_FEATURES
-) -> tuple[Tensor, _Read]:
-    """Logits of the next token [N, V], and what it takes to read that."""
+) -> tuple[Tensor, _State]:
+    """Forward pass over the prompts: logits of the next token [N, V], and the state for the next pass."""
     lengths = torch.tensor([len(prompt.token_ids) for prompt in prompts])
     width = int(lengths.max())
     ids = torch.tensor([[0] * (width - len(prompt.token_ids)) + list(prompt.token_ids) for prompt in prompts]).to(
@@ -143,18 +142,18 @@ def prefill(
     positions = (columns - pads).clamp(min=0).to(device)
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     seen = features.generation_inputs(model, prompts, ids, (columns >= pads).long().to(device), positions)
-    turned = None
+    rope_offset = None
     if "position_ids" in seen:
         positions = seen.pop("position_ids")
-        turned = positions[1:].amax((0, 2))[:, None] + 1 - lengths[:, None].to(device)
+        rope_offset = positions[1:].amax((0, 2))[:, None] + 1 - lengths[:, None].to(device)
     logits = forward(model, ids, mask, positions, cache, **seen)
-    return logits, _Read(cache, lengths[:, None].to(device), mask, turned)
+    return logits, _State(cache, lengths[:, None].to(device), mask, rope_offset)
 
 
 def select_rows(cache: Cache, rows: Tensor) -> None:
-    """Make row i of `cache` what row `rows[i]` was: rows may repeat, or be left out.
+    """Replace row i of `cache` by row `rows[i]`. Rows may repeat or be left out.
 
-    The one selection that layers of every kind have: full and sliding attention, and recurrent states, which lack
+    The only selection that all kinds of layers support: full and sliding attention, and recurrent states, which lack
     batch_repeat_interleave and batch_select_indices (transformers 5.23).
     """
     cache.reorder_cache(cast(torch.LongTensor, rows))
@@ -163,7 +162,7 @@ def select_rows(cache: Cache, rows: Tensor) -> None:
 def forward(
     model: PreTrainedModel, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: Cache, **images: Any
 ) -> Tensor:
-    """Logits after the last of `ids` [R, S], in the model's dtype: [R, V]. Grows `cache`."""
+    """Logits after the last of `ids` [R, S], in the model's dtype: [R, V]. Appends to `cache`."""
     output = model(
         input_ids=ids,
         attention_mask=mask,

@@ -1,6 +1,6 @@
-"""The embedded engine: a plain replica of the model on each rank, and a decode loop of our own.
+"""The embedded engine: an unsharded replica of the model on each rank, with its own decode loop.
 
-docs/rollouts.md says why a replica, and what it costs.
+docs/rollouts.md explains why a replica, and what it costs.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -17,19 +17,19 @@ from fsdptrain.errors import RolloutError
 from fsdptrain.feature import NO_FEATURES, Features, RouteRecorder
 from fsdptrain.protocols import Naming
 from fsdptrain.rollout.embedded.decode import Row, decode, plan_chunks
-from fsdptrain.rollout.embedded.replica import build_replica, copy_weights, materialise, max_positions, release
+from fsdptrain.rollout.embedded.replica import build_replica, copy_weights, materialize, max_positions, release
 from fsdptrain.rollout.sampling import uniform_stream
 from fsdptrain.rollout.stop_tokens import stop_tokens
 from fsdptrain.rollout.weight_sync.checksum import checksum
 from fsdptrain.types import ChecksumKind, Completion, Prompt, SamplingParams
 
-_SYNC_INTERVAL = 8  # tokens; on a CPU a look at which rows have finished costs nothing
+_SYNC_INTERVAL = 8  # tokens between checks for finished rows, each of which waits for the GPU
 
 
 class HFEngine:
-    """Generates with transformers' own model code, on the device of this rank. No method waits for another rank.
+    """Generates with transformers' model code on the device of this rank. No method waits for another rank.
 
-    It holds no weights until the first `update_weights`, and none after `sleep`.
+    Has no weights before the first `update_weights` and after `sleep`.
     """
 
     weight_naming: Naming = "module"
@@ -47,7 +47,7 @@ class HFEngine:
         self.stop_token_ids = stop_tokens(checkpoint, self.model.config, trust_remote_code=trust_remote_code)
         self.max_positions = max_positions(self.model)
         self._features = NO_FEATURES
-        self._new_recorder: Callable[..., RouteRecorder] | None = None  # from the first request of routes on
+        self._new_recorder: Callable[..., RouteRecorder] | None = None  # created by the first request for routes
         self.device = device
         self.max_batch_tokens = max_batch_tokens
         self.policy_version = 0
@@ -58,18 +58,18 @@ class HFEngine:
         self._features = features
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
-        """Take every parameter and persistent buffer, by module name. RolloutError if the names or shapes differ."""
-        self._has_weights = False  # half an update must not answer
+        """Copy every parameter and persistent buffer, by module name. RolloutError if names or shapes differ."""
+        self._has_weights = False  # also after half an update
         if self.model.device.type == "meta":
-            materialise(self.model, self.device)
+            materialize(self.model, self.device)
         copy_weights(self.model, weights)
         self.policy_version = policy_version
         self._has_weights = True
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
-        """`num_samples` completions for each prompt, prompt by prompt, in order.
+        """`num_samples` completions of each prompt, prompt by prompt, in order.
 
-        Stops at the model's own end-of-text ids and at `sampling.stop_token_ids`.
+        A response ends at the model's end-of-text ids and at `sampling.stop_token_ids`.
         """
         if not self._has_weights:
             raise RolloutError("the embedded engine has no weights: call update_weights first, also after sleep()")
@@ -88,20 +88,20 @@ class HFEngine:
         return [made[Row(i, k)] for i in range(len(prompts)) for k in range(sampling.num_samples)]
 
     def checksums(self, names: Collection[str], kind: ChecksumKind = "bits") -> Mapping[str, int]:
-        """Of all `names`: the replica has the trainer's own."""
+        """All `names` can be read: the replica has the trainer's names."""
         return {name: checksum(tensor, kind) for name, tensor in self.model.state_dict().items() if name in names}
 
     def cached_tokens(self) -> int:
-        """None: the cache of a chunk ends with it."""
+        """Always 0: no cache outlives its chunk."""
         return 0
 
     def sleep(self) -> None:
-        """Free the weights. `generate` is refused until the next `update_weights`."""
+        """Free the weights. `generate` raises until the next `update_weights`."""
         self._has_weights = False
         release(self.model)
 
     def wake_up(self) -> None:
-        """Nothing to do: memory is taken by the `update_weights` that must follow."""
+        """Nothing to do: the next `update_weights` allocates the weights."""
 
     def close(self) -> None:
         self.sleep()
@@ -152,7 +152,7 @@ class HFEngine:
         if self._new_recorder is None:
             self._new_recorder = self._features.route_recorder(self.model)
         if self._new_recorder is None:
-            raise RolloutError(f"{type(self.model).__name__} has no experts whose routes could be recorded")
+            raise RolloutError(f"{type(self.model).__name__} has no experts, so it cannot report routes")
         return self._new_recorder(prompt_lengths, prompt_of_row)
 
     def _completion(self, prompt: Prompt, tokens: list[int], logprobs: list[float], stop: Sequence[int]) -> Completion:
@@ -160,8 +160,8 @@ class HFEngine:
         length = len(tokens) if end is None else end + 1
         if not np.isfinite(logprobs[:length]).all():
             raise RolloutError(
-                f"the logits for prompt {prompt.id!r} are not finite under policy version {self.policy_version}; "
-                "lower --lr, or use --bf16 in place of --fp16"
+                f"logits of prompt {prompt.id!r} are not finite under policy version {self.policy_version}: "
+                "lower --lr, or use --bf16 instead of --fp16"
             )
         reason = "length" if end is None else "stop"
         return Completion(prompt.id, tokens[:length], logprobs[:length], reason, self.policy_version)
@@ -170,7 +170,7 @@ class HFEngine:
         for prompt, limit in zip(prompts, limits, strict=True):
             length = len(prompt.token_ids)
             if length == 0:
-                raise RolloutError(f"prompt {prompt.id!r} has no tokens; a prompt needs at least one")
+                raise RolloutError(f"prompt {prompt.id!r} has no tokens: a prompt needs at least one")
             if length + limit > self.max_batch_tokens:
                 raise RolloutError(
                     f"--rollout-max-batch-tokens {self.max_batch_tokens} cannot hold prompt {prompt.id!r} of {length} "
@@ -184,7 +184,7 @@ class HFEngine:
 
 
 def build_hf_engine(config: Config, *, checkpoint: Path, device: torch.device) -> HFEngine:
-    """The embedded engine as `config` wants it."""
+    """Build the embedded engine from the configuration."""
     return HFEngine(
         checkpoint,
         dtype=getattr(torch, config.compute_dtype_name),

@@ -1,7 +1,7 @@
-"""A plain, unsharded copy of the model on one device, whose weights come from the trainer.
+"""An unsharded copy of the model on one device, with weights from the trainer.
 
-It is built on meta, so that nothing is allocated or initialised for nothing, and can go back there: what takes its
-place in memory is then free for the trainer.
+It is built on the meta device, so that no memory is allocated or initialized in vain, and returns there to free its
+memory for the trainer.
 """
 
 import inspect
@@ -22,9 +22,9 @@ _NEEDED = {"past_key_values", "position_ids", "logits_to_keep"}
 
 
 def build_replica(checkpoint: Path, *, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
-    """The model of `checkpoint` on meta: parameters in `dtype`, buffers in float32, as under FSDP's mixed precision.
+    """The model of `checkpoint` on the meta device: parameters in `dtype`, buffers in float32 (FSDP's mixed precision).
 
-    RolloutError if it has no key-value cache that the decode loop can work with.
+    RolloutError if its forward does not support the key-value cache of the decode loop.
     """
     config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
@@ -39,24 +39,24 @@ def build_replica(checkpoint: Path, *, dtype: torch.dtype, trust_remote_code: bo
     return model.requires_grad_(False).eval()
 
 
-def materialise(model: PreTrainedModel, device: torch.device) -> None:
-    """Give each tensor of `model` memory on `device`; the weights are whatever was there, other buffers are right.
+def materialize(model: PreTrainedModel, device: torch.device) -> None:
+    """Allocate each tensor of `model` on `device`. Weights are undefined; non-persistent buffers are computed.
 
-    Non-persistent buffers (rotary frequencies) are in no checkpoint and must be computed: transformers does so when
-    everything else is marked as initialised, the same way as in from_pretrained and so in the trainer.
+    These buffers (rotary frequencies) are in no checkpoint. transformers computes them if all other tensors are marked
+    as initialized, as in from_pretrained, and so as in the trainer.
     """
     model.to_empty(device=device)
-    model.tie_weights(recompute_mapping=False)  # to_empty has given a tied head its own memory
+    model.tie_weights(recompute_mapping=False)  # to_empty has untied the head
     for tensor in model.state_dict(keep_vars=True).values():
         tensor._is_hf_initialized = True
     for module in model.modules():
-        # set by the first initialisation, which would skip every later one
+        # set by the first initialization; later ones would be skipped
         vars(module).pop("_is_hf_initialized", None)
     model.initialize_weights()
 
 
 def release(model: PreTrainedModel) -> None:
-    """Free the memory of every tensor of `model`."""
+    """Free the memory of all tensors of `model`."""
     model.to_empty(device=torch.device("meta"))
     model.tie_weights(recompute_mapping=False)
     if platform.has_accelerator():
@@ -65,10 +65,10 @@ def release(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def copy_weights(model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Copy `weights` into `model`: each parameter and persistent buffer by its module name, and nothing else.
+    """Copy `weights` into `model`: every parameter and persistent buffer, by module name.
 
-    A tied tensor may come under any of its names. `weights` is read to its end even after an error, because making it
-    is collective. RolloutError names what is missing, unknown or of another shape.
+    A tied tensor may come under any of its names. Reads `weights` to its end even after an error, because iterating it
+    is collective. RolloutError names missing, unknown and mismatched tensors.
     """
     targets: dict[str, Tensor] = model.state_dict(keep_vars=True)
     seen: set[int] = set()
@@ -94,6 +94,8 @@ def copy_weights(model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) 
 
 
 def max_positions(model: PreTrainedModel) -> int | None:
-    """Positions that the model was made for; None where its config knows no limit. [tokens]"""
+    """The longest sequence of the model; None if its config has no limit. [tokens]"""
     config = model.config.get_text_config(decoder=True)
-    return getattr(config, "max_position_embeddings", None)  # families map their own names to it; ALiBi has none
+    return getattr(
+        config, "max_position_embeddings", None
+    )  # config classes map their own names to it; ALiBi models have none

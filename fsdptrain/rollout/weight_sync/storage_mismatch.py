@@ -1,7 +1,7 @@
-"""Tensors that an engine holds in another dtype or order than they were sent in, told apart from those that are wrong.
+"""Tell tensors that an engine stores in another dtype or layout from tensors that hold wrong values.
 
-vLLM keeps some in float32 (routers), and turns some around at load. Who accepts any difference at the first hand-over
-is blind for that tensor ever after.
+vLLM keeps some tensors in float32 (routers) and transposes others at load. Accepting any difference at the first weight
+sync would leave these tensors unverified for the rest of the run.
 """
 
 import re
@@ -18,10 +18,10 @@ CHECKSUM_KINDS: tuple[ChecksumKind, ...] = ("bits", "values", "multiset")
 
 
 @dataclass(frozen=True)
-class Sent:
-    """What is remembered of a tensor."""
+class SentTensor:
+    """What the trainer remembers of a tensor that it sent."""
 
-    sums: Mapping[ChecksumKind, int]
+    checksums: Mapping[ChecksumKind, int]
     num_dims: int
 
     @classmethod
@@ -29,31 +29,33 @@ class Sent:
         return cls({kind: checksum(tensor, kind) for kind in kinds}, tensor.dim())
 
 
-def explain(
+def classify(
     wrong: Sequence[str],
-    held: Mapping[str, int],
-    sent: Mapping[str, Sent],
+    readable: Sequence[str],
+    sent: Mapping[str, SentTensor],
     read: Callable[[Sequence[str], ChecksumKind], Mapping[str, int]],
 ) -> dict[str, ChecksumKind]:
-    """Those of `wrong` that hold the very numbers that were sent, and what shows it.
+    """For each tensor of `wrong` that holds the values that were sent, the kind of checksum that proves it.
 
-    In another order they count as stored otherwise only if all layers do so: one matrix alone was mixed up on its way.
-    Vectors are not turned around. `held`: what could be read, `read`: checksums of another kind, of the engine.
+    "values": another dtype. "multiset": another layout, accepted only if the engine stores the same tensor of every
+    layer so; a single one was scrambled in transit. Vectors have no other layout.
+
+    readable: all tensors whose checksums the engine can compute. read: computes checksums of another kind.
     """
     values = read(wrong, "values")
-    found: dict[str, ChecksumKind] = {name: "values" for name in wrong if values.get(name) == sent[name].sums["values"]}
-    left = [name for name in wrong if name not in found and sent[name].num_dims > 1]
-    numbers = read(left, "multiset") if left else {}
-    turned = {name for name in left if numbers.get(name) == sent[name].sums["multiset"]}
-    layers: dict[str, list[str]] = {}
-    for name in held:
-        layers.setdefault(_without_numbers(name), []).append(name)
-    for alike in layers.values():
-        if len(alike) > 1 and turned.issuperset(alike):
-            found |= dict.fromkeys(alike, "multiset")
-    return found
+    same_values = [name for name in wrong if values.get(name) == sent[name].checksums["values"]]
+    left = [name for name in wrong if name not in same_values and sent[name].num_dims > 1]
+    multisets = read(left, "multiset") if left else {}
+    permuted = {name for name in left if multisets.get(name) == sent[name].checksums["multiset"]}
+    by_layer: dict[str, list[str]] = {}
+    for name in readable:
+        by_layer.setdefault(_without_numbers(name), []).append(name)
+    in_every_layer = [
+        name for names in by_layer.values() if len(names) > 1 and permuted.issuperset(names) for name in names
+    ]
+    return {**dict.fromkeys(same_values, "values"), **dict.fromkeys(in_every_layer, "multiset")}
 
 
 def _without_numbers(name: str) -> str:
-    """The same for a tensor of each layer, and of each expert."""
+    """The same string for the tensors of all layers and all experts."""
     return re.sub(r"\.\d+(?=\.)", ".*", name)

@@ -1,52 +1,44 @@
-"""The weights of a version go to the engine, and are proven to have come."""
+"""Push the trainer's weights to the engine and verify that they arrived."""
 
-from fsdptrain.protocols import MeasuredEngine, RolloutEngine, TrainBackend
-from fsdptrain.rollout.weight_sync.verify import SyncCheck
-from fsdptrain.trainer.timeline import Stopwatch
-from fsdptrain.trainer.waits import Waits
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from fsdptrain.protocols import RolloutEngine, TrainBackend
+from fsdptrain.rollout.weight_sync.verify import WeightVerifier
 from fsdptrain.types import Metrics
+
+Span = Callable[[str], AbstractContextManager[None]]  # times one stage: "sync" or "check"
 
 
 class WeightSync:
-    """To one engine, version after version."""
+    """Weight syncs from one trainer to one engine."""
 
-    def __init__(
-        self,
-        engine: RolloutEngine,
-        backend: TrainBackend,
-        check: SyncCheck | None,
-        waits: Waits,
-    ) -> None:
+    def __init__(self, engine: RolloutEngine, backend: TrainBackend, verifier: WeightVerifier | None) -> None:
         self._engine = engine
         self._backend = backend
-        self._check = check
-        self._waits = waits
-        self._newest: int | None = None  # version that the engine was given
+        self._verifier = verifier
+        self._pushed: int | None = None  # newest version
 
-    def push(self, version: int, watch: Stopwatch) -> None:
-        """Collective. RolloutError where the engine does not hold what it was given."""
-        with watch("sync"), self._waits():
+    def push(self, version: int, span: Span) -> None:
+        """Push the policy's weights as `version` and verify them. Collective.
+
+        Raises RolloutError on every rank if the engine does not hold these weights afterwards.
+        """
+        with span("sync"):
             self._engine.wake_up()
-            self._update(version)
-            self._newest = version
-        if self._check:
-            with watch("check"), self._waits():
-                watch.seconds["sync_check"] = self._check.check(version)
-            watch.seconds["sync"] += watch.seconds["check"]
+            self._push(version)
+            self._pushed = version
+        if self._verifier:
+            with span("check"):
+                self._verifier.verify(version)
 
     def metrics(self, version: int) -> Metrics:
-        """Of this rank; nothing of a version that the engine was not given, such as the last of a run without
-        evaluation."""
-        if self._newest != version:
-            return {}
-        found = self._check.metrics() if self._check else {}
-        if isinstance(self._engine, MeasuredEngine):
-            found |= self._engine.metrics()
-        return found
+        """Metrics of the sync of `version` on this rank; empty if `version` was not pushed."""
+        return self._verifier.metrics() if self._verifier and self._pushed == version else {}
 
-    def _update(self, version: int) -> None:
-        engine, backend, check = self._engine, self._backend, self._check
+    def _push(self, version: int) -> None:
+        engine, backend, verifier = self._engine, self._backend, self._verifier
         if backend.push_weights(engine, version):
             return
         weights = backend.hf_weights(engine.weight_naming)
-        engine.update_weights(check.watch(weights) if check else weights, version)
+        engine.update_weights(verifier.record(weights) if verifier else weights, version)

@@ -1,12 +1,10 @@
-"""Proof, after weights were handed over, that the engine computes with them. docs/rollouts.md says how.
+"""Verify after a weight sync that the engine computes with the weights that were sent: docs/weight_sync.md.
 
-Weights are compared by checksums, tensor by tensor; what lies behind them (packed copies, kernels, cached prefixes) by
+Checksums compare the weights tensor by tensor. What they cannot see (packed copies, kernels, cached prefixes) shows in
 the logprobs of a few tokens that the engine samples and the trainer scores.
 """
 
 import logging
-import random
-import string
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,9 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from fsdptrain.algo.weights import count_totals
 from fsdptrain.config import Config
-from fsdptrain.data.packing.pack import pack
 from fsdptrain.distributed import gather, raise_on_all_ranks
 from fsdptrain.errors import ConfigError, RolloutError
 from fsdptrain.model.loading.files import some_of
@@ -31,31 +27,20 @@ from fsdptrain.protocols import (
     RolloutEngine,
     TrainBackend,
 )
-from fsdptrain.rewards.scoring import Score
-from fsdptrain.rollout.weight_sync.storage_mismatch import CHECKSUM_KINDS, Sent, explain
-from fsdptrain.trainer.samples.single_turn import make_sample
-from fsdptrain.types import ChecksumKind, Completion, Metrics, PackedBatch, Prompt, SamplingParams
-from fsdptrain.vllm.options import OTHER_NUMBERS
+from fsdptrain.rollout.weight_sync.probe import Probe, make_probe, tolerance
+from fsdptrain.rollout.weight_sync.storage_mismatch import CHECKSUM_KINDS, SentTensor, classify
+from fsdptrain.types import ChecksumKind, Completion, Metrics, Prompt, SamplingParams
 
 log = logging.getLogger(__name__)
 
-_FLAG = "--sync-check"
-_LENGTHS = (160, 16, 16, 16)  # of the prompts: one is longer than a block of vLLM's prefix cache. [tokens]
-_RESPONSE = 4  # tokens
-_WAY_OUT = f"the engine, or what is between, is at fault; {_FLAG} off goes on all the same"
+FLAG = "--verify-weight-sync"
+LOSSY_ENGINE_ARGS = frozenset({"quantization", "kv_cache_dtype"})  # the engine computes other numbers on purpose
+_HINT = f"the engine or the transfer is broken; {FLAG} off continues without verification"
 
 
 @dataclass(frozen=True)
-class Probe:
-    """The same prompts after every hand-over: a cache that outlived one would answer them."""
-
-    prompts: list[Prompt]
-    sampling: SamplingParams
-
-
-@dataclass(frozen=True)
-class _Engine:
-    """One that holds a single copy of the model."""
+class _OnlyReplica:
+    """An engine that holds a single copy of the model."""
 
     engine: CheckedEngine
     name: str = "the engine"
@@ -72,17 +57,17 @@ class _Engine:
 
 @dataclass
 class ReplicaCheck:
-    """At one copy of the model."""
+    """What the verification of one sync has learned about one replica."""
 
-    copy: EngineReplica
-    held: Mapping[str, int] | None = None  # checksums of what can be read; None: it is gone, or another rank looks
+    replica: EngineReplica
+    checksums: Mapping[str, int] | None = None  # of all readable tensors; None: gone, or read by another rank
     is_gone: bool = False
-    otherwise: Mapping[str, ChecksumKind] = field(default_factory=dict)  # tensors stored in another way: `explain`
+    mismatches: Mapping[str, ChecksumKind] = field(default_factory=dict)  # stored in another way: see `classify`
     completions: Sequence[Completion] = ()
 
 
-class SyncCheck:
-    """Looks at every hand-over, or at the first one of a run."""
+class WeightVerifier:
+    """Verifies every weight sync, or only the first one that it sees."""
 
     def __init__(
         self,
@@ -93,264 +78,235 @@ class SyncCheck:
         dtype: torch.dtype,
         first_only: bool,
     ) -> None:
-        self._seconds = 0.0  # that checksums took while weights were handed over
         self._engine = engine
         self._backend = backend
         self._probe = probe
         self._dtype = dtype
         self._first_only = first_only
-        self._sent: dict[str, Sent] = {}  # in the order of the trainer
-        self._otherwise: dict[str, ChecksumKind] | None = None  # tensors; None: nothing was checked yet
+        self._sent: dict[str, SentTensor] = {}  # in the trainer's order
+        self._record_seconds = 0.0
+        self._kinds: dict[str, ChecksumKind] | None = None  # of tensors stored in another way; None: not verified yet
         self._readable: frozenset[str] = frozenset()
-        self._difference: float | None = None
+        self._metrics: Metrics = {}
 
     @property
     def is_due(self) -> bool:
-        return not self._first_only or self._otherwise is None
+        return not self._first_only or self._kinds is None
 
-    def watch(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The same, and their checksums are kept until `check`."""
-        self._sent, self._seconds = {}, 0.0
+    def record(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield `weights` unchanged and keep their checksums for `verify`."""
+        self._sent, self._record_seconds = {}, 0.0
         for name, tensor in weights:
             if self.is_due:
                 start = time.perf_counter()
-                self._sent[name] = Sent.of(tensor, self._kinds_of(name))
-                self._seconds += time.perf_counter() - start
+                kinds = CHECKSUM_KINDS if self._kinds is None else (self._kind_of(name),)
+                self._sent[name] = SentTensor.of(tensor, kinds)
+                self._record_seconds += time.perf_counter() - start
             yield name, tensor
 
-    def check(self, version: int) -> float:
-        """After `update_weights`: RolloutError on all ranks, or what the proof took, checksums included. [s]
-
-        Collective.
-        """
+    def verify(self, version: int) -> None:
+        """Call after the engine took the recorded weights. Collective. RolloutError on all ranks if they differ."""
         if not self.is_due:
-            return 0.0
-        start = time.perf_counter()
+            return
+        start, is_first = time.perf_counter(), self._kinds is None
         engine = self._engine
-        copies = engine.copies() if isinstance(engine, ReplicatedEngine) else [_Engine(engine)]
-        looks = [ReplicaCheck(copy) for copy in copies]
-        # One after the other: several ranks may hold parts of one copy, and what one of them finds ends none alone.
-        with raise_on_all_ranks(RolloutError, _FLAG):
-            side_by_side(self._read, looks)
-        if self._otherwise is None and self._engine.weight_naming == "hub":
-            self._explain(looks)
-        with raise_on_all_ranks(RolloutError, _FLAG):
-            for look in looks:
-                self._require_held(look, version)
-        with raise_on_all_ranks(RolloutError, _FLAG):
-            side_by_side(partial(self._ask, version=version), looks)
-        batches = [self._batch(look.completions) for look in looks]
-        scored = self._backend.score(batches, "policy")
-        with raise_on_all_ranks(RolloutError, _FLAG):
-            apart = [
-                (logprobs.values - batch.rollout_logprobs)[batch.loss_mask].abs().mean().item()
-                for logprobs, batch in zip(scored, batches, strict=True)
-            ]
-            for look, difference in zip(looks, apart, strict=True):
-                self._require_agreement(look, difference, version)
-        self._difference = max(apart)
-        if self._otherwise is None:
-            self._learn(looks)
-        return self._seconds + time.perf_counter() - start
+        replicas = engine.replicas() if isinstance(engine, ReplicatedEngine) else [_OnlyReplica(engine)]
+        checks = [ReplicaCheck(replica) for replica in replicas]
+        # Several ranks may read parts of one replica together, so all ranks finish a step before any of them raises.
+        with raise_on_all_ranks(RolloutError, FLAG):
+            for_each_replica(self._read_checksums, checks)
+        if is_first and engine.weight_naming == "hub":
+            self._classify_mismatches(checks)
+        with raise_on_all_ranks(RolloutError, FLAG):
+            for check in checks:
+                self._require_sent_weights(check, version)
+        with raise_on_all_ranks(RolloutError, FLAG):
+            for_each_replica(partial(self._answer_probe, version=version), checks)
+        difference = self._compare_logprobs(checks, version)
+        if is_first:
+            self._learn_storage(checks)
+        seconds = self._record_seconds + time.perf_counter() - start
+        self._metrics = {"weight_sync/logprob_abs_diff": difference, "weight_sync/verify_s": seconds}
 
     def metrics(self) -> Metrics:
-        """Of this rank, of a check since the last call."""
-        found, self._difference = self._difference, None
-        return {} if found is None else {"sync/probe_abs_mean": found}
+        """Metrics of the last sync on this rank; empty if it was not verified or was reported already."""
+        metrics, self._metrics = self._metrics, {}
+        return metrics
 
-    def _read(self, look: ReplicaCheck) -> None:
+    def _read_checksums(self, check: ReplicaCheck) -> None:
         names: dict[ChecksumKind, list[str]] = {}
         for name in self._sent:
             names.setdefault(self._kind_of(name), []).append(name)
-        found = self._checksums(look, names)
-        look.held = None if found is None else {name: held for sums in found.values() for name, held in sums.items()}
+        found = _checksums_of(check, names)
+        check.checksums = (
+            None if found is None else {name: sum_ for sums in found.values() for name, sum_ in sums.items()}
+        )
 
-    def _checksums(
-        self, look: ReplicaCheck, names: Mapping[ChecksumKind, Sequence[str]]
-    ) -> dict[ChecksumKind, Mapping[str, int]] | None:
-        """Of each kind those of `names`; None where the copy is gone, or another rank looks at it."""
-        found = {}
-        try:
-            for kind, asked in names.items():
-                sums = look.copy.checksums(asked, kind)
-                if sums is None:
-                    return None
-                found[kind] = sums
-        except ReplicaGoneError as error:
-            log.warning("%s; its weights are not looked at", error)
-            look.is_gone = True
-            return None
-        return found
+    def _classify_mismatches(self, checks: Sequence[ReplicaCheck]) -> None:
+        """At the first sync: find the tensors that are stored in another way, not wrong. Collective.
 
-    def _explain(self, looks: Sequence[ReplicaCheck]) -> None:
-        """At a first hand-over: which tensors are stored otherwise, and not wrong. Collective.
-
-        All ranks ask of the same tensors, for those that hold parts of one copy read them together.
+        All ranks ask for the same tensors, because ranks that hold parts of one replica read them together.
         """
-        asked = sorted({name for names in gather([n for look in looks for n in self._wrong(look)]) for name in names})
-        if not asked:
+        wrong = gather([name for check in checks for name in self._differing(check)])
+        names = sorted({name for names in wrong for name in names})
+        if not names:
             return
 
-        def explained(look: ReplicaCheck) -> None:
-            if look.held is None:
+        def classify_one(check: ReplicaCheck) -> None:
+            if check.checksums is None:
                 return
-            found = self._checksums(look, {kind: asked for kind in CHECKSUM_KINDS if kind != "bits"})
+            found = _checksums_of(check, {kind: names for kind in CHECKSUM_KINDS if kind != "bits"})
             if found is None:
-                look.held = None
+                check.checksums = None
                 return
-            look.otherwise = explain(self._wrong(look), look.held, self._sent, lambda _, kind: found[kind])
+            check.mismatches = classify(
+                self._differing(check), list(check.checksums), self._sent, lambda _, kind: found[kind]
+            )
 
-        with raise_on_all_ranks(RolloutError, _FLAG):
-            side_by_side(explained, looks)
+        with raise_on_all_ranks(RolloutError, FLAG):
+            for_each_replica(classify_one, checks)
 
-    def _wrong(self, look: ReplicaCheck) -> list[str]:
-        held = look.held or {}
-        return [name for name in held if held[name] != self._sent[name].sums[self._kind_of(name)]]
+    def _differing(self, check: ReplicaCheck) -> list[str]:
+        held = check.checksums or {}
+        return [name for name in held if held[name] != self._sent[name].checksums[self._kind_of(name)]]
 
-    def _require_held(self, look: ReplicaCheck, version: int) -> None:
-        """RolloutError where it holds something else, or lacks what was there at the first hand-over."""
-        unread = frozenset() if look.held is None else self._readable - look.held.keys()
-        bad = unread | (set(self._wrong(look)) - look.otherwise.keys())
+    def _require_sent_weights(self, check: ReplicaCheck, version: int) -> None:
+        """RolloutError if a tensor differs, or can no longer be read though it could at the first sync."""
+        unread = frozenset() if check.checksums is None else self._readable - check.checksums.keys()
+        bad = unread | (set(self._differing(check)) - check.mismatches.keys())
         if bad:
-            raise RolloutError(self._blame(look.copy.name, [name for name in self._sent if name in bad], version))
+            raise RolloutError(self._mismatch_error(check.replica.name, [n for n in self._sent if n in bad], version))
 
-    def _ask(self, look: ReplicaCheck, version: int) -> None:
-        look.completions = look.copy.generate(self._probe.prompts, self._probe.sampling)
-        if cached := look.copy.cached_tokens():
+    def _answer_probe(self, check: ReplicaCheck, version: int) -> None:
+        check.completions = check.replica.generate(self._probe.prompts, self._probe.sampling)
+        if cached := check.replica.cached_tokens():
             raise RolloutError(
-                f"{_FLAG}: {look.copy.name} answered with {cached} tokens of its prefix cache that are older than "
-                f"version {version} of the weights; {_WAY_OUT}"
+                f"{FLAG}: {check.replica.name} took {cached} tokens from a prefix cache that is older than version "
+                f"{version} of the weights; {_HINT}"
+            )
+
+    def _compare_logprobs(self, checks: Sequence[ReplicaCheck], version: int) -> float:
+        """The largest mean difference of logprobs over the replicas of this rank. Collective."""
+        batches = [self._probe.pack(check.completions) for check in checks]
+        scored = self._backend.score(batches, "policy")
+        with raise_on_all_ranks(RolloutError, FLAG):
+            differences = [
+                (logprobs.values - batch.rollout_logprobs)[batch.loss_mask].abs().mean().item()
+                for logprobs, batch in zip(scored, batches, strict=True)
+            ]
+            for check, difference in zip(checks, differences, strict=True):
+                self._require_agreement(check, difference, version)
+        return max(differences)
+
+    def _require_agreement(self, check: ReplicaCheck, difference: float, version: int) -> None:
+        bound = tolerance(self._dtype)
+        if difference <= bound:
+            return
+        if check.mismatches:
+            raise RolloutError(self._mismatch_error(check.replica.name, list(check.mismatches), version))
+        raise RolloutError(
+            f"{FLAG}: logprobs of {check.replica.name} and of the trainer differ by {difference:.2g} under version "
+            f"{version}, more than the {bound:.2g} that rounding in {self._dtype} explains, though the "
+            f"{len(check.checksums or ())} readable tensors of {len(self._sent)} match; {_HINT}"
+        )
+
+    def _learn_storage(self, checks: Sequence[ReplicaCheck]) -> None:
+        """From the first sync: which tensors can be read and which are stored in another way, the same on all ranks.
+
+        Collective. Learns nothing if every replica that could tell is gone: the next sync counts as the first one.
+        """
+        mine = [(c.replica.name, frozenset(c.checksums), c.mismatches) for c in checks if c.checksums is not None]
+        found = gather((mine, any(check.is_gone for check in checks)))  # ranks may share a replica
+        rows = [row for rows, _ in found for row in rows]
+        if not rows and any(is_gone for _, is_gone in found):
+            return
+        learned: dict[str, tuple[ChecksumKind, str]] = {}  # kind, and the first replica that showed it
+        for replica, readable, mismatches in rows:
+            for name in sorted(readable):
+                kind = mismatches.get(name, "bits")
+                first_kind, first_replica = learned.setdefault(name, (kind, replica))
+                if kind != first_kind:
+                    raise RolloutError(f"{FLAG}: {first_replica} and {replica} store {name} differently; {_HINT}")
+        self._readable = frozenset(learned).intersection(*(readable for _, readable, _ in rows))
+        self._kinds = {name: kind for name, (kind, _) in learned.items() if kind != "bits"}
+        self._log_storage()
+
+    def _log_storage(self) -> None:
+        if self._kinds:
+            log.info(
+                "%s: the engine stores %d of %d tensors in another layout or dtype, e.g. %s: their values are compared",
+                *(FLAG, len(self._kinds), len(self._sent), some_of(list(self._kinds))),
+            )
+        if unread := len(self._sent) - len(self._readable):
+            log.warning(
+                "%s: %d of %d tensors cannot be read from the engine: only logprobs verify them",
+                *(FLAG, unread, len(self._sent)),
             )
 
     def _kind_of(self, name: str) -> ChecksumKind:
-        """By which what is held of a tensor is compared with what was sent."""
-        return (self._otherwise or {}).get(name, "bits")
+        """The kind of checksum by which the engine's tensor is compared with the trainer's."""
+        return (self._kinds or {}).get(name, "bits")
 
-    def _kinds_of(self, name: str) -> Sequence[ChecksumKind]:
-        return CHECKSUM_KINDS if self._otherwise is None else (self._kind_of(name),)
-
-    def _learn(self, looks: Sequence[ReplicaCheck]) -> None:
-        """From the first hand-over: what all copies can read, and what is stored in other ways, on all ranks and by all
-        copies that can read it alike. Collective.
-
-        Nothing where all that could have shown it are gone: the next hand-over is the first one then.
-        """
-        seen = [(look.copy.name, frozenset(look.held), look.otherwise) for look in looks if look.held is not None]
-        found = gather((seen, any(look.is_gone for look in looks)))  # ranks may share a copy
-        everywhere = [row for rows, _ in found for row in rows]
-        if not everywhere and any(gone for _, gone in found):
-            return
-        learned: dict[str, tuple[ChecksumKind, str]] = {}  # by tensor: how it is stored, and which copy said so first
-        for holder, read, otherwise in everywhere:
-            for name in sorted(read):
-                kind = otherwise.get(name, "bits")
-                first, other = learned.setdefault(name, (kind, holder))
-                if kind != first:
-                    raise RolloutError(f"{_FLAG}: {other} and {holder} do not hold {name} alike; {_WAY_OUT}")
-        self._readable = frozenset(learned).intersection(*(read for _, read, _ in everywhere))
-        self._otherwise = {name: kind for name, (kind, _) in learned.items() if kind != "bits"}
-        self._report(list(self._otherwise), num_read=len(self._readable))
-
-    def _blame(self, holder: str, wrong: Sequence[str], version: int) -> str:
+    def _mismatch_error(self, replica: str, names: Sequence[str], version: int) -> str:
         return (
-            f"{_FLAG}: {holder} does not hold {wrong[0]} of version {version} as the trainer does, the first of "
-            f"{len(wrong)} tensors that differ, of {len(self._sent)}; {_WAY_OUT}"
+            f"{FLAG}: {replica} does not hold {names[0]} of version {version}, the first of {len(names)} tensors of "
+            f"{len(self._sent)} that differ from the trainer's; {_HINT}"
         )
 
-    def _require_agreement(self, look: ReplicaCheck, apart: float, version: int) -> None:
-        bound = tolerance(self._dtype)
-        if apart <= bound:
-            return
-        if look.otherwise:
-            raise RolloutError(self._blame(look.copy.name, list(look.otherwise), version))
-        raise RolloutError(
-            f"{_FLAG}: logprobs of {look.copy.name} and trainer are {apart:.2g} apart under version {version}, more "
-            f"than the {bound:.2g} that {self._dtype} explains, though the {len(look.held or ())} tensors that can be "
-            f"read, of {len(self._sent)}, are the trainer's; {_WAY_OUT}"
-        )
 
-    def _report(self, otherwise: list[str], *, num_read: int) -> None:
-        if otherwise:
-            line = (
-                "%s: the engine stores %d of %d tensors in another order or dtype, e.g. %s: their values are compared"
-            )
-            log.info(line, _FLAG, len(otherwise), len(self._sent), some_of(otherwise))
-        if unread := len(self._sent) - num_read:
-            line = "%s: %d of %d tensors cannot be read back from the engine: only logprobs vouch for them"
-            log.warning(line, _FLAG, unread, len(self._sent))
-
-    def _batch(self, completions: Sequence[Completion]) -> PackedBatch:
-        pairs = zip(self._probe.prompts, completions, strict=True)
-        samples = [make_sample(prompt, made, Score(None)) for prompt, made in pairs]
-        totals = count_totals([len(made.token_ids) for made in completions])
-        return pack(samples, aggregation="token_mean", totals=totals, max_response_len=_RESPONSE)
+def _checksums_of(
+    check: ReplicaCheck, names: Mapping[ChecksumKind, Sequence[str]]
+) -> dict[ChecksumKind, Mapping[str, int]] | None:
+    """Checksums by kind; None if the replica is gone or another rank reads it."""
+    found = {}
+    try:
+        for kind, names_of_kind in names.items():
+            sums = check.replica.checksums(names_of_kind, kind)
+            if sums is None:
+                return None
+            found[kind] = sums
+    except ReplicaGoneError as error:
+        log.warning("%s; its weights are not verified", error)
+        check.is_gone = True
+        return None
+    return found
 
 
-def side_by_side(do: Callable[[ReplicaCheck], None], looks: Sequence[ReplicaCheck]) -> None:
-    """At several copies at one time, so that neither work nor waits of one come on top of those of another."""
-    if len(looks) == 1:  # it may be in this very process, where no other thread is wanted
-        do(looks[0])
+def for_each_replica(do: Callable[[ReplicaCheck], None], checks: Sequence[ReplicaCheck]) -> None:
+    """Run `do` for all replicas at the same time, so that their work and waits do not add up."""
+    if len(checks) == 1:  # perhaps in this process, where another thread is not wanted
+        do(checks[0])
         return
-    with ThreadPoolExecutor(len(looks), thread_name_prefix="sync-check") as threads:
-        list(threads.map(do, looks))
+    with ThreadPoolExecutor(len(checks), thread_name_prefix="verify") as threads:
+        list(threads.map(do, checks))
 
 
-def tolerance(dtype: torch.dtype) -> float:
-    """Largest mean difference of logprobs that rounding explains: 32 units of `dtype`, and never less than 1e-4."""
-    return max(1e-4, 32 * torch.finfo(dtype).eps)
-
-
-def make_probe(config: Config, tokenizer: PreTrainedTokenizerBase, *, max_positions: int | None = None) -> Probe:
-    """Ordinary tokens: those of a text of random words. max_positions: of the model; None: it knows no limit."""
-    limits = [config.batch.max_tokens_per_gpu // len(_LENGTHS), *([max_positions] if max_positions else [])]
-    longest = min(config.prompt_budget, *(limit - _RESPONSE for limit in limits))
-    draw = random.Random(config.run.seed)
-    prompts = []
-    for i, length in enumerate(_LENGTHS):
-        words = ("".join(draw.choices(string.ascii_lowercase, k=4)) for _ in range(length))
-        ids = tokenizer(" ".join(words), add_special_tokens=False, verbose=False)[
-            "input_ids"
-        ]  # too many: some are cut off
-        prompts.append(Prompt(f"{_FLAG}/{i}", list(ids[: max(1, min(length, longest))]), ""))
-    rollout = config.rollout
-    sampling = SamplingParams(
-        num_samples=1,
-        max_tokens=min(_RESPONSE, rollout.max_response_len),
-        temperature=config.scoring_temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k or -1,
-        min_p=rollout.min_p,
-        seed=rollout.seed,
-    )
-    return Probe(prompts, sampling)
-
-
-def build_sync_check(
+def build_verifier(
     config: Config,
     engine: RolloutEngine,
     backend: TrainBackend,
     tokenizer: PreTrainedTokenizerBase,
     *,
     max_positions: int | None = None,
-) -> SyncCheck | None:
-    """None where there is nothing to check with; ConfigError if the check was asked for."""
-    wanted = config.run.sync_check
-    if wanted == "off":
+) -> WeightVerifier | None:
+    """None if the engine cannot be verified; ConfigError if --verify-weight-sync was given nevertheless."""
+    requested = config.run.verify_weight_sync
+    if requested == "off":
         return None
-    reason = _not_checkable(config, engine)
-    if reason and wanted is not None:
-        raise ConfigError(f"{_FLAG} {wanted}: {reason}; leave it out")
+    reason = _reason_against(config, engine)
+    if reason and requested is not None:
+        raise ConfigError(f"{FLAG} {requested}: {reason}; remove the flag")
     if reason or not isinstance(engine, CheckedEngine | ReplicatedEngine):
-        log.warning("%s: nothing is checked: %s", _FLAG, reason)
+        log.warning("%s: weight syncs are not verified: %s", FLAG, reason)
         return None
     dtype: torch.dtype = getattr(torch, config.compute_dtype_name)
     probe = make_probe(config, tokenizer, max_positions=max_positions)
-    return SyncCheck(engine, backend, probe, dtype=dtype, first_only=wanted == "first")
+    return WeightVerifier(engine, backend, probe, dtype=dtype, first_only=requested == "first")
 
 
-def _not_checkable(config: Config, engine: RolloutEngine) -> str:
+def _reason_against(config: Config, engine: RolloutEngine) -> str:
     if not isinstance(engine, CheckedEngine | ReplicatedEngine):
         return f"--rollout-engine {config.rollout.engine} has no methods `checksums` and `cached_tokens`"
-    if other := sorted(OTHER_NUMBERS.intersection(config.rollout.engine_args)):
-        return f"with --rollout-engine-args {other[0]} engine and trainer differ on purpose"
+    if lossy := sorted(LOSSY_ENGINE_ARGS.intersection(config.rollout.engine_args)):
+        return f"with --rollout-engine-args {lossy[0]} engine and trainer differ on purpose"
     return ""

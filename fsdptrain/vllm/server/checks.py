@@ -1,27 +1,45 @@
-"""What is asked of servers that a user has started, before a run gives them its weights."""
+"""Checks of servers that a user has started, before a run pushes weights to them."""
 
+import asyncio
 import ipaddress
 import logging
 import socket
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from fsdptrain.config import Config
-from fsdptrain.config.server_checks import LOOK_S
+from fsdptrain.config.server_checks import DESCRIBE_S
 from fsdptrain.errors import ConfigError
 from fsdptrain.vllm.server.client import ServerError, ServerGoneError, VLLMClient
 from fsdptrain.vllm.server.fleet import Server, State
-from fsdptrain.vllm.server.process import GUARD, PLUGIN
+from fsdptrain.vllm.server.process import MIDDLEWARE, PLUGIN
 
 log = logging.getLogger(__name__)
+
+_CARRIER_NAT = ipaddress.ip_network("100.64.0.0/10")  # RFC 6598; also used by overlay networks and clouds
+_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def is_local(host: str) -> bool:
     return all(address.is_loopback for address in _addresses(host))
 
 
-def _addresses(host: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+def require_private(host: str, url: str, *, allow_public: bool) -> None:
+    """ConfigError for a public address: the routes of weight transfer obey everyone who can reach them."""
+    for address in _addresses(host):
+        if not allow_public and not _is_private(address):
+            raise ConfigError(
+                f"--rollout-urls {url} has the public address {address}, and everyone who can reach a server in "
+                "development mode can change its weights and run code: use a private address, or "
+                "--rollout-allow-public-servers if a firewall protects it"
+            )
+
+
+def _is_private(address: _Address) -> bool:
+    return address.is_loopback or address.is_private or (address.version == 4 and address in _CARRIER_NAT)
+
+
+def _addresses(host: str) -> list[_Address]:
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -29,77 +47,67 @@ def _addresses(host: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]
     return [ipaddress.ip_address(str(entry[4][0]).partition("%")[0]) for entry in found]
 
 
-def require_private(host: str, url: str, *, allow_public: bool) -> None:
-    """ConfigError for a server that the whole world may reach: its routes for weights obey anyone."""
-    for address in _addresses(host):
-        if not allow_public and not (address.is_loopback or address.is_private):
-            raise ConfigError(
-                f"--rollout-urls {url} is public ({address}), and whoever reaches a server in development mode can "
-                "change its weights and run code: use a private address, or --rollout-public-servers if a firewall "
-                "guards it"
-            )
-
-
-def look_at(servers: Sequence[Server], config: Config) -> None:
-    """Servers that cannot be reached are left behind; ConfigError if too few are left, or one does not fit. All are
-    asked at one time: what they do not answer is waited for once."""
-    with ThreadPoolExecutor(len(servers)) as threads:
-        _look_at(servers, config, threads)
-
-
-def _look_at(servers: Sequence[Server], config: Config, threads: ThreadPoolExecutor) -> None:
-    found: dict[str, str] = {}  # addresses
-    tasks = [threads.submit(_info_of, server.client, LOOK_S) for server in servers]
-    for server, task in zip(servers, tasks, strict=True):
+async def check_servers(servers: Sequence[Server], config: Config) -> None:
+    """Mark servers that cannot be reached as down. ConfigError if too few are left, or one has other options."""
+    configs = await asyncio.gather(
+        *(_describe(server.client, DESCRIBE_S) for server in servers), return_exceptions=True
+    )
+    urls: dict[str, str] = {}  # by instance
+    for server, found in zip(servers, configs, strict=True):
         url = server.client.url
-        try:
-            info = task.result()
-        except ServerGoneError as error:
-            server.give_up(str(error))
+        if isinstance(found, ServerGoneError):
+            server.mark_down(str(found))
             continue
-        _require_fitting(info, url, config)
-        if found.setdefault(info["instance_id"], url) != url:
-            raise ConfigError(f"--rollout-urls: {found[info['instance_id']]} and {url} are one server: name it once")
+        if isinstance(found, BaseException):
+            raise found
+        _require_fitting(found, url, config)
+        first = urls.setdefault(found["instance_id"], url)
+        if first != url:
+            raise ConfigError(f"--rollout-urls: {first} and {url} are the same server: give one of them")
+    up = [server for server in servers if server.state is State.UP]
     down = [server for server in servers if server.state is not State.UP]
-    if len(servers) - len(down) < config.sync.min_servers:
+    if len(up) < config.sync.min_servers:
         raise ConfigError(
             f"--rollout-urls: {'; '.join(server.why for server in down)}; is it a vLLM server that was started with "
-            f"VLLM_SERVER_DEV_MODE=1? --min-servers {config.sync.min_servers} says how many are needed"
+            f"VLLM_SERVER_DEV_MODE=1? --min-servers is {config.sync.min_servers}"
         )
     for server in down:
-        log.warning("%s; the run begins without it", server.why)
-    clients = [server.client for server in servers if server.state is State.UP]
-    obeying = threads.map(_obeys_strangers, clients)
-    obey = [client.url for client, obeys in zip(clients, obeying, strict=True) if obeys]
-    if obey and not config.rollout.public_servers:
+        log.warning("%s; starting without it", server.why)
+    if not config.rollout.allow_public_servers:
+        await _warn_of_open_servers([server.client for server in up])
+
+
+async def require_fitting(client: VLLMClient, timeout: float, *, config: Config) -> None:
+    """ConfigError if a running server was started with other options; ServerGoneError if it cannot be reached."""
+    _require_fitting(await _describe(client, timeout), client.url, config)
+
+
+async def _warn_of_open_servers(clients: Sequence[VLLMClient]) -> None:
+    is_open = await asyncio.gather(*map(_answers_without_key, clients))
+    urls = [client.url for client, answers in zip(clients, is_open, strict=True) if answers]
+    if urls:
         log.warning(
-            "--rollout-urls %s: whoever reaches it can change its weights and run code; start it with --middleware %s "
-            "and VLLM_API_KEY, or say by --rollout-public-servers that a firewall guards it",
-            " ".join(obey),
-            GUARD["middleware"],
+            "--rollout-urls %s: everyone who can reach it can change its weights and run code; start it with "
+            "--middleware %s and VLLM_API_KEY, or give --rollout-allow-public-servers if a firewall protects it",
+            *(" ".join(urls), MIDDLEWARE["middleware"]),
         )
 
 
-def _obeys_strangers(client: VLLMClient) -> bool:
-    """From another machine, without a key. vLLM's own guards only its public routes."""
+async def _answers_without_key(client: VLLMClient) -> bool:
+    """On another machine. vLLM's own key protects only its public routes."""
     if is_local(client.host):
         return False
     try:
-        VLLMClient(client.url).get("/is_paused", timeout=LOOK_S)
+        await VLLMClient(client.url).get("/is_paused", timeout=DESCRIBE_S)
     except ServerError:
         return False
     return True
 
 
-def require_fitting(client: VLLMClient, config: Config, *, timeout: float = LOOK_S) -> None:
-    """ConfigError where a server that runs was not started as it must be; ServerGoneError where it cannot be asked."""
-    _require_fitting(_info_of(client, timeout), client.url, config)
-
-
-def _info_of(client: VLLMClient, timeout: float) -> Any:
-    """What a server says of its configuration."""
+async def _describe(client: VLLMClient, timeout: float) -> dict[str, Any]:
+    """The configuration of a server's engine."""
     try:
-        return client.get("/server_info?config_format=json", timeout=timeout)["vllm_config"]
+        return await client.engine_config(timeout=timeout)
     except ServerGoneError:
         raise
     except ServerError as error:
@@ -108,20 +116,20 @@ def _info_of(client: VLLMClient, timeout: float) -> Any:
         ) from None
 
 
-def _require_fitting(info: Any, url: str, config: Config) -> None:
-    model, longest = info["model_config"], config.prompt_budget + config.rollout.max_response_len
+def _require_fitting(found: Any, url: str, config: Config) -> None:
+    model, longest = found["model_config"], config.prompt_budget + config.rollout.max_response_len
     backend = PLUGIN["weight_transfer_config"]["backend"]
-    wanted = {
+    flags = {
         "dtype": (config.compute_dtype_name, model["dtype"].removeprefix("torch.")),
         "logprobs-mode": ("processed_logprobs", model["logprobs_mode"]),
-        "worker-extension-cls": (PLUGIN["worker_extension_cls"], info["parallel_config"]["worker_extension_cls"]),
-        "weight-transfer-config": (backend, (info["weight_transfer_config"] or {}).get("backend")),
+        "worker-extension-cls": (PLUGIN["worker_extension_cls"], found["parallel_config"]["worker_extension_cls"]),
+        "weight-transfer-config": (backend, (found["weight_transfer_config"] or {}).get("backend")),
         "max-model-len": (max(longest, model["max_model_len"]), model["max_model_len"]),
     }
     if config.sync.max_staleness:
-        wanted["scheduling-policy"] = ("priority", info["scheduler_config"]["policy"])
+        flags["scheduling-policy"] = ("priority", found["scheduler_config"]["policy"])
     if config.router.replay == "rollout":
-        wanted["enable-return-routed-experts"] = (True, info["aux_output_config"]["enable_return_routed_experts"])
-    wrong = [f"--{name} {needed} (it has {found})" for name, (needed, found) in wanted.items() if needed != found]
+        flags["enable-return-routed-experts"] = (True, found["aux_output_config"]["enable_return_routed_experts"])
+    wrong = [f"--{name} {needed} (it has {value})" for name, (needed, value) in flags.items() if needed != value]
     if wrong:
         raise ConfigError(f"--rollout-urls: {url} must be started with {', '.join(wrong)}")

@@ -1,34 +1,33 @@
-"""One vLLM server, spoken to over HTTP. Every wait has an end, and nothing is sent twice.
+"""HTTP client of one vLLM server. Every request has a deadline and is sent once.
 
 ServerError
-├── ServerGoneError       it cannot be reached, broke the connection, or its engine is dead
-│   └── ServerSilentError it took the request and gave no answer before the deadline
-└── ServerRefusedError    it is well, and said no
+├── ServerGoneError       the server cannot be reached, broke the connection, or its engine is dead
+│   └── ServerSilentError no answer before the deadline
+└── ServerRefusedError    the server answered with an error, or with something that vLLM does not answer
 """
 
+import asyncio
 import errno
-import http.client
-import io
 import json
 import math
-import socket
+import ssl
 import time
-from collections.abc import Callable
-from copy import copy
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
 from urllib.parse import urlsplit
+
+import httpx
 
 from fsdptrain.errors import RolloutError
 
-_POLL_S = 0.5  # how soon a request notices that its server is given up
-_CONNECT_S = 30.0  # longest time to connect
-_SHOWN = 400  # characters of a server's answer in an error
-
-GivenUp = Callable[[], bool]  # nobody waits for the answer any more
+_CONNECT_S = 30.0
+_MAX_SHOWN = 400  # characters of an answer in an error
+_DEAD_ENGINE = ("EngineDeadError", "EngineCore encountered an issue")
 
 
 class ServerError(Exception):
-    """What became of one request. The message names the server and the request."""
+    """A request failed. The message names the server and the request."""
 
 
 class ServerGoneError(ServerError): ...
@@ -40,121 +39,164 @@ class ServerSilentError(ServerGoneError): ...
 class ServerRefusedError(ServerError): ...
 
 
-class _GivenUpError(Exception): ...
+class Deadline:
+    """One deadline for several waits."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._end = time.monotonic() + seconds
+
+    @property
+    def left(self) -> float:
+        """[s] at least 0.01, so that a request after the deadline fails as one that got no answer."""
+        return max(0.01, self._end - time.monotonic())
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() >= self._end
 
 
-class _Answer(io.RawIOBase):
-    """What a server sends, as `http.client` reads it. Waits in short steps: over TLS too, where a socket may have
-    something to read before an answer begins."""
+@dataclass(frozen=True)
+class Generation:
+    """One completion as the server returned it."""
 
-    def __init__(self, source: socket.socket, *, end: float, timeout: float, given_up: GivenUp) -> None:
-        """`end` is when it must have begun [s, monotonic]; `timeout` is for each part after that. [s]"""
-        self._socket, self._end, self._timeout, self._given_up = source, end, timeout, given_up
-
-    def makefile(self, mode: str) -> io.BufferedReader:
-        assert mode == "rb"
-        return io.BufferedReader(self)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while True:
-            try:
-                self._socket.settimeout(min(_POLL_S, max(0.01, self._end - time.monotonic())))
-                count = self._socket.recv_into(buffer)
-            except TimeoutError:
-                if self._given_up():
-                    raise _GivenUpError from None
-                if time.monotonic() >= self._end:
-                    raise
-            else:
-                self._end = time.monotonic() + self._timeout
-                return count
+    token_ids: list[int]  # (R,)
+    logprobs: list[float]  # (R,)
+    finish_reason: Literal["stop", "length"]
+    versions: list[str]  # (R,) the tag of the weights that sampled each token
+    routed_experts: str | None  # numpy array as base64
+    cached_tokens: int | None  # of the prompt, from the prefix cache; None: not reported
 
 
 class VLLMClient:
-    """Requests to the server at `url`, with `api_key` where it wants one. Safe to use from several threads."""
+    """Sends requests to the server at `url`, with `api_key` if it requires one."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        self._given_up: GivenUp = lambda: False
         self.url = url.rstrip("/")
-        parts = urlsplit(self.url)
-        assert parts.hostname is not None, "checked with the configuration"
-        self.host = parts.hostname
-        self._port = parts.port
-        self._path = parts.path
-        self._secure = parts.scheme == "https"
-        self._headers = {"Content-Type": "application/json"}
-        if api_key is not None:
-            self._headers["Authorization"] = f"Bearer {api_key}"
+        self.host = host_of(self.url)
+        self._http = httpx.AsyncClient(
+            headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
+            timeout=httpx.Timeout(None, connect=_CONNECT_S),  # `_request` has a deadline for the rest
+            limits=httpx.Limits(max_keepalive_connections=0),  # an idle connection may be dead without a sign
+            verify=ssl.create_default_context() if self.url.startswith("https:") else False,
+            trust_env=False,  # no proxy between trainer and servers
+        )
 
-    def until(self, given_up: GivenUp) -> "VLLMClient":
-        """The same, whose requests end, as those to a server that is gone, once `given_up()`."""
-        client = copy(self)
-        client._given_up = given_up
-        return client
+    async def get(self, path: str, *, timeout: float) -> Any:
+        return await self._request("GET", path, None, timeout)
 
-    def check_wanted(self, what: str) -> None:
-        """ServerGoneError where nobody waits for it any more."""
-        if self._given_up():
-            raise ServerGoneError(f"{self.url} was given up during {what}")
+    async def post(self, path: str, body: Any = None, *, timeout: float) -> Any:
+        return await self._request("POST", path, body, timeout)
 
-    def get(self, path: str, *, timeout: float) -> Any:
-        return self._request("GET", path, None, timeout, timeout)
-
-    def post(self, path: str, body: Any = None, *, timeout: float) -> Any:
-        return self._request("POST", path, body, timeout, timeout)
-
-    def generate(self, body: Any, *, timeout: float, longest: float = math.inf) -> Any:
-        """One completion. It may take `longest`; `timeout` is for all else. [s]"""
-        return self._request("POST", "/inference/v1/generate", body, timeout, longest)
-
-    def version(self, *, timeout: float) -> str:
-        """The tag of the weights that the engine holds. The question goes through its scheduler: an answer is a sign
-        of life of all of it."""
-        return self.get("/weight_info", timeout=timeout)["weight_version"]
-
-    def is_healthy(self, *, timeout: float) -> bool:
+    async def generate(self, body: Mapping[str, Any], *, timeout: float = math.inf) -> Generation:
+        """Raises ServerGoneError if the server ended the completion before it was finished."""
+        what = "POST /inference/v1/generate"
+        answer = await self.post("/inference/v1/generate", body, timeout=timeout)
         try:
-            self.get("/health", timeout=timeout)
+            generation = _generation(answer)
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise ServerRefusedError(f"{self.url} answered {what} without {error!r}: {_shown(answer)}") from None
+        if generation.finish_reason not in ("stop", "length"):
+            raise ServerGoneError(f"{self.url} ended a completion with {generation.finish_reason!r}")
+        return generation
+
+    async def version(self, *, timeout: float) -> str:
+        """The tag of the engine's weights. The engine's scheduler answers, so this also checks the engine's health."""
+        return await self._field("GET", "/weight_info", "weight_version", timeout=timeout)
+
+    async def is_paused(self, *, timeout: float) -> bool:
+        return await self._field("GET", "/is_paused", "is_paused", timeout=timeout)
+
+    async def world_size(self, *, timeout: float) -> int:
+        """The number of the engine's workers."""
+        return await self._field("GET", "/get_world_size", "world_size", timeout=timeout)
+
+    async def reset_prefix_cache(self, *, timeout: float) -> None:
+        if not await self._field("POST", "/reset_prefix_cache", "success", timeout=timeout):
+            raise ServerRefusedError(f"{self.url} did not reset its prefix cache, which belongs to the old weights")
+
+    async def engine_config(self, *, timeout: float) -> dict[str, Any]:
+        return await self._field("GET", "/server_info?config_format=json", "vllm_config", timeout=timeout)
+
+    async def call_workers(self, method: str, *args: Any, timeout: float) -> list[Any]:
+        """Call `method` of the worker extension; one result per worker."""
+        body = {"method": method, "args": args}
+        return await self._field("POST", "/collective_rpc", "results", body=body, timeout=timeout)
+
+    async def is_healthy(self, *, timeout: float) -> bool:
+        try:
+            await self.get("/health", timeout=timeout)
         except ServerError:
             return False
         return True
 
-    def _request(self, method: str, path: str, body: Any, timeout: float, longest: float) -> Any:
-        """A connection of its own for each request: one that was kept open could have died unseen.
+    async def _field(self, method: str, path: str, name: str, *, body: Any = None, timeout: float) -> Any:
+        answer = await self._request(method, path, body, timeout)
+        if not isinstance(answer, dict) or name not in answer:
+            raise ServerRefusedError(f"{self.url} answered {method} {path} without {name!r}: {_shown(answer)}")
+        return answer[name]
 
-        `longest` is until the answer begins, all that comes before included; `timeout` for each transfer. [s]
-        """
-        what, end = f"{method} {path}", time.monotonic() + longest
-        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
-        connection = kind(self.host, self._port, timeout=min(timeout, longest, _CONNECT_S))
+    async def _request(self, method: str, path: str, body: Any, timeout: float) -> Any:
+        """`timeout` covers the whole request. [s]"""
+        what = f"{method} {path}"
         try:
-            connection.connect()
-            connection.sock.settimeout(timeout)
-            connection.request(method, self._path + path, None if body is None else json.dumps(body), self._headers)
-            answer: Any = _Answer(connection.sock, end=end, timeout=timeout, given_up=self._given_up)
-            response = http.client.HTTPResponse(answer, method=method)
-            response.begin()
-            text = response.read().decode(errors="replace")
-        except _GivenUpError:
-            raise ServerGoneError(f"{self.url} was given up during {what}") from None
+            async with asyncio.timeout(timeout):
+                response = await self._http.request(method, self.url + path, json=body)
         except TimeoutError:
-            raise ServerSilentError(f"{self.url} did not answer {what} in {min(timeout, longest):.0f} s") from None
-        except (OSError, http.client.HTTPException) as error:
-            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):  # not the server's fault
-                raise RolloutError(f"{what}: no more files can be opened here: raise the limit (ulimit -n)") from None
+            raise ServerSilentError(f"{self.url} did not answer {what} in {timeout:.0f} s") from None
+        except httpx.HTTPError as error:
+            if _is_out_of_files(error):
+                raise RolloutError(f"{what}: too many open files in the trainer: raise the limit (ulimit -n)") from None
             raise ServerGoneError(f"{self.url} broke off {what}: {type(error).__name__}: {error}") from None
-        finally:
-            connection.close()
-        return self._content(response.status, text, what)
+        return self._content(response, what)
 
-    def _content(self, status: int, text: str, what: str) -> Any:
-        if status == 200:
-            return json.loads(text) if text.lstrip()[:1] in ("{", "[") else None  # or a word of praise
-        said = " ".join(text.split())[:_SHOWN]
-        message = f"{self.url} answered {what} with status {status}: {said}"
-        if status in (502, 503, 504) or "EngineDeadError" in said or "EngineCore encountered an issue" in said:
-            raise ServerGoneError(message)
-        raise ServerRefusedError(message)
+    def _content(self, response: httpx.Response, what: str) -> Any:
+        text = response.text
+        if response.status_code != 200:
+            message = f"{self.url} answered {what} with status {response.status_code}: {_shown(text)}"
+            is_gone = response.status_code in (502, 503, 504) or any(sign in text for sign in _DEAD_ENGINE)
+            raise (ServerGoneError if is_gone else ServerRefusedError)(message)
+        if text.lstrip()[:1] not in ("{", "["):  # some routes answer nothing, or a word
+            return None
+        try:
+            return json.loads(text)
+        except ValueError:
+            raise ServerRefusedError(f"{self.url} answered {what} with broken JSON: {_shown(text)}") from None
+
+
+def host_of(url: str) -> str:
+    host = urlsplit(url).hostname
+    assert host is not None, "config checks --rollout-urls"
+    return host
+
+
+def _generation(answer: Any) -> Generation:
+    choice = answer["choices"][0]
+    token_ids = choice["token_ids"]
+    logprobs = [found["logprob"] for found in choice["logprobs"]["content"]]
+    spans = choice["weight_versions"] or []
+    versions = [span["version"] for span in spans for _ in range(span["start"], span["end"])]
+    if len(logprobs) != len(token_ids) or len(versions) != len(token_ids):
+        raise ValueError(f"a logprob and a version of each of {len(token_ids)} tokens")
+    details = (answer.get("usage") or {}).get("prompt_tokens_details")
+    return Generation(
+        token_ids,
+        logprobs,
+        choice["finish_reason"],
+        versions,
+        choice.get("routed_experts"),
+        None if details is None else details["cached_tokens"],
+    )
+
+
+def _shown(answer: Any) -> str:
+    return " ".join(str(answer).split())[:_MAX_SHOWN]
+
+
+def _is_out_of_files(error: BaseException | None) -> bool:
+    """Whether this process cannot open another file: not the server's fault."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -1,14 +1,13 @@
-"""vLLM over HTTP: many servers, each with an environment and devices of its own. docs/rollouts.md says how to use it.
+"""The rollout engine of vLLM servers, over HTTP: docs/vllm_servers.md.
 
-Rank 0 gives new weights to all servers (vllm_fleet.py); every rank asks for the completions of its own prompts
-(vllm_requests.py). No rank speaks with a server before the collectives of all ranks are over.
+Rank 0 pushes new weights to all servers (fleet.py); every rank generates the completions of its own prompts
+(dispatcher.py). No rank waits for a server while another rank waits for it in a collective.
 """
 
 import math
-import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,41 +20,41 @@ from torch import Tensor
 from fsdptrain.distributed import gather, raise_on_all_ranks
 from fsdptrain.errors import RolloutError
 from fsdptrain.protocols import Naming
-from fsdptrain.rollout.sampling import seed_of
 from fsdptrain.rollout.stacks import StackDump
-from fsdptrain.types import Completion, Metrics, Prompt, SamplingParams
+from fsdptrain.types import Completion, Prompt, SamplingParams
 from fsdptrain.vllm.adapter import write_adapter
-from fsdptrain.vllm.delta import DeltaFilter
-from fsdptrain.vllm.options import routes_of
-from fsdptrain.vllm.server.client import VLLMClient
+from fsdptrain.vllm.options import routes_of, sampling_options
+from fsdptrain.vllm.server.client import Deadline, Generation, VLLMClient
 from fsdptrain.vllm.server.dispatcher import Dispatcher
+from fsdptrain.vllm.server.event_loop import EventLoop
 from fsdptrain.vllm.server.fleet import Fleet
-from fsdptrain.vllm.server.push import Deadline, Weights
-from fsdptrain.vllm.server.replica import ServerCopy
-from fsdptrain.vllm.server.weight_files import Stored, WeightFolder
+from fsdptrain.vllm.server.push import Weights
+from fsdptrain.vllm.server.replica import ServerReplica
+from fsdptrain.vllm.server.weight_files import WeightFolder
+
+_FLAG = "--rollout-engine vllm-server"
 
 
 @dataclass(frozen=True)
 class Endpoints:
-    """What every rank must know to speak with the servers."""
+    """What every rank needs to send requests to the servers."""
 
     urls: tuple[str, ...]
-    run: str  # part of the tag of weights: nobody else's are taken for this run's
+    run_id: str  # part of each version tag: weights of another run are never used
     api_key: str | None = field(repr=False)
 
 
 @dataclass(frozen=True)
 class Timeouts:
-    """How long anyone waits. [s]"""
+    """[s]"""
 
-    silence: float  # for a sign of life of a server
-    replacement: float  # while fewer than `min_servers` are there
-    min_servers: int
-    answer: float = math.inf  # for the answer to one request
+    response: float  # of a server to a weight sync or a health check
+    replacement: float  # while fewer than --min-servers are up
+    request: float = math.inf  # of one completion
 
 
 class VLLMServerEngine:
-    """Generates with the servers of `contact`. Holds no weights until `update_weights`.
+    """Generates with the servers of `endpoints`. Has no weights until `update_weights`.
 
     Logprobs are those of the distribution that was sampled from (vLLM's `processed_logprobs`).
     """
@@ -64,217 +63,208 @@ class VLLMServerEngine:
 
     def __init__(
         self,
-        contact: Endpoints,
+        endpoints: Endpoints,
         *,
+        loop: EventLoop,
         stop_token_ids: Sequence[int],
-        patience: Timeouts,
+        timeouts: Timeouts,
+        min_servers: int,
         stacks: StackDump,
         fleet: Fleet | None,
         folder: WeightFolder | None,
-        overtakes: bool = False,
+        prioritize: bool = False,
     ) -> None:
-        """`fleet` and `folder` are rank 0's; the others have none. overtakes: what the trainer waits for goes before
-        what is in flight, which servers with --scheduling-policy priority know how to do."""
-        self.clients = [VLLMClient(url, contact.api_key) for url in contact.urls]
-        self.stop_token_ids = tuple(stop_token_ids)
+        """
+        fleet, folder: rank 0's; None on other ranks.
+        prioritize: `generate` goes before requests in flight; needs servers with --scheduling-policy priority.
+        """
+        self.clients = [VLLMClient(url, endpoints.api_key) for url in endpoints.urls]
         self.policy_version = 0
-        self._run = contact.run
-        self._patience = patience
-        self._stacks = stacks
+        self.timeouts = timeouts
         self.fleet = fleet
+        self.loop = loop
+        self._stop_token_ids = tuple(stop_token_ids)
+        self._run_id = endpoints.run_id
+        self._min_servers = min_servers
+        self._stacks = stacks
         self._folder = folder
-        self._overtakes = overtakes
-        self._tag: str | None = None  # of the weights that the servers hold
-        self._ready: list[str] = []
+        self._prioritize = prioritize
+        self._tag: str | None = None  # of the servers' weights; None: they have none, or a sync goes on
+        self._ready: list[str] = []  # URLs of servers that hold them
         self._takes_adapters = False
         self._num_adapters = 0
-        self._delta = DeltaFilter()  # of what lies in `folder`
-        self._in_flight: set[Dispatcher] = set()
-        self._switching = self._closed = False
-        self._changed = threading.Condition()  # held while these, or `_tag`, or `_in_flight` change
+        self._num_in_flight = 0
+        self._is_syncing = self._is_closed = False
+        self._changed = threading.Condition()  # guards `_tag`, `_num_in_flight`, `_is_syncing` and `_is_closed`
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
-        """Take the tensors of a checkpoint, by the names of its files, on all servers at one time. Collective.
+        """Push the tensors of a checkpoint, by the names of its files, to all servers. Collective.
 
-        First all of `weights` are gathered and stored, by all ranks; then rank 0 speaks with the servers.
+        First all ranks gather all weights and rank 0 stores them; then rank 0 pushes them.
         """
-        self._stacks.arm(self._patience.silence)
-        stored, error = self._store(weights)
+        self._stacks.arm(self.timeouts.response)
+        files, error = self._store(weights)
 
-        def pack(before: str | None, tag: str) -> Weights:
+        def prepare(tag: str, previous_tag: str | None) -> Weights:
             if error is not None:
-                raise RolloutError(f"--weight-folder: the weights cannot be stored: {error}; choose another") from error
-            return Weights(stored.whole, tag, stored.new, before)
+                raise RolloutError(f"--weight-sync-dir: cannot write the weights: {error}; use another one") from error
+            return Weights(files, tag, previous_tag)
 
-        self._switch(pack, policy_version)
+        self._switch(prepare, policy_version)
 
     def update_adapter(
         self, weights: Iterable[tuple[str, Tensor]], write_config: Callable[[Path], None], policy_version: int
     ) -> None:
-        """Take an adapter in place of the one before; the weights that it stands beside are the checkpoint's."""
+        """Push a LoRA adapter that replaces the previous one; the base weights are the checkpoint's. Collective."""
         self._takes_adapters = True
         tensors = {name: tensor.cpu().contiguous() for name, tensor in weights}
 
-        def pack(before: str | None, tag: str) -> Weights:
+        def prepare(tag: str, previous_tag: str | None) -> Weights:
             assert self._folder is not None, "rank 0 has one"
-            assert self.fleet is not None
-            self.fleet.forget_weights()
             self._num_adapters += 1
-            folder = self._folder.make_room(f"adapter{self._num_adapters % 2}")  # the one before is still in use
+            folder = self._folder.make_subfolder(f"adapter{self._num_adapters % 2}")  # the previous one is in use
             write_adapter(folder, tensors, write_config)
-            return Weights([], tag, before=before, adapter=folder)
+            return Weights([], tag, previous_tag, adapter=folder)
 
-        self._switch(pack, policy_version)
-
-    def _switch(self, pack: Callable[[str | None, str], Weights], policy_version: int) -> None:
-        """Rank 0 gives all servers what `pack`(tag before, tag) has made, when the collectives before are over."""
-        tag, ready = f"{self._run}/{policy_version}", []
-        with self._no_weights() as before:
-            with raise_on_all_ranks(RolloutError, "--rollout-engine vllm-server"), self._with_stacks():
-                if self.fleet is not None:
-                    weights = pack(before, tag)
-                    self._stacks.arm(self._patience.silence)
-                    ready = self.fleet.switch(weights)
-            self._ready = gather(ready)[0]
-            self._stacks.disarm()
-            self.policy_version, self._tag = policy_version, tag
-
-    @contextmanager
-    def _no_weights(self) -> Iterator[str | None]:
-        """Half an update must not answer: who would ask in flight waits for its end. Yields the tag before."""
-        with self._changed:
-            before, self._tag, self._switching = self._tag, None, True
-        try:
-            yield before
-        finally:
-            with self._changed:
-                self._switching = False
-                self._changed.notify_all()
+        self._switch(prepare, policy_version)
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
-        """`num_samples` completions for each prompt, prompt by prompt, in order; each request has its own seed."""
-        return self.ask(prompts, sampling)[0]
+        """`num_samples` completions of each prompt, prompt by prompt, in order; each request has its own seed."""
+        return self._generate_now(prompts, sampling)[0]
 
-    def ask(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: SamplingParams,
-        *,
-        preferred: str | None = None,
-        cache_salt: str | None = None,
-    ) -> tuple[list[Completion], list[Any]]:
-        """As `generate`, of the server at `preferred` as long as it is up; and what servers say besides. Prefixes that
-        they have cached are those of requests with the same `cache_salt`."""
-        dispatcher = replace(self._dispatcher(), preferred=preferred)
-        if not prompts:
-            return [], []
-        asked = [(prompt, k) for prompt in prompts for k in range(sampling.num_samples)]
-        self._go_on()  # until the next call: where this rank waits for others, it may be asked where it stands
-        with self._with_stacks():
-            urgent = {"cache_salt": cache_salt, **({"priority": -1} if self._overtakes else {})}
-            requests = [self._request(*row, sampling, dispatcher.tag) | urgent for row in asked]
-            answers = dispatcher.run(requests, per_group=sampling.num_samples)
-        return self._completions(asked, answers, sampling), [answer["usage"] for answer in answers]
+    def generate_in_flight(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
+        """Like `generate`, from any thread. During a weight sync servers keep what they have sampled, and continue."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or not self._is_syncing)
+            if self._is_closed:
+                raise RolloutError("the engine is closed")
+            dispatcher = replace(self._dispatcher(), newest=lambda: self._tag, progress=lambda: None)
+            self._num_in_flight += 1
+        try:
+            with self._pointing_to_stacks():
+                return self._run(dispatcher, prompts, sampling)[0]
+        finally:
+            with self._changed:
+                self._num_in_flight -= 1
 
-    def copies(self) -> list[ServerCopy]:
-        """Ranks share the servers among them: each is looked at by one rank, or by more where ranks are more. From now
-        on all of a rank's have one deadline to tell of their weights.
+    def replicas(self) -> list[ServerReplica]:
+        """The servers that this rank verifies: ranks share them, or several ranks send the probe to the same one.
 
-        What is asked of one shares no cached prefix with what is asked of another, or by another rank; with what was
-        asked of it under the weights before it does, if the server has kept that.
+        All checksums of a rank have one deadline. Each pair of rank and server has its own cache salt, so that the
+        probe finds cached prefixes of its own earlier probes only.
         """
         rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         clients = [client for client in self.clients if client.url in self._ready]
-        deadline = Deadline(self._patience.silence)
+        deadline = Deadline(self.timeouts.response)
         return [
-            ServerCopy(
+            ServerReplica(
                 client := clients[i % len(clients)],
-                partial(self.ask, cache_salt=f"sync-check-{rank}-{self.clients.index(client)}"),
+                self.loop,
+                partial(self._generate_now, cache_salt=f"verify-{rank}-{self.clients.index(client)}"),
                 deadline,
                 reads_weights=i < len(clients),
             )
             for i in range(rank, rank + num_ranks * -(-len(clients) // num_ranks), num_ranks)
         ]
 
-    def metrics(self) -> Metrics:
-        """Of the last update: to a server that had the version before."""
-        if self._takes_adapters:
-            return {}
-        pushed, saved = self._delta.pushed_bytes, self._delta.saved_bytes
-        return {"sync/pushed_bytes": float(pushed), "sync/saved_bytes": float(saved)}
-
-    def generate_in_flight(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
-        """As `generate`, from any thread: when new weights come, servers keep what they have sampled, and go on."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or not self._switching)
-            if self._closed:
-                raise RolloutError("the engine is closed")
-            dispatcher = replace(self._dispatcher(), newest=lambda: self._tag, progress=lambda: None)
-            self._in_flight.add(dispatcher)
-        asked = [(prompt, k) for prompt in prompts for k in range(sampling.num_samples)]
-        requests = [self._request(*row, sampling, dispatcher.tag) for row in asked]
-        try:
-            with self._with_stacks():
-                answers = dispatcher.run(requests, per_group=sampling.num_samples) if requests else []
-        finally:
-            with self._changed:
-                self._in_flight.discard(dispatcher)
-        return self._completions(asked, answers, sampling)
-
     def sleep(self) -> None:
-        """Servers have devices of their own: they keep weights and cache."""
+        """Servers have their own devices and keep weights and cache."""
         self._stacks.disarm()
 
     def wake_up(self) -> None: ...
 
     def close(self) -> None:
-        """End what is in flight, and the servers that this run has started; others are left as they are."""
+        """Cancel requests in flight and end the servers that this run has started."""
         with self._changed:
-            # the run ends before its time: on all ranks, whichever has waited in vain
-            if self._in_flight and not self._closed:
+            if self._is_closed:
+                return
+            if self._num_in_flight:  # the run ends early: show where every rank is
                 self._stacks.dump()
-            self._closed = True
+            self._is_closed = True
             self._changed.notify_all()
-            for dispatcher in self._in_flight:
-                dispatcher.stop()
         self._stacks.close()
+        self.loop.cancel_all()
         if self.fleet is not None:
-            self.fleet.close()
+            self.loop.run(self.fleet.close())
+        self.loop.close()
         if self._folder is not None:
             self._folder.delete()
 
-    def _store(self, weights: Iterable[tuple[str, Tensor]]) -> tuple[Stored, OSError | None]:
-        """Rank 0 writes what has changed to files; the others take part in the gathering."""
+    def _store(self, weights: Iterable[tuple[str, Tensor]]) -> tuple[list[Path], OSError | None]:
+        """Rank 0 writes the weights to files; the other ranks only take part in gathering them."""
         if self._folder is None or self.fleet is None:
             for _ in weights:
                 pass
-            return Stored([], []), None
-        self.fleet.forget_weights()
+            return [], None
+        self.loop.run(self.fleet.forget_weights())
         try:
-            stored = self._folder.write(self._delta.changed(weights))
+            return self._folder.write(weights), None
         except OSError as error:
-            return Stored([], []), error
-        self._delta.commit()
-        return stored, None
+            return [], error
 
-    def _request(self, prompt: Prompt, index: int, sampling: SamplingParams, tag: str) -> dict[str, Any]:
-        adapter = {"model": tag} if self._takes_adapters else {}
-        return {
-            **adapter,
-            "token_ids": prompt.token_ids,
-            "sampling_params": {
-                "max_tokens": sampling.limit_of(prompt),
-                "temperature": sampling.temperature,
-                "top_p": sampling.top_p,
-                "top_k": max(sampling.top_k, 0),  # vLLM: 0 is off
-                "min_p": sampling.min_p,
-                "stop_token_ids": sorted({*self.stop_token_ids, *sampling.stop_token_ids}),
-                "ignore_eos": True,  # which ids end a response is said by `stop_token_ids` alone
-                "logprobs": 0,  # of the sampled token only
-                "seed": seed_of(sampling.seed, prompt.id, index),
-                "detokenize": False,
-            },
-        }
+    def _switch(self, prepare: Callable[[str, str | None], Weights], policy_version: int) -> None:
+        """Rank 0 pushes what `prepare(tag, previous tag)` returns to all servers. Collective."""
+        tag, ready = f"{self._run_id}/{policy_version}", []
+        with self._syncing() as previous_tag:
+            with raise_on_all_ranks(RolloutError, _FLAG), self._pointing_to_stacks():
+                if self.fleet is not None:
+                    self.loop.run(self.fleet.forget_weights())
+                    weights = prepare(tag, previous_tag)
+                    self._stacks.arm(self.timeouts.response)
+                    ready = self.loop.run(self.fleet.switch(weights))
+            self._ready = gather(ready)[0]
+            self._stacks.disarm()
+            self.policy_version, self._tag = policy_version, tag
+
+    @contextmanager
+    def _syncing(self) -> Iterator[str | None]:
+        """The engine has no weights until the block has ended without an error. Yields the previous tag."""
+        with self._changed:
+            previous_tag, self._tag, self._is_syncing = self._tag, None, True
+        try:
+            yield previous_tag
+        finally:
+            with self._changed:
+                self._is_syncing = False
+                self._changed.notify_all()
+
+    def _generate_now(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        *,
+        preferred: str | None = None,
+        cache_salt: str | None = None,
+    ) -> tuple[list[Completion], list[Generation]]:
+        """preferred: URL of the server to use while it is up. cache_salt: separates their prefix cache."""
+        dispatcher = replace(self._dispatcher(), preferred=preferred)
+        self._show_progress()  # stays armed: if this rank hangs later, its stacks show where
+        options = {"cache_salt": cache_salt, **({"priority": -1} if self._prioritize else {})}
+        with self._pointing_to_stacks():
+            return self._run(dispatcher, prompts, sampling, **options)
+
+    def _run(
+        self, dispatcher: Dispatcher, prompts: Sequence[Prompt], sampling: SamplingParams, **options: Any
+    ) -> tuple[list[Completion], list[Generation]]:
+        rows = [(prompt, index) for prompt in prompts for index in range(sampling.num_samples)]
+        if not rows:
+            return [], []
+        if self._takes_adapters:
+            options["model"] = dispatcher.tag
+        requests = [
+            {
+                "token_ids": prompt.token_ids,
+                "sampling_params": sampling_options(prompt, index, sampling, self._stop_token_ids),
+                **options,
+            }
+            for prompt, index in rows
+        ]
+        generations = self.loop.run(dispatcher.run(requests, per_group=sampling.num_samples))
+        completions = [
+            _completion(prompt, generation, with_routes=sampling.with_routes)
+            for (prompt, _), generation in zip(rows, generations, strict=True)
+        ]
+        return completions, generations
 
     def _dispatcher(self) -> Dispatcher:
         if self._tag is None:
@@ -283,62 +273,39 @@ class VLLMServerEngine:
             self.clients,
             ready=self._ready,
             tag=self._tag,
-            silence=self._patience.silence,
-            patience=self._patience.replacement,
-            min_servers=self._patience.min_servers,
-            longest=self._patience.answer,
+            response_timeout=self.timeouts.response,
+            replacement_timeout=self.timeouts.replacement,
+            min_servers=self._min_servers,
+            request_timeout=self.timeouts.request,
             first=dist.get_rank() if dist.is_initialized() else 0,
-            progress=self._go_on,
-            check=self._check,
+            progress=self._show_progress,
+            check=self.fleet.raise_if_unrecoverable if self.fleet else lambda: None,
         )
 
-    def _completions(
-        self, asked: Sequence[tuple[Prompt, int]], answers: Sequence[Any], sampling: SamplingParams
-    ) -> list[Completion]:
-        return [
-            self._completion(prompt, answer["choices"][0], sampling.with_routes)
-            for (prompt, _), answer in zip(asked, answers, strict=True)
-        ]
-
-    def _completion(self, prompt: Prompt, choice: Any, with_routes: bool) -> Completion:
-        """The dispatcher has checked its version and how it ended."""
-        tokens = choice["token_ids"]
-        logprobs = [found["logprob"] for found in choice["logprobs"]["content"]]
-        assert len(logprobs) == len(tokens)
-        versions = token_versions(choice["weight_versions"])
-        assert len(versions) == len(tokens)
-        mixed = versions if versions[0] != versions[-1] else None
-        routes = routes_of(choice["routed_experts"]) if with_routes else None
-        return Completion(
-            prompt.id, tokens, logprobs, choice["finish_reason"], versions[0], routes=routes, versions=mixed
-        )
-
-    def _check(self) -> None:
-        """Rank 0 knows of servers that will not come back; the others would wait for them to the end of patience."""
-        if self.fleet is not None:
-            self.fleet.raise_if_unrecoverable()
-
-    def _go_on(self) -> None:
-        self._stacks.arm(self._patience.silence)
+    def _show_progress(self) -> None:
+        self._stacks.arm(self.timeouts.response)
 
     @contextmanager
-    def _with_stacks(self) -> Iterator[None]:
-        """An error that came of a long wait says where the stacks of all ranks are."""
+    def _pointing_to_stacks(self) -> Iterator[None]:
+        """An error after a long wait says where the stacks of all ranks are."""
         start = time.monotonic()
         try:
             yield
         except RolloutError as error:
-            if time.monotonic() - start >= self._patience.silence:
-                self._stacks.dump()  # as far as nobody has armed them: in flight
+            if time.monotonic() - start >= self.timeouts.response:
+                self._stacks.dump()  # in flight they are not armed
                 self._stacks.point_out(error)
             raise
 
 
-def token_versions(spans: Sequence[Mapping[str, Any]]) -> list[int]:
-    """The version that made each token, from vLLM's {"version": run/number, "start", "end"}."""
-    return [int(s["version"].rpartition("/")[2]) for s in spans for _ in range(s["start"], s["end"])]
-
-
-def new_run() -> str:
-    """A name that no other run has."""
-    return secrets.token_hex(4)
+def _completion(prompt: Prompt, generation: Generation, *, with_routes: bool) -> Completion:
+    versions = [int(tag.rpartition("/")[2]) for tag in generation.versions]
+    return Completion(
+        prompt.id,
+        generation.token_ids,
+        generation.logprobs,
+        generation.finish_reason,
+        versions[0],
+        routes=routes_of(generation.routed_experts) if with_routes else None,
+        versions=versions if versions[0] != versions[-1] else None,
+    )

@@ -1,44 +1,45 @@
-"""vLLM servers that a run starts itself: on this machine, on the loopback interface, and never longer than the run."""
+"""vLLM servers that a run starts: on this machine, on the loopback interface, and never longer than the run."""
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import fsdptrain
-from fsdptrain.vllm.server import supervisor as vllm_keeper
+from fsdptrain.vllm.server import supervisor
 
 HOST = "127.0.0.1"
-_END_S = 30.0  # for a keeper to end its server
-_LOG_LINES = 5  # of a server that ended, in an error
+_END_S = 30.0  # for the supervisor to kill its server
+_LOG_LINES = 5  # of a failed server, in an error
 _LINE_LENGTH = 300
-# Also in an environment without fsdptrain: see `_import_path`.
 PLUGIN: Mapping[str, Any] = {
     "worker_extension_cls": "fsdptrain.vllm.worker.extension.WorkerExtension",
     "weight_transfer_config": {"backend": "fsdptrain"},
 }
-GUARD: Mapping[str, Any] = {"middleware": "fsdptrain.vllm.worker.auth.ApiKeyMiddleware"}
+MIDDLEWARE: Mapping[str, Any] = {"middleware": "fsdptrain.vllm.worker.auth.ApiKeyMiddleware"}
 _ENVIRONMENT = {
-    "VLLM_SERVER_DEV_MODE": "1",  # the routes that take weights
-    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",  # those that take adapters, with --enable-lora
+    "VLLM_SERVER_DEV_MODE": "1",  # the routes of weight transfer
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",  # the routes of adapters, with --enable-lora
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
-    "OMP_WAIT_POLICY": "PASSIVE",  # on shared cores threads that spin while they wait cost most of the speed
+    "OMP_WAIT_POLICY": "PASSIVE",  # on shared cores spinning threads cost most of the speed
 }
-# On a CPU vLLM would bind each worker to the first cores, those of all servers to the same ones. [vLLM 0.32]
-_UNLESS_GIVEN = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-_NOT_THEIRS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH"}
+# On a CPU vLLM would bind the workers of all servers to the same first cores. [vLLM 0.32]
+_DEFAULTS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+_REMOVED = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH"}
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How to start one server."""
+    """How to start a server."""
 
     python: str
     arguments: Sequence[str]  # of vLLM's server, without host and port
@@ -48,66 +49,73 @@ class Launch:
 
 
 class ServerProcess:
-    """A server on a port that stays its own when it is started again."""
+    """A server on a port that it keeps when it is restarted."""
 
     def __init__(self, launch: Launch, index: int, devices: str | None) -> None:
-        self.port = free_port()
+        self._port = _reserve_port()
+        self.port: int = self._port.getsockname()[1]
         self.url = f"http://{HOST}:{self.port}"
         self.log = launch.folder / f"server{index}.log"
         self._launch = launch
-        self._devices = devices  # CUDA_VISIBLE_DEVICES; None: there are none
+        self._devices = devices  # CUDA_VISIBLE_DEVICES; None: no GPU
+        self._imports = _import_folder()
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         launch = self._launch
         server = [launch.python, "-m", "vllm.entrypoints.openai.api_server", "--host", HOST, "--port", str(self.port)]
-        keeper = [sys.executable, str(vllm_keeper.__file__), str(os.getpid()), str(launch.weights)]
-        environment = _UNLESS_GIVEN | {name: value for name, value in os.environ.items() if name not in _NOT_THEIRS}
-        environment |= _ENVIRONMENT | {"VLLM_API_KEY": launch.api_key, "PYTHONPATH": _import_path(launch.folder)}
+        folders = os.pathsep.join([str(launch.weights), str(self._imports)])
+        guard = [sys.executable, str(supervisor.__file__), str(os.getpid()), folders]
+        environment = _DEFAULTS | {name: value for name, value in os.environ.items() if name not in _REMOVED}
+        environment |= _ENVIRONMENT | {"VLLM_API_KEY": launch.api_key, "PYTHONPATH": str(self._imports)}
         if self._devices is not None:
             environment["CUDA_VISIBLE_DEVICES"] = self._devices
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [*keeper, *server, *launch.arguments],
+                [*guard, *server, *launch.arguments],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # Ctrl-C is for the trainer, which then ends its servers
+                start_new_session=True,  # Ctrl-C goes to the trainer, which then ends its servers
             )
 
     @property
     def has_ended(self) -> bool:
         return self._process is None or self._process.poll() is not None
 
+    def kill(self) -> None:
+        """Tell the supervisor to kill the server, its engine and its workers. Does not wait."""
+        if self._process is not None and not self.has_ended:
+            self._process.terminate()
+            self._process.send_signal(signal.SIGCONT)  # a stopped process handles nothing else
+
     def end(self) -> None:
-        """The keeper kills the server, its engine and its workers."""
+        """Kill the server and wait until it is gone."""
+        self.kill()
         if self._process is None:
             return
-        self._process.terminate()
-        self._process.send_signal(signal.SIGCONT)  # who was stopped hears nothing else
         try:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
 
+    def close(self) -> None:
+        """End the server and give up its port."""
+        self.end()
+        self._port.close()
+        shutil.rmtree(self._imports, ignore_errors=True)
+
     def last_words(self) -> str:
-        """The end of its log, on one line."""
+        """The last errors of its log, or else its last lines, on one line."""
         lines = self.log.read_text(errors="replace").splitlines() if self.log.is_file() else []
-        said = [line.strip()[:_LINE_LENGTH] for line in lines if "Error" in line or "error:" in line] or [
-            line.strip() for line in lines
-        ]
-        return " | ".join(said[-_LOG_LINES:])
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return probe.getsockname()[1]
+        lines = [line.strip()[:_LINE_LENGTH] for line in lines]
+        errors = [line for line in lines if "Error" in line or "error:" in line]
+        return " | ".join((errors or lines)[-_LOG_LINES:])
 
 
 def command_line(options: Mapping[str, Any]) -> list[str]:
-    """vLLM's options as flags: `max_num_seqs: 8` is `--max-num-seqs 8`; true, false, lists and mappings too."""
+    """vLLM's options as flags: `max_num_seqs: 8` becomes `--max-num-seqs 8`; also booleans, lists and mappings."""
     flags = []
     for name, value in options.items():
         flag = name.replace("_", "-")
@@ -118,12 +126,20 @@ def command_line(options: Mapping[str, Any]) -> list[str]:
     return flags
 
 
-def _import_path(folder: Path) -> str:
-    """A folder in which vLLM's environment finds this package and nothing else of ours."""
-    path = folder / "import"
-    path.mkdir(exist_ok=True)
-    link, package = path / "fsdptrain", Path(fsdptrain.__file__).parent
-    if not link.is_symlink() or link.resolve() != package.resolve():
-        link.unlink(missing_ok=True)
-        link.symlink_to(package, target_is_directory=True)
-    return str(path.resolve())
+def _reserve_port() -> socket.socket:
+    """A socket that is bound to a free port and does not listen.
+
+    Linux gives the port to nobody else while the socket exists, except to a server that binds it with SO_REUSEADDR, as
+    vLLM does.
+    """
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind((HOST, 0))
+    return reserved
+
+
+def _import_folder() -> Path:
+    """A private folder in which vLLM's environment finds this package and nothing else of the trainer's environment."""
+    folder = Path(tempfile.mkdtemp(prefix="fsdptrain-import-"))
+    (folder / "fsdptrain").symlink_to(Path(fsdptrain.__file__).resolve().parent, target_is_directory=True)
+    return folder

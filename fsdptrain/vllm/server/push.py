@@ -1,154 +1,146 @@
-"""Give one server the weights that lie in files: by their paths, or bucket by bucket over a group. Nothing is repeated.
+"""Push one version of the weights to one server: as paths of files, or bucket by bucket over a process group.
 
-A server whose update failed half way holds layers without weights: it must be started again before it is used.
+Nothing is retried. A server whose update failed half way has layers without weights and must be restarted.
 """
 
-import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+import asyncio
+from collections.abc import Coroutine, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, NoReturn, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
-from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
 
-from fsdptrain.vllm.server.client import ServerError, ServerGoneError, ServerRefusedError, ServerSilentError, VLLMClient
+from fsdptrain.vllm.server.client import (
+    Deadline,
+    ServerError,
+    ServerGoneError,
+    ServerRefusedError,
+    ServerSilentError,
+    VLLMClient,
+)
 from fsdptrain.vllm.worker.weight_group import (
     Plane,
     WeightGroup,
-    all_here,
-    meeting_point,
-    own_address,
+    all_joined,
+    create_store,
+    local_address,
     pack_bucket,
     spec_of,
 )
 
 _POLL_S = 0.02
-
-
-class Deadline:
-    """One deadline for many waits."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self._end = time.monotonic() + seconds
-
-    @property
-    def left(self) -> float:
-        """[s] at least a little, so that a wait that is over fails as such."""
-        return max(0.01, self._end - time.monotonic())
-
-    @property
-    def is_over(self) -> bool:
-        return time.monotonic() >= self._end
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Weights:
-    """One version as files. `tag` is what an engine says that it holds."""
+    """One version of the weights as files."""
 
     files: Sequence[Path]
-    tag: str
-    changed: Sequence[Path] = ()  # all that an engine needs that holds the version `before`
-    before: str | None = None
-    adapter: Path | None = None  # a folder, in place of all files: the weights that it stands beside do not change
+    tag: str  # run id, slash, version
+    previous_tag: str | None = None
+    adapter: Path | None = None  # folder of a LoRA adapter, instead of `files`
 
 
-class Push(Protocol):
-    def send(self, client: VLLMClient, files: Sequence[Path], deadline: Deadline) -> None:
-        """Between start and finish of an update. ServerError where it fails."""
+class WeightTransfer(Protocol):
+    async def send(self, client: VLLMClient, files: Sequence[Path], deadline: Deadline) -> None:
+        """Send `files` between start and finish of an update. Raises ServerError."""
         ...
 
     def forget(self, client: VLLMClient) -> None:
-        """The server was started again, or has served somebody else: what it knew of us is gone."""
+        """The server was restarted or served another run: drop the connection to it."""
         ...
 
 
-def update(
-    client: VLLMClient, weights: Weights, push: Push, deadline: Deadline, *, keep_requests: bool = False
+async def push(
+    client: VLLMClient,
+    weights: Weights,
+    transfer: WeightTransfer,
+    deadline: Deadline,
+    *,
+    keep_requests: bool = False,
 ) -> None:
-    """Stop the engine, give it `weights`, forget cached prefixes, and make sure of its version. It stays stopped.
+    """Pause the engine, load `weights`, reset the prefix cache, check the version. The engine stays paused.
 
-    An engine that holds the version before gets what has changed, any other everything.
-
-    keep_requests: those that it works on go on from their last token when the engine does: what they have read and
-    sampled is read anew with the new weights. Else they are ended.
+    keep_requests: running requests continue from their last token after the resume, with their cache recomputed under
+    the new weights. Otherwise they are aborted.
     """
-    client.post(f"/pause?mode={'keep' if keep_requests else 'abort'}", timeout=deadline.left)
-    has_before = client.version(timeout=deadline.left) == weights.before
+    await client.post(f"/pause?mode={'keep' if keep_requests else 'abort'}", timeout=deadline.left)
+    has_previous = await client.version(timeout=deadline.left) == weights.previous_tag
     if weights.adapter is not None:
-        _load_adapter(client, weights.adapter, weights, has_before, deadline)
+        await _load_adapter(client, weights.adapter, weights, deadline, unload_previous=has_previous)
     else:
-        _load_weights(client, weights, has_before, push, deadline)
-    if not client.post("/reset_prefix_cache", timeout=deadline.left)["success"]:
-        raise ServerRefusedError(
-            f"{client.url} did not forget its cached prefixes: they belong to the weights of before"
-        )
-    found = client.version(timeout=deadline.left)
-    if found != weights.tag:
-        raise ServerRefusedError(f"{client.url} holds version {found!r} after the update to {weights.tag!r}")
+        await _load_weights(client, weights, transfer, deadline, is_new=not has_previous)
+    await client.reset_prefix_cache(timeout=deadline.left)
+    version = await client.version(timeout=deadline.left)
+    if version != weights.tag:
+        raise ServerRefusedError(f"{client.url} holds version {version!r} after the update to {weights.tag!r}")
 
 
-def _load_weights(client: VLLMClient, weights: Weights, has_before: bool, push: Push, deadline: Deadline) -> None:
-    if not has_before:
-        push.forget(client)
-        client.post("/collective_rpc", {"method": "fsdptrain_give_up_update"}, timeout=deadline.left)
-    client.post("/start_weight_update", timeout=deadline.left)
-    if has_before:
-        client.post("/update_weights", {"update_info": {"partial": True}}, timeout=deadline.left)
-    push.send(client, weights.changed if has_before else weights.files, deadline)
-    client.post("/finish_weight_update", {"weight_version": weights.tag}, timeout=deadline.left)
+async def _load_weights(
+    client: VLLMClient, weights: Weights, transfer: WeightTransfer, deadline: Deadline, *, is_new: bool
+) -> None:
+    if is_new:
+        transfer.forget(client)
+        await client.call_workers("fsdptrain_abort_update", timeout=deadline.left)
+    await client.post("/start_weight_update", timeout=deadline.left)
+    await transfer.send(client, weights.files, deadline)
+    await client.post("/finish_weight_update", {"weight_version": weights.tag}, timeout=deadline.left)
 
 
-def _load_adapter(client: VLLMClient, folder: Path, weights: Weights, has_before: bool, deadline: Deadline) -> None:
-    """Under the name of its version, in place of the one before."""
-    if has_before:
-        client.post("/v1/unload_lora_adapter", {"lora_name": weights.before}, timeout=deadline.left)
+async def _load_adapter(
+    client: VLLMClient, folder: Path, weights: Weights, deadline: Deadline, *, unload_previous: bool
+) -> None:
+    """Under the name of its version."""
+    if unload_previous:
+        await client.post("/v1/unload_lora_adapter", {"lora_name": weights.previous_tag}, timeout=deadline.left)
     body = {"lora_name": weights.tag, "lora_path": str(folder.resolve())}
-    client.post("/v1/load_lora_adapter", body, timeout=deadline.left)
-    client.post("/update_weight_version", {"new_version": weights.tag}, timeout=deadline.left)
+    await client.post("/v1/load_lora_adapter", body, timeout=deadline.left)
+    await client.post("/update_weight_version", {"new_version": weights.tag}, timeout=deadline.left)
 
 
-class FilePush:
-    """The server reads the files itself."""
+class FileTransfer:
+    """--weight-transfer file: the server reads the files itself."""
 
-    def send(self, client: VLLMClient, files: Sequence[Path], deadline: Deadline) -> None:
+    async def send(self, client: VLLMClient, files: Sequence[Path], deadline: Deadline) -> None:
         paths = [str(path.resolve()) for path in files]
-        client.post("/update_weights", {"update_info": {"paths": paths}}, timeout=deadline.left)
+        await client.post("/update_weights", {"update_info": {"paths": paths}}, timeout=deadline.left)
 
     def forget(self, client: VLLMClient) -> None: ...
 
 
-class GroupPush:
-    """This process reads the files and sends them, each file one bucket, to the workers of one server at a time.
+class GroupTransfer:
+    """--weight-transfer gloo|nccl: the trainer sends each file as one bucket to the workers of a server.
 
-    Each server has a group of its own, so that one that dies harms no other.
+    Each server has its own group, so that one that dies does not affect the others.
     """
 
     def __init__(self, plane: Literal["gloo", "nccl"], timeout_s: float) -> None:
-        """timeout_s: how long workers wait for a bucket."""
+        """`timeout_s`: how long workers wait for a bucket."""
         self._plane: Plane = plane
         self._timeout_s = timeout_s
-        self._groups: dict[str, WeightGroup] = {}  # by address
+        self._groups: dict[str, WeightGroup] = {}  # by URL
 
-    def send(self, client: VLLMClient, files: Sequence[Path], deadline: Deadline) -> None:
+    async def send(self, client: VLLMClient, files: Sequence[Path], deadline: Deadline) -> None:
         try:
-            group = self._groups.pop(client.url, None) or self._join(client, deadline)
+            group = self._groups.pop(client.url, None) or await self._join(client, deadline)
             for path in files:
-                with safe_open(path, "pt") as file:
-                    self._send_bucket(client, group, {n: file.get_tensor(n) for n in file.keys()}, deadline)  # noqa: SIM118
-        except RuntimeError as error:  # torch's, of a peer that is gone or silent
+                tensors = await asyncio.to_thread(load_file, path)
+                await self._send_bucket(client, group, tensors, deadline)
+        except RuntimeError as error:  # torch's, about a peer that is gone or silent
             kind = ServerSilentError if "imed out" in str(error) or "imeout" in str(error) else ServerGoneError
             raise kind(f"{client.url} broke off a transfer over {self._plane}: {_first_line(error)}") from None
-        self._groups[client.url] = group  # only one over which all went well is used again
+        self._groups[client.url] = group  # reused only after a transfer without errors
 
     def forget(self, client: VLLMClient) -> None:
         self._groups.pop(client.url, None)
 
-    def _join(self, client: VLLMClient, deadline: Deadline) -> WeightGroup:
-        world_size = 1 + client.get("/get_world_size", timeout=deadline.left)["world_size"]
-        address = own_address(client.host)
-        store = meeting_point(address, world_size, deadline.left)
+    async def _join(self, client: VLLMClient, deadline: Deadline) -> WeightGroup:
+        world_size = 1 + await client.world_size(timeout=deadline.left)
+        address = local_address(client.host)
+        store = create_store(address, world_size, deadline.left)
         join = {
             "plane": self._plane,
             "host": address,
@@ -156,39 +148,44 @@ class GroupPush:
             "world_size": world_size,
             "timeout_s": self._timeout_s,
         }
-        with ThreadPoolExecutor(1) as thread:  # the workers answer when all have met
-            answer = thread.submit(
-                client.post, "/init_weight_transfer_engine", {"init_info": join}, timeout=deadline.left
-            )
-            while not all_here(store, world_size) and not deadline.is_over and not answer.done():
-                time.sleep(_POLL_S)
-            if answer.done():
-                answer.result()  # it said why it does not come
-            try:
-                group = WeightGroup(
-                    self._plane, store, rank=0, world_size=world_size, timeout_s=deadline.left, address=address
-                )
-            except RuntimeError as error:
-                _raise_cause(answer.exception(), error)
-            answer.result()
-        return group
+        body = {"init_info": join}
+        answer = asyncio.ensure_future(client.post("/init_weight_transfer_engine", body, timeout=deadline.left))
+        try:
+            while not all_joined(store, world_size) and not deadline.is_over and not answer.done():
+                await asyncio.sleep(_POLL_S)
+            if answer.done():  # too early: an error that says why its workers do not join
+                answer.result()
+            options = {"rank": 0, "world_size": world_size, "timeout_s": deadline.left, "address": address}
+            return await _with_answer(asyncio.to_thread(WeightGroup, self._plane, store, **options), answer)
+        finally:
+            answer.cancel()
 
-    def _send_bucket(self, client: VLLMClient, group: WeightGroup, tensors: dict, deadline: Deadline) -> None:
+    async def _send_bucket(
+        self, client: VLLMClient, group: WeightGroup, tensors: dict[str, Tensor], deadline: Deadline
+    ) -> None:
         specs = [asdict(spec_of(name, tensor)) for name, tensor in tensors.items()]
-        with ThreadPoolExecutor(1) as thread:  # the workers answer when they have received it
-            answer = thread.submit(
-                client.post, "/update_weights", {"update_info": {"bucket": specs}}, timeout=deadline.left
-            )
-            try:
-                group.send(pack_bucket(list(tensors.values()), group.device), timeout_s=deadline.left)
-            except RuntimeError as error:
-                _raise_cause(answer.exception(), error)
+        body = {"update_info": {"bucket": specs}}
+        bucket = await asyncio.to_thread(pack_bucket, list(tensors.values()), group.device)
+        answer = asyncio.ensure_future(client.post("/update_weights", body, timeout=deadline.left))
+        try:
+            await _with_answer(asyncio.to_thread(group.send, bucket, timeout_s=deadline.left), answer)
+        finally:
+            answer.cancel()
+
+
+async def _with_answer(work: Coroutine[Any, Any, T], answer: "asyncio.Future[Any]") -> T:
+    """The result of `work`, once the server has answered too. The server's error is the clearer one, if it has one."""
+    task = asyncio.ensure_future(work)
+    await asyncio.wait((task, answer), return_when=asyncio.FIRST_EXCEPTION)
+    if not task.done():
+        answer.result()  # raises: the server will not take part in `work`
+    if isinstance(task.exception(), RuntimeError):
+        await asyncio.wait((answer,))
+        if isinstance(answer.exception(), ServerError):
             answer.result()
-
-
-def _raise_cause(said: BaseException | None, error: RuntimeError) -> NoReturn:
-    """What the server said of it, where it said something; else what torch did."""
-    raise said if isinstance(said, ServerError) else error
+    elif task.exception() is None:
+        await answer
+    return task.result()
 
 
 def _first_line(error: Exception) -> str:

@@ -1,75 +1,122 @@
-"""What --sync-check asks of one server: checksums of its weights, and whether it forgot its cached prefixes."""
+"""What the verification of a weight sync reads from one server: checksums of its weights, and its prefix cache."""
 
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+import asyncio
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+
+from safetensors import safe_open
 
 from fsdptrain.errors import RolloutError
 from fsdptrain.protocols import ReplicaGoneError
+from fsdptrain.rollout.weight_sync.storage_mismatch import CHECKSUM_KINDS, SentTensor, classify
 from fsdptrain.types import ChecksumKind, Completion, Prompt, SamplingParams
-from fsdptrain.vllm.server.client import ServerGoneError, ServerRefusedError, ServerSilentError, VLLMClient
-from fsdptrain.vllm.server.push import Deadline
+from fsdptrain.vllm.server.client import (
+    Deadline,
+    Generation,
+    ServerGoneError,
+    ServerRefusedError,
+    ServerSilentError,
+    VLLMClient,
+)
+from fsdptrain.vllm.server.event_loop import EventLoop
+from fsdptrain.vllm.server.push import Weights
 
 _HEALTH_S = 5.0
 
-Ask = Callable[..., tuple[list[Completion], list[Any]]]
+Generate = Callable[..., tuple[list[Completion], list[Generation]]]
 
 
-class ServerCopy:
+class ServerReplica:
     """The copy of the model that one server holds."""
 
-    def __init__(self, client: VLLMClient, ask: Ask, deadline: Deadline, *, reads_weights: bool) -> None:
-        """`ask` is `VLLMServerEngine.ask`; `deadline` is that of `checksums`. reads_weights: False where another rank
-        does."""
+    def __init__(
+        self, client: VLLMClient, loop: EventLoop, generate: Generate, deadline: Deadline, *, reads_weights: bool
+    ) -> None:
+        """`deadline` is that of `checksums`. reads_weights: False if another rank reads them."""
         self.name = client.url
         self._client = client
-        self._ask = ask
+        self._loop = loop
+        self._generate = generate
         self._deadline = deadline
         self._reads_weights = reads_weights
         self._cached_tokens = 0
 
     def checksums(self, names: Collection[str], kind: ChecksumKind = "bits") -> dict[str, int] | None:
-        """None where another rank looks at it. CopyGoneError of a server that does not answer to anything; RolloutError
-        of one that is slow, or that somebody between keeps from us."""
+        """None if another rank reads them. ReplicaGoneError if the server is dead; RolloutError if it is healthy, but
+        too slow or not reachable on this route."""
         if not self._reads_weights:
             return None
         try:
-            return read_checksums(self._client, names, kind, self._deadline)
+            return self._loop.run(read_checksums(self._client, names, kind, self._deadline))
         except ServerGoneError as error:
-            if not self._client.is_healthy(timeout=_HEALTH_S):
+            if not self._loop.run(self._client.is_healthy(timeout=_HEALTH_S)):
                 raise ReplicaGoneError(str(error)) from None
-            way_out = "its weights cannot be looked at: --sync-check off goes on all the same"
+            hint = "its weights cannot be read; --verify-weight-sync off continues without verification"
             if isinstance(error, ServerSilentError):
-                way_out = "--sync-timeout is too short for its weights"
-            raise RolloutError(f"{error}, though it is well: {way_out}") from None
+                hint = "raise --weight-sync-timeout"
+            raise RolloutError(f"{error}, though it is healthy: {hint}") from None
         except ServerRefusedError as error:
             raise RolloutError(str(error)) from None
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
-        completions, usages = self._ask(prompts, sampling, preferred=self._client.url)
-        details = [usage.get("prompt_tokens_details") for usage in usages]
-        if None in details:
+        completions, generations = self._generate(prompts, sampling, preferred=self._client.url)
+        cached = [generation.cached_tokens for generation in generations]
+        if None in cached:
             raise RolloutError(
-                f"{self.name} does not say which prompts it has cached: start it with --enable-prompt-tokens-details, "
-                "or leave the proof of hand-overs out by --sync-check off"
+                f"{self.name} does not report cached tokens: start it with --enable-prompt-tokens-details, or skip the "
+                "verification with --verify-weight-sync off"
             )
-        self._cached_tokens = sum(found["cached_tokens"] for found in details)
+        self._cached_tokens = sum(filter(None, cached))
         return completions
 
     def cached_tokens(self) -> int:
         return self._cached_tokens
 
 
-def read_checksums(
+async def read_checksums(
     client: VLLMClient, names: Collection[str], kind: ChecksumKind, deadline: Deadline
 ) -> dict[str, int]:
-    """Of the layers that answer, of those of `names` that can be read. ServerError. With pipeline parallelism each
-    worker has layers of its own."""
-    body = {"method": "fsdptrain_checksums", "args": [sorted(names), kind]}
-    workers = client.post("/collective_rpc", body, timeout=deadline.left)["results"]
-    found = {name for worker in workers for name in worker}
-    return {name: _merged([worker[name] for worker in workers if name in worker]) for name in found}
+    """Checksums of the engine's own layers; tensors that cannot be read are left out. Raises ServerError.
+
+    With pipeline parallelism each worker has other layers. Workers that share a tensor must agree: -1 if they do not.
+    """
+    workers = await client.call_workers("fsdptrain_checksums", sorted(names), kind, timeout=deadline.left)
+    merged: dict[str, int] = {}
+    for worker in workers:
+        for name, value in worker.items():
+            merged[name] = value if merged.get(name, value) == value else -1
+    return merged
 
 
-def _merged(sums: Sequence[int]) -> int:
-    """Of the workers of a server that have a tensor: what they agree on, else a number that is no checksum."""
-    return sums[0] if len(set(sums)) == 1 else -1
+async def require_weights(client: VLLMClient, weights: Weights, deadline: Deadline) -> None:
+    """ServerGoneError if a restarted server holds other weights than the files. Adapters cannot be read back.
+
+    --verify-weight-sync covers servers that are up at a sync; this one would join later without verification.
+    """
+    sent = await asyncio.to_thread(_checksums_of_files, weights.files, ["bits"])
+    if not sent:
+        return
+    held = await read_checksums(client, list(sent), "bits", deadline)
+    wrong = [name for name in sent if name in held and held[name] != sent[name].checksums["bits"]]
+    if wrong:
+        expected = await asyncio.to_thread(_checksums_of_files, weights.files, CHECKSUM_KINDS, only=wrong)
+        found = {kind: await read_checksums(client, wrong, kind, deadline) for kind in CHECKSUM_KINDS if kind != "bits"}
+        mismatches = classify(wrong, list(held), expected, lambda _, kind: found[kind])
+        wrong = [name for name in wrong if name not in mismatches]
+    if wrong:
+        raise ServerGoneError(
+            f"--verify-weight-sync: {client.url} was restarted and does not hold {wrong[0]} as it was sent, the first "
+            f"of {len(wrong)} tensors of {len(sent)} that differ"
+        )
+
+
+def _checksums_of_files(
+    files: Sequence[Path], kinds: Sequence[ChecksumKind], only: Collection[str] | None = None
+) -> Mapping[str, SentTensor]:
+    found = {}
+    for path in files:
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a dict
+                if only is None or name in only:
+                    found[name] = SentTensor.of(file.get_tensor(name), kinds)
+    return found

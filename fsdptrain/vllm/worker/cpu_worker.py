@@ -1,7 +1,4 @@
-"""vLLM's worker on a CPU, for an engine that is spread over the trainer's own ranks (vLLM's external launcher).
-
-Imported by vLLM, by its name.
-"""
+"""vLLM's worker on a CPU, for an engine over several ranks of the trainer. vLLM imports it by name."""
 
 from typing import Any
 
@@ -9,10 +6,10 @@ from vllm.v1.worker.cpu_worker import CPUWorker  # pyright: ignore[reportMissing
 
 
 class Worker(CPUWorker):
-    """Speaks with the others over gloo, which has deadlines.
+    """Communicates over gloo, which has timeouts.
 
-    vLLM's own way through shared memory takes its name from the address at which workers meet. Workers of an external
-    launcher all have `env://`, which is no name; where names differ vLLM leaves shared memory alone. [vLLM 0.32]
+    vLLM would use shared memory named after the workers' init method, which is `env://` for every external launcher.
+    With a different name per worker it does not use shared memory. [vLLM 0.32]
     """
 
     def __init__(self, **given: Any) -> None:

@@ -1,7 +1,4 @@
-"""The names of experts in a checkpoint: `...experts.5.up_proj.weight`.
-
-Imported in vLLM's own processes too: it needs the standard library and nothing else.
-"""
+"""Names of experts in a checkpoint: `...experts.5.up_proj.weight`."""
 
 import re
 from collections.abc import Iterable
@@ -9,11 +6,13 @@ from collections.abc import Iterable
 EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<number>\d+)\.(?P<part>\w+)\.weight")
 
 
-def missing_experts(came: Iterable[str]) -> list[str]:
-    """Names that `came` lacks: all layers have as many experts, and of those that lie together each has the parts that
-    any of them has. vLLM fuses them, and takes the whole for loaded when one has come."""
+def missing_experts(received: Iterable[str]) -> list[str]:
+    """Names that `received` lacks. All layers have the same number of experts, all experts of a layer the same parts.
+
+    vLLM fuses experts, and counts the fused tensor as loaded when one of them has arrived.
+    """
     found: dict[str, set[tuple[int, str]]] = {}
-    for match in filter(None, map(EXPERT.fullmatch, came)):
+    for match in filter(None, map(EXPERT.fullmatch, received)):
         found.setdefault(match["experts"], set()).add((int(match["number"]), match["part"]))
     count = max((number + 1 for held in found.values() for number, _ in held), default=0)
     return [

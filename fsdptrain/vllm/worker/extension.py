@@ -1,9 +1,11 @@
-"""Runs inside vLLM's workers: takes new weights from files, or from the trainer over a group. Start servers with
+"""Runs inside vLLM's workers: takes new weights from files, or from the trainer over a process group.
+
+Servers load it with
 
     --worker-extension-cls fsdptrain.vllm.worker.extension.WorkerExtension
     --weight-transfer-config '{"backend": "fsdptrain"}'
 
-The environment of vLLM need not be that of the trainer: beside vLLM this needs torch and safetensors only.
+vLLM's environment need not be the trainer's: beside vLLM this package needs only torch and safetensors.
 """
 
 from collections.abc import Callable
@@ -22,29 +24,28 @@ from vllm.distributed.weight_transfer.base import (  # pyright: ignore[reportMis
     WeightTransferUpdateInfo,
 )
 
-from fsdptrain.types import ChecksumKind
 from fsdptrain.vllm.worker.readback import checksums
 from fsdptrain.vllm.worker.reload import WeightReload
-from fsdptrain.vllm.worker.weight_group import Plane, Spec, WeightGroup, bucket_size, own_address, unpack_bucket
+from fsdptrain.vllm.worker.weight_group import Plane, Spec, WeightGroup, bucket_size, local_address, unpack_bucket
 
 BACKEND = "fsdptrain"
 
 
 class WorkerExtension:
-    """vLLM imports this module for it, before the model is loaded, and so learns of the engine below."""
+    """Methods that vLLM adds to its worker. vLLM imports this module before it loads the model."""
 
-    get_model: Callable[[], nn.Module]  # vLLM's own worker has these
+    get_model: Callable[[], nn.Module]  # attributes of vLLM's own worker
     weight_transfer_engine: "Transfer"
     _weight_update_active: bool
 
-    def fsdptrain_checksums(self, names: list[str], kind: ChecksumKind) -> dict[str, int]:
-        """Of the layers that answer, by the names of a checkpoint: of those of `names` that can be read."""
+    def fsdptrain_checksums(self, names: list[str], kind: Any) -> dict[str, int]:
+        """Checksums of the layers that vLLM computes with, by names of a checkpoint; unreadable ones are left out."""
         return checksums(self.get_model(), names, kind)
 
-    def fsdptrain_give_up_update(self) -> None:
-        """One that an earlier trainer has begun, and not ended: vLLM would refuse each new one."""
+    def fsdptrain_abort_update(self) -> None:
+        """End an update that an earlier trainer has started: vLLM would refuse each new one."""
         if self._weight_update_active:
-            self.weight_transfer_engine.give_up()
+            self.weight_transfer_engine.abort()
             self._weight_update_active = False
 
 
@@ -55,24 +56,20 @@ class Join(WeightTransferInitInfo):
     plane: Plane
     host: str
     port: int
-    world_size: int  # the trainer, and all workers of this engine
+    world_size: int  # the trainer and all workers of this engine
     timeout_s: float
 
 
 @dataclass
 class Update(WeightTransferUpdateInfo):
-    """A part of the weights: files that this machine can read, or one bucket that the trainer sends now.
-
-    partial: what does not come stays as it is. Said once in an update, before it ends.
-    """
+    """A part of the weights: files that this machine can read, or one bucket that the trainer sends now."""
 
     paths: list[str] = field(default_factory=list)
     bucket: list[dict[str, Any]] = field(default_factory=list)
-    partial: bool = False
 
 
 class Transfer(WeightTransferEngine[Join, Update]):
-    """How weights come to `WeightReload`."""
+    """Passes weights on to `WeightReload`."""
 
     init_info_cls = Join
     update_info_cls = Update
@@ -93,42 +90,41 @@ class Transfer(WeightTransferEngine[Join, Update]):
             rank=rank,
             world_size=init_info.world_size,
             timeout_s=init_info.timeout_s,
-            address=own_address(init_info.host),
+            address=local_address(init_info.host),
         )
 
     def start_weight_update(self) -> None:
-        self.give_up()
+        self.abort()
         self._reload = WeightReload(self.model, self.model_config)
         self._reload.start()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """As in the base class, which would wait for a device that a CPU does not have."""
+        """Replaces the method of the base class, which synchronizes a device that a CPU does not have."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: Update) -> None:
         reload = self._reload
-        assert reload is not None, "an update begins with start_weight_update"
-        reload.is_partial |= update_info.partial
+        assert reload is not None, "start_weight_update comes first"
         for path in update_info.paths:
             with safe_open(path, "pt", device=str(self.device)) as file:
                 reload.load((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118 - not a dict
         if update_info.bucket:
-            assert self._group is not None, "the trainer makes the group first"
+            assert self._group is not None, "init_transfer_engine comes first"
             specs = [Spec(**spec) for spec in update_info.bucket]
             reload.load(unpack_bucket(self._group.receive(bucket_size(specs)), specs))
 
     def finish_weight_update(self) -> None:
         reload, self._reload = self._reload, None
-        assert reload is not None, "an update begins with start_weight_update"
+        assert reload is not None, "start_weight_update comes first"
         reload.finish()
 
-    def give_up(self) -> None:
-        """What is left of an update that failed, or whose trainer is gone: the next one must be whole."""
+    def abort(self) -> None:
+        """End an update that failed, or whose trainer is gone. The next one must load all weights."""
         reload, self._reload = self._reload, None
         if reload is not None:
-            reload.end()
+            reload.abort()
 
     def shutdown(self) -> None:
         self._group = None

@@ -1,37 +1,36 @@
-"""Reads weights back out of vLLM's own layers, by the names of a checkpoint.
+"""Read weights back from vLLM's own layers, by the names of a checkpoint.
 
-vLLM fuses layers (q, k and v in one, all experts of a layer), and on a CPU it packs a copy of each and drops the
-original. A packed layer is read by what it answers to unit vectors: one of them and zeros, so no rounding; packed
-experts are put in order again. With engine tensor parallelism the parts of a tensor are gathered: all its workers read
-the same names at one time. Copies that ought to be equal and are not are left as they are, beside each other: no tensor
-of the trainer is equal to that.
-
-Imported in vLLM's own processes too: beside vLLM it needs torch and nothing else.
+vLLM fuses layers (q, k and v; all experts of a layer), and on a CPU it packs a copy of each and drops the original. A
+packed linear layer is read by multiplying unit vectors, which is exact; packed experts are permuted back. With tensor
+parallelism the parts of a tensor are gathered: all workers read the same names at the same time. Copies that should be
+equal and are not are concatenated, which equals no tensor of the trainer.
 """
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from fsdptrain.rollout.weight_sync.checksum import checksum
-from fsdptrain.types import ChecksumKind
+from fsdptrain.vllm.worker.cpu_quirks import Unpacker, packing_of
 from fsdptrain.vllm.worker.expert_names import EXPERT
-from fsdptrain.vllm.worker.packed_experts import Unpacker, packing_of
+
+if TYPE_CHECKING:
+    from fsdptrain.types import ChecksumKind
 
 _UNITS_AT_ONCE = 256  # rows
-_PLAIN = ("TRITON", "BATCHED_TRITON")  # kernels that read experts as they come; others have orders of their own
+_PLAIN = ("TRITON", "BATCHED_TRITON")  # kernels that keep the layout of experts
 
 
-def checksums(model: nn.Module, names: Collection[str], kind: ChecksumKind) -> dict[str, int]:
-    """`models.checksum.checksum` of the tensors called `names`; those that cannot be found are left out."""
+def checksums(model: nn.Module, names: Collection[str], kind: "ChecksumKind") -> dict[str, int]:
+    """Checksums of the tensors `names`; those that cannot be read are left out."""
     return {name: checksum(tensor, kind) for name, tensor in readable(model, sorted(names))}
 
 
 @torch.inference_mode()
 def readable(model: nn.Module, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-    """Tensors as the model computes with them: of an embedding with a tied head, what the head has made of it."""
+    """Tensors as the model computes with them: of a tied embedding, the packed copy of its head."""
     reader = _Reader(model)
     for name in names:
         tensor = reader.find(name)
@@ -40,7 +39,7 @@ def readable(model: nn.Module, names: Collection[str]) -> Iterator[tuple[str, Te
 
 
 class _Reader:
-    """Keeps the last layer that was unpacked: the parts of a fused one stand side by side."""
+    """Caches the last layer that was unpacked, because the parts of a fused layer are read one after the other."""
 
     def __init__(self, model: nn.Module) -> None:
         source: Any = model
@@ -64,21 +63,20 @@ class _Reader:
             return None
         path, _, kind = inner.rpartition(".")
         if kind != name.rpartition(".")[2]:
-            return None  # vLLM keeps something else, as A for A_log
+            return None  # vLLM stores a function of it, as A for A_log
         parent, _, leaf = path.rpartition(".")
-        part = name.rpartition(".")[0].rpartition(".")[2]  # some mappers give the name of the fused layer
+        part = name.rpartition(".")[0].rpartition(".")[2]  # some mappers return the name of the fused layer
         fused, index = self._fused.get(part, ("", 0))
         if not fused or leaf not in (part, fused) or (leaf == part and path in self._modules):
             return self._whole(path, kind)
         return self._part(f"{parent}.{fused}" if parent else fused, kind, index)
 
     def _inner(self, name: str) -> str | None:
-        """What vLLM calls it."""
+        """vLLM's name."""
         return name if self._mapper is None else self._mapper.map_name(name)
 
     def _expert(self, experts: str, number: int, part: str) -> Tensor | None:
-        """One matrix of the experts that lie under `experts`; None where a worker holds some of them, or in an
-        order that we do not know."""
+        """One matrix of an expert; None if this worker holds only some of the experts, or in an unknown layout."""
         path = (self._inner(f"{experts}.routed_experts.w2_weight") or "").rpartition(".")[0]
         module: Any = self._modules.get(path)
         if module is None or module.local_num_experts != module.global_num_experts:
@@ -100,7 +98,7 @@ class _Reader:
         return _gathered(tensor[begin : begin + inner, :hidden], 0, num_parts)
 
     def _part(self, path: str, kind: str, index: int) -> Tensor | None:
-        """The tensor number `index` of those that are fused in the layer at `path`."""
+        """Tensor number `index` of those that are fused in the layer at `path`."""
         module: Any = self._modules.get(path)
         held = self._held(path, kind)
         if held is None or not _knows_its_split(module, kind) or sum(module.output_partition_sizes) != len(held):
@@ -121,7 +119,7 @@ class _Reader:
         return held if size is None or kind != "weight" else held[:size]
 
     def _held(self, path: str, kind: str) -> Tensor | None:
-        """What this worker holds."""
+        """This worker's part."""
         key = f"{path}.{kind}"
         if self._last[0] != key:
             self._last = key, self._read(path, kind)
@@ -134,7 +132,7 @@ class _Reader:
             return None
         head: Any = self._modules.get("lm_head")
         if head is not None and head.weight is tensor and hasattr(head, "cpu_linear"):
-            module = head  # its packed copy is what answers: the embedding itself is looked up
+            module = head  # the model computes with its packed copy; the embedding is only looked up
         if kind == "weight" and hasattr(module, "cpu_linear") and (tensor.numel() == 0 or module is head):
             tensor = _unpacked(module, tensor)
         return tensor
@@ -147,8 +145,8 @@ def _unpacked(module: Any, weight: Tensor) -> Tensor:
 
 
 def _knows_its_split(module: Any, kind: str) -> bool:
-    """Of vLLM's own layers. Others may hold the whole of a parameter on each worker, as norms do, or a part, as of
-    dt_bias, A_log and sinks."""
+    """True for vLLM's own layers. Other modules hold a whole parameter on each worker (norms), or a part (dt_bias,
+    A_log, sinks)."""
     from vllm.model_executor.layers.linear import LinearBase  # pyright: ignore[reportMissingImports] - an extra
     from vllm.model_executor.layers.vocab_parallel_embedding import (  # pyright: ignore[reportMissingImports]
         VocabParallelEmbedding,
@@ -158,8 +156,10 @@ def _knows_its_split(module: Any, kind: str) -> bool:
 
 
 def _of_all(held: Tensor) -> Tensor | None:
-    """What the workers hold of a parameter that nobody says how they share it: one after the other, and what all
-    neighbours hold alike once. None where all numbers are the same, which a whole and a part of it have in common."""
+    """The parts of all workers of a parameter with unknown sharding, concatenated, with equal neighbors counted once.
+
+    None if all numbers are the same, because then a part looks like the whole.
+    """
     if held.dim() == 0:
         return held
     parts = _all_gathered(held, 0)
@@ -170,7 +170,7 @@ def _of_all(held: Tensor) -> Tensor | None:
 
 
 def _num_parts(module: Any, dim: int) -> int:
-    """Over how many workers rows (dim 0) or columns (1) of one of vLLM's own layers are split."""
+    """The number of workers that rows (dim 0) or columns (1) of one of vLLM's own layers are split over."""
     from vllm.model_executor.layers.linear import ReplicatedLinear  # pyright: ignore[reportMissingImports] - an extra
 
     if isinstance(module, ReplicatedLinear):
@@ -181,7 +181,7 @@ def _num_parts(module: Any, dim: int) -> int:
 
 
 def _gathered(part: Tensor, dim: int, num_parts: int, copies: int = 1) -> Tensor:
-    """All parts of a tensor that is split along `dim`, each of which so many workers hold; collective if it is."""
+    """The whole tensor from parts along `dim`, each held by `copies` workers. Collective if num_parts > 1."""
     if num_parts == 1:
         return part
     parts = _all_gathered(part, dim)
@@ -189,12 +189,12 @@ def _gathered(part: Tensor, dim: int, num_parts: int, copies: int = 1) -> Tensor
 
 
 def _are_copies(parts: Sequence[Tensor], count: int) -> bool:
-    """Each `count` neighbours hold the same."""
+    """Whether each `count` neighbors are equal."""
     return all(torch.equal(part, parts[i - i % count]) for i, part in enumerate(parts))
 
 
 def _all_gathered(part: Tensor, dim: int) -> tuple[Tensor, ...]:
-    """By worker; collective."""
+    """The parts by worker. Collective."""
     from vllm.distributed.parallel_state import get_tp_group  # pyright: ignore[reportMissingImports] - an extra
 
     group = get_tp_group()

@@ -1,72 +1,65 @@
-"""New weights for a vLLM model that answers already, layer by layer as they come; and what vLLM forgets on CPUs.
-
-Imported in vLLM's own processes too: beside vLLM it needs torch and nothing else.
-"""
+"""Load new weights into a vLLM model that is in use, layer by layer as they arrive."""
 
 import logging
-import platform
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportMissingImports] - an extra
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
 
-from fsdptrain.vllm.delta import block_of
+from fsdptrain.vllm.worker.cpu_quirks import (
+    forget_kernels,
+    repack_tied_head,
+    request_amx,
+    restore_kernels,
+    tied_heads,
+)
 from fsdptrain.vllm.worker.expert_names import missing_experts
-from fsdptrain.vllm.worker.packed_experts import forget_kernels, restore_kernels
-from fsdptrain.vllm.worker.tied_head import repack_tied_head, tied_heads
 
-_SHOWN = 5  # names that an error lists
+_MAX_SHOWN = 5  # names in an error
 _LAYERS_LOG = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
 
 
 class WeightReload:
-    """One update: start, any number of parts, finish. It fails where a parameter of the model got no weights; of a
-    partial update, where one got none and others of its block did."""
+    """One update: start, load any number of parts, finish."""
 
     def __init__(self, model: Any, model_config: Any) -> None:
-        self.is_partial = False  # what does not come stays as it is
         self._model: nn.Module = model
         self._config = model_config
-        self._came: set[str] = set()
-        self._loaded: set[str] | None = set()
+        self._received: set[str] = set()  # names of the checkpoint
+        self._loaded: set[str] | None = set()  # names of vLLM's parameters; None: the model does not report them
         self._kernels: dict[str, Any] = {}
-        self._tied: set[str] = set()  # parameters that come with others
+        self._tied: set[str] = set()  # parameters that are loaded with others
 
     def start(self) -> None:
-        ask_for_tiles()
+        request_amx()
         self._tied = {f"{name}.weight" for name in tied_heads(self._model)}
         self._kernels = forget_kernels(self._model)
         initialize_layerwise_reload(self._model)
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Tensors of a checkpoint, by the names of its files."""
+        """Load tensors of a checkpoint, by the names of its files."""
         source: Any = self._model
-        loaded = source.load_weights(self._noted(weights))
-        if loaded is None or self._loaded is None:  # a model that does not tell
+        loaded = source.load_weights(self._recorded(weights))
+        if loaded is None or self._loaded is None:
             self._loaded = None
         else:
             self._loaded |= loaded
 
-    def _noted(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in weights:
-            self._came.add(name)
-            yield name, tensor
-
     def finish(self) -> None:
-        missing = self._missing() + missing_experts(self._came)
-        self.end()
+        """RuntimeError if a parameter or an expert received no weights: vLLM only warns and uses the old ones."""
+        missing = self._missing() + missing_experts(self._received)
+        self.abort()
         if missing:
-            raise RuntimeError(f"{len(missing)} parameters got no weights, e.g. {', '.join(missing[:_SHOWN])}")
+            raise RuntimeError(f"{len(missing)} parameters got no weights, e.g. {', '.join(missing[:_MAX_SHOWN])}")
 
-    def end(self) -> None:
-        """Without a look at what came: layers without weights keep theirs, others are not to be used as they are."""
+    def abort(self) -> None:
+        """End the update without a check: layers without weights keep theirs, others must not be used."""
         level = _LAYERS_LOG.level
-        _LAYERS_LOG.setLevel(logging.ERROR)  # it warns of each layer that keeps what it has
+        _LAYERS_LOG.setLevel(logging.ERROR)  # it warns of each layer that keeps its weights
         try:
             finalize_layerwise_reload(self._model, self._config)
         finally:
@@ -74,19 +67,13 @@ class WeightReload:
         restore_kernels(self._model, self._kernels)
         repack_tied_head(self._model)
 
+    def _recorded(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights:
+            self._received.add(name)
+            yield name, tensor
+
     def _missing(self) -> list[str]:
-        """vLLM only warns of layers that got no weights, and answers with their old ones."""
         if self._loaded is None or self._config.quantization is not None:
             return []
         names = {name for name, _ in self._model.named_parameters()} - self._tied
-        if self.is_partial:
-            touched = {block_of(name) for name in self._loaded}
-            names = {name for name in names if block_of(name) in touched}
         return sorted(names - self._loaded)
-
-
-def ask_for_tiles() -> None:
-    """A process must ask Linux before it uses a CPU's matrix tiles (AMX). vLLM's attention in bfloat16 relies on others
-    to have done so, and where none has the process ends by an illegal instruction."""
-    if platform.machine() == "x86_64" and torch.cpu._is_amx_tile_supported():
-        torch.cpu._init_amx()

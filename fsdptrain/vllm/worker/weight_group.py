@@ -1,7 +1,7 @@
-"""How weights travel between the trainer and one engine: packed into buckets, over a group of their own.
+"""Weight transfer between the trainer and one engine: packed buckets over a separate process group.
 
-Trainer and engine import this in different environments: it needs torch and nothing else. The trainer is rank 0 of the
-group, the workers of the engine come after it.
+Trainer and engine import this in different environments: it needs only torch. The trainer is rank 0 of the group, the
+workers of the engine follow.
 """
 
 import math
@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 Plane = Literal["gloo", "nccl"]
-_ALIGNMENT = 16  # bytes; a view in another dtype must begin at a multiple of its item size
+_ALIGNMENT = 16  # bytes; a view in another dtype must start at a multiple of its item size
 
 
 @dataclass(frozen=True)
 class Spec:
-    """One tensor of a bucket, as it is announced before the bucket is sent."""
+    """One tensor of a bucket; sent before the bucket."""
 
     name: str
     dtype: str  # float32, bfloat16, ...
@@ -42,7 +42,7 @@ def bucket_size(specs: Sequence[Spec]) -> int:
 
 
 def pack_bucket(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """All of `tensors` in one row. [bytes] u8"""
+    """All `tensors` in one buffer. [bytes] u8"""
     bucket = torch.zeros(sum(_padded(tensor.nbytes) for tensor in tensors), dtype=torch.uint8, device=device)
     start = 0
     for tensor in tensors:
@@ -52,7 +52,7 @@ def pack_bucket(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def unpack_bucket(bucket: Tensor, specs: Sequence[Spec]) -> list[tuple[str, Tensor]]:
-    """Views of `bucket`, with their names."""
+    """Names and tensors, which are views of `bucket`."""
     found, start = [], 0
     for spec in specs:
         part = bucket[start : start + spec.nbytes]
@@ -61,16 +61,16 @@ def unpack_bucket(bucket: Tensor, specs: Sequence[Spec]) -> list[tuple[str, Tens
     return found
 
 
-def own_address(host: str) -> str:
-    """The address of this machine by which `host` can reach it."""
+def local_address(host: str) -> str:
+    """The address of this machine that `host` can reach."""
     family, kind, proto, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, proto) as probe:
-        probe.connect(address)  # of a datagram socket: nothing is sent
+        probe.connect(address)  # a datagram socket sends nothing here
         return probe.getsockname()[0]
 
 
-def meeting_point(address: str, world_size: int, timeout_s: float) -> dist.TCPStore:
-    """A store of rank 0, that listens at `address` and nowhere else."""
+def create_store(address: str, world_size: int, timeout_s: float) -> dist.TCPStore:
+    """The store of rank 0. It listens at `address` only."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.create_server((address, 0), family=family) as listener:
         port, handle = listener.getsockname()[1], listener.detach()
@@ -85,13 +85,13 @@ def meeting_point(address: str, world_size: int, timeout_s: float) -> dist.TCPSt
     )
 
 
-def all_here(store: dist.TCPStore, world_size: int) -> bool:
-    """Whether every rank but 0 has begun to make its `WeightGroup`: then rank 0 does not wait for one that is gone."""
-    return store.check([_here(rank) for rank in range(1, world_size)])
+def all_joined(store: dist.TCPStore, world_size: int) -> bool:
+    """Whether all ranks but 0 are creating their `WeightGroup`: rank 0 should not block before."""
+    return store.check([_joined(rank) for rank in range(1, world_size)])
 
 
-def _here(rank: int) -> str:
-    return f"here/{rank}"
+def _joined(rank: int) -> str:
+    return f"joined/{rank}"
 
 
 def _padded(nbytes: int) -> int:
@@ -99,21 +99,21 @@ def _padded(nbytes: int) -> int:
 
 
 class WeightGroup:
-    """A group of the trainer (rank 0) and the workers of one engine. It leaves the default group alone."""
+    """A process group of the trainer (rank 0) and the workers of one engine, separate from the default group."""
 
     def __init__(
         self, plane: Plane, store: dist.TCPStore, *, rank: int, world_size: int, timeout_s: float, address: str
     ) -> None:
-        """Returns when all ranks are there; an error of torch after `timeout_s`.
+        """Blocks until all ranks have joined; torch raises an error after `timeout_s`.
 
-        address: of this machine, by which the others reach it. Torch would take what the name of the machine stands
-        for, on some the loopback interface.
+        address: of this machine, that the others can reach. Torch would resolve the host name, which is the loopback
+        interface on some machines.
         """
-        self._store = store  # the group talks through it: it must live as long
+        self._store = store  # the group needs it as long as it lives
         if rank:
-            store.set(_here(rank), "")
+            store.set(_joined(rank), "")
         prefixed, timeout = dist.PrefixStore("weights", store), timedelta(seconds=timeout_s)
-        self._group: Any  # torch does not declare what both kinds can do
+        self._group: Any  # torch declares no common base
         self.device = torch.device("cpu")
         if plane == "nccl":
             self.device = torch.device("cuda", torch.accelerator.current_device_index())
@@ -127,9 +127,9 @@ class WeightGroup:
             self._group = kind(prefixed, rank, world_size, own)
 
     def send(self, bucket: Tensor, *, timeout_s: float | None = None) -> None:
-        """From rank 0 to all others. Returns when it has gone out, on a GPU when the device has done it.
+        """Broadcast from rank 0. Returns when `bucket` has been sent, on a GPU when the device is done.
 
-        `timeout_s` in place of the group's own.
+        `timeout_s` replaces the group's timeout.
         """
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
@@ -140,7 +140,7 @@ class WeightGroup:
             torch.accelerator.synchronize()
 
     def receive(self, nbytes: int) -> Tensor:
-        """A bucket of rank 0. [nbytes] u8"""
+        """The next bucket of rank 0. [nbytes] u8"""
         bucket = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        self.send(bucket)  # a broadcast is the same call on every rank
+        self.send(bucket)  # every rank makes the same call
         return bucket

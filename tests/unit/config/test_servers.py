@@ -15,8 +15,8 @@ REFUSED = [
         ({key: value}, [all_keys()[key].flag, "--rollout-engine vllm-server"])
         for key, value in [
             ("rollout_urls", ["http://a:1"]), ("rollout_num_servers", 2), ("rollout_server_python", "python"),
-            ("rollout_api_key_env", "KEY"), ("rollout_public_servers", True), ("weight_push", "gloo"),
-            ("weight_folder", "here"), ("update_weight_buffer_size", 1000), ("sync_timeout", 5.0),
+            ("rollout_api_key_env", "KEY"), ("rollout_allow_public_servers", True), ("weight_transfer", "gloo"),
+            ("weight_sync_dir", "here"), ("update_weight_buffer_size", 1000), ("weight_sync_timeout", 5.0),
             ("server_start_timeout", 5.0), ("min_servers", 2),
         ]
     ),
@@ -31,14 +31,15 @@ REFUSED = [
     ),
     *(
         ({**STARTED, key: value}, [all_keys()[key].flag, "--rollout-urls"])
-        for key, value in [("rollout_api_key_env", "KEY"), ("rollout_public_servers", True)]
+        for key, value in [("rollout_api_key_env", "KEY"), ("rollout_allow_public_servers", True)]
     ),
     ({**URLS, "rollout_urls": ["127.0.0.1:8000"]}, ["--rollout-urls '127.0.0.1:8000'", "http://"]),
     ({**URLS, "rollout_urls": ["http://user@a:1"]}, ["--rollout-urls"]),
     ({**URLS, "rollout_urls": ["http://a:1", "http://a:1/"]}, ["--rollout-urls", "twice"]),
     ({**STARTED, "min_servers": 3}, ["--min-servers 3", "2 servers"]),
-    ({**STARTED, "sync_timeout": 900.0}, ["--dist-timeout 1800", "--sync-timeout"]),
-    ({**URLS, "sync_timeout": 850.0}, ["--dist-timeout 1800", "1820 s", "--sync-timeout", "one that comes back"]),
+    ({**STARTED, "weight_sync_timeout": 900.0}, ["--dist-timeout 1800", "--weight-sync-timeout"]),
+    ({**URLS, "weight_sync_timeout": 850.0},
+     ["--dist-timeout 1800", "1820 s", "--weight-sync-timeout", "one that comes back"]),
     ({"rollout_engine": "hf", "rollout_timeout": 60.0}, ["--rollout-timeout", "--rollout-engine hf", "vllm"]),
     ({**URLS, "rollout_max_batch_tokens": 4096}, ["--rollout-max-batch-tokens", "vllm-server"]),
 ]  # fmt: skip
@@ -51,7 +52,13 @@ def test_it_is_refused_in_one_line_that_names_the_way_out(values, parts):
 
 @pytest.mark.parametrize(
     "values",
-    [URLS, STARTED, {**URLS, "min_servers": 1}, {**STARTED, "weight_push": "nccl"}, {**URLS, "rollout_timeout": 60.0}],
+    [
+        URLS,
+        STARTED,
+        {**URLS, "min_servers": 1},
+        {**STARTED, "weight_transfer": "nccl"},
+        {**URLS, "rollout_timeout": 60.0},
+    ],
 )
 def test_it_is_taken(values):
     config = Config(hf_checkpoint="x", **values)

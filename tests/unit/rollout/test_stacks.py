@@ -43,7 +43,7 @@ def test_an_error_that_comes_late_says_where_the_stacks_are(tmp_path, error):
         stands_here(file, error)
     stacks.close()
     assert "stands_here" in file.read_text()
-    assert f"here each rank stood: {tmp_path / 'stacks'}" in failure_of(caught.value, rank=3).text
+    assert f"tacks of each rank: {tmp_path / 'stacks'}" in failure_of(caught.value, rank=3).text
 
 
 @pytest.mark.usefixtures("no_fallback")

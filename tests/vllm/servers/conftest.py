@@ -3,6 +3,7 @@
 FSDPTRAIN_VLLM_PYTHON names the Python of the environment with vLLM. Servers take long to start: tests share them.
 """
 
+import asyncio
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -75,7 +76,7 @@ class Servers(dict[str, str]):
 
     def end(self, name: str) -> None:
         """Stop a server. The next test that asks for it gets a new one."""
-        self._processes.pop(name).end()
+        self._processes.pop(name).close()
         del self[name]
 
     def close(self) -> None:
@@ -95,7 +96,7 @@ def urls(models, tmp_path_factory) -> Iterator[Servers]:
 
 def wait_until_up(process: ServerProcess) -> None:
     client, end = VLLMClient(process.url, cases.KEY), time.monotonic() + 400
-    while not client.is_healthy(timeout=1.0):
+    while not asyncio.run(client.is_healthy(timeout=1.0)):
         assert not process.has_ended, process.last_words()
         assert time.monotonic() < end, process.last_words()
         time.sleep(0.3)
@@ -127,7 +128,8 @@ def pair(models, alone, tmp_path_factory) -> Iterator[VLLMServerEngine]:
     """An engine with two servers of its own, and weights. Tests kill them: `wait_for_both`, and push anew."""
     config = Config(
         **cases.options(
-            models["tied"].first, rollout_num_servers=2, rollout_server_python=PYTHON, sync_timeout=cases.SILENCE,
+            models["tied"].first, rollout_num_servers=2, rollout_server_python=PYTHON,
+            weight_sync_timeout=cases.SILENCE,
             rollout_max_response_len=400, max_tokens_per_gpu=800, output_dir=str(tmp_path_factory.mktemp("run")),
         )
     )  # fmt: skip
@@ -144,9 +146,9 @@ def wait_for_both(engine: VLLMServerEngine) -> None:
     """Until both are there in their own words too: the fleet learns of a death when it looks next."""
     end = time.monotonic() + cases.RESTART
     while True:
-        engine.fleet.wait_for(2, cases.RESTART)
+        engine.loop.run(engine.fleet.wait_for(2, cases.RESTART))
         try:
-            if {client.version(timeout=cases.SILENCE) for client in engine.clients} == {engine._tag}:
+            if {engine.loop.run(client.version(timeout=cases.SILENCE)) for client in engine.clients} == {engine._tag}:
                 return
         except ServerError:
             assert time.monotonic() < end

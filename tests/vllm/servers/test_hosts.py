@@ -35,7 +35,7 @@ def test_a_run_takes_a_server_of_another_host(tmp_path):
     model, folder = checkpoints.save("tied", tmp_path / "model"), tmp_path / "run"
     argv = ["--hf-checkpoint", str(model), *TINY_RUN, "--num-rollout", "2", "--output-dir", str(folder)]
     argv += ["--rollout-engine", "vllm-server", "--rollout-urls", URL, "--rollout-api-key-env", "ROLLOUT_KEY"]
-    argv += ["--weight-push", "gloo", "--weight-folder", str(tmp_path), "--max-tokens-per-gpu", "1024"]
+    argv += ["--weight-transfer", "gloo", "--weight-sync-dir", str(tmp_path), "--max-tokens-per-gpu", "1024"]
     arguments = server_arguments(Config(**cases.options(model, max_tokens_per_gpu=1024)), model, on_gpu=False)
     listen = ["vllm.entrypoints.openai.api_server", "--host", ADDRESSES[1], "--port", "8000"]
     variables = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_API_KEY": cases.KEY, "OMP_WAIT_POLICY": "PASSIVE"}

@@ -66,7 +66,7 @@ def test_more_prompts_than_a_server_reads_at_one_time_are_answered_each_with_its
 
 
 def test_what_the_trainer_waits_for_is_not_queued_behind_what_is_in_flight(models, urls, alone, tmp_path, monkeypatch):
-    """As the probe of --sync-check: it would wait for nearly a whole rollout."""
+    """As the probe of --verify-weight-sync: it would wait for nearly a whole rollout."""
     options = cases.attached(models["tied"].first, urls["tied"], output_dir=str(tmp_path), max_staleness=1)
     engine = build({**options, "mismatch_correction": "tis"})
     many = SamplingParams(num_samples=3 * cases.AT_ONCE, max_tokens=200, temperature=0.7, seed=5)

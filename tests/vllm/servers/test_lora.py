@@ -17,12 +17,12 @@ pytestmark = pytest.mark.matrix
 
 def probed(options: dict[str, Any]) -> tuple[list[float], list[list[list[float]]]]:
     """How far the probe is from the trainer under each version, and what was answered; last by a new server."""
-    backend, engine, check = contract.build_checked(options)
+    backend, engine, verifier = contract.build_verified(options)
     apart, said = [], []
 
     def look(version: int) -> None:
-        check.check(version)
-        apart.append(check.metrics()["sync/probe_abs_mean"])
+        verifier.verify(version)
+        apart.append(verifier.metrics()["weight_sync/logprob_abs_diff"])
         said.append([completion.logprobs for completion in engine.generate(contract.PROMPTS, cases.GREEDY)])
 
     try:

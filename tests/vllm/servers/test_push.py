@@ -1,5 +1,6 @@
 """After every push servers answer with exactly the weights of the trainer, and as an engine that starts with them."""
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,11 @@ ON_GPU = [pytest.param(name, "nccl", marks=pytest.mark.gpu) for name in ("tied",
 @pytest.mark.parametrize(("name", "push"), [*only(PUSHES[:2], PUSHES), *ON_GPU])
 def test_servers_and_trainer_agree_after_every_push(models, urls, tmp_path, name, push):
     options = cases.attached(
-        models[name].first, urls[name], weight_push=push, output_dir=str(tmp_path), update_weight_buffer_size=100_000
+        models[name].first,
+        urls[name],
+        weight_transfer=push,
+        output_dir=str(tmp_path),
+        update_weight_buffer_size=100_000,
     )
     for found in spawn(2, contract.agreement, options, 3, timeout=200):
         assert max(found) < 1e-4, found
@@ -76,7 +81,7 @@ def test_an_update_that_its_run_did_not_end_is_in_nobodys_way(models, urls, fres
             ("/start_weight_update", None),
             ("/update_weights", {"update_info": {"paths": [str(part)]}}),
         ]:
-            client.post(path, body, timeout=cases.SILENCE)
+            asyncio.run(client.post(path, body, timeout=cases.SILENCE))
         resumed.update_weights(other.items(), 4)
         said = resumed.generate(contract.PROMPTS, cases.GREEDY)
     finally:
@@ -114,7 +119,9 @@ def test_an_update_without_one_tensor_stops_the_run_and_names_it(models, urls, a
     weights = weights_of(models["untied"].other)
     del weights["model.layers.1.mlp.down_proj.weight"]
     engine = build(cases.attached(models["untied"].first, urls["untied"], output_dir=str(tmp_path)))
-    with pytest.raises(RolloutError, match=r"did not switch .*1 parameters got no weights.*layers\.1\.mlp\.down_proj"):
+    with pytest.raises(
+        RolloutError, match=r"not all servers took .*1 parameters got no weights.*layers\.1\.mlp\.down_proj"
+    ):
         engine.update_weights(weights.items(), 1)
     with pytest.raises(RolloutError, match="no weights"):
         engine.generate(contract.PROMPTS, cases.GREEDY)

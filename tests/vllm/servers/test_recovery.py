@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from fsdptrain.errors import RolloutError
 from fsdptrain.types import Completion, Prompt, SamplingParams
-from fsdptrain.vllm.server.client import VLLMClient
+from fsdptrain.vllm.server.client import Deadline, VLLMClient
 from fsdptrain.vllm.server.engine import Timeouts, VLLMServerEngine
-from fsdptrain.vllm.server.push import Deadline, Push
+from fsdptrain.vllm.server.push import WeightTransfer
 from tests.vllm import contract
 from tests.vllm.servers import cases
 from tests.vllm.servers.conftest import wait_for_both, weights_of
@@ -26,7 +26,7 @@ from tests.vllm.servers.watched import GENERATE, Watched
 pytestmark = pytest.mark.matrix
 
 SILENCE = cases.SILENCE
-HANGS = 20.0  # --sync-timeout where a server does not answer: so long the test waits, and the others have [s]
+HANGS = 20.0  # --weight-sync-timeout where a server does not answer: so long the test waits, and the others have [s]
 PROMPTS = [Prompt(f"p{i}", [5 + i] * (1 + 7 * i), "") for i in range(6)]
 LONG_ANSWERS = SamplingParams(num_samples=6, max_tokens=400, temperature=1.0, seed=7)  # takes seconds
 RESTART = cases.RESTART
@@ -40,15 +40,15 @@ def engine(pair) -> VLLMServerEngine:
 class StoppedOnTheWay:
     """A push to a server whose worker stops when it is about to read the weights."""
 
-    def __init__(self, push: Push, url: str) -> None:
-        self._push, self._url = push, url
+    def __init__(self, transfer: WeightTransfer, url: str) -> None:
+        self._transfer, self._url = transfer, url
         self.is_under_way = threading.Event()
 
-    def send(self, client: VLLMClient, files: Sequence[Path], deadline: Deadline) -> None:
+    async def send(self, client: VLLMClient, files: Sequence[Path], deadline: Deadline) -> None:
         if client.url == self._url:
             worker(self._url).suspend()
             self.is_under_way.set()
-        self._push.send(client, files, deadline)
+        await self._transfer.send(client, files, deadline)
 
     def forget(self, client: VLLMClient) -> None: ...
 
@@ -125,8 +125,8 @@ def test_killed_while_it_generates_its_requests_are_sent_elsewhere(engine, model
 def test_killed_while_it_receives_weights_the_others_go_on_with_them(engine, models, monkeypatch):
     wait_for_both(engine)
     first = engine.clients[0].url
-    push = StoppedOnTheWay(engine.fleet._push, first)
-    monkeypatch.setattr(engine.fleet, "_push", push)
+    push = StoppedOnTheWay(engine.fleet._transfer, first)
+    monkeypatch.setattr(engine.fleet, "_transfer", push)
     found, seconds = meanwhile(
         lambda: engine.update_weights(weights_of(models["tied"].first).items(), 2),
         once=push.is_under_way,
@@ -154,9 +154,9 @@ def test_the_only_one_hangs_while_it_generates_the_run_ends_with_one_message(mod
     engine = build(cases.attached(models["tied"].first, url, output_dir=str(tmp_path)))
     sampling = SamplingParams(num_samples=6, max_tokens=60, seed=7)
     engine.update_weights(weights_of(models["tied"].first).items(), 0)
-    usual = engine._patience
+    usual = engine.timeouts
     try:
-        engine._patience = Timeouts(silence=silence, replacement=silence, min_servers=1)  # for one that hangs only
+        engine.timeouts = Timeouts(response=silence, replacement=silence)  # for one that hangs only
         send(url, signal.SIGSTOP)
         start = time.monotonic()
         with pytest.raises(RolloutError) as caught:
@@ -164,10 +164,10 @@ def test_the_only_one_hangs_while_it_generates_the_run_ends_with_one_message(mod
         assert time.monotonic() - start < 2 * silence + 5
     finally:
         send(url, signal.SIGCONT)
-        engine._patience = usual
+        engine.timeouts = usual
     message = str(caught.value)
     assert "\n" not in message
-    assert f"0 of 1 servers answer, for 4 s now, and 1 are needed (--min-servers): {url} did not answer" in message
+    assert f"0 of 1 servers are up after 4 s, and --min-servers is 1: {url} did not answer" in message
     assert "generate" in (tmp_path / "stacks" / "rank0.txt").read_text()
     assert str(tmp_path / "stacks") in message
     assert len(engine.generate(PROMPTS[:4], sampling)) == 24  # it has woken up
@@ -180,7 +180,7 @@ def test_a_server_that_somebody_else_gave_weights_is_not_believed(models, urls, 
     ours, theirs = (build({**options, "output_dir": str(tmp_path / name)}) for name in ("ours", "theirs"))
     ours.update_weights(weights_of(models["tied"].first).items(), 5)
     theirs.update_weights(weights_of(models["tied"].other).items(), 5)
-    ours._patience = Timeouts(silence=SILENCE, replacement=1.0, min_servers=1)
+    ours.timeouts = Timeouts(response=SILENCE, replacement=1.0)
     with pytest.raises(RolloutError, match=r"weights .*/5, not .*/5"):
         ours.generate(PROMPTS[:1], contract.SAMPLING)
     ours.close()
@@ -206,7 +206,7 @@ def test_killed_while_it_joins_the_group_that_brings_its_weights_the_run_ends_at
     models, urls, alone, tmp_path, monkeypatch
 ):
     url, route = urls["tied"], "/init_weight_transfer_engine"
-    engine = build(cases.attached(models["tied"].first, url, weight_push="gloo", output_dir=str(tmp_path)))
+    engine = build(cases.attached(models["tied"].first, url, weight_transfer="gloo", output_dir=str(tmp_path)))
     joining = Watched(monkeypatch, url, route, before=lambda: worker(url).suspend())
     found, seconds = meanwhile(
         lambda: engine.update_weights(weights_of(models["tied"].first).items(), 0),
@@ -214,7 +214,7 @@ def test_killed_while_it_joins_the_group_that_brings_its_weights_the_run_ends_at
         do=lambda: send(url, signal.SIGKILL),
     )
     assert isinstance(found, RolloutError)
-    assert f"0 of 1 servers are there, and 1 are needed (--min-servers 1): {url}: {url} broke off POST {route}" in str(
+    assert f"0 of 1 servers are up, and 1 are needed (--min-servers 1): {url}: {url} broke off POST {route}" in str(
         found
     )
     assert seconds < SILENCE / 2

@@ -38,7 +38,10 @@ def test_a_run_trains_on_what_the_trainer_would_have_said_and_takes_its_server_w
     argv = ["--hf-checkpoint", str(model), *command.TINY_RUN, "--rollout-engine", "vllm-server"]
     argv += ["--rollout-num-servers", "1", "--rollout-server-python", str(PYTHON), "--rollout-kv-cache-gib", "0.05"]
     argv += ["--nproc-per-node", "2", "--num-rollout", "1000", "--output-dir", str(folder)]
-    argv += ["--max-tokens-per-gpu", "1024"]  # the probe of --sync-check fills a block of the cache, of both ranks
+    argv += [
+        "--max-tokens-per-gpu",
+        "1024",
+    ]  # the probe of --verify-weight-sync fills a block of the cache, of both ranks
     run = command.start(argv, tmp_path / "log")
     try:
         wait_for(lambda: sum("mismatch/abs_max" in row for row in rows(folder)) > 2, run, tmp_path / "log")
@@ -89,7 +92,7 @@ def test_a_rank_killed_in_a_sync_ends_the_run_and_resume_loses_no_sample(tmp_pat
     del common[common.index("--eval-size") : common.index("--eval-size") + 2]
     argv = [*common, "--rollout-engine", "vllm-server", "--rollout-num-servers", "1"]
     argv += ["--rollout-server-python", str(PYTHON), "--rollout-kv-cache-gib", "0.05", "--output-dir", str(folder)]
-    argv += ["--update-weight-buffer-size", "20000", "--weight-folder", str(tmp_path / "weights")]
+    argv += ["--update-weight-buffer-size", "20000", "--weight-sync-dir", str(tmp_path / "weights")]
     held = tmp_path / "held"
     held.mkdir()
     run = command.start(argv, tmp_path / "log", {"HELD": str(held)})
@@ -97,7 +100,7 @@ def test_a_rank_killed_in_a_sync_ends_the_run_and_resume_loses_no_sample(tmp_pat
         wait_for(lambda: len(list(held.iterdir())) == 2, run, tmp_path / "log")
         wait_for(lambda: list((folder / "checkpoints").glob("step_*1")), run, tmp_path / "log")
         everyone = psutil.Process(run.pid).children(recursive=True)
-        [keeper] = [process for process in everyone if "vllm_keeper.py" in " ".join(process.cmdline())]
+        [keeper] = [process for process in everyone if "supervisor.py" in " ".join(process.cmdline())]
         [rank_1] = [process for rank, process in ranks_of(psutil.Process(run.pid)).items() if rank == 1]
         before = set((tmp_path / "weights").rglob("*.safetensors"))
         for process in keeper.children(recursive=True):
@@ -108,7 +111,7 @@ def test_a_rank_killed_in_a_sync_ends_the_run_and_resume_loses_no_sample(tmp_pat
         start = time.monotonic()
         rank_1.kill()
         run.join(200)
-        assert time.monotonic() - start < 100, "the server was waited for: --sync-timeout is 300"
+        assert time.monotonic() - start < 100, "the server was waited for: --weight-sync-timeout is 300"
     finally:
         run.kill()
         run.join()
@@ -142,5 +145,5 @@ def test_a_server_that_cannot_start_is_one_line_on_the_command_line(tmp_path, py
     result = command.run([*argv, "--output-dir", str(tmp_path / "run")], tmp_path / "log", timeout=300)
     assert result.code == 2, result.err
     [line] = [line for line in result.err.splitlines() if "server0.log" in line]
-    assert "it ended while it started" in line
+    assert "it ended during its start" in line
     assert why in line

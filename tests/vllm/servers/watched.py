@@ -23,14 +23,14 @@ class Watched:
         lock = threading.Lock()
         original = VLLMClient._request
 
-        def request(client: VLLMClient, method: str, asked: str, body: Any, *rest: Any) -> Any:
+        async def request(client: VLLMClient, method: str, asked: str, body: Any, *rest: Any) -> Any:
             if (client.url, asked) != (url, path):
-                return original(client, method, asked, body, *rest)
+                return await original(client, method, asked, body, *rest)
             before()
             with lock:
                 self.num_asked += 1
             self.asked.set()
-            answer = original(client, method, asked, body, *rest)
+            answer = await original(client, method, asked, body, *rest)
             with lock:
                 self.answered_bodies.append(body)
             self.answered.set()

@@ -1,0 +1,50 @@
+"""A checksum depends on content, order and length, and on nothing else."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdptrain.rollout.weight_sync.checksum import bit_checksum, checksum
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8)
+
+
+def tensor_of(seed: int, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    return (100 * torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))).abs().to(dtype)
+
+
+@given(st.integers(0, 99), st.integers(1, 40), st.integers(1, 40), st.sampled_from(DTYPES), st.data())
+def test_any_change_of_one_element_or_of_the_order_shows(seed, rows, columns, dtype, data):
+    tensor = tensor_of(seed, rows, columns, dtype)
+    assert checksum(tensor) == checksum(tensor.clone())
+    changed = tensor.clone()
+    place = data.draw(st.integers(0, tensor.numel() - 1))
+    changed.view(-1)[place] += 1 if dtype == torch.uint8 else changed.view(-1)[place] // 64 + 1
+    assert checksum(changed) != checksum(tensor)
+    turned = tensor.flip(0).contiguous()
+    assert (checksum(turned) == checksum(tensor)) == torch.equal(turned, tensor)
+
+
+@given(st.integers(0, 99), st.integers(2, 40), st.integers(2, 40), st.sampled_from(DTYPES))
+def test_memory_layout_does_not_show(seed, rows, columns, dtype):
+    tensor = tensor_of(seed, rows, columns, dtype)
+    assert checksum(tensor[1:]) == checksum(tensor[1:].clone())
+    assert checksum(tensor.t()) == checksum(tensor.t().contiguous())
+
+
+def test_rows_beyond_the_first_block_count():
+    tensor = torch.zeros(300_000)
+    sums = {checksum(tensor)}
+    for place in (0, 65_535, 65_536, 131_072, 299_999):
+        one = tensor.clone()
+        one[place] = 1
+        sums.add(checksum(one))
+    assert len(sums) == 6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_zeros_of_both_signs_are_equal_except_bit_by_bit(dtype):
+    zeros = torch.zeros(9, dtype=dtype)
+    assert checksum(zeros) == checksum(-zeros)
+    assert bit_checksum(zeros) != bit_checksum(-zeros)

@@ -1,0 +1,73 @@
+"""What vLLM is started with follows from model and platform, and users have the last word."""
+
+import base64
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3NextConfig
+
+from fsdptrain.config import Config
+from fsdptrain.data.routes import sample_routes
+from fsdptrain.errors import ConfigError
+from fsdptrain.testing import spawn
+from fsdptrain.vllm.in_process import build_vllm_engine
+from fsdptrain.vllm.options import gdn_options, routes_of, routes_options
+
+GDN = Qwen3NextConfig()
+TRITON = {"gdn_prefill_backend": "triton"}
+
+
+@pytest.mark.parametrize(
+    ("config", "capability", "given", "expected"),
+    [
+        (GDN, (9, 0), {}, {"additional_config": TRITON}),
+        (GDN, (9, 0), {"additional_config": {"a": 1}}, {"additional_config": {"a": 1, **TRITON}}),
+        (GDN, (9, 0), {"additional_config": {"gdn_prefill_backend": "flashinfer"}},
+         {"additional_config": {"gdn_prefill_backend": "flashinfer"}}),
+        (GDN, (9, 0), {"gdn_prefill_backend": "flashinfer"}, {}),
+        (GDN, (8, 0), {}, {}),
+        (Qwen3Config(), (9, 0), {}, {}),
+    ],
+)  # fmt: skip
+def test_gated_delta_nets_take_triton_on_hopper_unless_told_otherwise(config, capability, given, expected):
+    assert gdn_options(config, capability, given) == expected
+
+
+def test_routes_are_asked_for_where_vllm_can_tell_them_and_refused_elsewhere():
+    assert routes_options("off", "cpu") == routes_options("scoring", "cpu") == {}
+    assert routes_options("rollout", "cuda") == {"enable_return_routed_experts": True}
+    with pytest.raises(ConfigError, match="--router-replay rollout: vLLM reports its experts only on a GPU"):
+        routes_options("rollout", "cpu")
+
+
+def refusals(given: list[dict[str, int]]) -> list[str]:
+    said = []
+    for args in given:
+        config = Config(hf_checkpoint="x", rollout_engine="vllm", rollout_engine_args=args)
+        with pytest.raises(ConfigError) as caught:
+            build_vllm_engine(config, checkpoint=Path("x"), device=torch.device("cpu"))
+        said.append(str(caught.value))
+    return said
+
+
+def test_an_engine_in_the_process_is_spread_over_the_ranks_there_are_and_in_no_other_way():
+    [said] = spawn(1, refusals, [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
+    assert "tensor_parallel_size=2: an engine spans this number of ranks, and there are 1: use a divisor" in said[0]
+    assert "pipeline_parallel_size: an engine in the trainer's process supports tensor_parallel_size only" in said[1]
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16"])
+def test_routes_come_as_arrays_or_as_text_and_fit_a_sample(dtype):
+    experts = np.arange(6 * 2 * 4).reshape(6, 2, 4).astype(dtype)  # of 7 tokens: the last was never read
+    file = io.BytesIO()
+    np.save(file, experts)
+    for given in (experts, base64.b64encode(file.getvalue()).decode()):
+        routes = sample_routes([routes_of(given)], 7)
+        assert routes is not None
+        assert routes.dtype == torch.int16
+        assert routes[:6].tolist() == experts.tolist()
+        assert (routes[6] == -1).all()
+    assert routes_of(None) is None

@@ -1,0 +1,60 @@
+"""A server never outlives the run, however that ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from fsdptrain.vllm.server import supervisor
+
+PARENT = """
+import os, subprocess, sys, time
+subprocess.Popen([sys.executable, sys.argv[1], str(os.getpid()), sys.argv[2], "bash", "-c", "sleep 60 & sleep 60"])
+time.sleep(60)
+"""
+
+
+def family(pid: int, size: int) -> list[psutil.Process]:
+    end = time.monotonic() + 30
+    while len(found := psutil.Process(pid).children(recursive=True)) < size:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    return found
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_killed_run_takes_servers_and_folders_with_it(tmp_path, stopped):
+    folders = [tmp_path / "weights", tmp_path / "imports"]
+    for folder in folders:
+        folder.mkdir()
+    run = subprocess.Popen([sys.executable, "-c", PARENT, str(supervisor.__file__), os.pathsep.join(map(str, folders))])
+    processes = family(run.pid, 4)  # supervisor, bash and two sleeps
+    if stopped:
+        for process in processes[1:]:
+            process.suspend()
+    run.send_signal(signal.SIGKILL)
+    run.wait()
+    _, alive = psutil.wait_procs(processes, timeout=30)
+    assert alive == []
+    assert not any(folder.exists() for folder in folders)
+
+
+def test_a_server_that_ends_takes_its_workers_with_it(tmp_path):
+    command = [sys.executable, str(supervisor.__file__), str(os.getpid()), str(tmp_path / "weights"), "bash", "-c"]
+    supervisor_process = subprocess.Popen([*command, f"sleep 60 & echo $! > {tmp_path / 'pid'}; exit 3"])
+    assert supervisor_process.wait(timeout=30) == 3
+    worker, end = int((tmp_path / "pid").read_text()), time.monotonic() + 30
+    while not is_dead(worker):  # the signal was sent
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def is_dead(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True

@@ -1,0 +1,78 @@
+"""With servers the verification names every fault and the server, and notices a prefix cache that was kept."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from fsdptrain.config import Config
+from fsdptrain.errors import RolloutError
+from fsdptrain.fsdp.backend import FSDPBackend
+from fsdptrain.testing import spawn
+from fsdptrain.vllm.server.client import Deadline, VLLMClient
+from fsdptrain.vllm.server.engine import VLLMServerEngine
+from fsdptrain.vllm.server.push import FileTransfer
+from tests.vllm import contract
+from tests.vllm.faults import FaultyTransfer, plant_faults, require_named, sync
+from tests.vllm.servers import cases
+from tests.vllm.servers.conftest import wait_for_both
+
+TRIES = {"tied": 50, "untied": 50, "moe": 100}  # a hundred of dense models and of mixtures of experts
+_FUSED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", ".experts.")
+
+
+def is_part_of_a_layer(name: str) -> bool:
+    """A server itself refuses an update that lacks the only tensor of a layer."""
+    return any(part in name for part in _FUSED)
+
+
+@contextmanager
+def keep_cache(engine: VLLMServerEngine) -> Iterator[None]:
+    """The servers report that they reset their prefix cache, and keep it."""
+    post, reset = VLLMClient.post, VLLMClient.reset_prefix_cache
+
+    async def without_clearing(client: VLLMClient, path: str, body: Any = None, *, timeout: float) -> Any:
+        return await post(client, path + "&clear_cache=false" * (path == "/pause?mode=abort"), body, timeout=timeout)
+
+    async def nothing(client: VLLMClient, *, timeout: float) -> None: ...
+
+    VLLMClient.post, VLLMClient.reset_prefix_cache = without_clearing, nothing
+    try:
+        yield
+    finally:
+        VLLMClient.post, VLLMClient.reset_prefix_cache = post, reset
+
+
+@pytest.mark.parametrize("name", TRIES)
+def test_each_fault_is_named(models, urls, tmp_path: Path, name: str) -> None:
+    options = cases.attached(models[name].first, urls[name], output_dir=str(tmp_path), max_tokens_per_gpu=1024)
+    transfer = FaultyTransfer(droppable=is_part_of_a_layer)
+    [(outcomes, differences)] = spawn(1, plant_faults, options, TRIES[name], transfer, keep_cache, timeout=500)
+    assert len(outcomes) == TRIES[name]
+    require_named(outcomes, differences, bound=1e-5, replica=urls[name])
+
+
+def test_of_two_servers_the_one_with_a_wrong_tensor_is_named(pair, models, monkeypatch):
+    broken, victim = pair.clients[1].url, "model.layers.1.self_attn.o_proj.weight"
+    right = FileTransfer.send
+
+    async def send(transfer: FileTransfer, client: VLLMClient, files: Sequence[Path], deadline: Deadline) -> None:
+        if client.url != broken:
+            return await right(transfer, client, files, deadline)
+        tensors = {name: tensor for path in files for name, tensor in load_file(path).items()}
+        tensors[victim] = tensors[victim].flip(0)
+        save_file(tensors, files[0].with_suffix(".wrong"))
+        return await right(transfer, client, [files[0].with_suffix(".wrong")], deadline)
+
+    wait_for_both(pair)
+    options = cases.options(models["tied"].first, rollout_num_servers=2, max_tokens_per_gpu=1024)
+    backend = FSDPBackend(Config(**options), total_steps=1)
+    verifier, transfer = contract.verifier_of(options, pair, backend), FaultyTransfer()
+    for version in (100, 101):
+        sync(backend, pair, verifier, version, transfer)
+    monkeypatch.setattr(FileTransfer, "send", send)
+    with pytest.raises(RolloutError, match=f"{broken} does not hold {victim} of version 102"):
+        sync(backend, pair, verifier, 102, transfer)
