@@ -1,4 +1,4 @@
-"""Which engine the options of servers belong to, and which addresses may be spoken to."""
+"""Checks of server options: the engine that they require, and valid server addresses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from fsdptrain.config.root import Config
 
 SERVER_ENGINE = "vllm-server"
-LOOK_S = 120.0  # for a server to describe itself: it looks at its whole machine first
+LOOK_S = 120.0  # time limit for a server to describe itself; it inspects its whole machine first [s]
 _OF_ALL = (
     "rollout_urls rollout_num_servers rollout_server_python rollout_api_key_env rollout_public_servers weight_push "
     "weight_folder update_weight_buffer_size sync_timeout server_start_timeout min_servers"

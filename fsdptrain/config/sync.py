@@ -1,4 +1,4 @@
-"""How old the weights of an engine may be, how they reach servers, and how long anyone waits for them."""
+"""Options of weight staleness, weight transfer to servers and server timeouts."""
 
 from typing import Literal
 
@@ -8,25 +8,25 @@ from fsdptrain.config.section import Section
 
 
 class SyncConfig(Section):
-    """Engines and their weights."""
+    """Engines and weight sync."""
 
     max_staleness: int = Field(default=0, ge=0)
-    """Generate ahead of training: with weights at most so many rollouts older than those that are trained. With
-    vllm-server both go on at the same time. 0: always with the newest. [rollouts]"""
+    """Generate ahead of training, with weights at most this many rollouts older than the trained ones. With
+    vllm-server, both run concurrently. 0: always use the newest weights. [rollouts]"""
     offload_train: bool = False
-    """Weights and optimizer of the trainer are in host memory while completions are made, so that the engine has the
-    device to itself. They cross the bus there and back in each rollout. [rollouts]"""
+    """Keep the trainer's weights and optimizer in host memory during generation, so that the engine has the device to
+    itself. They are transferred to the host and back in each rollout."""
     weight_push: Literal["file", "gloo", "nccl"] = "file"
-    """How weights reach servers. `file`: by a folder that they can read. `gloo`: over the network. `nccl`: from GPU to
-    GPU, not yet run."""
+    """Weight transfer to servers. `file`: through a directory that they can read. `gloo`: over the network. `nccl`: GPU
+    to GPU, not tested yet."""
     weight_folder: str | None = None
-    """Folder for the weights of the newest version. Default: in shared memory if all servers are on this machine and it
-    has room, else in --output-dir, which they must then see."""
+    """Directory for the newest weights. Default: in shared memory if all servers are on this machine and it has room,
+    else in --output-dir, which the servers must be able to read."""
     update_weight_buffer_size: int = Field(default=512 * 2**20, ge=1)
-    """Weights that are sent, or stored in one file, at one time. [bytes]"""
+    """Size of the weights that are sent, or stored in one file, at a time. [bytes]"""
     sync_timeout: float = Field(default=300.0, gt=0.0)
-    """Deadline of every wait for a server: to take new weights, to show a sign of life while it generates. [s]"""
+    """Timeout of every wait for a server: to load new weights, or to respond while it generates. [s]"""
     server_start_timeout: float = Field(default=600.0, gt=0.0)
-    """Deadline for a server to start. [s]"""
+    """Timeout for a server to start. [s]"""
     min_servers: int = Field(default=1, ge=1)
-    """Go on with so many servers when others are gone; those that the run started itself are started again."""
+    """Minimum number of servers; the run continues without the others. Servers that the run started are restarted."""
