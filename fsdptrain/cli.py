@@ -1,7 +1,9 @@
-"""The command line: `fsdptrain [flags]` trains, `fsdptrain inspect` says what would run, `fsdptrain plan` whether it
-fits, `fsdptrain export` writes a checkpoint as a Hugging Face folder, `fsdptrain report` shows what a run did.
+"""Command line interface: train, inspect, plan, export and report.
 
-Whatever a user can cause and mend ends in one line on stderr and exit code 2; Ctrl-C ends quietly with 130.
+`fsdptrain [flags]` trains. `fsdptrain inspect` shows what would run. `fsdptrain plan` checks whether it fits into
+memory. `fsdptrain export` writes a checkpoint as a Hugging Face directory. `fsdptrain report` summarizes a run.
+
+Errors that a user can fix print one line to stderr and exit with code 2. Ctrl-C exits silently with code 130.
 """
 
 import json
@@ -39,7 +41,7 @@ Train (a complete GRPO run), look first, look back, take the model along:
 
 A flag wins over a recipe, a recipe over a preset; --dry-run shows which."""
 
-_BEFORE_TORCH = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # frames of C++ for what we say in a line
+_BEFORE_TORCH = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # suppress C++ stack traces; errors are reported in one line
 
 HF_CHECKPOINT = Option("--hf-checkpoint", str | None, "Hub id, or a folder: its config.json is enough.", None)
 EXPORT_EXAMPLE = "--checkpoint runs/default/checkpoints/step_00000050 --output my-model"
@@ -95,14 +97,14 @@ run may still go on.
 
 
 def main() -> None:
-    """The console script. Exits with 0, with 2 for an error that the user can mend, with 130 after Ctrl-C."""
+    """Run the console script. Exits with 0, with 2 after an error that the user can fix, with 130 after Ctrl-C."""
     for name, value in _BEFORE_TORCH.items():
         os.environ.setdefault(name, value)
     sys.exit(run(sys.argv[1:]))
 
 
 def run(argv: Sequence[str]) -> int:
-    """Do what `argv` says; the exit code."""
+    """Run the command in `argv` and return the exit code."""
     try:
         return _command(argv)
     except FsdptrainError as error:
@@ -121,7 +123,7 @@ def _command(argv: Sequence[str]) -> int:
         return COMMANDS[first](argv[1:])
     if first == "help":
         return show_help()
-    if first.isalpha() and not Path(first).exists():  # a path or a hub id gets its own advice
+    if first.isalpha() and not Path(first).exists():  # paths and hub ids get a more specific error
         raise ConfigError(
             f"{first!r} is not a command: it is fsdptrain {', fsdptrain '.join(COMMANDS)}, or only flags to train, "
             "e.g. fsdptrain --hf-checkpoint Qwen/Qwen3-4B"
@@ -130,7 +132,7 @@ def _command(argv: Sequence[str]) -> int:
 
 
 def train(argv: Sequence[str]) -> int:
-    """`fsdptrain [flags]`."""
+    """Run `fsdptrain [flags]`."""
     if _asks_for_help(argv):
         return show_help()
     if "--version" in argv:
@@ -154,7 +156,7 @@ def train(argv: Sequence[str]) -> int:
 
 
 def _draw_processes(config: Config) -> None:
-    """Draw the groups of ranks, where --nproc-per-node or torchrun gives their number: devices are not counted here."""
+    """Print the rank groups if --nproc-per-node or torchrun gives the number of ranks. Does not count devices."""
     ranks = read_rank_variables()
     local = ranks.local_world_size if ranks else config.launch.nproc_per_node
     world_size = ranks.world_size if ranks else local
@@ -165,7 +167,7 @@ def _draw_processes(config: Config) -> None:
 
 
 def _check_sizes(config: Config) -> None:
-    """Check the parallel sizes against the model, where --nproc-per-node gives the number of processes."""
+    """Check the parallel sizes against the model if --nproc-per-node gives the number of processes."""
     if config.launch.nproc_per_node is not None and config.parallel.backend == "fsdp":
         from fsdptrain.tools.inspect.inspection import check_sizes
 
@@ -173,7 +175,7 @@ def _check_sizes(config: Config) -> None:
 
 
 def export(argv: Sequence[str]) -> int:
-    """`fsdptrain export --checkpoint DIR --output DIR`."""
+    """Run `fsdptrain export --checkpoint DIR --output DIR`."""
     if _asks_for_help(argv):
         return _print_help(
             "fsdptrain export",
@@ -184,7 +186,7 @@ def export(argv: Sequence[str]) -> int:
     for key, option in EXPORT.items():
         if not values.get(key):
             raise ConfigError(f"{option.flag} is missing, e.g. fsdptrain export {EXPORT_EXAMPLE}")
-    from fsdptrain.trainer import export_checkpoint  # torch: only now
+    from fsdptrain.trainer import export_checkpoint  # lazy: imports torch
 
     checkpoint, output = Path(values.pop("checkpoint")), Path(values.pop("output"))
     export_checkpoint(checkpoint, output, **values)
@@ -194,14 +196,14 @@ def export(argv: Sequence[str]) -> int:
 
 
 def inspect(argv: Sequence[str]) -> int:
-    """`fsdptrain inspect --hf-checkpoint X [--num-gpus N] [--json] [--against-checkpoint] [run flags]`."""
+    """Run `fsdptrain inspect --hf-checkpoint X [--num-gpus N] [--json] [--against-checkpoint] [run flags]`."""
     if _asks_for_help(argv):
         return _print_help("fsdptrain inspect", INSPECT_USAGE, view({"": {"hf_checkpoint": HF_CHECKPOINT, **INSPECT}}))
     resolved = resolve(argv, INSPECT)
     _quieten_libraries()
     if resolved.config.parallel.backend == "megatron":
         return _inspect_megatron(resolved)
-    from fsdptrain.tools.inspect import inspection  # torch: only now
+    from fsdptrain.tools.inspect import inspection  # lazy: imports torch
     from fsdptrain.tools.inspect.text import print_inspection
 
     found = inspection.inspect_model(resolved.config, num_gpus=resolved.own["num_gpus"])
@@ -218,7 +220,7 @@ def inspect(argv: Sequence[str]) -> int:
 def _inspect_megatron(resolved: Resolved) -> int:
     if resolved.own["against_checkpoint"]:
         raise ConfigError("--against-checkpoint is of --backend fsdp: a run with --backend megatron checks it at start")
-    from fsdptrain.megatron.inspection import inspect_build  # torch: only now
+    from fsdptrain.megatron.inspection import inspect_build  # lazy: imports torch
     from fsdptrain.model.probes.kernels import require_no_fallback
 
     found = inspect_build(resolved.config)
@@ -232,7 +234,7 @@ def _inspect_megatron(resolved: Resolved) -> int:
 
 
 def plan(argv: Sequence[str]) -> int:
-    """`fsdptrain plan --hf-checkpoint X --num-gpus N --gpu-memory-gib G [--json] [run flags]`."""
+    """Run `fsdptrain plan --hf-checkpoint X --num-gpus N --gpu-memory-gib G [--json] [run flags]`."""
     if _asks_for_help(argv):
         return _print_help("fsdptrain plan", PLAN_USAGE, view({"": {"hf_checkpoint": HF_CHECKPOINT, **PLAN}}))
     resolved = resolve(argv, PLAN)
@@ -245,7 +247,7 @@ def plan(argv: Sequence[str]) -> int:
     check_world_size(resolved.config, machine["num_gpus"])
     _quieten_libraries()
     from fsdptrain.tools.inspect.inspection import meta_model
-    from fsdptrain.tools.plan import text as plan_text  # torch: only now
+    from fsdptrain.tools.plan import text as plan_text  # lazy: imports torch
     from fsdptrain.tools.plan.plan import Machine, make_plan
 
     model, _ = meta_model(resolved.config, with_adapters=True)
@@ -259,14 +261,14 @@ def plan(argv: Sequence[str]) -> int:
 
 
 def report(argv: Sequence[str]) -> int:
-    """`fsdptrain report RUN_DIR [--rollouts A:B]`: a table, RUN_DIR/curves.png and RUN_DIR/timeline.png."""
+    """Run `fsdptrain report RUN_DIR [--rollouts A:B]`: print a table, write curves.png and timeline.png to RUN_DIR."""
     if _asks_for_help(argv):
         sys.stdout.write(REPORT_USAGE)
         return 0
     if not argv or argv[0].startswith("-"):
         raise ConfigError("report takes the folder of one run first, e.g. fsdptrain report runs/default")
     rollouts = _range(parse(argv[1:], REPORT).get("rollouts"))
-    from fsdptrain.tools.report.curves import draw_curves  # rich: only now
+    from fsdptrain.tools.report.curves import draw_curves  # lazy: imports rich
     from fsdptrain.tools.report.report import print_report
     from fsdptrain.tools.report.timeline import draw_timeline
 
@@ -296,7 +298,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 
 
 def show_help() -> int:
-    """Every flag with its help text and its default, a box for each section."""
+    """Print all flags with help text and default, one box per section."""
     options = config_options()
     groups = {"": {"recipe": RECIPE}} | {
         section: {flat: options[flat] for flat, key in all_keys().items() if key.section == section}
@@ -327,7 +329,7 @@ def _asks_for_help(argv: Sequence[str]) -> bool:
 
 
 def _is_first() -> bool:
-    """Under torchrun every rank gets the same command line; the first one answers."""
+    """Return whether this is rank 0. Under torchrun, all ranks get the same command line."""
     ranks = read_rank_variables()
     return ranks is None or ranks.rank == 0
 

@@ -1,8 +1,8 @@
-"""Errors and small values across ranks.
+"""Error propagation and small reductions across ranks.
 
-A rank that raises alone leaves the others waiting in their next collective until it times out. Run rank-local work that
-can fail (reading a file, parsing a row) inside `raise_on_all_ranks`: every rank then raises the same error. Without an
-error it costs one all-reduce of one number.
+If one rank raises alone, the other ranks wait in their next collective until it times out. Run rank-local work that can
+fail (reading a file, parsing a row) inside `raise_on_all_ranks`: every rank then raises the same error. Without an
+error, it costs one all-reduce of one number.
 """
 
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ import torch.distributed as dist
 
 from fsdptrain.errors import FsdptrainError
 
-LONGEST_MESSAGE = 600  # characters of a foreign exception that are shown
+LONGEST_MESSAGE = 600  # limit for messages of other packages' exceptions [characters]
 
 
 def gather(value: Any) -> list[Any]:
-    """`value` of every rank, by rank. Small picklable things only; collective."""
+    """Gather `value` of every rank, in rank order. For small picklable objects only. Collective."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -27,15 +27,18 @@ def gather(value: Any) -> list[Any]:
 
 
 def sum_over_ranks(values: Sequence[float]) -> list[float]:
-    """Of each of `values` the sum, in float64; every rank passes as many. Collective."""
-    total = torch.tensor(values, dtype=torch.float64)  # on the CPU: gloo is always there (platform.distributed_backend)
+    """Sum each element of `values` over all ranks, in float64. All ranks pass the same number of values. Collective."""
+    total = torch.tensor(values, dtype=torch.float64)  # on the CPU: gloo is always available
     if dist.is_initialized():
         dist.all_reduce(total)
     return total.tolist()
 
 
 def any_rank(condition: bool, ranks: dist.ProcessGroup | None = None) -> bool:
-    """Whether it holds on some rank of all, or of `ranks`, a group for CPU tensors; collective."""
+    """Return whether `condition` holds on any rank of `ranks`. Collective.
+
+    `ranks` must be a group for CPU tensors; None means all ranks.
+    """
     if not dist.is_initialized():
         return condition
     flag = torch.tensor(int(condition))
@@ -44,17 +47,20 @@ def any_rank(condition: bool, ranks: dist.ProcessGroup | None = None) -> bool:
 
 
 def require_same(value: Any, error: FsdptrainError) -> None:
-    """`error`, with the words of rank 0, on all ranks if `value`, something small, differs between them; collective."""
+    """Raise `error` on all ranks, with the message of rank 0, if `value` differs between ranks. Collective.
+
+    `value` must be small and picklable.
+    """
     values = gather((value, str(error)))
     if any(other != values[0][0] for other, _ in values):
         raise type(error)(values[0][1])
 
 
-class raise_on_all_ranks:  # noqa: N801 - reads as a verb: `with together(CheckpointError, path): ...`
-    """A block of rank-local work; at its end every rank raises the same error, or none does. No collectives inside.
+class raise_on_all_ranks:  # noqa: N801 - reads as a verb: `with raise_on_all_ranks(CheckpointError, path): ...`
+    """Run rank-local code that may fail. If any rank raises, every rank raises the same error on exit.
 
-    An FsdptrainError keeps its class. Anything else that derives from Exception becomes `error_class` with one line,
-    after `context`: what it is does not matter, that the others learn of it does. KeyboardInterrupt passes through.
+    Do not call collectives inside. An FsdptrainError keeps its class. Any other Exception becomes `error_class` with a
+    one-line message that starts with `context`. KeyboardInterrupt passes through.
     """
 
     def __init__(self, error_class: type[FsdptrainError], context: str) -> None:
@@ -84,7 +90,7 @@ class raise_on_all_ranks:  # noqa: N801 - reads as a verb: `with together(Checkp
 
 
 def one_line(error: Exception) -> str:
-    """The message of `error` without line breaks; with its class where it is not one of ours."""
+    """Return the message of `error` without line breaks. Prefixes the class name unless it is an FsdptrainError."""
     text = " ".join(str(error).split())
     if isinstance(error, FsdptrainError):
         return text

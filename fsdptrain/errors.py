@@ -1,17 +1,17 @@
-"""The error tree.
+"""Exception hierarchy.
 
     FsdptrainError
-    ├── ConfigError          a flag, a recipe key, or a combination of them cannot work
-    ├── CheckpointError      a model or training checkpoint is missing, broken or of another model
-    ├── DataError            a data set, a column or a row cannot be used
+    ├── ConfigError          a flag, a recipe key, or a combination of them is invalid
+    ├── CheckpointError      a model or training checkpoint is missing, corrupt or of another model
+    ├── DataError            a data set, a column or a row is unusable
     ├── RewardError          too many samples could not be scored
-    ├── RolloutError         an engine failed, or did not answer before its deadline
-    ├── MemoryPlanError      the model cannot fit into the memory that is there
-    ├── NumericsError        the trainer disagrees with the stock model, or gradients are not finite too often
-    └── RankError            other ranks cannot be reached
+    ├── RolloutError         an engine failed or exceeded its deadline
+    ├── MemoryPlanError      the model does not fit into memory
+    ├── NumericsError        trainer and stock model disagree, or gradients are non-finite too often
+    └── RankError            other ranks are unreachable
 
-The command line prints the message of any of these as one line and exits with code 2. A message names the flag (or the
-file), the value that was found, and the way out.
+The command line prints the message as one line and exits with code 2. A message names the flag or file, the value and
+the fix.
 """
 
 import traceback
@@ -19,19 +19,19 @@ from pathlib import Path
 
 
 class FsdptrainError(Exception):
-    """Base of every error that a user can cause and mend."""
+    """Base class of all errors that a user can cause and fix."""
 
 
 class ConfigError(FsdptrainError, ValueError):
-    """A flag, a recipe key, or a combination of them cannot work."""
+    """A flag, a recipe key, or a combination of them is invalid."""
 
 
 class CheckpointError(FsdptrainError):
-    """A model or training checkpoint is missing, broken or of another model."""
+    """A model or training checkpoint is missing, corrupt or of another model."""
 
 
 class DataError(FsdptrainError):
-    """A data set, a column or a row cannot be used."""
+    """A data set, a column or a row is unusable."""
 
 
 class RewardError(FsdptrainError):
@@ -39,23 +39,23 @@ class RewardError(FsdptrainError):
 
 
 class RolloutError(FsdptrainError):
-    """An engine failed, or did not answer before its deadline."""
+    """An engine failed or exceeded its deadline."""
 
 
 class MemoryPlanError(FsdptrainError):
-    """The model cannot fit into the memory that is there."""
+    """The model does not fit into memory."""
 
 
 class NumericsError(FsdptrainError):
-    """The trainer disagrees with the stock model, or gradients are not finite too often."""
+    """Trainer and stock model disagree, or gradients are non-finite too often."""
 
 
 class RankError(FsdptrainError):
-    """Other ranks cannot be reached."""
+    """Other ranks are unreachable."""
 
 
 def describe(error: Exception) -> str:
-    """An exception of a user's own function on one line: what, and where in their code."""
+    """Format an exception of user code on one line: class, message, file and line number."""
     message = (str(error).strip() or "no message").splitlines()[0]
     frames = traceback.extract_tb(error.__traceback__)
     return f"{type(error).__name__}: {message} ({Path(frames[-1].filename).name}:{frames[-1].lineno})"

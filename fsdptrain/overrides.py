@@ -1,13 +1,13 @@
-"""Functions of ours that a package for a device may replace on it: an attention kernel, the memory that is free.
+"""Functions that device packages may override, such as an attention kernel or the free-memory query.
 
-A package offers one by an entry point of the group `fsdptrain.overrides`, named `<device type>.<key>`, where the key is
-the whole dotted name of a function in `OVERRIDABLE`:
+A package registers an override as an entry point of the group `fsdptrain.overrides` named `<device type>.<key>`, where
+the key is the full dotted name of a function in `OVERRIDABLE`:
 
     [project.entry-points."fsdptrain.overrides"]
     "npu.fsdptrain.model.attention.attention.varlen_attention" = "my_kernels.attention:varlen_attention"
 
-They are resolved once, when a run or an inspection is built, which lists them. A plug-in that cannot be loaded is an
-error, and so are two for one function: what runs is never the original where another was installed.
+Overrides are resolved once, when a run or an inspection is built, and are listed there. An override that cannot be
+loaded and two overrides of one function are errors: the original never runs in place of an installed override.
 """
 
 import inspect
@@ -35,7 +35,7 @@ OVERRIDABLE = (
 
 
 class Overridable(Generic[P, R]):
-    """A function of `OVERRIDABLE`: calls the original until `install_overrides` has chosen another."""
+    """Function of `OVERRIDABLE`. Calls the original until `install_overrides` selects another."""
 
     def __init__(self, original: Callable[P, R]) -> None:
         update_wrapper(self, original)
@@ -46,15 +46,15 @@ class Overridable(Generic[P, R]):
         return self.chosen(*args, **kwargs)
 
 
-overridable = Overridable  # as a decorator
+overridable = Overridable  # decorator
 
 
 @dataclass(frozen=True)
 class Override:
-    """What runs in place of one of our functions, and whose it is."""
+    """Installed override of a function and the package that provides it."""
 
-    key: str  # the function's whole dotted name
-    value: str  # package.module:function of the one that takes its place
+    key: str  # full dotted name of the overridden function
+    value: str  # package.module:function of the override
     package: str  # name and version of the distribution
 
     @property
@@ -63,11 +63,11 @@ class Override:
 
 
 def install_overrides(device_type: str) -> list[Override]:
-    """Make every function of `OVERRIDABLE` what the packages installed here say for `device_type`; what they say.
+    """Install the overrides for `device_type` that installed packages provide, and return them.
 
-    Functions without a plug-in are the originals again. ConfigError, and nothing is changed, for a key that is none of
-    ours, for two plug-ins of one key, and for one that cannot be loaded or takes other arguments. Plug-ins for other
-    devices are not imported.
+    Functions without an override are reset to the originals. Overrides for other devices are not imported. Raises
+    ConfigError, and changes nothing, for an unknown key, for two overrides of one key, and for an override that cannot
+    be loaded or has different parameters.
     """
     points = list(_points(device_type))
     functions = {key: _function(key) for key in OVERRIDABLE}
@@ -95,7 +95,7 @@ def _points(device_type: str) -> Iterator[tuple[str, EntryPoint]]:
 
 
 def _function(key: str) -> Overridable[..., Any]:
-    """By name: it lies in a higher layer, which this one must not import before somebody calls `install_overrides`."""
+    """Import lazily by name: the function is in a higher layer, which this module must not import at load time."""
     module, _, name = key.rpartition(".")
     return getattr(import_module(module), name)
 
@@ -104,7 +104,7 @@ def _load(key: str, point: EntryPoint, function: Overridable[..., Any]) -> Calla
     try:
         theirs = point.load()
         found = list(inspect.signature(theirs).parameters)
-    except Exception as error:  # code of others: whatever it raises, the original must not run instead
+    except Exception as error:  # third-party code may raise anything; never fall back to the original
         raise ConfigError(f"plug-in {_said(point)} cannot be loaded: {describe(error)}; mend or remove it") from error
     wanted = list(inspect.signature(function.original).parameters)
     if found != wanted:

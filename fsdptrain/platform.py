@@ -1,6 +1,6 @@
-"""The device: which one, how its ranks talk, its random numbers, and how much memory it has. Through torch.accelerator.
+"""Device selection, communication backend, random state and memory, through torch.accelerator.
 
-The environment variable FSDPTRAIN_PLATFORM chooses `cpu` where a device is there; without it the device is taken.
+Set the environment variable FSDPTRAIN_PLATFORM to `cpu` to ignore an available accelerator.
 """
 
 import os
@@ -26,14 +26,14 @@ PLATFORM = "FSDPTRAIN_PLATFORM"
 
 
 def has_accelerator() -> bool:
-    """Whether this process computes on a device of its own."""
+    """Return whether this process computes on an accelerator."""
     return device_type() != "cpu"
 
 
 def device_type() -> str:
-    """FSDPTRAIN_PLATFORM; without it `cuda` (or what torch.accelerator knows) where a device is there, else `cpu`.
+    """Return FSDPTRAIN_PLATFORM if set, else the accelerator type (e.g. `cuda`) if available, else `cpu`.
 
-    ConfigError if it asks for what is not here.
+    Raises ConfigError if FSDPTRAIN_PLATFORM names an unavailable device.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     here = accelerator.type if accelerator is not None else "cpu"
@@ -47,38 +47,38 @@ def device_type() -> str:
 def _why_not(name: str) -> str:
     try:
         torch.device(name)
-    except RuntimeError:  # a vendor's package makes its own name known
+    except RuntimeError:  # a vendor package registers the device name
         return "this torch knows no such device type"
     return "torch finds no such device on this machine"
 
 
 def device_count() -> int:
-    """Devices of this machine: as many processes can run on it. On a CPU 1."""
+    """Return the number of devices of this machine, which limits its number of processes; 1 on a CPU."""
     return torch.accelerator.device_count() if has_accelerator() else 1
 
 
 def local_device() -> torch.device:
-    """The device of this process, by LOCAL_RANK."""
+    """Return the device of this process, selected by LOCAL_RANK."""
     kind = device_type()
     return torch.device(kind) if kind == "cpu" else torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def distributed_backend() -> str:
-    """Device tensors go by the device's own library, host tensors by gloo: both are always there."""
+    """Return the backend: the device's default for device tensors, gloo for host tensors. gloo is always available."""
     kind = device_type()
     return "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
 
 
 @overridable
 def device_memory() -> tuple[int, int]:
-    """Free and total memory of this process's device. [bytes] On a CPU: of the host."""
+    """Return free and total memory of this process's device, or of the host on a CPU. [bytes]"""
     if not has_accelerator():
         return host_memory()
     return torch.accelerator.get_memory_info(local_device())
 
 
 def host_memory() -> tuple[int, int]:
-    """Available and total memory of the host, within the limits of its control groups. [bytes]"""
+    """Return available and total memory of the host, within its cgroup limits. [bytes]"""
     memory = psutil.virtual_memory()
     free, total = memory.available, memory.total
     for group in _control_groups(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")):
@@ -88,7 +88,7 @@ def host_memory() -> tuple[int, int]:
 
 
 def _control_groups(membership: Path, root: Path) -> list[Path]:
-    """Folders of the groups (version 2) that this process is in, those with a limit: of a container, a Slurm job."""
+    """Return the cgroup v2 directories with a memory limit that apply to this process (container, Slurm job)."""
     lines = membership.read_text().splitlines() if membership.is_file() else []
     own = [root / line.removeprefix("0::").lstrip("/") for line in lines if line.startswith("0::")]
     groups = [folder for path in own for folder in (path, *path.parents) if folder.is_relative_to(root)]
@@ -96,7 +96,7 @@ def _control_groups(membership: Path, root: Path) -> list[Path]:
 
 
 def _group_memory(group: Path) -> tuple[int, int]:
-    """Limit of a control group and what is left of it; pages of files that the kernel can drop are left. [bytes]"""
+    """Return the limit of a cgroup and its free memory. Reclaimable file pages count as free. [bytes]"""
     text = (group / "memory.max").read_text().strip()
     if text == "max":
         return sys.maxsize, sys.maxsize
@@ -106,12 +106,12 @@ def _group_memory(group: Path) -> tuple[int, int]:
 
 
 def peak_device_memory() -> int:
-    """Most memory that tensors held on the device since the start. [bytes] 0 on a CPU."""
+    """Return the peak memory allocated by tensors on the device since the start; 0 on a CPU. [bytes]"""
     return torch.accelerator.max_memory_allocated() if has_accelerator() else 0
 
 
 def host_rss() -> int:
-    """Resident memory of this process. [bytes]"""
+    """Return the resident memory of this process. [bytes]"""
     return psutil.Process().memory_info().rss
 
 
@@ -119,8 +119,8 @@ def host_rss() -> int:
 def process_group(timeout_s: float) -> Iterator[None]:
     """Open the process group of torchrun's ranks, or of this process alone, and close it on exit.
 
-    A group that exists is used and left open. timeout_s: for every wait between ranks. Raises ConfigError and
-    RankError where the ranks do not find each other.
+    An existing group is reused and left open. `timeout_s` [s] applies to every wait between ranks. Raises ConfigError,
+    or RankError if the ranks cannot connect.
     """
     if dist.is_initialized():
         yield
@@ -149,26 +149,26 @@ def _check_device(index: int, count: int) -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """All generators that a library may draw from in this process."""
+    """Seed the random generators of Python, NumPy and PyTorch in this process."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def device_rng_state() -> torch.Tensor | None:
-    """Of this process's device, as bytes on the host. None on a CPU: torch.get_rng_state() is all there is."""
+    """Return the RNG state of this process's device, as bytes on the host. None on a CPU: use torch.get_rng_state()."""
     return torch.get_device_module(device_type()).get_rng_state() if has_accelerator() else None
 
 
 def set_device_rng_state(state: torch.Tensor) -> None:
-    """What `device_rng_state` returned. On a CPU nothing: there is no such generator."""
+    """Restore the state returned by `device_rng_state`. No-op on a CPU."""
     if has_accelerator():
         torch.get_device_module(device_type()).set_rng_state(state)
 
 
 @contextmanager
 def random_states_kept() -> Iterator[None]:
-    """Whatever is drawn or seeded inside, torch's generators go on as if nothing had been."""
+    """Restore torch's RNG states on exit, regardless of draws and seeding inside."""
     state, of_device = torch.get_rng_state(), device_rng_state()
     try:
         yield
@@ -179,7 +179,7 @@ def random_states_kept() -> Iterator[None]:
 
 
 def set_deterministic(enabled: bool) -> None:
-    """Only deterministic kernels: an operation without one raises."""
+    """Select deterministic kernels. Operations without one raise an error."""
     if enabled:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS
     torch.use_deterministic_algorithms(enabled)

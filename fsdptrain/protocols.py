@@ -1,7 +1,7 @@
-"""The seams: what a rollout engine, a training backend, a reward, an environment, a loss and a logger must offer.
+"""Protocols of rollout engines, training backends, rewards, environments, losses and loggers.
 
-Nothing is inherited: an object with these methods will do. Every method of an engine or a backend is collective: all
-ranks call it in the same order, and the implementation decides who acts.
+Protocols are structural: implementations need no base class. All methods of engines and backends are collective unless
+documented otherwise. All ranks call them in the same order, and the implementation decides which ranks act.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -32,23 +32,23 @@ ModelRole = Literal["policy", "reference"]
 
 
 class RolloutEngine(Protocol):
-    """Makes completions. Each rank passes its own share of the prompts and gets the completions of that share."""
+    """Generator of completions. Each rank passes its shard of the prompts and gets the completions of that shard."""
 
-    weight_naming: Naming  # the names that `update_weights` expects: of the files on the hub, or of the modules
+    weight_naming: Naming  # weight names that `update_weights` expects: checkpoint names or module names
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
-        """`num_samples` completions for each prompt, prompt by prompt, in order.
+        """Return `num_samples` completions for each prompt, in prompt order.
 
-        An engine may stop at a prompt's own `max_tokens`; the caller cuts what is longer.
+        An engine may stop at a prompt's `max_tokens`; the caller truncates longer completions.
         """
         ...
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
-        """Take the full tensors of `weights` (every rank iterates it to the end) and answer with them from now on."""
+        """Load the full tensors of `weights`. Every rank must exhaust the iterator."""
         ...
 
     def sleep(self) -> None:
-        """Give back device memory until `wake_up`. Nothing to do for an engine that sleeps already."""
+        """Free device memory until `wake_up`. No-op if already asleep."""
         ...
 
     def wake_up(self) -> None: ...
@@ -80,7 +80,7 @@ class EngineReplica(Protocol):
 
     @property
     def name(self) -> str:
-        """In messages."""
+        """Name for messages."""
         ...
 
     def checksums(self, names: Collection[str], kind: ChecksumKind = "bits") -> Mapping[str, int] | None:
@@ -108,86 +108,94 @@ class InFlightEngine(RolloutEngine, Protocol):
     (--max-staleness)."""
 
     def generate_in_flight(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
-        """As `generate`, but from any thread, and across `update_weights`: each token with the weights that the engine
-        has at that moment, as `Completion.versions` says. Not collective. RolloutError once the engine is closed."""
+        """Generate like `generate`, from any thread and across `update_weights` calls.
+
+        Each token is sampled with the weights that the engine holds at that moment; `Completion.versions` records them.
+        Not collective. Raises RolloutError after the engine is closed.
+        """
         ...
 
 
 @runtime_checkable
 class FeatureEngine(RolloutEngine, Protocol):
-    """An engine whose model needs the hooks of features, such as images in prompts."""
+    """Engine whose model needs hooks of features, such as images in prompts."""
 
     def use_features(self, features: "Features") -> None: ...
 
 
 @runtime_checkable
 class AdapterEngine(RolloutEngine, Protocol):
-    """An engine that holds the frozen weights of the checkpoint, and takes the adapter alone (--lora-sync adapter)."""
+    """Engine that holds the frozen checkpoint weights and receives only the adapter (--lora-sync adapter)."""
 
     def update_adapter(
         self, weights: Iterable[tuple[str, Tensor]], write_config: Callable[[Path], None], policy_version: int
     ) -> None:
-        """Take the full tensors by peft's names (every rank iterates to the end); `write_config` makes
-        adapter_config.json in a folder. Collective."""
+        """Load the full adapter tensors, by their peft names.
+
+        Every rank must exhaust the iterator. `write_config` writes adapter_config.json into a directory. Collective.
+        """
         ...
 
 
 class TrainBackend(Protocol):
-    """Owns the policy, its optimizer and its reference."""
+    """Owner of the policy, its optimizer and the reference model."""
 
     def score(self, batches: Sequence[PackedBatch], model: ModelRole) -> list[LogProbs]:
-        """Log-probabilities without gradient, on the CPU, one record for each batch."""
+        """Compute log-probabilities without gradient. Returns one record per batch, on the CPU."""
         ...
 
     def train_step(self, batches: Sequence[PackedBatch], loss: "Loss", config: LossConfig) -> Metrics:
-        """One optimizer step over the packs of this rank; every rank passes the same number of packs."""
+        """Run one optimizer step over the packs of this rank. Every rank passes the same number of packs."""
         ...
 
     def update_reference(self) -> None:
-        """Make the present policy the reference. Checkpoints hold it from now on."""
+        """Copy the current policy into the reference. Later checkpoints include the new reference."""
         ...
 
     def hf_weights(self, naming: Naming = "hub") -> Iterator[tuple[str, Tensor]]:
-        """Full tensors in the compute dtype, layer by layer, on the device; every rank gets each of them."""
+        """Yield full tensors in the compute dtype, layer by layer, on the device. Every rank gets every tensor."""
         ...
 
     def push_weights(self, engine: RolloutEngine, policy_version: int) -> bool:
-        """Send the weights to `engine` in another way than by `hf_weights`; False where there is none."""
+        """Send the weights to `engine` without `hf_weights`. Returns False if no such path exists."""
         ...
 
     def save(self, directory: Path, step: int) -> Callable[[], None] | None:
-        """Returns what is left to be written, by a thread on every rank, or None where all is there."""
+        """Write a checkpoint. Returns the remaining writes, to run in a thread on every rank, or None if complete."""
         ...
 
     def load(self, directory: Path) -> int:
-        """Returns the step that was saved. Raises CheckpointError; never starts anew silently."""
+        """Load a checkpoint and return its step. Raises CheckpointError instead of silently starting over."""
         ...
 
 
 @runtime_checkable
 class OffloadingBackend(TrainBackend, Protocol):
-    """A backend that can leave the device to an engine for a while (--offload-train)."""
+    """Backend that can release the device to an engine temporarily (--offload-train)."""
 
     def offload(self, *, keep_weights: bool = False) -> None:
-        """Move everything to the host until `onload`, to make room for an engine on the same device. `keep_weights`:
-        all but what `hf_weights` and `score` need. What is there already stays there."""
+        """Move all state to the host until `onload`, to free memory for an engine on the same device.
+
+        With `keep_weights`, the state that `hf_weights` and `score` need stays on the device. State that is already on
+        the host stays there.
+        """
         ...
 
     def onload(self) -> None:
-        """Nothing to do where nothing was moved."""
+        """Move the state back to the device. No-op if nothing was moved."""
         ...
 
 
 class PromptProcessor(Protocol):
-    """Makes token ids of prompts that show images."""
+    """Tokenizer of prompts that contain images."""
 
     @property
     def chat_template(self) -> str | None:
-        """None: the one of the tokenizer."""
+        """Chat template, or None to use the tokenizer's."""
         ...
 
     def read(self, text: str, pictures: Sequence[Any]) -> Segment:
-        """Tokenize `text`, which has as many image marks as there are `pictures`. ValueError where they differ."""
+        """Tokenize `text` with its `pictures`. Raises ValueError if the number of image placeholders differs."""
         ...
 
 
@@ -197,23 +205,23 @@ class RewardFunction(Protocol):
 
 @runtime_checkable
 class TimedReward(RewardFunction, Protocol):
-    """A reward that counts, for each rollout anew, what calls that hang have cost."""
+    """Reward that counts, per rollout, the time lost to hanging calls."""
 
     def begin_rollout(self) -> None: ...
 
 
 class Environment(Protocol):
-    """The other side of a conversation. One object serves all episodes, from several threads at once.
+    """Environment of a multi-turn conversation. One object serves all episodes, from several threads concurrently.
 
-    What it may have besides, and what for: docs/environments.md.
+    For the optional methods, see docs/environments.md.
     """
 
     def reset(self, prompt: Prompt, seed: int) -> Any:
-        """Begin an episode: its state, in whatever form. `seed` is the same for all samples of a prompt."""
+        """Start an episode and return its state, any object. `seed` is the same for all samples of a prompt."""
         ...
 
     def step(self, state: Any, response: str) -> Turn:
-        """Answer `response`. Called after each response of the model, also after one that a limit cut short."""
+        """Reply to `response`. Called after each model response, including truncated ones."""
         ...
 
 
@@ -231,6 +239,6 @@ class Logger(Protocol):
 
 @runtime_checkable
 class TimelineLogger(Logger, Protocol):
-    """A logger that also keeps when each stage of rank 0 began and ended."""
+    """Logger that also records when each stage of rank 0 started and ended."""
 
     def log_timeline(self, spans: Sequence[Mapping[str, object]], step: int) -> None: ...

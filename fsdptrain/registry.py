@@ -1,6 +1,6 @@
-"""From a name to an object: a table's entry, `package.module:attribute`, or a plug-in.
+"""Resolve a name to an object: a table entry, `package.module:attribute`, or a plug-in.
 
-A package offers a plug-in by an entry point of the group `fsdptrain.plugins` named `<kind>.<name>`:
+A package registers a plug-in as an entry point named `<kind>.<name>` in the group `fsdptrain.plugins`:
 
     [project.entry-points."fsdptrain.plugins"]
     "loggers.mlflow" = "my_package.mlflow:MlflowLogger"
@@ -20,9 +20,9 @@ T = TypeVar("T")
 
 
 def resolve(name: str, table: Mapping[str, T], *, flag: str, plugins: str = "") -> T:
-    """The entry of `table`, the attribute that `package.module:attribute` names, or the plug-in of the kind `plugins`.
+    """Return the entry of `table`, the attribute `package.module:attribute`, or the plug-in of kind `plugins`.
 
-    ConfigError if there is none of them. No other plug-in is imported.
+    Raises ConfigError if `name` is none of these. Imports no other plug-in.
     """
     if name in table:
         return table[name]
@@ -37,10 +37,10 @@ def resolve(name: str, table: Mapping[str, T], *, flag: str, plugins: str = "") 
 
 
 def import_attribute(path: str, *, flag: str) -> Any:
-    """Import `package.module:attribute`, from the current folder too."""
+    """Import `package.module:attribute`. The current directory is on the import path."""
     module_name, _, attribute = path.partition(":")
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # a console script does not look into the current folder, `python -m` does
+        sys.path.insert(0, os.getcwd())  # console scripts do not add the current directory; `python -m` does
     try:
         return getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError) as error:
@@ -48,13 +48,13 @@ def import_attribute(path: str, *, flag: str) -> Any:
 
 
 def suggest(name: str, known: Mapping[str, object] | list[str]) -> str:
-    """`; did you mean 'x'?` or nothing."""
+    """Return `; did you mean 'x'?`, or an empty string if no name is close."""
     close = get_close_matches(name, list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def plugin_names(kind: str) -> list[str]:
-    """Names of the installed plug-ins of a `kind` (loggers, rollout, environments), without importing them."""
+    """Return the names of installed plug-ins of a `kind` (loggers, rollout, environments) without importing them."""
     return list(_plugins(kind))
 
 

@@ -1,4 +1,4 @@
-"""Test tools for this package and its users: real ranks, tiny real models, a scripted engine."""
+"""Test utilities for this package and its users: real ranks, tiny real models, a scripted engine."""
 
 import fcntl
 import io
@@ -26,9 +26,9 @@ from fsdptrain import platform
 from fsdptrain.protocols import Naming
 from fsdptrain.types import Completion, Prompt, SamplingParams
 
-# Modules that the fork server imports once; ranks and commands are forked from it and start with them imported.
+# Modules that the fork server imports once. Forked ranks and commands inherit them.
 _PRELOADED = ("fsdptrain.testing", "fsdptrain.trainer", "reasoning_gym", "math_verify")
-PRELOAD = "FSDPTRAIN_TEST_PRELOAD"  # environment variable: more such modules, separated by spaces
+PRELOAD = "FSDPTRAIN_TEST_PRELOAD"  # environment variable: additional modules, separated by spaces
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
@@ -37,7 +37,7 @@ CHAT_TEMPLATE = (
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level, 256 bytes and a few special tokens, with a chat template. Lossless."""
+    """Return a lossless byte-level tokenizer: 256 bytes, a few special tokens and a chat template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {
         token: i for i, token in enumerate(["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>", *alphabet])
@@ -56,7 +56,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def tiny_qwen3(seed: int = 0, **overrides: Any) -> Qwen3ForCausalLM:
-    """A random float32 Qwen3 of about 0.1 M parameters over `tiny_tokenizer`'s vocabulary."""
+    """Return a random float32 Qwen3 with about 0.1 M parameters and the vocabulary of `tiny_tokenizer`."""
     config = Qwen3Config(
         **{
             "vocab_size": 264,
@@ -78,19 +78,19 @@ def tiny_qwen3(seed: int = 0, **overrides: Any) -> Qwen3ForCausalLM:
 
 
 def save_tiny_checkpoint(directory: Path, seed: int = 0, **overrides: Any) -> Path:
-    """Write `tiny_qwen3` and `tiny_tokenizer` as a hub folder, in float32, in several files."""
+    """Save `tiny_qwen3` and `tiny_tokenizer` as a sharded float32 Hugging Face checkpoint and return `directory`."""
     tiny_qwen3(seed, **overrides).save_pretrained(directory, max_shard_size="200KB")
     tiny_tokenizer().save_pretrained(directory)
     return directory
 
 
 class FakeRolloutEngine:
-    """Answers from a script, and remembers which weights it was given. For tests of everything around an engine."""
+    """Scripted rollout engine for tests. Records the weights that it receives."""
 
     weight_naming: Naming = "hub"
 
     def __init__(self, respond: Callable[[Prompt, int], Sequence[int]]) -> None:
-        self.respond = respond  # (prompt, index of the sample) -> response tokens
+        self.respond = respond  # (prompt, sample index) -> response tokens
         self.policy_version = 0
         self.weights: dict[str, Tensor] = {}
 
@@ -116,11 +116,11 @@ class FakeRolloutEngine:
 
 
 def spawn(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
-    """Run `fn(*args)` on `world_size` real ranks (gloo, or the device's library) and return their results by rank.
+    """Run `fn(*args)` on `world_size` real ranks (gloo, or the device's backend) and return the results by rank.
 
-    `fn` must be importable: a function at the top level of a module. `timeout` [s] limits the whole run and each
-    collective. Raises RuntimeError with the traceback of the first rank that fails, or if the time is over. No process
-    is left behind. Groups of more than two ranks run one at a time on a machine.
+    `fn` must be importable: a top-level function of a module. `timeout` [s] limits the whole run and each collective.
+    Raises RuntimeError with the traceback of the first rank that fails, or on timeout. Leaves no process behind. Groups
+    of more than two ranks run one at a time per machine.
     """
     with _machine_lock() if world_size > 2 else nullcontext():
         return _spawn(world_size, fn, args, timeout)
@@ -128,7 +128,7 @@ def spawn(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 
 
 @contextmanager
 def _machine_lock() -> Iterator[None]:
-    """Hold a lock that one process of this user on this machine can hold."""
+    """Hold a lock that is exclusive among this user's processes on this machine."""
     with open(Path(tempfile.gettempdir()) / f"fsdptrain-ranks-{os.getuid()}.lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed
         yield
@@ -157,22 +157,22 @@ def _spawn(world_size: int, fn: Callable[..., Any], args: tuple[Any, ...], timeo
 
 
 def preloaded_context() -> ForkServerContext:
-    """Return a context whose processes start in 0.1 s: the process they are forked from has imported torch already."""
+    """Return a fork-server context whose processes start in 0.1 s, with torch already imported."""
     context = multiprocessing.get_context("forkserver")
-    # read once, when the first process starts
+    # only read when the first process starts
     context.set_forkserver_preload([*_PRELOADED, *os.environ.get(PRELOAD, "").split()])
     return context
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nothing listens on right now."""
+    """Return an unused TCP port of the loopback interface."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """Return the environment variables that torchrun sets for a rank, on one machine."""
+    """Return the environment variables that torchrun sets for a rank on one machine."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -207,7 +207,7 @@ def _run_rank(
     pipe: Connection, rank: int, world_size: int, port: int, timeout: float, fn: Callable[..., Any], args: tuple
 ) -> None:
     os.environ.update(rank_variables(rank, world_size, port))
-    torch.set_num_threads(1)  # ranks share the cores: spinning threads cost more than they bring
+    torch.set_num_threads(1)  # ranks share the cores; spinning threads slow each other down
     try:
         dist.init_process_group(platform.distributed_backend(), timeout=timedelta(seconds=timeout))
         buffer = io.BytesIO()

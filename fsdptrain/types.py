@@ -1,9 +1,9 @@
-"""The records that flow through a step, in the order in which they are made.
+"""Data records of one training step, in the order in which they are created.
 
     Prompt -> Completion -> Sample -> PackedBatch -> LogProbs -> LossOutput
 
-All are frozen: make a new one with `dataclasses.replace`. Shapes: P prompt tokens, R response tokens, L = P + R tokens
-of one sample, T tokens of one pack, N segments of one pack, M loss tokens of one pack, [] a scalar.
+All records are frozen; use `dataclasses.replace` to change one. Shapes: P prompt tokens, R response tokens, L = P + R
+tokens of one sample, T tokens of one pack, N segments of one pack, M loss tokens of one pack, [] a scalar.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,26 +15,29 @@ import torch
 from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
-ChecksumKind = Literal["bits", "values", "multiset"]  # models.checksum says what each depends on
+ChecksumKind = Literal["bits", "values", "multiset"]  # see rollout.weight_sync.checksum
 Metrics = dict[str, float]
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
-NO_ROUTE = -1  # in routes: no experts in this layer, or none known, so that the model chooses itself
+NO_ROUTE = -1  # in `routes`: no experts in this layer, or routing unknown; the model routes the token itself
 
 
 @dataclass(frozen=True)
 class Images:
-    """The images of one prompt, or of all sequences of a pack in their order, as the processor made them."""
+    """Processed images of one prompt, or of all sequences of a pack in order."""
 
-    inputs: Mapping[str, Tensor]  # by the names of the model's arguments; rows in the order of the images
-    token_types: Tensor  # [P], of a pack [T], i64: 1 where the place of an image is, else 0
+    inputs: Mapping[str, Tensor]  # by model argument name; rows follow the order of the images
+    token_types: Tensor  # [P], or [T] for a pack, i64: 1 at image placeholder tokens, else 0
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Images":
-        """With `change` of every tensor."""
+        """Apply `change` to every tensor."""
         return Images({name: change(x) for name, x in self.inputs.items()}, change(self.token_types))
 
 
 def join_images(parts: Sequence[tuple[Images | None, int]]) -> Images | None:
-    """Of sequences in a row, each (the images of its prompt, its length); None where no sequence has any."""
+    """Concatenate images of consecutive sequences.
+
+    `parts` holds (images of the prompt, sequence length) for each sequence. Returns None if no sequence has images.
+    """
     found = [images for images, _ in parts if images is not None]
     if not found:
         return None
@@ -48,7 +51,7 @@ def join_images(parts: Sequence[tuple[Images | None, int]]) -> Images | None:
 
 
 class Segment(NamedTuple):
-    """A sequence of tokens with the images that it shows."""
+    """Token sequence with the images it contains."""
 
     token_ids: list[int]
     images: Images | None = None
@@ -56,51 +59,51 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class Prompt:
-    """One question, already tokenised: what the engine sees is exactly `token_ids`."""
+    """Tokenized prompt. The engine receives exactly `token_ids`."""
 
-    id: str  # unique within its data set, and stable between runs
+    id: str  # unique within its data set and stable between runs
     token_ids: list[int]  # (P,)
-    text: str  # what `token_ids` decode to; shown to people, never tokenised again
-    label: Any = None  # the reference answer, in whatever form the reward understands
+    text: str  # decoded `token_ids`; for display only, never tokenized again
+    label: Any = None  # reference answer, in the format that the reward expects
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    max_tokens: int | None = None  # longest response to this prompt, where that is less than the sampling's
+    max_tokens: int | None = None  # per-prompt response limit; applies if below the limit in SamplingParams
     images: Images | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What an environment answers to a response of the model."""
+    """Reply of an environment to a model response."""
 
-    observation: str | Sequence[Message] = ""  # what the model reads next; a text is a message of the user
-    done: bool = False  # the episode ends here, and the observation is shown to nobody
-    reward: float | Mapping[str, float] | None = None  # added up over the episode; None: not judged
+    observation: str | Sequence[Message] = ""  # next model input; a string becomes a user message
+    done: bool = False  # the episode ends; the observation is discarded
+    reward: float | Mapping[str, float] | None = None  # summed over the episode; None: no reward
 
 
 @dataclass(frozen=True)
 class Episode:
-    """A conversation that has ended. A reward function finds it in `prompt.metadata["episode"]`."""
+    """Finished conversation. Reward functions read it from `prompt.metadata["episode"]`."""
 
-    messages: Sequence[Message]  # behind the prompt: responses of the model, and observations
-    reward: Mapping[str, float] | None  # the environment's own: its parts by name, and "reward"; None: it gave none
-    done: bool  # by the environment's word, not by a limit
+    messages: Sequence[Message]  # messages after the prompt: model responses and observations
+    reward: Mapping[str, float] | None  # environment reward: named parts and "reward"; None: no reward given
+    done: bool  # ended by the environment, not by a limit
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How an engine samples. `seed` and the ids of prompt and sample fix every draw."""
+    """Sampling parameters. `seed` with the prompt and sample ids determines every draw."""
 
-    num_samples: int  # completions for each prompt
-    max_tokens: int  # longest response, in tokens
+    num_samples: int  # completions per prompt
+    max_tokens: int  # response limit [tokens]
     temperature: float = 1.0  # 0.0: greedy
     top_p: float = 1.0
     top_k: int = -1  # -1: off
     min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
     seed: int = 0
-    with_routes: bool = False  # report the experts that each token took
+    with_routes: bool = False  # record the experts that each token was routed to
 
     def limit_of(self, prompt: Prompt) -> int:
-        """Longest response to `prompt`. [tokens]"""
+        """Return the response limit for `prompt`. [tokens]"""
         return self.max_tokens if prompt.max_tokens is None else min(self.max_tokens, prompt.max_tokens)
 
 
@@ -109,17 +112,17 @@ class Completion:
     """One response of the engine."""
 
     prompt_id: str
-    token_ids: list[int]  # (R,) with the stop token, when one was sampled
-    logprobs: list[float]  # (R,) of the distribution that was sampled from: after temperature and truncation
+    token_ids: list[int]  # (R,) includes the stop token, if one was sampled
+    logprobs: list[float]  # (R,) under the sampling distribution, after temperature and truncation
     finish_reason: FinishReason
-    policy_version: int  # of the weights that made its first token
+    policy_version: int  # weight version of the first token
     routes: Tensor | None = field(default=None, compare=False, repr=False)
-    """[P + R - 1, layers, k] i16 on the CPU: the experts of each token but the last, which the engine never read"""
-    versions: list[int] | None = None  # (R,) of each token, where new weights came in between; None: all the same
+    """[P + R - 1, layers, k] i16 on the CPU: experts of each token except the last, which the engine never processed"""
+    versions: list[int] | None = None  # (R,) per-token versions, if the weights changed midway; None: all equal
 
     @property
     def token_versions(self) -> list[int]:
-        """(R,) the weights that made each token."""
+        """Return the weight version of each token. (R,)"""
         return self.versions or [self.policy_version] * len(self.token_ids)
 
 
@@ -127,43 +130,42 @@ class Completion:
 class Sample:
     """One trainable sequence. A multi-turn sample has several runs of False in `loss_mask`."""
 
-    group_id: str  # samples of one prompt share it
+    group_id: str  # shared by all samples of one prompt
     token_ids: list[int]  # (L,)
-    loss_mask: list[bool]  # (L,) True where the model itself made the token
+    loss_mask: list[bool]  # (L,) True for tokens generated by the model
     rollout_logprobs: list[float]  # (L,) 0.0 where loss_mask is False
-    reward: float | None = None  # None: could not be scored
+    reward: float | None = None  # None: scoring failed
     rewards: Mapping[str, float] = field(default_factory=dict)  # by name
     advantage: float = 0.0
-    policy_version: int = 0  # of the weights that made its first token
-    versions: list[int] | None = (
-        None  # (L,) of each token, where they differ; of the model's own tokens alone it counts
-    )
+    policy_version: int = 0  # weight version of the first generated token
+    versions: list[int] | None = None  # (L,) per token, if they differ; only generated tokens are read
     truncated: bool = False
     routes: Tensor | None = field(default=None, compare=False, repr=False)  # [L, layers, k] i16 on the CPU
 
 
 @dataclass(frozen=True)
 class SharedPrefixes:
-    """Tokens with which several segments of a pack begin, and which the model computes once.
+    """Prefixes shared by several segments of a pack, each computed once.
 
-    The first segment of such is whole; those right behind it are computed from where they differ on. C <= T tokens are
-    computed. Whatever is said of tokens is said of all T of them: a vector of `rows` stands for each.
+    The first segment of each shared prefix is computed in full. The segments directly after it are computed from the
+    first differing token on. C <= T tokens are computed. Per-token tensors still have length T; `rows` maps each of the
+    T tokens to its computed token.
     """
 
-    segments: tuple[int, ...]  # (N,) the segment whose first tokens this one begins with; -1: it is whole
-    lengths: tuple[int, ...]  # (N,) how many tokens; 0: none. A segment has one token of its own at least
-    computed: Tensor  # [C] i64, where in the pack the computed tokens are
-    rows: Tensor  # [T] i64, which computed token stands for each token of the pack
-    cu_seqlens: Tensor  # [N+1] i32, of the computed tokens
+    segments: tuple[int, ...]  # (N,) index of the segment that holds this segment's prefix; -1: computed in full
+    lengths: tuple[int, ...]  # (N,) prefix length [tokens]; 0: none. At least one token of each segment is not shared
+    computed: Tensor  # [C] i64, positions of the computed tokens in the pack
+    rows: Tensor  # [T] i64, index of the computed token for each token of the pack
+    cu_seqlens: Tensor  # [N+1] i32, over the computed tokens
 
     @classmethod
     def of(cls, segments: Sequence[int], lengths: Sequence[int], seqlens: Sequence[int]) -> "SharedPrefixes":
-        """Where the computed tokens of segments of these lengths are."""
+        """Compute the layout from prefix owners, prefix lengths and segment lengths, each (N,)."""
         whole, prefix = torch.tensor(seqlens), torch.tensor(lengths)
         own_ends = (whole - prefix).cumsum(0)
         own_starts = own_ends - (whole - prefix)
         starts = (whole.cumsum(0) - whole).repeat_interleave(whole)
-        place = torch.arange(len(starts)) - starts  # of a token in its segment
+        place = torch.arange(len(starts)) - starts  # index of each token in its segment
         is_own = place >= prefix.repeat_interleave(whole)
         from_own = (own_starts - prefix).repeat_interleave(whole) + place
         from_first = own_starts[torch.tensor(segments)].repeat_interleave(whole) + place
@@ -176,41 +178,42 @@ class SharedPrefixes:
         )
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "SharedPrefixes":
-        """With `change` of every tensor."""
+        """Apply `change` to every tensor."""
         return replace(self, **{k: change(v) for k, v in vars(self).items() if isinstance(v, Tensor)})
 
     @property
     def num_tokens(self) -> int:
-        """That are computed."""
+        """Number of computed tokens."""
         return self.computed.numel()
 
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """Several whole samples in one row. Every [T] field at t speaks of `labels[t]`, the token after `input_ids[t]`;
-    only `position_ids` and `routes` speak of `input_ids[t]` itself.
+    """Several whole samples packed into one row.
 
-    The last position of a segment has no next token: its label is 0 and its mask False. `loss_weights` hold the global
-    denominator of the optimizer step, so that losses are summed over packs and ranks and never divided again.
+    [T] fields at index t refer to `labels[t]`, the token after `input_ids[t]`. Only `position_ids` and `routes` refer
+    to `input_ids[t]`. The last position of a segment has no next token: its label is 0 and its mask is False.
+    `loss_weights` include the global denominator of the optimizer step, so losses are summed over packs and ranks
+    without further division.
     """
 
     input_ids: Tensor  # [T] i64
     labels: Tensor  # [T] i64
-    position_ids: Tensor  # [T] i64, from 0 in each segment
+    position_ids: Tensor  # [T] i64, starts at 0 in each segment
     cu_seqlens: Tensor  # [N+1] i32
-    seqlens: tuple[int, ...]  # (N,) the same on the host: reading it never waits for a device
+    seqlens: tuple[int, ...]  # (N,) segment lengths on the host; reading them does not synchronize with the device
     loss_mask: Tensor  # [T] bool
-    loss_positions: Tensor  # [M] i64, where loss_mask is True; [0] where it is True nowhere, so that M >= 1
-    loss_places: np.ndarray  # (M,) the same on the host
+    loss_positions: Tensor  # [M] i64, indices where loss_mask is True; [0] if there are none, so M >= 1
+    loss_places: np.ndarray  # (M,) copy of loss_positions on the host
     loss_weights: Tensor  # [T] f32
     advantages: Tensor  # [T] f32
     rollout_logprobs: Tensor  # [T] f32
-    num_loss_tokens: int  # loss tokens of the whole optimizer step, over every rank: the denominator of metrics
-    old_logprobs: Tensor | None = None  # [T] f32; None: strictly on-policy, the current logprobs are the old ones
+    num_loss_tokens: int  # loss tokens of the optimizer step over all ranks: the denominator of metrics
+    old_logprobs: Tensor | None = None  # [T] f32; None: strictly on-policy, the current logprobs are used
     ref_logprobs: Tensor | None = None  # [T] f32
-    routes: Tensor | None = None  # [T, layers, k] i16, experts to take; NO_ROUTE, or None: the model chooses
-    images: Images | None = None  # of all its sequences
-    shared: SharedPrefixes | None = None  # None: each segment is computed whole
+    routes: Tensor | None = None  # [T, layers, k] i16, experts to replay; NO_ROUTE or None: the model routes itself
+    images: Images | None = None  # images of all sequences
+    shared: SharedPrefixes | None = None  # None: every segment is computed in full
 
     @property
     def num_tokens(self) -> int:
@@ -221,7 +224,7 @@ class PackedBatch:
         return max(self.seqlens)
 
     def to(self, device: torch.device) -> "PackedBatch":
-        """The same batch on `device`; from pinned memory the copy does not block."""
+        """Copy the batch to `device`. The copy does not block if the batch is in pinned memory."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> "PackedBatch":
@@ -234,20 +237,20 @@ class PackedBatch:
 
 
 def positions_of(loss_mask: Tensor) -> Tensor:
-    """`PackedBatch.loss_positions` [M] of a mask [T] on the CPU."""
+    """Return `PackedBatch.loss_positions` [M] for a mask [T] on the CPU."""
     return loss_mask.nonzero()[:, 0] if loss_mask.any() else torch.zeros(1, dtype=torch.int64)
 
 
 @dataclass(frozen=True)
 class LogProbs:
-    """Log-probabilities of `labels` under the model, at the temperature of the rollout."""
+    """Log-probabilities of `labels` under the model, at the rollout temperature."""
 
-    values: Tensor  # [T] f32, with gradient while training
-    entropy: Tensor | None = None  # [T] f32 of the whole next-token distribution, in nats
-    extras: Mapping[str, Tensor] = field(default_factory=dict)  # results of features, by name
+    values: Tensor  # [T] f32, with gradient during training
+    entropy: Tensor | None = None  # [T] f32, of the full next-token distribution [nats]
+    extras: Mapping[str, Tensor] = field(default_factory=dict)  # outputs of features, by name
 
     def for_loss(self, config: "LossConfig") -> "LogProbs":
-        """Without the gradient of the entropy where it is only a metric."""
+        """Detach the entropy if it is only a metric."""
         if config.entropy_coef or self.entropy is None:
             return self
         return replace(self, entropy=self.entropy.detach())
@@ -255,20 +258,20 @@ class LogProbs:
 
 @dataclass(frozen=True)
 class LossOutput:
-    """A loss and what to log of it. Names that end in `_max` are reduced by maximum, all others by sum."""
+    """Loss and metrics. Metrics whose names end in `_max` are reduced by maximum, all others by sum."""
 
-    loss: Tensor  # [] a sum over this pack, weighted by `loss_weights`
-    metrics: Mapping[str, Tensor]  # name -> [] detached; already divided by `num_loss_tokens`
+    loss: Tensor  # [] sum over this pack, weighted by `loss_weights`
+    metrics: Mapping[str, Tensor]  # name -> [] detached, already divided by `num_loss_tokens`
 
 
 @dataclass(frozen=True)
 class LossConfig:
-    """What a loss function needs to know of the configuration."""
+    """Configuration fields that loss functions read."""
 
     eps_clip: float = 0.2
     eps_clip_high: float = 0.2
     eps_clip_c: float | None = None
-    is_cap_high: float = 5.0  # absolute
+    is_cap_high: float = 5.0  # absolute, not 1 + eps
     sapo_tau_pos: float = 1.0
     sapo_tau_neg: float = 1.05
     ipo_kl_coef: float = 1e-3

@@ -1,7 +1,7 @@
-"""From the rewards of a group (the samples of one prompt) to advantages.
+"""Advantages from the rewards of a group (the samples of one prompt).
 
-An estimator compares the rewards of a group; then its values are divided by a scale, that of the group or one of the
-batch of all ranks. `assign_advantages` is all that a rank can do by itself, `scale_over_batch` is the rest.
+An estimator compares the rewards within a group. Its values are then divided by a scale of the group or of the batch of
+all ranks. `assign_advantages` is the rank-local part, `scale_over_batch` the collective part.
 """
 
 import math
@@ -12,23 +12,23 @@ from fsdptrain.algo.batch_scales import STD_EPSILON, ReduceSums, divide_by_batch
 from fsdptrain.errors import ConfigError, describe
 from fsdptrain.types import Sample
 
-Estimate = Callable[[Sequence[float], Sequence[int]], Sequence[float]]  # rewards, lengths of a group -> advantages
+Estimate = Callable[[Sequence[float], Sequence[int]], Sequence[float]]  # (rewards, lengths) of a group -> advantages
 
 
 @dataclass(frozen=True)
 class AdvantageRule:
-    """How a run makes advantages of rewards."""
+    """Computation of advantages from rewards."""
 
     estimate: Estimate
     scale: str = "none"  # group, batch, whiten, none
-    weights: Mapping[str, float] | None = None  # of the parts of the reward that are normalised one by one: GDPO
+    weights: Mapping[str, float] | None = None  # weights of reward parts that are normalized separately (GDPO)
 
 
 def assign_advantages(samples: Sequence[Sample], rule: AdvantageRule) -> list[Sample]:
-    """The same samples, in order, with their advantages; whole groups must be here.
+    """Set the advantages of `samples`, which must contain whole groups. Keeps the order.
 
-    A sample that could not be scored (reward None) gets 0, and takes no part in the statistics of its group. The batch
-    of all ranks may have a word too: `scale_over_batch` comes after this.
+    Unscored samples (reward None) get advantage 0 and are excluded from the statistics of their group. Call
+    `scale_over_batch` afterwards.
     """
     assigned = list(samples)
     for indices in scored_groups(samples):
@@ -39,7 +39,7 @@ def assign_advantages(samples: Sequence[Sample], rule: AdvantageRule) -> list[Sa
 
 
 def scale_over_batch(samples: Sequence[Sample], rule: AdvantageRule, reduce_sums: ReduceSums) -> list[Sample]:
-    """What the batch does to advantages that `assign_advantages` made; collective by `reduce_sums`."""
+    """Apply the batch scale of `rule` to the advantages from `assign_advantages`. Collective through `reduce_sums`."""
     if rule.weights is not None:
         return whiten_samples(samples, reduce_sums)
     if rule.scale == "whiten":
@@ -50,15 +50,15 @@ def scale_over_batch(samples: Sequence[Sample], rule: AdvantageRule, reduce_sums
 
 
 def sum_then_normalize(members: Sequence[Sample], rule: AdvantageRule) -> list[float]:
-    """sum_k w_k s_k, a single reward, of which advantages are made as of any other."""
+    """sum_k w_k s_k: one combined reward, from which the estimator computes advantages."""
     return _estimated([_reward(member) for member in members], members, rule)
 
 
 def normalize_then_sum(members: Sequence[Sample], rule: AdvantageRule) -> list[float]:
     """sum_k w_k A_k, with A_k = (s_k - mean) / (std + 1e-6) of reward k within the group (GDPO, arXiv 2601.05242).
 
-    Then, over the samples of the batch, (A - mean) / (std + 1e-6). Rewards of different scale or difficulty keep their
-    say. A penalty of shaping is a reward too, and its coefficient is the weight.
+    The sum A is then normalized over the samples of the batch: (A - mean) / (std + 1e-6). Each reward keeps its
+    influence, regardless of its scale or difficulty. A shaping penalty is a reward too, weighted by its coefficient.
     """
     assert rule.weights is not None
     total = [0.0] * len(members)
@@ -75,9 +75,9 @@ def normalize_then_sum(members: Sequence[Sample], rule: AdvantageRule) -> list[f
 
 
 def zero_spread_groups(samples: Sequence[Sample], parts: Iterable[str] = ()) -> tuple[int, int]:
-    """How many groups have no spread and so teach nothing, and how many groups there are.
+    """Return the number of groups without reward spread, which give no learning signal, and the number of groups.
 
-    Of the reward; or of every one of `parts`, where these are normalised one by one.
+    If `parts` are given (separately normalized rewards), a group counts if none of them has spread.
     """
     names, flat = list(parts), 0
     for indices in scored_groups(samples):
@@ -89,7 +89,7 @@ def zero_spread_groups(samples: Sequence[Sample], parts: Iterable[str] = ()) -> 
 
 
 def scored_groups(samples: Sequence[Sample]) -> list[list[int]]:
-    """Indices of the scored samples of each group that has one, in order of appearance."""
+    """Return the indices of scored samples by group, in order of appearance. Omits groups without scored samples."""
     groups: dict[str, list[int]] = {}
     for index, sample in enumerate(samples):
         if sample.reward is not None:
@@ -98,9 +98,9 @@ def scored_groups(samples: Sequence[Sample]) -> list[list[int]]:
 
 
 def divide_by_group_std(advantages: Sequence[float], rewards: Sequence[float]) -> list[float]:
-    """A / (std + 1e-6), the unbiased std of the rewards of the group; 0 where there is no spread (arXiv 2402.03300).
+    """A / (std + 1e-6), with the unbiased std of the group's rewards; 0 without spread (arXiv 2402.03300).
 
-    Every prompt has the same say, however rarely it is solved.
+    Every prompt has the same weight, however rarely it is solved.
     """
     if _flat(rewards):
         return [0.0] * len(rewards)
@@ -109,13 +109,13 @@ def divide_by_group_std(advantages: Sequence[float], rewards: Sequence[float]) -
 
 
 def own_estimate(function: Callable[..., Sequence[float]], name: str) -> Estimate:
-    """`function` of a user, whose mistakes are ConfigErrors of one line that names it."""
+    """Wrap the user's `function` so that its errors become one-line ConfigErrors with its name."""
 
     def estimate(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
         given = f"for rewards {list(rewards)} of lengths {list(lengths)}"
         try:
             advantages = [float(value) for value in function(list(rewards), list(lengths))]
-        except Exception as error:  # a user's function
+        except Exception as error:  # user code may raise anything
             raise ConfigError(f"--advantage-estimator {name} failed {given}: {describe(error)}") from error
         if len(advantages) != len(rewards) or not all(math.isfinite(value) for value in advantages):
             raise ConfigError(
@@ -137,45 +137,45 @@ def _estimated(rewards: Sequence[float], members: Sequence[Sample], rule: Advant
 
 def _centred(rewards: Sequence[float], _lengths: Sequence[int]) -> list[float]:
     if _flat(rewards):
-        return [0.0] * len(rewards)  # exactly, whatever the rounding of the mean
+        return [0.0] * len(rewards)  # exact zeros, regardless of rounding in the mean
     mean = math.fsum(rewards) / len(rewards)
     return [reward - mean for reward in rewards]
 
 
 def _grpo(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
-    """s - mean, which its scale divides by the std of the group (GRPO, arXiv 2402.03300)."""
+    """s - mean, then divided by the std of the group (GRPO, arXiv 2402.03300)."""
     return _centred(rewards, lengths)
 
 
 def _dr_grpo(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
-    """s - mean: no std, which would favour prompts that are nearly always or nearly never solved (arXiv 2503.20783)."""
+    """s - mean; the std would favor prompts that are almost always or almost never solved (arXiv 2503.20783)."""
     return _centred(rewards, lengths)
 
 
 def _to_be_whitened(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
-    """s - mean, whitened over the batch by its scale (REINFORCE++ with baseline, arXiv 2501.03262)."""
+    """s - mean, then whitened over the batch (REINFORCE++ with baseline, arXiv 2501.03262)."""
     return _centred(rewards, lengths)
 
 
 def _rloo(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
-    """s - the mean of the others = G / (G - 1) (s - mean); 0 for a sample that is alone (RLOO, arXiv 2402.14740)."""
+    """s - mean of the other samples = G / (G - 1) (s - mean); 0 for a single sample (RLOO, arXiv 2402.14740)."""
     others = max(1, len(rewards) - 1)
     return [len(rewards) / others * x for x in _centred(rewards, lengths)]
 
 
 def _max_rl(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
-    """(s - mean) / mean, for rewards of 0 or more: rare successes count most (MaxRL, arXiv 2602.02710).
+    """(s - mean) / mean, for rewards >= 0; gives rare successes the largest advantages (MaxRL, arXiv 2602.02710).
 
-    0 where the mean is not above 0: below it the division would turn the sign of every advantage.
+    0 if the mean is not positive, because a negative mean would flip the sign of every advantage.
     """
     mean = math.fsum(rewards) / len(rewards)
     return [x / mean if mean > 0 else 0.0 for x in _centred(rewards, lengths)]
 
 
 def _opo(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
-    """s - sum(T s) / sum(T), T the response length: the baseline of least variance (OPO, arXiv 2505.23585).
+    """s - sum(T s) / sum(T), T the response length: the minimum-variance baseline (OPO, arXiv 2505.23585).
 
-    It is so if the gradient of a response has a norm that grows with its length.
+    Assumes that the gradient norm of a response grows with its length.
     """
     total = sum(lengths)
     if _flat(rewards) or not total:

@@ -1,7 +1,7 @@
-"""The scale of advantages over the batch: all scored samples of a rollout, on every rank.
+"""Scaling of advantages over the batch: all scored samples of a rollout, on all ranks.
 
-`reduce_sums` adds up over the ranks. Every rank must call these, with whatever samples it has, so that collectives
-match; what they return does not depend on how samples lie on ranks. An unscored sample takes no part and keeps its 0.
+`reduce_sums` sums over ranks. The functions are collective: every rank must call them, even without samples. Results do
+not depend on how samples are distributed over ranks. Unscored samples are ignored and keep advantage 0.
 """
 
 import math
@@ -12,15 +12,15 @@ from fsdptrain.types import Sample
 
 STD_EPSILON = 1e-6
 VARIANCE_EPSILON = 1e-8
-ROUNDING = 1e-12  # of a mean of equal values, relative to it: a std below that is none
+ROUNDING = 1e-12  # relative rounding error of a mean of equal values; a smaller std counts as 0
 
 ReduceSums = Callable[[Mapping[str, float]], Mapping[str, float]]
 
 
 def divide_by_batch_std(samples: Sequence[Sample], reduce_sums: ReduceSums) -> list[Sample]:
-    """A / (std + 1e-6), the unbiased std of all rewards of the batch (Lite PPO, arXiv 2508.08221; TRL's "batch").
+    """A / (std + 1e-6), with the unbiased std of all rewards of the batch (Lite PPO, arXiv 2508.08221; TRL's "batch").
 
-    Prompts that are nearly always or nearly never solved are not blown up by their own small std. 0 where the batch has
+    A small std of one group does not inflate prompts that are almost always or almost never solved. 0 if the batch has
     no spread.
     """
     rewards = [sample.reward for sample in samples if sample.reward is not None]
@@ -29,7 +29,7 @@ def divide_by_batch_std(samples: Sequence[Sample], reduce_sums: ReduceSums) -> l
 
 
 def whiten_samples(samples: Sequence[Sample], reduce_sums: ReduceSums) -> list[Sample]:
-    """(A - mean) / (std + 1e-6) over the samples of the batch, unbiased: the end of GDPO (arXiv 2601.05242)."""
+    """(A - mean) / (std + 1e-6) over the samples of the batch, unbiased: the last step of GDPO (arXiv 2601.05242)."""
     advantages = [sample.advantage for sample in samples if sample.reward is not None]
     mean, std = _mean_and_std(advantages, [1] * len(advantages), reduce_sums)
     return _changed(samples, lambda advantage: (advantage - mean) / (std + STD_EPSILON))
@@ -38,7 +38,7 @@ def whiten_samples(samples: Sequence[Sample], reduce_sums: ReduceSums) -> list[S
 def whiten_tokens(samples: Sequence[Sample], reduce_sums: ReduceSums) -> list[Sample]:
     """(A - mean) / sqrt(var + 1e-8), unbiased, over the response tokens of the batch (REINFORCE++, arXiv 2501.03262).
 
-    Mean 0 and variance 1, where each of a sample's tokens counts. For groups too small for a std of their own.
+    Gives mean 0 and variance 1, weighting each sample by its number of tokens. For groups too small for their own std.
     """
     scored = [sample for sample in samples if sample.reward is not None]
     lengths = [sum(sample.loss_mask) for sample in scored]
@@ -48,7 +48,10 @@ def whiten_tokens(samples: Sequence[Sample], reduce_sums: ReduceSums) -> list[Sa
 
 
 def _mean_and_std(values: Sequence[float], counts: Sequence[int], reduce_sums: ReduceSums) -> tuple[float, float]:
-    """Of values that stand `counts` times each, on all ranks. Two rounds, so that a large mean costs no digits."""
+    """Return mean and std over all ranks of values weighted by `counts`.
+
+    Uses two passes, so a large mean costs no precision.
+    """
     pairs = list(zip(values, counts, strict=True))
     sums = reduce_sums({"counts": sum(counts), "values": math.fsum(count * value for value, count in pairs)})
     mean = sums["values"] / max(1, sums["counts"])

@@ -1,4 +1,4 @@
-"""Losses that follow the ratio of new to old policy up to a clip: grpo, gspo, gmpo."""
+"""Losses that clip the ratio of new to old policy: grpo, gspo, gmpo."""
 
 import torch
 from torch import Tensor
@@ -9,20 +9,20 @@ from fsdptrain.types import LogProbs, LossConfig, LossOutput, PackedBatch
 
 
 def grpo(batch: PackedBatch, logprobs: LogProbs, config: LossConfig) -> LossOutput:
-    """Clipped policy gradient, with dual clip where `eps_clip_c` is set (arXiv 2402.03300; 1912.09729 section 3.2).
+    """Clipped policy gradient, with dual clip if `eps_clip_c` is set (arXiv 2402.03300; 1912.09729 section 3.2).
 
-    -min(r A, clip(r, 1 - eps_clip, 1 + eps_clip_high) A), r = exp(l - lo); where A < 0 at most -eps_clip_c A. Strictly
-    on-policy (`old_logprobs` None) r is 1 and its gradient is that of l.
+    -min(r A, clip(r, 1 - eps_clip, 1 + eps_clip_high) A), r = exp(l - lo); bounded by -eps_clip_c A where A < 0.
+    Strictly on-policy (`old_logprobs` None), r is 1 and has the gradient of l.
     """
     tokens = at_loss_tokens(batch, logprobs)
     return _clipped_ratio(tokens, tokens.log_ratio, config)
 
 
 def gspo(batch: PackedBatch, logprobs: LogProbs, config: LossConfig) -> LossOutput:
-    """One ratio for a whole sequence, clipped like that of grpo (GSPO, arXiv 2507.18071).
+    """One ratio per sequence, clipped as in grpo (GSPO, arXiv 2507.18071).
 
-    s_i = exp(mean_t(l - lo)); r = s_i with the gradient of l, in the paper's token form: then as grpo. Over
-    tokens of equal weight its gradient is that of the sequence form.
+    s_i = exp(mean_t(l - lo)); r = s_i with the gradient of l (token form of the paper), then as grpo. With equal token
+    weights, the gradient equals that of the sequence form.
     """
     tokens = at_loss_tokens(batch, logprobs)
     mean = sequence_mean(tokens, (tokens.logprobs - tokens.old_logprobs).detach())
@@ -30,10 +30,10 @@ def gspo(batch: PackedBatch, logprobs: LogProbs, config: LossConfig) -> LossOutp
 
 
 def gmpo(batch: PackedBatch, logprobs: LogProbs, config: LossConfig) -> LossOutput:
-    """The geometric mean of a sequence's ratios, each clipped before (GMPO, arXiv 2507.20673).
+    """Geometric mean of the clipped ratios of a sequence (GMPO, arXiv 2507.20673).
 
-    d = min(l - lo, eps_clip_high) where A > 0, else max(l - lo, -eps_clip): bounds of the LOG ratio, exp(-0.4) and
-    exp(0.4) in the paper. -A exp(mean_t d), with the gradient through each d.
+    -A exp(mean_t d), with the gradient through each d. d = min(l - lo, eps_clip_high) where A > 0, else max(l - lo,
+    -eps_clip). The bounds apply to the LOG ratio; the paper uses exp(-0.4) and exp(0.4).
     """
     tokens = at_loss_tokens(batch, logprobs)
     log_ratio, rises = tokens.log_ratio, tokens.advantages > 0
@@ -51,7 +51,7 @@ def gmpo(batch: PackedBatch, logprobs: LogProbs, config: LossConfig) -> LossOutp
 
 
 def _clipped_ratio(tokens: LossTokens, log_ratio: Tensor, config: LossConfig) -> LossOutput:
-    """PPO's pessimistic bound, with the dual clip, for the ratio of a token or of its sequence."""
+    """Compute PPO's pessimistic bound, with optional dual clip, for token or sequence ratios."""
     ratio = log_ratio.exp()
     low, high = 1 - config.eps_clip, 1 + config.eps_clip_high
     policy = -torch.minimum(ratio * tokens.advantages, ratio.clamp(low, high) * tokens.advantages)

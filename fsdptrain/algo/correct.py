@@ -1,8 +1,8 @@
-"""What is a right answer: one rule for evaluations, the curriculum and the length penalty."""
+"""Definition of a correct response, shared by evaluation, curriculum and length penalty."""
 
-_TOLERANCE = 1e-6  # weighted sums of rewards reach 1.0 but for rounding
+_TOLERANCE = 1e-6  # weighted sums of rewards reach 1.0 only up to rounding
 
 
 def is_correct(reward: float | None, threshold: float = 1.0) -> bool:
-    """Whether a response passes: its reward reaches `threshold` (--pass-threshold), but for rounding."""
+    """Return whether `reward` reaches `threshold` (--pass-threshold), up to rounding."""
     return reward is not None and reward >= threshold - _TOLERANCE

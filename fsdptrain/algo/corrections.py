@@ -1,13 +1,13 @@
-"""Corrections for the mismatch between the engine that sampled and the trainer that computes the gradient.
+"""Corrections for the mismatch between the sampling engine and the trainer.
 
-w = exp(lo - lr), of a token or of a whole sequence, bounded, without gradient, times the loss of the policy before it
-is aggregated. Denominators are not touched: a token that is rejected still counts. Where engine and trainer agree
-every w is 1. KL and entropy terms are not weighted. In losses of whole sequences (gspo, gmpo) the weight of a token is
-that of its own part of the gradient: a token that is rejected has none.
+w = exp(lo - lr), per token or per sequence, bounded and without gradient, multiplies the policy loss before
+aggregation. Denominators do not change: rejected tokens still count. If engine and trainer agree, every w is 1. KL and
+entropy terms are not weighted. In sequence-level losses (gspo, gmpo), the weight of a token scales its part of the
+gradient; a rejected token contributes none.
 
-A rejection stands beside any of these weights, and sets them to 0 where an estimate of KL(engine || trainer) is too
-large, of a token or of its sequence. With `use_rollout_logprobs`, where lo is lr, the trainer's logprobs are those of
-the present policy, l.
+A rejection can be combined with any of these weights. It sets them to 0 where an estimate of KL(engine || trainer), per
+token or per sequence, is too large. With `use_rollout_logprobs`, where lo is lr, the trainer's logprobs are those of
+the current policy, l.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,9 +23,9 @@ from fsdptrain.types import LossConfig
 
 @dataclass(frozen=True)
 class Correction:
-    """One way to weight: which ratio, and what becomes of it outside of the bounds."""
+    """Weighting scheme: the ratio to use and the treatment of values outside the bounds."""
 
-    log_ratio: Callable[[LossTokens, Tensor], Tensor]  # from log w of each token, [M] -> [M]
+    log_ratio: Callable[[LossTokens, Tensor], Tensor]  # from per-token log w, [M] -> [M]
     bounded: Callable[[Tensor, float, float], Tensor]  # (w [M], low, high) -> weights [M]
     low: float  # default bounds, low <= 1 <= high
     high: float
@@ -35,34 +35,34 @@ class Correction:
 
 @dataclass(frozen=True)
 class RejectionLevel:
-    """What is compared with the bound, from an estimate of each token."""
+    """Statistic, computed from per-token estimates, that is compared with the rejection bound."""
 
-    statistic: Callable[[LossTokens, Tensor], Tensor]  # [M] -> [M], compared without its sign
+    statistic: Callable[[LossTokens, Tensor], Tensor]  # [M] -> [M]; its absolute value is compared
     formula: str
 
 
 def correction_weights(tokens: LossTokens, config: LossConfig) -> Tensor:
-    """The weight of each token's loss, in [0, mismatch_high]. [M], without gradient."""
+    """Return the weight of each token's loss, in [0, mismatch_high]. [M], without gradient."""
     bounded = CORRECTIONS[config.mismatch_correction].bounded
     weights = bounded(correction_ratio(tokens, config), config.mismatch_low, config.mismatch_high)
     return weights if config.mismatch_rejection == "none" else torch.where(rejected(tokens, config), 0.0, weights)
 
 
 def correction_ratio(tokens: LossTokens, config: LossConfig) -> Tensor:
-    """w of each token, before it is bounded: in [exp(-20), exp(20)]. [M], without gradient."""
+    """Return w of each token before bounding, in [exp(-20), exp(20)]. [M], without gradient."""
     log_ratio = CORRECTIONS[config.mismatch_correction].log_ratio
     return clamped(log_ratio(tokens, mismatch(tokens, config))).exp()
 
 
 def rejected(tokens: LossTokens, config: LossConfig) -> Tensor:
-    """Where the statistic of --mismatch-rejection is above its bound. [M] bool"""
+    """Return where the statistic of --mismatch-rejection exceeds its bound. [M] bool"""
     level, _, estimator = config.mismatch_rejection.rpartition("_")
-    values = KL_ESTIMATORS[estimator](clamped(-mismatch(tokens, config)))  # the tokens are the engine's samples
+    values = KL_ESTIMATORS[estimator](clamped(-mismatch(tokens, config)))  # the engine sampled the tokens
     return REJECTION_LEVELS[level].statistic(tokens, values).abs() > config.mismatch_rejection_max
 
 
 def mismatch(tokens: LossTokens, config: LossConfig) -> Tensor:
-    """log w of each token: trainer minus engine. [M], without gradient."""
+    """Return log w of each token: trainer minus engine. [M], without gradient."""
     trainer = tokens.logprobs.detach() if config.use_rollout_logprobs else tokens.old_logprobs
     return trainer - tokens.rollout_logprobs
 

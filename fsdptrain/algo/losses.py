@@ -1,7 +1,8 @@
-"""The losses by name. Each is one function: (batch, logprobs, config) -> LossOutput.
+"""Registry of losses. Each is one function: (batch, logprobs, config) -> LossOutput.
 
-To add one: a function that ends in `policy_loss` (fsdptrain.algo.objective), a line here, and a line in
-fsdptrain/config/presets.py that says which options it reads; or `--loss my_package.losses:mine`, without either.
+To add a loss, write a function that returns `policy_loss(...)` (fsdptrain.algo.objective), register it here, and list
+the options that it reads in fsdptrain/config/presets.py. Alternatively, pass `--loss my_package.losses:mine`, which
+needs neither.
 """
 
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ from fsdptrain.types import LogProbs, LossConfig, LossOutput, PackedBatch
 
 
 def sft(batch: PackedBatch, logprobs: LogProbs, config: LossConfig) -> LossOutput:
-    """Negative log-likelihood of the loss tokens, -l; advantages and rollout logprobs are not looked at."""
+    """Negative log-likelihood of the loss tokens, -l. Ignores advantages and rollout logprobs."""
     tokens = at_loss_tokens(batch, logprobs)
     return total(tokens, -tokens.logprobs, config, {})
 

@@ -1,7 +1,7 @@
-"""From the policy's loss of each token to one number: corrections, then KL and entropy, then the weighted sum.
+"""Combination of per-token policy losses into one number: corrections, KL and entropy terms, weighted sum.
 
-Losses are sums over the loss tokens of a pack, weighted by `loss_weights`, which hold the global denominator: nobody
-divides afterwards.
+Losses are sums over the loss tokens of a pack, weighted by `loss_weights`, which include the global denominator. Do not
+divide them afterwards.
 """
 
 from collections.abc import Mapping
@@ -25,12 +25,12 @@ def policy_loss(
     clipped_low: Tensor,
     clipped_high: Tensor,
 ) -> LossOutput:
-    """The end of a loss that compares with the old policy: `policy` [M], weighted and masked, then `total`.
+    """Complete a loss that uses the old policy: apply corrections and masks to `policy` [M], then call `total`.
 
     Args:
-        policy: the loss of each token, before aggregation.
-        ratio: what the loss takes as the ratio of new to old policy, for metrics.
-        clipped_low, clipped_high: tokens that a clip holds back, for metrics.
+        policy: loss of each token, before aggregation.
+        ratio: ratio of new to old policy in the loss, for metrics.
+        clipped_low, clipped_high: tokens whose gradient the clip removes, for metrics.
     """
     metrics = policy_metrics(
         tokens,
@@ -49,13 +49,13 @@ def policy_loss(
 
 
 def off_policy_sequences(tokens: LossTokens, delta: float) -> Tensor:  # [M] bool
-    """OPSM: sequences with A < 0 and mean_t(lo - l) > delta are dropped (DeepSeek-V3.2, arXiv 2512.02556)."""
+    """OPSM: drop sequences with A < 0 and mean_t(lo - l) > delta (DeepSeek-V3.2, arXiv 2512.02556)."""
     drift = sequence_mean(tokens, tokens.old_logprobs - tokens.logprobs.detach())
     return (tokens.advantages < 0) & (drift > delta)
 
 
 def total(tokens: LossTokens, policy: Tensor, config: LossConfig, metrics: Mapping[str, Tensor]) -> LossOutput:
-    """policy + kl_loss_coef * KL - entropy_coef * H; loss/policy, loss/kl and loss/entropy add up to loss/total."""
+    """policy + kl_loss_coef * KL - entropy_coef * H. loss/policy, loss/kl and loss/entropy add up to loss/total."""
     terms = {"loss/policy": (tokens.weights * policy).sum()}
     extra: dict[str, Tensor] = {}
     if tokens.ref_logprobs is not None:

@@ -1,7 +1,7 @@
-"""What the length of a response does to its reward, and which samples the loss sees.
+"""Length-based reward shaping and removal of truncated samples.
 
-Applied once to the samples of a rollout, whole groups, before advantages are made. What shaping adds stands in
-`Sample.rewards` too, without its coefficient: `reward/overlong`, `reward/length`.
+Applied once to the samples of a rollout, in whole groups, before advantages are computed. Shaping terms are also stored
+in `Sample.rewards`, without their coefficients: `reward/overlong`, `reward/length`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,16 +15,16 @@ from fsdptrain.types import Sample
 
 @dataclass(frozen=True)
 class ShapingRule:
-    """How a run shapes."""
+    """Configuration of reward shaping."""
 
     max_response_len: int  # [tokens]
     overlong_buffer: int  # [tokens]
-    coefficients: Mapping[str, float]  # of the names in `SHAPES` that are on
+    coefficients: Mapping[str, float]  # by names in `SHAPES`; enabled terms only
     pass_threshold: float = 1.0  # [reward]
 
 
 def shape(samples: Sequence[Sample], rule: ShapingRule) -> list[Sample]:
-    """The same samples, in order, with shaped rewards; whole groups must be here. An unscored sample stays as it is."""
+    """Apply reward shaping to `samples`, which must contain whole groups. Keeps the order; skips unscored samples."""
     shaped = list(samples)
     for indices in scored_groups(samples):
         members = [samples[index] for index in indices]
@@ -41,10 +41,10 @@ def shape(samples: Sequence[Sample], rule: ShapingRule) -> list[Sample]:
 
 
 def without_truncated(samples: Sequence[Sample]) -> list[Sample]:
-    """Truncated samples leave the loss and its denominators, as if they had not been sampled.
+    """Remove truncated samples from the loss and its denominators, as if they had not been sampled.
 
-    Advantages are made before: their rewards stay in the baseline of the group and in the scale of the batch (overlong
-    filtering of DAPO, arXiv 2503.14476; TRL's mask_truncated_completions counts in the same way).
+    Call it after advantages are computed: rewards of truncated samples still count in the group baseline and the batch
+    scale (overlong filtering of DAPO, arXiv 2503.14476; TRL's mask_truncated_completions counts the same way).
     """
     return [sample for sample in samples if not sample.truncated]
 
@@ -52,8 +52,8 @@ def without_truncated(samples: Sequence[Sample]) -> list[Sample]:
 def overlong(members: Sequence[Sample], rule: ShapingRule) -> list[float]:
     """-min(1, max(0, T - (L_max - B)) / B): 0 up to L_max - B tokens, -1 at L_max (DAPO, arXiv 2503.14476, eq. 13).
 
-    T is the response's length, L_max `--rollout-max-response-len`, B `--overlong-buffer`. Of an episode T counts the
-    environment's tokens too, as L_max does.
+    T is the response length, L_max `--rollout-max-response-len`, B `--overlong-buffer`. For an episode, T includes the
+    environment's tokens, as L_max does.
     """
     start = rule.max_response_len - rule.overlong_buffer
     extents = [len(member.loss_mask) - _prompt_len(member) for member in members]
@@ -61,10 +61,11 @@ def overlong(members: Sequence[Sample], rule: ShapingRule) -> list[float]:
 
 
 def length(members: Sequence[Sample], rule: ShapingRule) -> list[float]:
-    """0.5 - (T - T_min) / (T_max - T_min) for a right answer, at most 0 for a wrong one (Kimi k1.5, arXiv 2501.12599).
+    """0.5 - (T - T_min) / (T_max - T_min) if correct, capped at 0 if incorrect (Kimi k1.5, arXiv 2501.12599).
 
-    T_min and T_max are of the group; 0 for all where they are equal. Right is a reward, before shaping, that reaches
-    `--pass-threshold`. Kimi raises the coefficient from 0 in the course of training; here it is constant.
+    T_min and T_max are those of the group; if they are equal, the term is 0 for all. A response is correct if its
+    reward before shaping reaches `--pass-threshold`. Kimi increases the coefficient from 0 during training; here it is
+    constant.
     """
     lengths = [sum(member.loss_mask) for member in members]
     shortest, longest = min(lengths), max(lengths)
@@ -76,7 +77,7 @@ def length(members: Sequence[Sample], rule: ShapingRule) -> list[float]:
 
 
 def _prompt_len(sample: Sample) -> int:
-    """Tokens before the first that the model made."""
+    """Return the number of tokens before the first generated one."""
     return sample.loss_mask.index(True) if True in sample.loss_mask else len(sample.loss_mask)
 
 

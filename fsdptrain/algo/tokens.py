@@ -1,8 +1,8 @@
-"""A pack at its loss tokens, and sums over the sequences in it.
+"""Loss tokens of a pack and reductions over sequences.
 
-Everything of a loss is computed at `loss_positions` only ([M]), so what stands elsewhere in a pack can never reach a
-gradient. A sequence is never split over packs, so a quantity of a whole sequence is a segment reduction over
-`cu_seqlens`, on the device, without waiting for it.
+Losses are computed at `loss_positions` only ([M]), so values at other positions cannot affect the gradient. A sequence
+is never split over packs, so per-sequence quantities are segment reductions over `cu_seqlens`, on the device and
+without synchronization.
 """
 
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ from torch import Tensor
 
 from fsdptrain.types import LogProbs, PackedBatch
 
-MAX_LOG_RATIO = 20.0  # exp(20) = 5e8: far outside of every clip, still finite when squared
+MAX_LOG_RATIO = 20.0  # exp(20) = 5e8: far outside any clip, finite when squared
 
 
 @dataclass(frozen=True)
 class LossTokens:
-    """What a loss sees: the M loss tokens of a pack. Advantages and weights are the same for all of a sequence's."""
+    """Inputs of a loss at the M loss tokens of a pack. Advantages and weights are constant within a sequence."""
 
     logprobs: Tensor  # [M] f32 with gradient
     entropy: Tensor | None  # [M] f32
@@ -25,23 +25,23 @@ class LossTokens:
     ref_logprobs: Tensor | None  # [M] f32
     rollout_logprobs: Tensor  # [M] f32
     advantages: Tensor  # [M] f32
-    weights: Tensor  # [M] f32, for the loss
-    shares: Tensor  # [M] f32, for metrics: 1 / loss tokens of the optimizer step
-    mask: Tensor  # [M] bool, False only in a pack without loss tokens, where M is 1
-    segments: Tensor  # [M] i64, the sequence of each token
+    weights: Tensor  # [M] f32, weights in the loss
+    shares: Tensor  # [M] f32, weights in metrics: 1 / loss tokens of the optimizer step
+    mask: Tensor  # [M] bool; False only in a pack without loss tokens, where M is 1
+    segments: Tensor  # [M] i64, sequence index of each token
     num_segments: int
 
     @property
     def log_ratio(self) -> Tensor:
-        """l - lo, clamped to +-20; 0 with the gradient of l where the step is strictly on-policy. [M]"""
+        """l - lo, clamped to +-20; strictly on-policy 0, with the gradient of l. [M]"""
         return clamped(self.logprobs - self.old_logprobs)
 
 
 def at_loss_tokens(batch: PackedBatch, logprobs: LogProbs) -> LossTokens:
-    """`batch` and what the model says of it, at the loss tokens. Without old logprobs the current ones are the old."""
+    """Select the loss tokens of `batch` and `logprobs`. Without old logprobs, the current ones are used, detached."""
     at = batch.loss_positions
     current = logprobs.values[at]
-    # In a pack without loss tokens `at` is [0], where the mask is False: then weight and share are 0.
+    # In a pack without loss tokens, `at` is [0] and the mask is False there, so weight and share are 0.
     mask = batch.loss_mask[at]
     return LossTokens(
         logprobs=current,
@@ -63,29 +63,29 @@ def clamped(log_ratio: Tensor) -> Tensor:
 
 
 def sequence_sum(tokens: LossTokens, values: Tensor) -> Tensor:
-    """At each token the sum of `values` over the loss tokens of its sequence. [M] -> [M]"""
+    """Sum `values` over the loss tokens of each sequence, broadcast to its tokens. [M] -> [M]"""
     counted = torch.where(tokens.mask, values, 0.0)
     sums = counted.new_zeros(tokens.num_segments).index_add(0, tokens.segments, counted)
     return sums[tokens.segments]
 
 
 def sequence_mean(tokens: LossTokens, values: Tensor) -> Tensor:
-    """At each token the mean of `values` over the loss tokens of its sequence. [M] -> [M]"""
+    """Average `values` over the loss tokens of each sequence, broadcast to its tokens. [M] -> [M]"""
     counts = sequence_sum(tokens, torch.ones_like(values))
-    return sequence_sum(tokens, values) / counts.clamp(min=1)  # 0 loss tokens: an empty pack
+    return sequence_sum(tokens, values) / counts.clamp(min=1)  # 0 loss tokens in an empty pack
 
 
 def sequence_max(tokens: LossTokens, values: Tensor) -> Tensor:
-    """At each token the largest of `values`, at least 0, over the loss tokens of its sequence. [M] -> [M]"""
+    """Compute the maximum of 0 and `values` over each sequence, broadcast to its tokens. [M] -> [M]"""
     counted = torch.where(tokens.mask, values, 0.0)
     largest = counted.new_zeros(tokens.num_segments).scatter_reduce(0, tokens.segments, counted, "amax")
     return largest[tokens.segments]
 
 
 def straight_through(values: Tensor, target: Tensor) -> Tensor:
-    """`target`, with the gradient of `values`: what GSPO calls the token form of a sequence's quantity. [M]
+    """`target` in the forward pass, the gradient of `values` in the backward pass (straight-through). [M]
 
-    If f(target) is summed over a sequence with one weight, and target is the mean of `values`, then the gradient is the
-    one that the mean itself would give.
+    This is the token form of a sequence-level quantity in GSPO. If f(target) is summed over a sequence with equal
+    weights and `target` is the mean of `values`, the gradient equals that of the mean itself.
     """
     return values - values.detach() + target.detach()

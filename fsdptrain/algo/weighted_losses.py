@@ -8,11 +8,11 @@ from fsdptrain.algo.objective import policy_loss, total
 from fsdptrain.algo.tokens import LossTokens, at_loss_tokens, clamped
 from fsdptrain.types import LogProbs, LossConfig, LossOutput, PackedBatch
 
-TINY = 1e-8  # probability: keeps the logarithm of 1 - p finite
+TINY = 1e-8  # lower bound of 1 - p; keeps its logarithm finite
 
 
 def reinforce(batch: PackedBatch, logprobs: LogProbs, config: LossConfig) -> LossOutput:
-    """The plain policy gradient, -A l: no ratio, no clip (Williams 1992, Machine Learning 8)."""
+    """Plain policy gradient, -A l, without ratio and clip (Williams 1992, Machine Learning 8)."""
     tokens = at_loss_tokens(batch, logprobs)
     none = torch.zeros_like(tokens.mask)
     policy = -tokens.advantages * tokens.logprobs
@@ -20,7 +20,7 @@ def reinforce(batch: PackedBatch, logprobs: LogProbs, config: LossConfig) -> Los
 
 
 def cispo(batch: PackedBatch, logprobs: LogProbs, config: LossConfig) -> LossOutput:
-    """Every token keeps a gradient, its importance weight is capped (CISPO, arXiv 2506.13585).
+    """Capped importance weights; every token keeps its gradient (CISPO, arXiv 2506.13585).
 
     -sg(min(r, is_cap_high)) A l, r = exp(l - lo). The cap is absolute, not 1 + eps.
     """
@@ -37,10 +37,10 @@ def cispo(batch: PackedBatch, logprobs: LogProbs, config: LossConfig) -> LossOut
 
 
 def sapo(batch: PackedBatch, logprobs: LogProbs, config: LossConfig) -> LossOutput:
-    """A soft gate in place of the clip (SAPO, arXiv 2511.20347).
+    """Soft gate instead of the clip (SAPO, arXiv 2511.20347).
 
-    -(4 / tau) sigmoid(tau (r - 1)) A, r = exp(l - lo), tau = sapo_tau_pos where A > 0, else sapo_tau_neg. On-policy the
-    gradient is that of l, whatever tau.
+    -(4 / tau) sigmoid(tau (r - 1)) A, r = exp(l - lo), tau = sapo_tau_pos where A > 0, else sapo_tau_neg. On-policy,
+    the gradient is that of -A l for any tau.
     """
     tokens = at_loss_tokens(batch, logprobs)
     ratio = tokens.log_ratio.exp()
@@ -51,10 +51,10 @@ def sapo(batch: PackedBatch, logprobs: LogProbs, config: LossConfig) -> LossOutp
 
 
 def dppo_tv(batch: PackedBatch, logprobs: LogProbs, config: LossConfig) -> LossOutput:
-    """A trust region in probability: tokens that left it are dropped (DPPO, arXiv 2602.04879, total variation).
+    """Trust region in probability; drops tokens outside of it (DPPO, arXiv 2602.04879, total variation).
 
-    -sg(min(r, is_cap_high)) A l where kept; with p = exp(l), kept is p - po <= eps_clip_high where A > 0, and
-    p - po >= -eps_clip elsewhere.
+    -sg(min(r, is_cap_high)) A l for kept tokens. With p = exp(l), a token is kept if p - po <= eps_clip_high where A >
+    0, and if p - po >= -eps_clip elsewhere.
     """
     tokens = at_loss_tokens(batch, logprobs)
     moved = tokens.logprobs.detach().exp() - tokens.old_logprobs.exp()
@@ -62,10 +62,10 @@ def dppo_tv(batch: PackedBatch, logprobs: LogProbs, config: LossConfig) -> LossO
 
 
 def dppo_kl(batch: PackedBatch, logprobs: LogProbs, config: LossConfig) -> LossOutput:
-    """As dppo_tv, with the KL divergence of "this token or another" as distance (DPPO, arXiv 2602.04879, binary KL).
+    """dppo_tv with the binary KL divergence ("this token or another") as distance (DPPO, arXiv 2602.04879).
 
-    D = po (lo - l) + (1 - po) log((1 - po) / (1 - p)); dropped is p > po with D > eps_clip_high where A > 0, and p < po
-    with D > eps_clip elsewhere.
+    D = po (lo - l) + (1 - po) log((1 - po) / (1 - p)). Drops tokens with p > po and D > eps_clip_high where A > 0, and
+    tokens with p < po and D > eps_clip elsewhere.
     """
     tokens = at_loss_tokens(batch, logprobs)
     log_ratio = tokens.logprobs.detach() - tokens.old_logprobs
@@ -81,11 +81,11 @@ def dppo_kl(batch: PackedBatch, logprobs: LogProbs, config: LossConfig) -> LossO
 
 
 def ipo(batch: PackedBatch, logprobs: LogProbs, config: LossConfig) -> LossOutput:
-    """Straight on the engine's logprobs, without old ones (prime-rl's default; mask of arXiv 2602.04879, penalty of
-    2602.02276).
+    """Policy gradient with ratios to the engine's logprobs, without old logprobs (default loss of prime-rl).
 
-    -rho A where kept, rho = exp(l - lr) with its gradient, plus ipo_kl_coef (l - lr)^2 on every token. Kept is
-    p - pr <= eps_clip_high where A > 0, p - pr >= -eps_clip elsewhere.
+    -rho A for kept tokens, rho = exp(l - lr) with its gradient, plus ipo_kl_coef (l - lr)^2 on every token. A token is
+    kept if p - pr <= eps_clip_high where A > 0, and if p - pr >= -eps_clip elsewhere. The mask is that of arXiv
+    2602.04879, the penalty that of arXiv 2602.02276.
     """
     tokens = at_loss_tokens(batch, logprobs)
     log_ratio = clamped(tokens.logprobs - tokens.rollout_logprobs)
@@ -119,5 +119,5 @@ def _masked_gradient(tokens: LossTokens, config: LossConfig, *, too_high: Tensor
 
 
 def _rest(logprobs: Tensor) -> Tensor:
-    """1 - p, without cancellation for small p, and never 0."""
+    """1 - p, without cancellation for small p, clamped to at least TINY."""
     return (-torch.expm1(logprobs)).clamp(min=TINY)

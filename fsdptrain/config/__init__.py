@@ -1,16 +1,16 @@
-"""The configuration of a run: one declaration (`sections`), three faces (flag, recipe key, Python keyword).
+"""Configuration of a run. Each option in `sections` is a flag, a recipe key and a Python keyword.
 
-    default < preset of the algorithm < recipe < flag
+    Precedence: flag > recipe > preset of the algorithm > default.
 
-A preset stands just below whoever names its algorithm: see precedence.
+A preset ranks just below the source that names its algorithm; see `precedence`.
 
-In a recipe and in Python a key may stand in its section or flat, by its flag's name with underscores:
+In recipes and in Python, a key is given in its section or flat, as its flag name with underscores:
 
     Config(hf_checkpoint="Qwen/Qwen3-4B", fsdp_cpu_offload=True)
     Config(model={"hf_checkpoint": "Qwen/Qwen3-4B"}, fsdp={"cpu_offload": True})
 
-`reward` and `algorithm` are both a section and a key in it: a mapping means the section, anything else the key.
-Nothing here imports torch, so that `fsdptrain --help` is instant.
+`reward` and `algorithm` are both a section and a key in it: a mapping selects the section, any other value the key.
+Nothing here imports torch, so `fsdptrain --help` starts fast.
 """
 
 from fsdptrain.config.algorithm import AlgorithmConfig, SelectionConfig, ShapingConfig

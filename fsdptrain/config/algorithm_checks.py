@@ -1,4 +1,4 @@
-"""Combinations of the algorithm's options that cannot work or have no effect. See fsdptrain/config/checks.py."""
+"""Checks for invalid or ineffective combinations of algorithm options. See fsdptrain/config/checks.py."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _algorithm(config: Config) -> Iterator[Problem]:
             yield from without_effect(config, "loss", "with --algorithm sft, which has no advantages: leave it out")
         if not config.evaluates:
             keys = _GENERATION
-            if algorithm.loss_aggregation == "fixed_length":  # which divides by the longest response
+            if algorithm.loss_aggregation == "fixed_length":  # divides by the response limit
                 keys = keys.replace("rollout_max_response_len ", "")
             reason = "with --algorithm sft that never evaluates: leave it out, or set --eval-interval and --eval-size"
             yield from without_effect(config, keys, reason)
@@ -64,7 +64,7 @@ def _algorithm(config: Config) -> Iterator[Problem]:
 
 
 def _staleness(config: Config) -> Iterator[Problem]:
-    """Samples of older weights, and a loss that would take them for those of the present ones."""
+    """Require a correction for samples generated with older weights."""
     algorithm, ahead = config.algorithm, config.sync.max_staleness
     options = LOSS_OPTIONS.get(algorithm.loss)
     if ahead and config.router.replay == "rollout" and config.rollout.engine == SERVER_ENGINE:
@@ -73,7 +73,7 @@ def _staleness(config: Config) -> Iterator[Problem]:
             "and no longer know the experts that made them: use --router-replay scoring, or leave one of them out"
         )
     if not ahead or options is None or "mismatch_correction" not in options.reads:
-        return  # ipo compares with the engine itself; nothing is known of a loss of the user's own
+        return  # ipo compares with the engine itself; custom losses are unknown
     if not algorithm.use_rollout_logprobs and algorithm.mismatch_correction == algorithm.mismatch_rejection == "none":
         yield (
             f"--max-staleness {ahead} trains on samples of older weights, and --loss {algorithm.loss} would take them "
@@ -127,10 +127,10 @@ def _kl(config: Config) -> Iterator[Problem]:
 
 
 def _loss(config: Config) -> Iterator[Problem]:
-    """Options that the chosen loss does not read, or that on-policy training leaves without work."""
+    """Report options that the chosen loss does not read or that have no effect on-policy."""
     algorithm = config.algorithm
     if is_own(algorithm.loss) or algorithm.algorithm == "sft":
-        return  # nothing is known of it; nothing but its data makes it
+        return  # custom losses are unknown; for sft, only the algorithm selects the loss
     options = LOSS_OPTIONS.get(algorithm.loss)
     if options is None:
         yield _unknown("--loss", algorithm.loss, LOSS_OPTIONS)
@@ -259,7 +259,7 @@ def _router(config: Config) -> Iterator[Problem]:
 
 
 def _divisor(samples: int, size: int) -> int:
-    """The largest divisor of `samples` that is not above `size`."""
+    """Return the largest divisor of `samples` that is at most `size`."""
     return next(divisor for divisor in range(min(size, samples), 0, -1) if samples % divisor == 0)
 
 

@@ -1,6 +1,6 @@
-"""Combinations that cannot work, and options that would be accepted and have no effect: both are errors.
+"""Checks for invalid combinations and for options without effect. Both are errors.
 
-Each check yields lines that name the flags, the values and the way out; the first one is raised.
+Each check yields one-line problems that name the flags, the values and the fix. The first one is raised.
 """
 
 from __future__ import annotations
@@ -25,27 +25,30 @@ LOGGER_NAMES = ("console", "wandb", "trackio")
 
 
 def check(config: Config) -> None:
-    """ConfigError with the first problem of the whole configuration."""
+    """Raise ConfigError for the first problem of the configuration."""
     for find in (*_CHECKS, *_feature_checks()):
         for problem in find(config):
             raise _error(problem)
 
 
 def _feature_checks() -> Sequence[Callable[[Config], Iterator[Problem]]]:
-    """Those of the optional features, where they are installed."""
+    """Return the checks of the optional features, if they are installed."""
     if importlib.util.find_spec("fsdptrain.features") is None:
         return ()
     return importlib.import_module("fsdptrain.features.checks").CHECKS
 
 
 def check_data_options(config: Config) -> None:
-    """ConfigError for an option that --prompt-data cannot use. Not in `check`: Python may hand over its own data."""
+    """Raise ConfigError for an option that does not apply to --prompt-data.
+
+    Not part of `check`, because Python callers may pass their own data.
+    """
     for problem in _columns(config):
         raise _error(problem)
 
 
 def check_world_size(config: Config, world_size: int) -> None:
-    """ConfigError where the number of processes does not fit. It is known only when they have started."""
+    """Raise ConfigError if the number of processes does not fit. Only known after launch."""
     if config.parallel.backend == "megatron":
         check_megatron_world(config, world_size)
         return
@@ -76,7 +79,7 @@ def check_world_size(config: Config, world_size: int) -> None:
 
 
 def check_processes(config: Config, *, world_size: int, local_world_size: int) -> None:
-    """Raise ConfigError where the processes that were started do not fit the flags."""
+    """Raise ConfigError if the launched processes do not match the flags."""
     wanted = config.launch.nproc_per_node
     if wanted not in (None, local_world_size):
         raise ConfigError(
@@ -92,7 +95,7 @@ def check_processes(config: Config, *, world_size: int, local_world_size: int) -
 
 
 def check_own_launch(config: Config) -> None:
-    """Raise NoEffectError for options of the fsdptrain command, where torchrun or Python has started the ranks."""
+    """Raise NoEffectError for options of the fsdptrain command if torchrun or Python launched the ranks."""
     reason = "where torchrun or Python starts the processes: give it to torchrun, or start with the fsdptrain command"
     for problem in without_effect(config, "max_restarts log_dir", reason):
         raise _error(problem)
@@ -131,7 +134,7 @@ def _memory(config: Config) -> Iterator[Problem]:
 
 
 def _parallel(config: Config) -> Iterator[Problem]:
-    """What was not proven beside them is refused."""
+    """Reject combinations with tensor and expert parallelism that have not been verified."""
     tensor, expert = config.parallel.tensor_parallel_size > 1, config.parallel.expert_parallel_size > 1
     model = config.model
     beside = {
@@ -161,7 +164,7 @@ def _parallel(config: Config) -> Iterator[Problem]:
 
 
 def _context(config: Config, beside: Mapping[str, bool]) -> Iterator[Problem]:
-    """Parameters lie as they do without it, so only what concerns activations was in question."""
+    """Check context parallelism. It does not change how parameters are sharded, so only activation options matter."""
     if config.parallel.context_parallel_size == 1:
         reason = "without --context-parallel-size: add it, or leave this out"
         yield from without_effect(config, "context_parallel_recurrent", reason)
@@ -242,7 +245,7 @@ def _environment(config: Config) -> Iterator[Problem]:
 
 
 def _columns(config: Config) -> Iterator[Problem]:
-    """Options that the form of the data makes meaningless."""
+    """Report options that do not apply to the type of data."""
     names = [name.partition("?")[0] for name in (config.data.prompt_data, config.data.eval_prompt_data) if name]
     generated = [name.startswith("reasoning_gym:") for name in names]
     files = [name.endswith((".jsonl", ".json", ".parquet")) or name == "environment" for name in names]
@@ -354,7 +357,7 @@ def _log(config: Config) -> Iterator[Problem]:
 
 def _launch(config: Config) -> Iterator[Problem]:
     launch = config.launch
-    longest = 3 * (config.reward.reward_timeout or 0)  # after three misses in a row the run ends
+    longest = 3 * (config.reward.reward_timeout or 0)  # the run ends after three timeouts in a row
     if longest > config.reward_patience:
         ahead = config.sync.max_staleness
         beside = f", for each of {1 + ahead} rollouts (--max-staleness {ahead})" if ahead else ""

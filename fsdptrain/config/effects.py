@@ -1,4 +1,4 @@
-"""Which options somebody chose, and the error for one that does nothing beside the others."""
+"""Detection of explicitly set options, and the error for an option without effect."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class NoEffectError(ConfigError):
-    """An option that does nothing beside the others, or on the model. `key`: its flat name, where the config knows."""
+    """Option without effect, given the other options or the model. `key`: flat name, if the configuration knows it."""
 
     def __init__(self, message: str, key: str = "") -> None:
         super().__init__(message)
@@ -25,7 +25,7 @@ Problem = str | NoEffectError
 
 
 def changed(config: Config, *keys: str) -> Iterator[str]:
-    """Those of `keys` (flat names) that somebody chose: not the default, nor what the algorithm's preset says."""
+    """Yield those of `keys` (flat names) whose value differs from the default and from the algorithm's preset."""
     preset = preset_values(config.algorithm.algorithm, config.algorithm.loss)
     for flat in keys:
         key = all_keys()[flat]

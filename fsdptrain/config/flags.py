@@ -1,4 +1,4 @@
-"""From argv to a configuration: which flags were given, what they say, and where each value comes from."""
+"""Command line parsing: which flags were given, their values, and the source of each value."""
 
 import contextlib
 import dataclasses
@@ -25,33 +25,33 @@ _FLAG = re.compile(r"--[A-Za-z]")
 
 @dataclass(frozen=True)
 class Option:
-    """One flag of a command."""
+    """Flag of a command."""
 
-    flag: str  # with the dashes
+    flag: str  # including the dashes
     annotation: Any
     help: str
     default: Any
 
     @property
     def many(self) -> bool:
-        """Takes any number of values."""
+        """Whether it takes any number of values."""
         return get_origin(self.annotation) in (list, dict)
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """A configuration and the source of each of its values, by flat key."""
+    """Configuration with the source of each value, by flat key."""
 
     config: Config
     sources: Mapping[str, Source]
-    own: Mapping[str, Any]  # of options that belong to the command, not to the run
+    own: Mapping[str, Any]  # options of the command rather than of the run
 
 
 RECIPE = Option("--recipe", str | None, "YAML file with any of the options below. Flags win over it.", None)
 
 
 def config_options() -> dict[str, Option]:
-    """Every option of `Config`, by flat key."""
+    """Return all options of `Config`, by flat key."""
     return {
         flat: Option(
             key.flag,
@@ -64,9 +64,9 @@ def config_options() -> dict[str, Option]:
 
 
 def resolve(argv: Sequence[str], own: Mapping[str, Option] | None = None) -> Resolved:
-    """The configuration of a command line: default < preset < recipe < flag. Whatever is wrong is a ConfigError.
+    """Resolve a command line to a configuration. Precedence: flag > recipe > preset > default.
 
-    `own`: options of the command beside those of a run.
+    `own` are options of the command itself. Raises ConfigError for any invalid input.
     """
     own = own or {}
     values = parse(argv, {"recipe": RECIPE, **config_options(), **own})
@@ -84,7 +84,7 @@ def resolve(argv: Sequence[str], own: Mapping[str, Option] | None = None) -> Res
 
 
 def _set_by_preset(config: Config) -> list[str]:
-    """Flat keys that the algorithm's preset sets to something else than their default."""
+    """Return the flat keys that the algorithm's preset sets to a non-default value."""
     values = preset_values(config.algorithm.algorithm, config.algorithm.loss)
     return [flat for flat, value in values.items() if value != all_keys()[flat].default]
 
@@ -95,7 +95,7 @@ def _flat_keys(values: Mapping[str, Any]) -> list[str]:
 
 
 def parse(argv: Sequence[str], options: Mapping[str, Option]) -> dict[str, Any]:
-    """The values of the flags that stand in `argv`, by key. A flag that is given twice has its last value."""
+    """Parse the flags in `argv`. Returns values by key; the last occurrence of a flag wins."""
     by_flag = {option.flag: key for key, option in options.items()}
     values: dict[str, Any] = {}
     rest = list(argv)
@@ -115,7 +115,7 @@ def parse(argv: Sequence[str], options: Mapping[str, Option]) -> dict[str, Any]:
 
 
 def without(argv: Sequence[str], options: Mapping[str, Option]) -> list[str]:
-    """`argv` without these options and their values; `parse` has accepted it."""
+    """Return `argv`, which must be valid for `parse`, without `options` and their values."""
     own = {option.flag: option for option in options.values()}
     kept: list[str] = []
     rest = list(argv)
@@ -131,7 +131,7 @@ def without(argv: Sequence[str], options: Mapping[str, Option]) -> list[str]:
 
 
 def _find(flag: str, by_flag: Mapping[str, str], options: Mapping[str, Option], word: str) -> tuple[str, bool]:
-    """The key that `flag` sets, and whether it is the `--no-` form."""
+    """Return the key that `flag` sets and whether it is the `--no-` form."""
     if flag in by_flag:
         return by_flag[flag], False
     positive = "--" + flag.removeprefix("--no-")
@@ -150,7 +150,7 @@ def _refuse_value(option: Option, attached: str | None, rest: list[str]) -> None
 
 
 def _take(rest: list[str], *, many: bool) -> list[str]:
-    """Remove the values of a flag from the front of `rest`: one, or as many as there are before the next flag."""
+    """Pop the values of a flag from the front of `rest`: one, or with `many` all up to the next flag."""
     tokens: list[str] = []
     while rest and not _FLAG.match(rest[0]) and (many or not tokens):
         tokens.append(rest.pop(0))
@@ -158,12 +158,12 @@ def _take(rest: list[str], *, many: bool) -> list[str]:
 
 
 def convert(option: Option, tokens: Sequence[str]) -> Any:
-    """The value that `tokens` write, of the option's type."""
+    """Convert `tokens` to the type of the option."""
     if not tokens and not option.many:
         raise ConfigError(f"{option.flag} needs a value: {describe(option.annotation)}")
     words = [f"{option.flag}={tokens[0]}"] if len(tokens) == 1 and not option.many else [option.flag, *tokens]
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # tyro's box, for which there is one line below
+        with contextlib.redirect_stderr(io.StringIO()):  # replaces tyro's error box by the one-line error below
             parsed = tyro.cli(view({"": {"value": option}}), args=words, console_outputs=False, add_help=False)
     except SystemExit:
         shown = " ".join(tokens)
@@ -173,7 +173,7 @@ def convert(option: Option, tokens: Sequence[str]) -> Any:
 
 
 def view(groups: Mapping[str, Mapping[str, Option]], docs: Mapping[str, str] | None = None) -> type:
-    """A dataclass that tyro turns into flags. Each group is a box of the help text; the group "" is the top one."""
+    """Build a dataclass that tyro turns into flags. Each group is a box of the help text; group "" is the top level."""
     fields: list[tuple[str, Any, Any]] = []
     for group, options in groups.items():
         members = [_member(name, option) for name, option in options.items()]
@@ -188,7 +188,7 @@ def view(groups: Mapping[str, Mapping[str, Option]], docs: Mapping[str, str] | N
 
 def _member(name: str, option: Option) -> tuple[str, Any, Any]:
     inner = [choice for choice in get_args(option.annotation) if choice is not type(None)]
-    metavar = _metavar(inner[0]) if type(None) in get_args(option.annotation) else None  # not {None}|STR
+    metavar = _metavar(inner[0]) if type(None) in get_args(option.annotation) else None  # avoids the metavar {None}|STR
     marks: list[Any] = [tyro.conf.arg(name=option.flag[2:], prefix_name=False, help=option.help, metavar=metavar)]
     if get_origin(option.annotation) is dict:
         marks.append(_MAPPING)

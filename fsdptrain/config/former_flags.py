@@ -1,19 +1,19 @@
-"""What became of the flags of slime's FSDP backend: for error messages, and for docs/coming_from_slime.md."""
+"""Mapping of slime's FSDP backend flags, for error messages and docs/coming_from_slime.md."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Former:
-    """One flag of slime's FSDP backend."""
+    """Flag of slime's FSDP backend."""
 
-    here: str  # the flag that does it here; "": there is none
+    here: str  # equivalent flag here; "": none
     note: str = ""
-    default: str = ""  # its default there, where it had one
+    default: str = ""  # default in slime, if any
 
     @property
     def advice(self) -> str:
-        """What to do about it, for the end of an error message."""
+        """Hint for the end of an error message."""
         if self.here:
             return f"it is {self.here} here" + (f" ({self.note})" if self.note else "")
         return f"there is no such flag here: {self.note}"

@@ -1,4 +1,4 @@
-"""The processes of a run as a drawing: replicas, shards, and the groups that share layers, experts or packs."""
+"""Text drawing of the process grid: replicas, shards, and groups that share layers, experts or packs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from fsdptrain.config.root import Config
 
-_SHOWN = 4  # groups, and members of a group
+_SHOWN = 4  # groups, and members per group
 
 
 def draw_grid(config: Config, world_size: int) -> list[str]:
-    """As `fsdp/mesh.py` builds it; `world_size` fits (`check_world_size`)."""
+    """Draw the grid that `fsdp/mesh.py` builds. `world_size` must pass `check_world_size`."""
     if config.parallel.backend == "megatron":
         return _draw_megatron(config, world_size)
     replicas = config.fsdp.replicate_size
@@ -31,13 +31,13 @@ def draw_grid(config: Config, world_size: int) -> list[str]:
 
 
 def _draw_megatron(config: Config, world_size: int) -> list[str]:
-    """As `backends/megatron/groups.py` numbers them: tensor, stage, context and data, the fastest first."""
+    """Draw the grid of `megatron/groups.py`: tensor, stage, context and data ranks, fastest-varying first."""
     split, copies = config.megatron, config.pack_copies
     tensor, stages = split.tensor_parallel, split.pipeline_parallel
     context = f" x {split.context_parallel} context" if split.context_parallel > 1 else ""
     product = f"{world_size // copies} replicas{context} x {stages} pipeline x {tensor} tensor"
     lines = [f"{world_size} processes = {product}, by megatron-core", f"packs {_groups(0, world_size, copies)}"]
-    kinds = {  # size, and how far apart the members of a group are
+    kinds = {  # group size and stride between its members
         "tensor": (tensor, 1),
         "stages": (stages, tensor),
         "context": (split.context_parallel, tensor * stages),
@@ -49,7 +49,7 @@ def _draw_megatron(config: Config, world_size: int) -> list[str]:
 
 
 def across_nodes(config: Config, local_world_size: int) -> Iterator[str]:
-    """A line for each kind of group that does not lie within a node: allowed, and slow. Stages of a pipeline may."""
+    """Warn about groups that span nodes, one line per kind. This is allowed but slow, except for pipeline stages."""
     for flag, size, within in _kinds_that_wait(config):
         if size > 1 and local_world_size % (size * within):
             yield (
@@ -59,7 +59,7 @@ def across_nodes(config: Config, local_world_size: int) -> Iterator[str]:
 
 
 def _kinds_that_wait(config: Config) -> list[tuple[str, int, int]]:
-    """Flag, size, and how far apart the members of a group are, of those that wait for each other in each layer."""
+    """Return flag, size and member stride of the group kinds that synchronize in each layer."""
     if config.parallel.backend == "megatron":
         split = config.megatron
         replica = split.tensor_parallel * split.pipeline_parallel
@@ -81,7 +81,7 @@ def _product(replicas: int, shards: int, kind: str, size: int, name: str) -> str
 
 
 def _groups(first: int, count: int, size: int, apart: int = 1) -> str:
-    """`count` processes from `first` on, each bracket a group of `size`, whose members are `apart` from each other."""
+    """Format `count` processes from `first` on as bracketed groups of `size` members with stride `apart`."""
     starts = [s for s in range(first, first + count) if (s - first) // apart % size == 0]
     return _some([f"[{_some([str(start + i * apart) for i in range(size)])}]" for start in starts])
 

@@ -1,4 +1,4 @@
-"""Where a key lives: its section, its name there, its flat name and its flag."""
+"""Location of an option: section, name, flat name and flag."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -42,10 +42,10 @@ SECTIONS: dict[str, type[Section]] = {
 
 @dataclass(frozen=True)
 class Key:
-    """One option."""
+    """Option of the configuration."""
 
     section: str
-    name: str  # in its section
+    name: str  # within its section
     field: FieldInfo
 
     @property
@@ -57,7 +57,7 @@ class Key:
         return self.field.get_default(call_default_factory=True)
 
     def value(self, config: Section) -> Any:
-        """Its value in a `Config`."""
+        """Return its value in a `Config`."""
         return getattr(getattr(config, self.section), self.name)
 
     @property
@@ -67,7 +67,7 @@ class Key:
 
 @cache
 def all_keys() -> Mapping[str, Key]:
-    """Every option by its flat name, in the order of the declaration."""
+    """Return all options by flat name, in declaration order."""
     keys = [Key(section, name, f) for section, cls in SECTIONS.items() for name, f in cls.model_fields.items()]
     return {key.flat: key for key in keys}
 
@@ -77,7 +77,10 @@ def flag_of(section: str, name: str) -> str:
 
 
 def group_by_section(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """`values`, sections and flat keys mixed, as section -> name -> value. ConfigError for unknown or doubled keys."""
+    """Convert mixed sections and flat keys to section -> name -> value.
+
+    Raises ConfigError for unknown or repeated keys.
+    """
     grouped: dict[str, dict[str, Any]] = {}
     for section, name, value in _pairs(values):
         fields = grouped.setdefault(section, {})
@@ -103,7 +106,7 @@ def _fields_of(section: str, value: Any) -> dict[str, Any]:
     if isinstance(value, SECTIONS[section]):
         return {name: v for name, v in value if name in value.model_fields_set}
     if value is None:
-        return {}  # `model:` with nothing under it
+        return {}  # empty `model:` in YAML
     if not isinstance(value, Mapping):
         raise ConfigError(f"{section!r} is a section, it takes a mapping such as {_example(section)}, got {value!r}")
     known = list(SECTIONS[section].model_fields)
@@ -118,7 +121,7 @@ def _example(section: str) -> str:
     return f"{{{name}: {field.default!r}}}"
 
 
-# A flag of TRL or transformers -> ours.
+# Flags of TRL and transformers -> equivalent flags here.
 NAMES_ELSEWHERE = {
     "--learning-rate": "--lr",
     "--model": "--hf-checkpoint",
@@ -137,7 +140,7 @@ NAMES_ELSEWHERE = {
 }
 
 
-# Flags that belong to torchrun -> what to do.
+# Flags of torchrun -> advice.
 _TORCHRUN = (
     ": torchrun starts several machines: torchrun --nnodes N --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint "
     "HOST:29500 -m fsdptrain ..."
@@ -157,8 +160,7 @@ TORCHRUN_FLAGS = {
 
 
 def advice(name: str, known: list[str]) -> str:
-    """Suggest what to write in place of an unknown `name`: by the flags of slime, torchrun and other trainers, or the
-    nearest name."""
+    """Return advice for an unknown `name`: an equivalent of slime, torchrun or another trainer, or the nearest name."""
     flag = "--" + name.lstrip("-").replace("_", "-")
     if flag in TORCHRUN_FLAGS:
         return TORCHRUN_FLAGS[flag]

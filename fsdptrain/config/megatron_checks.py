@@ -1,4 +1,4 @@
-"""What --backend megatron does not do: each flag that it would ignore is an error that says so."""
+"""Checks of --backend megatron. Flags that it would ignore are errors."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _not_built(config: Config) -> Iterator[Problem]:
 
 
 def check_megatron_world(config: Config, world_size: int) -> None:
-    """ConfigError where the number of processes does not fit."""
+    """Raise ConfigError if the number of processes does not fit."""
     split, copies = config.megatron, config.pack_copies
     if world_size % copies:
         raise ConfigError(

@@ -1,10 +1,10 @@
-"""What a recipe says that gives way to an algorithm or a loss that a flag names.
+"""Precedence between a recipe and flags that select another algorithm or loss.
 
-    default < preset of the recipe's algorithm < recipe < preset of a flag's algorithm < flag
+    flag > preset of a flag's algorithm > recipe > preset of the recipe's algorithm > default
 
-A preset stands just below whoever named it. So `--recipe runs/a/config.yaml --algorithm gspo` is gspo, although the
-recipe, which a run wrote, holds every value of another algorithm. A flag that repeats the recipe's algorithm says
-nothing new, and the recipe's own choices stay.
+A preset ranks just below the source that names its algorithm. `--recipe runs/a/config.yaml --algorithm gspo` therefore
+selects gspo, although the recipe, written by a run, contains every value of another algorithm. If a flag repeats the
+recipe's algorithm, all values of the recipe are kept.
 """
 
 from collections.abc import Mapping
@@ -14,10 +14,10 @@ from fsdptrain.config.algorithm import AlgorithmConfig
 from fsdptrain.config.keys import all_keys
 from fsdptrain.config.presets import LOSS_FIELDS, OLD_POLICY, preset_values
 
-LOSS_OWN = frozenset(LOSS_FIELDS) - OLD_POLICY  # a clip of one loss means nothing to another
+LOSS_OWN = frozenset(LOSS_FIELDS) - OLD_POLICY  # clip values do not transfer between losses
 ALGORITHM_OWN = LOSS_OWN | {"loss", "loss_aggregation", "advantage_estimator", "advantage_scale"}
 
-RIVALS = (  # two ways to say one thing, or two that exclude each other
+RIVALS = (  # alternatives, or mutually exclusive
     ("steps_per_rollout", "global_batch_size"),
     ("fp16", "bf16"),
     ("lr_warmup_iters", "lr_warmup_fraction"),
@@ -25,17 +25,20 @@ RIVALS = (  # two ways to say one thing, or two that exclude each other
 
 
 def outspoken(recipe: Mapping[str, Mapping[str, Any]], flags: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Flat keys of `recipe` whose rival is turned on by a flag; both are section -> name -> value."""
+    """Return flat keys of `recipe` that an alternative option among `flags` replaces.
+
+    Both arguments are section -> name -> value.
+    """
     before, now = _chosen(recipe), _chosen(flags)
     pairs = [*RIVALS, *((b, a) for a, b in RIVALS)]
     return [other for key, other in pairs if now.get(key) and before.get(other) and other not in now]
 
 
 def superseded(recipe: Mapping[str, Mapping[str, Any]], flags: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Flat keys of `recipe` that give way to `flags`; both are section -> name -> value.
+    """Return flat keys of `recipe` that `flags` override implicitly. Both are section -> name -> value.
 
-    Of another algorithm: its loss with all options, aggregation, advantage, and what its preset or that of the recipe's
-    algorithm says of other sections, unless the user had changed it. Of another loss: the options of losses.
+    If a flag selects another algorithm: the loss with all its options, aggregation, advantage, all values of the new
+    preset, and values that equal those of the recipe's preset. If a flag selects another loss: the options of losses.
     """
     before, now = _chosen(recipe), _chosen(flags)
     algorithm = before.get("algorithm", AlgorithmConfig().algorithm)

@@ -1,14 +1,14 @@
-"""What `--algorithm NAME` and `--loss NAME` mean: data only, which the checks, the sources of values and the docs read.
+"""Presets of `--algorithm NAME` and `--loss NAME`, as data for the checks, the value sources and the docs.
 
-An algorithm is a preset of loss, aggregation, advantage, the loss's own options, and options of any other section.
-Whatever a recipe or a flag says wins over it.
+An algorithm is a preset of loss, aggregation, advantage, loss options, and options of other sections. Recipes and flags
+override it.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-RATIO = frozenset({"use_rollout_logprobs", "use_opsm", "opsm_delta"})  # read by every loss that has an old policy
+RATIO = frozenset({"use_rollout_logprobs", "use_opsm", "opsm_delta"})  # read by every loss with an old policy
 MISMATCH = frozenset(
     {"mismatch_correction", "mismatch_low", "mismatch_high", "mismatch_rejection", "mismatch_rejection_max"}
 )
@@ -18,27 +18,27 @@ CLIP = frozenset({"eps_clip", "eps_clip_high"})
 
 @dataclass(frozen=True)
 class LossOptions:
-    """The options of the section `algorithm` that a loss reads, beside KL and entropy, which every loss has."""
+    """Options of the section `algorithm` that a loss reads. All losses also read the KL and entropy options."""
 
     reads: frozenset[str]
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # where they differ from those of the section
-    idle_on_policy: frozenset[str] = frozenset()  # what has no effect where the policy ratio is always 1
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # where they differ from the section's defaults
+    idle_on_policy: frozenset[str] = frozenset()  # options without effect if the policy ratio is always 1
 
 
 @dataclass(frozen=True)
 class Preset:
-    """What an algorithm is made of."""
+    """Components of an algorithm."""
 
     loss: str
-    when: str  # to use it, for the docs
+    when: str  # when to use it, for the docs
     loss_aggregation: str = "token_mean"
     advantage_estimator: str = "grpo"
-    options: Mapping[str, Any] = field(default_factory=dict)  # of its loss, over the loss's own defaults
-    beside: Mapping[str, Any] = field(default_factory=dict)  # flat key -> value, of any section, whatever the loss
+    options: Mapping[str, Any] = field(default_factory=dict)  # loss options; override the defaults of the loss
+    beside: Mapping[str, Any] = field(default_factory=dict)  # flat key -> value, in any section, for any loss
 
 
 def _loss(*names: str, **defaults: Any) -> LossOptions:
-    """A loss with an old policy, that reads `names` too."""
+    """Describe a loss with an old policy that also reads `names`."""
     reads = frozenset(names)
     return LossOptions(OLD_POLICY | reads, defaults, idle_on_policy=reads | {"use_opsm", "opsm_delta"})
 
@@ -55,7 +55,7 @@ LOSS_OPTIONS: Mapping[str, LossOptions] = {
     "reinforce": _loss(),
     "sft": LossOptions(frozenset()),
 }
-ADVANTAGE_SCALES: Mapping[str, str] = {  # what `--advantage-scale auto` means
+ADVANTAGE_SCALES: Mapping[str, str] = {  # meaning of `--advantage-scale auto`
     "grpo": "group",
     "dr_grpo": "none",
     "rloo": "none",
@@ -122,9 +122,9 @@ PRESETS: Mapping[str, Preset] = {
 
 
 def preset_values(algorithm: object, loss: object) -> dict[str, Any]:
-    """What `--algorithm` and `--loss` (None: not given) say of other options, by flat key.
+    """Return the values that `--algorithm` and `--loss` (None: not given) set, by flat key.
 
-    A loss that is not the preset's brings its own defaults. An unknown name says nothing: it is refused elsewhere.
+    A loss other than the preset's sets its own defaults. Unknown names set nothing; they are rejected elsewhere.
     """
     preset = PRESETS.get(algorithm) if isinstance(algorithm, str) else None
     if preset is None:
@@ -142,5 +142,5 @@ def preset_values(algorithm: object, loss: object) -> dict[str, Any]:
 
 
 def is_own(name: str) -> bool:
-    """A loss or an estimator by `package.module:function`, of which nothing is known."""
+    """Return whether `name` is a custom `package.module:function`."""
     return ":" in name

@@ -1,4 +1,4 @@
-"""From a pydantic error to one line that names the flag, the value and what it takes."""
+"""Conversion of pydantic errors to one line with the flag, the value and the accepted values."""
 
 import types
 from typing import Any, Literal, Union, get_args, get_origin
@@ -20,7 +20,7 @@ _NOUNS = {bool: "true or false", int: "a whole number", float: "a number", str: 
 
 
 def field_problem(error: pydantic.ValidationError, *, section: str) -> ConfigError:
-    """The first thing that is wrong in a section, as a line such as `--eps-clip must be less than 1, got 1.5`."""
+    """Return the first error of a section, such as `--eps-clip must be less than 1, got 1.5`."""
     detail = error.errors(include_url=False)[0]
     name = str(detail["loc"][0])
     annotation = SECTIONS[section].model_fields[name].annotation
@@ -43,7 +43,7 @@ def _reason(detail: ErrorDetails, annotation: Any) -> str:
 
 
 def describe(annotation: Any) -> str:
-    """What values an annotation takes, in words."""
+    """Describe the values that an annotation accepts."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         return "one of " + ", ".join(str(choice) for choice in args)
@@ -57,7 +57,7 @@ def describe(annotation: Any) -> str:
 
 
 def near(value: Any, annotation: Any) -> str:
-    """`; did you mean 'x'?` where the annotation is a choice of texts and `value` is close to one."""
+    """Return `; did you mean 'x'?` if the annotation is a choice of strings and `value` is close to one."""
     choices = [choice for choice in get_args(annotation) if isinstance(choice, str)]
     return suggest(value, choices) if isinstance(value, str) else ""
 

@@ -1,4 +1,4 @@
-"""Recipes: a configuration as a YAML file, in and out. What is written can be read again."""
+"""Reading and writing of configurations as YAML recipes. Written recipes can be read back."""
 
 import math
 import re
@@ -32,21 +32,20 @@ _COLOURS: dict[Source, str] = {
     "recipe": "\x1b[36m",
     "flag": "\x1b[1;33m",
 }
-_NOT_WRITTEN = ("dry_run", "probe")  # a recipe that only prints itself would be of no use
+_NOT_WRITTEN = ("dry_run", "probe")  # these would make the recipe only print itself
 
 
 def load_recipe(path: str | Path, **flags: Any) -> Config:
-    """The configuration of a recipe; `flags` (flat keys or sections) win over it."""
+    """Load a configuration from a recipe. `flags` (flat keys or sections) override it."""
     return combine(read_recipe(path), flags)[0]
 
 
 def combine(recipe: Mapping[str, Any], flags: Mapping[str, Any]) -> tuple[Config, dict[str, Source]]:
-    """The configuration, and the recipe's keys that give way to `flags`, with the source of their value.
+    """Combine recipe and flags. Returns the configuration and the overridden recipe keys with their value source.
 
-    A flag that names another algorithm or loss wins over what the recipe says of its options (see `superseded`); one
-    that turns something off (`--eval-interval 0`) over what the recipe says about it (`eval_size`); one that says the
-    same in another way (`--steps-per-rollout`) over the recipe's way (`global_batch_size`). Without flags nothing is
-    left out: a recipe that contradicts itself is an error.
+    Recipe values are dropped in three cases: a flag selects another algorithm or loss (see `superseded`); a flag turns
+    off the feature that they configure (`--eval-interval 0`, `eval_size`); a flag is an alternative to them
+    (`--steps-per-rollout`, `global_batch_size`). Without flags nothing is dropped: an inconsistent recipe is an error.
     """
     given, by_flag = merge(recipe), merge(flags)
     left_out: dict[str, Source] = dict.fromkeys(superseded(given, by_flag), SUPERSEDED)
@@ -65,7 +64,7 @@ def combine(recipe: Mapping[str, Any], flags: Mapping[str, Any]) -> tuple[Config
 
 
 def merge(*layers: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Section -> name -> value; later layers win, key by key."""
+    """Merge to section -> name -> value. Later layers override earlier ones, key by key."""
     merged: dict[str, dict[str, Any]] = {}
     for layer in layers:
         for section, fields in group_by_section(layer).items():
@@ -74,7 +73,7 @@ def merge(*layers: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def read_recipe(path: str | Path) -> dict[str, Any]:
-    """The values of a recipe as they stand there, each of them checked. ConfigError names the file."""
+    """Read and validate the values of a recipe, unchanged. Raises ConfigError with the file name."""
     try:
         values = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Loader)
     except (OSError, UnicodeDecodeError) as error:
@@ -96,7 +95,7 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
 
 
 def to_yaml(config: Config, sources: Mapping[str, Source] | None = None, *, colour: bool = False) -> str:
-    """`config` as a recipe, every value written out, with the source of each (by flat key) as an aligned comment."""
+    """Format `config` as a recipe with all values and, from `sources` (by flat key), aligned source comments."""
     lines: list[tuple[str, Source | None]] = []
     section = ""
     for flat, key in all_keys().items():
@@ -118,7 +117,7 @@ def _line(text: str, source: Source | None, width: int, *, colour: bool) -> str:
 
 
 def _scalar(value: Any) -> str:
-    """`value` on one line."""
+    """Format `value` on one line."""
     style = '"' if isinstance(value, str) and not value.isprintable() else None
     in_list = yaml.dump(
         [value],
@@ -133,7 +132,7 @@ def _scalar(value: Any) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML with floats as Python writes them (1e-6), and without keys given twice."""
+    """YAML loader with Python float syntax (1e-6) that rejects duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -145,7 +144,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes whatever `_Loader` would read as a number."""
+    """YAML dumper that quotes strings that `_Loader` would read as numbers."""
 
 
 _FLOAT = re.compile(r"^[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$")

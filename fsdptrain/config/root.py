@@ -1,4 +1,4 @@
-"""`Config`: all sections together, checked, with what follows from them."""
+"""`Config`: all sections, validated, with derived values."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -33,11 +33,10 @@ from fsdptrain.config.sync import SyncConfig
 
 
 class Config(Section):
-    """The whole configuration of a run.
+    """Configuration of a run.
 
-    `Config(**values)` takes sections and flat keys alike, and the algorithm's preset for what they leave open. Raises
-    ConfigError, one line that names the flag, for an unknown key, for a value that a field refuses, and for a
-    combination that cannot work.
+    `Config(**values)` accepts sections and flat keys. Values that are not given come from the algorithm's preset.
+    Raises ConfigError, one line with the flag, for an unknown key, an invalid value or an invalid combination.
     """
 
     model: ModelConfig = ModelConfig()
@@ -73,14 +72,14 @@ class Config(Section):
 
     @property
     def samples_per_rollout(self) -> int:
-        """Samples between two batches of prompts; with `--algorithm sft`, in one optimizer step. [samples]"""
+        """Samples per rollout; with `--algorithm sft`, per optimizer step. [samples]"""
         if self.algorithm.algorithm == "sft":
             return self.batch.global_batch_size or self.rollout.batch_size
         return self.rollout.batch_size * self.algorithm.n_samples_per_prompt
 
     @property
     def steps_per_rollout(self) -> int:
-        """Optimizer steps on one rollout, over all its epochs."""
+        """Optimizer steps per rollout, over all its epochs."""
         if self.batch.steps_per_rollout is not None:
             return self.batch.steps_per_rollout
         per_epoch = self.samples_per_rollout // (self.batch.global_batch_size or self.samples_per_rollout)
@@ -88,46 +87,46 @@ class Config(Section):
 
     @property
     def on_policy(self) -> bool:
-        """Each rollout is one optimizer step: the policy that is trained is the one that generated."""
+        """Whether each rollout is one optimizer step, so the trained policy is the one that generated."""
         return self.steps_per_rollout == 1
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """The policy changes within a rollout, and the loss compares with what it was before."""
+        """Whether the policy changes within a rollout and the loss compares with the old policy."""
         loss = self.algorithm.loss
         return not self.on_policy and (is_own(loss) or "use_rollout_logprobs" in LOSS_OPTIONS[loss].reads)
 
     @property
     def scores_policy(self) -> bool:
-        """The policy is scored before its first update: for the loss, or for the KL divergence in the reward."""
+        """Whether the trainer computes policy logprobs before the first update, for the loss or the KL reward term."""
         return not self.algorithm.use_rollout_logprobs and (
             self.needs_old_logprobs or self.algorithm.kl_reward_coef > 0
         )
 
     @property
     def advantage_scale(self) -> str:
-        """group, batch, whiten or none. A function of the user's own is left as it is, unless somebody says more."""
+        """Resolved scale: group, batch, whiten or none. `auto` means none for a custom estimator."""
         chosen = self.algorithm.advantage_scale
         return ADVANTAGE_SCALES.get(self.algorithm.advantage_estimator, "none") if chosen == "auto" else chosen
 
     @property
     def overlong_buffer(self) -> int:
-        """--overlong-buffer, else a fifth of the longest response, as 4096 of 20480 in DAPO. [tokens]"""
+        """--overlong-buffer, or a fifth of the response limit, as 4096 of 20480 in DAPO. [tokens]"""
         return self.shaping.overlong_buffer or max(1, self.rollout.max_response_len // 5)
 
     @property
     def scoring_temperature(self) -> float:
-        """Of the logits that the trainer scores at: that of the rollout, which supervised training does not know."""
+        """Temperature for the trainer's logprobs: that of the rollout; 1 in supervised training."""
         return 1.0 if self.algorithm.algorithm == "sft" else self.rollout.temperature
 
     @property
     def is_truncated(self) -> bool:
-        """Sampling leaves out some of the vocabulary."""
+        """Whether sampling excludes some of the vocabulary."""
         return (self.rollout.top_p, self.rollout.top_k, self.rollout.min_p) != (1.0, None, 0.0)
 
     @property
     def needs_reference(self) -> bool:
-        """There is a KL term, in the loss or in the reward."""
+        """Whether there is a KL term in the loss or the reward."""
         return self.algorithm.kl_loss_coef > 0 or self.algorithm.kl_reward_coef > 0
 
     @property
@@ -136,19 +135,19 @@ class Config(Section):
 
     @property
     def max_tokens_per_pack(self) -> int:
-        """Of all processes that share a pack. [tokens]"""
+        """Pack limit over all processes that share a pack. [tokens]"""
         return self.batch.max_tokens_per_gpu * self.parallel.context_parallel_size
 
     @property
     def pack_budget(self) -> str:
-        """The flags that make `max_tokens_per_pack`, with their values."""
+        """Flags that determine `max_tokens_per_pack`, with their values."""
         context = self.parallel.context_parallel_size
         beside = f" x --context-parallel-size {context}" if context > 1 else ""
         return f"--max-tokens-per-gpu {self.batch.max_tokens_per_gpu}{beside}"
 
     @property
     def pack_copies(self) -> int:
-        """Neighbouring processes that are given the same packs, and share the work on them."""
+        """Number of neighboring processes that receive the same packs and share the work on them."""
         if self.parallel.backend == "megatron":
             split = self.megatron
             return split.tensor_parallel * split.context_parallel * split.pipeline_parallel
@@ -156,12 +155,12 @@ class Config(Section):
 
     @property
     def needs_own_attention(self) -> bool:
-        """What is asked for, the kernels of flash-attn do not know."""
+        """Whether the options require attention features that flash-attn kernels do not support."""
         return self.parallel.context_parallel_size > 1 or self.batch.prefix_sharing == "on"
 
     @property
     def prompt_budget(self) -> int:
-        """Longest prompt: --rollout-max-prompt-len, else what a response leaves of a pack. [tokens]"""
+        """Prompt limit: --rollout-max-prompt-len, or the room that a response leaves in a pack. [tokens]"""
         if self.rollout.max_prompt_len is not None:
             return self.rollout.max_prompt_len
         response = 1 if self.algorithm.algorithm == "sft" else self.rollout.max_response_len
@@ -169,31 +168,33 @@ class Config(Section):
 
     @property
     def longest_sequence(self) -> int:
-        """That may be trained on, prompt and response. [tokens]"""
+        """Limit of prompt plus response in training. [tokens]"""
         most = self.max_tokens_per_pack
-        if self.algorithm.algorithm == "sft":  # responses are those of the data
+        if self.algorithm.algorithm == "sft":  # responses come from the data
             return most
         return min(most, self.prompt_budget + self.rollout.max_response_len)
 
     @property
     def reward_patience(self) -> float:
-        """What the calls of --reward in one rollout that hang may take on a rank, for which the others wait: half of
-        --dist-timeout, shared by the rollouts that may be in flight. [s]"""
+        """Time limit for hanging --reward calls of one rollout on a rank. [s]
+
+        Other ranks wait during this time: half of --dist-timeout, divided by the number of rollouts in flight.
+        """
         return self.launch.dist_timeout / 2 / (1 + self.sync.max_staleness)
 
     @property
     def evaluates(self) -> bool:
-        """There is something to evaluate on, and a time for it."""
+        """Whether there are evaluation prompts and an evaluation interval."""
         return self.run.eval_interval > 0 and self.data.eval_size != 0
 
     @property
     def generates(self) -> bool:
-        """Completions are made: to train on, or to evaluate."""
+        """Whether the run generates completions, for training or evaluation."""
         return self.algorithm.algorithm != "sft" or self.evaluates
 
 
 def _with_preset(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Section -> name -> value, with the algorithm's preset where `values` say nothing."""
+    """Return section -> name -> value, with missing values filled from the algorithm's preset."""
     grouped = group_by_section(values)
     given = grouped.get("algorithm", {})
     preset = preset_values(given.get("algorithm", AlgorithmConfig().algorithm), given.get("loss"))
@@ -202,7 +203,7 @@ def _with_preset(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def build_sections(values: Mapping[str, Any]) -> dict[str, Section]:
-    """Each section that `values` speaks of, with its fields checked one by one. ConfigError at the first bad one."""
+    """Build and validate the sections in `values`. Raises ConfigError for the first invalid field."""
     sections: dict[str, Section] = {}
     for name, fields in group_by_section(values).items():
         try:

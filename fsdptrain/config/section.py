@@ -1,4 +1,4 @@
-"""What every section of the configuration is: frozen, strict, and documented by the strings under its fields."""
+"""Base class of configuration sections: frozen, strict, documented by the strings under the fields."""
 
 from typing import Annotated
 

@@ -1,4 +1,4 @@
-"""Which engine the options of servers belong to, and which addresses may be spoken to."""
+"""Checks of server options: the engine that they require, and valid server addresses."""
 
 from __future__ import annotations
 

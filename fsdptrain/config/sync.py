@@ -1,4 +1,4 @@
-"""How old the weights of an engine may be, how they reach servers, and how long anyone waits for them."""
+"""Options of weight staleness, weight transfer to servers and server timeouts."""
 
 from typing import Literal
 
@@ -8,14 +8,14 @@ from fsdptrain.config.section import Section
 
 
 class SyncConfig(Section):
-    """Engines and their weights."""
+    """Engines and weight sync."""
 
     max_staleness: int = Field(default=0, ge=0)
     """Generate ahead of training: with weights at most so many rollouts older than those that are trained. With
-    vllm-server both go on at the same time. 0: always with the newest. [staleness]"""
+    vllm-server both go on at the same time. 0: always with the newest. [rollouts]"""
     offload_train: bool = False
     """Weights and optimizer of the trainer are in host memory while completions are made, so that the engine has the
-    device to itself. They cross the bus there and back in each rollout. [rollouts]"""
+    device to itself. They cross the bus there and back in each rollout."""
     weight_transfer: Literal["file", "gloo", "nccl"] = "file"
     """How weights reach servers. `file`: in a folder that they can read. `gloo`: over the network. `nccl`: from GPU to
     GPU, not yet run."""

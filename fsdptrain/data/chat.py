@@ -1,9 +1,9 @@
-"""What stands between two turns of the model, as tokens: what closes its turn, the observation, what opens the next.
+"""Tokens between two model turns: end of the model's turn, the observation, start of the next turn.
 
-The tokens of the model are never rendered again. The chat template is asked for a short conversation whose assistant
-says one known word; what it writes behind that word is what it would write behind any turn. So templates that show
-earlier turns otherwise than they were sampled (Qwen3 leaves out what was thought) change nothing: the sample keeps each
-token as the engine saw it.
+Model tokens are never rendered again. The chat template renders a short conversation whose assistant message is a known
+placeholder; the text after the placeholder is used after any turn. Templates that render earlier turns differently than
+they were sampled (Qwen3 drops the reasoning) therefore have no effect: the sample keeps each token as the engine saw
+it.
 """
 
 import re
@@ -20,14 +20,14 @@ from fsdptrain.data.sources import as_messages
 from fsdptrain.errors import DataError
 from fsdptrain.types import Message
 
-_SAID = "FSDPTRAINSAID"  # stands for the words of the assistant
+_SAID = "FSDPTRAINSAID"  # placeholder for the assistant's message
 _PROBE = "FSDPTRAINPROBE"
-_CHARACTERS = 32  # of an observation that are looked at for each token that may stay: a flood is cut before it costs
+_CHARACTERS = 32  # characters read per token of the observation limit; long observations are cut before tokenization
 _CUT = " ..."
 
 
 class TurnRenderer:
-    """Observations to tokens, in the form of the tokenizer's chat template; without a template, the plain text."""
+    """Converts observations to tokens with the tokenizer's chat template, or as plain text without a template."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, *, data: DataConfig, max_observation_len: int | None = None
@@ -35,13 +35,13 @@ class TurnRenderer:
         check_template(tokenizer, data)
         self.tokenizer = tokenizer
         self.data = data
-        self.max_observation_len = max_observation_len  # None: nothing is cut
+        self.max_observation_len = max_observation_len  # None: no limit
 
     def between(self, observation: str | Sequence[Message], *, last_token: int) -> list[int]:
-        """Tokens from the end of a turn of the model, whose last token was `last_token`, to where its next one begins.
+        """Return the tokens between a model turn that ended with `last_token` and the start of the next model turn.
 
-        A token that the model has said itself to end its turn is not said again. A message with the role `tool` becomes
-        one of the user where the template cannot show it. DataError where the template takes none of the messages.
+        An end-of-turn token that the model generated itself is not repeated. Messages with the role `tool` become user
+        messages if the template does not support the role. Raises DataError if the template rejects the messages.
         """
         messages = [{**message, "content": self._plain(message["content"])} for message in as_messages(observation)]
         if not self.data.apply_chat_template:
@@ -50,7 +50,7 @@ class TurnRenderer:
         return tokens[self._num_said(tokens, last_token) :] if last_token in self._special else tokens
 
     def _plain(self, text: str) -> str:
-        """At most `max_observation_len` tokens of `text`, without special ones: nothing that is said ends its turn."""
+        """Truncate `text` to `max_observation_len` tokens and remove special tokens, which could end the turn."""
         limit = self.max_observation_len
         if limit is None:
             return self._special_text.sub(" ", text)
@@ -61,10 +61,10 @@ class TurnRenderer:
         return str(self.tokenizer.decode(ids[:limit])).rstrip("\ufffd") + _CUT
 
     def _num_said(self, tokens: Sequence[int], last_token: int) -> int:
-        """How many of `tokens` a turn that ended with the special `last_token` holds already.
+        """Return how many leading `tokens` the turn that ended with the special `last_token` already contains.
 
-        Up to that token, which may also be the first of the next message (GLM). The model may have another end of a
-        turn than the template (Llama's <|eom_id|>): then up to the template's own.
+        Counts up to that token, which may also be the first one of the next message (GLM). If the model ends its turns
+        with another token than the template (Llama's <|eom_id|>), counts up to the template's end-of-turn token.
         """
         closing = len(self._tokenise(self._behind_said([], generation=False)))
         head = tokens[: max(1, closing)]
@@ -73,7 +73,7 @@ class TurnRenderer:
         return next((index + 1 for index, token in enumerate(tokens[:closing]) if token in self._special), 0)
 
     def _behind_said(self, messages: Sequence[Message], *, generation: bool = True) -> str:
-        """What the template writes behind the assistant's words, up to those of its next turn."""
+        """Render the template text between the assistant's message and its next turn."""
         chat: list[Any] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SAID}, *messages]
         template_kwargs: dict[str, Any] = dict(self.data.chat_template_kwargs)
         try:
@@ -97,7 +97,7 @@ class TurnRenderer:
 
     @cached_property
     def _shows_tools(self) -> bool:
-        """The template knows the role `tool`: some raise, some leave the message out."""
+        """Whether the template supports the role `tool`. Some templates raise, others omit the message."""
         try:
             return _PROBE in self._behind_said([{"role": "tool", "content": _PROBE}])
         except DataError:
@@ -115,8 +115,9 @@ class TurnRenderer:
 
 
 def _without_tools(messages: Sequence[Message]) -> list[Message]:
-    """The same in one message of the user where there were several: templates that lack tools often want roles to
-    take turns.
+    """Merge all messages into one user message if there are tool messages.
+
+    Templates without tools often require alternating roles.
     """
     if not any(message["role"] == "tool" for message in messages):
         return list(messages)

@@ -1,7 +1,7 @@
-"""Which rows are worth asking again: those that are sometimes solved.
+"""Curriculum: prefer rows that are sometimes solved.
 
-Where every answer of a prompt is right, or none, nothing can be learned from comparing them. So a row that comes up in
-its epoch is asked with a chance of max(floor, 4 p (1 - p)), p its pass rate: 1 where half of the answers pass.
+If all or none of the responses to a prompt are correct, their comparison gives no learning signal. A row that comes up
+in an epoch is therefore drawn with probability max(floor, 4 p (1 - p)), where p is its pass rate; it is 1 at p = 1/2.
 """
 
 import base64
@@ -11,52 +11,52 @@ from collections.abc import Mapping
 
 import numpy as np
 
-_PRIOR = 0.5  # passes and failures that each row is thought to have had (Jeffreys): an unseen row has a rate of 1/2
+_PRIOR = 0.5  # prior passes and failures per row (Jeffreys); an unseen row has a pass rate of 1/2
 
 
 class PassRates:
-    """How often the answers to each row passed, with older ones forgotten by `decay` at each new visit.
+    """Pass rates by row. Each new visit scales earlier counts by `decay`.
 
-    Two float32 numbers for each row in memory; its state holds the rows that were ever tried and nothing of the others.
+    Stores two float32 numbers per row in memory. The state dict contains only rows that have been tried.
     """
 
     def __init__(self, num_rows: int, *, floor: float, decay: float) -> None:
         assert floor > 0, "a row that is never asked again would never be found to have changed"
         self.floor = floor
         self.decay = decay
-        self._tried = np.zeros(num_rows, dtype=np.float32)  # (rows,) answers, weighted by their age
-        self._passed = np.zeros(num_rows, dtype=np.float32)  # (rows,) those of them that passed
+        self._tried = np.zeros(num_rows, dtype=np.float32)  # (rows,) responses, weighted by age
+        self._passed = np.zeros(num_rows, dtype=np.float32)  # (rows,) passed responses, weighted by age
 
     def record(self, row: int, *, passed: int, tried: int) -> None:
-        """One visit: `tried` answers could be scored, `passed` of them were right."""
+        """Record one visit: `tried` responses were scored, `passed` of them were correct."""
         assert 0 <= passed <= tried
         if tried:
             self._tried[row] = self.decay * self._tried[row] + tried
             self._passed[row] = self.decay * self._passed[row] + passed
 
     def weight(self, row: int) -> float:
-        """The chance that `row` is asked when it comes up; 1 for a row that was never tried."""
+        """Return the probability that `row` is drawn when it comes up; 1 for a row that was never tried."""
         rate = self._rate(self._passed[row], self._tried[row])
         return max(self.floor, float(4 * rate * (1 - rate)))
 
     def draws(self, row: int, *, epoch: int, seed: int) -> bool:
-        """Whether `row` is asked in `epoch`: by chance, but the same wherever and whenever it is asked for."""
+        """Return whether `row` is drawn in `epoch`. Reproducible: depends on seed, epoch, row and its weight only."""
         digest = hashlib.blake2b(f"{seed}/{epoch}/{row}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") < self.weight(row) * 2.0**64
 
     @property
     def mean_rate(self) -> float:
-        """Over the rows that were tried; 1/2 where none was."""
+        """Mean pass rate over the tried rows; 1/2 if there are none."""
         seen = self._tried > 0
         return float(self._rate(self._passed[seen], self._tried[seen]).mean()) if seen.any() else 0.5
 
     @property
     def seen_fraction(self) -> float:
-        """The share of rows that were ever tried."""
+        """Fraction of rows that have been tried."""
         return float((self._tried > 0).mean())
 
     def state_dict(self) -> dict[str, str]:
-        """What JSON can hold, to the bit: indices (as differences, which compress), tried and passed."""
+        """Return a JSON-serializable, bit-exact state: row indices (delta-encoded to compress well), tried, passed."""
         (rows,) = np.nonzero(self._tried)
         steps = np.diff(rows, prepend=0)
         return {

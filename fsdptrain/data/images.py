@@ -1,7 +1,7 @@
-"""Pictures in rows of data, and where they stand in a chat.
+"""Images in data rows and their positions in a chat.
 
-A column holds one picture or a list: the path of a file (beside the data, if it is not absolute), its bytes, the
-mapping of both that parquet files hold, or a picture that `datasets` has opened already.
+A column holds one image or a list of images. An image is a file path (relative to the data file unless absolute), its
+bytes, the mapping of both that parquet files store, or an image that `datasets` has already opened.
 """
 
 import hashlib
@@ -16,17 +16,17 @@ from fsdptrain.types import Message
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-MARK = "<image>"  # in a prompt: here stands the next picture
+MARK = "<image>"  # position of the next image in a prompt
 
 
 def as_pictures(value: Any, folder: Path) -> tuple[Any, ...]:
-    """The pictures of a cell, not opened; paths become whole ones."""
+    """Return the images of a cell, unopened. Resolves relative paths against `folder`."""
     values = value if isinstance(value, list | tuple) else [] if value is None else [value]
     return tuple(_with_folder(one, folder) for one in values)
 
 
 def open_picture(value: Any, *, row_id: str, column: str) -> "Image":
-    """In RGB. DataError for what is none."""
+    """Open an image as RGB. Raises DataError if it is invalid."""
     from PIL import Image, UnidentifiedImageError
 
     if isinstance(value, Image.Image):
@@ -45,7 +45,7 @@ def open_picture(value: Any, *, row_id: str, column: str) -> "Image":
 
 
 def content_of(value: Any) -> str:
-    """Equal for the same picture in the same form; a file is known by its path."""
+    """Return a key that is equal for the same image in the same form. Files are identified by their path."""
     source = _bytes_or_path(value)
     if isinstance(source, Path):
         return str(source)
@@ -53,10 +53,11 @@ def content_of(value: Any) -> str:
 
 
 def with_places(messages: Sequence[Message], count: int, *, row_id: str) -> list[Message]:
-    """`messages` whose content says where each of `count` pictures stands, as chat templates want it.
+    """Return `messages` with image positions in the format of chat templates.
 
-    That is where the text says `<image>`; without any, before the words of the first message of the user. Content that
-    is a list of parts stays as it is. DataError where there are more or fewer places than pictures, or a video.
+    Images replace `<image>` marks in the text. Without any mark, they precede the text of the first user message.
+    Content that is a list of parts is unchanged. Raises DataError if the numbers of positions and images differ, or for
+    a video.
     """
     parted = [{**m, "content": _parts(m["content"])} for m in messages]
     places = sum(part.get("type") == "image" for m in parted for part in m["content"])
@@ -81,7 +82,7 @@ def _parts(content: Any) -> list[dict[str, Any]]:
 
 
 def _text_alone(parts: list[dict[str, Any]]) -> Any:
-    """A text, where there is no picture: some templates want the system prompt so."""
+    """Return a string if there are no images: some templates require it for the system prompt."""
     if all(part["type"] == "text" for part in parts):
         return "".join(part["text"] for part in parts)
     return parts

@@ -1,4 +1,4 @@
-"""From rows to tokenised prompts, and the endless, seeded, resumable stream of them."""
+"""Tokenized prompts from rows, and an infinite, seeded, resumable stream of them."""
 
 import hashlib
 from collections import deque
@@ -25,19 +25,19 @@ RESERVED_TEMPLATE_KWARGS = ("tokenize", "add_generation_prompt", "continue_final
 
 
 class PromptStream:
-    """Prompts without end, shuffled anew in each epoch by `rollout.seed`.
+    """Infinite stream of prompts, reshuffled in each epoch by `rollout.seed`.
 
-    It holds indices, not data: its state is a few numbers, and a resumed stream goes on with the very next row. Rows
-    whose content is in `exclude` (`content_hash` of the evaluation rows) are never given out; rows longer than
-    `max_prompt_len` (default: `rollout.max_prompt_len`) tokens are left out and counted in `num_too_long`. From the
-    second epoch on an id carries the epoch (`task:17@1`), so that no two prompts of a run share one, nor the random
-    numbers that hang on it.
+    The stream stores indices, not data. Its state is a few numbers, and a resumed stream continues with the next row.
+    Rows whose content is in `exclude` (`content_hash` of the evaluation rows) are skipped. Rows longer than
+    `max_prompt_len` tokens (default: `rollout.max_prompt_len`) are skipped and counted in `num_too_long`. From the
+    second epoch on, ids include the epoch (`task:17@1`), so that ids, and the random numbers derived from them, are
+    unique within a run.
 
-    It remembers what it gave out until `record` is told what became of it. What is left then is part of its state, and
-    a resumed stream gives that out first: prompts of rollouts that were under way are neither lost nor asked twice.
+    Prompts stay pending until `record` is called for them. Pending prompts are part of the state and come first in a
+    resumed stream, so prompts of unfinished rollouts are neither lost nor repeated.
 
-    With a `curriculum` a row that comes up may be skipped for this epoch; what `record` is told decides. A rank whose
-    stream was asked for other prompts, or told other results, than those of the others would go its own way.
+    With a `curriculum`, rows may be skipped for an epoch, depending on the recorded results. All ranks must request the
+    same prompts and record the same results; otherwise their streams diverge.
     """
 
     def __init__(
@@ -61,23 +61,23 @@ class PromptStream:
         self.shuffle = rollout.shuffle
         self.seed = rollout.seed
         self.curriculum = curriculum
-        self.processor = processor  # None: prompts are of text alone
-        self.epoch = 0  # epochs that are complete
-        self.position = 0  # rows of this epoch that were looked at
+        self.processor = processor  # None: text-only prompts
+        self.epoch = 0  # completed epochs
+        self.position = 0  # rows visited in this epoch
         self.num_too_long = 0
         self._order = self._make_order()
-        self._since_last = 0  # rows looked at since the last one that can be used
-        self._given_out: dict[str, tuple[int, int]] = {}  # prompt -> (epoch, row), until its result is recorded
-        self._again: deque[tuple[int, int]] = deque()  # given out before the checkpoint, and to be asked again
-        self._num_given, self._num_skipped = 0, 0  # since the last `metrics`
+        self._since_last = 0  # rows visited since the last usable one
+        self._given_out: dict[str, tuple[int, int]] = {}  # pending prompts: id -> (epoch, row)
+        self._again: deque[tuple[int, int]] = deque()  # prompts that were pending at the checkpoint; returned first
+        self._num_given, self._num_skipped = 0, 0  # since the last `metrics` call
 
     @property
     def progress(self) -> float:
-        """Epochs so far, with their fraction."""
+        """Epochs so far, including the fraction of the current one."""
         return self.epoch + self.position / len(self.rows)
 
     def next(self, n: int) -> list[Prompt]:
-        """The next `n` prompts; one epoch runs into the next. DataError if no row at all can be used."""
+        """Return the next `n` prompts, across epochs. Raises DataError if no row is usable."""
         prompts: list[Prompt] = []
         while len(prompts) < n:
             if self._again:
@@ -87,13 +87,13 @@ class PromptStream:
         return prompts
 
     def record(self, prompt: Prompt, *, passed: int = 0, tried: int = 0) -> None:
-        """What became of a prompt that was given out: `passed` of the `tried` answers that could be scored."""
+        """Record the result of a returned prompt: `passed` of `tried` scored responses."""
         _, row = self._given_out.pop(prompt.id)
         if self.curriculum is not None:
             self.curriculum.record(row, passed=passed, tried=tried)
 
     def metrics(self) -> Metrics:
-        """curriculum/*, of the prompts since the last call; nothing without a curriculum."""
+        """Return curriculum/* metrics since the last call. Empty without a curriculum."""
         if self.curriculum is None:
             return {}
         skipped, looked_at = self._num_skipped, self._num_skipped + self._num_given
@@ -117,9 +117,9 @@ class PromptStream:
         return state if self.curriculum is None else state | {"curriculum": self.curriculum.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken. DataError if the data have another number of rows now.
+        """Continue from `state`. Raises DataError if the number of rows has changed.
 
-        A curriculum that `state` knows nothing of, since that run had none, begins here.
+        If `state` has no curriculum because that run had none, the curriculum starts empty.
         """
         if state["num_rows"] != len(self.rows):
             raise DataError(
@@ -135,7 +135,7 @@ class PromptStream:
             self.curriculum.load_state_dict(state["curriculum"])
 
     def _prompt_of_next_row(self) -> Prompt | None:
-        if self._since_last >= 2 * len(self.rows):  # a whole epoch lies in these, wherever they began
+        if self._since_last >= 2 * len(self.rows):  # covers a whole epoch from any starting point
             self._raise_none_left()
         if self.position == len(self.rows):
             self.epoch, self.position = self.epoch + 1, 0
@@ -144,7 +144,7 @@ class PromptStream:
         self.position += 1
         if self.curriculum is not None and not self.curriculum.draws(index, epoch=self.epoch, seed=self.seed):
             self._num_skipped += 1
-            self._since_last = 0  # it was asked before, so it can be used: in an epoch to come
+            self._since_last = 0  # it was usable before, so it is usable in a later epoch
             return None
         row = self.rows[index]
         self._since_last += 1
@@ -160,7 +160,7 @@ class PromptStream:
         return prompt
 
     def _give(self, epoch: int, index: int) -> Prompt:
-        """Once more what was given out before."""
+        """Return a pending prompt again."""
         prompt = self._make(epoch, self.rows[index])
         self._given_out[prompt.id] = (epoch, index)
         return prompt
@@ -177,7 +177,7 @@ class PromptStream:
         )
 
     def _make_order(self) -> torch.Tensor:
-        """[rows] i64: the rows of this epoch in order."""
+        """Return the row order of this epoch. [rows] i64"""
         if not self.shuffle:
             return torch.arange(len(self.rows))
         digest = hashlib.sha256(f"{self.seed}:{self.epoch}".encode()).digest()
@@ -193,7 +193,7 @@ def make_prompts(
     max_prompt_len: int | None = None,
     processor: PromptProcessor | None = None,
 ) -> list[Prompt]:
-    """All rows that are not longer than `max_prompt_len` tokens, in order: for evaluation."""
+    """Make prompts of all rows with at most `max_prompt_len` tokens, in order, for evaluation."""
     check_template(tokenizer, data)
     prompts = [make_prompt(row, tokenizer, data=data, processor=processor) for row in rows]
     return [p for p in prompts if max_prompt_len is None or len(p.token_ids) <= max_prompt_len]
@@ -207,7 +207,7 @@ def make_prompt(
     prompt_id: str = "",
     processor: PromptProcessor | None = None,
 ) -> Prompt:
-    """Tokenise a row once and for all. Special tokens come from the template or the tokenizer, never from both."""
+    """Tokenize a row. Special tokens come from either the template or the tokenizer, never from both."""
     system_prompt = _system_prompt(data)
     images: Images | None = None
     if processor is not None:
@@ -234,7 +234,7 @@ def make_prompt(
 def _show(
     row: Row, tokenizer: PreTrainedTokenizerBase, processor: PromptProcessor, *, data: DataConfig, system_prompt: str
 ) -> Segment:
-    """The chat of a row with its pictures, by the processor of the checkpoint."""
+    """Tokenize the chat of a row with its images, using the processor of the checkpoint."""
     assert data.image_key is not None
     messages = with_places(as_messages(row.prompt), len(row.images), row_id=row.id)
     text = _render_chat(messages, tokenizer, data=data, system_prompt=system_prompt, row_id=row.id)
@@ -247,7 +247,7 @@ def _show(
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> None:
-    """Raises ConfigError if the chat template is asked for and there is none, or is given what only we may set."""
+    """Raise ConfigError if the required chat template is missing or a reserved template argument is set."""
     if data.apply_chat_template and tokenizer.chat_template is None:
         raise ConfigError(
             "--apply-chat-template: the tokenizer of --hf-checkpoint has no chat template; "
@@ -275,8 +275,10 @@ def _plain_text(row: Row, system_prompt: str) -> str:
 def _render_chat(
     messages: list[Message], tokenizer: PreTrainedTokenizerBase, *, data: DataConfig, system_prompt: str, row_id: str
 ) -> str:
-    """The chat as text. A system prompt of ours goes to the first message where the template knows no system role
-    (gemma raises, others leave it out); a row that brings its own system message keeps that one.
+    """Render the chat as text.
+
+    The system prompt goes into the first message if the template has no system role (gemma raises, others omit it). A
+    system message in the row takes precedence.
     """
     own_system = messages[0]["role"] == "system"
     try:
@@ -287,7 +289,7 @@ def _render_chat(
                 return text
             messages = _in_front(system_prompt, messages)
         return _apply_template(messages, tokenizer, data.chat_template_kwargs)
-    except (TemplateError, ValueError, TypeError) as error:  # TypeError: content that is no text, in most templates
+    except (TemplateError, ValueError, TypeError) as error:  # TypeError: most templates need text content
         raise DataError(f"the chat template of --hf-checkpoint does not take row {row_id}: {error}") from error
 
 
@@ -303,7 +305,7 @@ def _try_template(
 def _apply_template(
     messages: list[Message], tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any]
 ) -> str:
-    """A chat that ends with the assistant's own words is continued there."""
+    """Render the chat. If it ends with an assistant message, that message is continued."""
     prefilled = messages[-1]["role"] == "assistant"
     text = tokenizer.apply_chat_template(
         [dict(message) for message in messages],

@@ -1,4 +1,4 @@
-"""Routes of a sample, from those that an engine reports."""
+"""Expert routes of samples, from the routes that an engine reports."""
 
 from collections.abc import Sequence
 
@@ -10,10 +10,11 @@ from fsdptrain.types import NO_ROUTE, Sample
 
 
 def sample_routes(reported: Sequence[Tensor | None], length: int) -> Tensor | None:
-    """[length, layers, k] of a sample, from what the engine reported of its turns, the first one first.
+    """Merge the routes of all turns into those of a sample, [length, layers, k]. `reported` starts with the first turn.
 
-    Each turn speaks of the sample from its first token on, up to the last one that the engine read. A token has the
-    routes of the first turn that read it, and NO_ROUTE if none did, as the last token. None where a turn has none.
+    The routes of each turn cover the sample from its first token to the last one that the engine processed. A token
+    gets the routes of the first turn that processed it, or NO_ROUTE if none did, as for the last token. Returns None if
+    a turn has no routes.
     """
     known: Tensor | None = None
     for routes in reported:
@@ -27,7 +28,7 @@ def sample_routes(reported: Sequence[Tensor | None], length: int) -> Tensor | No
 
 
 def check_routes(samples: Sequence[Sample]) -> None:
-    """RolloutError for a sample without routes."""
+    """Raise RolloutError if a sample has no routes."""
     without = sum(sample.routes is None for sample in samples)
     if without:
         raise RolloutError(
@@ -37,7 +38,7 @@ def check_routes(samples: Sequence[Sample]) -> None:
 
 
 def join_routes(samples: Sequence[Sample]) -> Tensor | None:
-    """[T, layers, k] of samples in a row: NO_ROUTE for those that have none, None where no sample has any."""
+    """Concatenate routes to [T, layers, k], with NO_ROUTE for samples without. Returns None if no sample has routes."""
     shape = next((sample.routes.shape[1:] for sample in samples if sample.routes is not None), None)
     if shape is None:
         return None

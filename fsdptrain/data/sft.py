@@ -1,4 +1,4 @@
-"""Supervised samples: a prompt, its label as the response, and the end-of-sequence token."""
+"""Supervised samples: prompt, label as response, and end-of-sequence token."""
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby, pairwise
@@ -18,12 +18,12 @@ def sft_sample(
     renderer: TurnRenderer | None = None,
     eos_token_id: int | None = None,
 ) -> Sample:
-    """The loss is on the response and the token that ends it (`eos_token_id`, by default the tokenizer's).
+    """Build a supervised sample. The loss covers the response and its end token (default: the tokenizer's EOS).
 
-    The response is tokenised by itself, behind the prompt's tokens: exactly what an engine will have to produce. A
-    label that is a list of messages is a conversation behind the prompt: the loss is on each turn of the assistant, and
-    `renderer` makes the others, as it makes the observations of an environment. No reward, so no group; the advantage
-    is 1. Too long samples are left to `packing.drop_overlong`.
+    The response is tokenized separately, after the prompt tokens, exactly as an engine would have to generate it. A
+    label that is a list of messages is a conversation after the prompt: the loss covers each assistant turn, and
+    `renderer` renders the other messages as it renders observations. There is no reward and no group; the advantage is
+    1. Too long samples are handled by `pack.drop_overlong`.
     """
     end = tokenizer.eos_token_id if eos_token_id is None else eos_token_id
     if not isinstance(end, int):
@@ -50,7 +50,7 @@ def sft_sample(
 
 
 def _conversation(prompt: Prompt) -> Sequence[Message]:
-    """The label as messages that begin and end with the assistant, which never speaks twice in a row."""
+    """Return the label as messages that start and end with the assistant, without consecutive assistant messages."""
     label: Any = prompt.label
     if label is None or label in ("", []):
         raise DataError(f"--algorithm sft: row {prompt.id} has no response; --label-key names the column that holds it")

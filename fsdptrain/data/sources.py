@@ -1,8 +1,7 @@
-"""Where rows come from: reasoning-gym generators, JSONL and parquet files, `datasets` by name or folder, or your own
-object.
+"""Data sources: reasoning-gym generators, JSONL and parquet files, `datasets` by name or folder, custom objects.
 
-A `--prompt-data` is a name, with options behind a `?`: `reasoning_gym:spell_backward?max_word_len=6`,
-`openai/gsm8k?name=main&split=test`, `my/prompts.jsonl`. Rows are made or read when they are looked at.
+`--prompt-data` is a name with optional options after a `?`: `reasoning_gym:spell_backward?max_word_len=6`,
+`openai/gsm8k?name=main&split=test`, `my/prompts.jsonl`. Rows are generated or read lazily.
 """
 
 import dataclasses
@@ -29,17 +28,17 @@ FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 @dataclass(frozen=True)
 class Row:
-    """One question as it stands in the data."""
+    """One example of a data set."""
 
-    id: str  # unique within its data set, and stable between runs
+    id: str  # unique within its data set and stable between runs
     prompt: str | list[Message]
     label: Any = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    images: tuple[Any, ...] = ()  # pictures, not opened: see data/images.py
+    images: tuple[Any, ...] = ()  # unopened images: see data/images.py
 
 
 class Rows(Protocol):
-    """Rows by index, made or read on demand: a list of rows is one, too."""
+    """Indexed rows, generated or read on demand. A list of rows qualifies."""
 
     def __len__(self) -> int: ...
 
@@ -47,7 +46,7 @@ class Rows(Protocol):
 
 
 class Table(Protocol):
-    """What `as_rows` takes: a `datasets.Dataset`, or a list of mappings."""
+    """Input of `as_rows`: a `datasets.Dataset` or a list of mappings."""
 
     def __len__(self) -> int: ...
 
@@ -55,9 +54,9 @@ class Table(Protocol):
 
 
 def load_rows(data: DataConfig, *, seed: int, flag: str = "--prompt-data") -> Rows:
-    """The rows of `data.prompt_data`. For evaluation data pass a copy of `data` that names them, and their `flag`.
+    """Load the rows of `data.prompt_data`. For evaluation data, pass a modified copy of `data` and the matching `flag`.
 
-    Raises ConfigError for a task, parameter or option that does not exist, DataError for data that cannot be read.
+    Raises ConfigError for an unknown task, parameter or option, and DataError for unreadable data.
     """
     name, _, query = data.prompt_data.partition("?")
     options = _parse_options(query, flag=flag)
@@ -76,9 +75,9 @@ def as_rows(
     flag: str = "--prompt-data",
     folder: Path = Path(),
 ) -> Rows:
-    """Rows from a list of `Row`, or of mappings by the columns that `data` names (`label_key` "": no labels).
+    """Return rows of a list of `Row`, or of mappings with the columns in `data` (`label_key` "": no labels).
 
-    `folder`: where files of pictures lie.
+    `folder` is the base directory of image files.
     """
     if len(dataset) == 0:
         raise DataError(f"{flag} {name} has no rows; check the file and --prompt-split {data.prompt_split}")
@@ -96,7 +95,7 @@ def as_rows(
 
 
 def environment_rows(dataset: Sequence[Mapping[str, Any]]) -> Rows:
-    """The rows that an environment brings: mappings with prompt, label (or none), metadata (or none)."""
+    """Return the rows of an environment: mappings with prompt, optional label and optional metadata."""
     if len(dataset) == 0:
         raise DataError("--prompt-data environment has no rows: the environment's dataset() is empty")
     table = _TableRows(dataset, "environment", "prompt", "label", "metadata")
@@ -105,10 +104,10 @@ def environment_rows(dataset: Sequence[Mapping[str, Any]]) -> Rows:
 
 
 def split_rows(rows: Rows, eval_size: int, seed: int) -> tuple[Rows, list[Row]]:
-    """Rows to train on, and up to `eval_size` different ones to hold out, drawn by `seed`.
+    """Split into training rows and up to `eval_size` distinct held-out rows, drawn by `seed`.
 
-    Generators repeat themselves, so that the same question may stand at other indices too: give `content_hash` of the
-    held-out rows to the PromptStream, which leaves out their like. Raises DataError if nothing is left to train on.
+    Generators may repeat a question at other indices. Pass `content_hash` of the held-out rows to PromptStream, which
+    skips duplicates of them. Raises DataError if no training rows are left.
     """
     held_out: dict[str, Row] = {}
     taken: set[int] = set()
@@ -127,7 +126,7 @@ def split_rows(rows: Rows, eval_size: int, seed: int) -> tuple[Rows, list[Row]]:
 
 
 def content_hash(row: Row) -> str:
-    """Equal for rows that ask and show the same, whatever their id, label, or form (a text is one user message)."""
+    """Hash the prompt and images of a row, ignoring id, label and form (a string equals one user message)."""
     messages = as_messages(row.prompt)
     content = [[m["role"], m["content"].strip() if isinstance(m["content"], str) else m["content"]] for m in messages]
     content += [content_of(picture) for picture in row.images]
@@ -139,7 +138,7 @@ def as_messages(prompt: str | Sequence[Message]) -> list[Message]:
 
 
 class _GeneratedRows:
-    """Rows of a reasoning-gym task, each made when it is looked at. Their metadata is what the task's scorer needs."""
+    """Lazily generated rows of a reasoning-gym task. The metadata holds what the task's scorer needs."""
 
     def __init__(self, task: str, dataset: Any) -> None:
         self.task = task
@@ -150,7 +149,7 @@ class _GeneratedRows:
 
     def __getitem__(self, index: int) -> Row:
         if not 0 <= index < len(self):
-            raise IndexError(index)  # a generator would go on for ever
+            raise IndexError(index)  # a generator would continue forever
         entry = self.dataset[index]
         metadata = {"task": self.task, "entry": entry}
         return Row(f"{self.task}:{index}", entry["question"], label=entry["answer"], metadata=metadata)
@@ -158,7 +157,7 @@ class _GeneratedRows:
 
 @dataclass(frozen=True)
 class _TableRows:
-    """Rows of a table, by column names; an empty `label_key` and a `metadata_key` of None mean that there are none."""
+    """Rows of a table by column names. An empty `label_key` or a `metadata_key` of None means no such column."""
 
     table: Table
     name: str
@@ -188,7 +187,7 @@ def _folder_of(path: Path) -> Path:
 
 @dataclass(frozen=True)
 class _Subset:
-    """Some of the rows, in the order of `indices`."""
+    """Subset of rows, in the order of `indices`."""
 
     rows: Rows
     indices: Sequence[int]
@@ -222,7 +221,7 @@ def _check_column(option: str, column: str, row: Mapping[str, Any], *, where: st
 
 
 def _generate(task: str, options: dict[str, Any], *, flag: str) -> Rows:
-    import reasoning_gym  # 0.7 s: only where its data is asked for
+    import reasoning_gym  # lazy: takes 0.7 s
     from reasoning_gym.factory import DATASETS
 
     where = f"{flag} {GENERATOR}{task}"
@@ -240,7 +239,7 @@ def _generate(task: str, options: dict[str, Any], *, flag: str) -> Rows:
 
 
 def _load_table(name: str, options: dict[str, Any], *, flag: str) -> Table:
-    import datasets  # 1 s: only where its data is asked for
+    import datasets  # lazy: takes 1 s
     from datasets.exceptions import DatasetsError
 
     path = Path(name)
@@ -254,7 +253,7 @@ def _load_table(name: str, options: dict[str, Any], *, flag: str) -> Table:
         if is_file:
             if path.stat().st_size == 0:
                 raise DataError(f"{flag} {name} has no rows: the file is empty")
-            datasets.disable_progress_bars()  # a local file is read in a moment
+            datasets.disable_progress_bars()  # reading a local file is fast
             return datasets.load_dataset(FILE_FORMATS[path.suffix], data_files=name, split="train")
         if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
             return _load_saved(path, options["split"])
@@ -265,7 +264,7 @@ def _load_table(name: str, options: dict[str, Any], *, flag: str) -> Table:
 
 
 def _load_saved(path: Path, split: str) -> Table:
-    """A folder of `save_to_disk`: one data set, or one for each split."""
+    """Load a directory of `save_to_disk`: one data set, or one per split."""
     import datasets
 
     saved = datasets.load_from_disk(str(path))
@@ -277,7 +276,7 @@ def _load_saved(path: Path, split: str) -> Table:
 
 
 def _parse_options(query: str, *, flag: str) -> dict[str, Any]:
-    """`a=1&b=[x,y]` with the values that YAML would read."""
+    """Parse `a=1&b=[x,y]`, with YAML values."""
     options: dict[str, Any] = {}
     for part in filter(None, query.split("&")):
         name, equals, text = part.partition("=")
@@ -288,7 +287,7 @@ def _parse_options(query: str, *, flag: str) -> dict[str, Any]:
         except yaml.YAMLError as error:
             raise ConfigError(f"{flag}: {name}={text} is not a YAML value: {_first_line(error)}") from error
         is_exponent = isinstance(value, str) and re.fullmatch(r"[-+]?\d+[eE][-+]?\d+", value)
-        options[name] = float(value) if is_exponent else value  # PyYAML reads 1e-3 as a text for want of a dot
+        options[name] = float(value) if is_exponent else value  # PyYAML parses 1e-3, without a dot, as a string
     return options
 
 

@@ -1,10 +1,10 @@
-"""The processes of a run.
+"""Process launch of a run.
 
     fsdptrain ...                    one device: trains in this process
     fsdptrain --nproc-per-node 8     starts `python -m fsdptrain` eight times on this machine (local.py)
-    torchrun ... -m fsdptrain        the ranks are there already, on one or several machines: trains as one of them
+    torchrun ... -m fsdptrain        ranks already started, on one or several machines: trains as one of them
 
-All ranks train by `ranks.py`. The first error of any rank ends all of them and is shown once.
+All ranks train through `ranks.py`. The first error of any rank ends all of them and is reported once.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 def run(config: Config, argv: Sequence[str]) -> int:
-    """Train on all processes that `config.launch` and the environment ask for; return the exit code.
+    """Train on the processes given by `config.launch` and the environment. Returns the exit code.
 
-    argv: the command line, which ranks started here get too.
+    `argv` is the command line, which is passed to ranks started here.
     """
     variables = read_rank_variables()
     if variables is not None:

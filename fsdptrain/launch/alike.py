@@ -1,4 +1,4 @@
-"""What must be the same on all ranks of a run: versions and options."""
+"""Check that versions and options are the same on all ranks of a run."""
 
 import hashlib
 import json
@@ -16,13 +16,13 @@ from fsdptrain.distributed import gather
 from fsdptrain.errors import ConfigError
 
 _MAY_DIFFER = ("--log-dir", "--nproc-per-node")
-_MAX_SHOWN = 3  # differences
+_MAX_SHOWN = 3  # number of differences in the message
 
 Description = Mapping[str, str]
 
 
 def require_alike(config: Config) -> None:
-    """Compare versions and options of all ranks. Collective. Raises ConfigError on all ranks, with the differences."""
+    """Compare versions and options of all ranks. Collective. Raises ConfigError on all ranks if they differ."""
     ours = {**_versions(), **_options(config)}
     digest = hashlib.sha256(json.dumps(ours, sort_keys=True).encode()).hexdigest()
     if len(set(gather(digest))) > 1:
@@ -31,7 +31,7 @@ def require_alike(config: Config) -> None:
 
 
 def difference(ranks: Sequence[tuple[str, Description]]) -> str:
-    """Name the differences between the first rank and the first one that is not like it; "" where there is none."""
+    """Describe the differences between the first rank and the first rank that differs; "" if there are none."""
     (first, ours), *others = ranks
     for name, theirs in others:
         found = [
@@ -60,7 +60,7 @@ def _versions() -> dict[str, str]:
 
 
 def _source_digest() -> str:
-    """Clones of different commits have the same version."""
+    """Hash the source code: checkouts of different commits have the same version number."""
     folder = Path(fsdptrain.__file__).parent
     found = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):

@@ -1,4 +1,4 @@
-"""The number of cores that this process may use."""
+"""Number of cores available to this process."""
 
 import math
 import os
@@ -9,7 +9,7 @@ _MEMBERSHIP, _ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 def usable_cores(membership: Path = _MEMBERSHIP, root: Path = _ROOT) -> int:
-    """Count cores within the CPU affinity and the limits of the control groups (version 2); at least 1."""
+    """Return the number of cores within the CPU affinity and the cgroup v2 limits; at least 1."""
     affinity = os.sched_getaffinity(0) if sys.platform == "linux" else range(os.cpu_count() or 1)
     lines = membership.read_text().splitlines() if membership.is_file() else []
     own = [root / line.removeprefix("0::").lstrip("/") for line in lines if line.startswith("0::")]

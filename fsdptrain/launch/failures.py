@@ -1,4 +1,4 @@
-"""Why ranks ended: the error file that each leaves, and which of several failures is the cause."""
+"""Failures of ranks: error files, and selection of the root cause among several failures."""
 
 import json
 import os
@@ -15,30 +15,30 @@ from fsdptrain.errors import FsdptrainError, RankError, RolloutError
 from fsdptrain.launch.parent import is_started_by_us
 from fsdptrain.rank_variables import ERROR_FILE
 
-_FIELDS = "fsdptrain"  # our part of an error file
-_FIRST_RANK_S = 2.0  # [s] for the first rank of a machine to speak: then torchrun ends the others
+_FIELDS = "fsdptrain"  # key of our data in an error file
+_FIRST_RANK_S = 2.0  # [s] lets the first rank of a machine report, after which torchrun ends the others
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank ended."""
+    """Reason why a rank ended."""
 
     time: float  # [s] since the epoch
-    text: str  # one line; for a bug one line and a traceback
+    text: str  # one line; for a bug, one line and a traceback
     exit_code: int  # 2 for an FsdptrainError, 1 for a bug
-    is_echo: bool = False  # follows from the failure of another rank
-    restartable: bool = True  # may not happen again after a restart
+    is_echo: bool = False  # consequence of another rank's failure
+    restartable: bool = True  # may not recur after a restart
 
 
 class RankExit(Protocol):
-    """What torch's agent knows of a rank that failed: `torch.distributed.elastic...ProcessFailure`."""
+    """Failed rank as reported by torch's agent: `torch.distributed.elastic...ProcessFailure`."""
 
     exitcode: int
     error_file_data: dict[str, Any]
 
 
 def failure_of(error: BaseException, rank: int, *, lost_a_rank: bool = False) -> Failure:
-    """lost_a_rank: `error` is of a connection to another rank."""
+    """Build a Failure from `error`. `lost_a_rank`: the error is a lost connection to another rank."""
     is_user_error = isinstance(error, FsdptrainError)
     shown = "".join(traceback.format_exception(error)).rstrip()
     return Failure(
@@ -51,19 +51,22 @@ def failure_of(error: BaseException, rank: int, *, lost_a_rank: bool = False) ->
 
 
 def report_failure(failure: Failure) -> None:
-    """Leave `failure` for the process that started this rank; where that is not ours, write it to stderr too."""
+    """Write `failure` to the error file of this rank, and to stderr if another launcher started the rank."""
     path = os.environ.get(ERROR_FILE)
     if path:
         _write_error_file(Path(path), failure)
     if is_started_by_us():
         return
     if failure.is_echo or (failure.exit_code == 2 and os.environ.get("LOCAL_RANK", "0") != "0"):
-        time.sleep(_FIRST_RANK_S)  # all ranks may have the same error: torchrun ends this one meanwhile
+        time.sleep(_FIRST_RANK_S)  # all ranks may have the same error: torchrun ends this one during the wait
     sys.stderr.write(f"fsdptrain: {failure.text}\n")
 
 
 def _write_error_file(path: Path, failure: Failure) -> None:
-    """As `torch.distributed.elastic.multiprocessing.errors.ErrorHandler` does, which torchrun shows; and our fields."""
+    """Write the format of `torch.distributed.elastic.multiprocessing.errors.ErrorHandler`, plus our fields.
+
+    torchrun displays this file.
+    """
     extra = {"py_callstack": failure.text, "timestamp": str(int(failure.time))}
     message = {"message": failure.text, "extraInfo": extra}
     half = path.with_suffix(".half")
@@ -72,19 +75,19 @@ def _write_error_file(path: Path, failure: Failure) -> None:
 
 
 def root_cause(exits: Mapping[int, RankExit]) -> Failure:
-    """The failure that explains the others. exits: by rank, at least one."""
+    """Return the failure that caused the others. `exits`: by rank, at least one."""
     return min((_ranked(rank, found) for rank, found in exits.items()), key=lambda one: one[:2])[2]
 
 
 def _ranked(rank: int, found: RankExit) -> tuple[int, float, Failure]:
-    """(order, time, failure). A rank that dies without an error file explains errors of those that miss it."""
+    """Return (order, time, failure). A rank that died without an error file causes errors on ranks connected to it."""
     fields = found.error_file_data.get(_FIELDS)
     failure = Failure(**fields) if fields else _without_error_file(rank, found.exitcode)
     if fields:
         return (4 if failure.is_echo else 2), failure.time, failure
-    if found.exitcode == -signal.SIGTERM:  # by the agent, after the failure of another rank
+    if found.exitcode == -signal.SIGTERM:  # ended by the agent after the failure of another rank
         return 5, rank, failure
-    aborted = found.exitcode == -signal.SIGABRT  # as a watchdog in C++ does that misses another rank
+    aborted = found.exitcode == -signal.SIGABRT  # e.g. by a C++ watchdog after losing another rank
     return (3 if aborted else 0 if found.exitcode < 0 else 1), rank, failure
 
 

@@ -1,4 +1,4 @@
-"""`fsdptrain --nproc-per-node N`: ranks on this machine, under torch's elastic agent in this process."""
+"""`fsdptrain --nproc-per-node N`: ranks on this machine under torch's elastic agent, which runs in this process."""
 
 import logging
 import os
@@ -20,13 +20,13 @@ from fsdptrain.launch.failures import Failure, root_cause
 from fsdptrain.launch.parent import LAUNCHER_PID
 from fsdptrain.rank_variables import RESTART_COUNT
 
-_TERMINATES_S = 10  # for ranks to end after SIGTERM, before SIGKILL
+_TERMINATES_S = 10  # [s] between SIGTERM and SIGKILL
 
 
 def start_ranks(config: Config, argv: Sequence[str], *, nproc: int, module: str = "fsdptrain") -> int:
-    """Run `python -m <module> <argv>` on `nproc` ranks, up to 1 + --max-restarts times; return the exit code.
+    """Run `python -m <module> <argv>` on `nproc` ranks, up to 1 + --max-restarts times. Returns the exit code.
 
-    Shows the failure that ended the last attempt: raises FsdptrainError, or writes a traceback to stderr.
+    Reports the failure that ended the last attempt: raises FsdptrainError, or writes a traceback to stderr.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // nproc)))
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_TERMINATES_S))
@@ -45,7 +45,7 @@ def start_ranks(config: Config, argv: Sequence[str], *, nproc: int, module: str 
 
 
 def _run_attempts(command: Sequence[str], logs: DefaultLogsSpecs, nproc: int, max_restarts: int) -> Failure | None:
-    """Return None where the last attempt succeeded."""
+    """Run until success or the last allowed attempt. Returns None if the last attempt succeeded."""
     run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     attempt = 0
     while True:
@@ -75,16 +75,16 @@ def _launch_config(nproc: int, run_id: str, logs: LogsSpecs) -> LaunchConfig:
         rdzv_backend="c10d",
         rdzv_endpoint="127.0.0.1:0",
         local_addr="127.0.0.1",
-        max_restarts=0,  # `start_ranks` restarts: the agent would restart user errors too
+        max_restarts=0,  # restarts are in `_run_attempts`: the agent would also restart after user errors
         monitor_interval=0.1,
         logs_specs=logs,
         log_line_prefix_template="${role_name}",  # empty
-        signals_to_handle=",".join(heeded),  # not SIGINT: KeyboardInterrupt makes the agent end ranks by SIGTERM
+        signals_to_handle=",".join(heeded),  # without SIGINT: on KeyboardInterrupt, the agent ends ranks with SIGTERM
     )
 
 
 class _Attempt(LogsSpecs):
-    """Log files of attempt n, and variables of its ranks. For the agent each attempt is the first."""
+    """Log files and environment of restart attempt n. The agent treats every attempt as the first."""
 
     def __init__(self, logs: DefaultLogsSpecs, attempt: int) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class _Attempt(LogsSpecs):
 
 
 def _open_logs(log_dir: str | None, scratch: str) -> DefaultLogsSpecs:
-    """With --log-dir all output goes to files there, and that of rank 0 to the console too."""
+    """Open log destinations. --log-dir receives all output; the console also shows rank 0."""
     if log_dir is None:
         return DefaultLogsSpecs(scratch)
     try:
@@ -116,7 +116,7 @@ def _open_logs(log_dir: str | None, scratch: str) -> DefaultLogsSpecs:
 
 @contextmanager
 def _agent_log_disabled() -> Iterator[None]:
-    """The agent reports a failed rank in a table; `start_ranks` does in a line."""
+    """Silence the agent's failure table; `start_ranks` reports one line instead."""
     logging.disable(logging.CRITICAL)
     try:
         yield

@@ -1,4 +1,4 @@
-"""How a rank ends with the process that started it."""
+"""Termination of ranks together with their parent process."""
 
 import ctypes
 import os
@@ -7,7 +7,7 @@ import sys
 
 from fsdptrain.rank_variables import RUN_ID
 
-LAUNCHER_PID = "FSDPTRAIN_LAUNCHER_PID"  # set for ranks that the fsdptrain command has started
+LAUNCHER_PID = "FSDPTRAIN_LAUNCHER_PID"  # set for ranks started by the fsdptrain command
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
@@ -16,10 +16,10 @@ def is_started_by_us() -> bool:
 
 
 def end_with_parent() -> None:
-    """Have Linux end this rank when its agent, ours or torchrun's, dies. Call it before slow imports."""
+    """Let Linux end this rank when its agent (ours or torchrun's) dies. Call it before slow imports."""
     if RUN_ID not in os.environ or sys.platform != "linux":
         return
     agent = int(os.environ.get(LAUNCHER_PID, os.getppid()))
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != agent:  # it died before the call
+    if os.getppid() != agent:  # the agent died before the prctl call
         sys.exit(1)

@@ -1,4 +1,4 @@
-"""Training in this process, alone or as one of several ranks, and how an error ends a rank."""
+"""Training in this process, alone or as a rank, and error handling of ranks."""
 
 import logging
 import os
@@ -18,7 +18,7 @@ from fsdptrain.launch.failures import failure_of, report_failure
 from fsdptrain.launch.parent import is_started_by_us
 from fsdptrain.rank_variables import read_rank_variables
 
-_LOST = ("closed by peer", "reset by peer", "Timed out waiting", "Connection refused", "Broken pipe")  # of gloo, in C++
+_LOST = ("closed by peer", "reset by peer", "Timed out waiting", "Connection refused", "Broken pipe")  # gloo, in C++
 
 
 def run_alone(config: Config) -> int:
@@ -30,10 +30,10 @@ def run_alone(config: Config) -> int:
 
 
 def run_as_rank(config: Config, rank: int, work: Callable[[], None] | None = None) -> int:
-    """Train, or do `work`, as one of several ranks. An error ends this process without any cleanup."""
+    """Train, or run `work`, as one of several ranks. An error ends this process without cleanup."""
     quieten(rank=rank)
     end = _EndRankOnError(rank)
-    with end, process_group(config), end:  # the inner one: before the process group ends, which may wait for others
+    with end, process_group(config), end:  # inner: before the group closes, which may wait for other ranks
         require_alike(config)
         work() if work is not None else _train(config)
     return 0
@@ -41,9 +41,9 @@ def run_as_rank(config: Config, rank: int, work: Callable[[], None] | None = Non
 
 @contextmanager
 def process_group(config: Config) -> Iterator[None]:
-    """Open the process group of a run: of torchrun's ranks, or of this process alone.
+    """Open the process group of a run: torchrun's ranks or this process alone.
 
-    A group that exists is used and left open. Raises ConfigError where the number of ranks does not fit `config`.
+    An existing group is reused and left open. Raises ConfigError if the number of ranks does not fit `config`.
     """
     ranks = read_rank_variables()
     sizes = (ranks.world_size, ranks.local_world_size) if ranks else (1, 1)
@@ -55,16 +55,16 @@ def process_group(config: Config) -> Iterator[None]:
 
 
 def _train(config: Config) -> None:
-    from fsdptrain.trainer import Trainer  # after `quieten`
+    from fsdptrain.trainer import Trainer  # import after `quieten`
 
     Trainer(config).fit()
 
 
 class _EndRankOnError:
-    """Reports an error and ends this process at once.
+    """Context manager that reports an error and ends this process immediately.
 
-    Without cleanup: closing the process group could wait for ranks that are gone, and would end the others with errors
-    of their own before this one is reported.
+    Skips cleanup: closing the process group could wait for dead ranks, and would cause errors on other ranks before
+    this one is reported.
     """
 
     def __init__(self, rank: int) -> None:
@@ -97,7 +97,7 @@ def _is_lost_connection(error: BaseException) -> bool:
 
 
 def quieten(*, rank: int) -> None:
-    """Let rank 0 log, and only this package. Variables that the user has set keep their values."""
+    """Silence other libraries, and log on rank 0 only. Environment variables set by the user are kept."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("DATASETS_VERBOSITY", "error")
     log = logging.getLogger("fsdptrain")
@@ -110,7 +110,7 @@ def quieten(*, rank: int) -> None:
 
 
 class _CurrentStderr(logging.Handler):
-    """Writes to the present sys.stderr: a progress bar replaces it."""
+    """Handler that writes to the current sys.stderr, which a progress bar may replace."""
 
     def emit(self, record: logging.LogRecord) -> None:
         sys.stderr.write(self.format(record) + "\n")

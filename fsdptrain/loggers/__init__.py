@@ -1,4 +1,4 @@
-"""Where metrics go. metrics.jsonl and samples.jsonl are always written; `--log-to` names what else there is.
+"""Metric loggers. metrics.jsonl and samples.jsonl are always written; `--log-to` adds others.
 
 A plug-in is a callable `(RunInfo) -> Logger`: an entry point `loggers.<name>` of the group `fsdptrain.plugins`, or
 `--log-to package.module:MyLogger`.
@@ -36,11 +36,11 @@ def build_loggers(
     resumed_step: int | None = None,
     config: Config | None = None,
 ) -> list[Logger]:
-    """The loggers of a run on rank 0, JSONL first; none on the other ranks.
+    """Build the loggers of a run, JSONL first. Returns an empty list except on rank 0.
 
-    Step k is logged after the k-th rollout, counted from 1; step 0 is the evaluation before the first one. With
-    `resumed_step`, what was logged of later steps is dropped. Raises ConfigError for an unknown logger, a package that
-    is not installed, and a folder that cannot be written.
+    Step k is logged after the k-th rollout, starting at 1; step 0 is the evaluation before training. With
+    `resumed_step`, records of later steps are dropped. Raises ConfigError for an unknown logger, a missing package or
+    an unwritable directory.
     """
     if _rank() != 0:
         return []

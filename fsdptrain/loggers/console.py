@@ -1,4 +1,4 @@
-"""The console: a live progress bar in a terminal, plain lines elsewhere, and a table at the end."""
+"""Console output: a live progress bar in a terminal, plain lines elsewhere, and a final table."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from fsdptrain import __version__
 from fsdptrain.config import Config
 from fsdptrain.loggers.run_info import RunInfo
 
-_SHOWN = {  # label -> metric; `eval/<set>/` names stand for the first set
+_SHOWN = {  # label -> metric; `*` matches the first evaluation set
     "reward": "reward/mean",
     "acc": "eval/*/accuracy",
     "loss": "loss/total",
@@ -20,11 +20,11 @@ _SHOWN = {  # label -> metric; `eval/<set>/` names stand for the first set
     "tok/s": "perf/tokens_per_s",
 }
 PLAIN_LINES = 50
-_ONLY_WITHOUT_REWARD = "loss"  # a policy loss says nothing to people; a supervised one does
+_ONLY_WITHOUT_REWARD = "loss"  # a supervised loss is informative, a policy loss is not
 
 
 class ConsoleLogger:
-    """Shows how the run goes, in one line that is renewed (in a terminal) or in a line for each step."""
+    """Shows progress in a live line (in a terminal) or in one line per step."""
 
     def __init__(self, info: RunInfo, *, console: Console | None = None) -> None:
         self._console = console if console is not None else Console()
@@ -32,7 +32,7 @@ class ConsoleLogger:
         self._started = time.monotonic()
         self._first_step = info.resumed_step or 0
         self._last_step = self._first_step
-        self._history: dict[str, list[float]] = {}  # label -> values, in the order in which they came
+        self._history: dict[str, list[float]] = {}  # label -> values, in order of arrival
         self._print(header(info))
         self._bar = _bar(self._console, info.total_steps) if self._console.is_terminal else None
         if self._bar is not None:
@@ -54,7 +54,7 @@ class ConsoleLogger:
             )
 
     def log_samples(self, samples: Sequence[Mapping[str, object]], step: int) -> None:
-        """Nothing: samples.jsonl has them."""
+        """Ignore samples; samples.jsonl contains them."""
 
     def close(self) -> None:
         if self._bar is not None:
@@ -72,12 +72,12 @@ class ConsoleLogger:
         self._print(f"stopped after step {self._last_step} of {self._info.total_steps}, {end}; {goes_on}")
 
     def _due(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """A log file gets about `PLAIN_LINES` lines, and every evaluation."""
+        """Return whether to print: about `PLAIN_LINES` lines per run, and every evaluation."""
         every = max(1, self._info.total_steps // PLAIN_LINES)
         return step % every == 0 or step in (1, self._info.total_steps) or any(m.startswith("eval/") for m in metrics)
 
     def _eta(self, step: int) -> str:
-        """How long the rest will take at the pace so far."""
+        """Estimate the remaining time from the average pace."""
         done, left = step - self._first_step, self._info.total_steps - step
         if done <= 0 or left <= 0:
             return ""
@@ -88,7 +88,7 @@ class ConsoleLogger:
 
 
 def header(info: RunInfo) -> str:
-    """What is about to run, in two or three short lines."""
+    """Describe the run in two or three short lines."""
     lines = [f"fsdptrain {__version__}  {info.run_name}"]
     if info.config is not None:
         lines += _facts(info.config)
@@ -116,12 +116,12 @@ def _facts(config: Config) -> list[str]:
 
 
 def metrics_line(shown: Mapping[str, float]) -> str:
-    """`reward 0.531  len 128  grad 0.310  tok/s 1.2k`"""
+    """Format metrics: `reward 0.531  len 128  grad 0.310  tok/s 1.2k`."""
     return "  ".join(f"{label} {number(shown[label])}" for label in _SHOWN if label in shown)
 
 
 def summary(history: Mapping[str, Sequence[float]]) -> Table:
-    """First, last, lowest and highest value of what was shown."""
+    """Build a table of first, last, lowest and highest values."""
     table = Table("", box=None, pad_edge=False)
     for column in ("first", "last", "lowest", "highest"):
         table.add_column(column, justify="right")
@@ -144,7 +144,7 @@ def _pick(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def number(value: float) -> str:
-    """Three or four characters that matter: 0.531, 12.3, 128, 1.2k, 3.4M."""
+    """Format with about three significant digits: 0.531, 12.3, 128, 1.2k, 3.4M."""
     size = abs(value)
     if size >= 1e6:
         return f"{value / 1e6:.1f}M"
@@ -160,7 +160,7 @@ def number(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`45s`, `3m20s`, `2h05m`."""
+    """Format a duration: `45s`, `3m20s`, `2h05m`."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"
@@ -170,7 +170,7 @@ def duration(seconds: float) -> str:
 
 
 def _bar(console: Console, total: int) -> Progress:
-    whole = Column(no_wrap=True, min_width=len(f"{total}/{total}"))  # in 80 columns the metrics give way, not the count
+    whole = Column(no_wrap=True, min_width=len(f"{total}/{total}"))  # in 80 columns, truncate metrics, not the count
     rest = Column(no_wrap=True, overflow="ellipsis", ratio=1)
     return Progress(
         BarColumn(bar_width=min(24, console.width // 8)),

@@ -1,4 +1,4 @@
-"""metrics.jsonl, samples.jsonl and timeline.jsonl: one JSON object in a line, each on disk when `log` returns."""
+"""metrics.jsonl, samples.jsonl and timeline.jsonl: one JSON object per line, synced to disk when `log` returns."""
 
 import json
 import logging
@@ -19,9 +19,9 @@ _LATER = "mend that, and the same command goes on from the newest checkpoint"
 
 
 class JsonlLogger:
-    """Appends to the files of a run that goes on, after dropping the lines of steps that will be made again.
+    """Appends to the JSONL files of a run. On resume, drops records of steps after the checkpoint.
 
-    They are dropped with the first line that is logged: a run that fails before it has begun loses nothing.
+    Records are dropped when the first new record is logged, so a run that fails earlier loses nothing.
     """
 
     def __init__(self, info: RunInfo) -> None:
@@ -45,13 +45,13 @@ class JsonlLogger:
             _write(self._samples, ({"step": step, **sample} for sample in samples))
 
     def log_timeline(self, spans: Sequence[Mapping[str, object]], step: int) -> None:
-        """A line for each stage: {"step", "stage", "rollout", "begin", "end"}, in seconds since 1970."""
+        """Write one line per stage: {"step", "stage", "rollout", "begin", "end"}. Times are in seconds since 1970."""
         with self._writing(_LATER):
             self._begin()
             _write(self._timeline, ({"step": step, **span} for span in spans))
 
     def close(self) -> None:
-        with self._writing(_LATER):  # what the disk did not take yet is tried again
+        with self._writing(_LATER):  # closing flushes buffered data again
             self._metrics.close()
             self._samples.close()
             self._timeline.close()
@@ -76,9 +76,9 @@ def _open(path: Path) -> TextIO:
 
 
 def _reopen(file: TextIO, resumed_step: int | None) -> TextIO:
-    """The same file, with only the lines up to `resumed_step` left in it.
+    """Reopen the file with only the lines up to `resumed_step`.
 
-    None: the run begins. What an earlier one left, which wrote no checkpoint, is kept as `<name>.old`.
+    None: a new run. Files of an earlier run without a checkpoint are kept as `<name>.old`.
     """
     file.close()
     path = Path(file.name)
@@ -90,12 +90,12 @@ def _reopen(file: TextIO, resumed_step: int | None) -> TextIO:
     kept = _lines_until(path, resumed_step)
     half = path.with_name(f".{path.name}.half")
     half.write_text("".join(kept), encoding="utf-8")
-    half.replace(path)  # a kill at any moment leaves the old file or the new one
+    half.replace(path)  # atomic: after a kill, either the old or the new file exists
     return _open(path)
 
 
 def _lines_until(path: Path, step: int) -> list[str]:
-    """Lines of steps up to `step`. A last line that a kill cut short is left out."""
+    """Return the lines of steps up to `step`. Drops an incomplete last line."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     return [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
 
@@ -107,7 +107,7 @@ def _write(file: TextIO, records: Iterable[Mapping[str, Any]]) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """`value` with null for what JSON cannot say: infinite and undefined numbers."""
+    """Replace infinite and NaN numbers by null, which JSON supports."""
     if isinstance(value, Mapping):
         return {str(key): _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

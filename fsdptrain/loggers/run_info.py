@@ -1,4 +1,4 @@
-"""What a logger is told of the run that it will log."""
+"""Information about the run for loggers."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,11 +8,11 @@ from fsdptrain.config import Config
 
 @dataclass(frozen=True)
 class RunInfo:
-    """A logger is made from this: the console, the files, wandb, trackio, or a plug-in's."""
+    """Constructor argument of all loggers: console, files, wandb, trackio and plug-ins."""
 
     output_dir: Path
     project: str
     run_name: str
-    total_steps: int  # rollouts of the whole run
-    resumed_step: int | None = None  # step of the checkpoint that the run goes on from; None: it begins
+    total_steps: int  # rollouts of the run
+    resumed_step: int | None = None  # step of the checkpoint to resume from; None: new run
     config: Config | None = None

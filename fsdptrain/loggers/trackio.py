@@ -1,4 +1,4 @@
-"""trackio: a dashboard on this machine, `trackio show`. Its database is in TRACKIO_DIR, else in output_dir/trackio."""
+"""trackio logger: a local dashboard, `trackio show`. The database is in TRACKIO_DIR or output_dir/trackio."""
 
 import contextlib
 import io
@@ -14,7 +14,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class TrackioLogger:
-    """Goes on with the trackio run of the same name when the training run is resumed."""
+    """Logger for trackio. Continues the trackio run of the same name on resume."""
 
     def __init__(self, info: RunInfo) -> None:
         os.environ.setdefault(
@@ -25,7 +25,7 @@ class TrackioLogger:
         except ImportError as error:
             raise ConfigError("--log-to trackio needs the trackio package: pip install 'fsdptrain[trackio]'") from error
         self._trackio = trackio
-        with contextlib.redirect_stdout(io.StringIO()):  # six lines on how to see the dashboard; ours is one
+        with contextlib.redirect_stdout(io.StringIO()):  # replaces six lines about the dashboard by our one line
             self._run = trackio.init(
                 project=info.project,
                 name=info.run_name,
@@ -41,7 +41,7 @@ class TrackioLogger:
         self._run.log({name: value for name, value in metrics.items() if math.isfinite(value)}, step=step)
 
     def log_samples(self, samples: Sequence[Mapping[str, object]], step: int) -> None:
-        """Nothing: trackio's tables need a data frame library, and samples.jsonl has them all."""
+        """Ignore samples: trackio tables need a data frame library, and samples.jsonl contains them."""
 
     def close(self) -> None:
         with contextlib.redirect_stdout(io.StringIO()):

@@ -1,4 +1,4 @@
-"""Weights & Biases. `WANDB_MODE=offline` writes to output_dir/wandb for a later `wandb sync`."""
+"""Weights & Biases logger. `WANDB_MODE=offline` writes to output_dir/wandb for a later `wandb sync`."""
 
 import uuid
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from fsdptrain.loggers.run_info import RunInfo
 
 
 class WandbLogger:
-    """Goes on with the same wandb run when the training run is resumed."""
+    """Logger for wandb. Continues the same wandb run on resume."""
 
     def __init__(self, info: RunInfo) -> None:
         try:
@@ -32,7 +32,7 @@ class WandbLogger:
         except (UsageError, CommError) as error:
             reason = " ".join(str(error).split()).rstrip(".")
             raise ConfigError(f"--log-to wandb: {reason}; set WANDB_API_KEY, or WANDB_MODE=offline") from error
-        self._run.define_metric("*", step_metric="step")  # wandb's own step refuses to go back on a resume
+        self._run.define_metric("*", step_metric="step")  # wandb's own step cannot decrease on resume
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._run.log({**metrics, "step": step})
@@ -48,7 +48,7 @@ class WandbLogger:
 
 
 def _run_id(output_dir: Path, *, fresh: bool) -> str:
-    """The id of this training run on wandb, kept in its folder."""
+    """Return the wandb id of this run, which is stored in `output_dir`."""
     path = output_dir / "wandb_run_id"
     if fresh or not path.exists():
         output_dir.mkdir(parents=True, exist_ok=True)

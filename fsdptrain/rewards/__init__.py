@@ -1,4 +1,4 @@
-"""Verifiable rewards: what is a good response, decided by code."""
+"""Verifiable rewards, computed by code."""
 
 from fsdptrain.rewards.answers import extract_answer
 from fsdptrain.rewards.build import WeightedSum, build_reward, reads_environment

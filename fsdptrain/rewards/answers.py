@@ -1,17 +1,17 @@
-"""Where the final answer stands in a response."""
+"""Extraction of final answers from responses."""
 
 OPEN, CLOSE = "<answer>", "</answer>"
 BOXED = "\\boxed{"
 
 
 def extract_answer(text: str) -> str:
-    """The last <answer>...</answer>, else the last \\boxed{...}, else the whole text; without blanks around it."""
+    """Return the last <answer>...</answer>, else the last \\boxed{...}, else the whole text, stripped."""
     found = find_answer(text)
     return text.strip() if found is None else found
 
 
 def find_answer(text: str) -> str | None:
-    """As `extract_answer`, but None if the text marks no answer. What is opened and never closed does not count."""
+    """Extract the answer like `extract_answer`, but return None if none is marked. Unclosed marks do not count."""
     close = text.rfind(CLOSE)
     start = text.rfind(OPEN, 0, close) if close >= 0 else -1
     if start >= 0:
@@ -33,7 +33,7 @@ def _up_to_closing_brace(text: str, start: int) -> str | None:
     depth, at = 1, start
     while at < len(text):
         if text[at] == "\\":
-            at += 1  # an escaped brace is a character of the answer
+            at += 1  # an escaped brace is part of the answer
         elif text[at] == "{":
             depth += 1
         elif text[at] == "}":

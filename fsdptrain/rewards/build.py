@@ -1,4 +1,4 @@
-"""From `--reward` to one reward function."""
+"""Construction of the reward function from `--reward`."""
 
 import math
 from collections.abc import Mapping
@@ -13,15 +13,14 @@ from fsdptrain.rewards.verifiers import REWARDS
 from fsdptrain.types import Prompt
 
 GENERATOR = "reasoning_gym:"
-TAKEN = {"reward", "mean", "std", "unscored_fraction", "kl", "overlong", "length"}  # reward/<name> means something else
+TAKEN = {"reward", "mean", "std", "unscored_fraction", "kl", "overlong", "length"}  # reserved: reward/<name> exists
 
 
 def build_reward(reward: RewardConfig, *, prompt_data: str, has_environment: bool = False) -> "WeightedSum":
-    """The weighted sum of `--reward`, e.g. ["math=0.9", "format=0.1"]; each component is reported by its name.
+    """Build the weighted sum of `--reward`, e.g. ["math=0.9", "format=0.1"]. Components are reported by name.
 
-    `auto` is reasoning-gym's own scorer on its data, else what the environment gives, and `math` where there is none.
-    Raises ConfigError for a name that does not exist, a weight that is no number, or a scorer that the data cannot
-    feed.
+    `auto` selects the reasoning-gym scorer for its data, else the environment's reward, else `math`. Raises ConfigError
+    for an unknown name, an invalid weight, or a scorer that does not support the data.
     """
     parts = [_parse(spec, prompt_data, has_environment) for spec in reward.reward]
     names = [part.name for part in parts]
@@ -34,17 +33,17 @@ def build_reward(reward: RewardConfig, *, prompt_data: str, has_environment: boo
 
 @dataclass(frozen=True)
 class Component:
-    name: str  # in Sample.rewards
+    name: str  # key in Sample.rewards
     weight: float
     function: RewardFunction
 
 
 @dataclass(frozen=True)
 class WeightedSum:
-    """Several rewards as one; unscored as soon as one of them is, by a RewardError that names it.
+    """Weighted sum of rewards. Raises RewardError with the component's name if a component returns None.
 
-    Reported are the rewards by name, without their weights, and what a function that returns a mapping says beside: a
-    name of the first kind wins over one of the second.
+    Returns the unweighted component rewards by name, and the details of components that return mappings. Component
+    names take precedence over detail names.
     """
 
     components: tuple[Component, ...]
@@ -65,7 +64,7 @@ class WeightedSum:
 
 
 def reads_environment(reward: RewardFunction) -> bool:
-    """Whether what an environment gives can reach the reward; nobody knows of a function that is not ours."""
+    """Return whether the environment's reward can affect `reward`. True for custom functions, which are unknown."""
     known = set(REWARDS.values()) - {REWARDS["environment"]}
     return not (isinstance(reward, WeightedSum) and all(part.function in known for part in reward.components))
 
@@ -89,7 +88,7 @@ def _parse(spec: str, prompt_data: str, has_environment: bool) -> Component:
 
 
 def _short(name: str) -> str:
-    """What a reward is called in metrics: the function without its module, unless metrics of ours have that name."""
+    """Return the metric name of a reward: the function without its module, unless the name is reserved."""
     function = name.rpartition(":")[2]
     return name.replace(":", ".") if function in TAKEN else function
 

@@ -1,4 +1,4 @@
-"""Scoring, in which a sample that cannot be scored does not end the run, and too many of them do."""
+"""Scoring of responses. A sample that cannot be scored does not end the run; too many do."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from fsdptrain.types import Prompt
 
 @dataclass(frozen=True)
 class Score:
-    """What one response is worth: the reward, None if it cannot be scored, and its parts by name."""
+    """Score of one response: the reward, None if it cannot be scored, and its parts by name."""
 
     reward: float | None
     rewards: Mapping[str, float] = field(default_factory=dict)
@@ -21,11 +21,11 @@ class Score:
 
 @dataclass(frozen=True)
 class Scores:
-    """One score for each response, in order."""
+    """Scores of responses, in order."""
 
     scores: list[Score]
     num_unscored: int
-    first_error: str | None  # why the first unscored one is so; None if all were scored
+    first_error: str | None  # error of the first unscored response; None if all were scored
 
     def __add__(self, other: "Scores") -> "Scores":
         return Scores(
@@ -36,10 +36,10 @@ class Scores:
 
 
 def score_completions(reward: RewardFunction, prompts: Sequence[Prompt], texts: Sequence[str]) -> Scores:
-    """Score `texts[i]` as a response to `prompts[i]`, one after the other: all that a rank has of a rollout, or round.
+    """Score `texts[i]` as a response to `prompts[i]`, sequentially. Call it once per rank for a rollout or round.
 
-    A reward that raises, returns None, or something that is no finite number leaves its sample unscored; RolloutError
-    ends the rollout.
+    If the reward raises, or returns None or a non-finite or non-numeric value, the sample is unscored. RolloutError
+    propagates and ends the rollout.
     """
     if isinstance(reward, TimedReward):
         reward.begin_rollout()
@@ -53,7 +53,7 @@ def score_completions(reward: RewardFunction, prompts: Sequence[Prompt], texts: 
 
 
 def check_unscored(scores: Scores, *, max_unscored_fraction: float) -> int:
-    """Unscored samples of all ranks; collective. RewardError on all ranks together if their share is too large."""
+    """Return the number of unscored samples on all ranks. Collective. Raises RewardError on all ranks if too many."""
     unscored, total = map(int, sum_over_ranks([scores.num_unscored, len(scores.scores)]))
     if unscored > max_unscored_fraction * total:
         first_error = next((error for error in gather(scores.first_error) if error), None)
@@ -65,10 +65,10 @@ def check_unscored(scores: Scores, *, max_unscored_fraction: float) -> int:
 
 
 def to_score(value: Any, *, name: str = "") -> Score:
-    """The score that a reward's return value means, which must be finite.
+    """Convert the return value of a reward to a score. Values must be finite.
 
-    A number is the reward, reported under `name` if there is one. Of a mapping, "reward" is the reward, by default the
-    sum of all values, and every other key is reported. TypeError or ValueError for anything else.
+    A number is the reward, also reported under `name` if given. In a mapping, "reward" is the reward (default: the sum
+    of all values), and all other keys are reported. Raises TypeError or ValueError for anything else.
     """
     if value is None:
         return Score(None)
@@ -93,6 +93,6 @@ def _score(reward: RewardFunction, prompt: Prompt, text: str) -> tuple[Score, st
         raise
     except RewardError as error:
         return Score(None), str(error)
-    except Exception as error:  # noqa: BLE001  # a user's function: whatever it raises, the run goes on
+    except Exception as error:  # noqa: BLE001  # user code may raise anything; the run continues
         return Score(None), describe(error)
     return score, "the reward returned None" if score.reward is None else None

@@ -1,7 +1,6 @@
-"""The rewards that come with fsdptrain. Each is (prompt, response text) -> reward, usually 0 or 1; None: cannot be
-scored.
+"""Built-in rewards: (prompt, response text) -> reward, usually 0 or 1, or None if it cannot be scored.
 
-To add one: write a function, and give it a line in `REWARDS`.
+To add a reward, write a function and register it in `REWARDS`.
 """
 
 import re
@@ -16,16 +15,16 @@ from fsdptrain.protocols import RewardFunction
 from fsdptrain.rewards.answers import extract_answer, find_answer
 from fsdptrain.types import Prompt
 
-MATH_TIMEOUT = 5  # for each parse and each comparison [s]
+MATH_TIMEOUT = 5  # [s] per parse and per comparison
 TAGGED = re.compile(r"\s*<think>(?P<think>.*?)</think>\s*<answer>(?P<answer>.*?)</answer>\s*", re.DOTALL)
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
 def reasoning_gym(prompt: Prompt, response: str) -> float:
-    """The task's own scorer on the extracted answer; some tasks give partial credit.
+    """Score the extracted answer with the task's scorer. Some tasks give partial credit.
 
-    A few scorers (prime_factorization, boxnet) raise at an answer that they cannot read: such an answer is wrong. It is
-    not unscored, or a model that writes nonsense would stop the run.
+    A few scorers (prime_factorization, boxnet) raise for an answer that they cannot parse. Such an answer is incorrect
+    rather than unscored; otherwise a model that writes nonsense would stop the run.
     """
     task, entry = prompt.metadata["task"], prompt.metadata["entry"]
     try:
@@ -35,16 +34,16 @@ def reasoning_gym(prompt: Prompt, response: str) -> float:
 
 
 def reasoning_gym_strict(prompt: Prompt, response: str) -> float:
-    """1 where the task's own scorer gives full marks, else 0: partial credit, divided by a small std, misleads GRPO."""
+    """1 for full marks of the task's scorer, else 0. Partial credit, divided by a small std, misleads GRPO."""
     return float(is_correct(reasoning_gym(prompt, response)))
 
 
 def math(prompt: Prompt, response: str) -> float | None:
-    """1 if the answer equals the label as mathematics (math-verify), else 0; None if the label is no mathematics.
+    """1 if the answer equals the label mathematically (math-verify), else 0; None if the label is not mathematical.
 
-    What stands behind "####" in a label is the answer (GSM8K). Use `exact` where answers are words.
+    If the label contains "####", the answer is the text after it (GSM8K). Use `exact` for answers in words.
     """
-    from math_verify import verify  # sympy takes a while: only where it is asked for
+    from math_verify import verify  # lazy: importing sympy is slow
 
     text = "" if prompt.label is None else str(prompt.label).rpartition("####")[2].strip()
     label = _parse_math(text, marked=True)
@@ -56,15 +55,15 @@ def math(prompt: Prompt, response: str) -> float | None:
 
 
 def exact(prompt: Prompt, response: str) -> float | None:
-    """1 if the answer is the label, character by character but for blanks around it, else 0."""
+    """1 if the answer equals the label exactly, ignoring surrounding whitespace, else 0."""
     return None if prompt.label is None else float(extract_answer(response) == str(prompt.label).strip())
 
 
 def format_tags(prompt: Prompt, response: str) -> float:
     """1 if the response is <think>...</think><answer>...</answer> and nothing else, each tag once, else 0.
 
-    A chat template may have opened <think> at the end of the prompt already. Tags must not be special tokens of the
-    tokenizer: those are left out of the text.
+    The chat template may already open <think> at the end of the prompt. Tags must not be special tokens of the
+    tokenizer, which are removed from the text.
     """
     if prompt.text.rstrip().endswith("<think>"):
         response = "<think>" + response
@@ -72,10 +71,11 @@ def format_tags(prompt: Prompt, response: str) -> float:
 
 
 def environment(prompt: Prompt, response: str) -> Mapping[str, float]:
-    """What `--environment` gave in the course of the episode. RewardError if it gave nothing at all: it may be one that
-    leaves the judging to others.
+    """Return the environment's reward of the episode. Raises RewardError if it gave none.
+
+    An environment may leave scoring to other rewards.
     """
-    del response  # it has seen all of them
+    del response  # the environment has already seen every response
     reward = prompt.metadata["episode"].reward
     if reward is None:
         raise RewardError("the environment gave no reward in this episode: score the last response by another --reward")
@@ -100,7 +100,7 @@ def _scorer(task: str) -> Callable[[str, Mapping[str, Any]], float]:
 
 
 def _parse_math(text: str, *, marked: bool) -> list[Any]:
-    """What math-verify makes of `text`; `marked`: all of it is the answer, so that it need not be searched for."""
+    """Parse `text` with math-verify. `marked`: the whole text is the answer, so no search is needed."""
     from math_verify import parse
 
     if marked and "$" not in text and "\\boxed" not in text:
@@ -109,5 +109,5 @@ def _parse_math(text: str, *, marked: bool) -> list[Any]:
 
 
 def _math_timeout() -> int | None:
-    """math-verify's time limit is a signal, which only the main thread can take: elsewhere there is none."""
+    """Return the time limit of math-verify, or None outside the main thread: it uses a signal."""
     return MATH_TIMEOUT if threading.current_thread() is threading.main_thread() else None

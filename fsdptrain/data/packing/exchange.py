@@ -1,11 +1,10 @@
-"""Samples from the ranks that generated them to the ranks that train them, as plain numbers over gloo.
+"""Exchange of samples between the ranks that generated them and the ranks that train them, over gloo.
 
-Every rank learns the lengths of all samples (`gather_index`), makes the same plan from them, and sends each sample to
-the one rank that needs it. Nothing is pickled: token ids and masks travel as int32, logprobs and rewards as float64,
-routes, where there are any, as they are; so a sample arrives bit by bit. Both functions are collective over the default
-group, whose CPU backend is gloo.
+Every rank gathers the lengths of all samples (`gather_index`), computes the same plan, and sends each sample to the
+rank that needs it. Nothing is pickled: token ids and masks are sent as int32, logprobs and rewards as float64, routes
+unchanged, so samples arrive bit-exact. The functions are collective over the default group, whose CPU backend is gloo.
 
-Measured on torch 2.13: gloo's all_to_all_single takes uneven splits on 1, 2 and 4 ranks, so no padding is needed.
+Measured on torch 2.13: gloo's all_to_all_single supports uneven splits on 1, 2 and 4 ranks, so no padding is needed.
 """
 
 import hashlib
@@ -26,27 +25,27 @@ from fsdptrain.types import Sample
 
 @dataclass(frozen=True)
 class SampleIndex:
-    """All samples of all ranks, numbered rank by rank, in the order of each rank's list. The same on every rank."""
+    """Index of all samples on all ranks, numbered rank by rank in list order. Identical on every rank."""
 
     lengths: tuple[int, ...]  # tokens of each sample
     loss_tokens: tuple[int, ...]  # loss tokens of each sample
     owners: tuple[int, ...]  # rank that holds each sample
-    keys: tuple[int, ...]  # a name for each sample that does not depend on where it is
-    prompts: tuple[tuple[int, int], ...]  # of each sample a key of its prompt, and the length: `prefixes.prompt_key`
-    route_shape: tuple[int, int] | None = None  # (layers, k), where samples have routes
+    keys: tuple[int, ...]  # sample keys that do not depend on the location
+    prompts: tuple[tuple[int, int], ...]  # (hash, length) of each prompt, from `prefixes.prompt_key`
+    route_shape: tuple[int, int] | None = None  # (layers, k), if samples have routes
 
     def of_rank(self, rank: int) -> range:
-        """The samples that `rank` holds."""
+        """Return the indices of the samples on `rank`."""
         first = sum(owner < rank for owner in self.owners)
         return range(first, first + self.owners.count(rank))
 
     def totals(self, indices: Sequence[int]) -> Totals:
-        """The denominators of an optimizer step that trains these samples."""
+        """Return the denominators of an optimizer step that trains these samples."""
         return count_totals([self.loss_tokens[index] for index in indices])
 
 
 def gather_index(samples: Sequence[Sample]) -> SampleIndex:
-    """What a plan needs to know of every rank's samples: two small collectives."""
+    """Gather the planning information of all ranks' samples, with two small collectives."""
     facts = [
         (len(sample.token_ids), num_loss_tokens(sample), key, *prompt_key(sample), *_route_shape(sample))
         for sample, key in zip(samples, sample_keys(samples), strict=True)
@@ -68,7 +67,7 @@ def _route_shape(sample: Sample) -> tuple[int, int]:
 
 
 def sample_keys(samples: Sequence[Sample]) -> list[int]:
-    """63 bits of a hash of the group and of the sample's place in it; a group is whole on one rank, in one order."""
+    """Return a 63-bit hash of group id and position in the group. A group is on one rank, in a fixed order."""
     places: dict[str, int] = {}
     keys: list[int] = []
     for sample in samples:
@@ -81,9 +80,11 @@ def sample_keys(samples: Sequence[Sample]) -> list[int]:
 def exchange_samples(
     samples: Sequence[Sample], destinations: Sequence[Sequence[int]], *, index: SampleIndex
 ) -> list[Sample]:
-    """This rank's part of `destinations` ([rank] -> global indices, each at most once there), in that order.
+    """Send samples to their destination ranks. Returns this rank's samples, in the order of `destinations`.
 
-    `samples` are those that this rank gave to `gather_index`; `destinations` must be equal on all ranks.
+    Args:
+        samples: the samples that this rank passed to `gather_index`.
+        destinations: [rank] -> global indices, each at most once per rank; equal on all ranks.
     """
     assert all(len(set(wanted)) == len(wanted) for wanted in destinations), "a rank gets a sample twice"
     rank, num_ranks = _rank_and_size()
@@ -109,13 +110,13 @@ def exchange_rows(
     holders: Mapping[int, int],
     shapes: Sequence[tuple[int, ...]],
 ) -> list[Tensor]:
-    """This rank's part of `wanted` ([rank] -> numbers, any of them many times), in that order.
+    """Send rows to the ranks that need them. Returns this rank's rows, in the order of `wanted`.
 
     Args:
-        rows: number -> float32, those that this rank holds.
-        wanted: the same on every rank.
-        holders: number -> the rank that holds it; the same on every rank.
-        shapes: of what this rank will get.
+        rows: number -> float32 tensor, for the rows on this rank.
+        wanted: [rank] -> row numbers, repeats allowed; equal on all ranks.
+        holders: number -> rank that holds the row; equal on all ranks.
+        shapes: shapes of the rows that this rank receives.
     """
     rank, num_ranks = _rank_and_size()
     if num_ranks == 1:
@@ -136,7 +137,7 @@ def _rank_and_size() -> tuple[int, int]:
 
 
 def _all_gather_rows(rows: Tensor) -> list[Tensor]:
-    """[n, k] of each rank, where n differs between ranks: padded to the largest for the transfer."""
+    """Gather [n, k] from each rank, where n may differ. Padded to the largest n for the transfer."""
     num_ranks = _rank_and_size()[1]
     if num_ranks == 1:
         return [rows]
@@ -151,7 +152,7 @@ def _all_gather_rows(rows: Tensor) -> list[Tensor]:
 
 
 def _all_to_all(parts: Sequence[Tensor]) -> list[Tensor]:
-    """`parts[r]` goes to rank r; what comes back at r came from rank r. Sizes may all differ."""
+    """Send `parts[r]` to rank r. Returns the parts received, by source rank. Sizes may differ."""
     send_sizes = torch.tensor([part.numel() for part in parts])
     receive_sizes = torch.empty_like(send_sizes)
     dist.all_to_all_single(receive_sizes, send_sizes)
@@ -161,7 +162,7 @@ def _all_to_all(parts: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _route_bytes(samples: Sequence[Sample]) -> Tensor:
-    """As bytes, because gloo has no int16. NO_ROUTE for a sample without any: the model then chooses itself."""
+    """View routes as bytes, because gloo does not support int16. Samples without routes get NO_ROUTE."""
     routes = join_routes(samples)
     return torch.empty(0, dtype=torch.uint8) if routes is None else routes.flatten().view(torch.uint8)
 
@@ -169,13 +170,13 @@ def _route_bytes(samples: Sequence[Sample]) -> Tensor:
 def _with_routes(samples: Sequence[Sample], sent: Tensor, shape: tuple[int, int]) -> list[Sample]:
     routes = sent.view(torch.int16).view(-1, *shape)
     if not len(routes):
-        return list(samples)  # none of these had any
+        return list(samples)  # none of these samples has routes
     parts = routes.split([len(sample.token_ids) for sample in samples])
     return [replace(sample, routes=part) for sample, part in zip(samples, parts, strict=True)]
 
 
-# One sample as integers: a head of seven, token ids, mask, versions if they differ, then the UTF-8 bytes of its
-# strings, each closed by a zero byte; as floats: advantage, reward, rewards in the order of their names, logprobs.
+# Integer encoding of a sample: header of seven, token ids, mask, versions if they differ, then its strings in UTF-8,
+# each terminated by a zero byte. Float encoding: advantage, reward, rewards in the order of their names, logprobs.
 _HEAD = 7
 
 

@@ -1,7 +1,7 @@
-"""Which samples share a pack, and what a pack looks like.
+"""Packing: assignment of samples to packs and construction of pack tensors.
 
-`plan_packs` looks at lengths only, so every rank computes the same plan from the same lengths. `pack` makes the
-tensors, and is the only place where tokens and what is said of them are shifted against each other.
+`plan_packs` depends only on lengths, so every rank computes the same plan. `pack` builds the tensors, and is the only
+place where per-token values are shifted relative to tokens.
 """
 
 import math
@@ -21,34 +21,34 @@ from fsdptrain.data.routes import join_routes
 from fsdptrain.errors import ConfigError
 from fsdptrain.types import Images, PackedBatch, Sample, join_images, positions_of
 
-# Cost of a sequence of L tokens in units of a token's linear work: L + QUADRATIC_COST * L^2. A transformer layer of
-# width h does 24 h^2 operations for a token's matrices and, causal, 2 L h for its attention: 1 / (12 h), here with h =
-# 2048.
+# Cost of a sequence of L tokens, in units of a token's linear cost: L + QUADRATIC_COST * L^2. Per token, a transformer
+# layer of width h takes 24 h^2 operations for its matrices and 2 L h for causal attention: the ratio is 1 / (12 h) per
+# L, here with h = 2048.
 QUADRATIC_COST = 1 / (12 * 2048)
-MANY_PACKS = 100  # of a rank, from which on it waits for a hundredth of the time at most, however packs were filled
+MANY_PACKS = 100  # packs per rank from which idle time is at most 1/100, regardless of how packs are filled
 NO_IMAGES: Mapping[str, Images] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class PackPlan:
-    """Which samples go where, each into one pack. Packs of a rank run from the costliest to the cheapest."""
+    """Assignment of samples to packs and ranks. The packs of a rank are sorted by decreasing cost."""
 
-    packs: tuple[tuple[tuple[int, ...], ...], ...]  # [rank][pack] -> indices of samples; the same number for each rank
+    packs: tuple[tuple[tuple[int, ...], ...], ...]  # [rank][pack] -> sample indices; same number of packs per rank
     fill: float  # tokens / (max_tokens x packs of all ranks), in [0, 1]
-    imbalance: float  # share of time that ranks wait for the slowest, if time is cost and ranks meet after each pack
-    cost: float  # time of the slowest ranks, pack by pack, in units of a token's linear work
-    shared: float = 0.0  # share of the tokens that are computed with those of another sample, in [0, 1)
+    imbalance: float  # share of time ranks wait for the slowest, if time is cost and ranks synchronize after each pack
+    cost: float  # cost of the slowest rank, summed over rounds, in units of a token's linear cost
+    shared: float = 0.0  # share of tokens computed only once together with another sample, in [0, 1)
 
     @property
     def num_packs(self) -> int:
-        """Packs of each rank, at least 1."""
+        """Number of packs per rank, at least 1."""
         return len(self.packs[0])
 
 
 def plan_packs(
     lengths: Sequence[int], *, num_ranks: int, max_tokens: int, quadratic_cost: float = QUADRATIC_COST
 ) -> PackPlan:
-    """As few packs as best-fit decreasing needs, the same number on each rank, balanced by linear plus quadratic cost.
+    """Plan packs by best-fit decreasing: few packs, the same number per rank, balanced by linear plus quadratic cost.
 
     Raises ConfigError if a sample is longer than `max_tokens`.
     """
@@ -64,12 +64,12 @@ def sequence_costs(lengths: Sequence[int], quadratic_cost: float = QUADRATIC_COS
 
 
 def fill_packs(sizes: Sequence[int], costs: Sequence[float], *, num_ranks: int, max_tokens: int) -> list[list[int]]:
-    """Which items go into each pack; the ranks divide the number of packs. No item may be larger than `max_tokens`.
+    """Assign items to packs. Returns a multiple of `num_ranks` packs. No item may be larger than `max_tokens`.
 
-    Best-fit decreasing shares first-fit decreasing's bound of 11/9 of the optimum, and needs no tree. The budget is
-    hard. Once the number of packs is known, items are spread evenly over them (the costliest to the cheapest pack so
-    far); where packs are too full for that, the best-fit packs stay and only their ranks are balanced. So too where a
-    rank has many: see `deal_packs`. O(n log n) comparisons.
+    Best-fit decreasing has the same bound as first-fit decreasing, 11/9 of the optimum, and needs no tree. The token
+    budget is hard. Once the number of packs is known, items are spread evenly: in order of decreasing size, each goes
+    to the currently cheapest pack. If packs are too full for that, or a rank has many packs (see `deal_packs`), the
+    best-fit packs are kept and only the ranks are balanced. O(n log n) comparisons.
     """
     largest_first = np.argsort(-np.asarray(sizes, dtype=np.int64), kind="stable").tolist()  # ties by index
     packs = _best_fit_decreasing(sizes, largest_first, max_tokens)
@@ -85,10 +85,10 @@ def fill_packs(sizes: Sequence[int], costs: Sequence[float], *, num_ranks: int, 
 def plan_rows(
     lengths: Sequence[int], *, num_ranks: int, max_tokens: int, quadratic_cost: float = QUADRATIC_COST
 ) -> PackPlan:
-    """The plan for the padded layout, where a pack computes (samples x longest) tokens: that product keeps the budget.
+    """Plan packs for the padded layout, where a pack computes samples x longest tokens; the product is the budget.
 
-    Samples of like length share a pack. So that every rank has as many packs, the costliest are halved, rather than
-    that some ranks get none.
+    Samples of similar length share a pack. To give every rank the same number of packs, the costliest packs are split
+    in half, instead of leaving ranks without packs.
     """
     check_lengths(lengths, max_tokens=max_tokens)
     longest_first = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
@@ -116,14 +116,15 @@ def deal_packs(
     packs: Sequence[Sequence[int]],
     pack_costs: Sequence[float],
     *,
-    num_tokens: int,  # that are computed
+    num_tokens: int,  # computed tokens
     num_ranks: int,
     max_tokens: int,
 ) -> PackPlan:
-    """Packs, whose number the ranks divide, by rank: those of like cost run at the same time.
+    """Assign packs to ranks such that packs of similar cost run at the same time.
 
-    In one round no rank waits longer than the costliest and the cheapest pack of it differ. Over all rounds these
-    differences add up to that of the costliest and the cheapest pack of all: one pack in as many as a rank has.
+    The number of packs must be a multiple of `num_ranks`. In each round, a rank waits at most for the cost difference
+    between the costliest and the cheapest pack of the round. Over all rounds, these differences sum to at most the
+    difference between the costliest and the cheapest pack of all: at most one pack, out of all packs of a rank.
     """
     by_rank = _deal(pack_costs, num_ranks)
     num_packs = len(by_rank[0])
@@ -137,7 +138,7 @@ def deal_packs(
 
 
 def check_lengths(lengths: Sequence[int], *, max_tokens: int) -> None:
-    """Raises ConfigError for a sample that cannot fit into any pack."""
+    """Raise ConfigError if a sample does not fit into any pack."""
     if lengths and max(lengths) > max_tokens:
         raise ConfigError(
             f"--max-tokens-per-gpu (times --context-parallel-size) {max_tokens} is less than a sample of "
@@ -147,7 +148,10 @@ def check_lengths(lengths: Sequence[int], *, max_tokens: int) -> None:
 
 
 def drop_overlong(samples: Sequence[Sample], *, max_tokens: int, overlong: str) -> tuple[list[Sample], int]:
-    """The samples that fit into a pack, and how many were dropped; ConfigError if none must be (`error`)."""
+    """Return the samples that fit into a pack and the number of dropped ones.
+
+    If `overlong` is "error", raises ConfigError instead of dropping samples.
+    """
     fitting = [sample for sample in samples if len(sample.token_ids) <= max_tokens]
     if overlong == "error":
         check_lengths([len(sample.token_ids) for sample in samples], max_tokens=max_tokens)
@@ -164,12 +168,16 @@ def pack(
     finish: Callable[[PackedBatch], PackedBatch] | None = None,
     images: Mapping[str, Images] = NO_IMAGES,
 ) -> PackedBatch:
-    """One row of whole samples, on the CPU. `totals` are those of the whole optimizer step over every rank.
+    """Pack whole samples into one row on the CPU.
 
-    Position t of a segment holds token t with its routes, and everything that is said of token t + 1 (label, mask,
-    weight, advantage, rollout logprob): this is the one shift of the program. Pinned memory lets `PackedBatch.to` copy
-    without waiting. `images` are those of prompts, by the groups that answer them. finish: changes the pack on the CPU,
-    before it is pinned.
+    Position t of a segment holds token t with its routes, and the label, mask, weight, advantage and rollout logprob of
+    token t + 1. This is the only place that shifts them.
+
+    Args:
+        totals: denominators of the whole optimizer step over all ranks.
+        pin_memory: let `PackedBatch.to` copy without blocking.
+        finish: changes the pack on the CPU before it is pinned.
+        images: images of prompts, by group id.
     """
     if not samples:
         return empty_pack(totals, pin_memory=pin_memory)
@@ -214,21 +222,21 @@ def pack(
 
 
 def empty_pack(totals: Totals, *, pin_memory: bool = False) -> PackedBatch:
-    """One token of weight zero: for a rank without work, so that it takes part in every collective."""
+    """Return a pack of one token with weight zero, so that a rank without work takes part in every collective."""
     nothing = Sample("", [0], [False], [0.0])
     return pack([nothing], aggregation="token_mean", totals=totals, max_response_len=1, pin_memory=pin_memory)
 
 
 def _column(parts: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
-    """[T]. By numpy, which reads a list of numbers five times as fast as torch does."""
+    """Concatenate to [T]. NumPy converts lists of numbers five times as fast as torch."""
     return torch.from_numpy(np.concatenate([np.array(part) for part in parts])).to(dtype)
 
 
 def _best_fit_decreasing(sizes: Sequence[int], largest_first: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Each item goes to the pack that it fills best, else opens one. `rooms`: the different free rooms, sorted.
+    """Put each item into the pack with the smallest sufficient room, or open a new pack.
 
-    Items of one size go together, as many as a pack takes: what is left of a room is the smallest that there is, so the
-    next item of the size goes there too.
+    `rooms` are the distinct free rooms, sorted. Items of equal size are placed together, as many as fit: after the
+    first, the remaining room is the smallest one, so the next item of that size would go to the same pack.
     """
     packs: list[list[int]] = []
     rooms: list[int] = []
@@ -261,12 +269,12 @@ def _best_fit_decreasing(sizes: Sequence[int], largest_first: Sequence[int], max
 def _spread(
     sizes: Sequence[int], costs: Sequence[float], largest_first: Sequence[int], *, num_bins: int, max_tokens: int
 ) -> list[list[int]] | None:
-    """Each item to the cheapest pack so far that has room; None where packs are too full for it."""
+    """Put each item into the currently cheapest pack with room. Returns None if packs are too full for it."""
     packs: list[list[int]] = [[] for _ in range(num_bins)]
     rooms = [max_tokens] * num_bins
     cheapest = [(0.0, number) for number in range(num_bins)]
     heapify(cheapest)
-    tries = 4 * len(sizes)  # bounds the search for room, and so the whole, to O(n log n)
+    tries = 4 * len(sizes)  # bounds the search for room, and the total, to O(n log n)
     for index in largest_first:
         passed = []
         while cheapest and rooms[cheapest[0][1]] < sizes[index]:
@@ -284,7 +292,7 @@ def _spread(
 
 
 def _deal(pack_costs: Sequence[float], num_ranks: int) -> list[list[int]]:
-    """Packs by rank. Like costs run at the same time; in each round the costliest goes to the rank with least."""
+    """Assign packs to ranks in rounds of similar cost. The rank with the least total gets the costliest pack."""
     costliest_first = sorted(range(len(pack_costs)), key=pack_costs.__getitem__, reverse=True)
     by_rank: list[list[int]] = [[] for _ in range(num_ranks)]
     totals = [0.0] * num_ranks

@@ -1,7 +1,7 @@
-"""Which tokens the samples of a pack have in common at their beginning: the prompt of a group.
+"""Detection of prefixes that samples of a pack share: the prompt of a group.
 
-The prompt of a sample is what stands before its first loss token; a conversation shares the first prompt only. Two
-samples whose prompts are equal, token by token, have equal hidden states there, so that one of them is enough.
+The prompt of a sample is everything before its first loss token; multi-turn samples share the first prompt only.
+Samples with equal prompt tokens have equal hidden states there, so one copy is computed.
 """
 
 import hashlib
@@ -15,12 +15,12 @@ NO_PREFIX = (0, 0)
 
 
 def prompt_length(sample: Sample) -> int:
-    """Tokens before the first loss token; 0 where there is none."""
+    """Return the number of tokens before the first loss token, or 0 without loss tokens."""
     return sample.loss_mask.index(True) if True in sample.loss_mask else 0
 
 
 def prompt_key(sample: Sample) -> tuple[int, int]:
-    """(63 bits of a hash of the prompt, its length): what plans are made of. Packs compare the tokens."""
+    """Return a 63-bit hash of the prompt and its length, for planning. Packs compare the tokens themselves."""
     length = prompt_length(sample)
     if not length:
         return NO_PREFIX
@@ -29,7 +29,7 @@ def prompt_key(sample: Sample) -> tuple[int, int]:
 
 
 def share_prefixes(samples: Sequence[Sample]) -> SharedPrefixes | None:
-    """Of samples in a row: each begins like the first of its run, if that has the same prompt. None: nobody shares."""
+    """Find shared prefixes among consecutive samples, relative to the first of each run. None if there are none."""
     segments, lengths = [], []
     first = 0
     for number, sample in enumerate(samples):
