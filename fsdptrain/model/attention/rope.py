@@ -23,10 +23,8 @@ def rope_switch(config: PreTrainedConfig) -> Switch | None:
     """Return the switch with the smallest length, or None if the frequencies never change."""
     text = config.get_text_config()
     rope = text.to_dict().get("rope_parameters") or {}
-    kinds = [
-        rope,
-        *(kind for kind in rope.values() if isinstance(kind, dict)),
-    ]  # for all layers, or by layer type
+    # one entry for all layers, or one per layer type
+    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
     found = [
         Switch(k["original_max_position_embeddings"], "longrope") for k in kinds if k.get("rope_type") == "longrope"
     ]

@@ -136,9 +136,8 @@ def _problems(model: PreTrainedModel, dtype: torch.dtype) -> list[str]:
 def _read_shards(model: PreTrainedModel, path: Path, *, cpu_offload: bool) -> bool:
     """Load this rank's slices. Returns False, with nothing read, if the checkpoint's conversion needs whole tensors."""
     _require_tested_transformers()
-    from fsdptrain.model.loading import (
-        shard_reader,  # import after the version check: untested versions may lack its private names
-    )
+    # Import after the version check: untested versions may lack its private names.
+    from fsdptrain.model.loading import shard_reader
 
     with raise_on_all_ranks(CheckpointError, f"--hf-checkpoint {path}"), quiet_transformers():
         files = weight_files(path)

@@ -44,11 +44,8 @@ from fsdptrain.types import Segment, join_images
 RequestedLayout = Literal["auto", "packed", "padded"]
 STOCK = ("sdpa", "eager")  # with dense masks, for models whose own mask our attention would lose
 REFERENCE = "eager"  # supported by every model
-SHORT, LONG, LONGEST = (
-    23,
-    40,
-    1100,
-)  # tokens per probe segment; a window up to LONGEST is exceeded
+# Tokens per probe segment. The probe exceeds sliding windows of up to about LONGEST tokens.
+SHORT, LONG, LONGEST = 23, 40, 1100
 LEAK = 2e-3  # [nats] change of logprobs by other segments that is allowed beyond half-precision noise
 LOSES_MASK = {"attention_chunk_size": "its attention is chunked, which no boundary expresses"}  # llama4
 
