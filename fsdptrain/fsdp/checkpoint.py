@@ -49,9 +49,8 @@ _FILE_BYTES = 1 << 28  # per rank; a file passes through host memory whole, twic
 _FOLDER = re.compile(r"step_(\d{8,})(?:\.(\d+))?")
 logger = logging.getLogger(__name__)
 
-PendingWrite = Callable[
-    [], None
-]  # of a checkpoint: what a thread may write while training goes on; the ranks do it together
+# The rest of a checkpoint write, which a thread may run while training continues. All ranks run it together.
+PendingWrite = Callable[[], None]
 
 
 class CheckpointFolder:
@@ -167,10 +166,9 @@ class CheckpointFolder:
         paths = [path for _, path in self._existing()]
         before, abandoned = paths[: paths.index(final)], paths[paths.index(final) + 1 :]
         gone = [*abandoned, *before[: len(before) + 1 - self._keep_last]]
-        doomed = [
-            path.rename(path.with_name(f".old-{path.name}")) for path in gone
-        ]  # all at once: files take their time,
-        for path in doomed:  # and a kill must leave neither half a folder nor one that is given up under a good name
+        # Rename all before deleting any: a kill must leave no partial or abandoned folder under a valid name.
+        doomed = [path.rename(path.with_name(f".old-{path.name}")) for path in gone]
+        for path in doomed:
             shutil.rmtree(path)
 
 

@@ -116,9 +116,8 @@ class HostAdam:
             (*moved, *piece.moments) if self._on == "host" else (piece.weights, piece.gradients, *moved)
         )
         beta1, beta2 = piece.group["betas"]
-        step = torch.full(
-            (), piece.step.item(), dtype=torch.float32, device=weights.device
-        )  # per piece: the kernel increments it
+        # per piece: the kernel increments it
+        step = torch.full((), piece.step.item(), dtype=torch.float32, device=weights.device)
         adamw(
             *([weights], [gradients], [first], [second], [], [step]),
             fused=piece.group["fused"],
