@@ -48,7 +48,8 @@ def gather_on(owner: int, tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
 def _senders(owner: int, tensor: DTensor) -> list[int]:
     """Return the ranks that hold the parts for `owner`, in the order of `_places`: one replica of the mesh.
 
-    Returns [] if `owner` is outside the mesh. Another slice of the ranks holds the same tensor and sends it.
+    Returns [] if `owner` is outside the mesh of this rank: the ranks of the owner's mesh, another slice that holds the
+    same tensor, send it.
     """
     ranks = tensor.device_mesh.mesh
     found = (ranks == owner).nonzero()

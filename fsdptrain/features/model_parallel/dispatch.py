@@ -37,7 +37,7 @@ class CountedDispatch(AllToAllEP):
     def _dispatch_tokens(
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, _AllToAllState]:
-        """Send rows to their experts. Returns the received rows, their experts and weights, and the state for the return.
+        """Send rows to their experts. Returns the received rows, their experts and weights, and the return state.
 
         A row is a token for one of its experts. Rows are sent in expert order, and each rank has a contiguous range of
         experts. Received rows are ordered by sender, then by local expert. The return values are those of the stock

@@ -173,7 +173,7 @@ def _check_tensors(model: PreTrainedModel, plan: SplitPlan, size: int) -> None:
 
 
 def thin_split(model: PreTrainedModel, plan: SplitPlan, *, tensor_size: int) -> str | None:
-    """Return a warning if tensor parallelism splits little besides the experts, which expert parallelism splits too."""
+    """Return a warning if tensor parallelism splits little except the experts, which expert parallelism can split."""
     if tensor_size == 1:
         return None
     share = _share({n: p for n, p in _matrices(model).items() if n not in plan.experts}, plan.tensor_dims.keys())

@@ -39,7 +39,7 @@ def resolve_checkpoint(name: str) -> Path:
 
 
 def resolve_config(name: str) -> Path:
-    """Return the local folder with the config.json of `name`. The weights may be missing.
+    """Return the local folder with the config.json of `name`, as in `resolve_checkpoint`. The weights may be missing.
 
     For single-process commands. Raises CheckpointError.
     """

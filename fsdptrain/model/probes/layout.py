@@ -90,7 +90,7 @@ def choose_layout(
     Call it after `install_policy_forward`. Collective if the model is sharded; every rank returns the same result. The
     order is packed, then padded, both with the attention that the model was built with, then padded with the attention
     of transformers. Features may add sequences that must be exact too, and exclude candidates. Raises NumericsError if
-    no candidate is exact.
+    no candidate that `requested` allows is exact.
     """
     register_attention()
     device = device or platform.local_device()
