@@ -1,7 +1,7 @@
-"""The table of features. The modules of a feature are imported when the configuration turns it on.
+"""The table of features. A feature's modules are imported only if the configuration enables it.
 
-The order is that of the hooks: adapters wrap stock modules, ranks split what they wrapped, then layers are compiled,
-recomputed, their routers wrapped, and their activations offloaded.
+The order is that of the hooks: adapters wrap stock modules, ranks split the wrapped modules, then layers are compiled
+and recomputed, their routers wrapped and their activations offloaded.
 """
 
 import importlib
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Entry:
-    """One feature."""
+    """A feature, its class and the condition that enables it."""
 
     target: str  # folder:class
     enabled: Callable[[Config], bool]

@@ -1,4 +1,4 @@
-"""Combinations of options that features refuse. Imports no torch."""
+"""Checks for option combinations that features reject. Imports no torch."""
 
 from fsdptrain.features.prefix_sharing.checks import check_prefixes
 

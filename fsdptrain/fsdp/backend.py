@@ -1,4 +1,4 @@
-"""The training backend on PyTorch's FSDP2: any transformers model, one process per device."""
+"""The training backend on PyTorch FSDP2: any transformers model, one process per device."""
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -46,10 +46,10 @@ from fsdptrain.types import LogProbs, LossConfig, Metrics, PackedBatch
 class FSDPBackend:
     """The policy, its optimizer and its reference. Every method is collective.
 
-    Dropout is off in scoring and in reinforcement learning, where the ratio of new to old logprobs must measure the
-    policy and not the noise. `--algorithm sft` trains with the dropout of the model's config.
+    Dropout is off for scoring and for reinforcement learning, so that the ratio of new to old logprobs measures the
+    policy and not dropout noise. `--algorithm sft` trains with the dropout of the model's config.
 
-    Gradients are reduced after every pack: a rank holds the sum for its own shard and never a whole gradient.
+    Gradients are reduced after every pack. A rank holds the sum for its own shard and never a whole gradient.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class FSDPBackend:
 
         Args:
             total_steps: optimizer steps of the run, for the learning-rate schedule.
-            features: those of `config`, if they exist already.
+            features: features of `config`, if already loaded.
             before_load: called with the model on meta, before anything is allocated.
         """
         self.device = platform.local_device()
@@ -77,15 +77,15 @@ class FSDPBackend:
         self.compute_dtype: torch.dtype = getattr(torch, config.compute_dtype_name)
         self.checkpoint_path = resolve_checkpoint(config.model.hf_checkpoint)
         self._config = config
-        self._stash, self._optimizer_stash = HostStash(), HostStash()  # what `offload` has moved
+        self._stash, self._optimizer_stash = HostStash(), HostStash()  # tensors moved by `offload`
         self._staging = Staging(config.launch.dist_timeout) if config.run.async_save else None
         self.features = load_features(config, self.checkpoint_path) if features is None else features
-        other = self._load_other_reference()  # before the policy: two models are never on the device together
+        other = self._load_other_reference()  # before the policy: only one model is on the device at a time
         self._model = load_model(
             config, self.checkpoint_path, self._meshes, features=self.features, before_load=before_load
         )
         self._reference = self._checked_reference(other)
-        self._reference_moved = False  # it is no longer the one that this run began with
+        self._reference_moved = False  # whether `update_reference` was called
         self.layout_probe = self._verify_model()
         self._optimizer = Optimizer(self._model, config.optim, total_steps=total_steps, fp16=config.model.fp16)
 
@@ -99,18 +99,18 @@ class FSDPBackend:
 
     @property
     def lines(self) -> list[str]:
-        """What was built, for the log."""
+        """Log lines about the layout and the features."""
         return [self.layout_probe.line, *self.features.lines]
 
     def kernels(self) -> list[Kernel]:
-        """What computes the parts of the model."""
+        """Return the kernels that compute the parts of the model."""
         device_type, dtype = platform.device_type(), self.compute_dtype
         return kernels(self._model, device_type=device_type, compute_dtype=dtype, probe=self.layout_probe)
 
     def score(self, batches: Sequence[PackedBatch], model: ModelRole) -> list[LogProbs]:
-        """Logprobs at the temperature of the rollout, without gradient, on the CPU, for each batch.
+        """Compute the logprobs of each batch at the rollout temperature, without gradient, on the CPU.
 
-        All batches of `reference` are computed under one swap of weights; there is a reference if a KL term needs it.
+        For `reference` the weights are swapped once for all batches. A reference exists only if a KL term needs it.
         """
         assert not self._stash, "onload comes before score"
         with torch.no_grad(), evaluating(self._model), self._weights_of(model):
@@ -118,15 +118,15 @@ class FSDPBackend:
             return [LogProbs(x.values.cpu(), extras={name: y.cpu() for name, y in x.extras.items()}) for x in found]
 
     def train_step(self, batches: Sequence[PackedBatch], loss: Loss, config: LossConfig) -> Metrics:
-        """One optimizer step over the packs of this rank; every rank passes the same number of packs.
+        """Run one optimizer step over the packs of this rank. Every rank passes the same number of packs.
 
-        Without a loss token on any rank the weights stay, and only the learning-rate schedule advances. Otherwise it
-        waits for the device once, whatever the number of packs; features may wait once more. Gradients that are not
-        finite on any rank are dropped on every rank; then there is no optim/grad_norm. Raises NumericsError after more
-        than --max-skipped-steps such steps.
+        If no rank has a loss token, the weights stay and only the learning-rate schedule advances. Otherwise the step
+        waits for the device once, for any number of packs; features may wait once more. If any rank has gradients that
+        are not finite, every rank drops them and optim/grad_norm is not reported. Raises NumericsError after more than
+        --max-skipped-steps such steps.
         """
         assert not self._is_away, "onload comes before train_step"
-        if not batches[0].num_loss_tokens:  # of the whole step: the same on every rank
+        if not batches[0].num_loss_tokens:  # of the whole step, so the same on every rank
             return self._optimizer.pass_over()
         self._model.train(self._config.algorithm.algorithm == "sft")
         self._optimizer.zero_grad()
@@ -146,23 +146,26 @@ class FSDPBackend:
         return metrics | self._optimizer.end_step(norm_value, finite=finite)
 
     def update_reference(self) -> None:
-        """Make the present policy the reference. Checkpoints hold it from now on."""
+        """Make the current policy the reference. Later checkpoints contain it."""
         assert not self._stash, "onload comes before update_reference"
         self._bank.copy_from(self._model)
         self._reference_moved = True
 
     def hf_weights(self, naming: Naming = "hub") -> Iterator[tuple[str, Tensor]]:
-        """Full tensors in the compute dtype, layer by layer, on the device; every rank gets each and takes each."""
+        """Yield full tensors in the compute dtype on the device, layer by layer.
+
+        Every rank receives all tensors and must iterate to the end.
+        """
         assert not self._stash, "onload comes before hf_weights"
         return stream_weights(self._model, dtype=self.compute_dtype, naming=naming, features=self.features)
 
     def push_weights(self, engine: RolloutEngine, policy_version: int) -> bool:
-        """Send weights to `engine` in a feature's own way; False where there is none, and nothing was sent."""
+        """Push weights to `engine` through a feature. Returns False if no feature does this; nothing is sent then."""
         assert not self._stash, "onload comes before push_weights"
         return self.features.push_weights(engine, policy_version)
 
     def export(self, target: Path) -> None:
-        """Write the policy as a Hugging Face folder, in the dtype of the checkpoint that it came from."""
+        """Write the policy as a Hugging Face folder, in the dtype of its source checkpoint."""
         assert not self._stash, "onload comes before export"
         if not self.features.export(target, self._export_model):
             self._export_model(target)
@@ -173,8 +176,9 @@ class FSDPBackend:
         export_hf(self._model, self.checkpoint_path, target, dtype=dtype, features=self.features)
 
     def offload(self, *, keep_weights: bool = False) -> None:
-        """Move optimizer state and parameters to the host until `onload`. What is not on the device stays as it is.
-        `keep_weights`: the optimizer state alone. On a CPU it is copied, which frees nothing.
+        """Move optimizer state and parameters to the host until `onload`. Tensors that are not on the device stay.
+
+        keep_weights: move only the optimizer state. On a CPU the tensors are copied, which frees no memory.
         """
         self._optimizer.zero_grad()
         if not self._optimizer_stash:
@@ -195,7 +199,7 @@ class FSDPBackend:
         return [local_shard(tensor) for tensor in tensors if tensor.device.type == self.device.type]
 
     def save(self, directory: Path, step: int) -> PendingWrite | None:
-        """Into a folder that exists: see `CheckpointFolder.write`. With --async-save, what is left to be written."""
+        """Save into an existing folder (see `CheckpointFolder.write`). With --async-save, return the pending write."""
         assert not self._is_away, "onload comes before save"
         kept, identity = self._staging, self.features.checkpoint_identity()
         rests = [save_checkpoint(directory, self._model, self._optimizer, step=step, adapter=identity, staging=kept)]
@@ -205,7 +209,7 @@ class FSDPBackend:
         return partial(_all, [rest for rest in rests if rest is not None]) if kept is not None else None
 
     def load(self, directory: Path) -> int:
-        """Returns the step that was saved. Raises CheckpointError."""
+        """Load a checkpoint and return its step. Raises CheckpointError."""
         assert not self._is_away, "onload comes before load"
         step = load_checkpoint(directory, self._model, self._optimizer, adapter=self.features.checkpoint_identity())
         self._reference_moved = self._reference is not None and has_reference(directory)
@@ -221,7 +225,7 @@ class FSDPBackend:
 
     @contextmanager
     def _weights_of(self, role: ModelRole) -> Iterator[None]:
-        """Inside, the model computes what `role` does."""
+        """Run the model as `role` within the context."""
         with ExitStack() as stack:
             stack.enter_context(self.features.around_scoring(role))
             if role == "reference" and self._reference is not None:
@@ -240,12 +244,15 @@ class FSDPBackend:
         )
 
     def _without_head(self, batch: PackedBatch) -> Mapping[str, Tensor]:
-        """What features report of a forward pass without gradient; the head is left out."""
+        """Return what features report from a forward pass without gradient and without the head."""
         with torch.no_grad(), evaluating(self._model):
             return self._model(batch.to(self.device), layout=self.layout_probe.layout, with_head=False)
 
     def _verify_model(self) -> LayoutProbe:
-        """The layout that the model computes exactly. NumericsError: there is none, or its head is not understood."""
+        """Return the layout that the model computes exactly, after checking its head and its backward pass.
+
+        Raises NumericsError if there is no exact layout, or the head is not understood, or the backward pass fails.
+        """
         vocab_size = self.hf_config.get_text_config().vocab_size
         probe = choose_layout(
             self._model,
@@ -265,7 +272,7 @@ class FSDPBackend:
             feature.check_gradients(self._model)
 
     def _load_other_reference(self) -> ReferenceBank | None:
-        """The weights of --ref-load, if given; its sharded model is gone again when this returns."""
+        """Load the weights of --ref-load, if given. The sharded model is freed before this returns."""
         config = self._config
         if not config.needs_reference or config.ref.load is None:
             return None
@@ -276,7 +283,7 @@ class FSDPBackend:
             bank = ReferenceBank(load_model(config, path, self._meshes, features=features, stored_dtype=stored))
         except CheckpointError as error:  # raised on all ranks
             raise CheckpointError(str(error).replace("--hf-checkpoint", "--ref-load")) from error
-        gc.collect()  # modules and FSDP's hooks refer to each other
+        gc.collect()  # modules and FSDP hooks form reference cycles
         return bank
 
     def _checked_reference(self, other: ReferenceBank | None) -> ReferenceBank | None:

@@ -1,4 +1,4 @@
-"""From a checkpoint to a sharded policy: the order in which its parts are put together."""
+"""Build a sharded policy from a checkpoint."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -28,10 +28,10 @@ def load_model(
     stored_dtype: torch.dtype | None = None,
     before_load: Callable[[PreTrainedModel], None] | None = None,
 ) -> PreTrainedModel:
-    """Build, shard and load the model of `path`; its forward computes the logprobs of packs. Collective.
+    """Build, shard and load the model of `path`. Its forward computes the logprobs of packs. Collective.
 
     Args:
-        stored_dtype: of the parameters between steps, in place of what the features ask for.
+        stored_dtype: dtype of the parameters between steps, overriding that of the features.
         before_load: called with the whole model on meta, before it is split and allocated.
     """
     options = features.build_options()

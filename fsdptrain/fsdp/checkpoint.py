@@ -1,16 +1,16 @@
-"""Checkpoints of a run: written whole or not at all, resumed bitwise, read on any number of ranks.
+"""Checkpoints of a run: written atomically, resumed bitwise, readable on any number of ranks.
 
     <output_dir>/checkpoints/step_00000050/
         shards/*.safetensors     model (or only its adapter) and optimizer, by torch.distributed.checkpoint
-        reference/*.safetensors  the reference, where it is no longer the one that the run began with
+        reference/*.safetensors  the reference, if it has changed since the start of the run
         rng-00000.safetensors    random states of rank 0, and so on
         trainer.json             counters, schedule, loss scale, fingerprint of the model
-        ...                      what the caller of `CheckpointFolder.write` adds
+        ...                      files added by the caller of `CheckpointFolder.write`
         manifest.json            every file above with its size; written last
 
-Nothing here is a pickle. torch.distributed.checkpoint's own file format keeps its `.metadata` as a pickle and loads it
-with `pickle.load` (torch 2.13, filesystem.py), which runs whatever a foreign folder holds; its safetensors format, used
-here, has JSON headers only.
+No file is a pickle. The native file format of torch.distributed.checkpoint stores `.metadata` as a pickle and loads it
+with `pickle.load` (torch 2.13, filesystem.py), which can run arbitrary code from an untrusted folder. Its safetensors
+format, used here, has only JSON headers.
 """
 
 import json
@@ -45,36 +45,36 @@ from fsdptrain.model.structure import reshard
 MANIFEST = "manifest.json"
 _STATE, _SHARDS, _REFERENCE, _RNG = "trainer.json", "shards", "reference", "rng-{rank:05d}.safetensors"
 _FORMAT = 1
-_FILE_BYTES = 1 << 28  # of one rank: a file passes through host memory whole, twice
+_FILE_BYTES = 1 << 28  # per rank; a file passes through host memory whole, twice
 _FOLDER = re.compile(r"step_(\d{8,})(?:\.(\d+))?")
 logger = logging.getLogger(__name__)
 
-PendingWrite = Callable[
-    [], None
-]  # of a checkpoint: what a thread may write while training goes on; the ranks do it together
+# The rest of a checkpoint write, which a thread may run while training continues. All ranks run it together.
+PendingWrite = Callable[[], None]
 
 
 class CheckpointFolder:
-    """The checkpoints of one run. A folder `step_*` is whole at any moment; what is not whole has another name.
+    """The checkpoints of one run. A folder named `step_*` is always complete; incomplete ones have other names.
 
-    As a context it ends when nothing is being written any more.
+    As a context manager, it waits for background writes on exit.
     """
 
     def __init__(self, output_dir: Path, *, keep_last: int, timeout_s: float = 1800.0) -> None:
-        """timeout_s: how long to wait for a checkpoint that is written in the background."""
+        """timeout_s: how long to wait for a checkpoint that is written in the background [s]."""
         self.directory = output_dir / "checkpoints"
         self._keep_last = keep_last
         self._timeout_s = timeout_s
         self._background: Background | None = None
-        self._failure = ""  # what to say where the last write fails
+        self._failure = ""  # message prefix if the last write fails
 
     def write(self, step: int, save: Callable[[Path], PendingWrite | None]) -> Path | None:
-        """Call `save(folder)` on every rank, make what it wrote durable, give it its name, drop the oldest. Collective.
+        """Write the checkpoint of `step`: call `save(folder)` on every rank, sync, rename, delete old ones. Collective.
 
-        Where `save` returns a rest, that and all that follows is done in the background: see `check` and `wait`.
-        Checkpoints of later steps go too: the run has been taken back, and they are of a future that did not happen.
-        Returns the folder, or None where --keep-last is 0. Raises on all ranks when it failed on any; the older
-        checkpoints are untouched then. `save` must not use collectives after something that can fail on one rank.
+        If `save` returns a pending write, that and the later steps run in the background; see `check` and `wait`.
+        Checkpoints of later steps are deleted too: the run was resumed from before them, so they are stale.
+
+        Returns the folder, or None if --keep-last is 0. Raises on all ranks if it failed on any; older checkpoints are
+        then unchanged. `save` must not call collectives after code that can fail on one rank.
         """
         if self._keep_last == 0:
             return None
@@ -97,13 +97,13 @@ class CheckpointFolder:
         return final
 
     def check(self) -> None:
-        """Raises on all ranks what has gone wrong on any in the background. Collective."""
+        """Raise on all ranks if a background write has failed on any rank. Collective."""
         if self._background is not None:
             with raise_on_all_ranks(CheckpointError, self._failure):
                 self._background.check()
 
     def wait(self) -> None:
-        """Until nothing is being written. Raises on all ranks what went wrong on any. Collective."""
+        """Wait for the background write. Raises on all ranks if it failed on any. Collective."""
         background, self._background = self._background, None
         if background is not None:
             with raise_on_all_ranks(CheckpointError, self._failure):
@@ -115,30 +115,30 @@ class CheckpointFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """After an error the other ranks may be anywhere: this one waits for its own part, and the error goes on."""
+        """Wait for background writes. After an error, wait only for this rank and without collectives."""
         if error is None:
             self.wait()
         elif self._background is not None:
             try:
                 self._background.wait(self._timeout_s)
             except Exception as failed:  # noqa: BLE001 - `error` is the reason for the end
-                if one_line(failed) not in str(error):  # as `check` says it
+                if one_line(failed) not in str(error):  # `check` may have raised the same error
                     logger.warning("%s: %s", self._failure, one_line(failed))
 
     def _finish(self, rest: PendingWrite, temporary: Path, final: Path) -> None:
-        """In a thread of each rank. `rest` ends on rank 0 when all ranks have written."""
+        """Complete the write in a thread of each rank. On rank 0 `rest` returns when all ranks have written."""
         rest()
         if dist.get_rank() == 0:
             self._publish(temporary, final)
 
     def latest(self) -> Path | None:
-        """The newest whole checkpoint, as rank 0 sees it. Collective."""
+        """Return the newest complete checkpoint, as seen by rank 0. Collective."""
         newest = self._existing()[-1:] if dist.get_rank() == 0 else []
         found = _broadcast([*newest[0][0], 1] if newest else [0, 0, 0])
         return self._folder(found[0], found[1]) if found[2] else None
 
     def _existing(self) -> list[tuple[tuple[int, int], Path]]:
-        """((step, attempt), folder) from old to new."""
+        """Return ((step, attempt), folder) of all checkpoints, oldest first."""
         if not self.directory.is_dir():
             return []
         matches = [(match, path) for path in self.directory.iterdir() if (match := _FOLDER.fullmatch(path.name))]
@@ -148,7 +148,7 @@ class CheckpointFolder:
         return self.directory / (f"step_{step:08d}" + (f".{attempt}" if attempt else ""))
 
     def _name(self, step: int) -> Path:
-        """A free name: a run that went back and came to `step` again must not replace a whole folder in place."""
+        """Return an unused name: a run that reaches `step` again must not replace a complete folder in place."""
         taken = [attempt for (other, attempt), _ in self._existing() if other == step] if dist.get_rank() == 0 else []
         return self._folder(step, _broadcast([max(taken, default=-1) + 1])[0])
 
@@ -166,10 +166,9 @@ class CheckpointFolder:
         paths = [path for _, path in self._existing()]
         before, abandoned = paths[: paths.index(final)], paths[paths.index(final) + 1 :]
         gone = [*abandoned, *before[: len(before) + 1 - self._keep_last]]
-        doomed = [
-            path.rename(path.with_name(f".old-{path.name}")) for path in gone
-        ]  # all at once: files take their time,
-        for path in doomed:  # and a kill must leave neither half a folder nor one that is given up under a good name
+        # Rename all before deleting any: a kill must leave no partial or abandoned folder under a valid name.
+        doomed = [path.rename(path.with_name(f".old-{path.name}")) for path in gone]
+        for path in doomed:
             shutil.rmtree(path)
 
 
@@ -182,10 +181,10 @@ def save_checkpoint(
     adapter: str | None = None,
     staging: Staging | None = None,
 ) -> PendingWrite | None:
-    """Write model, optimizer and random states into `directory`, which exists. Collective.
+    """Write model, optimizer and random states into the existing `directory`. Collective.
 
-    adapter: only an adapter is trained, and written; these words say which, and on which frozen weights.
-    staging: copy the tensors, and return what writes the copies.
+    adapter: description of the adapter and its frozen weights, if only the adapter is trained and written. staging:
+    copy the tensors, and return a function that writes the copies.
     """
     reshard(model)
     tensors = _tensors(model, optimizer, only_trained=adapter is not None)
@@ -195,7 +194,7 @@ def save_checkpoint(
 
 
 def write_state(directory: Path, *, step: int, model: dict[str, Any], optimizer: dict[str, Any]) -> None:
-    """All that is not a tensor, and this rank's random states. model: its fingerprint. Collective."""
+    """Write all state that is not a tensor, and this rank's random states. model: its fingerprint. Collective."""
     state = {
         "format": _FORMAT,
         "step": step,
@@ -210,10 +209,10 @@ def write_state(directory: Path, *, step: int, model: dict[str, Any], optimizer:
 
 
 def load_checkpoint(directory: Path, model: nn.Module, optimizer: Optimizer, *, adapter: str | None = None) -> int:
-    """Read what `save_checkpoint` wrote, in place, and return its step. Collective.
+    """Load in place what `save_checkpoint` wrote and return its step. Collective.
 
-    On the number of ranks that wrote it the run goes on bitwise. On another number, a rank that has no random state of
-    its own keeps the present one. Raises CheckpointError on every rank, and never leaves it at a silent restart.
+    On the same number of ranks the run continues bitwise. On a larger number, a rank without saved random state keeps
+    its current one. Raises CheckpointError on every rank; never restarts silently.
     """
     reshard(model)
     state: dict[str, Any] = {}
@@ -227,18 +226,18 @@ def load_checkpoint(directory: Path, model: nn.Module, optimizer: Optimizer, *, 
 
 
 def save_reference(directory: Path, model: nn.Module, *, staging: Staging | None = None) -> PendingWrite | None:
-    """Write `model`, which is the reference now, beside what `save_checkpoint` wrote. Collective."""
+    """Write `model`, currently the reference, next to the files of `save_checkpoint`. Collective."""
     reshard(model)
     return _write_or_stage(directory / _REFERENCE, _of_model(model), staging)
 
 
 def has_reference(directory: Path) -> bool:
-    """As rank 0 sees it. Collective."""
+    """Return whether rank 0 sees a saved reference. Collective."""
     return bool(_broadcast([int((directory / _REFERENCE).is_dir())])[0])
 
 
 def load_reference(directory: Path, model: nn.Module) -> None:
-    """Read what `save_reference` wrote into `model`. Collective."""
+    """Load into `model` what `save_reference` wrote. Collective."""
     reshard(model)
     _read_shards(directory / _REFERENCE, _of_model(model))
 
@@ -285,7 +284,7 @@ def _read_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def _file_plan(tensors: dict[str, Tensor]) -> dict[str, int]:
-    """Tensor to number of its file, from 1: about `_FILE_BYTES` in each file of each rank."""
+    """Map each tensor to its file number, from 1, with about `_FILE_BYTES` per file and rank."""
     plan: dict[str, int] = {}
     written = 0
     for name, tensor in tensors.items():
@@ -296,7 +295,7 @@ def _file_plan(tensors: dict[str, Tensor]) -> dict[str, int]:
 
 
 def read_state(directory: Path, ours: dict[str, Any]) -> dict[str, Any]:
-    """What `write_state` wrote, of a checkpoint that is whole, and of the model with fingerprint `ours`."""
+    """Read what `write_state` wrote. Raises CheckpointError unless the checkpoint is complete and matches `ours`."""
     if not directory.is_dir():
         raise CheckpointError(f"checkpoint {directory} is not there: {_WAY_OUT}")
     try:
@@ -337,10 +336,10 @@ def _save_rng(path: Path) -> None:
 
 
 def load_rng(directory: Path) -> None:
-    """This rank's random states. Raises CheckpointError."""
+    """Restore this rank's random states. Raises CheckpointError."""
     path = directory / _RNG.format(rank=dist.get_rank())
     if not path.exists():
-        return  # more ranks than before; a file that is lost was found out by the manifest
+        return  # more ranks than before; `read_state` detects missing files
     try:
         with safe_open(path, framework="pt") as file:
             scalars = json.loads(file.metadata()["scalars"])
@@ -363,7 +362,7 @@ def _write_manifest(directory: Path) -> None:
 
 
 def sync_tree(directory: Path) -> None:
-    """Make every file and folder under `directory`, and itself, durable."""
+    """Make `directory` and everything in it durable (fsync)."""
     for path in sorted(directory.rglob("*"), reverse=True):
         _sync(path)
     _sync(directory)
@@ -378,7 +377,7 @@ def _sync(path: Path) -> None:
 
 
 def _broadcast(values: list[int]) -> list[int]:
-    """Rank 0's small numbers, over gloo."""
+    """Broadcast small integers of rank 0 over gloo."""
     tensor = torch.tensor(values, dtype=torch.int64)
     dist.broadcast(tensor, src=0)
     return tensor.tolist()

@@ -1,8 +1,8 @@
-"""Fused experts of a sharded model under the names of a checkpoint, some at a time.
+"""Stream the fused experts of a sharded model under checkpoint names, a few at a time.
 
-All experts of a layer are more than a GPU that trains has to spare (DeepSeek-V3: 23 GB), and to take them apart takes
-most of that again. Where each has tensors of its own in a checkpoint, a few of each rank are gathered, taken apart and
-given on before the next.
+All experts of a layer may exceed the free memory of a training GPU (DeepSeek-V3: 23 GB), and splitting them needs
+almost as much again. If a checkpoint stores each expert separately, a few experts per rank are gathered, split and
+yielded at a time.
 """
 
 import math
@@ -31,9 +31,9 @@ def expert_slices(
     full: Callable[[Tensor], Tensor],
     convert: Callable[[Tensors], Tensors],
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name in a checkpoint, tensor) of all experts in `tensor` [E, ., .], which `in_slices` has found. Collective.
+    """Yield (checkpoint name, tensor) of all experts in `tensor` [E, ., .], which `in_slices` must accept. Collective.
 
-    Some of each rank at a time: as many as are `most_bytes` together when they are `full`, and one at least.
+    Gathers some experts of each rank at a time: as many as take `most_bytes` together when gathered, and at least one.
     """
     assert isinstance(tensor, DTensor)
     blocks = _num_blocks(tensor)
@@ -49,7 +49,7 @@ def expert_slices(
 
 
 def _rows(tensor: DTensor, first: int, last: int, blocks: int) -> DTensor:
-    """Of each rank's own experts those from `first` on: sharded as all are, so block by block in the order of ranks."""
+    """Return rows `first` to `last` of each rank's experts, sharded like `tensor`: blocks in rank order."""
     part = local_part(tensor)[first:last]
     shape = torch.Size([blocks * (last - first), *tensor.shape[1:]])
     mesh, placements = tensor.device_mesh, tensor.placements
@@ -57,9 +57,10 @@ def _rows(tensor: DTensor, first: int, last: int, blocks: int) -> DTensor:
 
 
 def in_slices(name: str, tensor: Tensor, conversions: Sequence[Any], *, most_bytes: int) -> bool:
-    """Whether `tensor` is experts, an even number on each rank, that a checkpoint holds one by one; and worth it.
+    """Return whether to stream `tensor` in slices.
 
-    `conversions`: the `reversed_conversions` of its model.
+    True for large fused experts, spread evenly over ranks, that a checkpoint stores one by one. `conversions`: the
+    `reversed_conversions` of the model.
     """
     if not isinstance(tensor, DTensor) or tensor.dim() != 3 or tensor.nbytes <= most_bytes:
         return False
@@ -74,12 +75,15 @@ def in_slices(name: str, tensor: Tensor, conversions: Sequence[Any], *, most_byt
 
 
 def reversed_conversions(model: PreTrainedModel) -> list[Any]:
-    """The conversions that `revert_weight_conversion` goes through."""
+    """Return the conversions that `revert_weight_conversion` applies."""
     known = vars(model).get("_weight_conversions")
     return [x.reverse_transform() for x in reversed(known or get_model_conversion_mapping(model, add_legacy=False))]
 
 
 def _num_blocks(tensor: DTensor) -> int:
-    """Into how many parts the experts are dealt; ranks that cut them otherwise have a piece of each in their part."""
+    """Return the number of parts that dim 0 is sharded into.
+
+    Ranks that shard another dim hold a slice of each expert in their part.
+    """
     placements: list[tuple[int, Any]] = list(enumerate(tensor.placements))
     return math.prod(tensor.device_mesh.size(axis) for axis, x in placements if not x.is_replicate() and x.dim == 0)

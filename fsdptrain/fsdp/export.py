@@ -1,8 +1,7 @@
-"""Full weights out of a sharded model, layer by layer: to an engine, or to a folder that `from_pretrained` reads.
+"""Stream full weights out of a sharded model, layer by layer, to an engine or a Hugging Face folder.
 
-No rank ever holds more than one decoder layer (or the embedding) in full, and what streams under the names of a
-checkpoint holds only some of its experts. A folder is written by several ranks at the same time: while one writes a
-layer, the others write theirs.
+No rank ever holds more than one decoder layer (or the embedding) in full; with `hub` names it holds only some of the
+experts of a layer. Several ranks write a folder at the same time, each its own layers.
 """
 
 import json
@@ -36,8 +35,8 @@ from fsdptrain.protocols import Naming
 
 _WEIGHT_SUFFIXES = {".bin", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth", ".safetensors"}
 _NOT_COPIED = {"config.json", "README.md", ".gitattributes"}
-_LEAST_PART = 1 << 28  # bytes for which another rank begins a file of its own
-_SLICE = 1 << 28  # bytes of the experts that are gathered at a time
+_LEAST_PART = 1 << 28  # minimum bytes for an additional rank to write files
+_SLICE = 1 << 28  # bytes of experts gathered at a time
 _TOKEN = ".written-by-rank-0"
 logger = logging.getLogger(__name__)
 
@@ -50,13 +49,13 @@ def stream_weights(
     features: Features = NO_FEATURES,
     slice_bytes: int = _SLICE,
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, full tensor) of all that a checkpoint holds, tied weights once, on the device of the shards. Collective.
+    """Yield (name, full tensor) of everything in a checkpoint, on the device of the shards. Collective.
 
-    Every rank must iterate to the end. `module` names are those of `model.named_parameters()`. `hub` names are those
-    of the files: fused experts are taken apart again, by the conversions of transformers, about `slice_bytes` of them
-    at a time where that is possible. Parameters are cast to `dtype` before they are gathered; buffers (such as
-    DeepSeek's routing bias) keep theirs. Names are those of the model without what `features` add; what features change
-    in a weight is applied in float32.
+    Every rank must iterate to the end. Tied weights are yielded once. `module` names are those of
+    `model.named_parameters()`. `hub` names are those of the files: the conversions of transformers split fused experts,
+    about `slice_bytes` at a time where possible. Parameters are cast to `dtype` before the gather. Buffers (such as
+    DeepSeek's routing bias) keep their dtype. Names are those of the model without the parameters that `features` add.
+    Features apply changes to weights in float32.
     """
     reshard(model)
     with features.without():
@@ -68,7 +67,7 @@ def stream_weights(
         return _full(tensor, _dtype_of(tensor, dtype), features.full_precision_weight(name, tensor))
 
     def hub(gathered: dict[str, Tensor]) -> dict[str, Tensor]:
-        with features.without():  # not while the caller has a tensor: it may run the model
+        with features.without():  # not across a yield: the caller may run the model
             return revert_weight_conversion(model, gathered)
 
     for unit in units:
@@ -77,13 +76,16 @@ def stream_weights(
             continue
         for name in [n for n, x in unit.items() if few(n, x) and not features.changes_weight(n)]:
             tensor = unit.pop(name)
-            full_rows = partial(_full, dtype=_dtype_of(tensor, dtype))  # rows of a parameter are no parameter
+            full_rows = partial(_full, dtype=_dtype_of(tensor, dtype))  # row slices are not nn.Parameter
             yield from expert_slices(name, tensor, most_bytes=slice_bytes, full=full_rows, convert=hub)
         yield from hub({name: full(name, tensor) for name, tensor in unit.items()}).items()
 
 
 def _units(model: PreTrainedModel) -> list[dict[str, Tensor]]:
-    """What is gathered together: each decoder layer, since conversions stay within one, and each other tensor alone."""
+    """Group the tensors that are gathered together.
+
+    Each layer is a group, since conversions stay within a layer. Each other tensor is a group of one.
+    """
     layers = set(repeated_layers(model))
     prefixes = [f"{name}." for name, module in model.named_modules() if module in layers]
     inside: dict[str, dict[str, Tensor]] = {prefix: {} for prefix in prefixes}
@@ -101,7 +103,7 @@ def _units(model: PreTrainedModel) -> list[dict[str, Tensor]]:
 
 @torch.no_grad()
 def _full(tensor: Tensor, dtype: torch.dtype, changed: Tensor | None = None) -> Tensor:
-    """`changed` or `tensor` whole: cast and moved as a shard, then gathered on the device."""
+    """Gather `changed` or `tensor` on the device. The shard is cast and moved first."""
     tensor = moved(tensor, platform.local_device(), dtype) if changed is None else changed.to(dtype)
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -117,9 +119,9 @@ def export_hf(
 ) -> None:
     """Write `model` as a folder like `source`, the checkpoint that it was loaded from. Collective.
 
-    The ranks that see the folder of rank 0 write it together, each its own files; of a small model fewer do.
-    Tokenizer, generation config, custom code and all else but weights is copied. The folder gets its name `target`
-    when it is whole; what was there before is replaced. Raises CheckpointError on every rank.
+    The ranks that see rank 0's folder each write their own files; for a small model fewer ranks write. Tokenizer,
+    generation config, custom code and all other non-weight files are copied. The complete folder is renamed to `target`
+    and replaces an existing one. Raises CheckpointError on every rank.
     """
     temporary = target.with_name(f".tmp-{target.name}")
     failure = f"the model cannot be exported to {target}"
@@ -156,7 +158,7 @@ def export_hf(
 
 
 def _ranks_at(folder: Path, failure: str) -> list[int]:
-    """Make `folder` anew on rank 0: the ranks that see it, which are all of them where the disk is shared."""
+    """Recreate `folder` on rank 0 and return the ranks that see it: all of them on a shared disk."""
     token = gather(secrets.token_hex(8))[0]
     with raise_on_all_ranks(CheckpointError, failure):
         if dist.get_rank() == 0:
@@ -175,7 +177,7 @@ def _ranks_at(folder: Path, failure: str) -> list[int]:
 
 
 def _turns(writers: Sequence[int]) -> Iterator[list[int]]:
-    """Units by index, one of each writer at a time: they are written at the same time."""
+    """Yield turns of unit indices, one unit per writer, to be written in parallel."""
     own = {writer: [i for i, other in enumerate(writers) if other == writer] for writer in writers}
     for turn in zip_longest(*own.values()):
         yield [i for i in turn if i is not None]
@@ -186,24 +188,24 @@ def _shapes(unit: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]
 
 
 def _dtype_of(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """Buffers keep theirs."""
+    """Return `dtype` for parameters. Buffers keep their dtype."""
     return dtype if isinstance(tensor, nn.Parameter) else tensor.dtype
 
 
 def copy_rest(source: Path, target: Path, *, but: Set[str] = frozenset()) -> None:
-    """Tokenizer, code and all else that is neither weights nor config, as it is, but the files named `but`."""
+    """Copy all files that are neither weights nor config (tokenizer, code), except those named in `but`."""
     for path in source.iterdir():
         if path.is_dir() and path.name == "additional_chat_templates":
             shutil.copytree(path, target / path.name)
         elif path.is_file() and not _is_weights(path) and path.name not in _NOT_COPIED | but:
-            shutil.copyfile(path, target / path.name)  # hub snapshots are links: take the content, not the link
+            shutil.copyfile(path, target / path.name)  # Hub snapshots are symlinks: copy the content
 
 
 def write_config(source: Path, target: Path, dtype: torch.dtype) -> None:
-    """That of `source` with the new dtype, and without a quantisation that is gone."""
+    """Write the config of `source` with the new dtype and without quantization."""
     config = json.loads((source / "config.json").read_text())
     config.pop("quantization_config", None)
-    config.pop("torch_dtype", None)  # the older name of `dtype`
+    config.pop("torch_dtype", None)  # older name of `dtype`
     config["dtype"] = str(dtype).removeprefix("torch.")
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
@@ -213,7 +215,7 @@ def _is_weights(path: Path) -> bool:
 
 
 def replace_folder(temporary: Path, target: Path) -> None:
-    """Give the whole folder `temporary` the name `target`, in place of what was there."""
+    """Rename the complete folder `temporary` to `target`, replacing an existing one."""
     old = target.with_name(f".old-{target.name}")
     shutil.rmtree(old, ignore_errors=True)
     if target.exists():

@@ -1,7 +1,7 @@
-"""One rank gets the whole of a sharded tensor, in host memory, and no other rank more than it has.
+"""Gather a sharded tensor on the host of one rank. The other ranks allocate nothing.
 
-`DTensor.full_tensor` gives it to all ranks, and gloo's all-gather holds the result twice. Here each part goes straight
-to its place, over gloo on every device: a file is written from the host anyway.
+`DTensor.full_tensor` gathers on all ranks, and gloo's all-gather holds the result twice. Here each part is received
+directly into its place, over gloo for every device, since a file is written from the host.
 """
 
 import itertools
@@ -20,9 +20,10 @@ _HOST = torch.device("cpu")
 
 @torch.no_grad()
 def gather_on(owner: int, tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """All of `tensor` in `dtype` on the host of rank `owner`, None elsewhere. Every rank calls it, in the same order.
+    """Gather `tensor` in `dtype` on the host of rank `owner`; returns None elsewhere.
 
-    Each part is cast before it is sent. Of several replicas the one that `owner` belongs to sends.
+    All ranks call it in the same order. Each part is cast before it is sent. With several replicas, the replica of
+    `owner` sends.
     """
     rank = dist.get_rank()
     part = local_part(tensor.detach())
@@ -38,16 +39,17 @@ def gather_on(owner: int, tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
         if place is None:
             continue
         if sender == rank:
-            place.copy_(part)  # casts without a copy between
+            place.copy_(part)  # casts without an extra copy
         else:
             _receive(place, sender)
     return whole
 
 
 def _senders(owner: int, tensor: DTensor) -> list[int]:
-    """The ranks that hold what `owner` gets, in the order of `_places`: of each mesh that owner is in, one replica.
+    """Return the ranks that hold the parts for `owner`, in the order of `_places`: one replica of the mesh.
 
-    An owner outside of the mesh (another slice of the ranks holds the same) gets it from the slice that it is in.
+    Returns [] if `owner` is outside the mesh of this rank: the ranks of the owner's mesh, another slice that holds the
+    same tensor, send it.
     """
     ranks = tensor.device_mesh.mesh
     found = (ranks == owner).nonzero()
@@ -60,9 +62,9 @@ def _senders(owner: int, tensor: DTensor) -> list[int]:
 
 
 def _places(whole: Tensor, tensor: DTensor) -> Iterator[Tensor | None]:
-    """Views of `whole`, one for each rank of one replica; None for a rank that holds nothing.
+    """Yield views of `whole`, one per rank of one replica; None for a rank without a part.
 
-    A later axis has cut before an earlier one: FSDP shards, over the first axes, what others have split.
+    Later axes split before earlier ones: FSDP shards over the first axes what the others have split.
     """
     axes: list[tuple[int, Any]] = [(a, x) for a, x in enumerate(tensor.placements) if not x.is_replicate()]
     sizes = [tensor.device_mesh.size(axis) for axis, _ in axes]
@@ -76,7 +78,7 @@ def _places(whole: Tensor, tensor: DTensor) -> Iterator[Tensor | None]:
 
 
 def _receive(place: Tensor, sender: int) -> None:
-    """Into `place`, at once where its numbers lie together."""
+    """Receive into `place`, directly if it is contiguous."""
     if not place.numel():
         return
     buffer = place if place.is_contiguous() else torch.empty(place.shape, dtype=place.dtype)

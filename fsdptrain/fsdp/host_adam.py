@@ -1,10 +1,10 @@
-"""AdamW whose moments lie on the host, while weights and gradients stay where they are.
+"""AdamW with moments on the host, while weights and gradients stay where they are.
 
-    host     weights and gradients come to the host, piece by piece, are stepped there, and the weights go back
-    device   moments come to the device, piece by piece, are stepped with there, and go back
+    host     copy weights and gradients to the host piece by piece, step there, copy the weights back
+    device   copy moments to the device piece by piece, step there, copy the moments back
 
-Either way the same fused kernel sees the same numbers: the weights are bitwise those of a step without offload on that
-side. While one piece is stepped the next one is on its way.
+Both use the same fused kernel on the same numbers: the weights are bitwise equal to those of a step without offload on
+that side. The next piece is copied while the current one is stepped.
 """
 
 from collections.abc import Iterator
@@ -20,25 +20,25 @@ from fsdptrain import platform
 from fsdptrain.fsdp.shards import local_shard
 from fsdptrain.fsdp.transfers import Transfers
 
-PIECE = 1 << 24  # numbers that travel at once; a multiple of any vector width, so that cutting changes no bit
-_SLOTS = 2  # one is stepped, one is on its way
+PIECE = 1 << 24  # elements per copy; a multiple of any vector width, so that splitting changes no bit
+_SLOTS = 2  # one is stepped, the other is copied
 
 StepsOn = Literal["host", "device"]
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Neighbouring numbers of one parameter, flat: views."""
+    """A contiguous part of one parameter, flattened: views."""
 
     weights: Tensor
     gradients: Tensor
     moments: tuple[Tensor, Tensor]  # on the host
-    step: Tensor  # [] f32 on the host: steps that were made
+    step: Tensor  # [] f32 on the host: number of completed steps
     group: dict[str, Any]
 
 
 def host_moment(parameter: nn.Parameter) -> Tensor:
-    """Zeros in the parameter's shape, sharded like it, in host memory."""
+    """Return zeros in host memory with the shape and sharding of `parameter`."""
     local = local_shard(parameter)
     host = torch.zeros(local.shape, dtype=local.dtype, device="cpu", pin_memory=platform.has_accelerator())
     if not isinstance(parameter, DTensor):
@@ -47,7 +47,7 @@ def host_moment(parameter: nn.Parameter) -> Tensor:
 
 
 class HostAdam:
-    """Makes the steps of an AdamW whose state is on the host: that object keeps the options and the state."""
+    """Runs the steps of an AdamW with its state on the host. `adam` keeps the options and the state."""
 
     def __init__(self, adam: torch.optim.AdamW, *, on: StepsOn) -> None:
         device = local_shard(adam.param_groups[0]["params"][0]).device
@@ -58,7 +58,7 @@ class HostAdam:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Like `AdamW.step`. The host waits: from here on it may read the moments."""
+        """Run a step like `AdamW.step`. The host waits for the copies, so it may read the moments afterwards."""
         pieces = list(self._pieces())
         slots = [self._slot(pieces) for _ in range(_SLOTS)]
         begun = [self._fetch(piece, slot) for piece, slot in zip(pieces[:1], slots, strict=False)]
@@ -82,7 +82,7 @@ class HostAdam:
     def _pieces(self) -> Iterator[_Piece]:
         for group in self._adam.param_groups:
             for p in group["params"]:
-                if p.grad is None:  # nothing leads to the loss: an index that is only searched (deepseek_v32)
+                if p.grad is None:  # not connected to the loss: an indexer that is only searched (deepseek_v32)
                     continue
                 state = self._adam.state[p]
                 flat = [local_shard(x).reshape(-1) for x in (p.grad, state["exp_avg"], state["exp_avg_sq"])]
@@ -92,7 +92,7 @@ class HostAdam:
                         yield _Piece(w, g, (m, v), state["step"], group)
 
     def _slot(self, pieces: list[_Piece]) -> tuple[Tensor, Tensor]:
-        """Room for what travels of the largest piece. It is there only while a step is made."""
+        """Allocate two buffers for the largest piece. They are freed after the step."""
         size = max((piece.weights.nbytes for piece in pieces), default=0)
         if self._there.type == "cpu":
             return self._transfers.host_buffer(size), self._transfers.host_buffer(size)
@@ -100,7 +100,10 @@ class HostAdam:
         return one, other
 
     def _fetch(self, piece: _Piece, slot: tuple[Tensor, Tensor]) -> tuple[list[Tensor], torch.Event | None]:
-        """Begin to move the piece: (what arrives, when). The slot's last piece has left it: copies keep their order."""
+        """Start copying a piece into a slot. Returns (copies, event of their completion).
+
+        Copies run in order, so the previous piece has left the slot.
+        """
         moving = piece.moments if self._on == "device" else (piece.weights, piece.gradients)
         arriving = [room[: x.nbytes].view(x.dtype) for room, x in zip(slot, moving, strict=True)]
         with self._transfers.queued():
@@ -113,7 +116,8 @@ class HostAdam:
             (*moved, *piece.moments) if self._on == "host" else (piece.weights, piece.gradients, *moved)
         )
         beta1, beta2 = piece.group["betas"]
-        step = torch.full((), piece.step.item(), dtype=torch.float32, device=weights.device)  # of the piece: it counts
+        # per piece: the kernel increments it
+        step = torch.full((), piece.step.item(), dtype=torch.float32, device=weights.device)
         adamw(
             *([weights], [gradients], [first], [second], [], [step]),
             fused=piece.group["fused"],

@@ -1,7 +1,8 @@
-"""The safetensors files of a checkpoint: planned from shapes alone, then written tensor by tensor, by several ranks.
+"""Write the safetensors files of a checkpoint from several ranks, tensor by tensor, after a plan from shapes alone.
 
-A file is a header with the place of every tensor, then their bytes without holes (github.com/huggingface/safetensors).
-As the plan knows all places, nobody holds more than the tensor that is being written, and the index needs no message.
+A file is a header with the position of every tensor, followed by their bytes without gaps
+(github.com/huggingface/safetensors). The plan determines all positions, so a rank holds only the tensor that it writes,
+and the index needs no communication.
 """
 
 import json
@@ -32,7 +33,7 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class HubFile:
-    """One file, and the place of each writer among those who write all of them."""
+    """One file of the export and the rank that writes it."""
 
     name: str
     writer: int
@@ -44,7 +45,7 @@ class HubFile:
 
     @cached_property
     def offsets(self) -> dict[str, int]:
-        """Of each tensor in the data. Wide dtypes come first, so that each number lies at a multiple of its size."""
+        """Offset of each tensor in the data. Wide dtypes come first, so that every element is aligned to its size."""
         offsets, end = {}, 0
         for name, tensor in sorted(self.tensors.items(), key=lambda item: -item[1].element_size()):
             offsets[name] = end
@@ -59,19 +60,19 @@ class HubFile:
             place = [begin, begin + tensor.nbytes]
             entries[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
         text = json.dumps(entries, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)  # the data begin at a multiple of 8
+        text += b" " * (-len(text) % 8)  # align the data to 8 bytes
         return len(text).to_bytes(8, "little") + text
 
 
 def share_out(units: Sequence[Mapping[str, Tensor]], num_writers: int) -> list[int]:
-    """The writer of each unit: neighbours together, about as many bytes for each."""
+    """Return the writer of each unit: contiguous runs of about equal bytes."""
     sizes = [sum(tensor.nbytes for tensor in unit.values()) for unit in units]
-    total = 1 + sum(sizes)  # so that what is empty at the end goes to the last one too
+    total = 1 + sum(sizes)  # +1 assigns empty units at the end to the last writer too
     return [sum(sizes[:i]) * num_writers // total for i in range(len(sizes))]
 
 
 def plan_files(units: Sequence[Mapping[str, Tensor]], writers: Sequence[int], *, max_bytes: int) -> list[HubFile]:
-    """Files of one writer and at most `max_bytes` each; a bigger tensor has a file of its own."""
+    """Plan files of one writer and at most `max_bytes` each. A larger tensor gets a separate file."""
     groups: list[tuple[int, dict[str, Tensor]]] = []
     for writer, own in groupby(zip(writers, units, strict=True), key=lambda pair: pair[0]):
         part: dict[str, Tensor] = {}
@@ -88,7 +89,7 @@ def plan_files(units: Sequence[Mapping[str, Tensor]], writers: Sequence[int], *,
 
 
 def write_index(folder: Path, files: Sequence[HubFile]) -> None:
-    """As transformers has it; of a single file there is none."""
+    """Write the index in the format of transformers. A single file has no index."""
     if len(files) == 1:
         return
     weight_map = {name: file.name for file in files for name in file.tensors}
@@ -117,7 +118,7 @@ class HubWriter:
             self._left.remove(name)
 
     def finish(self) -> None:
-        """All is there, and every file is as long as its header says."""
+        """Check that every tensor was written and that each file has the size given by its header."""
         assert not self._left, self._left
         for file in self._files:
             with safe_open(self._folder / file.name, framework="pt"):

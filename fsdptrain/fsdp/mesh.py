@@ -1,13 +1,13 @@
-"""The ranks as a grid: replicas of a sharded model, whose layers and experts may be split over ranks besides.
+"""Device meshes: replicas of a sharded model, with optional tensor, expert and context parallelism.
 
-    dense    [replicate, shard, tensor]            all parameters but those of split experts
-    experts  [replicate, expert_shard, expert]     the same ranks, seen otherwise
-    tokens   [replicate, ., context, tensor]       neighbours within the shard axis share the tokens of a pack
+    dense    [replicate, shard, tensor]            all parameters except split experts
+    experts  [replicate, expert_shard, expert]     another view of the same ranks
+    tokens   [replicate, ., context, tensor]       neighbors on the shard axis share the tokens of a pack
 
-`tensor` is innermost: its ranks, which wait for each other in every layer, are neighbours; those of `context`, which do
-in every attention, come next. Both compute the same loss of the same packs. Parameters are sharded over the context
-too: to FSDP its ranks are data ranks, whose gradients are of other tokens. An axis of size 1 is left out where nothing
-asks for it.
+`tensor` is innermost because its ranks wait for each other in every layer. `context` comes next: its ranks wait for
+each other in every attention. Both compute the same loss of the same packs. Parameters are also sharded over the
+context axis: FSDP treats its ranks as data ranks, with gradients of different tokens. An axis of size 1 is omitted
+unless it is needed.
 """
 
 import logging
@@ -25,17 +25,17 @@ EXPERT_SHARD, EXPERT = "expert_shard", "expert"
 
 @dataclass(frozen=True)
 class Meshes:
-    """`dense` and `expert_shards` are what FSDP shards over, the others are split over before."""
+    """Meshes of a run. FSDP shards over `dense` and `expert_shards`; the other axes split parameters or tokens."""
 
     dense: DeviceMesh  # [shard] or [replicate, shard]
-    tensor: DeviceMesh | None = None  # [tensor]; of size 1 where only experts are split
+    tensor: DeviceMesh | None = None  # [tensor]; size 1 if only experts are split
     experts: DeviceMesh | None = None  # [expert]
     expert_shards: DeviceMesh | None = None  # [expert_shard] or [replicate, expert_shard]
-    context: DeviceMesh | None = None  # [context]: tokens are dealt over it
+    context: DeviceMesh | None = None  # [context]: tokens are split over it
 
 
 def build_meshes(*, replicate_size: int, tensor_size: int, expert_size: int, context_size: int = 1) -> Meshes:
-    """Collective. Sizes are checked by `config.check_world_size`."""
+    """Build the meshes. Collective. `config.check_world_size` validates the sizes."""
     rest = dist.get_world_size() // replicate_size
     context = None
     if context_size > 1:
@@ -45,7 +45,7 @@ def build_meshes(*, replicate_size: int, tensor_size: int, expert_size: int, con
         context = grid[CONTEXT]
     if tensor_size == expert_size == 1:
         return Meshes(build_mesh(replicate_size), context=context)
-    # what is on two axes is gathered and summed by one collective for each: torch would say so for every kind of tensor
+    # torch warns for each kind of tensor that two axes take two collectives
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     assert rest % tensor_size == 0
     assert rest % expert_size == 0
@@ -65,9 +65,10 @@ def _grid(sizes: dict[str, int]) -> DeviceMesh:
 
 
 def build_mesh(replicate_size: int) -> DeviceMesh:
-    """All ranks as [shard], or as [replicate, shard] (HSDP) where there is more than one replica; collective.
+    """Build a mesh of all ranks: [shard], or [replicate, shard] (HSDP) for several replicas. Collective.
 
-    Ranks of one shard group are neighbours, so that with one replica per node the gathers stay within the node.
+    Ranks of one shard group are neighbors, so with one replica per node the all-gathers stay within the node. Raises
+    ConfigError if `replicate_size` does not divide the number of processes.
     """
     world_size = dist.get_world_size()
     if world_size % replicate_size:
@@ -82,5 +83,5 @@ def build_mesh(replicate_size: int) -> DeviceMesh:
 
 
 def shard_size(mesh: DeviceMesh) -> int:
-    """Ranks over which one replica is sharded."""
+    """Return the number of ranks over which one replica is sharded."""
     return mesh.shape[-1]

@@ -1,4 +1,4 @@
-"""Metrics of the packs of one step, on the device until they are summed over ranks."""
+"""Accumulate the metrics of a step on the device and reduce them over ranks."""
 
 from collections.abc import Mapping
 
@@ -12,12 +12,16 @@ from fsdptrain.types import Metrics
 
 
 class MetricSums:
-    """Metrics of the packs of one step, on the device until all are there. Every pack must name the same ones: sums go
-    over ranks by the order of names alone."""
+    """Metrics of the packs of one step, kept on the device until they are reduced.
+
+    Every pack must report the same names: the reduction over ranks uses only the order of names.
+    """
 
     def __init__(self, *, copies: int = 1, checked: bool = False) -> None:
-        """copies: ranks that see the same packs. checked: names that differ between ranks are found out, by one more
-        collective; the losses of the program need it not."""
+        """copies: number of ranks with the same packs.
+
+        checked: compare the names across ranks. It takes one more collective; losses of this package do not need it.
+        """
         self._copies, self._checked = copies, checked
         self._values: dict[str, Tensor] = {}  # name -> [] f32
 
@@ -29,7 +33,7 @@ class MetricSums:
 
     @torch.no_grad()
     def broadcast(self, group: dist.ProcessGroup, *, src: int, device: torch.device) -> None:
-        """Make them what they are on rank `src` of `group`. Collective."""
+        """Replace the metrics with those of rank `src` of `group`. Collective."""
         names = [sorted(self._values)]
         dist.broadcast_object_list(names, group=group, group_src=src, device=device)
         row = torch.zeros(len(names[0]), device=device)
@@ -39,10 +43,10 @@ class MetricSums:
         self._values = dict(zip(names[0], row.unbind(), strict=True))
 
     def reduce(self, norm: Tensor) -> tuple[Metrics, float, bool]:
-        """Over ranks: (metrics, `norm`, whether `norm` is finite on every rank).
+        """Reduce over ranks: (metrics, `norm`, whether `norm` is finite on every rank).
 
-        One all_reduce, and one more where a name ends in `_max`; then the only wait of a step for the device.
-        ConfigError, on all ranks, where one names other metrics.
+        Takes one all_reduce, and one more if a name ends in `_max`; then the only wait of a step for the device. Raises
+        ConfigError on all ranks if the names differ.
         """
         if self._checked:
             self._check_names()

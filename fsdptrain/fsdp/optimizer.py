@@ -1,4 +1,4 @@
-"""AdamW over sharded parameters: learning rate schedules, clipping by global norm, skipped steps, fp16 loss scale."""
+"""AdamW over sharded parameters: learning-rate schedules, gradient clipping, skipped steps, fp16 loss scaling."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -20,7 +20,7 @@ Schedule = Callable[[int], float]
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
-# What is left of (lr - min_lr) when a share `x` in [0, 1] of the decay is done.
+# Fraction of (lr - min_lr) left when a fraction `x` in [0, 1] of the decay is done.
 DECAYS: dict[str, Callable[[float], float]] = {
     "linear": lambda x: 1.0 - x,
     "cosine": lambda x: 0.5 * (1.0 + math.cos(math.pi * x)),
@@ -30,16 +30,18 @@ DECAYS: dict[str, Callable[[float], float]] = {
 
 
 def lr_schedule(config: OptimConfig, *, total_steps: int) -> Schedule:
-    """From the number of updates already made to the learning rate of the next one.
+    """Return a function from the number of completed updates to the learning rate of the next update.
 
-    With w warm-up and d decay updates (d is --lr-decay-iters, else `total_steps`), update k from 0:
+    With w warm-up and d decay updates (d is --lr-decay-iters, else `total_steps`), update k, counted from 0, uses:
+
       k <= w, w > 0   lr_warmup_init + (lr - lr_warmup_init) k/w, so that update 0 runs at lr_warmup_init
       k > d           min_lr, in every style but `constant`, which stays at lr
       else            min_lr + c (lr - min_lr), where c is, with x = (k - w) / (d - w),
                       linear 1 - x; cosine (1 + cos(pi x)) / 2; WSD 1 until d - v and then, with x = (k - (d - v)) / v
                       and v = --lr-wsd-decay-iters, also exponential 2 * 0.5^x - 1 or minus_sqrt 1 - sqrt(x)
       inverse-square-root: max(min_lr, lr sqrt(max(w, 1) / max(k, 1)))
-    These are the definitions that users of Megatron-LM and slime know; `config` has been checked for them.
+
+    These are the definitions of Megatron-LM and slime. `config` must be validated.
     """
     decay_steps = config.lr_decay_iters or max(total_steps, 1)
     warmup_steps = config.lr_warmup_iters
@@ -72,11 +74,11 @@ def _decay(config: OptimConfig, *, decay_steps: int, warmup_steps: int) -> Sched
 
 
 class Optimizer:
-    """AdamW, its schedule, its loss scale, and the count of what was skipped.
+    """AdamW with a learning-rate schedule, a loss scale and counters of skipped steps.
 
-    A step is `zero_grad`, backward passes of `scale(loss)`, `clip`, and then, by whether the norm was finite on every
-    rank, `step` or `skip`. Weight decay leaves vectors (norms, biases) alone. A skipped step moves neither Adam's
-    moments and counts nor the schedule.
+    A step is `zero_grad`, backward passes of `scale(loss)`, `clip`, and then `step` if the norm is finite on every
+    rank, else `skip`. Vectors (norms, biases) have no weight decay. A skipped step changes neither Adam's moments and
+    step counts nor the schedule.
     """
 
     def __init__(
@@ -89,10 +91,10 @@ class Optimizer:
         masters: Mapping[str, nn.Parameter] | None = None,
         total_norm: Callable[[list[nn.Parameter]], Tensor] | None = None,
     ) -> None:
-        """`model` must hold its weights already. Adam's state is made at once: a step never needs more memory.
+        """`model` must already have its weights. Adam's state is allocated here, so that steps need no more memory.
 
-        masters: what is updated in place of the model's own parameters, which the caller makes of them.
-        total_norm: of the gradients of these parameters over all ranks, where these are not DTensors that say so.
+        masters: parameters to update instead of those of the model; the caller creates them from these. total_norm:
+        computes the gradient norm of these parameters over all ranks, if they are not DTensors.
         """
         reshard(model)
         self._model = model
@@ -106,26 +108,27 @@ class Optimizer:
         device_type = next(iter(self._names)).device.type
         self._scaler = torch.amp.GradScaler(device_type, enabled=fp16)
         self._norm_of = total_norm or _norm_over_meshes
-        self.num_updates = 0  # steps of the schedule that are done
-        self.num_skipped = 0  # for gradients that were not finite, the search of an fp16 loss scale included
-        self.num_failed = 0  # of these, the ones that a smaller loss scale does not explain
+        self.num_updates = 0  # completed steps of the schedule
+        self.num_skipped = 0  # steps skipped for non-finite gradients, including those that find the fp16 loss scale
+        self.num_failed = 0  # skipped steps that a smaller loss scale does not explain
 
     @property
     def lr(self) -> float:
-        """Of the next update."""
+        """The learning rate of the next update."""
         return self._schedule(self.num_updates)
 
     def zero_grad(self) -> None:
         self._adam.zero_grad(set_to_none=True)
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss to call backward on: larger in fp16, else the same."""
+        """Scale the loss for backward in fp16. Returns it unchanged otherwise."""
         return self._scaler.scale(loss)
 
     def clip(self) -> Tensor:
-        """Clip to --clip-grad and return the global norm from before, [] on the device; no wait for the device.
+        """Clip to --clip-grad and return the global norm before clipping, [] on the device.
 
-        Collective. The norm is the same on every rank; not finite when any gradient of any rank is not.
+        Collective; does not wait for the device. The norm is the same on every rank. It is not finite if any gradient
+        on any rank is not finite.
         """
         self._scaler.unscale_(self._adam)
         norm = self._norm_of(list(self._names))
@@ -135,7 +138,7 @@ class Optimizer:
         return norm
 
     def step(self) -> None:
-        """Update the weights by the clipped gradients, which are freed."""
+        """Update the weights with the clipped gradients and free the gradients."""
         reshard(self._model)
         for group in self._adam.param_groups:
             group["lr"] = self.lr
@@ -144,7 +147,7 @@ class Optimizer:
         self.num_updates += 1
 
     def skip(self) -> None:
-        """Drop the gradients. Raises NumericsError once more than --max-skipped-steps cannot be explained."""
+        """Drop the gradients. Raises NumericsError after more than --max-skipped-steps unexplained skips."""
         explained = self._scaler.is_enabled() and self._scaler.get_scale() > 1.0
         self._finish()
         self.num_skipped += 1
@@ -156,14 +159,14 @@ class Optimizer:
             )
 
     def pass_over(self) -> Metrics:
-        """A step without anything to learn from: the weights stay, and the schedule goes on as planned."""
+        """Advance the schedule without an update, for a step without loss tokens."""
         metrics = {"optim/lr": self.lr, "optim/skipped_steps": float(self.num_skipped)}
         self.zero_grad()
         self.num_updates += 1
         return metrics
 
     def end_step(self, norm: float, *, finite: bool) -> Metrics:
-        """`step`, or `skip` where the gradients of some rank are not finite; what there is to log of it."""
+        """Call `step` if the gradients are finite on every rank, else `skip`. Returns the metrics of the step."""
         metrics = {"optim/lr": self.lr}
         if finite:
             self.step()
@@ -178,7 +181,10 @@ class Optimizer:
         self.zero_grad()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Adam's state by parameter name, to save or load in place: DTensors, and step counts as views of shape [1]."""
+        """Return Adam's state by parameter name, to save or load in place.
+
+        Moments are DTensors; step counts are views of shape [1].
+        """
         found: dict[str, Tensor] = {}
         for p, name in self._names.items():
             state = self._adam.state[p]
@@ -187,7 +193,7 @@ class Optimizer:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """All that is not a tensor; goes through JSON unchanged."""
+        """Return all state that is not a tensor. JSON-serializable."""
         return {
             "num_updates": self.num_updates,
             "num_skipped": self.num_skipped,
@@ -204,7 +210,7 @@ class Optimizer:
 
 
 def _by_mesh(params: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """torch refuses tensors of several meshes at once."""
+    """Group parameters by mesh: torch rejects tensors of several meshes in one call."""
     found: dict[DeviceMesh | None, list[nn.Parameter]] = {}
     for p in params:
         found.setdefault(p.device_mesh if isinstance(p, DTensor) else None, []).append(p)
@@ -223,12 +229,12 @@ def _total_norm(params: list[nn.Parameter]) -> Tensor:
 
 @overridable
 def has_fused_adamw(device_type: str) -> bool:
-    """Whether torch.optim.AdamW has one kernel for a step there."""
+    """Return whether torch.optim.AdamW has a fused kernel on this device type."""
     return device_type in ("cpu", "cuda", "mps", "xpu")
 
 
 def _adamw(params: list[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
-    """With its state made now and not at the first step: what a checkpoint is loaded into must be there before."""
+    """Create AdamW with its state allocated now, not at the first step: loading a checkpoint needs it in place."""
     groups = [
         {"params": [p for p in params if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},

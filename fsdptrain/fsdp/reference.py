@@ -1,6 +1,7 @@
-"""The reference model: a sharded copy of weights on the host, put in the policy's place while it is scored.
+"""The reference model: a sharded copy of weights on the host, swapped into the policy to compute its logprobs.
 
-One shard of host memory for each rank, and no second model: not on the device, not in FSDP. Bitwise exact both ways.
+It costs one shard of host memory per rank and no second model on the device or in FSDP. Swaps are bitwise exact in both
+directions.
 """
 
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from fsdptrain.model.structure import reshard
 
 
 class ReferenceBank:
-    """A copy of the weights that `source` has now, each rank its own shards: one shard of host memory."""
+    """A host copy of the current weights of `source`. Each rank stores its own shards."""
 
     def __init__(self, source: nn.Module) -> None:
         reshard(source)
@@ -24,7 +25,7 @@ class ReferenceBank:
 
     @torch.no_grad()
     def copy_from(self, model: nn.Module) -> None:
-        """The bank becomes what `model`, sharded like the source, is now."""
+        """Copy the current weights of `model`, which is sharded like the source."""
         reshard(model)
         for live, banked in zip(_live_tensors(model), self._bank, strict=True):
             banked.copy_(live, non_blocking=True)
@@ -33,7 +34,7 @@ class ReferenceBank:
 
     @contextmanager
     def swapped_into(self, model: nn.Module) -> Iterator[None]:
-        """Inside, `model`, sharded like the source, is the reference; afterwards, and on errors, the policy again."""
+        """Swap the reference weights into `model`, sharded like the source, and restore the policy on exit or error."""
         self._swap(model)
         try:
             yield
@@ -42,7 +43,7 @@ class ReferenceBank:
 
     @torch.no_grad()
     def _swap(self, model: nn.Module) -> None:
-        """Exchange model and bank, tensor by tensor, through one buffer that is there before anything is changed."""
+        """Exchange model and bank tensor by tensor, through one buffer that is allocated before any change."""
         reshard(model)
         pairs = list(zip(_live_tensors(model), self._bank, strict=True))
         scratch: dict[torch.device, Tensor] = {}
@@ -55,11 +56,11 @@ class ReferenceBank:
             live.copy_(banked, non_blocking=True)
             banked.copy_(policy, non_blocking=True)
         if platform.has_accelerator():
-            torch.accelerator.synchronize()  # from here on the host may read and free what was copied
+            torch.accelerator.synchronize()  # the host may read and free the copied memory from here on
 
 
 def _live_tensors(model: nn.Module) -> list[Tensor]:
-    """This rank's shards, and buffers; a tied weight is there once, and is exchanged once."""
+    """Return this rank's shards and buffers. A tied weight appears once."""
     return [local_shard(tensor) for tensor in [*model.parameters(), *model.buffers()]]
 
 

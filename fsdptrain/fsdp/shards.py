@@ -1,8 +1,8 @@
-"""Touching the shards of an FSDP2 model from outside, without leaving stale copies behind.
+"""Access the shards of an FSDP2 model from outside without leaving stale gathered copies.
 
-After a forward pass without gradient the root group (and every group, without reshard-after-forward) stays gathered:
-its parameters are plain tensors, and the next gather is a no-op. Who then writes to the shards, by an optimizer step, a
-load or a swap, is not seen by the next forward. So `models.structure.reshard` comes before every such write.
+After a forward pass without gradient the root group stays gathered, as does every group without reshard-after-forward:
+its parameters are plain tensors, and the next gather is a no-op. The next forward does not see writes to the shards,
+such as an optimizer step, a load or a swap. Call `model.structure.reshard` before such writes.
 """
 
 import json
@@ -21,12 +21,12 @@ from fsdptrain.model.structure import reshard
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, or a plain tensor itself: no copy, no gradient. [local shape]"""
+    """Return this rank's part of a DTensor, or a plain tensor itself, without copy or gradient. [local shape]"""
     return local_part(tensor.detach())
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The buffers that a state dict holds, each once, by name."""
+    """Yield (name, buffer) for each buffer in the state dict, once."""
     seen: set[Tensor] = set()
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -36,15 +36,15 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """All that a checkpoint of `model` holds, by name: parameters (tied ones once) and persistent buffers."""
+    """Return all tensors of a checkpoint of `model` by name: parameters (tied ones once) and persistent buffers."""
     return dict(model.named_parameters()) | dict(persistent_buffers(model))
 
 
 def fingerprint(model: nn.Module) -> dict[str, Any]:
-    """What tells one model from another: its class, and the names, shapes and dtypes of its tensors."""
+    """Identify a model by its class and the names, shapes and dtypes of its tensors."""
     tensors = {name: [list(t.shape), str(t.dtype)] for name, t in model_tensors(model).items()}
     return {
-        "class": type(model).__name__.removeprefix("FSDP"),  # fully_shard makes a class FSDP<Name>
+        "class": type(model).__name__.removeprefix("FSDP"),  # fully_shard creates a class FSDP<Name>
         "num_parameters": sum(p.numel() for p in model.parameters()),
         "tensors": sha256(json.dumps(tensors, sort_keys=True).encode()).hexdigest()[:16],
     }
@@ -52,10 +52,10 @@ def fingerprint(model: nn.Module) -> dict[str, Any]:
 
 @torch.no_grad()
 def content_digest(model: nn.Module) -> str:
-    """What tells weights from others of the same shapes, on any number of ranks. Collective.
+    """Hash the weights. The result does not depend on the number of ranks. Collective.
 
-    Sums over the bits of each tensor: of integers they do not depend on how it is cut. All are sharded over the last
-    axis of one mesh.
+    Sums the bits of each tensor as integers, which does not depend on the sharding. All tensors must be sharded over
+    the last axis of one mesh.
     """
     reshard(model)
     tensors = model_tensors(model)
@@ -70,13 +70,13 @@ def content_digest(model: nn.Module) -> str:
 
 
 def _bit_sum(tensor: Tensor) -> Tensor:
-    """[] int64, which may wrap around."""
+    """Sum the bits of `tensor` as integers: [] int64, may wrap around."""
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     return tensor.contiguous().view(bits).sum(dtype=torch.int64)
 
 
 def describe(model: Mapping[str, Any]) -> str:
-    """A fingerprint in words."""
+    """Format a fingerprint for messages."""
     words = f"{model['class']}, {model['num_parameters']:,} parameters, tensors {model['tensors']}"
     return f"{words}, {model['adapter']}" if "adapter" in model else words
 
@@ -84,17 +84,17 @@ def describe(model: Mapping[str, Any]) -> str:
 class HostStash:
     """Moves device storages to the host and back. Every tensor, view and DTensor on them keeps its identity.
 
-    The storages are emptied in place, as FSDP2 itself frees what it gathered, so nobody who holds a parameter (the
-    optimizer, FSDP's own buffers) has to be told.
+    The storages are resized to zero in place, as FSDP2 does for gathered parameters, so references to them (the
+    optimizer, FSDP's buffers) stay valid.
     """
 
     def __init__(self) -> None:
         self._stashed: list[tuple[torch.UntypedStorage, Tensor]] = []
 
     def stash(self, tensors: Iterable[Tensor]) -> None:
-        """Copy the storages under `tensors` to the host (pinned where there is an accelerator) and free them.
+        """Copy the storages of `tensors` to the host (pinned if there is an accelerator) and free them.
 
-        On a CPU those of a file that was mapped into memory stay: they cannot be emptied.
+        On a CPU, storages of memory-mapped files stay: they cannot be resized.
         """
         assert not self._stashed, "stashed already"
         storages = {storage.data_ptr(): storage for tensor in tensors if (storage := tensor.untyped_storage()).nbytes()}
@@ -102,18 +102,18 @@ class HostStash:
             host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=platform.has_accelerator())
             host.copy_(_bytes(storage), non_blocking=True)
             self._stashed.append((storage, host))
-        _synchronize()  # the copies must have ended before their sources are freed
+        _synchronize()  # the copies must end before their sources are freed
         for storage, _ in self._stashed:
             storage.resize_(0)
         if platform.has_accelerator():
             torch.accelerator.empty_cache()
 
     def restore(self) -> None:
-        """Fill the storages again and give the host memory back."""
+        """Refill the storages and free the host memory."""
         for storage, host in self._stashed:
             storage.resize_(host.numel())
             _bytes(storage).copy_(host, non_blocking=True)
-        _synchronize()  # the copies must have ended before the host memory goes
+        _synchronize()  # the copies must end before the host memory is freed
         self._stashed = []
 
     def __bool__(self) -> bool:

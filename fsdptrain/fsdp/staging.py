@@ -1,7 +1,7 @@
-"""A checkpoint that is written while training goes on: the tensors are copied, and a thread writes the copies.
+"""Write a checkpoint while training continues: copy the tensors, then write the copies in a thread.
 
-That is what `torch.distributed.checkpoint.async_save` does; its thread ends with the tensors, while here the reference
-and the rename of the folder follow, so the thread is ours. Collectives of that thread go over a group of their own.
+This is similar to `torch.distributed.checkpoint.async_save`, but its thread ends after the tensors. Here the thread
+also writes the reference and renames the folder. Its collectives use a separate process group.
 """
 
 from collections.abc import Callable
@@ -20,24 +20,24 @@ from fsdptrain.fsdp.shards import local_shard
 
 
 class Staging:
-    """Host memory for copies, pinned where there is an accelerator, which is kept from one checkpoint to the next.
+    """Host buffers for copies, pinned if there is an accelerator, reused for every checkpoint.
 
-    Not DCP's DefaultStager: it knows copies by the storages that they are of, and the reference is swapped into those
-    of the policy to be saved; and on weights that transformers' reader has sliced it fails ("invalid python storage",
-    on all ranks but the first, torch 2.13).
+    DCP's DefaultStager does not work here. It identifies copies by the storages of their sources, and the reference is
+    saved while swapped into the storages of the policy. It also fails on weights sliced by transformers' reader
+    ("invalid python storage", on all ranks but the first, torch 2.13).
     """
 
     def __init__(self, timeout_s: float) -> None:
-        """Collective."""
+        """Create the process group for background writes. Collective."""
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        assert isinstance(group, dist.ProcessGroup)  # of all ranks
+        assert isinstance(group, dist.ProcessGroup)  # the group of all ranks
         self.group = group
         self._buffers: dict[tuple[str, str], Tensor] = {}
         self._host_meshes: dict[DeviceMesh, DeviceMesh] = {}
 
     @torch.no_grad()
     def copy(self, purpose: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Of this rank's shards, whole when this returns. The next copy for `purpose` takes its place. Collective."""
+        """Copy this rank's shards and wait for the copies. Overwrites the last copy for `purpose`. Collective."""
         for name, tensor in tensors.items():
             part = local_shard(tensor)
             if (purpose, name) not in self._buffers:
@@ -45,11 +45,11 @@ class Staging:
                 self._buffers[purpose, name] = buffer
             self._buffers[purpose, name].copy_(part, non_blocking=True)
         if platform.has_accelerator():
-            torch.accelerator.synchronize()  # the tensors may change from here on
+            torch.accelerator.synchronize()  # the caller may change the tensors from here on
         return {name: self._like(tensor, self._buffers[purpose, name]) for name, tensor in tensors.items()}
 
     def _like(self, tensor: Tensor, part: Tensor) -> Tensor:
-        """`part` as the shard of what `tensor` is a shard of; on a mesh of hosts, where a DTensor keeps it."""
+        """Wrap `part` as a shard like `tensor`, a DTensor on a CPU mesh if `tensor` is one."""
         if not isinstance(tensor, DTensor):
             return part
         mesh = tensor.device_mesh
@@ -65,7 +65,7 @@ class Staging:
 
 
 class Background:
-    """`work`, in a thread that does not keep the process alive."""
+    """Run `work` in a daemon thread."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._error: BaseException | None = None
@@ -80,12 +80,12 @@ class Background:
             self._error = error
 
     def check(self) -> None:
-        """Raises what went wrong so far."""
+        """Raise the error of `work`, if any."""
         if self._error is not None:
             raise self._error
 
     def wait(self, timeout_s: float) -> None:
-        """Until it has ended. Raises what went wrong, or CheckpointError after `timeout_s`."""
+        """Wait for the thread. Raises its error, or CheckpointError after `timeout_s` [s]."""
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             raise CheckpointError(

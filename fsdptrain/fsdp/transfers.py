@@ -1,4 +1,4 @@
-"""Copies between device and host that run beside the computation. On a CPU the same copies are made, at once."""
+"""Copies between device and host that overlap with computation. On a CPU the copies are synchronous."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 class Transfers:
-    """A stream of copies of one device. What is queued runs in order; the computation waits only where `wait` says so.
+    """A copy stream of one device. Copies run in order; the computation waits for them only in `wait`.
 
-    Memory that a copy reads or writes must stay until the computation, by `wait`, or the host, by `finish`, has waited
-    for it: then it is freed in the computation's own order, and nothing has to ask whether a copy has ended.
+    Memory that a copy reads or writes must stay allocated until the computation (`wait`) or the host (`finish`) has
+    waited for it. It is then freed in the order of the computation, and no check for a pending copy is needed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -19,12 +19,12 @@ class Transfers:
         self._stream = None if device.type == "cpu" else torch.Stream(device=device)
 
     def host_buffer(self, num_bytes: int) -> Tensor:
-        """[num_bytes] uint8, pinned where there is a device."""
+        """Return a buffer [num_bytes] uint8, pinned if there is a device."""
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=self._stream is not None)
 
     @contextmanager
     def queued(self) -> Iterator[None]:
-        """Copies inside begin when all that was computed before is done."""
+        """Queue the copies made in the context. They start after all computation issued so far."""
         if self._stream is None:
             yield
             return
@@ -33,15 +33,15 @@ class Transfers:
             yield
 
     def mark(self) -> torch.Event | None:
-        """The end of what is queued so far."""
+        """Return an event for the end of the copies queued so far."""
         return None if self._stream is None else self._stream.record_event()
 
     def wait(self, mark: torch.Event | None) -> None:
-        """What is computed from here on begins after `mark`; the host goes on."""
+        """Make later computation wait for `mark`. The host does not wait."""
         if mark is not None:
             torch.accelerator.current_stream(self.device).wait_event(mark)
 
     def finish(self, mark: torch.Event | None = None) -> None:
-        """The host waits for `mark`, or for all that is queued."""
+        """Make the host wait for `mark`, or for all queued copies."""
         if self._stream is not None:
             (mark or self._stream).synchronize()

@@ -1,6 +1,6 @@
-"""FSDP2 over a transformers model: one group for each layer of text or vision tower, one for all the rest.
+"""Shard a transformers model with FSDP2: one group per layer of text or vision tower, one for the remaining modules.
 
-Gradients are summed over ranks, not averaged: `loss_weights` already hold the global denominator (invariant 2).
+Gradients are summed over ranks, not averaged: `loss_weights` already contain the global denominator (invariant 2).
 """
 
 import math
@@ -33,26 +33,26 @@ def shard_model(
     runs_tower: bool = False,
     expert_shards: DeviceMesh | None = None,
 ) -> None:
-    """Shard `model` in place over the shard axis of `mesh`; parameters may be on meta, and split over other axes.
+    """Shard `model` in place over the shard axis of `mesh`. Parameters may be on meta and split over other axes.
 
-    Embedding, last norm and head are one group with the root: the head is then gathered where the logprobs are
-    computed, and a tied weight has one owner. That group stays gathered between forward and backward.
+    Embedding, last norm and head are in the root group: the head is then gathered where the logprobs are computed, and
+    a tied weight belongs to one group. The root group stays gathered between forward and backward.
 
     Args:
-        compute_dtype: dtype of gathered parameters; sharded ones keep theirs (float32), and gradients are reduced in
+        compute_dtype: dtype of gathered parameters. Sharded ones keep theirs (float32). Gradients are reduced in
             float32 (float64 for float64).
-        cpu_offload: keep shards, gradients and therefore the optimizer's state in host memory.
+        cpu_offload: keep shards, gradients and therefore the optimizer state in host memory.
         reshard_after_forward: free each layer after its forward and gather it again for its backward.
         prefetch: gather one layer ahead, forward and backward. Off: one layer at a time.
-        runs_tower: every forward pass goes through the vision tower too.
-        expert_shards: what experts that are split are sharded over, in groups of their own.
+        runs_tower: every forward pass also runs the vision tower.
+        expert_shards: mesh over which split experts are sharded, in separate groups.
     """
     reduce_dtype = torch.promote_types(compute_dtype, torch.float32)
     options = {
         "mesh": mesh,
         "shard_placement_fn": expert_placement(shard_size(mesh)),
         "offload_policy": CPUOffloadPolicy(pin_memory=platform.has_accelerator()) if cpu_offload else OffloadPolicy(),
-        # inputs of layers stay what the model made them: rotary tables in float32, where its authors meant that
+        # keep layer inputs in the model's dtypes: some models compute rotary tables in float32 on purpose
         "mp_policy": MixedPrecisionPolicy(compute_dtype, reduce_dtype, cast_forward_inputs=False),
     }
     for experts in split_experts(model):
@@ -63,18 +63,18 @@ def shard_model(
         fully_shard(experts, reshard_after_forward=reshard_after_forward, **(options | own))
     for layer in _layers_of_their_own(model):
         fully_shard(layer, reshard_after_forward=reshard_after_forward, **options)
-    fully_shard(model, reshard_after_forward=False, **options)  # the backward pass begins with this group
+    fully_shard(model, reshard_after_forward=False, **options)  # the backward pass starts with this group
     for module in _sharded_modules(model):
-        if dist.get_world_size() > 1:  # on one rank it is 1 anyway, and to set it costs a copy of all gradients
+        if dist.get_world_size() > 1:  # already 1 on one rank, where setting it costs a copy of all gradients
             module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM, which a divide factor uses otherwise
+        module.set_force_sum_reduction_for_comms(True)  # a divide factor uses PREMUL_SUM, which gloo lacks
     run = repeated_layers(model) if runs_tower else decoder_layers(model)
     inside = [module for layer in run for module in layer.modules()]  # a layer, then its experts
     _set_prefetch([module for module in (model, *inside) if isinstance(module, FSDPModule)], prefetch)
 
 
 def largest_shard(parameter: nn.Parameter, num_shards: int, *, cut_dim: int = 0, parts: int = 1) -> int:
-    """Numbers of `parameter` that the rank with most of it holds, where it was cut into `parts` along a dim before."""
+    """Return the number of elements of the largest shard of `parameter`, first split into `parts` along `cut_dim`."""
     if not parameter.dim():
         return parameter.numel()
     placement = expert_placement(num_shards, parts=parts)(parameter)
@@ -85,7 +85,7 @@ def largest_shard(parameter: nn.Parameter, num_shards: int, *, cut_dim: int = 0,
 
 
 def split_experts(model: nn.Module) -> list[nn.Module]:
-    """Modules whose experts are split over the expert axis, before they are sharded."""
+    """Return the modules whose experts are split over the expert axis. Call it before sharding."""
     return [module for module in model.modules() if any(_is_split(p, EXPERT) for p in module.parameters(recurse=False))]
 
 
@@ -94,10 +94,11 @@ def _is_split(parameter: nn.Parameter, axis: str) -> bool:
 
 
 def expert_placement(num_shards: int, *, parts: int = 1) -> Callable[[nn.Parameter], Shard | None]:
-    """Fused experts [E, ., .] are sharded over E, or over their last dim where some ranks would own no expert.
+    """Return a shard_placement_fn: fused experts [E, ., .] on dim 0, or on the last dim if some ranks would get none.
 
-    Not over dim 1: there transformers concatenates gate and up, and its reader would interleave their slices.
-    Of experts in `parts` each part is sharded, and over E only where that is even; their biases [E, .] alike.
+    Dim 1 is not used: transformers concatenates gate and up along it, and its reader would interleave their slices. If
+    the experts are split into `parts`, each part is sharded, on dim 0 only if that is even; the same holds for their
+    biases [E, .]. The function raises ConfigError if no placement works.
     """
 
     def place(parameter: nn.Parameter) -> Shard | None:
@@ -123,12 +124,12 @@ def expert_placement(num_shards: int, *, parts: int = 1) -> Callable[[nn.Paramet
 
 
 def _every_rank_owns_some(rows: int, num_shards: int) -> bool:
-    """Whether chunks of ceil(rows / num_shards), dealt from rank 0 on, reach the last one: 6 rows on 4 do not."""
+    """Return whether chunks of ceil(rows / num_shards) rows reach the last rank. 6 rows on 4 ranks do not."""
     return math.ceil(rows / num_shards) * (num_shards - 1) < rows
 
 
 def _layers_of_their_own(model: PreTrainedModel) -> list[nn.Module]:
-    """Repeated layers that share no parameter with another: what is shared has one owner, the root (zamba)."""
+    """Return the repeated layers that share no parameter with another layer. Shared ones belong to the root (zamba)."""
     layers = repeated_layers(model)
     num_owners = Counter(parameter for layer in layers for parameter in set(layer.parameters()))
     return [layer for layer in layers if all(num_owners[parameter] == 1 for parameter in layer.parameters())]
@@ -139,11 +140,11 @@ def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
 
 
 def _set_prefetch(groups: Sequence[FSDPModule], prefetch: bool) -> None:
-    """`groups` in the order of the forward pass.
+    """Set explicit prefetching for `groups`, given in the order of the forward pass.
 
-    By itself FSDP2 gathers the next group when the forward comes to it, which overlaps only while the host runs ahead,
-    and gathers one group ahead in the backward pass. So forward is made explicit, and backward is left as it is; or
-    it is switched off by a list that holds the group itself, which is gathered already.
+    By default FSDP2 gathers the next group when the forward pass reaches it, which overlaps only while the host runs
+    ahead, and prefetches one group in the backward pass. With `prefetch`, the forward prefetch is made explicit.
+    Without it, backward prefetch is disabled by a list of the group itself, which is already gathered.
     """
     if prefetch:
         for group, following in pairwise(groups):

@@ -1,9 +1,8 @@
-"""Will it fit? The memory of one rank before anything is loaded, from exact parameter counts.
+"""Estimate the memory of one rank before anything is loaded, from exact parameter counts.
 
-Counted: float32 master weights, Adam's two moments and gradients of one shard (4 bytes each), frozen weights in the
+Included: float32 master weights, Adam's two moments and gradients of one shard (4 bytes each), frozen weights in the
 compute dtype, the layers that are gathered at one time, the reference's shard, the copy of the embedded engine, and a
-margin. Not counted: activations, the key-value cache, and the pages of files that the system caches and gives back by
-itself.
+margin. Not included: activations, the KV cache, and the page cache, which the system frees on demand.
 """
 
 import math
@@ -19,34 +18,34 @@ from fsdptrain.model.structure import ParameterCounts
 from fsdptrain.platform import GIB
 
 MASTER_BYTES = 4  # float32
-GATHERED_LAYERS = 2  # the one that computes, and the one that is prefetched
-DEVICE_MARGIN = 1.05  # fragmentation, and what kernels need for themselves
+GATHERED_LAYERS = 2  # the current one and the prefetched one
+DEVICE_MARGIN = 1.05  # fragmentation and kernel workspaces
 HOST_MARGIN = 1.05
-_ADAPTER_SHARE = 0.03  # of the weights: rank 32 on all linear layers of a model of 1 B; less on larger ones
+_ADAPTER_SHARE = 0.03  # of the weights: rank 32 on all linear layers of a 1 B model; less for larger models
 
 
 @dataclass(frozen=True)
 class MemoryDemand:
-    """What decides how much memory a rank needs."""
+    """The settings that determine the memory demand of a rank."""
 
     counts: ParameterCounts
     num_shards: int  # ranks over which one replica is sharded
-    compute_bytes: int  # of one gathered number: 2 for bfloat16 and float16, 4 for float32
+    compute_bytes: int  # per gathered element: 2 for bfloat16 and float16, 4 for float32
     cpu_offload: bool = False
-    offload_optimizer: bool = False  # Adam's moments alone on the host
+    offload_optimizer: bool = False  # only Adam's moments on the host
     reshard_after_forward: bool = True
     embedded_engine: bool = False  # a whole copy in the compute dtype, between the training steps
-    offload_train: bool = False  # of the trainer only the weights are beside it, and only while it is given its own
-    reference: bool = False  # one more shard of the weights, on the host
+    offload_train: bool = False  # beside the engine only the trainer's weights, and only during the weight sync
+    reference: bool = False  # another shard of the weights, on the host
     load_strategy: str = "shard"
-    async_save: bool = False  # a copy on the host of what a checkpoint holds, while it is written
-    moving_reference: bool = False  # it is part of a checkpoint
-    gathered: ParameterCounts | None = None  # where layers or experts are split: the part of them that a rank gathers
-    copied: int = 0  # numbers that tensor ranks hold beside the one of them that would do
+    async_save: bool = False  # a host copy of the checkpoint content while it is written
+    moving_reference: bool = False  # the reference is part of the checkpoint
+    gathered: ParameterCounts | None = None  # if layers or experts are split: the part that a rank gathers
+    copied: int = 0  # redundant elements in tensor ranks
 
 
 def demand_of(config: Config, pieces: Pieces, counts: ParameterCounts, *, embedded_engine: bool) -> MemoryDemand:
-    """Of a run of `config` whose model has `counts`, split and sharded as `pieces`."""
+    """Return the demand of a run of `config` whose model has `counts`, split and sharded as `pieces`."""
     grid = pieces.grid
     return MemoryDemand(
         counts=counts,
@@ -68,17 +67,17 @@ def demand_of(config: Config, pieces: Pieces, counts: ParameterCounts, *, embedd
 
 @dataclass(frozen=True)
 class MemorySupply:
-    """What this rank finds. On a machine without accelerator, device memory is host memory."""
+    """Memory available to this rank. Without an accelerator, device memory is host memory."""
 
-    device_free: int  # bytes
-    host_free: int  # bytes, of the node
+    device_free: int  # [bytes]
+    host_free: int  # [bytes] of the node
     ranks_per_node: int
     has_accelerator: bool
 
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """Bytes by purpose. `device` is for one rank, `host` for all ranks of a node; margins are part of the sums."""
+    """Required bytes by purpose: `device` per rank, `host` for all ranks of a node. Sums include the margins."""
 
     device_parts: Mapping[str, int]
     host_parts: Mapping[str, int]
@@ -93,10 +92,11 @@ class MemoryNeed:
 
 
 def load_memory_need(demand: MemoryDemand, supply: MemorySupply) -> MemoryNeed:
-    """The most that a rank holds at one time while it trains, or while the embedded engine generates."""
+    """Return the peak memory of a rank, while it trains or while the embedded engine generates."""
     counts, ranks = demand.counts, supply.ranks_per_node
     trained = MASTER_BYTES * math.ceil((counts.total - counts.frozen + demand.copied) / demand.num_shards)
-    stored = demand.compute_bytes if counts.adapter else MASTER_BYTES  # a stock model's frozen ones are as the rest
+    # Without an adapter, frozen weights are stored like the trained ones.
+    stored = demand.compute_bytes if counts.adapter else MASTER_BYTES
     frozen = stored * math.ceil(counts.frozen / demand.num_shards)
     state = {"weights": trained + frozen, "Adam's moments": 2 * trained, "gradients": trained}
     moved = set(state) if demand.cpu_offload else {"Adam's moments"} if demand.offload_optimizer else set()
@@ -109,9 +109,9 @@ def load_memory_need(demand: MemoryDemand, supply: MemorySupply) -> MemoryNeed:
         away = sum(size for name, size in stays.items() if name != "gradients")
         host["the trainer, while the engine generates"] = ranks * away
     if demand.reference:
-        host["the reference"] = ranks * (frozen if counts.adapter else frozen + trained)  # an adapter has none
+        host["the reference"] = ranks * (frozen if counts.adapter else frozen + trained)  # the reference has no adapter
     if demand.async_save:
-        weights = trained if counts.adapter else trained + frozen  # an adapter is written alone
+        weights = trained if counts.adapter else trained + frozen  # only the adapter is written
         copies = 1 + (demand.reference and demand.moving_reference)
         host["the checkpoint in writing"] = ranks * (copies * weights + 2 * trained)
     if demand.load_strategy == "rank0":
@@ -124,7 +124,7 @@ def load_memory_need(demand: MemoryDemand, supply: MemorySupply) -> MemoryNeed:
 
 
 def load_memory_line(demand: MemoryDemand, supply: MemorySupply) -> str:
-    """One line to print before loading: what is needed, what is there."""
+    """Return a line with needed and available memory, to print before loading."""
     need = load_memory_need(demand, supply)
     counts = demand.counts
     trained = f" ({_count(counts.total - counts.frozen)} of them trained)" if counts.frozen else ""
@@ -136,7 +136,7 @@ def load_memory_line(demand: MemoryDemand, supply: MemorySupply) -> str:
 
 
 def check_load_memory(demand: MemoryDemand, supply: MemorySupply) -> None:
-    """MemoryPlanError if the model cannot fit, with the flags that would help. Not collective: see `together`."""
+    """Raise MemoryPlanError with helpful flags if the model does not fit. Not collective: use `raise_on_all_ranks`."""
     need = load_memory_need(demand, supply)
     if supply.has_accelerator and need.device > supply.device_free:
         raise MemoryPlanError(_message("device", need.device, need.device_parts, supply.device_free, demand, supply))
@@ -145,7 +145,7 @@ def check_load_memory(demand: MemoryDemand, supply: MemorySupply) -> None:
 
 
 def _training_memory(demand: MemoryDemand) -> dict[str, int]:
-    """What comes and goes while it trains: gathered layers, and gradients before they are reduced."""
+    """Return the temporary memory of training: gathered layers, and gradients before they are reduced."""
     counts = demand.gathered or demand.counts
     layers = (
         GATHERED_LAYERS * counts.largest_layer if demand.reshard_after_forward else counts.total - counts.outside_layers
@@ -156,8 +156,8 @@ def _training_memory(demand: MemoryDemand) -> dict[str, int]:
 
 
 def _engine_memory(demand: MemoryDemand) -> dict[str, int]:
-    """What comes and goes while the embedded engine generates: its copy."""
-    whole = demand.compute_bytes * (demand.counts.total - demand.counts.adapter)  # it is merged
+    """Return the memory of the embedded engine: its copy of the model."""
+    whole = demand.compute_bytes * (demand.counts.total - demand.counts.adapter)  # the adapter is merged
     return {"the embedded engine": whole} if demand.embedded_engine else {}
 
 
@@ -176,7 +176,7 @@ def _message(
 
 
 def _remedies(demand: MemoryDemand, supply: MemorySupply) -> list[str]:
-    """The single changes that make it fit."""
+    """Return the single changes that make the run fit."""
     more_ranks = next((n for n in _doublings(demand.num_shards) if _fits(replace(demand, num_shards=n), supply)), None)
     changes = [
         ("--load-strategy shard", replace(demand, load_strategy="shard")),
@@ -190,9 +190,9 @@ def _remedies(demand: MemoryDemand, supply: MemorySupply) -> list[str]:
         ("--kl-loss-coef 0", replace(demand, reference=False)),
         ("--lora-rank 32", replace(demand, counts=with_adapter(demand.counts), reference=False)),
     ]
-    if demand.gathered is not None:  # config/checks.py: not beside split layers or experts
+    if demand.gathered is not None:  # config/checks.py: incompatible with split layers or experts
         changes = [change for change in changes if change[0] not in ("--fsdp-cpu-offload", "--lora-rank 32")]
-    if not supply.has_accelerator:  # without a device, offload moves nothing, and there is no vLLM
+    if not supply.has_accelerator:  # without a device, offload moves nothing and vLLM does not run
         changes = [change for change in changes if "offload" not in change[0] and "vllm" not in change[0]]
     enough = [flag for flag, changed in changes if changed != demand and _fits(changed, supply)]
     if more_ranks is not None:
@@ -202,7 +202,7 @@ def _remedies(demand: MemoryDemand, supply: MemorySupply) -> list[str]:
 
 
 def with_adapter(counts: ParameterCounts) -> ParameterCounts:
-    """About: an adapter of rank 32 is some percent of the weights."""
+    """Approximate the counts with an adapter of rank 32."""
     if counts.adapter:
         return counts
     trained = math.ceil(_ADAPTER_SHARE * counts.total)

@@ -1,10 +1,9 @@
-"""Model FLOPs of a step and the peak of the device, for `perf/mfu`.
+"""Model FLOPs of a step and peak FLOPs of the device, for `perf/mfu`.
 
-Model FLOPs count what the mathematics needs, not what recomputation adds: 2 per weight and token forward, twice that
-backward, or once where the weight is frozen; adapters are too small to count. Attention by the true widths of heads, in
-both published conventions (every pair of tokens, or causal pairs only). The embedding is a look-up and counts nothing;
-the head counts only where it is computed, on loss tokens; a vision tower counts nothing. Convention of PaLM (Chowdhery
-et al. 2022, appendix B).
+Model FLOPs exclude recomputation: 2 per weight and token forward, twice that backward, or once if the weight is frozen;
+adapters are small enough to ignore. Attention uses the true head widths, in both published conventions (every pair of
+tokens, or causal pairs only). The embedding is a look-up and counts nothing; the head counts only for the loss tokens,
+where it is computed; a vision tower counts nothing. Convention of PaLM (Chowdhery et al. 2022, appendix B).
 """
 
 import time
@@ -23,19 +22,20 @@ PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "B200": 2250.0, "A100": 312.0}  # d
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """What one forward pass costs."""
+    """The cost of one forward pass."""
 
-    body_weights: float  # weights that multiply each token; of experts only the active share
+    body_weights: float  # weights that multiply each token; only the active share of experts
     head_weights: int  # weights of the LM head
     attention_width: float  # sum over attention layers of heads x (width of a key + width of a value) / 2
-    frozen: bool = False  # only an adapter is trained: weights need no gradient of their own
+    frozen: bool = False  # only an adapter is trained: other weights need no gradient
 
     def forward(
         self, seqlens: Sequence[int], num_head_tokens: int, *, causal: bool, prefixes: Sequence[int] | None = None
     ) -> float:
-        """FLOPs of one forward pass over sequences of these lengths.
+        """Compute the FLOPs of one forward pass over sequences of these lengths.
 
-        prefixes: of each sequence, the first tokens that are computed in another one; the rest look at them.
+        prefixes: number of leading tokens of each sequence that are computed in another sequence. The other tokens
+        attend to them.
         """
         given = [0] * len(seqlens) if prefixes is None else prefixes
         if causal:
@@ -48,7 +48,7 @@ class ModelFlops:
     def training(
         self, seqlens: Sequence[int], num_head_tokens: int, *, causal: bool, prefixes: Sequence[int] | None = None
     ) -> float:
-        """FLOPs of one forward and backward pass."""
+        """Compute the FLOPs of one forward and backward pass."""
         num_tokens = sum(seqlens) - sum(prefixes or ())
         saved = 2 * self._products(num_tokens, num_head_tokens) if self.frozen else 0.0
         return 3 * self.forward(seqlens, num_head_tokens, causal=causal, prefixes=prefixes) - saved
@@ -58,7 +58,7 @@ class ModelFlops:
 
 
 def model_flops(model: PreTrainedModel) -> ModelFlops:
-    """Count on the real parameters: it holds for any architecture, sharded or on meta."""
+    """Count the weights of `model`, of any architecture, sharded or on meta."""
     text = model.config.get_text_config()
     embeddings = {p for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
     head = set(lm_head(model).parameters())
@@ -74,7 +74,7 @@ def model_flops(model: PreTrainedModel) -> ModelFlops:
 
 @overridable
 def peak_tflops(device: torch.device, dtype: torch.dtype) -> float:
-    """Published peak of a known GPU; of anything else what a square matrix product reaches now."""
+    """Return the published peak of a known GPU, or else the measured speed of a square matrix product [TFLOPS]."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         for known, peak in PEAK_TFLOPS.items():

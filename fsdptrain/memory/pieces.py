@@ -1,7 +1,7 @@
-"""What one rank holds of each parameter: tensor and expert parallel cut it first, FSDP shards what is left.
+"""Compute what one rank holds of each parameter: tensor and expert parallelism split it first, FSDP shards the parts.
 
-Computed from the model on meta and the mesh sizes alone, so it needs no process group. A test compares it with the
-shards that `features/model_parallel/split.py` and `fsdp/wrap.py` create on a real mesh.
+This needs only the model on meta and the mesh sizes, no process group. A test compares it with the shards that
+`features/model_parallel/split.py` and `fsdp/wrap.py` create on a real mesh.
 """
 
 import importlib
@@ -19,17 +19,17 @@ from fsdptrain.model.structure import ParameterCounts, parameters_outside, repea
 
 @dataclass(frozen=True)
 class Grid:
-    """The sizes of the axes, as `fsdp/mesh.py` builds them."""
+    """The sizes of the mesh axes, as in `fsdp/mesh.py`."""
 
     replicas: int = 1
-    shards: int = 1  # of what is not split over experts
+    shards: int = 1  # for parameters that are not split over experts
     tensor: int = 1
     expert: int = 1
-    context: int = 1  # of the shards: ranks that share the tokens of a pack
+    context: int = 1  # part of `shards`: ranks that share the tokens of a pack
 
     @classmethod
     def of(cls, config: Config, num_gpus: int) -> "Grid":
-        """`num_gpus` need not fit: then it is rounded down, as a plan for fewer."""
+        """Create the grid of `config`. If `num_gpus` does not fit, it is rounded down."""
         replicas, tensor = config.fsdp.replicate_size, config.parallel.tensor_parallel_size
         shards = max(1, num_gpus // replicas // tensor)
         parallel = config.parallel
@@ -50,15 +50,15 @@ class Grid:
 
 @dataclass(frozen=True)
 class SplitPlan:
-    """How layers and experts are split over ranks before sharding: names of modules and parameters of the model."""
+    """How layers and experts are split over ranks before sharding, by module and parameter names."""
 
-    tensor: dict[str, str]  # module -> style of transformers, without what `experts` covers
+    tensor: dict[str, str]  # module -> style of transformers, except those in `experts`
     experts: dict[str, str]
-    tensor_dims: dict[str, int]  # parameter -> the dim that is cut over tensor ranks
+    tensor_dims: dict[str, int]  # parameter -> the dim that is split over tensor ranks
 
 
 def split_plan_of(model: PreTrainedModel, grid: Grid) -> SplitPlan:
-    """Raises ConfigError where the model does not allow the sizes of `grid`."""
+    """Return the split plan. Raises ConfigError if the model does not support the sizes of `grid`."""
     if not grid.is_split:
         return SplitPlan({}, {}, {})
     plan = importlib.import_module("fsdptrain.features.model_parallel.plan")
@@ -67,20 +67,20 @@ def split_plan_of(model: PreTrainedModel, grid: Grid) -> SplitPlan:
 
 @dataclass(frozen=True)
 class Piece:
-    """Of one parameter."""
+    """The part of one parameter on a rank."""
 
-    numel: int  # of what FSDP shards: a rank gathers as much
-    most: int  # that a rank holds: the largest shard
+    numel: int  # elements that FSDP shards; a rank gathers all of them
+    most: int  # elements of the largest shard
     trained: bool
-    of_experts: bool  # lies on the mesh of the experts
-    tensor_copies: int  # ranks of a tensor group that hold the same
+    of_experts: bool  # on the mesh of the experts
+    tensor_copies: int  # number of ranks of a tensor group that hold the same values
 
 
 class Pieces:
-    """Of all parameters of `model`, which may be on meta or sharded. ConfigError where it does not allow the sizes."""
+    """The pieces of all parameters of `model`, which may be on meta or sharded."""
 
     def __init__(self, model: PreTrainedModel, grid: Grid, plan: SplitPlan | None = None) -> None:
-        """`plan`: that of the model and the sizes, where it is known already."""
+        """`plan`: the split plan of the model, if known. Raises ConfigError if the model does not support the sizes."""
         self.grid = grid
         self._model = model
         self.plan = plan or split_plan_of(model, grid)
@@ -94,7 +94,7 @@ class Pieces:
 
     @cached_property
     def cut(self) -> set[nn.Parameter]:
-        """Those of which the ranks of a tensor group hold different parts."""
+        """Parameters of which the ranks of a tensor group hold different parts."""
         return {p for name, p in self._model.named_parameters() if name in self.plan.tensor_dims}
 
     @cached_property
@@ -104,7 +104,7 @@ class Pieces:
 
     @cached_property
     def gathered(self) -> ParameterCounts:
-        """What a rank has of the model where all of it is gathered."""
+        """Sizes of the model that a rank would hold if everything were gathered."""
         return ParameterCounts(
             total=self.total(lambda piece: piece.numel),
             largest_layer=max(sum(x.numel for x in self.of(y.parameters())) for y in repeated_layers(self._model)),

@@ -1,4 +1,4 @@
-"""Which class of transformers a config stands for: a language model, or one that sees images too."""
+"""Choose the transformers class for a config: a causal language model or a vision-language model."""
 
 from typing import Any
 
@@ -13,10 +13,10 @@ from transformers import (
 
 
 def model_from_config(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
-    """A model of `config` without weights. `options` are those of transformers' `from_config`.
+    """Build a model of `config` without weights. `options` are those of transformers' `from_config`.
 
-    With its vision tower where the architecture that the config names has one (Qwen3.5 comes in that form alone), or
-    where transformers knows no other; else the causal language model.
+    The vision-language class is used if the config names it as its architecture (Qwen3.5 exists only in that form), or
+    if transformers has no causal language model for the config. Otherwise the causal language model is used.
     """
     kind = type(config)
     sees = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and _names_vision(config)

@@ -1,4 +1,4 @@
-"""Which decoder layers of a model are built alike: the few that stand for all of them."""
+"""Group the decoder layers of a model by structure, so that one layer can stand for its group."""
 
 from dataclasses import dataclass
 
@@ -10,17 +10,17 @@ from fsdptrain.model.structure import decoder_layers, repeated_layers
 
 @dataclass(frozen=True)
 class LayerKind:
-    """Layers of one list that hold the same parameters, and for which the config says the same."""
+    """Layers of one ModuleList with the same parameters and the same config entries."""
 
     path: str  # of their ModuleList in the model
-    indices: tuple[int, ...]  # in that list
+    indices: tuple[int, ...]  # within the ModuleList
     layer: nn.Module  # the first of them
-    entry: tuple[str, ...]  # what the config's per-layer lists say of them, e.g. ("sliding_attention",)
-    of_text: bool  # of the language model, and not of a vision tower
+    entry: tuple[str, ...]  # values in the per-layer lists of the config, e.g. ("sliding_attention",)
+    of_text: bool  # in the language model, not in a vision tower
 
     @property
     def span(self) -> str:
-        """`0-35`, or `0-2, 4-6 ...` where kinds alternate."""
+        """The layer indices as text: `0-35`, or `0-2, 4-6 ...` where kinds alternate."""
         runs: list[list[int]] = []
         for index in self.indices:
             if runs and index == runs[-1][-1] + 1:
@@ -32,10 +32,10 @@ class LayerKind:
 
 
 def layer_kinds(model: PreTrainedModel) -> list[LayerKind]:
-    """The kinds of all decoder layers, list by list (a vision tower has a list of its own), in the order of the first.
+    """Return the kinds of all repeated layers, list by list, ordered by the first layer of each kind.
 
-    Layers are told apart by what they hold (classes of their modules, names and shapes of their parameters) and by
-    their entry in the lists of the text config that have one for each layer.
+    A vision tower has a separate list. Layers are of one kind if their module classes, the names and shapes of their
+    parameters and their entries in the per-layer lists of the text config are equal.
     """
     wanted = set(repeated_layers(model))
     found: list[LayerKind] = []
@@ -46,12 +46,12 @@ def layer_kinds(model: PreTrainedModel) -> list[LayerKind]:
 
 
 def are_of_the_text(model: PreTrainedModel, layers: nn.ModuleList) -> bool:
-    """Whether `layers` are those that the text config counts: a vision tower may have as many."""
+    """Return whether `layers` are the layers that the text config counts. A vision tower may have the same number."""
     return len(layers) == model.config.get_text_config().num_hidden_layers and layers[0] in decoder_layers(model)
 
 
 def per_layer_lists(model: PreTrainedModel, layers: nn.ModuleList) -> dict[str, list]:
-    """The entries of the text config that speak of each of its layers; none of other layers."""
+    """Return the entries of the text config with one value per layer of `layers`. Empty for other layers."""
     if not are_of_the_text(model, layers):
         return {}
     values = model.config.get_text_config().to_dict()

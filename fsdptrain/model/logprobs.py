@@ -1,25 +1,28 @@
-"""Log-probabilities and entropy from hidden states, in chunks of tokens: neither [T, V] nor its gradient exists whole.
+"""Compute logprobs and entropy from hidden states in chunks, without materializing [T, V] or its gradient.
 
     raw = hidden @ weight.T + bias          the head
-    z = cap(scale * raw) / temperature      what the model does to its logits, then the temperature of the rollout
-    K = tokens with z >= floor              what truncated sampling left, and the label; without truncation all
+    z = cap(scale * raw) / temperature      the model's logit transform, then the rollout temperature
+    K = tokens with z >= floor              tokens kept by truncated sampling, and the label; without truncation all
     logprob = z[label] - logsumexp_K(z)
     entropy = logsumexp_K(z) - sum_K(softmax_K(z) * z)
 
-The backward makes the logits again, chunk by chunk. With p = softmax_K(z), 0 outside of K, and gradients g of logprob
-and h of entropy:
+The backward pass recomputes the logits chunk by chunk. With p = softmax_K(z), which is 0 outside K, and the gradients g
+of logprob and h of entropy:
+
     dz = g * (onehot(label) - p) - h * p * (z - logsumexp_K(z) + entropy)
-The products with the head run over chunks of tokens, through one buffer of chunk_size x V in the dtype of `hidden`.
-What is between them runs over a few of its rows at a time, in float32, that stay in a cache (_blocks).
 
-A token costs four products: one forward; backward one again, and one for each of the two gradients. The last chunk
-costs three: its logits wait in that buffer for the backward, which begins there and would fill it with them again. So
-a pack of one chunk computes nothing twice, and no more memory is needed.
+The products with the head run over chunks of tokens, through one buffer of chunk_size x V in the dtype of `hidden`. The
+operations between them run in float32 over a few rows at a time that fit in a cache (`_blocks`).
 
-K is made from the logits of the present policy. So that the sampled token is in it, whatever rounding or an optimizer
-step did to the logits, it reaches down to the label: the smallest head of the distribution that passes the filters and
-holds the label. Then a logprob is finite, and 0 at most. (prime-rl and, by a flag, vLLM record the engine's set itself,
-as DeepSeek-V3.2 does, arXiv 2512.02556 "keep sampling mask": exact also far off-policy, for V bits a token.)
+A token costs four products: one forward, one to recompute the logits, and one for each of the two gradients. The last
+chunk costs three: its logits stay in the buffer for the backward pass, which starts with that chunk. This needs no
+extra memory, and a pack of one chunk computes nothing twice.
+
+K is computed from the logits of the current policy and extended down to the label: it is the smallest set of most
+likely tokens that passes the filters and contains the label. The sampled token is therefore in K despite rounding
+errors and optimizer steps, and the logprob is finite and at most 0. (prime-rl and, with a flag, vLLM record the
+engine's set instead, as DeepSeek-V3.2 does, arXiv 2512.02556 "keep sampling mask". That is exact even far off-policy,
+but costs V bits per token.)
 """
 
 from collections.abc import Iterator
@@ -32,20 +35,20 @@ from torch import Tensor
 from fsdptrain.model.truncation import UNTRUNCATED, Truncation, smallest_kept
 from fsdptrain.overrides import overridable
 
-# For logits outside of K: no softmax sees them, and times a probability of 0 they are 0, where -inf would be NaN.
+# Value of logits outside K. Their softmax is 0. Multiplied by a probability of 0 they give 0, where -inf gives NaN.
 _EXCLUDED = -1e30
-# Logits that are worked on at a time: 512 KiB of float32 for each core of a CPU, 128 MiB on a device.
+# Logits processed at a time: 512 KiB of float32 per CPU core, 128 MiB on a device.
 _PER_CORE, _PER_DEVICE = 2**17, 2**25
 
 
 @dataclass(frozen=True)
 class HeadTransform:
-    """What is done to `hidden @ weight.T + bias` before the softmax."""
+    """The transform from `hidden @ weight.T + bias` to the input of the softmax, in field order."""
 
-    logit_scale: float = 1.0  # first: multiplies (granite divides by its logits_scaling: its inverse)
-    softcap: float | None = None  # then: cap * tanh(logits / cap)
-    temperature: float = 1.0  # then: divides
-    truncation: Truncation = UNTRUNCATED  # last
+    logit_scale: float = 1.0  # multiplies (for granite: the inverse of its logits_scaling)
+    softcap: float | None = None  # cap * tanh(logits / cap)
+    temperature: float = 1.0  # divides
+    truncation: Truncation = UNTRUNCATED  # applied last
 
 
 @overridable
@@ -62,13 +65,13 @@ def chunked_logprobs(
     chunk_size: int = 512,  # tokens
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probability of `labels` and, where asked for, entropy in nats: [T] in float32, or float64 for float64 input.
+    """Compute logprobs of `labels` and optionally entropy [nats]: [T] in float32, or float64 for float64 input.
 
-    The product with the head runs in the dtype of its inputs, everything after it in float32 or more; the gradient of
+    The product with the head runs in the dtype of its inputs, everything after it in float32 or higher. The gradient of
     the weight is summed over chunks in float32.
     """
     transform = HeadTransform(logit_scale, softcap, temperature, truncation)
-    keeps = torch.is_grad_enabled()  # within forward it never is
+    keeps = torch.is_grad_enabled()  # always False inside forward
     logprobs, entropy = _ChunkedLogprobs.apply(hidden, weight, bias, labels, transform, chunk_size, with_entropy, keeps)
     return logprobs, entropy if with_entropy else None
 
@@ -125,7 +128,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=logsumexp.dtype) if needs_weight and not len(hidden) else None
         grad_bias = torch.zeros_like(bias, dtype=logsumexp.dtype) if needs_bias else None
-        kept, ctx.kept = ctx.kept, None  # it is overwritten: a second backward makes all logits again
+        kept, ctx.kept = ctx.kept, None  # overwritten below: a second backward recomputes all logits
         buffer = hidden.new_empty(min(len(hidden), ctx.chunk_size), weight.shape[0]) if kept is None else kept
         for chunk in reversed(_chunks(hidden.shape[0], ctx.chunk_size)):
             raw = kept if kept is not None else product(hidden[chunk], weight, bias, out=buffer)
@@ -144,13 +147,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
 
 def _chunks(num_tokens: int, chunk_size: int) -> list[slice]:
-    """Rows of each chunk; the first is the one that may be short."""
+    """Return the rows of each chunk. Only the first chunk may be short."""
     return [slice(max(0, end - chunk_size), end) for end in range(num_tokens, 0, -chunk_size)][::-1]
 
 
 def _blocks(raw: Tensor, chunk: slice) -> Iterator[tuple[slice, Tensor]]:
-    """(rows of all tokens, their logits [B, V] of a chunk's `raw`), as many as a cache holds."""
-    if raw.device.type == "cpu" and type(raw) is Tensor:  # fake ones are a plan's, which is about devices
+    """Yield (rows among all tokens, logits [B, V] of the chunk `raw`) in blocks that fit in a cache."""
+    if raw.device.type == "cpu" and type(raw) is Tensor:  # fake tensors come from the memory plan, which models devices
         size = torch.get_num_threads() * max(1, _PER_CORE // raw.shape[1])
     else:
         size = max(1, _PER_DEVICE // raw.shape[1])
@@ -161,7 +164,7 @@ def _blocks(raw: Tensor, chunk: slice) -> Iterator[tuple[slice, Tensor]]:
 
 
 def product(hidden: Tensor, weight: Tensor, bias: Tensor | None, *, out: Tensor) -> Tensor:
-    """[C, V], the head of a chunk, in the first rows of `out`."""
+    """Compute the logits [C, V] of a chunk in the first rows of `out`."""
     out = out[: len(hidden)]
     if bias is None:
         return torch.mm(hidden, weight.T, out=out)
@@ -169,7 +172,7 @@ def product(hidden: Tensor, weight: Tensor, bias: Tensor | None, *, out: Tensor)
 
 
 def transformed(raw: Tensor, transform: HeadTransform) -> Tensor:
-    """`raw` after scale, cap and temperature: new, in float32 or more."""
+    """Return a new tensor of `raw` after scale, cap and temperature, in float32 or higher."""
     exact = torch.promote_types(raw.dtype, torch.float32)
     if transform.softcap is None:
         return torch.mul(raw.to(exact), transform.logit_scale / transform.temperature)
@@ -187,21 +190,21 @@ def grad_raw(
     grad_entropy: Tensor | None,  # [C]
     *,
     floor: Tensor | None = None,  # [C]
-    owned: Tensor | None = None,  # [C] bool, where labels are not all in these columns
+    owned: Tensor | None = None,  # [C] bool, if only some labels are in these columns
 ) -> Tensor:
-    """Of the head's product [C, V] before scale, cap and temperature; in float32 or more."""
+    """Compute the gradient of the raw logits [C, V], before scale, cap and temperature, in float32 or higher."""
     z = transformed(raw, transform)
     slope = _slope_of(z, transform)
     if floor is not None:
         z.masked_fill_(z < floor[:, None], _EXCLUDED)
-    factor = 1.0 if isinstance(slope, Tensor) else slope  # of a row costs less than of its logits
+    factor = 1.0 if isinstance(slope, Tensor) else slope  # scaling the row gradients is cheaper than scaling the logits
     of_logprobs, of_entropy = (None if grad is None else grad * factor for grad in (grad_logprobs, grad_entropy))
     dz = _grad_logits(z.sub_(logsumexp[:, None]), labels, of_logprobs, of_entropy, entropy, owned)
     return dz.mul_(slope) if isinstance(slope, Tensor) else dz
 
 
 def _slope_of(z: Tensor, transform: HeadTransform) -> Tensor | float:
-    """dz / draw, from z itself: with a softcap tanh' = 1 - tanh^2, and tanh = z * temperature / cap."""
+    """Compute dz / draw from z: with a softcap tanh' = 1 - tanh^2, and tanh = z * temperature / cap."""
     factor = transform.logit_scale / transform.temperature
     if transform.softcap is None:
         return factor
@@ -216,7 +219,7 @@ def _grad_logits(
     entropy: Tensor,  # [C]
     owned: Tensor | None,
 ) -> Tensor:
-    """dz [C, V] of this module's docstring, in the buffers that are there."""
+    """Compute dz [C, V] (see the module docstring), reusing existing buffers."""
     if grad_entropy is None:
         dz = logp.exp_()
         if grad_logprobs is None:
@@ -237,7 +240,7 @@ def _grad_logits(
 
 
 def plus_product(total: Tensor | None, dz: Tensor, hidden: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """total [V, D] + dz.T @ hidden in place, summed over chunks in `dtype`; None: the first chunk, which begins it."""
+    """Add dz.T @ hidden to `total` [V, D] in place, in `dtype`. None: start a new sum."""
     if total is None:
         return (dz.T @ hidden).to(dtype)
     if dtype == hidden.dtype:

@@ -1,7 +1,7 @@
-"""The policy's forward pass: a pack in, the logprobs of its labels out, all inside the root module's forward.
+"""The forward pass of the policy: from a pack to the logprobs of its labels, inside the root module's forward.
 
-Under FSDP2 the head's weight is gathered only inside the root's forward, so the logprobs are computed there too. The
-stock head stays reachable for the check at start (`check_head`).
+FSDP2 gathers the weight of the head only inside the root's forward, so the logprobs are computed there. The stock head
+stays available for `check_head`.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,11 +25,11 @@ from fsdptrain.model.structure import base_model, lm_head, reshard, stock_class
 from fsdptrain.model.truncation import UNTRUNCATED, Truncation
 from fsdptrain.types import Images, LogProbs, PackedBatch, join_images, positions_of
 
-# Mean difference of a logprob between two exact ways of computing it. Half precision: what rounding of logits of
-# magnitude 30 makes; a leak or a lost scale moves logprobs by far more.
+# Largest mean difference between the logprobs of two exact implementations. In half precision this is the rounding
+# error of logits of magnitude 30. A leak between sequences or a missing scale changes logprobs by far more.
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 
-# What may go wrong when a model is called in a way that it was not written for.
+# Errors that a model may raise when it is called in a way that it was not written for.
 MODEL_ERRORS = (
     RuntimeError,
     ValueError,
@@ -41,7 +41,7 @@ MODEL_ERRORS = (
     NumericsError,
 )
 
-# How configs name what the model does to its logits. The self-check proves the entry, or stops the run.
+# Config keys for scales applied to the logits. `check_head` verifies them at startup.
 _SCALE_KEYS: dict[str, Callable[[float], float]] = {
     "logit_scale": lambda x: x,  # cohere
     "lm_head_multiplier": lambda x: x,  # falcon_h1
@@ -53,15 +53,15 @@ _SOFTCAP_KEYS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_sof
 
 
 def install_policy_forward(model: PreTrainedModel, *, chunk_size: int, features: Features = NO_FEATURES) -> None:
-    """Replace `model.forward`, before sharding: it then takes a PackedBatch, and is called by `policy_logprobs`.
+    """Replace `model.forward` with one that takes a PackedBatch.
 
-    chunk_size: tokens whose logits exist at a time.
+    Call it before sharding; `policy_logprobs` runs it. chunk_size: number of tokens whose logits exist at a time.
     """
     model.forward = capture_model_errors(PolicyForward(model, chunk_size=chunk_size, features=features))
 
 
 class PolicyForward:
-    """The forward of a policy. It returns a dict of tensors, in which FSDP2 finds what its backward hooks hang on."""
+    """The forward of a policy. Returns a dict of tensors, in which FSDP2 finds the tensors for its backward hooks."""
 
     def __init__(self, model: PreTrainedModel, *, chunk_size: int, features: Features) -> None:
         self._model = model
@@ -118,15 +118,15 @@ class PolicyForward:
 
 
 def capture_model_errors(forward: Callable[..., dict[str, Tensor]]) -> Callable[..., dict[str, Tensor]]:
-    """Wrap `forward`: it then appends an error of the model to `refusals`, where the caller passes such a list."""
+    """Wrap `forward` to append an error of the model to `refusals`, if the caller passes that list."""
 
     def capturing(batch: PackedBatch, *, refusals: list[Exception] | None = None, **options: Any) -> dict[str, Tensor]:
         try:
             return forward(batch, **options)
         except MODEL_ERRORS as error:
-            if refusals is None or isinstance(error, torch.OutOfMemoryError):  # which says nothing about the model
+            if refusals is None or isinstance(error, torch.OutOfMemoryError):  # OOM says nothing about the model
                 raise
-            refusals.append(error)  # caught inside the root's forward, which leaves FSDP2's state consistent
+            refusals.append(error)  # caught inside the root's forward, which keeps FSDP2's state consistent
             return {"values": torch.zeros(batch.num_tokens, device=batch.input_ids.device)}
 
     return capturing
@@ -141,9 +141,9 @@ def policy_logprobs(
     truncation: Truncation = UNTRUNCATED,
     with_entropy: bool = False,
 ) -> LogProbs:
-    """Compute the logprobs of the labels of `batch`, which lies on the device. Collective where the model is sharded.
+    """Compute the logprobs of the labels of `batch`, which is on the device. Collective if the model is sharded.
 
-    The head runs only at `batch.loss_positions`; elsewhere values and entropy are 0, without gradient. Temperature and
+    The head runs only at `batch.loss_positions`. Elsewhere values and entropy are 0, without gradient. Temperature and
     truncation are those that the labels were sampled with.
     """
     found = model(batch, layout=layout, temperature=temperature, truncation=truncation, with_entropy=with_entropy)
@@ -151,7 +151,7 @@ def policy_logprobs(
 
 
 def logprobs_or_refusal(model: PreTrainedModel, batch: PackedBatch, layout: Layout) -> tuple[Tensor, str]:
-    """Logprobs [T], and the words of the first rank that could not make them. Collective."""
+    """Return the logprobs [T], and the error message of the first rank that failed or "". Collective."""
     refusals: list[Exception] = []
     values = model(batch, layout=layout, refusals=refusals)["values"]
     said = next((words for words in gather(one_line(refusals[0]) if refusals else None) if words), "")
@@ -160,11 +160,11 @@ def logprobs_or_refusal(model: PreTrainedModel, batch: PackedBatch, layout: Layo
 
 
 def head_transform(config: PreTrainedConfig) -> HeadTransform:
-    """What the config says that the model does to its logits."""
+    """Read from the config how the model transforms its logits."""
     text = config.get_text_config()
     scale = 1.0
     for key, factor in _SCALE_KEYS.items():
-        value = getattr(text, key, None)  # minicpm3 computes it
+        value = getattr(text, key, None)  # minicpm3 computes it as a property
         if value is not None:
             scale *= value if text.model_type in _MULTIPLIES_BY_LOGITS_SCALING else factor(value)
     values = text.to_dict()
@@ -183,8 +183,8 @@ def check_head(
 ) -> float:
     """Compare the chunked logprobs with those of the stock model on a few random tokens. Collective.
 
-    Returns the mean difference, the largest over ranks. Raises NumericsError on every rank where it is over the
-    tolerance of `compute_dtype`: then the model does something to its logits that `head_transform` does not know.
+    Returns the mean difference, the largest over ranks. Raises NumericsError on every rank if it exceeds the tolerance
+    of `compute_dtype`: the model then transforms its logits in a way that `head_transform` does not know.
     """
     batch = _random_pack(vocab_size, device)
     with evaluating(model):
@@ -210,18 +210,16 @@ def check_backward(
     device: torch.device | None = None,
     look: Callable[[], None] = lambda: None,
 ) -> None:
-    """One backward pass over a few random tokens, whose gradients `look` may look at before they are dropped.
+    """Run one backward pass over a few random tokens. Collective.
 
-    Collective.
-
-    Raises NumericsError, on every rank alike, for a model that can score and not be trained (reformer; a kernel without
-    a backward), and not in the middle of the first step.
+    `look` is called while the gradients exist; they are dropped afterwards. Raises NumericsError on every rank, before
+    the first step, for a model that supports scoring but not training (reformer; a kernel without a backward).
     """
     batch = _random_pack(vocab_size, device)
     try:
         with evaluating(model):
             policy_logprobs(model, batch, layout=layout).values.sum().backward()
-    except MODEL_ERRORS as error:  # of the model's own code, which is the same on every rank
+    except MODEL_ERRORS as error:  # raised by the model's own code, which is the same on every rank
         if isinstance(error, torch.OutOfMemoryError):
             raise
         raise NumericsError(f"{stock_class(model).__name__} cannot be trained: {one_line(error)}") from error
@@ -239,7 +237,7 @@ def _random_pack(vocab_size: int, device: torch.device | None) -> PackedBatch:
 def plain_batch(
     segments: list[list[int]], *, device: torch.device, images: Sequence[Images | None] = ()
 ) -> PackedBatch:
-    """A pack of whole token lists with a loss on every next token: for checks, which need no samples and no weights."""
+    """Build a pack of whole token lists with a loss on every next token, for checks without samples or weights."""
     tokens = torch.tensor([token for segment in segments for token in segment])
     seqlens = tuple(len(segment) for segment in segments)
     ends = torch.tensor(seqlens).cumsum(0)
@@ -264,7 +262,7 @@ def plain_batch(
 
 
 class evaluating:  # noqa: N801 - reads as a verb: `with evaluating(model): ...`
-    """Dropout off, and back as it was."""
+    """Put `model` in eval mode within the context and restore its mode on exit."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.was_training = model, model.training
@@ -277,11 +275,11 @@ class evaluating:  # noqa: N801 - reads as a verb: `with evaluating(model): ...`
 
 
 def over_ranks(value: float) -> float:
-    """The largest `value` of any rank; nan where any has nan. Collective."""
+    """Return the maximum of `value` over ranks, or nan if any rank has nan. Collective."""
     values = gather(value)
     return next((x for x in values if x != x), max(values))
 
 
 def _stock_logprobs(logits: Tensor, labels: Tensor) -> Tensor:
-    """[M] from the logits [M, V] of a stock model; few tokens only, since they are whole here."""
+    """Compute logprobs [M] from the logits [M, V] of a stock model. For few tokens: the logits exist as a whole."""
     return logits.float().log_softmax(-1).gather(1, labels[:, None])[:, 0]

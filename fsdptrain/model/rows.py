@@ -1,8 +1,8 @@
-"""A pack as the rows of one call of a transformers model, and back to the tokens of the pack.
+"""Arrange a pack as the rows of one call of a transformers model, and map results back to the pack.
 
 Two layouts hold the same tokens. `packed`: one row of T tokens, with boundaries between segments. `padded`: N rows of S
-tokens, where S is the longest segment; tokens stand at the left, so a causal model never sees padding and needs no
-mask. Features may arrange rows in other ways (`Feature.rows`): tokens over several ranks, or shared prefixes once.
+tokens, where S is the longest segment; padding is on the right, so a causal model never sees it and needs no mask.
+Features may arrange rows differently (`Feature.rows`): tokens split over ranks, or shared prefixes stored once.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ Layout = Literal["packed", "padded"]
 
 
 class Rows(Protocol):
-    """T tokens of a pack as R = rows x columns tokens of the model's call on this rank."""
+    """Map the T tokens of a pack to the R = rows x columns tokens of the model call on this rank."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -32,32 +32,32 @@ class Rows(Protocol):
 
     @property
     def loss_positions(self) -> Tensor:
-        """[m] i64: those of `batch.loss_positions` among them."""
+        """[m] i64: the `batch.loss_positions` that this rank computes."""
         ...
 
     def inputs(self, *, pad_token_id: int | None) -> dict[str, Any]:
-        """Keyword arguments of a transformers model."""
+        """Return the keyword arguments for a transformers model."""
         ...
 
     def scatter(self, values: Tensor, *, fill: int) -> Tensor:
-        """[T, ...] of the pack -> [R, ...] of the flattened rows, with `fill` at padding."""
+        """Map [T, ...] of the pack to [R, ...] of the flattened rows, with `fill` at padding."""
         ...
 
     def gather(self, values: Tensor, positions: Tensor | None = None) -> Tensor:
-        """[R, ...] of the flattened rows -> [m, ...] at `positions` of the pack (default: `tokens`)."""
+        """Map [R, ...] of the flattened rows to [m, ...] at `positions` of the pack (default: `tokens`)."""
         ...
 
     def to_pack(self, values: Tensor, positions: Tensor) -> Tensor:
-        """[m, ...] at `positions` -> [T, ...], zero elsewhere; summed over the ranks that share the pack."""
+        """Map [m, ...] at `positions` to [T, ...], zero elsewhere; summed over the ranks that share the pack."""
         ...
 
     def total(self, value: Tensor) -> Tensor:
-        """The sum of `value` over the ranks that share the pack."""
+        """Sum `value` over the ranks that share the pack."""
         ...
 
 
 def core_rows(batch: PackedBatch, layout: Layout, attention: str) -> Rows:
-    """The rows of a pack that no feature arranges. attention: the implementation that the model has."""
+    """Return the default rows of a pack. attention: name of the model's attention implementation."""
     return PackedRows(batch) if layout == "packed" else PaddedRows(batch, attention)
 
 
@@ -144,17 +144,17 @@ class PaddedRows:
 
 
 def cells(batch: PackedBatch, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """(row, column) [m] of the tokens at `positions` of the pack where each segment is a row."""
+    """Return (row, column) [m] of the tokens at `positions` of the pack if each segment is a row."""
     row = torch.searchsorted(batch.cu_seqlens[1:], positions.to(torch.int32), right=True)
     return row, positions - batch.cu_seqlens[row]
 
 
 def zeros_with(values: Tensor, positions: Tensor, length: int) -> Tensor:
-    """[m, ...] -> [length, ...] with `values` at `positions`, zero elsewhere."""
+    """Map [m, ...] to [length, ...] with `values` at `positions`, zero elsewhere."""
     zeros = torch.zeros(length, *values.shape[1:], dtype=values.dtype, device=values.device)
     return zeros.index_copy(0, positions, values)
 
 
 def padding_token(pad_token_id: int | None) -> int:
-    """A token for padding: not the model's pad token, at which transformers warns."""
+    """Return a token for padding. transformers warns about the model's pad token, so this is another one."""
     return int(pad_token_id == 0)

@@ -1,4 +1,4 @@
-"""Where the parts of a transformers model are, whatever its authors called them."""
+"""Locate the parts of a transformers model independently of the names that its authors chose."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,38 +19,39 @@ TOP_K_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_t
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """How many numbers a model has; tied weights count once."""
+    """Number of parameters of a model. Tied weights count once."""
 
     total: int
-    largest_layer: int  # of the largest decoder layer
+    largest_layer: int  # parameters of the largest decoder layer
     outside_layers: int  # embedding, last norm, head
-    frozen: int = 0  # of the total: what is not trained
-    most_trained: int | None = None  # in one decoder layer, or outside of them; None: as many as there are
-    adapter: int = 0  # of the total: what LoRA has added
+    frozen: int = 0  # part of `total`: not trained
+    most_trained: int | None = None  # trained ones in the largest layer or outside the layers; None: all
+    adapter: int = 0  # part of `total`: added by LoRA
 
     @property
     def reduced_at_once(self) -> int:
-        """Gradients of one group, the largest."""
+        """Number of gradients in the largest FSDP group."""
         return max(self.largest_layer, self.outside_layers) if self.most_trained is None else self.most_trained
 
 
 class ExpertChoice(NamedTuple):
-    """What a router does for each token: it takes `top_k` of `num_experts`."""
+    """Top-k routing: each token goes to `top_k` of `num_experts`."""
 
     num_experts: int
     top_k: int
 
 
 def stock_class(model: PreTrainedModel) -> type[PreTrainedModel]:
-    """The class that transformers knows: sharding makes a subclass, by another name and in another file."""
+    """Return the transformers class of `model`. FSDP2 replaces it with a subclass that has another name and file."""
     return next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
 
 
 @contextmanager
 def as_stock(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, `model` is of its stock class, by whose name and file transformers finds conversions and initialisers.
+    """Give `model` its stock class within the context.
 
-    It takes any other class for custom code, and leaves buffers that no file holds as they are: uninitialised.
+    transformers looks up conversions and initializers by the name and file of the class. It treats any other class as
+    custom code and leaves buffers that no file holds uninitialized.
     """
     own_class = type(model)
     model.__class__ = stock_class(model)
@@ -61,10 +62,11 @@ def as_stock(model: PreTrainedModel) -> Iterator[None]:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The repeated blocks of the language model, in the order of the model; the same before and after sharding.
+    """Return the repeated blocks of the language model in model order, before and after sharding.
 
-    They are the members of a ModuleList whose class transformers itself never splits over devices
-    (`_no_split_modules`); where a model does not declare any, the members of its largest ModuleList.
+    They are the members of a ModuleList whose class transformers never splits over devices (`_no_split_modules`). If a
+    model declares no such classes, they are the members of its largest ModuleList. Raises CheckpointError if there are
+    none.
     """
     unsplit = set(model._no_split_modules or ())
     lists = _outermost_lists(language_model(model))
@@ -78,7 +80,7 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def tower_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The repeated blocks outside of the language model: those of a vision tower. None in a model of text alone."""
+    """Return the repeated blocks outside the language model (a vision tower). Empty for a text-only model."""
     unsplit = set(model._no_split_modules or ())
     inside = set(language_model(model).modules())
     outside = [x for x in _outermost_lists(model) if x not in inside]
@@ -86,18 +88,18 @@ def tower_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def repeated_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """What is sharded block by block: the layers of a vision tower, then those of the language model."""
+    """Return the modules to shard one by one: the layers of a vision tower, then those of the language model."""
     return [*tower_layers(model), *decoder_layers(model)]
 
 
 def parameters_outside(model: PreTrainedModel) -> list[nn.Parameter]:
-    """Those of no repeated layer: embedding, last norm, head."""
+    """Return the parameters outside the repeated layers: embedding, last norm, head."""
     inside = {p for layer in repeated_layers(model) for p in layer.parameters()}
     return [p for p in model.parameters() if p not in inside]
 
 
 def language_model(model: PreTrainedModel) -> nn.Module:
-    """The part that reads tokens: of a vision-language model the one that its text config describes, else the base."""
+    """Return the module that reads tokens: the part described by the text config, or the base model."""
     base, text = base_model(model), model.config.get_text_config()
     if text is model.config:
         return base
@@ -105,30 +107,30 @@ def language_model(model: PreTrainedModel) -> nn.Module:
 
 
 def vision_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """Those of the parts that no token of text meets: tower, projector. Empty in a model of text alone."""
+    """Return the parameters that text tokens never use: vision tower and projector. Empty for a text-only model."""
     text = {p for part in (language_model(model), lm_head(model)) for p in part.parameters()}
     return {name: p for name, p in model.named_parameters() if p not in text}
 
 
 def freeze_vision(model: PreTrainedModel) -> None:
-    """Train nothing but the language model. No change to a model of text alone."""
+    """Freeze all parameters outside the language model. Does nothing to a text-only model."""
     for parameter in vision_parameters(model).values():
         parameter.requires_grad_(False)
 
 
 def base_model(model: PreTrainedModel) -> nn.Module:
-    """The part that makes hidden states: everything but the head."""
+    """Return the module that computes hidden states: everything but the head."""
     base = model.base_model
     if base is not model:
         return base
     inner = [child for child in model.children() if isinstance(child, PreTrainedModel)]
     if len(inner) != 1:
         raise CheckpointError(f"{type(model).__name__} has no one part that makes hidden states")
-    return inner[0]  # llama4's language model names a prefix that it does not have
+    return inner[0]  # llama4's language model declares a base_model_prefix that it does not have
 
 
 def lm_head(model: PreTrainedModel) -> nn.Module:
-    """The module that turns hidden states into logits. CheckpointError where there is none."""
+    """Return the module that turns hidden states into logits. Raises CheckpointError if there is none."""
     head = model.get_output_embeddings()
     if head is None:
         raise CheckpointError(f"{type(model).__name__} has no output embedding: it is not a causal language model")
@@ -136,7 +138,7 @@ def lm_head(model: PreTrainedModel) -> nn.Module:
 
 
 def count_parameters(model: PreTrainedModel) -> ParameterCounts:
-    """Exact counts, from the shapes: the model may be on meta, and sharded."""
+    """Count parameters from their shapes. The model may be on meta or sharded."""
     total, trained = _numel(model), _numel(model, only_trained=True)
     layers = [_numel(layer) for layer in repeated_layers(model)]
     trained_layers = [_numel(layer, only_trained=True) for layer in repeated_layers(model)]
@@ -151,17 +153,23 @@ def count_parameters(model: PreTrainedModel) -> ParameterCounts:
 
 
 def is_of_adapter(name: str) -> bool:
-    """Whether a parameter of this name is peft's: stock models have frozen ones too, such as biases of routers."""
+    """Return whether this is the name of a LoRA parameter of peft.
+
+    `requires_grad` does not tell: stock models have frozen parameters too, such as router biases.
+    """
     return ".lora_" in name
 
 
 def count_active_parameters(model: PreTrainedModel) -> int:
-    """Those that one token of text meets. Embeddings and head count."""
+    """Return the number of parameters that one text token uses, embeddings and head included."""
     return round(sum(active_sizes(model).values()))
 
 
 def active_sizes(model: PreTrainedModel) -> dict[nn.Parameter, float]:
-    """How many numbers of each parameter one token of text meets: of routed experts as many as it is sent to."""
+    """Return the number of elements of each parameter that one text token uses.
+
+    A routed expert counts `top_k / num_experts`.
+    """
     unseen = set(vision_parameters(model).values())
     sizes: dict[nn.Parameter, float] = {p: p.numel() for p in model.parameters() if p not in unseen}
     choice = expert_choice(model.config)
@@ -170,31 +178,40 @@ def active_sizes(model: PreTrainedModel) -> dict[nn.Parameter, float]:
         count = num_fused_experts(module) if fused else len(module)
         if choice and count > choice.top_k:
             for p in module.parameters(recurse=not fused):
-                if not fused or p.shape[0] == count:  # biases of fused experts have a row for each of them too
+                if not fused or p.shape[0] == count:  # biases of fused experts also have one row per expert
                     sizes[p] = p.numel() * choice.top_k / count
     return sizes
 
 
 def layer_config(config: PreTrainedConfig, index: int) -> PreTrainedConfig:
-    """Of the text layer number `index`: where layers differ (Gemma 4) a config does not say for all what heads are."""
+    """Return the config of text layer `index`.
+
+    Where layers differ (Gemma 4), the text config has no head size that holds for all.
+    """
     text = config.get_text_config()
-    return text.per_layer_config[index] if getattr(text, "is_heterogeneous", False) else text  # not before 5.23
+    return text.per_layer_config[index] if getattr(text, "is_heterogeneous", False) else text  # transformers >= 5.23
 
 
 def head_size(config: PreTrainedConfig) -> int:
-    """Of a model that does not say it, as most do."""
+    """Return `head_dim`, or hidden size / heads for configs that do not set it."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def head_widths(config: PreTrainedConfig) -> tuple[int, int]:
-    """(of queries and keys, of values) of a head: multi-head latent attention has two, and `head_size` is neither."""
+    """Return the head widths (queries and keys, values).
+
+    Multi-head latent attention has two widths, and neither equals `head_size`.
+    """
     own = head_size(config)
     return getattr(config, "qk_head_dim", None) or own, getattr(config, "v_head_dim", None) or own
 
 
 def projected_heads(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
-    """(name, heads) of each projection to queries, keys or values of a decoder layer whose attention says how wide a
-    head is: some families have layers with other heads than the config counts (Gemma 4, Laguna)."""
+    """Yield (name, heads) for each query, key or value projection of a decoder layer.
+
+    The attention module must have `head_dim`. In some families the number of heads of a layer differs from that in the
+    config (Gemma 4, Laguna).
+    """
     names = {module: name for name, module in model.named_modules()}
     for module in (module for layer in decoder_layers(model) for module in layer.modules()):
         width = vars(module).get("head_dim")
@@ -206,7 +223,7 @@ def projected_heads(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
 
 
 def expert_choice(config: PreTrainedConfig) -> ExpertChoice | None:
-    """What the config says; None for a model without experts."""
+    """Return the routing parameters in the config, or None for a model without experts."""
     text = config.get_text_config()
     found = [
         next((n for n in (getattr(text, key, None) for key in keys) if n), None) for keys in (_EXPERTS, TOP_K_KEYS)
@@ -216,26 +233,26 @@ def expert_choice(config: PreTrainedConfig) -> ExpertChoice | None:
 
 
 def num_fused_experts(module: nn.Module) -> int:
-    """How many experts lie in the tensors of this very module, [E, ., .] each; 0: it is nothing of that kind."""
+    """Return the number of experts fused into the direct parameters of `module`, [E, ., .] each, or 0."""
     if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
         return 0
     return next((p.shape[0] for p in module.parameters(recurse=False) if p.dim() == 3), 0)
 
 
 def reshard(model: nn.Module) -> None:
-    """Free what is gathered, in every group, so that parameters are DTensors and the next forward gathers anew."""
+    """Free all gathered parameters so that they are DTensors and the next forward pass gathers them again."""
     groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for group in reversed(groups):  # children first: what is left gathered in a parent is then its own
+    for group in reversed(groups):  # children first: then only the parent's own parameters are still gathered
         group.reshard()
         if any(not isinstance(p, DTensor) for p in cast(nn.Module, group).parameters()):
-            # A forward that broke off: the group takes itself to be inside it, and stays gathered as it should there.
+            # A forward pass that raised leaves the group in its forward state, where it stays gathered.
             group.set_reshard_after_forward(True, recurse=False)
             group.reshard()
             group.set_reshard_after_forward(False, recurse=False)
 
 
 def _outermost_lists(model: nn.Module) -> list[nn.ModuleList]:
-    """Every ModuleList that does not lie within another one (as the experts of a layer do)."""
+    """Return every ModuleList that is not nested in another one. The experts of a layer may be nested."""
     found: list[nn.ModuleList] = []
     for child in model.children():
         found += [child] if isinstance(child, nn.ModuleList) else _outermost_lists(child)
@@ -243,7 +260,7 @@ def _outermost_lists(model: nn.Module) -> list[nn.ModuleList]:
 
 
 def _class_names(module: nn.Module) -> set[str]:
-    """With those of its bases: sharding changes the class of a module to a subclass."""
+    """Return the class names of `module` and its bases. Sharding replaces the class of a module with a subclass."""
     return {cls.__name__ for cls in type(module).__mro__}
 
 

@@ -1,8 +1,8 @@
-"""Which tokens truncated sampling leaves, and nothing else: engine and trainer ask the same function.
+"""Truncated sampling: which tokens top_p, top_k and min_p keep. The engine and the trainer share this function.
 
-Temperature comes first, then min_p and top_k, then top_p within what these left: vLLM's order (Sampler.sample, docs of
-version 0.19). What is left is always a head of the distribution, all tokens from some logit upwards, so one number for
-each row says all of it. Tokens with exactly that logit stay, all of them: the set depends on no order among ties.
+The order is that of vLLM (Sampler.sample, docs of version 0.19): temperature, then min_p and top_k, then top_p within
+the remaining tokens. The kept tokens are always all tokens with at least some logit, so one threshold per row describes
+them. All tokens with exactly that logit are kept, so the set does not depend on the order of ties.
 """
 
 import math
@@ -15,13 +15,13 @@ from torch import Tensor
 
 from fsdptrain.config import RolloutConfig
 
-_BLOCK = 128  # entries whose running sum is one row of a matrix product
-_MAX_ELEMENTS = 2**23  # logits that are sorted at one time: 64 MiB for each float64 copy of them
+_BLOCK = 128  # entries per block: the running sum of a block is one row of a matrix product
+_MAX_ELEMENTS = 2**23  # logits sorted at a time: 64 MiB per float64 copy
 
 
 @dataclass(frozen=True)
 class Truncation:
-    """What sampling leaves of the vocabulary; as it is made, all of it."""
+    """Options of truncated sampling. The defaults keep the whole vocabulary."""
 
     top_p: float = 1.0
     top_k: int = -1  # -1: off
@@ -29,7 +29,7 @@ class Truncation:
 
     @classmethod
     def of(cls, rollout: RolloutConfig) -> Self:
-        """What the engine samples from in training."""
+        """Return the truncation that the engine uses in training."""
         return cls(rollout.top_p, rollout.top_k or -1, rollout.min_p)
 
     def __bool__(self) -> bool:
@@ -40,10 +40,11 @@ UNTRUNCATED = Truncation()
 
 
 def smallest_kept(logits: Tensor, truncation: Truncation) -> Tensor:
-    """The smallest logit that stays, of each row of `logits` [R, V], after temperature: [R]. Without gradient.
+    """Compute the smallest kept logit of each row of `logits` [R, V], after temperature: [R]. Without gradient.
 
-    min_p keeps what is at least min_p times as likely as the most likely token (arXiv 2407.01082); top_k the k most
-    likely; top_p the fewest of the most likely whose probability reaches top_p (arXiv 1904.09751). One token at least.
+    min_p keeps tokens at least `min_p` times as likely as the most likely token (arXiv 2407.01082). top_k keeps the k
+    most likely tokens. top_p keeps the smallest set of most likely tokens whose probability reaches top_p (arXiv
+    1904.09751). At least one token is kept.
     """
     logits = logits.detach()
     smallest = torch.full_like(logits[:, 0], -torch.inf)
@@ -60,7 +61,10 @@ def smallest_kept(logits: Tensor, truncation: Truncation) -> Tensor:
 
 
 def _nucleus(logits: Tensor, smallest: Tensor, top_p: float) -> Tensor:
-    """The last token whose mass of likelier ones, among those from `smallest` [R] upwards, is below top_p: [R]"""
+    """Compute the logit of the last token that top_p keeps among the logits >= `smallest` [R]: [R].
+
+    A token is kept while the total probability of all more likely tokens is below top_p.
+    """
     ordered = logits.sort(dim=-1, descending=True).values
     left = ordered.masked_fill(ordered < smallest[:, None], -torch.inf)
     probs = left.softmax(-1, dtype=torch.float64)
@@ -70,10 +74,10 @@ def _nucleus(logits: Tensor, smallest: Tensor, top_p: float) -> Tensor:
 
 
 def running_sums(values: Tensor) -> Tensor:
-    """Inclusive sums along the last dimension of `values` [R, N] f64.
+    """Compute inclusive sums along the last dimension of `values` [R, N] f64.
 
-    A product with a triangle of ones, in blocks: torch.cumsum has no deterministic kernel for floats on CUDA, and
-    raises under --deterministic-mode.
+    Uses blockwise products with a triangle of ones. torch.cumsum has no deterministic float kernel on CUDA and raises
+    under --deterministic-mode.
     """
     num_rows, length = values.shape
     size = min(length, _BLOCK)

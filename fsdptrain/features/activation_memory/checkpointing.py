@@ -1,11 +1,11 @@
-"""Activation checkpointing: keep little of a decoder layer, compute the rest again in the backward pass.
+"""Activation checkpointing: save little of a decoder layer and recompute the rest in the backward pass.
 
-    full        its input is kept, and nothing else
-    selective   its input and what is dear to compute: results of matrix products and of attention; norms, activations,
-                rotations and casts are computed again
+    full        save only the layer input
+    selective   save the layer input and the results of matrix products and attention; recompute norms, activations,
+                rotary embeddings and casts
 
-Call it before `shard_model`: sharding hooks lie around a layer's forward, so that the recomputation finds the layer
-gathered. The forward of each layer is replaced, not the layer: the names of parameters stay those of the checkpoint.
+Call it before `shard_model`: FSDP hooks wrap the layer's forward, so the layer is gathered during recomputation. The
+forward of a layer is replaced, not the layer, so parameter names stay those of the checkpoint.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ from fsdptrain.model.structure import decoder_layers, tower_layers, vision_param
 
 CheckpointingKind = Literal["full", "selective"]
 
-# Their cost grows with the width of the model for each number that they make. Names that this torch lacks are left out.
+# Operations whose cost per output element grows with the width of the model. Names missing in this torch are skipped.
 _DEAR = (
     "mm",
     "addmm",
@@ -46,16 +46,16 @@ _DEAR_ELSEWHERE = (
 
 
 def dear_operations() -> frozenset[Any]:
-    """What `selective` keeps the results of, among the operations that there are."""
+    """Return the available operations whose results `selective` saves."""
     names = [("aten", name) for name in _DEAR] + list(_DEAR_ELSEWHERE)
     packets = [getattr(getattr(torch.ops, space), name, None) for space, name in names]
     return frozenset(getattr(p, overload) for p in packets if p is not None for overload in p.overloads())
 
 
 class Recomputed:
-    """The forward of a layer of which little is kept.
+    """A layer forward with activation checkpointing.
 
-    `again` is asked in each forward pass for a context, and the recomputation runs inside that one.
+    Each forward pass calls `again` for a context, and the recomputation runs inside that context.
     """
 
     def __init__(self, stock: Callable[..., Any], *, kind: CheckpointingKind) -> None:
@@ -79,9 +79,9 @@ class Recomputed:
 
 
 def enable_gradient_checkpointing(model: PreTrainedModel, *, kind: CheckpointingKind = "full", every: int = 1) -> None:
-    """Recompute layers 0, `every`, 2 * `every` and so on, of a vision tower too where it is trained.
+    """Recompute layers 0, `every`, 2 * `every` and so on, also of a trained vision tower.
 
-    Gradients are bitwise those without it.
+    Gradients are bitwise equal to those without recomputation.
     """
     tower = tower_layers(model) if any(p.requires_grad for p in vision_parameters(model).values()) else []
     for layer in [*decoder_layers(model)[::every], *tower[::every]]:

@@ -1,4 +1,4 @@
-"""What decoder layers keep for the backward pass, as two features: recomputed, or moved to host memory."""
+"""Features that reduce the activation memory of decoder layers: recomputation and offload to the host."""
 
 from pathlib import Path
 

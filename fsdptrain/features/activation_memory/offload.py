@@ -1,11 +1,11 @@
-"""Activations on the host: what a decoder layer keeps for its backward pass is there, not on the device, in between.
+"""Offload the activations that a decoder layer saves for its backward pass to host memory.
 
-With full checkpointing that is the input of each layer; without any, all that its operations save. Weights and what all
-layers share (rotary tables, boundaries) stay: a gathered weight is freed and gathered again by FSDP2 itself.
+With full checkpointing that is the input of each layer; without it, all tensors that its operations save. Weights and
+tensors shared by all layers (rotary tables, boundaries) are not offloaded: FSDP2 frees and gathers weights itself.
 
-A layer's tensors leave while the next layer computes, and come back while the layer after it goes backward: the device
-holds those of two layers at a time, and waits for a copy only where it is faster than the copies. Autograd owns all of
-it: when it frees what it saved, both copies go.
+Tensors of a layer are copied out while the next layer computes, and back while the layer after it runs backward. The
+device holds the tensors of two layers at a time, and waits only if it is faster than the copies. Autograd owns the
+copies: when it frees the saved tensors, both copies are freed.
 """
 
 import weakref
@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from fsdptrain.fsdp.transfers import Transfers
 from fsdptrain.model.structure import decoder_layers
 
-SMALLEST = 1024  # bytes: what is smaller is not worth a copy
+SMALLEST = 1024  # [bytes] smaller tensors are not offloaded
 
 
 def enable_activation_offload(
@@ -32,37 +32,38 @@ def enable_activation_offload(
     ahead: int = 1,
     host_buffer: Callable[[int], Tensor] | None = None,
 ) -> None:
-    """Around whatever the layers' forwards are by now, and before `shard_model`. Gradients do not change by a bit.
+    """Wrap the current forwards of the decoder layers. Call it before `shard_model`. Gradients are bitwise unchanged.
 
-    ahead: layers whose tensors may be on their way, beside the one that computes. host_buffer: makes [bytes] uint8.
+    ahead: number of layers whose tensors may be in transit, in addition to the one that computes. host_buffer:
+    allocates [bytes] uint8.
     """
     offload = _Offload(transfers, ahead=ahead, host_buffer=host_buffer or transfers.host_buffer)
     for layer in decoder_layers(model):
         layer.forward = partial(offload.run, layer, layer.forward)
 
 
-_Key = tuple[int, int, torch.dtype]  # storage, its version, and as what it is seen
+_Key = tuple[int, int, torch.dtype]  # storage, its version, and the dtype of the view
 
 
 class _Kept:
-    """One storage that autograd wants to have again."""
+    """A storage that autograd has saved."""
 
     __slots__ = ("__weakref__", "device", "host", "layer")
 
     def __init__(self, layer: "_Layer", source: Tensor, host: Tensor) -> None:
         self.layer = layer
-        self.device: Tensor | None = source  # [numbers]: the original until it has left, later what came back
-        self.host = host  # [numbers]
+        self.device: Tensor | None = source  # [elements]: the original until it is offloaded, later the restored copy
+        self.host = host  # [elements]
 
 
 class _Layer:
-    """A layer in one forward pass. It owns nothing of what was kept."""
+    """A layer in one forward pass. It holds only weak references to the saved storages."""
 
     def __init__(self, before: "_Layer | None") -> None:
         self._before = None if before is None else weakref.ref(before)
         self._kept: list[weakref.ref[_Kept]] = []
-        self.copies: dict[_Key, weakref.ref[_Kept]] = {}  # in its forward
-        self.mark: torch.Event | None = None  # of its last copy
+        self.copies: dict[_Key, weakref.ref[_Kept]] = {}  # saved during its forward
+        self.mark: torch.Event | None = None  # end of its last copy
         self.fetched = False
 
     def before(self) -> "_Layer | None":
@@ -103,7 +104,7 @@ class _Offload:
             return tensor
         key = (_identity(tensor), tensor._version, tensor.dtype)
         kept = found() if (found := layer.copies.get(key)) is not None else None
-        if kept is None:  # while it lives it holds the storage, so that no other one gets its identity
+        if kept is None:  # `kept` keeps the storage alive, so its identity stays unique
             source = tensor.detach().as_strided((storage.nbytes() // tensor.itemsize,), (1,), 0)
             kept = _Kept(layer, source, self._host_buffer(source.nbytes).view(source.dtype))
             with self._transfers.queued():
@@ -125,7 +126,7 @@ class _Offload:
         return kept.device.as_strided(*geometry)
 
     def _let_go(self, layer: _Layer) -> None:
-        """Free the originals of the layer that is `ahead` layers back. The computation waits for its copies first."""
+        """Free the originals of the layer `ahead` layers back, after the computation has waited for its copies."""
         leaving: _Layer | None = layer
         for _ in range(self._ahead):
             leaving = leaving and leaving.before()
@@ -150,5 +151,5 @@ class _Offload:
 
 
 def _identity(tensor: Tensor) -> int:
-    """Of its storage: data pointers are not there for tensors without data."""
+    """Return the identity of the storage. Data pointers do not exist for tensors without data."""
     return tensor.untyped_storage()._cdata

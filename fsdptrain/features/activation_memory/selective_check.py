@@ -1,4 +1,4 @@
-"""Whether selective checkpointing works on a model: measured on a small random copy, before the model is loaded."""
+"""Check on a small random copy of the model that selective checkpointing works, before the model is loaded."""
 
 import torch
 from transformers import PreTrainedConfig
@@ -11,9 +11,9 @@ _TOKENS = 16
 
 
 def check_selective(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> None:
-    """ConfigError for a model that changes in place what would be kept, as gpt_oss does when it adds its biases."""
+    """Raise ConfigError for a model that changes saved results in place, as gpt_oss does when it adds its biases."""
     model = guarded_copy(config, trust_remote_code=trust_remote_code)
-    model.set_attn_implementation("eager")  # what a run has for it is never changed in place
+    model.set_attn_implementation("eager")  # the attention of a run is never changed in place
     enable_gradient_checkpointing(model, kind="selective")
     vocab_size = model.config.get_text_config().vocab_size
     tokens = torch.randint(1, vocab_size, (1, _TOKENS), generator=torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""torch.compile as a feature."""
+"""The torch.compile feature."""
 
 from transformers import PreTrainedModel
 

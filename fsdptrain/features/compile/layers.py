@@ -1,10 +1,10 @@
-"""torch.compile of each decoder layer, with the attention left out: one graph for packs of all shapes.
+"""Compile each decoder layer without its attention: one graph for packs of all shapes.
 
-Attention over a pack loops over its segments on a CPU, and takes their lengths from the host on a GPU: a compiler would
-make a graph for each pack. So it is called from the graph and not traced into it, and all sizes are symbols from the
-first pack on.
+Attention over a pack loops over its segments on a CPU and reads their lengths from the host on a GPU, so a compiler
+would create a graph per pack. The attention is therefore called from the graph instead of traced, and all sizes are
+symbolic from the first pack on.
 
-Call it before `enable_gradient_checkpointing` and before `shard_model`: both act around the compiled forward.
+Call it before `enable_gradient_checkpointing` and `shard_model`, which wrap the compiled forward.
 """
 
 import os
@@ -20,7 +20,7 @@ from fsdptrain.model.structure import decoder_layers
 
 
 def check_compiler(device_type: str) -> None:
-    """ConfigError in one line where inductor will not find its compiler."""
+    """Raise ConfigError if inductor cannot find its compiler."""
     cpu = device_type == "cpu"
     variable, names = ("CXX", ("g++", "clang++")) if cpu else ("CC", ("gcc", "clang"))
     chosen = os.environ.get(variable)
@@ -35,7 +35,7 @@ def check_compiler(device_type: str) -> None:
 
 
 def compile_layers(model: PreTrainedModel, *, backend: str = "inductor") -> None:
-    """Compile the forward of every decoder layer, when it is first called. Names of parameters do not change."""
+    """Compile the forward of every decoder layer on its first call. Parameter names do not change."""
     name = str(model.config._attn_implementation)
     attention = ALL_ATTENTION_FUNCTIONS.get(name)
     if attention is not None:

@@ -1,6 +1,6 @@
-"""Whether the tokens of a model can be dealt over ranks; on meta, so that a refusal comes before the weights.
+"""Check on the meta model that its tokens can be split over ranks, before loading weights.
 
-What is not seen here the probe at start sees: it compares logprobs of dealt tokens with those of the stock model.
+Other problems are detected by the probe at startup, which compares the logprobs of split tokens with the stock model.
 """
 
 from torch import nn
@@ -13,7 +13,10 @@ from fsdptrain.model.structure import layer_config, projected_heads, stock_class
 
 
 def check_dealing(model: PreTrainedModel, config: ParallelConfig) -> list[nn.Module]:
-    """The mixers to gather around, so that tokens can be dealt as `config` says. ConfigError where they cannot."""
+    """Return the mixers that need gathered tokens.
+
+    Raises ConfigError if tokens cannot be split as `config` requires.
+    """
     size, tensor_size = config.context_parallel_size, config.tensor_parallel_size
     gather = config.context_parallel_recurrent == "gather"
     name, text = stock_class(model).__name__, layer_config(model.config, 0)

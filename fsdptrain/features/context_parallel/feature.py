@@ -1,4 +1,4 @@
-"""Context parallelism as a feature: the tokens of a pack are distributed over a group of ranks."""
+"""The context parallel feature: distribute the tokens of a pack over a group of ranks."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -52,7 +52,7 @@ class ContextParallelFeature(Feature):
         return attention in OURS
 
     def rows(self, batch: PackedBatch, layout: Layout, attention: str) -> UlyssesRows | None:
-        """Stock attention, which the probes compare with, gets whole rows on every rank."""
+        """Return this rank's rows. Stock attention, the reference of the probes, gets whole rows on every rank."""
         assert self._group is not None
         active = self._group if attention in OURS else None
         for mixer in self._mixers:

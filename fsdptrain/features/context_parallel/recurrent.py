@@ -1,7 +1,7 @@
-"""Mixers that carry a state along the sequence, where its tokens are dealt over ranks: they are gathered around.
+"""Gather the tokens around mixers that carry a state along the sequence.
 
-Such a mixer (a convolution, Mamba, Gated DeltaNet) gets the tokens of all ranks, computes all of them on each, and each
-rank keeps its own. That is exact, and every rank does the whole of the mixer's work.
+Such a mixer (a convolution, Mamba, Gated DeltaNet) runs on the tokens of all ranks, on every rank, and each rank keeps
+its own tokens. The result is exact; every rank does all of the mixer's work.
 """
 
 from collections.abc import Callable
@@ -41,14 +41,14 @@ class GatheredMixer:
 
 
 def recurrent_mixers(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """By name, the parts of decoder layers with a state: told by a convolution along the sequence or a decay."""
+    """Return the stateful parts of decoder layers by name, detected by a convolution or a decay parameter."""
     names = {id(module): name for name, module in model.named_modules()}
     parts = [part for layer in decoder_layers(model) for part in layer.children()]
     return {names[id(part)]: part for part in parts if any(map(has_state, part.modules()))}
 
 
 def unknown_kinds(model: PreTrainedModel) -> list[str]:
-    """What the config calls layers that are not attention, and in which no mixer was found."""
+    """Return the layer types in the config that are not attention and in which no mixer was detected."""
     layers = decoder_layers(model)
     kinds = getattr(model.config.get_text_config(), "layer_types", None) or []
     if len(kinds) != len(layers):
@@ -58,12 +58,12 @@ def unknown_kinds(model: PreTrainedModel) -> list[str]:
 
 
 def gather_around(mixer: nn.Module) -> GatheredMixer:
-    """Replace the forward of `mixer`, before sharding."""
+    """Replace the forward of `mixer`. Call it before sharding."""
     gathered = GatheredMixer(mixer.forward)
     mixer.forward = gathered
     return gathered
 
 
 def has_state(module: nn.Module) -> bool:
-    """Of this module itself, and not of its parts."""
+    """Return whether the module itself has a state, ignoring its submodules."""
     return isinstance(module, nn.Conv1d) or "A_log" in module._parameters

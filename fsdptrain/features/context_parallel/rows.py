@@ -59,7 +59,7 @@ class UlyssesRows:
             columns = torch.arange(self._width, device=batch.input_ids.device).clamp(max=batch.max_seqlen - 1)
             tokens = {
                 "input_ids": self._all_columns(batch.input_ids, fill).view(-1, self._width),
-                "position_ids": columns.expand(self._num_rows, -1),  # the model would number this rank's columns
+                "position_ids": columns.expand(self._num_rows, -1),  # the model would number only this rank's columns
             }
             seqlens = (self._width,) * self._num_rows
             rest = {"boundaries": Boundaries(seqlens, batch.cu_seqlens, padded=True, attention=self._attention)}
@@ -85,7 +85,7 @@ class UlyssesRows:
 
     @property
     def _width(self) -> int:
-        """Columns of all ranks."""
+        """Number of columns of all ranks."""
         columns = self.batch.num_tokens if self.layout == "packed" else self.batch.max_seqlen
         return columns + -columns % self.group.size
 
@@ -93,7 +93,7 @@ class UlyssesRows:
         return ulysses_attention(self.group, *args, **kwargs)
 
     def _on_this_rank(self, positions: Tensor, on_host: np.ndarray) -> Tensor:
-        """Those of `positions` on this rank, in order. Their number is computed on the host, without a device sync."""
+        """Return the `positions` on this rank, in order. Counts them on the host, without a device sync."""
         if self.layout == "padded":
             ends = np.cumsum(self.batch.seqlens)
             on_host = on_host - (ends - self.batch.seqlens)[np.searchsorted(ends, on_host, side="right")]
@@ -103,7 +103,7 @@ class UlyssesRows:
         return positions.index_select(0, own_first[:count])
 
     def _lengthened(self, fill: int) -> PackedBatch:
-        """The pack with one more segment, up to the width of the row."""
+        """Return the pack with an extra segment that fills the row to its width."""
         batch, more = self.batch, self._width - self.batch.num_tokens
         if not more:
             return batch
@@ -116,7 +116,7 @@ class UlyssesRows:
         )
 
     def _all_columns(self, values: Tensor, fill: int) -> Tensor:
-        """[T, ...] -> [rows x width, ...], the columns of all ranks."""
+        """Arrange [T, ...] as [rows x width, ...], the columns of all ranks."""
         rows = values.new_full((self._num_rows * self._width, *values.shape[1:]), fill)
         row, column = self._cells(torch.arange(self.batch.num_tokens, device=values.device))
         return rows.index_copy(0, row * self._width + column, values)

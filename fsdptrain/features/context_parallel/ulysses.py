@@ -1,13 +1,12 @@
-"""The tokens of a pack dealt over a group of ranks, so that one sequence may be longer than a device can hold.
+"""Split the tokens of a pack over a group of ranks, so that a sequence may exceed the memory of one device.
 
-Rank r of N has columns r, r + N, r + 2N ... of the model's rows: dealt one by one, every rank has its share of any
-prompt and of any response. What treats tokens one by one (norms, MLPs, routers, the head) runs as it is, on 1/N of
-them. Attention sees whole sequences and 1/N of the heads: one all-to-all before it and one after (DeepSpeed-Ulysses,
-arXiv 2309.14509). So boundaries, windows and sinks are what they are without, and no rank waits for another whatever
-the mask.
+Rank r of N has columns r, r + N, r + 2N ... of the model's rows, so every rank has an equal share of each prompt and
+response. Operations on single tokens (norms, MLPs, routers, the head) run unchanged on 1/N of the tokens. Attention
+sees whole sequences and 1/N of the heads, with one all-to-all before and one after (DeepSpeed-Ulysses, arXiv
+2309.14509). Boundaries, windows and sinks are therefore unchanged, and the load is balanced for any mask.
 
-What the model says of its tokens is a number each: `total` lets every rank know all of them. All then compute the same
-loss, of sequences too, and each keeps the gradient of its own tokens. FSDP sums that of the parameters.
+`total` sums per-token results so that every rank has those of all tokens. All ranks then compute the same loss,
+including sequence-level losses, and each keeps the gradient of its own tokens. FSDP sums the parameter gradients.
 """
 
 import math
@@ -25,10 +24,10 @@ from fsdptrain.model.attention.attention import AttentionOptions, Boundaries, pa
 
 @dataclass(frozen=True)
 class UlyssesGroup:
-    """The ranks over which the tokens of a pack are dealt. S: columns of all of them, s = S / size those of one."""
+    """The ranks that share the tokens of a pack. S: columns of all ranks, s = S / size: columns of one rank."""
 
     group: dist.ProcessGroup
-    rank: int  # in the group
+    rank: int  # within the group
     size: int
 
     @classmethod
@@ -36,21 +35,24 @@ class UlyssesGroup:
         return cls(mesh.get_group(), mesh.get_local_rank(), mesh.size())
 
     def own_columns(self, rows: Tensor) -> Tensor:
-        """[B, S, ...] -> [B, s, ...]"""
+        """Select this rank's columns: [B, S, ...] -> [B, s, ...]"""
         return rows[:, self.rank :: self.size]
 
     def all_columns(self, rows: Tensor) -> Tensor:
-        """[B, s, ...] of each rank -> [B, S, ...]. Backward sums over the ranks, each of which may use all of it."""
+        """Gather [B, s, ...] of each rank to [B, S, ...].
+
+        Backward sums over the ranks, since each may use all columns.
+        """
         return _columns(_AllGather.apply(rows, self.group))
 
     def total(self, values: Tensor) -> Tensor:
-        """The sum over the ranks, of which each makes the same: so the gradient of the sum is that of its own part."""
+        """Sum over ranks. All ranks compute the same loss from the sum, so backward passes the gradient through."""
         return _Total.apply(values, self.group)
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        """[B, H, s, D] of all heads -> [B, H / size, S, D] of this rank's. One all-to-all for the three.
+        """Map [B, H, s, D] of all heads to [B, H / size, S, D] of this rank's heads. One all-to-all for the three.
 
-        Where ranks are more than key-value heads, or do not divide them, these are repeated as often as is needed.
+        Key-value heads are repeated as needed if the group is larger than their number or does not divide it.
         """
         heads = query.shape[1]
         if heads % self.size:
@@ -66,22 +68,22 @@ class UlyssesGroup:
         return [y.unflatten(2, (-1, x.shape[3])).transpose(1, 2) for x, y in zip(parts, pieces, strict=True)]
 
     def to_tokens(self, out: Tensor) -> Tensor:
-        """What attention made of them, [B, S, H / size, D] -> [B, s, H, D]."""
+        """Map the attention output [B, S, H / size, D] to [B, s, H, D]."""
         dealt = out.unflatten(1, (-1, self.size)).permute(2, 0, 1, 3, 4).contiguous()  # [N, B, s, h, D]
         return _AllToAll.apply(dealt, self.group).permute(1, 2, 0, 3, 4).flatten(2, 3)
 
     def own_heads(self, values: Tensor) -> Tensor:
-        """[H] -> [H / size]"""
+        """Select this rank's heads: [H] -> [H / size]"""
         return values.unflatten(0, (self.size, -1))[self.rank]
 
 
 def _columns(by_rank: Tensor) -> Tensor:
-    """[N, B, s, ...] -> [B, s N, ...], in the order of the tokens."""
+    """Interleave [N, B, s, ...] to [B, s N, ...], in token order."""
     return by_rank.movedim(0, 2).flatten(1, 2)
 
 
 def repeats_of(num_heads: int, num_shared: int, size: int) -> int:
-    """How often each of `num_shared` key-value heads is repeated, so that a rank's queries find theirs on it."""
+    """Return how often to repeat each of `num_shared` key-value heads so that every rank has those of its queries."""
     least = math.lcm(num_shared, size)
     return (least if num_heads % least == 0 else num_heads) // num_shared
 
@@ -89,7 +91,7 @@ def repeats_of(num_heads: int, num_shared: int, size: int) -> int:
 def ulysses_attention(
     group: UlyssesGroup, query: Tensor, key: Tensor, value: Tensor, boundaries: Boundaries, options: AttentionOptions
 ) -> Tensor:
-    """`packed_attention` of hidden states whose columns lie on several ranks. [B, H, s, D] -> [B, s, H, DV]"""
+    """Compute `packed_attention` for columns on several ranks. [B, H, s, D] -> [B, s, H, DV]"""
     query, key, value = group.to_heads(query, key, value)
     if options.sinks is not None:
         options = replace(options, sinks=group.own_heads(options.sinks))
@@ -97,7 +99,7 @@ def ulysses_attention(
 
 
 class _AllToAll(torch.autograd.Function):
-    """`x[r]` goes to rank r; what comes from rank r stands at r."""
+    """Send `x[r]` to rank r. The output holds at r what rank r sent."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -123,7 +125,10 @@ class _AllGather(torch.autograd.Function):
 
 
 class _Total(torch.autograd.Function):
-    """Not `torch.distributed.nn.all_reduce`, which sums gradients too: those of a loss that every rank has alike."""
+    """An all-reduce whose backward is the identity.
+
+    `torch.distributed.nn.all_reduce` also sums the gradients, which is wrong for a loss that every rank computes.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:

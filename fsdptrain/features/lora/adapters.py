@@ -1,13 +1,13 @@
-"""LoRA by peft: small trained matrices beside frozen weights (Hu et al. 2021, arXiv 2106.09685).
+"""LoRA through peft: small trained matrices next to frozen weights (Hu et al. 2021, arXiv 2106.09685).
 
-    adapters = add_adapters(model, lora)          # on meta, before sharding: peft's layers around the chosen ones
-    with adapters.detached():                     # inside, `model` is the stock one again, by names and by values
+    adapters = add_adapters(model, lora)          # on meta, before sharding: wraps the target modules in peft's layers
+    with adapters.detached():                     # inside, `model` has its stock modules, names and values
         load_weights(model, path, ...)
-    adapters.finish(seed=..., cpu_offload=...)    # freezes the weights, fills the adapter: it does nothing yet
+    adapters.finish(seed=..., cpu_offload=...)    # freezes the weights, initializes the adapter (no effect yet)
 
-peft renames what it wraps (`q_proj.weight` becomes `q_proj.base_layer.weight`). A loader that does not know it takes
-the weights for missing and fills them with random numbers, without an error. So loading, export and scoring by the
-reference do not translate names: they take the layers of peft out of the model for as long as they need.
+peft renames what it wraps (`q_proj.weight` becomes `q_proj.base_layer.weight`). A loader unaware of this treats the
+weights as missing and fills them with random numbers, without an error. Loading, export and reference scoring therefore
+do not translate names; they temporarily remove peft's layers from the model.
 """
 
 import copy
@@ -36,16 +36,16 @@ if TYPE_CHECKING:
 
 
 def require_peft() -> None:
-    """ConfigError where the package is not installed."""
+    """Raise ConfigError if peft is not installed."""
     if importlib.util.find_spec("peft") is None:
         raise ConfigError("--lora-rank needs the peft package: pip install 'fsdptrain[lora]'")
 
 
 @dataclass(frozen=True)
 class _Slot:
-    """A place in the model: either peft's layer stands there, or the stock one that it wraps."""
+    """A position in the model that holds either peft's layer or the stock module that it wraps."""
 
-    name: str  # of the place
+    name: str  # module name of the position
     parent: nn.Module
     layer: nn.Module
     stock: nn.Module
@@ -56,10 +56,10 @@ class _Slot:
 
 
 class Adapters:
-    """The adapters of one model. They are the only weights of it that are trained."""
+    """The adapters of one model. Only their weights are trained."""
 
     def __init__(self, model: PreTrainedModel, peft_config: "peft.LoraConfig") -> None:
-        """`model` has peft's layers, of `peft_config`."""
+        """`model` already has peft's layers, created from `peft_config`."""
         from peft.tuners.lora import LoraLayer
 
         self._model = model
@@ -71,11 +71,11 @@ class Adapters:
             for child, layer in parent.named_children()
             if isinstance(layer, LoraLayer)
         ]
-        self.layers = dict(self._adapted())  # name of a weight in the stock model -> peft's layer for it
+        self.layers = dict(self._adapted())  # stock weight name -> peft layer
 
     @contextmanager
     def detached(self) -> Iterator[None]:
-        """Inside, the model is the stock one, with the frozen weights; afterwards, and on errors, what it was."""
+        """Restore the stock model with frozen weights within the context, and the adapters on exit or error."""
         for slot in self._slots:
             setattr(slot.parent, slot.child, slot.stock)
         try:
@@ -86,13 +86,13 @@ class Adapters:
 
     @property
     def kind(self) -> str:
-        """Which adapter it is, where its shapes do not say it."""
+        """Description of the adapter kind, for what its shapes do not show."""
         config = self.peft_config
         return f"{'DoRA' if config.use_dora else 'LoRA'} of rank {config.r}, alpha {config.lora_alpha}"
 
     @property
     def line(self) -> str:
-        """For the report at start."""
+        """The line of the startup report."""
         trained = sum(p.numel() for p in self._model.parameters() if p.requires_grad)
         total = sum(p.numel() for p in self._model.parameters())
         stored = next(str(p.dtype).removeprefix("torch.") for p in self._model.parameters() if not p.requires_grad)
@@ -102,11 +102,11 @@ class Adapters:
         )
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """What is trained, by the names that peft gives it in a file; sharded as the model is."""
+        """Return the trained parameters by their names in a peft file, sharded like the model."""
         return {_file_name(name): p for name, p in self._model.named_parameters() if p.requires_grad}
 
     def write_config(self, folder: Path, *, base: str) -> None:
-        """adapter_config.json, for a base of the name `base`."""
+        """Write adapter_config.json with `base` as the base model name."""
         config = copy.deepcopy(self.peft_config)
         config.base_model_name_or_path, config.inference_mode = base, True
         config.target_modules = sorted(config.target_modules or [])
@@ -115,15 +115,14 @@ class Adapters:
 
     @torch.no_grad()
     def finish(self, *, seed: int, cpu_offload: bool) -> None:
-        """After the weights are loaded: freeze them, and fill the adapters. Collective.
+        """Freeze the weights and initialize the adapters. Call it after the weights are loaded. Collective.
 
-        A is uniform in +-1/sqrt(columns), B zero, as peft has it; DoRA's lengths are those of the weights.
-
-        Each matrix has a random stream of its own, so that it is the same on any number of ranks: peft's own way fills
-        the shards of all ranks with the same numbers.
+        A is uniform in +-1/sqrt(columns) and B is zero, as in peft. DoRA magnitudes start as the row norms of the
+        weights. Each matrix has its own random stream, so it is the same on any number of ranks; peft would fill the
+        shards of all ranks with the same numbers.
         """
         with self.detached():
-            self._model.requires_grad_(False)  # a reader makes new parameters
+            self._model.requires_grad_(False)  # the loader creates new parameters
         device = torch.device("cpu") if cpu_offload else platform.local_device()
         for weight, layer in self.layers.items():
             a, b = factors(layer)
@@ -137,7 +136,7 @@ class Adapters:
 
         for slot in self._slots:
             layer = slot.layer
-            while isinstance(layer, ParamWrapper):  # one around the other, where a module has several weights
+            while isinstance(layer, ParamWrapper):  # nested if a module has several adapted weights
                 yield f"{slot.name}.{layer.parameter_name}", layer
                 layer = layer.base_layer
             if layer is not slot.stock:
@@ -145,7 +144,10 @@ class Adapters:
 
 
 def add_adapters(model: PreTrainedModel, lora: LoraConfig) -> Adapters:
-    """Put peft's layers into the meta `model` and freeze all else. ConfigError for what peft does not adapt."""
+    """Insert peft's layers into the meta `model` and freeze the other weights.
+
+    Raises ConfigError for targets that peft cannot adapt.
+    """
     import peft
 
     targets = find_targets(model, lora.targets)
@@ -161,7 +163,7 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig) -> Adapters:
         use_dora=lora.use_dora,
         target_modules=shortest_names(targets.modules, modules),
         target_parameters=shortest_names(targets.parameters, weights, parts=2) or None,
-        fan_in_fan_out=any(conv1d),  # GPT-2 keeps its weights transposed
+        fan_in_fan_out=any(conv1d),  # GPT-2 stores its weights transposed
     )
     with torch.device("meta"):
         peft.inject_adapter_in_model(config, model, adapter_name=NAME)
@@ -188,7 +190,7 @@ def _refuse_what_peft_lacks(lora: LoraConfig, targets: Targets) -> None:
 
 
 def _fill(module: Any, whole: Tensor, device: torch.device) -> None:
-    """Make the part of `whole` that this rank owns the weight of the meta `module`, on `device`."""
+    """Set this rank's part of `whole` as the weight of the meta `module`, on `device`."""
     part = own_part(whole.to(platform.local_device()), module.weight)
     register(module, ["weight"], filled_like(module.weight, part, device))
 
@@ -199,6 +201,9 @@ def _generator(seed: int, weight: str) -> torch.Generator:
 
 
 def _file_name(name: str) -> str:
-    """`layers.0.q_proj.lora_A.default.weight` is `base_model.model.layers.0.q_proj.lora_A.weight` in a file."""
+    """Return the name of a parameter in a peft file.
+
+    `layers.0.q_proj.lora_A.default.weight` becomes `base_model.model.layers.0.q_proj.lora_A.weight`.
+    """
     name = name.replace(f".lora_magnitude_vector.{NAME}.weight", ".lora_magnitude_vector")
     return f"base_model.model.{name.replace(f'.{NAME}.weight', '.weight')}"

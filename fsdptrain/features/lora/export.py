@@ -1,4 +1,4 @@
-"""The adapter alone out of a sharded model: to an engine, or to a folder that peft's `from_pretrained` reads."""
+"""Stream or export only the adapter of a sharded model, for an engine or as a folder for peft's `from_pretrained`."""
 
 import shutil
 from collections.abc import Iterator
@@ -20,13 +20,16 @@ from fsdptrain.fsdp.export import copy_rest, replace_folder
 from fsdptrain.model.loading.materialize import moved
 from fsdptrain.model.structure import reshard
 
-WEIGHTS_FILE = "adapter_model.safetensors"  # peft's names
+WEIGHTS_FILE = "adapter_model.safetensors"  # file name of peft
 _OF_THE_WHOLE = frozenset({"generation_config.json"})
 
 
 @torch.no_grad()
 def stream_adapter(model: PreTrainedModel, adapters: Adapters) -> Iterator[tuple[str, Tensor]]:
-    """(peft's name, full float32 tensor on the device) of all that is trained. Collective; iterate to the end."""
+    """Yield (peft name, full float32 tensor on the device) of all trained parameters.
+
+    Collective. Every rank must iterate to the end.
+    """
     reshard(model)
     for name, parameter in adapters.parameters().items():
         tensor = moved(parameter, platform.local_device(), torch.float32)
@@ -34,9 +37,9 @@ def stream_adapter(model: PreTrainedModel, adapters: Adapters) -> Iterator[tuple
 
 
 def export_adapter(model: PreTrainedModel, adapters: Adapters, target: Path, *, source: Path, base: str) -> None:
-    """Write a peft folder with the tokenizer of `source`; `base` is what it says that it belongs to. Collective.
+    """Write a peft folder with the tokenizer of `source` and the base model name `base`. Collective.
 
-    The folder gets its name `target` when it is whole. Raises CheckpointError on every rank.
+    The complete folder is renamed to `target`. Raises CheckpointError on every rank.
     """
     tensors = {name: tensor.cpu().contiguous() for name, tensor in stream_adapter(model, adapters)}
     with raise_on_all_ranks(CheckpointError, f"the adapter cannot be exported to {target}"):

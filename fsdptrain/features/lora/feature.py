@@ -1,4 +1,4 @@
-"""LoRA as a feature: an adapter is trained in place of the weights, and the model without it is the reference."""
+"""The LoRA feature: train an adapter instead of the weights. The model without it is the reference."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -29,7 +29,7 @@ class LoraFeature(Feature):
         self._checkpoint = checkpoint
         self._model: PreTrainedModel | None = None
         self._adapters: Adapters | None = None
-        self._base_digest = ""  # of the frozen weights
+        self._base_digest = ""  # digest of the frozen weights
 
     @classmethod
     def create(cls, config: Config, checkpoint: Path) -> "LoraFeature":
@@ -47,7 +47,7 @@ class LoraFeature(Feature):
         return [self.adapters.line]
 
     def build_options(self, options: BuildOptions) -> BuildOptions:
-        """Frozen weights are stored in the compute dtype."""
+        """Store frozen weights in the compute dtype."""
         return replace(options, stored_dtype=getattr(torch, self._config.compute_dtype_name))
 
     def add_parameters(self, model: PreTrainedModel) -> None:
@@ -74,7 +74,7 @@ class LoraFeature(Feature):
         return None if layer is None else merged(tensor, layer, platform.local_device())
 
     def checkpoint_identity(self) -> str:
-        """Which adapter, on which weights: a checkpoint does not hold the frozen weights."""
+        """Identify the adapter and its base weights, since a checkpoint does not contain the frozen weights."""
         return f"{self.adapters.kind} on weights {self._base_digest}"
 
     def push_weights(self, engine: RolloutEngine, policy_version: int) -> bool:
@@ -85,12 +85,12 @@ class LoraFeature(Feature):
         return True
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full float32 tensors of the adapter by peft's names, on the device. Collective; iterate to the end."""
+        """Yield full float32 adapter tensors by peft name, on the device. Collective; iterate to the end."""
         assert self._model is not None
         return stream_adapter(self._model, self.adapters)
 
     def export(self, target: Path, write_model: Callable[[Path], None]) -> bool:
-        """--lora-export: the adapter as a peft folder, the merged model, or both."""
+        """Write the adapter as a peft folder, the merged model, or both (--lora-export)."""
         form = self._config.lora.export
         if form != "adapter":
             write_model(target)
@@ -101,11 +101,11 @@ class LoraFeature(Feature):
         return True
 
     def write_config(self, folder: Path) -> None:
-        """peft's adapter_config.json. Not collective."""
+        """Write peft's adapter_config.json. Not collective."""
         self.adapters.write_config(folder, base=self._base_name)
 
     @property
     def _base_name(self) -> str:
-        """The base model of the adapter, as its users would name it."""
+        """Name of the base model in adapter_config.json: a Hub name or an absolute path."""
         name = self._config.model.hf_checkpoint
         return str(Path(name).resolve()) if Path(name).is_dir() else name

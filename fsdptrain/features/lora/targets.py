@@ -1,7 +1,7 @@
-"""Which weights get an adapter: from the names of --lora-targets to what peft is told.
+"""Select the weights to adapt: map the names of --lora-targets to the options of peft.
 
-peft knows two kinds: linear layers (`target_modules`), which it computes as base plus adapter, and any other weight
-(`target_parameters`), such as fused experts, which it replaces while its module runs.
+peft distinguishes linear layers (`target_modules`), computed as base plus adapter, and other weights
+(`target_parameters`), such as fused experts, which it replaces while their module runs.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,15 +16,15 @@ from fsdptrain.model.structure import language_model, lm_head
 from fsdptrain.registry import suggest
 
 ALL_LINEAR, ATTENTION = "all-linear", "attention"
-_ATTENTION_PARTS = ("attn", "attention")  # in the name of a module that attends: self_attn, linear_attn, attention
+_ATTENTION_PARTS = ("attn", "attention")  # in module names of attention: self_attn, linear_attn, attention
 
 
 @dataclass(frozen=True)
 class Targets:
-    """Names in the stock model."""
+    """Target names in the stock model."""
 
     modules: tuple[str, ...]  # linear layers
-    parameters: tuple[str, ...]  # weights of other modules, and of linear layers whose names mean others to peft
+    parameters: tuple[str, ...]  # other weights, and linear layers whose names peft maps to other weights
 
     @property
     def weights(self) -> set[str]:
@@ -32,9 +32,9 @@ class Targets:
 
 
 def find_targets(model: PreTrainedModel, names: Sequence[str]) -> Targets:
-    """What `names` (--lora-targets) mean in `model`. ConfigError for one that means nothing that can be adapted.
+    """Resolve `names` (--lora-targets) in `model`. Raises ConfigError for a name without adaptable weights.
 
-    Where a name fits parts of the language model, it does not mean those of a vision tower.
+    A name that matches in the language model does not select weights of a vision tower.
     """
     head = lm_head(model)
     linear = [n for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head]
@@ -69,7 +69,7 @@ def _named(linear: Iterable[str], other: Iterable[str], name: str) -> tuple[set[
 
 
 def shortest_names(chosen: Sequence[str], everything: Iterable[str], *, parts: int = 1) -> list[str]:
-    """Ends of names, of `parts` words or more, that mean `chosen` and no other: q_proj for the q_proj of all layers."""
+    """Return the shortest name suffixes of at least `parts` words that match exactly `chosen`, such as q_proj."""
     named, found = list(everything), set()
     for name in chosen:
         words = name.split(".")
@@ -91,7 +91,7 @@ def _attends(name: str) -> bool:
 
 
 def _means_another(model: PreTrainedModel, leaf: str) -> bool:
-    """Whether peft turns this name of a linear layer into that of an expert weight, for the sake of old adapters."""
+    """Return whether peft maps this linear layer name to an expert weight, for compatibility with old adapters."""
     from peft import LoraConfig
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 

@@ -1,8 +1,8 @@
-"""The arithmetic of adapters on sharded weights: what they begin with, and what they add up to.
+"""Adapter arithmetic on sharded weights: initialization and merging.
 
-A layer of peft computes W x + s B A x with s = alpha / rank, so its merged weight is W + s B A. DoRA (Liu et al. 2024,
-arXiv 2402.09353) stretches each row of that to a trained length. Each rank merges the part of W that it owns, in
-float32, with the whole of the small A and B.
+A peft layer computes W x + s B A x with s = alpha / rank, so its merged weight is W + s B A. DoRA (Liu et al. 2024,
+arXiv 2402.09353) scales each row of that to a trained norm. Each rank merges its own part of W in float32, with all of
+the small A and B.
 """
 
 import math
@@ -14,34 +14,34 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdptrain.model.loading.materialize import local_part, moved
 
-NAME = "default"  # of the adapter, in peft's modules; it is in no file
+NAME = "default"  # adapter name in peft's modules; absent from files
 
 
 def factors(layer: Any) -> tuple[nn.Linear, nn.Linear]:
-    """The modules that hold A and B of a layer of peft."""
+    """Return the modules that hold A and B of a peft layer."""
     return layer.lora_A[NAME], layer.lora_B[NAME]
 
 
 def lengths(layer: Any) -> list[Any]:
-    """The module that holds DoRA's lengths [out], if there are any."""
+    """Return the module that holds DoRA's row norms [out], if any, as a list."""
     return list(layer.lora_magnitude_vector.values())
 
 
 def initial_a(shape: torch.Size, generator: torch.Generator) -> Tensor:
-    """As peft has it: uniform in +-1/sqrt(columns), float32 on the host."""
+    """Return the initial A of peft: uniform in +-1/sqrt(columns), float32 on the host."""
     bound = 1.0 / math.sqrt(shape[-1])
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
 @torch.no_grad()
 def initial_lengths(layer: Any, device: torch.device) -> Tensor:
-    """[out], float32: DoRA begins with the lengths that the rows of the weight have. Collective."""
+    """Compute the initial DoRA row norms, those of the weight: [out], float32. Collective."""
     return _row_lengths(moved(layer.get_base_layer().weight, device, torch.float32), layer)
 
 
 @torch.no_grad()
 def merged(weight: Tensor, layer: Any, device: torch.device) -> Tensor:
-    """`weight` with its adapter, sharded as it is, in float32 on `device`. Collective."""
+    """Return `weight` merged with its adapter, with the same sharding, in float32 on `device`. Collective."""
     total = moved(weight, device, torch.float32, copy=True)
     left, right = _product(layer, weight.dim(), *(_whole(module.weight, device) for module in factors(layer)))
     dim, own = _own_part_of(total)
@@ -61,20 +61,20 @@ def merged(weight: Tensor, layer: Any, device: torch.device) -> Tensor:
 
 
 def _product(layer: Any, num_dims: int, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """(left, right) whose product is B A in the order of the weight's own dims.
+    """Return (left, right) with product B A in the dim order of the weight.
 
-    For fused experts peft has A as [experts x rank, in] and B as [out, rank x experts].
+    For fused experts peft stores A as [experts x rank, in] and B as [out, rank x experts].
     """
     if num_dims == 2:
         return (a.mT, b.mT) if layer.fan_in_fan_out else (b, a)
     a = a.reshape(layer.num_experts, -1, a.shape[-1])  # [E, r, in]
     b = b.reshape(b.shape[0], -1, layer.num_experts).permute(2, 0, 1)  # [E, out, r]
-    transposed = getattr(layer.get_base_layer(), "is_transposed", False)  # weights [E, in, out]; peft asks the same
+    transposed = getattr(layer.get_base_layer(), "is_transposed", False)  # weights [E, in, out]; same check as in peft
     return (a.mT, b.mT) if transposed else (b, a)
 
 
 def _own_part_of(tensor: Tensor) -> tuple[int | None, Tensor]:
-    """The dim over which `tensor` is sharded (None: it is whole) and the indices there that this rank owns."""
+    """Return the sharded dim of `tensor` (None: not sharded) and this rank's indices along it."""
     if isinstance(tensor, DTensor):
         for dim in (placement.dim for placement in tensor.placements if isinstance(placement, Shard)):
             every = torch.arange(tensor.shape[dim], device=tensor.device)
@@ -84,7 +84,7 @@ def _own_part_of(tensor: Tensor) -> tuple[int | None, Tensor]:
 
 
 def _row_lengths(weight: Tensor, layer: Any) -> Tensor:
-    """[out], whole."""
+    """Compute the row norms [out], gathered."""
     found = torch.linalg.vector_norm(weight, dim=0 if layer.fan_in_fan_out else 1)
     return found.full_tensor() if isinstance(found, DTensor) else found
 

@@ -1,7 +1,7 @@
-"""Tokens on their way to split experts: transformers' dispatch, with something to do meanwhile, and what arrives.
+"""Token dispatch to split experts: transformers' dispatch with overlapped computation and load counters.
 
-The stock dispatch waits for its first all-to-all where it starts it. Here start and wait are apart, and what a block
-computes besides its routed experts can be computed between them: see `features/model_parallel/shared_expert.py`.
+The stock dispatch waits for its first all-to-all where it starts it. Here start and wait are separate, so a block can
+compute other work in between; see `features/model_parallel/shared_expert.py`.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,28 +19,29 @@ NAME = "fsdptrain"
 
 
 class CountedDispatch(AllToAllEP):
-    """Of one module of experts. No token is dropped: ranks get as many rows as are sent to them."""
+    """The dispatch of one experts module. No token is dropped: each rank receives all rows sent to it."""
 
     def __init__(self, experts: nn.Module, *meshes: Any) -> None:
         super().__init__(experts, *meshes)
-        self.routed = 0.0  # rows that routers here have chosen experts for; of a tensor group each rank has a share
-        self.arrived = 0  # rows that experts here have computed
-        self.meanwhile: Callable[[], None] = lambda: None  # called while tokens travel to their experts
+        self.routed = 0.0  # rows routed on this rank; split evenly over the ranks of a tensor group
+        self.arrived = 0  # rows computed by the experts on this rank
+        self.meanwhile: Callable[[], None] = lambda: None  # called while tokens are in transit
         setattr(experts, NAME, self)
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         self.routed += top_k_index.numel() / self.tp_mesh.size()
         output = super().__call__(hidden_states, top_k_index, top_k_weights)
-        # FSDP hangs its hook on the output, and a view would lose it to an operation in place
+        # FSDP registers its hook on the output, and an in-place operation on a view would lose it.
         return output.clone() if self.tp_mesh.size() > 1 else output
 
     def _dispatch_tokens(
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, _AllToAllState]:
-        """What the stock one returns: rows that came here, expert and weight of each, and how they go back.
+        """Send rows to their experts. Returns the received rows, their experts and weights, and the return state.
 
-        A row is a token for one of its experts. Rows travel in the order of their experts, of which each rank has a
-        run, and so arrive sender by sender in the order of the experts here.
+        A row is a token for one of its experts. Rows are sent in expert order, and each rank has a contiguous range of
+        experts. Received rows are ordered by sender, then by local expert. The return values are those of the stock
+        method.
         """
         num_tokens, top_k = len(hidden_states), top_k_index.shape[-1]
         if self.tp_mesh.size() > 1:
@@ -49,9 +50,8 @@ class CountedDispatch(AllToAllEP):
         experts = top_k_index.flatten()
         order = experts.argsort()
         here, ranks = cast(int, self.num_local_experts), self.ep_mesh.size()
-        counts = torch.zeros(
-            here * ranks, dtype=torch.int64, device=experts.device
-        )  # bincount would wait for the device
+        # bincount would wait for the device
+        counts = torch.zeros(here * ranks, dtype=torch.int64, device=experts.device)
         leaving = counts.scatter_add_(0, experts, torch.ones_like(experts)).view(ranks, here)
         coming = torch.empty_like(leaving)
         dist.all_to_all_single(coming, leaving, group=self.ep_mesh.get_group())
@@ -63,25 +63,28 @@ class CountedDispatch(AllToAllEP):
         of_rows = torch.arange(here, device=coming.device).repeat(ranks)
         of_rows = of_rows.repeat_interleave(coming.flatten(), output_size=sum(recv_sizes))[:, None]
         rows = WaitAllToAll.apply(pending, trip)
-        weights = torch.ones_like(of_rows, dtype=rows.dtype)  # those of the router are applied where rows come back
+        weights = torch.ones_like(of_rows, dtype=rows.dtype)  # the router weights are applied after the rows return
         return rows, of_rows, weights, _AllToAllState(top_k_weights, order, send_sizes, recv_sizes, num_tokens)
 
     def _own_part(self, rows: Tensor) -> Tensor:
-        """Of what the ranks of a tensor group have alike. Backward gathers the gradients of all parts."""
+        """Return this rank's part of rows that are equal on all ranks of a tensor group.
+
+        Backward gathers the gradients of all parts.
+        """
         whole = DTensor.from_local(rows, self.tp_mesh, [Replicate()], run_check=False)
         return whole.redistribute(self.tp_mesh, [Shard(0)]).to_local()
 
 
 class AsyncAllToAll:
-    """An all-to-all of rows and, in the backward pass, that of their gradients: each with a start and an end."""
+    """An asynchronous all-to-all of rows, and of their gradients in the backward pass."""
 
     def __init__(self, group: dist.ProcessGroup, send_sizes: list[int], recv_sizes: list[int]) -> None:
         self._group = group
         self._there, self._back = (recv_sizes, send_sizes), (send_sizes, recv_sizes)
-        self._under_way: tuple[dist.Work, Tensor, Tensor] | None = None  # what leaves must not be freed before
+        self._under_way: tuple[dist.Work, Tensor, Tensor] | None = None  # keeps the sent tensor alive
 
     def start(self, rows: Tensor, *, back: bool = False) -> Tensor:
-        """What will hold the rows that come, and does at the end."""
+        """Start the all-to-all. Returns the receive buffer, which is valid after `end`."""
         coming, leaving = self._back if back else self._there
         rows, found = rows.contiguous(), rows.new_empty(sum(coming), *rows.shape[1:])
         work = dist.all_to_all_single(found, rows, coming, leaving, group=self._group, async_op=True)
@@ -98,10 +101,9 @@ class AsyncAllToAll:
 
 
 class StartAllToAll(torch.autograd.Function):
-    """Starts a trip; backward ends that of the gradients, which `WaitAllToAll` has started.
+    """Start an all-to-all. The backward pass waits for that of the gradients, which `WaitAllToAll` has started.
 
-    Autograd goes back in the opposite order: what was computed between the two in the forward pass has its own backward
-    pass between them too.
+    Autograd runs in reverse order: the backward pass of computation between start and wait also runs between them.
     """
 
     @staticmethod
@@ -115,7 +117,7 @@ class StartAllToAll(torch.autograd.Function):
 
 
 class WaitAllToAll(torch.autograd.Function):
-    """Ends it. What backward returns has the shape of the rows that came, and `StartAllToAll` does not look at it."""
+    """Wait for an all-to-all. Backward returns a placeholder of the right shape, which `StartAllToAll` ignores."""
 
     @staticmethod
     def forward(ctx: Any, pending: Tensor, trip: AsyncAllToAll) -> Tensor:
@@ -130,19 +132,19 @@ class WaitAllToAll(torch.autograd.Function):
 
 
 def dispatch_of(experts: nn.Module) -> CountedDispatch | None:
-    """None where they are not split."""
+    """Return the dispatch of an experts module, or None if the experts are not split."""
     found = vars(experts).get(NAME)
     return found if isinstance(found, CountedDispatch) else None
 
 
 def register_dispatch() -> str:
-    """The name by which `apply_expert_parallelism` finds it."""
+    """Register the dispatch and return its name for `apply_expert_parallelism`."""
     EPImplementationInterface.register(NAME, CountedDispatch)
     return NAME
 
 
 class Dispatches:
-    """Those of one model."""
+    """All dispatches of one model."""
 
     def __init__(self, model: nn.Module) -> None:
         self._all: Sequence[CountedDispatch] = [x for x in map(dispatch_of, model.modules()) if x is not None]
@@ -152,10 +154,10 @@ class Dispatches:
             dispatch.routed, dispatch.arrived = 0.0, 0
 
     def metrics(self, device: torch.device) -> Metrics:
-        """Since `reset`, padding and recomputation counted; of all ranks, and collective. {} where nothing is split.
+        """Compute load metrics since `reset`, over all ranks. Includes padding and recomputation. Collective.
 
-        moe/rank_load_max: rows of the rank that got most in any layer, 1 where all get as many. moe/dropped_tokens:
-        choices of experts that none has computed.
+        moe/rank_load_max: rows of the most loaded rank in any layer, relative to the mean (1: balanced).
+        moe/dropped_tokens: expert choices that no rank computed. Returns {} if no experts are split.
         """
         if not self._all:
             return {}

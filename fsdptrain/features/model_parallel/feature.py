@@ -1,4 +1,4 @@
-"""Tensor and expert parallelism as one feature: one plan of transformers splits layers and experts over ranks."""
+"""The model parallel feature: split layers and experts over ranks with the plans of transformers."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -30,8 +30,8 @@ class ModelParallelFeature(Feature):
     cuts_parameters = True
 
     def __init__(self) -> None:
-        self._tensor: DeviceMesh | None = None  # where layers are split
-        self._dispatches: Dispatches | None = None  # where experts are split
+        self._tensor: DeviceMesh | None = None  # set if layers are split
+        self._dispatches: Dispatches | None = None  # set if experts are split
 
     @classmethod
     def create(cls, config: Config, checkpoint: Path) -> "ModelParallelFeature":
@@ -64,7 +64,7 @@ class ModelParallelFeature(Feature):
 
 
 def _logprobs(stock: LogProbsFunction, hidden: Tensor, *, weight: Tensor, **options: Any) -> Any:
-    """`stock`, or its counterpart for a head whose vocabulary is split over ranks."""
+    """Call `stock`, or its vocabulary-parallel variant if the head is split over ranks."""
     if isinstance(weight, DTensor):
         return vocab_parallel_logprobs(hidden, weight=weight, **options)
     return stock(hidden, weight=weight, **options)

@@ -1,8 +1,8 @@
-"""Whether what every rank of a tensor group has whole gets the whole of its gradient.
+"""Check that parameters replicated over a tensor group get their full gradient.
 
-A parameter that is used between matrices that are split (the norm of a head) sees the heads of one rank. Its gradients
-must be added up, which a plan has to ask for. One that forgets it trains, and wrongly, without an error: the ranks go
-different ways.
+A replicated parameter between split matrices (the norm of a head) sees only the heads of one rank. Its gradients must
+be summed, which the parallel plan must declare. Without that, training is wrong without an error: the copies of the
+ranks diverge.
 """
 
 import torch
@@ -15,15 +15,18 @@ from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError
 from fsdptrain.model.loading.materialize import local_part
 
-_DIFFERENT = 1e-2  # of the largest element: ranks compute the same from the same, and parts are of other heads
-_NOISE = 1e-5  # of the largest gradient of all: what is less may be rounding, as of a bias that cancels
+_DIFFERENT = 1e-2  # relative to the largest element: full gradients agree, while partial ones come from different heads
+_NOISE = 1e-5  # relative to the largest gradient of all; smaller ones may be rounding, as for a bias that cancels
 
 
 @torch.no_grad()
 def require_whole_gradients(model: nn.Module, tensor: DeviceMesh) -> None:
-    """Collective, after a backward pass of the same tokens. ConfigError, on all ranks, with the first that is not."""
+    """Raise ConfigError on all ranks if a replicated parameter has a partial gradient.
+
+    Collective. Call it after a backward pass over the same tokens on all ranks.
+    """
     whole = {name: p.grad for name, p in model.named_parameters() if p.grad is not None and not _is_split(p, tensor)}
-    if not whole:  # on all ranks: no norm has weights, as in OLMo, and all else is split
+    if not whole:  # true on all ranks: the norms have no weights (OLMo), and all else is split
         return
     sizes = torch.stack([_difference(local_part(grad), tensor) for grad in whole.values()])
     dist.all_reduce(sizes, op=dist.ReduceOp.MAX)
@@ -39,7 +42,7 @@ def require_whole_gradients(model: nn.Module, tensor: DeviceMesh) -> None:
 
 
 def _is_split(parameter: nn.Parameter, tensor: DeviceMesh) -> bool:
-    """Over the tensor ranks, or over another view of the same ranks, as experts are."""
+    """Return whether `parameter` is split over tensor ranks, or over another view of the same ranks (experts)."""
     if not isinstance(parameter, DTensor):
         return False
     names = parameter.device_mesh.mesh_dim_names or ()
@@ -47,8 +50,8 @@ def _is_split(parameter: nn.Parameter, tensor: DeviceMesh) -> bool:
 
 
 def _difference(grad: Tensor, tensor: DeviceMesh) -> Tensor:
-    """[2] the largest distance from the mean of the ranks, and the largest element."""
-    if not grad.numel():  # nor have the other ranks of the group any of it
+    """Return [2]: the largest distance from the mean over ranks, and the largest element."""
+    if not grad.numel():  # empty on all ranks of the group
         return grad.new_zeros(2, dtype=torch.float32)
     mean = grad.float().clone(memory_format=torch.contiguous_format)
     dist.all_reduce(mean, group=tensor.get_group())

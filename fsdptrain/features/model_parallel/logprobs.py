@@ -1,9 +1,11 @@
-"""`chunked_logprobs` where each rank has the head's rows of a part of the vocabulary: no logits are gathered.
+"""`chunked_logprobs` for a head split over ranks along the vocabulary. No logits are gathered.
 
-With z the logits of this rank's part and m their maximum over all ranks, each chunk of tokens adds up over the ranks
+With z the logits of this rank's part and m their maximum over all ranks, each chunk of tokens sums over the ranks
+
     sum exp(z - m),  sum exp(z - m) * z,  z[label] on the rank that has it
-from which follow logsumexp, logprob and entropy, the same bits on every rank. The gradient of the logits needs no other
-rank, that of the hidden states is summed over ranks once.
+
+These give logsumexp, logprob and entropy, bitwise equal on every rank. The gradient of the logits needs no
+communication. That of the hidden states is summed over ranks once.
 """
 
 from typing import Any
@@ -23,7 +25,7 @@ def vocab_parallel_logprobs(
     weight: DTensor,  # [V, D], sharded over V on one axis
     labels: Tensor,  # [T] i64
     *,
-    bias: DTensor | None = None,  # [V], sharded likewise
+    bias: DTensor | None = None,  # [V], sharded like `weight`
     temperature: float = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
@@ -31,7 +33,7 @@ def vocab_parallel_logprobs(
     chunk_size: int = 512,  # tokens
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """As `chunked_logprobs`, without truncation. Collective over the axis."""
+    """Compute `chunked_logprobs` without truncation. Collective over the axis of `weight`."""
     assert weight.placements == (Shard(0),)
     assert not truncation, "which tokens are kept is not known to one rank"
     transform = HeadTransform(logit_scale, softcap, temperature)
@@ -51,7 +53,7 @@ class _SplitLogprobs(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,  # [v, D]
         bias: Tensor | None,  # [v]
-        labels: Tensor,  # [T], counted from the first row of this rank; negative or >= v where another has it
+        labels: Tensor,  # [T], relative to the first row of this rank; negative or >= v if another rank has it
         transform: HeadTransform,
         chunk_size: int,
         with_entropy: bool,

@@ -1,6 +1,6 @@
-"""What tensor and expert parallel do to a model, by the plans that transformers has for its own models.
+"""Plan tensor and expert parallelism from the parallel plans that transformers has for its models.
 
-Known from the model on meta and the sizes, before any process exists: a plan and a dry run refuse what a run would.
+The plan needs only the model on meta and the sizes, no processes, so `plan` and a dry run reject what a run would.
 """
 
 import re
@@ -14,17 +14,17 @@ from fsdptrain.errors import ConfigError
 from fsdptrain.memory.pieces import SplitPlan
 from fsdptrain.model.structure import decoder_layers, layer_config, lm_head, projected_heads, stock_class
 
-_COLUMNS = ("colwise", "colwise_rep", "colwise_gather_output")  # out of nn.Linear's [out, in]
-_ROWS = ("rowwise", "rowwise_rep", "rowwise_split_input")  # in
-_PACKED = ("packed_colwise", "packed_rowwise")  # gate and up in one matrix, each cut
+_COLUMNS = ("colwise", "colwise_rep", "colwise_gather_output")  # split dim `out` of nn.Linear's [out, in]
+_ROWS = ("rowwise", "rowwise_rep", "rowwise_split_input")  # split dim `in`
+_PACKED = ("packed_colwise", "packed_rowwise")  # gate and up in one matrix, each split
 _BY_VOCABULARY, _BY_WIDTH = "embedding_rowwise", "embedding_colwise"
-_SUMMED = "replicated_with_grad_allreduce"  # whole on each rank, and used by its heads alone
+_SUMMED = "replicated_with_grad_allreduce"  # replicated, but used only by the heads of each rank
 _NORM_OF_HEADS = re.compile(r"(q|k|v)_(?:layer)?norm$")
-_LEAST_SHARE = 0.5  # of the matrices of the layers that must be split: less of them saves nothing
+_LEAST_SHARE = 0.5  # of the matrices of the layers; splitting less saves nothing
 
 
 def split_plan(model: PreTrainedModel, *, tensor_size: int, expert_size: int) -> SplitPlan:
-    """Of a model on meta, or sharded. ConfigError where it does not allow these sizes."""
+    """Return the split plan of a model on meta or sharded. Raises ConfigError if it does not support these sizes."""
     if tensor_size == expert_size == 1:
         return SplitPlan({}, {}, {})
     _require_plans()
@@ -61,15 +61,17 @@ def _tensor_plan(model: PreTrainedModel, experts: dict[str, str]) -> dict[str, s
     if is_tied(model):
         names = {id(module): name for name, module in model.named_modules()}
         head, embedding = names[id(lm_head(model))], names[id(model.get_input_embeddings())]
-        plan.pop(f"{head}.weight", None)  # one parameter, and the embedding owns it
+        plan.pop(f"{head}.weight", None)  # one parameter, owned by the embedding
         if f"{embedding}.weight" not in plan:
             plan.pop(head, None)
     return plan
 
 
 def _forgotten_norms(model: PreTrainedModel, plan: dict[str, str]) -> Iterator[str]:
-    """Of the heads that a matrix makes for this rank alone: some plans leave them out (GLM-4.5, Phi), as if it were all
-    heads that they see. What is not found here is found by `split_check` at the start."""
+    """Yield the norms of split heads that the plan omits.
+
+    Some plans omit them (GLM-4.5, Phi) as if they saw all heads. `gradient_check` detects other cases at startup.
+    """
     for name, module in model.named_modules():
         norm = _NORM_OF_HEADS.search(name)
         if norm and name not in plan and next(module.parameters(), None) is not None:
@@ -104,7 +106,7 @@ def _is_in(name: str, other: str) -> bool:
 
 
 def _dim(name: str, parameter: nn.Parameter, tensor: dict[str, str]) -> int | None:
-    """The dim of `parameter` that its style cuts; None: all ranks of the group have all of it."""
+    """Return the dim of `parameter` that its style splits, or None if it is replicated."""
     style, last = tensor.get(name), parameter.dim() - 1
     if style in _COLUMNS:
         return max(0, last - 1)
@@ -114,7 +116,11 @@ def _dim(name: str, parameter: nn.Parameter, tensor: dict[str, str]) -> int | No
 
 
 def _check_activations(model: PreTrainedModel, size: int) -> None:
-    """Gemma 3n compares each with mean and deviation of all of its token: a part has others, and no error tells."""
+    """Raise ConfigError for activation sparsity (Gemma 3n).
+
+    It compares activations with the mean and deviation over the whole token. A part has other statistics, and no error
+    would show it.
+    """
     if any(getattr(model.config.get_text_config(), "activation_sparsity_pattern", None) or ()):
         raise ConfigError(
             f"--tensor-parallel-size {size}: {stock_class(model).__name__} drops activations by the mean of a whole "
@@ -123,7 +129,7 @@ def _check_activations(model: PreTrainedModel, size: int) -> None:
 
 
 def _check_heads(model: PreTrainedModel, size: int) -> None:
-    """Heads that do not divide give wrong shapes in the first forward pass."""
+    """Raise ConfigError if the heads are not divisible. The first forward pass would fail with wrong shapes."""
     name, text = stock_class(model).__name__, layer_config(model.config, 0)
     for what, key in (("attention heads", "num_attention_heads"), ("key-value heads", "num_key_value_heads")):
         count = getattr(text, key, None)
@@ -143,7 +149,7 @@ def _check_heads_of_layers(model: PreTrainedModel, plan: dict[str, str], size: i
 
 
 def _check_tensors(model: PreTrainedModel, plan: SplitPlan, size: int) -> None:
-    """Widths must divide; and a plan may do nothing."""
+    """Raise ConfigError if a matrix is not divisible, or if the plan splits too little."""
     name = stock_class(model).__name__
     matrices = _matrices(model)
     for parameter_name, p in matrices.items():
@@ -167,7 +173,7 @@ def _check_tensors(model: PreTrainedModel, plan: SplitPlan, size: int) -> None:
 
 
 def thin_split(model: PreTrainedModel, plan: SplitPlan, *, tensor_size: int) -> str | None:
-    """A line to warn with where tensor ranks share little but the experts, which expert ranks would share too."""
+    """Return a warning if tensor parallelism splits little except the experts, which expert parallelism can split."""
     if tensor_size == 1:
         return None
     share = _share({n: p for n, p in _matrices(model).items() if n not in plan.experts}, plan.tensor_dims.keys())
@@ -181,11 +187,11 @@ def thin_split(model: PreTrainedModel, plan: SplitPlan, *, tensor_size: int) -> 
 
 
 def _share(matrices: Mapping[str, nn.Parameter], names: Set[str]) -> float:
-    """Of all the numbers in `matrices`, those in the ones of `names`."""
+    """Return the fraction of the elements of `matrices` in those of `names`."""
     return sum(p.numel() for n, p in matrices.items() if n in names) / sum(p.numel() for p in matrices.values())
 
 
 def _matrices(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """Of the layers, by name."""
+    """Return the matrices of the decoder layers by name."""
     inside = {id(p) for layer in decoder_layers(model) for p in layer.parameters()}
     return {name: p for name, p in model.named_parameters() if id(p) in inside and p.dim() >= 2}

@@ -1,9 +1,9 @@
-"""The shared expert of a block is computed while its tokens travel to the routed experts of other ranks.
+"""Compute the shared expert of a block while its tokens travel to the routed experts of other ranks.
 
-Stock blocks of DeepSeek-V3 and its relatives call the routed experts and then the shared one, with what the block was
-given. So it can be computed as soon as the tokens have left, and the block finds its result where it would compute it.
-Blocks that call it first (Qwen3-Next), or with something else, stay as they are. Same operations, same operands: the
-values are the same bits, and gradients of the block's input are added up in another order.
+Stock blocks of DeepSeek-V3 and related models call the routed experts, then the shared expert with the block's input.
+The shared expert can therefore be computed once the tokens are sent, and the block's call returns that result. Blocks
+that call it first (Qwen3-Next), or with another input, are unchanged. Outputs are bitwise equal; gradients of the
+block's input are summed in another order.
 """
 
 import inspect
@@ -18,14 +18,14 @@ _NAMES = ("shared_experts", "shared_expert", "shared_mlp")
 
 
 class EarlyShared:
-    """Takes the place of the forwards of a block and of its shared expert, before sharding."""
+    """Replaces the forwards of a block and of its shared expert. Create it before sharding."""
 
     def __init__(self, block: nn.Module, shared: nn.Module) -> None:
         self._block: Callable[..., Any] = block.forward
         self._shared: Callable[..., Any] = shared.forward
-        self._given: Tensor | None = None  # to the block, until its shared expert is called
-        self._made: Tensor | None = None  # from it, ahead of that call
-        self._helps = True  # until the block has once called it with something else
+        self._given: Tensor | None = None  # input of the block, until its shared expert is called
+        self._made: Tensor | None = None  # output of the shared expert, computed early
+        self._helps = True  # until the block calls it with another input
         block.forward = self.block_forward
         shared.forward = self.shared_forward
 
@@ -33,7 +33,7 @@ class EarlyShared:
         self._given = hidden_states
         try:
             return self._block(hidden_states, *args, **kwargs)
-        finally:  # a recomputation for the backward pass may break off
+        finally:  # a recomputation for the backward pass may stop early
             self._given = self._made = None
 
     def shared_forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -49,13 +49,19 @@ class EarlyShared:
 
 
 def _takes_one(shared: nn.Module) -> bool:
-    """Not with what the router says of it, as in Inkling: that is not there before the block asks."""
+    """Return whether the shared expert takes a single input.
+
+    In Inkling it also takes the output of the router, which is not available before the block calls it.
+    """
     parameters = inspect.signature(shared.forward).parameters.values()
     return sum(parameter.default is parameter.empty for parameter in parameters) == 1
 
 
 def overlap_shared_experts(model: nn.Module) -> None:
-    """In every block whose experts are split; before sharding, and after all else that replaces forwards."""
+    """Enable the overlap in every block with split experts.
+
+    Call it before sharding and after everything else that replaces forwards.
+    """
     for block in list(model.modules()):
         dispatches = [found for child in block.children() if (found := dispatch_of(child)) is not None]
         shared = [child for name, child in block.named_children() if name in _NAMES]

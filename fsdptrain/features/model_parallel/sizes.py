@@ -1,4 +1,4 @@
-"""Whether a model can be split as the flags say, from its config alone: before its weights are loaded."""
+"""Check from the config alone, before the weights are loaded, that a model can be split into the given sizes."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from fsdptrain.model.loading.meta import build_meta_model
 
 
 def check_sizes(config: Config, checkpoint: Path, num_ranks: int | None = None) -> None:
-    """Raise ConfigError where the model does not allow a mesh of `num_ranks` (default: all). Collective."""
+    """Raise ConfigError if the model does not support a mesh of `num_ranks` (default: all). Collective."""
     trust = config.model.trust_remote_code
     model = build_meta_model(checkpoint, trust_remote_code=trust, attn_implementation="eager")
     Pieces(model, Grid.of(config, num_ranks or dist.get_world_size()))

@@ -1,7 +1,7 @@
-"""Layers and experts split over ranks.
+"""Split layers and experts of a model over ranks.
 
-Before FSDP, which shards over its own axes what is left of each parameter; the model is on meta. Nothing is copied into
-the model: its modules stay stock, and get a forward that moves tokens, or parts of hidden states, between the ranks.
+This runs before FSDP, on the meta model; FSDP then shards the parts. The modules stay stock and get a forward that
+moves tokens, or parts of hidden states, between ranks.
 """
 
 import logging
@@ -19,7 +19,10 @@ log = logging.getLogger(__name__)
 
 
 def split_model(model: PreTrainedModel, *, tensor: DeviceMesh, experts: DeviceMesh | None) -> None:
-    """Over `tensor` (where it is more than one rank) and `experts`. ConfigError where the model does not allow it."""
+    """Split `model` over `tensor` (if larger than one rank) and `experts`.
+
+    Raises ConfigError if the model does not support the sizes.
+    """
     plan = split_plan(model, tensor_size=tensor.size(), expert_size=1 if experts is None else experts.size())
     line = thin_split(model, plan, tensor_size=tensor.size())
     if line and dist.get_rank() == 0:

@@ -4,21 +4,22 @@
     f_le   choices of expert e / tokens: sums to k over e; a constant, as in every implementation
     P_le   mean over tokens of softmax(router logits)
 
-over all tokens, prompts too, of the sequences that have a loss in this step, on every rank; never over padding. With
-`--router-replay` f counts the replayed choices. It is k where all is balanced, and at most E.
+The means are over all tokens, prompts included, of the sequences that have a loss in this step, on every rank; never
+over padding. With `--router-replay` f counts the replayed choices. The loss is k when balanced, and at most E.
 
-Times the coefficient it is added to the loss of the step; `config` takes router_aux_loss_coef of the model's config.
-moe/aux_loss is the loss itself, moe/load_max the load of the most loaded expert (1: balanced), moe/dead_experts the
-share of experts that nobody chose.
+The loss is multiplied by the coefficient and added to the loss of the step; `config` uses router_aux_loss_coef of the
+model's config. Metrics: moe/aux_loss is the loss before the coefficient, moe/load_max the load of the most loaded
+expert (1: balanced), moe/dead_experts the fraction of experts that no token chose.
 
 It is the loss of the Switch Transformer (arXiv 2101.03961, equations 4 to 6, with top-k choices), and transformers'
-`load_balancing_loss_func` on the step as one batch, layer by layer. Two things differ from what transformers does with
-it in training, both on purpose:
+`load_balancing_loss_func` on the step as one batch, layer by layer. It differs from the training code of transformers
+in two ways:
 
-- f and P are those of the whole step, not of one micro-batch, so packs and ranks change nothing, and experts may differ
-  between sequences (arXiv 2501.11873). f is known before the first gradient: then the loss is a sum over tokens.
-- f and P are not averaged over layers before they are multiplied: there an expert that one layer overloads makes up for
-  the expert of the same number that another layer starves.
+- f and P are those of the whole step, not of one micro-batch, so packing and the number of ranks change nothing, and
+  experts may specialize by sequence (arXiv 2501.11873). f is known before the first gradient, so the loss is a sum over
+  tokens.
+- f and P are not averaged over layers before they are multiplied. With that average, an expert that one layer
+  overloads would compensate for the expert of the same index that another layer starves.
 """
 
 from collections.abc import Sequence
@@ -33,28 +34,28 @@ from fsdptrain.types import NO_ROUTE, LossOutput, Metrics, PackedBatch
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """How often each expert is chosen in an optimizer step, over every rank. L: layers with experts."""
+    """Load of each expert in an optimizer step, over all ranks. L: layers with experts."""
 
     choices: Tensor  # [L, E] f32, f_le
-    num_tokens: int  # that count, at least 1
+    num_tokens: int  # number of counted tokens, at least 1
     top_k: int
 
     @classmethod
     def of(cls, counts: Tensor, *, num_tokens: int, top_k: int) -> Self | None:
-        """From `counts` [layers, E] of the whole step. None where nothing was chosen at all."""
-        counts = counts[counts.sum(1) > 0].double()  # layers without experts choose nothing
+        """Compute the load from `counts` [layers, E] of the whole step. None if there are no choices."""
+        counts = counts[counts.sum(1) > 0].double()  # drop layers without experts
         if not len(counts):
             return None
         return cls((top_k * counts / counts.sum(1, keepdim=True)).float(), max(1, num_tokens), top_k)
 
     def metrics(self) -> Metrics:
-        """moe/load_max: of the most loaded expert of any layer, 1 where all is balanced. moe/dead_experts: a share."""
+        """Return moe/load_max (most loaded expert of any layer, 1: balanced) and moe/dead_experts (a fraction)."""
         share = self.choices * self.choices.shape[1] / self.top_k
         return {"moe/load_max": share.max().item(), "moe/dead_experts": (share == 0).float().mean().item()}
 
 
 def balance_loss(router_logits: Sequence[Tensor], counted: Tensor, load: ExpertLoad) -> Tensor:
-    """This pack's part of the loss: a sum, whose parts over packs and ranks add up. []
+    """Compute this pack's part of the loss, []. The parts of all packs and ranks sum to the loss.
 
     Args:
         router_logits: [T, E] of each layer with experts.
@@ -67,17 +68,20 @@ def balance_loss(router_logits: Sequence[Tensor], counted: Tensor, load: ExpertL
 
 
 def bias_change(counts: Tensor) -> Tensor:
-    """-1, 0 or 1 for each expert, [..., E] from its `counts` i64 of a whole step: the direction of its router's bias.
+    """Compute the direction of the bias update, -1, 0 or 1, from `counts` i64 [..., E] of a whole step: [..., E].
 
-    sign(mean count - own count), so an expert with less than its share is chosen more often from now on. By integers,
-    so exact. Auxiliary-loss-free balancing, arXiv 2408.15664, algorithm 1; DeepSeek-V3, arXiv 2412.19437, 2.1.2, whose
-    bias update speed is 0.001.
+    sign(mean count - own count): an expert with less than its share is chosen more often afterwards. Integer
+    arithmetic, so exact. Auxiliary-loss-free balancing, arXiv 2408.15664, algorithm 1; DeepSeek-V3, arXiv 2412.19437,
+    2.1.2, whose bias update speed is 0.001.
     """
     return (counts.sum(-1, keepdim=True) - counts.shape[-1] * counts).sign()
 
 
 def count_choices(routes: Tensor, counted: Tensor, num_experts: int) -> Tensor:
-    """[layers, E] i64: how often the counted tokens choose each expert. `routes` is [T, layers, k], with NO_ROUTE."""
+    """Count how often the counted tokens choose each expert: [layers, E] i64.
+
+    routes: [T, layers, k], with NO_ROUTE.
+    """
     layers = routes.shape[1]
     experts = routes.long() + num_experts * torch.arange(layers, device=routes.device)[:, None]
     chosen = (routes != NO_ROUTE) & counted[:, None, None]
@@ -87,7 +91,7 @@ def count_choices(routes: Tensor, counted: Tensor, num_experts: int) -> Tensor:
 
 
 def trained_tokens(batch: PackedBatch) -> Tensor:
-    """[T] bool: tokens of sequences that have a loss. Neither a pack that only fills, nor a sample without loss."""
+    """Return [T] bool: tokens of sequences with a loss. Excludes filler packs and samples without a loss."""
     sequence = torch.searchsorted(
         batch.cu_seqlens[1:],
         torch.arange(batch.num_tokens, device=batch.cu_seqlens.device, dtype=torch.int32),
@@ -98,9 +102,9 @@ def trained_tokens(batch: PackedBatch) -> Tensor:
 
 
 def add_router_loss(output: LossOutput, router_loss: Tensor, coef: float) -> LossOutput:
-    """`output` plus coef * router_loss. moe/aux_loss is the loss itself, loss/router what it adds."""
+    """Return `output` plus coef * router_loss. Metrics: moe/aux_loss is the loss, loss/router the added term."""
     added = coef * router_loss
     metrics = {**output.metrics, "loss/router": added.detach(), "moe/aux_loss": router_loss.detach()}
-    if "loss/total" in metrics:  # a loss of one's own may not name it
+    if "loss/total" in metrics:  # a custom loss may not report it
         metrics["loss/total"] = metrics["loss/total"] + added.detach()
     return LossOutput(output.loss + added, metrics)

@@ -1,8 +1,8 @@
-"""The bias by which a router chooses experts, and which no gradient moves (DeepSeek-V3, and those after it).
+"""The router bias that affects only the choice of experts and gets no gradient (DeepSeek-V3 and later models).
 
-It is added to the scores before the choice and to nothing else: who is chosen too often gets a lower one, and the
-weights of those that are chosen stay what their scores say. Stock models keep it as a buffer, which sharding leaves
-whole on every rank; checkpoints, export and the hand-over to an engine hold it as they hold parameters.
+It is added to the scores before the choice and nowhere else: overloaded experts get a lower bias, and the weights of
+the chosen experts still follow from their scores. Stock models store it as a buffer, which sharding leaves whole on
+every rank. Checkpoints, export and weight sync treat it like a parameter.
 """
 
 import torch
@@ -16,18 +16,18 @@ from fsdptrain.model.policy import MODEL_ERRORS
 from fsdptrain.model.probes.random_copy import guarded_copy
 from fsdptrain.model.structure import decoder_layers, expert_choice
 
-_NAMES = ("e_score_correction_bias", "expert_bias", "balancing_biases")  # in transformers
+_NAMES = ("e_score_correction_bias", "expert_bias", "balancing_biases")  # names in transformers
 _FLAG = "--router-bias-update-rate"
 _TOKENS = 16
-_SHIFT = 0.5  # of all biases of a layer: a choice is the same
-_PULL = 100.0  # of one: no score is so large
+_SHIFT = 0.5  # added to all biases of a layer: must not change the choice
+_PULL = 100.0  # added to one bias: larger than any score
 _ROUNDING = 1e-4  # of logits
 
 
 def choice_biases(model: PreTrainedModel) -> dict[int, Tensor]:
-    """The bias [E], or of that size, of each decoder layer that has one, by the index of the layer: the buffer itself.
+    """Return the bias buffer (E elements) of each decoder layer that has one, by layer index.
 
-    To be asked anew after loading, which replaces buffers.
+    Call it again after loading, which replaces buffers.
     """
     choice = expert_choice(model.config)
     if choice is None:
@@ -41,9 +41,9 @@ def choice_biases(model: PreTrainedModel) -> dict[int, Tensor]:
 
 
 def check_bias(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> None:
-    """NoEffectError for a model without such a bias; ConfigError, with the reason, where it cannot balance.
+    """Check on a small random copy, before loading, that the router bias can balance the experts.
 
-    Measured on a small random copy, before anything is loaded.
+    Raises NoEffectError for a model without such a bias, and ConfigError with the reason if the bias cannot balance.
     """
     name = config.model_type
     if expert_choice(config) is None:
@@ -61,7 +61,7 @@ def check_bias(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> 
 
 
 def _refusal_of(model: PreTrainedModel) -> str | None:
-    """None: there is nothing to move."""
+    """Return why the bias cannot be updated, "" if it can, or None if there is no bias."""
     frozen = [name for name, p in model.named_parameters() if _is_bias(name) and not p.requires_grad]
     if frozen:
         return f"{frozen[0]} is a parameter, rounded to the dtype of the others"
@@ -74,7 +74,7 @@ def _refusal_of(model: PreTrainedModel) -> str | None:
 
 @torch.no_grad()
 def bias_refusal(model: PreTrainedModel) -> str:
-    """Why the biases of `model` (float32, on the CPU) do not balance by the choice alone; empty where they do."""
+    """Return why the biases of `model` (float32, on the CPU) do not affect only the choice, or ""."""
     choice, biases = expert_choice(model.config), choice_biases(model)
     assert choice is not None, "the caller has asked"
     vocab_size = model.config.get_text_config().vocab_size

@@ -1,4 +1,4 @@
-"""Balancing experts by the bias of their router, from the load of an optimizer step over every rank."""
+"""Balance experts by updating the router bias from the load of an optimizer step over all ranks."""
 
 import torch
 import torch.distributed as dist
@@ -12,13 +12,15 @@ from fsdptrain.types import Metrics, PackedBatch
 
 
 class RouterBiasUpdater:
-    """After an optimizer step the bias of an expert goes up by the rate if it had less than the mean load of the step,
-    and down if it had more. The bias is added to the scores before experts are chosen, and to nothing else.
+    """Accumulates expert counts during an optimizer step and updates the router biases after it.
 
-    The load are the choices of all tokens of sequences with a loss, on every rank, as they were made in the forward
-    pass (replayed ones too), and no recomputation. Ranks of a tensor or context group all count their packs, and shares
-    stay what they are. Counts are integers, so all ranks move their copy of a bias by the same. Where the optimizer
-    skips a step the bias stays too.
+    An expert's bias increases by the rate if its load is below the mean of the step, and decreases if it is above. The
+    bias is added to the scores before experts are chosen, and nowhere else.
+
+    The load counts the choices of all tokens of sequences with a loss, on every rank, as made in the forward pass
+    (replayed ones included), without recomputation. All ranks of a tensor or context group count their packs, which
+    leaves relative loads unchanged. Counts are integers, so all ranks update their copy of a bias equally. If the
+    optimizer skips a step, the bias is not updated.
     """
 
     def __init__(self, model: PreTrainedModel, *, rate: float) -> None:
@@ -30,14 +32,14 @@ class RouterBiasUpdater:
         self._counts = torch.zeros(len(decoder_layers(model)), choice.num_experts, dtype=torch.int64, device=device)
 
     def count(self, routes: Tensor | None, batch: PackedBatch) -> None:
-        """The experts `routes` [T, layers, k] that the tokens of `batch` took. Does not wait for the device."""
+        """Count the experts `routes` [T, layers, k] of the tokens of `batch`. Does not wait for the device."""
         assert routes is not None, "they were asked for"
         self._counts += count_choices(routes, trained_tokens(batch), self._counts.shape[1])
 
     def step(self, *, apply: bool) -> Metrics:
         """Update the biases, unless the optimizer skips its step. Returns the load of the step.
 
-        Collective, and it waits for the device.
+        Collective. Waits for the device.
         """
         dist.all_reduce(self._counts)
         if apply:

@@ -1,4 +1,4 @@
-"""Whether a model has what the options of its router ask for: measured on a small random copy, before it is loaded."""
+"""Check on a small random copy of the model, before loading, that it supports the router options."""
 
 from typing import Literal
 
@@ -13,14 +13,14 @@ from fsdptrain.model.policy import MODEL_ERRORS
 from fsdptrain.model.probes.random_copy import guarded_copy
 from fsdptrain.model.structure import ExpertChoice, base_model, expert_choice
 
-_TOKENS = 16  # one sequence each, so that nothing but its own experts moves the logits of a token
-_ROUNDING = 1e-4  # of logits, where products are added in another order
+_TOKENS = 16  # one sequence each, so that only its own experts affect the logits of a token
+_ROUNDING = 1e-4  # of logits, if products are added in another order
 
 
 def aux_loss_coef(
     config: PreTrainedConfig, requested: float | Literal["config"], *, trust_remote_code: bool = False
 ) -> float:
-    """The coefficient of the load-balancing loss; NoEffectError for a model that is not balanced by it."""
+    """Return the coefficient of the load-balancing loss. Raises NoEffectError for a model that does not support it."""
     if requested == 0:
         return 0.0
     own = config.get_text_config().to_dict().get("router_aux_loss_coef")
@@ -37,7 +37,7 @@ def aux_loss_coef(
 
 
 def check_replay(config: PreTrainedConfig, mode: str, *, trust_remote_code: bool = False) -> None:
-    """NoEffectError for a model without experts; ConfigError, with the reason, where routes cannot be replayed."""
+    """Raise NoEffectError for a model without experts, and ConfigError with the reason if routes cannot be replayed."""
     if expert_choice(config) is None:
         raise _no_effect("replay", f"on {config.model_type}, which has no experts")
     try:
@@ -49,7 +49,7 @@ def check_replay(config: PreTrainedConfig, mode: str, *, trust_remote_code: bool
 
 
 def replay_refusal(model: PreTrainedModel) -> str:
-    """Why routes of `model` (float32, on the CPU) cannot be replayed; empty where they can, exactly."""
+    """Return why the routes of `model` (float32, on the CPU) cannot be replayed exactly, or ""."""
     choice = expert_choice(model.config)
     assert choice is not None, "the caller has asked"
     tokens, replay = _tokens(model), RouterReplay(model, choice)
@@ -68,14 +68,14 @@ def replay_refusal(model: PreTrainedModel) -> str:
 
 
 def _others_refusal(model: PreTrainedModel, tokens: Tensor, replay: RouterReplay, choice: ExpertChoice) -> str:
-    """The same for routes that the model would not choose: each given expert must count, in any order."""
+    """Check replay of routes that the model would not choose: each given expert must count, in any order."""
     generator = torch.Generator().manual_seed(1)
     shape = (len(tokens), len(replay.choices_by_layer), choice.num_experts)
     orders = torch.rand(shape, generator=generator).argsort(-1)
     given = orders[..., : choice.top_k]
     if choice.num_experts == choice.top_k:
         return "it always takes all experts"
-    other = torch.cat([given[..., 1:], orders[..., choice.top_k : choice.top_k + 1]], dim=-1)  # one of k is another
+    other = torch.cat([given[..., 1:], orders[..., choice.top_k : choice.top_k + 1]], dim=-1)  # one of k is different
 
     def logits(routes: Tensor) -> Tensor:
         with torch.no_grad(), replay.choosing(routes):
@@ -90,7 +90,7 @@ def _others_refusal(model: PreTrainedModel, tokens: Tensor, replay: RouterReplay
 
 
 def _run(model: PreTrainedModel, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Logits, and the gradient of a number that each of them moves."""
+    """Return the logits, and the gradients of a scalar that depends on all of them."""
     logits = model(input_ids=tokens, use_cache=False).logits
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]  # a bias may be frozen
     gradients = torch.autograd.grad(logits.sin().sum(), parameters, allow_unused=True)

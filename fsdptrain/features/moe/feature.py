@@ -1,4 +1,4 @@
-"""Mixture of experts as a feature: balancing by a loss or by router biases, and router replay."""
+"""The mixture-of-experts feature: balancing by a loss or by router biases, and router replay."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -29,17 +29,17 @@ from fsdptrain.model.structure import decoder_layers, expert_choice
 from fsdptrain.protocols import ModelRole
 from fsdptrain.types import NO_ROUTE, LogProbs, LossOutput, Metrics, PackedBatch, Sample, SamplingParams
 
-_CHOICES, _LOSS, _ROUTES = "moe/choices", "moe/router_loss", "routes"  # in `LogProbs.extras`
+_CHOICES, _LOSS, _ROUTES = "moe/choices", "moe/router_loss", "routes"  # keys of `LogProbs.extras`
 
 
 class MoEFeature(Feature):
-    """The experts of one run.
+    """Balancing and replay of the experts of one run.
 
     Args:
-        loss_coef: of the load-balancing loss; 0: off.
-        bias_update_rate: of the router biases; 0: off.
+        loss_coef: coefficient of the load-balancing loss; 0: off.
+        bias_update_rate: update rate of the router biases; 0: off.
         replay: `scoring`: train with the experts of scoring; `rollout`: with those of the engine.
-        pack_copies: ranks that train on the same pack.
+        pack_copies: number of ranks that train on the same pack.
     """
 
     def __init__(
@@ -51,10 +51,10 @@ class MoEFeature(Feature):
         self._scoring_records = replay == "scoring"
         self._pack_copies = pack_copies
         self._replay: RouterReplay | None = None
-        self._load: ExpertLoad | None = None  # of the optimizer step that runs
-        self._biases: RouterBiasUpdater | None = None  # of the optimizer step that runs
+        self._load: ExpertLoad | None = None  # of the current optimizer step
+        self._biases: RouterBiasUpdater | None = None  # of the current optimizer step
         self._counted: Tensor | None = None  # [T] bool: tokens of the pack whose choices are counted
-        self._top_k = 0  # of these choices
+        self._top_k = 0  # number of experts per token for these choices
         self._takes_routes = True
         self._records = False
 
@@ -95,7 +95,7 @@ class MoEFeature(Feature):
     # The forward pass
 
     def transform_model(self, model: PreTrainedModel, meshes: Meshes | None = None) -> None:
-        """After gradient checkpointing, before sharding."""
+        """Wrap the routers. Runs after gradient checkpointing is enabled and before sharding."""
         del meshes
         choice = expert_choice(model.config)
         if choice is not None and (self._replays or self._bias_update_rate):
@@ -123,7 +123,7 @@ class MoEFeature(Feature):
                 found[_CHOICES] = rows.total(_count(logits, counted, self._top_k))
         if self._records:
             assert self._replay is not None
-            routes = rows.gather(self._replay.routes.int())  # gloo has no int16
+            routes = rows.gather(self._replay.routes.int())  # gloo does not support int16
             found[_ROUTES] = rows.to_pack(routes, rows.tokens).to(torch.int16)
         return found
 
@@ -135,7 +135,10 @@ class MoEFeature(Feature):
 
     @contextmanager
     def around_scoring(self, role: ModelRole) -> Iterator[None]:
-        """The reference chooses its own experts; the policy takes those of the batch, or reports which it took."""
+        """Set the routing for `role` within the context.
+
+        The policy uses the routes of the batch or records its own. The reference makes its own choice.
+        """
         self._takes_routes, self._records = role == "policy", role == "policy" and self._scoring_records
         try:
             yield
@@ -148,7 +151,7 @@ class MoEFeature(Feature):
     # The optimizer step
 
     def before_step(self, model: PreTrainedModel, batches: Sequence[PackedBatch], forward: ForwardPass) -> None:
-        """Count the choices of the whole step where the loss or a metric needs them. Waits for the device."""
+        """Count the choices of the whole step if the loss or a metric needs them. Waits for the device."""
         choice = expert_choice(model.config)
         if choice is not None and (self._coef or self._replays):
             self._load = self._load_of(model, batches, forward, num_experts=choice.num_experts, top_k=choice.top_k)
@@ -178,7 +181,7 @@ class MoEFeature(Feature):
         num_experts: int,
         top_k: int,
     ) -> ExpertLoad | None:
-        """From the routes that will be replayed, else from a forward pass over each pack."""
+        """Compute the load from the routes to replay, or else from a forward pass over each pack."""
         counted = [trained_tokens(batch) for batch in batches]
         counts = torch.zeros(len(decoder_layers(model)), num_experts, dtype=torch.int64)
         if self._replays:
@@ -201,7 +204,7 @@ class MoEFeature(Feature):
 
 
 def _count(router_logits: Sequence[Tensor], counted: Tensor, top_k: int) -> Tensor:
-    """[layers, E] i64: how often the tokens [t] with `counted` choose each expert."""
+    """Count how often the tokens [t] with `counted` choose each expert: [layers, E] i64."""
     routes = torch.stack([logits.topk(top_k).indices for logits in router_logits], dim=1)
     return count_choices(routes, counted, router_logits[0].shape[-1])
 

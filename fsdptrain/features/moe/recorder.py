@@ -1,4 +1,4 @@
-"""Collect the experts that the embedded engine chose while it decodes."""
+"""Record the experts that the embedded engine chooses while it decodes."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -11,7 +11,7 @@ from fsdptrain.types import NO_ROUTE
 
 
 class EngineRoutes:
-    """The routes of one call of `decode`: of the prompts, then of one token per row and step."""
+    """Routes of one `decode` call: first of all tokens of the prompts, then of one token per row and step."""
 
     def __init__(self, replay: RouterReplay, prompt_lengths: Sequence[int], prompt_of_row: Sequence[int]) -> None:
         self._replay = replay
@@ -21,20 +21,20 @@ class EngineRoutes:
         self._steps: list[tuple[Tensor, Tensor]] = []  # (rows [A], routes [A, layers, k]) on the device
 
     def recording(self) -> AbstractContextManager[None]:
-        """Wrap `decode` in it."""
+        """Record the forward passes of `decode` in the context."""
         return self._replay.choosing()
 
     def read_prompts(self) -> None:
-        """Call after the forward pass over all prompts, which are left-padded."""
+        """Store the routes of the prompts. Call it after the forward pass over all prompts, padded on the left."""
         rows = self._replay.routes.unflatten(0, (len(self._lengths), -1)).cpu()
         self._prompts = [row[row.shape[0] - length :] for row, length in zip(rows, self._lengths, strict=True)]
 
     def read_tokens(self, rows: Tensor) -> None:
-        """Call after a forward pass over one token for each of `rows`."""
+        """Store the routes of one token for each of `rows`. Call it after the forward pass over them."""
         self._steps.append((rows, self._replay.routes))
 
     def of_rows(self, num_tokens: Sequence[int]) -> list[Tensor]:
-        """[P + n - 1, layers, k] for each row of n tokens: the model never reads the last one."""
+        """Return [P + n - 1, layers, k] for each row with n tokens: the model has not read the last token."""
         shape = self._prompts[0].shape[1:]
         responses = torch.full((len(num_tokens), len(self._steps), *shape), NO_ROUTE, dtype=torch.int16)
         for step, (rows, routes) in enumerate(self._steps):

@@ -1,12 +1,13 @@
-"""Which experts a model chooses for each token, and choosing them again: router replay on stock transformers models.
+"""Router replay on stock transformers models: record the experts chosen for each token and choose them again.
 
-A router scores all experts and takes the best k by `topk`; what families do before and after that (softmax, sigmoid, a
-bias, groups, a norm, a scale) differs. So the seam is that one call. While a router runs, a mode sees its calls of
-topk; the choice is the one that takes k of [tokens, experts]. It is noted, or answered with given experts and their
-scores. The weights of the experts are then made by the family's own code from the current scores, with their gradient:
-no formula is repeated here, and with its own choice given a model computes bit by bit what it does without.
+A router scores all experts and selects the best k with `topk`. What model families do before and after that (softmax,
+sigmoid, a bias, groups, a norm, a scale) differs, so replay intercepts only that call. While a router runs, a torch
+function mode sees its calls of topk; the choice is the call that takes k of [tokens, experts]. It is recorded, or
+answered with given experts and their scores. The family's own code then computes the expert weights from the current
+scores, with their gradient. No formula is duplicated, and replaying a model's own choice is bitwise equal to not
+replaying.
 
-`router_check` asks a small random copy of the model whether this holds, and refuses the few families where it does not.
+`moe/checks.py` verifies this on a small random copy of the model and rejects the few families where it fails.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,13 +26,15 @@ from fsdptrain.types import NO_ROUTE
 
 
 class RouterReplay:
-    """The choices of one model. It wraps the forward of each router, before sharding; idle, it does nothing.
+    """Records and replays the expert choices of one model.
+
+    It wraps the forward of each router, before sharding. It does nothing outside `choosing`.
 
     Routes are [tokens, layers, k] int16: the experts of each token of the model's rows in each decoder layer. NO_ROUTE
-    stands where there are none (a layer without experts), and where the model shall choose itself.
+    marks layers without experts and tokens for which the model chooses itself.
 
-    Layers that are `Recomputed`, from before, choose in the backward pass among what was given to their forward pass,
-    whatever was asked of the model since.
+    Layers that are already `Recomputed` reuse in the backward pass the routes given to their forward pass, regardless
+    of later calls.
     """
 
     def __init__(self, model: PreTrainedModel, choice: ExpertChoice) -> None:
@@ -50,7 +53,10 @@ class RouterReplay:
 
     @contextmanager
     def choosing(self, routes: Tensor | None = None) -> Iterator[None]:
-        """Forward passes inside take the experts of `routes`, on the device of the model; None: they choose."""
+        """Use the experts of `routes` in forward passes within the context. None: the model chooses.
+
+        `routes` must be on the device of the model.
+        """
         before = self._active, self._given
         self._active, self._given = True, routes
         try:
@@ -60,14 +66,14 @@ class RouterReplay:
 
     @property
     def routes(self) -> Tensor:
-        """What the last forward pass inside `choosing` took, on its device."""
+        """Routes of the last forward pass inside `choosing`, on its device."""
         chosen = [[choice for router in members for choice in router] for members in self._chosen]
         nothing = torch.full_like(next(choices[0] for choices in chosen if choices), NO_ROUTE)
         return torch.stack([choices[0] if choices else nothing for choices in chosen], dim=1).to(torch.int16)
 
     @property
     def choices_by_layer(self) -> list[int]:
-        """How often each decoder layer chose in the last forward pass: 0 without experts, else 1."""
+        """Number of choices per decoder layer in the last forward pass: 0 without experts, normally 1."""
         return [sum(len(router) for router in members) for members in self._chosen]
 
     def _route(self, index: int, number: int, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -80,13 +86,16 @@ class RouterReplay:
         return output
 
     def _again(self) -> AbstractContextManager[None]:
-        """In which a layer that now goes forward is to be computed again."""
+        """Return the context for recomputing a layer that is now in its forward pass."""
         return nullcontext() if self._given is None else self.choosing(self._given)
 
 
 def _routers(model: PreTrainedModel, layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
-    """Of each layer: the modules whose logits transformers records; the layer itself where none is declared."""
-    declared: list[Any] = []  # classes of modules, or records of them
+    """Return the routers of each layer.
+
+    These are the modules whose logits transformers records, or the layer itself if none is declared.
+    """
+    declared: list[Any] = []  # module classes, or output recorders of them
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             recorders = module.can_record_outputs.get("router_logits", [])
@@ -97,13 +106,13 @@ def _routers(model: PreTrainedModel, layers: Sequence[nn.Module]) -> list[list[n
 
 
 class _Choosing(TorchFunctionMode):
-    """Sees the calls of topk that choose experts."""
+    """Intercepts the calls of topk that choose experts."""
 
     def __init__(self, choice: ExpertChoice, given: Tensor | None) -> None:
         super().__init__()
         self._choice = choice
         self._given = given  # [tokens, k] i64
-        self.chosen: list[Tensor] = []  # [tokens, k] i64, one for each choice
+        self.chosen: list[Tensor] = []  # [tokens, k] i64, one per choice
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -114,7 +123,7 @@ class _Choosing(TorchFunctionMode):
         scores = args[0] if args else (kwargs or {})["input"]
         indices = output.indices
         if scores.dim() != 2 or (scores.shape[1], indices.shape[1]) != self._choice:
-            return output  # of groups, or of keys in a sparse attention
+            return output  # a choice of groups, or of keys in sparse attention
         if self._given is not None:
             indices = torch.where(self._given == NO_ROUTE, indices, self._given)
             output = type(output)((scores.gather(1, indices), indices))

@@ -1,10 +1,11 @@
-"""Attention of segments that share a prefix, in two parts that are merged: causal over their own tokens, and over the
-prefix, which all that follow it look at in one call.
+"""Attention of segments that share a prefix: merge causal attention over own tokens with attention over the prefix.
 
-With logsumexps a and b of the scores of both parts, out = exp(a - c) out_a + exp(b - c) out_b, c = logaddexp(a, b).
-Backward, each part is given the merged output and c in place of its own: a flash kernel makes its probabilities from
-the logsumexp and the row sums of their gradient from the output, so what comes out is the part's share of the gradient
-of the whole (as in ring attention, arXiv 2310.01889). No key is copied, and no mask exists.
+The attention over a prefix is one call for all segments that follow it. With logsumexps a and b of the scores of both
+parts, out = exp(a - c) out_a + exp(b - c) out_b, c = logaddexp(a, b).
+
+In the backward pass each part gets the merged output and c instead of its own: a flash kernel computes its
+probabilities from the logsumexp and the row sums of their gradient from the output, so the result is the part's share
+of the full gradient (as in ring attention, arXiv 2310.01889). No keys are copied and no mask is built.
 """
 
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ from fsdptrain.types import SharedPrefixes
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-_Run = tuple[slice, slice]  # rows of segments that share a prefix, and its rows
+_Run = tuple[slice, slice]  # rows of the segments that share a prefix, and rows of the prefix
 
 
 def shared_prefix_attention(
@@ -39,7 +40,10 @@ def shared_prefix_attention(
     boundaries: Boundaries,
     options: AttentionOptions,
 ) -> Tensor:  # [1, C, H, DV]
-    """Attention of segments whose first tokens are computed once. of_keys: boundaries of the whole segments."""
+    """Compute attention of segments whose shared prefixes are computed once.
+
+    of_keys: boundaries of the whole segments.
+    """
     spans = segment_spans(query, boundaries)
     plain = options.softcap is None and options.sinks is None and options.dropout == 0.0
     unlimited = options.window is None or options.window >= max(of_keys.seqlens)
@@ -63,7 +67,7 @@ def merged_attention(
     shared: SharedPrefixes,
     scale: float,
 ) -> Tensor:  # [1, H, C, D]
-    """On a CPU, without window, softcap, sinks and dropout: what the one kernel there can do."""
+    """Compute merged attention on a CPU. Its kernel supports no window, softcap, sinks or dropout."""
     out = _Merged.apply(q, k, v, _segments(spans), list(_runs(spans, shared)), scale)
     assert isinstance(out, Tensor)
     return out

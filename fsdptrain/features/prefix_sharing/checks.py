@@ -1,4 +1,4 @@
-"""What of the configuration stands against computing the prompt of a group once."""
+"""Check whether the configuration allows computing the prompt of a group once."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from fsdptrain.config.root import Config
 
 
-_KNOW_PREFIXES = ("auto", "varlen", "sdpa")  # of --attn-implementation
+_KNOW_PREFIXES = ("auto", "varlen", "sdpa")  # values of --attn-implementation
 
 
 def configured_obstacle(config: Config, *, on_gpu: bool = False) -> str:
-    """Why samples of a group cannot share their prompt, whatever the model is; "" where nothing speaks against it."""
+    """Return why no model can share the prompts of a group under `config`, or ""."""
     if config.algorithm.algorithm == "sft":
         return "with --algorithm sft, which has no groups"
     if config.router.replay != "off":

@@ -1,4 +1,4 @@
-"""Prefix sharing as a feature: the prompt of a group is computed once for all its samples in a pack."""
+"""The prefix sharing feature: compute the prompt of a group once for all its samples in a pack."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,7 +26,7 @@ from fsdptrain.types import PackedBatch, Sample
 
 class PrefixSharingFeature(Feature):
     def __init__(self, *, required: bool = False) -> None:
-        """required: raise ConfigError where the model does not allow it, and share wherever prompts are equal."""
+        """required: raise ConfigError if the model does not support it, and share all equal prompts."""
         self._required = required
         self.probe: PrefixProbe | None = None
 

@@ -1,8 +1,8 @@
-"""Plans in which samples that begin with the same prompt share packs, where that makes the step cheaper.
+"""Plan packs in which samples of the same prompt share its computation, if that makes the step cheaper.
 
-A prompt is computed once for each pack that its samples are in. So whole families are cheapest, unless there are so few
-of them that ranks wait for each other: then it is better to cut them. Several ways to cut are planned; the one whose
-slowest ranks are done first is taken.
+A prompt is computed once per pack that contains its samples. Keeping a whole group together is cheapest, unless there
+are so few groups that ranks wait for each other; then groups are divided. Several divisions are planned, and the one
+whose slowest ranks finish first is used.
 """
 
 import math
@@ -19,9 +19,9 @@ from fsdptrain.data.packing.pack import (
     sequence_costs,
 )
 
-MIN_GAIN = 0.03  # of the cost: sharing itself takes a little time that no cost counts
-MIN_PROMPT = 16  # tokens
-MOST_SHARED = 4  # times the budget that the samples of a pack may be: attention gathers keys for each of their tokens
+MIN_GAIN = 0.03  # of the cost: covers the time that sharing itself takes
+MIN_PROMPT = 16  # [tokens]
+MOST_SHARED = 4  # largest ratio of samples to budget in a pack: attention gathers keys for each of their tokens
 _NEARLY_BALANCED = 1.02
 
 
@@ -34,15 +34,15 @@ def plan_shared(
     quadratic_cost: float = QUADRATIC_COST,
     always: bool = False,
 ) -> PackPlan:
-    """The cheapest plan; that of `plan_packs` where sharing does not make it cheaper by MIN_GAIN.
+    """Return the cheapest plan, or that of `plan_packs` if sharing saves less than MIN_GAIN.
 
-    In a pack the samples of one prompt stand next to each other. A sample costs what it does there; one
-    that shares its first P tokens costs what P tokens would less, for its own tokens look at those too. Of a pack at
-    most `max_tokens` are computed, and its samples are MOST_SHARED times as many at most.
+    In a pack the samples of one prompt are adjacent. A sample that shares its first P tokens costs less by the cost of
+    P tokens; its own tokens still attend to the prefix. At most `max_tokens` tokens of a pack are computed, and its
+    samples total at most MOST_SHARED times that.
 
     Args:
-        prompts: of each sample (what tells its prompt from others, its length); length 0: it has none.
-        always: share wherever prompts are equal, at whatever gain.
+        prompts: per sample (prompt identity, prompt length). Length 0: no prompt.
+        always: share all equal prompts, regardless of the gain.
     """
     check_lengths(lengths, max_tokens=max_tokens)
     families = _families(prompts, shortest=1 if always else MIN_PROMPT)
@@ -73,7 +73,7 @@ def plan_shared(
 
 @dataclass(frozen=True)
 class _Samples:
-    """Of one rollout, and what some of them with one prompt, a unit, take in a pack. [tokens]"""
+    """The samples of a rollout, and the cost of units of samples with one prompt in a pack. [tokens]"""
 
     lengths: Sequence[int]
     prompts: Sequence[tuple[int, int]]
@@ -81,11 +81,11 @@ class _Samples:
     prompt_costs: Sequence[float]
 
     def tokens(self, unit: Sequence[int]) -> int:
-        """That are computed."""
+        """Return the number of computed tokens."""
         return sum(self.lengths[i] for i in unit) - self.prompts[unit[0]][1] * (len(unit) - 1)
 
     def size(self, unit: Sequence[int]) -> int:
-        """Of the budget of a pack."""
+        """Return the share of a pack's budget."""
         return max(self.tokens(unit), -(-sum(self.lengths[i] for i in unit) // MOST_SHARED))
 
     def cost(self, unit: Sequence[int]) -> float:
@@ -95,7 +95,7 @@ class _Samples:
 def _plan(
     samples: _Samples, units: Sequence[list[int]], shared: Set[tuple[int, int]], *, num_ranks: int, max_tokens: int
 ) -> PackPlan:
-    """`units` in packs; those of one of the prompts `shared` that meet in a pack are one there."""
+    """Pack `units`. Units of the same prompt in `shared` are merged if they are in one pack."""
     limits = {"num_ranks": num_ranks, "max_tokens": max_tokens}
     filled = fill_packs([samples.size(u) for u in units], [samples.cost(u) for u in units], **limits)
     packs = [_together([i for unit in pack for i in units[unit]], samples.prompts, shared) for pack in filled]
@@ -110,7 +110,7 @@ def _plan(
 
 
 def _families(prompts: Sequence[tuple[int, int]], *, shortest: int) -> list[list[int]]:
-    """The samples of each prompt that several have, in the order of their first ones."""
+    """Return the samples of each prompt that several samples have, ordered by first sample."""
     found: dict[tuple[int, int], list[int]] = {}
     for index, prompt in enumerate(prompts):
         if prompt[1] >= shortest:
@@ -119,7 +119,7 @@ def _families(prompts: Sequence[tuple[int, int]], *, shortest: int) -> list[list
 
 
 def _cut(family: Sequence[int], lengths: Sequence[int], prompt: int, max_tokens: int) -> list[list[int]]:
-    """As few units as the budgets allow, each with the prompt."""
+    """Divide a group into as few units as the budgets allow. Each unit computes the prompt once."""
     units: list[list[int]] = []
     room = room_in_all = 0
     for index in sorted(family, key=lengths.__getitem__, reverse=True):
@@ -136,7 +136,7 @@ def _cut(family: Sequence[int], lengths: Sequence[int], prompt: int, max_tokens:
 def _together(
     members: Sequence[int], prompts: Sequence[tuple[int, int]], shared: Set[tuple[int, int]]
 ) -> list[list[int]]:
-    """The members of a pack, those of one shared prompt together, any other by itself."""
+    """Group the members of a pack by shared prompt. All other members are groups of one."""
     found: dict[object, list[int]] = {}
     for index in members:
         found.setdefault(prompts[index] if prompts[index] in shared else index, []).append(index)

@@ -1,8 +1,8 @@
-"""May samples of one prompt share its computation? The model itself is asked, as for the layout, and after it.
+"""Test whether samples of one prompt can share its computation, after the layout is chosen.
 
-Three segments with one prefix are scored whole and sharing it, which must agree. Then the tokens of the first two after
-the prefix are changed, which must not move the third: what carries a state from token to token, and knows nothing of
-prefixes, would hand on that of the wrong segment.
+Three segments with one prefix are computed whole and with a shared prefix; the logprobs must agree. Then the tokens of
+the first two segments after the prefix are changed, which must not change the third. A module that carries a state from
+token to token without knowledge of prefixes would pass on the state of the wrong segment.
 """
 
 from collections.abc import Sequence
@@ -30,39 +30,39 @@ from fsdptrain.model.probes.random_copy import guarded_copy
 from fsdptrain.model.rows import Layout
 from fsdptrain.types import PackedBatch, SharedPrefixes
 
-_CHUNK = 32  # tokens whose logits exist at a time
-OWN = 12  # tokens of each of the probe's segments behind the prefix
+_CHUNK = 32  # number of tokens whose logits exist at a time
+OWN = 12  # tokens after the prefix in each probe segment
 
 
 @dataclass(frozen=True)
 class PrefixProbe:
-    """Whether prefixes are shared, and what was measured."""
+    """Whether prefixes are shared, and the measured differences."""
 
     shares: bool
     reason: str = ""  # why not
-    max_difference: float = 0.0  # largest over segments of the mean difference of logprobs from those computed whole
+    max_difference: float = 0.0  # mean difference of logprobs from those of whole segments, maximum over segments
     tolerance: float = 0.0
-    gradient_difference: float | None = None  # relative to the largest gradient; measured on a random copy only
+    gradient_difference: float | None = None  # relative to the largest gradient; only measured on a random copy
 
     @property
     def line(self) -> str:
-        """For the report at start."""
+        """The line of the startup report."""
         if self.shares:
             return f"prompts of a group: computed once (probe: {self.max_difference:.2g} <= {self.tolerance:g})"
         return f"prompts of a group: computed for each sample ({self.reason})"
 
 
 def structural_obstacle(model: PreTrainedModel) -> str:
-    """What the model is made of that cannot share, or ""; a model on meta will do."""
+    """Return which part of the model prevents sharing, or "". The model may be on meta."""
     if any(module_kind(module) == "recurrent mixer" for module in model.modules()):
         return "its recurrent mixers carry a state through each sequence"
-    if any(isinstance(module, nn.Conv1d) for module in model.modules()):  # of few tokens: it would hide in bfloat16
+    if any(isinstance(module, nn.Conv1d) for module in model.modules()):  # bfloat16 rounding hides short ones
         return "its convolutions run along each sequence"
     return ""
 
 
 def require_prefixes(obstacle: str) -> None:
-    """ConfigError where there is one. The same on each rank."""
+    """Raise ConfigError if there is an obstacle, which must be the same on every rank."""
     if obstacle:
         raise ConfigError(f"--prefix-sharing on: {obstacle}; leave it out, and each sample computes its prompt")
 
@@ -77,9 +77,9 @@ def probe_prefixes(
     tolerance: float,
     device: torch.device | None = None,
 ) -> PrefixProbe:
-    """After `choose_layout`, with what it chose. Collective; every rank comes to the same result.
+    """Test prefix sharing with the layout that `choose_layout` selected. Collective; all ranks return the same result.
 
-    segments: at least two; the first gives what follows the prefix, and the second is the prefix.
+    segments: at least two. The first provides the tokens after the prefix; the second is the prefix.
     """
     obstacle = structural_obstacle(model)
     if not obstacle and layout != "packed":
@@ -99,7 +99,7 @@ def probe_prefixes(
     apart = [part[-own:] for part in (found - wanted).abs().split(whole.seqlens)]
     difference = over_ranks(max(part.mean().item() for part in apart))
     moved = over_ranks(_mean(found - other, own))
-    if not difference <= tolerance:  # nor where it is nan
+    if not difference <= tolerance:  # also rejects nan
         return PrefixProbe(False, f"it differs by {difference:.2g}", difference, tolerance)
     if not moved <= min(LEAK, tolerance) + 2 * over_ranks(_mean(found - again, own)):
         return PrefixProbe(False, f"one sequence moves the logprobs of another by {moved:.2g}", difference, tolerance)
@@ -109,7 +109,10 @@ def probe_prefixes(
 def probe_prefix_gradients(
     model: PreTrainedModel, segments: Sequence[Sequence[int]], probe: PrefixProbe, *, layout: Layout
 ) -> PrefixProbe:
-    """`probe` with the difference of gradients: not shared where that is too large. For a whole model on the CPU."""
+    """Add the gradient difference to `probe`, and disable sharing if it is too large.
+
+    `model` is unsharded and on the CPU.
+    """
     if not probe.shares:
         return probe
     batch, _, _ = _batches(segments, torch.device("cpu"))
@@ -123,7 +126,7 @@ def probe_prefix_gradients(
 def probe_prefixes_of_copy(
     config: PreTrainedConfig, probe: LayoutProbe, *, trust_remote_code: bool = False
 ) -> PrefixProbe:
-    """The same probe on a small random copy of the model, with gradients. probe: what the copy's layout probe chose."""
+    """Run the probe with gradients on a small random copy of the model. probe: the layout probe of the copy."""
     from fsdptrain.features.prefix_sharing.feature import PrefixSharingFeature
 
     model = guarded_copy(config, trust_remote_code=trust_remote_code)
@@ -142,9 +145,9 @@ def probe_prefixes_of_copy(
 
 
 def _batches(segments: Sequence[Sequence[int]], device: torch.device) -> tuple[PackedBatch, PackedBatch, int]:
-    """Three segments that share a prefix; the same with other tokens behind it in the first two; how many those are.
+    """Build three segments that share a prefix, a variant with the first two tails changed, and the tail length.
 
-    What is compared are these few tokens: the prefix is computed alike either way, and in a mean would hide them.
+    Only the tails are compared: the prefix is computed the same way in both cases and would dilute the mean.
     """
     behind, before = list(segments[0]), list(segments[1])
     own = min(OWN, max(1, len(behind) // 2))
@@ -163,7 +166,7 @@ def _mean(differences: Tensor, own: int) -> float:
 
 
 def _gradients(model: PreTrainedModel, batch: PackedBatch, layout: Layout) -> dict[str, Tensor]:
-    """Of the sum of all logprobs, each with a weight of its own."""
+    """Compute the gradients of the sum of all logprobs, weighted by position."""
     values = policy_logprobs(model, batch, layout=layout).values
     weights = torch.arange(1, len(values) + 1).sin()
     (values * weights).sum().backward()

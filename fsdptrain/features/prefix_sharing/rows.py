@@ -1,4 +1,4 @@
-"""One row that holds each shared prefix once: C <= T tokens are computed."""
+"""One row that contains each shared prefix once: C <= T tokens are computed."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +22,7 @@ class SharedPrefixRows:
 
     @classmethod
     def of(cls, batch: PackedBatch, layout: Layout, attention: str) -> "SharedPrefixRows":
-        """Raise NumericsError where the layout or the attention cannot share prefixes."""
+        """Create the rows. Raises NumericsError if the layout or the attention does not support shared prefixes."""
         if layout != "packed" or attention not in OURS:
             raise NumericsError(f"shared prefixes need packs and the attention of fsdptrain, not {layout}, {attention}")
         return cls(batch)
@@ -45,7 +45,7 @@ class SharedPrefixRows:
         own = tuple(x - y for x, y in zip(batch.seqlens, shared.lengths, strict=True))
         of_keys = Boundaries(batch.seqlens, batch.cu_seqlens, padded=False)
         attention = partial(shared_prefix_attention, shared, of_keys)
-        # no standard argument describes shared prefixes: a mixer that does not know `boundaries` fails the probe
+        # No standard argument describes shared prefixes: a mixer that ignores `boundaries` fails the probe.
         return {
             "input_ids": batch.input_ids.index_select(0, shared.computed)[None],
             "position_ids": batch.position_ids.index_select(0, shared.computed)[None],

@@ -1,4 +1,4 @@
-"""Images as a feature: prompts show them, the vision tower reads them inside the policy's forward."""
+"""The vision feature: prompts contain images, and the vision tower encodes them in the policy's forward."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +21,7 @@ from fsdptrain.types import Images, PackedBatch, Prompt, Segment
 
 class VisionFeature(Feature):
     def __init__(self, *, blank: Images, processor: ImageProcessor | None = None, trained: bool = False) -> None:
-        """blank: an image for packs that have none."""
+        """blank: an image for packs without images."""
         self._blank = blank
         self._processor = processor
         self._trained = trained

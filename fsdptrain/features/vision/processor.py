@@ -1,7 +1,7 @@
-"""The processor of a checkpoint: from a text with marks and its pictures to token ids and what the tower reads.
+"""The processor of a checkpoint: map text with image placeholders and images to token ids and tower inputs.
 
-Only its tokenizer and its image part are loaded. The video part of the Qwen processors needs torchvision, and no video
-is read here; the image parts of transformers have a form that needs nothing but Pillow.
+Only its tokenizer and image processor are loaded. The video part of the Qwen processors needs torchvision, and videos
+are not supported. The image processors of transformers have a variant that needs only Pillow.
 """
 
 import importlib.util
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 _TYPES = ("mm_token_type_ids", "token_type_ids")
 _NOT_FOR_THE_TOWER = {"input_ids", "attention_mask", *_TYPES}
-_PROBE_SIZES = ((84, 56), (56, 112), (84, 56))  # of pictures, in pixels; the last is like the first
+_PROBE_SIZES = ((84, 56), (56, 112), (84, 56))  # [pixels]; the last has the size of the first
 _BLANK_SIZE = (32, 32)
 
 
 class ImageProcessor:
-    """Of one checkpoint."""
+    """The image processor of one checkpoint."""
 
     def __init__(self, checkpoint: Path, *, trust_remote_code: bool) -> None:
-        """ConfigError where there is none, or no Pillow."""
+        """Raises ConfigError if the checkpoint has no image processor or Pillow is missing."""
         if importlib.util.find_spec("PIL") is None:
             raise ConfigError("--image-key needs the Pillow package: pip install 'fsdptrain[vision]'")
         try:
@@ -45,16 +45,16 @@ class ImageProcessor:
             raise ConfigError(
                 f"--image-key: {checkpoint} has no image processor that can be loaded: {reason}"
             ) from error
-        if getattr(self._processor, "image_processor", None) is None:  # of a model of text alone it is a tokenizer
+        if getattr(self._processor, "image_processor", None) is None:  # for a text-only model it is a tokenizer
             raise ConfigError(f"--image-key: {checkpoint} has no image processor: it is a model of text alone")
 
     @property
     def chat_template(self) -> str | None:
-        """None: the one of the tokenizer."""
+        """The chat template, or None for that of the tokenizer."""
         return self._processor.chat_template
 
     def read(self, text: str, pictures: Sequence["Image"]) -> Segment:
-        """`text` with as many places of images as there are pictures. ValueError where they do not match."""
+        """Encode `text` with one placeholder per picture. Raises ValueError if their numbers differ."""
         made = self._processor(
             text=[text],
             images=list(pictures) or None,
@@ -70,7 +70,7 @@ class ImageProcessor:
 
     @cached_property
     def blank(self) -> Images:
-        """A small picture without anything on it."""
+        """A small black image."""
         from PIL import Image
 
         images = self.read(self._processor.image_token, [Image.new("RGB", _BLANK_SIZE)]).images
@@ -78,7 +78,7 @@ class ImageProcessor:
         return images
 
     def probe_segments(self, vocab_size: int) -> list[Segment]:
-        """Two sequences with a picture each, and a twin of the first with other words and another picture."""
+        """Return two sequences with an image each, and a twin of the first with other words and another image."""
         generator = torch.Generator().manual_seed(1)
         return [self._probe_segment(size, vocab_size, generator) for size in _PROBE_SIZES]
 

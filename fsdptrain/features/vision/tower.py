@@ -1,12 +1,12 @@
-"""The images of a pack: through the vision tower of a model, and to the places that they hold among the tokens.
+"""Encode the images of a pack with the vision tower and insert them at their token positions.
 
-The tower runs outside of the model's own forward, by `get_image_features`, because there it would be handed the
-boundaries of the text. Its layers are sharded, so every rank must run it as often as all others: a pack without an
-image sends a blank one through it. That one reaches no token; where the tower is trained, it joins the loss times
-zero, so that every rank has gradients to reduce.
+The tower runs outside the model's forward, through `get_image_features`, because the forward would pass it the
+boundaries of the text. Its layers are sharded, so every rank must run it equally often: a pack without images encodes a
+blank one. Its output reaches no token. If the tower is trained, it is added to the loss times zero, so that every rank
+has gradients to reduce.
 
-The places of images are those of the prompt, by `Images.token_types`, and not those of a token id: the policy may
-sample that token, and has then said a word and not shown an image.
+Image positions come from the prompt, through `Images.token_types`, and not from a token id: if the policy samples the
+image token, that is a text token and not an image.
 """
 
 import inspect
@@ -24,16 +24,16 @@ from fsdptrain.model.rows import PackedRows, PaddedRows, Rows
 from fsdptrain.model.structure import base_model, vision_parameters
 from fsdptrain.types import Images, PackedBatch, Prompt, join_images
 
-_TYPES = ("mm_token_type_ids", "token_type_ids")  # how models call them
-_ENCODED = "mm_encoder_outputs"  # the argument that takes what `get_image_features` has made
+_TYPES = ("mm_token_type_ids", "token_type_ids")  # argument names of different models
+_ENCODED = "mm_encoder_outputs"  # the argument for the output of `get_image_features`
 _MROPE = "get_rope_index"
 
 
 class Vision:
-    """The tower of one model. Made before sharding, when it is known what is trained."""
+    """The vision tower of one model. Create it before sharding, after parameters are frozen."""
 
     def __init__(self, model: PreTrainedModel, blank: Images) -> None:
-        """blank: an image that stands in where a pack has none. ConfigError for a model that cannot see."""
+        """blank: an image for packs without images. Raises ConfigError for a model without a usable tower."""
         refuse_blind(model)
         self._base: Any = base_model(model)
         self._blank = blank
@@ -41,8 +41,8 @@ class Vision:
         if self._trained:
             model.get_input_embeddings().register_forward_hook(_lead_to_the_tower)
         self._takes = inspect.signature(self._base.forward).parameters
-        self._types: Tensor | None = None  # [R, S] of the pack that is in the model
-        self._zero: Tensor | None = None  # joins the hidden states of a pack without images
+        self._types: Tensor | None = None  # [R, S] of the current pack
+        self._zero: Tensor | None = None  # added to the hidden states of a pack without images
         self._base.register_forward_hook(self._add_zero)
         image_token_id: int = model.config.image_token_id
         self._base.get_placeholder_mask = _by_types(
@@ -50,13 +50,13 @@ class Vision:
         )
 
     def inputs(self, batch: PackedBatch, rows: Rows) -> dict[str, Any]:
-        """Arguments for the base model, beside those of the text. Runs the tower."""
+        """Run the tower and return the additional arguments of the base model."""
         images, self._types, self._zero = batch.images, None, None
         shown = self._blank.map(lambda x: x.to(batch.input_ids.device)) if images is None else images
         with nullcontext() if self._trained else torch.no_grad():
             encoded = self._base.get_image_features(**shown.inputs, return_dict=True)
         if images is None:
-            if self._trained:  # summed after the product: a sum may overflow in fp16
+            if self._trained:  # summed after the product: the sum of the features may overflow in fp16
                 self._zero = torch.stack([(0.0 * x).sum() for x in tree_leaves(encoded)]).sum()
             return {}
         self._types = rows.scatter(images.token_types, fill=0).view(rows.shape)
@@ -64,9 +64,9 @@ class Vision:
         arguments |= {name: self._types for name in _TYPES if name in self._takes}
         if isinstance(rows, PackedRows):
             positions = rope_positions(self._base, batch, images)
-            if positions is not None:  # transformers reads the first of four as the place in the text
+            if positions is not None:  # transformers reads the first of four as the text position
                 arguments["position_ids"] = torch.cat([batch.position_ids[None], positions])[:, None]  # [4, 1, T]
-        else:  # the model finds them itself: so the layout probe compares ours with its own
+        else:  # the model computes them, so the layout probe compares ours with these
             arguments |= _grids(self._base, images)
         return arguments
 
@@ -79,9 +79,9 @@ class Vision:
 def generation_inputs(
     model: PreTrainedModel, prompts: Sequence[Prompt], ids: Tensor, mask: Tensor, positions: Tensor
 ) -> dict[str, Tensor]:
-    """Arguments of a plain model that reads `prompts`, at the right of their rows [N, P]; empty without an image.
+    """Return the image arguments of an unsharded model for `prompts`, left-padded to [N, P]; empty without images.
 
-    `position_ids` [4, N, P] among them, the first of them `positions`, where the model has three axes.
+    For a model with three position axes they include `position_ids` [4, N, P], with `positions` first.
     """
     base = base_model(model)
     images = join_images([(prompt.images, len(prompt.token_ids)) for prompt in prompts])
@@ -100,7 +100,7 @@ def generation_inputs(
 
 
 def refuse_blind(model: PreTrainedModel) -> None:
-    """ConfigError for a model whose images cannot be encoded apart from its forward."""
+    """Raise ConfigError for a model whose images cannot be encoded outside its forward."""
     base = base_model(model)
     if not vision_parameters(model) or _ENCODED not in inspect.signature(base.forward).parameters:
         raise ConfigError(
@@ -110,9 +110,9 @@ def refuse_blind(model: PreTrainedModel) -> None:
 
 
 def prompt_positions(base: nn.Module, prompts: Tensor, mask: Tensor, images: Images, types: Tensor) -> Tensor | None:
-    """[3, N, P]: where the tokens of prompts [N, P] are in time, height and width; None for a model of one axis.
+    """Compute the time, height and width positions [3, N, P] of prompts [N, P]; None for a model with one axis.
 
-    mask, types: [N, P]. By the model's own function, sequence by sequence.
+    mask, types: [N, P]. Calls the model's own function, which handles the sequences one by one.
     """
     function = getattr(type(base), _MROPE, None)
     if function is None:
@@ -123,7 +123,7 @@ def prompt_positions(base: nn.Module, prompts: Tensor, mask: Tensor, images: Ima
 
 
 def rope_positions(base: nn.Module, batch: PackedBatch, images: Images) -> Tensor | None:
-    """[3, T] of the tokens of a pack."""
+    """Compute the positions [3, T] of the tokens of a pack."""
     tokens, rows = batch.input_ids, PaddedRows(batch, attention="")
     ids, types, mask = (
         rows.scatter(x, fill=0).view(rows.shape) for x in (tokens, images.token_types, torch.ones_like(tokens))
@@ -133,23 +133,23 @@ def rope_positions(base: nn.Module, batch: PackedBatch, images: Images) -> Tenso
 
 
 def _grids(base: nn.Module, images: Images) -> dict[str, Tensor]:
-    """What the model asks for besides tokens to find rotary positions; nothing for a model of one axis."""
+    """Return the additional inputs for rotary positions; empty for a model with one axis."""
     function = getattr(type(base), _MROPE, None)
     takes = inspect.signature(function).parameters if function is not None else ()
     return {name: x for name, x in images.inputs.items() if name in takes}
 
 
 def _lead_to_the_tower(_: nn.Module, __: Any, output: Tensor) -> Tensor:
-    """The first layer has gradients to hand on in every pack, as it has where an image comes from a trained tower.
+    """Make the embedding output require gradients, so that the first layer always has gradients to propagate.
 
-    Else, under a frozen embedding (LoRA), FSDP2 reduces that layer before the tower's backward on ranks with images and
-    after it on the others, and they wait for each other.
+    With images and a trained tower it always does. Otherwise, with a frozen embedding (LoRA), FSDP2 reduces the first
+    layer before the tower's backward on ranks with images and after it on the others, which deadlocks.
     """
     return output.requires_grad_() if torch.is_grad_enabled() else output
 
 
 def _by_types(stock: Callable[..., Any], types: Callable[[], Tensor | None], image_token_id: int) -> Callable[..., Any]:
-    """`get_placeholder_mask` that takes a sampled image token for the word that it is."""
+    """Wrap `get_placeholder_mask` to treat a sampled image token as text."""
     other = int(image_token_id == 0)
 
     def mask(input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -1,16 +1,16 @@
-"""Attention over packs, through transformers' AttentionInterface: boundaries are passed, never inferred.
+"""Attention over packs through transformers' AttentionInterface, with explicit segment boundaries.
 
-A transformers model asks for its attention by name. Two names are ours, and neither ever builds a dense mask:
+Two implementations are registered. Neither builds a dense mask:
 
-    fsdptrain_segments   scaled_dot_product_attention segment by segment: any device, any dtype
-    fsdptrain_varlen     torch.nn.attention.varlen, one kernel for the whole pack, on the device and in half precision;
-                         what that kernel cannot do (float32, softcap, sinks, dropout, heads over 256) goes by segments
+    fsdptrain_segments   scaled_dot_product_attention per segment: any device, any dtype
+    fsdptrain_varlen     torch.nn.attention.varlen: one kernel for the whole pack, on a GPU in half precision. Falls
+                         back to segments for float32, softcap, sinks, dropout and heads over 256.
 
-Both read where segments begin from the argument `boundaries` that travels through the model's keyword arguments. It is
-on the host already, so no layer waits for the device. A call without it is an error: a guess would be a leak. A feature
-may put an attention of its own into `boundaries` (context parallelism, shared prefixes).
+Both read the segments from the argument `boundaries`, which the model passes through its keyword arguments. It is
+already on the host, so no layer waits for the device. A call without it is an error, because guessed boundaries may
+leak. A feature may put another attention into `boundaries` (context parallelism, shared prefixes).
 
-Padded rows need no mask either: tokens stand at the left, and a causal query never sees what is to the right of it.
+Padded rows need no mask: padding is on the right, and causal queries never see tokens to their right.
 """
 
 import inspect
@@ -37,34 +37,35 @@ SEGMENTS = "fsdptrain_segments"
 VARLEN = "fsdptrain_varlen"
 OURS = (SEGMENTS, VARLEN)
 _TOWER = "sdpa"
-BLOCK = 512  # queries that are taken at once where scores are materialised
-MAX_VARLEN_HEAD_DIM = 256  # of the flash kernels behind varlen_attn
-_VARLEN_TAKES_GQA = (
-    "enable_gqa" in inspect.signature(varlen_attn).parameters
-)  # torch >= 2.13; before, heads are repeated
+BLOCK = 512  # queries per block where scores are materialized
+MAX_VARLEN_HEAD_DIM = 256  # limit of the flash kernels behind varlen_attn
+_VARLEN_TAKES_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch >= 2.13; repeat the heads before
 _FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
 
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """What a layer's attention computes, beside queries, keys and values."""
+    """Options of a layer's attention."""
 
     scale: float
     dropout: float = 0.0
-    window: int | None = None  # keys that a query sees, itself included
+    window: int | None = None  # number of keys that a query sees, itself included
     softcap: float | None = None
-    sinks: Tensor | None = None  # [H] logits of weight that goes to no key
-    varlen: bool = False  # use the flash kernel of torch where it applies
+    sinks: Tensor | None = None  # [H] attention sink logits
+    varlen: bool = False  # use torch's flash kernel where it applies
 
 
 @dataclass(frozen=True)
 class Boundaries:
-    """Where sequences lie in the hidden states. Packed: N segments in one row. Padded: N rows, tokens at the left."""
+    """Position of the sequences in the hidden states.
+
+    Packed: N segments in one row. Padded: N rows with padding on the right.
+    """
 
     seqlens: tuple[int, ...]  # (N,)
     cu_seqlens: Tensor  # [N+1] i32
     padded: bool
-    attention: "PackedAttention | None" = None  # in place of `packed_attention`: set by a feature
+    attention: "PackedAttention | None" = None  # replaces `packed_attention`; set by a feature
 
 
 # (query [B, H, S, D], key [B, HK, S, D], value [B, HK, S, DV], boundaries, options) -> [B, S, H, DV]
@@ -72,7 +73,10 @@ PackedAttention = Callable[[Tensor, Tensor, Tensor, Boundaries, AttentionOptions
 
 
 def register_attention() -> None:
-    """Make both names known to transformers. Calling it again does not undo what `compile_layers` made of them."""
+    """Register both implementations with transformers.
+
+    Calling it again keeps the functions that `compile_layers` installed.
+    """
     if SEGMENTS in ALL_ATTENTION_FUNCTIONS.valid_keys():
         return
     AttentionInterface.register(SEGMENTS, partial(attend, varlen=False))
@@ -82,10 +86,11 @@ def register_attention() -> None:
 
 
 def resolve_attention(requested: str, device_type: str, *, ours: bool = False) -> str:
-    """The name for the model's config. `requested`: auto, varlen, sdpa, or any name that transformers knows.
+    """Return the name of the attention implementation for the model's config.
 
-    Auto takes flash-attn where it is installed and there is a GPU, else torch's own kernel there, else segments; with
-    `ours` never flash-attn. Raises ConfigError where the device or a package is missing.
+    `requested` is auto, varlen, sdpa, or any name that transformers knows. On a GPU auto selects flash-attn if
+    installed (never with `ours`), else torch's varlen kernel. On a CPU it selects segments. Raises ConfigError if the
+    device or a package is missing.
     """
     register_attention()
     if requested == "auto":
@@ -108,18 +113,20 @@ def resolve_attention(requested: str, device_type: str, *, ours: bool = False) -
 
 
 def set_attention(model: PreTrainedModel, name: str) -> None:
-    """Make `name` the attention of the language model. A vision tower keeps transformers' own: it is not causal, and
-    keeps its images apart itself."""
+    """Set the attention of the language model to `name`.
+
+    A vision tower keeps transformers' attention: it is not causal, and it separates its images itself.
+    """
     text = model.config.get_text_config()
-    parts = {key: getattr(model.config, key) for key in model.config.sub_configs}  # names that the config declares
+    parts = {key: getattr(model.config, key) for key in model.config.sub_configs}  # declared sub-configs
     others = {key: _TOWER for key, part in parts.items() if part is not None and part is not text}
     model.set_attn_implementation({"": name, **{key: name for key in parts if key not in others}, **others})
 
 
 def attention_kwargs(batch: PackedBatch) -> dict[str, Any]:
-    """Keyword arguments for the attention and the recurrent mixers of a packed call.
+    """Return the keyword arguments for the attention and the recurrent mixers of a packed call.
 
-    `boundaries` is for the attention of this package, the others for flash-attn and the kernels of Mamba and Gated
+    `boundaries` is for the attention of this package. The others are for flash-attn and the kernels of Mamba and Gated
     DeltaNet.
     """
     positions = torch.arange(batch.num_tokens, device=batch.cu_seqlens.device, dtype=torch.int32)
@@ -144,17 +151,18 @@ def attend(
     varlen: bool,
     scaling: float | None = None,
     dropout: float = 0.0,
-    sliding_window: int | None = None,  # keys that a query sees, itself included
+    sliding_window: int | None = None,  # number of keys that a query sees, itself included
     softcap: float | None = None,
-    s_aux: Tensor | None = None,  # [H] logits of the sinks: weight that goes to no key
+    s_aux: Tensor | None = None,  # [H] attention sink logits
     is_causal: bool | None = None,
     position_bias: Tensor | None = None,
     boundaries: Boundaries | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:  # [B, S, H, DV]
-    """Causal attention within each segment, exact in forward and backward. Raises NumericsError rather than leak.
+    """Compute causal attention within each segment, exact in forward and backward.
 
-    transformers calls it as the attention implementation of a model, with its own argument names.
+    transformers calls this as the attention implementation of a model and defines the argument names. Raises
+    NumericsError if boundaries are missing or an input is unsupported.
     """
     _refuse_unknown(module, query, key, attention_mask, position_bias, is_causal)
     if boundaries is None:
@@ -176,7 +184,7 @@ def attend(
 def packed_attention(
     query: Tensor, key: Tensor, value: Tensor, boundaries: Boundaries, options: AttentionOptions
 ) -> Tensor:
-    """Attention over whole sequences on this rank. [B, H, S, D] -> [B, S, H, DV]"""
+    """Compute attention over whole sequences on this rank. [B, H, S, D] -> [B, S, H, DV]"""
     spans = segment_spans(query, boundaries)
     if not boundaries.padded and takes_flash(query, value, options):
         return varlen_attention(query, key, value, boundaries, options.scale, options.window)
@@ -184,7 +192,7 @@ def packed_attention(
 
 
 def takes_flash(query: Tensor, value: Tensor, options: AttentionOptions) -> bool:
-    """Whether torch's flash kernel computes this attention."""
+    """Return whether torch's flash kernel supports this attention."""
     fused = options.varlen and query.device.type != "cpu" and query.dtype in {torch.float16, torch.bfloat16}
     plain = options.softcap is None and options.sinks is None and options.dropout == 0.0
     return fused and plain and max(query.shape[-1], value.shape[-1]) <= MAX_VARLEN_HEAD_DIM
@@ -193,7 +201,7 @@ def takes_flash(query: Tensor, value: Tensor, options: AttentionOptions) -> bool
 def attention_by_segment(
     query: Tensor, key: Tensor, value: Tensor, spans: list[int], key_spans: list[int], options: AttentionOptions
 ) -> Tensor:
-    """`segment_attention` of each run of `spans` queries and `key_spans` keys. [B, H, S, D] -> [B, S, H, DV]"""
+    """Run `segment_attention` on each pair of `spans` queries and `key_spans` keys. [B, H, S, D] -> [B, S, H, DV]"""
     one = partial(
         segment_attention,
         scale=options.scale,
@@ -214,7 +222,7 @@ def _best(device_type: str, *, ours: bool) -> str:
 
 
 def segment_spans(query: Tensor, boundaries: Boundaries) -> list[int]:
-    """Lengths of the pieces of dimension 2 that must not see each other."""
+    """Return the lengths of the segments along dimension 2. Segments must not attend to each other."""
     found = (query.shape[0], query.shape[2])
     wanted = (len(boundaries.seqlens), max(boundaries.seqlens)) if boundaries.padded else (1, sum(boundaries.seqlens))
     if found != wanted:
@@ -249,10 +257,10 @@ def varlen_attention(
     window: int | None,
     of_keys: Boundaries | None = None,
 ) -> Tensor:
-    """One call of torch's flash kernel for the pack, [1, T, H, DV].
+    """Call torch's flash kernel once for the pack. Returns [1, T, H, DV].
 
-    The kernel takes one head width for q, k and v, a multiple of 8. of_keys: where the keys of each segment lie, if it
-    has more keys than queries; then its last query sees its last key.
+    The kernel requires one head width for q, k and v, a multiple of 8. of_keys: boundaries of the keys, if segments
+    have more keys than queries; the last query of a segment is then aligned with its last key.
     """
     width = -(-max(q.shape[-1], v.shape[-1]) // 8) * 8
     queries, keys, values = (widen(x, width)[0].transpose(0, 1) for x in (q, k, v))  # [T, heads, width]
@@ -271,7 +279,7 @@ def varlen_attention(
 
 @overridable
 def segment_attention(
-    q: Tensor,  # [B, H, Q, D], of the last Q tokens
+    q: Tensor,  # [B, H, Q, D], the last Q tokens
     k: Tensor,  # [B, HK, L, D]
     v: Tensor,  # [B, HK, L, DV]
     *,
@@ -286,7 +294,7 @@ def segment_attention(
     if softcap is not None or sinks is not None:
         block = partial(_by_scores, scale=scale, dropout=dropout, window=window, softcap=softcap, sinks=sinks)
         return _in_blocks(block, q, k, v, window, recompute=length > BLOCK)
-    v_wide = widen(v, q.shape[-1])  # the fused kernels want one head width (MLA has two)
+    v_wide = widen(v, q.shape[-1])  # the fused kernels require one head width (MLA has two)
     if window is None and q.shape[2] == length:
         options = {"dropout_p": dropout, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
         out = F.scaled_dot_product_attention(q, k, v_wide, is_causal=True, **options)
@@ -296,7 +304,7 @@ def segment_attention(
 
 
 def widen(x: Tensor, width: int) -> Tensor:
-    """Zeros at the end of the last dimension, up to `width`; the same tensor where it is as wide already."""
+    """Zero-pad the last dimension of `x` to `width`. Returns `x` if it is wide enough."""
     missing = width - x.shape[-1]
     return F.pad(x, (0, missing)) if missing > 0 else x
 
@@ -304,25 +312,25 @@ def widen(x: Tensor, width: int) -> Tensor:
 def _in_blocks(
     block: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, window: int | None, *, recompute: bool = False
 ) -> Tensor:
-    """`block(q, k, v, offset)` over runs of queries with only the keys that they can see."""
+    """Apply `block(q, k, v, offset)` to blocks of queries and the keys that they can see."""
     parts = []
     ahead = k.shape[2] - q.shape[2]
     for start, stop, first in _blocks(ahead, k.shape[2], window):
         args = (q[:, :, start - ahead : stop - ahead], k[:, :, first:stop], v[:, :, first:stop], start - first)
-        # Scores of all blocks together would be quadratic in memory: the backward makes them again, block by block.
+        # The scores of all blocks are quadratic in memory, so the backward pass recomputes them block by block.
         parts.append(checkpoint(block, *args, use_reentrant=False) if recompute else block(*args))
     return torch.cat(parts, dim=2)
 
 
 def _blocks(begin: int, length: int, window: int | None) -> Iterator[tuple[int, int, int]]:
-    """(first query, end of queries and keys, first key that any of these queries sees), for queries from `begin` on"""
+    """Yield (first query, end of queries and keys, first visible key) for queries from `begin` on."""
     for start in range(begin, length, BLOCK):
         first = 0 if window is None else max(0, start - window + 1)
         yield start, min(start + BLOCK, length), first
 
 
 def _visible(num_queries: int, num_keys: int, offset: int, window: int | None, device: torch.device) -> Tensor:
-    """[queries, keys] bool: key j for the query at position i + offset."""
+    """Return [queries, keys] bool: whether the query at position i + offset sees key j."""
     ahead = torch.arange(num_queries, device=device)[:, None] + offset - torch.arange(num_keys, device=device)
     return ahead >= 0 if window is None else (ahead >= 0) & (ahead < window)
 
@@ -347,7 +355,7 @@ def _by_scores(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Softmax written out, in float32: the one way in plain torch that takes a softcap and sinks (gemma2, gpt_oss)."""
+    """Compute softmax attention explicitly in float32. Supports softcap and sinks (gemma2, gpt_oss) in plain torch."""
     batch, heads, length, _ = q.shape
     groups = heads // k.shape[1]
     scores = q.unflatten(1, (-1, groups)) @ k[:, :, None].transpose(-1, -2) * scale  # [B, HK, G, Q, K]

@@ -1,9 +1,9 @@
-"""Masks that attention over packs does without, and how transformers is kept from looking for packs by itself.
+"""Prevent transformers from building masks and searching position ids for packs.
 
-Before transformers asks an attention for its mask, it searches the position ids for packs, and the host waits for the
-device until it knows whether there are any: in each pass, right where the host should run ahead. It does not search
-for an attention that has no masks at all. But asking is how a model shows that it lays a pattern of its own over the
-causal mask. So the first pass of each kind is asked, and no later one.
+Before transformers asks an attention implementation for its mask, it searches the position ids for packed sequences.
+This makes the host wait for the device in each forward pass. It skips the search for implementations without a
+registered mask function. The mask request is also how a model reveals a pattern of its own on top of the causal mask,
+so it is allowed in the first pass of each kind and skipped afterwards.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -16,9 +16,9 @@ from fsdptrain.errors import NumericsError
 
 
 def no_mask(*_: Any, use_vmap: bool = False, **__: Any) -> None:
-    """The mask that transformers asks for: none. Causality, windows and boundaries are the attention's own affair.
+    """Return no mask to transformers: the attention itself applies causality, windows and boundaries.
 
-    Raises NumericsError for a model that draws a mask of its own (prefix or image overlays), which would be lost.
+    Raises NumericsError for a model that adds its own mask pattern (prefix or image overlays), which would be lost.
     """
     if use_vmap:
         raise NumericsError(
@@ -27,9 +27,10 @@ def no_mask(*_: Any, use_vmap: bool = False, **__: Any) -> None:
 
 
 class SkipMaskCreation:
-    """Of one model: inside, the attentions of `names` are asked for a mask if no pass of this kind has ended before.
+    """Context manager that skips mask creation for the attentions `names` after the first pass of each kind.
 
-    What decides about patterns must be in `kind`: the layout, and whether there are images.
+    Use one instance per model. `kind` must contain everything that determines mask patterns: the layout, and whether
+    there are images.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -38,7 +39,7 @@ class SkipMaskCreation:
 
     @contextmanager
     def __call__(self, kind: Hashable) -> Iterator[None]:
-        known = AttentionMaskInterface._global_mapping  # where transformers looks; it has no way to take a name back
+        known = AttentionMaskInterface._global_mapping  # transformers has no public way to unregister a name
         hidden = {name: known.pop(name) for name in self._names if kind in self._kinds and name in known}
         try:
             yield

@@ -1,7 +1,7 @@
-"""Rotary frequencies that follow the longest sequence of a call: then one sequence would change those of another.
+"""Detect rotary frequencies that depend on the longest sequence of a call, so that one sequence changes another.
 
-longrope    all sequences have other frequencies once one is longer than the original length (phi3)
-dynamic     beyond the model's positions frequencies follow the longest length, and stay for the calls that come
+longrope    all sequences get other frequencies once one is longer than the original length (phi3)
+dynamic     beyond the model's positions the frequencies depend on the longest length and persist in later calls
 """
 
 from typing import NamedTuple
@@ -13,17 +13,18 @@ from fsdptrain.types import PackedBatch
 
 
 class Switch(NamedTuple):
-    """Where a longer sequence changes the frequencies of a whole call."""
+    """Sequence length beyond which the frequencies of a whole call change."""
 
     tokens: int
     kind: str  # longrope or dynamic
 
 
 def rope_switch(config: PreTrainedConfig) -> Switch | None:
-    """The first one; None: never."""
+    """Return the switch with the smallest length, or None if the frequencies never change."""
     text = config.get_text_config()
     rope = text.to_dict().get("rope_parameters") or {}
-    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]  # one for all layers, or by their type
+    # one entry for all layers, or one per layer type
+    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
     found = [
         Switch(k["original_max_position_embeddings"], "longrope") for k in kinds if k.get("rope_type") == "longrope"
     ]
@@ -33,7 +34,7 @@ def rope_switch(config: PreTrainedConfig) -> Switch | None:
 
 
 def check_longest(config: PreTrainedConfig, longest: int) -> None:
-    """ConfigError where sequences of `longest` tokens, the most that may come, would change each other."""
+    """Raise ConfigError if sequences of up to `longest` tokens would change each other's frequencies."""
     switch = rope_switch(config)
     if switch is not None and longest > switch.tokens:
         raise ConfigError(
@@ -44,7 +45,7 @@ def check_longest(config: PreTrainedConfig, longest: int) -> None:
 
 
 def refuse_both_sides(batch: PackedBatch, switch: Switch) -> None:
-    """NumericsError for a pack whose sequences would not be rotated as each by itself."""
+    """Raise NumericsError if the sequences of a pack would get other frequencies than each alone."""
     beyond = batch.max_seqlen > switch.tokens
     if beyond and (switch.kind == "dynamic" or min(batch.seqlens) <= switch.tokens):
         raise NumericsError(

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: where they are, and that they are all there."""
+"""Locate and validate the files of a checkpoint."""
 
 import json
 import logging
@@ -17,11 +17,11 @@ HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktok
 NOT_HUB_FILES = ["original/*", "metal/*", "onnx/*", "consolidated*"]  # the same weights in other formats
 log = logging.getLogger(__name__)
 
-SHOWN = 3  # names in an error message
+SHOWN = 3  # number of names in an error message
 
 
 def resolve_checkpoint(name: str) -> Path:
-    """The local folder of `name`: a folder, or a repository of the hub, which one rank of each node downloads.
+    """Return the local folder of `name`, a folder or a Hub repository. One rank per node downloads it.
 
     Raises:
         CheckpointError: no such folder or repository, no network, or no config.json and safetensors in it.
@@ -39,9 +39,9 @@ def resolve_checkpoint(name: str) -> Path:
 
 
 def resolve_config(name: str) -> Path:
-    """The local folder with the config.json of `name`, as `resolve_checkpoint` finds it; the weights need not be there.
+    """Return the local folder with the config.json of `name`, as in `resolve_checkpoint`. The weights may be missing.
 
-    For commands of one process. Raises CheckpointError.
+    For single-process commands. Raises CheckpointError.
     """
     path = Path(name)
     if not path.is_dir() and not path.is_absolute():
@@ -50,7 +50,7 @@ def resolve_config(name: str) -> Path:
 
 
 def _download(name: str, patterns: list[str], *, local_files_only: bool = False) -> Path:
-    """CheckpointError that says what to do about it."""
+    """Download `name` from the Hub. Raises CheckpointError with a suggested fix."""
     try:
         found = snapshot_download(
             name, allow_patterns=patterns, ignore_patterns=NOT_HUB_FILES, local_files_only=local_files_only
@@ -71,18 +71,18 @@ def _download(name: str, patterns: list[str], *, local_files_only: bool = False)
 
 
 def stored_dtype(path: Path) -> str | None:
-    """The dtype that config.json gives its weights, e.g. `bfloat16`; None where it gives none."""
+    """Return the weight dtype that config.json declares, e.g. `bfloat16`, or None."""
     config = json.loads((path / "config.json").read_text())
-    name = config.get("dtype") or config.get("torch_dtype")  # the older name
+    name = config.get("dtype") or config.get("torch_dtype")  # `torch_dtype` is the older name
     return name if isinstance(name, str) and name != "auto" else None
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a checkpoint. CheckpointError for one that is not there, or broken or cut off."""
+    """Return the safetensors files of a checkpoint. Raises CheckpointError if one is missing, corrupt or truncated."""
     files = _named_files(path)
     for file in files:
         try:
-            with safe_open(file, framework="pt"):  # compares the header with the size of the file
+            with safe_open(file, framework="pt"):  # compares the header with the file size
                 refuse_small_floats(file)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
@@ -131,13 +131,13 @@ def _with_config(path: Path) -> Path:
 
 
 def different_files(path: Path) -> CheckpointError:
-    """For ranks that came to different results from what should be the same files."""
+    """Return the error for ranks that read different files from the same path."""
     return CheckpointError(
         f"--hf-checkpoint {path} is not the same on all ranks: put it on a disk that all nodes share"
     )
 
 
 def some_of(names: list[str]) -> str:
-    """The first few of `names`, and how many more there are."""
+    """Return the first few of `names` and the number of the others."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more

@@ -1,4 +1,4 @@
-"""Checkpoints in forms that cannot be trained: each is refused before anything is loaded, with the way out."""
+"""Reject checkpoint formats that cannot be trained before loading them, with a suggested fix."""
 
 import json
 import re
@@ -6,13 +6,13 @@ from pathlib import Path
 
 from fsdptrain.errors import CheckpointError
 
-_NOT_TRAINED = re.compile(r"F4|F6|F8")  # of safetensors' dtypes: scales that belong to them would be lost
-_DEQUANTISED_BY = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}  # configs of transformers
+_NOT_TRAINED = re.compile(r"F4|F6|F8")  # safetensors dtypes whose separate scales would be lost
+_DEQUANTISED_BY = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}  # config classes of transformers
 _SOURCE = "train the model that it was made from, which its card names"
 
 
 def refuse_gguf(path: Path) -> None:
-    """`path`: what --hf-checkpoint names. CheckpointError where all that is there is GGUF."""
+    """Raise CheckpointError if the --hf-checkpoint `path` has only GGUF weights."""
     found = [path] if path.suffix == ".gguf" else sorted(path.glob("*.gguf"))
     if found and not any(path.glob("*.safetensors")):
         loading = f"gguf_file={found[0].name!r}, dtype='bfloat16'"
@@ -23,7 +23,7 @@ def refuse_gguf(path: Path) -> None:
 
 
 def refuse_pickles(path: Path) -> None:
-    """CheckpointError for a folder of pytorch_model.bin: to read it as it was meant is to run what it says."""
+    """Raise CheckpointError for a folder of pytorch_model.bin: unpickling can run code."""
     if any(path.glob("pytorch_model*.bin*")):
         command = _copy(path, "dtype='auto', weights_only=True")
         raise CheckpointError(
@@ -33,7 +33,7 @@ def refuse_pickles(path: Path) -> None:
 
 
 def refuse_quantised(path: Path) -> None:
-    """By config.json. CheckpointError with what writes a bfloat16 copy, where transformers can."""
+    """Raise CheckpointError if config.json declares quantization, with a command for a bfloat16 copy where possible."""
     found = json.loads((path / "config.json").read_text()).get("quantization_config")
     if not found:
         return
@@ -41,7 +41,7 @@ def refuse_quantised(path: Path) -> None:
     way_out = _SOURCE
     if method in _DEQUANTISED_BY:
         loading = f"quantization_config=t.{_DEQUANTISED_BY[method]}(dequantize=True), dtype='bfloat16'"
-        # in the original format bfloat16 tensors would get the names of the quantised ones (transformers 5.23)
+        # the original format would give bfloat16 tensors the names of quantized ones (transformers 5.23)
         way_out = f"write a bfloat16 copy once, by {_copy(path, loading, 'save_original_format=False')}"
     raise CheckpointError(
         f"--hf-checkpoint {path} is quantised ({method}), and weights must be bfloat16, float16 or float32 to be "
@@ -50,7 +50,7 @@ def refuse_quantised(path: Path) -> None:
 
 
 def refuse_small_floats(file: Path) -> None:
-    """CheckpointError for a safetensors file with 8-bit numbers and the like, whatever its config says."""
+    """Raise CheckpointError for a safetensors file with 8-bit or smaller floats, regardless of its config."""
     with file.open("rb") as stream:
         header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
     for name, entry in header.items():
@@ -62,7 +62,7 @@ def refuse_small_floats(file: Path) -> None:
 
 
 def _copy(path: Path, loading: str, *saving: str) -> str:
-    """A command that writes model and tokenizer to a folder of its own."""
+    """Return a command that writes model and tokenizer to a new folder."""
     source, target = str(path), f"{path.resolve().name}-copy"
     load = f"t.AutoModelForCausalLM.from_pretrained({source!r}, {loading})"
     tokenizer = f"t.AutoTokenizer.from_pretrained({source!r}).save_pretrained({target!r})"

@@ -1,4 +1,4 @@
-"""Real tensors in the place of meta ones: what both ways of loading share."""
+"""Replace meta tensors with real ones. Shared by both loading strategies."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from fsdptrain.model.loading.files import some_of
 
 @torch.no_grad()
 def filled_like(parameter: nn.Parameter, local: Tensor, device: torch.device) -> nn.Parameter:
-    """A parameter like the meta `parameter`, on `device`, that holds `local`."""
+    """Return a parameter like the meta `parameter`, on `device`, with the local values `local`."""
     tensor = torch.empty_like(parameter, device=device)
     local_part(tensor).copy_(local)
     return nn.Parameter(tensor, requires_grad=parameter.requires_grad)
@@ -26,21 +26,24 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def store_in(model: nn.Module, dtype: torch.dtype) -> None:
-    """Keep the parameters of a meta model in `dtype`; buffers, such as rotary tables, stay what they are."""
+    """Convert the parameters of a meta model to `dtype`. Buffers, such as rotary tables, keep theirs."""
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
 
 
 def own_part(whole: Tensor, like: Tensor) -> Tensor:
-    """What this rank owns of `whole` if it is sharded as `like` is; all of it if that is a plain tensor."""
+    """Return this rank's part of `whole`, sharded like `like`; all of it if `like` is a plain tensor."""
     if not isinstance(like, DTensor):
         return whole
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()
 
 
 def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype, *, copy: bool = False) -> Tensor:
-    """`tensor` in `dtype` on `device`, sharded as it was; each rank moves its own part. No copy without need."""
+    """Return `tensor` in `dtype` on `device` with the same sharding.
+
+    Each rank moves its local part. Copies only if needed.
+    """
     tensor = tensor.detach()
     part = local_part(tensor).to(device, dtype, non_blocking=True, copy=copy)
     if not isinstance(tensor, DTensor):
@@ -50,7 +53,7 @@ def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype, *, copy: boo
 
 
 def parameter_names(model: nn.Module) -> list[tuple[str, ...]]:
-    """The names of each parameter, in the order of the model; a tied one has several."""
+    """Return the names of each parameter in model order. A tied parameter has several."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -58,7 +61,7 @@ def parameter_names(model: nn.Module) -> list[tuple[str, ...]]:
 
 
 def register(model: nn.Module, names: Iterable[str], tensor: Tensor) -> None:
-    """Make `tensor` the parameter or buffer of all `names`."""
+    """Set `tensor` as the parameter or buffer of all `names`."""
     for name in names:
         owner, _, own_name = name.rpartition(".")
         setattr(model.get_submodule(owner), own_name, tensor)
@@ -66,7 +69,7 @@ def register(model: nn.Module, names: Iterable[str], tensor: Tensor) -> None:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """No progress bars and no load reports: what is wrong becomes one error."""
+    """Silence the progress bars and load reports of transformers. The loader raises one error instead."""
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()

@@ -1,12 +1,12 @@
-"""From a checkpoint on the hub or on disk to a sharded model, in float32 unless it is asked otherwise.
+"""Load a checkpoint from the Hub or disk into a sharded model, in float32 by default.
 
-    path = resolve_checkpoint("Qwen/Qwen3-4B")      # downloads once for each node
+    path = resolve_checkpoint("Qwen/Qwen3-4B")      # downloads once per node
     model = build_meta_model(path, ...)             # no memory
-    shard_model(model, mesh, ...)                   # fsdp/wrap.py; may be left out
+    shard_model(model, mesh, ...)                   # fsdp/wrap.py; optional
     load_weights(model, path, strategy="shard")     # each rank reads its own slices
 
-All functions are collective, and fail on all ranks together. `shard_reader.py` stands on private functions of
-transformers, the reader behind `from_pretrained`: of the versions in `TESTED_TRANSFORMERS`.
+All functions are collective and fail on all ranks together. `shard_reader.py` uses private functions of transformers,
+the reader behind `from_pretrained`, and is limited to the versions in `TESTED_TRANSFORMERS`.
 """
 
 import copy
@@ -45,17 +45,17 @@ from fsdptrain.model.loading.materialize import (
 )
 from fsdptrain.model.structure import stock_class
 
-TESTED_TRANSFORMERS = ((5, 17), (5, 24))  # from, and below
+TESTED_TRANSFORMERS = ((5, 17), (5, 24))  # minimum (inclusive), maximum (exclusive)
 
 __all__ = ["build_meta_model", "load_weights", "resolve_checkpoint", "weight_files"]
 logger = logging.getLogger(__name__)
 
 
 def build_meta_model(path: Path, *, trust_remote_code: bool, attn_implementation: str) -> PreTrainedModel:
-    """The model of `path` without weights: float32, on meta on every rank, tied as its config says, without a cache.
+    """Build the model of `path` on meta on every rank: float32, no weights, tied as in its config, no KV cache.
 
     Raises:
-        CheckpointError: the config is missing, unknown to transformers, of a quantised model, or needs remote code.
+        CheckpointError: the config is missing, unknown to transformers, of a quantized model, or needs remote code.
     """
     with raise_on_all_ranks(CheckpointError, f"--hf-checkpoint {path}"):
         if not trust_remote_code:
@@ -67,7 +67,7 @@ def build_meta_model(path: Path, *, trust_remote_code: bool, attn_implementation
             raise CheckpointError(
                 f"--hf-checkpoint {path} is a {config.model_type}, of which transformers has no causal language model"
             )
-        config.use_cache = False  # with a cache transformers would not see the boundaries of a pack
+        config.use_cache = False  # with a cache transformers ignores the boundaries of a pack
         options = {"dtype": torch.float32, "trust_remote_code": trust_remote_code}
         with torch.device("meta"):
             try:
@@ -75,7 +75,7 @@ def build_meta_model(path: Path, *, trust_remote_code: bool, attn_implementation
             except KeyError as error:
                 if error.args != (attn_implementation,):
                     raise
-                # a few have a class for each implementation that their authors knew (falcon): the probe will tell
+                # a few models have one class per known implementation (falcon); the layout probe decides
                 return model_from_config(config, attn_implementation="eager", **options)
         set_attention(model, attn_implementation)
         return model
@@ -89,18 +89,18 @@ def load_weights(
     cpu_offload: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Fill the meta `model`, sharded or not, from the safetensors files of `path`; then verify it.
+    """Fill the meta `model`, sharded or not, from the safetensors files of `path`, then verify it.
 
     Args:
-        strategy: `shard`: each rank reads its own slices. `rank0`: rank 0 reads all of it into host memory and
-            broadcasts, one tensor at a time; for checkpoints whose conversion needs whole tensors `shard` does so too.
-        cpu_offload: what `shard_model` was given: parameters live on the host, buffers on the device.
-        dtype: of the parameters on meta, which is what they are stored in.
+        strategy: `shard`: each rank reads its own slices. `rank0`: rank 0 reads everything into host memory and
+            broadcasts one tensor at a time. `shard` does the same for checkpoints whose conversion needs whole tensors.
+        cpu_offload: as given to `shard_model`: parameters are on the host, buffers on the device.
+        dtype: dtype of the parameters on meta, in which they are stored.
 
     Raises:
-        CheckpointError: on all ranks, with one message: a file is missing or broken, weights are missing, left over
-            or of another shape, or are not tied as the config says.
-        ConfigError: `shard` with a version of transformers whose reader was not tested.
+        CheckpointError: on all ranks, with one message: a file is missing or corrupt, weights are missing, unexpected,
+            of another shape, or not tied as the config requires.
+        ConfigError: `shard` with an untested version of transformers.
     """
     if strategy != "shard" or not _read_shards(model, path, cpu_offload=cpu_offload):
         _broadcast_from_rank0(model, path, cpu_offload=cpu_offload)
@@ -121,7 +121,7 @@ def _refuse_remote_code(path: Path) -> None:
 
 
 def _problems(model: PreTrainedModel, dtype: torch.dtype) -> list[str]:
-    """Something on meta, a parameter in another dtype than `dtype`, or not tied as the config says."""
+    """List parameters and buffers on meta, parameters that are not in `dtype`, and ties that differ from the config."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     on_meta = [name for name, tensor in tensors if tensor.is_meta]
     other_dtype = [name for name, parameter in model.named_parameters() if parameter.dtype != dtype]
@@ -134,11 +134,10 @@ def _problems(model: PreTrainedModel, dtype: torch.dtype) -> list[str]:
 
 
 def _read_shards(model: PreTrainedModel, path: Path, *, cpu_offload: bool) -> bool:
-    """Each rank reads its own slices; False, with nothing read, where the conversion of the checkpoint forbids it."""
+    """Load this rank's slices. Returns False, with nothing read, if the checkpoint's conversion needs whole tensors."""
     _require_tested_transformers()
-    from fsdptrain.model.loading import (
-        shard_reader,  # private names that another version may lack: only after the check
-    )
+    # Import after the version check: untested versions may lack its private names.
+    from fsdptrain.model.loading import shard_reader
 
     with raise_on_all_ranks(CheckpointError, f"--hf-checkpoint {path}"), quiet_transformers():
         files = weight_files(path)
@@ -152,16 +151,16 @@ def _read_shards(model: PreTrainedModel, path: Path, *, cpu_offload: bool) -> bo
 
 
 def _broadcast_from_rank0(model: PreTrainedModel, path: Path, *, cpu_offload: bool) -> None:
-    """Rank 0 loads the stock model in host memory; each tensor is broadcast, and each rank keeps its part of it.
+    """Load the stock model on rank 0 in host memory and broadcast each tensor; each rank keeps its part.
 
-    The order is that of the names on rank 0, proven to be the same on all ranks before the first broadcast.
+    The order is that of the names on rank 0, checked to be equal on all ranks before the first broadcast.
     """
     _require_same_parameters(model, path)
     source: PreTrainedModel | None = None
     with raise_on_all_ranks(CheckpointError, f"--hf-checkpoint {path}"), quiet_transformers():
         if not dist.is_initialized() or dist.get_rank() == 0:
             source = _load_whole(model, path)
-    # by which an export finds the names of the files again
+    # an export needs these conversions to restore the tensor names of the files
     model._weight_conversions = gather(None if source is None else vars(source).get("_weight_conversions"))[0]
     device = platform.local_device()
     shard_device = torch.device("cpu") if cpu_offload else device
@@ -174,7 +173,7 @@ def _broadcast_from_rank0(model: PreTrainedModel, path: Path, *, cpu_offload: bo
 
 
 def _load_whole(model: PreTrainedModel, path: Path) -> PreTrainedModel:
-    """The stock model of `path` on the host, checked to be the one that `model` is on meta."""
+    """Load the stock model of `path` on the host and check that it matches the meta `model`."""
     weight_files(path)
     source, info = cast(Any, stock_class(model)).from_pretrained(
         path, config=copy.deepcopy(model.config), dtype=torch.float32, use_safetensors=True, output_loading_info=True
@@ -189,7 +188,7 @@ def _load_whole(model: PreTrainedModel, path: Path) -> PreTrainedModel:
 
 @torch.no_grad()
 def _broadcast(source: Tensor | None, like: Tensor, device: torch.device) -> Tensor:
-    """`source` of rank 0, whole, on `device` of every rank; the others pass None; collective."""
+    """Broadcast rank 0's whole `source` to `device` of every rank. Other ranks pass None. Collective."""
     whole = torch.empty(like.shape, dtype=like.dtype, device=device)
     if source is not None:
         whole.copy_(source)

@@ -1,7 +1,7 @@
-"""Each rank reads its own slices, with the reader behind transformers' `from_pretrained`.
+"""Read each rank's slices with the reader behind transformers' `from_pretrained`.
 
-The only file that uses private functions of transformers; `loading.py` checks the version before it imports this one.
-That reader looks at each parameter: of a DTensor it reads just the slice that this rank owns, whoever sharded it.
+This is the only module that uses private functions of transformers. `meta.py` checks the version before it imports it.
+For a parameter that is a DTensor, the reader reads only the slice that this rank owns.
 """
 
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ from fsdptrain.model.structure import as_stock
 
 
 def read_shards(model: PreTrainedModel, path: Path, files: list[Path], *, cpu_offload: bool) -> None:
-    """transformers' own reader: it slices each safetensors entry as the DTensor of that name is sharded."""
+    """Load `files` with transformers' reader, which slices each safetensors entry like the DTensor of that name."""
     with as_stock(model):
         _read_shards(model, path, files, cpu_offload=cpu_offload)
 
@@ -63,7 +63,7 @@ def _read_shards(model: PreTrainedModel, path: Path, files: list[Path], *, cpu_o
         if info.conversion_errors:
             name, reason = min(info.conversion_errors.items())
             raise CheckpointError(f"--hf-checkpoint {path}: cannot convert {name}: {reason.strip().splitlines()[-1]}")
-    # ties are compared over ranks below: all must come to the same ones
+    # Finalizing compares ties across ranks, so the missing keys must be equal on all ranks.
     require_same(sorted(info.missing_keys), different_files(path))
     with raise_on_all_ranks(CheckpointError, f"--hf-checkpoint {path}"), quiet_transformers():
         _mark_what_was_loaded(model)
@@ -74,11 +74,11 @@ def _read_shards(model: PreTrainedModel, path: Path, files: list[Path], *, cpu_o
 
 @dataclass(frozen=True)
 class FileDifferences:
-    """What the files of a checkpoint hold otherwise than the model, by the names of the model; all empty: they fit."""
+    """Differences between the files of a checkpoint and the model, by model names. All empty if they match."""
 
-    missing: list[str]  # the model has it, the files do not
-    unexpected: list[str]  # the files have it, the model does not
-    misfits: list[str]  # of another shape: the one of the files, for the one of the model
+    missing: list[str]  # in the model, not in the files
+    unexpected: list[str]  # in the files, not in the model
+    misfits: list[str]  # different shape: that of the files, then that of the model
     failed: list[str]  # names whose conversion fails, with the reason
 
     def __bool__(self) -> bool:
@@ -86,9 +86,9 @@ class FileDifferences:
 
 
 def compare_names(model: PreTrainedModel, path: Path, files: list[Path]) -> FileDifferences:
-    """Names and shapes of the files, renamed and converted as `read_shards` does it; no weight is read.
+    """Compare names and shapes of the files, converted as in `read_shards`, with the model. Reads no weights.
 
-    `model` is on meta and stays there; its parameters are replaced.
+    `model` is on meta and stays there. Its parameters are replaced.
     """
     headers: dict[str, Tensor] = {}
     for file in files:
@@ -102,7 +102,7 @@ def compare_names(model: PreTrainedModel, path: Path, files: list[Path]) -> File
         weight_mapping=_conversions(model),
         ignore_mismatched_sizes=True,
     )
-    names = parameter_names(model)  # of all ties, which loading undoes where the files hold neither name
+    names = parameter_names(model)  # collected first: loading breaks a tie if the files hold neither name
     with quiet_transformers():
         info, _ = PreTrainedModel._load_pretrained_model(model, headers, None, load_config)
         model._adjust_missing_and_unexpected_keys(info)
@@ -118,10 +118,10 @@ def compare_names(model: PreTrainedModel, path: Path, files: list[Path]) -> File
 
 
 def needs_whole_tensors(model: PreTrainedModel, files: list[Path]) -> str:
-    """Why slices cannot be read, or "".
+    """Return why slices cannot be read, or "".
 
-    A conversion that splits or joins along the axis that is sharded mixes rows of different ranks, with the right
-    shapes and without an error. Stacking experts and joining their gate and up along another axis is exact.
+    A conversion that splits or concatenates along the sharded axis mixes rows of different ranks, with the right shapes
+    and without an error. Stacking experts and concatenating their gate and up projections along another axis is exact.
     """
     parameters = model.state_dict()
     mapping = _conversions(model)
@@ -143,7 +143,7 @@ def _conversions(model: PreTrainedModel) -> list[WeightConverter | WeightRenamin
 
 
 def _commutes(converter: WeightConverter, parameter: Tensor | None) -> bool:
-    """Whether converting the slices gives the slice of the converted tensor."""
+    """Return whether converting the slices gives the slice of the converted tensor."""
     if not isinstance(parameter, DTensor):
         return True
     sharded = {
@@ -155,17 +155,17 @@ def _commutes(converter: WeightConverter, parameter: Tensor | None) -> bool:
     for operation in converter.operations:
         if isinstance(operation, MergeModulelist) and operation.dim == 0:
             continue
-        if isinstance(operation, Concatenate) and operation.dim not in sharded:  # packed: part by part, which it knows
+        if isinstance(operation, Concatenate) and operation.dim not in sharded:  # packed: concatenated part by part
             continue
         return not sharded and not packed
     return True
 
 
 def _mark_what_was_loaded(model: nn.Module) -> None:
-    """Nothing is left to initialise below a module whose tensors all came from the files.
+    """Mark modules as initialized if all their tensors came from the files.
 
-    What transformers would run there writes on what was loaded nothing, but computes with it, and not all of that works
-    on shards (rwkv, hy_v4). Above, it fills the buffers that no file holds.
+    The initialization of transformers would not change loaded tensors, but it computes with them, which fails on some
+    shards (rwkv, hy_v4). For the other modules it fills the buffers that no file holds.
     """
     for module in model.modules():
         if all(vars(tensor).get("_is_hf_initialized") for tensor in [*module.parameters(), *module.buffers()]):
@@ -173,9 +173,9 @@ def _mark_what_was_loaded(model: nn.Module) -> None:
 
 
 def _move_shards_to_host(model: PreTrainedModel) -> dict[tuple[str, ...], nn.Parameter]:
-    """Give each sharded parameter a stand-in on a mesh of CPUs; returns names -> original.
+    """Replace each sharded parameter with a stand-in on a CPU mesh. Returns names -> original.
 
-    The reader puts a shard where the mesh of its DTensor is. With CPU offload that is the accelerator, while the
+    The reader places a shard on the device of its DTensor's mesh. With CPU offload that is the accelerator, but the
     shards belong on the host.
     """
     originals: dict[tuple[str, ...], Any] = {}
@@ -201,7 +201,7 @@ def _move_shards_to_host(model: PreTrainedModel) -> dict[tuple[str, ...], nn.Par
 
 
 def _restore_shards(model: PreTrainedModel, originals: dict[tuple[str, ...], nn.Parameter]) -> None:
-    """Put what the stand-ins have read into host tensors of the original mesh, one at a time."""
+    """Copy the loaded stand-ins into host tensors of the original mesh, one at a time."""
     for names, original in originals.items():
         read = model.get_parameter(names[0])
         restored = filled_like(original, local_part(read), torch.device("cpu"))

@@ -1,8 +1,8 @@
-"""Which kernels a model will run on, and where something slower takes the place of what could run, and why.
+"""Report which kernels a model runs on, where a slower one is used instead of a faster one, and why.
 
     recurrent mixer: torch instead of causal-conv1d (not installed here)
 
-A fallback is correct, and slower or heavier: a run warns of each once, and `--strict` makes it an error.
+A fallback is correct but slower or needs more memory. A run warns once about each; `--strict` makes it an error.
 """
 
 import inspect
@@ -20,7 +20,7 @@ from fsdptrain.model.attention.attention import MAX_VARLEN_HEAD_DIM, OURS, SEGME
 from fsdptrain.model.probes.layout import LayoutProbe
 from fsdptrain.model.probes.module_tree import module_kind
 
-# How the files of transformers name the package behind a function of theirs, with torch code as the stand-in.
+# Matches how transformers declares a function from a package with a fallback in torch.
 _STAND_IN = re.compile(r"@use_kernel_func_from_hub_with_fallback\(\s*\"(\w+)\",\s*\"(\w+)\"")
 _DISTRIBUTIONS = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm"}
 _WORDS = {
@@ -36,12 +36,12 @@ _HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Kernel:
-    """What computes one part of the model."""
+    """The kernel that computes one part of the model."""
 
     part: str  # attention, experts ...
     used: str
-    wanted: str = ""  # what could run in its place and does not; "" where this is the best there is
-    reason: str = ""  # why it does not
+    wanted: str = ""  # faster kernel that is not used; "" if `used` is the best available
+    reason: str = ""  # why it is not used
 
     @property
     def fell_back(self) -> bool:
@@ -55,7 +55,10 @@ class Kernel:
 def kernels(
     model: PreTrainedModel, *, device_type: str, compute_dtype: torch.dtype, probe: LayoutProbe | None = None
 ) -> list[Kernel]:
-    """`probe`: what the layout probe found; without it, the attention is the one that the model's config names."""
+    """Return the kernels of the parts of `model`.
+
+    probe: result of the layout probe. Without it, the attention is the one in the model's config.
+    """
     attention = probe.attention if probe is not None else str(model.config._attn_implementation)
     found = [_attention(model, attention, device_type, compute_dtype, probe)]
     if probe is not None:
@@ -67,7 +70,7 @@ def kernels(
 
 
 def require_no_fallback(found: Sequence[Kernel]) -> None:
-    """For --strict: ConfigError that names every fallback."""
+    """Raise ConfigError that lists every fallback, for --strict."""
     lines = [kernel.line for kernel in found if kernel.fell_back]
     if lines:
         raise ConfigError(f"--strict allows no fallback: {'; '.join(lines)}; install what is missing, or leave it out")
@@ -91,7 +94,7 @@ def _attention(
 
 
 def _varlen_obstacle(model: PreTrainedModel, compute_dtype: torch.dtype) -> str:
-    """Why calls of this model go by segments although varlen is there: the conditions of `attention.attend`."""
+    """Return why attention uses segments although varlen is available, or "". Same conditions as `takes_flash`."""
     text = model.config.get_text_config()
     values = text.to_dict()
     if compute_dtype not in _HALF:
@@ -109,7 +112,7 @@ def _has_softcap_or_sinks(model: PreTrainedModel) -> bool:
 
 
 def recurrent_kernels(model: PreTrainedModel, device_type: str) -> Iterator[Kernel]:
-    """Packages that the files of this model's classes call, where it has layers that would use them."""
+    """Yield a kernel for each optional package that the recurrent mixers of this model call."""
     files = {type(module).__module__ for module in model.modules() if module_kind(module) == "recurrent mixer"}
     sources = [inspect.getsource(sys.modules[name]) for name in sorted(files)]
     packages = [match[2] for source in sources for match in _STAND_IN.finditer(source)]
@@ -135,5 +138,5 @@ def _experts(model: PreTrainedModel) -> Iterator[Kernel]:
 
 
 def _first(reason: str) -> str:
-    """The first of the reasons of a probe, without the name of the error."""
+    """Return the first reason of a probe without the error name."""
     return _ERROR.sub("", reason.split("; ")[0])

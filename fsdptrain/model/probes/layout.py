@@ -1,10 +1,12 @@
-"""Packed or padded: the model itself is asked, before the first step, on the device that will train.
+"""Choose the packed or padded layout by testing the model before the first step, on the training device.
 
-Two segments are scored in each candidate layout and compared with the stock model (its own eager attention and masks),
-one segment at a time. The tolerance is that of the dtype, but never more than a quarter of what a full leak would do to
-this very model. Then the first segment of a pack is changed, which must not move the second: no shape changes, so that
-rounding does not hide a short leak (a convolution over two tokens), as it does between two kernels in half precision.
-No list of model names decides: what differs, raises or leaks is not used, and the report says why.
+The probe computes the logprobs of two segments in each candidate layout and compares them with the stock model (eager
+attention, dense masks), one segment at a time. The tolerance is that of the dtype, and at most a quarter of the change
+that a full leak causes in this model. The probe then changes the first segment of a pack, which must not change the
+logprobs of the second. The shapes stay the same, so rounding does not hide a short leak (a convolution over two
+tokens), as it would between two kernels in half precision.
+
+No list of model names decides. Candidates that differ, raise or leak are rejected, and the report gives the reason.
 
     layout: packed, attention fsdptrain_segments (probe: 1.2e-06 <= 0.0001)
     layout: padded, attention fsdptrain_segments (probe: 3.4e-07 <= 0.0001; packed: ValueError: ...)
@@ -40,27 +42,28 @@ from fsdptrain.model.structure import stock_class
 from fsdptrain.types import Segment, join_images
 
 RequestedLayout = Literal["auto", "packed", "padded"]
-STOCK = ("sdpa", "eager")  # transformers' own, with dense masks: for what has a mask that ours would lose
-REFERENCE = "eager"  # every model has it
-SHORT, LONG, LONGEST = 23, 40, 1100  # tokens of the probe's segments; a window up to LONGEST is exceeded
-LEAK = 2e-3  # nats that other segments may move the logprobs of one, beyond noise of half precision
+STOCK = ("sdpa", "eager")  # with dense masks, for models whose own mask our attention would lose
+REFERENCE = "eager"  # supported by every model
+# Tokens per probe segment. The probe exceeds sliding windows of up to about LONGEST tokens.
+SHORT, LONG, LONGEST = 23, 40, 1100
+LEAK = 2e-3  # [nats] change of logprobs by other segments that is allowed beyond half-precision noise
 LOSES_MASK = {"attention_chunk_size": "its attention is chunked, which no boundary expresses"}  # llama4
 
 
 @dataclass(frozen=True)
 class LayoutProbe:
-    """What was chosen and what was measured."""
+    """The chosen layout and the measured differences."""
 
     layout: Layout
-    attention: str  # name of the attention implementation that the model now has
-    max_difference: float  # largest over segments of the mean difference of logprobs from the stock model, one by one
+    attention: str  # attention implementation that the model is set to
+    max_difference: float  # mean difference of logprobs from the stock model, maximum over segments
     tolerance: float
-    reason: str = ""  # why what was preferred is not used
-    gradient_difference: float | None = None  # relative to the largest gradient; measured on a random copy only
+    reason: str = ""  # why preferred candidates were rejected
+    gradient_difference: float | None = None  # relative to the largest gradient; only measured on a random copy
 
     @property
     def line(self) -> str:
-        """For the report at start."""
+        """The line of the startup report."""
         measured = f"probe: {self.max_difference:.2g} <= {self.tolerance:g}"
         return (
             f"layout: {self.layout}, attention {self.attention} ({measured}{'; ' if self.reason else ''}{self.reason})"
@@ -82,12 +85,12 @@ def choose_layout(
     device: torch.device | None = None,
     features: Features = NO_FEATURES,
 ) -> LayoutProbe:
-    """Find the first layout that the policy computes exactly, and leave the model set to it.
+    """Find the first layout that the policy computes exactly, and set the model to it.
 
-    After `install_policy_forward`. Collective where the model is sharded; every rank comes to the same result. Order:
-    packed, then padded, both with the attention that the model was built with, then padded with transformers' own.
-    Features may add sequences for which it must be exact too, and exclude candidates.
-    Raises NumericsError when none is exact, or when `requested` is packed and that is not.
+    Call it after `install_policy_forward`. Collective if the model is sharded; every rank returns the same result. The
+    order is packed, then padded, both with the attention that the model was built with, then padded with the attention
+    of transformers. Features may add sequences that must be exact too, and exclude candidates. Raises NumericsError if
+    no candidate that `requested` allows is exact.
     """
     register_attention()
     device = device or platform.local_device()
@@ -119,13 +122,13 @@ def choose_layout(
 
 
 def probe_random_copy(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> LayoutProbe:
-    """The same probe without weights, on the CPU in float32, with the backward pass: `random_copy` of the model.
+    """Run the probe and a backward pass on a `random_copy` of the model, on the CPU in float32.
 
-    Raises NumericsError where no layout is exact, forward and backward, or where the head is not understood.
+    Raises NumericsError if no layout is exact forward and backward, or if the head is not understood.
     """
     try:
         return _probe_copy(random_copy(config, trust_remote_code=trust_remote_code))
-    except MODEL_ERRORS:  # a few families tie other parts to the number of layers (gemma3n, gemma4): then all of them
+    except MODEL_ERRORS:  # a few families tie other parts to the number of layers (gemma3n, gemma4)
         return _probe_copy(random_copy(config, trust_remote_code=trust_remote_code, all_layers=True))
 
 
@@ -151,7 +154,10 @@ def _probe_copy(model: PreTrainedModel) -> LayoutProbe:
 
 
 def probe_segments(model: PreTrainedModel, vocab_size: int) -> list[list[int]]:
-    """Two segments and a twin of the first; the second is longer than the sliding window, where that is affordable."""
+    """Return two segments and a twin of the first.
+
+    The second segment is longer than the sliding window if that takes at most LONGEST tokens.
+    """
     values = model.config.get_text_config().to_dict()
     window = values.get("sliding_window")
     longer = LONG if window is None or window + 8 > LONGEST else max(LONG, window + 8)
@@ -177,9 +183,9 @@ def _candidates(
 def _reference(
     model: PreTrainedModel, segments: Sequence[Segment], tolerance: float, device: torch.device
 ) -> tuple[list[Tensor], float]:
-    """Logprobs [L] of the first two segments, stock and each alone; and how far a full leak moves the second.
+    """Compute the stock logprobs [L] of the first two segments, each alone, and how far a full leak changes the second.
 
-    Raises NumericsError where a token sees what comes after it: no layout would help.
+    Raises NumericsError if later tokens change the logprobs of earlier ones: no layout can fix that.
     """
     set_attention(model, REFERENCE)
     first, second = segments[:2]
@@ -210,11 +216,11 @@ def _try(
     tolerance: float,
     device: torch.device,
 ) -> tuple[float, str]:
-    """The largest difference of any rank (inf where it refuses or leaks), and the words of that."""
+    """Return the largest difference over ranks (inf on an error or a leak), and the error message or ""."""
     first, second, twin = segments
     try:
         set_attention(model, candidate.attention)
-    except MODEL_ERRORS as error:  # the same on every rank: it looks at the class
+    except MODEL_ERRORS as error:  # depends only on the class, so the same on every rank
         return float("inf"), one_line(error)
     values, refusal = _score(model, [first, second], candidate.layout, device)
     changed, other = _score(model, [twin, second], candidate.layout, device)
@@ -224,7 +230,7 @@ def _try(
     differences = [(found - wanted).abs().mean() for found, wanted in zip(apart, reference, strict=True)]
     worst = over_ranks(torch.stack(differences).max().item())
     leak = over_ranks((changed - values)[len(first.token_ids) :].abs().mean().item())
-    if not max(worst, leak) <= tolerance:  # nor where one is nan
+    if not max(worst, leak) <= tolerance:  # also rejects nan
         return max(worst, leak) if worst == worst and leak == leak else float("inf"), ""
     if leak > LEAK and candidate.layout == "packed":
         again, _ = _score(model, [first, second], candidate.layout, device)  # kernels may add in any order
@@ -237,7 +243,7 @@ def _try(
 def _score(
     model: PreTrainedModel, segments: Sequence[Segment], layout: Layout, device: torch.device
 ) -> tuple[Tensor, str]:
-    """Logprobs [T], and the words of the first rank that could not make them."""
+    """Return the logprobs [T], and the error message of the first rank that failed or ""."""
     images = [segment.images for segment in segments]
     batch = plain_batch([segment.token_ids for segment in segments], device=device, images=images)
     return logprobs_or_refusal(model, batch, layout)
@@ -249,7 +255,10 @@ def _in_one(first: Segment, second: Segment) -> Segment:
 
 
 def _gradient_difference(model: PreTrainedModel, probe: LayoutProbe) -> float:
-    """Largest difference from the gradients of the stock model, one by one, relative to the largest gradient."""
+    """Return the largest difference from the stock gradients, relative to the largest gradient.
+
+    The stock model runs one segment at a time.
+    """
     device = torch.device("cpu")
     first, second, _ = probe_segments(model, model.config.get_text_config().vocab_size)
     set_attention(model, REFERENCE)
@@ -263,7 +272,7 @@ def _gradient_difference(model: PreTrainedModel, probe: LayoutProbe) -> float:
 def _gradients(
     model: PreTrainedModel, packs: list[list[list[int]]], layout: Layout, device: torch.device
 ) -> dict[str, Tensor]:
-    """Of the sum of all logprobs, position by position with its own weight."""
+    """Compute the gradients of the sum of all logprobs, weighted by position."""
     for pack in packs:
         batch = plain_batch(pack, device=device)
         values = policy_logprobs(model, batch, layout=layout).values

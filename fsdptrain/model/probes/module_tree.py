@@ -1,4 +1,4 @@
-"""What a model is made of, as a short list: repeated layers once, and of each part its class, file, kind and size."""
+"""Summarize the module tree of a model: repeated layers once, with the class, file, kind and size of each part."""
 
 import re
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from fsdptrain.model.layer_kinds import LayerKind, layer_kinds
 from fsdptrain.model.structure import num_fused_experts, repeated_layers
 
-# The first pattern that the name of a class fits says what it is: the field names its classes by what they do.
+# Kind of a module by its class name; the first matching pattern wins.
 _KINDS = {
     "norm": r"Norm",
     "rotary table": r"Rotary|RoPE|Rope",
@@ -24,25 +24,25 @@ _KINDS = {
     "MLP": r"MLP|Mlp|FeedForward|FFN|MoE|Moe|Sparse|Dense",
     "linear": r"Linear$|Conv1D$",
 }
-_MIXTURE = "mixture of experts"  # what holds experts; its parts are listed too
+_MIXTURE = "mixture of experts"  # contains experts; its children are listed too
 
 
 @dataclass(frozen=True)
 class Part:
-    """A line of the tree."""
+    """One line of the tree."""
 
-    path: str  # in its parent; of layers with their span, as `model.layers 0-35`
+    path: str  # path in the model or parent; for layers with their span, as in `model.layers 0-35`
     class_name: str
-    module: str  # the Python module that defines the class
+    module: str  # Python module that defines the class
     kind: str
-    numel: int  # parameters of one of it, of those above it too where they share (tied weights)
-    count: int  # of it, one after the other
-    depth: int  # in the tree
-    note: str = ""  # what the config says of these layers
+    numel: int  # parameters of one instance, including tied ones
+    count: int  # number of consecutive instances
+    depth: int  # depth in the tree
+    note: str = ""  # config entries of these layers
 
 
 def anatomy(model: PreTrainedModel) -> list[Part]:
-    """Top down, in the order of the model's own modules."""
+    """Return the parts of `model` top down, in module order."""
     kinds: dict[str, list[LayerKind]] = {}
     for kind in layer_kinds(model):
         kinds.setdefault(kind.path, []).append(kind)
@@ -50,7 +50,7 @@ def anatomy(model: PreTrainedModel) -> list[Part]:
 
 
 def module_kind(module: nn.Module) -> str:
-    """`attention`, `norm`, `experts` ...; `other` where the name of the class says nothing that is known."""
+    """Return the kind of a module, such as `attention`, `norm` or `experts`; `other` for unknown class names."""
     name = type(module).__name__
     if name.startswith("FSDP"):
         name = type(module).__mro__[2].__name__
@@ -65,7 +65,7 @@ def _are_experts(module: nn.Module) -> bool:
 
 
 def _parts(module: nn.Module, path: str, kinds: dict[str, list[LayerKind]], layers: set[nn.Module]) -> Iterator[Part]:
-    """The children of `module`; a child that contains decoder layers is opened, and not listed itself."""
+    """Yield the children of `module`. A child that contains repeated layers is replaced with its children."""
     for name, child in module.named_children():
         inner = f"{path}.{name}" if path else name
         if inner in kinds:
@@ -82,7 +82,7 @@ def _parts_of_layer(module: nn.Module, depth: int) -> Iterator[Part]:
     for name, child in module.named_children():
         kind = module_kind(child)
         if not _numel(child):
-            continue  # activations and the like
+            continue  # activations and other modules without parameters
         if isinstance(child, nn.ModuleList):
             first = cast(nn.Module, child[0])
             yield _part(name, first, "experts" if depth > 1 else module_kind(first), count=len(child), depth=depth)

@@ -1,7 +1,7 @@
-"""A small random model with the same code paths as a large one: real layers, one of each kind, no weights needed.
+"""Build a small random model with the code paths of a large one: real layers, one of each kind, no weights needed.
 
-It is what `inspect` and `--dry-run --probe` measure. Widths that only make things bigger are cut, and windows are made
-short enough for the probe to go beyond them.
+`inspect` and `--dry-run --probe` measure it. Widths are reduced where that changes only the size. Sliding windows are
+shortened so that the probe exceeds them.
 """
 
 import copy
@@ -18,13 +18,13 @@ from fsdptrain.model.policy import MODEL_ERRORS
 
 _AT_MOST = {"vocab_size": 512, "intermediate_size": 512, "moe_intermediate_size": 128, "sliding_window": 16}
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
-_TOKEN_KEYS = ("pad_token_id", "bos_token_id", "eos_token_id")  # may lie outside the smaller vocabulary
+_TOKEN_KEYS = ("pad_token_id", "bos_token_id", "eos_token_id")  # may be outside the smaller vocabulary
 
 
 def random_copy(
     config: PreTrainedConfig, *, trust_remote_code: bool = False, all_layers: bool = False
 ) -> PreTrainedModel:
-    """A float32 model on the CPU, from a copy of `config` that is cut down; in eval mode."""
+    """Build a float32 model on the CPU from a reduced copy of `config`, in eval mode."""
     small = copy.deepcopy(config)
     cut_widths(small.get_text_config(), _AT_MOST)
     with torch.device("meta"):
@@ -38,7 +38,7 @@ def random_copy(
 
 
 def guarded_copy(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """`random_copy`, of all layers where it must be; the run's own random draws stay what they are."""
+    """Build a `random_copy`, with all layers if needed, without changing the global random state."""
     with torch.random.fork_rng(devices=[]):
         try:
             return random_copy(config, trust_remote_code=trust_remote_code)
@@ -47,7 +47,7 @@ def guarded_copy(config: PreTrainedConfig, *, trust_remote_code: bool = False) -
 
 
 def cut_widths(text: PreTrainedConfig, at_most: Mapping[str, int]) -> None:
-    """What only makes a model bigger, down to `at_most`; experts down to what its router still chooses among."""
+    """Limit size-only fields of `text` to `at_most`, and the number of experts to what its router needs."""
     values = text.to_dict()
     for key, limit in at_most.items():
         if isinstance(values.get(key), int) and values[key] > limit:
@@ -62,9 +62,9 @@ def cut_widths(text: PreTrainedConfig, at_most: Mapping[str, int]) -> None:
 
 
 def keep_one_of_each_kind(model: PreTrainedModel) -> dict[str, list[int]]:
-    """Cut each list of layers of a meta model, and the per-layer lists of its config with it.
+    """Keep one layer of each kind in each list of layers of a meta model, and adjust the per-layer lists of its config.
 
-    Returns the layers that are left, by the path of their list, as they were counted before.
+    Returns the original indices of the kept layers by the path of their list.
     """
     text = model.config.get_text_config()
     kept: dict[str, list[int]] = {}
