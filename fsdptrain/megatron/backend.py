@@ -161,7 +161,7 @@ class MegatronBackend:
         self._reference_moved = True
 
     def hf_weights(self, naming: Naming = "hub") -> Iterator[tuple[str, Tensor]]:
-        """Yield full tensors in the compute dtype, layer by layer, on the device. Every rank must iterate to the end."""
+        """Yield full tensors in the compute dtype on the device, layer by layer. All ranks must iterate to the end."""
         stream = self._bridge.stream() if self._bridge else self.weights.stream(dtype=self.compute_dtype)
         return stream if naming == "hub" else by_module(stream, self._stock)
 

@@ -162,18 +162,12 @@ def build_components(
 
 
 def rollout_threads(config: Config, engine: RolloutEngine, stack: ExitStack) -> Executor | None:
-    """Create the threads that generate rollouts in flight, one per rollout.
-
-    Returns None if rollouts are generated on the training thread, either ahead of time or on demand.
-
-    The threads end after `stack` has closed the engine. An error in the run does not wait for the threads, because
-    other ranks wait for that error.
-    """
+    """Create one thread per rollout in flight, ended after the engine. None: rollouts run on the training thread."""
     ahead = config.sync.max_staleness
     if not ahead or not isinstance(engine, InFlightEngine):
         return None
     threads = ThreadPoolExecutor(1 + ahead, thread_name_prefix="rollout")
-    stack.callback(threads.shutdown, wait=False, cancel_futures=True)
+    stack.callback(threads.shutdown, wait=False, cancel_futures=True)  # do not wait: other ranks wait for an error
     return threads
 
 
@@ -189,10 +183,7 @@ def report_fallbacks(backend: PolicyBackend, *, strict: bool) -> None:
 
 
 def open_loggers(config: Config, folder: RunFolder, stack: ExitStack) -> list[Logger]:
-    """Open the loggers on rank 0 and register them with `stack` for closing. Collective.
-
-    If a logger fails, all ranks raise the error.
-    """
+    """Open the loggers of rank 0; `stack` closes them. If one fails, all ranks raise the error. Collective."""
     with raise_on_all_ranks(ConfigError, "--log-to"):
         loggers = build_loggers(
             config.log,
@@ -207,10 +198,7 @@ def open_loggers(config: Config, folder: RunFolder, stack: ExitStack) -> list[Lo
 
 
 def plan_memory(model: PreTrainedModel, config: Config, *, embedded_engine: bool) -> None:
-    """Log the memory that loading needs and the memory available. Collective.
-
-    Raises MemoryPlanError on all ranks if the model cannot fit.
-    """
+    """Log required and available memory. Raises MemoryPlanError on all ranks if loading cannot fit. Collective."""
     pieces = Pieces(model, Grid.of(config, dist.get_world_size()))
     demand = demand_of(config, pieces, count_parameters(model), embedded_engine=embedded_engine)
     supply = MemorySupply(
@@ -239,11 +227,7 @@ def planned_memory(model: PreTrainedModel, config: Config) -> int | None:
 
 
 def load_tokenizer(checkpoint: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of `checkpoint`.
-
-    Raises CheckpointError if there is none or its vocabulary is empty. Transformers would otherwise create an empty
-    tokenizer from the model type.
-    """
+    """Load the tokenizer. CheckpointError if there is none: transformers would create an empty one by model type."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
@@ -256,10 +240,7 @@ def load_tokenizer(checkpoint: Path, *, trust_remote_code: bool) -> PreTrainedTo
 
 
 def _with_instructions(config: Config, environment: LoadedEnvironment | None) -> Config:
-    """Add the system prompt and the tools of the environment to the data section.
-
-    A system prompt set by the user takes precedence. Tools are passed to the chat template.
-    """
+    """Add the environment's tools, and its system prompt unless the user set one, to the data section."""
     if environment is None:
         return config
     changes: dict[str, Any] = {}
@@ -277,10 +258,7 @@ def build_data(
     environment: LoadedEnvironment | None,
     processor: PromptProcessor | None = None,
 ) -> tuple[PromptStream, list[Prompt]]:
-    """Build the stream of training prompts and the held-out prompts.
-
-    There are no held-out prompts if the run never evaluates.
-    """
+    """Build the stream of training prompts and the held-out prompts (none if the run never evaluates)."""
     data = config.data
     rows = _rows(config, environment) if dataset is None else as_rows(dataset, data)
     held_out: list[Row] = []
