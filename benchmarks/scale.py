@@ -203,7 +203,7 @@ def _meshes(model: PreTrainedModel, config: Config, cluster: Cluster) -> Iterato
 
 
 def _long_meshes(model: PreTrainedModel, config: Config, cluster: Cluster, length: int) -> Iterator[Config]:
-    """One replica; tensor and expert groups within a node; context groups of any size that bounds the tokens per GPU."""
+    """One replica; tensor and expert groups within a node; context groups of any size that limits tokens per GPU."""
     choice = expert_choice(model.config)
     near = cluster.gpus_per_node
     experts = [1] + [near] * (choice is not None and choice.num_experts % near == 0)

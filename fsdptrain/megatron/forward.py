@@ -117,7 +117,7 @@ def run_packs(
 
     Args:
         finish: maps the hidden states [N, S, D] of the last stage and the pack to the result, or with `train` to (loss
-        [], _, result). Called on the last stage only.
+            [], _, result). Called on the last stage only.
         same_shape: ranks that need rows of the same shape, because their dispatcher all-gathers them.
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func

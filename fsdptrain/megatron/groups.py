@@ -48,11 +48,15 @@ class Groups:
         marks = vars(parameter)
         if marks.get("shared", False):
             return 0
-        whole = marks.get("allreduce", True) and not marks.get("tensor_model_parallel", False)  # experts are not either
+        whole = marks.get("allreduce", True) and not marks.get("tensor_model_parallel", False)  # experts: no all-reduce
         return self.tensor.size() if whole else 1
 
     def copies(self, parameter: nn.Parameter) -> int:
-        """Return the number of ranks that hold the same values of `parameter`: owners times data-parallel ranks."""
+        """Return the number of ranks that hold the same values of `parameter`.
+
+        These are its owners, times the data-parallel ranks over which each owner shards it (for experts,
+        `expert_data`).
+        """
         is_expert = not vars(parameter).get("allreduce", True)
         return self.owners(parameter) * (self.expert_data if is_expert else self.data).size()
 

@@ -183,7 +183,7 @@ class WeightMap:
         Args:
             dtype: dtype of parameters; buffers keep their dtype.
             of: returns other tensors to export, shaped as the parameters, by name. Called on all ranks of the
-            parameter's stage.
+                parameter's stage.
         """
         for stage, entries in enumerate(self._stages):
             own = stage == self._groups.stage.rank()

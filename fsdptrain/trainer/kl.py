@@ -71,7 +71,7 @@ def kl_in_reward(
 
     Args:
         samples: the samples that this rank passed to `make_batches`: whole groups, except for samples too long for a
-        pack.
+            pack.
         steps: steps with old and reference logprobs.
         advantages: computes advantages from rewards, including whitening. Collective.
     """

@@ -23,7 +23,8 @@ def shaping_rule(config: Config) -> ShapingRule:
 def advantage_rule(config: Config, reward: RewardFunction) -> AdvantageRule:
     """Build the rule that turns rewards into advantages.
 
-    Raises ConfigError if the estimator cannot be imported, or if its rewards need names and weights and have none.
+    Raises ConfigError if the estimator cannot be imported or is not a function, or if it needs rewards with names and
+    weights and has none.
     """
     name = config.algorithm.advantage_estimator
     estimate = registry.resolve(name, ADVANTAGES, flag="--advantage-estimator")

@@ -1,6 +1,6 @@
 """Plan the memory of a run before it starts: bytes per GPU and per host, and flags that make the run fit.
 
-    found = make_plan(config, num_gpus=8, gpu_memory=80 * GIB)
+    found = make_plan(model, config, Machine(num_gpus=8, gpu_memory=80 * GIB))
     found.fits, found.training.total, [proposal.flags for proposal in found.proposals]
 
 The plan uses exact parameter counts, a trace of a pack of --max-tokens-per-gpu tokens with the longest sequences that
@@ -321,7 +321,10 @@ def cache_rows(config: Config, num_gpus: int) -> tuple[int, int]:
 
 
 def _proposals(config: Config, machine: Machine, planner: Planner) -> Iterator[Proposal]:
-    """Yield at most three proposals, fastest first, or one with more GPUs and the given flags."""
+    """Yield up to three proposals, fastest first.
+
+    If fewer than three fit, the last one has more GPUs and the given flags.
+    """
     found: list[tuple[float, ...]] = []
     candidates = remedies.remedies(config, packs=_smaller_packs(config), caches=_smaller_caches(config, machine))
     for changed in candidates:

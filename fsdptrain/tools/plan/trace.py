@@ -51,7 +51,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class LayerTrace:
-    """Memory of one layer of a kind. [bytes] Peaks are relative to the memory at the start of the pass."""
+    """Memory of one layer of a kind. [bytes] Peaks are relative to the memory when its pass starts."""
 
     numel: int  # parameters
     count: int  # layers of this kind

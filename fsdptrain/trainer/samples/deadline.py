@@ -10,7 +10,7 @@ from fsdptrain.trainer.samples.threads import DeadlineError, StepThreads
 from fsdptrain.types import Prompt
 
 IN_FLIGHT_S = 300.0  # upper limit if --reward-timeout is not set
-_MOST_MISSED = 3  # consecutive misses; more than this is not the fault of one response
+_MOST_MISSED = 3  # consecutive misses that raise RolloutError: the cause is then not a single response
 
 
 class WithDeadline:
