@@ -27,7 +27,7 @@ class _Part:
     parameter: nn.Parameter  # of the model
     start: int
     stop: int
-    master: nn.Parameter  # float32; [stop - start], or [1, stop - start] for matrices: AdamW groups by ndim
+    master: nn.Parameter  # float32; [stop - start], or [1, stop - start] for matrices: only these get weight decay
 
 
 class Masters:
