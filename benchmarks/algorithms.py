@@ -1,14 +1,13 @@
-"""Does every algorithm learn? Held-out accuracy before and after a short run of each, over several seeds.
+"""Check that every algorithm learns: held-out accuracy before and after a short run, over several seeds.
 
     python benchmarks/algorithms.py                        # 15 algorithms, 3 seeds: about 15 minutes on two quiet cores
     python benchmarks/algorithms.py --algorithms gspo --seeds 0 1
-    python benchmarks/algorithms.py --quick --algorithms grpo --seeds 0     # seconds, and no file is written
+    python benchmarks/algorithms.py --quick --algorithms grpo --seeds 0     # seconds; writes no file
 
-The task, the model and the warm-up are those of the quickstart (`make demo`): spelling words backward, 0.1 M
-parameters. The warm-up is made once for each seed. Every algorithm then runs as its preset says, 16 rollouts of two
-optimizer steps, at one learning rate for all, which is that of the quickstart and was not tuned for any of them: the
-table says that each one learns, not which one is best. Results are written after each run, and runs that are there are
-not repeated; --fresh begins anew.
+The task, model and warm-up are those of the quickstart (`make demo`): spelling words backward, 0.1 M parameters. The
+warm-up runs once per seed. Every algorithm then runs with its preset for 16 rollouts of two optimizer steps. All use
+the learning rate of the quickstart, which was not tuned for any of them: the table shows that each algorithm learns,
+not which one is best. Results are written after each run, and existing runs are not repeated; --fresh starts over.
 """
 
 import argparse
@@ -22,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded: so small a model is faster on one thread
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # set before importing torch: a model this small is faster on one thread
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import record
@@ -65,11 +64,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def measure(name: str, seed: int, folder: Path, *, quick: bool) -> dict[str, Any]:
-    """One run of one algorithm, and the accuracy at its ends: sampled at temperature 1, and greedy."""
+    """Run one algorithm. Returns the accuracy at both ends, sampled at temperature 1 and greedy."""
     start = warm_start(seed, folder / f"seed{seed}", quick=quick)
     run = folder / f"seed{seed}" / name
     begin = time.monotonic()
-    shutil.rmtree(run, ignore_errors=True)  # of a run that was broken off
+    shutil.rmtree(run, ignore_errors=True)  # remains of an interrupted run
     in_process(train, algorithm_config(name, seed, start, run, quick=quick))
     _, sampled = read_series(run, "eval/heldout/accuracy")
     _, greedy = read_series(run, "eval/heldout_greedy/accuracy")
@@ -87,7 +86,7 @@ def measure(name: str, seed: int, folder: Path, *, quick: bool) -> dict[str, Any
 
 
 def warm_start(seed: int, folder: Path, *, quick: bool) -> Path:
-    """The quickstart's model after its supervised half; made if it is not there."""
+    """Return the quickstart's model after its supervised half. Creates it if missing."""
     made = folder / "sft" / "hf"
     if not (made / "config.json").exists():
         shutil.rmtree(folder, ignore_errors=True)
@@ -106,7 +105,7 @@ def warm_start(seed: int, folder: Path, *, quick: bool) -> Path:
 
 
 def prepare(seed: int, folder: Path, count: int) -> None:
-    """The untrained model and the demonstrations, as examples/quickstart makes them."""
+    """Create the untrained model and the demonstrations as examples/quickstart does."""
     sys.path.insert(0, str(ROOT / "examples" / "quickstart"))
     from corpus import write_demonstrations
     from model import save_start
@@ -118,7 +117,7 @@ def prepare(seed: int, folder: Path, count: int) -> None:
 
 
 def algorithm_config(name: str, seed: int, start: Path, run: Path, *, quick: bool) -> dict[str, Any]:
-    """The quickstart's second half with another algorithm, as its preset is: without the recipe's own clip."""
+    """Return the quickstart's second half with another algorithm's preset, without the clip bounds of the recipe."""
     values = second_half(start, run, seed=seed, num_rollouts=TINY["rollouts"] if quick else NUM_ROLLOUTS, quick=quick)
     values["algorithm"] = {
         "algorithm": name,
@@ -128,7 +127,7 @@ def algorithm_config(name: str, seed: int, start: Path, run: Path, *, quick: boo
 
 
 def second_half(start: Path, run: Path, *, seed: int, num_rollouts: int, quick: bool) -> dict[str, Any]:
-    """The quickstart's recipe from `start`, evaluated at both ends."""
+    """Return the quickstart's recipe starting from `start`, evaluated at both ends."""
     values = yaml.safe_load((ROOT / "recipes" / "quickstart.yaml").read_text())
     values["model"]["hf_checkpoint"] = str(start)
     values["run"] = {
@@ -154,7 +153,7 @@ def train(values: dict[str, Any]) -> None:
 
 
 def in_process(function: Any, *args: Any) -> None:
-    """`function(*args)` in a process of its own, which has imported torch already."""
+    """Run `function(*args)` in a forked process, in which torch is already imported."""
     context = multiprocessing.get_context("fork")
     process = context.Process(target=function, args=args)
     process.start()
@@ -164,13 +163,13 @@ def in_process(function: Any, *args: Any) -> None:
 
 
 def write(begin: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> None:
-    """algorithms.json, and algorithms.png beside it."""
+    """Write algorithms.json, and algorithms.png next to it."""
     record.write(RESULTS, {**begin, "rollouts": NUM_ROLLOUTS, "runs": rows})
     plot(rows, RESULTS.with_suffix(".png"))
 
 
 def plot(rows: Sequence[dict[str, Any]], target: Path) -> None:
-    """Before and after, a line for each algorithm and a dot for each seed."""
+    """Draw accuracy before and after: a line per algorithm, a dot per seed."""
     import matplotlib
 
     matplotlib.use("Agg")

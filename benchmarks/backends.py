@@ -1,15 +1,15 @@
-"""A training step of --backend megatron against one of --backend fsdp: the same model, samples and loss.
+"""One training step with --backend megatron against --backend fsdp: same model, samples and loss.
 
     python benchmarks/backends.py --json benchmarks/results/backends.json    # minutes on two quiet cores
-    python benchmarks/backends.py --quick                                    # seconds: that it runs and agrees
+    python benchmarks/backends.py --quick                                    # seconds: checks that it runs and agrees
 
-Each side is one process or two, all of them of its own; sides take turns within a round, and the median of the ratios
-of a round counts. A step is planning, packing, forward, loss, backward, the gradient's norm and AdamW, whose learning
-rate is 0, so that every round computes the same: the loss and the norm of all sides must agree. The time is that of the
-slowest rank; memory is the peak of the whole process of the rank that needs most, torch and libraries in it.
+Each side has its own one or two processes. Sides alternate within a round, and the median of the ratios within rounds
+counts. A step is planning, packing, forward, loss, backward, gradient norm and AdamW with learning rate 0, so that
+every round computes the same: the loss and the norm of all sides must agree. The time is that of the slowest rank.
+Memory is the peak of the whole process, torch and libraries included, on the rank that needs most.
 
-Without Transformer Engine megatron-core computes padded rows, --backend fsdp packs: `--lengths equal` takes that out of
-the comparison. The first side of each case is what the others are divided by.
+Without Transformer Engine, megatron-core computes padded rows while --backend fsdp packs; `--lengths equal` removes
+this difference. Ratios are relative to the first side of each case.
 """
 
 import argparse
@@ -36,7 +36,7 @@ MEGATRON = {"backend": "megatron"}
 class Case(NamedTuple):
     """One model on some processes, and the flags of each side."""
 
-    model: str  # dense, experts
+    model: str  # dense or experts
     num_ranks: int
     sides: dict[str, dict[str, Any]]
 
@@ -84,7 +84,7 @@ def make_samples(options: argparse.Namespace) -> list[Sample]:
 
 
 def serve(flags: dict[str, Any], folder: str, options: argparse.Namespace, variables: dict[str, str], pipe: Connection):
-    """One rank of one side: a step for each message, until there are no more."""
+    """Run one rank of one side: one step per message, until the end message."""
     os.environ |= variables
     torch.set_num_threads(1)
     from fsdptrain import Config
@@ -136,7 +136,7 @@ class Side:
         assert self._answers() == ["ready"] * case.num_ranks
 
     def step(self) -> dict[str, float]:
-        """The slowest rank's time, the largest rank's memory, the processor time of all."""
+        """Run a step. Returns the slowest rank's time, the largest rank's memory, and the CPU time of all ranks."""
         for pipe in self._pipes:
             pipe.send("step")
         found = self._answers()
@@ -144,7 +144,7 @@ class Side:
         return {**largest, "cpu_s": sum(one["cpu_s"] for one in found)}
 
     def _answers(self) -> list[Any]:
-        """By rank. SystemExit as soon as one has died: those that wait for it in a collective would not answer."""
+        """Return the answers by rank. Exits as soon as a rank has died: ranks waiting for it would never answer."""
         found: dict[int, Any] = {}
         while len(found) < len(self._pipes):
             for pipe in wait([p for rank, p in enumerate(self._pipes) if rank not in found]):
@@ -164,7 +164,7 @@ class Side:
 
 
 def measure(case: Case, options: argparse.Namespace) -> dict[str, Any]:
-    """All sides in turn, one at a time at work."""
+    """Run all sides in turn, one at a time."""
     with tempfile.TemporaryDirectory() as folder:
         save_model(folder, case.model, options)
         sides = {name: Side(flags, case, folder, options) for name, flags in case.sides.items()}
@@ -173,7 +173,7 @@ def measure(case: Case, options: argparse.Namespace) -> dict[str, Any]:
             order = list(sides) if number % 2 else list(reversed(sides))
             found = {name: sides[name].step() for name in order}
             require_agreement(found, TOLERANCES[options.bf16], case=case.name)
-            runs += [found] if number else []  # the first warms up
+            runs += [found] if number else []  # the first round is a warm-up
             print(f"  {case.name}: " + ", ".join(f"{n} {r['wall_s']:.2f} s" for n, r in found.items()), file=sys.stderr)
         for side in sides.values():
             side.end()
@@ -182,7 +182,7 @@ def measure(case: Case, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def summary(runs: list[dict[str, dict[str, float]]], sides: list[str], tokens: int) -> dict[str, dict[str, Any]]:
-    """Of each side medians, and the paired ratios of its time to the first side's."""
+    """Return the medians of each side, and the paired ratios of its time to that of the first side."""
     found = {}
     for side in sides:
         wall = statistics.median(run[side]["wall_s"] for run in runs)

@@ -1,7 +1,7 @@
-"""What `make demo` ends with, seed by seed: the table of the README.
+"""Run `make demo` for several seeds: the table of the README.
 
 python benchmarks/demo.py --json benchmarks/results/demo.json     # some minutes on two quiet cores
-python benchmarks/demo.py --seeds 0                               # one of them
+python benchmarks/demo.py --seeds 0                               # one seed
 """
 
 import argparse
@@ -18,7 +18,7 @@ DEMO = ROOT / "examples" / "quickstart" / "demo.py"
 
 
 def play(seed: int) -> dict[str, Any]:
-    """Accuracies before and after on words that it did not see, and seconds by stage."""
+    """Return the held-out accuracies before and after training, and the seconds by stage."""
     with tempfile.TemporaryDirectory() as folder:
         argv = [sys.executable, str(DEMO), "--seed", str(seed), "--output-dir", f"{folder}/run"]
         subprocess.run(argv, check=True, cwd=ROOT, stdout=sys.stderr)

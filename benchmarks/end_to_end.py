@@ -1,19 +1,19 @@
-"""The demo task until a target accuracy, ours against TRL's GRPOTrainer: wall time by stage.
+"""Train the demo task to a target accuracy, fsdptrain against TRL's GRPOTrainer: wall time by stage.
 
     python benchmarks/end_to_end.py --json benchmarks/results/end_to_end.json     # 3 seeds: ten minutes
-    python benchmarks/end_to_end.py --quick                                       # that both sides run
+    python benchmarks/end_to_end.py --quick                                       # check that both sides run
 
-The task, the model and the warm-up are those of the quickstart (`make demo`): spelling words backward, 0.1 M
-parameters, on a CPU. Both sides begin with the same weights, are given the same prompts in the same order, the same
-reward, and the options of recipes/quickstart.yaml: 256 completions in a rollout, two optimizer steps, bounds of 0.2 and
-0.28, no KL term. TRL trains 128 rows at a time. The warm-up is made once; a round is a seed of GRPO, of its sampling
-and its prompts. Sides take turns, one process at a time, and another goes first in each round.
+The task, model and warm-up are those of the quickstart (`make demo`): spelling words backward, 0.1 M parameters, on a
+CPU. Both sides use the same initial weights, prompts in the same order, reward, and options of recipes/quickstart.yaml:
+256 completions per rollout, two optimizer steps, clip bounds 0.2 and 0.28, no KL term. TRL trains 128 rows at a time.
+The warm-up runs once; each round uses another GRPO seed, for sampling and prompts. Only one side runs at a time, and
+the side that goes first alternates.
 
-Every --every rollouts both are evaluated by the same code, our embedded engine, on the same held-out words (sampled at
-temperature 1, and with the same draws). Evaluations are in no time, nor is what comes before the first rollout: the
-model is tiny and imports are not; `startup.py` is about that. What counts is the time of rollouts until the first
-evaluation that reached the target. `generate`, `reward` and `sync` are named by their functions on both sides; all
-else of a rollout is `train`.
+Every --every rollouts, the embedded engine evaluates both sides on the same held-out words (sampled at temperature 1,
+with the same seeds). Times exclude evaluations and everything before the first rollout, because the model is tiny
+compared with imports; see `startup.py` for those. The result is the rollout time until the first evaluation that
+reaches the target. `generate`, `reward` and `sync` are measured by timing the corresponding functions on both sides;
+`train` is the rest of the rollout.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded: so small a model is faster on one thread
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # set before importing torch: a model this small is faster on one thread
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
@@ -50,7 +50,7 @@ STAGES = ("generate", "reward", "sync")
 
 
 class Clock:
-    """Seconds of rollouts so far, wall and CPU, in all and by stage; evaluations are points on it."""
+    """Wall and CPU seconds of the rollouts so far, in total and by stage. Evaluations are points on it."""
 
     def __init__(self, evaluate: Callable[[], float]) -> None:
         self.evaluate = evaluate
@@ -68,7 +68,7 @@ class Clock:
         self.cpu += time.process_time() - cpu
 
     def around(self, owner: Any, attribute: str, stage: str) -> None:
-        """Calls of `owner.attribute` in a rollout are this stage."""
+        """Count calls of `owner.attribute` during a rollout as this stage."""
         inner = getattr(owner, attribute)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -85,7 +85,7 @@ class Clock:
 
 
 class Judge:
-    """The accuracy of weights on the held-out words."""
+    """Compute the accuracy of weights on the held-out words."""
 
     def __init__(self, config: Config, start: Path, held_out: list[Prompt]) -> None:
         self.sampling, self.prompts = eval_sampling(config), held_out
@@ -230,7 +230,7 @@ def work(side: str, start: Path, seed: int, folder: Path, args: argparse.Namespa
 
 
 def one_run(side: str, start: Path, seed: int, args: argparse.Namespace) -> dict[str, Any]:
-    """In a process of its own."""
+    """Run one side in a new process."""
     folder = args.folder / f"{side}{seed}"
     shutil.rmtree(folder, ignore_errors=True)
     ours, theirs = multiprocessing.get_context("fork").Pipe(duplex=False)
@@ -254,7 +254,7 @@ def _rounded(point: dict[str, float]) -> dict[str, float]:
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """By side; and TRL over ours, pair by pair, where both reached the target."""
+    """Summarize each side, and the ratio of TRL to fsdptrain for seeds where both reached the target."""
     by = {(run["side"], run["seed"]): run for run in runs}
     seeds = sorted({run["seed"] for run in runs})
     found: dict[str, Any] = {}
@@ -307,7 +307,7 @@ def main() -> None:
     for number, seed in enumerate(args.seeds):
         runs += [one_run(side, start, seed, args) for side in (SIDES if number % 2 else reversed(SIDES))]
         found = summary(runs)
-        write(args.json, {**begin, "target": args.target, "results": found, "runs": runs})  # what is measured stays
+        write(args.json, {**begin, "target": args.target, "results": found, "runs": runs})  # survives a failure
     medians = {side: {k: v["median"] for k, v in found[side].items() if isinstance(v, dict)} for side in SIDES}
     print(table([{"": name, **{side: round(medians[side][name], 3) for side in SIDES}} for name in medians["ours"]]))
     print(json.dumps({key: value for key, value in found.items() if key not in SIDES}))

@@ -1,15 +1,15 @@
-"""All that needs a GPU, by one command, without network: the tests marked gpu, then train_step.py and mfu.py.
+"""Run everything that needs a GPU, without network: the tests marked gpu, then train_step.py and mfu.py.
 
-    make gpu-wheels                         # where there is a network: wheels for the other machine, into wheels/
-    make gpu                                # there: python3 benchmarks/gpu.py
+    make gpu-wheels                         # on a machine with network: download wheels for the GPU machine to wheels/
+    make gpu                                # on the GPU machine: python3 benchmarks/gpu.py
 
-That machine needs Python 3.12 with torch and transformers; whatever else is missing is taken from --wheels, and what is
-there is left as it is. Only the standard library is used until then. An environment is made in --venv that sees the
-packages of the Python that runs this, also where that one is an environment itself. All of it ends within --minutes:
-what does not is stopped, and said so. --output gets train_step.json, mfu.json, a log of each part, gpu.json with what
-came of them, and table.md. Exit code 1: a test failed, none passed, or a benchmark did not end.
+The GPU machine needs Python 3.12 with torch and transformers. Other missing packages are installed from --wheels;
+existing ones are not changed. Until then, only the standard library is used. Creates an environment in --venv that sees
+the packages of the current Python, even if that is itself a virtual environment. Everything ends within --minutes:
+later parts are stopped and reported. Writes train_step.json, mfu.json, a log of each part, gpu.json with the results,
+and table.md to --output. Exit code 1: a test failed, no test passed, or a benchmark did not finish.
 
-Without a GPU (--cpu) it goes the same way with tiny sizes, and the tests are skipped by themselves.
+Without a GPU, --cpu runs the same steps with tiny sizes; the tests skip themselves.
 """
 
 import argparse
@@ -69,18 +69,18 @@ def main() -> int:
 
 
 def make_environment(folder: Path) -> Path:
-    """A fresh environment over the packages of this Python; its interpreter."""
+    """Create a new environment on top of the packages of this Python. Returns its interpreter."""
     shutil.rmtree(folder, ignore_errors=True)
     subprocess.run([sys.executable, "-m", "venv", "--system-site-packages", "--without-pip", folder], check=True)
     python = folder / "bin" / "python"
     [own] = (folder / "lib").glob("python*/site-packages")
     below = [path for path in (*site.getsitepackages(), site.getusersitepackages()) if Path(path).is_dir()]
-    (own / "packages_below.pth").write_text("".join(f"{path}\n" for path in below))  # of an environment around this one
+    (own / "packages_below.pth").write_text("".join(f"{path}\n" for path in below))  # if this is a virtual environment
     return python
 
 
 def install(python: Path, wheels: Path) -> dict[str, Any]:
-    """What is missing, from `wheels` alone: needed packages together, the others one by one."""
+    """Install missing packages from `wheels` only: required packages together, optional ones one by one."""
     begin, left_out = time.monotonic(), {}
     where = ["--no-index", "--find-links", str(wheels), "--quiet", "--disable-pip-version-check", "--no-cache-dir"]
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", *where]
@@ -95,7 +95,7 @@ def install(python: Path, wheels: Path) -> dict[str, Any]:
 
 
 def describe(python: Path) -> dict[str, Any]:
-    """By the record of the benchmarks: torch, transformers, GPU."""
+    """Return the torch and transformers versions and the GPU, from record.py."""
     code = "import json, record; print(json.dumps(record.machine() | record.versions()))"
     variables = {**os.environ, "PYTHONPATH": f"{ROOT / 'benchmarks'}:{ROOT}"}
     done = subprocess.run([python, "-c", code], capture_output=True, text=True, env=variables, check=False)
@@ -105,13 +105,13 @@ def describe(python: Path) -> dict[str, Any]:
 
 
 class Run:
-    """Commands one after the other, each with a share of the time that is left."""
+    """Runs commands in sequence, each with a share of the remaining time."""
 
     def __init__(self, python: Path, output: Path, deadline: float) -> None:
         self.python, self.output, self.deadline = python, output, deadline
 
     def tests(self, share: float) -> dict[str, Any]:
-        """Those marked gpu, in the files that hold some. Warnings of these versions are not what is tested."""
+        """Run the tests marked gpu, from the files that contain any. Warnings are not turned into errors."""
         files = [
             str(f.relative_to(ROOT)) for f in sorted((ROOT / "tests").rglob("test_*.py")) if MARK.search(f.read_text())
         ]
@@ -120,7 +120,7 @@ class Run:
         return {**found, **outcomes((self.output / "tests.log").read_text())}
 
     def benchmark(self, name: str, flags: Sequence[str], share: float) -> dict[str, Any]:
-        """Its report goes to `name`.json, and what it printed as its table comes back."""
+        """Run a benchmark with its report in `name`.json. Returns its result and the printed table."""
         report = self.output / f"{name}.json"
         report.unlink(missing_ok=True)
         found = self._command(name, [f"benchmarks/{name}.py", "--json", str(report.resolve()), *flags], share)
@@ -128,7 +128,7 @@ class Run:
         return {**found, "report": report.is_file(), "table": [line for line in lines if line.startswith("| ")]}
 
     def _command(self, name: str, argv: Sequence[str], share: float) -> dict[str, Any]:
-        """In a session of its own, so that all its processes end with it."""
+        """Run a command in a new session, so that all its processes can be stopped."""
         limit = max(1.0, share * (self.deadline - time.monotonic() - 10))
         variables: Mapping[str, str] = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
         begin = time.monotonic()
@@ -153,17 +153,17 @@ class Run:
 
 
 def outcomes(log: str) -> dict[str, Any]:
-    """How many tests passed, and so on, by what pytest -v wrote until it ended or was stopped."""
+    """Count test outcomes from the output of pytest -v, even if it was stopped."""
     ended = OUTCOME.findall(log)
     counts = {name: sum(outcome == name.upper() for _, outcome in ended) for name in ("passed", "failed", "skipped")}
-    reasons = dict(REASON.findall(log))  # only where pytest came to its end
+    reasons = dict(REASON.findall(log))  # only if pytest finished
     failed = [f"{test}: {reasons.get(test, 'see tests.log')[:200]}" for test, outcome in ended if outcome == "FAILED"]
     errors = [f"{test}: {reasons.get(test, 'see tests.log')[:200]}" for test, outcome in ended if outcome == "ERROR"]
     return {**counts, "errors": len(errors), "failed tests": failed + errors}
 
 
 def is_sound(found: Mapping[str, Any], *, cpu: bool) -> bool:
-    """Whether all parts ended well. On a GPU some test must have passed: all skipped, or none found, is no proof."""
+    """Return whether all parts succeeded. On a GPU at least one test must have passed."""
     if "failed" in found or any(found[name]["exit"] != 0 for name in ("train_step", "mfu")):
         return False
     tests = found["tests"]
@@ -171,7 +171,7 @@ def is_sound(found: Mapping[str, Any], *, cpu: bool) -> bool:
 
 
 def finish(output: Path, found: dict[str, Any], *, cpu: bool) -> int:
-    """gpu.json, table.md, and the exit code."""
+    """Write gpu.json and table.md. Returns the exit code."""
     (output / "gpu.json").write_text(json.dumps(found, indent=1) + "\n")
     lines = [f"# {found['machine']['gpu'] or 'No GPU'}, torch {found['machine']['torch']}, "
              f"transformers {found['machine']['transformers']}", ""]  # fmt: skip

@@ -1,24 +1,25 @@
-"""Time and host memory from the files of a model to its shards on all ranks, and back, against other ways to load.
+"""Time and host memory to load a model into shards on all ranks and to export it, against other ways to load.
 
     python benchmarks/load.py --json benchmarks/results/load.json          # Qwen3-0.6B, 1 to 8 ranks
     python benchmarks/load.py --shape Qwen3-1.7B --ranks 4 --folder /scratch --json ...
     python benchmarks/load.py --quick                                      # seconds
 
-Random weights of the shape, in bfloat16 and several files, become float32 shards in host memory. The ways take turns:
+Random bfloat16 weights of the shape, in several files, are loaded as float32 shards in host memory. The ways alternate:
 
-    shard            ours (--load-strategy shard): each rank reads its slices
-    rank0            ours (--load-strategy rank0): rank 0 reads all and broadcasts tensor by tensor
-    slime            what slime's FSDP backend did: rank 0 has the whole model, torch's set_model_state_dict sends it
+    shard            fsdptrain (--load-strategy shard): each rank reads its slices
+    rank0            fsdptrain (--load-strategy rank0): rank 0 reads everything and broadcasts tensor by tensor
+    slime            as slime's former FSDP backend: rank 0 loads the whole model, torch's set_model_state_dict sends it
     from_pretrained  every rank loads the whole model, then shards it
     bytes            no model: each rank reads its share of the bytes of the files
-    float32          no model: it keeps them too, as float32
+    float32          no model: also keeps the bytes, as float32
 
-The files are in the page cache, for whoever wrote them. Seconds are those of the slowest rank. Memory is anonymous
-memory (RssAnon of /proc, every millisecond), all of the process: interpreter and libraries too. What would not fit is
-left out, and named. In the end the model of the largest number of ranks is exported and compared bit by bit.
-The laws, which decide the exit code: no rank loads by `shard` with more than its shard + 400 MB, none exports with more
-than its shard + the largest layer (or the embedding, if that is larger) in the dtype of the export + 400 MB, and the
-files that come out hold the same bits.
+The files are in the page cache. Seconds are those of the slowest rank. Memory is the anonymous memory of the whole
+process (RssAnon in /proc, every millisecond), interpreter and libraries included. Ways that would not fit are skipped
+and listed. At the end, the model with the largest number of ranks is exported and compared bit by bit.
+
+The exit code checks these requirements: no rank loads by `shard` with more than its shard + 400 MB; no rank exports
+with more than its shard + the largest layer (or the embedding, if larger) in the export dtype + 400 MB; the exported
+files hold the same bits.
 """
 
 import argparse
@@ -48,8 +49,8 @@ from fsdptrain.platform import host_memory
 from fsdptrain.testing import spawn
 
 MB = 1_000_000
-ALLOWED = 400 * MB  # beside what must be held
-PIECE = 16 * 2**20  # bytes of a read
+ALLOWED = 400 * MB  # in addition to what must be held
+PIECE = 16 * 2**20  # bytes per read
 
 
 def sharded(model: PreTrainedModel) -> PreTrainedModel:
@@ -97,7 +98,7 @@ def by_float32(source: Path) -> list[torch.Tensor]:
 
 
 def own_pieces(source: Path) -> Iterator[memoryview]:
-    """This rank's share of the bytes of every file, piece by piece, in one buffer."""
+    """Read this rank's share of the bytes of every file, piece by piece, into one buffer."""
     buffer = bytearray(PIECE)
     for file in sorted(source.glob("*.safetensors")):
         share = file.stat().st_size // dist.get_world_size() // 2 * 2
@@ -118,11 +119,11 @@ WAYS: dict[str, Callable[[Path], Any]] = {
     "bytes": by_bytes,
     "float32": by_float32,
 }
-WHOLE_MODELS = {"rank0": 1, "slime": 2, "from_pretrained": 0}  # held at one time on this machine; 0: one on each rank
+WHOLE_MODELS = {"rank0": 1, "slime": 2, "from_pretrained": 0}  # copies held at once on this machine; 0: one per rank
 
 
 def load(way: str, source: Path, target: Path | None) -> dict[str, Any]:
-    """On one rank: bytes and seconds. With a `target` the model is exported to it too."""
+    """Load on one rank. Returns bytes and seconds. Also exports the model if `target` is given."""
     transformers.utils.logging.disable_progress_bar()
     before = anonymous_memory()
     dist.barrier()
@@ -142,7 +143,7 @@ def load(way: str, source: Path, target: Path | None) -> dict[str, Any]:
 
 
 def largest_layer(model: PreTrainedModel) -> int:
-    """In bfloat16: of a decoder layer, or of what is gathered alone outside of them. [bytes]"""
+    """Return the size in bfloat16 of the largest decoder layer, or of the largest other parameter. [bytes]"""
     layers = decoder_layers(model)
     inside = {id(p) for layer in layers for p in layer.parameters()}
     outside = [p.numel() for p in model.parameters() if id(p) not in inside]
@@ -167,7 +168,7 @@ def read(file: Path, name: str) -> torch.Tensor:
 
 
 def measure(source: Path, report: dict[str, Any], args: argparse.Namespace) -> None:
-    """Into `report`: a row for each number of ranks and way, with the raw rounds, and what was left out."""
+    """Add to `report` a row for each number of ranks and way, with the raw rounds, and the skipped ways."""
     rows, left_out, num_bytes = report["results"], report["left_out"], report["checkpoint_bytes"]
     for num_ranks in args.ranks:
         ways = []
@@ -185,7 +186,7 @@ def measure(source: Path, report: dict[str, Any], args: argparse.Namespace) -> N
         for way in ways:
             rows.append({"ranks": num_ranks, "way": way, **summary(runs, way), "runs": runs[way]})
             print(json.dumps({key: value for key, value in rows[-1].items() if key != "runs"}), flush=True)
-        write(args.json, report)  # what is measured stays, whatever comes
+        write(args.json, report)  # write after each number of ranks, so that results survive a failure
 
 
 def summary(runs: dict[str, list[list[dict[str, Any]]]], way: str) -> dict[str, Any]:

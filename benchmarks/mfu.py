@@ -1,25 +1,25 @@
-r"""Tokens per second, MFU and peak memory of one GPU, by shape of the model, length of the pack and kind of step.
+r"""Tokens per second, MFU and peak memory on one GPU, by model shape, pack length and kind of step.
 
-    python benchmarks/mfu.py --json benchmarks/results/mfu.json                    # all of it: hours
-    python benchmarks/mfu.py --shapes Qwen3-4B --tokens 16384 --minutes 5          # what fits into five minutes
+    python benchmarks/mfu.py --json benchmarks/results/mfu.json                    # everything: hours
+    python benchmarks/mfu.py --shapes Qwen3-4B --tokens 16384 --minutes 5          # what fits in five minutes
     python benchmarks/mfu.py --shapes Qwen3-4B --tokens 131072 --kinds sft --adapters full \
         --variants base "activations on host" "all on host"                        # does one such sequence fit?
     python benchmarks/mfu.py --quick                                               # a tiny shape on the CPU, seconds
 
-Random weights of the shape, our backend as a run has it, one full pack in each step; forward, loss, backward, clipping
-and AdamW. Steps are those of
+Uses random weights of the shape and the backend of a real run, with one full pack per step: forward, loss, backward,
+clipping and AdamW. The kinds of step are
 
-    sft    one sequence as long as the pack, every token trained on: how others count what they publish
-    grpo   a group of eight with a prompt of --prompt tokens, completions that fill the pack, as long as each other
+    sft    one sequence as long as the pack, every token trained on: the usual setup of published figures
+    grpo   a group of eight with a prompt of --prompt tokens, completions of equal length that fill the pack
 
-Variants change one thing each, against `base`, which recomputes every layer (--gradient-checkpointing) and is in
-bfloat16. Each is a process of its own: kernels, compilers and patches of one do not reach the next. After --warm-up
-steps come --steps that count: the median, with the least and the most. What does not fit the device is a row that says
-so. Model FLOPs, not those of recomputation; `mfu` counts every pair of tokens of a sequence, `mfu_causal` those that
-are looked at (memory/flops.py). On a CPU the peak is what a matrix product reaches there: not to be compared with
-others. With --profile one more step is traced, and its parts and what took longest on the device go into the report.
+Each variant changes one thing relative to `base`, which recomputes every layer (--gradient-checkpointing) in bfloat16.
+Each case runs in a new process, so that its kernels, compilers and patches do not affect the next. After --warm-up
+steps, --steps steps are measured: median, minimum and maximum. Cases that do not fit the device are reported as such.
+FLOPs are model FLOPs, without recomputation; `mfu` counts all pairs of tokens of a sequence, `mfu_causal` only those
+that attention uses (memory/flops.py). On a CPU the peak is the measured rate of a matrix product, so MFU is not
+comparable. --profile traces one more step and adds its parts and the longest device operations to the report.
 
-Peers' figures are what they publish, of one GPU of their machines; PEERS says where.
+PEERS has figures published by other projects, per GPU of their machines, with sources.
 """
 
 import argparse
@@ -47,7 +47,7 @@ BASE: dict[str, Any] = {"gradient_checkpointing": True}
 VARIANTS: dict[str, dict[str, Any]] = {
     "base": {},
     "compile": {"compile": True},
-    "liger": {},  # its kernels for norms, rotary embedding and gated MLP, put into transformers' classes
+    "liger": {},  # norm, rotary and gated-MLP kernels, patched into the transformers classes
     "compile and liger": {"compile": True},
     "selective": {"gradient_checkpointing_kind": "selective"},
     "every second layer": {"gradient_checkpointing_every": 2},
@@ -60,7 +60,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "large logprob chunks": {"logprob_chunk_size": 4096},
 }
 ADAPTERS = {"full": {}, "lora": {"lora_rank": 32, "lora_alpha": 32}}
-_PRIME_RL = "https://github.com/PrimeIntellect-ai/prime-rl/tree/main/benchmarks/baselines"  # its files name their case
+_PRIME_RL = "https://github.com/PrimeIntellect-ai/prime-rl/tree/main/benchmarks/baselines"  # one file per case
 _TORCHTITAN = "https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md"  # table 1
 PEERS = [
     {"who": "prime-rl, 8 GPUs", "shape": "Qwen3-4B", "step": "sft", "tokens": 16_384, "device": "H200",
@@ -77,12 +77,12 @@ GROUP = 8
 
 @dataclass(frozen=True)
 class Case:
-    """One row."""
+    """One case: a row of the report."""
 
     shape: str
     tokens: int  # of the pack
-    step: str  # sft, grpo
-    adapter: str  # full, lora
+    step: str  # sft or grpo
+    adapter: str  # full or lora
     variant: str
 
     @property
@@ -91,7 +91,7 @@ class Case:
 
 
 def make_samples(case: Case, *, vocab: int, prompt: int, seed: int) -> list[Sample]:
-    """A pack full of tokens."""
+    """Create samples that fill a pack."""
     draw = Random(seed)
     num_segments = 1 if case.step == "sft" else GROUP
     length = case.tokens // num_segments
@@ -105,12 +105,12 @@ def make_samples(case: Case, *, vocab: int, prompt: int, seed: int) -> list[Samp
 
 
 def run_case(case: Case, folder: str, options: argparse.Namespace, pipe: Connection) -> None:
-    """In a process of its own: sends a row."""
+    """Measure a case in a new process and send its row."""
     try:
         pipe.send(measure(case, folder, options))
     except torch.OutOfMemoryError:
         pipe.send({"failed": "does not fit the device"})
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is a row of the table, and the others go on
+    except Exception as error:  # noqa: BLE001 - report any failure as a row
         pipe.send({"failed": describe(error)[:160]})
 
 
@@ -177,7 +177,7 @@ def measure(case: Case, folder: str, options: argparse.Namespace) -> dict[str, A
 
 
 def use_liger(name: str) -> None:
-    """Liger's kernels in the place of transformers' modules; the loss stays ours."""
+    """Patch Liger's kernels into the transformers modules. The loss is unchanged."""
     from liger_kernel.transformers import apply_liger_kernel_to_llama, apply_liger_kernel_to_qwen3
 
     apply = apply_liger_kernel_to_llama if name.startswith("Llama") else apply_liger_kernel_to_qwen3
@@ -185,7 +185,7 @@ def use_liger(name: str) -> None:
 
 
 def cases(options: argparse.Namespace) -> list[Case]:
-    """Base of everything first, then the variants: what the time allows is the most telling part."""
+    """Return the base cases of all shapes first, then the variants, so that the most relevant ones run in time."""
     found = [
         Case(name, tokens, step, adapter, variant)
         for name in options.shapes
@@ -218,7 +218,7 @@ def sweep(options: argparse.Namespace) -> list[dict[str, Any]]:
                     worker.join()
                 rows.append({**asdict(case), **found})
                 print(f"  {case.name}: {found.get('failed') or found['mfu']}", file=sys.stderr, flush=True)
-                write(options.json, report(options, rows))  # what is measured stays, whatever comes
+                write(options.json, report(options, rows))  # write after each row, so that results survive a failure
     return rows
 
 

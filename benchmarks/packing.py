@@ -1,20 +1,20 @@
-"""Time, fill and balance of the packer, from a thousand to a million sequences, beside first-fit and Karmarkar-Karp.
+"""Time, fill and balance of the packer, for a thousand to a million sequences, against first-fit and Karmarkar-Karp.
 
     python benchmarks/packing.py             # some minutes on a quiet core
     python benchmarks/packing.py --quick     # seconds
 
 ours            data/packing/pack.py: best-fit decreasing, then even costs over the packs or equal ones in each round
-first-fit       decreasing, in Python too, over a tree of free rooms; packs are dealt to ranks as they come
-karmarkar-karp  what verl and slime balance with: largest differences over ranks and micro-batches, without a budget of
-                tokens, so that fill has no meaning and `over` says how far its largest pack is above the budget
+first-fit       decreasing, also in Python, with a tree of free space; packs go to ranks in order
+karmarkar-karp  used for balancing by verl and slime: largest differencing over ranks and micro-batches, without a
+                token budget, so fill is undefined and `over` is the excess of its largest pack over the budget
 
-Imbalance is the share of time that ranks wait for the slowest, if time is linear plus quadratic cost and ranks meet
-after each pack. Above --peers sequences the peers are left out. The sides take turns; times are CPU time, and
+Imbalance is the fraction of time that ranks wait for the slowest, assuming linear plus quadratic cost and a barrier
+after each pack. The peers are skipped above --peers sequences. The sides alternate; times are CPU time, and
 `times_ours` is the ratio within a round. `growth` compares times with n log n.
 
-The laws, which decide the exit code: a million lognormal lengths are dealt to 64 ranks within 2 s; from 10,000 such on,
-on up to 64 ranks, packs are fuller than 97 % and imbalance is below 2 %; from 10,000 to a million of any kind time
-grows at most 1.5 times as n log n does.
+The exit code checks these requirements: a million lognormal lengths are packed for 64 ranks within 2 s; for 10,000 or
+more of them, on up to 64 ranks, fill is above 97 % and imbalance below 2 %; from 10,000 to a million of any kind, time
+grows at most 1.5 times as fast as n log n.
 """
 
 import argparse
@@ -43,7 +43,7 @@ DISTRIBUTIONS: dict[str, Callable[[random.Random, int], int]] = {
 
 
 def first_fit(lengths: list[int], num_ranks: int, max_tokens: int) -> Packs:
-    """First-fit decreasing, by a tree of the largest room under each node: O(n log n)."""
+    """First-fit decreasing with a tree of the largest free space below each node: O(n log n)."""
     size = 1 << max(1, len(lengths) - 1).bit_length()
     tree = [max_tokens] * (2 * size)
     packs: Packs = []
@@ -62,7 +62,7 @@ def first_fit(lengths: list[int], num_ranks: int, max_tokens: int) -> Packs:
 
 
 def karmarkar_karp(costs: list[float], num_packs: int) -> Packs:
-    """Largest differencing: the two partial partitions of widest spread are joined, light parts to heavy ones."""
+    """Largest differencing: merge the two partial partitions with the largest spread, light parts with heavy ones."""
     order = itertools.count()
     heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
     for index, cost in enumerate(costs):
@@ -78,7 +78,7 @@ def karmarkar_karp(costs: list[float], num_packs: int) -> Packs:
 
 
 def in_turns(sides: Mapping[str, Callable[[], Any]], rounds: int) -> tuple[dict[str, Any], dict[str, list[float]]]:
-    """What each side found, and its CPU time in each round. [s]"""
+    """Return the result of each side, and its CPU time in each round. [s]"""
     found: dict[str, Any] = {}
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     for _ in range(rounds):
@@ -100,16 +100,16 @@ def measure(name: str, count: int, num_ranks: int, options: argparse.Namespace) 
         most = max(sum(lengths[i] for i in pack) for pack in packs)
         return {"fill": round(plan.fill, 4), "imbalance": round(plan.imbalance, 5), "over": max(0, most - budget)}
 
-    # Packs of ours, planned once before: Karmarkar-Karp is told how many, and every side begins warm.
+    # Planned once before timing: gives Karmarkar-Karp the number of packs and warms up every side.
     plan = plan_packs(lengths, num_ranks=num_ranks, max_tokens=budget)
     num_packs = plan.num_packs * num_ranks
     sides: dict[str, Callable[[], Any]] = {"ours": lambda: plan_packs(lengths, num_ranks=num_ranks, max_tokens=budget)}
     if count <= options.peers:
         sides["first-fit"] = lambda: first_fit(lengths, num_ranks, budget)
-    if count * num_packs <= 100 * options.peers:  # memory and time of the product
+    if count * num_packs <= 100 * options.peers:  # bounds memory and time
         sides["karmarkar-karp"] = lambda: karmarkar_karp(costs, num_packs)
     found, seconds = in_turns(sides, options.rounds)
-    # What full packs could reach at best: a rank more than the tokens need has room to spare.
+    # Highest possible fill: rounding up to full rounds of all ranks leaves space unused.
     best = sum(lengths) / budget / (-(-math.ceil(sum(lengths) / budget) // num_ranks) * num_ranks)
     row: dict[str, Any] = {"lengths": name, "sequences": count, "ranks": num_ranks, "packs": num_packs}
     row["best_fill"] = round(best, 4)
@@ -124,10 +124,10 @@ def measure(name: str, count: int, num_ranks: int, options: argparse.Namespace) 
 
 
 def growth(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Time over the time of the least number from 10,000 on, as a share of what n log n gives: 1 is n log n.
+    """Compute the growth of time from the smallest size of at least 10,000, relative to n log n (1 is n log n).
 
-    Between neighbours it jumps both ways: from a hundred packs of a rank on the packer has less to do, and the lists
-    of a million items are in no cache.
+    Between adjacent sizes it jumps in both directions: from a hundred packs per rank the packer has less to do, and
+    lists of a million items exceed the caches.
     """
     found, least = [], {}
     for row in (row for row in rows if row["sequences"] >= 10**4):
@@ -142,7 +142,7 @@ def growth(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def laws_of(rows: list[dict[str, Any]], growths: list[dict[str, Any]]) -> dict[str, bool]:
-    """Which of the laws above hold, of those that these sizes can show."""
+    """Return which of the requirements above hold, of those that these sizes can test."""
     lognormal = [row for row in rows if row["lengths"] == "lognormal" and row["ranks"] <= 64]
     judged = [row["ours"] for row in lognormal if row["sequences"] >= 10**4]
     million = [row["ours"]["s"] for row in lognormal if (row["sequences"], row["ranks"]) == (10**6, 64)]

@@ -1,4 +1,4 @@
-"""Checkpoints of random weights by the shape of known models, written as a hub has them. Nothing is downloaded."""
+"""Write checkpoints with random weights in the shape of known models and in the Hub's format. Downloads nothing."""
 
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ SHAPES = tuple(_SIZES)
 
 
 def shape(name: str, **changes: Any) -> PreTrainedConfig:
-    """The config of a shape; positions up to 131,072 tokens."""
+    """Return the config of a shape, with up to 131,072 positions."""
     hidden, intermediate, layers, heads = _SIZES[name]
     sizes: dict[str, Any] = {
         "hidden_size": hidden,
@@ -52,7 +52,10 @@ def shape(name: str, **changes: Any) -> PreTrainedConfig:
 
 
 def write_random(folder: Path, config: PreTrainedConfig, *, seed: int, max_bytes: int = FILE_BYTES) -> int:
-    """Weights in bfloat16, in files of at most `max_bytes`; no more than one tensor is ever held. Returns the bytes."""
+    """Write random bfloat16 weights to files of at most `max_bytes`. Returns the number of bytes.
+
+    Holds at most one tensor at a time.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
@@ -61,7 +64,7 @@ def write_random(folder: Path, config: PreTrainedConfig, *, seed: int, max_bytes
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
     files = plan_files([tensors], [0], max_bytes=max_bytes)
     writer = HubWriter(folder, files)
-    device = "cuda" if torch.cuda.is_available() else "cpu"  # billions of draws
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # billions of random numbers
     generator = torch.Generator(device).manual_seed(seed)
     for name, tensor in tensors.items():
         if name.endswith("norm.weight"):

@@ -1,4 +1,4 @@
-"""What every file in benchmarks/results says of where its numbers come from, and how two sides are compared."""
+"""Common parts of the benchmarks: the header of every file in benchmarks/results, timing, and comparisons."""
 
 import json
 import math
@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-TOLERANCES = {False: 1e-4, True: 5e-2}  # relative, of loss and gradient norm: float32, added up in other orders; bf16
+TOLERANCES = {False: 1e-4, True: 5e-2}  # relative, for loss and gradient norm: float32 in another summation order; bf16
 _PACKAGES = ("torch", "transformers", "numpy", "trl", "liger-kernel")
 
 
 def header() -> dict[str, Any]:
-    """Command, machine with its load, versions and commit, to begin a report with."""
+    """Return the command, commit, machine with its load, and versions, for the start of a report."""
     return {
         "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "commit": _commit(),
@@ -33,7 +33,7 @@ def header() -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """`load`: processes that ran or waited over the last 1, 5 and 15 minutes, this benchmark's own among them."""
+    """Describe the machine. `load`: load averages over 1, 5 and 15 minutes, this benchmark included."""
     found: dict[str, Any] = {
         "cpu": _cpu(),
         "cores": os.cpu_count(),
@@ -50,14 +50,14 @@ def machine() -> dict[str, Any]:
 
 
 def _cpu() -> str:
-    """Its name where Linux tells it, else the architecture."""
+    """Return the CPU name on Linux, else the architecture."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def write(path: Path | None, report: Mapping[str, Any]) -> None:
-    """To `path`, whole or not at all; None: nowhere."""
+    """Write `report` to `path` atomically. None: do nothing."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial")
@@ -66,8 +66,10 @@ def write(path: Path | None, report: Mapping[str, Any]) -> None:
 
 
 def kept_rows(path: Path, begin: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows that are in a results file: nothing is measured twice. SystemExit where other code has made them, for a
-    file has one header, `begin`."""
+    """Return the rows of an existing results file, so that they are not measured again.
+
+    Exits if another commit or other versions produced them, because a file has one header, `begin`.
+    """
     if not path.exists():
         return []
     found = json.loads(path.read_text())
@@ -77,19 +79,19 @@ def kept_rows(path: Path, begin: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:
-    """Median, least and most."""
+    """Return the median, minimum and maximum."""
     found = list(values)
     named = {"median": statistics.median(found), "least": min(found), "most": max(found)}
     return {name: rounded(value) for name, value in named.items()}
 
 
 def rounded(value: float) -> float:
-    """To four significant digits, so that a small number is not lost."""
+    """Round to four significant digits."""
     return float(f"{value:.4g}")
 
 
 def require_agreement(found: Mapping[str, Mapping[str, float]], tolerance: float, *, case: str) -> None:
-    """SystemExit where loss or gradient norm of the sides of one step differ by more, or are no numbers."""
+    """Exit if the loss or gradient norm of the sides differs by more than `tolerance`, or is not finite."""
     for name in ("loss", "grad_norm"):
         values = {side: run[name] for side, run in found.items()}
         low, high = min(values.values()), max(values.values())
@@ -98,7 +100,7 @@ def require_agreement(found: Mapping[str, Mapping[str, float]], tolerance: float
 
 
 def measured(step: Callable[[], dict[str, float]]) -> dict[str, float]:
-    """What `step` returns, and its time, of the device too, of the process, and its peak of memory."""
+    """Run `step` and add its wall time (waiting for the device), CPU time and peak memory."""
     start_peak()
     wall, cpu = time.perf_counter(), time.process_time()
     found = step()
@@ -113,15 +115,15 @@ def wait_for_device() -> None:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Rows of the same keys as Markdown."""
+    """Format rows with the same keys as a Markdown table."""
     lines = [list(rows[0]), ["---"] * len(rows[0]), *(["" if x is None else str(x) for x in r.values()] for r in rows)]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
 class PeakMemory:
-    """The most anonymous memory of this process while the block runs, looked at each millisecond, and its time.
+    """Peak anonymous memory of this process during the block, sampled every millisecond, and its duration.
 
-    Pages of mapped files are not in it: the kernel takes them back. [bytes], [s]
+    Excludes pages of mapped files, which the kernel can reclaim. [bytes], [s]
     """
 
     def __enter__(self) -> "PeakMemory":
@@ -144,33 +146,33 @@ class PeakMemory:
 
 
 def anonymous_memory() -> int:
-    """Of this process. [bytes]"""
+    """Return the anonymous memory of this process. [bytes]"""
     return status("RssAnon") + status("RssShmem")
 
 
 def status(name: str) -> int:
-    """An entry of /proc/self/status. [bytes]"""
+    """Read an entry of /proc/self/status. [bytes]"""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * int(next(line for line in lines if line.startswith(name)).split()[1])
 
 
 def start_peak() -> None:
-    """Count the peak of memory anew: of the device, or where there is none of this process."""
+    """Reset the peak memory: of the device, or of this process without one."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     elif sys.platform == "linux":
-        Path("/proc/self/clear_refs").write_text("5")  # the kernel's highest resident size starts anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets the kernel's peak resident size
 
 
 def peak_mib() -> float:
-    """The peak since `start_peak`. [MiB]"""
+    """Return the peak since `start_peak`. [MiB]"""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**20
     return status("VmHWM") / 2**20
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that numbers depend on, as far as they are installed."""
+    """Return the versions of the installed packages that affect the numbers."""
     found = {}
     for name in _PACKAGES:
         try:
@@ -181,7 +183,10 @@ def versions() -> dict[str, str]:
 
 
 def _commit() -> str:
-    """Of this repository, with a plus where more than results has changed since; empty where there is no git."""
+    """Return the commit of this repository, or "" without git.
+
+    A plus is appended if files other than results have changed.
+    """
     git = ["git", "-C", str(ROOT)]
     look = [*git, "status", "-s", "-uno", "--", ".", ":!benchmarks/results"]
     try:

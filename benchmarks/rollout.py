@@ -1,13 +1,13 @@
-"""Tokens per second of the embedded engine against transformers' `generate`, paired in one run on one model.
+"""Tokens per second of the embedded engine against transformers' `generate`, in paired rounds on one model.
 
     python benchmarks/rollout.py --json benchmarks/results/rollout.json     # about two minutes on two quiet cores
     python benchmarks/rollout.py --quick                                    # seconds
 
-Both sample at temperature 1 from the same random weights, with the same prompts and number of samples. `generate` gets
-what helps it: one left-padded batch, no scores, num_return_sequences. The engine returns log-probabilities as well. The
-two take turns, and the median of the rounds counts; on a machine that is shared, tokens per second of CPU time are
-steadier than of wall time. Only tokens up to the first stop token are counted. "equal" has no stop token, so that all
-responses are of full length, the best case of a static batch; "mixed" has eight, for a mean length of about 33.
+Both sample at temperature 1 with the same random weights, prompts and number of samples. `generate` uses its fastest
+settings: one left-padded batch, no scores, num_return_sequences. The engine also returns logprobs. The sides alternate,
+and the median over rounds counts. On a shared machine, tokens per second of CPU time are more stable than of wall time.
+Only tokens up to the first stop token count. "equal" has no stop token, so all responses have full length, the best
+case for a static batch. "mixed" has eight, for a mean length of about 33.
 """
 
 import argparse
@@ -35,7 +35,7 @@ STOP = {"equal": [], "mixed": list(range(1, 9))}
 
 
 def build(size: str, stop: list[int], vocab_scale: int, seed: int) -> PreTrainedModel:
-    """A random model in which each of `vocab_scale` stop ids comes with a chance of about 1 in 264."""
+    """Build a random model in which each group of `vocab_scale` stop ids has a probability of about 1 in 264."""
     torch.manual_seed(seed)
     stop = [token * vocab_scale + i for token in stop for i in range(vocab_scale)]
     shape = SIZES[size]
@@ -74,7 +74,7 @@ def run_generate(model: PreTrainedModel, prompts: list[Prompt], sampling: Sampli
 
 
 def timed(run: Callable[[], int]) -> tuple[float, float]:
-    """Tokens per second of wall time and of this process's CPU time."""
+    """Return tokens per second of wall time and of the CPU time of this process."""
     wall, cpu = time.perf_counter(), time.process_time()
     tokens = run()
     return tokens / (time.perf_counter() - wall), tokens / (time.process_time() - cpu)
@@ -102,7 +102,7 @@ def compare(size: str, case: str, args: argparse.Namespace) -> dict:
     for number in range(args.rounds + 1):
         for side in sides if number % 2 else reversed(sides):
             measured = timed(sides[side])
-            if number:  # the first warms up
+            if number:  # the first round is a warm-up
                 speeds[side].append(measured)
     row: dict = {"model": size, "case": case, "rows": args.prompts * args.samples, "max_tokens": args.max_tokens}
     for side, pairs in speeds.items():

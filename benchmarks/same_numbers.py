@@ -65,13 +65,13 @@ CONTEXT = multiprocessing.get_context("forkserver")  # ranks start in 1 s: they 
 
 
 class Settings(NamedTuple):
-    """What all runs of a recording share."""
+    """Settings shared by all runs of a recording."""
 
     checkout: Path
-    folder: Path  # with the inputs of the runs
-    help: str  # of the checkout's command line
+    folder: Path  # inputs of the runs
+    help: str  # output of the checkout's --help
     vllm_python: str | None
-    timeout: float  # of a run [s]
+    timeout: float  # per run [s]
 
 
 def record(args: argparse.Namespace) -> int:
@@ -118,7 +118,7 @@ def _record_run(run: Run, settings: Settings) -> tuple[str, dict[str, Any]]:
 
 
 def _execute(run: Run, settings: Settings, folder: Path) -> str | None:
-    """Run all ranks to their end. Returns the last line of the errors of a run that failed."""
+    """Run all ranks to completion. Returns the last error line of a failed run, else None."""
     flags = [str(settings.vllm_python) if flag == "VLLM_PYTHON" else flag for flag in run.flags]
     flags = [new if (new := RENAMED_FLAGS.get(flag, flag)) in settings.help else flag for flag in flags]
     argv = ["--hf-checkpoint", f"models/{run.model}", "--output-dir", str(folder), *flags]
@@ -140,7 +140,7 @@ def _execute(run: Run, settings: Settings, folder: Path) -> str | None:
 
 
 def _wait(ranks: list[ForkServerProcess], timeout: float) -> None:
-    """Wait until all ranks have ended. Kill those that are late, and those that wait for a rank that failed."""
+    """Wait for all ranks. Kills ranks that exceed the timeout, and ranks that wait for a failed one."""
     deadline = time.monotonic() + timeout
     while any(rank.is_alive() for rank in ranks) and time.monotonic() < deadline:
         if any(rank.exitcode for rank in ranks):
@@ -154,7 +154,7 @@ def _wait(ranks: list[ForkServerProcess], timeout: float) -> None:
 
 
 def _run_rank(argv: list[str], variables: dict[str, str], log: Path, settings: Settings, python: str | None) -> None:
-    """In a process of its own: `python -m fsdptrain *argv` with the code of the checkout."""
+    """Run `python -m fsdptrain *argv` with the code of the checkout. Call it in a new process."""
     os.setsid()
     output = os.open(log, os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
@@ -173,7 +173,7 @@ def _run_rank(argv: list[str], variables: dict[str, str], log: Path, settings: S
 
 
 def _variables(num_ranks: int) -> list[dict[str, str]]:
-    """Return what torchrun sets for each rank; nothing for a single one."""
+    """Return the variables that torchrun sets for each rank; none for a single rank."""
     if num_ranks == 1:
         return [{}]
     with socket.socket() as free:

@@ -1,4 +1,4 @@
-"""The comparison of two recordings of same_numbers.py: a row per run, and what only one of them has."""
+"""Compare two recordings of same_numbers.py: one row per run, and the names that only one of them has."""
 
 import argparse
 import fnmatch
@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-RENAMED_METRICS = {  # old name, or group with a slash at its end -> new name
+RENAMED_METRICS = {  # old name, or a group ending with a slash -> new name
     "sync/probe_abs_mean": "weight_sync/logprob_abs_diff",
     "staleness/samples_of_several_versions": "staleness/mixed_version_samples",
     "sync/": "weight_sync/",
@@ -47,7 +47,7 @@ def compare(args: argparse.Namespace) -> int:
 
 
 def _chosen(runs: dict[str, Any], patterns: list[str], renames: Mapping[str, str]) -> dict[str, Any]:
-    """Return the runs that match, their metrics with new names."""
+    """Return the matching runs, with renamed metrics."""
     chosen = {name: run for name, run in runs.items() if any(fnmatch.fnmatch(name, p) for p in patterns or ["*"])}
     for run in chosen.values():
         run["metrics"] = [{_rename(n, renames): v for n, v in row.items()} for row in run.get("metrics", [])]
@@ -79,7 +79,7 @@ def _compare_run(old: dict[str, Any], new: dict[str, Any]) -> tuple[Difference, 
 
 
 def _metric_difference(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> Difference:
-    """The largest over rows and names. `None` is what metrics.jsonl writes for NaN and infinity."""
+    """Return the largest difference over rows and names. `None` in metrics.jsonl stands for NaN and infinity."""
     if len(old) != len(new):
         return Difference(math.inf, f"{len(old)} and {len(new)} rows")
     found = [Difference(0.0)]
@@ -93,7 +93,7 @@ def _metric_difference(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> 
 
 
 def _tensor_difference(old: dict[str, Any], new: dict[str, Any]) -> Difference:
-    """Estimate |a - b| / |a| of the tensor where it is largest: the root mean square of the differences of `signs`."""
+    """Estimate the largest |a - b| / |a| over tensors, from the root mean square of the differences of `signs`."""
     found = [Difference(0.0)]
     for name in old | new:
         kinds = [side[name]["kind"] for side in (old, new) if name in side]

@@ -1,6 +1,6 @@
 """The table of runs of same_numbers.py, and the models, data and plug-ins that they use.
 
-All are made here from fixed seeds, with transformers alone: both checkouts get the same files.
+All inputs are created from fixed seeds with transformers only, so both checkouts get the same files.
 """
 
 import fnmatch
@@ -24,7 +24,7 @@ RL = f"""{COMMON} --prompt-data reasoning_gym:spell_backward?max_word_len=4&size
 SFT = f"{COMMON} --algorithm sft --prompt-data rows.jsonl --label-key response --eval-interval 0"
 
 ON_POLICY = "--steps-per-rollout 1"
-STALE = "--max-staleness 1 --num-rollout 3"  # engine and trainer differ: corrections have work
+STALE = "--max-staleness 1 --num-rollout 3"  # engine and trainer differ, so corrections have an effect
 OTHER = "--ref-load models/reference"
 SHAPED = "--multi-reward normalize_then_sum --length-penalty 0.5 --overlong-penalty 1 --overlong-buffer 8"
 TRUNCATED = "--rollout-top-p 0.8 --rollout-top-k 50 --rollout-min-p 0.01 --rollout-temperature 0.8"
@@ -117,7 +117,7 @@ vllm-moe                | moe    | 1 | {VLLM}
 vllm-lora               | dense  | 1 | {VLLM} --lora-rank 4 --lora-sync adapter
 vllm-server             | dense  | 1 | {SERVER}
 """
-LOSSES = {  # bounds so tight that they are reached
+LOSSES = {  # tight bounds, so that clipping occurs
     **dict.fromkeys(("sapo", "gmpo", "reinforce"), ""),
     "gspo": "--eps-clip 1e-3 --eps-clip-high 2e-3",
     "cispo": "--is-cap-high 1.1",
@@ -150,7 +150,7 @@ TEXT: dict[str, Any] = {
     "max_position_embeddings": 1024,
     "tie_word_embeddings": False,
     "pad_token_id": 0,
-    "eos_token_id": [1, *range(10, 16)],  # several: responses of a random model have many lengths
+    "eos_token_id": [1, *range(10, 16)],  # several: responses of a random model have varied lengths
     "bos_token_id": 1,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "router_aux_loss_coef": 0.02}
@@ -182,7 +182,7 @@ VISION_MODEL = {
     "tie_word_embeddings": False,
     **IMAGE,
 }
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> model_type, and what differs from TEXT
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> model_type, differences from TEXT
     "dense": ("qwen3", {"tie_word_embeddings": True}),
     "reference": ("qwen3", {"tie_word_embeddings": True}),
     "moe": ("qwen3_moe", EXPERTS),

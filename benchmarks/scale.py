@@ -1,12 +1,12 @@
-"""Which mesh for which model: what fits, what it sends, and how long a training step would take at best.
+"""Find the best mesh for a model: memory, bytes sent, and the minimum time of a training step.
 
     machine = Cluster(num_gpus=256, gpu_memory=80 * GIB)
     best(model, config, machine, num_packs=1024)
     best_for_length(model, config, machine, length=131072, num_sequences=64)
 
-An estimate on paper. Memory is the plan's, bytes are counted (`planning/traffic.py`); seconds follow from the rates of
-a `Cluster`, which are those of data sheets, and from a share of the peak that is a guess. What FSDP sends is taken to
-hide behind computation, what layers and experts send is not.
+This is an analytical estimate. Memory comes from the memory plan and bytes from `benchmarks/traffic.py`. Seconds follow
+from the rates of a `Cluster`, taken from data sheets, and from a guessed fraction of the peak. FSDP communication is
+assumed to overlap with computation; communication of layers and experts is not.
 """
 
 import math
@@ -27,13 +27,13 @@ from fsdptrain.tools.plan.plan import Machine, Planner, seqlens, with_margin
 from fsdptrain.tools.plan.remedies import change
 
 _HIDDEN: tuple[Axis, ...] = ("shard", "expert_shard", "replicate")
-_MOST_TOKENS = 128 * 1024  # of a GPU: more do not fit beside models of some size, and take long to find that out
+_MOST_TOKENS = 128 * 1024  # per GPU: longer packs do not fit next to larger models, and are slow to plan
 _WAITED: tuple[Axis, ...] = ("tensor", "expert", "context")
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes of GPUs, each of which has a link to the others of its node, and one to the rest. [bytes/s, FLOP/s]"""
+    """Nodes of GPUs. Each GPU has a link within its node and a link to other nodes. [bytes/s, FLOP/s]"""
 
     num_gpus: int
     gpu_memory: int  # bytes
@@ -41,19 +41,19 @@ class Cluster:
     inside: float = 450e9  # H100, NVLink, one direction
     outside: float = 50e9  # 400 Gbit/s
     peak: float = 989e12  # H100, dense bfloat16
-    reached: float = 0.4  # of the peak, where nothing is waited for: a guess
-    hop: float = 0.0  # seconds until the next member of a ring has a message, however small
+    reached: float = 0.4  # fraction of the peak without waiting: a guess
+    hop: float = 0.0  # latency of one hop of a ring, for any message size [s]
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of one rank and one optimizer step, forward and backward."""
+    """Costs of one rank for one optimizer step, forward and backward."""
 
     grid: Grid
     memory: int  # bytes, margin included
     traffic: tuple[Collective, ...]
     compute_s: float
-    attention_s: float  # of these: pairs of tokens, which grow with the square of a length
+    attention_s: float  # part of compute_s: attention over token pairs, quadratic in the length
     seconds: dict[Axis, float]
 
     @property
@@ -62,7 +62,7 @@ class Estimate:
 
     @property
     def busy_s(self) -> float:
-        """Computing, and waiting for tensor, expert and context groups."""
+        """Time for computation, and for waiting on tensor, expert and context groups."""
         return self.compute_s + sum(self.seconds.get(axis, 0.0) for axis in _WAITED)
 
     @property
@@ -71,7 +71,7 @@ class Estimate:
 
     @property
     def limit(self) -> str:
-        """What takes longest."""
+        """The part that takes longest."""
         waits = {"computation": self.compute_s, "gathers and reductions": self.hidden_s}
         waits |= {f"{axis} groups": self.seconds.get(axis, 0.0) for axis in _WAITED}
         return max(waits, key=lambda name: waits[name])
@@ -84,9 +84,9 @@ class Estimate:
 def best(
     model: PreTrainedModel, config: Config, cluster: Cluster, *, num_packs: int, planner: Planner | None = None
 ) -> Estimate | None:
-    """The fastest mesh that fits, of those that a user would try; None where none fits. `model` is on meta.
+    """Return the fastest mesh that fits, of those that a user would try. None if none fits. `model` is on meta.
 
-    `planner`: of the same model, which remembers what it has found out for other questions.
+    `planner`: a planner of the same model, whose cached results are reused.
     """
     configs = _meshes(model, config, cluster)
     return _fastest(model, configs, cluster, num_packs=num_packs, planner=planner)
@@ -101,7 +101,7 @@ def best_for_length(
     num_sequences: int,
     planner: Planner | None = None,
 ) -> Estimate | None:
-    """The same where a pack is one sequence of `length` tokens, which may be dealt over ranks."""
+    """Return the fastest mesh where a pack is one sequence of `length` tokens, which may be sharded over ranks."""
     configs = _long_meshes(model, config, cluster, length)
     return _fastest(model, configs, cluster, num_packs=num_sequences, planner=planner)
 
@@ -113,7 +113,7 @@ def _fastest(
     planner = Planner(model, machine) if planner is None else planner.on(machine)
     found = ((_costs(model, config, planner, cluster, num_packs=num_packs), config) for config in configs)
     known = [(costs, config) for costs, config in found if costs is not None]
-    for costs, config in sorted(known, key=lambda one: one[0].step_s):  # memory is what takes long to find out
+    for costs, config in sorted(known, key=lambda one: one[0].step_s):  # memory is the slow part
         made = replace(costs, memory=with_margin(planner.training(config)))
         if made.memory <= cluster.gpu_memory:
             return made
@@ -123,9 +123,9 @@ def _fastest(
 def estimate(
     model: PreTrainedModel, config: Config, planner: Planner, cluster: Cluster, *, num_packs: int
 ) -> Estimate | None:
-    """`num_packs` full packs on all ranks together; one of a context group is as many times larger.
+    """Estimate `num_packs` full packs over all ranks. Packs of a context group are larger by the group size.
 
-    None where the model does not allow the mesh.
+    Returns None if the model does not allow the mesh.
     """
     costs = _costs(model, config, planner, cluster, num_packs=num_packs)
     return costs and replace(costs, memory=with_margin(planner.training(config)))
@@ -134,7 +134,7 @@ def estimate(
 def _costs(
     model: PreTrainedModel, config: Config, planner: Planner, cluster: Cluster, *, num_packs: int
 ) -> Estimate | None:
-    """All but the memory."""
+    """Estimate everything except memory."""
     try:
         pieces = planner.pieces(config)
         if config.parallel.context_parallel_size > 1:
@@ -144,7 +144,7 @@ def _costs(
     grid, tokens = pieces.grid, sum(seqlens(config))
     of_pack = step_traffic(model, config, pieces, [Pack(tokens * grid.context, tokens * grid.context)])
     copies = grid.tensor * grid.context  # ranks that share a pack
-    own = math.ceil(num_packs * copies / grid.num_ranks)  # where packs are fewer, ranks compute packs of nothing
+    own = math.ceil(num_packs * copies / grid.num_ranks)  # with fewer packs than ranks, some ranks compute empty packs
     traffic = [replace(x, calls=x.calls * own, size=x.size * own) for x in of_pack]
     again = 4 / 3 if config.model.gradient_checkpointing else 1.0
     of_all = seqlens(config, processes=grid.context)
@@ -158,10 +158,10 @@ def _costs(
 
 
 def _seconds(collective: Collective, grid: Grid, cluster: Cluster) -> float:
-    """By the slower of the links within a node and between nodes, and by the hops.
+    """Compute the time from the slower of the links within and between nodes, plus the latency of the hops.
 
-    Rings through several members on a node use the links of all of them to the other nodes; in an all-to-all each rank
-    sends what is for other nodes by its own. A ring hands on as often as it has other members, an all-reduce twice.
+    Rings with several members per node use the links of all of them to other nodes; in an all-to-all, each rank uses
+    its own link. A ring takes one hop per other member, an all-reduce two.
     """
     strides: dict[Axis, int] = {
         "tensor": 1,
@@ -177,7 +177,7 @@ def _seconds(collective: Collective, grid: Grid, cluster: Cluster) -> float:
 
 
 def _sending(collective: Collective, near: int, cluster: Cluster) -> float:
-    """`near`: members of the group on each node."""
+    """Return the transfer time. `near`: members of the group per node."""
     if near == collective.ranks:
         return collective.sent / cluster.inside
     within = collective.sent / cluster.inside if near > 1 else 0.0
@@ -188,7 +188,7 @@ def _sending(collective: Collective, near: int, cluster: Cluster) -> float:
 
 
 def _meshes(model: PreTrainedModel, config: Config, cluster: Cluster) -> Iterator[Config]:
-    """Tensor groups within a node; experts over a node or eight; one replica, or one for each node or eight."""
+    """Tensor groups within a node; experts over one node or eight; one replica, or one per node or per eight nodes."""
     choice = expert_choice(model.config)
     nodes = (1, 8)
     sizes = [cluster.gpus_per_node * n for n in nodes]
@@ -203,8 +203,7 @@ def _meshes(model: PreTrainedModel, config: Config, cluster: Cluster) -> Iterato
 
 
 def _long_meshes(model: PreTrainedModel, config: Config, cluster: Cluster, length: int) -> Iterator[Config]:
-    """One replica; tensor groups and experts within a node, context groups of any size that leaves a GPU few enough
-    tokens."""
+    """One replica; tensor and expert groups within a node; context groups of any size that limits tokens per GPU."""
     choice = expert_choice(model.config)
     near = cluster.gpus_per_node
     experts = [1] + [near] * (choice is not None and choice.num_experts % near == 0)
@@ -228,6 +227,6 @@ def _sizes(tensor: int, expert: int, replicas: int, context: int = 1) -> dict[st
 
 
 def flags(grid: Grid) -> Sequence[str]:
-    """What asks for `grid`, where it is not the default."""
+    """Return the flags for `grid`, except for default values."""
     wanted = _sizes(grid.tensor, grid.expert, grid.replicas, grid.context)
     return [f"--{name.replace('_', '-')} {size}" for name, size in wanted.items() if size > 1]

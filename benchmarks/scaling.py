@@ -1,22 +1,22 @@
-"""What more ranks cost: bytes counted and seconds measured on gloo ranks, and a model of 8 to 4,096 GPUs.
+"""Cost of more ranks: bytes and seconds measured on gloo ranks, and a model of 8 to 4,096 GPUs.
 
-    python benchmarks/scaling.py --json benchmarks/results/scaling.json         # minutes, and a picture beside it
+    python benchmarks/scaling.py --json benchmarks/results/scaling.json         # minutes; draws a picture next to it
     python benchmarks/scaling.py --model-only --shape Qwen3-4B --json ...       # no ranks
     python benchmarks/scaling.py --quick                                        # seconds
 
-Measured: the train step of our backend on 1, 2 and 4 gloo ranks, float32, one pack for each rank, so that the work of a
-rank stays the same; with 4 ranks also two replicas of two shards. The numbers of ranks take turns, each round is made
-of new processes. Every collective of one more step is counted, and held against what the planner says of it: the bytes
-must be equal, or the benchmark fails (but for all-reduces of norms and metrics). Rates of gloo, for gathers and for
-reductions, are measured in the same processes on tensors of the size of a layer. `predicted` is the time of one rank,
-times ranks over cores where cores are fewer, plus the bytes over these rates.
+Measured: the train step of the backend on 1, 2 and 4 gloo ranks in float32, with one pack per rank, so that the work
+per rank is constant; with 4 ranks also as two replicas of two shards. The numbers of ranks alternate, and each round
+uses new processes. All collectives of one additional step are counted and compared with the planner: the bytes must be
+equal, or the benchmark fails (except for all-reduces of norms and metrics). Gloo's rates for gathers and reductions are
+measured in the same processes on tensors of the size of a layer. `predicted` is the time of one rank, times ranks per
+core if there are fewer cores than ranks, plus the bytes divided by these rates.
 
-Model: the same count of bytes over links, a latency for each hop of a ring, and FLOPs over a share of the peak
-(planning/scale.py). The constants are arguments. Their defaults: 989 TFLOP/s, 450 GB/s within a node and 50 GB/s to
-others are data sheets of H100, NVLink and 400 Gbit/s; 40 % of the peak is near what torchtitan publishes for Llama
-3.1 8B with compile (33 to 39 %); 3 us for a hop is a guess. Weak: each GPU has --packs packs; strong: a step has
---all-tokens, and packs get smaller where there are more GPUs than full ones. `overlap` hides gathers and reductions
-behind computation, `no overlap` waits for each.
+Model: the same bytes over links, a latency per hop of a ring, and FLOPs over a fraction of the peak
+(benchmarks/scale.py). The constants are arguments. Defaults: 989 TFLOP/s, 450 GB/s within a node and 50 GB/s between
+nodes are from data sheets of H100, NVLink and 400 Gbit/s; 40 % of the peak is close to what torchtitan publishes for
+Llama 3.1 8B with compile (33 to 39 %); 3 us per hop is a guess. Weak scaling: each GPU has --packs packs. Strong
+scaling: a step has --all-tokens, and packs shrink if there are more GPUs than full packs. `overlap` hides gathers and
+reductions behind computation, `no overlap` does not.
 """
 
 import argparse
@@ -35,7 +35,7 @@ import torch.distributed as dist
 from random_checkpoint import SHAPES, shape, write_random
 from record import ROOT, header, spread, table, write
 
-sys.path.append(str(ROOT))  # for `tests`, which hold what counts collectives
+sys.path.append(str(ROOT))  # for `tests`, which contains the collective counter
 
 from benchmarks.scale import Cluster, Estimate, estimate
 from benchmarks.traffic import Pack, step_traffic
@@ -53,12 +53,12 @@ from fsdptrain.types import LossConfig, Sample
 from tests.distributed.collectives import Collectives
 
 GPUS = tuple(2**n for n in range(3, 13))
-METRICS = 4096  # bytes of all-reduces of a step that are norms and metrics
-SEGMENTS = 4  # of a pack
+METRICS = 4096  # maximum bytes of all-reduces for norms and metrics per step
+SEGMENTS = 4  # per pack
 
 
 def measure(folder: str, replicas: int, args: argparse.Namespace) -> dict[str, Any]:
-    """On one rank: seconds of steps, bytes by kind as counted and as planned, and rates of gloo."""
+    """Measure on one rank: seconds per step, counted and planned bytes by kind, and gloo's rates."""
     config = Config(
         hf_checkpoint=folder,
         bf16=False,
@@ -98,7 +98,7 @@ def measure(folder: str, replicas: int, args: argparse.Namespace) -> dict[str, A
 
 
 def rates(numel: int) -> dict[str, float]:
-    """Bytes of the whole tensor in a second, by collective, over all ranks; none where one is alone."""
+    """Measure bytes of the full tensor per second, by collective, over all ranks. Empty for a single rank."""
     size = dist.get_world_size()
     if size == 1:
         return {}
@@ -121,7 +121,7 @@ def rates(numel: int) -> dict[str, float]:
 
 
 def own_samples(args: argparse.Namespace, vocab: int) -> list[Sample]:
-    """A pack full, half of each sequence prompt."""
+    """Create samples that fill a pack; half of each sequence is prompt."""
     generator = torch.Generator().manual_seed(args.seed + dist.get_rank())
     length = args.tokens // SEGMENTS
     mask = [False] * (length // 2) + [True] * (length - length // 2)
@@ -131,7 +131,7 @@ def own_samples(args: argparse.Namespace, vocab: int) -> list[Sample]:
 
 
 def measured(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each number of ranks."""
+    """Measure a row for each number of ranks."""
     meshes = [(ranks, replicas) for ranks in args.ranks for replicas in (1, 2) if ranks == 4 or replicas == 1]
     runs: dict[tuple[int, int], list[list[dict[str, Any]]]] = {mesh: [] for mesh in meshes}
     with tempfile.TemporaryDirectory() as folder:
@@ -177,7 +177,7 @@ def measured(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def require_planned(run: dict[str, Any]) -> None:
-    """SystemExit where the planner counts otherwise than a rank has."""
+    """Exit if the counted bytes of a rank differ from the planned ones."""
     for kind in run["bytes"].keys() | run["planned"].keys():
         difference = abs(run["bytes"].get(kind, 0) - run["planned"].get(kind, 0))
         if difference > (METRICS if kind == "all-reduce" else 0) and run["rates"]:
@@ -185,7 +185,7 @@ def require_planned(run: dict[str, Any]) -> None:
 
 
 def modelled(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each number of GPUs, mesh and kind of scaling."""
+    """Model a row for each number of GPUs, mesh and kind of scaling."""
     with torch.device("meta"):
         model = model_from_config(shape(args.shape), dtype=torch.float32)
     planner, rows = Planner(model, Machine(GPUS[0], 80 * GIB)), []
@@ -221,7 +221,7 @@ def modelled(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _numbers(found: Estimate) -> dict[str, float]:
-    """Shares of the time that is spent computing."""
+    """Return times, and the fraction of the time spent computing."""
     whole = found.compute_s + found.hidden_s
     return {
         "compute_s": round(found.compute_s, 4),

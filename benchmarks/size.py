@@ -1,4 +1,4 @@
-"""Lines of the project: the package, the tests, the spine, and what a plain run imports. `make size`
+"""Count lines: the package, the tests, the spine, and the files that a plain run imports. `make size`
 
 The spine is the list of files in docs/architecture.md, "A tour in reading order". A plain run is dense GRPO in one
 process with the embedded engine, on a tiny random model.

@@ -1,16 +1,16 @@
-"""Does GRPO learn as much from samples that are a few versions old, whichever engine makes them? And what does it save?
+"""Effect of sample staleness on GRPO: held-out accuracy and time saved, for every engine.
 
     python benchmarks/staleness.py --vllm-python .venv-vllm/bin/python      # 3 engines x 3 ages x 3 seeds: 27 runs
     python benchmarks/staleness.py --engines hf --correction tis            # the same with another correction
     python benchmarks/staleness.py --engines hf --seeds 0                   # without vLLM
-    python benchmarks/staleness.py --quick --engines hf --seeds 0           # seconds, and no file is written
+    python benchmarks/staleness.py --quick --engines hf --seeds 0           # seconds; writes no file
 
-The task, the model and the warm-up are those of the quickstart (`make demo`): spelling words backward, 0.1 M
-parameters. The warm-up is made once; seeds are those of GRPO, of its sampling and its order of prompts. Each run is the
-quickstart's second half, 16 rollouts of two optimizer steps, with --max-staleness 0, 1 and 4; above 0 with
---mismatch-correction icepop, or the one that is given. Runs take place one after the other; those of vllm-server share
-one server. Seconds are sums over the rollouts of a run, the first left out, in which engines warm up. Results are
-written after each run, and runs that are there are not repeated; --fresh begins anew.
+The task, model and warm-up are those of the quickstart (`make demo`): spelling words backward, 0.1 M parameters. The
+warm-up runs once; seeds are those of GRPO, for sampling and prompt order. Each run is the quickstart's second half, 16
+rollouts of two optimizer steps, with --max-staleness 0, 1 and 4; above 0 with --mismatch-correction icepop or the given
+one. Runs are sequential; those of vllm-server share one server. Seconds are sums over the rollouts of a run, except the
+first, in which engines warm up. Results are written after each run, and existing runs are not repeated; --fresh starts
+over.
 """
 
 import argparse
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 @contextmanager
 def server(start: Path, folder: Path, args: argparse.Namespace) -> Iterator[str | None]:
-    """One for all runs of vllm-server: it takes minutes to start on a busy machine."""
+    """Start one server for all runs of vllm-server. It takes minutes to start on a busy machine."""
     if "vllm-server" not in args.engines:
         yield None
         return
@@ -104,10 +104,10 @@ def server(start: Path, folder: Path, args: argparse.Namespace) -> Iterator[str 
 def measure(
     engine: str, age: int, seed: int, start: Path, folder: Path, url: str | None, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """One run, its accuracy at both ends, and where its time went."""
+    """Run once. Returns the accuracy at both ends and the time by stage."""
     correction = correction_of(age, args)
     run = folder / f"{engine}-K{age}-{correction}-seed{seed}"
-    shutil.rmtree(run, ignore_errors=True)  # of a run that was broken off
+    shutil.rmtree(run, ignore_errors=True)  # remains of an interrupted run
     values = recipe(engine, age, seed, start, run, url, quick=args.quick)
     values["algorithm"]["mismatch_correction"] = correction
     config = Config(**values)
@@ -144,12 +144,12 @@ def measure(
 
 
 def total(steps: Sequence[dict[str, float]], name: str) -> float:
-    """Without the first rollout."""
+    """Sum a time over the rollouts, except the first."""
     return sum(row.get(f"perf/{name}_s", 0.0) for row in steps[1:])
 
 
 def recipe(engine: str, age: int, seed: int, start: Path, run: Path, url: str | None, *, quick: bool) -> dict[str, Any]:
-    """The quickstart's second half, with an engine and an age."""
+    """Return the quickstart's second half with an engine and a staleness."""
     values = second_half(start, run, seed=seed, num_rollouts=2 if quick else NUM_ROLLOUTS, quick=quick)
     values["rollout"] |= {"engine": engine, "max_prompt_len": 80}  # the model has 128 positions
     if age:
@@ -158,13 +158,13 @@ def recipe(engine: str, age: int, seed: int, start: Path, run: Path, url: str | 
         values["rollout"] |= {"kv_cache_gib": 0.25, "engine_args": {"max_num_seqs": 256}}
     if engine == "vllm-server" and url is not None:
         values["rollout"] |= {"urls": [url], "api_key_env": KEY}
-    elif engine == "vllm-server":  # what the server is started with
+    elif engine == "vllm-server":  # options for starting the server
         values["rollout"] |= {"num_servers": 1, "kv_cache_gib": 0.25, "engine_args": {"max_num_seqs": 256}}
     return values
 
 
 def write(begin: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> None:
-    """staleness.json, with a summary of each engine and age over seeds, and staleness.png beside it."""
+    """Write staleness.json, with a summary over seeds per engine and staleness, and staleness.png next to it."""
     cells = sorted({cell_of(row) for row in rows})
     result = {
         **begin,
@@ -177,7 +177,7 @@ def write(begin: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> None:
 
 
 def plot(rows: Sequence[dict[str, Any]], target: Path) -> None:
-    """A dot for each seed and a line at their mean: a row for each age and correction, a colour for each engine."""
+    """Draw accuracies: a row per staleness and correction, a color per engine, a dot per seed, a line at the mean."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -205,7 +205,7 @@ def plot(rows: Sequence[dict[str, Any]], target: Path) -> None:
 
 
 def correction_of(age: int, args: argparse.Namespace) -> str:
-    """With the newest weights there is nothing to correct."""
+    """Return the correction of a run. Without staleness there is none."""
     return args.correction if age else "none"
 
 

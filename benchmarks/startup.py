@@ -1,15 +1,15 @@
-"""Seconds from the command to the first optimizer step, and where they go.
+"""Seconds from the command to the first optimizer step, by part.
 
     python benchmarks/startup.py --json benchmarks/results/startup.json
     python benchmarks/startup.py --shape Qwen3-0.6B --layers 4 --rounds 3
-    python benchmarks/startup.py --quick                              # one round, and no table of imports
+    python benchmarks/startup.py --quick                              # one round, no table of imports
 
-Each round is a new process that runs `fsdptrain` by its real command line on a random model, until the first step is
-done. The parts are timed one by one, by wall and CPU time (timed_run.py); a part within another is not counted there.
-What is imported is counted by the package of the module, from `python -X importtime` in a process of its own, which
-makes imports slower. Beside the report a picture is drawn.
+Each round starts a new process that runs the `fsdptrain` command on a random model until the first step is done. Each
+part is timed in wall and CPU time (timed_run.py); nested parts are not counted twice. Import times are summed by
+package, from `python -X importtime` in a separate process, which slows imports down. Also draws a picture next to the
+report.
 
-`--against DIR`: another checkout of this repository, whose rounds take turns with those of this one.
+`--against DIR`: another checkout of this repository; rounds of both checkouts alternate.
 """
 
 import argparse
@@ -36,7 +36,7 @@ _IMPORTS = "import fsdptrain.cli, fsdptrain.launch.ranks, fsdptrain.trainer"
 
 
 def one_round(root: Path, model: Path, folder: Path, args: argparse.Namespace) -> Run:
-    """Seconds by clock and part."""
+    """Return the seconds by clock and part."""
     report = folder / "parts.json"
     flags = ["--hf-checkpoint", str(model), *RUN, *args.flags, "--output-dir", str(folder / "run")]
     flags += ["--resume", "never", "--seed", str(args.seed), "--data-size", str(args.data_size)]
@@ -47,7 +47,7 @@ def one_round(root: Path, model: Path, folder: Path, args: argparse.Namespace) -
 
 
 def imports(root: Path) -> dict[str, float]:
-    """Seconds by top-level package, without what its modules import from others; the slowest first."""
+    """Return the import seconds by top-level package, slowest first, excluding imports of other packages."""
     argv = [sys.executable, "-X", "importtime", "-c", _IMPORTS]
     lines = subprocess.run(argv, check=True, capture_output=True, text=True, env=_environment(root)).stderr.splitlines()
     own: Counter[str] = Counter()
@@ -63,12 +63,12 @@ def _environment(root: Path) -> dict[str, str]:
 
 
 def summary(runs: list[Run]) -> dict[str, dict[str, dict[str, float]]]:
-    """Spread of each part over the rounds, by clock."""
+    """Compute the spread of each part over the rounds, by clock."""
     return {c: {name: spread(run[c].get(name, 0.0) for run in runs) for name in runs[0][c]} for c in ("wall", "cpu")}
 
 
 def draw(parts: dict[str, dict[str, float]], target: Path, clock: str) -> None:
-    """A bar for each part that takes a hundredth of the whole or more, in the order in which they begin."""
+    """Draw a bar for each part of at least 1 % of the total, in chronological order."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -127,7 +127,7 @@ def main() -> None:
             for side in sides if number % 2 else reversed(sides):
                 found = one_round(sides[side], model, scratch, args)
                 print(f"  {side}: {found['wall']['total']:.2f} s, CPU {found['cpu']['total']:.2f} s", file=sys.stderr)
-                if number or args.quick:  # the first fills the page cache
+                if number or args.quick:  # the first round fills the page cache
                     runs[side].append(found)
     parts = {side: summary(found) for side, found in runs.items()}
     report: dict[str, Any] = {**begin, "unit": "s", "results": parts, "runs": runs}

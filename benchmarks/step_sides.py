@@ -1,4 +1,4 @@
-"""The sides of train_step.py: the same canned samples through a step of ours and a step of TRL's GRPOTrainer."""
+"""The sides of train_step.py: one training step of fsdptrain and of TRL's GRPOTrainer on the same canned samples."""
 
 import argparse
 import math
@@ -35,9 +35,9 @@ Step = Callable[[], dict[str, float]]
 class Case:
     """One model and one rollout."""
 
-    folder: str  # of two models of one shape, policy and reference
+    folder: str  # holds two models of the same shape: policy and reference
     vocab: int
-    lengths: str  # ragged, equal
+    lengths: str  # ragged or equal
     options: argparse.Namespace
 
     @property
@@ -54,10 +54,10 @@ class Case:
 
 
 def make_samples(case: Case) -> list[Sample]:
-    """Groups of one prompt each; lognormal lengths of completions, uniform ones of prompts.
+    """Create groups of one prompt each, with lognormal completion lengths and uniform prompt lengths.
 
-    Logprobs of the engine, which are the old ones, are those of even odds with a noise: near those of random weights,
-    and far enough from them that ratios differ from 1 and some are clipped.
+    The engine's logprobs, used as the old ones, are those of a uniform distribution plus noise. They are close to those
+    of random weights, but different enough that ratios differ from 1 and some are clipped.
     """
     options, draw, noise = case.options, random.Random(case.options.seed), random.Random(case.options.seed + 1)
     shortest, longest = options.prompt
@@ -84,7 +84,10 @@ def make_samples(case: Case) -> list[Sample]:
 
 
 def compared(options: argparse.Namespace) -> int:
-    """Samples whose mean reward is taken from theirs: a group, but all where a group is one, of which 0 is left."""
+    """Return the number of samples over which the mean reward is computed.
+
+    It is the group size, or the number of groups if groups have one sample, whose advantage would be 0.
+    """
     return options.group_size if options.group_size > 1 else options.groups
 
 
@@ -96,7 +99,7 @@ class Phases:
         self._mark = time.perf_counter()
 
     def __call__(self, name: str) -> None:
-        """What ran since the last call was `name`."""
+        """Add the time since the last call to phase `name`."""
         now = time.perf_counter()
         self.seconds[name] = self.seconds.get(name, 0.0) + now - self._mark
         self._mark = now
@@ -161,10 +164,10 @@ def trl_side(case: Case, samples: list[Sample], *, compact: bool) -> Iterator[St
     options, trainer = case.options, _trl_trainer(case, samples, compact=compact)
     num_micro = len(samples) // options.micro
     trainer._last_loaded_step = trainer.state.global_step
-    trainer.current_gradient_accumulation_steps = num_micro  # transformers' loop sets it
+    trainer.current_gradient_accumulation_steps = num_micro  # otherwise set by transformers' training loop
     trainer.model.train()
     trained = [p for p in trainer.model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=0.0, weight_decay=0.0, fused=True)  # its default too
+    optimizer = torch.optim.AdamW(trained, lr=0.0, weight_decay=0.0, fused=True)  # also TRL's default
 
     def step() -> dict[str, float]:
         phases, value = Phases(), 0.0
@@ -190,14 +193,14 @@ def trl_side(case: Case, samples: list[Sample], *, compact: bool) -> Iterator[St
 
 
 def _trl_trainer(case: Case, samples: list[Sample], *, compact: bool) -> Any:
-    """TRL's GRPOTrainer that is given `samples` in place of its own rollout."""
-    os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # it would say that rollout_func may change
+    """Create a GRPOTrainer that uses `samples` instead of its own rollouts."""
+    os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # silences the warning that rollout_func may change
     import trl
     import trl.trainer.utils
     from datasets import Dataset
 
     if compact:
-        trl.trainer.utils._use_triton = lambda _: True  # asked in one place: whether to score completions only
+        trl.trainer.utils._use_triton = lambda _: True  # makes TRL score completions only
     options = case.options
 
     def rollout(prompts: list[str], _: Any) -> dict[str, Any]:
@@ -239,7 +242,7 @@ def _trl_trainer(case: Case, samples: list[Sample], *, compact: bool) -> Any:
             **adapter,
         )
     fill_adapter((name, p) for name, p in trainer.model.named_parameters() if p.requires_grad and options.lora)
-    if trainer.ref_model is not None:  # of the policy's weights: TRL takes no other
+    if trainer.ref_model is not None:  # TRL can only use the policy's initial weights
         other = Qwen3ForCausalLM.from_pretrained(case.reference, dtype=torch.float32)
         trainer.ref_model.load_state_dict(other.state_dict())
     if options.checkpointing:
@@ -248,7 +251,10 @@ def _trl_trainer(case: Case, samples: list[Sample], *, compact: bool) -> Any:
 
 
 def fill_adapter(named: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """The same numbers on every side, none of them 0: an adapter that begins as one has gradients in one half only."""
+    """Fill the adapter with the same nonzero values on every side.
+
+    With the usual initialization (one half zero), only one half has gradients.
+    """
     for name, parameter in named:
         generator = torch.Generator().manual_seed(zlib.crc32(name.replace(".default", "").encode()))
         values = 0.02 * torch.randn(parameter.shape, generator=generator)

@@ -1,14 +1,14 @@
-"""What --verify-weight-sync every costs: its share of a step, for each engine, on a rollout that is not tiny.
+"""Cost of --verify-weight-sync every: its share of a step, for each engine, on a rollout of realistic size.
 
     python benchmarks/sync_check.py --vllm-python .venv-vllm/bin/python     # hf, vllm, vllm-server
-    python benchmarks/sync_check.py --quick --engines hf                    # seconds, and no file is written
+    python benchmarks/sync_check.py --quick --engines hf                    # seconds; writes no file
 
-The cost of a check grows with the weights (checksums on both sides) and not with the rollout: its probe is 208
-tokens of prompts and 16 of answers, whatever a step trains on. So its share depends on the tokens of a step. Here they
-are about 30,000, on 2 M random parameters on a CPU; a GPU trains on hundreds of thousands. Numerator and denominator
-are seconds of the same step (`weight_sync/verify_s`, which holds the checksums made while weights are handed over, and
-`perf/step_s`), so that a busy machine slows down both; the median over steps counts, without the first. With
---staleness above 0 generation goes on while the probe is answered, which then waits its turn.
+The cost of a check grows with the weights (checksums on both sides), not with the rollout: its probe always has 208
+prompt tokens and 16 response tokens. Its share therefore depends on the tokens of a step: here about 30,000, with 2 M
+random parameters on a CPU; a GPU trains on hundreds of thousands. Both times are from the same step
+(`weight_sync/verify_s`, which includes the checksums computed during the weight sync, and `perf/step_s`), so that load on
+the machine affects both. The result is the median over steps, except the first. With --staleness above 0, generation
+continues while the probe runs, and the probe waits in the queue.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def measure(engine: str, age: int, args: argparse.Namespace) -> dict[str, Any]:
-    """One run."""
+    """Run one configuration."""
     steps, samples, length, size = (3, 2, 16, "0.1M") if args.quick else (args.steps, 16, 64, "2M")
     with tempfile.TemporaryDirectory() as folder:
         model = save_tiny_checkpoint(Path(folder) / "model", **SIZES[size], max_position_embeddings=512)

@@ -1,17 +1,16 @@
-"""Tokens per second of every engine, end to end: weights are handed over, then a rollout is made. And of TRL with vLLM.
+"""Tokens per second of every engine, for weight sync plus rollout, and of TRL with vLLM.
 
     python benchmarks/throughput.py --vllm-python .venv-vllm/bin/python                # hf, vllm, vllm-server
     python benchmarks/throughput.py --vllm-python ... --trl-python ~/trl/bin/python    # and TRL's generation
     python benchmarks/throughput.py --quick --engines hf                               # seconds
 
-Each engine lives in a process of its own, on the same random model in float32, and makes the same prompts' samples, at
-temperature 1 and with its log-probabilities. They take turns, one round each and the first to warm up; while one works
-the others sleep. What counts is the median over rounds of the ratio to `hf` in the same round. Responses end at a token
-that comes with a chance of about 1 in 264, or at the limit.
+Each engine runs in a separate process with the same random float32 model and the same prompts, at temperature 1 and
+with logprobs. Engines alternate, one round each, with one warm-up round; idle engines sleep. The result is the median
+over rounds of the ratio to `hf` in the same round. Responses end at a token with a probability of about 1 in 264, or at
+the length limit.
 
-TRL: `VLLMGeneration` in mode "colocate", which its trainers generate with. It cannot hand over weights to vLLM on a CPU
-(packed layers there have no `weight_loader`, which it asks for: AttributeError), so its rounds are generation
-alone: compare with `generate_only`.
+TRL: `VLLMGeneration` in mode "colocate", which its trainers use. It cannot sync weights to vLLM on a CPU (packed layers
+have no `weight_loader` there: AttributeError), so its rounds only generate: compare with `generate_only`.
 """
 
 import argparse
@@ -42,7 +41,7 @@ SIZES = {
         "head_dim": 64,
     },
 }
-Round = dict[str, float]  # tokens, seconds to hand over (where that can be) and to generate
+Round = dict[str, float]  # tokens, seconds of the weight sync (if possible) and of generation
 
 
 def main() -> None:
@@ -62,7 +61,7 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="a small model and rollout; that it runs, not how fast")
     parser.add_argument("--json", type=Path, help="write the report to this file")
-    parser.add_argument("--side", help=argparse.SUPPRESS)  # of a process that this program starts
+    parser.add_argument("--side", help=argparse.SUPPRESS)  # internal: passed to the processes that this script starts
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.quick:
@@ -91,11 +90,11 @@ def compare(size: str, args: argparse.Namespace) -> list[dict[str, Any]]:
             for number in range(args.rounds + 1):
                 for side in sides if number % 2 else reversed(sides):
                     found = ask(processes[side])
-                    if number:  # the first warms up
+                    if number:  # the first round is a warm-up
                         rounds[side].append(found)
         finally:
             for process in processes.values():
-                process.communicate()  # its input ends, and so does it
+                process.communicate()  # ends the process by closing its input
     rows = [summary(size, side, rounds) for side in sides]
     for row in rows:
         print(json.dumps(row), flush=True)
@@ -103,7 +102,7 @@ def compare(size: str, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def start(side: str, model: Path, args: argparse.Namespace) -> "subprocess.Popen[str]":
-    """Its process; it waits until it is asked."""
+    """Start the process of a side. It waits for input."""
     python = {"vllm": args.vllm_python, "trl": args.trl_python}.get(side, sys.executable)
     own = ["--side", side, "--model", str(model), "--vllm-python", str(args.vllm_python)]
     own += ["--compile"] * args.compile + [
@@ -123,10 +122,10 @@ def ask(process: "subprocess.Popen[str]") -> Round:
     assert process.stdout is not None
     process.stdin.write("go\n")
     process.stdin.flush()
-    for line in process.stdout:  # engines say other things too
+    for line in process.stdout:  # engines also print other lines
         if line.startswith("{"):
             return json.loads(line)
-    sys.exit(f"{process.args[1:4]} ended")  # pyright: ignore[reportIndexIssue] - a list, made above
+    sys.exit(f"{process.args[1:4]} ended")  # pyright: ignore[reportIndexIssue] - a list, see `start`
 
 
 def run_side(args: argparse.Namespace) -> None:
@@ -140,7 +139,7 @@ def run_side(args: argparse.Namespace) -> None:
 
 
 def serve(make: Callable[[], Round]) -> None:
-    """One round for each line of the input."""
+    """Run one round per input line."""
     for _ in sys.stdin:
         print(json.dumps(make()), flush=True)
 
@@ -183,7 +182,7 @@ def engine_side(args: argparse.Namespace) -> Iterator[Callable[[], Round]]:
         nonlocal version
         version += 1
         for tensor in weights.values():
-            tensor.mul_(1.0 + 1e-4)  # so that all of it is pushed
+            tensor.mul_(1.0 + 1e-4)  # change all weights, so that all are sent
         begin = time.perf_counter()
         engine.wake_up()
         engine.update_weights(weights.items(), version)
@@ -224,7 +223,7 @@ def trl_side(args: argparse.Namespace) -> Callable[[], Round]:
 
 
 def summary(size: str, side: str, rounds: dict[str, list[Round]]) -> dict[str, Any]:
-    """Of one side; ratios are those of what one round of it and of `hf` gave."""
+    """Summarize one side. Ratios compare the same round of this side and `hf`."""
     own = rounds[side]
     hands_over = all("hand_over" in found for found in own)
 

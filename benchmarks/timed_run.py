@@ -1,10 +1,9 @@
-"""`fsdptrain [flags]` until its first optimizer step is done, with the seconds of each part of the way as JSON: of wall
-time, and of CPU time of this process.
+"""Run `fsdptrain [flags]` until its first optimizer step and write the wall and CPU seconds of each part as JSON.
 
     python benchmarks/timed_run.py REPORT BEGIN [flags]     # BEGIN: time.monotonic() when the command was given
 
-`startup.py` calls it. The command is the real one; its functions are timed from outside, by a clock around each. A part
-that runs within another is not counted there. One process, one device.
+Called by `startup.py`. Runs the real command and times its functions from outside. A nested part is not counted in the
+outer one. One process, one device.
 """
 
 import functools
@@ -23,12 +22,12 @@ def now() -> tuple[float, float]:
 
 
 class Components:
-    """Seconds (wall, CPU) by part, in the order in which parts began; `rest` is what no part took."""
+    """Seconds (wall, CPU) by part, in the order of their start. `rest` is the time outside all parts."""
 
     def __init__(self, begin: float) -> None:
         self.seconds = {"interpreter": (time.monotonic() - begin, time.process_time())}
         self._begin = begin
-        self._inner = [(0.0, 0.0)]  # seconds of parts within those that are open
+        self._inner = [(0.0, 0.0)]  # seconds of nested parts, for each open part
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -43,7 +42,7 @@ class Components:
             self._inner[-1] = _plus(self._inner[-1], took)
 
     def around(self, owner: Any, attribute: str, name: str) -> None:
-        """`owner.attribute` is a part of this name whenever it is called."""
+        """Time every call of `owner.attribute` as part `name`."""
         inner: Callable[..., Any] = vars(owner)[attribute]
 
         @functools.wraps(inner)
@@ -54,7 +53,7 @@ class Components:
         setattr(owner, attribute, timed)
 
     def report(self) -> dict[str, dict[str, float]]:
-        """clock -> part -> seconds."""
+        """Return clock -> part -> seconds."""
         totals = {"wall": time.monotonic() - self._begin, "cpu": time.process_time()}
         found = {}
         for place, (clock, total) in enumerate(totals.items()):
@@ -111,7 +110,7 @@ def main() -> None:
         with part("first step"):
             step(*args, **kwargs)
         target.write_text(json.dumps(part.report()))
-        os._exit(0)  # what was asked for is there
+        os._exit(0)  # the report is complete
 
     fsdp.FSDPBackend.train_step = first_step
     sys.exit(cli.run(argv))

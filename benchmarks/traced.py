@@ -1,4 +1,4 @@
-"""Where the time of a traced step goes: by part, by operation, and as a picture."""
+"""Time of a traced step, by part and by operation, and a chart."""
 
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.autograd import DeviceType
 
-# What autograd and torch call each part: seconds of all that ran inside of it, and nothing is in two parts.
+# Names in autograd and torch for each part. Parts do not overlap; a part includes everything called inside it.
 _PARTS = {
     "head": ("_ChunkedLogprobs", "_ChunkedLogprobsBackward"),
     "optimizer": ("Optimizer.step#",),
@@ -21,7 +21,7 @@ _PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_")
 
 
 def longest(tracer: Any, count: int = 25) -> list[dict[str, Any]]:
-    """What took longest on the device, else on the CPU, without what it called. [ms]"""
+    """Return the longest operations on the device, or on the CPU without one, excluding nested calls. [ms]"""
     calls: Counter[str] = Counter()
     busy: defaultdict[str, float] = defaultdict(float)
     for event in _at_work(tracer):
@@ -35,17 +35,17 @@ def longest(tracer: Any, count: int = 25) -> list[dict[str, Any]]:
 
 
 def parts(tracer: Any) -> dict[str, float]:
-    """Share of each part of the step, with all that it called; `layers and the rest` is what is left.
+    """Return the fraction of each part of the step, including nested calls. `layers and the rest` is the remainder.
 
-    The head is what makes log-probabilities and their gradients. All but its matrix products is what it costs over
-    a head that could not be spared, but for the logits that are computed a second time.
+    The head computes logprobs and their gradients. Its time without matrix products is its overhead over a minimal
+    head, except for the logits that are computed a second time.
     """
     working = _at_work(tracer)
     whole, on_device = sum(map(_own, working)), bool(working) and _of_device(working[0])
     spent = dict.fromkeys([*_PARTS, "products"], 0.0)
     for event in tracer.events():
         if _of_device(event):
-            continue  # it is in the time of the operation that launched it
+            continue  # included in the operation that launched it
         part, around = _part(event.name), _part_around(event)
         if part is not None and around is None:
             spent[part] += _with_all_called(event, on_device=on_device)
@@ -58,10 +58,10 @@ def parts(tracer: Any) -> dict[str, float]:
 
 
 def _at_work(tracer: Any) -> list[Any]:
-    """Events that together are the work, each once: those of the device where there are some, else of the CPU.
+    """Return the events that make up the total time, each once: device events if there are any, else CPU events.
 
-    On a device a kernel is an event of its own, it is in the time of each operation around its launch, and a range that
-    somebody named (FSDP::..., Optimizer.step#...) has a copy there that spans its kernels. Only the kernels count.
+    A device kernel is a separate event, and is also part of the time of every operation around its launch. A named
+    range (FSDP::..., Optimizer.step#...) has a copy on the device that spans its kernels. Only the kernels count.
     """
     events = list(tracer.events())
     return [e for e in events if _of_device(e) and not e.is_user_annotation] or [e for e in events if not _of_device(e)]
@@ -72,15 +72,15 @@ def _of_device(event: Any) -> bool:
 
 
 def _own(event: Any) -> float:
-    """Without what it called. [us]"""
+    """Return the time without nested calls. [us]"""
     return event.time_range.elapsed_us() if _of_device(event) else event.self_cpu_time_total
 
 
 def _with_all_called(event: Any, *, on_device: bool) -> float:
-    """Of an operation of the CPU; the time of its kernels where they are what works. [us]"""
+    """Return the time of a CPU operation with nested calls: kernel time if the device does the work. [us]"""
     if not on_device:
         return event.cpu_time_total
-    own = sum(kernel.duration for kernel in event.kernels if kernel.name != event.name)  # that is a named range's copy
+    own = sum(kernel.duration for kernel in event.kernels if kernel.name != event.name)  # skips a named range's copy
     return own + sum(_with_all_called(child, on_device=True) for child in event.cpu_children)
 
 
@@ -97,7 +97,7 @@ def _part_around(event: Any) -> str | None:
 
 
 def draw(path: Path, shares: dict[str, dict[str, float]], title: str) -> None:
-    """A bar for each case, cut into its parts."""
+    """Draw a bar for each case, divided into its parts."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,11 +1,11 @@
-"""What the ranks of a mesh send each other in a training step, from the model on meta and the sizes of the axes.
+"""Bytes that the ranks of a mesh send in a training step, from the model on meta and the sizes of the axes.
 
     found = step_traffic(model, config, pieces, [Pack(8192, 8000)] * 4)
     sum(x.sent for x in found if x.axis == "tensor")
 
-Bytes that leave one rank where a collective goes round in a ring, which is the least that any algorithm needs:
-(n - 1) / n of what is gathered or reduced, twice that for an all-reduce, and of an all-to-all what is not for the rank
-itself where experts are balanced. Not counted: norms, metrics and flags, some numbers in each step.
+Counts the bytes that leave one rank in a ring collective, the minimum of any algorithm: (n - 1) / n of the gathered or
+reduced size, twice that for an all-reduce; for an all-to-all, everything that is not for the rank itself, with balanced
+experts. Norms, metrics and flags (a few numbers per step) are not counted.
 """
 
 import math
@@ -37,8 +37,8 @@ from fsdptrain.model.structure import (
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
 Axis = Literal["shard", "replicate", "expert_shard", "tensor", "expert", "context"]
 
-_REDUCED = 4  # bytes: gradients are summed in float32
-_LOGITS = 4  # and what is summed over the vocabulary
+_REDUCED = 4  # bytes: gradients are reduced in float32
+_LOGITS = 4  # bytes: so are sums over the vocabulary
 _OF_A_WEIGHT = {
     *("colwise", "colwise_rep", "colwise_gather_output", "rowwise", "rowwise_rep", "rowwise_split_input"),
     *("embedding_rowwise", "replicated_with_grad_allreduce"),
@@ -47,21 +47,21 @@ _OF_A_WEIGHT = {
 
 @dataclass(frozen=True)
 class Pack:
-    """With --context-parallel-size of all ranks that share it."""
+    """The size of a pack. With --context-parallel-size, of all ranks that share it."""
 
-    tokens: int  # of the model's rows, which each of these ranks has as many of
+    tokens: int  # rows of the model; each of these ranks has the same number
     loss_tokens: int
 
 
 @dataclass(frozen=True)
 class Collective:
-    """All calls of a kind over one axis, in one step of one rank."""
+    """All calls of one kind over one axis, for one step of one rank."""
 
     kind: Kind
     axis: Axis
-    ranks: int  # of the axis
+    ranks: int  # on the axis
     calls: int
-    size: float  # bytes of the whole tensors: gathered, reduced, or what a rank hands to an all-to-all
+    size: float  # bytes of the full tensors: gathered, reduced, or the input of an all-to-all
 
     @property
     def sent(self) -> float:
@@ -70,7 +70,10 @@ class Collective:
 
 
 def step_traffic(model: PreTrainedModel, config: Config, pieces: Pieces, packs: Sequence[Pack]) -> list[Collective]:
-    """Of forward and backward of `packs`, one rank's, and the reduction of gradients; without scoring before it."""
+    """Count the collectives of one rank's forward and backward of `packs`, including gradient reduction.
+
+    Excludes scoring.
+    """
     found: dict[tuple[Kind, Axis], tuple[int, float]] = {}
     grid, itemsize = pieces.grid, getattr(torch, config.compute_dtype_name).itemsize
     for kind, axis, calls, size in (
@@ -98,7 +101,7 @@ def _ranks(grid: Grid, axis: Axis) -> int:
 
 
 def _sharding(model: PreTrainedModel, config: Config, pieces: Pieces, itemsize: int, num_packs: int) -> Iterator[_Call]:
-    """FSDP: layers are gathered for forward and backward, the rest once; gradients are reduced after each pack."""
+    """FSDP: gather layers for forward and backward, the rest once; reduce gradients after each pack."""
     again = 2 if config.fsdp.reshard_after_forward else 1
     groups = [(pieces.of(layer.parameters()), again) for layer in repeated_layers(model)]
     for own, gathers in (*groups, (pieces.outside_layers, 1)):
@@ -121,7 +124,7 @@ def _group(
 
 
 def _splitting(model: PreTrainedModel, config: Config, pieces: Pieces, itemsize: int, pack: Pack) -> Iterator[_Call]:
-    """Hidden states between tensor ranks, tokens between those of experts, heads between those of a context."""
+    """Tensor ranks exchange hidden states, expert ranks tokens, context ranks heads."""
     context = pieces.grid.context
     own = Pack(pack.tokens // context, math.ceil(pack.loss_tokens / context))
     if context > 1:
@@ -155,8 +158,12 @@ def _layer(
     *,
     again: bool,
 ) -> Iterator[_Call]:
-    """`mixers`: those that the tokens of a context group are gathered around. `again`: its forward pass is done twice,
-    the second time without its end, from which nothing is needed."""
+    """Count the collectives of one layer.
+
+    Args:
+        mixers: mixers for which the tokens of a context group are gathered.
+        again: the forward pass runs twice, the second time without its last collective, whose result is not needed.
+    """
     forward: list[_Call] = []
     gathered = [name for name, _ in members if name in mixers]
     whole = tokens * pieces.grid.context
@@ -188,7 +195,7 @@ def _mixing(
     itemsize: int,
     tokens: int,
 ) -> Iterator[tuple[list[_Call], list[_Call]]]:
-    """(in the forward pass, in the backward pass) of what mixes tokens of a layer, which are dealt over ranks."""
+    """Yield the (forward, backward) collectives of the mixers of a layer whose tokens are sharded over ranks."""
     if grid.context == 1:
         return
     gathered = [name for name, _ in members if name in mixers]
@@ -204,11 +211,11 @@ def _mixing(
 def _module(
     name: str, module: nn.Module, plan: SplitPlan, itemsize: int, tokens: int
 ) -> tuple[list[_Call], list[_Call]]:
-    """(in the forward pass, in the backward pass) of one module by its style."""
+    """Return the (forward, backward) collectives of one module, by its sharding style."""
     style = plan.tensor.get(name)
     if style in (None, "replicate", "local_params"):
         return [], []
-    if style == "mla_kv_a_proj":  # the gradient of the part of keys that every head sees
+    if style == "mla_kv_a_proj":  # gradient of the part of the keys shared by all heads
         shared = cast(Any, module).config.qk_rope_head_dim
         return [], [("all-reduce", "tensor", 1, itemsize * tokens * shared)]
     if style not in _OF_A_WEIGHT:
@@ -227,9 +234,9 @@ def _module(
 
 
 def _attention(text: PreTrainedConfig, grid: Grid, itemsize: int, tokens: int) -> list[_Call]:
-    """Queries, keys and values of own tokens for the heads of others, and what attention makes of them; backward alike.
+    """Exchange queries, keys and values for heads, and the attention output back. The backward is the same.
 
-    Keys and values as often as `Context.to_heads` repeats them.
+    Keys and values count as often as `Context.to_heads` repeats them.
     """
     heads = text.num_attention_heads // grid.tensor
     shared = (getattr(text, "num_key_value_heads", None) or text.num_attention_heads) // grid.tensor
@@ -240,10 +247,10 @@ def _attention(text: PreTrainedConfig, grid: Grid, itemsize: int, tokens: int) -
 
 
 def _experts(model: PreTrainedModel, grid: Grid, itemsize: int, tokens: int) -> tuple[list[_Call], list[_Call]]:
-    """Tokens go to their experts and back, forward and backward; of a tensor group each rank sends its share."""
+    """Send tokens to experts and back, forward and backward. Each rank of a tensor group sends its share."""
     choice, width = expert_choice(model.config), model.config.get_text_config().hidden_size
     assert choice is not None, "experts that are split are counted in the config"
-    sent = itemsize * tokens * choice.top_k * width / grid.tensor  # on average: a share may be a token longer
+    sent = itemsize * tokens * choice.top_k * width / grid.tensor  # on average: a share may be one token longer
     padded = math.ceil(tokens / grid.tensor) * grid.tensor
     whole: _Call = "all-gather", "tensor", 1, itemsize * padded * width
     counts: _Call = "all-to-all", "expert", 1, 8 * choice.num_experts
@@ -254,7 +261,7 @@ def _experts(model: PreTrainedModel, grid: Grid, itemsize: int, tokens: int) -> 
 
 
 def _head(model: PreTrainedModel, config: Config, itemsize: int, pack: Pack) -> Iterator[_Call]:
-    """Logprobs over parts of the vocabulary: a maximum and three sums of each token, and the gradient of hidden."""
+    """Compute logprobs over a sharded vocabulary: a maximum and three sums per token, and the hidden gradient."""
     chunks = math.ceil(pack.loss_tokens / config.model.logprob_chunk_size)
     yield "all-reduce", "tensor", 2 * chunks, (1 + 3) * _LOGITS * pack.loss_tokens
     width = model.config.get_text_config().hidden_size

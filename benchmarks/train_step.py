@@ -1,24 +1,25 @@
-"""One training step on canned rollouts, ours against TRL's GRPOTrainer: same model, same samples, same loss.
+"""One training step on canned rollouts, fsdptrain against TRL's GRPOTrainer: same model, samples and loss.
 
     python benchmarks/train_step.py --json results/train_step.json    # minutes on two quiet cores
-    python benchmarks/train_step.py --quick                           # seconds: that it runs and agrees, not how fast
+    python benchmarks/train_step.py --quick                           # seconds: checks agreement, not speed
 
-Each side is a process of its own, so that its peak of memory is its own; they take turns, and the median of the ratios
-of a round counts. A step is all that happens between the samples of a rollout and the new weights: planning, packing or
-padding, forward, loss, backward, the gradient's norm and AdamW (its learning rate is 0, so that every round computes
-the same). Generation is no part of it, nor are rewards. Old logprobs are canned too, off the policy by a noise, so that
-ratios differ from 1 and some are clipped; the reference of --kl is a model of other random weights, but with --lora,
-where it is the policy without its adapter. Loss and gradient norm of all sides must agree.
+Each side is a separate process with its own peak memory. Sides alternate, and the median of the ratios within rounds
+counts. A step is everything between the samples of a rollout and the new weights: planning, packing or padding,
+forward, loss, backward, gradient norm and AdamW (with learning rate 0, so that every round computes the same). It
+excludes generation and rewards. Old logprobs are canned too, with noise, so that ratios differ from 1 and some are
+clipped. The reference of --kl is a model with other random weights, except with --lora, where it is the policy without
+its adapter. Loss and gradient norm of all sides must agree.
 
-    ours      fsdptrain's backend and plan, as a run has them; on a GPU with --prefix-sharing on, which no run has there
-              unless it asks for it
+    ours      fsdptrain's backend and plan as in a run; on a GPU with --prefix-sharing on, which is not the default
+    there
     packed    the same with --prefix-sharing off
-    stock     TRL's GRPOTrainer on a CPU, which scores every position, prompts and padding too
+    stock     TRL's GRPOTrainer on a CPU, which scores every position, prompts and padding included
     compact   the same, scoring completions only, as TRL does on a GPU with Triton
 
-Tokens are those of prompts and completions, however often they are computed. --lengths equal: completions and prompts
-of one length each, the best case of padding. On a GPU the phases are those of the host, which runs ahead of the device;
-the whole step is waited for. --bf16: our compute dtype, and autocast for TRL, both over float32 weights.
+Tokens are those of prompts and completions, counted once even if computed several times. --lengths equal: all
+completions have one length and all prompts have one length, the best case for padding. On a GPU, phase times are host
+times, and the host runs ahead of the device; the time of the whole step waits for the device. --bf16: the compute dtype
+of fsdptrain, and autocast for TRL, both over float32 weights.
 """
 
 import argparse
@@ -45,7 +46,7 @@ PHASES = ("prepare", "score", "forward", "backward and optimizer")
 
 
 def work(side: str, case: Case, pipe: Connection) -> None:
-    """A process of one side: a step for each message, until there are no more."""
+    """Run a process of one side: one step per message, until the end message."""
     samples = make_samples(case)
     if side in ("ours", "packed"):
         made = our_side(
@@ -70,7 +71,7 @@ def work(side: str, case: Case, pipe: Connection) -> None:
 
 
 def measure(case: Case) -> Iterator[dict[str, Any]]:
-    """All sides in turn, one process at a time at work; what is known so far, after each round."""
+    """Run the sides in turn, one at a time. Yields the results so far after each round."""
     context = multiprocessing.get_context("spawn")
     pipes: dict[str, Connection] = {}
     workers, left_out = [], {}
@@ -94,7 +95,7 @@ def measure(case: Case) -> Iterator[dict[str, Any]]:
             found[side] = pipes[side].recv()
         require_agreement(found, TOLERANCES[case.options.bf16], case=case.name)
         print(f"  {case.name}: " + ", ".join(f"{s} {r['wall_s']:.2f} s" for s, r in found.items()), file=sys.stderr)
-        if number:  # the first warms up
+        if number:  # the first round is a warm-up
             runs.append(found)
             known = {"case": case.name, "tokens": tokens, "left_out": left_out, **summary(runs, tokens), "runs": runs}
             yield known
@@ -108,7 +109,7 @@ def measure(case: Case) -> Iterator[dict[str, Any]]:
 
 
 def summary(runs: list[dict[str, dict[str, float]]], tokens: int) -> dict[str, Any]:
-    """Medians by side, and of `ours` against each other side the median, least and most of the paired ratios."""
+    """Return medians by side, and the spread of the paired ratios of each other side to `ours`."""
     sides = list(runs[0])
     result: dict[str, Any] = {"sides": {}}
     for side in sides:
@@ -162,7 +163,7 @@ def parsed() -> argparse.Namespace:
 
 
 def save_models(folder: Path, options: argparse.Namespace, vocab: int) -> None:
-    """Policy and reference, each with random weights of its own."""
+    """Save policy and reference, with different random weights."""
     for number, name in enumerate(("policy", "reference")):
         torch.manual_seed(options.seed + number)
         save_model(folder / name, options, vocab)
@@ -187,7 +188,7 @@ def save_model(folder: Path, options: argparse.Namespace, vocab: int) -> None:
 
 
 def by_phase(row: dict[str, Any]) -> str:
-    """Seconds of each side, whole and by phase, its tokens and its memory, as Markdown."""
+    """Format the seconds of each side, total and by phase, its tokens and its memory, as Markdown."""
     found = []
     for side, medians in row["sides"].items():
         seconds = {f"{name} [s]": medians.get(f"{name}_s") for name in ("wall", *PHASES, "cpu")}
@@ -205,7 +206,7 @@ def report(begin: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, An
 
     return {
         **begin,
-        "speedup_median": worst("stock_over_ours_wall"),  # of the ragged cases the one that gains least
+        "speedup_median": worst("stock_over_ours_wall"),  # smallest gain over the ragged cases
         "speedup_compact_median": worst("compact_over_ours_wall"),
         "peak_memory_ratio": max((row["memory_of_stock"] for row in ragged if "memory_of_stock" in row), default=None),
         "results": results,
@@ -221,7 +222,7 @@ def main() -> None:
             for lengths in options.lengths:
                 row: dict[str, Any] = {}
                 for row in measure(Case(folder, vocab, lengths, options)):
-                    write(options.json, report(begin, [*results, row]))  # what is measured stays, whatever comes
+                    write(options.json, report(begin, [*results, row]))  # survives a failure
                 results.append(row)
                 print(json.dumps({key: value for key, value in row.items() if key != "runs"}))
                 print(by_phase(row))

@@ -1,14 +1,17 @@
-"""Training on megatron-core. The only package that imports megatron, and only when --backend megatron asks for it."""
+"""Training on megatron-core. Only this package imports megatron, and only with --backend megatron."""
 
 from importlib.metadata import PackageNotFoundError, version
 
 from fsdptrain.errors import ConfigError
 
-TESTED = ((0, 16), (0, 17))  # megatron-core: from, and below
+TESTED = ((0, 16), (0, 17))  # megatron-core versions: minimum (inclusive), maximum (exclusive)
 
 
 def require_megatron() -> str:
-    """The version of megatron-core. ConfigError where it, or what it needs, is missing, or was not tested."""
+    """Return the version of megatron-core.
+
+    Raises ConfigError if megatron-core or einops is missing, or if the version is not tested.
+    """
     remedy = "pip install 'fsdptrain[megatron]', or use --backend fsdp"
     try:
         found = version("megatron-core")

@@ -1,4 +1,4 @@
-"""The training backend on megatron-core: the same recipes, losses, packs and engines, another program for the model."""
+"""The megatron-core training backend. It uses the same recipes, losses, packs and engines as FSDP."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -53,7 +53,7 @@ from fsdptrain.types import LogProbs, LossConfig, LossOutput, Metrics, PackedBat
 class MegatronBackend:
     """Owns the policy, its optimizer and its reference. Every method is collective.
 
-    Each pipeline and tensor-parallel rank of a replica is given the same packs. Dropout is always off.
+    All pipeline and tensor-parallel ranks of a replica receive the same packs. Dropout is always off.
     """
 
     features = NO_FEATURES
@@ -102,7 +102,7 @@ class MegatronBackend:
 
     @property
     def model(self) -> PreTrainedModel:
-        """As transformers describes it, on meta: the weights are in megatron-core's."""
+        """The transformers model on meta. The weights are in the megatron-core model."""
         return self._stock
 
     @property
@@ -111,14 +111,14 @@ class MegatronBackend:
 
     @property
     def lines(self) -> list[str]:
-        """For the log."""
+        """Log lines that describe the backend."""
         return [*self.report.lines, self._masters.line, self._conversion.line, self.layout_probe.line]
 
     def kernels(self) -> list[Kernel]:
         return [*self.report.kernels, self._conversion]
 
     def score(self, batches: Sequence[PackedBatch], model: ModelRole) -> list[LogProbs]:
-        """Log-probabilities at the temperature of the rollout, without gradient, on the CPU, for each batch."""
+        """Compute logprobs at the rollout temperature without gradient. Returns CPU tensors, one per batch."""
         moved = [batch.to(self.device) for batch in batches]
         with torch.no_grad(), self._weights_of(model):
             found = self._run(moved, self._scored, train=False)
@@ -128,10 +128,10 @@ class MegatronBackend:
         return self._scorer(self._model, hidden, batch, with_entropy=False).values
 
     def train_step(self, batches: Sequence[PackedBatch], loss: Loss, config: LossConfig) -> Metrics:
-        """One optimizer step over the packs of this rank; every rank passes the same number of packs.
+        """Run one optimizer step over the packs of this rank. Every rank passes the same number of packs.
 
-        As FSDPBackend's: without a loss token on any rank only the schedule goes on, and gradients that are not finite
-        are dropped on every rank.
+        As in FSDPBackend: without loss tokens on any rank only the schedule advances, and non-finite gradients are
+        dropped on every rank.
         """
         if not batches[0].num_loss_tokens:  # of the whole step: the same on every rank
             return self._optimizer.pass_over()
@@ -147,7 +147,7 @@ class MegatronBackend:
         sums = MetricSums(copies=self._config.pack_copies, checked=self._config.algorithm.loss not in LOSSES)
         for output in outputs:
             sums.add(output.metrics)
-        if self._groups.stage.size() > 1:  # the last has them; the trainer of each logs the same
+        if self._groups.stage.size() > 1:  # the last stage has the metrics; broadcast them for the logs
             sums.broadcast(self._groups.stage, src=self._groups.stage.size() - 1, device=self.device)
         metrics, norm, finite = sums.reduce(self._optimizer.clip())
         metrics = finish_metrics(metrics) | self._optimizer.end_step(norm, finite=finite)
@@ -156,35 +156,35 @@ class MegatronBackend:
         return metrics
 
     def update_reference(self) -> None:
-        """Make the present policy the reference. Checkpoints hold it from now on."""
+        """Copy the current policy to the reference. Later checkpoints include the reference."""
         self._bank.copy_from(self._model)
         self._reference_moved = True
 
     def hf_weights(self, naming: Naming = "hub") -> Iterator[tuple[str, Tensor]]:
-        """Full tensors in the compute dtype, layer by layer, on the device; every rank gets each and takes each."""
+        """Yield full tensors in the compute dtype on the device, layer by layer. All ranks must iterate to the end."""
         stream = self._bridge.stream() if self._bridge else self.weights.stream(dtype=self.compute_dtype)
         return stream if naming == "hub" else by_module(stream, self._stock)
 
     def push_weights(self, engine: RolloutEngine, policy_version: int) -> bool:
-        """Whole weights are all there is to send."""
+        """Return False: this backend only streams full weights."""
         del engine, policy_version
         return False
 
     def export(self, target: Path) -> None:
-        """Write the policy as a Hugging Face folder, in the dtype of the checkpoint that it came from."""
+        """Write the policy as a Hugging Face folder, in the dtype of the source checkpoint."""
         stored = stored_dtype(self.checkpoint_path)
         dtype = getattr(torch, stored) if stored else self.compute_dtype
         export_hf(self.weights, self._masters, self.checkpoint_path, target, dtype=dtype)
 
     def save(self, directory: Path, step: int) -> None:
-        """Into a folder that exists: see `CheckpointFolder.write`."""
+        """Save to an existing folder: see `CheckpointFolder.write`."""
         save_checkpoint(directory, self.weights, self._masters, self._optimizer, step=step, model=self._identity)
         if self._reference_moved:
             with self._bank.swapped_into(self._model):
                 write_tensors(directory / REFERENCE, self.weights.plan(), self.weights.stream())
 
     def load(self, directory: Path) -> int:
-        """Returns the step that was saved. Raises CheckpointError."""
+        """Load a checkpoint and return its step. Raises CheckpointError."""
         step = load_checkpoint(directory, self.weights, self._masters, self._optimizer, model=self._identity)
         self._reference_moved = self._reference is not None and any_rank((directory / REFERENCE).is_dir())
         if self._reference_moved:
@@ -194,7 +194,10 @@ class MegatronBackend:
         return step
 
     def _load(self) -> ReferenceBank | None:
-        """The weights of --hf-checkpoint into the model; returns the reference, of --ref-load or of the same."""
+        """Load --hf-checkpoint into the model.
+
+        Returns the reference, from --ref-load if given, else from --hf-checkpoint. None if the run needs no reference.
+        """
         config = self._config
         bank = None
         if config.needs_reference and config.ref.load is not None:

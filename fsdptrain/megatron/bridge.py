@@ -1,8 +1,8 @@
-"""Weights converted by a bridge of others, where --megatron-bridge asks for one that knows the model.
+"""Convert weights with an external bridge, selected by --megatron-bridge.
 
-A bridge loads the files of --hf-checkpoint and names the weights that go to the rollout engine. What it does is
-compared with the table of this program, bit by bit, before the first step. Checkpoints and exports are made of float32
-masters, which no bridge knows: the table writes them.
+A bridge loads the files of --hf-checkpoint and names the weights for the rollout engine. Its results are compared
+bitwise with the conversion table of fsdptrain before the first step. Checkpoints and exports always use the table,
+because no bridge supports float32 masters.
 """
 
 import copy
@@ -38,16 +38,19 @@ _EXPERT = re.compile(r"(mlp\.experts\.linear_fc[12]\.weight)(\d+)")
 
 class Bridge(Protocol):
     def load(self, path: Path) -> None:
-        """The files of a checkpoint into the model. Collective."""
+        """Load the files of a checkpoint into the model. Collective."""
         ...
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
-        """(name in the files, whole tensor) of everything, on every rank. Collective."""
+        """Yield (name in the files, full tensor) for all weights, on every rank. Collective."""
         ...
 
 
 class MBridge:
-    """mbridge, told the names that megatron-core's plain layers would have in Transformer Engine: it knows no other."""
+    """Adapter for mbridge.
+
+    It maps the names of plain layers to those of Transformer Engine, the only ones that mbridge supports.
+    """
 
     def __init__(self, theirs: Any, model: "GPTModel", config: PreTrainedConfig) -> None:
         self._bridge, self._model, tensor = theirs, model, Groups.present().tensor.size()
@@ -64,13 +67,13 @@ class MBridge:
     def stream(self) -> Iterator[tuple[str, Tensor]]:
         told = set()
         for name, tensor in self._bridge.export_weights([self._model]):
-            if name not in told:  # the last stage has a tied head of its own
+            if name not in told:  # the last stage has its own copy of a tied head
                 told.add(name)
                 yield name, tensor
 
 
 class MegatronBridge:
-    """megatron-bridge. It imports Transformer Engine, and so has not run here: written against 0.3 to 0.7."""
+    """Adapter for megatron-bridge, written against 0.3 to 0.7. Not tested here: it requires Transformer Engine."""
 
     def __init__(self, theirs: Any, model: "GPTModel") -> None:
         self._bridge, self._model = theirs, model
@@ -87,10 +90,10 @@ class MegatronBridge:
 def choose_bridge(
     asked: str, model: "GPTModel", config: PreTrainedConfig, path: Path, dtype: torch.dtype
 ) -> tuple[Bridge | None, Kernel]:
-    """The bridge that --megatron-bridge names, and a line on it. None: the table, which is what `auto` means.
+    """Build the bridge selected by --megatron-bridge, and a line that describes it. Collective.
 
-    Where the bridge cannot be had the line is a fallback with all reasons: a warning, and with --strict an error.
-    Collective.
+    Returns None for `auto` and `own`, which use the table. If the bridge is not available, the line is a fallback with
+    all reasons: a warning, or an error with --strict.
     """
     if asked in ("auto", "own"):
         return None, Kernel("weights", _TABLE)
@@ -98,7 +101,7 @@ def choose_bridge(
     if not reasons:
         try:
             theirs = _theirs(asked, config, path, dtype)
-        except Exception as error:  # noqa: BLE001  # foreign code, which may break with any version of what it imports
+        except Exception as error:  # noqa: BLE001  # external code that may break with any version of its dependencies
             reasons = [f"it cannot be built for a {config.model_type}: {describe(error)}"]
     every = list(dict.fromkeys(reason for reasons in gather(reasons) for reason in reasons))
     if every:
@@ -108,7 +111,7 @@ def choose_bridge(
 
 
 def _theirs(asked: str, config: PreTrainedConfig, path: Path, dtype: torch.dtype) -> Any:
-    """The bridge itself, which knows nothing of our model yet."""
+    """Build the external bridge, not yet attached to the model."""
     if asked == "mbridge":
         with quiet_megatron():
             from mbridge import AutoBridge  # type: ignore[import-not-found]
@@ -121,15 +124,17 @@ def _theirs(asked: str, config: PreTrainedConfig, path: Path, dtype: torch.dtype
 
 
 def load_by_bridge(bridge: Bridge, asked: str, path: Path, weights: WeightMap) -> None:
-    """CheckpointError where it fails; NumericsError where it puts the files elsewhere in the model than the table, or
-    does not give back what is in them. Collective.
+    """Load the files with the bridge and verify the result against the table. Collective.
+
+    Raises CheckpointError if loading fails. Raises NumericsError if the bridge loads or exports other values than the
+    table.
     """
     with raise_on_all_ranks(CheckpointError, f"--megatron-bridge {asked}"):
         load_tensors(path, weights)
     wanted = _checksums(weights.stream())
     try:
         bridge.load(path)
-    except Exception as error:  # foreign code with collectives in it: of one rank alone torchrun tells the others
+    except Exception as error:  # external code with collectives: if only one rank fails, torchrun stops the others
         raise CheckpointError(f"--megatron-bridge {asked} cannot load {path}: {describe(error)}") from error
     _require_same(wanted, _checksums(weights.stream()), asked, "loads otherwise than the table")
     _require_same(wanted, _checksums(bridge.stream()), asked, "gives back otherwise than the table")
@@ -140,7 +145,7 @@ def _checksums(stream: Iterator[tuple[str, Tensor]]) -> dict[str, int]:
 
 
 def _require_same(wanted: Mapping[str, int], found: Mapping[str, int], asked: str, what: str) -> None:
-    """On all ranks or on none: what one data-parallel replica has may be another's no more."""
+    """Raise NumericsError on all ranks if any checksum differs. Data-parallel replicas may differ."""
     wrong = [name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name)]
     with raise_on_all_ranks(NumericsError, f"--megatron-bridge {asked}"):
         if wrong:
@@ -149,7 +154,7 @@ def _require_same(wanted: Mapping[str, int], found: Mapping[str, int], asked: st
 
 
 def _against(asked: str, model: "GPTModel", path: Path, dtype: torch.dtype) -> list[str]:
-    """Why the bridge is not even tried."""
+    """Return the reasons why the bridge cannot be used."""
     package = {"mbridge": "mbridge", "megatron-bridge": "megatron.bridge"}[asked]
     stored = stored_dtype(path)
     reasons = {
@@ -165,9 +170,9 @@ def _against(asked: str, model: "GPTModel", path: Path, dtype: torch.dtype) -> l
 
 
 def engine_names(model: "GPTModel", consider_ep: bool = True) -> dict[str, str]:
-    """Names of this rank's tensors, and those of the whole model in Transformer Engine. mbridge calls it.
+    """Map the names of this rank's tensors to those of the whole model in Transformer Engine. Called by mbridge.
 
-    consider_ep: number experts over all ranks, else over this one.
+    consider_ep: number experts over all ranks, else over this rank.
     """
     groups = Groups.present()
     per_rank = (model.config.num_moe_experts or 0) // groups.expert.size()
@@ -189,7 +194,7 @@ def engine_names(model: "GPTModel", consider_ep: bool = True) -> dict[str, str]:
 
 
 def _with_fused_norms(rest: str, is_sparse: bool) -> str:
-    """Name of a tensor of a layer, whose norms are in the matrices behind them."""
+    """Rename the norms of a layer, which Transformer Engine fuses into the following matrices."""
     if rest == "input_layernorm.weight":
         return "self_attention.linear_qkv.layer_norm_weight"
     if rest == "pre_mlp_layernorm.weight" and not is_sparse:

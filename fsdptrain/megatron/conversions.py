@@ -1,7 +1,7 @@
-"""How a tensor of megatron-core is made of tensors of the files, and taken apart again: pure moves of numbers.
+"""Convert tensors of the files to tensors of megatron-core and back. Conversions only rearrange values.
 
-Each conversion reads only the slices that one tensor-parallel rank owns, and joins the parts of all ranks. Since no
-number is changed, both ways together are bitwise exact, for weights as for anything of their shape (Adam's moments).
+Each conversion reads only the slices of one tensor-parallel rank, and joins the parts of all ranks. The round trip is
+bitwise exact, for weights and for tensors of the same shape (Adam's moments).
 """
 
 from collections.abc import Callable, Sequence
@@ -12,23 +12,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# From the name of a tensor of the files to something that can be sliced: a tensor, or what safetensors reads lazily.
+# Maps the name of a tensor in the files to a sliceable object: a tensor, or a lazy safetensors slice.
 Source = Callable[[str], Any]
 
 
 class Conversion(Protocol):
     def read(self, source: Source, names: Sequence[str], rank: int, size: int) -> Tensor:
-        """The part of tensor-parallel rank `rank` of `size`."""
+        """Read the part of tensor-parallel rank `rank` of `size`."""
         ...
 
     def join(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """From the parts of all tensor-parallel ranks to the whole tensors of the files."""
+        """Join the parts of all tensor-parallel ranks into the full tensors of the files."""
         ...
 
 
 @dataclass(frozen=True)
 class Copy:
-    """One tensor, the same on each rank."""
+    """One tensor, replicated on all ranks."""
 
     def read(self, source: Source, names: Sequence[str], rank: int, size: int) -> Tensor:
         return source(names[0])[:]
@@ -39,7 +39,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Columns:
-    """[D, F], each rank has its columns: the second matrix of a pair."""
+    """[D, F], sharded by columns: the second matrix of a pair."""
 
     def read(self, source: Source, names: Sequence[str], rank: int, size: int) -> Tensor:
         whole = source(names[0])
@@ -52,7 +52,7 @@ class Columns:
 
 @dataclass(frozen=True)
 class Stacked:
-    """Tensors [F, D] one above the other, such as gate and up: each rank has its rows of each of them."""
+    """Tensors [F, D] stacked along the rows, such as gate and up. Each of them is sharded by rows."""
 
     count: int
 
@@ -66,9 +66,9 @@ class Stacked:
 
 @dataclass(frozen=True)
 class QKV:
-    """Queries, keys and values by groups: of each key-value head first its queries, then its key, then its value."""
+    """Queries, keys and values by group: for each key-value head its queries, then its key, then its value."""
 
-    num_groups: int  # key-value heads, of all ranks
+    num_groups: int  # key-value heads over all ranks
     head_dim: int
 
     def read(self, source: Source, names: Sequence[str], rank: int, size: int) -> Tensor:
@@ -85,7 +85,7 @@ class QKV:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """[V, D] with zeros below, so that each rank has as many rows."""
+    """[V, D], zero-padded to the same number of rows on each rank."""
 
     size: int  # V
     padded: int

@@ -1,8 +1,8 @@
-"""What makes megatron-core 0.16 compute on CPUs with gloo, for tests and small models.
+"""Shims that let megatron-core 0.16 run on CPUs with gloo, for tests and small models.
 
-It names CUDA where any device would do. Each shim replaces one such name, for the whole process: so it is installed by
-one explicit call, never by an import, refuses where CUDA is present, and is listed in the build report. What else is
-replaced, where Transformer Engine is missing, is listed with it.
+megatron-core names CUDA in places where any device would work. Each shim replaces one such name for the whole process.
+Shims are installed by one explicit call, never by an import, and are rejected if CUDA is present. The build report
+lists them, together with the names replaced because Transformer Engine is missing.
 """
 
 import contextlib
@@ -15,11 +15,11 @@ from fsdptrain import platform
 from fsdptrain.errors import ConfigError
 from fsdptrain.megatron import require_megatron
 
-_replaced: dict[str, None] = {}  # in order; what is replaced is of the process, and so is this
+_replaced: dict[str, None] = {}  # insertion-ordered; global, because replacements are global to the process
 
 
 class _Stream:
-    """Work on a CPU is done when the call returns: there is nothing to wait for."""
+    """A stream that does nothing: CPU work is done when the call returns."""
 
     def __init__(self, *_: object, **__: object) -> None: ...
 
@@ -39,7 +39,7 @@ class _Stream:
 
 
 class _HostTorch:
-    """The module torch, whose factories make tensors on the host where "cuda" is asked for."""
+    """The torch module, with factories that create host tensors for device "cuda"."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -50,14 +50,17 @@ class _HostTorch:
 
 
 def prepare_megatron() -> None:
-    """Before anything of megatron-core is used: ConfigError where it is missing or another; on a CPU the shims."""
+    """Prepare to use megatron-core. Call it first.
+
+    Raises ConfigError if megatron-core is missing or not a tested version. Installs the shims on CPUs.
+    """
     require_megatron()
     if not platform.has_accelerator():
         install_cpu_shims()
 
 
 def install_cpu_shims() -> None:
-    """Once for a process; more calls change nothing. ConfigError where CUDA is present."""
+    """Install the shims once per process. Raises ConfigError if CUDA is present."""
     if torch.cuda.device_count():
         raise ConfigError(
             "the CPU shims of --backend megatron are not for a process that sees CUDA devices: hide them with "
@@ -75,7 +78,7 @@ def install_cpu_shims() -> None:
     to_host = dispatcher.maybe_move_tensor_to_cpu
 
     def as_list(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        if as_numpy and torch.is_tensor(tensor) and not tensor.is_cuda:  # the original forgets tensors of the host
+        if as_numpy and torch.is_tensor(tensor) and not tensor.is_cuda:  # the original ignores as_numpy on the host
             return tensor.numpy()
         return to_host(tensor, as_numpy, record_stream)
 
@@ -91,31 +94,33 @@ def install_cpu_shims() -> None:
     replace_name(generators, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state))
     replace_name(dispatcher, "maybe_move_tensor_to_cpu", as_list)
     replace_name(schedules, "torch", _HostTorch())
-    if "te_general_gemm" not in vars(moe_utils):  # defined only where Transformer Engine imports, and read always
+    if "te_general_gemm" not in vars(moe_utils):  # always read, but defined only if Transformer Engine imports
         replace_name(moe_utils, "te_general_gemm", None)
 
 
 def replace_name(module: Any, name: str, value: object) -> None:
-    """For the whole process, and listed."""
+    """Replace a name for the whole process and record it."""
     setattr(module, name, value)
     owner = module.__name__ if module is not torch.Tensor else "torch.Tensor"
     _replaced[f"{owner}.{name}"] = None
 
 
 def replaced() -> list[str]:
-    """Names of megatron-core and torch that are not their own in this process."""
+    """Return the names in megatron-core and torch that this process has replaced."""
     return list(_replaced)
 
 
 def ignore_older_names() -> None:
-    """megatron-core 0.16 calls collectives by names of which torch 2.13 warns: nothing that a user could change."""
+    """Ignore warnings about deprecated collectives: megatron-core 0.16 uses names that torch 2.13 deprecates."""
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
 
 
 @contextlib.contextmanager
 def quiet_megatron():
-    """megatron-core warns, when it is imported and when a model is built, of each package that it could use and does
-    not find: the build report says what is used."""
+    """Silence megatron-core's warnings about missing optional packages on import and model construction.
+
+    The build report lists what is used.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

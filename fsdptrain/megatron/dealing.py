@@ -1,8 +1,8 @@
-"""A pack dealt over the ranks of a context-parallel group, in zigzags; and what was said of its tokens, together again.
+"""Shard a pack over the ranks of a context-parallel group in zigzag order, and gather per-token values back.
 
-Each sequence is padded to a multiple of 2 R tokens, and with sequence parallel so that each rank's part divides into
-runs. Every rank computes the logprobs of its own tokens, and the loss of the whole pack from those of all: of its
-gradient it takes its own part, so that sums over ranks are right.
+Each sequence is padded to a multiple of 2 R tokens; with sequence parallelism also so that each rank's part divides
+evenly. Every rank computes the logprobs of its own tokens, gathers those of all tokens, and computes the loss of the
+whole pack. In the backward it takes its own part of the gradient, so that sums over ranks are correct.
 """
 
 from dataclasses import dataclass
@@ -22,22 +22,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Dealt:
-    """Which tokens of a pack this rank has."""
+    """The tokens of a pack that this rank holds."""
 
     group: dist.ProcessGroup
-    seqlens: tuple[int, ...]  # with padding
-    source: Tensor  # [T' / R] i64: the token of the pack at each place of this rank, 0 where there is none
+    seqlens: tuple[int, ...]  # padded
+    source: Tensor  # [T' / R] i64: index in the pack of each token on this rank, 0 for padding
     scored: Tensor  # [T' / R] bool: has a loss
-    places: Tensor  # [T] i64: of each token of the pack among the T' of all ranks
+    places: Tensor  # [T] i64: index of each token of the pack among the T' padded tokens of all ranks
 
     @property
     def own_positions(self) -> Tensor:
-        """Places, on this rank, of tokens with a loss; of one without where there is none, so that no kernel gets
-        nothing. [M] i64"""
+        """Indices on this rank of the tokens with a loss. [M] i64
+
+        If there are none, the index of one token without a loss, because kernels need at least one token.
+        """
         return self.scored.nonzero()[:, 0] if self.scored.any() else self.source.new_zeros(1)
 
     def inputs(self, batch: PackedBatch) -> dict[str, Any]:
-        """Arguments of GPTModel."""
+        """Return the arguments of GPTModel."""
         from megatron.core.packed_seq_params import PackedSeqParams
 
         lengths = torch.tensor((0, *self.seqlens))
@@ -52,7 +54,7 @@ class Dealt:
         }
 
     def to_pack(self, values: Tensor) -> Tensor:
-        """[M] at `own_positions` -> [T] of all ranks, 0 where there is no loss. Collective."""
+        """Gather values [M] at `own_positions` into [T] over all ranks, 0 for tokens without a loss. Collective."""
         own = self.own_positions
         kept = values * self.scored[own]
         rows = values.new_zeros(len(self.source)).index_copy(0, own, kept)
@@ -60,7 +62,7 @@ class Dealt:
 
 
 def deal(batch: PackedBatch, config: "TransformerConfig") -> Dealt | None:
-    """Over the context-parallel ranks of this process; None where each rank has a pack as it is."""
+    """Shard `batch` over the context-parallel ranks. None without context parallelism."""
     if config.context_parallel_size == 1:
         return None
     group = Groups.present().context

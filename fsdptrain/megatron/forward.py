@@ -1,7 +1,8 @@
-"""Packs through the pipeline of megatron-core, and log-probabilities at its end.
+"""Run packs through megatron-core's pipeline and compute logprobs on the last stage.
 
-Rows are padded, [N, S]: the plain attention of megatron-core knows no boundaries, and a causal model never looks to the
-right. Where its layers are those of Transformer Engine, a pack is one row with boundaries (THD).
+Rows are padded, [N, S], for megatron-core's plain attention, which does not support sequence boundaries; causal
+attention never looks at the padding on the right. With Transformer Engine layers, a pack is one row with boundaries
+(THD).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -36,9 +37,12 @@ T = TypeVar("T")
 
 
 def layout_of(config: PreTrainedConfig, split: MegatronConfig, *, has_engine: bool, dtype: torch.dtype) -> Layout:
-    """Packed where boundaries are understood: by the attention of Transformer Engine, whose kernels for packs know half
-    precision alone, and by mixers of transformers but where a dispatcher gathers the rows of several ranks, which must
-    be of one shape. A pack that is dealt over ranks is one row, whoever made the layers."""
+    """Choose the layout of packs.
+
+    Packed rows need layers that support boundaries: Transformer Engine attention, whose kernels for packed rows support
+    half precision only, or transformers mixers, unless the dispatcher all-gathers rows, which must have the same shape
+    on all ranks. Context parallelism always uses packed rows, whichever layers are used.
+    """
     if split.context_parallel > 1:
         return "packed"
     if split.spec == WRAPPED or (split.spec is None and wraps(config, split.context_parallel)):
@@ -48,7 +52,7 @@ def layout_of(config: PreTrainedConfig, split: MegatronConfig, *, has_engine: bo
 
 @dataclass(frozen=True)
 class Scorer:
-    """How the hidden states of a pack become the log-probabilities of its labels, as `policy_logprobs` makes them."""
+    """Computes the logprobs of labels from hidden states, as `policy_logprobs` does."""
 
     vocab_size: int
     layout: Layout
@@ -57,7 +61,7 @@ class Scorer:
     truncation: Truncation = UNTRUNCATED
 
     def __call__(self, model: "GPTModel", hidden: Tensor, batch: PackedBatch, *, with_entropy: bool) -> LogProbs:
-        """hidden: [N, S, D], the same on each tensor-parallel rank. Collective over these."""
+        """Compute logprobs. hidden: [N, S, D], identical on tensor-parallel ranks. Collective over these ranks."""
         dealt = deal(batch, model.config)
         positions = batch.loss_positions if dealt is None else dealt.source[dealt.own_positions]
         if dealt is not None:
@@ -83,7 +87,7 @@ class Scorer:
         return LogProbs(values, entropy)
 
     def _weight(self, model: "GPTModel") -> Tensor:
-        """Of the head, without the rows that only fill it up."""
+        """Return the head weight without its padding rows."""
         tied = model.share_embeddings_and_output_weights
         weight = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
         assert weight is not None, "this is the last stage"
@@ -99,7 +103,7 @@ class Scorer:
 
 
 def run_packs(
-    model: Any,  # a GPTModel, wrapped or not
+    model: Any,  # GPTModel, wrapped or not
     batches: Sequence[PackedBatch],
     finish: Callable[[Tensor, PackedBatch], T],
     *,
@@ -107,11 +111,14 @@ def run_packs(
     train: bool,
     same_shape: dist.ProcessGroup | None = None,
 ) -> list[T]:
-    """Every pack forward, and with `train` backward, by the schedule of megatron-core; gradients are left to reduce.
+    """Run the forward pass of every pack, and with `train` the backward pass, in megatron-core's schedule. Collective.
 
-    finish: from the hidden states [N, S, D] of the last stage and the pack to what is returned, on that stage alone;
-    with `train` to (loss [], _, what is returned). same_shape: ranks that must see rows of one shape, because their
-    dispatcher gathers them. Collective.
+    Does not reduce gradients.
+
+    Args:
+        finish: maps the hidden states [N, S, D] of the last stage and the pack to the result, or with `train` to (loss
+            [], _, result). Called on the last stage only.
+        same_shape: ranks that need rows of the same shape, because their dispatcher all-gathers them.
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.utils import get_model_config
@@ -131,7 +138,7 @@ def run_packs(
         data_iterator=iter(batches),
         model=[model],
         num_microbatches=len(batches),
-        seq_length=batches[0].max_seqlen,  # shapes are told from stage to stage
+        seq_length=batches[0].max_seqlen,  # stages exchange the actual shapes
         micro_batch_size=len(batches[0].seqlens),
         forward_only=not train,
         collect_non_loss_data=not train,
@@ -139,7 +146,7 @@ def run_packs(
 
 
 def from_last_stage(tensors: Sequence[Tensor] | None, like: Sequence[Tensor]) -> list[Tensor]:
-    """`tensors` of the last stage, which are shaped as `like`, on all stages. Collective over the pipeline."""
+    """Broadcast the tensors of the last stage, shaped as `like`, to all stages. Collective over the pipeline."""
     group = Groups.present().stage
     if group.size() == 1:
         assert tensors is not None, "this is the only stage"
@@ -166,7 +173,7 @@ def _inputs(
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=same_shape)
         height, width = largest.tolist()
         rows = F.pad(rows, (0, width - rows.shape[1], 0, height - rows.shape[0]))
-    if config.sequence_parallel:  # each rank has a run of every row
+    if config.sequence_parallel:  # each rank has a contiguous part of every row
         rows = F.pad(rows, (0, -rows.shape[1] % config.tensor_model_parallel_size))
     width = rows.shape[1]
     return {
@@ -177,14 +184,14 @@ def _inputs(
 
 
 def _causal(width: int, device: torch.device) -> Tensor:
-    """[1, 1, S, S], True where a token must not look."""
+    """Return a [1, 1, S, S] mask, True where attention is masked out."""
     return torch.ones(width, width, dtype=torch.bool, device=device).triu(1)[None, None]
 
 
 def _thd_inputs(batch: PackedBatch, *, multiple: int) -> dict[str, Any]:
-    """One row, whose boundaries the attention of Transformer Engine is told. Needs a GPU: not tested yet.
+    """Build the inputs of one packed row for Transformer Engine's attention. Requires a GPU; not tested yet.
 
-    multiple: that its length must be, for sequence parallel; what is missing is one more segment.
+    multiple: the row length must be a multiple of this, for sequence parallelism. Padding is one extra segment.
     """
     from megatron.core.packed_seq_params import PackedSeqParams
 

@@ -1,4 +1,4 @@
-"""Gradients of megatron-core: summed over ranks and never divided, in its own buffers, in float32."""
+"""Gradient reduction of megatron-core: sums over ranks, never averages, in its own float32 buffers."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 
 
 def wrap(model: "GPTModel") -> Any:
-    """In megatron-core's DistributedDataParallel, which here only sums: the losses hold the global denominator.
+    """Wrap the model in megatron-core's DistributedDataParallel, which only sums: losses hold the global denominator.
 
-    `calculate_per_token_loss` of the config makes its factors 1, for experts too: their gradients are sums over the
-    packs of all expert-parallel ranks already, and need only those of the ranks with the same experts.
+    `calculate_per_token_loss` sets its scaling factors to 1, for experts too. Expert gradients are already sums over
+    the packs of all expert-parallel ranks and need only the sum over the ranks with the same experts.
     """
     with quiet_megatron():
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -26,7 +26,10 @@ def wrap(model: "GPTModel") -> Any:
 
 
 def reduce_gradients(wrapped: Any, masters: Masters) -> None:
-    """Over all ranks that share a parameter, once for each step; then they are each master's `grad`. Collective."""
+    """Reduce gradients over all ranks that share a parameter, and set the masters' `grad`. Collective.
+
+    Call it once per step.
+    """
     from megatron.core.distributed import finalize_model_grads
 
     finalize_model_grads([wrapped])

@@ -1,4 +1,4 @@
-"""The process groups of megatron-core. They belong to the process, as it wants them: one split at a time."""
+"""Process groups of megatron-core. They are global to the process: one set of parallel sizes at a time."""
 
 import math
 from collections.abc import Iterator
@@ -16,13 +16,13 @@ from fsdptrain.megatron.cpu_shims import ignore_older_names, quiet_megatron
 
 @dataclass(frozen=True)
 class Groups:
-    """Of this rank."""
+    """The process groups of this rank."""
 
     tensor: dist.ProcessGroup
-    stage: dist.ProcessGroup  # of the pipeline
+    stage: dist.ProcessGroup  # pipeline parallel
     context: dist.ProcessGroup  # ranks with other tokens of the same packs
     expert: dist.ProcessGroup
-    data: dist.ProcessGroup  # ranks with other tokens, and the same part of what is not an expert
+    data: dist.ProcessGroup  # ranks with other tokens and the same shard of non-expert parameters
     expert_data: dist.ProcessGroup  # ranks with the same experts
 
     @classmethod
@@ -40,16 +40,23 @@ class Groups:
         return cls(*(cast(dist.ProcessGroup, group) for group in found))
 
     def owners(self, parameter: nn.Parameter) -> int:
-        """Ranks that update the same numbers of `parameter`, by what megatron-core has marked it with; 0 for a copy
-        that ties the head to the embedding of another stage."""
+        """Return the number of tensor-parallel ranks that update the same values of `parameter`.
+
+        Uses the attributes set by megatron-core. Returns 0 for the copy of the embedding that a tied head has on
+        another stage.
+        """
         marks = vars(parameter)
         if marks.get("shared", False):
             return 0
-        whole = marks.get("allreduce", True) and not marks.get("tensor_model_parallel", False)  # nor is an expert
+        whole = marks.get("allreduce", True) and not marks.get("tensor_model_parallel", False)  # experts: no all-reduce
         return self.tensor.size() if whole else 1
 
     def copies(self, parameter: nn.Parameter) -> int:
-        """Ranks that hold these numbers of `parameter`: its owners, times those over which each deals them."""
+        """Return the number of ranks that hold the same values of `parameter`.
+
+        These are its owners, times the data-parallel ranks over which each owner shards it (for experts,
+        `expert_data`).
+        """
         is_expert = not vars(parameter).get("allreduce", True)
         return self.owners(parameter) * (self.expert_data if is_expert else self.data).size()
 
@@ -66,15 +73,16 @@ class Groups:
         return f"{dist.get_world_size()} ranks: {words}"
 
 
-# The fastest first. Ranks that share packs (tensor, stage, context) are neighbours, as under FSDP; stages come before
-# context, so that those of attention, which counts context, and of experts, which does not, are the same ranks.
+# Innermost (fastest) dimension first. Ranks that share packs (tensor, stage, context) are adjacent, as under FSDP.
+# Stages come before context, so that attention, which counts context ranks, and experts, which do not, have the same
+# stages.
 _ORDER = "tp-pp-cp-ep-dp"
 
 
 def start_groups(megatron: MegatronConfig, *, timeout_s: float) -> None:
-    """megatron-core's process groups over all ranks, in `_ORDER`.
+    """Create megatron-core's process groups over all ranks, in `_ORDER`. Collective.
 
-    Collective. Those of an earlier run of this process end, whose ranks may have gone.
+    Destroys the groups of an earlier run in this process, whose ranks may no longer exist.
     """
     with quiet_megatron():
         from megatron.core import parallel_state, tensor_parallel
@@ -90,18 +98,19 @@ def start_groups(megatron: MegatronConfig, *, timeout_s: float) -> None:
             expert_model_parallel_size=megatron.expert_parallel,
             expert_tensor_parallel_size=megatron.tensor_parallel,
             distributed_timeout_minutes=math.ceil(timeout_s / 60),
-            create_gloo_process_groups=False,  # a second time, for checkpoints and an optimizer that are not used
+            create_gloo_process_groups=False,  # duplicates for checkpoints and an optimizer that are not used
         )
-    with platform.random_states_kept():  # its own generators, which nothing here draws from; and torch's, by the way
+    with platform.random_states_kept():  # keep torch's RNG state; megatron-core's own generators are unused here
         tensor_parallel.model_parallel_cuda_manual_seed(1234)
 
 
 @contextmanager
 def _ranks_in_order(parallel_state: Any) -> Iterator[None]:
-    """Number ranks by `_ORDER`, which megatron-core takes only for one data-parallel size of attention and experts.
+    """Make megatron-core number ranks by `_ORDER`.
 
-    That refusal looks at the name of the order alone. What it is to keep apart, other stages for experts than for
-    attention, the next line of megatron-core compares by the ranks themselves, and that check stays.
+    megatron-core accepts this order only if attention and experts have the same data-parallel size. That check looks
+    only at the name of the order. Its purpose is to ensure that attention and experts have the same stages;
+    megatron-core checks this again by comparing the ranks, and that check remains active.
     """
     original = parallel_state.RankGenerator
 
@@ -116,11 +125,11 @@ def _ranks_in_order(parallel_state: Any) -> Iterator[None]:
 
 
 def stop_groups() -> None:
-    """End them, so that another model of this process may be split otherwise."""
+    """Destroy the groups, so that the process can build a model with other parallel sizes."""
     from megatron.core import parallel_state
 
-    made: Any = parallel_state._global_process_group_list or [None]  # megatron-core itself only forgets them
-    for group in made[1:]:  # the first stands for all ranks
-        with suppress(ValueError):  # it ended with the group of all ranks, of an earlier run
+    made: Any = parallel_state._global_process_group_list or [None]  # megatron-core drops them without destroying them
+    for group in made[1:]:  # the first is the group of all ranks
+        with suppress(ValueError):  # already destroyed with the group of all ranks of an earlier run
             dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()

@@ -1,13 +1,14 @@
-"""A mixer of transformers in the place of megatron-core's `self_attention`: the same tokens and gradients.
+"""A transformers mixer as megatron-core's `self_attention`, with the same tokens and gradients.
 
-megatron-core hands each rank its part of the tokens, along the sequence: of a run (sequence parallel) and of a zigzag
-(context parallel). The mixer is not split, so it gets the tokens of all of these ranks, and each keeps its own
-(zigzag.py has the gradients). What lies before and after it, experts and pipeline stages know nothing of that.
+megatron-core gives each rank a part of the sequence: a contiguous part (sequence parallelism) of a zigzag part (context
+parallelism). The mixer is not sharded, so it receives the tokens of all these ranks, and each rank keeps its own part
+of the output (see zigzag.py for the gradients). Modules before and after it, experts and pipeline stages are not
+affected.
 
-    [S / (C R), B, D]  ->  gather R runs, C zigzags  ->  [B, S, D] mixer  ->  slice  ->  [S / (C R), B, D]
+    [S / (C R), B, D] -> gather R contiguous, C zigzag parts -> [B, S, D] mixer -> slice -> [S / (C R), B, D]
 
-A pack is one row with boundaries. Attention sees those; a recurrent mixer gets a row for each sequence, where its
-kernels do not keep packed sequences apart: tokens stand at the left, and what is to their right cannot reach them.
+A pack is one row with boundaries, which attention uses. A recurrent mixer gets one row per sequence if its kernels do
+not support packed sequences. Tokens are left-aligned, so the padding on the right cannot affect them.
 """
 
 from collections.abc import Sequence
@@ -29,11 +30,11 @@ if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer import TransformerConfig
 
-_PACKED_KERNELS = ("fla", "causal_conv1d")  # both: the one keeps states apart, the other convolutions
+_PACKED_KERNELS = ("fla", "causal_conv1d")  # both: for recurrent states, for convolutions
 
 
 class HFMixer(nn.Module):
-    """`hf`, the official module of one layer, and what aligns the tokens around it."""
+    """Wraps `hf`, the transformers module of one layer, and gathers and slices the tokens around it."""
 
     def __init__(
         self,
@@ -44,12 +45,12 @@ class HFMixer(nn.Module):
         pg_collection: "ProcessGroupCollection",
         cp_comm_type: str | None = None,
     ) -> None:
-        """layer_number: from 1, over all stages."""
+        """layer_number: counted from 1 over all stages."""
         super().__init__()
         self.mixer = modules.mixers[layer_number - 1]
         self.hf = modules.make_mixer(layer_number - 1, config.params_dtype)
         self.hf.hub_name = self.mixer.hub_name  # type: ignore[assignment]  # table.py reads it
-        # In a tuple it is no submodule: its angles stay in float32 whatever the model is cast to
+        # A tuple hides it from nn.Module, so that the angles stay in float32 when the model is cast
         makers = [modules.rotary_class] if self.mixer.takes_angles else []
         self._rotary = tuple(make(config=modules.config) for make in makers)
         self._runs = pg_collection.tp if config.sequence_parallel else None
@@ -57,13 +58,16 @@ class HFMixer(nn.Module):
 
     def forward(
         self,
-        hidden_states: Tensor,  # [S / (C R), B, D]; a pack has B = 1
+        hidden_states: Tensor,  # [S / (C R), B, D]; B = 1 for a pack
         attention_mask: Tensor | None = None,
         *,
         packed_seq_params: "PackedSeqParams | None" = None,
-        **_: Any,  # rotary tables and caches, which are the mixer's own affair
+        **_: Any,  # rotary tables and caches; the mixer has its own
     ) -> tuple[Tensor, None]:
-        """The mixer's output in the shape of its input, and no bias. ConfigError for padded rows that are dealt."""
+        """Return the mixer's output in the shape of its input, and no bias.
+
+        Raises ConfigError for padded rows with context parallelism.
+        """
         _require_causal(attention_mask)
         x = hidden_states if self._runs is None else gather_copies(hidden_states, self._runs)
         seqlens = None if packed_seq_params is None else _seqlens(packed_seq_params)
@@ -78,7 +82,7 @@ class HFMixer(nn.Module):
         return (out if self._runs is None else slice_copies(out, self._runs)), None
 
     def _mix(self, x: Tensor, seqlens: Sequence[int] | None) -> Tensor:
-        """[B, S, D] -> [B, S, D]; seqlens: of the sequences in the one row of a pack."""
+        """Apply the mixer: [B, S, D] -> [B, S, D]. seqlens: lengths of the sequences in the row of a pack."""
         if seqlens is None:
             return self._call(x, _Rows.padded(x))
         if sum(seqlens) != x.shape[1] or x.shape[0] != 1:
@@ -105,11 +109,11 @@ class HFMixer(nn.Module):
 
 @dataclass(frozen=True)
 class _Rows:
-    """What the mixers are told of the tokens of one call."""
+    """The token metadata that mixers receive in one call."""
 
     boundaries: Boundaries
     positions: Tensor  # [B, S] i64
-    segments: Tensor | None  # [1, T] i32 of a pack
+    segments: Tensor | None  # [1, T] i32, for a pack
 
     @classmethod
     def padded(cls, x: Tensor) -> "_Rows":
@@ -129,7 +133,7 @@ class _Rows:
 
 
 def _seqlens(packed: "PackedSeqParams") -> tuple[int, ...]:
-    """Over all ranks, with what pads a sequence to be dealt; read from the device once for all layers."""
+    """Return the sequence lengths over all ranks, including padding. Reads them from the device once for all layers."""
     known = vars(packed)
     if "seqlens" not in known:
         padded = packed.cu_seqlens_q_padded
@@ -139,10 +143,10 @@ def _seqlens(packed: "PackedSeqParams") -> tuple[int, ...]:
 
 
 def _require_causal(mask: Tensor | None) -> None:
-    """megatron-core's masks say True where nothing is to be seen; more than the future would be lost here."""
+    """Raise NumericsError unless the mask is plain causal. In megatron-core's masks, True means masked out."""
     if mask is None:
         return
-    known = vars(mask)  # one mask goes through all layers: it is looked at in the first
+    known = vars(mask)  # all layers share one mask: check it once
     if "is_causal" not in known:
         known["is_causal"] = torch.equal(mask, torch.ones_like(mask).triu(1))
     if not known["is_causal"]:

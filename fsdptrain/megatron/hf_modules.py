@@ -1,6 +1,6 @@
-"""What of a transformers model goes into the layers of megatron-core: its mixers, its norm, its table of angles.
+"""Find the transformers modules for megatron-core layers: mixers, norm and rotary table.
 
-Nothing is listed by name: the model is built on meta, and its own layers show which class they take for their part.
+Classes are not listed by name: the model is built on meta, and the classes are taken from its layers.
 """
 
 import copy
@@ -27,25 +27,28 @@ _WAY_OUT = "use --backend fsdp, or --megatron-spec with layers of your own"
 
 @dataclass(frozen=True)
 class Mixer:
-    """What takes the place of `self_attention` in one layer."""
+    """The module that replaces `self_attention` in one layer."""
 
     module_class: type[nn.Module]
-    hub_name: str  # in the layer of transformers, and so in the files: self_attn, linear_attn
+    hub_name: str  # name in the transformers layer and in the files: self_attn, linear_attn
     is_recurrent: bool  # carries a state along the sequence
     takes_angles: bool
 
 
 @dataclass(frozen=True)
 class HFModules:
-    """Of one model, for all layers of all stages."""
+    """The modules of one model, for all layers of all stages."""
 
-    config: PreTrainedConfig  # a copy, with an attention that knows no dense masks
+    config: PreTrainedConfig  # a copy, with an attention that uses no dense masks
     mixers: tuple[Mixer, ...]  # by layer
     norm_class: type[nn.Module]
     rotary_class: type[nn.Module]
 
     def make_mixer(self, layer: int, dtype: torch.dtype) -> nn.Module:
-        """That of `layer`, from 0, on this rank's device, or on meta inside of that; its weights are to be loaded."""
+        """Create the mixer of `layer`, counted from 0, without loading its weights.
+
+        Creates it on this rank's device, or on meta in a meta device context.
+        """
         around = torch.get_default_device()
         with around if around.type == "meta" else platform.local_device():
             module = self.mixers[layer].module_class(self.config, layer)
@@ -54,7 +57,7 @@ class HFModules:
 
 
 def hf_modules(hf_config: PreTrainedConfig) -> HFModules:
-    """ConfigError for a model whose layers are not norm, mixer, norm, MLP."""
+    """Find the modules of a model. Raises ConfigError unless its layers are norm, mixer, norm, MLP."""
     config = copy.deepcopy(hf_config)
     config.use_cache = False
     asked = str(config._attn_implementation)

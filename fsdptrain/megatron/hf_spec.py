@@ -1,11 +1,11 @@
-"""Layers for models that megatron-core lacks: its own blocks, with the mixers and norms of transformers in them.
+"""Layers for models that megatron-core does not support: megatron-core blocks with transformers mixers and norms.
 
-    input_layernorm    the norm of transformers: megatron-core's plain one cannot say (1 + w)
-    self_attention     the mixer of transformers (hf_mixer.py), whatever the layer's type is
-    pre_mlp_layernorm  the norm of transformers
-    mlp                megatron-core's: dense, or experts over expert-parallel ranks
+    input_layernorm    the transformers norm: megatron-core's plain norm does not support (1 + w)
+    self_attention     the transformers mixer (hf_mixer.py), for any layer type
+    pre_mlp_layernorm  the transformers norm
+    mlp                megatron-core's MLP: dense, or experts over expert-parallel ranks
 
-Transformer Engine fuses norms into the matrices behind them: here each is taken out, so that there is exactly one.
+Transformer Engine fuses norms into the following matrices. These norms are removed here, so that each appears once.
 """
 
 from dataclasses import replace
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class HFNorm:
-    """Makes the norm of transformers where megatron-core asks for one of its own."""
+    """Creates the transformers norm where megatron-core would create its own."""
 
     def __new__(
         cls, config: "TransformerConfig", hidden_size: int, eps: float = 1e-6, *, modules: HFModules
@@ -39,7 +39,7 @@ class HFNorm:
 def layer_spec(
     transformer_config: "TransformerConfig", hf_config: PreTrainedConfig, *, vp_stage: int | None = None
 ) -> "TransformerBlockSubmodules":
-    """The layers of this rank's stage. ConfigError for a layout in which a mixer would have to be split."""
+    """Return the layers of this rank's stage. Raises ConfigError if tensor parallelism would have to shard a mixer."""
     with quiet_megatron():
         from megatron.core.transformer.spec_utils import ModuleSpec
 
@@ -58,12 +58,12 @@ def _wrapped(layer: "ModuleSpec", *, norm: "ModuleSpec", mixer: "ModuleSpec") ->
     changed = replace(
         parts, input_layernorm=norm, self_attention=mixer, pre_mlp_layernorm=norm, mlp=_without_norm(parts.mlp)
     )
-    changed.sharded_state_dict_keys_map = {}  # of names with fused norms
+    changed.sharded_state_dict_keys_map = {}  # maps names of fused norms
     return replace(layer, submodules=changed)
 
 
 def _without_norm(mlp: "ModuleSpec") -> "ModuleSpec":
-    """The same; a first matrix of Transformer Engine that begins with a norm becomes the one without."""
+    """Replace a Transformer Engine matrix with a fused norm by the one without a norm."""
     if not own.has_transformer_engine():
         return mlp
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider

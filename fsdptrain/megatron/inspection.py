@@ -1,5 +1,6 @@
-"""What a run on megatron-core will be built of, from config.json alone: by a small random model of the same kind, and
-by the whole one without memory, where its layers are plain.
+"""Inspect a megatron-core run from config.json alone.
+
+Builds a small random model of the same kind, and the whole model on meta if its layers are plain.
 """
 
 from dataclasses import asdict, dataclass
@@ -29,7 +30,7 @@ from fsdptrain.overrides import Override, install_overrides
 
 @dataclass(frozen=True)
 class BuildInspection:
-    lines: list[str]  # parameters of the whole model, what a small copy is built of, and how well that computes
+    lines: list[str]  # parameter count of the whole model, modules of the small copy, and its parity
     kernels: list[Kernel]
     overrides: list[Override]  # plug-ins for this device
 
@@ -38,18 +39,17 @@ class BuildInspection:
 
 
 def inspect_build(config: Config) -> BuildInspection:
-    """Raises what a run would end with, but for fallbacks under --strict.
+    """Inspect the model of `config`. Raises the errors of a run, except for fallbacks under --strict.
 
-    The copy has the heads, the norms, the rotary frequencies and the router of the whole model, and fewer layers and
-    experts.
+    The small copy has the heads, norms, rotary frequencies and router of the whole model, but fewer layers and experts.
     """
     prepare_megatron()
-    overrides = install_overrides(platform.device_type())  # before the copy, which computes with them
+    overrides = install_overrides(platform.device_type())  # before the copy, which uses them
     path = resolve_config(config.model.hf_checkpoint)
     stock = build_meta_model(path, trust_remote_code=config.model.trust_remote_code, attn_implementation="eager")
     options = build_options(config)
-    transformer_config(stock.config, config.megatron, **options)  # what the split of the run would be refused for
-    wrapped = WRAPPED if config.megatron.context_parallel > 1 else None  # as the run, whose split the copy has not
+    transformer_config(stock.config, config.megatron, **options)  # raises ConfigError for unsupported parallel sizes
+    wrapped = WRAPPED if config.megatron.context_parallel > 1 else None  # as in the run; the copy is not sharded
     one = MegatronConfig(moe_dispatcher=config.megatron.moe_dispatcher, spec=config.megatron.spec or wrapped)
     layout = layout_of(stock.config, config.megatron, has_engine=options["has_engine"], dtype=options["dtype"])
     with platform.process_group(config.launch.dist_timeout):
@@ -75,9 +75,10 @@ def inspect_build(config: Config) -> BuildInspection:
 
 
 def _whole_model(stock: PreTrainedModel, one: MegatronConfig, options: dict[str, Any]) -> str:
-    """Its parameters, in transformers and, built on meta, in megatron-core; and that each has its place in the files.
+    """Count the parameters in transformers and in megatron-core, and check that each maps to the files.
 
-    Layers of Transformer Engine take memory of the device wherever they are built: there only the first is said.
+    The megatron-core model is built on meta. Transformer Engine layers always allocate device memory, so with them only
+    the transformers count is reported.
     """
     config, wanted = stock.config, sum(p.numel() for p in stock.parameters())
     said = f"{config.model_type}: {wanted:,} parameters by config.json"

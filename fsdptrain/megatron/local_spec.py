@@ -1,7 +1,7 @@
-"""Where megatron-core's plain layers lack a part: norms under sequence parallel, and the attention of DeepSeek.
+"""Parts that megatron-core's plain layers lack: norms for sequence parallelism, and DeepSeek's attention.
 
-Without Transformer Engine megatron-core takes the norm of torch and refuses it under sequence parallel, for want of one
-mark on its weight; and its own attention multiplies queries and values of one size alone. Both are small.
+Without Transformer Engine, megatron-core uses torch's norm and rejects it under sequence parallelism, because its
+weight lacks one attribute. Its attention requires queries and values of the same size.
 """
 
 from dataclasses import replace
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class LocalNorm:
-    """Makes the RMSNorm of torch where megatron-core asks for one of its own."""
+    """Creates torch's RMSNorm where megatron-core would create its own."""
 
     def __new__(cls, config: "TransformerConfig", hidden_size: int, eps: float = 1e-6) -> nn.Module:
         norm = nn.RMSNorm(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -28,14 +28,17 @@ class LocalNorm:
 
 
 def mark_sequence_parallel(norm: nn.Module, config: "TransformerConfig") -> nn.Module:
-    """`norm`: of a run of tokens each rank has a part of the gradient, which megatron-core sums where it is marked."""
+    """Mark the parameters of `norm` for sequence parallelism.
+
+    Each rank then has the gradient of a part of the tokens; megatron-core sums the gradients of marked parameters.
+    """
     for parameter in norm.parameters():
         vars(parameter)["sequence_parallel"] = config.sequence_parallel
     return norm
 
 
 class LatentCoreAttention(nn.Module):
-    """Softmax attention whose queries and keys are longer than its values, as in DeepSeek's latent attention."""
+    """Softmax attention whose queries and keys have larger heads than its values, as in DeepSeek's latent attention."""
 
     def __init__(self, config: "TransformerConfig", *, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__()
@@ -46,12 +49,12 @@ class LatentCoreAttention(nn.Module):
         query: Tensor,  # [S, B, H, D]
         key: Tensor,
         value: Tensor,  # [S, B, H, V]
-        attention_mask: Tensor,  # [1, 1, S, S], True where nothing is to be seen
+        attention_mask: Tensor,  # [1, 1, S, S], True where masked out
         *,
         packed_seq_params: object = None,
         **_: Any,
     ) -> Tensor:
-        """[S, B, H V]"""
+        """Return [S, B, H V]."""
         if packed_seq_params is not None:
             raise NumericsError("plain latent attention was given a packed row, whose boundaries it does not know")
         rows = (x.permute(1, 2, 0, 3) for x in (query, key, value))
@@ -60,7 +63,7 @@ class LatentCoreAttention(nn.Module):
 
 
 def completed(block: "TransformerBlockSubmodules") -> "TransformerBlockSubmodules":
-    """megatron-core's plain layers with the parts of this file; for where Transformer Engine does not import."""
+    """Complete megatron-core's plain layers with the parts of this file, for runs without Transformer Engine."""
     layers = [_completed(layer) for layer in block.layer_specs or ()]
     return replace(block, layer_specs=layers, layer_norm=LocalNorm)
 
@@ -73,7 +76,8 @@ def _completed(layer: "ModuleSpec") -> "ModuleSpec":
     if "linear_kv_down_proj" in vars(inner):
         from megatron.core.transformer import multi_latent_attention
 
-        # 0.16 takes it for present here, because a file that only mentions it imports, and then asks for its classes
+        # 0.16 sets it to True without the package, since a module that only refers to it imports, and then uses its
+        # classes
         replace_name(multi_latent_attention, "HAVE_TE", False)
         changed["core_attention"] = LatentCoreAttention
     attention = replace(attention, submodules=replace(inner, **changed))
@@ -85,5 +89,5 @@ _NORMS = ("q_layernorm", "k_layernorm", "kv_layernorm")
 
 
 def _is_norm(part: object) -> bool:
-    """Not megatron-core's word for none."""
+    """Return whether `part` is a norm, rather than None or megatron-core's IdentityOp."""
     return part is not None and getattr(part, "__name__", "") != "IdentityOp"

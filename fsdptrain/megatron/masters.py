@@ -1,9 +1,9 @@
-"""Float32 weights and Adam's moments, dealt over the ranks that have the same parameters (ZeRO stage 1).
+"""Float32 weights and Adam moments, sharded over the ranks that have the same parameters (ZeRO stage 1).
 
-megatron-core's DistributedDataParallel lays all gradients of a kind out in one buffer, and the parameters in another. A
-rank owns the r-th of R equal runs of each bucket: gradients are reduced to their owner alone, in float32, the owner
-updates its part, and the parameters are gathered again. That is what megatron-core's DistributedOptimizer does with the
-same buffers; its class takes tensors of type `torch.cuda.FloatTensor` and no other, and AdamW is ours already.
+megatron-core's DistributedDataParallel stores all gradients of a kind in one buffer, and the parameters in another.
+Rank r owns the r-th of R equal slices of each bucket. Gradients are reduced to their owner only, in float32; the owner
+updates its slice, and the parameters are all-gathered. megatron-core's DistributedOptimizer does the same with these
+buffers, but accepts only tensors of type `torch.cuda.FloatTensor`, and AdamW is already implemented here.
 
     model, compute dtype   [.........bucket of rank 0.........|.........of rank 1.........]
     masters, float32       [ a part of each parameter in here ]
@@ -22,16 +22,19 @@ from fsdptrain.megatron.groups import Groups
 
 @dataclass(frozen=True)
 class _Part:
-    """What this rank owns of one parameter, counted in elements."""
+    """The slice of one parameter that this rank owns. Offsets in elements."""
 
     parameter: nn.Parameter  # of the model
     start: int
     stop: int
-    master: nn.Parameter  # float32, [stop - start], or [1, stop - start] of a matrix: AdamW tells them by that
+    master: nn.Parameter  # float32; [stop - start], or [1, stop - start] for matrices: only these get weight decay
 
 
 class Masters:
-    """Of a model in megatron-core's DistributedDataParallel with `use_distributed_optimizer`."""
+    """The float32 masters of a model.
+
+    The model must be wrapped in megatron-core's DistributedDataParallel with `use_distributed_optimizer`.
+    """
 
     def __init__(self, wrapped: Any) -> None:
         self._wrapped = wrapped
@@ -50,7 +53,7 @@ class Masters:
 
     @property
     def line(self) -> str:
-        """For the log."""
+        """One line for the log."""
         sizes = sorted({group.size() for group in self._groups.values()}, reverse=True)
         dtype = str(next(iter(self._names)).dtype).removeprefix("torch.")
         kind = "the weights themselves" if dtype == "float32" else f"of weights in {dtype}"
@@ -59,32 +62,35 @@ class Masters:
 
     @property
     def named(self) -> dict[str, nn.Parameter]:
-        """By the names of the model's parameters, those of which this rank owns something."""
+        """Masters of this rank by parameter name. Parameters of which this rank owns nothing are absent."""
         return {name: part.master for name, part in self._parts.items()}
 
     def take_gradients(self) -> None:
-        """Views of the buffer, where they have been reduced."""
+        """Point the masters' `grad` to views of the reduced gradient buffer."""
         for part in self._parts.values():
             part.master.grad = _flat(vars(part.parameter)["main_grad"], part).view_as(part.master)
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Round the masters into the model, and give every rank all of it. Collective."""
+        """Round the masters into the model and all-gather the parameters. Collective."""
         for part in self._parts.values():
             own = _flat(part.parameter.data, part)
-            if own.dtype != torch.float32:  # else it is the master
+            if own.dtype != torch.float32:  # float32 masters share memory with the model
                 own.copy_(part.master.view(-1))
         self._wrapped.start_param_sync()
 
     @torch.no_grad()
     def begin_from_model(self) -> None:
-        """What the model holds, for want of anything more exact."""
+        """Initialize the masters from the model's weights, when no more precise values are available."""
         for part in self._parts.values():
             part.master.view(-1).copy_(_flat(part.parameter.data, part))
 
     @torch.no_grad()
     def take(self, name: str, whole: Tensor, into: Mapping[str, Tensor] | None = None) -> None:
-        """Keep this rank's part of `whole`, shaped as the parameter `name`, in its master, or in that of `into`."""
+        """Copy this rank's slice of `whole` to its master, or to the tensor in `into`.
+
+        `whole` has the shape of the parameter `name`.
+        """
         part = self._parts.get(name)
         if part is not None:
             target = part.master if into is None else into[name]
@@ -92,9 +98,10 @@ class Masters:
 
     @torch.no_grad()
     def whole(self, name: str, own: Tensor | None) -> Tensor:
-        """What all ranks own, float32 in the shape of the parameter: `own`, shaped as the master, is of this rank.
+        """Gather a tensor from the slices of all ranks. Collective over the ranks that have the parameter.
 
-        Bitwise: the others add zeros to its bits. Collective over the ranks that have the parameter.
+        own: the slice of this rank, in the shape of its master. Returns float32 in the shape of the parameter. The
+        result is bitwise exact: other ranks add zeros to the bits.
         """
         parameter, part = self._parameters[name], self._parts.get(name)
         found = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
@@ -105,18 +112,18 @@ class Masters:
         return found.view(parameter.shape)
 
     def whole_master(self, name: str) -> Tensor:
-        """Float32, in the shape of the parameter. Collective over the ranks that have it."""
+        """Gather the master of a parameter in its shape, float32. Collective over ranks that have the parameter."""
         return self.whole(name, self.named.get(name))
 
     def whole_gradient(self, name: str) -> Tensor:
-        """The same of what `take_gradients` found."""
+        """Gather the gradient that `take_gradients` set. Collective over the ranks that have the parameter."""
         part = self._parts.get(name)
         return self.whole(name, None if part is None else part.master.grad)
 
     def total_norm(self) -> Tensor:
-        """Of the gradients of the whole model, [] float32, the same on every rank. Collective.
+        """Compute the gradient norm of the whole model, [] float32, identical on every rank. Collective.
 
-        Each rank adds what it owns, divided by how many tensor-parallel ranks own the same.
+        Each rank adds the squares of its slices, divided by the number of tensor-parallel ranks with the same values.
         """
         squares = [torch.zeros((), dtype=torch.float64, device=self._device), *self._squares()]
         total = torch.stack(squares).sum()
@@ -136,14 +143,14 @@ class Masters:
 
 
 def _own_run(bucket: Any, group: dist.ProcessGroup) -> range:
-    """Places of this rank, in the buffer."""
+    """Return the indices in the buffer that this rank owns."""
     size = bucket.grad_data.numel() // group.size()
     start = bucket.offset + group.rank() * size
     return range(start, start + size)
 
 
 def _part(parameter: nn.Parameter, start: int, stop: int) -> _Part:
-    """In float32 the master is the parameter's own memory."""
+    """Create a slice. For float32 parameters the master shares their memory."""
     own = parameter.data.view(-1)[start:stop].float()
     return _Part(parameter, start, stop, nn.Parameter(own.view(1, -1) if parameter.ndim > 1 else own))
 

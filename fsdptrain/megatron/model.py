@@ -1,4 +1,4 @@
-"""The GPTModel of megatron-core, or this rank's stage of it, without weights yet."""
+"""Build megatron-core's GPTModel, or this rank's pipeline stage of it, without loading weights."""
 
 import os
 from typing import TYPE_CHECKING, Any
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-WRAPPED = "fsdptrain.megatron.hf_spec:layer_spec"  # layers with mixers of transformers
+WRAPPED = "fsdptrain.megatron.hf_spec:layer_spec"  # layers with transformers mixers
 
 
 def has_transformer_engine() -> bool:
-    """Layers are those of Transformer Engine: megatron-core found it, and this run computes on a device."""
+    """Return whether to use Transformer Engine layers: megatron-core found it, and the run uses an accelerator."""
     with quiet_megatron():
         from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
 
@@ -31,7 +31,7 @@ def has_transformer_engine() -> bool:
 
 
 def build_options(config: Config) -> dict[str, Any]:
-    """Of `transformer_config`: what the run says besides its model and how that is split."""
+    """Return the arguments of `transformer_config` that depend on neither the model nor the parallel sizes."""
     return {
         "dtype": getattr(torch, config.compute_dtype_name),
         "has_engine": has_transformer_engine(),
@@ -44,9 +44,9 @@ def build_options(config: Config) -> dict[str, Any]:
 def layer_spec(
     transformer_config: "TransformerConfig", hf_config: PreTrainedConfig, *, vp_stage: int | None = None
 ) -> "TransformerBlockSubmodules":
-    """megatron-core's own layers of this rank's stage: of Transformer Engine where it imports, else of plain torch.
+    """Return the native layers of this rank's stage: Transformer Engine layers if it imports, else plain torch.
 
-    What --megatron-spec names has this signature too.
+    Functions passed to --megatron-spec have this signature.
     """
     with quiet_megatron():
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -61,8 +61,10 @@ def layer_spec(
 def build_model(
     transformer_config: "TransformerConfig", hf_config: PreTrainedConfig, *, spec: str | None = None
 ) -> "GPTModel":
-    """This rank's stage. Its forward returns hidden states [B, S, D] where it ends with the head: logits are made in
-    chunks, by the head's weight. spec: --megatron-spec."""
+    """Build this rank's stage. spec: --megatron-spec.
+
+    The forward of the last stage returns hidden states [B, S, D]. Logits are computed in chunks from the head's weight.
+    """
     with quiet_megatron():
         from megatron.core import parallel_state
         from megatron.core.models.gpt import GPTModel
@@ -70,7 +72,7 @@ def build_model(
     context = transformer_config.context_parallel_size
     layers = _spec_function(hf_config, spec, context)(transformer_config, hf_config)
     if transformer_config.deterministic_mode:
-        os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # Transformer Engine's attention asks for it
+        os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # required by Transformer Engine's attention
     with quiet_megatron():
         model = GPTModel(
             config=transformer_config,
@@ -82,7 +84,7 @@ def build_model(
             share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
             **rotary_options(hf_config, context),
         )
-    for parameter in model.parameters():  # some are made in float32; buffers, such as biases of routers, stay so
+    for parameter in model.parameters():  # some are created in float32; buffers, such as router biases, stay in float32
         parameter.data = parameter.data.to(transformer_config.params_dtype)
     _mark_split(model)
     if model.pre_process and hf_config.pad_token_id is not None:
@@ -90,16 +92,16 @@ def build_model(
     if model.post_process:
         model.output_layer.forward = _gather_rows if transformer_config.sequence_parallel else _pass_on
     model.eval()
-    model.decoder.training = transformer_config.recompute_granularity is not None  # else it never recomputes
+    model.decoder.training = transformer_config.recompute_granularity is not None  # otherwise it never recomputes
     return model
 
 
 def _keep_padding(model: "GPTModel", token: int) -> None:
-    """transformers' embedding does not learn the vector of the pad token, not even where a sequence has that token."""
+    """Exclude the embedding of the pad token from training, as transformers does, even if a sequence contains it."""
 
     def without_gradient(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         tokens = args[0]
-        if vars(module)["reduce_scatter_embeddings"]:  # sequence parallel: [S / R, B, D] of tokens [B, S]
+        if vars(module)["reduce_scatter_embeddings"]:  # sequence parallel: [S / R, B, D] for tokens [B, S]
             group = Groups.present().tensor
             tokens = tokens.t().tensor_split(group.size())[group.rank()]
         return torch.where((tokens == token)[..., None], output.detach(), output)
@@ -108,9 +110,11 @@ def _keep_padding(model: "GPTModel", token: int) -> None:
 
 
 def _mark_split(model: "GPTModel") -> None:
-    """What each tensor-parallel rank has a part of. megatron-core says so only where it also draws initial weights;
-    Transformer Engine says it of all its matrices, of those too that each rank has whole: megatron-core's TELinear
-    itself, whose subclasses are split."""
+    """Mark the parameters that tensor parallelism shards.
+
+    megatron-core marks them only if it also initializes weights. Transformer Engine marks all its matrices, including
+    those of megatron-core's TELinear, which each rank holds whole; only the subclasses of TELinear are sharded.
+    """
     from megatron.core import tensor_parallel as tp
 
     for module in model.modules():
@@ -125,24 +129,24 @@ def _mark_split(model: "GPTModel") -> None:
 
 
 def padded_vocab(vocab_size: int, tensor_parallel: int) -> int:
-    """Rows of embedding and head, the same number on each tensor-parallel rank."""
+    """Pad the vocabulary to equal numbers of rows of embedding and head on each tensor-parallel rank."""
     return -(-vocab_size // tensor_parallel) * tensor_parallel
 
 
 def _pass_on(
     input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """In place of the head's forward."""
+    """Replace the head's forward: return the hidden states."""
     return input_, None
 
 
 def _gather_rows(
     input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """The same under sequence parallel, whose ranks have rows of their own."""
+    """Replace the head's forward under sequence parallelism: gather the rows of all ranks."""
     from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
-    # the head's own backward sums over the ranks: here each takes its rows of that
+    # the head's backward already sums over ranks: each rank takes its own rows of the sum
     return gather_from_sequence_parallel_region(input_, tensor_parallel_output_grad=False), None
 
 

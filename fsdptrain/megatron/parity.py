@@ -1,7 +1,7 @@
-"""Before the first step: a small random model computes the same in transformers and in megatron-core, split so.
+"""Parity check before the first step: a small random model in transformers and in megatron-core, with the run's split.
 
-It goes the very way of the run (config, layers, table, schedule, head), so what any of these would do wrong shows in
-the logprobs: a swapped order of queries and keys, another rotary base, experts by the wrong number.
+It uses the same code as the run (config, layers, table, schedule, head), so errors in any of them show in the logprobs:
+swapped queries and keys, a wrong rotary base, misnumbered experts.
 """
 
 import copy
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
 
 _AT_MOST = {"vocab_size": 251, "hidden_size": 128, "intermediate_size": 96, "moe_intermediate_size": 64}
-_SPLIT = ("intermediate_size", "moe_intermediate_size")  # over tensor-parallel ranks, as in the model
+_SPLIT = ("intermediate_size", "moe_intermediate_size")  # sharded over tensor-parallel ranks, as in the full model
 _SEGMENTS = (17, 23)  # tokens
 
 
@@ -37,9 +37,9 @@ _SEGMENTS = (17, 23)  # tokens
 def small_models(
     config: PreTrainedConfig, split: MegatronConfig, options: dict[str, Any], *, device: torch.device
 ) -> tuple[PreTrainedModel, "GPTModel"]:
-    """The same random weights, in float32, in transformers on the CPU and in megatron-core. Collective.
+    """Build the same random float32 weights in transformers on the CPU and in megatron-core. Collective.
 
-    options: of `transformer_config`, whose dtype is that of the run.
+    options: arguments of `transformer_config`. Its dtype is that of the run and is not used here.
     """
     small = small_config(config, split)
     with platform.random_states_kept(), raise_on_all_ranks(ConfigError, "--backend megatron"):
@@ -53,11 +53,10 @@ def small_models(
 def check_parity(
     stock: PreTrainedModel, model: "GPTModel", split: MegatronConfig, options: dict[str, Any]
 ) -> tuple[float, float]:
-    """Mean difference of the logprobs of `small_models`, the largest over ranks, and its tolerance.
+    """Compare the logprobs of `small_models`. Returns (mean difference, largest over ranks; tolerance). Collective.
 
-    In float32, whatever the run computes in: half precision hides what is wrong behind rounding. A run in another dtype
-    is compared in that too, with its kernels and its layout. NumericsError where a difference is over its tolerance.
-    Collective.
+    Compares in float32 in any case, because rounding in half precision hides errors. A run in another dtype is also
+    compared in that dtype, with its kernels and layout. Raises NumericsError if a difference exceeds its tolerance.
     """
     measured = _compared(stock, model, split, options | {"dtype": torch.float32})
     if options["dtype"] != torch.float32:
@@ -106,7 +105,10 @@ def _compared(
 
 
 def small_config(config: PreTrainedConfig, split: MegatronConfig) -> PreTrainedConfig:
-    """One layer of each kind at least, as many of all as the split of the run divides, and heads of the true size."""
+    """Return a small config with at least one layer of each kind and the original head size.
+
+    The split of the run divides all sizes.
+    """
     small = copy.deepcopy(config)
     cut_widths(small, _AT_MOST)
     said = small.to_dict()
@@ -126,7 +128,7 @@ def small_config(config: PreTrainedConfig, split: MegatronConfig) -> PreTrainedC
 
 
 def _cut_layers(small: PreTrainedConfig, num_stages: int) -> None:
-    """Those up to where each kind has been."""
+    """Keep the layers up to the first occurrence of every kind."""
     total, types = small.num_hidden_layers, small.to_dict().get("layer_types")
     sparse = family_of(small).special(small).get("moe_layer_freq", [0] * total)
     kinds = list(zip(types or [""] * total, sparse, strict=True))
@@ -138,7 +140,7 @@ def _cut_layers(small: PreTrainedConfig, num_stages: int) -> None:
 
 
 def _stock_logprobs(stock: Any, segment: list[int]) -> Tensor:
-    """[T] of the next tokens, 0 at the last."""
+    """Return the logprobs of the next tokens, [T], 0 at the last."""
     ids = torch.tensor(segment)
     logprobs = stock(ids[None]).logits[0].log_softmax(-1)
     return torch.cat([logprobs[:-1].gather(1, ids[1:, None])[:, 0], torch.zeros(1)])

@@ -1,6 +1,6 @@
-"""What was built, compared with the config of transformers: any disagreement ends the run before its first step.
+"""Compare the built model with the transformers config. Any disagreement stops the run before its first step.
 
-Numbers are read from the modules that compute, not from the config that they were made of.
+Values are read from the modules that compute, not from the config that they were built from.
 """
 
 import math
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BuildReport:
-    """Of the whole model."""
+    """The report of the whole model."""
 
     lines: Sequence[str]
     kernels: list[Kernel]
@@ -39,11 +39,11 @@ class BuildReport:
 
 @dataclass(frozen=True)
 class Fact:
-    """One thing that must agree."""
+    """One value that must agree."""
 
     name: str
     found: object  # in megatron-core
-    wanted: object  # by transformers
+    wanted: object  # in transformers
 
     @property
     def agrees(self) -> bool:
@@ -59,7 +59,10 @@ class Fact:
 
 
 def build_report(model: "GPTModel", stock: PreTrainedModel, *, layout: str) -> BuildReport:
-    """ConfigError, on all ranks, that names all disagreements. `stock`: of transformers, on meta. Collective."""
+    """Build the report. `stock`: the transformers model on meta. Collective.
+
+    Raises ConfigError on all ranks, listing all disagreements.
+    """
     config = stock.config
     facts = [*_parameters(model, stock)]
     with raise_on_all_ranks(ConfigError, "--backend megatron"):
@@ -88,7 +91,7 @@ def build_report(model: "GPTModel", stock: PreTrainedModel, *, layout: str) -> B
 
 
 def _parameters(model: "GPTModel", stock: PreTrainedModel) -> Iterator[Fact]:
-    """Over all ranks, each number once. Collective."""
+    """Compare the parameter count over all ranks, each value counted once. Collective."""
     groups, config = Groups.present(), stock.config
     held = ((p.numel(), groups.copies(p)) for p in model.parameters())
     own = sum(size / copies for size, copies in held if copies)
@@ -102,10 +105,10 @@ def _parameters(model: "GPTModel", stock: PreTrainedModel) -> Iterator[Fact]:
 
 
 def _rotary(model: "GPTModel", stock: PreTrainedModel) -> Iterator[Fact]:
-    """The frequencies themselves, as transformers computes them from its config."""
+    """Compare the rotary frequencies with those that transformers computes from its config."""
     theirs = next((m for name, m in base_model(stock).named_children() if name == "rotary_emb"), None)
     ours = _rotary_table(model)
-    if theirs is None or ours is None:  # of a wrapped attention it is transformers' own
+    if theirs is None or ours is None:  # wrapped attention uses the transformers table
         return
     with torch.device("cpu"):
         wanted = cast(Any, type(theirs))(config=stock.config).inv_freq.float()
@@ -118,10 +121,10 @@ def _rotary(model: "GPTModel", stock: PreTrainedModel) -> Iterator[Fact]:
 
 
 def _rotary_table(model: "GPTModel") -> Tensor | None:
-    """Angles of the second place in a sequence: of the model, or of latent attention, which has its own."""
+    """Return the angles of the second position, from the model or from its latent attention."""
     holders = [model, *(layer.self_attention for layer in _layers(model))]
     for table in filter(None, (vars(holder)["_modules"].get("rotary_pos_emb") for holder in holders)):
-        if type(table).__name__ == "YarnRotaryEmbedding":  # whose frequencies are made anew for each length
+        if type(table).__name__ == "YarnRotaryEmbedding":  # its frequencies depend on the length
             angles = table.get_emb(2)[0][1].flatten()
             return angles[: len(angles) // 2]
         return table.inv_freq
@@ -130,7 +133,7 @@ def _rotary_table(model: "GPTModel") -> Tensor | None:
 
 def _norms(model: "GPTModel", config: PreTrainedConfig) -> Iterator[Fact]:
     for module in model.modules():
-        for name in ("eps", "variance_epsilon"):  # as megatron-core, and as most of transformers call it
+        for name in ("eps", "variance_epsilon"):  # names in megatron-core and in most transformers models
             if name in vars(module):
                 yield Fact("eps of norms", float(vars(module)[name]), float(config.rms_norm_eps))
 
@@ -141,7 +144,7 @@ def _attention(model: "GPTModel", config: PreTrainedConfig) -> Iterator[Fact]:
     for layer in _layers(model):
         attention = cast(Any, layer.self_attention)
         if any("hub_name" in vars(part) for part in attention.modules()) or model.config.multi_latent_attention:
-            continue  # transformers' own, or checked by the copy that computes the same
+            continue  # transformers modules, or checked by the parity test
         yield Fact("size of heads", attention.hidden_size_per_attention_head, head_dim)
         yield Fact("heads", attention.num_attention_heads_per_partition * tensor, config.num_attention_heads)
         yield Fact("key-value heads", attention.num_query_groups_per_partition * tensor, config.num_key_value_heads)
@@ -179,13 +182,13 @@ def _layers(model: "GPTModel") -> list[Any]:
 
 
 def _classes(model: nn.Module) -> str:
-    """How many there are of each, of those that compute; on this rank."""
+    """Count the modules of each class on this rank, except containers."""
     counts = Counter(type(module).__name__ for module in model.modules())
     return ", ".join(f"{count} {name}" for name, count in counts.items() if name not in ("ModuleList", "Identity"))
 
 
 def _wrapped(model: "GPTModel", stock: PreTrainedModel) -> Iterator[Kernel]:
-    """The mixers of transformers in these layers, and what runs in place of their kernels."""
+    """Describe the transformers mixers in the layers, and the fallbacks of their kernels."""
     modules = [module for module in model.modules() if "hub_name" in vars(module)]
     if modules:
         names = ", ".join(dict.fromkeys(type(module).__name__ for module in modules))
@@ -194,7 +197,7 @@ def _wrapped(model: "GPTModel", stock: PreTrainedModel) -> Iterator[Kernel]:
 
 
 def _kernels(model: "GPTModel", stock: PreTrainedModel, *, engine: bool) -> list[Kernel]:
-    """`stock`: of transformers, whose layers say which kernels its own mixers want."""
+    """Describe the kernels. `stock`: the transformers model, whose layers determine the kernels of its mixers."""
     found = list(_wrapped(model, stock))
     if not engine and platform.has_accelerator():
         parts = "MLP and experts" if found else "attention, norms and experts"

@@ -1,13 +1,13 @@
-"""Checkpoints and exports of a model of megatron-core: tensors under their names in the files of the model.
+"""Checkpoints and exports of a megatron-core model, with tensors named as in the Hugging Face files.
 
-So nothing that is written knows how the model was split, and a run goes on with any other split. Adam's moments travel
-through the same table as the weights: it only moves numbers.
+The files do not depend on the parallel sizes, so a run can resume with different ones. Adam's moments are converted by
+the same table as the weights, which only rearranges values.
 
-    <checkpoint>/weights/*.safetensors, exp_avg/, exp_avg_sq/    float32: masters and moments, bit by bit
-    <checkpoint>/reference/*.safetensors                         the compute dtype
+    <checkpoint>/weights/*.safetensors, exp_avg/, exp_avg_sq/    float32 masters and moments, bitwise exact
+    <checkpoint>/reference/*.safetensors                         compute dtype
     <checkpoint>/trainer.json, rng-*.safetensors                 as under FSDP
 
-Rank 0 writes, tensor by tensor, while all ranks gather.
+Rank 0 writes tensor by tensor while all ranks gather.
 """
 
 import json
@@ -38,7 +38,7 @@ _LARGEST_FILE = 4_000_000_000  # bytes
 
 
 def identity(stock: PreTrainedModel, weights: WeightMap) -> dict[str, Any]:
-    """What tells one model from another, whatever its split."""
+    """Return values that identify a model independently of its parallel sizes."""
     shapes = sorted((name, list(tensor.shape)) for name, tensor in weights.plan().items())
     return {
         "class": f"{type(stock).__name__} on megatron-core",
@@ -50,7 +50,7 @@ def identity(stock: PreTrainedModel, weights: WeightMap) -> dict[str, Any]:
 def save_checkpoint(
     directory: Path, weights: WeightMap, masters: Masters, optimizer: Optimizer, *, step: int, model: dict
 ) -> None:
-    """Into `directory`, which exists. model: its identity. Collective."""
+    """Save to `directory`, which must exist. model: the result of `identity`. Collective."""
     state = optimizer.tensors()
     write_masters(directory / WEIGHTS, weights, masters, torch.float32)
     for moment in MOMENTS:
@@ -66,7 +66,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(directory: Path, weights: WeightMap, masters: Masters, optimizer: Optimizer, *, model: dict) -> int:
-    """Read what `save_checkpoint` wrote, on any number of ranks, and return its step. Collective."""
+    """Load a checkpoint of `save_checkpoint` on any number of ranks and return its step. Collective."""
     state: dict[str, Any] = {}
     failure = f"checkpoint {directory} cannot be read"
     with raise_on_all_ranks(CheckpointError, failure):
@@ -88,10 +88,10 @@ def load_checkpoint(directory: Path, weights: WeightMap, masters: Masters, optim
 
 @contextmanager
 def told_of(whose: str) -> Iterator[None]:
-    """What is wrong with files that were read is said of `whose`, and not of --hf-checkpoint."""
+    """Replace --hf-checkpoint by `whose` in CheckpointErrors, to name the files that were read."""
     try:
         yield
-    except CheckpointError as error:  # of all ranks
+    except CheckpointError as error:  # raised on all ranks
         raise CheckpointError(str(error).replace("--hf-checkpoint", whose)) from error
 
 
@@ -102,19 +102,22 @@ def load_tensors(
     *,
     only_parameters: bool = False,
 ) -> None:
-    """What `write_tensors` wrote, into this rank's model; arguments as of `WeightMap.load`."""
+    """Load the files of `write_tensors` into this rank's model. Arguments as in `WeightMap.load`."""
     shapes = {name: tuple(t.shape) for name, t in weights.plan(only_parameters=only_parameters).items()}
     with open_files(folder, shapes, ignored=weights.ignored) as source:
         weights.load(source, put, only_parameters=only_parameters)
 
 
 def write_masters(folder: Path, weights: WeightMap, masters: Masters, dtype: torch.dtype) -> None:
-    """The float32 weights in `dtype`, and buffers as they are. Collective."""
+    """Write the float32 weights in `dtype`, and the buffers in their own dtype. Collective."""
     write_tensors(folder, weights.plan(dtype), weights.stream(dtype=dtype, of=masters.whole_master))
 
 
 def export_hf(weights: WeightMap, masters: Masters, source: Path, target: Path, *, dtype: torch.dtype) -> None:
-    """As a folder like `source` that `from_pretrained` reads; it gets its name when it is whole. Collective."""
+    """Export to a folder like `source`, readable by `from_pretrained`. Collective.
+
+    The folder is renamed to `target` once it is complete.
+    """
     temporary = target.with_name(f".tmp-{target.name}")
     write_masters(temporary, weights, masters, dtype)
     with raise_on_all_ranks(CheckpointError, f"the model cannot be exported to {target}"):
@@ -126,10 +129,10 @@ def export_hf(weights: WeightMap, masters: Masters, source: Path, target: Path, 
 
 
 def write_tensors(folder: Path, plan: Mapping[str, Tensor], stream: Iterable[tuple[str, Tensor]]) -> None:
-    """The safetensors files of `stream`, whose shapes are `plan`, in `folder`, made anew. Collective.
+    """Write the tensors of `stream` to safetensors files in `folder`, replacing its contents. Collective.
 
-    What fails on rank 0 is kept until the stream has ended, because the others are in its collectives; then it is
-    raised on all ranks.
+    `plan` has the shapes of the tensors. If rank 0 fails, it finishes the stream first, because other ranks are in its
+    collectives; then all ranks raise the error.
     """
     failure: OSError | None = None
     writer: HubWriter | None = None

@@ -1,9 +1,9 @@
-"""Which tensors of the files a tensor of megatron-core is made of: one table, for plain and Transformer Engine names.
+"""Map the tensors of megatron-core to the tensors of the files, for plain and Transformer Engine names.
 
     decoder.layers.3.self_attention.linear_qkv.weight  <->  model.layers.3.self_attn.{q,k,v}_proj.weight   by groups
 
-A module with a string `hub_name` (a module of transformers inside a layer) is not looked up: its tensors are those of
-model.layers.<i>.<hub_name>, copied. What nothing says a word of is an error.
+A module with a string attribute `hub_name` (a transformers module inside a layer) is not looked up: its tensors are
+copies of model.layers.<i>.<hub_name>. A tensor without a mapping is an error.
 """
 
 import re
@@ -28,7 +28,7 @@ _EXPERT = (
     re.compile(r"mlp\.experts\.(?P<part>linear_fc[12])\.weight(?P<id>\d+)"),  # Transformer Engine, grouped
 )
 _ROWS = Stacked(1)
-_COPIED = {  # of a layer
+_COPIED = {  # in a layer
     "input_layernorm.weight": "input_layernorm.weight",
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
@@ -39,13 +39,13 @@ _COPIED = {  # of a layer
     "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
     "mlp.shared_experts.gate_weight": "mlp.shared_expert_gate.weight",
 }
-_LATENT = {  # attention of DeepSeek: in place of some of the above
+_LATENT = {  # DeepSeek attention: replaces some of the above
     "self_attention.q_layernorm.weight": "self_attn.q_a_layernorm.weight",
     "self_attention.linear_q_up_proj.layer_norm_weight": "self_attn.q_a_layernorm.weight",
     "self_attention.kv_layernorm.weight": "self_attn.kv_a_layernorm.weight",
     "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attn.kv_a_layernorm.weight",
 }
-_LATENT_DOWN = {  # whole on each rank in Transformer Engine's layers, split by rows in plain ones
+_LATENT_DOWN = {  # whole on each rank in Transformer Engine layers, sharded by rows in plain layers
     "self_attention.linear_q_down_proj.weight": "self_attn.q_a_proj.weight",
     "self_attention.linear_kv_down_proj.weight": "self_attn.kv_a_proj_with_mqa.weight",
 }
@@ -58,23 +58,23 @@ _LATENT_ROWS = {
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of this rank's stage."""
+    """The mapping of one tensor of this rank's stage."""
 
     name: str  # in the GPTModel
-    hub: tuple[str, ...]  # in the files; of an expert with {expert} for its number in the layer
+    hub: tuple[str, ...]  # in the files; for experts, {expert} stands for the index in the layer
     conversion: Conversion
-    expert: int | None = None  # its number on this rank
-    is_copy: bool = False  # of a tensor of another stage: loaded, and never exported
+    expert: int | None = None  # index on this rank
+    is_copy: bool = False  # copy of a tensor of another stage: loaded, never exported
 
     def hub_names(self, expert_rank: int, experts_per_rank: int) -> list[str]:
-        """As the expert-parallel rank `expert_rank` has them."""
+        """Return the names in the files for the expert-parallel rank `expert_rank`."""
         if self.expert is None:
             return list(self.hub)
         return [name.format(expert=expert_rank * experts_per_rank + self.expert) for name in self.hub]
 
 
 def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters, and buffers that hold what was learnt, by name: all that files have."""
+    """Return parameters and learned buffers by name: everything that files store."""
     found: Mapping[str, object] = model.state_dict(keep_vars=True)
     return {name: t for name, t in found.items() if isinstance(t, Tensor) and not name.endswith(_NOT_STORED)}
 
@@ -83,7 +83,7 @@ _NOT_STORED = ("_extra_state", "local_tokens_per_expert")
 
 
 def table(model: "GPTModel", config: PreTrainedConfig) -> list[Entry]:
-    """Of this rank's stage. CheckpointError names the tensors that nothing is known of."""
+    """Build the table of this rank's stage. Raises CheckpointError, with their names, for tensors without a mapping."""
     wrapped = {name: str(vars(m)["hub_name"]) for name, m in model.named_modules() if "hub_name" in vars(m)}
     entries, unknown = [], []
     for name in stored_tensors(model):
@@ -96,7 +96,7 @@ def table(model: "GPTModel", config: PreTrainedConfig) -> list[Entry]:
 
 
 def _outside(name: str, model: "GPTModel", config: PreTrainedConfig) -> Entry | None:
-    """Of embedding, last norm and head."""
+    """Map embedding, last norm and head."""
     tensor = model.config.tensor_model_parallel_size
     vocabulary = Vocabulary(config.vocab_size, padded_vocab(config.vocab_size, tensor))
     embedding = ("model.embed_tokens.weight",)
@@ -109,7 +109,7 @@ def _outside(name: str, model: "GPTModel", config: PreTrainedConfig) -> Entry | 
 
 
 def _inside(name: str, model: "GPTModel", config: PreTrainedConfig, wrapped: Mapping[str, str]) -> Entry | None:
-    """Of a layer, whose number counts over all stages."""
+    """Map a tensor of a layer. Layer numbers in the files count over all stages."""
     match = _LAYER.fullmatch(name)
     if match is None:
         return None
@@ -154,7 +154,7 @@ def _of_layer(
 
 
 def _gated(prefix: str, part: str) -> tuple[tuple[str, ...], Conversion]:
-    """Of an MLP with a gate, wherever it is."""
+    """Map the matrices of a gated MLP."""
     if part == "linear_fc1":
         return (f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight"), Stacked(2)
     return (f"{prefix}down_proj.weight",), Columns()

@@ -1,7 +1,7 @@
-"""From the config of transformers to that of megatron-core: every number is read, none is assumed.
+"""Convert a transformers config to a megatron-core config. Every value is read; none is assumed.
 
-What a family does that megatron-core has no word for is refused here, by name; what is forgotten here is found by the
-build report, which compares the built model with the config and with the model of transformers.
+Features of a model family that megatron-core does not support are rejected by name. The build report catches anything
+that is missed here: it compares the built model with the config and with the transformers model.
 """
 
 import math
@@ -29,9 +29,9 @@ def _dense(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _softmax_experts(config: PreTrainedConfig) -> dict[str, Any]:
-    """Qwen3-MoE: softmax over all experts, the best k, which are renormalised or not."""
+    """Qwen3-MoE: softmax over all experts, then the top k, optionally renormalized."""
     num_experts, top_k = _expert_choice(config)
-    said = config.to_dict()  # Qwen3.5 has experts in all layers, renormalises always, and says neither
+    said = config.to_dict()  # Qwen3.5 sets neither key: experts in all layers, always renormalized
     dense = set(said.get("mlp_only_layers") or ())
     step = said.get("decoder_sparse_step") or 1
     layers = range(config.num_hidden_layers)
@@ -42,23 +42,23 @@ def _softmax_experts(config: PreTrainedConfig) -> dict[str, Any]:
         "moe_layer_freq": [int(i not in dense and (i + 1) % step == 0) for i in layers],
         "moe_router_pre_softmax": not said.get(
             "norm_topk_prob", True
-        ),  # softmax over the best k alone is the renormalised one
+        ),  # softmax over the top k alone equals renormalization
     }
 
 
 def _shared_gate_experts(config: PreTrainedConfig) -> dict[str, Any]:
-    """Qwen3-Next and Qwen3.5: as above, beside an expert for all tokens with a gate of its own."""
+    """Qwen3-Next and Qwen3.5: as `_softmax_experts`, plus a gated expert that processes all tokens."""
     return _softmax_experts(config) | {
         "moe_shared_expert_intermediate_size": config.shared_expert_intermediate_size,
         "moe_shared_expert_gate": True,
     }
 
 
-_LATENT_EPS = 1e-6  # transformers gives the norms inside of latent attention no other
+_LATENT_EPS = 1e-6  # fixed in transformers for the norms inside latent attention
 
 
 def _deepseek(config: PreTrainedConfig) -> dict[str, Any]:
-    """DeepSeek-V3: latent attention; sigmoid router, whose choice has a bias, within groups of experts."""
+    """DeepSeek-V3: latent attention, and a sigmoid router with a selection bias and expert groups."""
     num_experts, top_k = _expert_choice(config)
     if not config.norm_topk_prob or top_k < 2:
         raise ConfigError(f"--backend megatron: norm_topk_prob off, or one expert a token, is not built: {_WAY_OUT}")
@@ -80,7 +80,7 @@ def _deepseek(config: PreTrainedConfig) -> dict[str, Any]:
         "moe_shared_expert_intermediate_size": config.moe_intermediate_size * config.n_shared_experts,
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
-        "moe_router_bias_update_rate": 0.0,  # as under FSDP: it is loaded and exported, not trained
+        "moe_router_bias_update_rate": 0.0,  # as under FSDP: loaded and exported, not trained
         "moe_router_num_groups": config.n_group if config.n_group > 1 else None,
         "moe_router_group_topk": config.topk_group if config.n_group > 1 else None,
         "moe_router_topk_scaling_factor": config.routed_scaling_factor,
@@ -88,7 +88,7 @@ def _deepseek(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _latent_rope(config: PreTrainedConfig) -> dict[str, Any]:
-    """megatron-core turns latent attention by pairs, as the files of DeepSeek have them."""
+    """RoPE of latent attention. megatron-core rotates adjacent pairs, the layout of the DeepSeek files."""
     rope = dict(config.rope_parameters)
     plain = {"rotary_base": rope["rope_theta"], "rope_type": "rope", "rotary_scaling_factor": 1.0}
     if config.rope_interleave and rope["rope_type"] == "default":
@@ -112,13 +112,13 @@ def _latent_rope(config: PreTrainedConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Family:
-    """What one `model_type` has besides a plain decoder of RMSNorm, rotary attention and a gated MLP."""
+    """Differences of a `model_type` from a plain decoder with RMSNorm, rotary attention and a gated MLP."""
 
     special: Callable[[PreTrainedConfig], dict[str, Any]] = _dense
     qk_norm: bool = False
     qkv_bias: bool = False
-    latent: bool = False  # attention
-    wrapped: bool = False  # attention is the module of transformers: see hf_spec.py
+    latent: bool = False  # latent attention
+    wrapped: bool = False  # uses the attention module of transformers: see hf_spec.py
 
 
 FAMILIES: dict[str, Family] = {
@@ -135,7 +135,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(config: PreTrainedConfig) -> Family:
-    """ConfigError, which names those that are known, for another."""
+    """Look up the family of a config. Raises ConfigError, which lists the known families, for any other."""
     found = FAMILIES.get(config.model_type)
     if found is None:
         known = ", ".join(sorted(FAMILIES))
@@ -144,12 +144,15 @@ def family_of(config: PreTrainedConfig) -> Family:
 
 
 def wraps(config: PreTrainedConfig, context_parallel: int) -> bool:
-    """Mixers are the modules of transformers (hf_spec.py): where megatron-core lacks them, and where the tokens of a
-    pack are dealt over ranks, for which it has no attention without Transformer Engine."""
+    """Return whether the mixers are transformers modules (hf_spec.py).
+
+    This holds for models whose mixers megatron-core lacks, and for context parallelism, for which megatron-core has no
+    attention without Transformer Engine.
+    """
     return family_of(config).wrapped or context_parallel > 1
 
 
-# Whatever the model and the split are.
+# Independent of the model and of the parallel sizes.
 _ALWAYS: dict[str, Any] = {
     "normalization": "RMSNorm",
     "activation_func": F.silu,
@@ -180,7 +183,10 @@ def transformer_config(
     recompute: bool = False,
     deterministic: bool = False,
 ) -> "TransformerConfig":
-    """What GPTModel is built from; ConfigError for what cannot be. has_engine: Transformer Engine is there."""
+    """Build the config of GPTModel. has_engine: Transformer Engine is available.
+
+    Raises ConfigError for models and parallel sizes that are not supported.
+    """
     with quiet_megatron():
         from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
@@ -210,7 +216,7 @@ def _of_model(config: PreTrainedConfig) -> dict[str, Any]:
     return {
         "num_layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
-        "ffn_hidden_size": config.to_dict().get("intermediate_size", config.hidden_size),  # none: only experts
+        "ffn_hidden_size": config.to_dict().get("intermediate_size", config.hidden_size),  # absent: only experts
         "num_attention_heads": config.num_attention_heads,
         "num_query_groups": config.num_key_value_heads,
         "kv_channels": head_size(config),
@@ -221,11 +227,11 @@ def _of_model(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _of_experts(family: Family, megatron: MegatronConfig, *, dtype: torch.dtype, has_engine: bool) -> dict[str, Any]:
-    """But for what the family says of its router."""
+    """MoE options that do not depend on the family's router."""
     return {
         "moe_grouped_gemm": has_engine,
         "moe_permute_fusion": False,
-        "moe_router_dtype": "fp32" if dtype == torch.float32 or family.latent else None,  # as transformers
+        "moe_router_dtype": "fp32" if dtype == torch.float32 or family.latent else None,  # as in transformers
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "expert_tensor_parallel_size": megatron.tensor_parallel,
@@ -245,11 +251,14 @@ def _of_split(megatron: MegatronConfig) -> dict[str, Any]:
 
 
 def rotary_options(config: PreTrainedConfig, context_parallel: int) -> dict[str, Any]:
-    """Arguments of GPTModel. ConfigError for a scaling that megatron-core does not have, or not with these numbers."""
+    """Return the rotary arguments of GPTModel.
+
+    Raises ConfigError for a scaling type, or scaling parameters, that megatron-core does not support.
+    """
     if wraps(config, context_parallel):
         return {"position_embedding_type": "none"}
     if family_of(config).latent:
-        return {"position_embedding_type": "rope"}  # each attention has a table of its own: `_latent_rope`
+        return {"position_embedding_type": "rope"}  # each attention has its own table: `_latent_rope`
     rope = dict(config.rope_parameters)
     options = {
         "position_embedding_type": "rope",
@@ -265,7 +274,7 @@ def rotary_options(config: PreTrainedConfig, context_parallel: int) -> dict[str,
 
 
 def _refuse_unknown(config: PreTrainedConfig) -> None:
-    """What would be computed otherwise than transformers does."""
+    """Reject options that would be computed differently than in transformers."""
     said = config.to_dict()
     odd = {
         "hidden_act": said.get("hidden_act", "silu") != "silu",
@@ -279,7 +288,10 @@ def _refuse_unknown(config: PreTrainedConfig) -> None:
 
 
 def refuse_split_mixers(config: PreTrainedConfig, tensor: int, *, sequence: bool) -> None:
-    """Tensor parallel splits what is megatron-core's; with sequence parallel each rank computes all of a mixer."""
+    """Reject tensor parallelism without sequence parallelism for transformers mixers.
+
+    Tensor parallelism splits megatron-core modules only. With sequence parallelism each rank computes the whole mixer.
+    """
     if tensor > 1 and not sequence:
         raise ConfigError(
             f"--megatron-tensor-parallel {tensor}: the mixers of a {config.model_type} are modules of transformers, "
@@ -334,7 +346,7 @@ def _refuse_split_experts(config: PreTrainedConfig, megatron: MegatronConfig) ->
 
 
 def _refuse_widths(values: dict[str, Any]) -> None:
-    """Of the MLPs that there are."""
+    """Check that tensor parallelism divides the width of every MLP in the model."""
     tensor, sparse = values["tensor_model_parallel_size"], values.get("moe_layer_freq", [0])
     names = ["ffn_hidden_size"] * (0 in sparse) + ["moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"]
     for width in (values[name] for name in names if name in values):

@@ -1,7 +1,7 @@
-"""Weights from the files into megatron-core, and out of it again, tensor by tensor, by the table.
+"""Load weights from files into megatron-core and export them, tensor by tensor, using the conversion table.
 
-A rank reads only its own slices, and never holds more than one tensor besides its model. On the way out each tensor is
-gathered over the ranks that share it, and every rank gets it whole.
+A rank reads only its own slices and holds at most one tensor in addition to its model. On export each tensor is
+gathered over the ranks that share it, and every rank gets the full tensor.
 """
 
 import re
@@ -34,21 +34,21 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def hub_state(model: PreTrainedModel) -> dict[str, Tensor]:
-    """All tensors of a checkpoint of `model`, by their names there."""
+    """Return all tensors of a checkpoint of `model`, by their names in the files."""
     tied = model.get_expanded_tied_weights_keys(all_submodels=True)
     return revert_weight_conversion(model, {name: t for name, t in model.state_dict().items() if name not in tied})
 
 
 def hub_shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    """Of the same; `model` may be on meta."""
+    """Return the shapes of `hub_state`. `model` may be on meta."""
     return {name: tuple(t.shape) for name, t in hub_state(model).items()}
 
 
 @contextmanager
 def open_files(path: Path, shapes: Shapes, *, ignored: Sequence[str] = ()) -> Iterator[Source]:
-    """The safetensors files of a checkpoint, read slice by slice. CheckpointError where they do not hold `shapes`.
+    """Open the safetensors files of a checkpoint for slice-wise reads. Raises CheckpointError if shapes do not match.
 
-    ignored: patterns of names that may be there besides, as transformers ignores them (heads for several tokens).
+    ignored: patterns of extra names to accept, as transformers does (for example heads that predict several tokens).
     """
     with ExitStack() as stack:
         found: dict[str, Any] = {}
@@ -56,7 +56,7 @@ def open_files(path: Path, shapes: Shapes, *, ignored: Sequence[str] = ()) -> It
             opened = stack.enter_context(safe_open(file, framework="pt"))
             found |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a mapping)
         missing = [name for name in shapes if name not in found]
-        # a tied head may lie in the files a second time; tables of rotary angles are computed
+        # a tied head may be stored twice; rotary tables are computed
         known = re.compile("|".join([r"^lm_head\.weight$", r"rotary_emb\.inv_freq$", *ignored]))
         unused = [n for n in found if n not in shapes and not known.search(n)]
         other = [n for n, shape in shapes.items() if n in found and tuple(found[n].get_shape()) != shape]
@@ -69,7 +69,7 @@ def open_files(path: Path, shapes: Shapes, *, ignored: Sequence[str] = ()) -> It
 
 @dataclass(frozen=True)
 class Exported:
-    """What the other stages must know of a tensor."""
+    """Facts about a tensor that the other stages need."""
 
     entry: Entry
     dtype: torch.dtype
@@ -77,12 +77,13 @@ class Exported:
 
 
 class WeightMap:
-    """The table of one model, on this rank and over its stages. Made and used collectively."""
+    """The conversion table of one model, on this rank and over all stages. Construction and use are collective."""
 
     def __init__(self, model: "GPTModel", stock: PreTrainedModel, *, shapes: Shapes | None = None) -> None:
-        """CheckpointError, on all ranks, unless every tensor of the files has its place in the model exactly once.
+        """Build and check the table. stock: the same model in transformers, possibly on meta.
 
-        stock: the same model of transformers, perhaps on meta. shapes: of the files, where they are not its own.
+        shapes: shapes of the files, if they differ from those of `stock`. Raises CheckpointError on all ranks unless
+        every tensor of the files is used exactly once.
         """
         self._groups = groups = Groups.present()
         self._experts_per_rank = (model.config.num_moe_experts or 0) // self._groups.expert.size()
@@ -126,7 +127,7 @@ class WeightMap:
         return entry.hub_names(expert_rank, self._experts_per_rank)
 
     def _all_names(self, entry: Entry) -> list[str]:
-        """Of an expert with those of the other expert-parallel ranks."""
+        """Return the names of an entry in the files. For an expert, includes those on other expert-parallel ranks."""
         return [name for rank in self._expert_ranks(entry) for name in self._names(entry, rank)]
 
     @torch.no_grad()
@@ -135,7 +136,9 @@ class WeightMap:
     ) -> None:
         """Fill this rank's tensors. Not collective.
 
-        put: takes the tensor of a parameter, by name, in place of the model. only_parameters: and no buffers.
+        Args:
+            put: receives each parameter by name, instead of the model.
+            only_parameters: skip buffers.
         """
         rank, size = self._groups.tensor.rank(), self._groups.tensor.size()
         for entry in self.entries:
@@ -158,7 +161,7 @@ class WeightMap:
                 target.copy_(found)
 
     def plan(self, dtype: torch.dtype | None = None, *, only_parameters: bool = False) -> dict[str, Tensor]:
-        """What `stream` gives, in its order, on meta."""
+        """Return the tensors that `stream` yields, in order, on meta."""
         kept = [x for stage in self._stages for x in stage if x.is_parameter or not only_parameters]
         found: dict[str, Tensor] = {}
         for exported in kept:
@@ -175,10 +178,12 @@ class WeightMap:
         of: Callable[[str], Tensor] | None = None,
         only_parameters: bool = False,
     ) -> Iterator[tuple[str, Tensor]]:
-        """(name in the files, whole tensor) of everything, on every rank, which must iterate to the end. Collective.
+        """Yield (name in the files, full tensor) for all tensors, on every rank. Collective; iterate to the end.
 
-        dtype: of parameters; buffers keep theirs. of: other tensors, shaped as the parameters, by name: called on all
-        ranks of the parameter's stage.
+        Args:
+            dtype: dtype of parameters; buffers keep their dtype.
+            of: returns other tensors to export, shaped as the parameters, by name. Called on all ranks of the
+                parameter's stage.
         """
         for stage, entries in enumerate(self._stages):
             own = stage == self._groups.stage.rank()
@@ -192,7 +197,7 @@ class WeightMap:
                     yield name, self._over_stages(name, found[i] if own else None, stage, wanted)
 
     def _whole(self, entry: Entry, dtype: torch.dtype, of: Callable[[str], Tensor] | None) -> list[Tensor]:
-        """In the order of `_all_names`."""
+        """Return full tensors in the order of `_all_names`."""
         tensor = of(entry.name) if of else self._tensors[entry.name]
         whole = entry.conversion.join(_gathered(tensor.detach().to(dtype), self._groups.tensor))
         if entry.expert is None:
@@ -221,9 +226,9 @@ def _gathered(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
 
 def by_module(weights: Iterable[tuple[str, Tensor]], model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """The same by the names of the modules of transformers, which holds the experts of a layer in one tensor.
+    """Rename the weights to the modules of transformers, which stores the experts of a layer in one tensor.
 
-    `model` may be on meta. No more than the experts of one layer are held at a time.
+    `model` may be on meta. Holds the experts of at most one layer at a time.
     """
     known = set(model.state_dict())
     waiting: dict[str, dict[int, dict[str, Tensor]]] = {}  # layer -> expert -> projection

@@ -1,18 +1,19 @@
-"""Tokens dealt over ranks, and together again, with gradients that are those of one rank with all tokens.
+"""Gather and slice tokens over ranks, with the gradients of a single rank that has all tokens.
 
-Context parallel deals each sequence in 2 R chunks, of which rank r holds chunks r and 2 R - 1 - r: in causal attention
-all ranks then have as much to do. A module between gather and slice computes all tokens on each rank; whose gradients
-it then sees depends on what the slice hands back, so the two functions of a pair belong together:
+Context parallelism splits each sequence into 2 R chunks, and rank r holds chunks r and 2 R - 1 - r, which balances the
+work of causal attention. A module between a gather and a slice computes all tokens on each rank. The gradients that it
+receives depend on the backward of the slice, so the functions must be used in pairs:
 
-    pair A   gather_zigzag, slice_zigzag: the slice hands back the gradient of the own tokens, zero elsewhere; the
-             gather sums over ranks. Weights between them get the gradient of the own tokens: sum it over the ranks, as
-             that of weights elsewhere. For context parallel.
-    pair B   gather_copies, slice_copies: the slice hands back the gradient of all tokens, gathered; the gather takes
-             its own part. Weights between them get the whole gradient on each rank: do not sum it. For sequence
-             parallel, where the ranks of a tensor group hold copies of such weights.
+    pair A   gather_zigzag, slice_zigzag: the backward of the slice is the gradient of this rank's tokens, zero
+             elsewhere; the backward of the gather sums over ranks. Weights in between get the gradient of this
+             rank's tokens: sum it over the ranks, as for other weights. For context parallelism.
+    pair B   gather_copies, slice_copies: the backward of the slice all-gathers the gradient of all tokens; the
+             backward of the gather takes this rank's part. Weights in between get the full gradient on each rank:
+             do not sum it. For sequence parallelism, where the ranks of a tensor group hold copies of such weights.
 
-A gather that takes its own part behind a slice that hands back zeros elsewhere drops what the own tokens do to those of
-other ranks: it runs, and its gradients are wrong (tests/megatron/test_zigzag.py measures it).
+Mixing the pairs gives wrong gradients without an error: a gather that takes this rank's part, with a slice that returns
+zeros elsewhere, drops the effect of this rank's tokens on those of other ranks (tests/megatron/test_zigzag.py measures
+it).
 """
 
 from collections.abc import Sequence
@@ -24,43 +25,43 @@ from torch import Tensor
 
 from fsdptrain.errors import ConfigError
 
-# torch >= 2.13 calls them so, and warns of the names that it had before
+# names in torch >= 2.13, which warns about the older names
 _all_gather = vars(dist).get("all_gather_single") or dist.all_gather_into_tensor
 _reduce_scatter = vars(dist).get("reduce_scatter_single") or dist.reduce_scatter_tensor
 
 
 def gather_zigzag(x: Tensor, seqlens: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """The tokens of all ranks in the order of the sequences: [T / R, ...] -> [T, ...]. Collective; of pair A."""
+    """Gather the tokens of all ranks in sequence order: [T / R, ...] -> [T, ...]. Collective; pair A."""
     return _gather(x, zigzag_order(seqlens, group.size()).to(x.device), group, sums=True)
 
 
 def slice_zigzag(x: Tensor, seqlens: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """This rank's tokens: [T, ...] -> [T / R, ...]. Of pair A."""
+    """Select this rank's tokens: [T, ...] -> [T / R, ...]. Pair A."""
     return x.index_select(0, own_tokens(seqlens, group).to(x.device))
 
 
 def gather_copies(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The tokens of all ranks, one run after the other: [T / R, ...] -> [T, ...]. Collective; of pair B."""
+    """Concatenate the tokens of all ranks in rank order: [T / R, ...] -> [T, ...]. Collective; pair B."""
     return _gather(x, None, group, sums=False)
 
 
 def slice_copies(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's run of tokens: [T, ...] -> [T / R, ...]. Its backward is collective. Of pair B."""
+    """Select this rank's contiguous tokens: [T, ...] -> [T / R, ...]. The backward is collective. Pair B."""
     found = _SliceCopies.apply(x, group)
     assert isinstance(found, Tensor)
     return found
 
 
 def own_tokens(seqlens: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """Places, among all tokens, of those that this rank holds: [T / R] i64."""
+    """Return the indices of this rank's tokens among all tokens: [T / R] i64."""
     return zigzag_order(seqlens, group.size()).chunk(group.size())[dist.get_rank(group)]
 
 
 def zigzag_order(seqlens: Sequence[int], num_ranks: int) -> Tensor:
-    """Places, in the order of the sequences, of the tokens of rank 0, then of rank 1 and so on: [T] i64.
+    """Return the token indices, in sequence order, that ranks 0, 1, ... hold, concatenated: [T] i64.
 
-    A rank holds its part of the first sequence, then of the second and so on. ConfigError for a length that 2 R does
-    not divide.
+    Each rank holds its part of the first sequence, then of the second, and so on. Raises ConfigError if 2 R does not
+    divide a length.
     """
     parts: list[list[Tensor]] = [[] for _ in range(num_ranks)]
     start = 0
@@ -78,7 +79,10 @@ def zigzag_order(seqlens: Sequence[int], num_ranks: int) -> Tensor:
 
 
 def gather_own(x: Tensor, seqlens: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """As `gather_zigzag`, for a loss that each rank computes whole: of its gradient every rank takes its own part."""
+    """Gather as `gather_zigzag`, for a loss that every rank computes on all tokens.
+
+    In the backward, every rank takes its own part of the gradient.
+    """
     return _gather(x, zigzag_order(seqlens, group.size()).to(x.device), group, sums=False)
 
 

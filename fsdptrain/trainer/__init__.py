@@ -1,4 +1,4 @@
-"""The loop: collect samples, train on them, hand the weights to the engine, and again."""
+"""The training loop: collect samples, train on them, sync the weights to the engine, repeat."""
 
 from fsdptrain.trainer.export import export_checkpoint
 from fsdptrain.trainer.loop import Trainer

@@ -1,4 +1,4 @@
-"""What the trainer asks of a backend besides `TrainBackend`, and the choice between the two."""
+"""The backend interface that the trainer needs beyond `TrainBackend`, and the backend factory."""
 
 import importlib
 import logging
@@ -23,28 +23,28 @@ log = logging.getLogger(__name__)
 
 
 class PolicyBackend(TrainBackend, Protocol):
-    """A backend as the trainer uses it."""
+    """Interface of a backend as the trainer uses it."""
 
     compute_dtype: torch.dtype
     layout_probe: LayoutProbe
 
     @property
     def model(self) -> PreTrainedModel:
-        """The architecture as transformers has it; the weights may be elsewhere, and this on meta."""
+        """The transformers architecture. It may be on the meta device, with the weights elsewhere."""
         ...
 
     @property
     def features(self) -> Features:
-        """What attaches to the policy."""
+        """The features attached to the policy."""
         ...
 
     @property
     def lines(self) -> list[str]:
-        """What was built, for the log."""
+        """Log lines that describe the backend."""
         ...
 
     def kernels(self) -> list[Kernel]:
-        """What computes the parts of the model."""
+        """Return the kernels that the model uses."""
         ...
 
     def export(self, target: Path) -> None:
@@ -58,7 +58,7 @@ def build_backend(
     features: Features | None = None,
     before_load: Callable[[PreTrainedModel], None] | None = None,
 ) -> PolicyBackend:
-    """The backend that --backend names; the other is not imported. Collective.
+    """Build the backend selected by --backend. Does not import the other backend. Collective.
 
     features, before_load: see `FSDPBackend`.
     """
@@ -72,7 +72,10 @@ def build_backend(
 
 
 def install_platform_overrides() -> None:
-    """Say what replaces functions of ours on this device; ConfigError unless all ranks have the same. Collective."""
+    """Install and log the function overrides for this device. Collective.
+
+    Raises ConfigError unless all ranks have the same device type and the same overrides.
+    """
     kind = platform.device_type()
     require_same(kind, ConfigError(f"machines of one run must be alike: rank 0 computes on {kind}, another does not"))
     with raise_on_all_ranks(ConfigError, "fsdptrain.overrides"):

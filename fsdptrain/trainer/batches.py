@@ -1,4 +1,4 @@
-"""From the samples of all ranks to the packs that this rank trains on, one list for each optimizer step."""
+"""Build the packs that this rank trains on, one list per optimizer step, from the samples of all ranks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,25 +15,25 @@ from fsdptrain.feature import NO_FEATURES, Features
 from fsdptrain.model.rows import Layout
 from fsdptrain.types import Images, PackedBatch, Sample
 
-Members = tuple[tuple[tuple[int, ...], ...], ...]  # [rank][pack] -> samples, by their number in the index of all ranks
+Members = tuple[tuple[tuple[int, ...], ...], ...]  # [rank][pack] -> global indices of its samples
 
 
 @dataclass(frozen=True)
 class PackingRules:
-    max_tokens: int  # of one pack
+    max_tokens: int  # per pack
     aggregation: str
     max_response_len: int
-    steps_per_epoch: int  # optimizer steps that share the rollout
-    num_epochs: int  # times that the whole rollout is trained on
+    steps_per_epoch: int  # optimizer steps per pass over the rollout
+    num_epochs: int  # passes over the rollout
     seed: int
-    layout: Layout  # padded: a pack computes samples x longest tokens, and that is what the budget bounds
-    copies: int = 1  # neighbouring ranks that share the work of one, and so train on the same packs
+    layout: Layout  # padded: a pack costs num_samples x longest sample in tokens, and max_tokens bounds that
+    copies: int = 1  # adjacent ranks that share one pack's work and so train on the same packs
     features: Features = NO_FEATURES
-    row_multiple: int = 1  # padded rows are as long as this divides: their columns are dealt over so many
+    row_multiple: int = 1  # padded row lengths are a multiple of this (context parallelism shards columns)
 
     @classmethod
     def of(cls, config: Config, *, layout: Layout, features: Features = NO_FEATURES) -> "PackingRules":
-        """The rules of a run whose model computes packs of `layout`."""
+        """Build the rules for a model that computes packs of `layout`."""
         return cls(
             max_tokens=config.max_tokens_per_pack,
             aggregation=config.algorithm.loss_aggregation,
@@ -50,24 +50,27 @@ class PackingRules:
 
 @dataclass(frozen=True)
 class StepBatches:
-    """The packs of one optimizer step on this rank; every rank has as many."""
+    """The packs of one optimizer step on this rank. All ranks have the same number of packs."""
 
     packs: list[PackedBatch]
     members: Members  # the same on every rank
     index: SampleIndex  # of all samples of the rollout
     fill: float
     imbalance: float
-    shared: float = 0.0  # share of the tokens that are computed with those of another sample
+    shared: float = 0.0  # fraction of tokens that are computed together with those of another sample
 
 
 def make_batches(
     samples: Sequence[Sample], rules: PackingRules, *, rollout: int, images: Mapping[str, Images] = NO_IMAGES
 ) -> list[StepBatches]:
-    """Plan on the lengths of all ranks, send each sample to the rank that trains it, pack. Collective.
+    """Plan packs from the lengths on all ranks, send each sample to the rank that trains on it, and pack. Collective.
 
-    The steps of all epochs, one after the other; `rollout` is the number of the rollout in the run. There are as many
-    as `rules` say however few the samples are, for the learning rate follows them: a step may be without any. No step
-    at all if there is no sample on any rank. `images` of all prompts of the rollout, by their ids, are on every rank.
+    Returns the steps of all epochs in order. The number of steps always follows `rules`, because the learning-rate
+    schedule depends on it; a step may have no samples. Returns no steps if no rank has a sample.
+
+    Args:
+        rollout: number of the rollout in the run.
+        images: images of all prompts of the rollout by prompt id, on every rank.
     """
     index = gather_index(samples)
     if not index.lengths:
@@ -80,10 +83,10 @@ def make_batches(
 
 
 def deal(keys: Sequence[int], num_steps: int, *, seed: str) -> list[list[int]]:
-    """Indices for each step, drawn at random, as even as they can be.
+    """Split sample indices randomly and evenly over the steps.
 
-    Which samples share a step follows from `seed` and the set of `keys`, not from the order in which the ranks hold
-    them. The samples of a group are dealt one by one: their advantages are there already.
+    The assignment depends on `seed` and the set of `keys`, not on the order in which ranks hold the samples. Samples of
+    one group may go to different steps, because their advantages are already computed.
     """
     order = sorted(range(len(keys)), key=keys.__getitem__)
     Random(seed).shuffle(order)

@@ -1,4 +1,4 @@
-"""What a run is made of, built in the order in which it can fail most cheaply."""
+"""Build the components of a run, cheapest to fail first."""
 
 import importlib.util
 import logging
@@ -64,25 +64,25 @@ from fsdptrain.types import LossConfig, Prompt, SamplingParams
 log = logging.getLogger(__name__)
 
 DEFAULT_EVAL_SIZE = 128  # prompts
-ENVIRONMENT_DATA = "environment"  # --prompt-data: the environment brings its own
+ENVIRONMENT_DATA = "environment"  # value of --prompt-data: the environment supplies the data
 
 
 @dataclass(frozen=True)
 class Components:
-    """All that a run owns."""
+    """Everything that a run owns."""
 
     backend: PolicyBackend
     loss: Loss
     advantages: AdvantageRule
-    engine: RolloutEngine | None  # None: nothing is ever generated
-    weight_sync: WeightSync | None  # with the engine
+    engine: RolloutEngine | None  # None: the run never generates
+    weight_sync: WeightSync | None  # None: the run has no engine
     waits: Waits
     stream: PromptStream
     source: SampleSource
     timeline: Timeline
     evaluation: Evaluation | None
     speed: Speed
-    planned_memory: int | None  # bytes of a rank's device; None: there is no device, or it cannot be planned
+    planned_memory: int | None  # bytes per rank on the device; None: no device, or no plan is possible
     loggers: list[Logger]
 
 
@@ -90,7 +90,7 @@ class Components:
 def build_components(
     config: Config, folder: RunFolder, *, reward: RewardFunction | None, dataset: Sequence[Mapping[str, Any]] | None
 ) -> Iterator[Components]:
-    """Data and rewards first, then the model, then the engine; whatever was built is closed at the end."""
+    """Build data and rewards, then the model, then the engine. Close all of them on exit."""
     checkpoint = resolve_checkpoint(config.model.hf_checkpoint)
     features = load_features(config, checkpoint)
     processor = features.prompt_processor
@@ -107,10 +107,10 @@ def build_components(
         if processor is not None and processor.chat_template is not None:
             tokenizer.chat_template = processor.chat_template
         stream, held_out = build_data(told, tokenizer, dataset, environment, processor)
-        engine_name = config.rollout.engine if processor is None else "hf"  # the one that is given images
+        engine_name = config.rollout.engine if processor is None else "hf"  # only the hf engine accepts images
         make_engine = engine_factory(engine_name, device_type=platform.device_type())
     generates = bool(held_out) or config.algorithm.algorithm != "sft"
-    has_servers = config.rollout.engine == SERVER_ENGINE  # with devices of their own
+    has_servers = config.rollout.engine == SERVER_ENGINE  # with their own devices
     device = platform.local_device()
     plans = platform.has_accelerator() and config.parallel.backend == "fsdp"
     with ExitStack() as stack:
@@ -162,19 +162,17 @@ def build_components(
 
 
 def rollout_threads(config: Config, engine: RolloutEngine, stack: ExitStack) -> Executor | None:
-    """One for each rollout that may be in flight; they end after `stack` has closed the engine, and an error of the run
-    does not wait for them: other ranks wait for it. None: rollouts are made by the thread that trains, ahead of time or
-    not."""
+    """Create one thread per rollout in flight, ended after the engine. None: rollouts run on the training thread."""
     ahead = config.sync.max_staleness
     if not ahead or not isinstance(engine, InFlightEngine):
         return None
     threads = ThreadPoolExecutor(1 + ahead, thread_name_prefix="rollout")
-    stack.callback(threads.shutdown, wait=False, cancel_futures=True)
+    stack.callback(threads.shutdown, wait=False, cancel_futures=True)  # do not wait: other ranks wait for an error
     return threads
 
 
 def report_fallbacks(backend: PolicyBackend, *, strict: bool) -> None:
-    """One warning for each; with --strict a ConfigError, on all ranks. Collective."""
+    """Log one warning per fallback kernel. With --strict, raise ConfigError on all ranks instead. Collective."""
     found = backend.kernels()
     for kernel in found:
         if kernel.fell_back and not strict and dist.get_rank() == 0:
@@ -185,7 +183,7 @@ def report_fallbacks(backend: PolicyBackend, *, strict: bool) -> None:
 
 
 def open_loggers(config: Config, folder: RunFolder, stack: ExitStack) -> list[Logger]:
-    """The loggers of rank 0, closed by `stack`. An error of one is that of all ranks. Collective."""
+    """Open the loggers of rank 0; `stack` closes them. If one fails, all ranks raise the error. Collective."""
     with raise_on_all_ranks(ConfigError, "--log-to"):
         loggers = build_loggers(
             config.log,
@@ -200,7 +198,7 @@ def open_loggers(config: Config, folder: RunFolder, stack: ExitStack) -> list[Lo
 
 
 def plan_memory(model: PreTrainedModel, config: Config, *, embedded_engine: bool) -> None:
-    """Say what loading will need and what is there; MemoryPlanError on all ranks if it cannot fit. Collective."""
+    """Log required and available memory. Raises MemoryPlanError on all ranks if loading cannot fit. Collective."""
     pieces = Pieces(model, Grid.of(config, dist.get_world_size()))
     demand = demand_of(config, pieces, count_parameters(model), embedded_engine=embedded_engine)
     supply = MemorySupply(
@@ -215,7 +213,7 @@ def plan_memory(model: PreTrainedModel, config: Config, *, embedded_engine: bool
 
 
 def planned_memory(model: PreTrainedModel, config: Config) -> int | None:
-    """What the memory plan expects at the fullest moment, without its margin; None where it cannot tell. [bytes]"""
+    """Compute the peak memory of the memory plan without its margin. None if it cannot be planned. [bytes]"""
     if importlib.util.find_spec("fsdptrain.tools") is None:
         return None
     tools = importlib.import_module("fsdptrain.tools.plan.plan")
@@ -229,7 +227,7 @@ def planned_memory(model: PreTrainedModel, config: Config) -> int | None:
 
 
 def load_tokenizer(checkpoint: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """CheckpointError where there is none; transformers would make an empty one from the model's kind."""
+    """Load the tokenizer. CheckpointError if there is none: transformers would create an empty one by model type."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
@@ -242,7 +240,7 @@ def load_tokenizer(checkpoint: Path, *, trust_remote_code: bool) -> PreTrainedTo
 
 
 def _with_instructions(config: Config, environment: LoadedEnvironment | None) -> Config:
-    """What the environment says of itself in the system prompt, unless the user wrote one, and by the chat template."""
+    """Add the environment's tools, and its system prompt unless the user set one, to the data section."""
     if environment is None:
         return config
     changes: dict[str, Any] = {}
@@ -260,7 +258,7 @@ def build_data(
     environment: LoadedEnvironment | None,
     processor: PromptProcessor | None = None,
 ) -> tuple[PromptStream, list[Prompt]]:
-    """The stream to train on, and the prompts that are held out from it; none if nothing is ever evaluated."""
+    """Build the stream of training prompts and the held-out prompts (none if the run never evaluates)."""
     data = config.data
     rows = _rows(config, environment) if dataset is None else as_rows(dataset, data)
     held_out: list[Row] = []
@@ -376,7 +374,7 @@ def build_source(
 
 
 def loss_config(algorithm: AlgorithmConfig) -> LossConfig:
-    """What the loss is told, with every default filled in."""
+    """Resolve the options of the loss, with every default filled in."""
     high, correction = algorithm.eps_clip_high, CORRECTIONS[algorithm.mismatch_correction]
     return LossConfig(
         eps_clip=algorithm.eps_clip,

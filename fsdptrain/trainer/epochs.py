@@ -1,7 +1,7 @@
-"""What was scored in the first epoch of a rollout, for the packs of the later ones.
+"""Copy the logprobs and advantages of the first epoch of a rollout to the packs of its later epochs.
 
-Old logprobs are those of the policy before its first update, so they are scored once, in the packs of the first epoch.
-Later epochs pack the same samples otherwise, and on other ranks: the numbers of a sample follow it there, bit by bit.
+Old logprobs are those of the policy before its first update, so they are computed once, in the packs of the first
+epoch. Later epochs pack the same samples differently, on other ranks. The values are copied bit for bit.
 """
 
 import math
@@ -16,15 +16,16 @@ from fsdptrain.data.packing.exchange import exchange_rows
 from fsdptrain.trainer.batches import StepBatches
 from fsdptrain.types import PackedBatch
 
-CARRIED = ("advantages", "old_logprobs", "ref_logprobs")  # [T] each: what scoring adds to a pack, or changes in it
+CARRIED = ("advantages", "old_logprobs", "ref_logprobs")  # [T] each: fields of a pack that scoring adds or changes
 
 
 def carry_scores(
     scored: Sequence[StepBatches], later: Sequence[StepBatches], *, extra_fields: Sequence[str] = ()
 ) -> list[StepBatches]:
-    """`later`, with what `scored`, the steps of the first epoch, hold for the same samples. Collective.
+    """Fill the packs of `later` with the values that `scored` has for the same samples. Collective.
 
-    extra_fields: more fields [T, ...] that scoring has filled, in numbers that float32 holds exactly.
+    scored: the steps of the first epoch.
+    extra_fields: more fields [T, ...] that scoring has filled. Their values must be exact in float32.
     """
     if not later:
         return []
@@ -41,7 +42,7 @@ def carry_scores(
     arrived = iter(exchange_rows(rows, wanted, holders=holders, shapes=[(num_rows, width) for width in widths]))
 
     def filled(batch: PackedBatch, packed: Sequence[int]) -> PackedBatch:
-        empty = torch.zeros(num_rows, batch.num_tokens)  # for the pack of a rank without work
+        empty = torch.zeros(num_rows, batch.num_tokens)  # for the empty pack of a rank without samples
         values = torch.cat([next(arrived) for _ in packed], dim=1) if packed else empty
         parts = values.split([math.prod(field.shape[1:]) for field in fields.values()])
         return replace(
@@ -57,12 +58,12 @@ def carry_scores(
 
 
 def _own_packs(step: StepBatches) -> Iterator[tuple[PackedBatch, Sequence[int]]]:
-    """The packs of this rank, each with the numbers of its samples; a pack without work has none."""
+    """Iterate over the packs of this rank, each with the indices of its samples. An empty pack has no indices."""
     return zip(step.packs, step.members[dist.get_rank()], strict=True)
 
 
 def _rows(batch: PackedBatch, packed: Sequence[int], names: Sequence[str]) -> Iterator[tuple[int, Tensor]]:
-    """(number, [rows, L] f32) of each sample: the fields one below the other."""
+    """Yield (index, [rows, L] f32) for each sample, with the fields stacked along the first dimension."""
     if packed:
         columns = torch.cat([getattr(batch, name).reshape(batch.num_tokens, -1).T.float() for name in names])
         yield from zip(packed, columns.split(batch.seqlens, dim=1), strict=True)

@@ -1,4 +1,4 @@
-"""Accuracy on prompts that are never trained on."""
+"""Evaluation on held-out prompts."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,14 +12,17 @@ from fsdptrain.types import Metrics, Prompt, SamplingParams
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The held-out prompts of this rank, and what makes scored samples of them: the same as in training."""
+    """The held-out prompts of this rank, and the sampler that training uses."""
 
     config: Config
     sampler: Sampler
     prompts: list[Prompt]
 
     def run(self) -> tuple[Metrics, list[dict[str, Any]]]:
-        """Metrics of all ranks, and rows to show. The same draws each time: evaluations differ by the policy only."""
+        """Return metrics over all ranks, and rows to show.
+
+        Every evaluation uses the same seeds, so results differ only because of the policy.
+        """
         sampling = eval_sampling(self.config)
         metrics, shown = self._run(sampling, "heldout")
         if self.config.run.eval_greedy:

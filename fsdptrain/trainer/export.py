@@ -1,4 +1,4 @@
-"""`fsdptrain export`: a checkpoint of a run becomes a folder that from_pretrained reads."""
+"""`fsdptrain export`: convert a checkpoint of a run to a folder that from_pretrained reads."""
 
 import logging
 from pathlib import Path
@@ -17,9 +17,11 @@ log = logging.getLogger(__name__)
 
 
 def export_checkpoint(checkpoint: Path, output: Path, **choices: Any) -> None:
-    """Write the model of `checkpoint` (<output_dir>/checkpoints/step_*) to `output`, by its run's configuration.
+    """Write the model of `checkpoint` (<output_dir>/checkpoints/step_*) to `output` as a Hugging Face folder.
 
-    choices: options, by flat key, that win over it.
+    Uses the configuration of the run that wrote the checkpoint.
+
+    choices: options that override that configuration, by flat key.
     """
     recipe = checkpoint.resolve().parent.parent / CONFIG_FILE
     if not recipe.is_file():
@@ -33,7 +35,10 @@ def export_checkpoint(checkpoint: Path, output: Path, **choices: Any) -> None:
 
 
 def _split_to_fit(config: Config, world_size: int) -> Config:
-    """As the run was split, or not at all where these processes are not as many: no checkpoint knows of splits."""
+    """Keep the parallel sizes of the run, or reset them to 1 if they do not fit `world_size`.
+
+    Checkpoints do not depend on the parallel sizes.
+    """
     try:
         check_world_size(config, world_size)
     except ConfigError as error:

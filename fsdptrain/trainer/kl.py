@@ -1,4 +1,4 @@
-"""The KL divergence to the reference, as the loop handles it: its term in the reward, and a coefficient that adapts."""
+"""The KL divergence to the reference in the training loop: the KL term in the reward, and adaptive coefficients."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,12 +14,12 @@ from fsdptrain.trainer.batches import StepBatches
 from fsdptrain.trainer.logprobs import regrouped
 from fsdptrain.types import Metrics, PackedBatch, Sample
 
-REF_KL = "policy/ref_kl"  # mean over loss tokens: of the loss, or where it has no KL term of the reward [nats]
+REF_KL = "policy/ref_kl"  # mean over loss tokens, of the KL in the loss if any, else in the reward [nats]
 
 
 @dataclass
 class KlControl:
-    """The KL coefficients of a run. `scale` is what --kl-target has made of them so far, and part of a checkpoint."""
+    """The KL coefficients of a run. `scale` is the factor that --kl-target has adapted so far; checkpoints store it."""
 
     config: Config
     scale: float = 1.0
@@ -33,7 +33,7 @@ class KlControl:
         return self.config.algorithm.kl_reward_coef * self.scale
 
     def adapt(self, metrics: Mapping[str, float]) -> Metrics:
-        """For the next rollout, by the KL divergence of this one. Returns the coefficient that this one had."""
+        """Adapt `scale` to the KL divergence of this rollout. Returns the coefficient that this rollout used."""
         algorithm = self.config.algorithm
         if algorithm.kl_target is None:
             return {}
@@ -61,16 +61,19 @@ def kl_in_reward(
     estimator: str,
     advantages: Callable[[list[Sample]], list[Sample]],
 ) -> tuple[list[StepBatches], Metrics]:
-    """reward - coef * sum_t kl_t over the loss tokens of each sample, and packs with the advantages that follow.
+    """Subtract the KL term from the rewards and recompute the advantages in the packs.
 
-    kl_t estimates KL(old policy || reference) and is a number: it has no gradient (RLHF, arXiv 1909.08593).
-    The packs of a sample lie on any rank, its group on the one that generated it. So the sums go to the owners, and the
-    advantages come back, by one all_reduce each over a number for each sample of all ranks.
+    The reward becomes reward - coef * sum_t kl_t over the loss tokens of each sample. kl_t estimates KL(old policy ||
+    reference) and has no gradient (RLHF, arXiv 1909.08593).
+
+    The packs of a sample may be on any rank, while its group is on the rank that generated it. One all_reduce sends the
+    sums to the owners and one returns the advantages; each has one number per sample of all ranks.
 
     Args:
-        samples: what this rank gave to `make_batches`; whole groups but for samples that no pack can hold.
-        steps: scored, old and reference.
-        advantages: from rewards to advantages, whitening and all. Collective.
+        samples: the samples that this rank passed to `make_batches`: whole groups, except for samples too long for a
+            pack.
+        steps: steps with old and reference logprobs.
+        advantages: computes advantages from rewards, including whitening. Collective.
     """
     index = steps[0].index
     sums = _of_each_sample(steps, estimator, len(index.lengths))
@@ -89,21 +92,27 @@ def kl_in_reward(
 
 
 def _of_each_sample(steps: Sequence[StepBatches], estimator: str, count: int) -> Tensor:
-    """Sum of kl_t for each sample of all ranks, by its number. One that is trained on twice counts once. [count] f64"""
-    sums = torch.zeros(2, count, dtype=torch.float64)  # sums, and how many packs hold the sample
+    """Return the sum of kl_t for each sample of all ranks, by global index. [count] f64
+
+    A sample in several packs counts once.
+    """
+    sums = torch.zeros(2, count, dtype=torch.float64)  # sums, and the number of packs that hold the sample
     for pack, members in _packs(steps):
         assert pack.old_logprobs is not None
         assert pack.ref_logprobs is not None
         log_ratio = pack.old_logprobs.double() - pack.ref_logprobs.double()
         kl = torch.where(pack.loss_mask, KL_ESTIMATORS[estimator](log_ratio), 0.0)
-        for member, part in zip(members, kl.split(pack.seqlens), strict=False):  # a pack without members has a segment
+        for member, part in zip(members, kl.split(pack.seqlens), strict=False):  # an empty pack has one segment
             sums[:, member] += torch.stack([part.sum(), torch.ones_like(part.sum())])
     dist.all_reduce(sums)
     return sums[0] / sums[1].clamp(min=1)
 
 
 def _with_advantages(pack: PackedBatch, values: Tensor) -> PackedBatch:
-    """`values` [N] for the sequences of `pack`, at their loss tokens; as `data.packing.pack` lays them out."""
+    """Set the advantages of `pack` to `values` [N], one per sequence, at its loss tokens.
+
+    Uses the layout of `data.packing.pack`.
+    """
     if not len(values):
         return pack
     per_token = values.float().repeat_interleave(torch.tensor(pack.seqlens))
@@ -111,6 +120,6 @@ def _with_advantages(pack: PackedBatch, values: Tensor) -> PackedBatch:
 
 
 def _packs(steps: Sequence[StepBatches]) -> Iterator[tuple[PackedBatch, Sequence[int]]]:
-    """Each pack of this rank, and the global indices of its samples."""
+    """Iterate over the packs of this rank, each with the global indices of its samples."""
     for step in steps:
         yield from zip(step.packs, step.members[dist.get_rank()], strict=True)

@@ -1,4 +1,4 @@
-"""Old and reference log-probabilities of a rollout, before its first update."""
+"""Old and reference logprobs of a rollout, computed before its first update."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,14 +12,14 @@ from fsdptrain.types import LogProbs, PackedBatch
 
 @dataclass(frozen=True)
 class LogprobPasses:
-    """Fills `old_logprobs` and `ref_logprobs` of packs. Every method of the backend is collective, and so is this."""
+    """Fills `old_logprobs` and `ref_logprobs` of packs. Every method is collective, because the backend's are."""
 
     config: Config
     backend: TrainBackend
     features: Features = NO_FEATURES
 
     def compute(self, steps: Sequence[StepBatches]) -> list[StepBatches]:
-        """With what the loss or the KL in the reward compares with, and nothing that neither of them looks at."""
+        """Compute only the logprobs that the loss or the KL term of the reward needs."""
         algorithm = self.config.algorithm
         packs = [pack for step in steps for pack in step.packs]
         if algorithm.algorithm == "sft":
@@ -35,7 +35,7 @@ class LogprobPasses:
         return regrouped(steps, packs)
 
     def for_loss(self, steps: Sequence[StepBatches]) -> list[StepBatches]:
-        """Without what only the reward asked for: so a strictly on-policy ratio stays exactly 1."""
+        """Remove the logprobs that only the reward needed, so that a strictly on-policy ratio stays exactly 1."""
         algorithm = self.config.algorithm
         keep_old = algorithm.use_rollout_logprobs or self.config.needs_old_logprobs
         packs = [
@@ -51,7 +51,7 @@ class LogprobPasses:
 
 
 def regrouped(steps: Sequence[StepBatches], packs: Sequence[PackedBatch]) -> list[StepBatches]:
-    """`steps` with `packs`, which stand in the same order, in place of their own."""
+    """Replace the packs of `steps` with `packs`, which are in the same order."""
     remaining = iter(packs)
     return [replace(step, packs=[next(remaining) for _ in step.packs]) for step in steps]
 

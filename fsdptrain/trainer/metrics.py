@@ -1,4 +1,4 @@
-"""What a step is reported as: statistics of the samples over all ranks, times, throughput, memory."""
+"""Metrics of a step: statistics of the samples over all ranks, times, throughput, memory."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,13 +15,13 @@ from fsdptrain.types import Metrics, Sample
 
 
 class RewardNames:
-    """The parts of the reward, as all ranks know them. They are told each other only when one is new."""
+    """Names of the reward parts, synchronized across ranks only when a new name appears."""
 
     def __init__(self) -> None:
         self._known: tuple[str, ...] = ()
 
     def of(self, samples: Sequence[Sample]) -> tuple[str, ...]:
-        """Collective."""
+        """Return the sorted names on all ranks. Collective."""
         own = {name for sample in samples for name in sample.rewards}
         if reduce_max({"new": float(not own <= set(self._known))})["new"]:
             self._known = tuple(sorted(set().union(self._known, *gather(sorted(own)))))
@@ -29,10 +29,11 @@ class RewardNames:
 
 
 def sample_metrics(experience: RolloutBatch, reward_names: RewardNames, advantages: AdvantageRule) -> Metrics:
-    """reward/*, group/*, completion/*, progress/* over every rank. Unscored samples count in lengths only.
+    """Compute reward/*, group/*, completion/*, progress/* over all ranks.
 
-    The reward is what advantages are made of, after shaping; its parts are reported without their weights.
-    reward/unscored_fraction is what --max-unscored-fraction bounds: also of samples that were made and not kept.
+    Unscored samples count only in lengths. Rewards are those that advantages use, after shaping; reward parts are
+    reported without their weights. reward/unscored_fraction is the value that --max-unscored-fraction bounds; it
+    includes samples that were generated but not kept.
     """
     samples = experience.samples
     names = reward_names.of(samples)
@@ -75,7 +76,7 @@ def sample_metrics(experience: RolloutBatch, reward_names: RewardNames, advantag
     parts = {_reward(name): total[_reward(name)] / num_scored for name in names}
     return {
         **metrics,
-        **parts,  # before ours: a detail that somebody calls `mean` is not the mean
+        **parts,  # before the metrics below: a reward part named `mean` must not replace the mean
         "reward/mean": mean,
         "reward/std": math.sqrt(max(0.0, total["squares"] / num_scored - mean * mean)),
         "reward/unscored_fraction": total["unscored"] / max(1.0, total["made"]),
@@ -84,7 +85,7 @@ def sample_metrics(experience: RolloutBatch, reward_names: RewardNames, advantag
 
 
 def episode_metrics(samples: Sequence[Sample]) -> Metrics:
-    """episode/* over every rank: how many turns the model took, and how much the environment said."""
+    """Compute episode/* over all ranks: turns of the model, and tokens from the environment."""
     turns = [_num_turns(sample.loss_mask) for sample in samples]
     heard = [sum(not mask for mask in sample.loss_mask[sample.loss_mask.index(True) :]) for sample in samples]
     total = reduce_sums(
@@ -99,8 +100,10 @@ def episode_metrics(samples: Sequence[Sample]) -> Metrics:
 
 
 def staleness_metrics(samples: Sequence[Sample], step: int) -> Metrics:
-    """staleness/* over every rank: how many versions older than the present one, `step`, the weights were that made the
-    tokens to train on. Collective."""
+    """Compute staleness/* over all ranks. Collective.
+
+    The staleness of a trained token is the number of versions between its weights and the current version, `step`.
+    """
     ages = [
         step - version
         for sample in samples
@@ -118,17 +121,17 @@ def staleness_metrics(samples: Sequence[Sample], step: int) -> Metrics:
 
 
 def _num_turns(loss_mask: Sequence[bool]) -> int:
-    """Runs of tokens that the model made."""
+    """Count the contiguous runs of model tokens."""
     return sum(now and not before for before, now in zip([False, *loss_mask], loss_mask, strict=False))
 
 
 def reduce_sums(values: Mapping[str, float]) -> Metrics:
-    """The sum of each value over the ranks: one collective. Every rank passes the same names."""
+    """Sum each value over the ranks in one collective. Every rank passes the same names."""
     return dict(zip(values, sum_over_ranks(list(values.values())), strict=True))
 
 
 def reduce_max(values: Mapping[str, float]) -> Metrics:
-    """The largest of each value over the ranks: one collective."""
+    """Take the maximum of each value over the ranks in one collective."""
     packed = torch.tensor(list(values.values()), dtype=torch.float64)
     dist.all_reduce(packed, op=dist.ReduceOp.MAX)
     return dict(zip(values, packed.tolist(), strict=True))
@@ -144,7 +147,7 @@ def packing_metrics(steps: Sequence[StepBatches]) -> Metrics:
 
 
 def memory_metrics(*, planned: int | None) -> Metrics:
-    """Of the rank that holds most; beside it what was `planned` for each. [bytes]"""
+    """Return the peak memory over ranks, with the memory `planned` per rank. `planned` in [bytes], metrics in [GiB]."""
     expected = {} if planned is None else {"perf/planned_memory_gib": planned / platform.GIB}
     return expected | reduce_max(
         {
@@ -155,9 +158,10 @@ def memory_metrics(*, planned: int | None) -> Metrics:
 
 
 def mean_metrics(steps: Sequence[Metrics]) -> Metrics:
-    """One record for several optimizer steps: maxima (`_max`) and counters by maximum, all else a mean.
+    """Combine the metrics of several optimizer steps into one record.
 
-    Over the steps that have the metric: one that was skipped has no gradient norm.
+    Takes the maximum of `_max` metrics and of optim/skipped_steps, the last value of optim/lr, and the mean of all
+    others. Only steps that have the metric count: a skipped step has no gradient norm.
     """
     names = dict.fromkeys(name for step in steps for name in step)
     return {name: _combine(name, [step[name] for step in steps if name in step]) for name in names}
@@ -174,7 +178,7 @@ def _combine(name: str, values: Sequence[float]) -> float:
 
 
 def _extremes(lengths: Sequence[int]) -> tuple[float, float]:
-    """Least and most, over every rank; 0 where there is nothing."""
+    """Return the minimum and the maximum over all ranks; zeros if there are no lengths."""
     found = reduce_max({"longest": max(lengths, default=0), "minus_shortest": -min(lengths, default=math.inf)})
     if math.isinf(found["minus_shortest"]):
         return 0.0, 0.0

@@ -1,4 +1,4 @@
-"""From the configuration to the rules by which groups are chosen and rewards become advantages."""
+"""Build the rules for group selection, reward shaping, and advantages from the configuration."""
 
 from fsdptrain import registry
 from fsdptrain.algo.advantages import ADVANTAGES, AdvantageRule, own_estimate
@@ -21,7 +21,11 @@ def shaping_rule(config: Config) -> ShapingRule:
 
 
 def advantage_rule(config: Config, reward: RewardFunction) -> AdvantageRule:
-    """ConfigError for an estimator that cannot be imported, or rewards that cannot be told apart."""
+    """Build the rule that turns rewards into advantages.
+
+    Raises ConfigError if the estimator cannot be imported or is not a function, or if it needs rewards with names and
+    weights and has none.
+    """
     name = config.algorithm.advantage_estimator
     estimate = registry.resolve(name, ADVANTAGES, flag="--advantage-estimator")
     if not callable(estimate):
@@ -36,12 +40,15 @@ def advantage_rule(config: Config, reward: RewardFunction) -> AdvantageRule:
                 "Trainer(reward=...), give --reward package.module:function=weight for each"
             )
         weights = {**reward.weights, **shaping_rule(config).coefficients}
-        weights = {name: weight for name, weight in weights.items() if weight}  # of 0: reported only
+        weights = {name: weight for name, weight in weights.items() if weight}  # weight 0: reported only
     return AdvantageRule(estimate, config.advantage_scale, weights)
 
 
 def selection_rules(config: Config, advantages: AdvantageRule) -> SelectionRules:
-    """Groups are judged before shaping, by what `advantages` will compare: the reward, or each part that has a say."""
+    """Build the rules that select groups.
+
+    Groups are judged before shaping, on what `advantages` compares: the reward, or each part with a non-zero weight.
+    """
     selection, pass_threshold = config.selection, config.reward.pass_threshold
     if not selection.dynamic_sampling:
         return SelectionRules(pass_threshold=pass_threshold)

@@ -1,4 +1,4 @@
-"""The folder of a run: what it holds, and whether this run may go on in it."""
+"""The output folder of a run: its configuration and the checkpoint to resume from."""
 
 import json
 import logging
@@ -20,31 +20,34 @@ from fsdptrain.rank_variables import RUN_ID, restart_count
 log = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.yaml"
-_SEEN = 60.0  # [s] for a network file system to show what rank 0 has written
-_NOT_LEARNED = {  # sections and keys that may change without a word
+_SEEN = 60.0  # [s] for a network file system to show the files of rank 0
+_NOT_LEARNED = {  # sections and options that may change on resume without a warning
     *("launch", "log", "output_dir", "num_rollout", "resume", "save_interval", "keep_last", "async_save", "export"),
     *("eval_interval", "n_samples_per_eval_prompt", "eval_temperature", "eval_greedy"),
 }
-PROGRESS_FILE = "progress.json"  # in a checkpoint: the counters of the loop
+PROGRESS_FILE = "progress.json"  # in a checkpoint: the counters of the training loop
 
 
 @dataclass(frozen=True)
 class RunFolder:
     path: Path
-    checkpoint: Path | None  # to go on from; None: the run begins
-    progress: dict[str, Any] | None  # of that checkpoint
+    checkpoint: Path | None  # checkpoint to resume from; None: a new run
+    progress: dict[str, Any] | None  # contents of `PROGRESS_FILE` in that checkpoint
 
     @property
     def resumed_step(self) -> int | None:
         return None if self.progress is None else self.progress["step"]
 
     def write_config(self, config: Config) -> None:
-        """Leave the resolved configuration, once the run has begun: one that is refused changes nothing. Collective."""
+        """Write the resolved configuration. Collective.
+
+        Call it only once the run has started, so that a rejected run changes nothing.
+        """
         with raise_on_all_ranks(ConfigError, f"--output-dir {self.path} cannot be written: choose another"):
             if dist.get_rank() == 0:
                 self.path.mkdir(parents=True, exist_ok=True)
                 (self.path / CONFIG_FILE).write_text(to_yaml(config))
-        if config.run.keep_last or config.run.export:  # each rank writes its part
+        if config.run.keep_last or config.run.export:  # every rank writes its own part
             with raise_on_all_ranks(ConfigError, f"--output-dir {self.path}"):
                 self._require_shared(min(_SEEN, config.launch.dist_timeout / 2))
 
@@ -59,9 +62,12 @@ class RunFolder:
 
 
 def open_folder(config: Config) -> RunFolder:
-    """Find the checkpoint to resume from. Collective. Raises ConfigError where --output-dir may not be used."""
+    """Find the checkpoint to resume from. Collective.
+
+    Raises ConfigError if --output-dir cannot be used.
+    """
     folder = Path(config.run.output_dir)
-    restarted = any_rank(restart_count() > 0)  # machines count restarts differently
+    restarted = any_rank(restart_count() > 0)  # machines may count restarts differently
     with raise_on_all_ranks(ConfigError, f"--output-dir {folder}"):
         if dist.get_rank() == 0 and not restarted:
             _refuse_used_folder(config, folder)
@@ -75,7 +81,10 @@ def open_folder(config: Config) -> RunFolder:
 
 
 def _tell_changes(config: Config, checkpoint: Path, step: int) -> None:
-    """A run may go on with other values, and says so; of a finished run nothing is left that they could change."""
+    """Warn about each option that differs from the checkpoint.
+
+    Raises ConfigError if the checkpoint is the end of a finished run, where changed options have no effect.
+    """
     written = checkpoint.parent.parent / CONFIG_FILE
     changes = changed_values(load_recipe(written), config) if written.is_file() else []
     if changes and step >= config.run.num_rollout:
@@ -88,7 +97,7 @@ def _tell_changes(config: Config, checkpoint: Path, step: int) -> None:
 
 
 def changed_values(before: Config, now: Config) -> list[str]:
-    """`--lr 0.001 in place of 1e-06` for each option that takes part in what is learned."""
+    """List the changed options that affect training, for example `--lr 0.001 in place of 1e-06`."""
     changes: list[str] = []
     for key in all_keys().values():
         if key.section in _NOT_LEARNED or key.name in _NOT_LEARNED:
@@ -107,7 +116,7 @@ def _refuse_used_folder(config: Config, folder: Path) -> None:
 
 
 def _checkpoint_to_resume(config: Config, folder: Path, *, restarted: bool) -> Path | None:
-    """After a restart by the elastic agent the newest one, whatever --resume was for the start of the run."""
+    """Select the checkpoint. After an elastic restart, use the newest one regardless of --resume."""
     newest = CheckpointFolder(folder, keep_last=config.run.keep_last).latest()
     if config.run.resume == "auto" or (config.run.resume == "never" and restarted):
         return newest
@@ -116,7 +125,7 @@ def _checkpoint_to_resume(config: Config, folder: Path, *, restarted: bool) -> P
     checkpoint = Path(config.run.resume)
     with raise_on_all_ranks(CheckpointError, f"--resume {checkpoint}"):
         if restarted and newest is not None and _run_id_of(newest) == os.environ.get(RUN_ID):
-            return newest  # not one from before the run went back to `checkpoint`
+            return newest  # skip checkpoints written before this run rolled back to `checkpoint`
         if not checkpoint.is_dir():
             raise CheckpointError(
                 f"--resume {checkpoint} is not there: it is auto, never, or a folder checkpoints/step_*"

@@ -1,4 +1,4 @@
-"""How much of the device's arithmetic a step used."""
+"""Model FLOPs utilization (MFU) of the training passes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ from fsdptrain.types import Metrics, PackedBatch
 class Speed:
     flops: ModelFlops
     peak_tflops: float
-    copies: int = 1  # ranks that share the work on a pack: each of them counts all of it
+    copies: int = 1  # ranks that share the work on a pack; each of them counts all of it
 
     @classmethod
     def of(cls, model: PreTrainedModel, device: torch.device, dtype: torch.dtype, *, copies: int) -> "Speed":
         return cls(model_flops(model), peak_tflops(device, dtype), copies)
 
     def utilisation(self, steps: Sequence[StepBatches], *, train_s: float) -> Metrics:
-        """perf/mfu and perf/mfu_causal of the training passes (forward and backward), mean over ranks."""
+        """Compute perf/mfu and perf/mfu_causal of the forward and backward passes, mean over ranks."""
         packs = [pack for step in steps for pack in step.packs]
         own = {
             name: sum(self._flops(p, causal=causal) for p in packs)
@@ -34,6 +34,6 @@ class Speed:
         return {name: total / possible for name, total in summary.reduce_sums(own).items()}
 
     def _flops(self, pack: PackedBatch, *, causal: bool) -> float:
-        """Of what is computed: a prompt that is shared counts once, and all that follow it look at it."""
+        """Count the FLOPs of a pack. A shared prompt counts once; every response attends to it."""
         prefixes = None if pack.shared is None else pack.shared.lengths
         return self.flops.training(pack.seqlens, pack.loss_positions.numel(), causal=causal, prefixes=prefixes)

@@ -1,4 +1,4 @@
-"""When each stage of this rank began and ended, and how long it was idle."""
+"""Start and end times of each stage on this rank, and its idle time."""
 
 import itertools
 import threading
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 STAGES = ("generate", "reward", "score", "train", "sync", "check", "eval", "save")
-# What can be idle while the others work -> its stages.
+# Stages of each worker. A worker can be idle while the others work.
 WORKERS: Mapping[str, tuple[str, ...]] = {
     "generate": ("generate",),
     "reward": ("reward",),
@@ -21,7 +21,7 @@ WORKERS: Mapping[str, tuple[str, ...]] = {
 @dataclass(frozen=True)
 class Span:
     stage: str
-    rollout: int  # counted from 1; 0: before the first one
+    rollout: int  # counted from 1; 0: before the first rollout
     begin: float  # [s] since 1970
     end: float
 
@@ -30,23 +30,23 @@ class Span:
 
 
 class Timeline:
-    """The stages of one rank, from all of its threads."""
+    """Record the stages of one rank, from all of its threads."""
 
     def __init__(self) -> None:
-        self._offset = time.time() - time.perf_counter()  # one clock, which nobody sets while the run goes on
+        self._offset = time.time() - time.perf_counter()  # monotonic: not affected by clock adjustments during the run
         self._lock = threading.Lock()
         self._open: dict[int, tuple[str, float]] = {}
         self._numbers = itertools.count()
         self._ended: list[Span] = []
-        self._new: list[Span] = []  # since `take`
+        self._new: list[Span] = []  # since the last `take`
 
     def now(self) -> float:
-        """[s] since 1970"""
+        """Return the current time. [s] since 1970"""
         return self._offset + time.perf_counter()
 
     @contextmanager
     def stage(self, name: str, rollout: int) -> Iterator[None]:
-        """`name` is one of `STAGES`, and goes on while the block does. Stages may overlap."""
+        """Record stage `name`, one of `STAGES`, for the duration of the block. Stages may overlap."""
         assert name in STAGES
         begin = self.now()
         with self._lock:
@@ -62,14 +62,16 @@ class Timeline:
                 self._new.append(span)
 
     def take(self) -> list[Span]:
-        """What has ended since the last call."""
+        """Return the spans that ended since the last call."""
         with self._lock:
             taken, self._new = self._new, []
         return taken
 
     def busy(self, stages: Collection[str], begin: float, end: float) -> float:
-        """How long any of `stages` went on between `begin` and `end`; they may go on still. Later calls must not begin
-        earlier. [s]"""
+        """Return the time during which any of `stages` ran between `begin` and `end`. [s]
+
+        Includes stages that are still running. Successive calls must not decrease `begin`.
+        """
         with self._lock:
             self._ended = [span for span in self._ended if span.end > begin]
             found = [(span.begin, span.end) for span in self._ended if span.stage in stages]
@@ -78,8 +80,10 @@ class Timeline:
 
 
 class Stopwatch:
-    """Seconds by stage of one rollout: `with watch("train"): ...`, then `watch.seconds["train"]`. Those of `STAGES` are
-    on the timeline too."""
+    """Measure the seconds per stage of one rollout: `with watch("train"): ...`, then `watch.seconds["train"]`.
+
+    Stages in `STAGES` are also recorded on the timeline.
+    """
 
     def __init__(self, timeline: Timeline | None = None, rollout: int = 0) -> None:
         self.timeline = timeline or Timeline()
@@ -88,7 +92,7 @@ class Stopwatch:
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
-        """A stage that comes again is added up."""
+        """Time one stage. Repeated stages add up."""
         start = time.perf_counter()
         if stage in STAGES:
             with self.timeline.stage(stage, self.rollout):
@@ -99,7 +103,7 @@ class Stopwatch:
 
 
 def covered(spans: Sequence[tuple[float, float]], begin: float, end: float) -> float:
-    """How much of [begin, end] lies in at least one of `spans`."""
+    """Return the length of the part of [begin, end] that at least one of `spans` covers."""
     total, last = 0.0, begin
     for start, stop in sorted(spans):
         start, stop = max(start, last), min(stop, end)

@@ -1,4 +1,4 @@
-"""What ranks do together, and where each of them stood when it took too long."""
+"""Stack dumps for ranks that wait too long in a collective phase."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -11,13 +11,16 @@ from fsdptrain.config.server_checks import SERVER_ENGINE
 from fsdptrain.rollout.stacks import StackDump
 from fsdptrain.trainer.run_dir import RunFolder
 
-_LONG = 0.9  # of --dist-timeout: stacks are written before a collective gives up
+_LONG = 0.9  # fraction of --dist-timeout: dump stacks before a collective times out
 
 Waits = Callable[[], AbstractContextManager[None]]
 
 
 def watched_waits(config: Config, folder: RunFolder, stack: ExitStack) -> Waits:
-    """For engines in the trainer's process. Servers have deadlines, and stacks, of their own."""
+    """Return the context manager that dumps stacks when an engine in the trainer's process takes too long.
+
+    Server engines have their own deadlines and stack dumps, so it does nothing for them.
+    """
     if config.rollout.engine == SERVER_ENGINE:
         return nullcontext
     stacks = StackDump(folder.path / "stacks", dist.get_rank())

@@ -1,4 +1,4 @@
-"""`--dry-run --probe`: what the layout probe finds on a random copy, from config.json alone."""
+"""`--dry-run --probe`: run the layout probe on a small random copy, from config.json alone."""
 
 from transformers import AutoConfig
 
@@ -7,9 +7,9 @@ from fsdptrain.model.probes.layout import probe_random_copy
 
 
 def probe_line(checkpoint: str, *, trust_remote_code: bool) -> str:
-    """The layout of the model, and how far it is from one by one, forward and backward; needs no weights, no GPU.
+    """Return the layout of the model and its numerical differences, forward and backward. Needs no weights and no GPU.
 
-    Raises CheckpointError without a config.json, NumericsError where no layout is exact.
+    Raises CheckpointError if there is no config.json, and NumericsError if no layout is exact.
     """
     try:
         config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)

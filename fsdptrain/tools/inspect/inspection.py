@@ -1,4 +1,4 @@
-"""What will run: a model built on meta from its config.json alone, and what was measured on a small copy of it.
+"""Inspect a model without its weights: its structure from config.json, and a layout probe on a small random copy.
 
 report = inspect_model(config, num_gpus=8)
 json.dumps(report.as_dict())
@@ -35,19 +35,19 @@ from fsdptrain.overrides import Override, install_overrides
 
 @dataclass(frozen=True)
 class Group:
-    """An FSDP group: what is gathered together."""
+    """An FSDP group: the parameters that are gathered together."""
 
     name: str
-    count: int  # groups like this one
-    parameters: int  # of one group
-    per_rank: int  # of these, on the rank with most
+    count: int  # number of identical groups
+    parameters: int  # per group
+    per_rank: int  # per group, on the rank with most
     gathered_bytes: int  # in the compute dtype
 
 
 @dataclass(frozen=True)
 class Parameters:
     total: int
-    active: int  # met by one token, embedding and head included
+    active: int  # used by one token, embedding and head included
     trainable: int
     per_rank: int  # on the rank with most
     num_shards: int
@@ -58,19 +58,19 @@ class Head:
     class_name: str
     vocab_size: int
     bias: bool
-    tied_to: str  # "": its weight is its own
+    tied_to: str  # "": not tied
     softcap: float | None
     logit_scale: float
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """All of the report. `refusal`: why the model cannot be trained; then there is no probe."""
+    """The full report. `refusal` is the reason why the model cannot be trained; `probe` is then None."""
 
     checkpoint: str
     model_class: str
     model_type: str
-    module: str  # that defines the class
+    module: str  # module that defines the class
     parts: list[Part]
     parameters: Parameters
     groups: list[Group]
@@ -81,7 +81,7 @@ class Inspection:
     kernels: list[Kernel]
     device_type: str
     overrides: list[Override]  # plug-ins for this device
-    differences: Mapping[str, list[str]] | None = None  # from the files, where that was asked for
+    differences: Mapping[str, list[str]] | None = None  # from the checkpoint files; None: not compared
 
     @property
     def fallbacks(self) -> list[str]:
@@ -92,9 +92,12 @@ class Inspection:
 
 
 def inspect_model(config: Config, *, num_gpus: int) -> Inspection:
-    """Raises CheckpointError where config.json cannot be read, or no training is possible from these files."""
+    """Inspect the model of `config`.
+
+    Raises CheckpointError if config.json cannot be read or the model cannot be trained from these files.
+    """
     device_type = platform.device_type()
-    overrides = install_overrides(device_type)  # before the probe, which computes with them
+    overrides = install_overrides(device_type)  # before the probe, which uses them
     model, path = meta_model(config, with_adapters=True)
     compute_dtype: torch.dtype = getattr(torch, config.compute_dtype_name)
     probe, refusal = _probe(config, model)
@@ -121,9 +124,9 @@ def inspect_model(config: Config, *, num_gpus: int) -> Inspection:
 
 
 def with_differences(report: Inspection, config: Config) -> Inspection:
-    """The same, with what the safetensors files hold otherwise. CheckpointError where there are none."""
+    """Add the differences between the model and the safetensors files. Raises CheckpointError if there are no files."""
     from fsdptrain.model.loading.shard_reader import (
-        compare_names,  # private names of transformers: only where asked for
+        compare_names,  # uses private names of transformers: import only if needed
     )
 
     model, path = meta_model(config)
@@ -132,7 +135,10 @@ def with_differences(report: Inspection, config: Config) -> Inspection:
 
 
 def require_sound(report: Inspection, *, strict: bool) -> None:
-    """Raises what a run would end with: NumericsError, CheckpointError, or with `strict` ConfigError for a fallback."""
+    """Raise the error that a run would raise.
+
+    Raises NumericsError, CheckpointError, or, with `strict`, ConfigError for a fallback.
+    """
     if report.refusal:
         raise NumericsError(report.refusal)
     if report.differences:
@@ -143,7 +149,10 @@ def require_sound(report: Inspection, *, strict: bool) -> None:
 
 
 def meta_model(config: Config, *, with_adapters: bool = False) -> tuple[PreTrainedModel, Path]:
-    """The model on meta as a run builds it here, and the folder of its config.json. ConfigError for --lora-targets."""
+    """Return the model on meta, as a run builds it here, and the folder of its config.json.
+
+    Raises ConfigError for invalid --lora-targets.
+    """
     path = resolve_config(config.model.hf_checkpoint)
     own = config.needs_own_attention
     attention = resolve_attention(config.model.attn_implementation, platform.device_type(), ours=own)
@@ -160,7 +169,7 @@ def meta_model(config: Config, *, with_adapters: bool = False) -> tuple[PreTrain
 
 
 def check_sizes(config: Config, num_ranks: int) -> None:
-    """Raise ConfigError where the model does not allow a mesh of `num_ranks`."""
+    """Raise ConfigError if the model does not allow a mesh of `num_ranks`."""
     if config.parallel.splits or config.parallel.context_parallel_size > 1:
         model, _ = meta_model(config)
         Pieces(model, Grid.of(config, num_ranks))
@@ -176,7 +185,7 @@ def _probe(config: Config, model: PreTrainedModel) -> tuple[LayoutProbe | None, 
 
 
 def _prefixes(config: Config, model: PreTrainedModel, probe: LayoutProbe) -> Kernel:
-    """No fallback: nothing that could be installed would change it."""
+    """Report how shared prompts are computed. Never a fallback: installing a package would not change it."""
     obstacle = configured_obstacle(config, on_gpu=platform.has_accelerator())
     if not obstacle:
         trust = config.model.trust_remote_code
@@ -230,7 +239,7 @@ def _head(model: PreTrainedModel) -> Head:
 
 
 def _dtypes(path: Path, config: Config) -> dict[str, str]:
-    """What is held, gathered, reduced and written in which dtype."""
+    """Return the dtype of each kind of tensor: stored, gathered, reduced and exported."""
     lora = config.lora.rank
     frozen = {"frozen weights": config.compute_dtype_name} if lora else {}
     return frozen | {

@@ -1,4 +1,4 @@
-"""An inspection as text for people: at most 100 columns, tables without lines."""
+"""Print an inspection as text: at most 100 columns, tables without borders."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -13,7 +13,7 @@ from fsdptrain.model.probes.module_tree import Part
 from fsdptrain.tools.inspect.inspection import Group, Head, Inspection, Parameters
 
 WIDEST = 100  # columns
-_SHOWN = 8  # names of a difference
+_SHOWN = 8  # maximum number of names per difference
 
 
 def print_inspection(report: Inspection) -> None:
@@ -32,7 +32,7 @@ def print_inspection(report: Inspection) -> None:
 
 
 def count(number: float) -> str:
-    """`4.02 B`, `100.93 M`, `2560`."""
+    """Format a number: `4.02 B`, `100.93 M`, `2560`."""
     for size, unit in ((1e9, "B"), (1e6, "M")):
         if number >= size:
             return f"{number / size:.2f} {unit}"
@@ -117,7 +117,7 @@ def _tree(parts: list[Part]) -> Table:
 
 
 def _elsewhere(parts: list[Part], module: str) -> Iterator[tuple[str, str]]:
-    """The files of classes that are defined in another one than the model."""
+    """Yield the modules other than the model's that define classes of its parts, with the class names."""
     others = dict.fromkeys(part.module for part in parts if part.module != module)
     for other in others:
         if not other.startswith("torch.nn"):
@@ -129,14 +129,14 @@ def _short(path: str) -> str:
 
 
 def _split(path: str) -> tuple[str, str]:
-    """`language_model` and `layers 0-4, 6-10 ...` of the latter's whole path."""
+    """Split a path: `language_model` and `layers 0-4, 6-10 ...`."""
     words, space, span = _short(path).partition(" ")
     parent, _, name = words.rpartition(".")
     return parent, name + space + span
 
 
 def _merged(parts: list[Part]) -> Iterator[Part]:
-    """The norms of a layer in one line."""
+    """Merge the norms of a layer into one line."""
     norms: dict[tuple, list[Part]] = {}
     layer = 0
     for place, part in enumerate(parts):
@@ -153,7 +153,7 @@ def _merged(parts: list[Part]) -> Iterator[Part]:
 
 
 def _once(parts: Iterable[Part]) -> Iterator[tuple[Part, str]]:
-    """Each part, or in place of all parts of a layer that are those of a layer before: (part, name of that one)."""
+    """Yield (part, ""), or (part, name of the identical earlier layer) once for a repeated layer."""
     layers: list[list[Part]] = []
     for part in parts:
         if part.depth == 0:

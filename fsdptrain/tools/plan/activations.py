@@ -1,8 +1,8 @@
-"""The most that a rank holds in a training step: the trace of a pack, the sharded state, and what FSDP2 gathers.
+"""Peak memory of a rank in a training step: pack trace, sharded state, and the layers that FSDP2 gathers.
 
-The candidates are the moments at which something is at its largest: the end of the forward pass, the backward of the
-head, the backward of each layer, the reduction of its gradients, and the reduction of the root's. For each layer FSDP2
-gathers it and the next one, and holds the float32 buffer of the reduction before until the next one begins.
+The candidates for the peak are the end of the forward pass, the backward of the head, the backward of each layer, the
+reduction of its gradients, and the reduction of the root gradients. For each layer, FSDP2 gathers the layer and the
+next one, and holds the previous float32 reduction buffer until the next reduction starts.
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,16 +11,16 @@ from dataclasses import dataclass, replace
 from fsdptrain.memory.demand import MASTER_BYTES
 from fsdptrain.tools.plan.trace import LayerTrace, Trace
 
-REDUCED_BYTES = 4  # gradients are reduced in float32
+REDUCED_BYTES = 4  # bytes per element: gradients are reduced in float32
 
 
 @dataclass(frozen=True)
 class Moment:
-    """What is held at one time, by purpose. [bytes]"""
+    """Memory in use at one point of a step, by purpose. [bytes]"""
 
     name: str
     parts: Mapping[str, int]
-    on_host: int = 0  # activations there: not among the parts
+    on_host: int = 0  # activations on the host; not part of `parts`
 
     @property
     def total(self) -> int:
@@ -29,7 +29,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Sharding:
-    """What FSDP2 adds."""
+    """Memory that FSDP2 adds."""
 
     outside: int  # parameters of the root group: embedding, last norm, head
     outside_trained: int
@@ -46,13 +46,13 @@ def training_peak(trace: Trace, sharding: Sharding) -> Moment:
 
 
 def training_moments(trace: Trace, sharding: Sharding) -> Iterator[Moment]:
-    """Every candidate; layers are taken to be ordered as their kinds are."""
+    """Yield every candidate for the peak. Assumes that layers are ordered as their kinds are."""
     layers = [layer for layer in trace.layers for _ in range(layer.count)]
     root = sharding.compute_bytes * sharding.outside
     always = {"weights, gradients, Adam": sharding.state}
     saved = trace.before + sum(layer.saved for layer in layers)
     on_host = sum(layer.on_host for layer in layers)
-    leaving = layers[-2].on_host if len(layers) > 1 else 0  # while the next layer computes
+    leaving = layers[-2].on_host if len(layers) > 1 else 0  # still on the device while the next layer runs
     last = _gathered(layers, len(layers) - 1, sharding, running=False)
     yield Moment(
         "forward of the last layer",
@@ -63,7 +63,7 @@ def training_moments(trace: Trace, sharding: Sharding) -> Iterator[Moment]:
         },
         on_host,
     )
-    held = saved + layers[-1].on_host  # no layer comes after it
+    held = saved + layers[-1].on_host  # the last layer has no following layer
     yield Moment(
         "forward of the head",
         {**always, "gathered layers": root + last, "activations": held, "logprobs": trace.head_forward_peak},
@@ -91,11 +91,11 @@ def training_moments(trace: Trace, sharding: Sharding) -> Iterator[Moment]:
 def _backward(
     layers: list[LayerTrace], i: int, saved: int, left: int, root: int, sharding: Sharding, always: Mapping[str, int]
 ) -> Iterator[Moment]:
-    """While a layer goes backward, and while its gradients are reduced. `left`: gradients of the head."""
+    """Yield the moments of a layer's backward pass and of its gradient reduction. `left`: gradients of the head."""
     layer = layers[i]
     gradients = sharding.compute_bytes * layer.trained
     before = REDUCED_BYTES * layers[i + 1].trained if i + 1 < len(layers) else 0
-    coming = layers[i - 1].on_host if i > 0 else 0  # back from the host, for the layer that follows
+    coming = layers[i - 1].on_host if i > 0 else 0  # copied back from the host for the next layer
     yield Moment(
         "backward of a layer",
         {
@@ -120,7 +120,7 @@ def _backward(
 def _root_reduction(
     trace: Trace, layers: list[LayerTrace], root: int, sharding: Sharding, always: Mapping[str, int]
 ) -> Moment:
-    """At the end of the backward pass: the gradient of the embedding, then the reduction of all that is no layer."""
+    """Return the peak at the end of the backward pass: embedding gradient, then the reduction of the root group."""
     left = trace.before + trace.head_saved + trace.head_left
     embedding = left + trace.end_peak + root + REDUCED_BYTES * layers[0].trained
     reduced = REDUCED_BYTES * sharding.outside_trained
@@ -133,7 +133,7 @@ def _places(layers: list[LayerTrace]) -> Iterator[int]:
 
 
 def _gathered(layers: list[LayerTrace], i: int, sharding: Sharding, *, running: bool) -> int:
-    """Layer `i` where it is running, and the one that is prefetched; with no resharding all of them."""
+    """Return the bytes of gathered layers: layer `i` if `running`, and the prefetched one. All without resharding."""
     if not sharding.reshard_after_forward:
         return sharding.compute_bytes * sum(layer.numel for layer in layers)
     own = layers[i].numel if running else 0

@@ -1,10 +1,10 @@
-"""The memory of a run before it starts: what each GPU and each host will hold, and which flags make it fit.
+"""Plan the memory of a run before it starts: bytes per GPU and per host, and flags that make the run fit.
 
-    found = make_plan(config, num_gpus=8, gpu_memory=80 * GIB)
+    found = make_plan(model, config, Machine(num_gpus=8, gpu_memory=80 * GIB))
     found.fits, found.training.total, [proposal.flags for proposal in found.proposals]
 
-Exact parameter counts, the trace of a pack of --max-tokens-per-gpu tokens in the longest sequences that the
-configuration allows, and the cache of the embedded engine at its fullest. All of it from config.json.
+The plan uses exact parameter counts, a trace of a pack of --max-tokens-per-gpu tokens with the longest sequences that
+the configuration allows, and the full cache of the embedded engine. It needs only config.json.
 """
 
 import math
@@ -47,8 +47,8 @@ _NO_LIMIT = 2**62
 @dataclass(frozen=True)
 class Machine:
     num_gpus: int
-    gpu_memory: int  # bytes of one
-    host_memory: int | None = None  # bytes of a node; None: not asked
+    gpu_memory: int  # bytes per GPU
+    host_memory: int | None = None  # bytes per node; None: not checked
 
     @classmethod
     def of_gib(cls, *, num_gpus: int, gpu_memory_gib: float, host_memory_gib: float | None) -> "Machine":
@@ -62,33 +62,33 @@ class Machine:
 
 @dataclass(frozen=True)
 class Proposal:
-    """Flags that make it fit, beside those that were given."""
+    """Flags to add to the command so that the run fits."""
 
     flags: tuple[str, ...]
     num_gpus: int
-    device: int  # bytes of the fullest moment, margin included
-    host: int  # bytes of a node, margin included
+    device: int  # peak bytes per GPU, margin included
+    host: int  # bytes per node, margin included
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Bytes; of one rank on the device, of all ranks of a node on the host."""
+    """A memory plan. [bytes] Device sizes are per rank; host sizes are for all ranks of a node."""
 
     model_class: str
     counts: ParameterCounts
     machine: Machine
     layout: Layout
-    seqlens: tuple[int, ...]  # of the pack that was traced
+    seqlens: tuple[int, ...]  # of the traced pack
     training: Moment
-    generation: Moment | None  # None: another engine, or nothing is generated
+    generation: Moment | None  # None: another engine, or no generation
     host_parts: Mapping[str, int]
     host: int  # margin included
-    choices: Mapping[str, int]  # training, margin included, by the flags that change it most
+    choices: Mapping[str, int]  # training peak, margin included, for each set of memory flags
     proposals: tuple[Proposal, ...]
 
     @property
     def device(self) -> int:
-        """Of the fullest moment, margin included."""
+        """Peak bytes per GPU, margin included."""
         return max(with_margin(moment) for moment in (self.training, self.generation) if moment is not None)
 
     @property
@@ -102,7 +102,10 @@ def with_margin(moment: Moment) -> int:
 
 
 def make_plan(model: PreTrainedModel, config: Config, machine: Machine) -> Plan:
-    """`model` on meta, as the run builds it. Raises MemoryPlanError where its activations cannot be traced."""
+    """Plan the memory of a run. `model` is on meta, as the run builds it.
+
+    Raises MemoryPlanError if its activations cannot be traced.
+    """
     planner = Planner(model, machine)
     training, generation = planner.training(config), planner.generation(config)
     host_parts, host = planner.host(config)
@@ -128,7 +131,7 @@ def make_plan(model: PreTrainedModel, config: Config, machine: Machine) -> Plan:
 
 
 class Planner:
-    """Remembers its traces: most candidates differ in something else."""
+    """Computes memory demands and caches traces, because most candidates share them."""
 
     def __init__(self, model: PreTrainedModel, machine: Machine) -> None:
         register_attention()
@@ -136,23 +139,23 @@ class Planner:
         self.machine = machine
         self._traces: dict[tuple[Recipe, Grid], Trace] = {}
         self._pieces: dict[Grid, Pieces] = {}
-        self._plans: dict[tuple[int, int], SplitPlan] = {}  # by tensor and expert ranks
+        self._plans: dict[tuple[int, int], SplitPlan] = {}  # keyed by (tensor ranks, expert ranks)
         self._caches: dict[tuple[int, torch.dtype], int] = {}
-        self._selective: bool | None = None  # not known yet
+        self._selective: bool | None = None  # None: not checked yet
 
     @cached_property
     def counts(self) -> ParameterCounts:
         return count_parameters(self._model)
 
     def on(self, machine: Machine) -> "Planner":
-        """The same model and traces on another machine."""
+        """Return a planner for the same model and traces on another machine."""
         other = Planner(self._model, machine)
         other._traces, other._caches, other._selective = self._traces, self._caches, self._selective
         other._pieces, other._plans = self._pieces, self._plans
         return other
 
     def allows(self, config: Config) -> bool:
-        """Whether the model's own code lets `config` compute it."""
+        """Return whether the code of the model supports the checkpointing of `config`."""
         selective = config.model.gradient_checkpointing and config.model.gradient_checkpointing_kind == "selective"
         return not selective or self._selective_works(config.model.trust_remote_code)
 
@@ -166,7 +169,11 @@ class Planner:
         return self._selective
 
     def layout(self, config: Config) -> Layout:
-        """Without a probe: padded where a recurrent mixer lacks its kernels here, or a mask would be lost."""
+        """Return the layout of packs, without running the probe.
+
+        The layout is padded if a recurrent mixer lacks its kernels on this machine, or if packing would lose an
+        attention mask.
+        """
         if config.model.layout != "auto":
             return config.model.layout
         found = kernels(self._model, device_type="cuda", compute_dtype=_dtype(config))
@@ -179,7 +186,7 @@ class Planner:
         return training_peak(self.trace(config), sharding(self.pieces(config), config))
 
     def trace(self, config: Config) -> Trace:
-        """Of the fullest pack; layers are those of the model, one by one, where only some are recomputed."""
+        """Trace the fullest pack. If only some layers are recomputed, the trace lists every layer separately."""
         model = config.model
         recipe = Recipe(
             seqlens=seqlens(config),
@@ -200,8 +207,11 @@ class Planner:
         return interleave(found, plain, every=every)
 
     def _traced(self, recipe: Recipe, pieces: Pieces, *, trust_remote_code: bool) -> Trace:
-        """Of one rank. The trace of a layer depends on how it is split alone, and not on the number of shards, nor on
-        how many ranks have other tokens of the same pack."""
+        """Trace the computation of one rank, or return the cached trace.
+
+        The trace of a layer depends only on how tensor and expert parallelism split it. It does not depend on the
+        number of shards or context-parallel ranks.
+        """
         key = recipe, replace(pieces.grid, replicas=1, shards=1, context=1)
         if key not in self._traces:
             config = config_of_slice(self._model, pieces, trust_remote_code=trust_remote_code)
@@ -219,8 +229,10 @@ class Planner:
         return self._pieces[grid]
 
     def generation(self, config: Config) -> Moment | None:
-        """The embedded engine at its fullest: its weights beside the trainer's, and rows of full length. With
-        --offload-train its weights beside the trainer's, or beside such rows.
+        """Return the peak of the embedded engine: its weights, the trainer's state, and a full batch of rows.
+
+        With --offload-train, the peak is the larger of two: both copies of the weights, or the engine's weights and the
+        cache. Returns None if the run does not use the embedded engine.
         """
         if not config.generates or config.rollout.engine not in ("auto", "hf"):
             return None
@@ -231,7 +243,7 @@ class Planner:
                 self._model.config, num_tokens=width, dtype=dtype, trust_remote_code=config.model.trust_remote_code
             )
         numbers = 1 if config.optim.offload_optimizer else 3
-        whole = self.counts.frozen if config.lora.rank else self.counts.total  # an adapter is merged
+        whole = self.counts.frozen if config.lora.rank else self.counts.total  # adapters are merged into the weights
         gathered = self.pieces(config).gathered
         engine = {"the engine's weights": dtype.itemsize * whole}
         cache = {f"key-value cache of {rows} rows": rows * self._caches[width, dtype]}
@@ -245,7 +257,7 @@ class Planner:
         )
 
     def host(self, config: Config) -> tuple[Mapping[str, int], int]:
-        """What the host of one node holds: its parts, and all with a margin."""
+        """Return the host memory of one node: bytes by part, and the total with margin."""
         demand = demand_of(config, self.pieces(config), self.counts, embedded_engine=False)
         supply = MemorySupply(_NO_LIMIT, _NO_LIMIT, self.machine.ranks_per_node, has_accelerator=True)
         parts = dict(load_memory_need(demand, supply).host_parts)
@@ -256,7 +268,7 @@ class Planner:
         return need.host_parts, need.host
 
     def fits(self, config: Config) -> int | None:
-        """Bytes of the fullest moment, margin included; None where that is too much for GPU or host."""
+        """Return the peak bytes per GPU, margin included. None if the GPU or host memory is exceeded."""
         moments = (self.training(config), self.generation(config))
         device = max(with_margin(moment) for moment in moments if moment is not None)
         host = self.machine.host_memory
@@ -265,7 +277,7 @@ class Planner:
 
 
 def sharding(pieces: Pieces, config: Config) -> Sharding:
-    """Of a run of `config`."""
+    """Collect the sharding of a run of `config`."""
     outside = pieces.outside_layers
     return Sharding(
         outside=sum(piece.numel for piece in outside),
@@ -280,7 +292,10 @@ def sharding(pieces: Pieces, config: Config) -> Sharding:
 
 
 def _state(pieces: Pieces, config: Config, numbers: int) -> int:
-    """Bytes on the device of a rank's shards: so many float32 `numbers` for each trained one, frozen ones once."""
+    """Return the bytes of a rank's shards on the device.
+
+    Counts `numbers` float32 values per trained parameter, and one value per frozen parameter.
+    """
     if config.fsdp.cpu_offload:
         return 0
     frozen_bytes = _dtype(config).itemsize if config.lora.rank else MASTER_BYTES
@@ -288,28 +303,33 @@ def _state(pieces: Pieces, config: Config, numbers: int) -> int:
 
 
 def seqlens(config: Config, *, processes: int = 1) -> tuple[int, ...]:
-    """The worst pack: full of the longest sequences that may come. Of one process: with --context-parallel-size it has
-    a share of the tokens, and of the heads of whole sequences, which takes as much memory; the work is that of the pack
-    of all `processes` that share it."""
+    """Return the sequence lengths of the worst pack: filled with the longest sequences that may occur.
+
+    The pack is that of one process. With --context-parallel-size, a process holds a share of the tokens, then of the
+    heads of whole sequences, which takes as much memory. Pass `processes` to get the pack that they compute together.
+    """
     budget, longest = processes * config.batch.max_tokens_per_gpu, config.longest_sequence
     rest = budget % longest
     return (longest,) * (budget // longest) + ((rest,) if rest else ())
 
 
 def cache_rows(config: Config, num_gpus: int) -> tuple[int, int]:
-    """(tokens of a full row, rows at one time) of the embedded engine on one rank."""
+    """Return (tokens of a full row, concurrent rows) of the embedded engine on one rank."""
     width = config.prompt_budget + config.rollout.max_response_len
     own = math.ceil(config.rollout.batch_size / num_gpus) * config.algorithm.n_samples_per_prompt
     return width, max(1, min(own, config.rollout.max_batch_tokens // width))
 
 
 def _proposals(config: Config, machine: Machine, planner: Planner) -> Iterator[Proposal]:
-    """At most three, fastest first; then more GPUs with the flags as given."""
+    """Yield up to three proposals, fastest first.
+
+    If fewer than three fit, the last one has more GPUs and the given flags.
+    """
     found: list[tuple[float, ...]] = []
     candidates = remedies.remedies(config, packs=_smaller_packs(config), caches=_smaller_caches(config, machine))
     for changed in candidates:
         if any(all(a <= b for a, b in zip(enough, changed.effort, strict=True)) for enough in found):
-            continue  # less does it too
+            continue  # a cheaper remedy fits already
         device = planner.fits(changed.config) if planner.allows(changed.config) else None
         if device is None:
             continue
@@ -327,7 +347,10 @@ def _proposals(config: Config, machine: Machine, planner: Planner) -> Iterator[P
 
 
 def _smaller_packs(config: Config) -> list[int]:
-    """Halves of the budget that still hold the longest sequence, or with no limit of prompts, one of like length."""
+    """Return halvings of the token budget that still hold the longest sequence.
+
+    Without --rollout-max-prompt-len, the prompt is assumed to be as long as the response.
+    """
     context = config.parallel.context_parallel_size
     response = 1 if config.algorithm.algorithm == "sft" else config.rollout.max_response_len
     prompt = config.rollout.max_prompt_len
@@ -337,7 +360,7 @@ def _smaller_packs(config: Config) -> list[int]:
 
 
 def _smaller_caches(config: Config, machine: Machine) -> list[int]:
-    """Fewer rows at one time: half, a quarter and so on of what is used, down to one."""
+    """Return smaller caches in tokens: half of the rows in use, a quarter, and so on, down to one row."""
     if not config.generates or config.rollout.engine not in ("auto", "hf"):
         return []
     width, rows = cache_rows(config, machine.num_gpus)

@@ -1,8 +1,8 @@
-"""What a run can change to need less memory, fastest first, and the flags that say so.
+"""Options that reduce memory, fastest first, and their flags.
 
-The costs are shares of a training step, to put remedies in an order. They are known from the work that each adds, not
-measured: a forward pass is a third of a step, most of it in matrix products; Adam's state crosses to the host and back
-once in a step, weights twice in each pack.
+Costs are fractions of a training step and serve only to order the options. They are estimated from the added work, not
+measured: a forward pass is a third of a step, most of it in matrix products; Adam's state moves to the host and back
+once per step, weights twice per pack.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,12 +29,12 @@ CHOICES: tuple[Mapping[str, Any], ...] = ({}, _STATE, _SELECTIVE, _FULL, _INPUTS
 @dataclass(frozen=True)
 class Changed:
     config: Config
-    flags: tuple[str, ...]  # what changed, beside the flags that were given
-    effort: tuple[float, ...] = ()  # by what was changed: less of all of it is better
+    flags: tuple[str, ...]  # flags for the changed options
+    effort: tuple[float, ...] = ()  # cost by kind of change; lower is better
 
 
 def change(config: Config, values: Mapping[str, Any]) -> Changed:
-    """`config` with these flat keys; not checked again."""
+    """Return `config` with the values of these flat keys. Does not validate the result."""
     flags: list[str] = []
     sections: dict[str, dict[str, Any]] = {}
     for flat, value in values.items():
@@ -47,7 +47,7 @@ def change(config: Config, values: Mapping[str, Any]) -> Changed:
 
 
 def choices(config: Config) -> Iterator[Changed]:
-    """`config` as it is, and with each remedy that it does not have: one for each set of flags."""
+    """Yield `config` as given, and with each remedy that it does not have. Each set of flags appears once."""
     seen: set[tuple[str, ...]] = set()
     for values in CHOICES:
         found = change(config, values)
@@ -57,9 +57,13 @@ def choices(config: Config) -> Iterator[Changed]:
 
 
 def remedies(config: Config, *, packs: Sequence[int], caches: Sequence[int]) -> Iterator[Changed]:
-    """Fastest first. `packs`, `caches`: smaller --max-tokens-per-gpu and --rollout-max-batch-tokens, from large on.
+    """Yield combinations of remedies, fastest first.
 
     A smaller cache and smaller packs cost little and come first.
+
+    Args:
+        packs: smaller values of --max-tokens-per-gpu, largest first.
+        caches: smaller values of --rollout-max-batch-tokens, largest first.
     """
     pairs = [
         (_cost(changed.config), {**state, **layers})
@@ -75,7 +79,7 @@ def remedies(config: Config, *, packs: Sequence[int], caches: Sequence[int]) -> 
 
 
 def _possible(config: Config) -> bool:
-    """What config/checks.py lets pass, of what is changed here."""
+    """Return whether config/checks.py accepts the changed options together."""
     model = config.model
     selective = model.gradient_checkpointing and model.gradient_checkpointing_kind == "selective"
     twice = config.fsdp.cpu_offload and config.optim.offload_optimizer
@@ -86,12 +90,12 @@ def _possible(config: Config) -> bool:
 
 
 def _stronger(given: Config, changed: Config) -> bool:
-    """In each respect as it was given, or more, and possible."""
+    """Return whether `changed` is possible and saves at least as much memory as `given` in every respect."""
     return _possible(changed) and all(new >= old for new, old in zip(_cost(changed), _cost(given), strict=True))
 
 
 def _cost(config: Config) -> tuple[float, float]:
-    """(of where the state is, of what layers keep)"""
+    """Return the cost of (state placement, layer recomputation and offload)."""
     state = _EVERYTHING if config.fsdp.cpu_offload else _OPTIMIZER * config.optim.offload_optimizer
     model = config.model
     again = _FORWARD if model.gradient_checkpointing_kind == "full" else _CHEAP_OPERATIONS

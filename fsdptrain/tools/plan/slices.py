@@ -1,8 +1,9 @@
-"""What one rank computes where tensor and expert parallel split a layer, for the trace of its activations.
+"""Activation traces of one rank where tensor and expert parallelism split a layer.
 
 A rank of a tensor group computes a narrower model of the same class: fewer heads, narrower MLPs, a part of the
-vocabulary. Where that cannot be said in a config the whole is traced, which is too much and never too little. Experts
-that are balanced see as many rows as without, of a tensor group its share; what travels comes on top.
+vocabulary. If a config cannot express the narrower model, the whole layer is traced, which overestimates memory and
+never underestimates it. Balanced experts process as many rows as without expert parallelism, divided by the tensor
+group. The tokens sent to experts are added.
 """
 
 import copy
@@ -23,11 +24,11 @@ from fsdptrain.model.structure import TOP_K_KEYS, decoder_layers, expert_choice,
 from fsdptrain.tools.plan.trace import LayerTrace, Trace
 
 _DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "shared_expert_intermediate_size")
-_SAVED_COPIES, _PEAK_COPIES = 1, 2  # of the tokens sent to experts: kept for backward, and there at one time
+_SAVED_COPIES, _PEAK_COPIES = 1, 2  # copies of the tokens sent to experts: saved for backward, and alive at the peak
 
 
 def config_of_slice(model: PreTrainedModel, pieces: Pieces, *, trust_remote_code: bool) -> PreTrainedConfig:
-    """Of the layers that one rank computes; the vocabulary is that of its part of the head."""
+    """Return the config of the layers that one rank computes, with the vocabulary of its part of the head."""
     size = pieces.grid.tensor
     if size == 1:
         return model.config
@@ -44,12 +45,12 @@ def config_of_slice(model: PreTrainedModel, pieces: Pieces, *, trust_remote_code
         text = narrow.get_text_config()
     if _splits_head(model, pieces):
         text.vocab_size = math.ceil(values["vocab_size"] / size)
-        text.pad_token_id = None  # it may lie in another part
+        text.pad_token_id = None  # the pad token may be in another part
     return narrow
 
 
 def on_one_rank(trace: Trace, model: PreTrainedModel, pieces: Pieces, *, num_tokens: int, itemsize: int) -> Trace:
-    """`trace` of the slice, with the parameters that a rank gathers, and the tokens that it sends to experts."""
+    """Adjust the trace of a slice for the parameters that a rank gathers and the tokens that it sends to experts."""
     grid = pieces.grid
     if grid.tensor == grid.expert == 1:
         return trace
@@ -89,7 +90,7 @@ def _kinds_of_text(model: PreTrainedModel) -> list[LayerKind]:
 
 
 def _has_the_shapes(narrow: PreTrainedConfig, model: PreTrainedModel, pieces: Pieces, trust_remote_code: bool) -> bool:
-    """Whether the layers of `narrow` are what a rank has of those of `model`; experts aside."""
+    """Return whether the layers of `narrow` match the pieces of one rank. Ignores experts."""
     with torch.device("meta"), quiet_transformers():
         made = model_from_config(copy.deepcopy(narrow), dtype=torch.float32, trust_remote_code=trust_remote_code)
     keep_one_of_each_kind(made)

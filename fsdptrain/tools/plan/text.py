@@ -1,4 +1,4 @@
-"""A memory plan as text for people, and as a mapping for machines."""
+"""Format a memory plan as text and as a mapping."""
 
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -16,7 +16,7 @@ from fsdptrain.tools.plan.plan import Plan, Proposal, with_margin
 
 
 def print_plan(plan: Plan, command: str) -> None:
-    """`command`: what starts the run that was planned, without the flags of a proposal."""
+    """Print the plan. `command` starts the planned run, without the flags of a proposal."""
     console = narrow_console()
     machine = plan.machine
     size = f"{count(plan.counts.total)} parameters, {machine.num_gpus} x {machine.gpu_memory / GIB:g} GiB"
@@ -38,7 +38,7 @@ def print_plan(plan: Plan, command: str) -> None:
 
 
 def as_mapping(plan: Plan, command: str) -> dict[str, Any]:
-    """Sizes in bytes."""
+    """Return the plan as a JSON-compatible mapping. Sizes in bytes."""
     values = asdict(plan)
     moments = {"training": plan.training, "generation": plan.generation}
     for name, moment in moments.items():

@@ -1,8 +1,8 @@
-"""What a forward and a backward pass hold, from the model's own code: it is run on tensors without data.
+"""Trace the memory of a forward and a backward pass by running the model's code on fake tensors.
 
-One layer of each kind is enough. Every tensor that an operation makes is counted from then until nothing refers to it;
-weights are not. So no formula of an architecture stands here, and whatever the model, its attention or checkpointing
-keeps, keeps it here too. A pack of 8192 tokens takes two seconds, and no memory.
+The trace runs one layer of each kind. It counts every tensor that an operation creates until its last reference is
+gone, but not the weights. It uses no architecture-specific formulas, and it includes what attention and checkpointing
+keep. A pack of 8192 tokens takes two seconds and no memory.
 """
 
 import copy
@@ -37,58 +37,58 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a pack is computed."""
+    """Settings that determine how a pack is computed."""
 
-    seqlens: tuple[int, ...]  # of its sequences
+    seqlens: tuple[int, ...]  # of the sequences in the pack
     layout: Layout
     attention: str
     dtype: torch.dtype
-    chunk_size: int  # of the logprobs
-    checkpointing: CheckpointingKind | None  # of every layer
+    chunk_size: int  # for logprobs
+    checkpointing: CheckpointingKind | None  # for every layer
     offload: bool = False  # of activations
-    lora: LoraConfig | None = field(default=None, hash=False)  # only an adapter is trained
+    lora: LoraConfig | None = field(default=None, hash=False)  # train only an adapter
 
 
 @dataclass(frozen=True)
 class LayerTrace:
-    """Bytes of one layer of a kind. Peaks are above what there was when it began."""
+    """Memory of one layer of a kind. [bytes] Peaks are relative to the memory when its pass starts."""
 
-    numel: int  # its parameters
+    numel: int  # parameters
     count: int  # layers of this kind
-    saved: int  # from the end of its forward to its backward, its output included
+    saved: int  # from the end of the forward to the backward, output included
     forward_peak: int
-    backward_peak: int  # gradients of its weights included
+    backward_peak: int  # weight gradients included
     input_bytes: int  # of the hidden states
-    trained: int  # of its parameters
-    on_host: int = 0  # what it keeps there
+    trained: int  # trainable parameters
+    on_host: int = 0  # saved on the host
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Bytes of one pack on one rank."""
+    """Memory of one pack on one rank. [bytes]"""
 
     before: int  # embedded tokens, rotary tables, masks
     layers: tuple[LayerTrace, ...]
     head_saved: int  # by the last norm and the logprobs
-    head_forward_peak: int  # above what there was after the last layer
-    head_backward_peak: int  # above what there was when the backward pass began
-    head_left: int  # gradients of the head's weights, less what its backward freed
-    end_peak: int  # while the embedding's gradient is made, above what there was before
+    head_forward_peak: int  # relative to the memory after the last layer
+    head_backward_peak: int  # relative to the memory at the start of the backward pass
+    head_left: int  # gradients of the head weights, less what the head's backward freed
+    end_peak: int  # during the embedding gradient, relative to the memory before it
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Bytes of tensors that were made while it was active and are still referred to."""
+    """Count the bytes of live tensors that were created while the mode was active."""
 
     def __init__(self) -> None:
         super().__init__()
         self.live = 0
         self.peak = 0
-        self.on_host = 0  # bytes of live `host_buffer`s, which are not among the others
+        self.on_host = 0  # bytes of live `host_buffer` tensors; not part of `live`
         self._sizes: dict[int, int] = {}
         self._making_host_buffer = False
 
     def host_buffer(self, num_bytes: int) -> Tensor:
-        """[num_bytes] uint8 that counts as being elsewhere."""
+        """Create a [num_bytes] uint8 tensor that counts as host memory."""
         self._making_host_buffer = True
         try:
             return torch.empty(num_bytes, dtype=torch.uint8)
@@ -96,7 +96,7 @@ class MemoryTracker(TorchDispatchMode):
             self._making_host_buffer = False
 
     def ignore(self, tensors: Sequence[Tensor]) -> None:
-        """What was there before; to be held by the caller."""
+        """Exclude existing tensors. The caller must keep them alive."""
         for tensor in tensors:
             self._sizes[tensor.untyped_storage()._cdata] = 0
 
@@ -110,7 +110,7 @@ class MemoryTracker(TorchDispatchMode):
         return out
 
     def take_peak(self) -> int:
-        """The most since the last call."""
+        """Return the peak since the last call."""
         peak, self.peak = self.peak, self.live
         return peak
 
@@ -132,13 +132,16 @@ class MemoryTracker(TorchDispatchMode):
 
 
 def trace(config: PreTrainedConfig, recipe: Recipe, *, trust_remote_code: bool = False) -> Trace:
-    """One forward and backward pass of a pack. MemoryPlanError where the model cannot be run without data."""
+    """Trace one forward and backward pass of a pack.
+
+    Raises MemoryPlanError if the model cannot run on fake tensors.
+    """
     mode = FakeTensorMode()
     model, kinds = _fake_model(config, recipe.dtype, recipe.attention, mode, trust_remote_code, recipe.lora)
     ledger = MemoryTracker()
     if recipe.checkpointing is not None:
         enable_gradient_checkpointing(model, kind=recipe.checkpointing)
-    if recipe.offload:  # a layer's tensors leave when it ends, and come back when its backward begins
+    if recipe.offload:  # tensors of a layer move to the host when it ends and return when its backward starts
         enable_activation_offload(model, Transfers(_CPU), ahead=0, host_buffer=ledger.host_buffer)
     install_policy_forward(model, chunk_size=recipe.chunk_size)
     batch = plain_batch([[1] * length for length in recipe.seqlens], device=_CPU)._map(mode.from_tensor)
@@ -161,7 +164,7 @@ def trace(config: PreTrainedConfig, recipe: Recipe, *, trust_remote_code: bool =
 
 
 def interleave(recomputed: Trace, plain: Trace, *, every: int) -> Trace:
-    """Of a model of which every n-th layer, from the first on, is as in `recomputed`."""
+    """Combine two traces into that of a model that recomputes every n-th layer, starting with the first."""
     pairs = [pair for pair in zip(recomputed.layers, plain.layers, strict=True) for _ in range(pair[0].count)]
     layers = (pair[0] if i % every == 0 else pair[1] for i, pair in enumerate(pairs))
     return replace(plain, layers=tuple(replace(layer, count=1) for layer in layers))
@@ -170,7 +173,7 @@ def interleave(recomputed: Trace, plain: Trace, *, every: int) -> Trace:
 def cache_bytes(
     config: PreTrainedConfig, *, num_tokens: int, dtype: torch.dtype, trust_remote_code: bool = False
 ) -> int:
-    """Key-value cache and recurrent states of one row of `num_tokens`, as the embedded engine holds them."""
+    """Return the bytes of the key-value cache and recurrent states of one row in the embedded engine."""
     mode = FakeTensorMode()
     model, kinds = _fake_model(config, dtype, "eager", mode, trust_remote_code)
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
@@ -189,7 +192,10 @@ def _fake_model(
     trust_remote_code: bool,
     lora: LoraConfig | None = None,
 ) -> tuple[PreTrainedModel, list[tuple[nn.Module, int]]]:
-    """One layer of each kind, weights in `dtype`; and the layers of the text with how many there are of each kind."""
+    """Build a fake model with one layer of each kind and weights in `dtype`.
+
+    Returns the model, and its text layers with the number of layers of each kind.
+    """
     small = copy.deepcopy(config)
     with torch.device("meta"), quiet_transformers():
         model = model_from_config(
@@ -209,20 +215,26 @@ def _fake_model(
     for place, (layer, _) in enumerate(text):
         for module in layer.modules():
             if "layer_idx" in vars(module):
-                vars(module)["layer_idx"] = place  # where it finds its part of a cache
+                vars(module)["layer_idx"] = place  # index of its cache entry
     return model, text
 
 
 def _grouped_mm(a: Tensor, b: Tensor, offsets: Tensor, *_: Any) -> Tensor:
-    """Of the right shape: what torch has for tensors without data takes bfloat16 only, its kernels take more."""
-    if a.dim() == 2 and b.dim() == 2:  # the gradient of the weights
+    """Return a tensor of the output shape.
+
+    The fake kernel of torch accepts bfloat16 only; the real kernels accept more dtypes.
+    """
+    if a.dim() == 2 and b.dim() == 2:  # weight gradient
         return a.new_empty((offsets.shape[0], a.shape[0], b.shape[1]))
     return a.new_empty((a.shape[0], b.shape[-1]))
 
 
 @contextmanager
 def _refused(model: PreTrainedModel) -> Iterator[None]:
-    """A model whose code asks for values (which expert got a token) cannot be run without data."""
+    """Raise MemoryPlanError if the model cannot run on fake tensors.
+
+    Some models read tensor values, for example to see which expert got a token.
+    """
     try:
         yield
     except MODEL_ERRORS as error:
@@ -232,20 +244,20 @@ def _refused(model: PreTrainedModel) -> Iterator[None]:
 
 @dataclass
 class _Span:
-    """What the ledger said of one layer. Bytes, but for `input`."""
+    """Memory measured at the start and the end of one layer. [bytes] `input` is a weak reference."""
 
     begin: int = 0
     end: int = 0
     forward_peak: int = 0
     backward_peak: int = 0
     input_bytes: int = 0
-    input: Callable[[], torch.UntypedStorage | None] = lambda: None  # None: it is gone
+    input: Callable[[], torch.UntypedStorage | None] = lambda: None  # None: freed
     host_begin: int = 0
     host_end: int = 0
 
 
 class _Spans:
-    """Hooks that note the ledger where a layer begins and ends, forward and backward."""
+    """Hooks that record memory where a layer starts and ends, in the forward and the backward pass."""
 
     def __init__(self, ledger: MemoryTracker, layers: Sequence[nn.Module]) -> None:
         self._ledger = ledger
@@ -272,11 +284,11 @@ class _Spans:
         )
 
     def close_forward(self) -> tuple[int, int]:
-        """(saved by what follows the layers, its peak)"""
+        """Return (bytes saved by the operations after the layers, their peak)."""
         gone = [span.input_bytes if span.input() is None else 0 for span in self._spans]
-        held_until_now = {0, len(gone) - 1}  # by the model itself: what it embedded, and what its last layer took
+        held_until_now = {0, len(gone) - 1}  # the model itself holds the embeddings and the input of its last layer
         after_layers = self._spans[-1].end - sum(gone[i] for i in held_until_now)
-        for span, size in zip(self._spans, gone, strict=True):  # was not saved, though there when the layer ended
+        for span, size in zip(self._spans, gone, strict=True):  # alive at the end of the layer, but not saved
             span.end -= size
         saved = self._ledger.live - after_layers
         peak = self._ledger.take_peak() - after_layers
@@ -284,7 +296,7 @@ class _Spans:
         return saved, peak
 
     def close_backward(self) -> int:
-        if self._at >= 0:  # what lies below has nothing to train: the backward pass ended in this layer
+        if self._at >= 0:  # no trainable parameters below: the backward pass ended in this layer
             self._backward_of(self._at - 1)
         return self._ledger.take_peak() - self._last
 
@@ -310,7 +322,7 @@ class _Spans:
             hidden.register_hook(lambda _: self._backward_of(i))
 
     def _backward_of(self, i: int) -> None:
-        """The gradient of the output of layer `i` is there: what comes after it has finished its backward."""
+        """Record the backward peak of the layer after `i`, when the gradient of the output of layer `i` is ready."""
         peak = self._ledger.take_peak()
         if i == len(self._spans) - 1:
             self.head_backward_peak = peak - self._backward_begin
@@ -322,7 +334,7 @@ class _Spans:
 
 
 def _bytes_of(layer: Any) -> int:
-    """Of the distinct tensors that a layer of a cache holds."""
+    """Sum the bytes of the distinct tensors in a cache layer."""
     held = [value for value in vars(layer).values() if value is not None]
     tensors = {id(x): x for x in tree_leaves(held) if isinstance(x, Tensor)}
     return sum(x.numel() * x.element_size() for x in tensors.values())

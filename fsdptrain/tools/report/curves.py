@@ -1,4 +1,4 @@
-"""A picture of a run: reward, held-out accuracy and length over its steps, from its metrics.jsonl."""
+"""Draw reward, held-out accuracy and length of a run over its steps, from its metrics.jsonl."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -9,7 +9,7 @@ from fsdptrain.tools.report.report import Series, evaluations, read_series, titl
 
 INK, GREY, RULE = "#1f2933", "#6b7785", "#e4e8ec"
 BLUE, ORANGE, GREEN, RED = "#2563b0", "#d9691e", "#2f8f5b", "#b83a4b"
-WINDOW = 5  # steps in a mean of the thick lines
+WINDOW = 5  # steps averaged by the thick lines
 NOISY: Mapping[str, tuple[str, str]] = {
     "reward/mean": ("Reward of the rollouts", BLUE),
     "loss/total": ("Loss", RED),
@@ -19,12 +19,12 @@ NOISY: Mapping[str, tuple[str, str]] = {
 
 
 def draw_curves(run: Path, target: Path) -> Path:
-    """Write the picture to `target` (PNG). Needs matplotlib, from the extra `plot`."""
+    """Draw the curves to `target` (PNG). Needs matplotlib, from the extra `plot`."""
     return save(make_figure(run), target)
 
 
 def new_figure(*, width: float, height: float):
-    """An empty matplotlib figure of so many inches."""
+    """Create an empty matplotlib figure. Sizes in inches."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -44,12 +44,12 @@ def save(figure, target: Path) -> Path:
 
 
 def make_figure(run: Path):
-    """A matplotlib figure with a panel for each thing that the run measured."""
+    """Return a matplotlib figure with one panel per metric."""
     series = {name: read_series(run, name) for name in NOISY}
     if (earned := read_series(run, "selection/reward_mean"))[0]:
-        series["reward/mean"] = earned  # of what was kept it stays near the middle, however good the policy
+        series["reward/mean"] = earned  # the mean over kept groups stays near the middle, however good the policy
     if series["reward/mean"][0]:
-        del series["loss/total"]  # a policy loss says nothing; a supervised one does
+        del series["loss/total"]  # a policy loss is not informative; a supervised one is
     held_out = {name: read_series(run, f"eval/{name}/accuracy") for name in evaluations(run)}
     drawers = [partial(_draw_noisy, run=run, name=name, series=found) for name, found in series.items() if found[0]]
     if held_out:
@@ -67,7 +67,7 @@ def make_figure(run: Path):
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:
-    """Mean over the last `window` values, over fewer at the start."""
+    """Return the mean over the last `window` values, or over fewer at the start."""
     return [sum(values[max(0, i - window + 1) : i + 1]) / min(i + 1, window) for i in range(len(values))]
 
 
@@ -106,7 +106,7 @@ def _draw_evaluations(axes, held_out: Mapping[str, Series]) -> None:
 
 
 def _head(axes, heading: str, notes: Sequence[tuple[str, str]]) -> None:
-    """The heading of a panel, and under it what changed from first to last, in the colours of the lines."""
+    """Set the title of a panel, with the first and last values below it in the colors of the lines."""
     axes.set_title(heading, loc="left", fontsize=11, color=INK, pad=24)
     at = 0.0
     for text, colour in notes:
@@ -115,18 +115,18 @@ def _head(axes, heading: str, notes: Sequence[tuple[str, str]]) -> None:
 
 
 def _top(values: Sequence[float], axes) -> float:
-    """Shares are drawn up to 1, so that panels of two runs compare; all else up to the highest line."""
+    """Return the upper limit of the y axis: about 1 for fractions, so that runs compare; else the highest line."""
     highest = max(values)
     return 1.05 if 0.2 < highest <= 1.0 else max(axes.get_ylim()[1], 1.05 * highest) or 1.0
 
 
 def short(value: float) -> str:
-    """Three digits that matter: an accuracy of 0.996 is not 1.00."""
+    """Format with three significant digits: an accuracy of 0.996 is not shown as 1.00."""
     return f"{value:.3g}"
 
 
 def _tidy(axes, last_step: float) -> None:
-    axes.set_xlim(-0.03 * last_step, 1.03 * last_step)  # the same in each panel, though rollouts begin at 1
+    axes.set_xlim(-0.03 * last_step, 1.03 * last_step)  # the same in each panel, although rollouts start at 1
     axes.set_xlabel("step", color=GREY)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(axis="y", color=RULE)

@@ -1,4 +1,4 @@
-"""What a run did, read from its folder: the first, the best and the last value of what matters."""
+"""Report the first, best and last value of the main metrics of a run, from its folder."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ Series = tuple[list[float], list[float]]  # steps, values
 
 @dataclass(frozen=True)
 class Row:
-    """One metric: (step, value) of its first, its best (None: no value is better than another) and its last value."""
+    """One metric: (step, value) of its first, best and last value. `best` is None if values have no order."""
 
     label: str
     first: tuple[int, float]
@@ -27,7 +27,7 @@ class Row:
 
 
 def report_rows(run: Path) -> list[Row]:
-    """Reward, accuracy of each held-out set, length, what was selected and, where there is no reward, the loss."""
+    """Collect the rows: reward, accuracy of each held-out set, length, selection; the loss if there is no reward."""
     rows = [_row("reward", read_series(run, "reward/mean"), max)]
     rows.append(_row("reward, also of groups left out", read_series(run, "selection/reward_mean"), max))
     for name in evaluations(run):
@@ -36,7 +36,7 @@ def report_rows(run: Path) -> list[Row]:
     rows.append(_row("length [tokens]", read_series(run, "completion/length_mean"), None))
     rows.append(_row("share of groups kept", read_series(run, "selection/kept_fraction"), None))
     rows.append(_row("pass rate of prompts", read_series(run, "curriculum/mean_pass_rate"), max))
-    if rows[0] is None:  # a policy loss says nothing to people; a supervised one does
+    if rows[0] is None:  # a policy loss is not informative; a supervised one is
         rows.insert(0, _row("loss", read_series(run, "loss/total"), min))
     found = [row for row in rows if row is not None]
     if not found:
@@ -45,7 +45,7 @@ def report_rows(run: Path) -> list[Row]:
 
 
 def print_report(run: Path) -> None:
-    """The rows as a table on stdout."""
+    """Print the rows as a table to stdout."""
     rows = report_rows(run)
     table = Table("", box=None, pad_edge=False)
     for column in ("first", "best", "last"):
@@ -66,19 +66,19 @@ def _cells(point: tuple[int, float] | None) -> tuple[str, str]:
 
 
 def read_series(run: Path, name: str) -> Series:
-    """Steps and values of one metric, in order."""
+    """Return the steps and values of one metric, in order."""
     found = [(row["step"], row[name]) for row in read_metrics(run) if row.get(name) is not None]
     return [float(step) for step, _ in found], [float(value) for _, value in found]
 
 
 def evaluations(run: Path) -> list[str]:
-    """Names of the sets that were evaluated, in the order in which they are logged."""
+    """Return the names of the evaluated sets, in logging order."""
     names = dict.fromkeys(name for row in read_metrics(run) for name in row)
     return [name.split("/")[1] for name in names if name.startswith("eval/") and name.endswith("/accuracy")]
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl, without a last one that is being written."""
+    """Read the lines of metrics.jsonl. Skips an incomplete last line."""
     path = run / "metrics.jsonl"
     if not path.is_file():
         raise ConfigError(f"{run} has no metrics.jsonl: name the --output-dir of a run")
@@ -86,7 +86,7 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def title(run: Path) -> str:
-    """`grpo of Qwen/Qwen3-4B on reasoning_gym:gsm_symbolic`, or the folder's name where there is no config.yaml."""
+    """Return `grpo of Qwen/Qwen3-4B on reasoning_gym:gsm_symbolic`, or the folder name if there is no config.yaml."""
     path = run / "config.yaml"
     config: Mapping[str, Any] = (yaml.safe_load(path.read_text()) if path.is_file() else None) or {}
     named = (("algorithm", "algorithm"), ("model", "hf_checkpoint"), ("data", "prompt_data"))

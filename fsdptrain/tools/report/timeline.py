@@ -1,4 +1,4 @@
-"""A picture of what rank 0 did when, from the timeline.jsonl of a run: a row for each stage, rollouts by colour."""
+"""Draw the stages of rank 0 from the timeline.jsonl of a run: one row per stage, one color per rollout."""
 
 import json
 from collections.abc import Sequence
@@ -10,29 +10,29 @@ import yaml
 from fsdptrain.errors import ConfigError
 from fsdptrain.tools.report.curves import BLUE, GREEN, GREY, INK, ORANGE, RED, RULE, new_figure, save
 
-ROWS = ("generate", "reward", "score", "train", "sync", "check", "eval", "save")  # from top to bottom
-COLOURS = (BLUE, ORANGE, GREEN, RED, "#7a4fb3", "#c49a1a")  # of rollouts, in turn
-DEFAULT_ROLLOUTS = 4  # the last ones
+ROWS = ("generate", "reward", "score", "train", "sync", "check", "eval", "save")  # top to bottom
+COLOURS = (BLUE, ORANGE, GREEN, RED, "#7a4fb3", "#c49a1a")  # of rollouts, cyclic
+DEFAULT_ROLLOUTS = 4  # the last rollouts
 
 
 @dataclass(frozen=True)
 class Bar:
-    """One stage of one rollout. Bars of a row that overlap lie in lanes of their own."""
+    """One stage of one rollout. Overlapping bars of a row are placed in separate lanes."""
 
     stage: str
     rollout: int
-    begin: float  # [s] since the first one
+    begin: float  # [s] since the first stage drawn
     end: float
     lane: int
 
 
 def draw_timeline(run: Path, target: Path, rollouts: tuple[int, int] | None = None) -> Path:
-    """Write the picture of `rollouts` (first, last; default: the last four) to `target` (PNG or SVG)."""
+    """Draw `rollouts` (first, last; default: the last four) to `target` (PNG or SVG)."""
     return save(make_figure(run, read_bars(run, rollouts)), target)
 
 
 def read_bars(run: Path, rollouts: tuple[int, int] | None = None) -> list[Bar]:
-    """All stages of timeline.jsonl in the time in which any of `rollouts` went on."""
+    """Read the stages from timeline.jsonl that overlap the time range of `rollouts`."""
     path = run / "timeline.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
     spans = [json.loads(line) for line in lines if line.endswith("\n")]
@@ -55,7 +55,7 @@ def read_bars(run: Path, rollouts: tuple[int, int] | None = None) -> list[Bar]:
 
 
 def in_lanes(spans: Sequence[tuple[str, int, float, float]]) -> list[Bar]:
-    """Each (stage, rollout, begin, end) in the first lane of its stage that is free by then."""
+    """Place each (stage, rollout, begin, end) in the first free lane of its stage."""
     free: dict[str, list[float]] = {}  # stage -> end of the last bar of each lane
     bars = []
     for stage, rollout, begin, end in sorted(spans, key=lambda span: span[2]):
@@ -67,7 +67,7 @@ def in_lanes(spans: Sequence[tuple[str, int, float, float]]) -> list[Bar]:
 
 
 def _heading(run: Path) -> str:
-    """What makes timelines differ, where the run's config.yaml says it."""
+    """Return the options that affect timelines, from config.yaml; without them, the name of the folder."""
     path = run / "config.yaml"
     config = (yaml.safe_load(path.read_text()) if path.is_file() else None) or {}
     engine, age = config.get("rollout", {}).get("engine"), config.get("sync", {}).get("max_staleness")
@@ -75,7 +75,7 @@ def _heading(run: Path) -> str:
 
 
 def make_figure(run: Path, bars: Sequence[Bar]):
-    """A matplotlib figure with the bars of each stage in a row."""
+    """Return a matplotlib figure with one row of bars per stage."""
     rows = [stage for stage in ROWS if any(bar.stage == stage for bar in bars)]
     figure = new_figure(width=10.0, height=0.42 * len(rows) + 1.1)
     figure.suptitle(_heading(run), x=0.008, ha="left", fontsize=10, fontweight="bold", color=INK)

@@ -1,4 +1,4 @@
-"""A deadline for each call of a reward function, which is foreign code and may hang, and for all that hang."""
+"""Deadlines for calls of a reward function: per call, and for all hung calls of a rollout."""
 
 import threading
 from functools import partial
@@ -9,16 +9,18 @@ from fsdptrain.protocols import RewardFunction
 from fsdptrain.trainer.samples.threads import DeadlineError, StepThreads
 from fsdptrain.types import Prompt
 
-IN_FLIGHT_S = 300.0  # at most, where --reward-timeout says nothing
-_MOST_MISSED = 3  # in a row: then it is not one answer that is at fault
+IN_FLIGHT_S = 300.0  # upper limit if --reward-timeout is not set
+_MOST_MISSED = 3  # consecutive misses that raise RolloutError: the cause is then not a single response
 
 
 class WithDeadline:
-    """`reward`, whose sample is not scored where it misses the deadline. Without a timeout only a call by another
-    thread than the main one has a deadline: the main one may stop a call by a signal, as `math` does.
+    """A reward function with a deadline. A sample whose call misses the deadline is not scored.
+
+    Without a timeout, calls on the main thread have no deadline: there, the reward may stop itself by a signal, as
+    `math` does. Calls on other threads always have one.
 
     Args:
-        patience: what the calls of one rollout that hang may take together, for other ranks wait for this one. [s]
+        patience: total time that hung calls may take in one rollout, because other ranks wait for this rank. [s]
     """
 
     def __init__(self, reward: RewardFunction, timeout: float | None, *, patience: float) -> None:
@@ -27,15 +29,18 @@ class WithDeadline:
         self._patience = patience
         of_call = timeout or min(IN_FLIGHT_S, patience / _MOST_MISSED)
         self._threads = StepThreads(num_threads=1, timeout=of_call, flag="--reward")
-        self._in_a_row = 0  # calls that missed it
+        self._in_a_row = 0  # missed deadlines
         self._in_rollout = 0
 
     def begin_rollout(self) -> None:
         self._in_rollout = 0
 
     def __call__(self, prompt: Prompt, response: str) -> Any:
-        """What `reward` returns or raises. RewardError where it does not end; RolloutError when that happened several
-        times in a row, or so often in one rollout that other ranks would wait too long."""
+        """Return or raise what `reward` returns or raises.
+
+        Raises RewardError if the call misses its deadline. Raises RolloutError after several consecutive misses, or if
+        the misses of one rollout would keep other ranks waiting too long.
+        """
         if not self._always and threading.current_thread() is threading.main_thread():
             return self._reward(prompt, response)
         [found] = self._threads.run([partial(self._reward, prompt, response)])

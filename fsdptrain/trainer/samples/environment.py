@@ -1,4 +1,4 @@
-"""From `--environment` to what answers the model."""
+"""Load the environment selected by `--environment`."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -13,30 +13,31 @@ from fsdptrain.protocols import Environment
 from fsdptrain.types import Prompt, Turn
 
 FLAG = "--environment"
-ENVIRONMENTS: Mapping[str, Callable[..., Environment]] = {}  # all come from the user or a plug-in
+ENVIRONMENTS: Mapping[str, Callable[..., Environment]] = {}  # environments come from the user or from plug-ins only
 
 OPTIONAL: Mapping[str, Any] = {"finish": None, "dataset": None, "system_prompt": None, "tools": ()}
-"""What an environment may have besides `reset` and `step`, and what stands for it in one that has not."""
+"""Optional attributes of an environment and their defaults. `reset` and `step` are required."""
 
 Reward = float | Mapping[str, float] | None
 
 
 @dataclass(frozen=True)
 class LoadedEnvironment:
-    """An environment, and what it has besides `reset` and `step`."""
+    """An environment and its optional attributes."""
 
     environment: Environment
-    finish: Callable[[Any], Reward] | None  # after the last turn, whatever ended it: a last reward; frees the state
-    dataset: Callable[[], Sequence[Mapping[str, Any]]] | None  # prompt, label, metadata: --prompt-data environment
+    finish: Callable[[Any], Reward] | None  # called after the last turn, also on errors: final reward, frees the state
+    dataset: Callable[[], Sequence[Mapping[str, Any]]] | None  # prompt, label, metadata per row
     system_prompt: str | None  # for --system-prompt auto
-    tools: Sequence[Any]  # JSON schemas, handed to the chat template
+    tools: Sequence[Any]  # JSON schemas, passed to the chat template
 
 
 def build_environment(config: EnvironmentConfig) -> LoadedEnvironment | None:
-    """The environment that `config` names, made with its --environment-kwargs; None if it names none.
+    """Build the environment named in `config` with its --environment-kwargs. None if no environment is named.
 
-    A class is made into one object, a function `(prompt, responses) -> Turn` is an environment without a state. Raises
-    ConfigError for what is neither, and for arguments that it does not take.
+    A class is instantiated once. A function `(prompt, responses) -> Turn` becomes an environment without state.
+
+    Raises ConfigError for any other object, and for arguments that it does not accept.
     """
     if config.environment is None:
         return None
@@ -60,7 +61,7 @@ def _make(name: str, kwargs: Mapping[str, Any]) -> Any:
         if inspect.isfunction(found):
             inspect.signature(found).bind(None, [], **kwargs)
             return FunctionEnvironment(partial(found, **kwargs))
-        inspect.signature(found).bind(**kwargs)  # TypeError too for an object that cannot be called
+        inspect.signature(found).bind(**kwargs)  # also raises TypeError if `found` is not callable
     except TypeError as error:
         raise ConfigError(f"{FLAG} {name} cannot be made with --environment-kwargs {dict(kwargs)}: {error}") from error
     return found(**kwargs)
@@ -72,7 +73,7 @@ def _find(name: str) -> Any:
 
 @dataclass
 class FunctionEnvironment:
-    """A function of the prompt and of all responses so far: an environment without a state of its own."""
+    """An environment made from a function of the prompt and all responses so far. It has no state of its own."""
 
     function: Callable[[Prompt, Sequence[str]], Turn]
 
@@ -82,7 +83,7 @@ class FunctionEnvironment:
         responses: list[str] = field(default_factory=list)
 
     def reset(self, prompt: Prompt, seed: int) -> State:
-        del seed  # who needs one writes a class
+        del seed  # a function gets no seed; use a class if you need one
         return self.State(prompt)
 
     def step(self, state: State, response: str) -> Turn:

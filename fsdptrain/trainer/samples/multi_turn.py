@@ -1,4 +1,4 @@
-"""Episodes: the model and an environment take turns, and each conversation becomes one sample."""
+"""Multi-turn episodes: the model and an environment take turns, and each conversation becomes one sample."""
 
 import hashlib
 import threading
@@ -24,14 +24,15 @@ from fsdptrain.trainer.samples.threads import StepThreads
 from fsdptrain.trainer.timeline import Stopwatch
 from fsdptrain.types import Completion, Episode, Message, Prompt, Sample, SamplingParams, Turn
 
-ROLES = ("user", "tool", "system")  # of an observation: the assistant is the model
-_NEVER = object()  # the state of an episode that has not begun
+ROLES = ("user", "tool", "system")  # roles of an observation; `assistant` is the model
+_NEVER = object()  # state of an episode that has not started
 
 
 @dataclass
 class Conversation:
-    """One episode while it goes on. Tokens are those behind the prompt: of the model as sampled, of the environment as
-    rendered once.
+    """A running episode.
+
+    Tokens are those after the prompt. Model tokens are kept as sampled; environment tokens are rendered once.
     """
 
     prompt: Prompt
@@ -40,9 +41,9 @@ class Conversation:
     token_ids: list[int] = field(default_factory=list)
     loss_mask: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)  # of the weights, for each token
+    versions: list[int] = field(default_factory=list)  # weight version of each token
     messages: list[Message] = field(default_factory=list)
-    routes: list[Tensor | None] = field(default_factory=list)  # as the engine reported them, turn by turn
+    routes: list[Tensor | None] = field(default_factory=list)  # as reported by the engine, per turn
     num_turns: int = 0
     state: Any = _NEVER
     rewards: dict[str, float] | None = None
@@ -53,18 +54,18 @@ class Conversation:
 
     @property
     def ask(self) -> Prompt:
-        """The conversation so far, as a prompt of its own: its name fixes the draws of the next turn."""
+        """The conversation so far as a prompt. Its id determines the random draws of the next turn."""
         name = f"{self.prompt.id}#{self.sample_index}@{self.num_turns}"
         left = self.max_tokens - len(self.token_ids)
         return Prompt(name, [*self.prompt.token_ids, *self.token_ids], "", max_tokens=left)
 
     @property
     def response(self) -> str:
-        """The last words of the model."""
+        """The last message of the model."""
         return next(message["content"] for message in reversed(self.messages) if message["role"] == "assistant")
 
     def say(self, completion: Completion, text: str) -> None:
-        """The model's turn. An engine that does not know of a prompt's own limit is cut here."""
+        """Append the model's turn. Truncates it here if the engine ignored the token limit of the prompt."""
         ids = completion.token_ids[: self.max_tokens - len(self.token_ids)]
         self.truncated = completion.finish_reason == "length" or len(ids) < len(completion.token_ids)
         self.token_ids += ids
@@ -77,18 +78,18 @@ class Conversation:
         self.num_turns += 1
 
     def hear(self, observation: Sequence[Message], ids: Sequence[int]) -> None:
-        """The environment's turn. It ends the episode if it leaves the model no token to answer with."""
+        """Append the environment's turn. Ends the episode if no tokens remain for the model's response."""
         if len(self.token_ids) + len(ids) >= self.max_tokens:
             self.truncated, self.active = True, False
             return
         self.token_ids += ids
         self.loss_mask += [False] * len(ids)
         self.logprobs += [0.0] * len(ids)
-        self.versions += self.versions[-1:] * len(ids)  # nobody asks for those of the environment
+        self.versions += self.versions[-1:] * len(ids)  # unused for environment tokens
         self.messages += observation
 
     def earn(self, reward: Any) -> None:
-        """Add up `reward` by its parts. TypeError or ValueError if it is no reward."""
+        """Add `reward` to the total, part by part. Raises TypeError or ValueError if it is not a reward."""
         score = to_score(reward)
         if score.reward is not None:
             had = self.rewards or {}
@@ -102,19 +103,21 @@ class Conversation:
 
 @dataclass
 class MultiTurn:
-    """Episodes of all prompts in lock-step: one call of the engine for each turn, as long as any rank has one that
-    goes on; in flight, as long as this one has.
+    """Runs the episodes of all prompts in lockstep, with one engine call per turn.
+
+    In the collective mode, turns continue until no rank has an active episode. In flight, they continue until this rank
+    has none.
     """
 
     engine: RolloutEngine
     environment: LoadedEnvironment
     reward: RewardFunction
-    reads_environment: bool  # somebody takes the rewards that the environment gives
+    reads_environment: bool  # whether --reward uses the rewards of the environment
     renderer: TurnRenderer
     threads: StepThreads
     tokenizer: PreTrainedTokenizerBase
     max_turns: int
-    _one_at_a_time: threading.Lock = field(init=False, default_factory=threading.Lock)  # as in SingleTurn
+    _one_at_a_time: threading.Lock = field(init=False, default_factory=threading.Lock)  # see SingleTurn
 
     def sample(self, prompts: Sequence[Prompt], sampling: SamplingParams, watch: Stopwatch) -> GenerationRound:
         return self._sample(self.engine.generate, prompts, sampling, watch, collective=True)
@@ -165,7 +168,7 @@ class MultiTurn:
             )
 
     def _take_turn(self, active: Sequence[Conversation], completions: Sequence[Completion], *, seed: int) -> None:
-        """One turn of the model and the environment's answer, in each episode that goes on."""
+        """Apply one turn of the model and of the environment to each active episode."""
         for episode, completion in zip(active, completions, strict=True):
             episode.say(completion, response_text(self.tokenizer, completion))
         turns = self.threads.run([self._step(episode, seed) for episode in active])
@@ -194,7 +197,7 @@ class MultiTurn:
         return call
 
     def _finish(self, episodes: Sequence[Conversation]) -> None:
-        """The last word of the environment, also on episodes that failed: they hold what it opened."""
+        """Call `finish` of the environment for all started episodes. Failed episodes may hold resources too."""
         if (finish := self.environment.finish) is None:
             return
         begun = [episode for episode in episodes if episode.state is not _NEVER]
@@ -207,7 +210,7 @@ class MultiTurn:
                 episode.fail(ended)
 
     def _score(self, episodes: Sequence[Conversation]) -> Scores:
-        """By `--reward`, from the last response; an episode that failed has no reward."""
+        """Score the last response of each episode with --reward. Failed episodes get no reward."""
         if not self.reads_environment and any(episode.rewards for episode in episodes):
             raise ConfigError(
                 "--environment gives rewards, and --reward takes none of them: add `environment` to --reward, "
@@ -224,18 +227,18 @@ class MultiTurn:
         )
 
     def _text(self, episode: Conversation) -> str:
-        """All that stands behind the prompt, as the model saw it, and what went wrong."""
+        """Decode all tokens after the prompt, and append the error if the episode failed."""
         text = str(self.tokenizer.decode(episode.token_ids))
         return f"{text}\n[{episode.error}]" if episode.error else text
 
 
 def prompt_seed(seed: int, prompt_id: str) -> int:
-    """Of the environment: one for all samples of a prompt, so that a group plays one game; on every machine alike."""
+    """Compute the environment seed of a prompt. All samples of the prompt share it; it is the same on every machine."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{prompt_id}".encode(), digest_size=4).digest(), "big")
 
 
 def checked(turn: Any) -> Turn:
-    """TypeError where an environment answers something else than a turn, before anyone stumbles over it."""
+    """Validate the result of `step`. Raises TypeError if it is not a valid turn."""
     if not isinstance(turn, Turn):
         raise TypeError(f"step returned {turn!r:.80}, it must return a fsdptrain.types.Turn")
     for message in as_messages(turn.observation):

@@ -1,8 +1,8 @@
-"""Which groups of a rollout are trained on: dynamic sampling, after DAPO (arXiv 2503.14476, section 3.2).
+"""Dynamic sampling: select the groups of a rollout to train on (DAPO, arXiv 2503.14476, section 3.2).
 
-A group whose samples all earned the same has advantages of zero. It is left out, and new prompts are asked in its
-place, in rounds, up to a bound. Every rank learns what every group earned, and so all decide alike. Groups are judged
-in the order of the stream, which does not depend on the number of ranks; neither does what is asked, kept or left out.
+A group whose samples all have the same reward has zero advantages. It is dropped and replaced by new prompts, in
+rounds, up to a maximum. All ranks gather the results of all groups and make the same decisions. Groups are judged in
+stream order, so the prompts drawn, kept and dropped do not depend on the number of ranks.
 """
 
 import logging
@@ -23,35 +23,35 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class GroupResult:
-    """What the samples of one prompt earned, before any shaping."""
+    """Rewards of the samples of one prompt, before shaping."""
 
-    owner: int  # rank that holds them
+    owner: int  # rank that holds the samples
     num_samples: int
     num_scored: int
     num_passed: int
     reward_sum: float
-    spread: float  # largest minus smallest reward, or part of it; 0 where nothing was scored
+    spread: float  # largest minus smallest reward, the maximum over its parts if any; 0 if nothing was scored
 
 
 @dataclass(frozen=True)
 class SelectionRules:
-    """How groups are chosen; by default all of the first round are kept."""
+    """How groups are selected. By default all groups of the first round are kept."""
 
     dynamic: bool = False
     max_rounds: int = 1
     min_spread: float = 0.0
     pass_threshold: float = 1.0
-    parts: tuple[str, ...] = ()  # of the reward that are normalised one by one: a group differs if one of them does
+    parts: tuple[str, ...] = ()  # reward parts that are normalized separately; a group is useful if any of them differs
 
 
 @dataclass
 class Selection:
-    """The groups of one rollout, round by round; the same on every rank."""
+    """The groups of one rollout over all rounds. Identical on every rank."""
 
     rules: SelectionRules
     wanted: int  # groups
     generated: list[GroupResult] = field(default_factory=list)
-    kept: list[GroupResult] = field(default_factory=list)  # in the order of the stream
+    kept: list[GroupResult] = field(default_factory=list)  # in stream order
     rounds: int = 0
 
     @property
@@ -64,7 +64,10 @@ class Selection:
 
     @property
     def num_to_ask(self) -> int:
-        """Prompts of the next round: first as many as are wanted, then as many as will probably do."""
+        """Number of prompts of the next round.
+
+        The first round has as many prompts as groups are wanted. Later rounds have the number that probably suffices.
+        """
         if not self.generated:
             return self.wanted
         rate = (self.num_useful + 1) / (len(self.generated) + 2)
@@ -75,7 +78,7 @@ class Selection:
         return sum(self._is_useful(group) for group in self.generated)
 
     def add(self, groups: Sequence[GroupResult]) -> list[bool]:
-        """Whether each group of a round is kept. What the last round brings beyond `wanted` is left out."""
+        """Return whether each group of a round is kept. Useful groups beyond `wanted` are dropped."""
         chosen: list[bool] = []
         for group in groups:
             chosen.append(self.missing > 0 and self._is_useful(group))
@@ -86,7 +89,7 @@ class Selection:
         return chosen
 
     def check(self, step: int) -> None:
-        """RolloutError, the same on all ranks, if nothing is left to train on; a word where it is less than wanted."""
+        """Warn if fewer groups than wanted were kept. Raises RolloutError, on all ranks, if none was kept."""
         if self.kept:
             if self.missing and self.rules.max_rounds > 1:
                 line = "rollout %d trains on %d of %d groups: --dynamic-sampling-max-rounds %d brought no more"
@@ -99,7 +102,7 @@ class Selection:
         )
 
     def metrics(self) -> Metrics:
-        """selection/*, and group/* of all that was generated, where the samples only speak of what was kept."""
+        """Compute selection/* and group/* over all generated groups. Sample metrics cover only the kept groups."""
         if not self.rules.dynamic:
             return {}
         generated = max(1, len(self.generated))
@@ -123,10 +126,11 @@ class Selection:
 
 
 def likely_enough(missing: int, rate: float) -> int:
-    """Prompts of which `missing` are kept with a chance of about five in six, when each is with a chance of `rate`.
+    """Return the number of prompts that yields `missing` kept groups with a probability of about 5/6.
 
-    The smallest n whose mean n r is one standard deviation, sqrt(n r (1 - r)), above what is missing. One more prompt
-    costs less than one more round, which takes as long as its longest response.
+    `rate` is the probability that a group is kept. Returns the smallest n whose mean n r is one standard deviation,
+    sqrt(n r (1 - r)), above `missing`. One more prompt costs less than one more round, which takes as long as its
+    longest response.
     """
     deviation = math.sqrt(rate * (1 - rate))
     root = (deviation + math.sqrt(deviation**2 + 4 * rate * missing)) / (2 * rate)
@@ -134,7 +138,7 @@ def likely_enough(missing: int, rate: float) -> int:
 
 
 def gather_results(prompts: Sequence[Prompt], samples: Sequence[Sample], rules: SelectionRules) -> list[GroupResult]:
-    """The groups of all ranks, rank by rank: the order of the stream, of which each rank holds a part. Collective."""
+    """Gather the group results of all ranks in rank order, which is stream order. Collective."""
     members: dict[str, list[Sample]] = {prompt.id: [] for prompt in prompts}
     for sample in samples:
         members[sample.group_id].append(sample)
@@ -143,10 +147,11 @@ def gather_results(prompts: Sequence[Prompt], samples: Sequence[Sample], rules: 
 
 
 def in_stream_order(samples: Sequence[Sample], groups: Sequence[GroupResult]) -> list[Sample]:
-    """The samples of all ranks dealt anew, bit by bit, so that rank by rank they stand in the order of `groups`.
+    """Redistribute the samples so that, in rank order, they follow the order of `groups`. Collective.
 
-    `samples` are this rank's, each rank's in that order; whole groups stay together. Several rounds leave each rank a
-    part of every round, and so an order that depends on the number of ranks, as optimizer steps then would. Collective.
+    `samples` are those of this rank, in the order of `groups`. Whole groups stay together, and samples are copied bit
+    for bit. After several rounds each rank holds a part of every round, an order that depends on the number of ranks.
+    Without redistribution, the optimizer steps would depend on it too.
     """
     index = gather_index(samples)
     next_of = {owner: index.owners.index(owner) for owner in set(index.owners)}
@@ -161,12 +166,12 @@ def in_stream_order(samples: Sequence[Sample], groups: Sequence[GroupResult]) ->
 
 
 def share(count: int, rank: int, world_size: int) -> slice:
-    """The part of `count` things that is a rank's: contiguous, and as even as it can be."""
+    """Return the contiguous, even share of `count` items for `rank`."""
     return slice(count * rank // world_size, count * (rank + 1) // world_size)
 
 
 def group_result(members: Sequence[Sample], rules: SelectionRules, *, owner: int) -> GroupResult:
-    """What the samples of one prompt earned, on rank `owner`."""
+    """Summarize the rewards of one prompt's samples, held by rank `owner`."""
     scored = [sample for sample in members if sample.reward is not None]
     rewards = [sample.reward for sample in scored if sample.reward is not None]
     columns = [[sample.rewards[part] for sample in scored] for part in rules.parts] or [rewards]

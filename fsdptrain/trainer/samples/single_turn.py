@@ -1,4 +1,4 @@
-"""Where the samples of a step come from: rollouts that are scored, or the responses of a data set."""
+"""Sample sources: generated and scored rollouts, or the labels of a dataset (SFT)."""
 
 import threading
 from collections import deque
@@ -30,27 +30,27 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """What this rank brings to a step."""
+    """The samples of one rollout on this rank."""
 
-    samples: list[Sample]  # whole groups, in the order of the stream
-    shown: list[dict[str, Any]] = field(default_factory=list)  # prompt, response, reward: for people
-    scores: Scores | None = None  # None: nothing was to be scored
-    num_dropped: int = 0  # samples that no pack can hold
-    metrics: Metrics = field(default_factory=dict)  # of all ranks; they win over what is said of `samples`
-    seconds: Mapping[str, float] = field(default_factory=dict)  # that its stages took, whenever that was
-    images: Mapping[str, Images] = field(default_factory=dict)  # of the prompts of all ranks, by their ids
+    samples: list[Sample]  # whole groups, in stream order
+    shown: list[dict[str, Any]] = field(default_factory=list)  # rows for display: prompt, response, reward
+    scores: Scores | None = None  # None: nothing to score
+    num_dropped: int = 0  # samples too long for a pack
+    metrics: Metrics = field(default_factory=dict)  # over all ranks; they override the metrics computed from `samples`
+    seconds: Mapping[str, float] = field(default_factory=dict)  # per stage, including work done ahead of time
+    images: Mapping[str, Images] = field(default_factory=dict)  # of the prompts of all ranks, by prompt id
 
 
 class SampleSource(Protocol):
-    """Every method is collective: an error of one rank is raised on all."""
+    """Source of training samples. Every method is collective: if one rank fails, all ranks raise."""
 
     @property
     def in_flight(self) -> bool:
-        """They are made while the trainer works on something else."""
+        """Whether rollouts are generated in the background while the trainer works."""
         ...
 
     def run_ahead(self, step: int) -> None:
-        """Begin what may begin when the engine has the weights of version `step`."""
+        """Start the rollouts that are allowed once the engine has the weights of version `step`."""
         ...
 
     def collect(self, step: int) -> RolloutBatch: ...
@@ -58,15 +58,15 @@ class SampleSource(Protocol):
 
 @dataclass(frozen=True)
 class GenerationRound:
-    """What one round of generation brought on this rank."""
+    """The samples of one round of generation on this rank."""
 
-    samples: list[Sample]  # whole groups, in the order of the prompts; no advantages yet
+    samples: list[Sample]  # whole groups, in prompt order; no advantages yet
     prompts: list[Prompt]  # of each sample
-    texts: list[str]  # of each sample, for people
-    scores: Scores  # of each sample that was made, also of those that are not kept
+    texts: list[str]  # of each sample, for display
+    scores: Scores  # of each generated sample, including those not kept
 
     def only(self, prompt_ids: Collection[str]) -> "GenerationRound":
-        """Without the samples of other prompts."""
+        """Keep only the samples of the given prompts."""
         kept = [i for i, prompt in enumerate(self.prompts) if prompt.id in prompt_ids]
         return replace(
             self,
@@ -88,17 +88,19 @@ NOTHING = GenerationRound(samples=[], prompts=[], texts=[], scores=Scores([], 0,
 
 
 class Sampler(Protocol):
-    """From prompts to scored samples."""
+    """Generate and score samples for prompts."""
 
     def sample(self, prompts: Sequence[Prompt], sampling: SamplingParams, watch: Stopwatch) -> GenerationRound:
-        """Collective; a rank may come without prompts. The group of a sample is named by its prompt's id. `watch`
-        learns how long it generates and scores."""
+        """Generate and score samples. Collective; a rank may have no prompts.
+
+        The group id of a sample is the id of its prompt. `watch` records the time of generation and scoring.
+        """
         ...
 
     def sample_in_flight(
         self, prompts: Sequence[Prompt], sampling: SamplingParams, watch: Stopwatch
     ) -> GenerationRound:
-        """The same with an engine that generates elsewhere, by this rank alone, from any thread."""
+        """Same as `sample`, for an engine that generates in the background. Not collective; call it from any thread."""
         ...
 
 
@@ -107,12 +109,12 @@ Generate = Callable[[Sequence[Prompt], SamplingParams], list[Completion]]
 
 @dataclass
 class SingleTurn:
-    """One completion for each sample, scored by the reward function."""
+    """One completion per sample, scored by the reward function."""
 
     engine: RolloutEngine
     reward: RewardFunction
     tokenizer: PreTrainedTokenizerBase
-    _one_at_a_time: threading.Lock = field(init=False, default_factory=threading.Lock)  # rewards know of no threads
+    _one_at_a_time: threading.Lock = field(init=False, default_factory=threading.Lock)  # rewards may not be thread-safe
 
     def sample(self, prompts: Sequence[Prompt], sampling: SamplingParams, watch: Stopwatch) -> GenerationRound:
         with raise_on_all_ranks(RolloutError, "rollout"):
@@ -143,7 +145,7 @@ class SingleTurn:
 
 @dataclass(frozen=True)
 class PendingRollout:
-    """The prompts of one round of a rollout, and what they bring, or will."""
+    """The prompts of one round of a rollout, and their samples or the future of them."""
 
     rollout: int
     prompts: list[Prompt]  # of all ranks
@@ -154,30 +156,30 @@ class PendingRollout:
 
 @dataclass
 class RolloutSource:
-    """Prompts from a stream, scored samples from a sampler: groups that have something to teach, with advantages.
+    """Draws prompts from a stream, samples and scores them, selects groups, and computes advantages.
 
-    With `max_staleness` K, rollout r is asked when the engine has the weights of version r - K: by `background` threads
-    while the trainer goes on, or at once and kept until its turn. Prompts are drawn, and results recorded, by the main
-    thread of all ranks alike.
+    With `max_staleness` K, rollout r starts when the engine has the weights of version r - K. It runs on `background`
+    threads while the trainer continues, or runs immediately and is kept until its turn. The main thread draws prompts
+    and records results, identically on all ranks.
     """
 
     stream: PromptStream
     sampler: Sampler
     sampling: SamplingParams
-    num_prompts: int  # of all ranks together
+    num_prompts: int  # of all ranks
     num_shown: int
     shaping: ShapingRule
     advantages: AdvantageRule
     max_unscored_fraction: float
     rules: SelectionRules = field(default_factory=SelectionRules)
     max_staleness: int = 0  # versions
-    num_rollouts: int | None = None  # of the run: none is asked beyond them
-    background: Executor | None = None  # of an engine that generates while the trainer works
+    num_rollouts: int | None = None  # of the run: no rollouts are started beyond it
+    background: Executor | None = None  # for engines that generate while the trainer works
     timeline: Timeline = field(default_factory=Timeline)
     features: Features = NO_FEATURES
     _ahead: deque[PendingRollout] = field(
         init=False, default_factory=deque
-    )  # first rounds of rollouts to come, in order
+    )  # first rounds of future rollouts, in order
 
     @property
     def in_flight(self) -> bool:
@@ -214,7 +216,7 @@ class RolloutSource:
         )
 
     def _ask_until(self, step: int) -> None:
-        """Ask all rollouts that may be, when the engine has the weights of version `step`."""
+        """Start all rollouts that are allowed when the engine has the weights of version `step`."""
         last = step + self.max_staleness
         if self.num_rollouts is not None:
             last = min(last, max(step, self.num_rollouts - 1))
@@ -226,7 +228,7 @@ class RolloutSource:
     def _ask(
         self, rollout: int, num_prompts: int, number: int, watch: Stopwatch, *, in_flight: bool = False
     ) -> PendingRollout:
-        """New prompts, and their samples now or later. Every rank takes part in every round."""
+        """Draw new prompts and start generating their samples. Every rank takes part in every round."""
         with raise_on_all_ranks(RolloutError, "rollout"):
             prompts = self.stream.next(num_prompts)
         own, sampling = own_share(prompts), sampling_at(self.sampling, rollout, number)
@@ -237,9 +239,9 @@ class RolloutSource:
         return PendingRollout(rollout, prompts, own, made, watch)
 
     def _round(self, asked: PendingRollout, selection: Selection, images: dict[str, Images]) -> GenerationRound:
-        """The samples of a round, and of these what is kept.
+        """Wait for the samples of a round and return those that are kept.
 
-        Images do not travel with samples: every rank asks the stream for all prompts, so it has them.
+        Images are not sent with samples: every rank draws all prompts from the stream and so has all images.
         """
         made = asked.made
         if not isinstance(made, GenerationRound):
@@ -255,19 +257,19 @@ class RolloutSource:
 
 @dataclass
 class SftSource:
-    """Prompts from a stream, and their labels as responses."""
+    """Draws prompts from a stream, and uses their labels as responses."""
 
     stream: PromptStream
     tokenizer: PreTrainedTokenizerBase
     renderer: TurnRenderer
-    num_prompts: int  # of all ranks together
+    num_prompts: int  # of all ranks
     in_flight: bool = False
 
     def run_ahead(self, step: int) -> None:
-        """Nothing: there is no engine to wait for."""
+        """Do nothing: SFT has no engine."""
 
     def collect(self, step: int) -> RolloutBatch:
-        del step  # the stream knows where it is
+        del step  # the stream tracks its position
         with raise_on_all_ranks(RolloutError, "--prompt-data"):
             asked = self.stream.next(self.num_prompts)
             for prompt in asked:
@@ -278,27 +280,27 @@ class SftSource:
 
 
 def images_of(prompts: Sequence[Prompt]) -> dict[str, Images]:
-    """By the ids of their prompts."""
+    """Map prompt ids to images."""
     return {prompt.id: prompt.images for prompt in prompts if prompt.images is not None}
 
 
 def own_share(items: Sequence[T]) -> list[T]:
-    """This rank's part of what all ranks hold: contiguous, and as even as it can be."""
+    """Return this rank's contiguous share of `items`, which all ranks hold. Shares differ by at most one item."""
     return list(items[share(len(items), dist.get_rank(), dist.get_world_size())])
 
 
 def sampling_at(sampling: SamplingParams, step: int, number: int = 0) -> SamplingParams:
-    """Draws differ between steps, and between the rounds of one: a prompt that comes again is answered anew."""
+    """Derive the seed of a round. Seeds differ between rollouts and rounds, so a repeated prompt gets new responses."""
     return replace(sampling, seed=sampling.seed + 1_000_003 * step + 7_919 * number)
 
 
 def response_text(tokenizer: PreTrainedTokenizerBase, completion: Completion) -> str:
-    """What rewards and environments read: special tokens are left out."""
+    """Decode the response for rewards and environments, without special tokens."""
     return str(tokenizer.decode(completion.token_ids, skip_special_tokens=True))
 
 
 def make_sample(prompt: Prompt, completion: Completion, score: Score) -> Sample:
-    """Token in, token out: what was sampled is what is trained on."""
+    """Build a sample from the sampled token ids, without decoding and re-encoding."""
     before, after = len(prompt.token_ids), len(completion.token_ids)
     return Sample(
         group_id=prompt.id,
@@ -317,7 +319,7 @@ def make_sample(prompt: Prompt, completion: Completion, score: Score) -> Sample:
 def show(
     prompts: Sequence[Prompt], texts: Sequence[str], rewards: Sequence[float | None], count: int
 ) -> list[dict[str, Any]]:
-    """A few rows, spread over the rollout, that a person can read."""
+    """Select up to `count` rows for display, spread over the rollout."""
     if count == 0:
         return []
     chosen = range(0, len(texts), max(1, len(texts) // count))[:count]

@@ -1,4 +1,4 @@
-"""Calls of foreign code side by side, each with a deadline of its own."""
+"""Run user code in parallel threads, with a deadline per call."""
 
 import threading
 import time
@@ -10,29 +10,32 @@ from fsdptrain.errors import RolloutError
 
 T = TypeVar("T")
 
-MAX_STUCK = 256  # threads that never came back; each holds memory, and they do not become fewer
+MAX_STUCK = 256  # hung threads; each holds memory, and they may never end
 
 
 class DeadlineError(TimeoutError):
-    """A call did not come back in time, and was left behind."""
+    """A call missed its deadline and was abandoned."""
 
 
 class StepThreads:
-    """Runs calls in threads that may hang: one that misses its deadline is left behind, and its result with it.
+    """Runs calls in threads. A call that misses its deadline is abandoned together with its result.
 
-    No thread keeps the process from ending. Code that holds Python's lock (a long computation in C) cannot be left.
+    The threads do not prevent the process from exiting. Code that holds the GIL (a long computation in C) cannot be
+    abandoned.
     """
 
     def __init__(self, *, num_threads: int, timeout: float, flag: str = "--environment") -> None:
-        """`flag` says in errors whose calls they are; `flag`-timeout is `timeout`."""
+        """`flag` names the caller in errors; `timeout` is the value of `flag`-timeout."""
         self.num_threads = num_threads
-        self.timeout = timeout  # from the moment a call begins [s]
+        self.timeout = timeout  # from the start of a call [s]
         self.flag = flag
         self._stuck: list[threading.Thread] = []
 
     def run(self, calls: Sequence[Callable[[], T]]) -> list[T | Exception]:
-        """The result of each call, or what it raised; DeadlineError if it did not end in time. RolloutError if too many
-        of former calls are still running.
+        """Run all calls and wait for them.
+
+        Returns the result of each call, the exception that it raised, or DeadlineError if it missed its deadline.
+        Raises RolloutError if too many earlier calls are still running.
         """
         self._stuck = [thread for thread in self._stuck if thread.is_alive()]
         if len(self._stuck) > MAX_STUCK:
@@ -49,7 +52,7 @@ class StepThreads:
 
 
 class _Batch(Generic[T]):
-    """The calls of one `run`. All fields but `calls` belong to whoever holds `changed`."""
+    """The calls of one `run`. Hold `changed` to access any field except `calls`."""
 
     def __init__(self, calls: Sequence[Callable[[], T]], timeout: float, flag: str) -> None:
         self.calls = calls
@@ -57,7 +60,7 @@ class _Batch(Generic[T]):
         self.flag = flag
         self.changed = threading.Condition()
         self.waiting = deque(range(len(calls)))
-        self.running: dict[int, tuple[float, threading.Thread]] = {}  # deadline of each call, and its thread
+        self.running: dict[int, tuple[float, threading.Thread]] = {}  # call index -> (deadline, thread)
         self.done: dict[int, T | Exception] = {}
         self.left_behind: list[threading.Thread] = []
 
@@ -83,7 +86,7 @@ class _Batch(Generic[T]):
             self.left_behind.append(thread)
             self.done[index] = DeadlineError(f"no answer within {self.flag}-timeout {self.timeout:g} s")
             if self.waiting:
-                self.start_thread()  # in place of the one that hangs
+                self.start_thread()  # replaces the hung thread
 
     def _work(self) -> None:
         while True:
@@ -92,11 +95,11 @@ class _Batch(Generic[T]):
                     return
                 index = self.waiting.popleft()
                 self.running[index] = (time.monotonic() + self.timeout, threading.current_thread())
-                self.changed.notify()  # there may be an earlier deadline now
+                self.changed.notify()  # this deadline may be the earliest
             result = _attempt(self.calls[index])
             with self.changed:
                 if index in self.done:
-                    return  # too late, and somebody else has taken this thread's place
+                    return  # too late: another thread has replaced this one
                 del self.running[index]
                 self.done[index] = result
                 self.changed.notify()
@@ -105,7 +108,7 @@ class _Batch(Generic[T]):
 def _attempt(call: Callable[[], T]) -> T | Exception:
     try:
         return call()
-    except Exception as error:  # noqa: BLE001  # foreign code: whatever it raises is the caller's to judge
+    except Exception as error:  # noqa: BLE001  # user code may raise anything; the caller handles it
         return error
-    except BaseException as error:  # noqa: BLE001  # exit() of foreign code ends its call, not this thread in silence
+    except BaseException as error:  # noqa: BLE001  # exit() in user code must end its call, not this thread
         return RuntimeError(f"{type(error).__name__}: {error}")
