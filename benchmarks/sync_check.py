@@ -6,8 +6,8 @@
 The cost of a check grows with the weights (checksums on both sides), not with the rollout: its probe always has 208
 prompt tokens and 16 response tokens. Its share therefore depends on the tokens of a step: here about 30,000, with 2 M
 random parameters on a CPU; a GPU trains on hundreds of thousands. Both times are from the same step
-(`weight_sync/verify_s`, which includes the checksums computed during the weight sync, and `perf/step_s`), so that load on
-the machine affects both. The result is the median over steps, except the first. With --staleness above 0, generation
+(`weight_sync/verify_s`, which includes the checksums computed during the weight sync, and `perf/step_s`), so that load
+on the machine affects both. The result is the median over steps, except the first. With --staleness above 0, generation
 continues while the probe runs, and the probe waits in the queue.
 """
 
