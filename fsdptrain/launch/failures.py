@@ -1,5 +1,7 @@
 """Why ranks ended: the error file that each leaves, and which of several failures is the cause."""
 
+from __future__ import annotations
+
 import json
 import os
 import signal
@@ -9,11 +11,14 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from fsdptrain.errors import FsdptrainError, RankError, RolloutError
 from fsdptrain.launch.parent import is_started_by_us
 from fsdptrain.rank_variables import ERROR_FILE
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 _FIELDS = "fsdptrain"  # our part of an error file
 _FIRST_RANK_S = 2.0  # [s] for the first rank of a machine to speak: then torchrun ends the others
@@ -30,13 +35,6 @@ class Failure:
     restartable: bool = True  # may not happen again after a restart
 
 
-class RankExit(Protocol):
-    """What torch's agent knows of a rank that failed: `torch.distributed.elastic...ProcessFailure`."""
-
-    exitcode: int
-    error_file_data: dict[str, Any]
-
-
 def failure_of(error: BaseException, rank: int, *, lost_a_rank: bool = False) -> Failure:
     """lost_a_rank: `error` is of a connection to another rank."""
     is_user_error = isinstance(error, FsdptrainError)
@@ -51,32 +49,35 @@ def failure_of(error: BaseException, rank: int, *, lost_a_rank: bool = False) ->
 
 
 def report_failure(failure: Failure) -> None:
-    """Leave `failure` for the process that started this rank; where that is not ours, write it to stderr too."""
+    """Leave `failure` for the process that started this rank. Write it to stderr too, unless our launcher does."""
     path = os.environ.get(ERROR_FILE)
-    if path:
-        _write_error_file(Path(path), failure)
-    if is_started_by_us():
+    is_left = _write_error_file(Path(path), failure) if path else False
+    if is_left and is_started_by_us():
         return
     if failure.is_echo or (failure.exit_code == 2 and os.environ.get("LOCAL_RANK", "0") != "0"):
         time.sleep(_FIRST_RANK_S)  # all ranks may have the same error: torchrun ends this one meanwhile
     sys.stderr.write(f"fsdptrain: {failure.text}\n")
 
 
-def _write_error_file(path: Path, failure: Failure) -> None:
-    """As `torch.distributed.elastic.multiprocessing.errors.ErrorHandler` does, which torchrun shows; and our fields."""
+def _write_error_file(path: Path, failure: Failure) -> bool:
+    """Write what torch's `ErrorHandler` writes, and our fields. False where that is impossible."""
     extra = {"py_callstack": failure.text, "timestamp": str(int(failure.time))}
     message = {"message": failure.text, "extraInfo": extra}
     half = path.with_suffix(".half")
-    half.write_text(json.dumps({"message": message, _FIELDS: asdict(failure)}))
-    half.rename(path)
+    try:
+        half.write_text(json.dumps({"message": message, _FIELDS: asdict(failure)}))
+        half.rename(path)
+    except OSError:  # a full disk
+        return False
+    return True
 
 
-def root_cause(exits: Mapping[int, RankExit]) -> Failure:
+def root_cause(exits: Mapping[int, ProcessFailure]) -> Failure:
     """The failure that explains the others. exits: by rank, at least one."""
     return min((_ranked(rank, found) for rank, found in exits.items()), key=lambda one: one[:2])[2]
 
 
-def _ranked(rank: int, found: RankExit) -> tuple[int, float, Failure]:
+def _ranked(rank: int, found: ProcessFailure) -> tuple[int, float, Failure]:
     """(order, time, failure). A rank that dies without an error file explains errors of those that miss it."""
     fields = found.error_file_data.get(_FIELDS)
     failure = Failure(**fields) if fields else _without_error_file(rank, found.exitcode)
