@@ -6,7 +6,7 @@ import os
 import platform
 import socket
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 
 import fsdptrain
@@ -50,13 +50,11 @@ def _options(config: Config) -> dict[str, str]:
 
 
 def _versions() -> dict[str, str]:
-    found = {"Python": platform.python_version(), "fsdptrain": f"{fsdptrain.__version__} ({_source_digest()})"}
-    for package in ("torch", "transformers"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "missing"
-    return found
+    return {
+        "Python": platform.python_version(),
+        "fsdptrain": f"{fsdptrain.__version__} ({_source_digest()})",
+        **{package: version(package) for package in ("torch", "transformers")},
+    }
 
 
 def _source_digest() -> str:

@@ -1,5 +1,7 @@
 """Failures of ranks: error files, and selection of the root cause among several failures."""
 
+from __future__ import annotations
+
 import json
 import os
 import signal
@@ -9,14 +11,17 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from fsdptrain.errors import FsdptrainError, RankError, RolloutError
 from fsdptrain.launch.parent import is_started_by_us
 from fsdptrain.rank_variables import ERROR_FILE
 
-_FIELDS = "fsdptrain"  # key of our data in an error file
-_FIRST_RANK_S = 2.0  # [s] lets the first rank of a machine report, after which torchrun ends the others
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+_FIELDS = "fsdptrain"  # our part of an error file
+_FIRST_RANK_S = 2.0  # [s] for the first rank of a machine to speak: then torchrun ends the others
 
 
 @dataclass(frozen=True)
@@ -28,13 +33,6 @@ class Failure:
     exit_code: int  # 2 for an FsdptrainError, 1 for a bug
     is_echo: bool = False  # consequence of another rank's failure
     restartable: bool = True  # may not recur after a restart
-
-
-class RankExit(Protocol):
-    """Failed rank as reported by torch's agent: `torch.distributed.elastic...ProcessFailure`."""
-
-    exitcode: int
-    error_file_data: dict[str, Any]
 
 
 def failure_of(error: BaseException, rank: int, *, lost_a_rank: bool = False) -> Failure:
@@ -51,36 +49,36 @@ def failure_of(error: BaseException, rank: int, *, lost_a_rank: bool = False) ->
 
 
 def report_failure(failure: Failure) -> None:
-    """Write `failure` to the error file of this rank, and to stderr if another launcher started the rank."""
+    """Leave `failure` for the process that started this rank. Write it to stderr too, unless our launcher does."""
     path = os.environ.get(ERROR_FILE)
-    if path:
-        _write_error_file(Path(path), failure)
-    if is_started_by_us():
+    is_left = _write_error_file(Path(path), failure) if path else False
+    if is_left and is_started_by_us():
         return
     if failure.is_echo or (failure.exit_code == 2 and os.environ.get("LOCAL_RANK", "0") != "0"):
         time.sleep(_FIRST_RANK_S)  # all ranks may have the same error: torchrun ends this one during the wait
     sys.stderr.write(f"fsdptrain: {failure.text}\n")
 
 
-def _write_error_file(path: Path, failure: Failure) -> None:
-    """Write the format of `torch.distributed.elastic.multiprocessing.errors.ErrorHandler`, plus our fields.
-
-    torchrun displays this file.
-    """
+def _write_error_file(path: Path, failure: Failure) -> bool:
+    """Write what torch's `ErrorHandler` writes, and our fields. False where that is impossible."""
     extra = {"py_callstack": failure.text, "timestamp": str(int(failure.time))}
     message = {"message": failure.text, "extraInfo": extra}
     half = path.with_suffix(".half")
-    half.write_text(json.dumps({"message": message, _FIELDS: asdict(failure)}))
-    half.rename(path)
+    try:
+        half.write_text(json.dumps({"message": message, _FIELDS: asdict(failure)}))
+        half.rename(path)
+    except OSError:  # a full disk
+        return False
+    return True
 
 
-def root_cause(exits: Mapping[int, RankExit]) -> Failure:
-    """Return the failure that caused the others. `exits`: by rank, at least one."""
+def root_cause(exits: Mapping[int, ProcessFailure]) -> Failure:
+    """The failure that explains the others. exits: by rank, at least one."""
     return min((_ranked(rank, found) for rank, found in exits.items()), key=lambda one: one[:2])[2]
 
 
-def _ranked(rank: int, found: RankExit) -> tuple[int, float, Failure]:
-    """Return (order, time, failure). A rank that died without an error file causes errors on ranks connected to it."""
+def _ranked(rank: int, found: ProcessFailure) -> tuple[int, float, Failure]:
+    """(order, time, failure). A rank that dies without an error file explains errors of those that miss it."""
     fields = found.error_file_data.get(_FIELDS)
     failure = Failure(**fields) if fields else _without_error_file(rank, found.exitcode)
     if fields:

@@ -32,7 +32,7 @@ def checkpoint(folder, step, run_id):
 def test_resume_holds_for_the_start_and_not_for_restarts(tmp_path, monkeypatch, resume, run_id, restarts, step):
     for number in (1, 3):
         checkpoint(tmp_path, number, "ours")
-    (tmp_path / "config.yaml").touch()
+    (tmp_path / "config.yaml").write_text("hf_checkpoint: x\n")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", run_id)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
     resume = str(tmp_path / resume) if "/" in resume else resume
