@@ -12,6 +12,8 @@ from fsdptrain.environments import StepThreads, build_environment
 from fsdptrain.errors import ConfigError
 from fsdptrain.types import Prompt, Turn
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> Any:

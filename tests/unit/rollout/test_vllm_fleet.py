@@ -10,6 +10,8 @@ from fsdptrain.vllm.server.fleet import Fleet, Server
 from fsdptrain.vllm.server.push import FilePush, Weights
 from tests.unit.rollout.scripted_server import ANSWERS, ScriptedServer
 
+pytestmark = pytest.mark.slow
+
 WEIGHTS = Weights([], "run/2")
 
 

@@ -18,6 +18,8 @@ from fsdptrain.vllm.server.fleet import Fleet, Server, State
 from fsdptrain.vllm.server.process import Launch, ServerProcess
 from fsdptrain.vllm.server.push import Deadline, FilePush, Weights
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).with_name("scripted_vllm.py")
 Start = Callable[..., tuple[Fleet, list[ServerProcess]]]
 
