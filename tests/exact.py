@@ -31,15 +31,19 @@ class Exact(TorchFunctionMode):
         return (Tensor.double if func is Tensor.float else func)(*args, **kwargs)
 
 
+def in_float64(model: PreTrainedModel) -> PreTrainedModel:
+    """Convert `model`. Compute under `Exact`."""
+    if expert_choice(model.config):
+        model.set_experts_implementation("eager")  # the grouped kernel has no float64
+    return model.double()
+
+
 def backends_in_float64() -> None:
     """From now on backends of this process hold weights, moments and activations in float64. Compute under `Exact`."""
     build = loading.build_meta_model
 
     def build_meta_model(*args: Any, **kwargs: Any) -> PreTrainedModel:
-        model = build(*args, **kwargs)
-        if expert_choice(model.config):
-            model.set_experts_implementation("eager")  # the grouped kernel has no float64
-        return model
+        return in_float64(build(*args, **kwargs))
 
     loading.build_meta_model = build_meta_model
     Config.compute_dtype_name = property(lambda self: "float64")  # type: ignore[method-assign]

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -13,11 +14,13 @@ from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.testing import save_tiny_checkpoint, spawn
 from fsdptrain.types import NO_ROUTE, LossConfig, Sample
 from tests import zoo
+from tests.exact import Exact, backends_in_float64
 
 from .test_fsdp_backend import config, keep_gradients, packs_of_this_rank, relative, samples
 
 EXPERTS, TOP_K, LAYERS = 6, 2, 2
 COEF = 0.3
+OF_ROUNDING = 5.0  # times the error of float32 on one rank: what another order of summation may make of it
 VARIANTS = {"own": {}, "replayed": {"router_replay": "rollout"}}
 
 
@@ -44,24 +47,35 @@ def with_routes(items: Sequence[Sample]) -> list[Sample]:
     return made
 
 
-def step(checkpoint: str, max_tokens: int, values: dict, count: int = 10) -> dict:
-    """Gradients and metrics of one optimizer step, with the model's own routes and with others."""
+def step(checkpoint: str, max_tokens: int, values: dict, count: int = 10, mode: type = nullcontext) -> dict:
+    """Gradients and metrics of one optimizer step under `mode`, with the model's own routes and with others."""
     found = {}
     for variant, options in VARIANTS.items():
         backend = FSDPBackend(config(checkpoint, router_aux_loss_coef=COEF, **options, **values), total_steps=10)
         gradients = keep_gradients(backend._optimizer)
         items = samples(count) if variant == "own" else with_routes(samples(count))
         packs = packs_of_this_rank(items, max_tokens, values.get("context_parallel_size", 1))
-        metrics = backend.train_step(packs, LOSSES["grpo"], LossConfig())
+        with mode():
+            metrics = backend.train_step(packs, LOSSES["grpo"], LossConfig())
         found[variant] = (dict(gradients), metrics)
     return found
 
 
+def step_in_float64(checkpoint: str, count: int) -> dict:
+    backends_in_float64()
+    return step(checkpoint, 4096, {}, count, Exact)
+
+
+def step_alone(checkpoint: str, count: int = 10) -> tuple[dict, dict[str, float]]:
+    """On one rank, in one pack: the step in float64, and for each variant how far float32 may be from it."""
+    [exact] = spawn(1, step_in_float64, checkpoint, count)
+    [rounded] = spawn(1, step, checkpoint, 4096, {}, count)
+    return exact, {name: OF_ROUNDING * relative(rounded[name][0], exact[name][0]) for name in VARIANTS}
+
+
 @pytest.fixture(scope="module")
 def alone(checkpoint):
-    """One rank, one pack."""
-    [result] = spawn(1, step, checkpoint, 4096, {})
-    return result
+    return step_alone(checkpoint)
 
 
 CUTS = {
@@ -76,13 +90,14 @@ CUTS = {
 @pytest.mark.parametrize("cut", CUTS)
 def test_the_gradient_with_router_loss_and_replay_does_not_depend_on_how_the_work_is_cut(checkpoint, alone, cut):
     world, max_tokens, values = CUTS[cut]
+    exact, bounds = alone
     for result in spawn(world, step, checkpoint, max_tokens, values):
         for variant, (gradients, metrics) in result.items():
-            wanted, expected = alone[variant]
-            assert relative(gradients, wanted) < 1e-6, variant
+            wanted, expected = exact[variant]
+            assert relative(gradients, wanted) < bounds[variant], variant
             assert {n: metrics[n] for n in expected} == pytest.approx(expected, rel=1e-4, abs=1e-6)
-            assert metrics["moe/aux_loss"] == pytest.approx(expected["moe/aux_loss"], rel=1e-6)
-            assert metrics["moe/load_max"] == expected["moe/load_max"]
+            assert metrics["moe/aux_loss"] == pytest.approx(expected["moe/aux_loss"], rel=1e-5)
+            assert metrics["moe/load_max"] == pytest.approx(expected["moe/load_max"], rel=1e-6)
 
 
 def crowded(checkpoint: str) -> dict:
@@ -103,7 +118,7 @@ def test_a_rank_that_gets_all_tokens_shows_in_the_metrics_and_drops_none(checkpo
 
 
 def test_replay_and_router_loss_do_something(checkpoint, alone):
-    own, replayed = alone["own"], alone["replayed"]
+    own, replayed = alone[0]["own"], alone[0]["replayed"]
     assert relative(replayed[0], own[0]) > 0.1
     assert own[1]["loss/total"] == pytest.approx(
         own[1]["loss/policy"] + own[1]["loss/entropy"] + own[1]["loss/router"], rel=1e-5
@@ -113,11 +128,11 @@ def test_replay_and_router_loss_do_something(checkpoint, alone):
 
 
 def test_a_rank_without_work_counts_nothing(checkpoint):
-    [one] = spawn(1, step, checkpoint, 4096, {}, 1)
+    one, bounds = step_alone(checkpoint, count=1)
     for result in spawn(2, step, checkpoint, 4096, {}, 1):
         for variant, (gradients, metrics) in result.items():
-            assert relative(gradients, one[variant][0]) < 1e-6
-            assert metrics["moe/aux_loss"] == pytest.approx(one[variant][1]["moe/aux_loss"], rel=1e-6)
+            assert relative(gradients, one[variant][0]) < bounds[variant]
+            assert metrics["moe/aux_loss"] == pytest.approx(one[variant][1]["moe/aux_loss"], rel=1e-5)
 
 
 def router_loss_alone(checkpoint: str, tokens: list[int]) -> tuple[float, dict]:

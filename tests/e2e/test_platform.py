@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from fsdptrain.overrides import GROUP
 from tests.e2e import command
 from tests.packages import install
@@ -38,6 +40,7 @@ def test_a_run_trains_with_the_kernel_of_an_installed_package_and_says_so(tmp_pa
     assert (tmp_path / "called").exists()
 
 
+@pytest.mark.matrix
 def test_inspect_lists_what_is_replaced(tmp_path: Path, checkpoint: Path):
     install(tmp_path, "acme", GROUP, [f"cpu.{KEY} = acme_kernels:attention"], {"acme_kernels": KERNEL})
     result = in_its_own_process(tmp_path, "inspect", "--hf-checkpoint", str(checkpoint), "--json")

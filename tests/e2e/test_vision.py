@@ -4,11 +4,13 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 from PIL import Image
 from safetensors import safe_open
 
 from tests import vision_zoo as zoo
 from tests.e2e import command
+from tests.matrix import only
 
 RUN = [
     *("--image-key", "images", "--input-key", "question", "--label-key", "answer"),
@@ -54,10 +56,11 @@ def tensors(folder: Path) -> dict[str, bytes]:
     return found
 
 
-def test_a_model_learns_to_say_what_it_sees(tmp_path: Path):
+@pytest.mark.parametrize("num_rollouts", only([2], [2, 14]))
+def test_a_model_learns_to_say_what_it_sees(tmp_path: Path, num_rollouts: int):
     checkpoint, run = zoo.save(tmp_path / "model", "qwen3_vl"), tmp_path / "run"
     data = made_task(tmp_path)
-    flags = ["--num-rollout", "14", "--lr", "1e-2", "--save-interval", "0", "--nproc-per-node", "2"]
+    flags = ["--num-rollout", str(num_rollouts), "--lr", "1e-2", "--save-interval", "0", "--nproc-per-node", "2"]
     argv = ["--hf-checkpoint", str(checkpoint), "--prompt-data", str(data), "--output-dir", str(run), *RUN, *flags]
 
     result = command.run(argv, tmp_path, timeout=300)
@@ -65,7 +68,7 @@ def test_a_model_learns_to_say_what_it_sees(tmp_path: Path):
     assert result.code == 0, result.err
     accuracy = [row["eval/heldout/accuracy"] for row in metrics_of(run) if "eval/heldout/accuracy" in row]
     assert accuracy[0] < 0.3
-    assert accuracy[-1] > 0.8
+    assert accuracy[-1] > (0.8 if num_rollouts > 2 else 0)
     before, after = tensors(checkpoint), tensors(run / "hf")
     assert before.keys() == after.keys()
     changed = {name for name in before if before[name] != after[name]}

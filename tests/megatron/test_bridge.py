@@ -83,6 +83,7 @@ def reasons(folder: Path) -> dict[str, Kernel]:
 
 
 @cases.without_megatron_bridge
+@pytest.mark.matrix
 def test_a_bridge_that_cannot_be_had_is_one_fallback_with_all_reasons(tmp_path: Path) -> None:
     (found,) = spawn(1, reasons, cases.save("qwen3", tmp_path / "model"))
     assert not found["auto"].fell_back
@@ -128,6 +129,7 @@ def contract(folder: Path) -> dict[bool, str]:
     return said
 
 
+@pytest.mark.matrix
 def test_a_bridge_that_puts_weights_elsewhere_on_one_rank_stops_all(tmp_path: Path) -> None:
     for said in spawn(2, contract, cases.save("qwen3", tmp_path / "model")):
         assert said[False] == ""

@@ -47,6 +47,7 @@ def alone(folder: Path, count: int) -> list[float]:
     return steps(backend_of(folder), count)
 
 
+@pytest.mark.matrix
 def test_a_run_goes_on_over_any_split(tmp_path: Path) -> None:
     folder = cases.save("qwen3", tmp_path / "model", tie_word_embeddings=True)
     ranks = [spawn(num_ranks, go_on, folder, tmp_path / "run", layouts) for num_ranks, layouts in WAY]

@@ -32,6 +32,7 @@ def test_the_whole_model_is_counted_and_a_copy_is_called_one(
 
 
 @cases.without_megatron_bridge
+@pytest.mark.matrix
 def test_a_bridge_that_is_not_there_is_a_fallback_and_strict_makes_it_an_error(tmp_path: Path) -> None:
     folder = cases.save("qwen3", tmp_path / "model")
     asked = ["--backend", "megatron", "--no-bf16", "--megatron-bridge", "megatron-bridge", "--strict"]

@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -59,6 +60,7 @@ def marks() -> list[bool]:
     return [vars(parameter)["tensor_model_parallel"] for parameter in model.parameters()]
 
 
+@pytest.mark.matrix
 def test_yarn_is_that_of_transformers_and_other_frequencies_are_told() -> None:
     (found,) = spawn(1, said)
     assert found["whole on each rank"] == [False, True]

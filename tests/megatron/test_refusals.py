@@ -141,6 +141,7 @@ def test_commands_of_fsdp_alone_say_so(dense: Path, tmp_path: Path) -> None:
     assert compared.startswith("--against-checkpoint is of --backend fsdp")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
@@ -157,6 +158,7 @@ def test_layers_of_a_user_that_are_not_the_models_end_the_command(
     assert words in line_of([*argv, "--megatron-spec", f"tests.megatron.wrapped_cases:{spec}"], tmp_path)
 
 
+@pytest.mark.matrix
 def test_a_checkpoint_of_the_other_backend_is_refused_and_the_way_on_named(dense: Path, tmp_path: Path) -> None:
     run = tmp_path / "fsdp" / "run"
     argv = ["--hf-checkpoint", str(dense), *command.TINY_RUN, "console", "--output-dir", str(run)]

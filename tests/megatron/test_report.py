@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -94,6 +95,7 @@ def shifted(entry):
     return replace(entry, expert=entry.expert + 1) if entry is not None and entry.expert is not None else entry
 
 
+@pytest.mark.matrix
 def test_planted_faults_stop_the_run(tmp_path) -> None:
     (said,) = spawn(1, faults, cases.save("qwen3_moe", tmp_path / "model"))
     assert said["sound"] == "True"

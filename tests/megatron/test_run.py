@@ -67,10 +67,12 @@ def test_a_run_goes_on_bitwise(both, moe, tmp_path) -> None:
     assert all((found[name] == wanted[name]).all() for name in wanted)
 
 
+@pytest.mark.matrix
 def test_a_run_goes_on_with_another_split(both, moe, tmp_path) -> None:
     assert_same(run(moe, both.taken_back(tmp_path), *MEGATRON, num_ranks=1)[-2:], both.megatron[-2:])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("made_by", ["megatron", "fsdp"])
 def test_what_one_backend_has_exported_goes_on_alike_on_both(made_by: str, both, tmp_path) -> None:
     one = ("--num-rollout", "1", "--no-export")
@@ -79,6 +81,7 @@ def test_what_one_backend_has_exported_goes_on_alike_on_both(made_by: str, both,
     assert_same(on_megatron, on_fsdp)
 
 
+@pytest.mark.matrix
 def test_a_checkpoint_of_split_experts_is_exported_by_one_process(both, tmp_path) -> None:
     checkpoint = both.folder / "megatron" / "run" / "checkpoints" / "step_00000005"
     argv = ["export", "--checkpoint", str(checkpoint), "--output", str(tmp_path / "hf")]
@@ -89,10 +92,12 @@ def test_a_checkpoint_of_split_experts_is_exported_by_one_process(both, tmp_path
     assert all((found[name] == wanted[name]).all() for name in wanted)
 
 
+@pytest.mark.matrix
 def test_stages_and_experts_on_four_ranks_learn_the_same(both, moe, tmp_path) -> None:
     assert_same(run(moe, tmp_path, *EXPERTS, "--megatron-pipeline-parallel", "2", num_ranks=4), both.fsdp)
 
 
+@pytest.mark.matrix
 def test_in_bfloat16_a_run_begins_as_on_fsdp_and_goes_on_bitwise(moe, tmp_path) -> None:
     """After the first steps rollouts are other ones: bfloat16 rounds otherwise here and there."""
     fsdp = run(moe, tmp_path / "fsdp", "--num-rollout", "1", bf16=True)

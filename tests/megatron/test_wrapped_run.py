@@ -37,9 +37,8 @@ def metrics(checkpoint: Path, folder: Path, *flags: str) -> list[dict[str, float
     return found
 
 
-@pytest.mark.parametrize(
-    "split", [next(iter(SPLITS)), *(pytest.param(x, marks=pytest.mark.matrix) for x in [*SPLITS][1:])]
-)
+@pytest.mark.matrix
+@pytest.mark.parametrize("split", SPLITS)
 def test_metrics_are_those_of_fsdp(split: str, checkpoint: Path, expected: list[dict[str, float]], tmp_path: Path):
     found = metrics(checkpoint, tmp_path, "--backend", "megatron", *SPLITS[split])
     assert len(found) == 2
@@ -48,6 +47,7 @@ def test_metrics_are_those_of_fsdp(split: str, checkpoint: Path, expected: list[
         assert {name: ours[name] for name in CLOSER} == pytest.approx({name: theirs[name] for name in CLOSER}, rel=1e-5)
 
 
+@pytest.mark.matrix
 def test_mixers_are_not_split_and_the_way_out_is_named(checkpoint: Path, tmp_path: Path):
     line = ["--hf-checkpoint", str(checkpoint), *command.TINY_RUN, "console", "--output-dir", str(tmp_path / "run")]
     result = command.run([*line, "--backend", "megatron", "--megatron-tensor-parallel", "2"], tmp_path, num_ranks=2)

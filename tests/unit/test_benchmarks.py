@@ -14,6 +14,7 @@ import pytest
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 Import = Callable[[str], ModuleType]
+pytestmark = pytest.mark.matrix
 LOG = """tests/a/test_x.py::test_of_one[two ranks] PASSED                       [ 25%]
 tests/a/test_x.py::test_of_one[four ranks] FAILED                      [ 50%]
 tests/a/test_x.py::test_of_two SKIPPED (no GPU)                        [ 75%]

@@ -18,7 +18,7 @@ from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.testing import spawn
 from fsdptrain.types import SamplingParams
 from fsdptrain.vllm.adapter import write_adapter
-from tests.matrix import only
+from tests.matrix import chosen, only
 from tests.vllm import contract, models
 from tests.vllm.faults import train_a_little
 from tests.vllm.fresh_engine import MAX_TOKENS, Answers, Start, fresh_answers
@@ -92,8 +92,7 @@ def start_of(case: str, folder: Path) -> Start:
 def found(request, tmp_path_factory) -> tuple[dict[str, tuple[Answers, Answers]], dict[str, Answers], Path]:
     """What engines said after pushes, what fresh ones said, and where the weights lie: of the cases of this session."""
     folder = tmp_path_factory.mktemp("pushed")
-    chosen = [item.callspec.params["case"] for item in request.session.items if "found" in item.fixturenames]
-    cases = [case for case in CASES if case in chosen]
+    cases = chosen(request, "case")
     [after] = spawn(1, pushed, folder, cases, timeout=600)
     starts = {case: start_of(case, folder) for case in cases}
     return after, fresh_answers(sys.executable, starts, [p.token_ids for p in contract.PROMPTS]), folder

@@ -26,7 +26,10 @@ from fsdptrain.testing import save_tiny_checkpoint, tiny_tokenizer
 from fsdptrain.types import LogProbs, LossConfig, PackedBatch, Sample
 
 trl = pytest.importorskip("trl", reason="trl comes with the dev extra")
-pytestmark = pytest.mark.filterwarnings("ignore:.* is deprecated and will be removed in v6:FutureWarning")  # in trl
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:.* is deprecated and will be removed in v6:FutureWarning"),  # in trl
+]
 
 GROUPS, GROUP_SIZE, LONGEST = 2, 4, 16
 TEMPERATURE = 0.9

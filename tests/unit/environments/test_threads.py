@@ -11,6 +11,8 @@ from fsdptrain.errors import RolloutError
 from fsdptrain.trainer.samples import threads as module
 from fsdptrain.trainer.samples.threads import DeadlineError, StepThreads
 
+pytestmark = pytest.mark.slow
+
 
 def test_results_come_in_order_and_errors_in_their_place():
     def call(i):
@@ -82,7 +84,6 @@ def hang() -> None:
     assert isinstance(result, TimeoutError)
 
 
-@pytest.mark.slow
 def test_a_call_that_hangs_does_not_keep_the_process():
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["fsdptrain.testing"])

@@ -25,6 +25,7 @@ from fsdptrain.model.policy import (
 )
 from fsdptrain.model.rows import Layout
 from tests import zoo
+from tests.exact import Exact, in_float64
 
 CPU = torch.device("cpu")
 LENGTHS = (37, 5, 50, 21, 1)  # longer and shorter than the zoo's window of 16
@@ -58,38 +59,40 @@ def gradients(model: PreTrainedModel, loss: Tensor) -> dict[str, Tensor]:
 
 def stock_one_by_one(name: str) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Logprobs [T] (0 at the end of a segment), entropy [T], gradients: the untouched model with its own attention."""
-    model = zoo.build(name)
+    model = in_float64(zoo.build(name))
     model.set_attn_implementation("eager")
     values, entropies = [], []
-    for segment in segments():
-        ids = torch.tensor([segment])
-        logp = model(input_ids=ids, use_cache=False).logits[0, :-1].log_softmax(-1)
-        end = torch.zeros(1)
-        values.append(torch.cat([logp.gather(1, ids[0, 1:, None])[:, 0], end]))
-        entropies.append(torch.cat([-(logp.exp() * logp).sum(-1), end]))
-    values, entropy = torch.cat(values), torch.cat(entropies)
-    return values.detach(), entropy.detach(), gradients(model, (weights(values) * (values + 0.5 * entropy)).sum())
+    with Exact():
+        for segment in segments():
+            ids = torch.tensor([segment])
+            logp = model(input_ids=ids, use_cache=False).logits[0, :-1].log_softmax(-1)
+            end = torch.zeros(1)
+            values.append(torch.cat([logp.gather(1, ids[0, 1:, None])[:, 0], end]))
+            entropies.append(torch.cat([-(logp.exp() * logp).sum(-1), end]))
+        joined, entropy = torch.cat(values), torch.cat(entropies)
+        found = gradients(model, (weights(joined) * (joined + 0.5 * entropy)).sum())
+    return joined.detach(), entropy.detach(), found
 
 
 @pytest.mark.parametrize("name", zoo.ARCHITECTURES)
 def test_packed_and_padded_are_exact_for_every_architecture(name: str) -> None:
     wanted, wanted_entropy, wanted_gradients = stock_one_by_one(name)
     largest = max(gradient.abs().max().item() for gradient in wanted_gradients.values())
-    model = policy_model(name)
-    batch = plain_batch(segments(), device=CPU)
+    model = in_float64(policy_model(name))
     for layout in LAYOUTS:
         if layout == "packed" and name in REFUSE_PACKS:
             continue
-        found = policy_logprobs(model, batch, layout=layout, with_entropy=True)
-        assert found.entropy is not None
-        torch.testing.assert_close(found.values, wanted, rtol=1e-6, atol=2e-6)
-        torch.testing.assert_close(found.entropy, wanted_entropy, rtol=2e-6, atol=1e-6)
-        found_gradients = gradients(model, (weights(wanted) * (found.values + 0.5 * found.entropy)).sum())
+        with Exact():
+            batch = plain_batch(segments(), device=CPU)
+            found = policy_logprobs(model, batch, layout=layout, with_entropy=True)
+            assert found.entropy is not None
+            found_gradients = gradients(model, (weights(wanted) * (found.values + 0.5 * found.entropy)).sum())
+        torch.testing.assert_close(found.values, wanted, rtol=0, atol=1e-11)
+        torch.testing.assert_close(found.entropy, wanted_entropy, rtol=0, atol=1e-11)
         assert found_gradients.keys() == wanted_gradients.keys()
         for key, gradient in wanted_gradients.items():
-            torch.testing.assert_close(
-                found_gradients[key], gradient, rtol=0, atol=3e-6 * largest, msg=f"{layout} {key}"
-            )
+            difference = (found_gradients[key] - gradient).abs().max().item()
+            assert difference <= 1e-11 * largest, f"{layout} {key}"
 
 
 @pytest.mark.parametrize("name", sorted(REFUSE_PACKS))

@@ -33,6 +33,7 @@ from fsdptrain.model.probes.layout import choose_layout, probe_random_copy, prob
 from fsdptrain.model.rows import Rows
 from fsdptrain.types import LogProbs, LossConfig, PackedBatch, Sample
 from tests import zoo
+from tests.exact import Exact, in_float64
 from tests.seam import prefix_sharing
 from tests.unit.models.test_policy import CPU, policy_model
 
@@ -96,21 +97,23 @@ def both(model: PreTrainedModel, objective: Callable[[PackedBatch], Tensor], **o
 
 @pytest.mark.parametrize("name", [name for name in zoo.ARCHITECTURES if name != "qwen3_next"])
 def test_every_architecture_of_plain_attention_shares_exactly(name: str) -> None:
-    model = policy_model(name)
-    value, gradient = both(model, lambda batch: LOSSES["grpo"](batch, said_by(model, batch), EVERY_TERM).loss)
-    assert value < 1e-6
-    assert gradient < 1e-6
+    model = in_float64(policy_model(name))
+    with Exact():
+        value, gradient = both(model, lambda batch: LOSSES["grpo"](batch, said_by(model, batch), EVERY_TERM).loss)
+    assert value < 1e-11
+    assert gradient < 1e-11
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("loss", sorted(set(LOSSES) - {"sft"}))
 def test_every_loss_and_aggregation_is_what_it_is_without_sharing(loss: str, aggregation: str) -> None:
-    model = policy_model("qwen3")
-    value, gradient = both(
-        model, lambda batch: LOSSES[loss](batch, said_by(model, batch), EVERY_TERM).loss, aggregation=aggregation
-    )
-    assert value < 2e-6
-    assert gradient < 1e-6
+    model = in_float64(policy_model("qwen3"))
+    with Exact():
+        value, gradient = both(
+            model, lambda batch: LOSSES[loss](batch, said_by(model, batch), EVERY_TERM).loss, aggregation=aggregation
+        )
+    assert value < 1e-11
+    assert gradient < 1e-11
 
 
 @pytest.mark.parametrize("kind", ["full", "selective"])

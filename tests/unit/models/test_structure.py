@@ -40,6 +40,7 @@ def test_counts_are_exact_and_tied_weights_count_once(name: str):
     assert counts.largest_layer * len(decoder_layers(model)) + counts.outside_layers >= counts.total
 
 
+@pytest.mark.slow
 def test_sharding_changes_neither_layers_nor_counts():
     assert spawn(2, _sharded_structure) == [(3, True)] * 2
 

@@ -17,6 +17,8 @@ from fsdptrain.tools.plan.plan import Machine, Planner, cache_rows, make_plan, s
 from tests import configs
 from tests.matrix import only
 
+pytestmark = pytest.mark.slow
+
 MODEL = configs.meta_model("llama-3.1-8b")
 PLANNER = Planner(MODEL, Machine(8, 80 * GIB))  # keeps its traces over these tests
 SMALL: dict[str, Any] = {"max_tokens_per_gpu": 1024, "rollout_max_response_len": 512}
@@ -49,7 +51,6 @@ def test_more_gpus_need_less():
     assert peak(1) > peak(2) > peak(8) > peak(64)
 
 
-@pytest.mark.slow
 def test_each_remedy_needs_less():
     assert peak(gradient_checkpointing=True) < peak()
     assert peak(fsdp_cpu_offload=True) < peak(offload_optimizer=True) < peak()
@@ -96,7 +97,6 @@ def test_a_larger_gpu_fits_and_proposes_nothing():
     assert plan.choices["as given"] == with_margin(plan.training)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("memory", only([20], [20, 28]))
 def test_each_proposal_makes_it_fit(memory: int):
     plan = make_plan(MODEL, config(max_tokens_per_gpu=2048), Machine(8, memory * GIB))
@@ -112,7 +112,6 @@ def test_each_proposal_makes_it_fit(memory: int):
         assert proposal.device <= memory * GIB
 
 
-@pytest.mark.slow
 def test_nothing_helps_a_gpu_that_is_far_too_small():
     plan = make_plan(MODEL, config(), Machine(1, GIB))
     assert not plan.fits

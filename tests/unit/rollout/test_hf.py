@@ -13,6 +13,8 @@ from fsdptrain.testing import tiny_qwen3
 from fsdptrain.types import Completion, Prompt, SamplingParams
 from tests import zoo
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 SAMPLING = SamplingParams(num_samples=4, max_tokens=24, seed=5)
 ENDING = replace(SAMPLING, stop_token_ids=tuple(range(5, 25)))  # rows end all the time, and are dropped from the cache

@@ -10,6 +10,8 @@ from fsdptrain.rewards.scoring import score_completions
 from fsdptrain.trainer.samples.deadline import WithDeadline
 from fsdptrain.types import Prompt
 
+pytestmark = pytest.mark.slow
+
 PROMPT = Prompt("a", [1], "label")
 
 

@@ -77,7 +77,7 @@ class Servers(dict[str, str]):
     def end(self, name: str) -> None:
         """Stop a server. The next test that asks for it gets a new one."""
         self._processes.pop(name).close()
-        del self[name]
+        self.pop(name, None)
 
     def close(self) -> None:
         for name in [*self._processes]:
