@@ -105,7 +105,7 @@ def serve(flags: dict[str, Any], folder: str, options: argparse.Namespace, varia
     )
     with process_group(600):
         backend = build_backend(config)
-        rules = PackingRules.of(config, layout=backend.layout_probe.layout, shares_prefixes=False)
+        rules = PackingRules.of(config, layout=backend.layout_probe.layout)
         samples = make_samples(options) if variables["RANK"] == "0" else []
 
         def step() -> dict[str, float]:

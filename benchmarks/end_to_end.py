@@ -123,31 +123,31 @@ def config_of(start: Path, seed: int, run: Path, args: argparse.Namespace) -> Co
 
 def run_ours(config: Config, start: Path, args: argparse.Namespace) -> list[dict[str, float]]:
     from fsdptrain import Trainer
-    from fsdptrain.trainer import loop as fit
+    from fsdptrain.trainer import loop as training
     from fsdptrain.trainer.samples import single_turn as experience
 
     _, held_out = build_data(config, AutoTokenizer.from_pretrained(start), None, None)
     judge = Judge(config, start, held_out)
-    run: Any = fit._Run
-    go, rollout = run.go, run._rollout_and_train
+    loop: Any = training.TrainingLoop
+    run, rollout = loop.run, loop._train_on_rollout
     clocks: list[Clock] = []
 
     def first(self: Any) -> Any:
-        clock = Clock(lambda: judge(self._parts.backend.hf_weights()))
-        clock.around(self._parts.engine, "generate", "generate")
+        clock = Clock(lambda: judge(self._backend.hf_weights()))
+        clock.around(self._engine, "generate", "generate")
         clock.around(experience, "score_completions", "reward")
-        clock.around(self, "_hand_over_weights", "sync")
+        clock.around(self, "_push_weights", "sync")
         clocks.append(clock)
-        return go(self)
+        return run(self)
 
     def timed(self: Any) -> None:
         [clock] = clocks
         with clock.running():
             rollout(self)
-        if self._step % args.every == 0:
-            clock.mark(self._step)
+        if self.step % args.every == 0:
+            clock.mark(self.step)
 
-    run.go, run._rollout_and_train = first, timed
+    loop.run, loop._train_on_rollout = first, timed
     Trainer(config).fit()
     return clocks[0].points
 

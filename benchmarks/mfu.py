@@ -140,7 +140,7 @@ def measure(case: Case, folder: str, options: argparse.Namespace) -> dict[str, A
         backend = FSDPBackend(config, total_steps=10**6)
         speed = Speed.of(backend.model, backend.device, backend.compute_dtype, copies=1)
         samples = make_samples(case, vocab=backend.hf_config.vocab_size, prompt=options.prompt, seed=options.seed)
-        rules = PackingRules.of(config, layout=backend.layout_probe.layout, shares_prefixes=False)
+        rules = PackingRules.of(config, layout=backend.layout_probe.layout)
         ready = time.perf_counter() - begin
         steps, pack_s, rows = [], [], []
         tracer: Any = nullcontext()

@@ -68,7 +68,7 @@ def measure(folder: str, replicas: int, args: argparse.Namespace) -> dict[str, A
         seed=args.seed,
     )
     backend = FSDPBackend(config, total_steps=100)
-    rules = PackingRules.of(config, layout=backend.layout_probe.layout, shares_prefixes=False)
+    rules = PackingRules.of(config, layout=backend.layout_probe.layout)
     batches = make_batches(own_samples(args, backend.hf_config.vocab_size), rules, rollout=0)
     [step] = batches
     seconds = []

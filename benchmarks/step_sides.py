@@ -24,7 +24,7 @@ from fsdptrain.fsdp.shards import local_shard
 from fsdptrain.platform import process_group
 from fsdptrain.testing import tiny_tokenizer
 from fsdptrain.trainer.batches import PackingRules, make_batches
-from fsdptrain.trainer.logprobs import Scorer
+from fsdptrain.trainer.logprobs import LogprobPasses
 from fsdptrain.types import LossConfig, LossOutput, Sample
 
 SIDES = ("ours", "packed", "stock", "compact")
@@ -129,7 +129,7 @@ def our_side(case: Case, samples: list[Sample], *, sharing: str) -> Iterator[Ste
         if lora is not None:
             fill_adapter(lora.adapters.parameters().items())
         layout = backend.layout_probe.layout
-        rules = PackingRules.of(config, layout=layout, shares_prefixes=backend.shares_prefixes)
+        rules = PackingRules.of(config, layout=layout, features=backend.features)
 
         def step() -> dict[str, float]:
             phases = Phases()
@@ -140,7 +140,7 @@ def our_side(case: Case, samples: list[Sample], *, sharing: str) -> Iterator[Ste
 
             (batches,) = make_batches(samples, rules, rollout=0)
             phases("prepare")
-            (batches,) = Scorer(config, backend).score([batches])
+            (batches,) = LogprobPasses(config, backend, backend.features).compute([batches])
             phases("score")
             hook = backend.model.register_forward_pre_hook(lambda *_: phases("backward and optimizer"))
             metrics = backend.train_step(batches.packs, loss, settings)

@@ -21,7 +21,7 @@ def now() -> tuple[float, float]:
     return time.monotonic(), time.process_time()
 
 
-class Components:
+class Parts:
     """Seconds (wall, CPU) by part, in the order of their start. `rest` is the time outside all parts."""
 
     def __init__(self, begin: float) -> None:
@@ -72,7 +72,7 @@ def _minus(a: tuple[float, float], b: tuple[float, float]) -> tuple[float, float
 
 def main() -> None:
     target, begin, argv = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
-    part = Components(begin)
+    part = Parts(begin)
     with part("import the command line"):
         from fsdptrain import cli
     part.around(cli, "resolve", "read flags")
@@ -85,7 +85,7 @@ def main() -> None:
         from fsdptrain.fsdp import backend as fsdp
         from fsdptrain.launch import ranks  # noqa: F401
         from fsdptrain.trainer import components as build
-        from fsdptrain.trainer import loop as fit
+        from fsdptrain.trainer import loop as training
         from fsdptrain.trainer import speed
     part.around(build, "load_tokenizer", "open the tokenizer")
     part.around(build, "build_reward", "import the reward")
@@ -98,12 +98,12 @@ def main() -> None:
     part.around(build, "report_fallbacks", "look for fallbacks")
     part.around(speed, "peak_tflops", "measure the device")
     part.around(platform, "seed_everything", "seed")
-    run = fit._Run
-    part.around(run, "_hand_over_weights", "hand the weights over")
-    part.around(run, "_evaluate", "evaluate")
-    part.around(run, "_collect", "first rollout")
-    part.around(fit, "make_batches", "plan and pack")
-    part.around(run, "_score", "score")
+    loop = training.TrainingLoop
+    part.around(loop, "_push_weights", "sync the weights")
+    part.around(loop, "_evaluate", "evaluate")
+    part.around(loop, "_collect", "first rollout")
+    part.around(training, "make_batches", "plan and pack")
+    part.around(loop, "_compute_logprobs", "score")
     step = fsdp.FSDPBackend.train_step
 
     def first_step(*args: Any, **kwargs: Any) -> None:
