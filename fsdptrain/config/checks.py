@@ -184,7 +184,7 @@ def _context(config: Config, beside: Mapping[str, bool]) -> Iterator[Problem]:
 def _lora(config: Config) -> Iterator[Problem]:
     lora = config.lora
     if not lora.rank:
-        keys = "lora_alpha lora_dropout lora_targets lora_use_dora lora_export lora_sync"
+        keys = "lora_alpha lora_dropout lora_targets lora_export lora_sync"
         yield from without_effect(config, keys, "without an adapter: set --lora-rank, e.g. 32")
         return
     if lora.sync == "adapter" and config.rollout.engine not in ("vllm", SERVER_ENGINE):
@@ -202,8 +202,6 @@ def _lora(config: Config) -> Iterator[Problem]:
             "--lora-sync adapter with servers cannot change under requests in flight (--max-staleness): leave one of "
             "the two out"
         )
-    if lora.sync == "adapter" and lora.use_dora:
-        yield "--lora-sync adapter: vLLM has no DoRA (--lora-use-dora): leave it out, and the adapter is merged"
     if config.algorithm.algorithm != "sft":
         reason = "in reinforcement learning, which trains without dropout: leave it out, or use --algorithm sft"
         yield from without_effect(config, "lora_dropout", reason)

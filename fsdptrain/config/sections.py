@@ -72,8 +72,6 @@ class LoraConfig(Section):
     targets: Names = Field(default=["all-linear"], min_length=1)
     """Adapted weights: `all-linear` (except the head), `attention`, name suffixes of linear layers (q_proj), or of
     other weights such as experts.gate_up_proj experts.down_proj."""
-    use_dora: bool = False
-    """DoRA: also train the magnitude of each weight row. Linear layers only."""
     export: Literal["adapter", "merged", "both"] = "adapter"
     """Format of the exported model. `adapter`: a peft directory. `merged`: a full model. `both`: a full model and the
     adapter in its subdirectory `adapter`."""

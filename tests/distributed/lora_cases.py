@@ -45,12 +45,6 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"target_modules": ["o_proj"], "target_parameters": ["shared_experts.down_proj.weight"]},
     ),
     "transposed": ("gpt2", {}, {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}),
-    "dora": ("qwen3", {"lora_use_dora": True}, {"target_modules": [*ATTENTION, *MLP], "use_dora": True}),
-    "transposed dora": (
-        "gpt2",
-        {"lora_use_dora": True, "lora_targets": ["attention"]},
-        {"target_modules": ["c_attn", "attn.c_proj"], "use_dora": True, "fan_in_fan_out": True},
-    ),
 }
 
 

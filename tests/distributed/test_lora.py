@@ -48,7 +48,7 @@ WAYS = {
     "4 ranks": (4, ["dense", "tied", "experts"], {}),
     OFFLOADED: (
         2,
-        ["experts", "dora"],
+        ["experts", "transposed"],
         {"fsdp_cpu_offload": True, "gradient_checkpointing": True, "load_strategy": "rank0"},
     ),
     "2 ranks, tokens dealt": (2, ["dense", "experts"], {"context_parallel_size": 2}),

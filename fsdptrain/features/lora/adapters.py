@@ -28,7 +28,7 @@ from fsdptrain import platform
 from fsdptrain.config import LoraConfig
 from fsdptrain.errors import ConfigError
 from fsdptrain.features.lora.targets import Targets, find_targets, shortest_names
-from fsdptrain.features.lora.weights import NAME, factors, initial_a, initial_lengths, lengths
+from fsdptrain.features.lora.weights import NAME, factors, initial_a
 from fsdptrain.model.loading.materialize import filled_like, own_part, register
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class Adapters:
     def kind(self) -> str:
         """Description of the adapter kind, for what its shapes do not show."""
         config = self.peft_config
-        return f"{'DoRA' if config.use_dora else 'LoRA'} of rank {config.r}, alpha {config.lora_alpha}"
+        return f"LoRA of rank {config.r}, alpha {config.lora_alpha}"
 
     @property
     def line(self) -> str:
@@ -117,9 +117,8 @@ class Adapters:
     def finish(self, *, seed: int, cpu_offload: bool) -> None:
         """Freeze the weights and initialize the adapters. Call it after the weights are loaded. Collective.
 
-        A is uniform in +-1/sqrt(columns) and B is zero, as in peft. DoRA magnitudes start as the row norms of the
-        weights. Each matrix has its own random stream, so it is the same on any number of ranks; peft would fill the
-        shards of all ranks with the same numbers.
+        A is uniform in +-1/sqrt(columns) and B is zero, as in peft. Each matrix has its own random stream, so it is the
+        same on any number of ranks; peft would fill the shards of all ranks with the same numbers.
         """
         with self.detached():
             self._model.requires_grad_(False)  # the loader creates new parameters
@@ -128,8 +127,6 @@ class Adapters:
             a, b = factors(layer)
             _fill(a, initial_a(a.weight.shape, _generator(seed, weight)), device)
             _fill(b, torch.zeros(b.weight.shape), device)
-            for dora in lengths(layer):
-                _fill(dora, initial_lengths(layer, platform.local_device()), device)
 
     def _adapted(self) -> Iterator[tuple[str, nn.Module]]:
         from peft.tuners.lora.layer import ParamWrapper
@@ -160,7 +157,6 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig) -> Adapters:
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
-        use_dora=lora.use_dora,
         target_modules=shortest_names(targets.modules, modules),
         target_parameters=shortest_names(targets.parameters, weights, parts=2) or None,
         fan_in_fan_out=any(conv1d),  # GPT-2 stores its weights transposed
@@ -183,8 +179,6 @@ def _refuse_what_peft_lacks(lora: LoraConfig, targets: Targets) -> None:
     named = f"{targets.parameters[0]} (--lora-targets {' '.join(lora.targets)})"
     if lora.sync == "adapter":
         raise ConfigError(f"--lora-sync adapter: vLLM takes no adapter of {named}: leave it out, and it is merged")
-    if lora.use_dora:
-        raise ConfigError(f"--lora-use-dora: peft has no DoRA for {named}: leave one of them out")
     if lora.dropout:
         raise ConfigError(f"--lora-dropout {lora.dropout:g}: peft has no dropout for {named}: leave one of them out")
 
@@ -205,5 +199,4 @@ def _file_name(name: str) -> str:
 
     `layers.0.q_proj.lora_A.default.weight` becomes `base_model.model.layers.0.q_proj.lora_A.weight`.
     """
-    name = name.replace(f".lora_magnitude_vector.{NAME}.weight", ".lora_magnitude_vector")
     return f"base_model.model.{name.replace(f'.{NAME}.weight', '.weight')}"

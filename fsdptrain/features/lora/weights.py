@@ -1,8 +1,7 @@
 """Adapter arithmetic on sharded weights: initialization and merging.
 
-A peft layer computes W x + s B A x with s = alpha / rank, so its merged weight is W + s B A. DoRA (Liu et al. 2024,
-arXiv 2402.09353) scales each row of that to a trained norm. Each rank merges its own part of W in float32, with all of
-the small A and B.
+A peft layer computes W x + s B A x with s = alpha / rank, so its merged weight is W + s B A. Each rank merges its
+own part of W in float32, with all of the small A and B.
 """
 
 import math
@@ -22,21 +21,10 @@ def factors(layer: Any) -> tuple[nn.Linear, nn.Linear]:
     return layer.lora_A[NAME], layer.lora_B[NAME]
 
 
-def lengths(layer: Any) -> list[Any]:
-    """Return the module that holds DoRA's row norms [out], if any, as a list."""
-    return list(layer.lora_magnitude_vector.values())
-
-
 def initial_a(shape: torch.Size, generator: torch.Generator) -> Tensor:
     """Return the initial A of peft: uniform in +-1/sqrt(columns), float32 on the host."""
     bound = 1.0 / math.sqrt(shape[-1])
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)
-
-
-@torch.no_grad()
-def initial_lengths(layer: Any, device: torch.device) -> Tensor:
-    """Compute the initial DoRA row norms, those of the weight: [out], float32. Collective."""
-    return _row_lengths(moved(layer.get_base_layer().weight, device, torch.float32), layer)
 
 
 @torch.no_grad()
@@ -53,10 +41,6 @@ def merged(weight: Tensor, layer: Any, device: torch.device) -> Tensor:
         left, right = left[own], right[own]
     part = local_part(total)
     part.add_((left @ right).mul_(layer.scaling[NAME]))
-    for dora in lengths(layer):
-        out_dim = 1 if layer.fan_in_fan_out else 0
-        stretch = _whole(dora.weight, device) / _row_lengths(total, layer)
-        part.mul_((stretch[own] if dim == out_dim else stretch).unsqueeze(1 - out_dim))
     return total
 
 
@@ -81,12 +65,6 @@ def _own_part_of(tensor: Tensor) -> tuple[int | None, Tensor]:
             along = [Shard(0) if isinstance(placement, Shard) else placement for placement in tensor.placements]
             return dim, distribute_tensor(every, tensor.device_mesh, along, src_data_rank=None).to_local()
     return None, torch.empty(0, dtype=torch.int64, device=tensor.device)
-
-
-def _row_lengths(weight: Tensor, layer: Any) -> Tensor:
-    """Compute the row norms [out], gathered."""
-    found = torch.linalg.vector_norm(weight, dim=0 if layer.fan_in_fan_out else 1)
-    return found.full_tensor() if isinstance(found, DTensor) else found
 
 
 def _whole(parameter: Tensor, device: torch.device) -> Tensor:

@@ -91,7 +91,6 @@ REFUSED = [
         for key, value in [
             ("lora_alpha", 64),
             ("lora_targets", ["attention"]),
-            ("lora_use_dora", True),
             ("lora_export", "merged"),
         ]
     ),

@@ -106,7 +106,6 @@ def test_every_boolean_can_be_set_both_ways(flat):
         "probe": ["--dry-run"],
         "use_opsm": ["--global-batch-size", "64"],
         "use_unbiased_kl": ["--kl-loss-coef", "0.1"],
-        "lora_use_dora": ["--lora-rank", "8"],
         "megatron_sequence_parallel": ["--backend", "megatron", "--megatron-tensor-parallel", "2"],
         "train_vision": ["--image-key", "images", "--prompt-data", "x.jsonl"],
         "rollout_allow_public_servers": ["--rollout-engine", "vllm-server", "--rollout-urls", "http://a:1"],

@@ -13,7 +13,6 @@ ADAPTER = {"lora_sync": "adapter", "lora_rank": 8}
     [
         ({"lora_sync": "adapter"}, "--lora-sync has no effect"),
         (ADAPTER, "needs --rollout-engine vllm"),
-        ({**ADAPTER, "rollout_engine": "vllm", "lora_use_dora": True}, "vLLM has no DoRA"),
         (
             {**ADAPTER, "rollout_engine": "vllm-server", "rollout_urls": ["http://1.1.1.1"]},
             "needs servers that the run starts",

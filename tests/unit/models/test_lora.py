@@ -56,7 +56,6 @@ REFUSED = [
     ("qwen3", {"targets": ["lm_head"]}, ["lm_head.weight", "leave it out"]),
     ("qwen2", {"targets": ["embed_tokens"]}, ["embed_tokens.weight", "leave it out"]),
     ("qwen3", {"targets": ["norm"]}, ["norm.weight", "no matrix"]),
-    ("qwen3_moe", {"targets": EXPERTS, "use_dora": True}, ["--lora-use-dora", "experts.down_proj"]),
     ("qwen3_moe", {"targets": EXPERTS, "dropout": 0.1}, ["--lora-dropout 0.1", "experts.down_proj"]),
 ]
 
