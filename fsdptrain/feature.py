@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from fsdptrain import registry
 from fsdptrain.config import Config
 from fsdptrain.types import LogProbs, LossOutput, Metrics, PackedBatch, Prompt, Sample, SamplingParams, Segment
 
@@ -241,11 +242,15 @@ class Feature:
 
 
 def load_features(config: Config, checkpoint: Path) -> "Features":
-    """Create the features that `config` turns on, in the order of the table. Collective."""
-    if importlib.util.find_spec("fsdptrain.features") is None:  # an installation of the core alone
-        return Features([])
-    table = importlib.import_module("fsdptrain.features").FEATURES
-    return Features([entry.create(config, checkpoint) for entry in table if entry.enabled(config)])
+    """Create the features that `config` turns on: those of the table, in its order, then plug-ins. Collective.
+
+    A plug-in is an entry point `features.<name>` of the group `fsdptrain.plugins`: an object with `enabled(config)` and
+    `create(config, checkpoint)`, such as a subclass of `Feature` with a classmethod `enabled`.
+    """
+    optional = importlib.util.find_spec("fsdptrain.features") is not None  # else the core is installed alone
+    table = importlib.import_module("fsdptrain.features").FEATURES if optional else ()
+    entries = [*table, *registry.load_plugins("features")]
+    return Features([entry.create(config, checkpoint) for entry in entries if entry.enabled(config)])
 
 
 class Features:

@@ -58,6 +58,11 @@ def plugin_names(kind: str) -> list[str]:
     return list(_plugins(kind))
 
 
+def load_plugins(kind: str) -> list[Any]:
+    """Import and return all installed plug-ins of a `kind`, in the order of their names."""
+    return [_load(point) for _, point in sorted(_plugins(kind).items())]
+
+
 def _plugins(kind: str) -> dict[str, EntryPoint]:
     points = entry_points(group="fsdptrain.plugins")
     return {point.name.removeprefix(f"{kind}."): point for point in points if point.name.startswith(f"{kind}.")}

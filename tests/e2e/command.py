@@ -59,8 +59,20 @@ def run(argv: Sequence[str], folder: Path, timeout: float = 300.0, *, num_ranks:
     return Result(codes[0], (folder / "out").read_text(), (folder / "err").read_text())
 
 
+def run_with_path(argv: Sequence[str], folder: Path, path: Path, timeout: float = 300.0) -> Result:
+    """Like `run` in one process, with the packages in `path` installed."""
+    process = start(argv, folder, {"PYTHONPATH": str(path)})
+    process.join(timeout)
+    process.kill()
+    process.join()
+    assert process.exitcode is not None
+    return Result(process.exitcode, (folder / "out").read_text(), (folder / "err").read_text())
+
+
 def _main(argv: list[str], folder: Path, variables: Mapping[str, str]) -> None:
     for stream, name in ((sys.stdout, "out"), (sys.stderr, "err")):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream.fileno())
     os.environ.update(variables, OMP_NUM_THREADS="1")
+    if "PYTHONPATH" in variables:
+        sys.path.insert(0, variables["PYTHONPATH"])  # the process has started already
     sys.exit(cli.run(argv))
