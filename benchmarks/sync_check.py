@@ -6,8 +6,8 @@
 The cost of a check grows with the weights (checksums on both sides), not with the rollout: its probe always has 208
 prompt tokens and 16 response tokens. Its share therefore depends on the tokens of a step: here about 30,000, with 2 M
 random parameters on a CPU; a GPU trains on hundreds of thousands. Both times are from the same step
-(`weight_sync/verify_s`, which includes the checksums computed during the weight sync, and `perf/step_s`), so that load
-on the machine affects both. The result is the median over steps, except the first. With --staleness above 0, generation
+(`perf/verify_weight_sync_s`, which includes the checksums computed during the sync, and `perf/step_s`), so that load on
+the machine affects both. The result is the median over steps, except the first. With --staleness above 0, generation
 continues while the probe runs, and the probe waits in the queue.
 """
 
@@ -70,15 +70,15 @@ def measure(engine: str, age: int, args: argparse.Namespace) -> dict[str, Any]:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
         command = [str(python), "-m", "fsdptrain", *argv, "--no-bf16", "--no-export", "--log-to"]
         subprocess.run(command, check=True, env=environment)
-        rows = [row for row in read_metrics(Path(folder) / "run") if row.get("weight_sync/verify_s")][1:]
+        rows = [row for row in read_metrics(Path(folder) / "run") if row.get("perf/verify_weight_sync_s")][1:]
     row = {
         "engine": engine,
         "max_staleness": age,
         "model": size,
-        "share": spread(r["weight_sync/verify_s"] / r["perf/step_s"] for r in rows),
-        "verify_s": round(statistics.median(r["weight_sync/verify_s"] for r in rows), 3),
+        "share": spread(r["perf/verify_weight_sync_s"] / r["perf/step_s"] for r in rows),
+        "verify_s": round(statistics.median(r["perf/verify_weight_sync_s"] for r in rows), 3),
         "step_s": round(statistics.median(r["perf/step_s"] for r in rows), 2),
-        "runs": [{"verify_s": r["weight_sync/verify_s"], "step_s": r["perf/step_s"]} for r in rows],
+        "runs": [{"verify_s": r["perf/verify_weight_sync_s"], "step_s": r["perf/step_s"]} for r in rows],
         "load_average": round(os.getloadavg()[0], 1),
     }
     print(json.dumps(row), flush=True)

@@ -193,6 +193,7 @@ def engine_difference(folder: Path) -> float:
     config = Config(hf_checkpoint=str(folder), bf16=False, image_key="images", rollout_temperature=0.7)
     backend = FSDPBackend(config, total_steps=1)
     engine = build_hf_engine(config, checkpoint=backend.checkpoint_path, device=backend.device)
+    engine.use_features(backend.features)
     engine.update_weights(backend.hf_weights(engine.weight_naming), 1)
     samples, images = samples_and_images(folder)
     mine = samples[dist.get_rank() :: dist.get_world_size()] if dist.get_rank() else samples

@@ -38,8 +38,8 @@ def metrics_of(run: Path) -> list[dict[str, float]]:
 
 
 def learned(run: Path) -> list[dict[str, float]]:
-    """What must be equal between equal runs: not times, memory, and hand-overs, of which the end of a run has none."""
-    others = ("perf/", "sync/", "time")
+    """What must be equal between equal runs: no times, memory, or weight syncs, of which the end of a run has none."""
+    others = ("perf/", "weight_sync/", "time")
     return [{k: v for k, v in row.items() if not k.startswith(others)} for row in metrics_of(run)]
 
 

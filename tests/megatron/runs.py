@@ -22,5 +22,5 @@ def assert_same(
     """Up to the rounding of float32, but for times."""
     assert len(found) == len(wanted)
     for ours, theirs in zip(found, wanted, strict=True):
-        names = [name for name in theirs if not name.startswith(("perf/", "sync/", "time"))]
+        names = [name for name in theirs if not name.startswith(("perf/", "weight_sync/", "time"))]
         assert {n: ours[n] for n in names} == pytest.approx({n: theirs[n] for n in names}, rel=rel, abs=abs)

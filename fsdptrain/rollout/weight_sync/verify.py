@@ -126,7 +126,7 @@ class WeightVerifier:
         if is_first:
             self._learn_storage(checks)
         seconds = self._record_seconds + time.perf_counter() - start
-        self._metrics = {"weight_sync/logprob_abs_diff": difference, "weight_sync/verify_s": seconds}
+        self._metrics = {"weight_sync/logprob_abs_diff": difference, "perf/verify_weight_sync_s": seconds}
 
     def metrics(self) -> Metrics:
         """Metrics of the last sync on this rank; empty if it was not verified or was reported already."""
