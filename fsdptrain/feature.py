@@ -69,6 +69,11 @@ class Feature:
     provides_reference = False  # the reference model is this one within `around_scoring("reference")`
 
     @classmethod
+    def check(cls, config: Config) -> None:
+        """Refuse what the model's config.json does not allow, before any other file is looked for. Collective."""
+        del config
+
+    @classmethod
     def create(cls, config: Config, checkpoint: Path) -> "Feature":
         """Create the feature for a run, before any weights are loaded. Collective.
 
@@ -241,16 +246,26 @@ class Feature:
         return None
 
 
-def load_features(config: Config, checkpoint: Path) -> "Features":
-    """Create the features that `config` turns on: those of the table, in its order, then plug-ins. Collective.
+def check_features(config: Config) -> None:
+    """Refuse what the model's config.json does not allow the features. Collective."""
+    for entry in _enabled(config):
+        entry.check(config)
 
-    A plug-in is an entry point `features.<name>` of the group `fsdptrain.plugins`: an object with `enabled(config)` and
-    `create(config, checkpoint)`, such as a subclass of `Feature` with a classmethod `enabled`.
+
+def load_features(config: Config, checkpoint: Path) -> "Features":
+    """Create the features that `config` turns on. Collective."""
+    return Features([entry.create(config, checkpoint) for entry in _enabled(config)])
+
+
+def _enabled(config: Config) -> list[Any]:
+    """The entries of the table, in its order, then plug-ins.
+
+    A plug-in is an entry point `features.<name>` of the group `fsdptrain.plugins`: a subclass of `Feature` with a
+    classmethod `enabled(config) -> bool`.
     """
     optional = importlib.util.find_spec("fsdptrain.features") is not None  # else the core is installed alone
     table = importlib.import_module("fsdptrain.features").FEATURES if optional else ()
-    entries = [*table, *registry.load_plugins("features")]
-    return Features([entry.create(config, checkpoint) for entry in entries if entry.enabled(config)])
+    return [entry for entry in (*table, *registry.load_plugins("features")) if entry.enabled(config)]
 
 
 class Features:

@@ -26,7 +26,7 @@ from fsdptrain.data.prompts import PromptStream, make_prompts
 from fsdptrain.data.sources import Row, Rows, as_rows, content_hash, environment_rows, load_rows, split_rows
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import CheckpointError, ConfigError, DataError, MemoryPlanError
-from fsdptrain.feature import Features, load_features
+from fsdptrain.feature import Features, check_features, load_features
 from fsdptrain.loggers import build_loggers
 from fsdptrain.memory.demand import MemorySupply, check_load_memory, demand_of, load_memory_line
 from fsdptrain.memory.pieces import Grid, Pieces
@@ -91,6 +91,7 @@ def build_components(
     config: Config, folder: RunFolder, *, reward: RewardFunction | None, dataset: Sequence[Mapping[str, Any]] | None
 ) -> Iterator[Components]:
     """Build data and rewards, then the model, then the engine. Close all of them on exit."""
+    check_features(config)
     checkpoint = resolve_checkpoint(config.model.hf_checkpoint)
     features = load_features(config, checkpoint)
     processor = features.prompt_processor

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fsdptrain.algo.losses import LOSSES
+from fsdptrain.features.prefix_sharing.feature import PrefixSharingFeature
 from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.testing import save_tiny_checkpoint, spawn
 from fsdptrain.trainer.batches import PackingRules, StepBatches, make_batches
@@ -38,6 +39,11 @@ EXACT, ROUNDED = 1e-12, 4 * torch.finfo(torch.float32).eps
 Run = tuple[list[dict[str, Tensor]], list[Metrics], float]  # gradients and metrics of each step, tokens shared
 
 
+def shares_prefixes(backend: FSDPBackend) -> bool:
+    feature = backend.features.find(PrefixSharingFeature)
+    return feature is not None and feature.probe is not None and feature.probe.shares
+
+
 def grouped_samples() -> list[Sample]:
     """Groups of one prompt each, of other lengths; responses of unequal ones, advantages of both signs."""
     generator = torch.Generator().manual_seed(0)
@@ -55,7 +61,7 @@ def grouped_samples() -> list[Sample]:
 
 
 def rollout(backend: FSDPBackend, sharing: Any, num_steps: int) -> list[StepBatches]:
-    assert sharing == "off" or backend.shares_prefixes
+    assert sharing == "off" or shares_prefixes(backend)
     layout = backend.layout_probe.layout
     rules = PackingRules(MAX_TOKENS, "sequence_mean", MAX_RESPONSE, num_steps, 1, 0, layout, sharing)
     return make_batches(own_share(grouped_samples()), rules, rollout=0)

@@ -14,9 +14,9 @@ from fsdptrain.features.context_parallel.checks import check_dealing
 from fsdptrain.features.context_parallel.recurrent import GatheredMixer, gather_around
 from fsdptrain.features.context_parallel.rows import UlyssesRows
 from fsdptrain.features.context_parallel.ulysses import UlyssesGroup
+from fsdptrain.features.meta import meta_model_of
 from fsdptrain.fsdp.mesh import Meshes
 from fsdptrain.model.attention.attention import OURS
-from fsdptrain.model.loading.meta import build_meta_model
 from fsdptrain.model.rows import Layout
 from fsdptrain.types import PackedBatch
 
@@ -28,11 +28,14 @@ class ContextParallelFeature(Feature):
         self._mixers: list[GatheredMixer] = []
 
     @classmethod
-    def create(cls, config: Config, checkpoint: Path) -> "ContextParallelFeature":
-        trust = config.model.trust_remote_code
-        model = build_meta_model(checkpoint, trust_remote_code=trust, attn_implementation="eager")
+    def check(cls, config: Config) -> None:
+        model = meta_model_of(config)
         with raise_on_all_ranks(ConfigError, "--context-parallel-size"):
-            check_dealing(model, config.parallel)  # before anything else is loaded
+            check_dealing(model, config.parallel)
+
+    @classmethod
+    def create(cls, config: Config, checkpoint: Path) -> "ContextParallelFeature":
+        del checkpoint
         return cls(config.parallel)
 
     def build_options(self, options: BuildOptions) -> BuildOptions:

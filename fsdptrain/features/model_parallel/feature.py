@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -15,11 +15,12 @@ from fsdptrain.config import Config
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError
 from fsdptrain.feature import Feature, ForwardPass, LogProbsFunction
+from fsdptrain.features.meta import meta_model_of
 from fsdptrain.features.model_parallel.gradient_check import require_whole_gradients
 from fsdptrain.features.model_parallel.logprobs import vocab_parallel_logprobs
-from fsdptrain.features.model_parallel.sizes import check_sizes
 from fsdptrain.features.model_parallel.split import split_model
 from fsdptrain.fsdp.mesh import Meshes
+from fsdptrain.memory.pieces import Grid, Pieces
 from fsdptrain.types import Metrics, PackedBatch
 
 if TYPE_CHECKING:
@@ -34,9 +35,10 @@ class ModelParallelFeature(Feature):
         self._dispatches: Dispatches | None = None  # set if experts are split
 
     @classmethod
-    def create(cls, config: Config, checkpoint: Path) -> "ModelParallelFeature":
-        check_sizes(config, checkpoint)
-        return cls()
+    def check(cls, config: Config) -> None:
+        model = meta_model_of(config)
+        with raise_on_all_ranks(ConfigError, "--tensor-parallel-size, --expert-parallel-size"):
+            Pieces(model, Grid.of(config, dist.get_world_size()))
 
     def transform_model(self, model: PreTrainedModel, meshes: Meshes) -> None:
         assert meshes.tensor is not None
