@@ -240,7 +240,8 @@ class Fleet:
             await asyncio.to_thread(process.end)
         server.state = State.LOST
         process.kill()
-        log.warning("%s is not restarted after %d starts: %s", process.url, server.starts, server.why)
+        if self._all_started:  # else the start of the fleet raises the same error
+            log.warning("%s is not restarted after %d starts: %s", process.url, server.starts, server.why)
 
     async def _bring_up(self, server: Server, process: ServerProcess) -> None:
         """Wait until a started server is healthy, and give it the newest weights, if there are any."""
