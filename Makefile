@@ -5,10 +5,10 @@ VLLM_PYTEST := OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/vllm
 SERVER_PYTEST := OMP_NUM_THREADS=1 FSDPTRAIN_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/pytest tests/vllm/servers
 
 .DEFAULT_GOAL := help
-.PHONY: help install size check quick test test-matrix test-vllm gpu gpu-wheels demo clean
+.PHONY: help install size check quick test test-matrix test-matrix-core test-matrix-vllm test-vllm gpu gpu-wheels demo clean
 
 help:  ## what there is to make
-	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
+	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
 
 install: .venv/.installed  ## make .venv with the tested set of versions
 
@@ -39,8 +39,12 @@ test: install .venv-vllm/.installed  ## every law once, without a GPU: ten minut
 	$(VLLM_PYTEST) -m 'not gpu and not matrix' --durations=5
 	$(SERVER_PYTEST) -m 'not gpu and not matrix' --durations=5
 
-test-matrix: install .venv-vllm/.installed  ## the rest: every family, mesh and engine, faults, benchmarks
+test-matrix: test-matrix-core test-matrix-vllm  ## the rest: every family, mesh and engine, faults, benchmarks
+
+test-matrix-core: install  ## the part of `make test-matrix` without vLLM
 	$(PYTEST) -m 'matrix and not gpu' --durations=15 -rs
+
+test-matrix-vllm: install .venv-vllm/.installed  ## the part of `make test-matrix` that needs vLLM
 	$(VLLM_PYTEST) -m 'matrix and not gpu' --durations=5
 	$(SERVER_PYTEST) -m 'matrix and not gpu' --durations=5
 
