@@ -31,10 +31,10 @@ check: install  ## format, lint, types, layers
 QUICK := tests/unit tests/properties tests/e2e/test_train.py::$(SMOKE)
 SMOKE := test_run_emits_every_metric_and_leaves_a_model_that_transformers_loads
 
-quick: install  ## unit and property tests, and one run: 90 seconds
+quick: install  ## unit and property tests, and one run
 	$(PYTEST) $(QUICK) -m 'not gpu and not slow and not matrix' --durations=5
 
-test: install .venv-vllm/.installed  ## every law once, without a GPU: ten minutes
+test: install .venv-vllm/.installed  ## every law once, without a GPU
 	$(PYTEST) -m 'not gpu and not matrix' --durations=15 -rs
 	$(VLLM_PYTEST) -m 'not gpu and not matrix' --durations=5
 	$(SERVER_PYTEST) -m 'not gpu and not matrix' --durations=5
