@@ -66,7 +66,7 @@ def reference(hub: str, case: str, other: str | None, values: dict):
 
 
 REFERENCES = [
-    ("transposed", None, {"bf16": True, "gradient_checkpointing": True}),
+    ("dense", None, {"bf16": True, "gradient_checkpointing": True}),
     ("experts", None, {"bf16": False, "fsdp_reshard_after_forward": False}),
     ("dense", "other", {"bf16": True, "fsdp_cpu_offload": True}),
 ]
