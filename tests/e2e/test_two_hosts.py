@@ -27,7 +27,7 @@ def test_ranks_of_two_hosts_find_each_other_and_one_with_another_option_is_refus
     """gloo uses the interface between the hosts: by itself it would take the loopback device."""
     argv = ["--hf-checkpoint", str(tmp_path / "nowhere"), "--lr"]
     for agent in [start(hosts, host, [*argv, f"{host + 1}e-6"]) for host in range(2)]:
-        _, err = agent.communicate(timeout=300)
+        _, err = agent.communicate(timeout=100)
         (line,) = (line for line in err.splitlines() if line.startswith("fsdptrain: "))
         assert line.startswith("fsdptrain: ranks of one run must be alike: --lr is 1e-06 on rank 0 (")
         assert " and 2e-06 on rank 1 (" in line
@@ -50,7 +50,7 @@ def test_an_agent_that_was_killed_is_replaced_and_the_run_resumes(hosts, checkpo
         for agent in agents:
             agent.terminate()
     for agent in agents:
-        agent.communicate(timeout=300)
+        agent.communicate(timeout=60)
     names = sorted(path.name for path in (folder / "checkpoints").glob("step_*"))
     assert names == [f"step_{step:08d}" for step in range(1, len(names) + 1)]  # no step was saved twice
 
