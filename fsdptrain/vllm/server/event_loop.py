@@ -3,20 +3,40 @@
 import asyncio
 import concurrent.futures
 import threading
+import weakref
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from fsdptrain.errors import RolloutError
 
 T = TypeVar("T")
-_CLOSE_S = 0.05  # for transports of cancelled requests to close
+_CLOSE_S = 0.05  # for transports to close
+
+
+class _TrackingLoop(asyncio.SelectorEventLoop):
+    """Knows its connections. anyio forgets one if a request is cancelled at the moment in which it is connected."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._open: weakref.WeakSet[asyncio.BaseTransport] = weakref.WeakSet()
+
+    async def create_connection(self, *args: Any, **options: Any) -> tuple[Any, Any]:
+        transport, protocol = await super().create_connection(*args, **options)
+        self._open.add(transport)
+        return transport, protocol
+
+    async def close_connections(self) -> None:
+        for transport in list(self._open):
+            transport.close()
+        await asyncio.sleep(_CLOSE_S)
 
 
 class EventLoop:
     """Runs coroutines for synchronous callers in any number of threads."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
+        self._loop = _TrackingLoop()
+        self._running = set[asyncio.Task[Any]]()  # what `run` started; what these start is theirs to cancel
         self._thread = threading.Thread(target=self._loop.run_forever, name="servers", daemon=True)
         self._thread.start()
 
@@ -25,7 +45,7 @@ class EventLoop:
         if self._loop.is_closed():
             work.close()
             raise RolloutError("the engine is closed")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future = asyncio.run_coroutine_threadsafe(self._tracked(work), self._loop)
         try:
             return future.result()
         except concurrent.futures.CancelledError:
@@ -35,24 +55,32 @@ class EventLoop:
             raise
 
     def cancel_all(self) -> None:
-        """Cancel everything that runs, and wait until it has ended. Its callers get a RolloutError."""
-        asyncio.run_coroutine_threadsafe(_cancel_all_others(), self._loop).result()
+        """Cancel what the calls of `run` wait for, and wait until it has ended. Those calls raise a RolloutError."""
+        asyncio.run_coroutine_threadsafe(self._cancel_running(), self._loop).result()
 
     def close(self) -> None:
         if self._loop.is_closed():
             return
         self.cancel_all()
+        asyncio.run_coroutine_threadsafe(self._loop.close_connections(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
+    async def _tracked(self, work: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        self._running.add(task)
+        try:
+            return await work
+        finally:
+            self._running.remove(task)
 
-async def _cancel_all_others() -> None:
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
-    await asyncio.sleep(_CLOSE_S)
+    async def _cancel_running(self) -> None:
+        tasks = list(self._running)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def race(work: Coroutine[Any, Any, T], interrupt: asyncio.Event, error: Exception) -> T:

@@ -138,3 +138,18 @@ def test_a_closed_loop_ends_its_callers_with_an_error():
     loop.close()
     with pytest.raises(RolloutError, match="the engine is closed"):
         loop.run(asyncio.sleep(0))
+
+
+def test_a_closed_loop_leaves_no_connection_open():
+    """Also not one that a library forgot: garbage collection would find its socket open."""
+    loop, server = EventLoop(), ScriptedServer()
+    opened = []
+
+    async def connect() -> None:
+        opened.append(await asyncio.get_running_loop().create_connection(asyncio.Protocol, *server.server_address[:2]))
+
+    loop.run(connect())
+    loop.close()
+    server.shutdown()
+    server.server_close()
+    assert opened[0][0].get_extra_info("socket").fileno() == -1
