@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from benchmarks.traffic import Axis, Collective, Pack, step_traffic
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
-from fsdptrain.features.context_parallel.checks import check_dealing
+from fsdptrain.features.context_parallel.recurrent import check_dealing
 from fsdptrain.memory.flops import model_flops
 from fsdptrain.memory.pieces import Grid
 from fsdptrain.model.structure import expert_choice

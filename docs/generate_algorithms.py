@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fsdptrain.features.moe.bias_update import RouterBiasUpdater
+
 from fsdptrain.algo.advantages import ADVANTAGES, MULTI_REWARD, divide_by_group_std
 from fsdptrain.algo.batch_scales import divide_by_batch_std, whiten_tokens
 from fsdptrain.algo.corrections import CORRECTIONS, REJECTION_ESTIMATORS, REJECTION_LEVELS
@@ -22,7 +24,6 @@ from fsdptrain.config import AlgorithmConfig, RefConfig
 from fsdptrain.config.keys import all_keys
 from fsdptrain.config.presets import ADVANTAGE_SCALES, LOSS_OPTIONS, OLD_POLICY, PRESETS, Preset
 from fsdptrain.features.moe import balance
-from fsdptrain.features.moe.bias_update import RouterBiasUpdater
 from fsdptrain.model import logprobs, truncation
 
 PAGE = Path(__file__).parent / "algorithms.md"

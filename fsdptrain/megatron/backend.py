@@ -1,7 +1,7 @@
 """The megatron-core training backend. It uses the same recipes, losses, packs and engines as FSDP."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,8 @@ from fsdptrain.fsdp.reference import ReferenceBank
 from fsdptrain.megatron.bridge import choose_bridge, load_by_bridge
 from fsdptrain.megatron.cpu_shims import prepare_megatron
 from fsdptrain.megatron.forward import Scorer, from_last_stage, layout_of, run_packs
-from fsdptrain.megatron.gradients import reduce_gradients, wrap
-from fsdptrain.megatron.groups import Groups, start_groups
-from fsdptrain.megatron.masters import Masters
+from fsdptrain.megatron.groups import process_groups, start_groups
+from fsdptrain.megatron.masters import Masters, wrap
 from fsdptrain.megatron.model import build_model, build_options, has_transformer_engine
 from fsdptrain.megatron.parity import check_parity, small_models
 from fsdptrain.megatron.report import build_report
@@ -75,7 +74,7 @@ class MegatronBackend:
             self.hf_config, split, has_engine=options["has_engine"], dtype=self.compute_dtype
         )
         start_groups(split, timeout_s=config.launch.dist_timeout)
-        self._groups = Groups.present()
+        self._groups = process_groups()
         with raise_on_all_ranks(ConfigError, "--backend megatron"):
             built = transformer_config(self.hf_config, split, **options)
             self._model = build_model(built, self.hf_config, spec=split.spec).to(self.device)
@@ -122,7 +121,7 @@ class MegatronBackend:
         moved = [batch.to(self.device) for batch in batches]
         with torch.no_grad(), self._weights_of(model):
             found = self._run(moved, self._scored, train=False)
-        return [LogProbs(values.cpu()) for values in self._on_all_stages(found, [b.advantages for b in moved])]
+        return [LogProbs(values.cpu()) for values in from_last_stage(found, [b.advantages for b in moved])]
 
     def _scored(self, hidden: Tensor, batch: PackedBatch) -> Tensor:
         return self._scorer(self._model, hidden, batch, with_entropy=False).values
@@ -143,12 +142,12 @@ class MegatronBackend:
             return output.loss, torch.zeros((), dtype=torch.int, device=hidden.device), output
 
         outputs = self._run([batch.to(self.device) for batch in batches], finish, train=True)
-        reduce_gradients(self._wrapped, self._masters)
+        self._masters.reduce_gradients()
         sums = MetricSums(copies=self._config.pack_copies, checked=self._config.algorithm.loss not in LOSSES)
         for output in outputs:
             sums.add(output.metrics)
-        if self._groups.stage.size() > 1:  # the last stage has the metrics; broadcast them for the logs
-            sums.broadcast(self._groups.stage, src=self._groups.stage.size() - 1, device=self.device)
+        if self._groups.pp.size() > 1:  # the last stage has the metrics; broadcast them for the logs
+            sums.broadcast(self._groups.pp, src=self._groups.pp.size() - 1, device=self.device)
         metrics, norm, finite = sums.reduce(self._optimizer.clip())
         metrics = finish_metrics(metrics) | self._optimizer.end_step(norm, finite=finite)
         if finite:
@@ -217,26 +216,14 @@ class MegatronBackend:
             with raise_on_all_ranks(CheckpointError, f"{flag} {path}"):
                 load_tensors(path, self.weights, put)
 
-    @contextmanager
-    def _weights_of(self, role: ModelRole) -> Iterator[None]:
-        if role == "policy":
-            yield
-            return
-        with self._bank.swapped_into(self._model):
-            yield
+    def _weights_of(self, role: ModelRole) -> AbstractContextManager[None]:
+        return nullcontext() if role == "policy" else self._bank.swapped_into(self._model)
 
     def _run(self, batches: Sequence[PackedBatch], finish: Callable[..., Any], *, train: bool) -> list[Any]:
         gathers = self._config.megatron.moe_dispatcher == "allgather"
-        shared = self._groups.expert if gathers else None
+        shared = self._groups.ep if gathers else None
         model = self._wrapped if train else self._model
         return run_packs(model, batches, finish, layout=self._layout, train=train, same_shape=shared)
-
-    def _on_all_stages(self, found: list[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-        return from_last_stage(found if self._is_last else None, like)
-
-    @property
-    def _is_last(self) -> bool:
-        return self._groups.stage.rank() == self._groups.stage.size() - 1
 
     @property
     def _scorer(self) -> Scorer:

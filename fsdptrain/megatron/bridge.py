@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 from fsdptrain.distributed import gather, raise_on_all_ranks
 from fsdptrain.errors import CheckpointError, NumericsError, describe
 from fsdptrain.megatron.cpu_shims import quiet_megatron
-from fsdptrain.megatron.groups import Groups
+from fsdptrain.megatron.groups import process_groups
 from fsdptrain.megatron.model import padded_vocab
 from fsdptrain.megatron.storage import load_tensors
 from fsdptrain.megatron.table import stored_tensors
@@ -53,7 +53,7 @@ class MBridge:
     """
 
     def __init__(self, theirs: Any, model: "GPTModel", config: PreTrainedConfig) -> None:
-        self._bridge, self._model, tensor = theirs, model, Groups.present().tensor.size()
+        self._bridge, self._model, tensor = theirs, model, process_groups().tp.size()
         self._bridge._weight_name_mapping_mcore_local_to_global = engine_names
         self._bridge.make_vocab_size_divisible_by = tensor
         self._bridge.vocab_size = config.vocab_size
@@ -174,9 +174,9 @@ def engine_names(model: "GPTModel", consider_ep: bool = True) -> dict[str, str]:
 
     consider_ep: number experts over all ranks, else over this rank.
     """
-    groups = Groups.present()
-    per_rank = (model.config.num_moe_experts or 0) // groups.expert.size()
-    first = groups.expert.rank() * per_rank if consider_ep else 0
+    groups = process_groups()
+    per_rank = (model.config.num_moe_experts or 0) // groups.ep.size()
+    first = groups.ep.rank() * per_rank if consider_ep else 0
     layers: Any = model.decoder.layers
     found = {}
     for name in stored_tensors(model):

@@ -51,36 +51,25 @@ class Columns:
 
 
 @dataclass(frozen=True)
-class Stacked:
-    """Tensors [F, D] stacked along the rows, such as gate and up. Each of them is sharded by rows."""
+class Interleaved:
+    """Tensors [F, ...] stacked along the rows in groups, and sharded by groups: gate and up, or query, key and value.
 
-    count: int
+    Each group has `weights[i]` parts of tensor i. num_groups: over all ranks; None: one group on each rank.
+    """
 
-    def read(self, source: Source, names: Sequence[str], rank: int, size: int) -> Tensor:
-        return torch.cat([_rows(source(name), rank, size) for name in names])
-
-    def join(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        chunks = [part.chunk(self.count) for part in parts]
-        return [torch.cat([chunk[i] for chunk in chunks]) for i in range(self.count)]
-
-
-@dataclass(frozen=True)
-class QKV:
-    """Queries, keys and values by group: for each key-value head its queries, then its key, then its value."""
-
-    num_groups: int  # key-value heads over all ranks
-    head_dim: int
+    weights: tuple[int, ...]
+    num_groups: int | None = None
 
     def read(self, source: Source, names: Sequence[str], rank: int, size: int) -> Tensor:
         parts = [_rows(source(name), rank, size) for name in names]
-        groups = self.num_groups // size
+        groups = (self.num_groups or size) // size
         return torch.cat([p.reshape(groups, -1, *p.shape[1:]) for p in parts], 1).flatten(0, 1)
 
     def join(self, parts: Sequence[Tensor]) -> list[Tensor]:
         whole = torch.cat(list(parts))
-        groups = whole.view(self.num_groups, -1, *whole.shape[1:])
-        queries = groups.shape[1] - 2 * self.head_dim
-        return [p.flatten(0, 1) for p in groups.split([queries, self.head_dim, self.head_dim], 1)]
+        groups = whole.view(self.num_groups or len(parts), -1, *whole.shape[1:])
+        unit = groups.shape[1] // sum(self.weights)
+        return [p.flatten(0, 1) for p in groups.split([unit * weight for weight in self.weights], 1)]
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdptrain.megatron.groups import Groups
-from fsdptrain.megatron.zigzag import gather_own, own_tokens
+from fsdptrain.megatron.groups import process_groups
+from fsdptrain.megatron.zigzag import gather_zigzag, own_tokens
 from fsdptrain.types import PackedBatch
 
 if TYPE_CHECKING:
@@ -58,14 +58,14 @@ class Dealt:
         own = self.own_positions
         kept = values * self.scored[own]
         rows = values.new_zeros(len(self.source)).index_copy(0, own, kept)
-        return gather_own(rows, self.seqlens, self.group).index_select(0, self.places)
+        return gather_zigzag(rows, self.seqlens, self.group, sums=False).index_select(0, self.places)
 
 
 def deal(batch: PackedBatch, config: "TransformerConfig") -> Dealt | None:
     """Shard `batch` over the context-parallel ranks. None without context parallelism."""
     if config.context_parallel_size == 1:
         return None
-    group = Groups.present().context
+    group = process_groups().cp
     multiple = 2 * group.size() * (config.tensor_model_parallel_size if config.sequence_parallel else 1)
     seqlens = tuple(-(-length // multiple) * multiple for length in batch.seqlens)
     starts = torch.tensor((0, *seqlens)).cumsum(0)[:-1]

@@ -19,13 +19,12 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedConfig
 
 from fsdptrain.config.megatron import MegatronConfig
-from fsdptrain.features.model_parallel.logprobs import vocab_parallel_logprobs
 from fsdptrain.megatron.dealing import deal
-from fsdptrain.megatron.groups import Groups
+from fsdptrain.megatron.groups import process_groups
 from fsdptrain.megatron.model import WRAPPED
 from fsdptrain.megatron.transformer_config import wraps
-from fsdptrain.model.logprobs import chunked_logprobs
-from fsdptrain.model.rows import Layout, PaddedRows, core_rows, zeros_with
+from fsdptrain.model.logprobs import chunked_logprobs, vocab_parallel_logprobs
+from fsdptrain.model.rows import Layout, PackedRows, PaddedRows, core_rows, zeros_with
 from fsdptrain.model.truncation import UNTRUNCATED, Truncation
 from fsdptrain.types import LogProbs, PackedBatch
 
@@ -91,7 +90,7 @@ class Scorer:
         tied = model.share_embeddings_and_output_weights
         weight = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
         assert weight is not None, "this is the last stage"
-        group = Groups.present().tensor
+        group = process_groups().tp
         if group.size() == 1:
             return weight
         left = self.vocab_size - group.rank() * len(weight)
@@ -145,17 +144,15 @@ def run_packs(
     )
 
 
-def from_last_stage(tensors: Sequence[Tensor] | None, like: Sequence[Tensor]) -> list[Tensor]:
-    """Broadcast the tensors of the last stage, shaped as `like`, to all stages. Collective over the pipeline."""
-    group = Groups.present().stage
+def from_last_stage(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+    """Broadcast `tensors` of the last stage, shaped as `like`, to all stages. Collective over the pipeline."""
+    group = process_groups().pp
     if group.size() == 1:
-        assert tensors is not None, "this is the only stage"
         return list(tensors)
-    found = []
-    for i, wanted in enumerate(like):
-        tensor = tensors[i].contiguous() if tensors is not None else torch.empty_like(wanted)
-        dist.broadcast(tensor, group=group, group_src=group.size() - 1)
-        found.append(tensor)
+    last = group.size() - 1
+    found = [x.contiguous() for x in tensors] if group.rank() == last else [torch.empty_like(x) for x in like]
+    for tensor in found:
+        dist.broadcast(tensor, group=group, group_src=last)
     return found
 
 
@@ -166,15 +163,14 @@ def _inputs(
     if dealt is not None:
         return dealt.inputs(batch)
     if layout == "packed":
-        return _thd_inputs(batch, multiple=Groups.present().tensor.size())
-    rows = PaddedRows(batch, attention="").scatter(batch.input_ids, fill=0).view(len(batch.seqlens), -1)
-    if same_shape is not None and same_shape.size() > 1:
+        return _thd_inputs(batch, multiple=process_groups().tp.size())
+    padded = PaddedRows(batch, config.tensor_model_parallel_size if config.sequence_parallel else 1)
+    rows = padded.scatter(batch.input_ids, fill=0).view(padded.shape)
+    if same_shape is not None and same_shape.size() > 1:  # refused with sequence parallelism
         largest = torch.tensor(rows.shape, device=rows.device)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=same_shape)
         height, width = largest.tolist()
         rows = F.pad(rows, (0, width - rows.shape[1], 0, height - rows.shape[0]))
-    if config.sequence_parallel:  # each rank has a contiguous part of every row
-        rows = F.pad(rows, (0, -rows.shape[1] % config.tensor_model_parallel_size))
     width = rows.shape[1]
     return {
         "input_ids": rows,
@@ -195,15 +191,10 @@ def _thd_inputs(batch: PackedBatch, *, multiple: int) -> dict[str, Any]:
     """
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    more = -batch.num_tokens % multiple
-    ends = F.pad(batch.cu_seqlens, (0, 1), value=batch.num_tokens + more) if more else batch.cu_seqlens
-    longest = max(batch.max_seqlen, more)
+    found = PackedRows(batch, multiple).inputs(pad_token_id=None)
+    ends, longest = found["cu_seq_lens_q"], found["max_length_q"]
     boundaries = PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest
     )
-    return {
-        "input_ids": F.pad(batch.input_ids, (0, more))[None],
-        "position_ids": F.pad(batch.position_ids, (0, more))[None],
-        "attention_mask": None,
-        "packed_seq_params": boundaries,
-    }
+    tokens = {name: found[name] for name in ("input_ids", "position_ids")}
+    return {**tokens, "attention_mask": None, "packed_seq_params": boundaries}

@@ -1,10 +1,8 @@
 """Process groups of megatron-core. They are global to the process: one set of parallel sizes at a time."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import Any, cast
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import nn
@@ -13,64 +11,32 @@ from fsdptrain import platform
 from fsdptrain.config.megatron import MegatronConfig
 from fsdptrain.megatron.cpu_shims import ignore_older_names, quiet_megatron
 
+if TYPE_CHECKING:
+    from megatron.core.process_groups_config import ProcessGroupCollection
 
-@dataclass(frozen=True)
-class Groups:
-    """The process groups of this rank."""
 
-    tensor: dist.ProcessGroup
-    stage: dist.ProcessGroup  # pipeline parallel
-    context: dist.ProcessGroup  # ranks with other tokens of the same packs
-    expert: dist.ProcessGroup
-    data: dist.ProcessGroup  # ranks with other tokens and the same shard of non-expert parameters
-    expert_data: dist.ProcessGroup  # ranks with the same experts
+def process_groups() -> "ProcessGroupCollection":
+    """Return the process groups of this rank.
 
-    @classmethod
-    def present(cls) -> "Groups":
-        from megatron.core import parallel_state as ps
+    tp, pp, cp, ep: tensor, pipeline, context and expert parallel. dp_cp: ranks with other tokens and the same shard of
+    non-expert parameters. expt_dp: ranks with the same experts.
+    """
+    from megatron.core.process_groups_config import ProcessGroupCollection
 
-        found = (
-            ps.get_tensor_model_parallel_group(),
-            ps.get_pipeline_model_parallel_group(),
-            ps.get_context_parallel_group(),
-            ps.get_expert_model_parallel_group(),
-            ps.get_data_parallel_group(with_context_parallel=True),
-            ps.get_expert_data_parallel_group(),
-        )
-        return cls(*(cast(dist.ProcessGroup, group) for group in found))
+    return ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "cp", "ep", "dp_cp", "expt_dp"])
 
-    def owners(self, parameter: nn.Parameter) -> int:
-        """Return the number of tensor-parallel ranks that update the same values of `parameter`.
 
-        Uses the attributes set by megatron-core. Returns 0 for the copy of the embedding that a tied head has on
-        another stage.
-        """
-        marks = vars(parameter)
-        if marks.get("shared", False):
-            return 0
-        whole = marks.get("allreduce", True) and not marks.get("tensor_model_parallel", False)  # experts: no all-reduce
-        return self.tensor.size() if whole else 1
+def owners(parameter: nn.Parameter, groups: "ProcessGroupCollection") -> int:
+    """Return the number of tensor-parallel ranks that update the same values of `parameter`.
 
-    def copies(self, parameter: nn.Parameter) -> int:
-        """Return the number of ranks that hold the same values of `parameter`.
-
-        These are its owners, times the data-parallel ranks over which each owner shards it (for experts,
-        `expert_data`).
-        """
-        is_expert = not vars(parameter).get("allreduce", True)
-        return self.owners(parameter) * (self.expert_data if is_expert else self.data).size()
-
-    @property
-    def line(self) -> str:
-        sizes = {
-            "tensor": self.tensor,
-            "pipeline": self.stage,
-            "context": self.context,
-            "expert": self.expert,
-            "data": self.data,
-        }
-        words = ", ".join(f"{name} {group.size()}" for name, group in sizes.items())
-        return f"{dist.get_world_size()} ranks: {words}"
+    Uses the attributes set by megatron-core. Returns 0 for the copy of the embedding that a tied head has on another
+    stage.
+    """
+    marks = vars(parameter)
+    if marks.get("shared", False):
+        return 0
+    whole = marks.get("allreduce", True) and not marks.get("tensor_model_parallel", False)  # experts: no all-reduce
+    return groups.tp.size() if whole else 1
 
 
 # Innermost (fastest) dimension first. Ranks that share packs (tensor, stage, context) are adjacent, as under FSDP.
@@ -90,7 +56,12 @@ def start_groups(megatron: MegatronConfig, *, timeout_s: float) -> None:
     ignore_older_names()
     if parallel_state.is_initialized():
         stop_groups()
-    with _ranks_in_order(parallel_state):
+    # megatron-core accepts this order only if attention and experts have the same data-parallel size. That check looks
+    # only at the name of the order. Its purpose is to ensure that attention and experts have the same stages;
+    # megatron-core checks this again by comparing the ranks, and that check remains active.
+    original: Any = parallel_state.RankGenerator
+    vars(parallel_state)["RankGenerator"] = lambda **sizes: original(**sizes | {"order": _ORDER})
+    try:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=megatron.tensor_parallel,
             pipeline_model_parallel_size=megatron.pipeline_parallel,
@@ -100,28 +71,10 @@ def start_groups(megatron: MegatronConfig, *, timeout_s: float) -> None:
             distributed_timeout_minutes=math.ceil(timeout_s / 60),
             create_gloo_process_groups=False,  # duplicates for checkpoints and an optimizer that are not used
         )
-    with platform.random_states_kept():  # keep torch's RNG state; megatron-core's own generators are unused here
-        tensor_parallel.model_parallel_cuda_manual_seed(1234)
-
-
-@contextmanager
-def _ranks_in_order(parallel_state: Any) -> Iterator[None]:
-    """Make megatron-core number ranks by `_ORDER`.
-
-    megatron-core accepts this order only if attention and experts have the same data-parallel size. That check looks
-    only at the name of the order. Its purpose is to ensure that attention and experts have the same stages;
-    megatron-core checks this again by comparing the ranks, and that check remains active.
-    """
-    original = parallel_state.RankGenerator
-
-    def in_order(**sizes: Any) -> Any:
-        return original(**sizes | {"order": _ORDER})
-
-    parallel_state.RankGenerator = in_order
-    try:
-        yield
     finally:
         parallel_state.RankGenerator = original
+    with platform.random_states_kept():  # keep torch's RNG state; megatron-core's own generators are unused here
+        tensor_parallel.model_parallel_cuda_manual_seed(1234)
 
 
 def stop_groups() -> None:

@@ -11,13 +11,33 @@ buffers, but accepts only tensors of type `torch.cuda.FloatTensor`, and AdamW is
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdptrain.megatron.groups import Groups
+from fsdptrain.megatron.cpu_shims import quiet_megatron
+from fsdptrain.megatron.groups import owners, process_groups
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+
+
+def wrap(model: "GPTModel") -> Any:
+    """Wrap the model in megatron-core's DistributedDataParallel, which only sums: losses hold the global denominator.
+
+    `calculate_per_token_loss` sets its scaling factors to 1, for experts too. Expert gradients are already sums over
+    the packs of all expert-parallel ranks and need only the sum over the ranks with the same experts.
+    """
+    with quiet_megatron():
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    assert model.config.calculate_per_token_loss, "gradients would be divided by the number of ranks"
+    options = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=True
+    )
+    return DistributedDataParallel(model.config, options, model)
 
 
 @dataclass(frozen=True)
@@ -64,6 +84,13 @@ class Masters:
     def named(self) -> dict[str, nn.Parameter]:
         """Masters of this rank by parameter name. Parameters of which this rank owns nothing are absent."""
         return {name: part.master for name, part in self._parts.items()}
+
+    def reduce_gradients(self) -> None:
+        """Sum gradients over all ranks that share a parameter, and set the masters' `grad`. Collective; once a step."""
+        from megatron.core.distributed import finalize_model_grads
+
+        finalize_model_grads([self._wrapped])
+        self.take_gradients()
 
     def take_gradients(self) -> None:
         """Point the masters' `grad` to views of the reduced gradient buffer."""
@@ -116,7 +143,7 @@ class Masters:
         return self.whole(name, self.named.get(name))
 
     def whole_gradient(self, name: str) -> Tensor:
-        """Gather the gradient that `take_gradients` set. Collective over the ranks that have the parameter."""
+        """Gather the gradient that `reduce_gradients` set. Collective over the ranks that have the parameter."""
         part = self._parts.get(name)
         return self.whole(name, None if part is None else part.master.grad)
 
@@ -131,11 +158,11 @@ class Masters:
         return total.sqrt().float()
 
     def _squares(self) -> Iterator[Tensor]:
-        groups = Groups.present()
+        groups = process_groups()
         for part in self._parts.values():
-            owners = groups.owners(part.parameter)
-            if part.master.grad is not None and owners:
-                yield part.master.grad.double().square().sum() / owners
+            count = owners(part.parameter, groups)
+            if part.master.grad is not None and count:
+                yield part.master.grad.double().square().sum() / count
 
     @property
     def _device(self) -> torch.device:

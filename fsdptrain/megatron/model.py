@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 from fsdptrain import platform, registry
 from fsdptrain.config import Config
 from fsdptrain.megatron.cpu_shims import quiet_megatron
-from fsdptrain.megatron.groups import Groups
+from fsdptrain.megatron.groups import process_groups
 from fsdptrain.megatron.local_spec import completed
 from fsdptrain.megatron.transformer_config import rotary_options, wraps
 
@@ -102,7 +102,7 @@ def _keep_padding(model: "GPTModel", token: int) -> None:
     def without_gradient(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         tokens = args[0]
         if vars(module)["reduce_scatter_embeddings"]:  # sequence parallel: [S / R, B, D] for tokens [B, S]
-            group = Groups.present().tensor
+            group = process_groups().tp
             tokens = tokens.t().tensor_split(group.size())[group.rank()]
         return torch.where((tokens == token)[..., None], output.detach(), output)
 

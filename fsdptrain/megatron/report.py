@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -20,13 +19,14 @@ from fsdptrain.distributed import gather, raise_on_all_ranks
 from fsdptrain.errors import ConfigError
 from fsdptrain.megatron import require_megatron
 from fsdptrain.megatron.cpu_shims import replaced
-from fsdptrain.megatron.groups import Groups
+from fsdptrain.megatron.groups import owners, process_groups
 from fsdptrain.megatron.model import has_transformer_engine, padded_vocab
 from fsdptrain.model.probes.kernels import Kernel, recurrent_kernels
-from fsdptrain.model.structure import base_model, expert_choice, head_size
+from fsdptrain.model.structure import base_model, expert_choice
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
+    from megatron.core.process_groups_config import ProcessGroupCollection
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,7 @@ def build_report(model: "GPTModel", stock: PreTrainedModel, *, layout: str) -> B
     config = stock.config
     facts = [*_parameters(model, stock)]
     with raise_on_all_ranks(ConfigError, "--backend megatron"):
-        facts += [*_rotary(model, stock), *_norms(model, config), *_attention(model, config), *_activation(model)]
-        facts += _experts(model, config)
+        facts += [*_rotary(model, stock), *_norms(model, config), *_experts(model, config)]
         tied = bool(model.share_embeddings_and_output_weights)
         facts.append(Fact("tied head", tied, bool(config.tie_word_embeddings)))
         wrong = list(dict.fromkeys(fact.problem for fact in facts if not fact.agrees))
@@ -81,7 +80,7 @@ def build_report(model: "GPTModel", stock: PreTrainedModel, *, layout: str) -> B
     padding = padded_vocab(config.vocab_size, model.config.tensor_model_parallel_size) - config.vocab_size
     lines = [
         f"megatron-core {require_megatron()}, {'Transformer Engine' if engine else 'plain'} layers, {layout} rows; "
-        f"{Groups.present().line}",
+        f"{_sizes(process_groups())}",
         f"modules: {_classes(model)}",
         f"as config.json says: {', '.join(told)}; vocabulary padded by {padding}",
     ]
@@ -90,14 +89,23 @@ def build_report(model: "GPTModel", stock: PreTrainedModel, *, layout: str) -> B
     return BuildReport(lines, _kernels(model, stock, engine=engine))
 
 
+def _sizes(groups: "ProcessGroupCollection") -> str:
+    names = {"tensor": "tp", "pipeline": "pp", "context": "cp", "expert": "ep", "data": "dp_cp"}
+    sizes = ", ".join(f"{name} {vars(groups)[key].size()}" for name, key in names.items())
+    return f"{dist.get_world_size()} ranks: {sizes}"
+
+
 def _parameters(model: "GPTModel", stock: PreTrainedModel) -> Iterator[Fact]:
     """Compare the parameter count over all ranks, each value counted once. Collective."""
-    groups, config = Groups.present(), stock.config
-    held = ((p.numel(), groups.copies(p)) for p in model.parameters())
-    own = sum(size / copies for size, copies in held if copies)
+    groups, config = process_groups(), stock.config
+    own = 0.0
+    for p in model.parameters():
+        replicas = groups.dp_cp if vars(p).get("allreduce", True) else groups.expt_dp  # experts: no all-reduce
+        copies = owners(p, groups) * replicas.size()
+        own += p.numel() / copies if copies else 0.0
     total = torch.tensor(own, dtype=torch.float64)
     dist.all_reduce(total)
-    rows = padded_vocab(config.vocab_size, groups.tensor.size()) - config.vocab_size
+    rows = padded_vocab(config.vocab_size, groups.tp.size()) - config.vocab_size
     padding = rows * config.hidden_size * (1 if config.tie_word_embeddings else 2)
     yield Fact("parameters", round(total.item()) - padding, sum(p.numel() for p in stock.parameters()))
     layers = [number for numbers in gather([layer.layer_number for layer in _layers(model)]) for number in numbers]
@@ -138,21 +146,6 @@ def _norms(model: "GPTModel", config: PreTrainedConfig) -> Iterator[Fact]:
                 yield Fact("eps of norms", float(vars(module)[name]), float(config.rms_norm_eps))
 
 
-def _attention(model: "GPTModel", config: PreTrainedConfig) -> Iterator[Fact]:
-    tensor = model.config.tensor_model_parallel_size
-    head_dim = head_size(config)
-    for layer in _layers(model):
-        attention = cast(Any, layer.self_attention)
-        if any("hub_name" in vars(part) for part in attention.modules()) or model.config.multi_latent_attention:
-            continue  # transformers modules, or checked by the parity test
-        yield Fact("size of heads", attention.hidden_size_per_attention_head, head_dim)
-        yield Fact("heads", attention.num_attention_heads_per_partition * tensor, config.num_attention_heads)
-        yield Fact("key-value heads", attention.num_query_groups_per_partition * tensor, config.num_key_value_heads)
-        scale = vars(attention.core_attention).get("softmax_scale")
-        if scale is not None:
-            yield Fact("scale of attention", float(scale), head_dim**-0.5)
-
-
 def _experts(model: "GPTModel", config: PreTrainedConfig) -> Iterator[Fact]:
     choice = expert_choice(config)
     routers = [module for module in model.modules() if type(module).__name__ == "TopKRouter"]
@@ -169,12 +162,6 @@ def _experts(model: "GPTModel", config: PreTrainedConfig) -> Iterator[Fact]:
                 config.to_dict().get("norm_topk_prob", True),
             )
         yield Fact("balancing of experts", router.routing_type, "none")
-
-
-def _activation(model: "GPTModel") -> Iterator[Fact]:
-    for module in model.modules():
-        if "activation_func" in vars(module):
-            yield Fact("activation is silu", vars(module)["activation_func"] is F.silu, True)
 
 
 def _layers(model: "GPTModel") -> list[Any]:

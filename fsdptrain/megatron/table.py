@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from fsdptrain.errors import CheckpointError
-from fsdptrain.megatron.conversions import QKV, Columns, Conversion, Copy, Stacked, Vocabulary
+from fsdptrain.megatron.conversions import Columns, Conversion, Copy, Interleaved, Vocabulary
 from fsdptrain.megatron.model import padded_vocab
 from fsdptrain.model.loading.files import some_of
 
@@ -27,7 +27,7 @@ _EXPERT = (
     re.compile(r"mlp\.experts\.local_experts\.(?P<id>\d+)\.(?P<part>linear_fc[12])\.weight"),  # plain
     re.compile(r"mlp\.experts\.(?P<part>linear_fc[12])\.weight(?P<id>\d+)"),  # Transformer Engine, grouped
 )
-_ROWS = Stacked(1)
+_ROWS = Interleaved((1,))
 _COPIED = {  # in a layer
     "input_layernorm.weight": "input_layernorm.weight",
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
@@ -140,10 +140,8 @@ def _of_layer(
         return (prefix + _LATENT_ROWS[rest],), _ROWS
     owner, _, last = rest.rpartition(".")
     if owner == "self_attention.linear_qkv" and last in ("weight", "bias"):
-        groups, head_dim = model.config.num_query_groups, model.config.kv_channels
-        assert groups is not None, "set by its own defaults"
-        assert head_dim is not None, "set by its own defaults"
-        return tuple(f"{prefix}self_attn.{x}_proj.{last}" for x in "qkv"), QKV(groups, head_dim)
+        groups, heads = config.num_key_value_heads, config.num_attention_heads
+        return tuple(f"{prefix}self_attn.{x}_proj.{last}" for x in "qkv"), Interleaved((heads // groups, 1, 1), groups)
     if rest == "self_attention.linear_proj.weight":
         return (f"{prefix}self_attn.o_proj.weight",), Columns()
     match = re.fullmatch(r"mlp\.(shared_experts\.)?(linear_fc[12])\.weight", rest)
@@ -156,5 +154,5 @@ def _of_layer(
 def _gated(prefix: str, part: str) -> tuple[tuple[str, ...], Conversion]:
     """Map the matrices of a gated MLP."""
     if part == "linear_fc1":
-        return (f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight"), Stacked(2)
+        return (f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight"), Interleaved((1, 1))
     return (f"{prefix}down_proj.weight",), Columns()

@@ -192,7 +192,6 @@ def transformer_config(
 
     family = family_of(config)
     _refuse_unknown(config)
-    _refuse_split(config, megatron, has_engine=has_engine, on_cpu=on_cpu)
     values = _ALWAYS | _of_model(config) | _of_split(megatron) | family.special(config)
     values |= {
         "params_dtype": dtype,
@@ -205,7 +204,7 @@ def transformer_config(
         values |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if "num_moe_experts" in values:
         values |= _of_experts(family, megatron, dtype=dtype, has_engine=has_engine)
-    _refuse_widths(values)
+    _refuse_split(config, megatron, values, has_engine=has_engine, on_cpu=on_cpu)
     kind = MLATransformerConfig if family.latent else TransformerConfig
     with quiet_megatron():
         return kind(**values)
@@ -300,22 +299,38 @@ def refuse_split_mixers(config: PreTrainedConfig, tensor: int, *, sequence: bool
         )
 
 
-def _refuse_split(config: PreTrainedConfig, megatron: MegatronConfig, *, has_engine: bool, on_cpu: bool) -> None:
-    tensor, stages, wrapped = (
-        megatron.tensor_parallel,
-        megatron.pipeline_parallel,
-        wraps(config, megatron.context_parallel),
-    )
+def _refuse_split(
+    config: PreTrainedConfig, megatron: MegatronConfig, values: dict[str, Any], *, has_engine: bool, on_cpu: bool
+) -> None:
+    """Reject parallel sizes that the model does not allow. values: options of the TransformerConfig."""
+    tensor, experts, choice = megatron.tensor_parallel, megatron.expert_parallel, expert_choice(config)
+    wrapped = wraps(config, megatron.context_parallel)
     if wrapped:
         refuse_split_mixers(config, tensor, sequence=megatron.sequence_parallel)
-    if config.num_key_value_heads % tensor or config.num_attention_heads % tensor:
-        heads = config.num_key_value_heads
-        raise ConfigError(f"--megatron-tensor-parallel {tensor} must divide the {heads} key-value heads: lower it")
-    if config.num_hidden_layers % stages:
-        layers = config.num_hidden_layers
-        raise ConfigError(f"--megatron-pipeline-parallel {stages} must divide the {layers} layers: lower it")
-    _refuse_split_experts(config, megatron)
-    if on_cpu and tensor > 1 and megatron.expert_parallel > 1:
+    widths = ["ffn_hidden_size"] * (0 in values.get("moe_layer_freq", [0]))
+    widths += [name for name in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size") if name in values]
+    counts = [
+        ("tensor", tensor, "key-value heads", config.num_key_value_heads),
+        ("tensor", tensor, "attention heads", config.num_attention_heads),
+        *(("tensor", tensor, "columns of each MLP", values[name]) for name in widths),
+        ("pipeline", megatron.pipeline_parallel, "layers", config.num_hidden_layers),
+        *([("expert", experts, "experts", choice.num_experts)] if choice else []),
+    ]
+    for flag, size, what, count in counts:
+        if count % size:
+            raise ConfigError(f"--megatron-{flag}-parallel {size} must divide the {count} {what}: lower it")
+    for flag, given in {
+        "expert-parallel": experts > 1,
+        "moe-dispatcher": megatron.moe_dispatcher != "alltoall",
+    }.items():
+        if choice is None and given:
+            raise ConfigError(f"--megatron-{flag}: a {config.model_type} has no experts: leave it out")
+    if choice is not None and tensor > 1 and not megatron.sequence_parallel:
+        raise ConfigError(
+            "--megatron-tensor-parallel of a model with experts needs --megatron-sequence-parallel: add it, or use "
+            "--megatron-expert-parallel alone"
+        )
+    if on_cpu and tensor > 1 and experts > 1:
         raise ConfigError(
             "--megatron-expert-parallel with --megatron-tensor-parallel gathers unequal parts, which gloo cannot: on "
             "CPUs leave one out"
@@ -325,35 +340,6 @@ def _refuse_split(config: PreTrainedConfig, megatron: MegatronConfig, *, has_eng
             "--megatron-tensor-parallel: megatron-core's plain latent attention loses what heads of other ranks do to "
             f"the rotary key of a {config.model_type}: install Transformer Engine, or use --megatron-expert-parallel"
         )
-
-
-def _refuse_split_experts(config: PreTrainedConfig, megatron: MegatronConfig) -> None:
-    choice, experts = expert_choice(config), megatron.expert_parallel
-    if choice is None:
-        for flag, given in {
-            "--megatron-expert-parallel": experts > 1,
-            "--megatron-moe-dispatcher": megatron.moe_dispatcher != "alltoall",
-        }.items():
-            if given:
-                raise ConfigError(f"{flag}: a {config.model_type} has no experts: leave it out")
-    elif choice.num_experts % experts:
-        raise ConfigError(f"--megatron-expert-parallel {experts} must divide {choice.num_experts} experts: lower it")
-    elif megatron.tensor_parallel > 1 and not megatron.sequence_parallel:
-        raise ConfigError(
-            "--megatron-tensor-parallel of a model with experts needs --megatron-sequence-parallel: add it, or use "
-            "--megatron-expert-parallel alone"
-        )
-
-
-def _refuse_widths(values: dict[str, Any]) -> None:
-    """Check that tensor parallelism divides the width of every MLP in the model."""
-    tensor, sparse = values["tensor_model_parallel_size"], values.get("moe_layer_freq", [0])
-    names = ["ffn_hidden_size"] * (0 in sparse) + ["moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"]
-    for width in (values[name] for name in names if name in values):
-        if width % tensor:
-            raise ConfigError(
-                f"--megatron-tensor-parallel {tensor} must divide the width of each MLP, {width}: lower it"
-            )
 
 
 def _expert_choice(config: PreTrainedConfig) -> tuple[int, int]:

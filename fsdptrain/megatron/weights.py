@@ -8,10 +8,9 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,9 +22,10 @@ from transformers.core_model_loading import revert_weight_conversion
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import CheckpointError
 from fsdptrain.megatron.conversions import Source
-from fsdptrain.megatron.groups import Groups
+from fsdptrain.megatron.groups import process_groups
 from fsdptrain.megatron.table import Entry, stored_tensors, table
 from fsdptrain.model.loading.files import some_of, weight_files
+from fsdptrain.model.loading.materialize import refuse_leftovers
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -55,25 +55,23 @@ def open_files(path: Path, shapes: Shapes, *, ignored: Sequence[str] = ()) -> It
         for file in weight_files(path):
             opened = stack.enter_context(safe_open(file, framework="pt"))
             found |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a mapping)
-        missing = [name for name in shapes if name not in found]
         # a tied head may be stored twice; rotary tables are computed
         known = re.compile("|".join([r"^lm_head\.weight$", r"rotary_emb\.inv_freq$", *ignored]))
-        unused = [n for n in found if n not in shapes and not known.search(n)]
-        other = [n for n, shape in shapes.items() if n in found and tuple(found[n].get_shape()) != shape]
-        problems = {"missing": missing, "unused": unused, "of another shape": other}
-        words = "; ".join(f"{len(names)} {kind}: {some_of(names)}" for kind, names in problems.items() if names)
-        if words:
-            raise CheckpointError(f"--hf-checkpoint {path}: the files do not fit the model ({words})")
+        unused = {name for name in found if name not in shapes and not known.search(name)}
+        refuse_leftovers(path, shapes.keys() - found.keys(), unused)
         yield found.__getitem__
 
 
-@dataclass(frozen=True)
-class Exported:
+class Exported(NamedTuple):
     """Facts about a tensor that the other stages need."""
 
     entry: Entry
     dtype: torch.dtype
     is_parameter: bool
+
+    def dtype_in(self, dtype: torch.dtype | None) -> torch.dtype:
+        """Return `dtype` for a parameter, if given. Buffers keep their own."""
+        return dtype if dtype is not None and self.is_parameter else self.dtype
 
 
 class WeightMap:
@@ -85,18 +83,16 @@ class WeightMap:
         shapes: shapes of the files, if they differ from those of `stock`. Raises CheckpointError on all ranks unless
         every tensor of the files is used exactly once.
         """
-        self._groups = groups = Groups.present()
-        self._experts_per_rank = (model.config.num_moe_experts or 0) // self._groups.expert.size()
+        self._groups = groups = process_groups()
+        self._experts_per_rank = (model.config.num_moe_experts or 0) // self._groups.ep.size()
         self._model, self._shapes = model, hub_shapes(stock) if shapes is None else shapes
         self.ignored = list(stock._keys_to_ignore_on_load_unexpected or ())
         with raise_on_all_ranks(CheckpointError, "--backend megatron"):
             self.entries = table(model, stock.config)
-        own = [
-            (e, self._dtype(e), isinstance(self._tensors[e.name], nn.Parameter)) for e in self.entries if not e.is_copy
-        ]
-        stages: list[Any] = [None] * groups.stage.size()
-        dist.all_gather_object(stages, [Exported(*facts) for facts in own], group=groups.stage)
-        self._stages: list[list[Exported]] = stages
+        tensors = [(e, self._tensors[e.name]) for e in self.entries if not e.is_copy]
+        own = [Exported(e, x.dtype, isinstance(x, nn.Parameter)) for e, x in tensors]
+        self._stages: list[Any] = [None] * groups.pp.size()  # a list[Exported] each
+        dist.all_gather_object(self._stages, own, group=groups.pp)
         with raise_on_all_ranks(CheckpointError, "--backend megatron"):
             self._check()
 
@@ -117,11 +113,8 @@ class WeightMap:
     def _tensors(self) -> dict[str, Tensor]:
         return stored_tensors(self._model)
 
-    def _dtype(self, entry: Entry) -> torch.dtype:
-        return self._tensors[entry.name].dtype
-
     def _expert_ranks(self, entry: Entry) -> Sequence[int]:
-        return range(self._groups.expert.size()) if entry.expert is not None else (0,)
+        return range(self._groups.ep.size()) if entry.expert is not None else (0,)
 
     def _names(self, entry: Entry, expert_rank: int) -> list[str]:
         return entry.hub_names(expert_rank, self._experts_per_rank)
@@ -140,13 +133,13 @@ class WeightMap:
             put: receives each parameter by name, instead of the model.
             only_parameters: skip buffers.
         """
-        rank, size = self._groups.tensor.rank(), self._groups.tensor.size()
+        rank, size = self._groups.tp.rank(), self._groups.tp.size()
         for entry in self.entries:
             target = self._tensors[entry.name]
             is_parameter = isinstance(target, nn.Parameter)
             if only_parameters and not is_parameter:
                 continue
-            names = self._names(entry, self._groups.expert.rank())
+            names = self._names(entry, self._groups.ep.rank())
             try:
                 found = entry.conversion.read(source, names, rank, size)
             except SafetensorError as error:
@@ -165,9 +158,8 @@ class WeightMap:
         kept = [x for stage in self._stages for x in stage if x.is_parameter or not only_parameters]
         found: dict[str, Tensor] = {}
         for exported in kept:
-            wanted = dtype if dtype is not None and exported.is_parameter else exported.dtype
             for name in self._all_names(exported.entry):
-                found[name] = torch.empty(self._shapes[name], dtype=wanted, device="meta")
+                found[name] = torch.empty(self._shapes[name], dtype=exported.dtype_in(dtype), device="meta")
         return found
 
     @torch.no_grad()
@@ -186,11 +178,11 @@ class WeightMap:
                 parameter's stage.
         """
         for stage, entries in enumerate(self._stages):
-            own = stage == self._groups.stage.rank()
+            own = stage == self._groups.pp.rank()
             for exported in entries:
                 if only_parameters and not exported.is_parameter:
                     continue
-                wanted = dtype if dtype is not None and exported.is_parameter else exported.dtype
+                wanted = exported.dtype_in(dtype)
                 other = of if exported.is_parameter else None
                 found = self._whole(exported.entry, wanted, other) if own else []
                 for i, name in enumerate(self._all_names(exported.entry)):
@@ -199,22 +191,20 @@ class WeightMap:
     def _whole(self, entry: Entry, dtype: torch.dtype, of: Callable[[str], Tensor] | None) -> list[Tensor]:
         """Return full tensors in the order of `_all_names`."""
         tensor = of(entry.name) if of else self._tensors[entry.name]
-        whole = entry.conversion.join(_gathered(tensor.detach().to(dtype), self._groups.tensor))
+        whole = entry.conversion.join(_gathered(tensor.detach().to(dtype), self._groups.tp))
         if entry.expert is None:
             return whole
-        by_rank = [_gathered(tensor, self._groups.expert) for tensor in whole]
+        by_rank = [_gathered(tensor, self._groups.ep) for tensor in whole]
         return [tensors[rank] for rank in self._expert_ranks(entry) for tensors in by_rank]
 
     def _over_stages(self, name: str, found: Tensor | None, stage: int, dtype: torch.dtype) -> Tensor:
-        if self._groups.stage.size() == 1:
-            assert found is not None, "this is the only stage"
-            return found
-        device = next(iter(self._tensors.values())).device
-        tensor = (
-            found.contiguous() if found is not None else torch.empty(self._shapes[name], dtype=dtype, device=device)
-        )
-        dist.broadcast(tensor, group=self._groups.stage, group_src=stage)
-        return tensor
+        if found is None:
+            device = next(iter(self._tensors.values())).device
+            found = torch.empty(self._shapes[name], dtype=dtype, device=device)
+        if self._groups.pp.size() > 1:
+            found = found.contiguous()
+            dist.broadcast(found, group=self._groups.pp, group_src=stage)
+        return found
 
 
 def _gathered(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:

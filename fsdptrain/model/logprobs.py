@@ -18,6 +18,10 @@ A token costs four products: one forward, one to recompute the logits, and one f
 chunk costs three: its logits stay in the buffer for the backward pass, which starts with that chunk. This needs no
 extra memory, and a pack of one chunk computes nothing twice.
 
+The head may be split over the ranks of a tensor group along the vocabulary. No logits are gathered: with m the maximum
+of z over all ranks, each chunk sums exp(z - m), exp(z - m) * z and z[label] over the ranks, so the results are bitwise
+equal on each. The gradient of the logits needs no communication; that of the hidden states is summed once.
+
 K is computed from the logits of the current policy and extended down to the label: it is the smallest set of most
 likely tokens that passes the filters and contains the label. The sampled token is therefore in K despite rounding
 errors and optimizer steps, and the logprob is finite and at most 0. (prime-rl and, with a flag, vLLM record the
@@ -30,7 +34,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fsdptrain.model.truncation import UNTRUNCATED, Truncation, smallest_kept
 from fsdptrain.overrides import overridable
@@ -71,9 +78,38 @@ def chunked_logprobs(
     the weight is summed over chunks in float32.
     """
     transform = HeadTransform(logit_scale, softcap, temperature, truncation)
+    return _apply(hidden, weight, bias, labels, transform, chunk_size, with_entropy, None)
+
+
+def vocab_parallel_logprobs(
+    hidden: Tensor,  # [T, D], the same on every rank
+    weight: DTensor,  # [V, D], sharded over V on one axis
+    labels: Tensor,
+    *,
+    bias: DTensor | None = None,
+    truncation: Truncation = UNTRUNCATED,
+    chunk_size: int = 512,
+    with_entropy: bool = False,
+    **head: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute `chunked_logprobs` without truncation for a head that is split over ranks. No logits are gathered.
+
+    Collective over the axis of `weight`: each chunk sums over the ranks what `_ChunkedLogprobs` sums over columns. The
+    result is bitwise equal on every rank.
+    """
+    assert weight.placements == (Shard(0),)
+    assert not truncation, "which tokens are kept is not known to one rank"
+    _, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+    own_bias, group = None if bias is None else bias.to_local(), weight.device_mesh.get_group()
+    own_labels = labels - offset[0]  # negative or >= v if another rank has them
+    transform = HeadTransform(**{"truncation": truncation} | head)
+    return _apply(hidden, weight.to_local(), own_bias, own_labels, transform, chunk_size, with_entropy, group)
+
+
+def _apply(*args: Any) -> tuple[Tensor, Tensor | None]:
     keeps = torch.is_grad_enabled()  # always False inside forward
-    logprobs, entropy = _ChunkedLogprobs.apply(hidden, weight, bias, labels, transform, chunk_size, with_entropy, keeps)
-    return logprobs, entropy if with_entropy else None
+    logprobs, entropy = _ChunkedLogprobs.apply(*args, keeps)
+    return logprobs, entropy if args[6] else None
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -87,6 +123,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         transform: HeadTransform,
         chunk_size: int,
         with_entropy: bool,
+        group: dist.ProcessGroup | None,  # ranks with the other columns
         keeps: bool,
     ) -> tuple[Tensor, Tensor]:
         num_tokens = hidden.shape[0]
@@ -97,23 +134,31 @@ class _ChunkedLogprobs(torch.autograd.Function):
         buffer = hidden.new_empty(min(num_tokens, chunk_size), weight.shape[0])
         for chunk in _chunks(num_tokens, chunk_size):
             raw = product(hidden[chunk], weight, bias, out=buffer)
-            for rows, part in _blocks(raw, chunk):
+            for rows, part in _blocks(raw, chunk) if group is None else [(chunk, raw)]:
                 z = transformed(part, transform)
-                chosen = z.gather(1, labels[rows, None])[:, 0]
+                own = _owned(labels[rows], weight, group)
+                chosen = z.gather(1, (labels[rows] if own is None else labels[rows].where(own, 0))[:, None])[:, 0]
                 if floor is not None:
                     floor[rows] = torch.minimum(smallest_kept(z, transform.truncation), chosen)
                     z.masked_fill_(z < floor[rows, None], _EXCLUDED)
                 highest = z.amax(1)
+                if group is not None:
+                    dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
                 z.sub_(highest[:, None])
                 weights = z.exp() if with_entropy else z.exp_()
-                total = weights.sum(1)
-                lse = total.log()
+                sums = [weights.sum(1), chosen, *([weights.mul_(z).sum(1)] if with_entropy else [])]
+                if own is not None:
+                    sums[1] = chosen.where(own, 0.0)
+                    stacked = torch.stack(sums)
+                    dist.all_reduce(stacked, group=group)
+                    sums = list(stacked)
+                lse = sums[0].log()
                 logsumexp[rows] = lse + highest
-                logprobs[rows] = chosen - highest - lse
+                logprobs[rows] = sums[1] - highest - lse
                 if with_entropy:
-                    entropy[rows] = lse - weights.mul_(z).sum(1) / total
+                    entropy[rows] = lse - sums[2] / sums[0]
         ctx.save_for_backward(hidden, weight, bias, labels, logsumexp, entropy, floor)
-        ctx.transform, ctx.chunk_size, ctx.with_entropy = transform, chunk_size, with_entropy
+        ctx.transform, ctx.chunk_size, ctx.with_entropy, ctx.group = transform, chunk_size, with_entropy, group
         ctx.kept = buffer if keeps else None  # raw logits of the last chunk
         ctx.set_materialize_grads(False)
         if not with_entropy:
@@ -135,7 +180,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
             kept = None
             for rows, part in _blocks(raw, chunk):
                 of_rows: list[Any] = [None if x is None else x[rows] for x in (labels, logsumexp, entropy, *given)]
-                dz = grad_raw(part, ctx.transform, *of_rows, floor=None if floor is None else floor[rows])
+                own = _owned(labels[rows], weight, ctx.group)
+                dz = grad_raw(part, ctx.transform, *of_rows, floor=None if floor is None else floor[rows], owned=own)
                 if grad_bias is not None:
                     grad_bias += dz.sum(0)
                 part.copy_(dz)
@@ -143,7 +189,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 torch.mm(raw, weight, out=grad_hidden[chunk])
             if needs_weight:
                 grad_weight = plus_product(grad_weight, raw, hidden[chunk], dtype=logsumexp.dtype)
-        return (grad_hidden, grad_weight, grad_bias, None, None, None, None, None)
+        if grad_hidden is not None and ctx.group is not None:
+            dist.all_reduce(grad_hidden, group=ctx.group)
+        return (grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None)
+
+
+def _owned(labels: Tensor, weight: Tensor, group: dist.ProcessGroup | None) -> Tensor | None:
+    return None if group is None else (labels >= 0) & (labels < len(weight))
 
 
 def _chunks(num_tokens: int, chunk_size: int) -> list[slice]:

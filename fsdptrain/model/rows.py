@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fsdptrain.model.attention.attention import OURS, Boundaries, attention_kwargs
@@ -56,20 +57,17 @@ class Rows(Protocol):
         ...
 
 
-def core_rows(batch: PackedBatch, layout: Layout, attention: str) -> Rows:
-    """Return the default rows of a pack. attention: name of the model's attention implementation."""
-    return PackedRows(batch) if layout == "packed" else PaddedRows(batch, attention)
+def core_rows(batch: PackedBatch, layout: Layout, attention: str, *, multiple: int = 1) -> "PackedRows | PaddedRows":
+    """Return the default rows of a pack, padded to a multiple of columns. attention: that of the model."""
+    return PackedRows(batch, multiple) if layout == "packed" else PaddedRows(batch, multiple, attention)
 
 
 @dataclass(frozen=True)
-class PackedRows:
-    """One row of T tokens."""
+class _WholeRows:
+    """Rows of which this rank computes all tokens."""
 
     batch: PackedBatch
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return 1, self.batch.num_tokens
+    multiple: int = 1  # of the number of columns
 
     @property
     def tokens(self) -> Tensor:
@@ -78,18 +76,6 @@ class PackedRows:
     @property
     def loss_positions(self) -> Tensor:
         return self.batch.loss_positions
-
-    def inputs(self, *, pad_token_id: int | None) -> dict[str, Any]:
-        del pad_token_id
-        tokens = {"input_ids": self.batch.input_ids[None], "position_ids": self.batch.position_ids[None]}
-        return {**tokens, "use_cache": False, **attention_kwargs(self.batch)}
-
-    def scatter(self, values: Tensor, *, fill: int) -> Tensor:
-        del fill
-        return values
-
-    def gather(self, values: Tensor, positions: Tensor | None = None) -> Tensor:
-        return values if positions is None else values.index_select(0, positions)
 
     def to_pack(self, values: Tensor, positions: Tensor) -> Tensor:
         return zeros_with(values, positions, self.batch.num_tokens)
@@ -97,25 +83,49 @@ class PackedRows:
     def total(self, value: Tensor) -> Tensor:
         return value
 
+    def _width(self, longest: int) -> int:
+        return longest + -longest % self.multiple
+
 
 @dataclass(frozen=True)
-class PaddedRows:
-    """N rows of S tokens, one segment each."""
-
-    batch: PackedBatch
-    attention: str
+class PackedRows(_WholeRows):
+    """One row of T tokens. Padding is one more segment."""
 
     @property
     def shape(self) -> tuple[int, int]:
-        return len(self.batch.seqlens), self.batch.max_seqlen
+        return 1, self._width(self.batch.num_tokens)
+
+    def inputs(self, *, pad_token_id: int | None) -> dict[str, Any]:
+        batch, more = self.batch, self.shape[1] - self.batch.num_tokens
+        ids, positions, seqlens, ends = batch.input_ids, batch.position_ids, batch.seqlens, batch.cu_seqlens
+        if more:
+            ids = F.pad(ids, (0, more), value=padding_token(pad_token_id))
+            positions = torch.cat([positions, torch.arange(more, device=positions.device)])
+            seqlens, ends = (*seqlens, more), F.pad(ends, (0, 1), value=self.shape[1])
+        tokens = {"input_ids": ids[None], "position_ids": positions[None]}
+        return {**tokens, "use_cache": False, **attention_kwargs(seqlens, ends)}
+
+    def scatter(self, values: Tensor, *, fill: int) -> Tensor:
+        more = self.shape[1] - len(values)
+        return torch.cat([values, values.new_full((more, *values.shape[1:]), fill)]) if more else values
+
+    def gather(self, values: Tensor, positions: Tensor | None = None) -> Tensor:
+        return values if positions is None else values.index_select(0, positions)
+
+    def places(self, positions: Tensor) -> Tensor:
+        """Indices in the flattened rows."""
+        return positions
+
+
+@dataclass(frozen=True)
+class PaddedRows(_WholeRows):
+    """N rows of S tokens, one segment each."""
+
+    attention: str = ""
 
     @property
-    def tokens(self) -> Tensor:
-        return torch.arange(self.batch.num_tokens, device=self.batch.input_ids.device)
-
-    @property
-    def loss_positions(self) -> Tensor:
-        return self.batch.loss_positions
+    def shape(self) -> tuple[int, int]:
+        return len(self.batch.seqlens), self._width(self.batch.max_seqlen)
 
     def inputs(self, *, pad_token_id: int | None) -> dict[str, Any]:
         ids = self.scatter(self.batch.input_ids, fill=padding_token(pad_token_id)).view(self.shape)
@@ -127,26 +137,14 @@ class PaddedRows:
     def scatter(self, values: Tensor, *, fill: int) -> Tensor:
         num_rows, width = self.shape
         rows = values.new_full((num_rows * width, *values.shape[1:]), fill)
-        return rows.index_copy(0, self._places(self.tokens), values)
+        return rows.index_copy(0, self.places(self.tokens), values)
 
     def gather(self, values: Tensor, positions: Tensor | None = None) -> Tensor:
-        return values.index_select(0, self._places(self.tokens if positions is None else positions))
+        return values.index_select(0, self.places(self.tokens if positions is None else positions))
 
-    def to_pack(self, values: Tensor, positions: Tensor) -> Tensor:
-        return zeros_with(values, positions, self.batch.num_tokens)
-
-    def total(self, value: Tensor) -> Tensor:
-        return value
-
-    def _places(self, positions: Tensor) -> Tensor:
-        row, column = cells(self.batch, positions)
-        return row * self.shape[1] + column
-
-
-def cells(batch: PackedBatch, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (row, column) [m] of the tokens at `positions` of the pack if each segment is a row."""
-    row = torch.searchsorted(batch.cu_seqlens[1:], positions.to(torch.int32), right=True)
-    return row, positions - batch.cu_seqlens[row]
+    def places(self, positions: Tensor) -> Tensor:
+        row = torch.searchsorted(self.batch.cu_seqlens[1:], positions.to(torch.int32), right=True)
+        return row * self.shape[1] + positions - self.batch.cu_seqlens[row]
 
 
 def zeros_with(values: Tensor, positions: Tensor, length: int) -> Tensor:

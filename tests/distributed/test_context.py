@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from fsdptrain.config.sections import ParallelConfig
 from fsdptrain.feature import Features
 from fsdptrain.features.activation_memory.checkpointing import enable_gradient_checkpointing
-from fsdptrain.features.context_parallel.checks import check_dealing
+from fsdptrain.features.context_parallel.recurrent import check_dealing
 from fsdptrain.features.context_parallel.ulysses import UlyssesGroup
 from fsdptrain.model.attention.attention import SEGMENTS, register_attention, set_attention
 from fsdptrain.model.policy import install_policy_forward, plain_batch, policy_logprobs

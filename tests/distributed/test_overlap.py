@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdptrain.features.model_parallel import shared_expert
 from fsdptrain.features.model_parallel.dispatch import AsyncAllToAll, dispatch_of
-from fsdptrain.features.model_parallel.split import split_model
+from fsdptrain.features.model_parallel.plan import split_model
 from fsdptrain.testing import spawn
 from tests import zoo
 from tests.exact import Exact

@@ -88,13 +88,12 @@ def _compare(case: Case, folder: Path) -> Found:
     from megatron.core import parallel_state as ps
 
     from fsdptrain.megatron.forward import Scorer, from_last_stage, run_packs
-    from fsdptrain.megatron.gradients import reduce_gradients, wrap
-    from fsdptrain.megatron.groups import Groups
-    from fsdptrain.megatron.masters import Masters
+    from fsdptrain.megatron.groups import process_groups
+    from fsdptrain.megatron.masters import Masters, wrap
 
     built = cases.build(folder, **case.split)
     wrong = _changed(built, folder)
-    wrapped, group = wrap(built.model), Groups.present()
+    wrapped, group = wrap(built.model), process_groups()
     masters, scorer = Masters(wrapped), Scorer(cases.VOCAB_SIZE, case.layout, chunk_size=8)
     wanted, expected = transformers_says(folder, case.num_packs)
     rank, size = ps.get_data_parallel_rank(), ps.get_data_parallel_world_size()
@@ -105,11 +104,10 @@ def _compare(case: Case, folder: Path) -> Found:
         return (values * batch.advantages).sum(), torch.zeros((), dtype=torch.int), values.detach()
 
     wrapped.zero_grad_buffer()
-    shape = group.expert if case.split.get("moe_dispatcher") == "allgather" else None
+    shape = group.ep if case.split.get("moe_dispatcher") == "allgather" else None
     values = run_packs(wrapped, own, finish, layout=case.layout, train=True, same_shape=shape)
-    reduce_gradients(wrapped, masters)
-    last = group.stage.rank() == group.stage.size() - 1
-    values = from_last_stage(values if last else None, [batch.advantages for batch in own])
+    masters.reduce_gradients()
+    values = from_last_stage(values, [batch.advantages for batch in own])
     errors = [float((a - b).abs().max()) for a, b in zip(values, wanted[rank::size], strict=True)]
     relative = {
         name: float((gradient - expected[name]).norm() / (expected[name].norm() or 1.0))

@@ -23,7 +23,7 @@ def started(num_ranks: int, split: dict[str, int]) -> dict[str, list[list[int]]]
     """Of each kind the groups of a run of so many ranks, each of which this process is for a moment."""
     from megatron.core import parallel_state as ps
 
-    from fsdptrain.megatron.groups import Groups
+    from fsdptrain.megatron.groups import process_groups
 
     found: dict[str, list[list[int]]] = {}
     packs: dict[int, list[int]] = {}
@@ -31,8 +31,8 @@ def started(num_ranks: int, split: dict[str, int]) -> dict[str, list[list[int]]]
         dist.destroy_process_group()
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
         cases.start(**{f"{name}_parallel": size for name, size in split.items()})
-        own = Groups.present()
-        kinds = {"tensor": own.tensor, "stages": own.stage, "context": own.context, "experts": own.expert}
+        own = process_groups()
+        kinds = {"tensor": own.tp, "stages": own.pp, "context": own.cp, "experts": own.ep}
         for kind, group in kinds.items():
             ranks = sorted(dist.get_process_group_ranks(group))
             found[kind] = [*found.get(kind, []), *([ranks] if ranks[0] == rank else [])]

@@ -31,7 +31,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
         "llama",
         {"intermediate_size": 129},
         {"tensor_parallel": 2},
-        "--megatron-tensor-parallel 2 must divide the width of each MLP, 129",
+        "--megatron-tensor-parallel 2 must divide the 129 columns of each MLP",
         "lower it",
     ),
     ("llama", {}, {"pipeline_parallel": 3}, "--megatron-pipeline-parallel 3 must divide the 2 layers", "lower it"),
@@ -44,7 +44,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
         "--megatron-tensor-parallel 2: the mixers of a llama are modules of transformers, which are not split",
         "--megatron-sequence-parallel",
     ),
-    ("qwen3_moe", {}, {"expert_parallel": 4}, "--megatron-expert-parallel 4 must divide 6 experts", "lower it"),
+    ("qwen3_moe", {}, {"expert_parallel": 4}, "--megatron-expert-parallel 4 must divide the 6 experts", "lower it"),
     (
         "qwen3_moe",
         {},
@@ -56,7 +56,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
         "qwen3_moe",
         {"moe_intermediate_size": 47},
         SEQUENCE,
-        "--megatron-tensor-parallel 2 must divide the width of each MLP, 47",
+        "--megatron-tensor-parallel 2 must divide the 47 columns of each MLP",
         "lower it",
     ),
     (

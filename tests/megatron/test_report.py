@@ -32,15 +32,15 @@ def faults(folder: Path) -> dict[str, str]:
     rare = zoo.config("qwen3", vocab_size=600, pad_token_id=599)  # beyond the vocabulary of the copy
     said["a pad token at the end"] = f"{parity(rare) < 1e-5}"
 
-    original = conversions.QKV.read
+    original = conversions.Interleaved.read
 
     def swapped(self, source, names, rank, size) -> Tensor:
-        return original(self, source, [names[0], names[2], names[1]], rank, size)
+        return original(self, source, [names[0], *reversed(names[1:])], rank, size)
 
-    conversions.QKV.read = swapped
+    conversions.Interleaved.read = swapped
     for dtype in (torch.float32, torch.bfloat16):
         said[f"keys and values swapped, {dtype}"] = cases.refusal(partial(parity, config, dtype=dtype))
-    conversions.QKV.read = original
+    conversions.Interleaved.read = original
 
     inside = table._inside
     table._inside = lambda name, *rest: shifted(inside(name, *rest))
@@ -67,24 +67,12 @@ def faults(folder: Path) -> dict[str, str]:
     said["eps"] = cases.refusal(report)
     model.decoder.layers[1].input_layernorm.eps = config.rms_norm_eps
 
-    said["activation"] = cases.refusal(partial(dense_report, rare))
     gpt_layer_specs.HAVE_TE = True
     said["engine"] = str(has_transformer_engine())
 
     config.norm_topk_prob = not config.norm_topk_prob
     said["router"] = cases.refusal(report)
     return said
-
-
-def dense_report(config: PreTrainedConfig) -> None:
-    """Of a model with another activation in its last layer."""
-    from fsdptrain.megatron.parity import small_models
-    from fsdptrain.megatron.report import build_report
-
-    stock, model = small_models(config, MegatronConfig(), cases.OPTIONS, device=torch.device("cpu"))
-    layers: Any = model.decoder.layers
-    layers[-1].mlp.activation_func = torch.nn.functional.gelu
-    build_report(model, stock, layout="padded")
 
 
 def parity(config: PreTrainedConfig, **options: Any) -> float:
@@ -110,8 +98,7 @@ def test_planted_faults_stop_the_run(tmp_path) -> None:
     assert "experts.6" in said["experts by other numbers"]
     assert "not in the files" in said["an expert that no file has"]
     assert "have no place" in said["an expert that the model lacks"]
-    assert "missing" in said["a file without it"]
-    assert "activation is silu: no" in said["activation"]
+    assert "lack" in said["a file without it"]
     assert said["engine"] == "False"  # which would not compute here, though it is installed
     assert "rotary base is 500000.0, not 10000.0" in said["rotary base"]
     assert "eps of norms is 1e-05, not 1e-06" in said["eps"]

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdptrain.errors import ConfigError
 from fsdptrain.megatron import zigzag
+from fsdptrain.megatron.cpu_shims import install_cpu_shims
 from fsdptrain.testing import spawn
 
 SEQLENS = (8, 4, 12)
@@ -44,14 +44,19 @@ def whole() -> dict[str, Tensor]:
 
 def dealt(pair: str) -> dict[str, Tensor]:
     """What one of the ranks has of it."""
+    install_cpu_shims()
+    from megatron.core import tensor_parallel as tp
+    from megatron.core.tensor_parallel import mappings
+
     group = dist.group.WORLD
     assert group is not None
     in_zigzag = partial(zigzag.slice_zigzag, seqlens=SEQLENS, group=group)
-    in_runs = partial(zigzag._own_run, group=group)
+    in_runs = partial(mappings._split_along_first_dim, group=group)
+    in_copies = partial(tp.gather_from_sequence_parallel_region, tensor_parallel_output_grad=False, group=group)
     gather, cut, own = {
         "A": (partial(zigzag.gather_zigzag, seqlens=SEQLENS, group=group), in_zigzag, in_zigzag),
-        "B": (partial(zigzag.gather_copies, group=group), partial(zigzag.slice_copies, group=group), in_runs),
-        "published": (partial(zigzag.gather_own, seqlens=SEQLENS, group=group), in_zigzag, in_zigzag),
+        "B": (in_copies, partial(tp.scatter_to_sequence_parallel_region, group=group), in_runs),
+        "published": (partial(zigzag.gather_zigzag, seqlens=SEQLENS, group=group, sums=False), in_zigzag, in_zigzag),
     }[pair]
     mixer, x, wanted = make()
     mine = own(x).detach().clone().requires_grad_()
@@ -89,10 +94,3 @@ def test_the_published_way_drops_what_tokens_do_to_other_ranks():
 
 def test_a_rank_holds_a_chunk_of_each_end():
     assert zigzag.zigzag_order([8, 4], 2).tolist() == [0, 1, 6, 7, 8, 11, 2, 3, 4, 5, 9, 10]
-
-
-def test_a_length_that_cannot_be_dealt_is_refused():
-    with pytest.raises(
-        ConfigError, match=r"^--megatron-context-parallel 2: a sequence of 6 tokens is not a multiple of 4"
-    ):
-        zigzag.zigzag_order([8, 6], 2)

@@ -40,9 +40,9 @@ def pack(rank: int) -> PackedBatch:
 
 def steps(backend: Any, count: int) -> list[float]:
     """Norms of the gradients."""
-    from fsdptrain.megatron.groups import Groups
+    from fsdptrain.megatron.groups import process_groups
 
-    batch = pack(Groups.present().data.rank())
+    batch = pack(process_groups().dp_cp.rank())
     return [backend.train_step([batch], LOSSES["grpo"], LossConfig())["optim/grad_norm"] for _ in range(count)]
 
 

@@ -1,23 +1,13 @@
 """What is asked of models whose mixers are wrapped, in the ranks that a test spawns; and layers of a user's own."""
 
 import copy
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedConfig
 
 from fsdptrain.config.megatron import MegatronConfig
 from tests.megatron import cases
-
-
-def refusals(folder: Path) -> dict[str, str]:
-    """On one of two context-parallel ranks: what a mixer says to rows that it cannot deal, and to a mask of another."""
-    mixer = cases.build(folder, context_parallel=2).model.decoder.layers[1].self_attention
-    hidden, mask = torch.zeros(4, 2, mixer.hf.config.hidden_size), torch.ones(1, 1, 4, 4, dtype=torch.bool)
-    given = {"rows": None, "mask": mask}
-    return {name: cases.refusal(partial(mixer, hidden, value)) for name, value in given.items()}
 
 
 def looked_at(folder: Path) -> tuple[list[dict[str, str]], list[str]]:

@@ -5,7 +5,8 @@
                 rotary embeddings and casts
 
 Call it before `shard_model`: FSDP hooks wrap the layer's forward, so the layer is gathered during recomputation. The
-forward of a layer is replaced, not the layer, so parameter names stay those of the checkpoint.
+forward of a layer is replaced, not the layer, so parameter names stay those of the checkpoint. Whether selective
+checkpointing works for a model is checked on a small random copy before the model is loaded.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,8 +16,10 @@ from typing import Any, Literal
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from fsdptrain.errors import ConfigError
+from fsdptrain.model.probes.random_copy import guarded_copy
 from fsdptrain.model.structure import decoder_layers, tower_layers, vision_parameters
 
 CheckpointingKind = Literal["full", "selective"]
@@ -93,3 +96,24 @@ def enable_gradient_checkpointing(model: PreTrainedModel, *, kind: Checkpointing
 def _both(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) -> Iterator[None]:
     with one, other:
         yield
+
+
+_TOKENS = 16
+
+
+def check_selective(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> None:
+    """Raise ConfigError for a model that changes saved results in place, as gpt_oss does when it adds its biases."""
+    model = guarded_copy(config, trust_remote_code=trust_remote_code)
+    model.set_attn_implementation("eager")  # the attention of a run is never changed in place
+    enable_gradient_checkpointing(model, kind="selective")
+    vocab_size = model.config.get_text_config().vocab_size
+    tokens = torch.randint(1, vocab_size, (1, _TOKENS), generator=torch.Generator().manual_seed(0))
+    try:
+        model(input_ids=tokens, use_cache=False).logits.sin().sum().backward()
+    except RuntimeError as error:
+        if "has been mutated" not in str(error):
+            raise
+        raise ConfigError(
+            f"--gradient-checkpointing-kind selective does not work with {config.model_type}, which changes results of "
+            "matrix products in place: use --gradient-checkpointing-kind full"
+        ) from error

@@ -9,9 +9,8 @@ from fsdptrain.config import Config, ModelConfig
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError
 from fsdptrain.feature import Feature
-from fsdptrain.features.activation_memory.checkpointing import enable_gradient_checkpointing
+from fsdptrain.features.activation_memory.checkpointing import check_selective, enable_gradient_checkpointing
 from fsdptrain.features.activation_memory.offload import enable_activation_offload
-from fsdptrain.features.activation_memory.selective_check import check_selective
 from fsdptrain.fsdp.mesh import Meshes
 from fsdptrain.fsdp.transfers import Transfers
 

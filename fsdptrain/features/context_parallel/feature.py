@@ -10,8 +10,7 @@ from fsdptrain.config.sections import ParallelConfig
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError
 from fsdptrain.feature import BuildOptions, Feature
-from fsdptrain.features.context_parallel.checks import check_dealing
-from fsdptrain.features.context_parallel.recurrent import GatheredMixer, gather_around
+from fsdptrain.features.context_parallel.recurrent import GatheredMixer, check_dealing, gather_around
 from fsdptrain.features.context_parallel.rows import UlyssesRows
 from fsdptrain.features.context_parallel.ulysses import UlyssesGroup
 from fsdptrain.features.meta import meta_model_of

@@ -2,6 +2,9 @@
 
 Such a mixer (a convolution, Mamba, Gated DeltaNet) runs on the tokens of all ranks, on every rank, and each rank keeps
 its own tokens. The result is exact; every rank does all of the mixer's work.
+
+`check_dealing` refuses, on the meta model and before weights are loaded, models whose tokens cannot be split. Other
+problems are detected by the probe at startup, which compares the logprobs of split tokens with the stock model.
 """
 
 from collections.abc import Callable
@@ -10,8 +13,10 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from fsdptrain.config.sections import ParallelConfig
+from fsdptrain.errors import ConfigError
 from fsdptrain.features.context_parallel.ulysses import UlyssesGroup
-from fsdptrain.model.structure import decoder_layers
+from fsdptrain.model.structure import decoder_layers, layer_config, projected_heads, stock_class
 
 # Layers that mix tokens by attention over the whole sequence or a window, or not at all.
 _STATELESS_KINDS = {"full_attention", "sliding_attention", "attention", "moe", "mlp"}
@@ -67,3 +72,35 @@ def gather_around(mixer: nn.Module) -> GatheredMixer:
 def has_state(module: nn.Module) -> bool:
     """Return whether the module itself has a state, ignoring its submodules."""
     return isinstance(module, nn.Conv1d) or "A_log" in module._parameters
+
+
+def check_dealing(model: PreTrainedModel, config: ParallelConfig) -> list[nn.Module]:
+    """Return the mixers that need gathered tokens.
+
+    Raises ConfigError if tokens cannot be split as `config` requires.
+    """
+    size, tensor_size = config.context_parallel_size, config.tensor_parallel_size
+    gather = config.context_parallel_recurrent == "gather"
+    name, text = stock_class(model).__name__, layer_config(model.config, 0)
+    flag, way_out = f"--context-parallel-size {size}", "leave it out"
+    heads = getattr(text, "num_attention_heads", None)
+    counts = {f"attention heads of {name}": heads}
+    counts |= {f"heads of {each} of {name}": n for each, n in projected_heads(model) if each.endswith(".q_proj")}
+    for whose, count in counts.items():
+        if count and count % (size * tensor_size):
+            beside = f" x --tensor-parallel-size {tensor_size}" if tensor_size > 1 else ""
+            raise ConfigError(f"{flag}{beside} must divide the {count} {whose}: choose a divisor")
+    kinds, mixers = unknown_kinds(model), recurrent_mixers(model)
+    if kinds or getattr(text, "attention_chunk_size", None):
+        found = ", ".join(kinds) or "attention in chunks"
+        raise ConfigError(f"{flag}: {name} mixes tokens by {found}, not by heads over whole sequences: {way_out}")
+    if mixers and not gather:
+        raise ConfigError(
+            f"{flag}: {next(iter(mixers))} of {name} carries a state along the sequence, whose tokens would be on "
+            f"other processes: {way_out}, or add --context-parallel-recurrent gather"
+        )
+    if gather and not mixers:
+        raise ConfigError(f"--context-parallel-recurrent gather has no effect on {name}, which has no state: {way_out}")
+    if not mixers and not model._supports_attention_backend:
+        raise ConfigError(f"{flag}: the attention of {name} is code of its own, which exchanges no heads: {way_out}")
+    return list(mixers.values())

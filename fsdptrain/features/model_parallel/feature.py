@@ -1,11 +1,17 @@
-"""The model parallel feature: split layers and experts over ranks with the plans of transformers."""
+"""The model parallel feature: split layers and experts over ranks with the plans of transformers.
+
+A parameter that stays whole between split matrices (the norm of a head) sees only the heads of one rank. Its gradients
+must be summed over the tensor group, which the plan must declare. Without that, training is wrong without an error: the
+copies of the ranks diverge. `check_gradients` compares them.
+"""
 
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -16,11 +22,11 @@ from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError
 from fsdptrain.feature import Feature, ForwardPass, LogProbsFunction
 from fsdptrain.features.meta import meta_model_of
-from fsdptrain.features.model_parallel.gradient_check import require_whole_gradients
-from fsdptrain.features.model_parallel.logprobs import vocab_parallel_logprobs
-from fsdptrain.features.model_parallel.split import split_model
+from fsdptrain.features.model_parallel.plan import split_model
 from fsdptrain.fsdp.mesh import Meshes
 from fsdptrain.memory.pieces import Grid, Pieces
+from fsdptrain.model.loading.materialize import local_part
+from fsdptrain.model.logprobs import vocab_parallel_logprobs
 from fsdptrain.types import Metrics, PackedBatch
 
 if TYPE_CHECKING:
@@ -70,3 +76,47 @@ def _logprobs(stock: LogProbsFunction, hidden: Tensor, *, weight: Tensor, **opti
     if isinstance(weight, DTensor):
         return vocab_parallel_logprobs(hidden, weight=weight, **options)
     return stock(hidden, weight=weight, **options)
+
+
+_DIFFERENT = 1e-2  # relative to the largest element: full gradients agree, while partial ones come from different heads
+_NOISE = 1e-5  # relative to the largest gradient of all; smaller ones may be rounding, as for a bias that cancels
+
+
+@torch.no_grad()
+def require_whole_gradients(model: nn.Module, tensor: DeviceMesh) -> None:
+    """Raise ConfigError on all ranks if a replicated parameter has a partial gradient.
+
+    Collective. Call it after a backward pass over the same tokens on all ranks.
+    """
+    whole = {name: p.grad for name, p in model.named_parameters() if p.grad is not None and not _is_split(p, tensor)}
+    if not whole:  # true on all ranks: the norms have no weights (OLMo), and all else is split
+        return
+    sizes = torch.stack([_difference(local_part(grad), tensor) for grad in whole.values()])
+    dist.all_reduce(sizes, op=dist.ReduceOp.MAX)
+    least = _NOISE * sizes[:, 1].max()
+    wrong = (sizes[:, 0] > _DIFFERENT * sizes[:, 1]) & (sizes[:, 1] > least)
+    names = [name for name, is_wrong in zip(whole, wrong.tolist(), strict=True) if is_wrong]
+    with raise_on_all_ranks(ConfigError, "--tensor-parallel-size"):
+        if names:
+            raise ConfigError(
+                f"--tensor-parallel-size {tensor.size()}: the plan of transformers leaves each process with a part of "
+                f"the gradient of {names[0]} ({len(names)} parameters in all): leave it out"
+            )
+
+
+def _is_split(parameter: nn.Parameter, tensor: DeviceMesh) -> bool:
+    """Return whether `parameter` is split over tensor ranks, or over another view of the same ranks (experts)."""
+    if not isinstance(parameter, DTensor):
+        return False
+    names = parameter.device_mesh.mesh_dim_names or ()
+    return any(name in ("tensor", "expert") for name in names)
+
+
+def _difference(grad: Tensor, tensor: DeviceMesh) -> Tensor:
+    """Return [2]: the largest distance from the mean over ranks, and the largest element."""
+    if not grad.numel():  # empty on all ranks of the group
+        return grad.new_zeros(2, dtype=torch.float32)
+    mean = grad.float().clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(mean, group=tensor.get_group())
+    mean /= tensor.size()
+    return torch.stack([(grad.float() - mean).abs().max(), grad.float().abs().max()])

@@ -1,13 +1,18 @@
 """Plan tensor and expert parallelism from the parallel plans that transformers has for its models.
 
 The plan needs only the model on meta and the sizes, no processes, so `plan` and a dry run reject what a run would.
+`split_model` runs before FSDP, on the meta model; FSDP then shards the parts. The modules stay stock and get a forward
+that moves tokens, or parts of hidden states, between ranks.
 """
 
+import logging
 import re
 from collections.abc import Iterator, Mapping, Set
 from typing import Any, cast
 
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from fsdptrain.errors import ConfigError
@@ -195,3 +200,31 @@ def _matrices(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     """Return the matrices of the decoder layers by name."""
     inside = {id(p) for layer in decoder_layers(model) for p in layer.parameters()}
     return {name: p for name, p in model.named_parameters() if id(p) in inside and p.dim() >= 2}
+
+
+log = logging.getLogger(__name__)
+
+
+def split_model(model: PreTrainedModel, *, tensor: DeviceMesh, experts: DeviceMesh | None) -> None:
+    """Split `model` over `tensor` (if larger than one rank) and `experts`.
+
+    Raises ConfigError if the model does not support the sizes.
+    """
+    plan = split_plan(model, tensor_size=tensor.size(), expert_size=1 if experts is None else experts.size())
+    line = thin_split(model, plan, tensor_size=tensor.size())
+    if line and dist.get_rank() == 0:
+        log.warning("%s", line)
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    if tensor.size() > 1:
+        tied = is_tied(model)
+        apply_tensor_parallelism(model, tensor, plan.tensor)
+        if tied:
+            lm_head(model).weight = cast(nn.Module, model.get_input_embeddings()).weight
+    if experts is not None:
+        from fsdptrain.features.model_parallel.dispatch import register_dispatch
+        from fsdptrain.features.model_parallel.shared_expert import overlap_shared_experts
+
+        apply_expert_parallelism(model, experts, tensor, plan.experts, register_dispatch())
+        overlap_shared_experts(model)

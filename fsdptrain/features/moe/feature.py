@@ -18,11 +18,9 @@ from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError
 from fsdptrain.feature import Feature, ForwardPass, RouteRecorder
 from fsdptrain.features.moe.balance import ExpertLoad, add_router_loss, balance_loss, count_choices, trained_tokens
-from fsdptrain.features.moe.bias import check_bias
-from fsdptrain.features.moe.bias_update import RouterBiasUpdater
+from fsdptrain.features.moe.bias import RouterBiasUpdater, check_bias
 from fsdptrain.features.moe.checks import aux_loss_coef, check_replay
-from fsdptrain.features.moe.recorder import EngineRoutes
-from fsdptrain.features.moe.replay import RouterReplay
+from fsdptrain.features.moe.replay import EngineRoutes, RouterReplay
 from fsdptrain.fsdp.mesh import Meshes
 from fsdptrain.model.rows import Rows
 from fsdptrain.model.structure import decoder_layers, expert_choice

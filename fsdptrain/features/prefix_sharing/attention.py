@@ -6,16 +6,22 @@ parts, out = exp(a - c) out_a + exp(b - c) out_b, c = logaddexp(a, b).
 In the backward pass each part gets the merged output and c instead of its own: a flash kernel computes its
 probabilities from the logsumexp and the row sums of their gradient from the output, so the result is the part's share
 of the full gradient (as in ring attention, arXiv 2310.01889). No keys are copied and no mask is built.
+
+A pack becomes one row that contains each shared prefix once: C <= T tokens are computed.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fsdptrain.errors import NumericsError
 from fsdptrain.model.attention.attention import (
+    OURS,
     AttentionOptions,
     Boundaries,
     attention_by_segment,
@@ -24,7 +30,8 @@ from fsdptrain.model.attention.attention import (
     varlen_attention,
     widen,
 )
-from fsdptrain.types import SharedPrefixes
+from fsdptrain.model.rows import Layout, PackedRows
+from fsdptrain.types import PackedBatch, SharedPrefixes
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -129,3 +136,46 @@ class _Merged(torch.autograd.Function):
             grad_k[:, :, prefix] += of_k
             grad_v[:, :, prefix] += of_v
         return grad_q, grad_k, grad_v, None, None, None
+
+
+@dataclass(frozen=True)
+class SharedPrefixRows(PackedRows):
+    """The row of a pack with `batch.shared`."""
+
+    @classmethod
+    def of(cls, batch: PackedBatch, layout: Layout, attention: str) -> "SharedPrefixRows":
+        """Create the rows. Raises NumericsError if the layout or the attention does not support shared prefixes."""
+        if layout != "packed" or attention not in OURS:
+            raise NumericsError(f"shared prefixes need packs and the attention of fsdptrain, not {layout}, {attention}")
+        return cls(batch)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return 1, self._shared.num_tokens
+
+    def inputs(self, *, pad_token_id: int | None) -> dict[str, Any]:
+        del pad_token_id
+        batch, shared = self.batch, self._shared
+        own = tuple(x - y for x, y in zip(batch.seqlens, shared.lengths, strict=True))
+        of_keys = Boundaries(batch.seqlens, batch.cu_seqlens, padded=False)
+        attention = partial(shared_prefix_attention, shared, of_keys)
+        # No standard argument describes shared prefixes: a mixer that ignores `boundaries` fails the probe.
+        return {
+            "input_ids": batch.input_ids.index_select(0, shared.computed)[None],
+            "position_ids": batch.position_ids.index_select(0, shared.computed)[None],
+            "use_cache": False,
+            "boundaries": Boundaries(own, shared.cu_seqlens, padded=False, attention=attention),
+        }
+
+    def scatter(self, values: Tensor, *, fill: int) -> Tensor:
+        del fill
+        return values.index_select(0, self._shared.computed)
+
+    def gather(self, values: Tensor, positions: Tensor | None = None) -> Tensor:
+        rows = self._shared.rows
+        return values.index_select(0, rows if positions is None else rows.index_select(0, positions))
+
+    @property
+    def _shared(self) -> SharedPrefixes:
+        assert self.batch.shared is not None
+        return self.batch.shared

@@ -10,6 +10,7 @@ from fsdptrain.config import Config
 from fsdptrain.data.packing.pack import PackPlan
 from fsdptrain.data.packing.prefixes import share_prefixes
 from fsdptrain.feature import BuildOptions, Feature
+from fsdptrain.features.prefix_sharing.attention import SharedPrefixRows
 from fsdptrain.features.prefix_sharing.plan import plan_shared
 from fsdptrain.features.prefix_sharing.probe import (
     PrefixProbe,
@@ -17,7 +18,6 @@ from fsdptrain.features.prefix_sharing.probe import (
     require_prefixes,
     structural_obstacle,
 )
-from fsdptrain.features.prefix_sharing.rows import SharedPrefixRows
 from fsdptrain.fsdp.mesh import Meshes
 from fsdptrain.model.probes.layout import LayoutProbe, probe_segments
 from fsdptrain.model.rows import Layout

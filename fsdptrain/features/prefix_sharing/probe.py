@@ -132,7 +132,7 @@ def probe_prefixes_of_copy(
     model = guarded_copy(config, trust_remote_code=trust_remote_code)
     install_policy_forward(model, chunk_size=_CHUNK, features=Features([PrefixSharingFeature()]))
     set_attention(model, probe.attention)
-    segments = probe_segments(model, config.get_text_config().vocab_size)
+    segments = probe_segments(model, model.config.get_text_config().vocab_size)
     found = probe_prefixes(
         model,
         segments,

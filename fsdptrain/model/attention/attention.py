@@ -31,7 +31,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from fsdptrain.errors import ConfigError, NumericsError
 from fsdptrain.model.attention.masks import no_mask
 from fsdptrain.overrides import overridable
-from fsdptrain.types import PackedBatch
 
 SEGMENTS = "fsdptrain_segments"
 VARLEN = "fsdptrain_varlen"
@@ -123,20 +122,20 @@ def set_attention(model: PreTrainedModel, name: str) -> None:
     model.set_attn_implementation({"": name, **{key: name for key in parts if key not in others}, **others})
 
 
-def attention_kwargs(batch: PackedBatch) -> dict[str, Any]:
+def attention_kwargs(seqlens: tuple[int, ...], cu_seqlens: Tensor) -> dict[str, Any]:
     """Return the keyword arguments for the attention and the recurrent mixers of a packed call.
 
     `boundaries` is for the attention of this package. The others are for flash-attn and the kernels of Mamba and Gated
     DeltaNet.
     """
-    positions = torch.arange(batch.num_tokens, device=batch.cu_seqlens.device, dtype=torch.int32)
-    segment = torch.searchsorted(batch.cu_seqlens[1:], positions, right=True).to(torch.int32)
+    positions = torch.arange(sum(seqlens), device=cu_seqlens.device, dtype=torch.int32)
+    segment = torch.searchsorted(cu_seqlens[1:], positions, right=True).to(torch.int32)
     return {
-        "boundaries": Boundaries(batch.seqlens, batch.cu_seqlens, padded=False),
-        "cu_seq_lens_q": batch.cu_seqlens,
-        "cu_seq_lens_k": batch.cu_seqlens,
-        "max_length_q": batch.max_seqlen,
-        "max_length_k": batch.max_seqlen,
+        "boundaries": Boundaries(seqlens, cu_seqlens, padded=False),
+        "cu_seq_lens_q": cu_seqlens,
+        "cu_seq_lens_k": cu_seqlens,
+        "max_length_q": max(seqlens),
+        "max_length_k": max(seqlens),
         "seq_idx": segment[None],  # [1, T] i32
     }
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from fsdptrain import platform
 from fsdptrain.config import Config
 from fsdptrain.errors import CheckpointError, NumericsError
-from fsdptrain.features.context_parallel.checks import check_dealing
+from fsdptrain.features.context_parallel.recurrent import check_dealing
 from fsdptrain.features.lora.adapters import add_adapters, require_peft
 from fsdptrain.features.prefix_sharing.checks import configured_obstacle
 from fsdptrain.features.prefix_sharing.probe import probe_prefixes_of_copy

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
-from fsdptrain.features.activation_memory.selective_check import check_selective
+from fsdptrain.features.activation_memory.checkpointing import check_selective
 from fsdptrain.features.model_parallel.plan import SplitPlan
 from fsdptrain.memory.demand import (
     DEVICE_MARGIN,

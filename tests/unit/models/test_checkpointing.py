@@ -9,11 +9,11 @@ from transformers import PreTrainedModel
 from fsdptrain.errors import ConfigError
 from fsdptrain.features.activation_memory.checkpointing import (
     Recomputed,
+    check_selective,
     dear_operations,
     enable_gradient_checkpointing,
 )
 from fsdptrain.features.activation_memory.offload import enable_activation_offload
-from fsdptrain.features.activation_memory.selective_check import check_selective
 from fsdptrain.fsdp.transfers import Transfers
 from fsdptrain.model.structure import decoder_layers, freeze_vision, tower_layers
 from tests import vision_zoo, zoo

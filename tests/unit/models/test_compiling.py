@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from fsdptrain.errors import ConfigError
 from fsdptrain.features.activation_memory.checkpointing import enable_gradient_checkpointing
 from fsdptrain.features.activation_memory.offload import enable_activation_offload
-from fsdptrain.features.compile.layers import check_compiler, compile_layers
+from fsdptrain.features.compile.feature import check_compiler, compile_layers
 from fsdptrain.fsdp.transfers import Transfers
 from fsdptrain.model.attention.attention import SEGMENTS, register_attention
 from fsdptrain.model.policy import install_policy_forward, plain_batch, policy_logprobs

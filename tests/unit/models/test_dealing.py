@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from fsdptrain.config.sections import ParallelConfig
 from fsdptrain.errors import ConfigError
-from fsdptrain.features.context_parallel.checks import check_dealing
+from fsdptrain.features.context_parallel.recurrent import check_dealing
 from tests.families import tiny_config
 
 GATHER = {"context_parallel_recurrent": "gather"}

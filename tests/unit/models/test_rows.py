@@ -77,7 +77,7 @@ def test_each_token_is_on_one_rank_and_none_is_asked_for(segments, size, layout)
 
 def test_every_way_to_name_boundaries_names_the_same_ones() -> None:
     batch = plain_batch([[1, 2, 3], [4], [5, 6]], device=CPU)
-    found = attention_kwargs(batch)
+    found = attention_kwargs(batch.seqlens, batch.cu_seqlens)
     assert found["boundaries"].seqlens == (3, 1, 2)
     assert found["cu_seq_lens_q"].tolist() == found["cu_seq_lens_k"].tolist() == [0, 3, 4, 6]
     assert found["max_length_q"] == found["max_length_k"] == 3
