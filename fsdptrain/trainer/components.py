@@ -42,7 +42,7 @@ from fsdptrain.protocols import (
     RewardFunction,
     RolloutEngine,
 )
-from fsdptrain.rewards import build_reward, reads_environment
+from fsdptrain.rewards.build import build_reward, reads_environment
 from fsdptrain.rollout import engine_factory
 from fsdptrain.rollout.embedded.replica import max_positions
 from fsdptrain.rollout.weight_sync.sync import WeightSync

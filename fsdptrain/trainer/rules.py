@@ -6,7 +6,7 @@ from fsdptrain.algo.shaping import SHAPES, ShapingRule
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
 from fsdptrain.protocols import RewardFunction
-from fsdptrain.rewards import WeightedSum
+from fsdptrain.rewards.build import WeightedSum
 from fsdptrain.trainer.samples.selection import SelectionRules
 
 

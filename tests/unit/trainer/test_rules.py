@@ -4,7 +4,7 @@ import pytest
 
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
-from fsdptrain.rewards import build_reward
+from fsdptrain.rewards.build import build_reward
 from fsdptrain.trainer.rules import advantage_rule, selection_rules, shaping_rule
 from fsdptrain.trainer.samples.selection import group_result
 from fsdptrain.types import Sample
