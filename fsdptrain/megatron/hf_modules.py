@@ -17,7 +17,7 @@ from fsdptrain.errors import ConfigError
 from fsdptrain.features.context_parallel.recurrent import has_state
 from fsdptrain.model.architecture import model_from_config
 from fsdptrain.model.attention.attention import OURS, resolve_attention
-from fsdptrain.model.probes.module_tree import module_kind
+from fsdptrain.model.module_kind import module_kind
 from fsdptrain.model.structure import base_model, decoder_layers
 
 _MIXERS = ("attention", "recurrent mixer")

@@ -62,14 +62,10 @@ def core_rows(batch: PackedBatch, layout: Layout, attention: str) -> Rows:
 
 
 @dataclass(frozen=True)
-class PackedRows:
-    """One row of T tokens."""
+class WholePack:
+    """The part of `Rows` that all arrangements share in which one rank computes the whole pack."""
 
     batch: PackedBatch
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return 1, self.batch.num_tokens
 
     @property
     def tokens(self) -> Tensor:
@@ -78,6 +74,21 @@ class PackedRows:
     @property
     def loss_positions(self) -> Tensor:
         return self.batch.loss_positions
+
+    def to_pack(self, values: Tensor, positions: Tensor) -> Tensor:
+        return zeros_with(values, positions, self.batch.num_tokens)
+
+    def total(self, value: Tensor) -> Tensor:
+        return value
+
+
+@dataclass(frozen=True)
+class PackedRows(WholePack):
+    """One row of T tokens."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return 1, self.batch.num_tokens
 
     def inputs(self, *, pad_token_id: int | None) -> dict[str, Any]:
         del pad_token_id
@@ -91,31 +102,16 @@ class PackedRows:
     def gather(self, values: Tensor, positions: Tensor | None = None) -> Tensor:
         return values if positions is None else values.index_select(0, positions)
 
-    def to_pack(self, values: Tensor, positions: Tensor) -> Tensor:
-        return zeros_with(values, positions, self.batch.num_tokens)
-
-    def total(self, value: Tensor) -> Tensor:
-        return value
-
 
 @dataclass(frozen=True)
-class PaddedRows:
+class PaddedRows(WholePack):
     """N rows of S tokens, one segment each."""
 
-    batch: PackedBatch
     attention: str
 
     @property
     def shape(self) -> tuple[int, int]:
         return len(self.batch.seqlens), self.batch.max_seqlen
-
-    @property
-    def tokens(self) -> Tensor:
-        return torch.arange(self.batch.num_tokens, device=self.batch.input_ids.device)
-
-    @property
-    def loss_positions(self) -> Tensor:
-        return self.batch.loss_positions
 
     def inputs(self, *, pad_token_id: int | None) -> dict[str, Any]:
         ids = self.scatter(self.batch.input_ids, fill=padding_token(pad_token_id)).view(self.shape)
@@ -131,12 +127,6 @@ class PaddedRows:
 
     def gather(self, values: Tensor, positions: Tensor | None = None) -> Tensor:
         return values.index_select(0, self._places(self.tokens if positions is None else positions))
-
-    def to_pack(self, values: Tensor, positions: Tensor) -> Tensor:
-        return zeros_with(values, positions, self.batch.num_tokens)
-
-    def total(self, value: Tensor) -> Tensor:
-        return value
 
     def _places(self, positions: Tensor) -> Tensor:
         row, column = cells(self.batch, positions)

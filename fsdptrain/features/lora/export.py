@@ -15,8 +15,7 @@ from fsdptrain import platform
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import CheckpointError
 from fsdptrain.features.lora.adapters import Adapters
-from fsdptrain.fsdp.checkpoint import sync_tree
-from fsdptrain.fsdp.export import copy_rest, replace_folder
+from fsdptrain.fsdp.export import copy_rest, publish_folder
 from fsdptrain.model.loading.materialize import moved
 from fsdptrain.model.structure import reshard
 
@@ -50,5 +49,4 @@ def export_adapter(model: PreTrainedModel, adapters: Adapters, target: Path, *, 
             save_file(tensors, temporary / WEIGHTS_FILE, metadata={"format": "pt"})
             adapters.write_config(temporary, base=base)
             copy_rest(source, temporary, but=_OF_THE_WHOLE)
-            sync_tree(temporary)
-            replace_folder(temporary, target)
+            publish_folder(temporary, target)

@@ -20,7 +20,8 @@ from fsdptrain.features.model_parallel.gradient_check import require_whole_gradi
 from fsdptrain.features.model_parallel.logprobs import vocab_parallel_logprobs
 from fsdptrain.features.model_parallel.split import split_model
 from fsdptrain.fsdp.mesh import Meshes
-from fsdptrain.memory.pieces import Grid, Pieces
+from fsdptrain.memory.grid import Grid
+from fsdptrain.memory.pieces import Pieces
 from fsdptrain.types import Metrics, PackedBatch
 
 if TYPE_CHECKING:

@@ -4,21 +4,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fsdptrain.errors import NumericsError
 from fsdptrain.features.prefix_sharing.attention import shared_prefix_attention
 from fsdptrain.model.attention.attention import OURS, Boundaries
-from fsdptrain.model.rows import Layout, zeros_with
+from fsdptrain.model.rows import Layout, WholePack
 from fsdptrain.types import PackedBatch, SharedPrefixes
 
 
 @dataclass(frozen=True)
-class SharedPrefixRows:
+class SharedPrefixRows(WholePack):
     """The row of a pack with `batch.shared`."""
-
-    batch: PackedBatch
 
     @classmethod
     def of(cls, batch: PackedBatch, layout: Layout, attention: str) -> "SharedPrefixRows":
@@ -30,14 +27,6 @@ class SharedPrefixRows:
     @property
     def shape(self) -> tuple[int, int]:
         return 1, self._shared.num_tokens
-
-    @property
-    def tokens(self) -> Tensor:
-        return torch.arange(self.batch.num_tokens, device=self.batch.input_ids.device)
-
-    @property
-    def loss_positions(self) -> Tensor:
-        return self.batch.loss_positions
 
     def inputs(self, *, pad_token_id: int | None) -> dict[str, Any]:
         del pad_token_id
@@ -60,12 +49,6 @@ class SharedPrefixRows:
     def gather(self, values: Tensor, positions: Tensor | None = None) -> Tensor:
         rows = self._shared.rows
         return values.index_select(0, rows if positions is None else rows.index_select(0, positions))
-
-    def to_pack(self, values: Tensor, positions: Tensor) -> Tensor:
-        return zeros_with(values, positions, self.batch.num_tokens)
-
-    def total(self, value: Tensor) -> Tensor:
-        return value
 
     @property
     def _shared(self) -> SharedPrefixes:
