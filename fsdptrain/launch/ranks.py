@@ -11,7 +11,7 @@ from torch.distributed import DistError
 from fsdptrain.config import Config
 from fsdptrain.launch.alike import require_alike
 from fsdptrain.launch.failures import failure_of, report_failure
-from fsdptrain.launch.run import process_group, quieten, train
+from fsdptrain.launch.process import process_group, quieten, train
 
 _LOST = ("closed by peer", "reset by peer", "Timed out waiting", "Connection refused", "Broken pipe")  # gloo, in C++
 
