@@ -39,10 +39,10 @@ from record import ROOT, header, rounded, spread, table, write
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from fsdptrain import Config, load_recipe
-from fsdptrain.rewards.verifiers import reasoning_gym_strict
+from fsdptrain.rewards.gym import reasoning_gym_strict
 from fsdptrain.rollout.embedded.engine import HFEngine
 from fsdptrain.rollout.evaluate import eval_sampling
-from fsdptrain.trainer.components import build_data
+from fsdptrain.trainer.data import build_data
 from fsdptrain.types import Prompt
 
 SIDES = ("ours", "trl")

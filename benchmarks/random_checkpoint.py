@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
 
-from fsdptrain.fsdp.hub_files import HubWriter, plan_files, write_index
+from fsdptrain.fsdp.hub_files import HubWriter
 from fsdptrain.testing import tiny_tokenizer
 
 FILE_BYTES = 1_000_000_000
@@ -54,7 +54,7 @@ def shape(name: str, **changes: Any) -> PreTrainedConfig:
 def write_random(folder: Path, config: PreTrainedConfig, *, seed: int, max_bytes: int = FILE_BYTES) -> int:
     """Write random bfloat16 weights to files of at most `max_bytes`. Returns the number of bytes.
 
-    Holds at most one tensor at a time.
+    Holds the tensors of one file at a time.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(folder)
@@ -62,8 +62,7 @@ def write_random(folder: Path, config: PreTrainedConfig, *, seed: int, max_bytes
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    files = plan_files([tensors], [0], max_bytes=max_bytes)
-    writer = HubWriter(folder, files)
+    writer = HubWriter(folder, max_bytes=max_bytes)
     device = "cuda" if torch.cuda.is_available() else "cpu"  # billions of random numbers
     generator = torch.Generator(device).manual_seed(seed)
     for name, tensor in tensors.items():
@@ -73,7 +72,6 @@ def write_random(folder: Path, config: PreTrainedConfig, *, seed: int, max_bytes
             drawn = torch.empty(tensor.shape, dtype=tensor.dtype, device=device).uniform_(
                 -0.03, 0.03, generator=generator
             )
-        writer.write({name: drawn.cpu()})
+        writer.add(name, drawn)
     writer.finish()
-    write_index(folder, files)
-    return sum(file.num_bytes for file in files)
+    return writer.num_bytes

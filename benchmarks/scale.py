@@ -21,7 +21,7 @@ from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
 from fsdptrain.features.context_parallel.recurrent import check_dealing
 from fsdptrain.memory.flops import model_flops
-from fsdptrain.memory.pieces import Grid
+from fsdptrain.memory.grid import Grid
 from fsdptrain.model.structure import expert_choice
 from fsdptrain.tools.plan.plan import Machine, Planner, seqlens, with_margin
 from fsdptrain.tools.plan.remedies import change

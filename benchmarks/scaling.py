@@ -43,7 +43,8 @@ from fsdptrain.algo.losses import LOSSES
 from fsdptrain.config import Config
 from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.memory.demand import GIB
-from fsdptrain.memory.pieces import Grid, Pieces
+from fsdptrain.memory.grid import Grid
+from fsdptrain.memory.pieces import Pieces
 from fsdptrain.model.architecture import model_from_config
 from fsdptrain.model.structure import decoder_layers
 from fsdptrain.testing import spawn

@@ -22,8 +22,9 @@ from fsdptrain.errors import ConfigError
 from fsdptrain.features.context_parallel.recurrent import recurrent_mixers
 from fsdptrain.features.context_parallel.ulysses import repeats_of
 from fsdptrain.features.model_parallel.plan import SplitPlan
-from fsdptrain.memory.pieces import Grid, Piece, Pieces
-from fsdptrain.model.probes.module_tree import module_kind
+from fsdptrain.memory.grid import Grid
+from fsdptrain.memory.pieces import Piece, Pieces
+from fsdptrain.model.module_kind import module_kind
 from fsdptrain.model.structure import (
     decoder_layers,
     expert_choice,

@@ -8,7 +8,7 @@ hooks of all features and combines the results.
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 LogProbsFunction = Callable[..., tuple[Tensor, Tensor | None]]  # the arguments of `model.logprobs.chunked_logprobs`
 ForwardPass = Callable[[PackedBatch], Mapping[str, Tensor]]  # to the `outputs` of the features, without the head
 F = TypeVar("F", bound="Feature")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -269,7 +270,11 @@ def _enabled(config: Config) -> list[Any]:
 
 
 class Features:
-    """The features of a run, in order. Each method combines what the hooks of the same name return."""
+    """The features of a run, in order. Each method combines what the hooks of the same name return.
+
+    There are five ways to combine: chain (each hook changes the result of the one before), first (the first that is not
+    None), update (a merged mapping), enter (all contexts) and any.
+    """
 
     def __init__(self, members: Sequence[Feature] = ()) -> None:
         self.members = tuple(members)
@@ -298,120 +303,97 @@ class Features:
         return next((x for x in (member.prompt_processor for member in self.members) if x is not None), None)
 
     def build_options(self) -> BuildOptions:
-        options = BuildOptions()
-        for member in self.members:
-            options = member.build_options(options)
-        return options
+        return self._chain("build_options", BuildOptions())
 
-    @contextmanager
-    def without(self) -> Iterator[None]:
-        with self._entered(member.without() for member in self.members):
-            yield
+    def without(self) -> AbstractContextManager[None]:
+        return self._enter("without")
 
     def allows(self, layout: "Layout", attention: str) -> bool:
-        return all(member.allows(layout, attention) for member in self.members)
+        return all(self._each("allows", layout, attention))
 
     def probe_segments(self, vocab_size: int) -> list[Sequence[Segment]]:
-        found = [member.probe_segments(vocab_size) for member in self.members]
-        return [segments for segments in found if segments]
+        return [segments for segments in self._each("probe_segments", vocab_size) if segments]
 
     def sampling(self, sampling: SamplingParams) -> SamplingParams:
-        for member in self.members:
-            sampling = member.sampling(sampling)
-        return sampling
+        return self._chain("sampling", sampling)
 
     def plan_packs(
         self, lengths: Sequence[int], prompts: Sequence[tuple[int, int]], *, num_ranks: int, max_tokens: int
     ) -> "PackPlan | None":
-        plans = (m.plan_packs(lengths, prompts, num_ranks=num_ranks, max_tokens=max_tokens) for m in self.members)
-        return next((plan for plan in plans if plan is not None), None)
+        return self._first("plan_packs", lengths, prompts, num_ranks=num_ranks, max_tokens=max_tokens)
 
     def finish_pack(self, batch: PackedBatch, samples: Sequence[Sample], plan: "PackPlan") -> PackedBatch:
-        for member in self.members:
-            batch = member.finish_pack(batch, samples, plan)
-        return batch
+        return self._chain("finish_pack", batch, samples, plan)
 
     def rows(self, batch: PackedBatch, layout: "Layout", attention: str) -> "Rows | None":
-        found = (member.rows(batch, layout, attention) for member in self.members)
-        return next((rows for rows in found if rows is not None), None)
+        return self._first("rows", batch, layout, attention)
 
     def model_inputs(self, batch: PackedBatch, rows: "Rows") -> dict[str, Any]:
-        inputs: dict[str, Any] = {}
-        for member in self.members:
-            inputs.update(member.model_inputs(batch, rows))
-        return inputs
+        return self._update("model_inputs", batch, rows)
 
-    @contextmanager
-    def around_forward(self, batch: PackedBatch, rows: "Rows") -> Iterator[None]:
-        with self._entered(member.around_forward(batch, rows) for member in self.members):
-            yield
+    def around_forward(self, batch: PackedBatch, rows: "Rows") -> AbstractContextManager[None]:
+        return self._enter("around_forward", batch, rows)
 
     def outputs(self, batch: PackedBatch, rows: "Rows", output: Any) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        for member in self.members:
-            found.update(member.outputs(batch, rows, output))
-        return found
+        return self._update("outputs", batch, rows, output)
 
     def logprobs_function(self, stock: LogProbsFunction) -> LogProbsFunction:
-        for member in self.members:
-            stock = member.logprobs_function(stock)
-        return stock
+        return self._chain("logprobs_function", stock)
 
-    @contextmanager
-    def around_scoring(self, role: "ModelRole") -> Iterator[None]:
-        with self._entered(member.around_scoring(role) for member in self.members):
-            yield
+    def around_scoring(self, role: "ModelRole") -> AbstractContextManager[None]:
+        return self._enter("around_scoring", role)
 
     def after_scoring(self, batch: PackedBatch, logprobs: LogProbs) -> PackedBatch:
-        for member in self.members:
-            batch = member.after_scoring(batch, logprobs)
-        return batch
+        return self._chain("after_scoring", batch, logprobs)
 
     def finish_loss(self, output: LossOutput, batch: PackedBatch, logprobs: LogProbs) -> LossOutput:
-        for member in self.members:
-            output = member.finish_loss(output, batch, logprobs)
-        return output
+        return self._chain("finish_loss", output, batch, logprobs)
 
     def after_step(self, *, updated: bool) -> Metrics:
-        metrics: Metrics = {}
-        for member in self.members:
-            metrics.update(member.after_step(updated=updated))
-        return metrics
+        return self._update("after_step", updated=updated)
 
     def full_precision_weight(self, name: str, tensor: Tensor) -> Tensor | None:
-        found = (member.full_precision_weight(name, tensor) for member in self.members)
-        return next((weight for weight in found if weight is not None), None)
+        return self._first("full_precision_weight", name, tensor)
 
     def changes_weight(self, name: str) -> bool:
-        return any(member.changes_weight(name) for member in self.members)
+        return any(self._each("changes_weight", name))
 
     def checkpoint_identity(self) -> str | None:
-        found = [identity for identity in (member.checkpoint_identity() for member in self.members) if identity]
-        return "; ".join(found) or None
+        return "; ".join(filter(None, self._each("checkpoint_identity"))) or None
 
     def push_weights(self, engine: "RolloutEngine", policy_version: int) -> bool:
-        return any(member.push_weights(engine, policy_version) for member in self.members)
+        return any(self._each("push_weights", engine, policy_version))
 
     def export(self, target: Path, write_model: Callable[[Path], None]) -> bool:
-        return any(member.export(target, write_model) for member in self.members)
+        return any(self._each("export", target, write_model))
 
     def generation_inputs(
         self, model: PreTrainedModel, prompts: Sequence[Prompt], ids: Tensor, mask: Tensor, positions: Tensor
     ) -> dict[str, Tensor]:
-        inputs: dict[str, Tensor] = {}
-        for member in self.members:
-            inputs.update(member.generation_inputs(model, prompts, ids, mask, positions))
-        return inputs
+        return self._update("generation_inputs", model, prompts, ids, mask, positions)
 
     def route_recorder(self, model: PreTrainedModel) -> "Callable[..., RouteRecorder] | None":
-        found = (member.route_recorder(model) for member in self.members)
-        return next((recorder for recorder in found if recorder is not None), None)
+        return self._first("route_recorder", model)
 
-    @staticmethod
+    def _each(self, hook: str, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """Call the hook of one feature after the other, as far as the results are read."""
+        return (getattr(member, hook)(*args, **kwargs) for member in self.members)
+
+    def _chain(self, hook: str, value: T, *args: Any) -> T:
+        for member in self.members:
+            value = getattr(member, hook)(value, *args)
+        return value
+
+    def _first(self, hook: str, *args: Any, **kwargs: Any) -> Any:
+        return next((found for found in self._each(hook, *args, **kwargs) if found is not None), None)
+
+    def _update(self, hook: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {name: value for found in self._each(hook, *args, **kwargs) for name, value in found.items()}
+
     @contextmanager
-    def _entered(contexts: Iterable[AbstractContextManager[None]]) -> Iterator[None]:
+    def _enter(self, hook: str, *args: Any) -> Iterator[None]:
         with ExitStack() as stack:
-            for context in contexts:
+            for context in self._each(hook, *args):
                 stack.enter_context(context)
             yield
 

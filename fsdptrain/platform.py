@@ -16,10 +16,10 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from fsdptrain.cgroup import cgroup_files
 from fsdptrain.errors import ConfigError
 from fsdptrain.overrides import overridable
-from fsdptrain.rank_variables import read_rank_variables
-from fsdptrain.rendezvous import open_store
+from fsdptrain.rank_variables import RankVariables, read_rank_variables
 
 GIB = 1024**3
 PLATFORM = "FSDPTRAIN_PLATFORM"
@@ -81,18 +81,10 @@ def host_memory() -> tuple[int, int]:
     """Return available and total memory of the host, within its cgroup limits. [bytes]"""
     memory = psutil.virtual_memory()
     free, total = memory.available, memory.total
-    for group in _control_groups(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")):
-        limit, left = _group_memory(group)
+    for limits in cgroup_files("memory.max"):
+        limit, left = _group_memory(limits.parent)
         free, total = min(free, left), min(total, limit)
     return max(0, free), total
-
-
-def _control_groups(membership: Path, root: Path) -> list[Path]:
-    """Return the cgroup v2 directories with a memory limit that apply to this process (container, Slurm job)."""
-    lines = membership.read_text().splitlines() if membership.is_file() else []
-    own = [root / line.removeprefix("0::").lstrip("/") for line in lines if line.startswith("0::")]
-    groups = [folder for path in own for folder in (path, *path.parents) if folder.is_relative_to(root)]
-    return [group for group in groups if (group / "memory.max").is_file()]
 
 
 def _group_memory(group: Path) -> tuple[int, int]:
@@ -130,7 +122,7 @@ def process_group(timeout_s: float) -> Iterator[None]:
         index = local_device().index
         _check_device(index, torch.accelerator.device_count())
         torch.accelerator.set_device_index(index)
-    store = open_store(ranks, timeout_s) if ranks else dist.HashStore()
+    store = _open_store(ranks, timeout_s) if ranks else dist.HashStore()
     rank, world_size = (ranks.rank, ranks.world_size) if ranks else (0, 1)
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(distributed_backend(), store=store, rank=rank, world_size=world_size, timeout=timeout)
@@ -138,6 +130,12 @@ def process_group(timeout_s: float) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def _open_store(ranks: RankVariables, timeout_s: float) -> dist.Store:
+    from fsdptrain.rendezvous import open_store
+
+    return open_store(ranks, timeout_s)
 
 
 def _check_device(index: int, count: int) -> None:

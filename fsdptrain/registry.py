@@ -9,7 +9,7 @@ A package registers a plug-in as an entry point named `<kind>.<name>` in the gro
 import importlib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
@@ -17,6 +17,26 @@ from typing import Any, TypeVar
 from fsdptrain.errors import ConfigError
 
 T = TypeVar("T")
+
+
+class Table(Mapping[str, T]):
+    """Objects by name, each imported on first use from its target `package.module:attribute`."""
+
+    def __init__(self, targets: Mapping[str, str]) -> None:
+        self._targets = targets
+
+    def __getitem__(self, name: str) -> T:
+        module, _, attribute = self._targets[name].partition(":")
+        return getattr(importlib.import_module(module), attribute)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._targets
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._targets)
+
+    def __len__(self) -> int:
+        return len(self._targets)
 
 
 def resolve(name: str, table: Mapping[str, T], *, flag: str, plugins: str = "") -> T:

@@ -9,7 +9,8 @@ from pathlib import Path
 from random import Random
 
 from fsdptrain.config import Config
-from fsdptrain.data.sources import Row, load_rows, split_rows
+from fsdptrain.data.rows import Row, split_rows
+from fsdptrain.data.sources import load_rows
 
 
 def write_demonstrations(target: Path, config: Config, *, count: int) -> Path:

@@ -8,10 +8,13 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fsdptrain.algo.batch_scales import STD_EPSILON, ReduceSums, divide_by_batch_std, whiten_samples, whiten_tokens
 from fsdptrain.errors import ConfigError, describe
+from fsdptrain.registry import Table
 from fsdptrain.types import Sample
 
+STD_EPSILON = 1e-6
+
+ReduceSums = Callable[[Mapping[str, float]], Mapping[str, float]]
 Estimate = Callable[[Sequence[float], Sequence[int]], Sequence[float]]  # (rewards, lengths) of a group -> advantages
 
 
@@ -40,13 +43,10 @@ def assign_advantages(samples: Sequence[Sample], rule: AdvantageRule) -> list[Sa
 
 def scale_over_batch(samples: Sequence[Sample], rule: AdvantageRule, reduce_sums: ReduceSums) -> list[Sample]:
     """Apply the batch scale of `rule` to the advantages from `assign_advantages`. Collective through `reduce_sums`."""
-    if rule.weights is not None:
-        return whiten_samples(samples, reduce_sums)
-    if rule.scale == "whiten":
-        return whiten_tokens(samples, reduce_sums)
-    if rule.scale == "batch":
-        return divide_by_batch_std(samples, reduce_sums)
-    return list(samples)
+    if rule.weights is None and rule.scale not in BATCH_SCALES:
+        return list(samples)
+    scale = BATCH_SCALES["whiten_samples" if rule.weights is not None else rule.scale]
+    return scale(samples, reduce_sums)
 
 
 def sum_then_normalize(members: Sequence[Sample], rule: AdvantageRule) -> list[float]:
@@ -205,3 +205,10 @@ MULTI_REWARD: Mapping[str, Callable[..., list[float]]] = {
     "sum_then_normalize": sum_then_normalize,
     "normalize_then_sum": normalize_then_sum,
 }
+BATCH_SCALES = Table[Callable[[Sequence[Sample], ReduceSums], list[Sample]]](
+    {
+        "batch": "fsdptrain.algo.batch_scales:divide_by_batch_std",
+        "whiten": "fsdptrain.algo.batch_scales:whiten_tokens",
+        "whiten_samples": "fsdptrain.algo.batch_scales:whiten_samples",
+    }
+)

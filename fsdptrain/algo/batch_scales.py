@@ -5,16 +5,14 @@ not depend on how samples are distributed over ranks. Unscored samples are ignor
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from fsdptrain.algo.advantages import STD_EPSILON, ReduceSums
 from fsdptrain.types import Sample
 
-STD_EPSILON = 1e-6
 VARIANCE_EPSILON = 1e-8
 ROUNDING = 1e-12  # relative rounding error of a mean of equal values; a smaller std counts as 0
-
-ReduceSums = Callable[[Mapping[str, float]], Mapping[str, float]]
 
 
 def divide_by_batch_std(samples: Sequence[Sample], reduce_sums: ReduceSums) -> list[Sample]:

@@ -5,31 +5,22 @@ the options that it reads in fsdptrain/config/presets.py. Alternatively, pass `-
 needs neither.
 """
 
-from collections.abc import Mapping
-
-from fsdptrain.algo.clipped_losses import gmpo, grpo, gspo
-from fsdptrain.algo.objective import total
-from fsdptrain.algo.tokens import at_loss_tokens
-from fsdptrain.algo.weighted_losses import cispo, dppo_kl, dppo_tv, ipo, reinforce, sapo
 from fsdptrain.protocols import Loss
-from fsdptrain.types import LogProbs, LossConfig, LossOutput, PackedBatch
+from fsdptrain.registry import Table
 
+_CLIPPED, _WEIGHTED = "fsdptrain.algo.clipped_losses", "fsdptrain.algo.weighted_losses"
 
-def sft(batch: PackedBatch, logprobs: LogProbs, config: LossConfig) -> LossOutput:
-    """Negative log-likelihood of the loss tokens, -l. Ignores advantages and rollout logprobs."""
-    tokens = at_loss_tokens(batch, logprobs)
-    return total(tokens, -tokens.logprobs, config, {})
-
-
-LOSSES: Mapping[str, Loss] = {
-    "grpo": grpo,
-    "gspo": gspo,
-    "gmpo": gmpo,
-    "cispo": cispo,
-    "sapo": sapo,
-    "dppo_tv": dppo_tv,
-    "dppo_kl": dppo_kl,
-    "ipo": ipo,
-    "reinforce": reinforce,
-    "sft": sft,
-}
+LOSSES = Table[Loss](
+    {
+        "grpo": f"{_CLIPPED}:grpo",
+        "gspo": f"{_CLIPPED}:gspo",
+        "gmpo": f"{_CLIPPED}:gmpo",
+        "cispo": f"{_WEIGHTED}:cispo",
+        "sapo": f"{_WEIGHTED}:sapo",
+        "dppo_tv": f"{_WEIGHTED}:dppo_tv",
+        "dppo_kl": f"{_WEIGHTED}:dppo_kl",
+        "ipo": f"{_WEIGHTED}:ipo",
+        "reinforce": f"{_WEIGHTED}:reinforce",
+        "sft": f"{_WEIGHTED}:sft",
+    }
+)

@@ -22,6 +22,10 @@ class ShapingRule:
     coefficients: Mapping[str, float]  # by names in `SHAPES`; enabled terms only
     pass_threshold: float = 1.0  # [reward]
 
+    def apply(self, samples: Sequence[Sample]) -> list[Sample]:
+        """Shape the rewards of `samples`, which must contain whole groups. Keeps the order; skips unscored samples."""
+        return shape(samples, self)
+
 
 def shape(samples: Sequence[Sample], rule: ShapingRule) -> list[Sample]:
     """Apply reward shaping to `samples`, which must contain whole groups. Keeps the order; skips unscored samples."""

@@ -1,4 +1,4 @@
-"""Losses that weight or mask the policy gradient of each token: cispo, sapo, dppo_tv, dppo_kl, ipo, reinforce."""
+"""Losses that weight or mask the policy gradient of each token: cispo, sapo, dppo_tv, dppo_kl, ipo, reinforce, sft."""
 
 import torch
 from torch import Tensor
@@ -102,6 +102,12 @@ def ipo(batch: PackedBatch, logprobs: LogProbs, config: LossConfig) -> LossOutpu
         clipped_high=too_high & (tokens.advantages > 0),
     )
     return total(tokens, policy, config, metrics | mismatch_metrics(tokens, config))
+
+
+def sft(batch: PackedBatch, logprobs: LogProbs, config: LossConfig) -> LossOutput:
+    """Negative log-likelihood of the loss tokens, -l. Ignores advantages and rollout logprobs."""
+    tokens = at_loss_tokens(batch, logprobs)
+    return total(tokens, -tokens.logprobs, config, {})
 
 
 def _masked_gradient(tokens: LossTokens, config: LossConfig, *, too_high: Tensor, too_low: Tensor) -> LossOutput:

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fsdptrain.config import DataConfig
 from fsdptrain.data.prompts import check_template
-from fsdptrain.data.sources import as_messages
+from fsdptrain.data.rows import as_messages
 from fsdptrain.errors import DataError
 from fsdptrain.types import Message
 

@@ -6,17 +6,32 @@ bytes, the mapping of both that parquet files store, or an image that `datasets`
 
 import hashlib
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fsdptrain.data.rows import Row, as_messages
 from fsdptrain.errors import DataError
-from fsdptrain.types import Message
+from fsdptrain.protocols import PromptProcessor
+from fsdptrain.types import Message, Segment
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 MARK = "<image>"  # position of the next image in a prompt
+
+
+def read_images(
+    row: Row, processor: PromptProcessor, render: Callable[[list[Message]], str], *, column: str
+) -> Segment:
+    """Tokenize the chat of a row with its images, using the processor of the checkpoint. render: the chat template."""
+    text = render(with_places(as_messages(row.prompt), len(row.images), row_id=row.id))
+    pictures = [open_picture(one, row_id=row.id, column=column) for one in row.images]
+    try:
+        return processor.read(text, pictures)
+    except (ValueError, TypeError, IndexError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise DataError(f"the processor of --hf-checkpoint does not take row {row.id}: {reason}") from error
 
 
 def as_pictures(value: Any, folder: Path) -> tuple[Any, ...]:

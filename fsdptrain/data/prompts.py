@@ -3,19 +3,22 @@
 import hashlib
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from fsdptrain.config import DataConfig, RolloutConfig
-from fsdptrain.data.curriculum import PassRates
-from fsdptrain.data.images import open_picture, with_places
-from fsdptrain.data.sources import GENERATOR, Row, Rows, as_messages, content_hash
+from fsdptrain.data.rows import Row, Rows, as_messages, content_hash
+from fsdptrain.data.sources import GENERATOR
 from fsdptrain.errors import ConfigError, DataError
 from fsdptrain.protocols import PromptProcessor
-from fsdptrain.types import Images, Message, Metrics, Prompt, Segment
+from fsdptrain.types import Images, Message, Metrics, Prompt
+
+if TYPE_CHECKING:
+    from fsdptrain.data.curriculum import PassRates
 
 ANSWER_TAGS_PROMPT = (
     "Reason about the question first. Then give the final answer, and nothing else, inside <answer></answer> tags, "
@@ -49,7 +52,7 @@ class PromptStream:
         rollout: RolloutConfig,
         exclude: Collection[str] = (),
         max_prompt_len: int | None = None,
-        curriculum: PassRates | None = None,
+        curriculum: "PassRates | None" = None,
         processor: PromptProcessor | None = None,
     ) -> None:
         check_template(tokenizer, data)
@@ -211,7 +214,10 @@ def make_prompt(
     system_prompt = _system_prompt(data)
     images: Images | None = None
     if processor is not None:
-        token_ids, images = _show(row, tokenizer, processor, data=data, system_prompt=system_prompt)
+        from fsdptrain.data.images import read_images
+
+        render = partial(_render_chat, tokenizer=tokenizer, data=data, system_prompt=system_prompt, row_id=row.id)
+        token_ids, images = read_images(row, processor, render, column=str(data.image_key))
     elif data.apply_chat_template:
         text = _render_chat(as_messages(row.prompt), tokenizer, data=data, system_prompt=system_prompt, row_id=row.id)
         token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -229,21 +235,6 @@ def make_prompt(
         metadata=row.metadata,
         images=images,
     )
-
-
-def _show(
-    row: Row, tokenizer: PreTrainedTokenizerBase, processor: PromptProcessor, *, data: DataConfig, system_prompt: str
-) -> Segment:
-    """Tokenize the chat of a row with its images, using the processor of the checkpoint."""
-    assert data.image_key is not None
-    messages = with_places(as_messages(row.prompt), len(row.images), row_id=row.id)
-    text = _render_chat(messages, tokenizer, data=data, system_prompt=system_prompt, row_id=row.id)
-    pictures = [open_picture(one, row_id=row.id, column=data.image_key) for one in row.images]
-    try:
-        return processor.read(text, pictures)
-    except (ValueError, TypeError, IndexError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise DataError(f"the processor of --hf-checkpoint does not take row {row.id}: {reason}") from error
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> None:

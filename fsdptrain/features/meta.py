@@ -5,7 +5,7 @@ from transformers import PreTrainedModel
 from fsdptrain.config import Config
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import CheckpointError
-from fsdptrain.model.loading.files import resolve_config
+from fsdptrain.model.loading.hub import resolve_config
 from fsdptrain.model.loading.meta import build_meta_model
 
 

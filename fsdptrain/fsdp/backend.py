@@ -1,10 +1,10 @@
 """The training backend on PyTorch FSDP2: any transformers model, one process per device."""
 
-import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,24 +14,14 @@ from fsdptrain import platform
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.algo.metrics import finish_metrics
 from fsdptrain.config import Config
-from fsdptrain.errors import CheckpointError
 from fsdptrain.feature import Features, load_features
 from fsdptrain.fsdp.build import load_model
-from fsdptrain.fsdp.checkpoint import (
-    PendingWrite,
-    has_reference,
-    load_checkpoint,
-    load_reference,
-    save_checkpoint,
-    save_reference,
-)
-from fsdptrain.fsdp.export import export_hf, stream_weights
+from fsdptrain.fsdp.checkpoint_folder import PendingWrite
 from fsdptrain.fsdp.mesh import build_meshes
 from fsdptrain.fsdp.metric_sums import MetricSums
 from fsdptrain.fsdp.optimizer import Optimizer
-from fsdptrain.fsdp.reference import ReferenceBank
-from fsdptrain.fsdp.shards import HostStash, describe, fingerprint, local_shard
-from fsdptrain.fsdp.staging import Staging
+from fsdptrain.fsdp.shards import local_shard
+from fsdptrain.fsdp.stream import stream_weights
 from fsdptrain.model.loading.files import stored_dtype
 from fsdptrain.model.loading.meta import resolve_checkpoint
 from fsdptrain.model.policy import check_backward, check_head, evaluating, policy_logprobs
@@ -41,6 +31,11 @@ from fsdptrain.model.structure import reshard
 from fsdptrain.model.truncation import Truncation
 from fsdptrain.protocols import Loss, ModelRole, Naming, RolloutEngine
 from fsdptrain.types import LogProbs, LossConfig, Metrics, PackedBatch
+
+if TYPE_CHECKING:
+    from fsdptrain.fsdp.reference import ReferenceBank
+    from fsdptrain.fsdp.staging import Staging
+    from fsdptrain.fsdp.stash import HostStash
 
 
 class FSDPBackend:
@@ -77,14 +72,15 @@ class FSDPBackend:
         self.compute_dtype: torch.dtype = getattr(torch, config.compute_dtype_name)
         self.checkpoint_path = resolve_checkpoint(config.model.hf_checkpoint)
         self._config = config
-        self._stash, self._optimizer_stash = HostStash(), HostStash()  # tensors moved by `offload`
-        self._staging = Staging(config.launch.dist_timeout) if config.run.async_save else None
+        self._stash: HostStash | None = None  # parameters moved by `offload`
+        self._optimizer_stash: HostStash | None = None
+        self._staging = _build_staging(config)
         self.features = load_features(config, self.checkpoint_path) if features is None else features
-        other = self._load_other_reference()  # before the policy: only one model is on the device at a time
+        bank = self._load_bank()  # before the policy: only one model is on the device at a time
         self._model = load_model(
             config, self.checkpoint_path, self._meshes, features=self.features, before_load=before_load
         )
-        self._reference = self._checked_reference(other)
+        self._reference = self._choose_bank(bank)
         self._reference_moved = False  # whether `update_reference` was called
         self.layout_probe = self._verify_model()
         self._optimizer = Optimizer(self._model, config.optim, total_steps=total_steps, fp16=config.model.fp16)
@@ -112,7 +108,7 @@ class FSDPBackend:
 
         For `reference` the weights are swapped once for all batches. A reference exists only if a KL term needs it.
         """
-        assert not self._stash, "onload comes before score"
+        assert self._stash is None, "onload comes before score"
         with torch.no_grad(), evaluating(self._model), self._weights_of(model):
             found = [self._logprobs(batch.to(self.device), with_entropy=False) for batch in batches]
             return [LogProbs(x.values.cpu(), extras={name: y.cpu() for name, y in x.extras.items()}) for x in found]
@@ -147,7 +143,7 @@ class FSDPBackend:
 
     def update_reference(self) -> None:
         """Make the current policy the reference. Later checkpoints contain it."""
-        assert not self._stash, "onload comes before update_reference"
+        assert self._stash is None, "onload comes before update_reference"
         self._bank.copy_from(self._model)
         self._reference_moved = True
 
@@ -156,21 +152,23 @@ class FSDPBackend:
 
         Every rank receives all tensors and must iterate to the end.
         """
-        assert not self._stash, "onload comes before hf_weights"
+        assert self._stash is None, "onload comes before hf_weights"
         return stream_weights(self._model, dtype=self.compute_dtype, naming=naming, features=self.features)
 
     def push_weights(self, engine: RolloutEngine, policy_version: int) -> bool:
         """Push weights to `engine` through a feature. Returns False if no feature does this; nothing is sent then."""
-        assert not self._stash, "onload comes before push_weights"
+        assert self._stash is None, "onload comes before push_weights"
         return self.features.push_weights(engine, policy_version)
 
     def export(self, target: Path) -> None:
         """Write the policy as a Hugging Face folder, in the dtype of its source checkpoint."""
-        assert not self._stash, "onload comes before export"
+        assert self._stash is None, "onload comes before export"
         if not self.features.export(target, self._export_model):
             self._export_model(target)
 
     def _export_model(self, target: Path) -> None:
+        from fsdptrain.fsdp.export import export_hf
+
         stored = stored_dtype(self.checkpoint_path)
         dtype = getattr(torch, stored) if stored else self.compute_dtype
         export_hf(self._model, self.checkpoint_path, target, dtype=dtype, features=self.features)
@@ -180,26 +178,32 @@ class FSDPBackend:
 
         keep_weights: move only the optimizer state. On a CPU the tensors are copied, which frees no memory.
         """
+        from fsdptrain.fsdp.stash import HostStash
+
         self._optimizer.zero_grad()
-        if not self._optimizer_stash:
-            self._optimizer_stash.stash(self._on_device(self._optimizer.tensors().values()))
-        if not keep_weights and not self._stash:
+        if self._optimizer_stash is None:
+            self._optimizer_stash = HostStash(self._on_device(self._optimizer.tensors().values()))
+        if not keep_weights and self._stash is None:
             reshard(self._model)
-            self._stash.stash(self._on_device(self._model.parameters()))
+            self._stash = HostStash(self._on_device(self._model.parameters()))
 
     def onload(self) -> None:
-        self._stash.restore()
-        self._optimizer_stash.restore()
+        for stash in (self._stash, self._optimizer_stash):
+            if stash is not None:
+                stash.restore()
+        self._stash = self._optimizer_stash = None
 
     @property
     def _is_away(self) -> bool:
-        return bool(self._stash or self._optimizer_stash)
+        return self._stash is not None or self._optimizer_stash is not None
 
     def _on_device(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         return [local_shard(tensor) for tensor in tensors if tensor.device.type == self.device.type]
 
     def save(self, directory: Path, step: int) -> PendingWrite | None:
         """Save into an existing folder (see `CheckpointFolder.write`). With --async-save, return the pending write."""
+        from fsdptrain.fsdp.checkpoint import save_checkpoint, save_reference
+
         assert not self._is_away, "onload comes before save"
         kept, identity = self._staging, self.features.checkpoint_identity()
         rests = [save_checkpoint(directory, self._model, self._optimizer, step=step, adapter=identity, staging=kept)]
@@ -210,6 +214,8 @@ class FSDPBackend:
 
     def load(self, directory: Path) -> int:
         """Load a checkpoint and return its step. Raises CheckpointError."""
+        from fsdptrain.fsdp.checkpoint import has_reference, load_checkpoint, load_reference
+
         assert not self._is_away, "onload comes before load"
         step = load_checkpoint(directory, self._model, self._optimizer, adapter=self.features.checkpoint_identity())
         self._reference_moved = self._reference is not None and has_reference(directory)
@@ -219,7 +225,7 @@ class FSDPBackend:
         return step
 
     @property
-    def _bank(self) -> ReferenceBank:
+    def _bank(self) -> "ReferenceBank":
         assert self._reference is not None, "there is no reference of its own weights"
         return self._reference
 
@@ -271,34 +277,28 @@ class FSDPBackend:
         for feature in self.features:
             feature.check_gradients(self._model)
 
-    def _load_other_reference(self) -> ReferenceBank | None:
-        """Load the weights of --ref-load, if given. The sharded model is freed before this returns."""
-        config = self._config
-        if not config.needs_reference or config.ref.load is None:
+    def _load_bank(self) -> "ReferenceBank | None":
+        """Load the weights of --ref-load, if the run needs them."""
+        if not self._config.needs_reference or self._config.ref.load is None:
             return None
-        stored = self.features.build_options().stored_dtype
-        features = Features([feature for feature in self.features if feature.cuts_parameters])
-        try:
-            path = resolve_checkpoint(config.ref.load)
-            bank = ReferenceBank(load_model(config, path, self._meshes, features=features, stored_dtype=stored))
-        except CheckpointError as error:  # raised on all ranks
-            raise CheckpointError(str(error).replace("--hf-checkpoint", "--ref-load")) from error
-        gc.collect()  # modules and FSDP hooks form reference cycles
-        return bank
+        from fsdptrain.fsdp.reference import load_bank
 
-    def _checked_reference(self, other: ReferenceBank | None) -> ReferenceBank | None:
+        return load_bank(self._config, self.features, self._meshes)
+
+    def _choose_bank(self, loaded: "ReferenceBank | None") -> "ReferenceBank | None":
         if not self._config.needs_reference:
             return None
-        with self.features.without():
-            own = fingerprint(self._model)
-        if other is not None and other.fingerprint != own:
-            raise CheckpointError(
-                f"--ref-load {self._config.ref.load} is {describe(other.fingerprint)}, but --hf-checkpoint is "
-                f"{describe(own)}: the reference must have the same shapes"
-            )
-        if other is None and not self.features.provides_reference:
-            return ReferenceBank(self._model)
-        return other
+        from fsdptrain.fsdp.reference import choose_bank
+
+        return choose_bank(self._model, self._config, self.features, loaded)
+
+
+def _build_staging(config: Config) -> "Staging | None":
+    if not config.run.async_save:
+        return None
+    from fsdptrain.fsdp.staging import Staging
+
+    return Staging(config.launch.dist_timeout)
 
 
 def _all(actions: Sequence[Callable[[], None]]) -> None:

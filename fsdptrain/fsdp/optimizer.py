@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +12,12 @@ from torch.distributed.tensor import DTensor
 
 from fsdptrain.config import OptimConfig
 from fsdptrain.errors import NumericsError
-from fsdptrain.fsdp.host_adam import HostAdam, host_moment
 from fsdptrain.model.structure import reshard
 from fsdptrain.overrides import overridable
 from fsdptrain.types import Metrics
+
+if TYPE_CHECKING:
+    from fsdptrain.fsdp.host_adam import HostAdam
 
 Schedule = Callable[[int], float]
 
@@ -103,8 +106,7 @@ class Optimizer:
         self._names = {p: name for name, p in trained if p.requires_grad}
         self._schedule = lr_schedule(config, total_steps=total_steps)
         self._adam = _adamw(list(self._names), config)
-        on_host = config.offload_optimizer
-        self._host_adam = HostAdam(self._adam, on=config.offload_optimizer_step) if on_host else None
+        self._host_adam = _host_adam(self._adam, config)
         device_type = next(iter(self._names)).device.type
         self._scaler = torch.amp.GradScaler(device_type, enabled=fp16)
         self._norm_of = total_norm or _norm_over_meshes
@@ -247,9 +249,20 @@ def _adamw(params: list[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW
         eps=config.adam_eps,
         fused=fused,
     )
-    host = config.offload_optimizer
+    zeros, on_host = partial(torch.zeros_like, requires_grad=False), config.offload_optimizer
+    if on_host:
+        from fsdptrain.fsdp.host_adam import host_moment as zeros
     for p in params:
-        step = torch.zeros((), dtype=torch.float32, device=p.device if fused and not host else "cpu")
-        moments = [host_moment(p) if host else torch.zeros_like(p, requires_grad=False) for _ in _MOMENTS]
+        step = torch.zeros((), dtype=torch.float32, device=p.device if fused and not on_host else "cpu")
+        moments = [zeros(p) for _ in _MOMENTS]
         adam.state[p] = {"step": step} | dict(zip(_MOMENTS, moments, strict=True))
     return adam
+
+
+def _host_adam(adam: torch.optim.AdamW, config: OptimConfig) -> "HostAdam | None":
+    """Return what runs the steps of `adam` with --offload-optimizer."""
+    if not config.offload_optimizer:
+        return None
+    from fsdptrain.fsdp.host_adam import HostAdam
+
+    return HostAdam(adam, on=config.offload_optimizer_step)

@@ -4,6 +4,7 @@ It costs one shard of host memory per rank and no second model on the device or 
 directions.
 """
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,7 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from fsdptrain import platform
-from fsdptrain.fsdp.shards import fingerprint, local_shard
+from fsdptrain.config import Config
+from fsdptrain.errors import CheckpointError
+from fsdptrain.feature import Features
+from fsdptrain.fsdp.build import load_model
+from fsdptrain.fsdp.mesh import Meshes
+from fsdptrain.fsdp.shards import describe, fingerprint, local_shard
+from fsdptrain.model.loading.files import resolve_checkpoint
 from fsdptrain.model.structure import reshard
 
 
@@ -57,6 +64,39 @@ class ReferenceBank:
             banked.copy_(policy, non_blocking=True)
         if platform.has_accelerator():
             torch.accelerator.synchronize()  # the host may read and free the copied memory from here on
+
+
+def load_bank(config: Config, features: Features, meshes: Meshes) -> ReferenceBank:
+    """Load the weights of --ref-load. The sharded model is freed before this returns. Collective."""
+    assert config.ref.load is not None
+    stored = features.build_options().stored_dtype
+    cutting = Features([feature for feature in features if feature.cuts_parameters])
+    try:
+        path = resolve_checkpoint(config.ref.load)
+        bank = ReferenceBank(load_model(config, path, meshes, features=cutting, stored_dtype=stored))
+    except CheckpointError as error:  # raised on all ranks
+        raise CheckpointError(str(error).replace("--hf-checkpoint", "--ref-load")) from error
+    gc.collect()  # modules and FSDP hooks form reference cycles
+    return bank
+
+
+def choose_bank(
+    model: nn.Module, config: Config, features: Features, loaded: ReferenceBank | None
+) -> ReferenceBank | None:
+    """Return `loaded`, or the weights of `model` if a feature does not provide the reference.
+
+    Raises CheckpointError if `loaded` has other shapes than `model`.
+    """
+    if loaded is None:
+        return None if features.provides_reference else ReferenceBank(model)
+    with features.without():
+        own = fingerprint(model)
+    if loaded.fingerprint != own:
+        raise CheckpointError(
+            f"--ref-load {config.ref.load} is {describe(loaded.fingerprint)}, but --hf-checkpoint is "
+            f"{describe(own)}: the reference must have the same shapes"
+        )
+    return loaded
 
 
 def _live_tensors(model: nn.Module) -> list[Tensor]:

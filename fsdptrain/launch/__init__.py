@@ -37,7 +37,7 @@ def run(config: Config, argv: Sequence[str]) -> int:
         from fsdptrain.launch.local import start_ranks
 
         return start_ranks(config, argv, nproc=nproc)
-    from fsdptrain.launch.ranks import run_alone
+    from fsdptrain.launch.process import run_alone
 
     return run_alone(config)
 

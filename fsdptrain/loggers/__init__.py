@@ -5,27 +5,26 @@ A plug-in is a callable `(RunInfo) -> Logger`: an entry point `loggers.<name>` o
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
 
 from fsdptrain.config import Config, LogConfig
-from fsdptrain.loggers.console import ConsoleLogger
 from fsdptrain.loggers.jsonl import JsonlLogger
 from fsdptrain.loggers.run_info import RunInfo
-from fsdptrain.loggers.trackio import TrackioLogger
-from fsdptrain.loggers.wandb import WandbLogger
 from fsdptrain.protocols import Logger
-from fsdptrain.registry import resolve
+from fsdptrain.registry import Table, resolve
 
 __all__ = ["LOGGERS", "RunInfo", "build_loggers"]
 
-LOGGERS: Mapping[str, Callable[[RunInfo], Logger]] = {
-    "console": ConsoleLogger,
-    "wandb": WandbLogger,
-    "trackio": TrackioLogger,
-}
+LOGGERS = Table[Callable[[RunInfo], Logger]](
+    {
+        "console": "fsdptrain.loggers.console:ConsoleLogger",
+        "wandb": "fsdptrain.loggers.wandb:WandbLogger",
+        "trackio": "fsdptrain.loggers.trackio:TrackioLogger",
+    }
+)
 
 
 def build_loggers(

@@ -16,6 +16,7 @@ from fsdptrain.config import Config
 from fsdptrain.distributed import any_rank, raise_on_all_ranks
 from fsdptrain.errors import CheckpointError, ConfigError
 from fsdptrain.feature import NO_FEATURES
+from fsdptrain.fsdp.hub_files import write_stream
 from fsdptrain.fsdp.metric_sums import MetricSums
 from fsdptrain.fsdp.optimizer import Optimizer
 from fsdptrain.fsdp.reference import ReferenceBank
@@ -35,7 +36,6 @@ from fsdptrain.megatron.storage import (
     load_tensors,
     save_checkpoint,
     told_of,
-    write_tensors,
 )
 from fsdptrain.megatron.transformer_config import transformer_config
 from fsdptrain.megatron.weights import WeightMap, by_module
@@ -180,7 +180,8 @@ class MegatronBackend:
         save_checkpoint(directory, self.weights, self._masters, self._optimizer, step=step, model=self._identity)
         if self._reference_moved:
             with self._bank.swapped_into(self._model):
-                write_tensors(directory / REFERENCE, self.weights.plan(), self.weights.stream())
+                failure = f"checkpoint {directory} cannot be written"
+                write_stream(directory / REFERENCE, self.weights.stream(), failure=failure)
 
     def load(self, directory: Path) -> int:
         """Load a checkpoint and return its step. Raises CheckpointError."""

@@ -60,7 +60,7 @@ def start_groups(megatron: MegatronConfig, *, timeout_s: float) -> None:
     # only at the name of the order. Its purpose is to ensure that attention and experts have the same stages;
     # megatron-core checks this again by comparing the ranks, and that check remains active.
     original: Any = parallel_state.RankGenerator
-    vars(parallel_state)["RankGenerator"] = lambda **sizes: original(**sizes | {"order": _ORDER})
+    parallel_state.RankGenerator = lambda **sizes: original(**sizes | {"order": _ORDER})
     try:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=megatron.tensor_parallel,

@@ -22,7 +22,7 @@ from fsdptrain.megatron.parity import check_parity, small_models
 from fsdptrain.megatron.report import Fact, build_report
 from fsdptrain.megatron.transformer_config import transformer_config
 from fsdptrain.megatron.weights import WeightMap
-from fsdptrain.model.loading.files import resolve_config
+from fsdptrain.model.loading.hub import resolve_config
 from fsdptrain.model.loading.meta import build_meta_model
 from fsdptrain.model.probes.kernels import Kernel
 from fsdptrain.overrides import Override, install_overrides

@@ -11,8 +11,7 @@ Rank 0 writes tensor by tensor while all ranks gather.
 """
 
 import json
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from hashlib import sha256
@@ -26,15 +25,14 @@ from transformers import PreTrainedModel
 
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import CheckpointError
-from fsdptrain.fsdp.checkpoint import load_rng, read_state, sync_tree, write_state
-from fsdptrain.fsdp.export import copy_rest, replace_folder, write_config
-from fsdptrain.fsdp.hub_files import HubWriter, plan_files, write_index
+from fsdptrain.fsdp.checkpoint import load_rng, read_state, write_state
+from fsdptrain.fsdp.export import copy_rest, publish_folder, write_config
+from fsdptrain.fsdp.hub_files import write_stream
 from fsdptrain.fsdp.optimizer import Optimizer
 from fsdptrain.megatron.masters import Masters
 from fsdptrain.megatron.weights import WeightMap, open_files
 
 WEIGHTS, REFERENCE, MOMENTS = "weights", "reference", ("exp_avg", "exp_avg_sq")
-_LARGEST_FILE = 4_000_000_000  # bytes
 
 
 def identity(stock: PreTrainedModel, weights: WeightMap) -> dict[str, Any]:
@@ -59,7 +57,7 @@ def save_checkpoint(
             of=lambda name, kind=moment: masters.whole(name, state.get(f"{name}.{kind}")),
             only_parameters=True,
         )
-        write_tensors(directory / moment, weights.plan(torch.float32, only_parameters=True), parts)
+        write_stream(directory / moment, parts, failure=f"checkpoint {directory} cannot be written")
     counts = {int(tensor) for name, tensor in state.items() if name.endswith(".step")}
     assert len(counts) == 1, "all parameters are updated together"
     write_state(directory, step=step, model=model, optimizer=optimizer.state_dict() | {"adam_steps": counts.pop()})
@@ -102,7 +100,7 @@ def load_tensors(
     *,
     only_parameters: bool = False,
 ) -> None:
-    """Load the files of `write_tensors` into this rank's model. Arguments as in `WeightMap.load`."""
+    """Load the files of `write_stream` into this rank's model. Arguments as in `WeightMap.load`."""
     shapes = {name: tuple(t.shape) for name, t in weights.plan(only_parameters=only_parameters).items()}
     with open_files(folder, shapes, ignored=weights.ignored) as source:
         weights.load(source, put, only_parameters=only_parameters)
@@ -110,7 +108,8 @@ def load_tensors(
 
 def write_masters(folder: Path, weights: WeightMap, masters: Masters, dtype: torch.dtype) -> None:
     """Write the float32 weights in `dtype`, and the buffers in their own dtype. Collective."""
-    write_tensors(folder, weights.plan(dtype), weights.stream(dtype=dtype, of=masters.whole_master))
+    stream = weights.stream(dtype=dtype, of=masters.whole_master)
+    write_stream(folder, stream, failure=f"{folder} cannot be written")
 
 
 def export_hf(weights: WeightMap, masters: Masters, source: Path, target: Path, *, dtype: torch.dtype) -> None:
@@ -124,33 +123,4 @@ def export_hf(weights: WeightMap, masters: Masters, source: Path, target: Path, 
         if dist.get_rank() == 0:
             write_config(source, temporary, dtype)
             copy_rest(source, temporary)
-            sync_tree(temporary)
-            replace_folder(temporary, target)
-
-
-def write_tensors(folder: Path, plan: Mapping[str, Tensor], stream: Iterable[tuple[str, Tensor]]) -> None:
-    """Write the tensors of `stream` to safetensors files in `folder`, replacing its contents. Collective.
-
-    `plan` has the shapes of the tensors. If rank 0 fails, it finishes the stream first, because other ranks are in its
-    collectives; then all ranks raise the error.
-    """
-    failure: OSError | None = None
-    writer: HubWriter | None = None
-    files = plan_files([plan], [0], max_bytes=_LARGEST_FILE)
-    with raise_on_all_ranks(CheckpointError, f"{folder} cannot be written"):
-        if dist.get_rank() == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
-            writer = HubWriter(folder, files)
-    for name, tensor in stream:
-        if writer is not None and failure is None:
-            try:
-                writer.write({name: tensor.cpu()})
-            except OSError as error:
-                failure = error
-    with raise_on_all_ranks(CheckpointError, f"{folder} cannot be written"):
-        if failure is not None:
-            raise failure
-        if writer is not None:
-            writer.finish()
-            write_index(folder, files)
+            publish_folder(temporary, target)

@@ -7,21 +7,24 @@ margin. Not included: activations, the KV cache, and the page cache, which the s
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from fsdptrain.config import Config
 from fsdptrain.errors import MemoryPlanError
-from fsdptrain.memory.pieces import Pieces
+from fsdptrain.memory.grid import Grid
 from fsdptrain.model.structure import ParameterCounts
 from fsdptrain.platform import GIB
+
+if TYPE_CHECKING:
+    from fsdptrain.memory.pieces import Pieces
 
 MASTER_BYTES = 4  # float32
 GATHERED_LAYERS = 2  # the current one and the prefetched one
 DEVICE_MARGIN = 1.05  # fragmentation and kernel workspaces
 HOST_MARGIN = 1.05
-_ADAPTER_SHARE = 0.03  # of the weights: rank 32 on all linear layers of a 1 B model; less for larger models
 
 
 @dataclass(frozen=True)
@@ -44,14 +47,19 @@ class MemoryDemand:
     copied: int = 0  # redundant elements in tensor ranks
 
 
-def demand_of(config: Config, pieces: Pieces, counts: ParameterCounts, *, embedded_engine: bool) -> MemoryDemand:
-    """Return the demand of a run of `config` whose model has `counts`, split and sharded as `pieces`."""
-    grid = pieces.grid
+def demand_of(
+    config: Config, grid: Grid, counts: ParameterCounts, *, embedded_engine: bool, pieces: "Pieces | None" = None
+) -> MemoryDemand:
+    """Return the demand of a run of `config` on `grid` whose model has `counts`.
+
+    pieces: the parts of the parameters on a rank, if layers or experts are split.
+    """
+    assert pieces is not None or not grid.is_split
     return MemoryDemand(
         counts=counts,
         num_shards=grid.shards * grid.tensor,
-        gathered=pieces.gathered if grid.is_split else None,
-        copied=pieces.total(lambda piece: (piece.tensor_copies - 1) * piece.numel),
+        gathered=pieces.gathered if pieces is not None and grid.is_split else None,
+        copied=0 if pieces is None else pieces.total(lambda piece: (piece.tensor_copies - 1) * piece.numel),
         compute_bytes=getattr(torch, config.compute_dtype_name).itemsize,
         cpu_offload=config.fsdp.cpu_offload,
         offload_optimizer=config.optim.offload_optimizer,
@@ -127,10 +135,10 @@ def load_memory_line(demand: MemoryDemand, supply: MemorySupply) -> str:
     """Return a line with needed and available memory, to print before loading."""
     need = load_memory_need(demand, supply)
     counts = demand.counts
-    trained = f" ({_count(counts.total - counts.frozen)} of them trained)" if counts.frozen else ""
-    size = f"{_count(counts.total)} parameters{trained} over {demand.num_shards} shard{'s' * (demand.num_shards > 1)}"
-    device = f"device {_gib(need.device)} of {_gib(supply.device_free)} GiB free on each rank, "
-    host = f"host {_gib(need.host)} of {_gib(supply.host_free)} GiB free for {supply.ranks_per_node} rank"
+    trained = f" ({count(counts.total - counts.frozen)} of them trained)" if counts.frozen else ""
+    size = f"{count(counts.total)} parameters{trained} over {demand.num_shards} shard{'s' * (demand.num_shards > 1)}"
+    device = f"device {gib(need.device)} of {gib(supply.device_free)} GiB free on each rank, "
+    host = f"host {gib(need.host)} of {gib(supply.host_free)} GiB free for {supply.ranks_per_node} rank"
     host += "s" * (supply.ranks_per_node > 1)
     return f"memory to load {size}, before activations: {device if supply.has_accelerator else ''}{host}"
 
@@ -139,9 +147,14 @@ def check_load_memory(demand: MemoryDemand, supply: MemorySupply) -> None:
     """Raise MemoryPlanError with helpful flags if the model does not fit. Not collective: use `raise_on_all_ranks`."""
     need = load_memory_need(demand, supply)
     if supply.has_accelerator and need.device > supply.device_free:
-        raise MemoryPlanError(_message("device", need.device, need.device_parts, supply.device_free, demand, supply))
-    if need.host > supply.host_free:
-        raise MemoryPlanError(_message("host", need.host, need.host_parts, supply.host_free, demand, supply))
+        kind, needed, parts, free = "device", need.device, need.device_parts, supply.device_free
+    elif need.host > supply.host_free:
+        kind, needed, parts, free = "host", need.host, need.host_parts, supply.host_free
+    else:
+        return
+    from fsdptrain.memory.remedies import message
+
+    raise MemoryPlanError(message(kind, needed, parts, free, demand, supply))
 
 
 def _training_memory(demand: MemoryDemand) -> dict[str, int]:
@@ -161,67 +174,9 @@ def _engine_memory(demand: MemoryDemand) -> dict[str, int]:
     return {"the embedded engine": whole} if demand.embedded_engine else {}
 
 
-def _message(
-    kind: str, needed: int, parts: Mapping[str, int], free: int, demand: MemoryDemand, supply: MemorySupply
-) -> str:
-    largest_first = sorted(parts.items(), key=lambda part: -part[1])
-    detail = ", ".join(f"{name} {_gib(size)}" for name, size in largest_first)
-    where = "on each rank" if kind == "device" else f"for {supply.ranks_per_node} of its ranks"
-    remedies = _remedies(demand, supply)
-    way_out = "; ".join(remedies) if remedies else "use a smaller --hf-checkpoint or a machine with more memory"
-    return (
-        f"--hf-checkpoint with {_count(demand.counts.total)} parameters needs {_gib(needed)} GiB of {kind} memory "
-        f"{where} before activations ({detail}), {_gib(free)} GiB are free: {way_out}"
-    )
-
-
-def _remedies(demand: MemoryDemand, supply: MemorySupply) -> list[str]:
-    """Return the single changes that make the run fit."""
-    more_ranks = next((n for n in _doublings(demand.num_shards) if _fits(replace(demand, num_shards=n), supply)), None)
-    changes = [
-        ("--load-strategy shard", replace(demand, load_strategy="shard")),
-        ("--no-async-save", replace(demand, async_save=False)),
-        ("--fsdp-reshard-after-forward", replace(demand, reshard_after_forward=True)),
-        ("--offload-optimizer", replace(demand, offload_optimizer=not demand.cpu_offload)),
-        ("--offload-train", replace(demand, offload_train=not demand.cpu_offload)),
-        ("--fsdp-cpu-offload", replace(demand, cpu_offload=True, offload_train=False)),
-        ("--no-fsdp-cpu-offload", replace(demand, cpu_offload=False)),
-        ("--rollout-engine vllm", replace(demand, embedded_engine=False)),
-        ("--kl-loss-coef 0", replace(demand, reference=False)),
-        ("--lora-rank 32", replace(demand, counts=with_adapter(demand.counts), reference=False)),
-    ]
-    if demand.gathered is not None:  # config/checks.py: incompatible with split layers or experts
-        changes = [change for change in changes if change[0] not in ("--fsdp-cpu-offload", "--lora-rank 32")]
-    if not supply.has_accelerator:  # without a device, offload moves nothing and vLLM does not run
-        changes = [change for change in changes if "offload" not in change[0] and "vllm" not in change[0]]
-    enough = [flag for flag, changed in changes if changed != demand and _fits(changed, supply)]
-    if more_ranks is not None:
-        gpus = "--nproc-per-node, " if supply.has_accelerator else ""
-        enough.append(f"{more_ranks} shards ({gpus}more machines, or a smaller --fsdp-replicate-size)")
-    return enough
-
-
-def with_adapter(counts: ParameterCounts) -> ParameterCounts:
-    """Approximate the counts with an adapter of rank 32."""
-    if counts.adapter:
-        return counts
-    trained = math.ceil(_ADAPTER_SHARE * counts.total)
-    most = math.ceil(_ADAPTER_SHARE * counts.largest_layer)
-    return replace(counts, total=counts.total + trained, frozen=counts.total, most_trained=most, adapter=trained)
-
-
-def _fits(demand: MemoryDemand, supply: MemorySupply) -> bool:
-    need = load_memory_need(demand, supply)
-    return need.device <= supply.device_free and need.host <= supply.host_free
-
-
-def _doublings(start: int) -> list[int]:
-    return [start * 2**i for i in range(1, 8)]
-
-
-def _gib(size: int) -> str:
+def gib(size: int) -> str:
     return f"{size / GIB:.1f}"
 
 
-def _count(number: int) -> str:
+def count(number: int) -> str:
     return f"{number / 1e9:.2f} B" if number >= 1e8 else f"{number / 1e6:.2f} M"

@@ -12,40 +12,9 @@ from functools import cached_property
 from torch import nn
 from transformers import PreTrainedModel
 
-from fsdptrain.config import Config
 from fsdptrain.fsdp.wrap import largest_shard
-from fsdptrain.model.structure import ParameterCounts, parameters_outside, repeated_layers
-
-
-@dataclass(frozen=True)
-class Grid:
-    """The sizes of the mesh axes, as in `fsdp/mesh.py`."""
-
-    replicas: int = 1
-    shards: int = 1  # for parameters that are not split over experts
-    tensor: int = 1
-    expert: int = 1
-    context: int = 1  # part of `shards`: ranks that share the tokens of a pack
-
-    @classmethod
-    def of(cls, config: Config, num_gpus: int) -> "Grid":
-        """Create the grid of `config`. If `num_gpus` does not fit, it is rounded down."""
-        replicas, tensor = config.fsdp.replicate_size, config.parallel.tensor_parallel_size
-        shards = max(1, num_gpus // replicas // tensor)
-        parallel = config.parallel
-        return cls(replicas, shards, tensor, parallel.expert_parallel_size, parallel.context_parallel_size)
-
-    @property
-    def is_split(self) -> bool:
-        return self.tensor > 1 or self.expert > 1
-
-    @property
-    def num_ranks(self) -> int:
-        return self.replicas * self.shards * self.tensor
-
-    @property
-    def expert_shards(self) -> int:
-        return max(1, self.shards * self.tensor // self.expert)
+from fsdptrain.memory.grid import Grid
+from fsdptrain.model.structure import ParameterCounts, repeated_layers
 
 
 @dataclass(frozen=True)
@@ -113,6 +82,12 @@ class Pieces:
 
     def total(self, what: Callable[[Piece], int]) -> int:
         return sum(map(what, self._pieces.values()))
+
+
+def parameters_outside(model: PreTrainedModel) -> list[nn.Parameter]:
+    """Return the parameters outside the repeated layers: embedding, last norm, head."""
+    inside = {p for layer in repeated_layers(model) for p in layer.parameters()}
+    return [p for p in model.parameters() if p not in inside]
 
 
 def _piece(name: str, parameter: nn.Parameter, plan: SplitPlan, grid: Grid) -> Piece:

@@ -90,7 +90,9 @@ def vocab_parallel_logprobs(
     truncation: Truncation = UNTRUNCATED,
     chunk_size: int = 512,
     with_entropy: bool = False,
-    **head: Any,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute `chunked_logprobs` without truncation for a head that is split over ranks. No logits are gathered.
 
@@ -102,7 +104,7 @@ def vocab_parallel_logprobs(
     _, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
     own_bias, group = None if bias is None else bias.to_local(), weight.device_mesh.get_group()
     own_labels = labels - offset[0]  # negative or >= v if another rank has them
-    transform = HeadTransform(**{"truncation": truncation} | head)
+    transform = HeadTransform(logit_scale, softcap, temperature)
     return _apply(hidden, weight.to_local(), own_bias, own_labels, transform, chunk_size, with_entropy, group)
 
 

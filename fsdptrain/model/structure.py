@@ -92,12 +92,6 @@ def repeated_layers(model: PreTrainedModel) -> list[nn.Module]:
     return [*tower_layers(model), *decoder_layers(model)]
 
 
-def parameters_outside(model: PreTrainedModel) -> list[nn.Parameter]:
-    """Return the parameters outside the repeated layers: embedding, last norm, head."""
-    inside = {p for layer in repeated_layers(model) for p in layer.parameters()}
-    return [p for p in model.parameters() if p not in inside]
-
-
 def language_model(model: PreTrainedModel) -> nn.Module:
     """Return the module that reads tokens: the part described by the text config, or the base model."""
     base, text = base_model(model), model.config.get_text_config()
@@ -158,11 +152,6 @@ def is_of_adapter(name: str) -> bool:
     `requires_grad` does not tell: stock models have frozen parameters too, such as router biases.
     """
     return ".lora_" in name
-
-
-def count_active_parameters(model: PreTrainedModel) -> int:
-    """Return the number of parameters that one text token uses, embeddings and head included."""
-    return round(sum(active_sizes(model).values()))
 
 
 def active_sizes(model: PreTrainedModel) -> dict[nn.Parameter, float]:

@@ -1,4 +1,8 @@
-"""Construction of the reward function from `--reward`."""
+"""Construction of the reward function from `--reward`.
+
+A reward is a function (prompt, response text) -> reward, usually 0 or 1, or None if it cannot be scored. To add one,
+write a function and register it in `REWARDS`, or pass `--reward package.module:function`.
+"""
 
 import math
 from collections.abc import Mapping
@@ -9,9 +13,18 @@ from fsdptrain.config import RewardConfig
 from fsdptrain.errors import ConfigError, RewardError
 from fsdptrain.protocols import RewardFunction
 from fsdptrain.rewards.scoring import Score, to_score
-from fsdptrain.rewards.verifiers import REWARDS
 from fsdptrain.types import Prompt
 
+REWARDS = registry.Table[RewardFunction](
+    {
+        "environment": "fsdptrain.rewards.verifiers:environment",
+        "reasoning_gym": "fsdptrain.rewards.gym:reasoning_gym",
+        "reasoning_gym_strict": "fsdptrain.rewards.gym:reasoning_gym_strict",
+        "math": "fsdptrain.rewards.maths:math",
+        "exact": "fsdptrain.rewards.verifiers:exact",
+        "format": "fsdptrain.rewards.verifiers:format_tags",
+    }
+)
 GENERATOR = "reasoning_gym:"
 TAKEN = {"reward", "mean", "std", "unscored_fraction", "kl", "overlong", "length"}  # reserved: reward/<name> exists
 

@@ -1,6 +1,17 @@
 """The training loop: collect samples, train on them, sync the weights to the engine, repeat."""
 
-from fsdptrain.trainer.export import export_checkpoint
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from fsdptrain.trainer.loop import Trainer
 
+if TYPE_CHECKING:
+    from fsdptrain.trainer.export import export_checkpoint
+
 __all__ = ["Trainer", "export_checkpoint"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "export_checkpoint":  # a run does not need it
+        return importlib.import_module("fsdptrain.trainer.export").export_checkpoint
+    raise AttributeError(f"module 'fsdptrain.trainer' has no attribute {name!r}")

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from fsdptrain import platform
 from fsdptrain.config import Config
-from fsdptrain.data.packing.exchange import SampleIndex, exchange_samples, gather_index
 from fsdptrain.data.packing.pack import NO_IMAGES, PackPlan, pack, plan_packs, plan_rows
+from fsdptrain.data.packing.sample_index import SampleIndex, gather_index
 from fsdptrain.feature import NO_FEATURES, Features
 from fsdptrain.model.rows import Layout
 from fsdptrain.types import Images, PackedBatch, Sample
@@ -105,7 +105,7 @@ def _make_step(
     planned = [tuple(tuple(chosen[i] for i in packed) for packed in packs) for packs in plan.packs]
     members = tuple(packs for packs in planned for _ in range(rules.copies))
     destinations = [[i for packed in packs for i in packed] for packs in members]
-    arrived = iter(exchange_samples(samples, destinations, index=index))
+    arrived = iter(_exchange(samples, destinations, index))
     totals = index.totals(chosen)
     groups = [[next(arrived) for _ in packed] for packed in members[dist.get_rank()]]
     packs = [
@@ -121,6 +121,14 @@ def _make_step(
         for group in groups
     ]
     return StepBatches(packs, members, index, plan.fill, plan.imbalance, plan.shared)
+
+
+def _exchange(samples: Sequence[Sample], destinations: Sequence[Sequence[int]], index: SampleIndex) -> list[Sample]:
+    if dist.get_world_size() == 1:
+        return [samples[i] for i in destinations[0]]
+    from fsdptrain.data.packing.exchange import exchange_samples
+
+    return exchange_samples(samples, destinations, index=index)
 
 
 def _plan(lengths: Sequence[int], prompts: Sequence[tuple[int, int]], rules: PackingRules) -> PackPlan:

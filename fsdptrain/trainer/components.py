@@ -1,70 +1,57 @@
-"""Build the components of a run, cheapest to fail first."""
+"""Build the components of a run, cheapest to fail first.
 
-import importlib.util
+Modules that only some runs need (environments, evaluation, SFT, deadlines) are imported where the configuration turns
+them on.
+"""
+
 import logging
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from fsdptrain import platform, registry
 from fsdptrain.algo.advantages import AdvantageRule
 from fsdptrain.algo.corrections import CORRECTIONS
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.config import Config
-from fsdptrain.config.algorithm import AlgorithmConfig, SelectionConfig
+from fsdptrain.config.algorithm import AlgorithmConfig
 from fsdptrain.config.server_checks import SERVER_ENGINE
-from fsdptrain.data.chat import TurnRenderer
-from fsdptrain.data.curriculum import PassRates
-from fsdptrain.data.prompts import PromptStream, make_prompts
-from fsdptrain.data.sources import Row, Rows, as_rows, content_hash, environment_rows, load_rows, split_rows
+from fsdptrain.data.prompts import PromptStream
 from fsdptrain.distributed import raise_on_all_ranks
-from fsdptrain.errors import CheckpointError, ConfigError, DataError, MemoryPlanError
+from fsdptrain.errors import CheckpointError, ConfigError, DataError
 from fsdptrain.feature import Features, check_features, load_features
 from fsdptrain.loggers import build_loggers
-from fsdptrain.memory.demand import MemorySupply, check_load_memory, demand_of, load_memory_line
-from fsdptrain.memory.pieces import Grid, Pieces
 from fsdptrain.model.loading.meta import resolve_checkpoint
 from fsdptrain.model.probes.kernels import require_no_fallback
-from fsdptrain.model.structure import count_parameters
-from fsdptrain.protocols import (
-    FeatureEngine,
-    InFlightEngine,
-    Logger,
-    Loss,
-    PromptProcessor,
-    RewardFunction,
-    RolloutEngine,
-)
-from fsdptrain.rewards import build_reward, reads_environment
+from fsdptrain.protocols import FeatureEngine, InFlightEngine, Logger, Loss, RewardFunction, RolloutEngine
+from fsdptrain.rewards.build import build_reward, reads_environment
 from fsdptrain.rollout import engine_factory
 from fsdptrain.rollout.embedded.replica import max_positions
 from fsdptrain.rollout.weight_sync.sync import WeightSync
 from fsdptrain.rollout.weight_sync.verify import build_verifier
 from fsdptrain.trainer.backend import PolicyBackend, build_backend
-from fsdptrain.trainer.evaluation import Evaluation
+from fsdptrain.trainer.data import build_data
+from fsdptrain.trainer.memory import plan_memory, planned_memory
 from fsdptrain.trainer.rules import advantage_rule, selection_rules, shaping_rule
 from fsdptrain.trainer.run_dir import RunFolder
-from fsdptrain.trainer.samples.deadline import WithDeadline
-from fsdptrain.trainer.samples.environment import LoadedEnvironment, build_environment
-from fsdptrain.trainer.samples.multi_turn import MultiTurn
-from fsdptrain.trainer.samples.single_turn import RolloutSource, Sampler, SampleSource, SftSource, SingleTurn, own_share
-from fsdptrain.trainer.samples.threads import StepThreads
+from fsdptrain.trainer.samples.single_turn import Sampler, SingleTurn
+from fsdptrain.trainer.samples.source import RolloutSource, SampleSource, own_share
 from fsdptrain.trainer.speed import Speed
 from fsdptrain.trainer.timeline import Timeline
 from fsdptrain.trainer.waits import Waits, watched_waits
 from fsdptrain.types import LossConfig, Prompt, SamplingParams
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from fsdptrain.trainer.evaluation import Evaluation
+    from fsdptrain.trainer.samples.environment import LoadedEnvironment
 
-DEFAULT_EVAL_SIZE = 128  # prompts
-ENVIRONMENT_DATA = "environment"  # value of --prompt-data: the environment supplies the data
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -80,7 +67,7 @@ class Components:
     stream: PromptStream
     source: SampleSource
     timeline: Timeline
-    evaluation: Evaluation | None
+    evaluation: "Evaluation | None"
     speed: Speed
     planned_memory: int | None  # bytes per rank on the device; None: no device, or no plan is possible
     loggers: list[Logger]
@@ -95,56 +82,34 @@ def build_components(
     checkpoint = resolve_checkpoint(config.model.hf_checkpoint)
     features = load_features(config, checkpoint)
     processor = features.prompt_processor
-    with raise_on_all_ranks(ConfigError, "--environment"):
-        environment = build_environment(config.environment)
-        told = _with_instructions(config, environment)
+    environment, instructed = load_environment(config)
     with raise_on_all_ranks(DataError, "--prompt-data"):
         tokenizer = load_tokenizer(checkpoint, trust_remote_code=config.model.trust_remote_code)
+        if processor is not None and processor.chat_template is not None:
+            tokenizer.chat_template = processor.chat_template
         loss = registry.resolve(config.algorithm.loss, LOSSES, flag="--loss")
         score = reward or build_reward(
             config.reward, prompt_data=config.data.prompt_data, has_environment=environment is not None
         )
         advantages = advantage_rule(config, score)
-        if processor is not None and processor.chat_template is not None:
-            tokenizer.chat_template = processor.chat_template
-        stream, held_out = build_data(told, tokenizer, dataset, environment, processor)
+        stream, held_out = build_data(instructed, tokenizer, dataset, environment, processor)
         engine_name = config.rollout.engine if processor is None else "hf"  # only the hf engine accepts images
         make_engine = engine_factory(engine_name, device_type=platform.device_type())
     generates = bool(held_out) or config.algorithm.algorithm != "sft"
-    has_servers = config.rollout.engine == SERVER_ENGINE  # with their own devices
     device = platform.local_device()
-    plans = platform.has_accelerator() and config.parallel.backend == "fsdp"
     with ExitStack() as stack:
         loggers = open_loggers(config, folder, stack)
-        backend = build_backend(
-            config,
-            before_load=lambda model: plan_memory(model, config, embedded_engine=generates and not has_servers),
-            features=features,
-        )
-        for line in backend.lines:
-            log.info("%s", line)
-        report_fallbacks(backend, strict=config.model.strict)
-        if config.sync.offload_train and not platform.has_accelerator():
-            log.warning("--offload-train: there is no GPU; copies are made, and no memory is saved")
+        backend = open_backend(config, features, generates=generates)
         engine = make_engine(config, checkpoint=checkpoint, device=device) if generates else None
-        sampler = evaluation = weight_sync = background = None
         timeline, waits = Timeline(), watched_waits(config, folder, stack)
+        sampler = evaluation = weight_sync = background = None
         if engine is not None:
             background = rollout_threads(config, engine, stack)
             stack.callback(engine.close)
-            with raise_on_all_ranks(ConfigError, "--verify-weight-sync"):
-                positions = max_positions(backend.model)
-                verifier = build_verifier(config, engine, backend, tokenizer, max_positions=positions)
-            if isinstance(engine, FeatureEngine):
-                engine.use_features(features)
-            weight_sync = WeightSync(engine, backend, verifier)
-            timed = WithDeadline(score, config.reward.reward_timeout, patience=config.reward_patience)
-            reads = environment is not None and reads_environment(score)
-            sampler = build_sampler(
-                told, tokenizer, engine=engine, reward=timed, environment=environment, reads_environment=reads
-            )
-            if held_out:
-                evaluation = Evaluation(config, sampler, own_share(held_out))
+            weight_sync = build_weight_sync(config, engine, backend, tokenizer)
+            timed = with_deadline(config, score, in_flight=background is not None)
+            sampler = build_sampler(instructed, tokenizer, engine, timed, environment, reads=score)
+            evaluation = build_evaluation(config, sampler, held_out)
         yield Components(
             backend=backend,
             loss=loss,
@@ -153,34 +118,38 @@ def build_components(
             weight_sync=weight_sync,
             waits=waits,
             stream=stream,
-            source=build_source(told, stream, tokenizer, sampler, advantages, timeline, background, features),
+            source=build_source(instructed, stream, tokenizer, sampler, advantages, timeline, background, features),
             timeline=timeline,
             evaluation=evaluation,
             speed=Speed.of(backend.model, device, backend.compute_dtype, copies=config.pack_copies),
-            planned_memory=planned_memory(backend.model, config) if plans else None,
+            planned_memory=planned_memory(backend.model, config),
             loggers=loggers,
         )
 
 
-def rollout_threads(config: Config, engine: RolloutEngine, stack: ExitStack) -> Executor | None:
-    """Create one thread per rollout in flight, ended after the engine. None: rollouts run on the training thread."""
-    ahead = config.sync.max_staleness
-    if not ahead or not isinstance(engine, InFlightEngine):
-        return None
-    threads = ThreadPoolExecutor(1 + ahead, thread_name_prefix="rollout")
-    stack.callback(threads.shutdown, wait=False, cancel_futures=True)  # do not wait: other ranks wait for an error
-    return threads
+def load_environment(config: Config) -> tuple["LoadedEnvironment | None", Config]:
+    """Load --environment, if given. Returns it and the configuration of prompts, with its instructions. Collective."""
+    if config.environment.environment is None:
+        return None, config
+    from fsdptrain.trainer.samples.environment import build_environment, with_instructions
+
+    with raise_on_all_ranks(ConfigError, "--environment"):
+        environment = build_environment(config.environment)
+        assert environment is not None
+        return environment, with_instructions(config, environment)
 
 
-def report_fallbacks(backend: PolicyBackend, *, strict: bool) -> None:
-    """Log one warning per fallback kernel. With --strict, raise ConfigError on all ranks instead. Collective."""
-    found = backend.kernels()
-    for kernel in found:
-        if kernel.fell_back and not strict and dist.get_rank() == 0:
-            log.warning("fallback: %s", kernel.line)
-    with raise_on_all_ranks(ConfigError, "--strict"):
-        if strict:
-            require_no_fallback(found)
+def load_tokenizer(checkpoint: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """Load the tokenizer. CheckpointError if there is none: transformers would create an empty one by model type."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"--hf-checkpoint {checkpoint} has no tokenizer that can be loaded: {error}") from error
+    if not tokenizer("a", add_special_tokens=False)["input_ids"]:
+        raise CheckpointError(
+            f"--hf-checkpoint {checkpoint} has no tokenizer with a vocabulary: is tokenizer.json missing?"
+        )
+    return tokenizer
 
 
 def open_loggers(config: Config, folder: RunFolder, stack: ExitStack) -> list[Logger]:
@@ -198,139 +167,92 @@ def open_loggers(config: Config, folder: RunFolder, stack: ExitStack) -> list[Lo
     return loggers
 
 
-def plan_memory(model: PreTrainedModel, config: Config, *, embedded_engine: bool) -> None:
-    """Log required and available memory. Raises MemoryPlanError on all ranks if loading cannot fit. Collective."""
-    pieces = Pieces(model, Grid.of(config, dist.get_world_size()))
-    demand = demand_of(config, pieces, count_parameters(model), embedded_engine=embedded_engine)
-    supply = MemorySupply(
-        device_free=platform.device_memory()[0],
-        host_free=platform.host_memory()[0],
-        ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-        has_accelerator=platform.has_accelerator(),
+def open_backend(config: Config, features: Features, *, generates: bool) -> PolicyBackend:
+    """Load the policy and log how it is computed. generates: the run has an engine. Collective."""
+    embedded = generates and config.rollout.engine != SERVER_ENGINE  # servers have their own devices
+    backend = build_backend(
+        config, features=features, before_load=lambda model: plan_memory(model, config, embedded_engine=embedded)
     )
-    log.info("%s", load_memory_line(demand, supply))
-    with raise_on_all_ranks(MemoryPlanError, "--hf-checkpoint"):
-        check_load_memory(demand, supply)
+    for line in backend.lines:
+        log.info("%s", line)
+    report_fallbacks(backend, strict=config.model.strict)
+    if config.sync.offload_train and not platform.has_accelerator():
+        log.warning("--offload-train: there is no GPU; copies are made, and no memory is saved")
+    return backend
 
 
-def planned_memory(model: PreTrainedModel, config: Config) -> int | None:
-    """Compute the peak memory of the memory plan without its margin. None if it cannot be planned. [bytes]"""
-    if importlib.util.find_spec("fsdptrain.tools") is None:
+def report_fallbacks(backend: PolicyBackend, *, strict: bool) -> None:
+    """Log one warning per fallback kernel. With --strict, raise ConfigError on all ranks instead. Collective."""
+    found = backend.kernels()
+    for kernel in found:
+        if kernel.fell_back and not strict and dist.get_rank() == 0:
+            log.warning("fallback: %s", kernel.line)
+    with raise_on_all_ranks(ConfigError, "--strict"):
+        if strict:
+            require_no_fallback(found)
+
+
+def rollout_threads(config: Config, engine: RolloutEngine, stack: ExitStack) -> Executor | None:
+    """Create one thread per rollout in flight, ended after the engine. None: rollouts run on the training thread."""
+    ahead = config.sync.max_staleness
+    if not ahead or not isinstance(engine, InFlightEngine):
         return None
-    tools = importlib.import_module("fsdptrain.tools.plan.plan")
-    planner = tools.Planner(model, tools.Machine(dist.get_world_size(), platform.device_memory()[1]))
-    try:
-        moments = [planner.training(config), planner.generation(config)]
-    except MemoryPlanError as error:
-        log.info("%s", error)
-        return None
-    return max(moment.total for moment in moments if moment is not None)
+    threads = ThreadPoolExecutor(1 + ahead, thread_name_prefix="rollout")
+    stack.callback(threads.shutdown, wait=False, cancel_futures=True)  # do not wait: other ranks wait for an error
+    return threads
 
 
-def load_tokenizer(checkpoint: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """Load the tokenizer. CheckpointError if there is none: transformers would create an empty one by model type."""
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"--hf-checkpoint {checkpoint} has no tokenizer that can be loaded: {error}") from error
-    if not tokenizer("a", add_special_tokens=False)["input_ids"]:
-        raise CheckpointError(
-            f"--hf-checkpoint {checkpoint} has no tokenizer with a vocabulary: is tokenizer.json missing?"
-        )
-    return tokenizer
+def build_weight_sync(
+    config: Config, engine: RolloutEngine, backend: PolicyBackend, tokenizer: PreTrainedTokenizerBase
+) -> WeightSync:
+    """Connect the backend to the engine. Raises ConfigError on all ranks if the engine cannot be verified."""
+    with raise_on_all_ranks(ConfigError, "--verify-weight-sync"):
+        positions = max_positions(backend.model)
+        verifier = build_verifier(config, engine, backend, tokenizer, max_positions=positions)
+    if isinstance(engine, FeatureEngine):
+        engine.use_features(backend.features)
+    return WeightSync(engine, backend, verifier)
 
 
-def _with_instructions(config: Config, environment: LoadedEnvironment | None) -> Config:
-    """Add the environment's tools, and its system prompt unless the user set one, to the data section."""
-    if environment is None:
-        return config
-    changes: dict[str, Any] = {}
-    if environment.system_prompt is not None and config.data.system_prompt == "auto":
-        changes["system_prompt"] = environment.system_prompt
-    if environment.tools:
-        changes["chat_template_kwargs"] = {**config.data.chat_template_kwargs, "tools": list(environment.tools)}
-    return config.model_copy(update={"data": config.data.model_copy(update=changes)})
+def with_deadline(config: Config, reward: RewardFunction, *, in_flight: bool) -> RewardFunction:
+    """Bound calls of the reward by --reward-timeout. Calls of rollouts in flight always have a deadline."""
+    if config.reward.reward_timeout is None and not in_flight:
+        return reward  # on the main thread the reward may stop itself by a signal, as `math` does
+    from fsdptrain.trainer.samples.deadline import WithDeadline
 
-
-def build_data(
-    config: Config,
-    tokenizer: PreTrainedTokenizerBase,
-    dataset: Sequence[Mapping[str, Any]] | None,
-    environment: LoadedEnvironment | None,
-    processor: PromptProcessor | None = None,
-) -> tuple[PromptStream, list[Prompt]]:
-    """Build the stream of training prompts and the held-out prompts (none if the run never evaluates)."""
-    data = config.data
-    rows = _rows(config, environment) if dataset is None else as_rows(dataset, data)
-    held_out: list[Row] = []
-    if config.evaluates and data.eval_prompt_data is not None:
-        source = data.model_copy(update={"prompt_data": data.eval_prompt_data})
-        other = load_rows(source, seed=config.run.seed, flag="--eval-prompt-data")
-        held_out = [other[i] for i in range(min(len(other), data.eval_size or DEFAULT_EVAL_SIZE))]
-    elif config.evaluates:
-        size = min(DEFAULT_EVAL_SIZE, len(rows) // 10) if data.eval_size is None else data.eval_size
-        rows, held_out = split_rows(rows, size, config.run.seed)
-    exclude = {content_hash(row) for row in held_out}
-    budget = config.prompt_budget
-    stream = PromptStream(
-        rows,
-        tokenizer,
-        data=data,
-        rollout=config.rollout,
-        exclude=exclude,
-        max_prompt_len=budget,
-        curriculum=build_curriculum(config.selection, num_rows=len(rows)),
-        processor=processor,
-    )
-    prompts = make_prompts(held_out, tokenizer, data=data, max_prompt_len=budget, processor=processor)
-    if config.evaluates and not held_out:
-        log.warning("nothing is evaluated: %d rows are too few to hold out a tenth of; set --eval-size", len(rows))
-    elif len(prompts) < len(held_out):
-        line = "evaluations leave out %d of %d prompts, which are longer than %d tokens"
-        log.warning(line, len(held_out) - len(prompts), len(held_out), budget)
-    return stream, prompts
-
-
-def build_curriculum(selection: SelectionConfig, *, num_rows: int) -> PassRates | None:
-    if selection.curriculum == "none":
-        return None
-    return PassRates(num_rows, floor=selection.curriculum_floor, decay=selection.curriculum_decay)
-
-
-def _rows(config: Config, environment: LoadedEnvironment | None) -> Rows:
-    if config.data.prompt_data != ENVIRONMENT_DATA:
-        return load_rows(config.data, seed=config.run.seed)
-    if environment is None or environment.dataset is None:
-        name = config.environment.environment
-        raise DataError(
-            f"--prompt-data {ENVIRONMENT_DATA}: --environment {name} has no method dataset; name data of your own"
-        )
-    return environment_rows(environment.dataset())
+    return WithDeadline(reward, config.reward.reward_timeout, patience=config.reward_patience)
 
 
 def build_sampler(
     config: Config,
     tokenizer: PreTrainedTokenizerBase,
-    *,
     engine: RolloutEngine,
     reward: RewardFunction,
-    environment: LoadedEnvironment | None,
-    reads_environment: bool,
+    environment: "LoadedEnvironment | None",
+    *,
+    reads: RewardFunction,
 ) -> Sampler:
+    """Build the sampler of single responses, or of episodes. reads: `reward` without its deadline."""
     if environment is None:
         return SingleTurn(engine, reward, tokenizer)
-    return MultiTurn(
+    from fsdptrain.trainer.samples.multi_turn import build_multi_turn
+
+    return build_multi_turn(
+        config,
+        tokenizer,
         engine=engine,
-        environment=environment,
         reward=reward,
-        reads_environment=reads_environment,
-        renderer=TurnRenderer(tokenizer, data=config.data, max_observation_len=config.environment.max_observation_len),
-        threads=StepThreads(
-            num_threads=config.environment.environment_workers, timeout=config.environment.environment_timeout
-        ),
-        tokenizer=tokenizer,
-        max_turns=config.environment.max_turns,
+        environment=environment,
+        reads_environment=reads_environment(reads),
     )
+
+
+def build_evaluation(config: Config, sampler: Sampler, held_out: Sequence[Prompt]) -> "Evaluation | None":
+    if not held_out:
+        return None
+    from fsdptrain.trainer.evaluation import Evaluation
+
+    return Evaluation(config, sampler, own_share(held_out))
 
 
 def build_source(
@@ -344,8 +266,9 @@ def build_source(
     features: Features,
 ) -> SampleSource:
     if config.algorithm.algorithm == "sft" or sampler is None:
-        renderer = TurnRenderer(tokenizer, data=config.data)
-        return SftSource(stream, tokenizer, renderer, num_prompts=config.samples_per_rollout)
+        from fsdptrain.trainer.samples.sft import SftSource
+
+        return SftSource.of(config, stream, tokenizer)
     return RolloutSource(
         stream=stream,
         sampler=sampler,

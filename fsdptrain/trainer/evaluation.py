@@ -5,7 +5,8 @@ from typing import Any
 
 from fsdptrain.config import Config
 from fsdptrain.rollout.evaluate import eval_sampling, evaluation_metrics
-from fsdptrain.trainer.samples.single_turn import Sampler, show
+from fsdptrain.trainer.samples.single_turn import Sampler
+from fsdptrain.trainer.samples.source import show
 from fsdptrain.trainer.timeline import Stopwatch
 from fsdptrain.types import Metrics, Prompt, SamplingParams
 

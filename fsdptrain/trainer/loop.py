@@ -11,25 +11,23 @@ import torch.distributed as dist
 
 from fsdptrain import platform
 from fsdptrain.algo.advantages import assign_advantages, scale_over_batch
-from fsdptrain.algo.shaping import without_truncated
 from fsdptrain.config import Config, DataConfig, check_own_launch, check_processes
 from fsdptrain.config.grid import across_nodes
 from fsdptrain.data.packing.pack import drop_overlong
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import CheckpointError, ConfigError, DataError, RolloutError
-from fsdptrain.fsdp.checkpoint import CheckpointFolder
+from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
 from fsdptrain.protocols import RewardFunction
 from fsdptrain.rank_variables import RUN_ID
 from fsdptrain.trainer import metrics
 from fsdptrain.trainer.batches import PackingRules, StepBatches, make_batches
 from fsdptrain.trainer.components import Components, build_components, log, loss_config
-from fsdptrain.trainer.epochs import carry_scores
-from fsdptrain.trainer.kl import KlControl, kl_in_reward
+from fsdptrain.trainer.kl import KlControl
 from fsdptrain.trainer.logprobs import LogprobPasses
 from fsdptrain.trainer.phases import Phases
 from fsdptrain.trainer.reporting import Reporter
 from fsdptrain.trainer.run_dir import PROGRESS_FILE, RunFolder, open_folder
-from fsdptrain.trainer.samples.single_turn import RolloutBatch
+from fsdptrain.trainer.samples.source import RolloutBatch
 from fsdptrain.types import Metrics, Sample
 
 
@@ -167,7 +165,11 @@ class TrainingLoop:
         return replace(rollout, samples=kept, num_dropped=dropped)
 
     def _pack(self, rollout: RolloutBatch) -> list[StepBatches]:
-        samples = without_truncated(rollout.samples) if self._config.shaping.mask_truncated else rollout.samples
+        samples = rollout.samples
+        if self._config.shaping.mask_truncated:
+            from fsdptrain.algo.shaping import without_truncated
+
+            samples = without_truncated(samples)
         steps = make_batches(samples, self._rules, rollout=self.step, images=rollout.images)
         if not steps:
             raise DataError(self._why_nothing_is_left(rollout))
@@ -179,6 +181,8 @@ class TrainingLoop:
             first, later = steps[: self._rules.steps_per_epoch], steps[self._rules.steps_per_epoch :]
             first, kl_metrics = self._logprob_passes.compute(first), {}
             if self._config.algorithm.kl_reward_coef:
+                from fsdptrain.trainer.kl_reward import kl_in_reward
+
                 first, kl_metrics = kl_in_reward(
                     rollout.samples,
                     first,
@@ -187,7 +191,10 @@ class TrainingLoop:
                     advantages=self._new_advantages,
                 )
                 first = self._logprob_passes.for_loss(first)
-            later = carry_scores(first, later, extra_fields=self._rules.features.carried_fields)
+            if later:
+                from fsdptrain.trainer.epochs import carry_scores
+
+                later = carry_scores(first, later, extra_fields=self._rules.features.carried_fields)
             return [*first, *later], kl_metrics
 
     def _optimize(self, steps: Sequence[StepBatches]) -> list[Metrics]:

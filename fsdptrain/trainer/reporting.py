@@ -14,7 +14,7 @@ from fsdptrain.protocols import Logger, TimelineLogger
 from fsdptrain.trainer import metrics
 from fsdptrain.trainer.batches import StepBatches
 from fsdptrain.trainer.phases import Phases
-from fsdptrain.trainer.samples.single_turn import RolloutBatch
+from fsdptrain.trainer.samples.source import RolloutBatch
 from fsdptrain.trainer.speed import Speed
 from fsdptrain.trainer.timeline import WORKERS, Timeline
 from fsdptrain.types import Metrics
@@ -55,9 +55,13 @@ class Reporter:
         """Of the samples to train on, when the policy has version `step`."""
         found = metrics.sample_metrics(rollout, self._reward_names, self._advantages) | rollout.metrics
         if self._config.sync.max_staleness:
-            found |= metrics.staleness_metrics(rollout.samples, step)
+            from fsdptrain.trainer.token_metrics import staleness_metrics
+
+            found |= staleness_metrics(rollout.samples, step)
         if self._config.environment.environment is not None:
-            found |= metrics.episode_metrics(rollout.samples)
+            from fsdptrain.trainer.token_metrics import episode_metrics
+
+            found |= episode_metrics(rollout.samples)
         return found
 
     def speed_metrics(self, steps: Sequence[StepBatches], phases: Phases, *, num_tokens: float) -> Metrics:

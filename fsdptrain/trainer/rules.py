@@ -1,21 +1,33 @@
 """Build the rules for group selection, reward shaping, and advantages from the configuration."""
 
+from typing import TYPE_CHECKING
+
 from fsdptrain import registry
 from fsdptrain.algo.advantages import ADVANTAGES, AdvantageRule, own_estimate
-from fsdptrain.algo.shaping import SHAPES, ShapingRule
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
 from fsdptrain.protocols import RewardFunction
-from fsdptrain.rewards import WeightedSum
+from fsdptrain.rewards.build import WeightedSum
 from fsdptrain.trainer.samples.selection import SelectionRules
 
+if TYPE_CHECKING:
+    from fsdptrain.algo.shaping import ShapingRule
 
-def shaping_rule(config: Config) -> ShapingRule:
+SHAPING_TERMS = ("overlong", "length")  # keys of fsdptrain.algo.shaping.SHAPES
+
+
+def shaping_rule(config: Config) -> "ShapingRule | None":
+    """Build the rule that shapes rewards by length. None if no shaping term is enabled."""
     coefficients = {"overlong": config.shaping.overlong_penalty, "length": config.shaping.length_penalty}
+    coefficients = {name: coefficient for name, coefficient in coefficients.items() if coefficient}
+    if not coefficients:
+        return None
+    from fsdptrain.algo.shaping import ShapingRule
+
     return ShapingRule(
         max_response_len=config.rollout.max_response_len,
         overlong_buffer=config.overlong_buffer,
-        coefficients={name: coefficient for name, coefficient in coefficients.items() if coefficient},
+        coefficients=coefficients,
         pass_threshold=config.reward.pass_threshold,
     )
 
@@ -39,7 +51,8 @@ def advantage_rule(config: Config, reward: RewardFunction) -> AdvantageRule:
                 "--multi-reward normalize_then_sum needs rewards with names and weights: in place of "
                 "Trainer(reward=...), give --reward package.module:function=weight for each"
             )
-        weights = {**reward.weights, **shaping_rule(config).coefficients}
+        shaping = shaping_rule(config)
+        weights = {**reward.weights, **(shaping.coefficients if shaping else {})}
         weights = {name: weight for name, weight in weights.items() if weight}  # weight 0: reported only
     return AdvantageRule(estimate, config.advantage_scale, weights)
 
@@ -57,5 +70,5 @@ def selection_rules(config: Config, advantages: AdvantageRule) -> SelectionRules
         max_rounds=selection.dynamic_sampling_max_rounds,
         min_spread=selection.min_group_spread,
         pass_threshold=pass_threshold,
-        parts=tuple(name for name in advantages.weights or () if name not in SHAPES),
+        parts=tuple(name for name in advantages.weights or () if name not in SHAPING_TERMS),
     )

@@ -14,7 +14,7 @@ from fsdptrain.config import Config, load_recipe, to_yaml
 from fsdptrain.config.keys import all_keys
 from fsdptrain.distributed import any_rank, raise_on_all_ranks
 from fsdptrain.errors import CheckpointError, ConfigError
-from fsdptrain.fsdp.checkpoint import CheckpointFolder
+from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
 from fsdptrain.rank_variables import RUN_ID, restart_count
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class RunFolder:
             if dist.get_rank() == 0:
                 self.path.mkdir(parents=True, exist_ok=True)
                 (self.path / CONFIG_FILE).write_text(to_yaml(config))
-        if config.run.keep_last or config.run.export:  # every rank writes its own part
+        if config.run.keep_last:  # every rank writes its own part
             with raise_on_all_ranks(ConfigError, f"--output-dir {self.path}"):
                 self._require_shared(min(_SEEN, config.launch.dist_timeout / 2))
 

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from fsdptrain.errors import CheckpointError
-from fsdptrain.fsdp.checkpoint import CheckpointFolder, load_checkpoint, save_checkpoint, save_reference
+from fsdptrain.fsdp.checkpoint import load_checkpoint, save_checkpoint, save_reference
+from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
 from fsdptrain.fsdp.reference import ReferenceBank
 from fsdptrain.fsdp.shards import local_shard
 from fsdptrain.fsdp.staging import Staging

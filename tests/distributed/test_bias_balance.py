@@ -14,7 +14,7 @@ from fsdptrain.config.effects import NoEffectError
 from fsdptrain.errors import RolloutError
 from fsdptrain.features.moe.bias import choice_biases
 from fsdptrain.fsdp.backend import FSDPBackend
-from fsdptrain.fsdp.checkpoint import CheckpointFolder
+from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
 from fsdptrain.rollout.embedded.engine import build_hf_engine
 from fsdptrain.rollout.weight_sync.verify import build_verifier
 from fsdptrain.testing import spawn, tiny_tokenizer

@@ -16,7 +16,8 @@ from fsdptrain.rollout import engine_factory
 from fsdptrain.testing import save_tiny_checkpoint, spawn, tiny_tokenizer
 from fsdptrain.trainer.samples.environment import LoadedEnvironment
 from fsdptrain.trainer.samples.multi_turn import MultiTurn
-from fsdptrain.trainer.samples.single_turn import GenerationRound, own_share
+from fsdptrain.trainer.samples.single_turn import GenerationRound
+from fsdptrain.trainer.samples.source import own_share
 from fsdptrain.trainer.samples.threads import StepThreads
 from fsdptrain.trainer.timeline import Stopwatch
 from fsdptrain.types import Prompt, Sample, SamplingParams, Turn

@@ -12,7 +12,7 @@ from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.testing import save_tiny_checkpoint, spawn
 from fsdptrain.trainer.batches import PackingRules, StepBatches, make_batches
 from fsdptrain.trainer.epochs import carry_scores
-from fsdptrain.trainer.samples.single_turn import own_share
+from fsdptrain.trainer.samples.source import own_share
 from fsdptrain.types import Sample
 
 GROUPS, GROUP_SIZE = 5, 3

@@ -10,8 +10,9 @@ import torch.distributed as dist
 
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.algo.weights import num_loss_tokens
-from fsdptrain.data.packing.exchange import exchange_samples, gather_index
+from fsdptrain.data.packing.exchange import exchange_samples
 from fsdptrain.data.packing.pack import pack, plan_packs
+from fsdptrain.data.packing.sample_index import gather_index
 from fsdptrain.testing import spawn
 from fsdptrain.types import LogProbs, LossConfig, Sample
 

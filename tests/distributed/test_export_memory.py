@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from fsdptrain.fsdp.export import stream_weights
+from fsdptrain.fsdp.stream import stream_weights
 from fsdptrain.testing import spawn
 from tests import zoo
 

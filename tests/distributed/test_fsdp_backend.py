@@ -15,7 +15,7 @@ from fsdptrain.config import Config
 from fsdptrain.data.packing.pack import pack, plan_packs
 from fsdptrain.errors import CheckpointError, ConfigError, NumericsError
 from fsdptrain.fsdp.backend import FSDPBackend
-from fsdptrain.fsdp.checkpoint import CheckpointFolder
+from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
 from fsdptrain.fsdp.shards import local_shard
 from fsdptrain.testing import save_tiny_checkpoint, spawn
 from fsdptrain.types import LossConfig, Sample

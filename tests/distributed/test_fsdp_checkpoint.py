@@ -17,7 +17,8 @@ import torch.distributed as dist
 from fsdptrain import platform
 from fsdptrain.config import OptimConfig
 from fsdptrain.errors import CheckpointError
-from fsdptrain.fsdp.checkpoint import CheckpointFolder, load_checkpoint, save_checkpoint
+from fsdptrain.fsdp.checkpoint import load_checkpoint, save_checkpoint
+from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
 from fsdptrain.fsdp.mesh import build_mesh
 from fsdptrain.fsdp.optimizer import Optimizer
 from fsdptrain.fsdp.staging import Staging

@@ -26,7 +26,7 @@ from fsdptrain.model.attention.attention import SEGMENTS, register_attention
 from fsdptrain.model.policy import install_policy_forward, plain_batch, policy_logprobs
 from fsdptrain.testing import spawn, tiny_qwen3
 from fsdptrain.trainer.batches import PackingRules, make_batches
-from fsdptrain.trainer.samples.single_turn import own_share
+from fsdptrain.trainer.samples.source import own_share
 from fsdptrain.types import LogProbs, LossConfig, PackedBatch, Sample
 
 MAX_RESPONSE = 24

@@ -15,10 +15,10 @@ from fsdptrain.algo.losses import LOSSES
 from fsdptrain.config.presets import ADVANTAGE_SCALES
 from fsdptrain.testing import spawn
 from fsdptrain.trainer.batches import PackingRules, StepBatches, make_batches
-from fsdptrain.trainer.kl import kl_in_reward
+from fsdptrain.trainer.kl_reward import kl_in_reward
 from fsdptrain.trainer.logprobs import regrouped
 from fsdptrain.trainer.metrics import reduce_sums
-from fsdptrain.trainer.samples.single_turn import own_share
+from fsdptrain.trainer.samples.source import own_share
 from fsdptrain.types import LogProbs, LossConfig, PackedBatch, Sample
 
 VOCAB = 7

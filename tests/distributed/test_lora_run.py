@@ -11,7 +11,7 @@ from fsdptrain.algo.losses import LOSSES
 from fsdptrain.errors import CheckpointError
 from fsdptrain.features.lora.feature import LoraFeature
 from fsdptrain.fsdp.backend import FSDPBackend
-from fsdptrain.fsdp.checkpoint import CheckpointFolder
+from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
 from fsdptrain.fsdp.shards import local_shard
 from fsdptrain.model.loading.materialize import own_part
 from fsdptrain.model.structure import reshard

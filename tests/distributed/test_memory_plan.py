@@ -16,7 +16,7 @@ from fsdptrain.model.policy import plain_batch
 from fsdptrain.testing import spawn
 from fsdptrain.tools.plan.activations import training_moments
 from fsdptrain.tools.plan.plan import GIB, Machine, Planner, sharding
-from fsdptrain.trainer.components import planned_memory
+from fsdptrain.trainer.memory import planned_memory
 from fsdptrain.types import LossConfig
 from tests import zoo
 from tests.matrix import only

@@ -13,7 +13,7 @@ from fsdptrain.algo.losses import LOSSES
 from fsdptrain.features.moe.feature import MoEFeature
 from fsdptrain.fsdp import host_adam
 from fsdptrain.fsdp.backend import FSDPBackend
-from fsdptrain.fsdp.checkpoint import CheckpointFolder
+from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
 from fsdptrain.testing import save_tiny_checkpoint, spawn
 from fsdptrain.types import LossConfig
 from tests import zoo

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.errors import ConfigError
 from fsdptrain.fsdp.backend import FSDPBackend
-from fsdptrain.fsdp.checkpoint import CheckpointFolder
-from fsdptrain.fsdp.export import stream_weights
+from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
+from fsdptrain.fsdp.stream import stream_weights
 from fsdptrain.testing import spawn
 from fsdptrain.types import LogProbs, PackedBatch
 from tests import zoo

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from fsdptrain.errors import RolloutError
-from fsdptrain.rewards import Score
+from fsdptrain.rewards.scoring import Score
 from fsdptrain.rollout.embedded.engine import HFEngine
 from fsdptrain.rollout.evaluate import evaluation_metrics
 from fsdptrain.testing import save_tiny_checkpoint, spawn

@@ -16,7 +16,7 @@ from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.testing import save_tiny_checkpoint, spawn
 from fsdptrain.trainer.batches import PackingRules, StepBatches, make_batches
 from fsdptrain.trainer.metrics import packing_metrics
-from fsdptrain.trainer.samples.single_turn import own_share
+from fsdptrain.trainer.samples.source import own_share
 from fsdptrain.types import Metrics, Sample
 from tests import zoo
 from tests.exact import Exact, backends_in_float64

@@ -10,7 +10,8 @@ from benchmarks.traffic import Axis, Kind, Pack, step_traffic
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.fsdp.shards import local_shard
-from fsdptrain.memory.pieces import Grid, Pieces
+from fsdptrain.memory.grid import Grid
+from fsdptrain.memory.pieces import Pieces
 from fsdptrain.testing import spawn
 from tests.families import tiny
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdptrain.fsdp.checkpoint import CheckpointFolder
+from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
 from fsdptrain.testing import spawn
 from tests.megatron import cases
 from tests.megatron.training import backend_of, flags_of, state, steps

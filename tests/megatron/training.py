@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.config import Config
-from fsdptrain.fsdp.checkpoint import CheckpointFolder
+from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
 from fsdptrain.model.policy import plain_batch
 from fsdptrain.types import LossConfig, PackedBatch
 from tests.megatron import cases

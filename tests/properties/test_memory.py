@@ -7,7 +7,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from fsdptrain.errors import MemoryPlanError
-from fsdptrain.memory.demand import MemoryDemand, MemorySupply, check_load_memory, load_memory_need, with_adapter
+from fsdptrain.memory.demand import MemoryDemand, MemorySupply, check_load_memory, load_memory_need
+from fsdptrain.memory.remedies import with_adapter
 from fsdptrain.model.structure import ParameterCounts
 
 FLAGS = {

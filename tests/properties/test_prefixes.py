@@ -18,7 +18,7 @@ from fsdptrain.data.packing.prefixes import prompt_key, share_prefixes
 from fsdptrain.errors import ConfigError
 from fsdptrain.features.prefix_sharing.attention import shared_prefix_attention
 from fsdptrain.features.prefix_sharing.plan import MIN_GAIN, MOST_SHARED, plan_shared
-from fsdptrain.model.attention import attention
+from fsdptrain.model.attention import attention, blocks
 from fsdptrain.model.attention.attention import Boundaries, attend
 from fsdptrain.types import PackedBatch, Sample, SharedPrefixes
 
@@ -157,7 +157,7 @@ def test_attention_over_shared_prefixes_is_attention_over_whole_segments(
     options: dict[str, Any] = {"varlen": False, "sliding_window": window, "softcap": softcap, "s_aux": sinks}
     ends = torch.tensor([0, *seqlens]).cumsum(0).to(torch.int32)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "BLOCK", block)
+        patch.setattr(blocks, "BLOCK", block)
         found, _ = attend(nn.Module(), *qkv, None, boundaries=limits(shared, seqlens), **options)
         rows = [x.index_select(2, shared.rows) for x in qkv]
         wanted, _ = attend(nn.Module(), *rows, None, boundaries=Boundaries(seqlens, ends, padded=False), **options)

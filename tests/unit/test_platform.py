@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from fsdptrain import platform
+from fsdptrain.cgroup import cgroup_files
 from fsdptrain.errors import ConfigError
-from fsdptrain.platform import _check_device, _control_groups, _group_memory, host_memory
+from fsdptrain.platform import _check_device, _group_memory, host_memory
 
 MIB = 1024**2
 
@@ -25,12 +26,13 @@ def test_every_group_above_the_process_is_a_limit(tmp_path: Path) -> None:
     make_group(root / "job" / "step", "max", 50 * MIB, 20 * MIB)
     membership.write_text("4:memory:/v1\n0::/job/step\n")
 
-    groups = _control_groups(membership, root)
+    limits = cgroup_files("memory.max", membership, root)
+    groups = [limit.parent for limit in limits]
 
     assert groups == [root / "job" / "step", root / "job"]
     assert _group_memory(groups[1]) == (100 * MIB, 60 * MIB)
     assert min(_group_memory(groups[0])) > 2**60
-    assert _control_groups(tmp_path / "nowhere", root) == []
+    assert cgroup_files("memory.max", tmp_path / "nowhere", root) == []
 
 
 def test_of_this_host() -> None:

@@ -30,13 +30,21 @@ class UlyssesRows:
         rows, width = self._whole.shape
         return rows, width // self.group.size
 
-    @cached_property
+    @property
     def tokens(self) -> Tensor:
+        return self._tokens
+
+    @property
+    def loss_positions(self) -> Tensor:
+        return self._loss_positions
+
+    @cached_property
+    def _tokens(self) -> Tensor:
         every = torch.arange(self.batch.num_tokens, device=self.batch.input_ids.device)
         return self._on_this_rank(every, np.arange(self.batch.num_tokens))
 
     @cached_property
-    def loss_positions(self) -> Tensor:
+    def _loss_positions(self) -> Tensor:
         return self._on_this_rank(self.batch.loss_positions, self.batch.loss_places)
 
     def inputs(self, *, pad_token_id: int | None) -> dict[str, Any]:

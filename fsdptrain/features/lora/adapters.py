@@ -13,7 +13,6 @@ do not translate names; they temporarily remove peft's layers from the model.
 import copy
 import hashlib
 import importlib.util
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,23 +20,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from fsdptrain import platform
 from fsdptrain.config import LoraConfig
-from fsdptrain.distributed import raise_on_all_ranks
-from fsdptrain.errors import CheckpointError, ConfigError
+from fsdptrain.errors import ConfigError
 from fsdptrain.features.lora.targets import Targets, find_targets, shortest_names
 from fsdptrain.features.lora.weights import NAME, factors, initial_a
-from fsdptrain.fsdp.checkpoint import sync_tree
-from fsdptrain.fsdp.export import copy_rest, replace_folder
-from fsdptrain.model.loading.materialize import filled_like, moved, own_part, register
-from fsdptrain.model.structure import reshard
+from fsdptrain.model.loading.materialize import filled_like, own_part, register
 
 if TYPE_CHECKING:
     import peft
@@ -208,37 +200,3 @@ def _file_name(name: str) -> str:
     `layers.0.q_proj.lora_A.default.weight` becomes `base_model.model.layers.0.q_proj.lora_A.weight`.
     """
     return f"base_model.model.{name.replace(f'.{NAME}.weight', '.weight')}"
-
-
-WEIGHTS_FILE = "adapter_model.safetensors"  # file name of peft
-_OF_THE_WHOLE = frozenset({"generation_config.json"})
-
-
-@torch.no_grad()
-def stream_adapter(model: PreTrainedModel, adapters: Adapters) -> Iterator[tuple[str, Tensor]]:
-    """Yield (peft name, full float32 tensor on the device) of all trained parameters.
-
-    Collective. Every rank must iterate to the end.
-    """
-    reshard(model)
-    for name, parameter in adapters.parameters().items():
-        tensor = moved(parameter, platform.local_device(), torch.float32)
-        yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def export_adapter(model: PreTrainedModel, adapters: Adapters, target: Path, *, source: Path, base: str) -> None:
-    """Write a peft folder with the tokenizer of `source` and the base model name `base`. Collective.
-
-    The complete folder is renamed to `target`. Raises CheckpointError on every rank.
-    """
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in stream_adapter(model, adapters)}
-    with raise_on_all_ranks(CheckpointError, f"the adapter cannot be exported to {target}"):
-        if dist.get_rank() == 0:
-            temporary = target.with_name(f".tmp-{target.name}")
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-            save_file(tensors, temporary / WEIGHTS_FILE, metadata={"format": "pt"})
-            adapters.write_config(temporary, base=base)
-            copy_rest(source, temporary, but=_OF_THE_WHOLE)
-            sync_tree(temporary)
-            replace_folder(temporary, target)

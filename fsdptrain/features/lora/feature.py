@@ -14,9 +14,10 @@ from fsdptrain.config import Config
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError
 from fsdptrain.feature import BuildOptions, Feature
-from fsdptrain.features.lora.adapters import Adapters, add_adapters, export_adapter, require_peft, stream_adapter
+from fsdptrain.features.lora.adapters import Adapters, add_adapters, require_peft
+from fsdptrain.features.lora.digest import content_digest
+from fsdptrain.features.lora.export import export_adapter, stream_adapter
 from fsdptrain.features.lora.weights import merged
-from fsdptrain.fsdp.shards import content_digest
 from fsdptrain.protocols import AdapterEngine, ModelRole, RolloutEngine
 
 

@@ -24,7 +24,8 @@ from fsdptrain.feature import Feature, ForwardPass, LogProbsFunction
 from fsdptrain.features.meta import meta_model_of
 from fsdptrain.features.model_parallel.plan import split_model
 from fsdptrain.fsdp.mesh import Meshes
-from fsdptrain.memory.pieces import Grid, Pieces
+from fsdptrain.memory.grid import Grid
+from fsdptrain.memory.pieces import Pieces
 from fsdptrain.model.loading.materialize import local_part
 from fsdptrain.model.logprobs import vocab_parallel_logprobs
 from fsdptrain.types import Metrics, PackedBatch

@@ -10,27 +10,22 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from fsdptrain import platform
 from fsdptrain.errors import ConfigError
-from fsdptrain.feature import Features
-from fsdptrain.model.attention.attention import OURS, set_attention
+from fsdptrain.model.attention.attention import OURS
+from fsdptrain.model.module_kind import module_kind
 from fsdptrain.model.policy import (
     evaluating,
-    install_policy_forward,
     logprobs_or_refusal,
     over_ranks,
     plain_batch,
-    policy_logprobs,
 )
-from fsdptrain.model.probes.layout import LEAK, LayoutProbe, probe_segments
-from fsdptrain.model.probes.module_tree import module_kind
-from fsdptrain.model.probes.random_copy import guarded_copy
+from fsdptrain.model.probes.layout import LEAK
 from fsdptrain.model.rows import Layout
 from fsdptrain.types import PackedBatch, SharedPrefixes
 
-_CHUNK = 32  # number of tokens whose logits exist at a time
 OWN = 12  # tokens after the prefix in each probe segment
 
 
@@ -88,7 +83,7 @@ def probe_prefixes(
         obstacle = f"{attention} knows no shared prefix"
     if obstacle:
         return PrefixProbe(False, obstacle)
-    whole, changed, own = _batches(segments, device or platform.local_device())
+    whole, changed, own = prefix_batches(segments, device or platform.local_device())
     with evaluating(model):
         wanted, _ = logprobs_or_refusal(model, replace(whole, shared=None), layout)
         found, refusal = logprobs_or_refusal(model, whole, layout)
@@ -106,45 +101,7 @@ def probe_prefixes(
     return PrefixProbe(True, "", difference, tolerance)
 
 
-def probe_prefix_gradients(
-    model: PreTrainedModel, segments: Sequence[Sequence[int]], probe: PrefixProbe, *, layout: Layout
-) -> PrefixProbe:
-    """Add the gradient difference to `probe`, and disable sharing if it is too large.
-
-    `model` is unsharded and on the CPU.
-    """
-    if not probe.shares:
-        return probe
-    batch, _, _ = _batches(segments, torch.device("cpu"))
-    wanted, found = (_gradients(model, b, layout) for b in (replace(batch, shared=None), batch))
-    largest = max(gradient.abs().max().item() for gradient in wanted.values())
-    difference = max((found[name] - wanted[name]).abs().max().item() for name in wanted) / largest
-    reason = "" if difference <= probe.tolerance else f"gradients differ by {difference:.2g}"
-    return replace(probe, shares=not reason, reason=reason, gradient_difference=difference)
-
-
-def probe_prefixes_of_copy(
-    config: PreTrainedConfig, probe: LayoutProbe, *, trust_remote_code: bool = False
-) -> PrefixProbe:
-    """Run the probe with gradients on a small random copy of the model. probe: the layout probe of the copy."""
-    from fsdptrain.features.prefix_sharing.feature import PrefixSharingFeature
-
-    model = guarded_copy(config, trust_remote_code=trust_remote_code)
-    install_policy_forward(model, chunk_size=_CHUNK, features=Features([PrefixSharingFeature()]))
-    set_attention(model, probe.attention)
-    segments = probe_segments(model, model.config.get_text_config().vocab_size)
-    found = probe_prefixes(
-        model,
-        segments,
-        layout=probe.layout,
-        attention=probe.attention,
-        tolerance=probe.tolerance,
-        device=torch.device("cpu"),
-    )
-    return probe_prefix_gradients(model, segments, found, layout=probe.layout)
-
-
-def _batches(segments: Sequence[Sequence[int]], device: torch.device) -> tuple[PackedBatch, PackedBatch, int]:
+def prefix_batches(segments: Sequence[Sequence[int]], device: torch.device) -> tuple[PackedBatch, PackedBatch, int]:
     """Build three segments that share a prefix, a variant with the first two tails changed, and the tail length.
 
     Only the tails are compared: the prefix is computed the same way in both cases and would dilute the mean.
@@ -163,13 +120,3 @@ def _batches(segments: Sequence[Sequence[int]], device: torch.device) -> tuple[P
 
 def _mean(differences: Tensor, own: int) -> float:
     return differences[-own:].abs().mean().item()
-
-
-def _gradients(model: PreTrainedModel, batch: PackedBatch, layout: Layout) -> dict[str, Tensor]:
-    """Compute the gradients of the sum of all logprobs, weighted by position."""
-    values = policy_logprobs(model, batch, layout=layout).values
-    weights = torch.arange(1, len(values) + 1).sin()
-    (values * weights).sum().backward()
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad(set_to_none=True)
-    return gradients

@@ -5,16 +5,12 @@ import logging
 import os
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 from safetensors import SafetensorError, safe_open
 
-from fsdptrain.distributed import gather, one_line, raise_on_all_ranks
+from fsdptrain.distributed import gather, raise_on_all_ranks
 from fsdptrain.errors import CheckpointError
 from fsdptrain.model.loading.formats import refuse_gguf, refuse_pickles, refuse_quantised, refuse_small_floats
 
-HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py"]
-NOT_HUB_FILES = ["original/*", "metal/*", "onnx/*", "consolidated*"]  # the same weights in other formats
 log = logging.getLogger(__name__)
 
 SHOWN = 3  # number of names in an error message
@@ -30,44 +26,14 @@ def resolve_checkpoint(name: str) -> Path:
     if any(here) or Path(name).is_absolute() or name.endswith(".gguf"):
         with raise_on_all_ranks(CheckpointError, f"--hf-checkpoint {name}"):
             return _checked(Path(name))
+    from fsdptrain.model.loading.hub import HUB_FILES, download
+
     with raise_on_all_ranks(CheckpointError, f"--hf-checkpoint {name}"):
         if os.environ.get("LOCAL_RANK", "0") == "0":
             log.info("--hf-checkpoint %s: no folder here; asking the hub for it", name)
-            _download(name, HUB_FILES)
+            download(name, HUB_FILES)
     with raise_on_all_ranks(CheckpointError, f"--hf-checkpoint {name}"):
-        return _checked(_download(name, HUB_FILES, local_files_only=True))
-
-
-def resolve_config(name: str) -> Path:
-    """Return the local folder with the config.json of `name`, as in `resolve_checkpoint`. The weights may be missing.
-
-    For single-process commands. Raises CheckpointError.
-    """
-    path = Path(name)
-    if not path.is_dir() and not path.is_absolute():
-        path = _download(name, ["*.json", "*.py"])
-    return _with_config(path)
-
-
-def _download(name: str, patterns: list[str], *, local_files_only: bool = False) -> Path:
-    """Download `name` from the Hub. Raises CheckpointError with a suggested fix."""
-    try:
-        found = snapshot_download(
-            name, allow_patterns=patterns, ignore_patterns=NOT_HUB_FILES, local_files_only=local_files_only
-        )
-    except HFValidationError:
-        reason = "and can be no name in the hub: is it misspelt?"
-    except GatedRepoError:
-        reason = "and the hub gives it to those only who accept its terms: do so on its page, then `hf auth login`"
-    except RepositoryNotFoundError:
-        reason = "and the hub has none of that name, or not for you: `hf auth login`"
-    except LocalEntryNotFoundError:
-        reason = "was not downloaded before, and the hub cannot be reached: give a folder, or look at the network"
-    except OSError as error:
-        reason = f"and cannot be downloaded: {one_line(error)}"
-    else:
-        return Path(found)
-    raise CheckpointError(f"--hf-checkpoint {name} is no folder here, {reason}")
+        return _checked(download(name, HUB_FILES, local_files_only=True))
 
 
 def stored_dtype(path: Path) -> str | None:
@@ -114,11 +80,11 @@ def _named_files(path: Path) -> list[Path]:
 
 
 def _checked(path: Path) -> Path:
-    weight_files(_with_config(path))
+    weight_files(with_config(path))
     return path
 
 
-def _with_config(path: Path) -> Path:
+def with_config(path: Path) -> Path:
     refuse_gguf(path)
     if not path.is_dir():
         raise CheckpointError(

@@ -9,17 +9,13 @@ All functions are collective and fail on all ranks together. `shard_reader.py` u
 the reader behind `from_pretrained`, and is limited to the versions in `TESTED_TRANSFORMERS`.
 """
 
-import copy
 import hashlib
 import json
 import logging
 from pathlib import Path
-from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 import transformers
-from torch import Tensor
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -29,21 +25,13 @@ from transformers import (
 )
 
 from fsdptrain import platform
-from fsdptrain.distributed import gather, raise_on_all_ranks, require_same
+from fsdptrain.distributed import raise_on_all_ranks, require_same
 from fsdptrain.errors import CheckpointError, ConfigError
 from fsdptrain.model.architecture import model_from_config
 from fsdptrain.model.attention.attention import set_attention
 from fsdptrain.model.loading.files import different_files, resolve_checkpoint, some_of, weight_files
 from fsdptrain.model.loading.formats import refuse_quantised
-from fsdptrain.model.loading.materialize import (
-    filled_like,
-    own_part,
-    parameter_names,
-    quiet_transformers,
-    refuse_leftovers,
-    register,
-)
-from fsdptrain.model.structure import stock_class
+from fsdptrain.model.loading.materialize import quiet_transformers, register
 
 TESTED_TRANSFORMERS = ((5, 17), (5, 24))  # minimum (inclusive), maximum (exclusive)
 
@@ -103,13 +91,16 @@ def load_weights(
         ConfigError: `shard` with an untested version of transformers.
     """
     if strategy != "shard" or not _read_shards(model, path, cpu_offload=cpu_offload):
-        _broadcast_from_rank0(model, path, cpu_offload=cpu_offload)
+        from fsdptrain.model.loading.rank0 import broadcast_from_rank0
+
+        require_same_parameters(model, path)
+        broadcast_from_rank0(model, path, cpu_offload=cpu_offload)
     for name, buffer in list(model.named_buffers()):
         register(model, [name], buffer.to(platform.local_device()))
     with raise_on_all_ranks(CheckpointError, f"--hf-checkpoint {path}"):
-        if problems := _problems(model, dtype):
+        if problems := problems_of(model, dtype):
             raise CheckpointError(f"--hf-checkpoint {path}: {'; '.join(problems)}")
-    _require_same_parameters(model, path)
+    require_same_parameters(model, path)
 
 
 def _refuse_remote_code(path: Path) -> None:
@@ -120,7 +111,7 @@ def _refuse_remote_code(path: Path) -> None:
         )
 
 
-def _problems(model: PreTrainedModel, dtype: torch.dtype) -> list[str]:
+def problems_of(model: PreTrainedModel, dtype: torch.dtype) -> list[str]:
     """List parameters and buffers on meta, parameters that are not in `dtype`, and ties that differ from the config."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     on_meta = [name for name, tensor in tensors if tensor.is_meta]
@@ -150,54 +141,7 @@ def _read_shards(model: PreTrainedModel, path: Path, *, cpu_offload: bool) -> bo
     return True
 
 
-def _broadcast_from_rank0(model: PreTrainedModel, path: Path, *, cpu_offload: bool) -> None:
-    """Load the stock model on rank 0 in host memory and broadcast each tensor; each rank keeps its part.
-
-    The order is that of the names on rank 0, checked to be equal on all ranks before the first broadcast.
-    """
-    _require_same_parameters(model, path)
-    source: PreTrainedModel | None = None
-    with raise_on_all_ranks(CheckpointError, f"--hf-checkpoint {path}"), quiet_transformers():
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            source = _load_whole(model, path)
-    # an export needs these conversions to restore the tensor names of the files
-    model._weight_conversions = gather(None if source is None else vars(source).get("_weight_conversions"))[0]
-    device = platform.local_device()
-    shard_device = torch.device("cpu") if cpu_offload else device
-    for names in parameter_names(model):
-        parameter = model.get_parameter(names[0])
-        whole = _broadcast(source.get_parameter(names[0]) if source is not None else None, parameter, device)
-        register(model, names, filled_like(parameter, own_part(whole, parameter), shard_device))
-    for name, buffer in list(model.named_buffers()):
-        register(model, [name], _broadcast(source.get_buffer(name) if source is not None else None, buffer, device))
-
-
-def _load_whole(model: PreTrainedModel, path: Path) -> PreTrainedModel:
-    """Load the stock model of `path` on the host and check that it matches the meta `model`."""
-    weight_files(path)
-    source, info = cast(Any, stock_class(model)).from_pretrained(
-        path, config=copy.deepcopy(model.config), dtype=torch.float32, use_safetensors=True, output_loading_info=True
-    )
-    refuse_leftovers(path, set(info["missing_keys"]), set(info["unexpected_keys"]))
-    if problems := _problems(source, torch.float32):
-        raise CheckpointError(f"--hf-checkpoint {path}: {'; '.join(problems)}")
-    assert {n: p.shape for n, p in source.named_parameters()} == {n: p.shape for n, p in model.named_parameters()}
-    assert [n for n, _ in source.named_buffers()] == [n for n, _ in model.named_buffers()]
-    return source
-
-
-@torch.no_grad()
-def _broadcast(source: Tensor | None, like: Tensor, device: torch.device) -> Tensor:
-    """Broadcast rank 0's whole `source` to `device` of every rank. Other ranks pass None. Collective."""
-    whole = torch.empty(like.shape, dtype=like.dtype, device=device)
-    if source is not None:
-        whole.copy_(source)
-    if dist.is_initialized():
-        dist.broadcast(whole, src=0)
-    return whole
-
-
-def _require_same_parameters(model: PreTrainedModel, path: Path) -> None:
+def require_same_parameters(model: PreTrainedModel, path: Path) -> None:
     facts = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
     facts += [(name, tuple(b.shape), str(b.dtype)) for name, b in model.named_buffers()]
     require_same(hashlib.sha256(repr(facts).encode()).hexdigest(), different_files(path))

@@ -1,10 +1,9 @@
 """Read each rank's slices with the reader behind transformers' `from_pretrained`.
 
-This is the only module that uses private functions of transformers. `meta.py` checks the version before it imports it.
+This module and `compare.py` use private functions of transformers. `meta.py` checks the version before it imports it.
 For a parameter that is a DTensor, the reader reads only the slice that this rank owns.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -53,7 +52,7 @@ def _read_shards(model: PreTrainedModel, path: Path, files: list[Path], *, cpu_o
         pretrained_model_name_or_path=str(path),
         dtype=torch.float32,
         device_map={"": device},
-        weight_mapping=_conversions(model),
+        weight_mapping=conversions_of(model),
     )
     with raise_on_all_ranks(CheckpointError, f"--hf-checkpoint {path}"), quiet_transformers():
         info, _ = PreTrainedModel._load_pretrained_model(model, None, [str(file) for file in files], load_config)
@@ -72,51 +71,6 @@ def _read_shards(model: PreTrainedModel, path: Path, files: list[Path], *, cpu_o
         _restore_shards(model, shards)
 
 
-@dataclass(frozen=True)
-class FileDifferences:
-    """Differences between the files of a checkpoint and the model, by model names. All empty if they match."""
-
-    missing: list[str]  # in the model, not in the files
-    unexpected: list[str]  # in the files, not in the model
-    misfits: list[str]  # different shape: that of the files, then that of the model
-    failed: list[str]  # names whose conversion fails, with the reason
-
-    def __bool__(self) -> bool:
-        return any(vars(self).values())
-
-
-def compare_names(model: PreTrainedModel, path: Path, files: list[Path]) -> FileDifferences:
-    """Compare names and shapes of the files, converted as in `read_shards`, with the model. Reads no weights.
-
-    `model` is on meta and stays there. Its parameters are replaced.
-    """
-    headers: dict[str, Tensor] = {}
-    for file in files:
-        with safe_open(file, framework="pt") as tensors:
-            for key in tensors.keys():  # noqa: SIM118 - not a mapping
-                headers[key] = torch.empty(tensors.get_slice(key).get_shape(), device="meta")
-    load_config = LoadStateDictConfig(
-        pretrained_model_name_or_path=str(path),
-        dtype=torch.float32,
-        device_map={"": torch.device("meta")},
-        weight_mapping=_conversions(model),
-        ignore_mismatched_sizes=True,
-    )
-    names = parameter_names(model)  # collected first: loading breaks a tie if the files hold neither name
-    with quiet_transformers():
-        info, _ = PreTrainedModel._load_pretrained_model(model, headers, None, load_config)
-        model._adjust_missing_and_unexpected_keys(info)
-    here_by_its_tie = {name for group in names if not info.missing_keys.issuperset(group) for name in group}
-    misfits = {name: f"{name} {list(there)} for {list(here)}" for name, there, here in info.mismatched_keys}
-    failed = {name: reason.strip().splitlines()[-1] for name, reason in info.conversion_errors.items()}
-    return FileDifferences(
-        missing=sorted(info.missing_keys - set(misfits) - set(failed) - here_by_its_tie),
-        unexpected=sorted(info.unexpected_keys),
-        misfits=[misfits[name] for name in sorted(misfits)],
-        failed=[f"{name}: {failed[name]}" for name in sorted(failed)],
-    )
-
-
 def needs_whole_tensors(model: PreTrainedModel, files: list[Path]) -> str:
     """Return why slices cannot be read, or "".
 
@@ -124,7 +78,7 @@ def needs_whole_tensors(model: PreTrainedModel, files: list[Path]) -> str:
     and without an error. Stacking experts and concatenating their gate and up projections along another axis is exact.
     """
     parameters = model.state_dict()
-    mapping = _conversions(model)
+    mapping = conversions_of(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
@@ -137,7 +91,7 @@ def needs_whole_tensors(model: PreTrainedModel, files: list[Path]) -> str:
     return ""
 
 
-def _conversions(model: PreTrainedModel) -> list[WeightConverter | WeightRenaming]:
+def conversions_of(model: PreTrainedModel) -> list[WeightConverter | WeightRenaming]:
     with as_stock(model):
         return cast(list[WeightConverter | WeightRenaming], get_model_conversion_mapping(model))
 

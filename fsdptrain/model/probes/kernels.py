@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 
 from fsdptrain.errors import ConfigError
 from fsdptrain.model.attention.attention import MAX_VARLEN_HEAD_DIM, OURS, SEGMENTS, VARLEN
+from fsdptrain.model.module_kind import module_kind
 from fsdptrain.model.probes.layout import LayoutProbe
-from fsdptrain.model.probes.module_tree import module_kind
 
 # Matches how transformers declares a function from a package with a fallback in torch.
 _STAND_IN = re.compile(r"@use_kernel_func_from_hub_with_fallback\(\s*\"(\w+)\",\s*\"(\w+)\"")

@@ -13,30 +13,26 @@ No list of model names decides. Candidates that differ, raise or leak are reject
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from fsdptrain import platform
 from fsdptrain.distributed import one_line
 from fsdptrain.errors import NumericsError
 from fsdptrain.feature import NO_FEATURES, Features
-from fsdptrain.model.attention.attention import register_attention, resolve_attention, set_attention
+from fsdptrain.model.attention.attention import register_attention, set_attention
 from fsdptrain.model.policy import (
     MODEL_ERRORS,
     TOLERANCES,
-    check_head,
     evaluating,
-    install_policy_forward,
     logprobs_or_refusal,
     over_ranks,
     plain_batch,
-    policy_logprobs,
 )
-from fsdptrain.model.probes.random_copy import random_copy
 from fsdptrain.model.rows import Layout
 from fsdptrain.model.structure import stock_class
 from fsdptrain.types import Segment, join_images
@@ -119,38 +115,6 @@ def choose_layout(
         f"--layout {requested}: {stock_class(model).__name__} is not computed exactly (tolerance {tolerance:g}): "
         f"{'; '.join(reasons)}; --layout auto takes what is exact, if anything is"
     )
-
-
-def probe_random_copy(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> LayoutProbe:
-    """Run the probe and a backward pass on a `random_copy` of the model, on the CPU in float32.
-
-    Raises NumericsError if no layout is exact forward and backward, or if the head is not understood.
-    """
-    try:
-        return _probe_copy(random_copy(config, trust_remote_code=trust_remote_code))
-    except MODEL_ERRORS:  # a few families tie other parts to the number of layers (gemma3n, gemma4)
-        return _probe_copy(random_copy(config, trust_remote_code=trust_remote_code, all_layers=True))
-
-
-def _probe_copy(model: PreTrainedModel) -> LayoutProbe:
-    install_policy_forward(model, chunk_size=SHORT)
-    options: dict[str, Any] = {
-        "vocab_size": model.config.get_text_config().vocab_size,
-        "compute_dtype": torch.float32,
-        "device": torch.device("cpu"),
-    }
-    set_attention(model, REFERENCE)
-    check_head(model, layout="padded", **options)
-    refused = ""
-    for requested in ("auto", "padded"):
-        set_attention(model, resolve_attention("auto", "cpu"))
-        probe = choose_layout(model, requested, **options)
-        difference = _gradient_difference(model, probe)
-        if difference <= probe.tolerance:
-            reason = "; ".join(text for text in (refused, probe.reason) if text)
-            return replace(probe, gradient_difference=difference, reason=reason)
-        refused = f"{probe.layout} with {probe.attention}: gradients differ by {difference:.2g}"
-    raise NumericsError(f"{type(model).__name__} is not computed exactly backward: {refused}")
 
 
 def probe_segments(model: PreTrainedModel, vocab_size: int) -> list[list[int]]:
@@ -252,31 +216,3 @@ def _score(
 def _in_one(first: Segment, second: Segment) -> Segment:
     images = join_images([(segment.images, len(segment.token_ids)) for segment in (first, second)])
     return Segment([*first.token_ids, *second.token_ids], images)
-
-
-def _gradient_difference(model: PreTrainedModel, probe: LayoutProbe) -> float:
-    """Return the largest difference from the stock gradients, relative to the largest gradient.
-
-    The stock model runs one segment at a time.
-    """
-    device = torch.device("cpu")
-    first, second, _ = probe_segments(model, model.config.get_text_config().vocab_size)
-    set_attention(model, REFERENCE)
-    wanted = _gradients(model, [[first], [second]], "padded", device)
-    set_attention(model, probe.attention)
-    found = _gradients(model, [[first, second]], probe.layout, device)
-    largest = max(gradient.abs().max().item() for gradient in wanted.values())
-    return max((found[name] - wanted[name]).abs().max().item() for name in wanted) / largest
-
-
-def _gradients(
-    model: PreTrainedModel, packs: list[list[list[int]]], layout: Layout, device: torch.device
-) -> dict[str, Tensor]:
-    """Compute the gradients of the sum of all logprobs, weighted by position."""
-    for pack in packs:
-        batch = plain_batch(pack, device=device)
-        values = policy_logprobs(model, batch, layout=layout).values
-        (values * (batch.position_ids + 1).sin()).sum().backward()
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad(set_to_none=True)
-    return gradients

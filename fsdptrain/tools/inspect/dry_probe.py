@@ -3,7 +3,7 @@
 from transformers import AutoConfig
 
 from fsdptrain.errors import CheckpointError
-from fsdptrain.model.probes.layout import probe_random_copy
+from fsdptrain.model.probes.copy_probe import probe_random_copy
 
 
 def probe_line(checkpoint: str, *, trust_remote_code: bool) -> str:

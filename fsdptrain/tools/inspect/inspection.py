@@ -18,19 +18,22 @@ from fsdptrain.errors import CheckpointError, NumericsError
 from fsdptrain.features.context_parallel.recurrent import check_dealing
 from fsdptrain.features.lora.adapters import add_adapters, require_peft
 from fsdptrain.features.prefix_sharing.checks import configured_obstacle
-from fsdptrain.features.prefix_sharing.probe import probe_prefixes_of_copy
-from fsdptrain.memory.pieces import Grid, Pieces
+from fsdptrain.features.prefix_sharing.copy_probe import probe_prefixes_of_copy
+from fsdptrain.memory.grid import Grid
+from fsdptrain.memory.pieces import Pieces, parameters_outside
 from fsdptrain.model.attention.attention import resolve_attention
 from fsdptrain.model.layer_kinds import layer_kinds
-from fsdptrain.model.loading.files import resolve_config, stored_dtype, weight_files
+from fsdptrain.model.loading.files import stored_dtype, weight_files
+from fsdptrain.model.loading.hub import resolve_config
 from fsdptrain.model.loading.materialize import parameter_names, quiet_transformers
 from fsdptrain.model.loading.meta import build_meta_model
 from fsdptrain.model.policy import head_transform
+from fsdptrain.model.probes.copy_probe import probe_random_copy
 from fsdptrain.model.probes.kernels import Kernel, kernels, require_no_fallback
-from fsdptrain.model.probes.layout import LayoutProbe, probe_random_copy
-from fsdptrain.model.probes.module_tree import Part, anatomy
-from fsdptrain.model.structure import count_active_parameters, freeze_vision, lm_head, parameters_outside
+from fsdptrain.model.probes.layout import LayoutProbe
+from fsdptrain.model.structure import active_sizes, freeze_vision, lm_head
 from fsdptrain.overrides import Override, install_overrides
+from fsdptrain.tools.inspect.module_tree import Part, anatomy
 
 
 @dataclass(frozen=True)
@@ -125,9 +128,7 @@ def inspect_model(config: Config, *, num_gpus: int) -> Inspection:
 
 def with_differences(report: Inspection, config: Config) -> Inspection:
     """Add the differences between the model and the safetensors files. Raises CheckpointError if there are no files."""
-    from fsdptrain.model.loading.shard_reader import (
-        compare_names,  # uses private names of transformers: import only if needed
-    )
+    from fsdptrain.model.loading.compare import compare_names  # private names of transformers: import only if needed
 
     model, path = meta_model(config)
     found = compare_names(model, path, weight_files(path))
@@ -197,7 +198,7 @@ def _count(model: PreTrainedModel, pieces: Pieces) -> Parameters:
     parameters = list(model.parameters())
     return Parameters(
         total=sum(p.numel() for p in parameters),
-        active=count_active_parameters(model),
+        active=round(sum(active_sizes(model).values())),
         trainable=sum(p.numel() for p in parameters if p.requires_grad),
         per_rank=pieces.total(lambda piece: piece.most),
         num_shards=pieces.grid.shards * pieces.grid.tensor,

@@ -9,8 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from fsdptrain.model.probes.layout import LayoutProbe
-from fsdptrain.model.probes.module_tree import Part
 from fsdptrain.tools.inspect.inspection import Group, Head, Inspection, Parameters
+from fsdptrain.tools.inspect.module_tree import Part
 
 WIDEST = 100  # columns
 _SHOWN = 8  # maximum number of names per difference

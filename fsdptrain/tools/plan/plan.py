@@ -28,7 +28,8 @@ from fsdptrain.memory.demand import (
     demand_of,
     load_memory_need,
 )
-from fsdptrain.memory.pieces import Grid, Pieces
+from fsdptrain.memory.grid import Grid
+from fsdptrain.memory.pieces import Pieces
 from fsdptrain.model.attention.attention import SEGMENTS, register_attention
 from fsdptrain.model.probes.kernels import kernels
 from fsdptrain.model.probes.layout import LOSES_MASK
@@ -258,7 +259,8 @@ class Planner:
 
     def host(self, config: Config) -> tuple[Mapping[str, int], int]:
         """Return the host memory of one node: bytes by part, and the total with margin."""
-        demand = demand_of(config, self.pieces(config), self.counts, embedded_engine=False)
+        pieces = self.pieces(config)
+        demand = demand_of(config, pieces.grid, self.counts, embedded_engine=False, pieces=pieces)
         supply = MemorySupply(_NO_LIMIT, _NO_LIMIT, self.machine.ranks_per_node, has_accelerator=True)
         parts = dict(load_memory_need(demand, supply).host_parts)
         if config.model.offload_activations:

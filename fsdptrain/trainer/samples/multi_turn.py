@@ -11,9 +11,10 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from fsdptrain.config import Config
 from fsdptrain.data.chat import TurnRenderer
 from fsdptrain.data.routes import sample_routes
-from fsdptrain.data.sources import as_messages
+from fsdptrain.data.rows import as_messages
 from fsdptrain.distributed import any_rank, raise_on_all_ranks
 from fsdptrain.errors import ConfigError, RolloutError
 from fsdptrain.protocols import InFlightEngine, RewardFunction, RolloutEngine
@@ -267,4 +268,27 @@ def _sample(episode: Conversation, score: Score) -> Sample:
         versions=[first] * num_prompt + episode.versions if several else None,
         truncated=episode.truncated,
         routes=sample_routes(episode.routes, num_prompt + len(episode.token_ids)),
+    )
+
+
+def build_multi_turn(
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    engine: RolloutEngine,
+    reward: RewardFunction,
+    environment: LoadedEnvironment,
+    reads_environment: bool,
+) -> MultiTurn:
+    """Build the sampler of a run with --environment."""
+    options = config.environment
+    return MultiTurn(
+        engine=engine,
+        environment=environment,
+        reward=reward,
+        reads_environment=reads_environment,
+        renderer=TurnRenderer(tokenizer, data=config.data, max_observation_len=options.max_observation_len),
+        threads=StepThreads(num_threads=options.environment_workers, timeout=options.environment_timeout),
+        tokenizer=tokenizer,
+        max_turns=options.max_turns,
     )

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fsdptrain.config import DataConfig, RolloutConfig
 from fsdptrain.data.curriculum import PassRates
 from fsdptrain.data.prompts import PromptStream
-from fsdptrain.data.sources import Row
+from fsdptrain.data.rows import Row
 from fsdptrain.testing import tiny_tokenizer
 
 NUM_SAMPLES = 8

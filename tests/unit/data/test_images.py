@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from fsdptrain.config import DataConfig, RolloutConfig
 from fsdptrain.data.images import as_pictures, open_picture, with_places
 from fsdptrain.data.prompts import PromptStream, make_prompt
-from fsdptrain.data.sources import Row, content_hash, load_rows
+from fsdptrain.data.rows import Row, content_hash
+from fsdptrain.data.sources import load_rows
 from fsdptrain.errors import ConfigError, DataError
 from fsdptrain.features.vision.processor import ImageProcessor
 from fsdptrain.testing import save_tiny_checkpoint

@@ -8,7 +8,8 @@ from transformers import PreTrainedTokenizerFast
 
 from fsdptrain.config import DataConfig, RolloutConfig
 from fsdptrain.data.prompts import ANSWER_TAGS_PROMPT, PromptStream, make_prompt, make_prompts
-from fsdptrain.data.sources import Row, content_hash, load_rows, split_rows
+from fsdptrain.data.rows import Row, content_hash, split_rows
+from fsdptrain.data.sources import load_rows
 from fsdptrain.errors import ConfigError, DataError
 from fsdptrain.testing import tiny_tokenizer
 from fsdptrain.types import Prompt

@@ -3,8 +3,8 @@ import pytest
 from fsdptrain.config import DataConfig
 from fsdptrain.data.chat import TurnRenderer
 from fsdptrain.data.prompts import make_prompt
+from fsdptrain.data.rows import Row
 from fsdptrain.data.sft import sft_sample
-from fsdptrain.data.sources import Row
 from fsdptrain.errors import ConfigError, DataError
 from fsdptrain.testing import tiny_tokenizer
 from fsdptrain.types import Prompt, Sample

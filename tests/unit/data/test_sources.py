@@ -6,7 +6,9 @@ import datasets
 import pytest
 
 from fsdptrain.config import DataConfig
-from fsdptrain.data.sources import Row, as_rows, content_hash, load_rows, split_rows
+from fsdptrain.data.rows import Row, content_hash, split_rows
+from fsdptrain.data.sources import load_rows
+from fsdptrain.data.tables import as_rows
 from fsdptrain.errors import ConfigError, DataError
 
 ROWS = [{"prompt": f"question {i}", "label": str(i), "extra": {"level": i}} for i in range(7)]

@@ -5,9 +5,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fsdptrain.model.layer_kinds import layer_kinds
-from fsdptrain.model.probes.module_tree import anatomy
 from fsdptrain.model.probes.random_copy import random_copy
 from fsdptrain.model.structure import repeated_layers
+from fsdptrain.tools.inspect.module_tree import anatomy
 from tests import configs, zoo
 
 

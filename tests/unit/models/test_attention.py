@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fsdptrain.errors import ConfigError, NumericsError
-from fsdptrain.model.attention import attention
+from fsdptrain.model.attention import attention, blocks
 from fsdptrain.model.attention.attention import SEGMENTS, VARLEN, Boundaries, attend, resolve_attention
 
 MODULE = nn.Identity()
@@ -72,7 +72,7 @@ def test_attention_and_its_gradients_are_those_of_dense_attention_segment_by_seg
     sinks = torch.linspace(-1, 1, num_heads, dtype=torch.float64).requires_grad_() if has_sinks else None
     inputs = [q, k, v] if sinks is None else [q, k, v, sinks]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "BLOCK", block)
+        patch.setattr(blocks, "BLOCK", block)
         found, _ = attend(
             MODULE,
             q,
@@ -140,7 +140,7 @@ def test_what_would_be_ignored_is_refused(change: dict[str, Any]) -> None:
 
 
 def test_scores_never_exist_whole_where_they_are_written_out() -> None:
-    length = 4 * attention.BLOCK
+    length = 4 * blocks.BLOCK
     q, k, v = (x.detach().float().requires_grad_() for x in heads(1, length, (1, 8), (1, 8), (1, 8)))
     saved: list[int] = []
 

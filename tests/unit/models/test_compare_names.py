@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from fsdptrain.model.loading.compare import FileDifferences, compare_names
 from fsdptrain.model.loading.files import weight_files
-from fsdptrain.model.loading.shard_reader import FileDifferences, compare_names
 from tests import zoo
 
 

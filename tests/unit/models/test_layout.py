@@ -10,7 +10,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fsdptrain.errors import NumericsError
 from fsdptrain.model.attention.attention import SEGMENTS, Boundaries, attend
-from fsdptrain.model.probes.layout import choose_layout, probe_random_copy, probe_segments
+from fsdptrain.model.probes.copy_probe import probe_random_copy
+from fsdptrain.model.probes.layout import choose_layout, probe_segments
 from fsdptrain.model.probes.random_copy import random_copy
 from tests import zoo
 from tests.unit.models.test_policy import policy_model

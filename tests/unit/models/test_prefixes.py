@@ -20,16 +20,17 @@ from fsdptrain.errors import ConfigError
 from fsdptrain.feature import Feature
 from fsdptrain.features.activation_memory.checkpointing import enable_gradient_checkpointing
 from fsdptrain.features.prefix_sharing.attention import shared_prefix_attention
+from fsdptrain.features.prefix_sharing.copy_probe import probe_prefixes_of_copy
 from fsdptrain.features.prefix_sharing.probe import (
     PrefixProbe,
     probe_prefixes,
-    probe_prefixes_of_copy,
     require_prefixes,
     structural_obstacle,
 )
 from fsdptrain.model.attention.attention import SEGMENTS, Boundaries, attend, register_attention
 from fsdptrain.model.policy import install_policy_forward, policy_logprobs
-from fsdptrain.model.probes.layout import choose_layout, probe_random_copy, probe_segments
+from fsdptrain.model.probes.copy_probe import probe_random_copy
+from fsdptrain.model.probes.layout import choose_layout, probe_segments
 from fsdptrain.model.rows import Rows
 from fsdptrain.types import LogProbs, LossConfig, PackedBatch, Sample
 from tests import zoo

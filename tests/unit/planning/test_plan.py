@@ -10,7 +10,8 @@ from fsdptrain.config.checks import check
 from fsdptrain.errors import MemoryPlanError
 from fsdptrain.features.lora.adapters import add_adapters
 from fsdptrain.memory.demand import GIB
-from fsdptrain.memory.pieces import Grid, Pieces
+from fsdptrain.memory.grid import Grid
+from fsdptrain.memory.pieces import Pieces
 from fsdptrain.model.structure import count_parameters, freeze_vision, tower_layers
 from fsdptrain.tools.plan import remedies
 from fsdptrain.tools.plan.plan import Machine, Planner, cache_rows, make_plan, seqlens, sharding, with_margin

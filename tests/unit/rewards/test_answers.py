@@ -2,8 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdptrain.rewards import extract_answer
-from fsdptrain.rewards.answers import find_answer
+from fsdptrain.rewards.answers import extract_answer, find_answer
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ import pytest
 
 from fsdptrain.config import RewardConfig
 from fsdptrain.errors import ConfigError
-from fsdptrain.rewards import build_reward, reads_environment, score_completions
+from fsdptrain.rewards.build import build_reward, reads_environment
+from fsdptrain.rewards.scoring import score_completions
 from fsdptrain.types import Episode, Prompt
 
 PROMPT = Prompt("p", [1], "", label="4")

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from fsdptrain.errors import RewardError
-from fsdptrain.rewards import Score, check_unscored, score_completions
+from fsdptrain.rewards.scoring import Score, check_unscored, score_completions
 from fsdptrain.testing import spawn
 from fsdptrain.types import Prompt
 

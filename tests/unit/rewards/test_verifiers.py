@@ -3,7 +3,7 @@ import threading
 import pytest
 
 from fsdptrain.config import DataConfig
-from fsdptrain.rewards import REWARDS
+from fsdptrain.rewards.build import REWARDS
 from fsdptrain.types import Prompt
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from fsdptrain.config import Config
 from fsdptrain.rollout.evaluate import eval_sampling, evaluation_metrics, pass_at_k
-from fsdptrain.trainer.samples.single_turn import sampling_at
+from fsdptrain.trainer.samples.source import sampling_at
 from fsdptrain.types import Sample, SamplingParams
 
 # by prompt and sample; None: could not be scored

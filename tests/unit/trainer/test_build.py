@@ -8,7 +8,8 @@ import pytest
 
 from fsdptrain.config import Config
 from fsdptrain.testing import tiny_tokenizer
-from fsdptrain.trainer.components import build_data, rollout_threads
+from fsdptrain.trainer.components import rollout_threads
+from fsdptrain.trainer.data import build_data
 from tests.e2e.engines import InFlight
 
 LONG = "a" * 60

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdptrain.data.packing.exchange import sample_keys
+from fsdptrain.data.packing.sample_index import sample_keys
 from fsdptrain.trainer.batches import deal
 from fsdptrain.types import Sample
 

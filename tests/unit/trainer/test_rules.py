@@ -4,7 +4,7 @@ import pytest
 
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
-from fsdptrain.rewards import build_reward
+from fsdptrain.rewards.build import build_reward
 from fsdptrain.trainer.rules import advantage_rule, selection_rules, shaping_rule
 from fsdptrain.trainer.samples.selection import group_result
 from fsdptrain.types import Sample
@@ -38,7 +38,7 @@ def test_a_group_is_kept_if_any_reward_that_is_normalised_by_itself_differs() ->
 
 
 def test_only_penalties_that_are_on_shape() -> None:
-    assert shaping_rule(config()).coefficients == {}
+    assert shaping_rule(config()) is None
     both = shaping_rule(config(algorithm="dapo", length_penalty=0.2, pass_threshold=0.7))
     assert both.coefficients == {"overlong": 1.0, "length": 0.2}
     assert both.pass_threshold == 0.7

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from fsdptrain.config import Config
-from fsdptrain.data.packing.exchange import gather_index
 from fsdptrain.data.packing.pack import pack
+from fsdptrain.data.packing.sample_index import gather_index
 from fsdptrain.protocols import ModelRole, TrainBackend
 from fsdptrain.trainer.batches import StepBatches
 from fsdptrain.trainer.logprobs import LogprobPasses

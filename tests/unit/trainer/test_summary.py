@@ -2,9 +2,9 @@
 
 from fsdptrain import platform
 from fsdptrain.algo.advantages import ADVANTAGES, AdvantageRule
-from fsdptrain.rewards import Score, Scores
+from fsdptrain.rewards.scoring import Score, Scores
 from fsdptrain.trainer.metrics import RewardNames, mean_metrics, sample_metrics
-from fsdptrain.trainer.samples.single_turn import RolloutBatch
+from fsdptrain.trainer.samples.source import RolloutBatch
 from fsdptrain.types import Sample
 
 

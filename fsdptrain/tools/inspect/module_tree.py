@@ -1,6 +1,5 @@
 """Summarize the module tree of a model: repeated layers once, with the class, file, kind and size of each part."""
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast
@@ -9,22 +8,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fsdptrain.model.layer_kinds import LayerKind, layer_kinds
-from fsdptrain.model.structure import num_fused_experts, repeated_layers
-
-# Kind of a module by its class name; the first matching pattern wins.
-_KINDS = {
-    "norm": r"Norm",
-    "rotary table": r"Rotary|RoPE|Rope",
-    "embedding": r"Embedding",
-    "router": r"Router|Gate$|TopKGate",
-    "experts": r"Experts?$",
-    "recurrent mixer": r"DeltaNet|DeltaAttention|Mamba|SSM|Mixer$|Recurrent|ShortConv|LinearAttention|Lightning|Rwkv"
-    r"|xLSTM|Retention",
-    "attention": r"Attention|Attn$",
-    "MLP": r"MLP|Mlp|FeedForward|FFN|MoE|Moe|Sparse|Dense",
-    "linear": r"Linear$|Conv1D$",
-}
-_MIXTURE = "mixture of experts"  # contains experts; its children are listed too
+from fsdptrain.model.module_kind import MIXTURE, module_kind
+from fsdptrain.model.structure import repeated_layers
 
 
 @dataclass(frozen=True)
@@ -47,21 +32,6 @@ def anatomy(model: PreTrainedModel) -> list[Part]:
     for kind in layer_kinds(model):
         kinds.setdefault(kind.path, []).append(kind)
     return list(_parts(model, "", kinds, set(repeated_layers(model))))
-
-
-def module_kind(module: nn.Module) -> str:
-    """Return the kind of a module, such as `attention`, `norm` or `experts`; `other` for unknown class names."""
-    name = type(module).__name__
-    if name.startswith("FSDP"):
-        name = type(module).__mro__[2].__name__
-    if num_fused_experts(module):
-        return "experts"
-    kind = next((kind for kind, pattern in _KINDS.items() if re.search(pattern, name)), "other")
-    return _MIXTURE if kind in {"MLP", "other"} and any(_are_experts(child) for child in module.children()) else kind
-
-
-def _are_experts(module: nn.Module) -> bool:
-    return isinstance(module, nn.ModuleList) or module_kind(module) == "experts"
 
 
 def _parts(module: nn.Module, path: str, kinds: dict[str, list[LayerKind]], layers: set[nn.Module]) -> Iterator[Part]:
@@ -88,7 +58,7 @@ def _parts_of_layer(module: nn.Module, depth: int) -> Iterator[Part]:
             yield _part(name, first, "experts" if depth > 1 else module_kind(first), count=len(child), depth=depth)
             continue
         yield _part(name, child, kind, depth=depth)
-        if kind == _MIXTURE:
+        if kind == MIXTURE:
             yield from _parts_of_layer(child, depth + 1)
 
 

@@ -1,4 +1,4 @@
-"""Stream the fused experts of a sharded model under checkpoint names, a few at a time.
+"""Stream the weights of a sharded model under the names of checkpoint files.
 
 All experts of a layer may exceed the free memory of a training GPU (DeepSeek-V3: 23 GB), and splitting them needs
 almost as much again. If a checkpoint stores each expert separately, a few experts per rank are gathered, split and
@@ -8,19 +8,57 @@ yielded at a time.
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import SplitModulelist, WeightConverter
+from transformers.core_model_loading import SplitModulelist, WeightConverter, revert_weight_conversion
 
+from fsdptrain.feature import Features
+from fsdptrain.fsdp.stream import full_tensor, full_weight
 from fsdptrain.model.loading.materialize import local_part
 
 _EXPERT = re.compile(r"\.(\d+)\.(?!.*\.\d+\.)")  # the last number of a name
 Tensors = dict[str, Tensor]
+
+
+def stream_hub_names(
+    model: PreTrainedModel,
+    units: Sequence[Tensors],
+    *,
+    dtype: torch.dtype,
+    features: Features,
+    slice_bytes: int,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (checkpoint name, full tensor) of `units`, groups of tensors that are gathered together. Collective.
+
+    Arguments as in `stream.stream_weights`.
+    """
+    conversions = reversed_conversions(model)
+
+    def hub(gathered: Tensors) -> Tensors:
+        with features.without():  # not across a yield: the caller may run the model
+            return revert_weight_conversion(model, gathered)
+
+    for unit in units:
+        sliced = {
+            name: tensor
+            for name, tensor in unit.items()
+            if in_slices(name, tensor, conversions, most_bytes=slice_bytes) and not features.changes_weight(name)
+        }
+        for name, tensor in sliced.items():
+            full = partial(full_tensor, dtype=dtype if isinstance(tensor, nn.Parameter) else tensor.dtype)
+            yield from expert_slices(name, tensor, most_bytes=slice_bytes, full=full, convert=hub)
+        whole = {
+            name: full_weight(tensor, dtype, features.full_precision_weight(name, tensor))
+            for name, tensor in unit.items()
+            if name not in sliced
+        }
+        yield from hub(whole).items()
 
 
 def expert_slices(

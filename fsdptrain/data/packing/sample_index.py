@@ -1,0 +1,82 @@
+"""The index of all samples of a rollout: what planning needs of them, the same on every rank."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdptrain.algo.weights import Totals, count_totals, num_loss_tokens
+from fsdptrain.data.packing.prefixes import prompt_key
+from fsdptrain.types import Sample
+
+
+@dataclass(frozen=True)
+class SampleIndex:
+    """Index of all samples on all ranks, numbered rank by rank in list order. Identical on every rank."""
+
+    lengths: tuple[int, ...]  # tokens of each sample
+    loss_tokens: tuple[int, ...]  # loss tokens of each sample
+    owners: tuple[int, ...]  # rank that holds each sample
+    keys: tuple[int, ...]  # sample keys that do not depend on the location
+    prompts: tuple[tuple[int, int], ...]  # (hash, length) of each prompt, from `prefixes.prompt_key`
+    route_shape: tuple[int, int] | None = None  # (layers, k), if samples have routes
+
+    def of_rank(self, rank: int) -> range:
+        """Return the indices of the samples on `rank`."""
+        first = sum(owner < rank for owner in self.owners)
+        return range(first, first + self.owners.count(rank))
+
+    def totals(self, indices: Sequence[int]) -> Totals:
+        """Return the denominators of an optimizer step that trains these samples."""
+        return count_totals([self.loss_tokens[index] for index in indices])
+
+
+def gather_index(samples: Sequence[Sample]) -> SampleIndex:
+    """Gather the planning information of all ranks' samples, with two small collectives."""
+    facts = [
+        (len(sample.token_ids), num_loss_tokens(sample), key, *prompt_key(sample), *_route_shape(sample))
+        for sample, key in zip(samples, sample_keys(samples), strict=True)
+    ]
+    by_rank = _all_gather_rows(torch.tensor(facts, dtype=torch.int64).reshape(-1, 7))
+    rows = torch.cat(by_rank).tolist()
+    return SampleIndex(
+        lengths=tuple(length for length, *_ in rows),
+        loss_tokens=tuple(count for _, count, *_ in rows),
+        owners=tuple(rank for rank, held in enumerate(by_rank) for _ in range(len(held))),
+        keys=tuple(key for _, _, key, *_ in rows),
+        prompts=tuple((prompt, length) for _, _, _, prompt, length, *_ in rows),
+        route_shape=next(((layers, k) for *_, layers, k in rows if k), None),
+    )
+
+
+def _route_shape(sample: Sample) -> tuple[int, int]:
+    return (0, 0) if sample.routes is None else (sample.routes.shape[1], sample.routes.shape[2])
+
+
+def sample_keys(samples: Sequence[Sample]) -> list[int]:
+    """Return a 63-bit hash of group id and position in the group. A group is on one rank, in a fixed order."""
+    places: dict[str, int] = {}
+    keys: list[int] = []
+    for sample in samples:
+        places[sample.group_id] = place = places.get(sample.group_id, -1) + 1
+        digest = hashlib.blake2b(f"{place} {sample.group_id}".encode(), digest_size=8).digest()
+        keys.append(int.from_bytes(digest) >> 1)
+    return keys
+
+
+def _all_gather_rows(rows: Tensor) -> list[Tensor]:
+    """Gather [n, k] from each rank, where n may differ. Padded to the largest n for the transfer."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [rows]
+    num_ranks = dist.get_world_size()
+    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(num_ranks)]
+    dist.all_gather(counts, torch.tensor([len(rows)]))
+    most = max(int(count) for count in counts)
+    padded = rows.new_zeros(most, rows.shape[1])
+    padded[: len(rows)] = rows
+    gathered = [torch.empty_like(padded) for _ in range(num_ranks)]
+    dist.all_gather(gathered, padded)
+    return [part[: int(count)] for part, count in zip(gathered, counts, strict=True)]

@@ -1,0 +1,90 @@
+"""Rows of a data set: one example each."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from fsdptrain.errors import DataError
+from fsdptrain.types import Message
+
+
+@dataclass(frozen=True)
+class Row:
+    """One example of a data set."""
+
+    id: str  # unique within its data set and stable between runs
+    prompt: str | list[Message]
+    label: Any = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    images: tuple[Any, ...] = ()  # unopened images: see data/images.py
+
+
+class Rows(Protocol):
+    """Indexed rows, generated or read on demand. A list of rows qualifies."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Row: ...
+
+
+class Table(Protocol):
+    """Input of `tables.as_rows`: a `datasets.Dataset` or a list of mappings."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
+
+
+def split_rows(rows: Rows, eval_size: int, seed: int) -> tuple[Rows, list[Row]]:
+    """Split into training rows and up to `eval_size` distinct held-out rows, drawn by `seed`.
+
+    Generators may repeat a question at other indices. Pass `content_hash` of the held-out rows to PromptStream, which
+    skips duplicates of them. Raises DataError if no training rows are left.
+    """
+    held_out: dict[str, Row] = {}
+    taken: set[int] = set()
+    for index in torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()[: 4 * eval_size]:
+        if len(held_out) == eval_size:
+            break
+        row = rows[index]
+        held_out.setdefault(content_hash(row), row)
+        taken.add(index)
+    if len(taken) == len(rows):
+        raise DataError(
+            f"--eval-size {eval_size} leaves nothing to train on, the data has {len(rows)} rows; "
+            "lower it, or name other data by --eval-prompt-data"
+        )
+    return _Subset(rows, [index for index in range(len(rows)) if index not in taken]), list(held_out.values())
+
+
+def content_hash(row: Row) -> str:
+    """Hash the prompt and images of a row, ignoring id, label and form (a string equals one user message)."""
+    messages = as_messages(row.prompt)
+    content = [[m["role"], m["content"].strip() if isinstance(m["content"], str) else m["content"]] for m in messages]
+    if row.images:
+        from fsdptrain.data.images import content_of
+
+        content += [content_of(picture) for picture in row.images]
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def as_messages(prompt: str | Sequence[Message]) -> list[Message]:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+
+
+@dataclass(frozen=True)
+class _Subset:
+    """Subset of rows, in the order of `indices`."""
+
+    rows: Rows
+    indices: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Row:
+        return self.rows[self.indices[index]]

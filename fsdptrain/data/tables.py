@@ -1,0 +1,146 @@
+"""Rows of tables: JSONL and parquet files, `datasets` by name or folder, lists of mappings, environments."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsdptrain.config import DataConfig
+from fsdptrain.data.images import as_pictures
+from fsdptrain.data.rows import Row, Rows, Table
+from fsdptrain.data.sources import first_line
+from fsdptrain.errors import ConfigError, DataError
+from fsdptrain.registry import suggest
+from fsdptrain.types import Message
+
+FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+
+
+def load_table_rows(name: str, options: dict[str, Any], data: DataConfig, *, flag: str) -> Rows:
+    """Load the table `name`: a file, a folder, or a data set of the hub. options: of `datasets.load_dataset`."""
+    table, path = _load_table(name, options, flag=flag), Path(name)
+    return as_rows(table, data, name=path.name if path.exists() else name, flag=flag, folder=_folder_of(path))
+
+
+def as_rows(
+    dataset: Rows | Table,
+    data: DataConfig,
+    *,
+    name: str = "dataset",
+    flag: str = "--prompt-data",
+    folder: Path = Path(),
+) -> Rows:
+    """Return rows of a list of `Row`, or of mappings with the columns in `data` (`label_key` "": no labels).
+
+    `folder` is the base directory of image files.
+    """
+    if len(dataset) == 0:
+        raise DataError(f"{flag} {name} has no rows; check the file and --prompt-split {data.prompt_split}")
+    first = dataset[0]
+    if isinstance(first, Row):
+        return dataset  # type: ignore[return-value]  # a sequence of Row by its first element
+    for option, column in (("--input-key", data.input_key), ("--label-key", data.label_key)):
+        _check_column(option, column, first, where=f"{flag} {name}")
+    if data.metadata_key is not None:
+        _check_column("--metadata-key", data.metadata_key, first, where=f"{flag} {name}")
+    if data.image_key is not None:
+        _check_column("--image-key", data.image_key, first, where=f"{flag} {name}")
+    keys = (data.input_key, data.label_key, data.metadata_key, data.image_key)
+    return _TableRows(dataset, name, *keys, folder)  # type: ignore[arg-type]
+
+
+def environment_rows(dataset: Sequence[Mapping[str, Any]]) -> Rows:
+    """Return the rows of an environment: mappings with prompt, optional label and optional metadata."""
+    if len(dataset) == 0:
+        raise DataError("--prompt-data environment has no rows: the environment's dataset() is empty")
+    table = _TableRows(dataset, "environment", "prompt", "label", "metadata")
+    _check_column("dataset()", "prompt", dataset[0], where="--prompt-data environment")
+    return table
+
+
+@dataclass(frozen=True)
+class _TableRows:
+    """Rows of a table by column names. An empty `label_key` or a `metadata_key` of None means no such column."""
+
+    table: Table
+    name: str
+    input_key: str
+    label_key: str
+    metadata_key: str | None
+    image_key: str | None = None
+    folder: Path = Path()
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, index: int) -> Row:
+        values, row_id = self.table[index], f"{self.name}:{index}"
+        return Row(
+            id=row_id,
+            prompt=_checked_prompt(values.get(self.input_key), row_id, self.input_key),
+            label=values.get(self.label_key) if self.label_key else None,
+            metadata=(values.get(self.metadata_key) or {}) if self.metadata_key else {},
+            images=as_pictures(values.get(self.image_key), self.folder) if self.image_key else (),
+        )
+
+
+def _folder_of(path: Path) -> Path:
+    return path if path.is_dir() else path.parent if path.is_file() else Path()
+
+
+def _checked_prompt(prompt: Any, row_id: str, column: str) -> str | list[Message]:
+    if isinstance(prompt, str):
+        return prompt
+    is_chat = isinstance(prompt, list) and prompt and all(isinstance(m, Mapping) for m in prompt)
+    if not is_chat or not all(m.get("role") is not None and m.get("content") is not None for m in prompt):
+        raise DataError(
+            f"--input-key {column}: row {row_id} holds {str(prompt)[:80]!r}; "
+            "a prompt is a text or a list of messages with role and content"
+        )
+    return prompt
+
+
+def _check_column(option: str, column: str, row: Mapping[str, Any], *, where: str) -> None:
+    if column not in row and not (option == "--label-key" and column == ""):
+        none = ', or --label-key "" if there are no labels' if option == "--label-key" else ""
+        raise DataError(
+            f"{option} {column!r} is not a column of {where}{suggest(column, row)}; "
+            f"set it to one of {', '.join(row)}{none}"
+        )
+
+
+def _load_table(name: str, options: dict[str, Any], *, flag: str) -> Table:
+    import datasets  # lazy: takes 1 s
+    from datasets.exceptions import DatasetsError
+
+    path = Path(name)
+    is_file = path.suffix in FILE_FORMATS
+    if is_file and not path.is_file():
+        raise DataError(f"{flag} {name}: there is no such file")
+    for option in options:
+        if option not in ("name", "split", "revision", "data_dir"):
+            raise ConfigError(f"{flag} {name}: no option {option!r}; it takes name, split, revision, data_dir")
+    try:
+        if is_file:
+            if path.stat().st_size == 0:
+                raise DataError(f"{flag} {name} has no rows: the file is empty")
+            datasets.disable_progress_bars()  # reading a local file is fast
+            return datasets.load_dataset(FILE_FORMATS[path.suffix], data_files=name, split="train")
+        if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
+            return _load_saved(path, options["split"])
+        return datasets.load_dataset(name, **options)
+    except (OSError, ValueError, KeyError, RuntimeError, DatasetsError) as error:
+        cause = error.__cause__ or error
+        raise DataError(f"{flag} {name} cannot be read: {first_line(cause)}") from error
+
+
+def _load_saved(path: Path, split: str) -> Table:
+    """Load a directory of `save_to_disk`: one data set, or one per split."""
+    import datasets
+
+    saved = datasets.load_from_disk(str(path))
+    if isinstance(saved, datasets.Dataset):
+        return saved
+    if split not in saved:
+        raise DataError(f"--prompt-split {split} is not in {path}; it has {', '.join(map(str, saved))}")
+    return saved[split]

@@ -1,0 +1,186 @@
+"""The checkpoints of a run: complete folders only, oldest deleted first.
+
+<output_dir>/checkpoints/step_00000050/
+    shards/*.safetensors     model (or only its adapter) and optimizer, by torch.distributed.checkpoint
+    reference/*.safetensors  the reference, if it has changed since the start of the run
+    rng-00000.safetensors    random states of rank 0, and so on
+    trainer.json             counters, schedule, loss scale, fingerprint of the model
+    ...                      files added by the caller of `CheckpointFolder.write`
+    manifest.json            every file above with its size; written last
+"""
+
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import torch
+import torch.distributed as dist
+
+from fsdptrain.distributed import one_line, raise_on_all_ranks
+from fsdptrain.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from fsdptrain.fsdp.staging import Background
+
+MANIFEST = "manifest.json"
+_FOLDER = re.compile(r"step_(\d{8,})(?:\.(\d+))?")
+logger = logging.getLogger(__name__)
+
+# The rest of a checkpoint write, which a thread may run while training continues. All ranks run it together.
+PendingWrite = Callable[[], None]
+
+
+class CheckpointFolder:
+    """The checkpoints of one run. A folder named `step_*` is always complete; incomplete ones have other names.
+
+    As a context manager, it waits for background writes on exit.
+    """
+
+    def __init__(self, output_dir: Path, *, keep_last: int, timeout_s: float = 1800.0) -> None:
+        """timeout_s: how long to wait for a checkpoint that is written in the background [s]."""
+        self.directory = output_dir / "checkpoints"
+        self._keep_last = keep_last
+        self._timeout_s = timeout_s
+        self._background: Background | None = None
+        self._failure = ""  # message prefix if the last write fails
+
+    def write(self, step: int, save: Callable[[Path], PendingWrite | None]) -> Path | None:
+        """Write the checkpoint of `step`: call `save(folder)` on every rank, sync, rename, delete old ones. Collective.
+
+        If `save` returns a pending write, that and the later steps run in the background; see `check` and `wait`.
+        Checkpoints of later steps are deleted too: the run was resumed from before them, so they are stale.
+
+        Returns the folder, or None if --keep-last is 0. Raises on all ranks if it failed on any; older checkpoints are
+        then unchanged. `save` must not call collectives after code that can fail on one rank.
+        """
+        if self._keep_last == 0:
+            return None
+        self.wait()
+        final = self._name(step)
+        temporary = self.directory / f".tmp-{final.name}"
+        self._failure = f"--output-dir: cannot write checkpoint {final}"
+        with raise_on_all_ranks(CheckpointError, self._failure):
+            if dist.get_rank() == 0:
+                self._prepare(temporary)
+        rest = None
+        with raise_on_all_ranks(CheckpointError, self._failure):
+            rest = save(temporary)
+        if rest is not None:
+            from fsdptrain.fsdp.staging import Background
+
+            self._background = Background(partial(self._finish, rest, temporary, final))
+            return final
+        with raise_on_all_ranks(CheckpointError, self._failure):
+            if dist.get_rank() == 0:
+                self._publish(temporary, final)
+        return final
+
+    def check(self) -> None:
+        """Raise on all ranks if a background write has failed on any rank. Collective."""
+        if self._background is not None:
+            with raise_on_all_ranks(CheckpointError, self._failure):
+                self._background.check()
+
+    def wait(self) -> None:
+        """Wait for the background write. Raises on all ranks if it failed on any. Collective."""
+        background, self._background = self._background, None
+        if background is not None:
+            with raise_on_all_ranks(CheckpointError, self._failure):
+                background.wait(self._timeout_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Wait for background writes. After an error, wait only for this rank and without collectives."""
+        if error is None:
+            self.wait()
+        elif self._background is not None:
+            try:
+                self._background.wait(self._timeout_s)
+            except Exception as failed:  # noqa: BLE001 - `error` is the reason for the end
+                if one_line(failed) not in str(error):  # `check` may have raised the same error
+                    logger.warning("%s: %s", self._failure, one_line(failed))
+
+    def _finish(self, rest: PendingWrite, temporary: Path, final: Path) -> None:
+        """Complete the write in a thread of each rank. On rank 0 `rest` returns when all ranks have written."""
+        rest()
+        if dist.get_rank() == 0:
+            self._publish(temporary, final)
+
+    def latest(self) -> Path | None:
+        """Return the newest complete checkpoint, as seen by rank 0. Collective."""
+        newest = self._existing()[-1:] if dist.get_rank() == 0 else []
+        found = broadcast([*newest[0][0], 1] if newest else [0, 0, 0])
+        return self._folder(found[0], found[1]) if found[2] else None
+
+    def _existing(self) -> list[tuple[tuple[int, int], Path]]:
+        """Return ((step, attempt), folder) of all checkpoints, oldest first."""
+        if not self.directory.is_dir():
+            return []
+        matches = [(match, path) for path in self.directory.iterdir() if (match := _FOLDER.fullmatch(path.name))]
+        return sorted(((int(match[1]), int(match[2] or 0)), path) for match, path in matches)
+
+    def _folder(self, step: int, attempt: int) -> Path:
+        return self.directory / (f"step_{step:08d}" + (f".{attempt}" if attempt else ""))
+
+    def _name(self, step: int) -> Path:
+        """Return an unused name: a run that reaches `step` again must not replace a complete folder in place."""
+        taken = [attempt for (other, attempt), _ in self._existing() if other == step] if dist.get_rank() == 0 else []
+        return self._folder(step, broadcast([max(taken, default=-1) + 1])[0])
+
+    def _prepare(self, temporary: Path) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        for leftover in [*self.directory.glob(".tmp-*"), *self.directory.glob(".old-*")]:
+            shutil.rmtree(leftover)
+        temporary.mkdir()
+
+    def _publish(self, temporary: Path, final: Path) -> None:
+        _write_manifest(temporary)
+        sync_tree(temporary)
+        temporary.rename(final)
+        _sync(self.directory)
+        paths = [path for _, path in self._existing()]
+        before, abandoned = paths[: paths.index(final)], paths[paths.index(final) + 1 :]
+        gone = [*abandoned, *before[: len(before) + 1 - self._keep_last]]
+        # Rename all before deleting any: a kill must leave no partial or abandoned folder under a valid name.
+        doomed = [path.rename(path.with_name(f".old-{path.name}")) for path in gone]
+        for path in doomed:
+            shutil.rmtree(path)
+
+
+def _write_manifest(directory: Path) -> None:
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    sizes = {str(path.relative_to(directory)): path.stat().st_size for path in files}
+    (directory / MANIFEST).write_text(json.dumps(sizes, indent=2))
+
+
+def sync_tree(directory: Path) -> None:
+    """Make `directory` and everything in it durable (fsync)."""
+    for path in sorted(directory.rglob("*"), reverse=True):
+        _sync(path)
+    _sync(directory)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def broadcast(values: list[int]) -> list[int]:
+    """Broadcast small integers of rank 0 over gloo."""
+    tensor = torch.tensor(values, dtype=torch.int64)
+    dist.broadcast(tensor, src=0)
+    return tensor.tolist()

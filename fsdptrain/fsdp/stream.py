@@ -1,0 +1,87 @@
+"""Stream full weights out of a sharded model, layer by layer.
+
+No rank ever holds more than one decoder layer (or the embedding) in full; with `hub` names it holds only some of the
+experts of a layer.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from fsdptrain import platform
+from fsdptrain.feature import NO_FEATURES, Features
+from fsdptrain.fsdp.shards import model_tensors
+from fsdptrain.model.loading.materialize import moved
+from fsdptrain.model.structure import repeated_layers, reshard
+from fsdptrain.protocols import Naming
+
+_SLICE = 1 << 28  # bytes of experts gathered at a time
+
+
+def stream_weights(
+    model: PreTrainedModel,
+    *,
+    dtype: torch.dtype,
+    naming: Naming,
+    features: Features = NO_FEATURES,
+    slice_bytes: int = _SLICE,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, full tensor) of everything in a checkpoint, on the device of the shards. Collective.
+
+    Every rank must iterate to the end. Tied weights are yielded once. `module` names are those of
+    `model.named_parameters()`. `hub` names are those of the files: the conversions of transformers split fused experts,
+    about `slice_bytes` at a time where possible. Parameters are cast to `dtype` before the gather. Buffers (such as
+    DeepSeek's routing bias) keep their dtype. Names are those of the model without the parameters that `features` add.
+    Features apply changes to weights in float32.
+    """
+    reshard(model)
+    with features.without():
+        units = _units(model)
+    if naming == "hub":
+        from fsdptrain.fsdp.hub_stream import stream_hub_names
+
+        yield from stream_hub_names(model, units, dtype=dtype, features=features, slice_bytes=slice_bytes)
+        return
+    for unit in units:
+        for name, tensor in unit.items():
+            yield name, full_weight(tensor, dtype, features.full_precision_weight(name, tensor))
+
+
+def _units(model: PreTrainedModel) -> list[dict[str, Tensor]]:
+    """Group the tensors that are gathered together.
+
+    Each layer is a group, since conversions stay within a layer. Each other tensor is a group of one.
+    """
+    layers = set(repeated_layers(model))
+    prefixes = [f"{name}." for name, module in model.named_modules() if module in layers]
+    inside: dict[str, dict[str, Tensor]] = {prefix: {} for prefix in prefixes}
+    units: list[dict[str, Tensor]] = []
+    for name, tensor in model_tensors(model).items():
+        prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), None)
+        if prefix is None:
+            units.append({name: tensor})
+            continue
+        if not inside[prefix]:
+            units.append(inside[prefix])
+        inside[prefix][name] = tensor
+    return units
+
+
+@torch.no_grad()
+def full_weight(tensor: Tensor, dtype: torch.dtype, changed: Tensor | None = None) -> Tensor:
+    """Gather a parameter in `dtype`, or a buffer in its own. changed: the shard to gather in place of `tensor`."""
+    dtype = dtype if isinstance(tensor, nn.Parameter) else tensor.dtype
+    if changed is None:
+        return full_tensor(tensor, dtype)
+    changed = changed.to(dtype)
+    return changed.full_tensor() if isinstance(changed, DTensor) else changed
+
+
+@torch.no_grad()
+def full_tensor(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Gather `tensor` on the device. The shard is cast and moved first."""
+    tensor = moved(tensor, platform.local_device(), dtype)
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

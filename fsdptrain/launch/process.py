@@ -1,0 +1,62 @@
+"""Training in this process."""
+
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from fsdptrain import platform
+from fsdptrain.config import Config, check_own_launch, check_processes
+from fsdptrain.launch.parent import is_started_by_us
+from fsdptrain.rank_variables import read_rank_variables
+
+
+def run_alone(config: Config) -> int:
+    """Train in this process."""
+    quieten(rank=0)
+    with process_group(config):
+        train(config)
+    return 0
+
+
+@contextmanager
+def process_group(config: Config) -> Iterator[None]:
+    """Open the process group of a run: torchrun's ranks or this process alone.
+
+    An existing group is reused and left open. Raises ConfigError if the number of ranks does not fit `config`.
+    """
+    ranks = read_rank_variables()
+    sizes = (ranks.world_size, ranks.local_world_size) if ranks else (1, 1)
+    check_processes(config, world_size=sizes[0], local_world_size=sizes[1])
+    if not is_started_by_us():
+        check_own_launch(config)
+    with platform.process_group(config.launch.dist_timeout):
+        yield
+
+
+def train(config: Config) -> None:
+    from fsdptrain.trainer import Trainer  # import after `quieten`
+
+    Trainer(config).fit()
+
+
+def quieten(*, rank: int) -> None:
+    """Silence other libraries, and log on rank 0 only. Environment variables set by the user are kept."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("DATASETS_VERBOSITY", "error")
+    log = logging.getLogger("fsdptrain")
+    log.setLevel(logging.INFO if rank == 0 else logging.ERROR)
+    if not log.handlers:
+        log.addHandler(_CurrentStderr())
+    if rank != 0:
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        warnings.simplefilter("ignore")
+
+
+class _CurrentStderr(logging.Handler):
+    """Handler that writes to the current sys.stderr, which a progress bar may replace."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        sys.stderr.write(self.format(record) + "\n")

@@ -1,0 +1,45 @@
+"""Download checkpoints from the Hub."""
+
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+from fsdptrain.distributed import one_line
+from fsdptrain.errors import CheckpointError
+from fsdptrain.model.loading.files import with_config
+
+HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py"]
+NOT_HUB_FILES = ["original/*", "metal/*", "onnx/*", "consolidated*"]  # the same weights in other formats
+
+
+def resolve_config(name: str) -> Path:
+    """Return the local folder with the config.json of `name`, as in `resolve_checkpoint`. The weights may be missing.
+
+    For single-process commands. Raises CheckpointError.
+    """
+    path = Path(name)
+    if not path.is_dir() and not path.is_absolute():
+        path = download(name, ["*.json", "*.py"])
+    return with_config(path)
+
+
+def download(name: str, patterns: list[str], *, local_files_only: bool = False) -> Path:
+    """Download `name` from the Hub. Raises CheckpointError with a suggested fix."""
+    try:
+        found = snapshot_download(
+            name, allow_patterns=patterns, ignore_patterns=NOT_HUB_FILES, local_files_only=local_files_only
+        )
+    except HFValidationError:
+        reason = "and can be no name in the hub: is it misspelt?"
+    except GatedRepoError:
+        reason = "and the hub gives it to those only who accept its terms: do so on its page, then `hf auth login`"
+    except RepositoryNotFoundError:
+        reason = "and the hub has none of that name, or not for you: `hf auth login`"
+    except LocalEntryNotFoundError:
+        reason = "was not downloaded before, and the hub cannot be reached: give a folder, or look at the network"
+    except OSError as error:
+        reason = f"and cannot be downloaded: {one_line(error)}"
+    else:
+        return Path(found)
+    raise CheckpointError(f"--hf-checkpoint {name} is no folder here, {reason}")

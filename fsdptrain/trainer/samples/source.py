@@ -1,0 +1,198 @@
+"""Source of training samples: rollouts, possibly ahead of training, with selected groups and advantages."""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import torch.distributed as dist
+
+from fsdptrain.algo.advantages import AdvantageRule, assign_advantages
+from fsdptrain.data.prompts import PromptStream
+from fsdptrain.distributed import raise_on_all_ranks
+from fsdptrain.errors import RolloutError
+from fsdptrain.feature import NO_FEATURES, Features
+from fsdptrain.rewards.scoring import Scores, check_unscored
+from fsdptrain.trainer.samples.selection import Selection, SelectionRules, gather_results, share
+from fsdptrain.trainer.samples.single_turn import NOTHING, GenerationRound, Sampler
+from fsdptrain.trainer.timeline import Stopwatch, Timeline
+from fsdptrain.types import Images, Metrics, Prompt, Sample, SamplingParams
+
+if TYPE_CHECKING:
+    from fsdptrain.algo.shaping import ShapingRule
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RolloutBatch:
+    """The samples of one rollout on this rank."""
+
+    samples: list[Sample]  # whole groups, in stream order
+    shown: list[dict[str, Any]] = field(default_factory=list)  # rows for display: prompt, response, reward
+    scores: Scores | None = None  # None: nothing to score
+    num_dropped: int = 0  # samples too long for a pack
+    metrics: Metrics = field(default_factory=dict)  # over all ranks; they override the metrics computed from `samples`
+    seconds: Mapping[str, float] = field(default_factory=dict)  # per stage, including work done ahead of time
+    images: Mapping[str, Images] = field(default_factory=dict)  # of the prompts of all ranks, by prompt id
+
+
+class SampleSource(Protocol):
+    """Source of training samples. Every method is collective: if one rank fails, all ranks raise."""
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether rollouts are generated in the background while the trainer works."""
+        ...
+
+    def run_ahead(self, step: int) -> None:
+        """Start the rollouts that are allowed once the engine has the weights of version `step`."""
+        ...
+
+    def collect(self, step: int) -> RolloutBatch: ...
+
+
+@dataclass(frozen=True)
+class PendingRollout:
+    """The prompts of one round of a rollout, and their samples or the future of them."""
+
+    rollout: int
+    prompts: list[Prompt]  # of all ranks
+    own: list[Prompt]
+    made: "GenerationRound | Future[GenerationRound]"
+    watch: Stopwatch
+
+
+@dataclass
+class RolloutSource:
+    """Draws prompts from a stream, samples and scores them, selects groups, and computes advantages.
+
+    With `max_staleness` K, rollout r starts when the engine has the weights of version r - K. It runs on `background`
+    threads while the trainer continues, or runs immediately and is kept until its turn. The main thread draws prompts
+    and records results, identically on all ranks.
+    """
+
+    stream: PromptStream
+    sampler: Sampler
+    sampling: SamplingParams
+    num_prompts: int  # of all ranks
+    num_shown: int
+    shaping: "ShapingRule | None"
+    advantages: AdvantageRule
+    max_unscored_fraction: float
+    rules: SelectionRules = field(default_factory=SelectionRules)
+    max_staleness: int = 0  # versions
+    num_rollouts: int | None = None  # of the run: no rollouts are started beyond it
+    background: Executor | None = None  # for engines that generate while the trainer works
+    timeline: Timeline = field(default_factory=Timeline)
+    features: Features = NO_FEATURES
+    _ahead: deque[PendingRollout] = field(
+        init=False, default_factory=deque
+    )  # first rounds of future rollouts, in order
+
+    @property
+    def in_flight(self) -> bool:
+        return self.background is not None
+
+    def run_ahead(self, step: int) -> None:
+        if self.in_flight:
+            self._ask_until(step)
+
+    def collect(self, step: int) -> RolloutBatch:
+        self._ask_until(step)
+        asked = self._ahead.popleft()
+        assert asked.rollout == step
+        watch, images, made = asked.watch, {}, NOTHING
+        selection = Selection(self.rules, wanted=self.num_prompts)
+        while selection.goes_on:
+            if selection.rounds:
+                asked = self._ask(step, selection.num_to_ask, selection.rounds, watch)
+            made += self._round(asked, selection, images)
+            check_unscored(made.scores, max_unscored_fraction=self.max_unscored_fraction)
+        selection.check(step)
+        samples = made.samples
+        if selection.rounds > 1:
+            from fsdptrain.trainer.samples.stream_order import in_stream_order
+
+            samples = in_stream_order(samples, selection.kept)
+        with raise_on_all_ranks(RolloutError, "rollout"):
+            shaped = samples if self.shaping is None else self.shaping.apply(samples)
+            samples = assign_advantages(shaped, self.advantages)
+            for feature in self.features:
+                feature.check_samples(samples)
+        return RolloutBatch(
+            samples=samples,
+            shown=show(made.prompts, made.texts, [sample.reward for sample in made.samples], self.num_shown),
+            scores=made.scores,
+            seconds=watch.seconds,
+            metrics=selection.metrics() | self.stream.metrics(),
+            images=images,
+        )
+
+    def _ask_until(self, step: int) -> None:
+        """Start all rollouts that are allowed when the engine has the weights of version `step`."""
+        last = step + self.max_staleness
+        if self.num_rollouts is not None:
+            last = min(last, max(step, self.num_rollouts - 1))
+        first = self._ahead[-1].rollout + 1 if self._ahead else step
+        for rollout in range(first, last + 1):
+            watch = Stopwatch(self.timeline, rollout + 1)
+            self._ahead.append(self._ask(rollout, self.num_prompts, 0, watch, in_flight=self.in_flight))
+
+    def _ask(
+        self, rollout: int, num_prompts: int, number: int, watch: Stopwatch, *, in_flight: bool = False
+    ) -> PendingRollout:
+        """Draw new prompts and start generating their samples. Every rank takes part in every round."""
+        with raise_on_all_ranks(RolloutError, "rollout"):
+            prompts = self.stream.next(num_prompts)
+        own, sampling = own_share(prompts), sampling_at(self.sampling, rollout, number)
+        if in_flight and self.background is not None:
+            made = self.background.submit(self.sampler.sample_in_flight, own, sampling, watch)
+        else:
+            made = self.sampler.sample(own, sampling, watch)
+        return PendingRollout(rollout, prompts, own, made, watch)
+
+    def _round(self, asked: PendingRollout, selection: Selection, images: dict[str, Images]) -> GenerationRound:
+        """Wait for the samples of a round and return those that are kept.
+
+        Images are not sent with samples: every rank draws all prompts from the stream and so has all images.
+        """
+        made = asked.made
+        if not isinstance(made, GenerationRound):
+            with raise_on_all_ranks(RolloutError, "rollout"):
+                made = made.result()
+        images |= images_of(asked.prompts)
+        groups = gather_results(asked.own, made.samples, self.rules)
+        for prompt, group in zip(asked.prompts, groups, strict=True):
+            self.stream.record(prompt, passed=group.num_passed, tried=group.num_scored)
+        chosen = selection.add(groups)
+        return made.only({prompt.id for prompt, kept in zip(asked.prompts, chosen, strict=True) if kept})
+
+
+def images_of(prompts: Sequence[Prompt]) -> dict[str, Images]:
+    """Map prompt ids to images."""
+    return {prompt.id: prompt.images for prompt in prompts if prompt.images is not None}
+
+
+def own_share(items: Sequence[T]) -> list[T]:
+    """Return this rank's contiguous share of `items`, which all ranks hold. Shares differ by at most one item."""
+    return list(items[share(len(items), dist.get_rank(), dist.get_world_size())])
+
+
+def sampling_at(sampling: SamplingParams, step: int, number: int = 0) -> SamplingParams:
+    """Derive the seed of a round. Seeds differ between rollouts and rounds, so a repeated prompt gets new responses."""
+    return replace(sampling, seed=sampling.seed + 1_000_003 * step + 7_919 * number)
+
+
+def show(
+    prompts: Sequence[Prompt], texts: Sequence[str], rewards: Sequence[float | None], count: int
+) -> list[dict[str, Any]]:
+    """Select up to `count` rows for display, spread over the rollout."""
+    if count == 0:
+        return []
+    chosen = range(0, len(texts), max(1, len(texts) // count))[:count]
+    return [
+        {"prompt": prompts[i].text, "response": texts[i], "label": prompts[i].label, "reward": rewards[i]}
+        for i in chosen
+    ]

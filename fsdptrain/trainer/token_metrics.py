@@ -1,0 +1,47 @@
+"""Metrics of some runs only: the turns of episodes, and the age of the weights that sampled the tokens."""
+
+from collections.abc import Sequence
+
+from fsdptrain.trainer.metrics import reduce_max, reduce_sums
+from fsdptrain.types import Metrics, Sample
+
+
+def episode_metrics(samples: Sequence[Sample]) -> Metrics:
+    """Compute episode/* over all ranks: turns of the model, and tokens from the environment."""
+    turns = [_num_turns(sample.loss_mask) for sample in samples]
+    heard = [sum(not mask for mask in sample.loss_mask[sample.loss_mask.index(True) :]) for sample in samples]
+    total = reduce_sums(
+        {"samples": len(samples), "turns": sum(turns), "longer": sum(n > 1 for n in turns), "heard": sum(heard)}
+    )
+    num_samples = max(1.0, total["samples"])
+    return {
+        "episode/turns_mean": total["turns"] / num_samples,
+        "episode/several_turns_fraction": total["longer"] / num_samples,
+        "episode/observation_length_mean": total["heard"] / num_samples,
+    }
+
+
+def staleness_metrics(samples: Sequence[Sample], step: int) -> Metrics:
+    """Compute staleness/* over all ranks. Collective.
+
+    The staleness of a trained token is the number of versions between its weights and the current version, `step`.
+    """
+    ages = [
+        step - version
+        for sample in samples
+        for version, own in zip(
+            sample.versions or [sample.policy_version] * len(sample.loss_mask), sample.loss_mask, strict=True
+        )
+        if own
+    ]
+    total = reduce_sums({"ages": sum(ages), "tokens": len(ages), "mixed": sum(s.versions is not None for s in samples)})
+    return {
+        "staleness/mean": total["ages"] / max(1.0, total["tokens"]),
+        "staleness/max": reduce_max({"age": max(ages, default=0)})["age"],
+        "staleness/mixed_version_samples": total["mixed"],
+    }
+
+
+def _num_turns(loss_mask: Sequence[bool]) -> int:
+    """Count the contiguous runs of model tokens."""
+    return sum(now and not before for before, now in zip([False, *loss_mask], loss_mask, strict=False))
