@@ -33,10 +33,10 @@ HEAD = """\
 
 <!-- made by docs/generate_algorithms.py: change the docstrings in fsdptrain/algo and fsdptrain/config/presets.py -->
 
-`--algorithm NAME` is a preset of loss, aggregation, advantage, the options of the loss and, for some algorithms, options
-of other sections. Values in a recipe or a flag override the preset; `--dry-run` shows which values come from it. If the
-flag `--algorithm` differs from the recipe's, its preset overrides these values of the recipe, so the `config.yaml` of a
-run can be used with another algorithm. An option that the chosen loss does not read is an error.
+`--algorithm NAME` is a preset of loss, aggregation, advantage, the options of the loss and, for some algorithms,
+options of other sections. Values in a recipe or a flag override the preset; `--dry-run` shows which values come from
+it. If the flag `--algorithm` differs from the recipe's, its preset overrides these values of the recipe, so the
+`config.yaml` of a run can be used with another algorithm. An option that the chosen loss does not read is an error.
 
 Notation: the logprob of a token is l by the policy, lo by the old policy, lr by the engine, lf by the reference;
 p = exp(l), r = exp(l - lo); A is the advantage of the sequence; sg stops the gradient; log ratios are clamped to +-20.
@@ -50,8 +50,8 @@ LOSS_HEAD = """
 ## Losses
 
 `--loss NAME`, or your own function: `--loss package.module:function`, with the arguments and the result of those in
-`fsdptrain/algo/losses.py`. Every loss supports the KL and entropy terms. All except `ipo` and `sft` compare with the old
-policy, and therefore support `--use-rollout-logprobs`, `--use-opsm` and the corrections below.
+`fsdptrain/algo/losses.py`. Every loss supports the KL and entropy terms. All except `ipo` and `sft` compare with the
+old policy, and therefore support `--use-rollout-logprobs`, `--use-opsm` and the corrections below.
 """
 
 KL_HEAD = """
@@ -77,8 +77,9 @@ KL_PLACES = {
 
 KL_NOTES = """
 KL in the reward is scaled like the reward: with an estimator that divides by the std of a group (`grpo`), a group of
-equal rewards gets advantages from its KL alone, at full scale; with `dr_grpo`, `rloo` and `reinforce++_baseline` it does
-not. `reward/mean` is without this term, `reward/kl` is the term, and `kl/reward_mean` the KL of a whole response [nats].
+equal rewards gets advantages from its KL alone, at full scale; with `dr_grpo`, `rloo` and `reinforce++_baseline` it
+does not. `reward/mean` is without this term, `reward/kl` is the term, and `kl/reward_mean` the KL of a whole response
+[nats].
 """
 
 ADVANTAGE_HEAD = """
@@ -105,40 +106,44 @@ def median_baseline(rewards: list[float], lengths: list[int]) -> list[float]:
 SCALES = {"`group`": divide_by_group_std, "`batch`": divide_by_batch_std, "`whiten`": whiten_tokens}
 
 MULTI_REWARD_NOTE = """
-`--reward math=0.9 format=0.1` sets rewards s_k and their weights w_k. Each is logged under its name, without its weight.
-A function that returns a mapping is one reward; its values are logged too. Use `normalize_then_sum` for rewards of
-different scale or difficulty, and to distinguish samples with equal sums, such as (1, 0) and (0, 1). It is rejected with
-a single reward, and with another scale than `group`.
+`--reward math=0.9 format=0.1` sets rewards s_k and their weights w_k. Each is logged under its name, without its
+weight. A function that returns a mapping is one reward; its values are logged too. Use `normalize_then_sum` for rewards
+of different scale or difficulty, and to distinguish samples with equal sums, such as (1, 0) and (0, 1). It is rejected
+with a single reward, and with another scale than `group`.
 """
 
 SHAPING_HEAD = """
 ## Shaping by length
 
-Shaping changes rewards in training only, before advantages. The flag is a coefficient; coefficient times the value below
-is added to the reward. The value is logged as `reward/overlong` or `reward/length`, and `reward/mean` is the reward after
-shaping. T is the number of response tokens. Unscored samples are not shaped.
+Shaping changes rewards in training only, before advantages. The flag is a coefficient; coefficient times the value
+below is added to the reward. The value is logged as `reward/overlong` or `reward/length`, and `reward/mean` is the
+reward after shaping. T is the number of response tokens. Unscored samples are not shaped.
 
 | flag | formula | default | when to use it |
 |---|---|---|---|
 """
 
 SHAPING = (
-    ("overlong_penalty", overlong, "Long responses, where truncation adds noise to the reward. On in `--algorithm dapo`."),
+    (
+        "overlong_penalty",
+        overlong,
+        "Long responses, where truncation adds noise to the reward. On in `--algorithm dapo`.",
+    ),
     ("length_penalty", length, "Responses that are correct but too long. Use small values: 0.1 to 0.5."),
     ("mask_truncated", without_truncated, "If truncated responses may have become correct."),
 )
 
 SHAPING_NOTE = """
-`--overlong-buffer` is by default a fifth of `--rollout-max-response-len`, as in DAPO (4096 of 20480 tokens). The best run
-of DAPO used the penalty without filtering (notes to its recipe in verl), as `--algorithm dapo` does. Its rewards were -1
-and 1: with rewards 0 and 1 the same coefficient has twice the effect.
+`--overlong-buffer` is by default a fifth of `--rollout-max-response-len`, as in DAPO (4096 of 20480 tokens). The best
+run of DAPO used the penalty without filtering (notes to its recipe in verl), as `--algorithm dapo` does. Its rewards
+were -1 and 1: with rewards 0 and 1 the same coefficient has twice the effect.
 """
 
 CORRECTION_HEAD = """
 ## Mismatch corrections: `--mismatch-correction`
 
-w_t = exp(lo - lr) is the ratio of a token's probability in the trainer to that in the engine. The weight has no gradient
-and multiplies the policy's loss before aggregation; a token of weight 0 still counts in the denominator.
+w_t = exp(lo - lr) is the ratio of a token's probability in the trainer to that in the engine. The weight has no
+gradient and multiplies the policy's loss before aggregation; a token of weight 0 still counts in the denominator.
 `--mismatch-low` and `--mismatch-high` set the bounds; `mismatch/out_of_bounds` is the share of tokens outside.
 
 | name | weight | low, high | |
@@ -148,11 +153,11 @@ and multiplies the policy's loss before aggregation; a token of weight 0 still c
 LEARNING_HEAD = """
 ## Every algorithm learns
 
-Held-out accuracy on the quickstart's task, spelling words backward, before and after {rollouts} rollouts of two optimizer
-steps: means over {seeds} seeds, and the smallest and largest gain of a seed. Every algorithm ran with its preset from the
-same warm start, with one learning rate that was not tuned for any of them: the table shows that each one learns, not
-which one is best. (`rloo` is `reinforce` with advantages scaled by 8/7, to which Adam is invariant.) Measured by
-`{command}` with torch {torch} and transformers {transformers} on a CPU; raw numbers and a picture are in
+Held-out accuracy on the quickstart's task, spelling words backward, before and after {rollouts} rollouts of two
+optimizer steps: means over {seeds} seeds, and the smallest and largest gain of a seed. Every algorithm ran with its
+preset from the same warm start, with one learning rate that was not tuned for any of them: the table shows that each
+one learns, not which one is best. (`rloo` is `reinforce` with advantages scaled by 8/7, to which Adam is invariant.)
+Measured by `{command}` with torch {torch} and transformers {transformers} on a CPU; raw numbers and a picture are in
 `benchmarks/results/algorithms.json` and next to it.
 
 | `--algorithm` | sampled: before | after | gain | greedy: before | after |
@@ -162,11 +167,11 @@ which one is best. (`rloo` is `reinforce` with advantages scaled by 8/7, to whic
 REJECTION_HEAD = """
 ### Rejection: `--mismatch-rejection`
 
-Works with any of these corrections. Tokens, or whole sequences, get weight 0 if an estimate of KL(engine || trainer) exceeds
-`--mismatch-rejection-max` [nats]; they still count in the denominator. k_t is k1, k2 or k3 of the log ratio lr - lo.
-`mismatch/rejected` is the share of rejected tokens. As in verl's rollout correction ("When Speed Kills Stability", 2025),
-with one bound for all estimators: a bound u of the ratio is log(u) for k1. With `--use-rollout-logprobs`, which uses lr as
-lo and computes no old logprobs, l replaces lo here and in `mismatch/*`.
+Works with any of these corrections. Tokens, or whole sequences, get weight 0 if an estimate of KL(engine || trainer)
+exceeds `--mismatch-rejection-max` [nats]; they still count in the denominator. k_t is k1, k2 or k3 of the log ratio
+lr - lo. `mismatch/rejected` is the share of rejected tokens. As in verl's rollout correction ("When Speed Kills
+Stability", 2025), with one bound for all estimators: a bound u of the ratio is log(u) for k1. With
+`--use-rollout-logprobs`, which uses lr as lo and computes no old logprobs, l replaces lo here and in `mismatch/*`.
 
 | name | rejected if this exceeds the bound |
 |---|---|

@@ -26,12 +26,13 @@ Every option works on the command line, in a recipe and in Python. The option `c
 | recipe, flat | `fsdp_cpu_offload: true` |
 | Python | `Config(fsdp_cpu_offload=True)` or `Config(fsdp={"cpu_offload": True})` |
 
-Flags of the sections `lora`, `fsdp`, `rollout`, `ref`, `router`, `log` and `megatron` start with the name of the section.
+Flags of the sections `lora`, `fsdp`, `rollout`, `ref`, `router`, `log` and `megatron` start with the name of the
+section.
 
-Precedence: flag > recipe (`--recipe FILE`) > preset > default. If `--algorithm` differs from the recipe's, its preset also
-overrides the recipe's loss, clip, aggregation and advantage. `--dry-run` prints every value with its source; its output
-is a recipe, and so is `config.yaml` in the output directory of a run. Unknown keys, and options without effect, are
-errors.
+Precedence: flag > recipe (`--recipe FILE`) > preset > default. If `--algorithm` differs from the recipe's, its preset
+also overrides the recipe's loss, clip, aggregation and advantage. `--dry-run` prints every value with its source; its
+output is a recipe, and so is `config.yaml` in the output directory of a run. Unknown keys, and options without effect,
+are errors.
 
 Lists take several words: `--reward math format=0.2`. Mappings take `key=value`: `--chat-template-kwargs
 enable_thinking=false`. `None` unsets an option without a default value.
