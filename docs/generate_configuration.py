@@ -3,6 +3,7 @@
 A test checks that the pages are up to date.
 """
 
+import re
 import types
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
@@ -57,7 +58,7 @@ def configuration_page() -> str:
     parts = [CONFIGURATION]
     for section, cls in SECTIONS.items():
         rows = [_option_row(key) for key in all_keys().values() if key.section == section]
-        parts.append(f"\n## `{section}`: {_sentence(cls.__doc__)}\n\n| flag | takes | default | |\n|---|---|---|---|\n")
+        parts.append(f"\n## `{section}`: {_title(cls.__doc__)}\n\n| flag | takes | default | |\n|---|---|---|---|\n")
         parts.append("".join(rows))
     return "".join(parts)
 
@@ -107,12 +108,15 @@ def _value(default: Any) -> str:
     return f"`{default:g}`" if isinstance(default, float) else f"`{default}`"
 
 
-def _sentence(text: str | None) -> str:
-    return " ".join((text or "").split()).rstrip(".").lower()
+def _title(text: str | None) -> str:
+    """Return a section's docstring for a heading, without its last period."""
+    return _cell(text).rstrip(".")
 
 
 def _cell(text: str | None) -> str:
-    return " ".join((text or "").split()).replace("|", "\\|")
+    """Return `text` for a table cell, with links to the pages that it names."""
+    escaped = " ".join((text or "").split()).replace("|", "\\|")
+    return re.sub(r"\bdocs/(\w+\.md)", r"[\1](\1)", escaped)
 
 
 if __name__ == "__main__":
