@@ -209,7 +209,9 @@ def algorithms_page() -> str:
     ]
     parts.append(_truncation_part())
     parts.append(f"\n## Mixtures of experts: `--router-aux-loss-coef`\n\n{inspect.getdoc(balance)}\n")
-    parts.append(f"\n## Balancing without a loss: `--router-bias-update-rate`\n\n{inspect.getdoc(RouterBiasUpdater)}\n\n")
+    parts.append(
+        f"\n## Balancing without a loss: `--router-bias-update-rate`\n\n{inspect.getdoc(RouterBiasUpdater)}\n\n"
+    )
     parts.append(f"The direction of the update:\n{inspect.getdoc(balance.bias_change)}\n")
     parts.append(_learning_part(json.loads(LEARNING.read_text(encoding="utf-8"))))
     return "".join(parts)
