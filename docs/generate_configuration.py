@@ -1,6 +1,6 @@
-"""Write docs/configuration.md and docs/coming_from_slime.md from the code: `python docs/generate_configuration.py`.
+"""Writes docs/configuration.md and docs/coming_from_slime.md from the code: `python docs/generate_configuration.py`.
 
-A test checks that the pages are up to date.
+A test holds the pages to what this makes.
 """
 
 import re
@@ -27,16 +27,14 @@ Every option works on the command line, in a recipe and in Python. The option `c
 | recipe, flat | `fsdp_cpu_offload: true` |
 | Python | `Config(fsdp_cpu_offload=True)` or `Config(fsdp={"cpu_offload": True})` |
 
-Flags of the sections `lora`, `fsdp`, `rollout`, `ref`, `router`, `log` and `megatron` start with the name of the
-section.
-
-Precedence: flag > recipe (`--recipe FILE`) > preset > default. If `--algorithm` differs from the recipe's, its preset
-also overrides the recipe's loss, clip, aggregation and advantage. `--dry-run` prints every value with its source; its
-output is a recipe, and so is `config.yaml` in the output directory of a run. Unknown keys, and options without effect,
-are errors.
+Sections `lora`, `fsdp`, `rollout`, `ref`, `router` and `log` put their name before their flags, the others do not.
+Defaults give way to the recipe (`--recipe FILE`), and the recipe to flags. The preset of an algorithm stands just below
+whoever names it: an `--algorithm` that differs from the recipe's wins over what the recipe says of loss, clip,
+aggregation and advantage. `--dry-run` prints every value with its source, and is a recipe itself; so is the
+`config.yaml` in the folder of a run. Unknown keys, and options that would have no effect, are errors.
 
 Lists take several words: `--reward math format=0.2`. Mappings take `key=value`: `--chat-template-kwargs
-enable_thinking=false`. `None` unsets an option without a default value.
+enable_thinking=false`. `None` unsets an option that has no default value.
 """
 
 SLIME = """\
@@ -44,27 +42,27 @@ SLIME = """\
 
 <!-- made by docs/generate_configuration.py: change fsdptrain/config/former_flags.py -->
 
-The flags of slime's FSDP backend and their counterparts. The command line uses this table in the error message of an
-unknown flag. Booleans that are on by default can be turned off here with `--no-x`. See
-[configuration.md](configuration.md) for recipes.
+What became of the flags of slime's FSDP backend. The command line knows this table: an unknown flag that stands in it
+is answered with its row. Booleans that are on by default can be turned off here (`--no-x`), a recipe wins over
+defaults, and flags win over a recipe.
 
-| slime (its default) | fsdptrain (its default) | |
+| there (its default) | here (its default) | |
 |---|---|---|
 """
 
 
 def configuration_page() -> str:
-    """Return the text of docs/configuration.md."""
+    """docs/configuration.md."""
     parts = [CONFIGURATION]
     for section, cls in SECTIONS.items():
         rows = [_option_row(key) for key in all_keys().values() if key.section == section]
-        parts.append(f"\n## `{section}`: {_title(cls.__doc__)}\n\n| flag | takes | default | |\n|---|---|---|---|\n")
+        parts.append(f"\n## `{section}`: {_sentence(cls.__doc__)}\n\n| flag | takes | default | |\n|---|---|---|---|\n")
         parts.append("".join(rows))
     return "".join(parts)
 
 
 def slime_page() -> str:
-    """Return the text of docs/coming_from_slime.md."""
+    """docs/coming_from_slime.md."""
     return SLIME + "".join(_former_row(flag) for flag in FORMER_FLAGS)
 
 
@@ -108,13 +106,11 @@ def _value(default: Any) -> str:
     return f"`{default:g}`" if isinstance(default, float) else f"`{default}`"
 
 
-def _title(text: str | None) -> str:
-    """Return a section's docstring for a heading, without its last period."""
+def _sentence(text: str | None) -> str:
     return _cell(text).rstrip(".")
 
 
 def _cell(text: str | None) -> str:
-    """Return `text` for a table cell, with links to the pages that it names."""
     escaped = " ".join((text or "").split()).replace("|", "\\|")
     return re.sub(r"\bdocs/(\w+\.md)", r"[\1](\1)", escaped)
 

@@ -23,13 +23,13 @@ def _same(name: str, note: str = "", default: str = "") -> tuple[str, Former]:
     return name, Former(name, note, default)
 
 
-_NOT_YET = "not supported"
+_NOT_YET = "not built yet"
 
 FORMER_FLAGS: dict[str, Former] = dict(
     [
         _same("--hf-checkpoint"),
         _same("--ref-load", "only with a KL term; without it the reference is --hf-checkpoint"),
-        _same("--backend", "`megatron` supports a few families: docs/megatron.md"),
+        _same("--backend", "`megatron` knows a few families: docs/megatron.md"),
         _same("--optimizer", default="adam"),
         _same("--lr", default="2e-5"),
         _same("--lr-warmup-init", default="0"),
@@ -50,7 +50,7 @@ FORMER_FLAGS: dict[str, Former] = dict(
         _same("--fp16", "default: bfloat16, as there"),
         _same("--fsdp-cpu-offload"),
         ("--fsdp-state-dict-cpu-offload", Former("", "state dicts are always streamed to the host", "on")),
-        ("--fsdp-cpu-backend", Former("", "host tensors always use gloo", "gloo")),
+        ("--fsdp-cpu-backend", Former("", "host tensors always travel by gloo", "gloo")),
         _same("--deterministic-mode"),
         ("--record-memory-history", Former("", _NOT_YET)),
         ("--memory-snapshot-path", Former("", _NOT_YET)),
@@ -61,7 +61,7 @@ FORMER_FLAGS: dict[str, Former] = dict(
         ("--load", Former("--resume", "`auto`, `never`, or a checkpoint's folder")),
         _same("--save-interval", "counts rollouts"),
         _same("--max-tokens-per-gpu", "a hard limit"),
-        ("--micro-batch-size", Former("--max-tokens-per-gpu", "samples are packed into a token budget")),
+        ("--micro-batch-size", Former("--max-tokens-per-gpu", "batches are packed to a token budget")),
         _same("--global-batch-size", "default: the whole rollout, strictly on-policy"),
         _same("--rollout-batch-size"),
         _same("--n-samples-per-prompt"),
@@ -81,7 +81,7 @@ FORMER_FLAGS: dict[str, Former] = dict(
         _same("--use-rollout-logprobs"),
         _same("--use-opsm"),
         _same("--opsm-delta", default="1e-4"),
-        ("--colocate", Former("", "`hf` and `vllm` share the trainer's devices, `vllm-server` does not")),
+        ("--colocate", Former("", "the engine always shares the trainer's devices")),
         _same("--update-weight-buffer-size", "for servers; other engines take weights layer by layer", "512 MiB"),
         _same("--prompt-data", "JSONL, parquet, a `datasets` name, or `reasoning_gym:<task>`"),
         _same("--input-key"),
@@ -89,8 +89,8 @@ FORMER_FLAGS: dict[str, Former] = dict(
         _same("--apply-chat-template", "on by default; `--no-apply-chat-template` turns it off"),
         _same("--rollout-shuffle", "on by default"),
         _same("--rollout-max-prompt-len"),
-        _same("--rollout-top-p", "the trainer renormalizes over the same tokens", "1.0"),
-        _same("--rollout-top-k", "the trainer renormalizes over the same tokens", "-1"),
+        _same("--rollout-top-p", "the trainer scores among the same tokens", "1.0"),
+        _same("--rollout-top-k", "the trainer scores among the same tokens", "-1"),
         _same("--rollout-seed"),
         (
             "--dynamic-sampling-filter-path",
@@ -98,9 +98,9 @@ FORMER_FLAGS: dict[str, Former] = dict(
         ),
         (
             "--over-sampling-batch-size",
-            Former("--dynamic-sampling", "it generates missing groups in rounds"),
+            Former("--dynamic-sampling", "it asks for more in rounds, as many as are probably missing"),
         ),
-        _same("--eval-prompt-data", "default: rows held out from --prompt-data"),
+        _same("--eval-prompt-data", "without it, rows of --prompt-data are held out"),
         _same("--eval-interval", "counts rollouts"),
         _same("--n-samples-per-eval-prompt"),
         ("--custom-rm-path", Former("--reward", "`package.module:function`")),

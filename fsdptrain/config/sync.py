@@ -11,14 +11,14 @@ class SyncConfig(Section):
     """Engines and weight sync."""
 
     max_staleness: int = Field(default=0, ge=0)
-    """Generate ahead of training, with weights at most this many rollouts older than those that are trained. With
-    vllm-server, generation and training overlap. 0: always use the newest weights. [rollouts]"""
+    """Generate ahead of training: with weights at most so many rollouts older than those that are trained. With
+    vllm-server both go on at the same time. 0: always with the newest. [rollouts]"""
     offload_train: bool = False
-    """Move the trainer's weights and optimizer state to host memory during generation, so that the engine can use all
-    of the device. They cross the bus twice per rollout."""
+    """Weights and optimizer of the trainer are in host memory while completions are made, so that the engine has the
+    device to itself. They cross the bus there and back in each rollout."""
     weight_transfer: Literal["file", "gloo", "nccl"] = "file"
-    """How weights reach servers. `file`: through a folder that they can read. `gloo`: over the network. `nccl`: between
-    GPUs, not yet run."""
+    """How weights reach servers. `file`: in a folder that they can read. `gloo`: over the network. `nccl`: from GPU to
+    GPU, not yet run."""
     weight_sync_dir: str | None = None
     """Folder for the newest weights. Default: in shared memory if all servers are on this machine and there is room,
     else in --output-dir, which the servers must be able to read."""
