@@ -42,11 +42,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--algorithms", nargs="+", default=NAMES, choices=NAMES, metavar="NAME")
-    parser.add_argument("--folder", type=Path, default=Path("runs/algorithms"), help="for the runs themselves")
-    parser.add_argument("--fresh", action="store_true", help="forget the results that are there")
-    parser.add_argument(
-        "--quick", action="store_true", help="one rollout after two steps of warm-up; no file is written"
-    )
+    parser.add_argument("--folder", type=Path, default=Path("runs/algorithms"), help="folder of the runs")
+    parser.add_argument("--fresh", action="store_true", help="delete existing results")
+    parser.add_argument("--quick", action="store_true", help="one rollout after two warm-up steps; writes no file")
     args, begin = parser.parse_args(argv), record.header()
     folder = args.folder / ("quick" if args.quick else "full")
     rows = [] if args.fresh or args.quick else record.kept_rows(RESULTS, begin)

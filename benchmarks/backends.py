@@ -221,13 +221,13 @@ def save_model(folder: str, kind: str, options: argparse.Namespace) -> None:
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--quick", action="store_true", help="a tiny model, one round; whether it runs and agrees")
-    add("--json", type=Path, help="write the report to this file")
+    add("--quick", action="store_true", help="a tiny model and one round: checks agreement, not speed")
+    add("--json", type=Path, help="path of the report")
     add("--cases", nargs="+", choices=[case.name for case in CASES], default=[case.name for case in CASES])
     add("--lengths", choices=("ragged", "equal"), default="ragged")
     add("--samples", type=int, default=32)
-    add("--longest", type=int, default=256, help="sample; the shortest is an eighth of it [tokens]")
-    add("--max-tokens", type=int, default=2048, help="of a pack")
+    add("--longest", type=int, default=256, help="longest sample; the shortest is an eighth of it [tokens]")
+    add("--max-tokens", type=int, default=2048, help="size of a pack [tokens]")
     add("--vocab", type=int, default=8192)
     add("--hidden", type=int, default=256)
     add("--layers", type=int, default=4)

@@ -29,7 +29,7 @@ def play(seed: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--json", type=Path, help="write the report to this file")
+    parser.add_argument("--json", type=Path, help="path of the report")
     args = parser.parse_args()
     begin = header()
     rows = [play(seed) for seed in args.seeds]

@@ -282,16 +282,16 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--quick", action="store_true", help="two rollouts after two steps of warm-up: that both sides run")
-    add("--json", type=Path, help="write the report to this file")
+    add("--quick", action="store_true", help="two rollouts after two warm-up steps: checks that both sides run")
+    add("--json", type=Path, help="path of the report")
     add("--target", type=float, default=0.85, help="held-out accuracy, sampled at temperature 1")
     add("--rollouts", type=int, default=30)
     add("--every", type=int, default=3, help="rollouts between evaluations")
-    add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of GRPO, one for each round")
+    add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="GRPO seeds, one per round")
     add("--warm-up-seed", type=int, default=0)
-    add("--eval-size", type=int, default=256, help="held-out words, two samples of each")
+    add("--eval-size", type=int, default=256, help="held-out words, with two samples each")
     add("--data-size", type=int, default=50_000)
-    add("--folder", type=Path, default=Path("runs/end_to_end"), help="for warm-ups, which are kept, and runs")
+    add("--folder", type=Path, default=Path("runs/end_to_end"), help="folder of warm-ups, which are reused, and runs")
     args = parser.parse_args()
     if args.quick:
         args.rollouts, args.every, args.seeds, args.eval_size, args.data_size = 2, 1, [0], 16, 500

@@ -191,11 +191,11 @@ def finish(output: Path, found: dict[str, Any], *, cpu: bool) -> int:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--wheels", type=Path, default=ROOT / "wheels", help="folder of wheels for what is missing")
-    add("--venv", type=Path, default=ROOT / ".venv-gpu", help="where the environment is made, anew each time")
+    add("--wheels", type=Path, default=ROOT / "wheels", help="folder with wheels of missing packages")
+    add("--venv", type=Path, default=ROOT / ".venv-gpu", help="environment, created again each time")
     add("--output", type=Path, default=ROOT / "benchmarks" / "results" / "gpu")
     add("--minutes", type=float, default=8.5)
-    add("--cpu", action="store_true", help="go the same way without a GPU, with tiny sizes")
+    add("--cpu", action="store_true", help="run the same steps without a GPU, with tiny sizes")
     return parser.parse_args()
 
 

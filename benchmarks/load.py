@@ -214,14 +214,14 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--quick", action="store_true", help="a tiny model, 1 and 2 ranks, one round")
-    add("--json", type=Path, help="write the report to this file")
+    add("--json", type=Path, help="path of the report")
     add("--shape", choices=SHAPES, default="Qwen3-0.6B")
-    add("--layers", type=int, help="in place of as many as the shape has")
+    add("--layers", type=int, help="number of layers; default: that of the shape")
     add("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
     add("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     add("--rounds", type=int, default=3)
     add("--seed", type=int, default=0)
-    add("--folder", type=Path, help="where to write; default: the system's temporary one")
+    add("--folder", type=Path, help="folder of the model; default: a temporary one")
     args = parser.parse_args()
     if args.quick:
         args.shape, args.ranks, args.rounds = "tiny", [1, 2], 1

@@ -160,11 +160,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--quick", action="store_true")
-    add("--json", type=Path, help="write the report to this file")
+    add("--json", type=Path, help="path of the report")
     add("--sequences", nargs="+", type=int, default=[10**3, 10**4, 10**5, 10**6])
     add("--ranks", nargs="+", type=int, default=[8, 64, 1024])
     add("--max-tokens", type=int, default=8192)
-    add("--peers", type=int, default=10**5, help="most sequences for the peers")
+    add("--peers", type=int, default=10**5, help="maximum number of sequences for the peers")
     add("--rounds", type=int, default=3)
     add("--seed", type=int, default=0)
     options = parser.parse_args()

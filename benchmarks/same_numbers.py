@@ -1,7 +1,7 @@
 """Show that two checkouts compute the same numbers: record a table of tiny runs with each, then compare.
 
-    git worktree add ../before 73d7fd6
-    VLLM="--vllm-python .venv-vllm/bin/python"            # without it the runs with vLLM are left out
+    git worktree add ../before main
+    VLLM="--vllm-python .venv-vllm/bin/python"            # without it, runs with vLLM are skipped
     python benchmarks/same_numbers.py record --checkout ../before --output before.json $VLLM
     python benchmarks/same_numbers.py record --checkout . --output after.json $VLLM
     python benchmarks/same_numbers.py compare before.json after.json          # exit code 1: numbers differ
@@ -251,15 +251,15 @@ def main() -> int:
     recorder.add_argument("--output", type=Path, required=True)
     recorder.add_argument("--only", nargs="+", default=[], metavar="NAME", help="runs, by name or shell pattern")
     recorder.add_argument("--vllm-python", type=os.path.abspath, help="interpreter with vLLM; without it, no vLLM runs")
-    recorder.add_argument("--jobs", type=int, default=2, help="runs at one time")
-    recorder.add_argument("--timeout", type=float, default=300.0, help="longest run [s]")
-    recorder.add_argument("--work", type=Path, help="keep inputs and outputs of the runs in this folder")
+    recorder.add_argument("--jobs", type=int, default=2, help="concurrent runs")
+    recorder.add_argument("--timeout", type=float, default=300.0, help="time limit of a run [s]")
+    recorder.add_argument("--work", type=Path, help="folder in which to keep inputs and outputs")
     comparer = commands.add_parser("compare", help="compare two recordings")
     comparer.set_defaults(function=compare)
     comparer.add_argument("old", type=Path)
     comparer.add_argument("new", type=Path)
-    comparer.add_argument("--rename", nargs="+", default=[], metavar="OLD=NEW", help="metrics")
-    comparer.add_argument("--ignore", nargs="+", default=[], metavar="PATTERN", help="metrics that may be lost")
+    comparer.add_argument("--rename", nargs="+", default=[], metavar="OLD=NEW", help="renamed metrics")
+    comparer.add_argument("--ignore", nargs="+", default=[], metavar="PATTERN", help="metrics that may be missing")
     comparer.add_argument("--only", nargs="+", default=[], metavar="NAME", help="runs, by name or shell pattern")
     comparer.add_argument("--tolerance", type=float, default=1e-6, help="largest relative difference")
     args = parser.parse_args()

@@ -53,12 +53,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 4], metavar="K")
-    parser.add_argument("--correction", default="icepop", choices=CORRECTIONS, help="of K > 0")
+    parser.add_argument("--correction", default="icepop", choices=CORRECTIONS, help="correction for K > 0")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--vllm-python", type=Path, help="Python of an environment with vLLM and fsdptrain's needs")
-    parser.add_argument("--folder", type=Path, default=Path("runs/staleness"), help="for the runs themselves")
-    parser.add_argument("--fresh", action="store_true", help="forget the results that are there")
-    parser.add_argument("--quick", action="store_true", help="two rollouts after a short warm-up; no file is written")
+    parser.add_argument(
+        "--vllm-python", type=Path, help="Python of an environment with vLLM and fsdptrain's dependencies"
+    )
+    parser.add_argument("--folder", type=Path, default=Path("runs/staleness"), help="folder of the runs")
+    parser.add_argument("--fresh", action="store_true", help="delete existing results")
+    parser.add_argument("--quick", action="store_true", help="two rollouts after a short warm-up; writes no file")
     args, begin = parser.parse_args(argv), record.header()
     if args.vllm_python is None and any(engine != "hf" for engine in args.engines):
         parser.error("--vllm-python is missing: without vLLM use --engines hf")

@@ -98,17 +98,17 @@ def draw(parts: dict[str, dict[str, float]], target: Path, clock: str) -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--quick", action="store_true", help="one round, and no table of imports")
-    add("--json", type=Path, help="write the report to this file, and a picture beside it")
+    add("--quick", action="store_true", help="one round, no table of imports")
+    add("--json", type=Path, help="path of the report, and of a picture next to it")
     add("--shape", choices=SHAPES, default="tiny")
-    add("--layers", type=int, help="in place of as many as the shape has")
-    add("--data-size", type=int, default=1000, help="rows that the data set makes [prompts]")
+    add("--layers", type=int, help="number of layers; default: that of the shape")
+    add("--data-size", type=int, default=1000, help="rows of the data set [prompts]")
     add("--rounds", type=int, default=5)
-    add("--clock", choices=("wall", "cpu"), default="wall", help="of the picture; cpu where the machine is shared")
+    add("--clock", choices=("wall", "cpu"), default="wall", help="clock of the picture; use cpu on a shared machine")
     add("--seed", type=int, default=0)
-    add("--against", type=Path, help="another checkout, to compare with")
-    add("--folder", type=Path, help="for the model and the runs; default: the system's temporary one")
-    add("flags", nargs="*", help="more flags of fsdptrain, after --")
+    add("--against", type=Path, help="another checkout to compare with")
+    add("--folder", type=Path, help="folder of the model and the runs; default: a temporary one")
+    add("flags", nargs="*", help="flags for fsdptrain, after --")
     return parser.parse_args()
 
 

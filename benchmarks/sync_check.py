@@ -33,10 +33,10 @@ RESULTS = ROOT / "benchmarks" / "results" / "sync_check.json"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
-    parser.add_argument("--vllm-python", help="Python of an environment with vLLM and what fsdptrain needs")
+    parser.add_argument("--vllm-python", help="Python of an environment with vLLM and fsdptrain's dependencies")
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1], metavar="K")
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--quick", action="store_true", help="a small model and rollout; no file is written")
+    parser.add_argument("--quick", action="store_true", help="a small model and rollout; writes no file")
     args = parser.parse_args()
     if args.vllm_python is None and any(engine != "hf" for engine in args.engines):
         parser.error("--vllm-python is missing: without vLLM use --engines hf")

@@ -49,18 +49,16 @@ def main() -> None:
     parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=SIZES)
     parser.add_argument(
-        "--vllm-python", type=os.path.abspath, help="Python of an environment with vLLM and what fsdptrain needs"
+        "--vllm-python", type=os.path.abspath, help="Python of an environment with vLLM and fsdptrain's dependencies"
     )
     parser.add_argument("--trl-python", type=os.path.abspath, help="Python of an environment with vLLM and TRL")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--num-prompts", type=int, default=16)
     parser.add_argument("--num-samples", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument(
-        "--compile", action="store_true", help="let our vLLM compile, as TRL's does; on a CPU it is eager"
-    )
-    parser.add_argument("--quick", action="store_true", help="a small model and rollout; that it runs, not how fast")
-    parser.add_argument("--json", type=Path, help="write the report to this file")
+    parser.add_argument("--compile", action="store_true", help="let vLLM compile, as in TRL; default on a CPU: eager")
+    parser.add_argument("--quick", action="store_true", help="a small model and rollout: checks that it runs")
+    parser.add_argument("--json", type=Path, help="path of the report")
     parser.add_argument("--side", help=argparse.SUPPRESS)  # internal: passed to the processes that this script starts
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()

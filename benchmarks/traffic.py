@@ -237,7 +237,7 @@ def _module(
 def _attention(text: PreTrainedConfig, grid: Grid, itemsize: int, tokens: int) -> list[_Call]:
     """Exchange queries, keys and values for heads, and the attention output back. The backward is the same.
 
-    Keys and values count as often as `Context.to_heads` repeats them.
+    Keys and values count as often as `UlyssesGroup.to_heads` repeats them.
     """
     heads = text.num_attention_heads // grid.tensor
     shared = (getattr(text, "num_key_value_heads", None) or text.num_attention_heads) // grid.tensor

@@ -1,6 +1,6 @@
-"""Writes docs/algorithms.md from the code's tables and docstrings: `python docs/generate_algorithms.py`.
+"""Write docs/algorithms.md from the code's tables and docstrings: `python docs/generate_algorithms.py`.
 
-A test holds the page to what this makes.
+A test checks that the page is up to date.
 """
 
 import inspect
@@ -34,15 +34,14 @@ HEAD = """\
 
 <!-- made by docs/generate_algorithms.py: change the docstrings in fsdptrain/algo and fsdptrain/config/presets.py -->
 
-`--algorithm NAME` is a preset of a loss, an aggregation, an advantage, the loss's own options and, where the algorithm
-is more than a loss, options of other sections. What a recipe or a flag says of one of these wins over it, and
-`--dry-run` shows which values came from the preset. But a flag that names another algorithm than the recipe wins over
-what the recipe says of these: the written `config.yaml` of one run can be run with another algorithm. An option that
-the chosen loss does not read is an error.
+`--algorithm NAME` is a preset of loss, aggregation, advantage, the options of the loss and, for some algorithms,
+options of other sections. Values in a recipe or a flag override the preset; `--dry-run` shows which values come from
+it. If the flag `--algorithm` differs from the recipe's, its preset overrides these values of the recipe, so the
+`config.yaml` of a run can be used with another algorithm. An option that the chosen loss does not read is an error.
 
-Notation: l the policy's logprob of a token, lo the old policy's, lr the engine's, lf the reference's; p = exp(l),
-r = exp(l - lo); A the advantage of the sequence; sg stops the gradient; log ratios are clamped to +-20. A group is the
-samples of one prompt, with rewards s.
+Notation: the logprob of a token is l by the policy, lo by the old policy, lr by the engine, lf by the reference;
+p = exp(l), r = exp(l - lo); A is the advantage of the sequence; sg stops the gradient; log ratios are clamped to +-20.
+A group is the samples of one prompt, with rewards s.
 
 | `--algorithm` | `--loss` | `--loss-aggregation` | `--advantage-estimator` | options | when to use it |
 |---|---|---|---|---|---|
@@ -51,53 +50,55 @@ samples of one prompt, with rewards s.
 LOSS_HEAD = """
 ## Losses
 
-`--loss NAME`, or a function of your own: `--loss package.module:function`, with the arguments and the result of those
-in `fsdptrain/algo/losses.py`. Every loss takes the KL and entropy terms too. All but `ipo` and `sft` compare with the
-old policy, and so take `--use-rollout-logprobs`, `--use-opsm` and the corrections below.
+`--loss NAME`, or your own function: `--loss package.module:function`, with the arguments and the result of those in
+`fsdptrain/algo/losses.py`. Every loss supports the KL and entropy terms. All except `ipo` and `sft` compare with the
+old policy, and therefore support `--use-rollout-logprobs`, `--use-opsm` and the corrections below.
 """
 
 KL_HEAD = """
-KL(policy || reference) of a token, kl_t, from its log ratio l - lf. It stands in the loss, in the reward, or in both:
+kl_t is an estimate of KL(policy || reference) for one token, from its log ratio l - lf. Use it in the loss, in the
+reward, or in both:
 
-| place | what is done | gradient | |
+| place | effect | gradient | source |
 |---|---|---|---|
 """
 
 KL_PLACES = {
     "loss: `--kl-loss-coef`, `--kl-loss-type`": (
         "coef kl_t is added to the loss of each token, before aggregation",
-        "yes, so k2 or k3 is meant",
+        "yes: use k2 or k3",
         "GRPO, arXiv 2402.03300",
     ),
     "reward: `--kl-reward-coef`, `--kl-reward-type`": (
-        "s - coef sum_t kl_t, before advantages, with lo in place of l",
-        "none, so k1 is unbiased",
+        "s - coef sum_t kl_t, before advantages, with lo instead of l",
+        "no: k1 is unbiased",
         "Ziegler et al. 2019, arXiv 1909.08593",
     ),
 }
 
 KL_NOTES = """
-In the reward it is scaled as the reward is: an estimator that divides by the std of a group (`grpo`) judges a group of
-equal rewards by its KL alone, at full scale; `dr_grpo`, `rloo` and `reinforce++_baseline` do not. `reward/mean` stays
-that of the task, `reward/kl` is what was added to it, `kl/reward_mean` the KL divergence of a whole response in nats.
+KL in the reward is scaled like the reward: with an estimator that divides by the std of a group (`grpo`), a group of
+equal rewards gets advantages from its KL alone, at full scale; with `dr_grpo`, `rloo` and `reinforce++_baseline` it
+does not. `reward/mean` is without this term, `reward/kl` is the term, and `kl/reward_mean` the KL of a whole response
+[nats].
 """
 
 ADVANTAGE_HEAD = """
 ## Advantages: `--advantage-estimator`
 
-An estimator compares the rewards of a group, and a scale divides what it found. The scale below is what
-`--advantage-scale auto` means; any other can be chosen.
+An estimator compares the rewards of a group; a scale divides the result. The column `scale` is what
+`--advantage-scale auto` selects; any other scale can be set.
 
 | name | scale | |
 |---|---|---|
 """
 
 OWN_ESTIMATOR = """
-Or a function of your own, `--advantage-estimator package.module:function`, with the scale `none` unless you say more:
+Or your own function, `--advantage-estimator package.module:function`; its default scale is `none`:
 
 ```python
 def median_baseline(rewards: list[float], lengths: list[int]) -> list[float]:
-    \"\"\"Of the scored samples of one group: reward and number of response tokens. One finite number for each.\"\"\"
+    \"\"\"Rewards and response lengths of the scored samples of a group. Returns one finite number per sample.\"\"\"
     middle = statistics.median(rewards)
     return [reward - middle for reward in rewards]
 ```
@@ -106,76 +107,80 @@ def median_baseline(rewards: list[float], lengths: list[int]) -> list[float]:
 SCALES = {"`group`": divide_by_group_std, "`batch`": divide_by_batch_std, "`whiten`": whiten_tokens}
 
 MULTI_REWARD_NOTE = """
-`--reward math=0.9 format=0.1` names rewards s_k and their weights w_k. Each is logged by its name, without its weight;
-a function that returns a mapping is one reward, and its values are logged too.
-`normalize_then_sum` is refused with one reward, and where the scale is not `group`. It is for rewards that differ in
-scale or difficulty, and keeps apart what a sum makes equal: (1, 0) and (0, 1).
+`--reward math=0.9 format=0.1` sets rewards s_k and their weights w_k. Each is logged under its name, without its
+weight. A function that returns a mapping is one reward; its values are logged too. Use `normalize_then_sum` for rewards
+of different scale or difficulty, and to distinguish samples with equal sums, such as (1, 0) and (0, 1). It is rejected
+with a single reward, and with another scale than `group`.
 """
 
 SHAPING_HEAD = """
 ## Shaping by length
 
-Before advantages, in training only: evaluation sees the rewards as they are. A penalty is added to the reward, its
-coefficient times the value below; the value is logged as `reward/overlong` or `reward/length`, and `reward/mean` is the
-reward after shaping. T is the number of response tokens. An unscored sample is not shaped.
+Shaping changes rewards in training only, before advantages. The flag is a coefficient; coefficient times the value
+below is added to the reward. The value is logged as `reward/overlong` or `reward/length`, and `reward/mean` is the
+reward after shaping. T is the number of response tokens. Unscored samples are not shaped.
 
 | flag | formula | default | when to use it |
 |---|---|---|---|
 """
 
 SHAPING = (
-    ("overlong_penalty", overlong, "Long answers, where a cut-off is noise in the reward. On in `--algorithm dapo`."),
-    ("length_penalty", length, "Answers that are right, and longer than they need to be. Small: 0.1 to 0.5."),
-    ("mask_truncated", without_truncated, "When what was cut off may have been on its way to a right answer."),
+    (
+        "overlong_penalty",
+        overlong,
+        "Long responses, where truncation adds noise to the reward. On in `--algorithm dapo`.",
+    ),
+    ("length_penalty", length, "Responses that are correct but too long. Use small values: 0.1 to 0.5."),
+    ("mask_truncated", without_truncated, "If truncated responses may have become correct."),
 )
 
 SHAPING_NOTE = """
-`--overlong-buffer` is a fifth of `--rollout-max-response-len` by default: DAPO has 4096 of 20480 tokens. The best run
-of DAPO had the penalty and no filtering (so say the notes to its recipe in verl), and so has `--algorithm dapo`. Its
-rewards were -1 and 1: with 0 and 1 the same coefficient weighs twice as much.
+`--overlong-buffer` is by default a fifth of `--rollout-max-response-len`, as in DAPO (4096 of 20480 tokens). The best
+run of DAPO used the penalty without filtering (notes to its recipe in verl), as `--algorithm dapo` does. Its rewards
+were -1 and 1: with rewards 0 and 1 the same coefficient has twice the effect.
 """
 
 CORRECTION_HEAD = """
 ## Mismatch corrections: `--mismatch-correction`
 
-w_t = exp(lo - lr) of a token: how much likelier the trainer finds it than the engine that sampled it. The weight has no
+w_t = exp(lo - lr) is the ratio of a token's probability in the trainer to that in the engine. The weight has no
 gradient and multiplies the policy's loss before aggregation; a token of weight 0 still counts in the denominator.
-`--mismatch-low` and `--mismatch-high` set the bounds, and `mismatch/out_of_bounds` counts by them.
+`--mismatch-low` and `--mismatch-high` set the bounds; `mismatch/out_of_bounds` is the share of tokens outside.
 
 | name | weight | low, high | |
 |---|---|---|---|
 """
 
 LEARNING_HEAD = """
-## Each of them learns
+## Every algorithm learns
 
-Held-out accuracy on the task of the quickstart, spelling words backward, before and after {rollouts} rollouts of two
-optimizer steps: means over {seeds} seeds, and the least and the largest gain of a seed. Every algorithm ran as its
-preset says, from the same warm start, at one learning rate that was tuned for none of them; so the table says that each
-one learns, not which one is best (`rloo` is `reinforce` with advantages 8/7 as large, which Adam does not see). Made by
-`{command}` with torch {torch} and transformers {transformers} on a CPU; raw numbers in
-`benchmarks/results/algorithms.json`, a picture beside it.
+Held-out accuracy on the quickstart's task, spelling words backward, before and after {rollouts} rollouts of two
+optimizer steps: means over {seeds} seeds, and the smallest and largest gain of a seed. Every algorithm ran with its
+preset from the same warm start, with one learning rate that was not tuned for any of them: the table shows that each
+one learns, not which one is best. (`rloo` is `reinforce` with advantages scaled by 8/7, to which Adam is invariant.)
+Measured by `{command}` with torch {torch} and transformers {transformers} on a CPU; raw numbers and a picture are in
+`benchmarks/results/algorithms.json` and next to it.
 
 | `--algorithm` | sampled: before | after | gain | greedy: before | after |
 |---|---|---|---|---|---|
 """
 
 REJECTION_HEAD = """
-### Rejection: `--mismatch-rejection`, beside any of these weights
+### Rejection: `--mismatch-rejection`
 
-Tokens, or whole sequences, get weight 0 where an estimate of KL(engine || trainer) is above `--mismatch-rejection-max`
-[nats]; they still count in the denominator. k_t is k1, k2 or k3 of the log ratio lr - lo. `mismatch/rejected` is the
-share of tokens. As in verl's rollout correction ("When Speed Kills Stability", 2025), with one bound for all: a bound u
-of the ratio itself is log(u) of k1. With `--use-rollout-logprobs`, which takes lr for lo and scores no old policy, l
-stands in the place of lo here and in `mismatch/*`.
+Works with any of these corrections. Tokens, or whole sequences, get weight 0 if an estimate of KL(engine || trainer)
+exceeds `--mismatch-rejection-max` [nats]; they still count in the denominator. k_t is k1, k2 or k3 of the log ratio
+lr - lo. `mismatch/rejected` is the share of rejected tokens. As in verl's rollout correction ("When Speed Kills
+Stability", 2025), with one bound for all estimators: a bound u of the ratio is log(u) for k1. With
+`--use-rollout-logprobs`, which uses lr as lo and computes no old logprobs, l replaces lo here and in `mismatch/*`.
 
-| name | dropped where this is above the bound |
+| name | rejected if this exceeds the bound |
 |---|---|
 """
 
 
 def algorithms_page() -> str:
-    """docs/algorithms.md."""
+    """Return the text of docs/algorithms.md."""
     parts = [HEAD, *(_preset_row(name, preset) for name, preset in PRESETS.items()), LOSS_HEAD]
     parts += [_loss_part(name) for name in LOSSES]
     parts.append(_section("Off-policy sequence masking: `--use-opsm`", {"`use_opsm`": off_policy_sequences}))
@@ -192,7 +197,7 @@ def algorithms_page() -> str:
     parts += [KL_NOTES, f"\n`--use-unbiased-kl`, in the loss: {_help('use_unbiased_kl')}\n"]
     parts.append(f"\n`--kl-target`, after each rollout: {_flow(inspect.getdoc(adapted))}\n")
     renewed = _flow(RefConfig.model_fields["update_interval"].description)
-    parts.append(f"\n`--ref-update-interval`: {renewed} A checkpoint holds such a reference.\n")
+    parts.append(f"\n`--ref-update-interval`: {renewed} Checkpoints contain this reference.\n")
     parts.append(CORRECTION_HEAD)
     parts += [
         f"| `{name}` | {_cell(c.formula)} | {c.low:g}, {c.high:g} | {_cell(c.source)} |\n"
@@ -205,21 +210,23 @@ def algorithms_page() -> str:
     ]
     parts.append(_truncation_part())
     parts.append(f"\n## Mixtures of experts: `--router-aux-loss-coef`\n\n{inspect.getdoc(balance)}\n")
-    parts.append(f"\n## Without a loss: `--router-bias-update-rate`\n\n{inspect.getdoc(RouterBiasUpdater)}\n\n")
-    parts.append(f"The direction:\n{inspect.getdoc(balance.bias_change)}\n")
+    parts.append(
+        f"\n## Balancing without a loss: `--router-bias-update-rate`\n\n{inspect.getdoc(RouterBiasUpdater)}\n\n"
+    )
+    parts.append(f"The direction of the update:\n{inspect.getdoc(balance.bias_change)}\n")
     parts.append(_learning_part(json.loads(LEARNING.read_text(encoding="utf-8"))))
     return "".join(parts)
 
 
 def _truncation_part() -> str:
-    """From the docstrings of the two modules that do it."""
+    """Build the section from the docstrings of the two modules that implement it."""
     order = _paragraphs(truncation)[1]
     filters = _paragraphs(truncation.smallest_kept)[1]
     label = _paragraphs(logprobs)[-1]
     return (
         "\n## Truncated sampling: `--rollout-top-p`, `--rollout-top-k`, `--rollout-min-p`\n\n"
-        "The engine reports logprobs among the tokens that it sampled from, K, and the trainer scores l, lo and lf "
-        "among the same: l = z[label] - logsumexp_K(z), and the entropy is that over K. Evaluations sample from all "
+        "The engine reports logprobs over the tokens K that it may sample. The trainer computes l, lo, lf and the "
+        "entropy over the same tokens: l = z[label] - logsumexp_K(z). Evaluations sample from all "
         f"tokens.\n\n{order}\n\n{filters}\n\n{label}\n"
     )
 
@@ -229,7 +236,7 @@ def _paragraphs(documented: Any) -> list[str]:
 
 
 def _learning_part(result: Mapping[str, Any]) -> str:
-    """What benchmarks/algorithms.py has measured."""
+    """Build the table of the results of benchmarks/algorithms.py."""
     runs: dict[str, list[Mapping[str, Any]]] = {}
     for run in result["runs"]:
         runs.setdefault(run["algorithm"], []).append(run)

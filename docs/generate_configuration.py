@@ -3,6 +3,7 @@
 A test holds the pages to what this makes.
 """
 
+import re
 import types
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
@@ -17,7 +18,7 @@ CONFIGURATION = """\
 
 <!-- made by docs/generate_configuration.py: change the docstrings in fsdptrain/config/sections.py -->
 
-One declaration, three faces. The option `cpu_offload` of the section `fsdp` is
+Every option works on the command line, in a recipe and in Python. The option `cpu_offload` of the section `fsdp`:
 
 | where | how |
 |---|---|
@@ -106,11 +107,12 @@ def _value(default: Any) -> str:
 
 
 def _sentence(text: str | None) -> str:
-    return " ".join((text or "").split()).rstrip(".").lower()
+    return _cell(text).rstrip(".")
 
 
 def _cell(text: str | None) -> str:
-    return " ".join((text or "").split()).replace("|", "\\|")
+    escaped = " ".join((text or "").split()).replace("|", "\\|")
+    return re.sub(r"\bdocs/(\w+\.md)", r"[\1](\1)", escaped)
 
 
 if __name__ == "__main__":

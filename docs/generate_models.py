@@ -1,6 +1,6 @@
-"""Writes docs/models.md from the sweep over all families, which it runs: `python docs/generate_models.py`.
+"""Run the sweep over all families and write docs/models.md: `python docs/generate_models.py`.
 
-Takes some minutes. A test holds the words of the page, and each row but its error, to what the sweep finds.
+Takes some minutes. A test checks the text of the page, and each row except its error.
 """
 
 import re
@@ -20,24 +20,23 @@ HEAD = f"""\
 
 <!-- made by docs/generate_models.py: change that file, or tests/families.py -->
 
-Nothing in fsdptrain asks a model for its name: layers, head, experts and attention are found by structure, and before
-the first step the model itself is asked how it must be called. These are the families that were asked, each as a tiny
-model with random weights. **All of it on a CPU, in float32, on {RANKS} ranks; no GPU path was run**: no varlen or
-flash-attention, no kernel of a recurrent mixer, no half precision. With those a GPU may pack what is padded here.
+fsdptrain does not look at model names: it finds layers, head, experts and attention by structure, and probes the model
+before the first step. The families below were tested as tiny models with random weights, **on a CPU, in float32, on
+{RANKS} ranks; no GPU path was run**: no varlen or flash-attention, no kernel of a recurrent mixer, no half precision.
+With these a GPU may pack what is padded here.
 
-For each family `tests/distributed/test_sweep.py` holds that
+`tests/distributed/test_sweep.py` checks for each family:
 
-- **loading**: each rank read its part of what `save_pretrained` wrote, and all parameters and buffers are those of the
-  plain model, bit by bit;
-- **one step of GRPO**: the gradient of every parameter is that of the plain transformers model (in float64, eager,
-  each sequence by itself, the loss written in the test). The error is the 2-norm of the difference relative to that of
-  the gradient, of the worst parameter. It must be below {TOLERANCE:g}, or, where float32 cannot do that, below
-  {WORSE:g} times the error of the plain model in float32 (in brackets). Gradients that are zero but for rounding must
-  be so in both;
-- **export, and weights for an engine**: the names and tensors of the files, bit by bit.
+- **loading**: each rank reads its part of what `save_pretrained` wrote; all parameters and buffers equal those of the
+  plain model bitwise.
+- **one step of GRPO**: the gradient of every parameter equals that of the plain transformers model (float64, eager, one
+  sequence at a time, loss written in the test). The error is the 2-norm of the difference relative to the gradient, for
+  the worst parameter. It must be below {TOLERANCE:g} or, if float32 cannot reach that, below {WORSE:g} times the error
+  of the plain model in float32 (in brackets). Gradients that are zero except for rounding must be so in both.
+- **export and weight sync**: names and tensors of the files, bitwise.
 
-`packed` rows hold many sequences without padding; `padded` costs the padding. Ours is the attention that takes packs
-with any window, softcap or sink; `sdpa` and `eager` are transformers' own, with dense masks. `replay` says whether
+`packed` rows contain many sequences without padding; `padded` rows have padding. `ours` is fsdptrain's attention for
+packs, with any window, softcap or sink; `sdpa` and `eager` are transformers', with dense masks. `replay`: whether
 `--router-replay` works.
 
 | family | attention | layout | error of the gradient | replay | remark |
@@ -45,25 +44,25 @@ with any window, softcap or sink; `sdpa` and `eager` are transformers' own, with
 """
 
 REFUSED_HEAD = """
-## Refused
+## Rejected
 
-With this line, on all ranks, before the first step:
+With this message, on all ranks, before the first step:
 
-| family | |
+| family | message |
 |---|---|
 """
 
 OURS = "fsdptrain_segments"
-_SAID = {  # of a pack, by what its code did with it
-    "differs": "in one row sequences would see each other",
-    "'NoneType' object": "works on its mask itself, and packs have none",
-    "a packed attention call came without": "does not tell its attention where sequences begin",
+_REMARKS = {  # start of the reason -> remark
+    "differs": "sequences in one row affect each other",
+    "'NoneType' object": "modifies its mask, and packs have none",
+    "a packed attention call came without": "does not pass sequence boundaries to its attention",
 }
 _NUMBER = re.compile(r" by \d[\d.e+-]*| \(tolerance [\d.e-]+(, torch\.\w+)?\)")
 
 
 def row(kind: str, found: Row, *, error: str) -> str:
-    """One line of the first table. `error`: what is written of the gradient; it differs a little between machines."""
+    """Return a row of the first table. `error`: the cell of the gradient, which differs slightly between machines."""
     attention = "ours" if found.attention == OURS else found.attention
     replay = "" if not found.has_experts else "no" if found.replay_refusal else "yes"
     cells = [found.name, kind, f"{found.layout}, {attention}", error, replay, _remark(found)]
@@ -87,10 +86,10 @@ def page(rows: Iterable[Row]) -> str:
 
 
 def _remark(found: Row) -> str:
-    """Why it is not packed with our attention: the first reason, without its numbers."""
+    """Return the first reason why the model is not packed with our attention, without numbers."""
     first = _NUMBER.sub("", found.reason.split("; ")[0].split(". ")[0])
     words = re.sub(rf"^(packed with )?({OURS}|eager): (\w+Error: )?", "", first)
-    return next((ours for theirs, ours in _SAID.items() if words.startswith(theirs)), words)
+    return next((ours for theirs, ours in _REMARKS.items() if words.startswith(theirs)), words)
 
 
 def main() -> None:

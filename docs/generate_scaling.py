@@ -1,6 +1,6 @@
-"""Writes docs/scaling.md from the planner and tests/data/configs: `python docs/generate_scaling.py`.
+"""Write docs/scaling.md from the planner and tests/data/configs: `python docs/generate_scaling.py`.
 
-Takes some minutes. A test holds the words of the page, and some of its rows, to what this makes.
+Takes some minutes. A test in `make test-matrix` checks that the page is up to date.
 """
 
 # ruff: noqa: E501 - rows of tables are long
@@ -51,57 +51,57 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 HEAD = f"""\
-# Scaling, on paper
+# Scaling: estimates
 
-<!-- made by docs/generate_scaling.py: change that file, or fsdptrain/planning -->
+<!-- made by docs/generate_scaling.py: change that file, or benchmarks/scale.py -->
 
-Which mesh for which model on 8 to 1,024 GPUs, what its ranks send each other in a training step, and what limits first.
-**Nothing on this page was timed.** What is exact and what is a guess:
+Which mesh suits which model on 8 to 1,024 GPUs, what its ranks send in a training step, and what limits it first.
+**Nothing on this page was timed.**
 
-| | from | held to |
+| | computed from | verified by |
 |---|---|---|
-| bytes of each collective | the parameters, the plans of transformers and the sizes of the mesh (`fsdptrain/planning/traffic.py`) | every byte that 2 and 4 gloo ranks send, on 25 meshes of 8 families (`tests/distributed/test_traffic.py`) |
-| memory | the plan of `fsdptrain plan` | what tensors hold in a step, on 2 ranks, within 10 % (`tests/distributed/test_memory_plan.py`) |
-| seconds | those bytes and FLOPs, over the rates of data sheets: 450 GB/s to a GPU of the same node, 50 GB/s to another node, 989 TFLOP/s in bfloat16, of which 40 % are reached | nothing |
+| bytes of each collective | the parameters, the plans of transformers and the sizes of the mesh (`benchmarks/traffic.py`) | every byte sent by 2 and 4 gloo ranks, on 25 meshes of 8 families (`test_traffic.py`) |
+| memory | `fsdptrain plan` | bytes of tensors in a step, on 2 ranks, within 10 % (`test_memory_plan.py`) |
+| seconds | these bytes and FLOPs, with data sheet rates: 450 GB/s to a GPU of the same node, 50 GB/s to another node, 40 % of 989 TFLOP/s in bfloat16 | nothing |
 
-Bytes are those that leave a rank where collectives go round in rings: (n - 1) / n of what is gathered or reduced, twice
-that for an all-reduce. Experts are taken to be balanced.
+Bytes are those that leave a rank in ring collectives: (n - 1) / n of the gathered or reduced size, twice that for an
+all-reduce. Experts are assumed to be balanced.
 
 ## What is sent
 
 | over | when | how much |
 |---|---|---|
-| shards | a layer is gathered before its forward and its backward pass, all else once; after each pack gradients are reduced | weights x 2 in the compute dtype, gradients in float32: for each pack, however few its tokens |
+| shards | each layer is gathered before its forward and its backward pass, other parameters once; gradients are reduced after each pack | weights x 2 in the compute dtype, gradients in float32: per pack, however few its tokens |
 | replicas | after each pack | a shard's gradients, float32 |
-| tensor ranks | in every layer: two sums of hidden states forward, and one for each matrix that reads them backward (five in a Llama) | tokens x width, in the compute dtype |
-| expert ranks | in every layer with experts: to the experts and back, forward and backward | tokens x experts of a token x width |
-| context ranks | in every attention: queries, keys and values to the ranks of their heads, and what it made back; forward and backward, and for a layer that is recomputed once more | own tokens x heads x width of a head, with the key-value heads as often as they are repeated |
-| context ranks | in every mixer that `--context-parallel-recurrent gather` gathers around: hidden states forward, their gradients backward, and for a layer that is recomputed once more | tokens of all of them x width |
+| tensor ranks | in every layer: two sums of hidden states in the forward pass, and one per matrix that reads them in the backward pass (five in a Llama) | tokens x width, in the compute dtype |
+| expert ranks | in every layer with experts: to the experts and back, in forward and backward | tokens x experts per token x width |
+| context ranks | in every attention: queries, keys, values and outputs; in forward, backward, and recomputation | own tokens x heads x head width, including repeated key-value heads |
+| context ranks | in every mixer with `--context-parallel-recurrent gather`: hidden states in forward and recomputation, their gradients in backward | all tokens of the group x width |
 
-So shards cost by weights and packs, tensor, expert and context ranks by tokens. Larger packs (`--max-tokens-per-gpu`) make the
-first cheaper and change nothing of the others. From this:
+The cost of shards depends on weights and packs; that of tensor, expert and context ranks on tokens. Larger packs
+(`--max-tokens-per-gpu`) reduce only the first. It follows:
 
-- **A model that fits with shards alone needs no more than shards**, as long as packs are full. `--fsdp-replicate-size`
-  with a replica for each node or eight keeps gathers near where there are many nodes.
-- **Experts over ranks** (`--expert-parallel-size 8`, within a node) where gathers take longer than computation, which
-  happens first where few of many experts compute: their weights, the most of such a model, are then not gathered, or
-  eight times less. Tokens travel instead, and are waited for.
-- **Tensor parallel within a node** (2 to 8) where one layer, or the logprobs of a pack, are too much for one GPU, and
-  where there are more GPUs than packs in a step. Its sums are waited for. Between nodes it is never worth it.
-- **Context parallel within a node** where one sequence, not the model, is too much for a GPU: activations and the head's
-  work are shared, and each rank still gathers all weights, for a Nth of the tokens. So it makes the fewest GPUs on which
-  a sequence fits, and, where packs are no fewer than ranks, never a step shorter than packs of sequences that fit would
-  be. The first table below has none, for its sequences fit; the second is about nothing else.
-- **What limits first** is gathering and reducing for packs of few tokens: the column `least tokens` says how many a pack
-  must have so that computation hides it. Packs that are not filled (few long sequences, a small step on many ranks)
-  come below that soon with experts, and late without.
+- **A model that fits with shards alone needs only shards**, as long as packs are full. On many nodes,
+  `--fsdp-replicate-size` with a replica per node or per eight nodes keeps gathers local.
+- **Expert parallelism** (`--expert-parallel-size 8`, within a node) helps if gathers take longer than computation, which
+  happens first if few of many experts are active: expert weights, most of such a model, are then gathered eight times less
+  or not at all. Tokens travel instead, without overlap.
+- **Tensor parallelism within a node** (2 to 8) helps if one layer, or the logprobs of a pack, do not fit on one GPU, or if
+  a step has fewer packs than GPUs. Its sums are not overlapped. Between nodes it is never worth it.
+- **Context parallelism within a node** helps if one sequence does not fit on one GPU: activations and the head are
+  split, but each rank still gathers all weights, for 1/N of the tokens. It reduces the number of GPUs on which a sequence
+  fits. If there are at least as many packs as ranks, it is never faster than packs of sequences that fit. The first table
+  below has none, because its sequences fit.
+- **The first limit** is gathering and reduction for packs of few tokens. `least tokens` is the size from which computation
+  hides it. Packs that are not full (few long sequences, small steps on many ranks) fall below it early with experts, and
+  late without.
 
 ## Models and meshes
 
 A step of {PACKS} packs of 8,192 tokens ({PACKS * TOKENS / 1e6:.1f} M tokens), forward and backward, `--gradient-checkpointing`, bfloat16,
-GPUs of {MEMORY} GiB in nodes of 8. Of the meshes that one would try (tensor 1 to 8, experts over a node or eight, one
-replica or one for each node or eight) the row has the one with the shortest step that fits; a dash: none does. Scoring,
-generation and the hand-over of weights come on top. GB are those that leave one GPU in the step.
+GPUs of {MEMORY} GiB in nodes of 8. Each row shows the mesh with the shortest step that fits, of: tensor 1 to 8, experts
+over one node or eight, one replica or one per node or per eight nodes. A dash: none fits. Scoring, generation and weight
+sync come on top. GB leave one GPU per step.
 
 | model | GPUs | flags | GiB | GB sharding | GB tensor | GB experts | s computing | s sharding | s step | least tokens | limit |
 |---|---|---|---|---|---|---|---|---|---|---|---|
@@ -110,8 +110,8 @@ generation and the hand-over of weights come on top. GB are those that leave one
 DETAILS = """
 ## Collective by collective
 
-Of some of these rows, of one GPU in the step: how often each collective is called, the bytes of the whole tensors (what is
-gathered, reduced, or handed to an all-to-all), and those of them that leave the GPU.
+For some of these rows, per GPU and step: calls of each collective, bytes of the whole tensors (gathered, reduced, or passed to
+an all-to-all), and bytes that leave the GPU.
 
 | model | GPUs | collective | over | ranks | calls | GB | GB sent |
 |---|---|---|---|---|---|---|---|
@@ -120,28 +120,28 @@ gathered, reduced, or handed to an all-to-all), and those of them that leave the
 LONG = f"""
 ## Long sequences
 
-A step of {SEQUENCES} sequences of so many tokens (1k: 1,024), each a pack of its own: `--max-tokens-per-gpu` is the length over
-`--context-parallel-size`. All else as above; of the meshes with tensor 1 to 8, experts over none or a node, and context
-1 to as many as there are GPUs and the heads allow, the one with the shortest step that fits. `attention` is its share of the
-seconds computing: pairs of tokens, whose number grows with the square of the length. Whether a model was made for such
-lengths (most configs here end at 40k or 128k, beyond which rotary embeddings are stretched) is another question.
+A step of {SEQUENCES} sequences of the given length (1k: 1,024), each its own pack: `--max-tokens-per-gpu` is the length divided
+by `--context-parallel-size`. Otherwise as above. Each row shows the mesh with the shortest step that fits, of: tensor 1 to
+8, experts over none or a node, and context 1 to the number of GPUs, as far as the heads allow. `attention` is its share of
+the computing seconds, which grows with the square of the length. Whether a model supports such lengths is another question:
+most configs here end at 40k or 128k.
 
-- **What limits first is memory**: models of 4 B, and of 30 B on 64 GPUs or more, leave room for about 128k tokens on a GPU
-  (more are not tried), of 30 B on 8 and of 70 B for 16k to 32k. So a million tokens take a group of 8, within a node, or of
-  32 to 64, and more GPUs add groups.
-- **Then attention**: nearly all of the computing at a million tokens. The exchange of heads takes a sixtieth of the
-  step or less, between nodes a fiftieth; what a larger group costs is gathers, of all weights for fewer tokens each.
-- Where sequences are fewer than GPUs, context groups are what keeps these busy (the rows with 256 GPUs).
-- The plan of the memory leaves out what an exchange of heads holds for its moment (queries, keys, values, the output, and
-  key-value heads that are repeated): 1 to 4 GiB of 128k tokens. Rows that end within that of {MEMORY} GiB need the next size.
+- **Memory is the first limit**: models of 4 B, and of 30 B on 64 GPUs or more, leave room for about 128k tokens per GPU (more
+  was not tried); 30 B on 8 GPUs and 70 B leave room for 16k to 32k. A million tokens therefore need a context group of 8,
+  within a node, or of 32 to 64; more GPUs add groups.
+- **Attention is the second**: nearly all of the computation at a million tokens. The exchange of heads takes at most a
+  sixtieth of the step, between nodes a fiftieth. A larger group costs gathers of all weights for fewer tokens each.
+- With fewer sequences than GPUs, context groups keep the GPUs busy (rows with 256 GPUs).
+- The memory plan does not include the buffers of a head exchange (queries, keys, values, the output, and repeated key-value
+  heads): 1 to 4 GiB for 128k tokens. Rows within that of {MEMORY} GiB need the next size.
 
 | model | tokens | GPUs | flags | GiB | GB sharding | GB context | GB tensor, experts | s computing | attention | s sharding | s waiting | s step | limit |
 |---|---|---|---|---|---|---|---|---|---|---|---|---|---|
 """
 
 TAIL = """
-To ask for another model: `planning.scale.best(model, config, Cluster(num_gpus, gpu_memory), num_packs=...)` or
-`best_for_length(..., length=..., num_sequences=...)`, and `fsdptrain plan` for its memory.
+For another model, call `best(model, config, Cluster(num_gpus, gpu_memory), num_packs=...)` or `best_for_length(...,
+length=..., num_sequences=...)` of `benchmarks/scale.py`, and `fsdptrain plan` for its memory.
 """
 
 

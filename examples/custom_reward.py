@@ -1,8 +1,8 @@
-"""Your own reward and your own data: a function, and a list of rows.
+"""A custom reward and custom data: a function and a list of rows.
 
     python examples/custom_reward.py Qwen/Qwen3-0.6B runs/custom_reward
 
-From the command line, in this repository's folder, the same function is `--reward examples.custom_reward:brevity`.
+On the command line, in the folder of this repository, use it as `--reward examples.custom_reward:brevity`.
 """
 
 import sys
@@ -14,7 +14,7 @@ ROWS = [{"prompt": f"Say the number {n} in words.", "label": str(n)} for n in ra
 
 
 def brevity(prompt: Prompt, response: str) -> dict[str, float]:
-    """Short answers that do not just repeat the digits. A mapping is summed up, and each part is logged by its name."""
+    """Reward short answers without digits. Values of a mapping are summed, and each is logged under its name."""
     return {"short": max(0.0, 1.0 - len(response) / 200), "no_digits": float(prompt.label not in response)}
 
 
@@ -22,7 +22,7 @@ def main(hf_checkpoint: str, output_dir: str, **flags: object) -> None:
     config = Config(
         hf_checkpoint=hf_checkpoint,
         output_dir=output_dir,
-        pass_threshold=1.5,  # of the 2 that there are: from here on an answer counts as right
+        pass_threshold=1.5,  # of at most 2: the reward of a correct answer
         **{"num_rollout": 20, "rollout_batch_size": 16, "rollout_max_response_len": 64, **flags},
     )
     Trainer(config, reward=brevity, dataset=ROWS).fit()

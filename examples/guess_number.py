@@ -1,9 +1,9 @@
-"""Your own environment: a class with `reset` and `step`.
+"""A custom environment: a class with `reset` and `step`.
 
     fsdptrain --hf-checkpoint Qwen/Qwen3-0.6B --environment examples.guess_number:GuessNumber \\
               --prompt-data environment --max-turns 8 --rollout-max-response-len 512
 
-Arguments of the class are `--environment-kwargs highest=1000`. docs/environments.md says what else it may have.
+Set the arguments of the class with `--environment-kwargs highest=1000`. For optional members, see docs/environments.md.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from fsdptrain.types import Prompt, Turn
 
 
 class GuessNumber:
-    """The model guesses; it hears `higher` or `lower` until it is right."""
+    """The model guesses a number and gets `higher` or `lower` until it is right."""
 
     def __init__(self, highest: int = 100) -> None:
         self.highest = highest

@@ -1,4 +1,4 @@
-"""A whole run from Python. The keyword arguments are the command line's flags, with underscores.
+"""Run the trainer from Python. Keyword arguments are the flags of the command line, with underscores.
 
 python examples/python_api.py Qwen/Qwen3-0.6B runs/python_api
 """

@@ -1,4 +1,4 @@
-"""A calculator as a tool: `<tool>12 * (3 + 4)</tool>`, or a <tool_call>, is answered by `84`."""
+"""A calculator tool: it answers `<tool>12 * (3 + 4)</tool>`, or a <tool_call>, with `84`."""
 
 import ast
 import operator
@@ -12,7 +12,7 @@ from examples.calculator.tool_calls import ToolCall, find_tool_calls
 from fsdptrain.types import Prompt, Turn
 
 MAX_CHARACTERS = 256  # of an expression
-MAX_BITS = 512  # of a numerator or a denominator, in every step of the way
+MAX_BITS = 512  # of a numerator or a denominator, in every step
 ONLY = "only numbers, + - * / // % ** and brackets can be calculated"
 SYSTEM_PROMPT = (
     "You have a calculator. Write <tool>expression</tool>, for example <tool>12 * (3 + 4)</tool>, and end your turn "
@@ -35,7 +35,7 @@ TOOL = {
 }
 
 _TAGGED = re.compile(r"<tool>(.*?)</tool>", re.DOTALL)
-_ARITHMETIC = re.compile(r"[0-9\s.+\-*/%()]*")  # Python's parser warns of some other texts
+_ARITHMETIC = re.compile(r"[0-9\s.+\-*/%()]*")  # Python's parser warns about some other texts
 _SIGNS = str.maketrans({"×": "*", "÷": "/", "−": "-", "^": "**"})
 _BINARY: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
@@ -49,10 +49,10 @@ _BINARY: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] =
 
 @dataclass(frozen=True)
 class Calculator:
-    """Answers each tool call of a response by its value; a response without a call is the last.
+    """Answer each tool call of a response with its value. A response without a call ends the episode.
 
-    It gives no reward: `--reward` scores the last response. With `native_tools` the model is told of the tool by its
-    chat template (`tools=`) and not by the system prompt; both forms of a call are always understood.
+    It gives no reward: `--reward` scores the last response. With `native_tools` the chat template describes the tool
+    (`tools=`) instead of the system prompt. Both forms of a call are always accepted.
     """
 
     native_tools: bool = False
@@ -66,7 +66,7 @@ class Calculator:
         return (TOOL,) if self.native_tools else ()
 
     def reset(self, prompt: Prompt, seed: int) -> None:
-        """There is nothing to remember."""
+        """Return no state."""
 
     def step(self, state: None, response: str) -> Turn:
         del state
@@ -76,7 +76,7 @@ class Calculator:
 
 
 def answer(expression: str) -> str:
-    """The value of `expression`, exact where it is whole; or `error: ...`, which the model reads."""
+    """Return the value of `expression`, exact if it is an integer, or `error: ...` for the model."""
     try:
         return show(evaluate(expression))
     except ZeroDivisionError:
@@ -86,7 +86,7 @@ def answer(expression: str) -> str:
 
 
 def evaluate(expression: str) -> Fraction:
-    """Exact, with bounds on every step; ValueError for anything but arithmetic. Nothing is ever handed to `eval`."""
+    """Evaluate exactly, with bounds on every step and without `eval`. Raises ValueError except for arithmetic."""
     text = expression.strip().translate(_SIGNS)
     if len(text) > MAX_CHARACTERS:
         raise ValueError(f"an expression has at most {MAX_CHARACTERS} characters")
@@ -94,7 +94,7 @@ def evaluate(expression: str) -> Fraction:
         raise ValueError(ONLY)
     try:
         return _value(ast.parse(text, mode="eval").body)
-    except (SyntaxError, MemoryError, RecursionError) as error:  # the latter two by brackets within brackets
+    except (SyntaxError, MemoryError, RecursionError) as error:  # the last two: nested brackets
         raise ValueError("this is no arithmetic expression") from error
 
 
@@ -130,7 +130,7 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
     if exponent.denominator != 1:
         raise ValueError("an exponent must be whole")
     size = max(abs(base.numerator), base.denominator).bit_length()
-    if size * abs(exponent) > 2 * MAX_BITS:  # before it is computed
+    if size * abs(exponent) > 2 * MAX_BITS:  # check before computing
         raise ValueError("the number is too large")
     return _bounded(Fraction(base) ** int(exponent))
 

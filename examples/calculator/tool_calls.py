@@ -1,4 +1,4 @@
-"""Tool calls in the text of a response, in the form that Hermes, Qwen and others were taught."""
+"""Parse tool calls in the text of a response, in the format of Hermes, Qwen and others."""
 
 import json
 import re
@@ -18,7 +18,7 @@ class ToolCall:
 
 
 def find_tool_calls(text: str) -> list[ToolCall | str]:
-    """The calls in `text`, in order; for one that cannot be read, what is wrong with it, to be told to the model."""
+    """Return the calls in `text`, in order. An invalid call becomes an error message for the model."""
     return [_parse(match.group(1)) for match in TOOL_CALL.finditer(text)]
 
 

@@ -1,10 +1,10 @@
-"""A model of 0.1 M parameters learns to ask a calculator: warm-up on conversations, then GRPO on episodes.
+"""Teach a model of 0.1 M parameters to use a calculator: warm-up on conversations, then GRPO on episodes.
 
     python examples/calculator/train.py [--seed 0] [--output-dir runs/calculator]
 
-The task is reasoning-gym's `products` with two digits each, which so small a model cannot do in its head. The warm-up
-imitates two demonstrators: one asks the calculator and is right, one guesses at once. From the reward alone GRPO finds
-out that asking pays. Both stages are the command line that trains a model of any size.
+The task is reasoning-gym's `products` of two-digit numbers, which the model cannot compute itself. The warm-up imitates
+two demonstrators: one uses the calculator and is right, one guesses. GRPO learns from the reward alone to use the
+calculator. Both stages run the `fsdptrain` command.
 """
 
 import argparse
@@ -22,7 +22,10 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 SPECIAL = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|tool|>"]
 TAGS = ["<tool>", "</tool>", "<answer>", "</answer>"]
-QUESTION = ("Solve the following multiplication: ", ". Give only the result as your final answer.")  # reasoning-gym's
+QUESTION = (
+    "Solve the following multiplication: ",
+    ". Give only the result as your final answer.",
+)  # as in reasoning-gym
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.role == 'assistant' %}<|end|>{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -51,7 +54,7 @@ GRPO = [
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Teach a small model to ask a calculator.")
+    parser = argparse.ArgumentParser(description="Teach a small model to use a calculator.")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output-dir", type=Path, default=Path("runs/calculator"))
     parser.add_argument("--warm-up-steps", type=int, default=300)
@@ -72,7 +75,7 @@ def main() -> None:
 
 
 def save_start(target: Path, seed: int) -> None:
-    """An untrained Qwen3 with a token for each character, each tag, and each half of the question."""
+    """Write an untrained Qwen3 whose tokens are characters, tags, and the two halves of the question."""
     vocab = {token: index for index, token in enumerate([*SPECIAL, *map(chr, range(32, 127)), "\n"])}
     backend = Tokenizer(models.WordLevel(vocab, unk_token="<|pad|>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
@@ -103,8 +106,9 @@ def save_start(target: Path, seed: int) -> None:
 
 
 def write_demonstrations(target: Path, rng: Random, *, count: int) -> Path:
-    """Half of them ask and are right, half of them guess. A response is a list of messages: the loss is on each turn of
-    the assistant, and what the tool says stands between them as in an episode.
+    """Write demonstrations, half of which use the calculator and half of which guess.
+
+    A response is a list of messages, with tool messages between the assistant's turns; only these have a loss.
     """
     with target.open("w") as file:
         for _ in range(count):

@@ -1,7 +1,7 @@
-"""Demonstrations for the warm-up, by two demonstrators: one who is careful, and one who is hasty.
+"""Demonstrations for the warm-up, by two demonstrators.
 
-The careful one spells the word backward in <think> and is right. The hasty one thinks nothing and swaps letters, so is
-mostly wrong, on purpose. The warm-up imitates the mixture; GRPO must find out from the reward alone which one pays.
+`careful` spells the word backward in <think> and is right. `hasty` answers at once with swapped letters and is mostly
+wrong. The warm-up imitates both; GRPO learns from the reward alone which one is right.
 """
 
 import json
@@ -14,7 +14,7 @@ from fsdptrain.data.sources import load_rows
 
 
 def write_demonstrations(target: Path, config: Config, *, count: int) -> Path:
-    """`count` rows of prompt and response, on words that the GRPO run of `config` does not hold out for evaluation."""
+    """Write up to `count` prompts and responses, without words that the run of `config` holds out for evaluation."""
     rows = load_rows(config.data, seed=config.run.seed)
     train, held_out = split_rows(rows, config.data.eval_size, config.run.seed)
     unseen = {word_of(row).lower() for row in held_out}
@@ -33,12 +33,12 @@ def word_of(row: Row) -> str:
 
 
 def careful(answer: str, rng: Random) -> str:
-    del rng  # never errs
+    del rng
     return f"<think>{answer}</think><answer>{answer}</answer>"
 
 
 def hasty(answer: str, rng: Random) -> str:
-    """One to three swaps of neighbours: wrong, unless they undo each other or swap equal letters."""
+    """Swap neighboring letters one to three times, which is wrong unless the swaps cancel or swap equal letters."""
     letters = list(answer)
     for _ in range(rng.randint(1, 3)):
         left = rng.randrange(len(letters) - 1)

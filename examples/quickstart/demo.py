@@ -1,10 +1,9 @@
-"""`make demo`: a tokenizer, a model, a warm-up, GRPO, and a picture of what happened. All by the real command line.
+"""`make demo`: create a tokenizer and a model, warm it up, train it with GRPO and plot the result.
 
     python examples/quickstart/demo.py [--seed 0] [--output-dir runs/quickstart]
 
-It shows that GRPO selects and sharpens a behaviour that the warm-up taught (think first, then answer); the hasty half
-of the warm-up is wrong on purpose. It does not show a new skill learnt from nothing. Everything else is as in a run of
-a model of 4 B parameters: the same command, the same code.
+GRPO selects and sharpens a behavior from the warm-up (think first, then answer). Half of the demonstrations of the
+warm-up answer at once and are mostly wrong. Both stages run the `fsdptrain` command, as for a large model.
 """
 
 import argparse
@@ -21,14 +20,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 HEADINGS = {
     "sft": "[2/3] Warm-up: imitate a careful and a hasty demonstrator",
-    "grpo": "[3/3] GRPO: find out from the reward alone which of them pays",
+    "grpo": "[3/3] GRPO: learn from the reward alone which of them is right",
 }
-MARK = ".fsdptrain-demo"  # in a folder that the next demo may replace
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}  # so small a model is faster on one thread
+MARK = ".fsdptrain-demo"  # marks a folder that the next demo may replace
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}  # one thread is faster for a small model
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Warm up a small model, train it with GRPO, plot what happened.")
+    parser = argparse.ArgumentParser(description="Warm up a small model, train it with GRPO and plot the result.")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output-dir", type=Path, default=Path("runs/quickstart"))
     args = parser.parse_args(argv)
@@ -37,12 +36,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         play(folder, args.seed)
     except KeyboardInterrupt:
         sys.exit(130)
-    except subprocess.CalledProcessError as error:  # the command has said what was wrong
+    except subprocess.CalledProcessError as error:  # the command has printed the error
         sys.exit(error.returncode)
 
 
 def play(folder: Path, seed: int) -> None:
-    """The whole of it."""
+    """Run all stages in an empty `folder`."""
     clear(folder)
     seconds: dict[str, float] = {}
     begin = time.monotonic()
@@ -57,15 +56,15 @@ def play(folder: Path, seed: int) -> None:
 
 
 def short(path: Path) -> str:
-    """As seen from here, if it is below."""
+    """Return `path` relative to the current directory if it is inside."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def clear(folder: Path) -> None:
-    """An empty folder. One of a former demo is replaced, any other that holds something is refused."""
+    """Create an empty folder. Replaces that of an earlier demo; exits if the folder has other contents."""
     used = folder.is_dir() and any(folder.iterdir())
     if (folder.exists() and not folder.is_dir()) or (used and not (folder / MARK).is_file()):
-        sys.exit(f"--output-dir {folder} is not of a demo and is left alone: name a new folder, or delete it")
+        sys.exit(f"--output-dir {folder} is not a demo folder: choose a new folder, or delete it")
     if used:
         print(f"Replacing the demo in {folder}; --output-dir NEW_FOLDER keeps it.", flush=True)
         shutil.rmtree(folder)
@@ -74,7 +73,7 @@ def clear(folder: Path) -> None:
 
 
 def stages(folder: Path, seed: int) -> list[tuple[str, str, list[str]]]:
-    """(name, recipe, flags) of both commands."""
+    """Return (name, recipe, flags) of both commands."""
     both = ["--seed", str(seed), "--rollout-seed", str(seed)]
     warm_up = ["--hf-checkpoint", str(folder / "start"), "--prompt-data", str(folder / "demonstrations.jsonl")]
     grpo = ["--hf-checkpoint", str(folder / "sft" / "hf")]
@@ -85,7 +84,7 @@ def stages(folder: Path, seed: int) -> list[tuple[str, str, list[str]]]:
 
 
 def prepare(folder: Path, seed: int) -> None:
-    """The untrained model and the demonstrations; words that GRPO will be evaluated on are left out of them."""
+    """Write the untrained model and the demonstrations, without the words that GRPO is evaluated on."""
     from corpus import write_demonstrations
     from model import save_start
     from transformers.utils import logging
@@ -108,7 +107,7 @@ def run_command(flags: list[str]) -> None:
 
 
 def finish(folder: Path, seconds: dict[str, float]) -> None:
-    """summary.json, samples.md, the report of the GRPO run with its picture, and where they are."""
+    """Write summary.json, samples.md and the report of the GRPO run, and print their paths."""
     from fsdptrain.tools.report.report import read_series
 
     _, sampled = read_series(folder / "grpo", "eval/heldout/accuracy")
@@ -129,14 +128,14 @@ def finish(folder: Path, seconds: dict[str, float]) -> None:
 
 
 def write_samples(folder: Path) -> None:
-    """The same held-out questions before and after."""
+    """Write a table of the same held-out questions before and after."""
     rows = [json.loads(line) for line in (folder / "grpo" / "samples.jsonl").read_text().splitlines()]
     held_out = [row for row in rows if row["set"] == "heldout"]
     steps = sorted({row["step"] for row in held_out})
     before, after = ([row for row in held_out if row["step"] == step] for step in (steps[0], steps[-1]))
     lines = [
         f"The first {len(before)} of 256 held-out words, sampled at temperature 1, before and after GRPO.\n",
-        "| question | right answer | before | | after | |",
+        "| question | correct answer | before | | after | |",
         "|---|---|---|---|---|---|",
     ]
     for first, last in zip(before, after, strict=True):

@@ -1,4 +1,4 @@
-"""A letter tokenizer and a Qwen3 of 0.1 M parameters, as a folder that from_pretrained reads."""
+"""A letter tokenizer and a Qwen3 of 0.1 M parameters, saved for `from_pretrained`."""
 
 import json
 import string
@@ -8,7 +8,7 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-QUESTION = "Spell this word backward (example: sun -> nus): "  # reasoning-gym's words
+QUESTION = "Spell this word backward (example: sun -> nus): "  # as in reasoning-gym
 TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -20,9 +20,9 @@ CHAT_TEMPLATE = (
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token for each printable character, one for each tag, and one for the phrase that begins every question.
+    """Return a tokenizer with one token per printable character and tag, and one for the start of every question.
 
-    The tags are not special tokens: those would be left out of the text that the reward reads.
+    Tags are not special tokens, because these are removed from the text that the reward gets.
     """
     special = ["<|pad|>", "<|unk|>", "<|end|>", "<|user|>", "<|assistant|>"]
     vocab = {token: index for index, token in enumerate([*special, *string.printable[:95], "\n"])}
@@ -42,7 +42,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def save_start(target: Path, *, seed: int) -> Path:
-    """Write the untrained model, by the sizes in model.json beside this file, and its tokenizer."""
+    """Write the untrained model, with the sizes in model.json, and its tokenizer."""
     tokenizer = build_tokenizer()
     sizes = json.loads(Path(__file__).with_name("model.json").read_text())
     torch.manual_seed(seed)

@@ -66,58 +66,58 @@ ADVANTAGE_SCALES: Mapping[str, str] = {  # meaning of `--advantage-scale auto`
 LOSS_FIELDS = tuple(sorted(frozenset().union(*(options.reads for options in LOSS_OPTIONS.values()))))
 
 PRESETS: Mapping[str, Preset] = {
-    "grpo": Preset("grpo", "The default: verifiable rewards, a few optimizer steps on each rollout."),
+    "grpo": Preset("grpo", "The default: verifiable rewards, a few optimizer steps per rollout."),
     "dapo": Preset(
         "grpo",
-        "Long reasoning, where the entropy falls: room upwards for unlikely tokens, less reward for answers that come "
-        "close to the limit, and new prompts in place of those that teach nothing.",
+        "Long reasoning with falling entropy: a higher upper clip bound, a penalty on overlong responses, and dynamic "
+        "sampling.",
         options={"eps_clip_high": 0.28},
         beside={"dynamic_sampling": True, "overlong_penalty": 1.0},
     ),
     "dr_grpo": Preset(
         "grpo",
-        "When answers grow long without growing right: neither length nor difficulty weights a sample.",
+        "Responses that get longer but not better: weights do not depend on length or difficulty.",
         loss_aggregation="fixed_length",
         advantage_estimator="dr_grpo",
     ),
     "gspo": Preset(
         "gspo",
-        "Mixture-of-experts models and long answers, where ratios of single tokens are noise. Takes several optimizer "
-        "steps on each rollout.",
+        "Mixture-of-experts models and long responses, where ratios of single tokens are noisy. Use several optimizer "
+        "steps per rollout.",
         loss_aggregation="sequence_mean",
     ),
-    "cispo": Preset("cispo", "When rare but decisive tokens are clipped away by grpo; several steps on each rollout."),
+    "cispo": Preset("cispo", "When grpo clips rare but important tokens; several optimizer steps per rollout."),
     "sapo": Preset(
-        "sapo", "A gate without an edge: smoother than a clip off-policy.", loss_aggregation="sequence_mean"
+        "sapo", "Off-policy training with a smooth gate instead of a clip.", loss_aggregation="sequence_mean"
     ),
     "gmpo": Preset(
         "gmpo",
-        "When single ratios are outliers: their geometric mean is not, and allows a wider clip.",
+        "Outlier ratios of single tokens: their geometric mean is robust and allows a wider clip.",
         loss_aggregation="sequence_mean",
     ),
     "dppo_tv": Preset(
-        "dppo_tv", "Large vocabularies: a ratio clip holds back rare tokens too much and frequent ones too little."
+        "dppo_tv", "Large vocabularies: a ratio clip is too strict for rare tokens and too loose for frequent ones."
     ),
-    "dppo_kl": Preset("dppo_kl", "As dppo_tv, stricter on tokens that were nearly certain."),
+    "dppo_kl": Preset("dppo_kl", "As dppo_tv, but stricter for tokens of probability near 1."),
     "ipo": Preset(
         "ipo",
-        "When engine and trainer differ, or samples are older than a step: no old logprobs are scored at all.",
+        "When engine and trainer differ, or samples are stale: needs no old logprobs.",
         advantage_estimator="dr_grpo",
     ),
-    "reinforce": Preset(
-        "reinforce", "One optimizer step on each rollout, and nothing to tune.", advantage_estimator="dr_grpo"
-    ),
+    "reinforce": Preset("reinforce", "One optimizer step per rollout; nothing to tune.", advantage_estimator="dr_grpo"),
     "rloo": Preset("reinforce", "As reinforce, with an unbiased baseline.", advantage_estimator="rloo"),
     "reinforce++_baseline": Preset(
         "grpo",
-        "Few samples for each prompt: the scale of an advantage comes from the whole batch.",
+        "Few samples per prompt: advantages are scaled over the whole batch.",
         advantage_estimator="reinforce++_baseline",
     ),
     "max_rl": Preset(
         "grpo", "Hard prompts that are rarely solved, with rewards of 0 and 1.", advantage_estimator="max_rl"
     ),
-    "opo": Preset("reinforce", "Strictly on-policy, with answers of very different length.", advantage_estimator="opo"),
-    "sft": Preset("sft", "Supervised training on prompts and their labels, without rollouts."),
+    "opo": Preset(
+        "reinforce", "Strictly on-policy, with responses of very different lengths.", advantage_estimator="opo"
+    ),
+    "sft": Preset("sft", "Supervised training on prompts and labels, without rollouts."),
 }
 
 

@@ -21,9 +21,7 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
         [sys.executable, DEMO, "--output-dir", tmp_path], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 1
-    assert (
-        done.stderr == f"--output-dir {tmp_path} is not of a demo and is left alone: name a new folder, or delete it\n"
-    )
+    assert done.stderr == f"--output-dir {tmp_path} is not a demo folder: choose a new folder, or delete it\n"
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
