@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from fsdptrain.model.logprobs import chunked_logprobs
 from fsdptrain.model.truncation import UNTRUNCATED, Truncation
-from tests.unit.models.test_logprobs import full_logprobs
+from tests.unit.model.test_logprobs import full_logprobs
 
 SIZES = {"num_tokens": st.integers(1, 7), "width": st.integers(1, 4), "vocab": st.integers(2, 9)}
 HEADS = {

@@ -8,7 +8,7 @@ from fsdptrain.errors import ConfigError
 from fsdptrain.trainer.samples.environment import build_environment
 from fsdptrain.types import Prompt
 
-HERE = "tests.unit.environments.my_environments"
+HERE = "tests.unit.trainer.my_environments"
 
 
 def build(name: str, **kwargs):

@@ -35,7 +35,7 @@ from fsdptrain.types import LogProbs, LossConfig, PackedBatch, Sample
 from tests import zoo
 from tests.exact import Exact, in_float64
 from tests.seam import prefix_sharing
-from tests.unit.models.test_policy import CPU, policy_model
+from tests.unit.model.test_policy import CPU, policy_model
 
 EVERY_TERM = LossConfig(kl_loss_coef=0.1, entropy_coef=0.1, use_opsm=True, mismatch_correction="tis")
 

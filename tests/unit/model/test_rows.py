@@ -1,18 +1,12 @@
 """Both layouts hold the same tokens, and give them back in the order of the pack."""
 
-from dataclasses import replace
-
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdptrain.features.context_parallel.rows import UlyssesRows
-from fsdptrain.features.context_parallel.ulysses import UlyssesGroup
 from fsdptrain.model.attention.attention import SEGMENTS, attention_kwargs
 from fsdptrain.model.policy import plain_batch
 from fsdptrain.model.rows import core_rows
-from fsdptrain.types import positions_of
 
 CPU = torch.device("cpu")
 SEGMENT_LISTS = st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=9), min_size=1, max_size=6)
@@ -39,40 +33,6 @@ def test_tokens_come_back_in_the_order_of_the_pack(segments: list[list[int]], st
         hidden = rows.inputs(pad_token_id=None)["input_ids"][..., None].double()  # [1, T, 1] or [N, S, 1]
         found = rows.gather(hidden.flatten(0, 1), positions)
         assert torch.equal(found[:, 0].long(), batch.input_ids[positions])
-
-
-class AsksNothing(TorchDispatchMode):
-    """No operation whose result the host must know before it goes on: on a GPU it would wait for all before."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        assert name not in ("nonzero", "masked_select", "_local_scalar_dense", "unique_dim", "_unique2"), name
-        masks = [x for x in (args[1] if name == "index" else []) if x is not None and x.dtype is torch.bool]
-        assert not masks
-        return func(*args, **(kwargs or {}))
-
-
-@settings(max_examples=50, deadline=None)
-@given(segments=SEGMENT_LISTS, size=st.integers(2, 4), layout=st.sampled_from(["packed", "padded"]))
-def test_each_token_is_on_one_rank_and_none_is_asked_for(segments, size, layout) -> None:
-    batch = plain_batch(segments, device=CPU)
-    mask = torch.arange(batch.num_tokens) % 3 == 1
-    positions = positions_of(mask)
-    batch = replace(batch, loss_mask=mask, loss_positions=positions, loss_places=positions.numpy())
-    every, losing = [], []
-    for rank in range(size):
-        context = UlyssesGroup(None, rank, size)  # type: ignore[arg-type] # nothing is sent
-        with AsksNothing():
-            rows = UlyssesRows(batch, layout, context)
-            tokens, with_loss = rows.tokens, rows.loss_positions
-            found = rows.gather(rows.scatter(batch.input_ids, fill=0))
-        assert torch.equal(found, batch.input_ids[tokens])
-        assert set(with_loss.tolist()) == set(tokens.tolist()) & set(positions.tolist())
-        assert with_loss.tolist() == sorted(with_loss.tolist())
-        every += tokens.tolist()
-        losing += with_loss.tolist()
-    assert sorted(every) == list(range(batch.num_tokens))
-    assert sorted(losing) == positions.tolist()
 
 
 def test_every_way_to_name_boundaries_names_the_same_ones() -> None:

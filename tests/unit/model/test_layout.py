@@ -13,7 +13,7 @@ from fsdptrain.model.attention.attention import SEGMENTS, Boundaries, attend
 from fsdptrain.model.probes.layout import choose_layout, probe_random_copy, probe_segments
 from fsdptrain.model.probes.random_copy import random_copy
 from tests import zoo
-from tests.unit.models.test_policy import policy_model
+from tests.unit.model.test_policy import policy_model
 
 CPU = torch.device("cpu")
 OPTIONS: dict[str, Any] = {"vocab_size": zoo.VOCAB_SIZE, "compute_dtype": torch.float32, "device": CPU}

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdptrain.model.logprobs import chunked_logprobs
 from fsdptrain.model.truncation import UNTRUNCATED, Truncation
-from tests.unit.models.test_truncation import head_of
+from tests.unit.model.test_truncation import head_of
 
 T, D, V = 40, 8, 50
 
