@@ -65,25 +65,6 @@ def step(
     return loss, model.grad, finish_metrics(metrics)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
-@given(
-    samples=sample_lists(min_size=1),
-    aggregation=st.sampled_from(sorted(AGGREGATIONS)),
-    num_ranks=st.integers(1, 5),
-    max_tokens=st.integers(24, 100),
-)
-def test_loss_gradient_and_metrics_do_not_depend_on_the_plan(
-    dtype: torch.dtype, tolerance: float, samples: list[Sample], aggregation: str, num_ranks: int, max_tokens: int
-) -> None:
-    alone = step(samples, aggregation, num_ranks=1, max_tokens=10_000, dtype=dtype)
-    split = step(samples, aggregation, num_ranks=num_ranks, max_tokens=max_tokens, dtype=dtype)
-    scale = max(1.0, float(alone[1].abs().max()))
-    torch.testing.assert_close(split[0], alone[0], rtol=tolerance, atol=tolerance * scale)
-    torch.testing.assert_close(split[1], alone[1], rtol=tolerance, atol=tolerance * scale)
-    for name, value in alone[2].items():
-        assert split[2][name] == pytest.approx(value, rel=10 * tolerance, abs=10 * tolerance), name
-
-
 @pytest.mark.parametrize("aggregation", sorted(AGGREGATIONS))
 @pytest.mark.parametrize("loss_name", sorted(LOSSES))
 @settings(max_examples=10)
@@ -92,9 +73,9 @@ def test_loss_gradient_and_metrics_do_not_depend_on_the_plan(
     dtype_and_tolerance=st.sampled_from([(torch.float64, 1e-12), (torch.float32, 1e-6)]),
     config=st.sampled_from([CONFIG, SEQUENCES, TRUNCATED]),
     num_ranks=st.integers(1, 5),
-    max_tokens=st.integers(24, 60),
+    max_tokens=st.integers(24, 100),
 )
-def test_gradient_of_every_loss_does_not_depend_on_packs_or_ranks(
+def test_loss_gradient_and_metrics_do_not_depend_on_packs_or_ranks(
     loss_name: str,
     aggregation: str,
     samples: list[Sample],
@@ -130,9 +111,9 @@ def test_training_everything_twice_in_one_step_changes_nothing(
     torch.testing.assert_close(twice[1], once[1], rtol=1e-6, atol=1e-6 * scale)  # f32 weights: 1/n and 1/2n round
 
 
-@given(samples=sample_lists(min_size=1), dtype=st.sampled_from([torch.float64]))
-def test_samples_without_advantage_pull_only_by_kl_and_entropy(samples: list[Sample], dtype: torch.dtype) -> None:
+@given(samples=sample_lists(min_size=1))
+def test_samples_without_advantage_have_only_kl_and_entropy_gradients(samples: list[Sample]) -> None:
     idle = [Sample(**{**vars(sample), "advantage": 0.0}) for sample in samples]
-    _, _, metrics = step(idle, "token_mean", num_ranks=2, max_tokens=40, dtype=dtype)
+    _, _, metrics = step(idle, "token_mean", num_ranks=2, max_tokens=40, dtype=torch.float64)
     assert metrics["loss/policy"] == 0.0
     assert metrics["loss/total"] == pytest.approx(metrics["loss/kl"] + metrics["loss/entropy"])
