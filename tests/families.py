@@ -154,10 +154,7 @@ FAMILIES: dict[str, dict[str, dict[str, Any]]] = {
         "gemma2": {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
         "vaultgemma": {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
     },
-    "sinks": {
-        "granite_swa": {},
-        "gpt_oss": _BOTH_WINDOWS,
-    },
+    "sinks": {"granite_swa": {}, "gpt_oss": _BOTH_WINDOWS},
     "experts": {
         "afmoe": {"num_dense_layers": 1},
         "aria_text": {"moe_num_experts": 4, "moe_topk": 2},
@@ -217,20 +214,11 @@ FAMILIES: dict[str, dict[str, dict[str, Any]]] = {
         "glm_moe_dsa": _MLA | _GROUPS | _INDEXER,
         "hy_v4": _MLA | _GROUPS | _INDEXER | _SPARSE,
         "longcat_flash": _MLA
-        | {
-            "num_layers": 1,
-            "ffn_hidden_size": 96,
-            "expert_ffn_hidden_size": 32,
-            "moe_topk": 2,
-            "zero_expert_num": 2,
-        },
+        | {"num_layers": 1, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 32, "moe_topk": 2, "zero_expert_num": 2},
         "minicpm3": _MLA | {"dim_model_base": 32},
         "youtu": _MLA,
     },
-    "relative positions": {
-        "inkling_text": _INKLING,
-        "inkling2_text": _INKLING,
-    },
+    "relative positions": {"inkling_text": _INKLING, "inkling2_text": _INKLING},
     "linear attention": {
         "bailing_hybrid": _MLA | {"num_expert_group": 1, "topk_group": 1} | _KIMI | _LINEAR_AND_FULL | _SPARSE,
         "kimi_linear": _MLA | _KIMI | _LINEAR_AND_FULL | _SPARSE,

@@ -18,12 +18,7 @@ from tests import zoo
 
 COUNTS = ParameterCounts(total=4_000_000_000, largest_layer=100_000_000, outside_layers=400_000_000)
 DEMAND = MemoryDemand(counts=COUNTS, num_shards=8, compute_bytes=2)
-GPU = MemorySupply(
-    device_free=80 * GIB,
-    host_free=500 * GIB,
-    ranks_per_node=8,
-    has_accelerator=True,
-)
+GPU = MemorySupply(device_free=80 * GIB, host_free=500 * GIB, ranks_per_node=8, has_accelerator=True)
 CPU = replace(GPU, device_free=0, has_accelerator=False)
 SHARD = 4 * 500_000_000
 
@@ -77,8 +72,7 @@ def test_a_checkpoint_in_writing_holds_what_is_frozen_and_a_reference_that_moves
 
 ADAPTER = 40_000_000
 ADAPTED = replace(
-    DEMAND,
-    counts=ParameterCounts(COUNTS.total + ADAPTER, 101_000_000, 400_000_000, COUNTS.total, 1_000_000, ADAPTER),
+    DEMAND, counts=ParameterCounts(COUNTS.total + ADAPTER, 101_000_000, 400_000_000, COUNTS.total, 1_000_000, ADAPTER)
 )
 
 

@@ -128,11 +128,7 @@ def test_boundaries_of_another_batch_are_an_error(wrong: Boundaries) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {"attention_mask": torch.zeros(1, 1, 6, 6)},
-        {"position_bias": torch.zeros(1, 2, 6, 6)},
-        {"is_causal": False},
-    ],
+    [{"attention_mask": torch.zeros(1, 1, 6, 6)}, {"position_bias": torch.zeros(1, 2, 6, 6)}, {"is_causal": False}],
 )
 def test_what_would_be_ignored_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(NumericsError, match="Identity"):

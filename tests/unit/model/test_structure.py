@@ -66,11 +66,6 @@ def _sharded_structure() -> tuple[int, bool]:
         model = zoo.build("gemma3")
     counts = count_parameters(model)
     shard_model(
-        model,
-        build_mesh(1),
-        compute_dtype=torch.bfloat16,
-        cpu_offload=False,
-        reshard_after_forward=True,
-        prefetch=True,
+        model, build_mesh(1), compute_dtype=torch.bfloat16, cpu_offload=False, reshard_after_forward=True, prefetch=True
     )
     return len(decoder_layers(model)), counts == count_parameters(model)

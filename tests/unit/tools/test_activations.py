@@ -7,13 +7,7 @@ from fsdptrain.tools.plan.trace import LayerTrace, Trace
 
 LAYER = LayerTrace(numel=100, count=3, saved=1000, forward_peak=1100, backward_peak=700, input_bytes=10, trained=100)
 TRACE = Trace(
-    before=5,
-    layers=(LAYER,),
-    head_saved=20,
-    head_forward_peak=300,
-    head_backward_peak=400,
-    head_left=200,
-    end_peak=60,
+    before=5, layers=(LAYER,), head_saved=20, head_forward_peak=300, head_backward_peak=400, head_left=200, end_peak=60
 )
 SHARDING = Sharding(
     outside=50,
