@@ -306,5 +306,11 @@ def tiny(name: str, **changes: Any) -> PreTrainedModel:
     return zoo.build(name, **changes) if name in zoo.CONFIGS else build(name, **changes)
 
 
+def tiny_meta(name: str, **changes: Any) -> PreTrainedModel:
+    """As `tiny_config`, on the meta device."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(tiny_config(name, **changes))
+
+
 def save(name: str, folder: Path, **changes: Any) -> None:
     build(name, **changes).save_pretrained(folder)

@@ -1,9 +1,10 @@
-"""Features attached to small models without a configuration."""
+"""Small models with the forward pass of the policy and with features, without a configuration."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -14,8 +15,21 @@ from fsdptrain.features.context_parallel.recurrent import gather_around
 from fsdptrain.features.context_parallel.ulysses import UlyssesGroup
 from fsdptrain.features.moe.feature import MoEFeature
 from fsdptrain.features.prefix_sharing.feature import PrefixSharingFeature
+from fsdptrain.model.attention.attention import SEGMENTS, register_attention
 from fsdptrain.model.policy import install_policy_forward, policy_logprobs
 from fsdptrain.types import LogProbs, PackedBatch
+from tests import zoo
+
+CPU = torch.device("cpu")
+
+
+def policy_model(name: str, chunk_size: int = 16, *, more: Sequence[Feature] = (), **changes: Any) -> PreTrainedModel:
+    """A model of the zoo with the policy's forward and attention, prefix sharing, and `more` features."""
+    register_attention()
+    model = zoo.build(name, **changes)
+    model.set_attn_implementation(SEGMENTS)
+    install_policy_forward(model, chunk_size=chunk_size, features=Features([PrefixSharingFeature(), *more]))
+    return model
 
 
 def context_parallel(group: UlyssesGroup, mixers: Sequence[nn.Module] = ()) -> ContextParallelFeature:

@@ -174,6 +174,12 @@ def build(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     return model.eval()
 
 
+def meta(name: str, **changes: Any) -> PreTrainedModel:
+    """The float32 model of the family `name` on the meta device, with stock attention."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config(name, **changes), dtype=torch.float32)
+
+
 @torch.no_grad()
 def randomize(model: PreTrainedModel, seed: int) -> None:
     """Move every parameter off what it was initialised with."""

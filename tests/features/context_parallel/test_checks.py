@@ -1,31 +1,19 @@
-"""What keeps the tokens of a model from being dealt is seen on meta, and said in one line."""
+"""Context parallelism refuses a model in one line, before its weights are loaded, and finds its recurrent mixers."""
 
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from fsdptrain.config.sections import ParallelConfig
 from fsdptrain.errors import ConfigError
 from fsdptrain.features.context_parallel.checks import check_dealing
-from tests.families import tiny_config
+from tests.families import tiny_meta
 
 GATHER = {"context_parallel_recurrent": "gather"}
 CASES: dict[str, tuple[str, int, dict[str, Any], str]] = {
     "heads": ("gemma3", 3, {}, "--context-parallel-size 3 must divide the 4 attention heads of Gemma3ForCausalLM"),
-    "heads and tensor": (
-        "qwen3",
-        2,
-        {"tensor_parallel_size": 4},
-        "2 x --tensor-parallel-size 4 must divide the 4 attention heads",
-    ),
-    "heads of one layer": (
-        "laguna",
-        4,
-        {},
-        "--context-parallel-size 4 must divide the 6 heads of model.layers.1.self_attn.q_proj of LagunaForCausalLM",
-    ),
+    "heads and tensor": ("qwen3", 2, {"tensor_parallel_size": 4}, "2 x --tensor-parallel-size 4 must divide the 4"),
+    "heads of one layer": ("laguna", 4, {}, "4 must divide the 6 heads of model.layers.1.self_attn.q_proj of Laguna"),
     "a state": ("qwen3_next", 2, {}, "model.layers.0.linear_attn of Qwen3NextForCausalLM carries a state"),
     "no state": ("qwen3", 2, GATHER, "--context-parallel-recurrent gather has no effect on Qwen3ForCausalLM"),
     "its own attention": ("bloom", 2, {}, "the attention of BloomForCausalLM is code of its own"),
@@ -42,28 +30,27 @@ FOUND = {
 }
 
 
-def deal(family: str, size: int, **options: Any) -> list:
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(tiny_config(family, **CHANGES.get(family, {})))
+def recurrent_mixers(family: str, size: int, **options: Any) -> list:
+    model = tiny_meta(family, **CHANGES.get(family, {}))
     mixers = check_dealing(model, ParallelConfig(context_parallel_size=size, **options))
     return [name for name, module in model.named_modules() if any(module is x for x in mixers)]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_model_whose_tokens_cannot_be_dealt_is_refused_by_one_line(case):
+def test_a_model_that_does_not_allow_it_is_refused_in_one_line(case):
     family, size, options, words = CASES[case]
     with pytest.raises(ConfigError) as raised:
-        deal(family, size, **options)
+        recurrent_mixers(family, size, **options)
     assert words in str(raised.value)
     assert "\n" not in str(raised.value)
     assert "--context-parallel" in str(raised.value)
 
 
 @pytest.mark.parametrize("family", FOUND)
-def test_mixers_with_a_state_are_found_by_their_structure(family):
-    assert set(deal(family, 2, **GATHER)) == FOUND[family]
+def test_recurrent_mixers_are_found_by_their_structure(family):
+    assert set(recurrent_mixers(family, 2, **GATHER)) == FOUND[family]
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "deepseek_v3", "gemma3", "gpt2", "mixtral"])
-def test_what_only_attends_has_none(family):
-    assert deal(family, 2) == []
+def test_attention_models_have_no_recurrent_mixers(family):
+    assert recurrent_mixers(family, 2) == []

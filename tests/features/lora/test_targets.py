@@ -6,7 +6,6 @@ import peft
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from fsdptrain.config import LoraConfig
@@ -17,14 +16,9 @@ from fsdptrain.memory.flops import model_flops
 from tests import zoo
 
 
-def meta(name: str):
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(zoo.config(name), dtype=torch.float32)
-
-
 @pytest.mark.parametrize("name", zoo.ARCHITECTURES)
 def test_all_linear_is_every_linear_layer_but_the_head_and_the_model_comes_back_as_it_was(name):
-    model = meta(name)
+    model = zoo.meta(name)
     stock = {name: id(p) for name, p in model.named_parameters()}
     linear = {n for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)}
 
@@ -41,7 +35,7 @@ def test_all_linear_is_every_linear_layer_but_the_head_and_the_model_comes_back_
 
 
 def test_attention_is_what_attends_and_experts_are_named():
-    model = meta("qwen3_moe")
+    model = zoo.meta("qwen3_moe")
     attention = find_targets(model, ["attention"])
     assert {name.split(".")[-2] for name in attention.modules} == {"self_attn"}
     assert len(attention.modules) == 2 * 4
@@ -63,7 +57,7 @@ REFUSED = [
 @pytest.mark.parametrize(("name", "values", "named"), REFUSED, ids=[str(values) for _, values, _ in REFUSED])
 def test_what_peft_or_the_trainer_cannot_adapt_is_refused_in_one_line(name, values, named):
     with pytest.raises(ConfigError) as caught:
-        add_adapters(meta(name), LoraConfig(rank=4, **values))
+        add_adapters(zoo.meta(name), LoraConfig(rank=4, **values))
     line = str(caught.value)
     assert "\n" not in line
     assert [part for part in named if part not in line] == []
@@ -78,7 +72,7 @@ def test_a_missing_peft_is_one_line_that_says_how_to_get_it(monkeypatch, tmp_pat
 
 
 def test_frozen_weights_cost_no_gradient_of_their_own():
-    model = meta("qwen3")
+    model = zoo.meta("qwen3")
     whole = model_flops(model)
     add_adapters(model, LoraConfig(rank=4))
     adapted = model_flops(model)

@@ -1,24 +1,15 @@
-"""Whether layers and experts can be split is known from the model on meta, before any process and any weight."""
+"""Tensor and expert parallelism refuse a model in one line, before its weights are loaded."""
 
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fsdptrain.errors import ConfigError
 from fsdptrain.features.model_parallel.plan import split_plan
-from tests.families import tiny_config
+from tests.families import tiny_meta
 
 CASES: dict[str, tuple[str, dict[str, Any], int, int, str]] = {  # changes; tensor and expert ranks
-    "fewer experts than ranks": (
-        "gpt_oss",
-        {},
-        1,
-        8,
-        "--expert-parallel-size 8 is more than the 4 experts of GptOssForCausalLM, so that processes would have none: "
-        "4 at most",
-    ),
+    "fewer experts than ranks": ("gpt_oss", {}, 1, 8, "8 is more than the 4 experts of GptOssForCausalLM"),
     "fewer experts than ranks, beside tensor ranks": ("deepseek_v3", {}, 2, 16, "16 is more than the 8 experts"),
     "experts that do not divide": ("qwen3_moe", {}, 1, 4, "--expert-parallel-size 4 must divide the 6 experts"),
     "no experts": ("qwen3", {}, 1, 2, "no plan that splits experts of Qwen3ForCausalLM"),
@@ -26,34 +17,21 @@ CASES: dict[str, tuple[str, dict[str, Any], int, int, str]] = {  # changes; tens
     "heads of one layer": (
         "gemma4_text",
         {"num_attention_heads": 8, "num_key_value_heads": 4, "per_layer_config": {1: {"num_key_value_heads": 2}}},
-        4,
-        1,
+        *(4, 1),
         "--tensor-parallel-size 4 must divide the 2 heads of model.layers.1.self_attn.k_proj of Gemma4ForCausalLM",
     ),
-    "widths": (
-        "qwen3",
-        {"intermediate_size": 129},
-        2,
-        1,
-        "--tensor-parallel-size 2 does not divide model.layers.0.mlp",
-    ),
+    "widths": ("qwen3", {"intermediate_size": 129}, 2, 1, "-size 2 does not divide model.layers.0.mlp"),
     "activations by their mean": ("gemma3n_text", {}, 2, 1, "drops activations by the mean of a whole layer"),
     "a plan for nothing": ("gpt_oss", {}, 2, 1, "splits 0% of the layers"),
 }
 
 
-def meta_model(family: str, changes: dict[str, Any]) -> PreTrainedModel:
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(tiny_config(family, **changes))
-
-
 def plan(family: str, changes: dict[str, Any], tensor: int, experts: int) -> dict[str, str]:
-    model = meta_model(family, changes)
-    return split_plan(model, tensor_size=tensor, expert_size=experts).experts
+    return split_plan(tiny_meta(family, **changes), tensor_size=tensor, expert_size=experts).experts
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_does_not_divide_is_refused_by_one_line(case):
+def test_a_model_that_does_not_divide_is_refused_in_one_line(case):
     family, changes, tensor, experts, words = CASES[case]
     with pytest.raises(ConfigError) as raised:
         plan(family, changes, tensor, experts)

@@ -1,4 +1,4 @@
-"""A prompt that is computed once gives what it gives when each sample computes it; and models that cannot are found."""
+"""Shared prompts change no logprob and no gradient, and the probe finds models that cannot share them."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +13,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fsdptrain.algo.losses import LOSSES
-from fsdptrain.algo.weights import AGGREGATIONS, count_totals, num_loss_tokens
+from fsdptrain.algo.weights import count_totals, num_loss_tokens
 from fsdptrain.data.packing.pack import pack
 from fsdptrain.data.packing.prefixes import share_prefixes
 from fsdptrain.errors import ConfigError
@@ -34,8 +34,7 @@ from fsdptrain.model.rows import Rows
 from fsdptrain.types import LogProbs, LossConfig, PackedBatch, Sample
 from tests import zoo
 from tests.exact import Exact, in_float64
-from tests.seam import prefix_sharing
-from tests.unit.model.test_policy import CPU, policy_model
+from tests.seam import CPU, policy_model, prefix_sharing
 
 EVERY_TERM = LossConfig(kl_loss_coef=0.1, entropy_coef=0.1, use_opsm=True, mismatch_correction="tis")
 
@@ -56,10 +55,10 @@ def group_samples() -> list[Sample]:
     return found
 
 
-def packed(*, sharing: bool, aggregation: str = "token_mean") -> PackedBatch:
+def packed(*, sharing: bool) -> PackedBatch:
     samples = group_samples()
     totals = count_totals([num_loss_tokens(sample) for sample in samples])
-    batch = pack(samples, aggregation=aggregation, totals=totals, max_response_len=30)
+    batch = pack(samples, aggregation="token_mean", totals=totals, max_response_len=30)
     return replace(batch, shared=share_prefixes(samples)) if sharing else batch
 
 
@@ -82,36 +81,24 @@ def distance(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     return (square / sum(x.double().square().sum() for x in wanted.values())).sqrt().item()  # pyright: ignore
 
 
-def said_by(model: PreTrainedModel, batch: PackedBatch, **options: Any) -> LogProbs:
+def logprobs_of(model: PreTrainedModel, batch: PackedBatch, **options: Any) -> LogProbs:
     return policy_logprobs(model, batch, layout="packed", temperature=0.9, with_entropy=True, **options)
 
 
-def both(model: PreTrainedModel, objective: Callable[[PackedBatch], Tensor], **options: Any) -> tuple[float, float]:
+def both(model: PreTrainedModel, objective: Callable[[PackedBatch], Tensor]) -> tuple[float, float]:
     """(difference of the objective, distance of its gradients) with shared prompts from without."""
     values, found = [], []
     for sharing in (False, True):
-        values.append(objective(near(packed(sharing=sharing, **options))))
+        values.append(objective(near(packed(sharing=sharing))))
         found.append(gradients(model, values[-1]))
     return abs((values[1] - values[0]).item()), distance(found[1], found[0])
 
 
 @pytest.mark.parametrize("name", [name for name in zoo.ARCHITECTURES if name != "qwen3_next"])
-def test_every_architecture_of_plain_attention_shares_exactly(name: str) -> None:
+def test_losses_and_gradients_of_attention_models_are_exact(name: str) -> None:
     model = in_float64(policy_model(name))
     with Exact():
-        value, gradient = both(model, lambda batch: LOSSES["grpo"](batch, said_by(model, batch), EVERY_TERM).loss)
-    assert value < 1e-11
-    assert gradient < 1e-11
-
-
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("loss", sorted(set(LOSSES) - {"sft"}))
-def test_every_loss_and_aggregation_is_what_it_is_without_sharing(loss: str, aggregation: str) -> None:
-    model = in_float64(policy_model("qwen3"))
-    with Exact():
-        value, gradient = both(
-            model, lambda batch: LOSSES[loss](batch, said_by(model, batch), EVERY_TERM).loss, aggregation=aggregation
-        )
+        value, gradient = both(model, lambda batch: LOSSES["grpo"](batch, logprobs_of(model, batch), EVERY_TERM).loss)
     assert value < 1e-11
     assert gradient < 1e-11
 
@@ -124,7 +111,7 @@ def test_gradient_checkpointing_changes_no_gradient_of_shared_prompts(name: str,
         model = policy_model(name)
         if checkpointed:
             enable_gradient_checkpointing(model, kind=kind)
-        found.append(gradients(model, said_by(model, batch).values.sin().sum()))
+        found.append(gradients(model, logprobs_of(model, batch).values.sin().sum()))
     for key in found[0]:
         torch.testing.assert_close(found[1][key], found[0][key], rtol=0, atol=0)
 
@@ -141,15 +128,12 @@ class RouterSum(Feature):
         return {"router_sum": torch.stack([(x.softmax(-1) * scale).square().sum() for x in logits]).sum()}
 
 
-def test_router_logits_are_those_of_every_token_so_that_their_loss_counts_each_sample() -> None:
-    model = policy_model("qwen3_moe", more=[RouterSum()])
-
-    def objective(batch: PackedBatch) -> Tensor:
-        return said_by(model, batch).extras["router_sum"]
-
-    value, gradient = both(model, objective)
-    assert value < 1e-5
-    assert gradient < 1e-6
+def test_router_logits_are_those_of_every_sample() -> None:
+    model = in_float64(policy_model("qwen3_moe", more=[RouterSum()]))
+    with Exact():
+        value, gradient = both(model, lambda batch: logprobs_of(model, batch).extras["router_sum"])
+    assert value < 1e-11
+    assert gradient < 1e-11
 
 
 def probe(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> PrefixProbe:
@@ -159,20 +143,21 @@ def probe(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> PrefixP
 
 
 @pytest.mark.parametrize("name", [name for name in zoo.ARCHITECTURES if name != "qwen3_next"])
-def test_the_probe_lets_plain_attention_share(name: str) -> None:
-    found = probe(policy_model(name))
+def test_the_probe_accepts_attention_models(name: str) -> None:
+    with Exact():
+        found = probe(in_float64(policy_model(name)))
     assert (found.shares, found.reason) == (True, "")
-    assert found.max_difference < 2e-6
+    assert found.max_difference < 1e-12
 
 
-def test_a_model_with_a_state_does_not_share_and_the_report_says_why() -> None:
+def test_a_recurrent_model_does_not_share_and_the_report_gives_the_reason() -> None:
     found = probe(policy_model("qwen3_next"))
     assert not found.shares
     assert found.line == "prompts of a group: computed for each sample (its recurrent mixers carry a state through " \
         "each sequence)"  # fmt: skip
 
 
-def test_inspect_measures_gradients_too() -> None:
+def test_the_probe_of_a_random_copy_compares_gradients() -> None:
     config = zoo.config("gpt_oss")
     found = probe_prefixes_of_copy(config, probe_random_copy(config))
     assert found.shares
@@ -180,8 +165,8 @@ def test_inspect_measures_gradients_too() -> None:
     assert found.gradient_difference < 1e-6
 
 
-def test_layers_that_mix_in_the_token_before_do_not_share() -> None:
-    """As a short convolution would, that knows the boundaries of packs, and no prefix."""
+def test_layers_with_a_short_convolution_do_not_share() -> None:
+    """It knows the boundaries of packs, but not prefixes."""
     model = zoo.build("qwen3")
     starts: list[int] = []
 
@@ -206,28 +191,27 @@ def test_layers_that_mix_in_the_token_before_do_not_share() -> None:
 
 
 def blind_to(what: str) -> Any:
-    """Our attention over shared prefixes with one thing forgotten."""
+    """Our attention over shared prefixes without the prefix, or with another one."""
 
-    def forgetful(*args: Any, boundaries: Boundaries, **options: Any) -> Any:
+    def blind(*args: Any, boundaries: Boundaries, **options: Any) -> Any:
         if boundaries.attention is not None and what == "prefix":
             boundaries = replace(boundaries, attention=None)
-        if boundaries.attention is not None and what == "first":  # the prefix of another place
+        if boundaries.attention is not None and what == "first":
             shared, of_keys = boundaries.attention.args
             moved = replace(shared, rows=(shared.rows + 1).clamp(max=shared.num_tokens - 1))
             boundaries = replace(boundaries, attention=partial(shared_prefix_attention, moved, of_keys))
-            options["softcap"] = 1e6  # by the path that reads `rows`
+            options["softcap"] = 1e6  # takes the path that reads `rows`
         return attend(*args, varlen=False, boundaries=boundaries, **options)
 
-    return forgetful
+    return blind
 
 
 @pytest.mark.parametrize("what", ["prefix", "first"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("name", "changes"), [("qwen3", {}), ("gemma3", {"sliding_window": 512})])
-def test_an_attention_that_loses_the_prefix_is_found_out(
+def test_an_attention_without_the_right_prefix_is_found(
     name: str, changes: dict[str, Any], what: str, dtype: torch.dtype
 ) -> None:
-    """However long the prefix is, which is the same: the probe's is longer than the window."""
     model = policy_model(name, **changes).to(dtype)
     ours = ALL_ATTENTION_FUNCTIONS[SEGMENTS]
     AttentionInterface.register(SEGMENTS, blind_to(what))
@@ -239,7 +223,7 @@ def test_an_attention_that_loses_the_prefix_is_found_out(
     assert found.reason.startswith(("it differs by", "one sequence moves"))
 
 
-def test_what_a_model_is_made_of_is_told_before_its_files_are_read() -> None:
+def test_a_recurrent_model_is_refused_before_its_files_are_read() -> None:
     with torch.device("meta"):
         obstacles = {name: structural_obstacle(zoo.build(name)) for name in ("qwen3", "qwen3_next")}
     require_prefixes(obstacles["qwen3"])

@@ -1,4 +1,4 @@
-"""The model itself decides between packed and padded, and what it says is true."""
+"""The probe accepts a layout exactly if the model computes it exactly, and reports why it rejects one."""
 
 from typing import Any
 
@@ -10,12 +10,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fsdptrain.errors import NumericsError
 from fsdptrain.model.attention.attention import SEGMENTS, Boundaries, attend
-from fsdptrain.model.probes.layout import choose_layout, probe_random_copy, probe_segments
+from fsdptrain.model.probes.layout import LayoutProbe, choose_layout, probe_random_copy, probe_segments
 from fsdptrain.model.probes.random_copy import random_copy
 from tests import zoo
-from tests.unit.model.test_policy import policy_model
+from tests.exact import Exact, in_float64
+from tests.seam import CPU, policy_model
 
-CPU = torch.device("cpu")
 OPTIONS: dict[str, Any] = {"vocab_size": zoo.VOCAB_SIZE, "compute_dtype": torch.float32, "device": CPU}
 
 
@@ -26,20 +26,25 @@ def with_attention(name: str, attention: str, **changes: Any) -> PreTrainedModel
 
 
 @pytest.mark.parametrize("name", [name for name in zoo.ARCHITECTURES if name != "qwen3_next"])
-def test_architectures_of_plain_attention_are_packed(name: str) -> None:
-    probe = choose_layout(policy_model(name), "auto", **OPTIONS)
+def test_attention_models_are_packed(name: str) -> None:
+    probe = in_exact_numbers(name)
     assert (probe.layout, probe.attention, probe.reason) == ("packed", SEGMENTS, "")
-    assert probe.max_difference < 2e-6
 
 
-def test_a_model_that_refuses_packs_is_padded_and_the_report_says_why() -> None:
-    probe = choose_layout(policy_model("qwen3_next"), "auto", **OPTIONS)
+def in_exact_numbers(name: str) -> LayoutProbe:
+    with Exact():
+        probe = choose_layout(in_float64(policy_model(name)), "auto", **OPTIONS)
+    assert probe.max_difference < 1e-12
+    return probe
+
+
+def test_a_model_that_refuses_packs_is_padded_with_the_reason() -> None:
+    probe = in_exact_numbers("qwen3_next")
     assert (probe.layout, probe.attention) == ("padded", SEGMENTS)
-    assert probe.max_difference < 2e-6
     assert "can't keep packed sequences apart" in probe.line
 
 
-def test_an_attention_that_leaks_is_padded_and_the_report_says_by_how_much() -> None:
+def test_an_attention_that_leaks_is_padded_with_the_difference() -> None:
     model = with_attention("gpt_oss", "eager")  # this file of transformers does not mask by position ids
     probe = choose_layout(model, "auto", **OPTIONS)
     assert (probe.layout, probe.attention) == ("padded", "eager")
@@ -48,8 +53,8 @@ def test_an_attention_that_leaks_is_padded_and_the_report_says_by_how_much() -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_leak_of_one_token_does_not_hide_in_the_noise_of_half_precision(dtype: torch.dtype) -> None:
-    """Layers that mix in a little of the token before, as a short convolution does, whatever sequence it belongs to."""
+def test_a_leak_of_one_token_is_found_in_half_precision_too(dtype: torch.dtype) -> None:
+    """A short convolution across boundaries."""
     model = policy_model("qwen3").to(dtype)
     for layer in model.model.layers:
         layer.mlp.register_forward_pre_hook(lambda _, args: (args[0] + 0.3 * F.pad(args[0], (0, 0, 1, 0))[:, :-1],))
@@ -60,7 +65,7 @@ def test_a_leak_of_one_token_does_not_hide_in_the_noise_of_half_precision(dtype:
     assert words in probe.line
 
 
-def test_a_model_that_sees_what_comes_after_a_token_is_refused() -> None:
+def test_a_model_that_is_not_causal_is_refused() -> None:
     model = policy_model("qwen3")
     for layer in model.model.layers:
         layer.mlp.register_forward_pre_hook(lambda _, args: (args[0] + 0.3 * args[0].roll(-1, 1),))
@@ -68,29 +73,29 @@ def test_a_model_that_sees_what_comes_after_a_token_is_refused() -> None:
         choose_layout(model, "auto", **OPTIONS)
 
 
-def test_a_model_that_makes_no_numbers_is_refused() -> None:
+def test_a_model_with_infinite_weights_is_refused() -> None:
     model = policy_model("qwen3")
     model.model.norm.weight.data[3] = float("inf")
     with pytest.raises(NumericsError, match="its logprobs are not finite"):
         choose_layout(model, "auto", **OPTIONS)
 
 
-def test_packs_that_were_asked_for_are_refused_where_they_leak() -> None:
+def test_layout_packed_is_refused_if_packs_leak() -> None:
     with pytest.raises(NumericsError, match=r"--layout packed: .* is not computed exactly"):
         choose_layout(with_attention("gpt_oss", "eager"), "packed", **OPTIONS)
 
 
 def blind_to(what: str) -> Any:
-    """Our attention with one thing forgotten."""
+    """Our attention without one of its inputs."""
 
-    def forgetful(*args: Any, boundaries: Boundaries, **options: Any) -> Any:
+    def blind(*args: Any, boundaries: Boundaries, **options: Any) -> Any:
         if what == "boundaries" and not boundaries.padded:
             total = boundaries.cu_seqlens[-1:]
             boundaries = Boundaries((int(total),), torch.cat([torch.zeros_like(total), total]), padded=False)
         options.pop(what, None)
         return attend(*args, varlen=False, boundaries=boundaries, **options)
 
-    return forgetful
+    return blind
 
 
 @pytest.mark.parametrize(
@@ -103,7 +108,7 @@ def blind_to(what: str) -> Any:
         ("gpt_oss", "s_aux", torch.bfloat16),
     ],
 )
-def test_an_implementation_that_forgets_something_is_not_used(name: str, what: str, dtype: torch.dtype) -> None:
+def test_an_attention_that_ignores_an_input_is_refused(name: str, what: str, dtype: torch.dtype) -> None:
     model = policy_model(name).to(dtype)
     ours = ALL_ATTENTION_FUNCTIONS[SEGMENTS]
     AttentionInterface.register(SEGMENTS, blind_to(what))
@@ -114,7 +119,7 @@ def test_an_implementation_that_forgets_something_is_not_used(name: str, what: s
         AttentionInterface.register(SEGMENTS, ours)
 
 
-def test_the_probe_looks_beyond_the_window_and_within_the_positions() -> None:
+def test_probe_segments_exceed_the_window_but_not_the_positions() -> None:
     lengths = [len(segment) for segment in probe_segments(policy_model("mistral", sliding_window=100), 264)]
     assert lengths[1] > 100
     lengths = [len(s) for s in probe_segments(policy_model("mistral", max_position_embeddings=30), 264)]
@@ -122,15 +127,14 @@ def test_the_probe_looks_beyond_the_window_and_within_the_positions() -> None:
 
 
 @pytest.mark.parametrize("name", zoo.ARCHITECTURES)
-def test_a_random_copy_is_exact_backward_too_and_agrees_with_the_model(name: str) -> None:
+def test_gradients_of_a_random_copy_are_exact(name: str) -> None:
     probe = probe_random_copy(zoo.config(name))
     assert probe.layout == ("padded" if name == "qwen3_next" else "packed")
     assert probe.gradient_difference is not None
     assert probe.gradient_difference < 3e-6
 
 
-def test_a_device_that_is_full_is_no_reason_for_another_layout() -> None:
-    """Packs are not inexact because there was no room for one: a run must not go on in padded rows."""
+def test_out_of_memory_is_raised_and_chooses_no_layout() -> None:
     model = policy_model("qwen3")
 
     def fail_on_packs(_: Any, args: Any, kwargs: Any) -> None:
@@ -159,20 +163,11 @@ def test_a_random_copy_of_a_large_config_is_small() -> None:
     assert large.num_hidden_layers == 40
 
 
-def test_chunked_attention_goes_to_the_masks_of_transformers() -> None:
-    config = Llama4TextConfig(
-        vocab_size=264,
-        hidden_size=64,
-        intermediate_size=64,
-        intermediate_size_mlp=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_local_experts=2,
-        attention_chunk_size=16,
-        pad_token_id=0,
-    )
+def test_chunked_attention_uses_the_masks_of_transformers() -> None:
+    sizes = {"vocab_size": 264, "hidden_size": 64, "intermediate_size": 64, "intermediate_size_mlp": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    layers = {"num_hidden_layers": 4, "num_local_experts": 2, "attention_chunk_size": 16}
+    config = Llama4TextConfig(**sizes, **heads, **layers, pad_token_id=0)
     probe = probe_random_copy(config)
     assert (probe.layout, probe.attention) == ("padded", "sdpa")
     assert "its attention is chunked" in probe.reason

@@ -1,8 +1,6 @@
 """The list of parts is complete, counts every parameter, and says what things are."""
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fsdptrain.model.layer_kinds import layer_kinds
 from fsdptrain.model.probes.module_tree import anatomy
@@ -11,14 +9,9 @@ from fsdptrain.model.structure import repeated_layers
 from tests import configs, zoo
 
 
-def on_meta(name: str) -> PreTrainedModel:
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(zoo.config(name), dtype=torch.float32)
-
-
 @pytest.mark.parametrize("name", zoo.ARCHITECTURES)
 def test_every_parameter_is_counted_once_at_the_top_and_once_inside(name: str):
-    model = on_meta(name)
+    model = zoo.meta(name)
     parts = anatomy(model)
     tied = sum(p.numel() for _, p in model.named_parameters(remove_duplicate=False)) - sum(
         p.numel() for p in model.parameters()
@@ -44,7 +37,7 @@ def _first_path(path: str) -> str:
 
 @pytest.mark.parametrize("name", zoo.ARCHITECTURES)
 def test_each_layer_mixes_tokens_and_has_an_mlp(name: str):
-    parts = anatomy(on_meta(name))
+    parts = anatomy(zoo.meta(name))
     assert "other" not in {part.kind for part in parts}
     layers = [place for place, part in enumerate(parts) if part.kind == "layer"]
     for place, following in zip(layers, [*layers[1:], len(parts)], strict=True):
@@ -56,12 +49,12 @@ def test_each_layer_mixes_tokens_and_has_an_mlp(name: str):
 
 @pytest.mark.parametrize("name", zoo.MOE)
 def test_experts_and_routers_are_named(name: str):
-    kinds = {part.kind for part in anatomy(on_meta(name))}
+    kinds = {part.kind for part in anatomy(zoo.meta(name))}
     assert {"experts", "router", "mixture of experts"} <= kinds
 
 
 def test_a_hybrid_has_both_mixers():
-    kinds = {part.kind: part.class_name for part in anatomy(on_meta("qwen3_next"))}
+    kinds = {part.kind: part.class_name for part in anatomy(zoo.meta("qwen3_next"))}
     assert kinds["recurrent mixer"] == "Qwen3NextGatedDeltaNet"
     assert kinds["attention"] == "Qwen3NextAttention"
 

@@ -1,6 +1,5 @@
-"""The policy's forward scores a pack as the stock model scores each sequence alone, forward and backward."""
+"""The forward pass over packs has the logprobs and gradients of the stock model on each sequence alone."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,40 +9,29 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fsdptrain.errors import NumericsError
-from fsdptrain.feature import Feature, Features
-from fsdptrain.features.activation_memory.checkpointing import enable_gradient_checkpointing
-from fsdptrain.features.prefix_sharing.feature import PrefixSharingFeature
 from fsdptrain.model import policy
-from fsdptrain.model.attention.attention import SEGMENTS, register_attention
 from fsdptrain.model.policy import (
     check_backward,
     check_head,
     head_transform,
-    install_policy_forward,
     plain_batch,
     policy_logprobs,
 )
 from fsdptrain.model.rows import Layout
 from tests import zoo
 from tests.exact import Exact, in_float64
+from tests.seam import CPU, policy_model
 
-CPU = torch.device("cpu")
 LENGTHS = (37, 5, 50, 21, 1)  # longer and shorter than the zoo's window of 16
 LAYOUTS: tuple[Layout, ...] = ("packed", "padded")
 REFUSE_PACKS = {"qwen3_next"}
+TEMPERATURE = 0.6
+OPTIONS: dict[str, Any] = {"vocab_size": zoo.VOCAB_SIZE, "compute_dtype": torch.float32, "device": CPU}
 
 
 def segments(lengths: tuple[int, ...] = LENGTHS, seed: int = 0) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(zoo.VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
-
-
-def policy_model(name: str, chunk_size: int = 16, *, more: Sequence[Feature] = (), **changes: Any) -> PreTrainedModel:
-    register_attention()
-    model = zoo.build(name, **changes)
-    model.set_attn_implementation(SEGMENTS)
-    install_policy_forward(model, chunk_size=chunk_size, features=Features([PrefixSharingFeature(), *more]))
-    return model
 
 
 def weights(values: Tensor) -> Tensor:
@@ -65,7 +53,7 @@ def stock_one_by_one(name: str) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     with Exact():
         for segment in segments():
             ids = torch.tensor([segment])
-            logp = model(input_ids=ids, use_cache=False).logits[0, :-1].log_softmax(-1)
+            logp = (model(input_ids=ids, use_cache=False).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
             end = torch.zeros(1)
             values.append(torch.cat([logp.gather(1, ids[0, 1:, None])[:, 0], end]))
             entropies.append(torch.cat([-(logp.exp() * logp).sum(-1), end]))
@@ -75,7 +63,7 @@ def stock_one_by_one(name: str) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("name", zoo.ARCHITECTURES)
-def test_packed_and_padded_are_exact_for_every_architecture(name: str) -> None:
+def test_both_layouts_are_exact_for_every_architecture(name: str) -> None:
     wanted, wanted_entropy, wanted_gradients = stock_one_by_one(name)
     largest = max(gradient.abs().max().item() for gradient in wanted_gradients.values())
     model = in_float64(policy_model(name))
@@ -84,9 +72,16 @@ def test_packed_and_padded_are_exact_for_every_architecture(name: str) -> None:
             continue
         with Exact():
             batch = plain_batch(segments(), device=CPU)
-            found = policy_logprobs(model, batch, layout=layout, with_entropy=True)
+            found = policy_logprobs(model, batch, layout=layout, temperature=TEMPERATURE, with_entropy=True)
             assert found.entropy is not None
+            some = batch.loss_positions[::3]
+            fewer = replace(batch, loss_positions=some, loss_places=some.numpy())
+            scored = policy_logprobs(model, fewer, layout=layout, temperature=TEMPERATURE).values
+            head_error = check_head(model, layout=layout, **OPTIONS)
             found_gradients = gradients(model, (weights(wanted) * (found.values + 0.5 * found.entropy)).sum())
+        assert head_error < 1e-11
+        torch.testing.assert_close(scored[some], found.values[some], rtol=0, atol=1e-11)
+        assert scored.count_nonzero() == len(some)
         torch.testing.assert_close(found.values, wanted, rtol=0, atol=1e-11)
         torch.testing.assert_close(found.entropy, wanted_entropy, rtol=0, atol=1e-11)
         assert found_gradients.keys() == wanted_gradients.keys()
@@ -96,119 +91,64 @@ def test_packed_and_padded_are_exact_for_every_architecture(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(REFUSE_PACKS))
-def test_a_recurrent_mixer_without_kernels_refuses_packs_aloud(name: str) -> None:
+def test_a_recurrent_mixer_without_kernels_refuses_packs(name: str) -> None:
     with pytest.raises(ValueError, match="packed sequences"):
         policy_logprobs(policy_model(name), plain_batch(segments(), device=CPU), layout="packed")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_segment_does_not_know_its_neighbours(layout: Layout) -> None:
-    model = policy_model("qwen3")
-    others = [segments(seed=seed) for seed in (0, 1)]
-    kept = others[0][2]
-    start, stop = sum(LENGTHS[:2]), sum(LENGTHS[:3])
-    found = []
-    for neighbours in others:
-        batch = plain_batch([*neighbours[:2], kept, *neighbours[3:]], device=CPU)
-        found.append(policy_logprobs(model, batch, layout=layout).values[start:stop])
-    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+LONGROPE = {
+    "short_factor": [1.0] * 8,
+    "long_factor": [float(i + 2) for i in range(8)],
+    "original_max_position_embeddings": 64,
+}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_long_sequence_that_would_change_the_rotation_of_a_short_one_is_refused(layout: Layout) -> None:
-    """phi3 takes other frequencies for the whole batch when its longest sequence exceeds the original length."""
-    factors = {"short_factor": [1.0] * 8, "long_factor": [float(i + 2) for i in range(8)], "factor": 8.0}
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64, **factors}
-    model = policy_model("phi3", rope_parameters=rope, original_max_position_embeddings=64)
+@pytest.mark.parametrize(
+    ("name", "rope", "original", "refused"),
+    [
+        ("phi3", {"rope_type": "longrope", "factor": 8.0, **LONGROPE}, "original_max_position_embeddings", [(40, 65)]),
+        ("llama", {"rope_type": "dynamic", "factor": 4.0}, "max_position_embeddings", [(40, 65), (70,), (70, 100)]),
+    ],
+)
+def test_frequencies_that_depend_on_the_longest_sequence_are_refused_beyond_the_switch(
+    name: str, rope: dict[str, Any], original: str, refused: list[tuple[int, ...]], layout: Layout
+) -> None:
+    """longrope changes the whole batch, dynamic scaling also later batches."""
+    model = policy_model(name, rope_parameters={"rope_theta": 1e4, **rope}, **{original: 64})
 
     def first(*lengths: int) -> Tensor:
         return policy_logprobs(model, plain_batch(segments(lengths), device=CPU), layout=layout).values[: lengths[0]]
 
     torch.testing.assert_close(first(40, 64), first(40))
-    torch.testing.assert_close(first(70, 100), first(70))
-    with pytest.raises(NumericsError, match=r"sequences of 40 and 65 tokens, and beyond 64 .*--rollout-max-response"):
-        first(40, 65)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_frequencies_that_follow_the_longest_sequence_are_refused_beyond_the_first_ones(layout: Layout) -> None:
-    """Dynamic scaling: what a long sequence changes stays, for shorter ones and for the calls that come."""
-    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
-    model = policy_model("llama", rope_parameters=rope, max_position_embeddings=64)
-
-    def first(*lengths: int) -> Tensor:
-        return policy_logprobs(model, plain_batch(segments(lengths), device=CPU), layout=layout).values[: lengths[0]]
-
-    torch.testing.assert_close(first(40, 64), first(40))
-    for lengths in ((40, 65), (70,), (70, 100)):
-        with pytest.raises(NumericsError, match=r"beyond 64 .*dynamic.*--rollout-max-response"):
+    for lengths in refused:
+        with pytest.raises(NumericsError, match=r"beyond 64 .*--rollout-max-response"):
             first(*lengths)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_only_loss_positions_are_scored_and_they_do_not_change(layout: Layout) -> None:
-    model = policy_model("qwen3")
-    every = plain_batch(segments(), device=CPU)
-    some = every.loss_positions[::3]
-    found = policy_logprobs(model, replace(every, loss_positions=some, loss_places=some.numpy()), layout=layout).values
-    wanted = policy_logprobs(model, every, layout=layout).values
-    torch.testing.assert_close(found[some], wanted[some], rtol=1e-6, atol=1e-6)
-    assert found.count_nonzero() == len(some)
-
-
-def test_the_temperature_divides_the_logits() -> None:
-    model = policy_model("gemma2")
-    batch = plain_batch(segments(), device=CPU)
-    found = policy_logprobs(model, batch, layout="packed", temperature=0.6).values[: LENGTHS[0] - 1]
-    stock = zoo.build("gemma2")
-    ids = batch.input_ids[None, : LENGTHS[0]]
-    logp = (stock(input_ids=ids, use_cache=False).logits[0, :-1] / 0.6).log_softmax(-1)
-    torch.testing.assert_close(found, logp.gather(1, ids[0, 1:, None])[:, 0], rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", zoo.ARCHITECTURES)
-def test_the_head_of_every_architecture_is_understood(name: str) -> None:
-    options: dict[str, Any] = {"vocab_size": zoo.VOCAB_SIZE, "compute_dtype": torch.float32, "device": CPU}
-    assert check_head(policy_model(name), layout="padded", **options) < 2e-6
+    if name == "phi3":
+        torch.testing.assert_close(first(70, 100), first(70))
 
 
 @pytest.mark.parametrize(
     ("name", "change"),
     [("granite", {"_SCALE_KEYS": {}}), ("cohere", {"_SCALE_KEYS": {}}), ("gemma2", {"_SOFTCAP_KEYS": ()})],
 )
-def test_a_head_that_is_not_understood_stops_the_run(
+def test_an_unknown_change_of_the_logits_stops_the_run(
     name: str, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for attribute, value in change.items():
         monkeypatch.setattr(policy, attribute, value)
     with pytest.raises(NumericsError, match=r"differ by .* from those of its stock head"):
-        check_head(
-            policy_model(name), vocab_size=zoo.VOCAB_SIZE, layout="packed", compute_dtype=torch.float32, device=CPU
-        )
+        check_head(policy_model(name), layout="packed", **OPTIONS)
 
 
-def test_configs_say_what_happens_to_logits() -> None:
+def test_logit_scale_and_softcap_come_from_the_config() -> None:
     assert head_transform(zoo.config("granite")).logit_scale == 0.25
     assert head_transform(zoo.config("cohere")).logit_scale == 0.25
     assert head_transform(zoo.config("gemma2")).softcap == 3.0
     assert head_transform(zoo.config("llama")) == policy.HeadTransform()
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gpt_oss", "gemma2"])
-def test_gradient_checkpointing_changes_no_gradient(name: str) -> None:
-    batch = plain_batch(segments(), device=CPU)
-    found = []
-    for checkpointed in (False, True):
-        model = policy_model(name)
-        if checkpointed:
-            enable_gradient_checkpointing(model)
-        values = policy_logprobs(model, batch, layout="packed").values
-        found.append(gradients(model, (weights(values) * values).sum()))
-    for key in found[0]:
-        torch.testing.assert_close(found[1][key], found[0][key], rtol=0, atol=0)
-
-
-def test_a_model_that_can_only_score_is_refused_and_one_that_can_be_trained_keeps_no_gradient() -> None:
+def test_a_model_without_a_backward_pass_is_refused_and_the_check_leaves_no_gradient() -> None:
     options: dict[str, Any] = {"vocab_size": zoo.VOCAB_SIZE, "layout": "packed", "device": CPU}
     model = policy_model("qwen3")
     check_backward(model, **options)

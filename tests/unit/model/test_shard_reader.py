@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdptrain.model.loading.files import weight_files
 from fsdptrain.model.loading.shard_reader import FileDifferences, compare_names
@@ -19,9 +19,7 @@ def saved(name: str, folder: Path) -> Path:
 
 def compare(folder: Path) -> FileDifferences:
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(folder), dtype=torch.float32
-        )
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
     return compare_names(model, folder, weight_files(folder))
 
 
