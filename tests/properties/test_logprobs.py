@@ -1,7 +1,5 @@
 """Chunked logprobs have the values and gradients of a full log-softmax, for every kind of head, whole or truncated."""
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given
@@ -59,9 +57,7 @@ def _of_row(z: Tensor, label: Tensor, truncation: Truncation) -> tuple[Tensor, T
     cached_rows=st.sampled_from([0, 3, 1000]),
     seed=st.integers(0, 99),
 )
-def test_values_and_gradients_are_those_of_a_full_log_softmax(
-    sizes: tuple[int, int, int], head: dict[str, Any], has_bias: bool, chunk_size: int, cached_rows: int, seed: int
-) -> None:
+def test_values_and_gradients_are_those_of_a_full_log_softmax(sizes, head, has_bias, chunk_size, cached_rows, seed):
     (num_tokens, width, vocab), generator = sizes, torch.Generator().manual_seed(seed)
     labels = torch.randint(vocab, (num_tokens,), generator=generator)
     shapes = [(num_tokens, width), (vocab, width)] + [(vocab,)] * has_bias

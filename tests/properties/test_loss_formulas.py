@@ -109,9 +109,7 @@ def sequences_of(batch: PackedBatch, values: torch.Tensor) -> list[Sequence]:
     on_policy=st.sampled_from([False, False, True]),
     seed=st.integers(0, 1000),
 )
-def test_value_and_gradient_are_those_of_the_formula(
-    name: str, samples: list[Sample], config: LossConfig, aggregation: str, on_policy: bool, spread: float, seed: int
-) -> None:
+def test_value_and_gradient_are_those_of_the_formula(name, samples, config, aggregation, on_policy, spread, seed):
     batch, logprobs = make_batch(samples, aggregation, spread=spread, seed=seed)
     if not config.kl_loss_coef:
         batch = replace(batch, ref_logprobs=None)

@@ -1,4 +1,4 @@
-"""Recomputing a layer changes what is kept in memory, and nothing else."""
+"""Checkpointing and offload change the saved activations, but no bit of a gradient."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def test_gradients_are_bitwise_equal_and_names_stay(name: str, kind: str):
 
 
 @pytest.mark.parametrize("trained", [True, False])
-def test_a_tower_is_computed_again_where_it_is_trained(trained: bool):
+def test_a_vision_tower_is_recomputed_if_it_is_trained(trained: bool):
     model = vision_zoo.build("qwen3_vl")
     if not trained:
         freeze_vision(model)
@@ -66,7 +66,7 @@ def test_dropout_draws_the_same_numbers_twice():
     assert all(found[key].equal(expected[key]) for key in expected)
 
 
-def test_only_the_inputs_of_layers_are_kept():
+def test_only_the_inputs_of_layers_are_saved():
     kept = []
     for checkpointing in (False, True):
         model = zoo.build("llama", num_hidden_layers=4)
@@ -83,7 +83,7 @@ def test_every_third_layer_is_recomputed():
     assert found == [True, False, False, True, False, False, True]
 
 
-def test_selective_keeps_matrix_products_and_attention_and_recomputes_the_rest():
+def test_selective_saves_matrix_products_and_attention():
     names = {str(operation) for operation in dear_operations()}
     assert {"aten.mm.default", "aten.bmm.default", "aten._scaled_dot_product_flash_attention_for_cpu.default"} <= names
     assert "torch_attn._varlen_attn.default" in names
@@ -111,7 +111,7 @@ def test_selective_is_checked_before_a_model_is_loaded():
     assert torch.equal(torch.rand(4), expected)
 
 
-def test_offload_copies_each_tensor_once_and_no_weight():
+def test_offload_copies_each_activation_once_and_no_weight():
     model = zoo.build("llama", num_hidden_layers=3)
     copied: list[int] = []
 

@@ -1,4 +1,4 @@
-"""One set of graphs, whatever packs come, and a plain word where the compiler is missing."""
+"""Layers are compiled once for packs of any shape. A missing compiler is one line."""
 
 from collections.abc import Iterator
 
@@ -63,7 +63,7 @@ def step(model, lengths: tuple[int, ...]) -> dict[str, Tensor]:
         pytest.param("qwen3_moe", {}, False, marks=pytest.mark.matrix),
     ],
 )
-def test_graphs_are_made_for_the_first_pack_and_serve_all_others(name, changes, recomputed):
+def test_graphs_of_the_first_pack_serve_all_others(name, changes, recomputed):
     """With dynamo and AOT autograd, as inductor has them; what inductor makes of a graph is not in question here."""
     compiler = CompileCounterWithBackend("aot_eager")
     compiled = model_of(name, compiler=compiler, recomputed=recomputed, **changes)
@@ -88,7 +88,7 @@ def test_names_stay_and_attention_is_called_from_the_graph():
 @pytest.mark.parametrize(
     ("device", "missing"), [("cpu", r"looked for g\+\+, clang\+\+"), ("cuda", "triton|looked for gcc")]
 )
-def test_a_missing_compiler_is_one_line_with_the_way_out(monkeypatch, device, missing):
+def test_a_missing_compiler_is_one_line_with_a_fix(monkeypatch, device, missing):
     for variable in ("CXX", "CC"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("PATH", "/nowhere")

@@ -1,4 +1,4 @@
-"""Which weights an adapter is put on, in every family; what cannot have one is refused in one line."""
+"""Targets of an adapter in every family. Weights that cannot have one are refused in one line."""
 
 import sys
 
@@ -17,7 +17,7 @@ from tests import zoo
 
 
 @pytest.mark.parametrize("name", zoo.ARCHITECTURES)
-def test_all_linear_is_every_linear_layer_but_the_head_and_the_model_comes_back_as_it_was(name):
+def test_all_linear_is_every_linear_layer_but_the_head_and_detached_restores_the_model(name):
     model = zoo.meta(name)
     stock = {name: id(p) for name, p in model.named_parameters()}
     linear = {n for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)}
@@ -34,7 +34,7 @@ def test_all_linear_is_every_linear_layer_but_the_head_and_the_model_comes_back_
     }
 
 
-def test_attention_is_what_attends_and_experts_are_named():
+def test_targets_attention_and_experts():
     model = zoo.meta("qwen3_moe")
     attention = find_targets(model, ["attention"])
     assert {name.split(".")[-2] for name in attention.modules} == {"self_attn"}
@@ -55,7 +55,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("name", "values", "named"), REFUSED, ids=[str(values) for _, values, _ in REFUSED])
-def test_what_peft_or_the_trainer_cannot_adapt_is_refused_in_one_line(name, values, named):
+def test_weights_that_cannot_have_an_adapter_are_refused_in_one_line(name, values, named):
     with pytest.raises(ConfigError) as caught:
         add_adapters(zoo.meta(name), LoraConfig(rank=4, **values))
     line = str(caught.value)
@@ -63,7 +63,7 @@ def test_what_peft_or_the_trainer_cannot_adapt_is_refused_in_one_line(name, valu
     assert [part for part in named if part not in line] == []
 
 
-def test_a_missing_peft_is_one_line_that_says_how_to_get_it(monkeypatch, tmp_path):
+def test_a_missing_peft_is_one_line_with_the_command(monkeypatch, tmp_path):
     require_peft()
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "peft")
@@ -71,7 +71,7 @@ def test_a_missing_peft_is_one_line_that_says_how_to_get_it(monkeypatch, tmp_pat
         require_peft()
 
 
-def test_frozen_weights_cost_no_gradient_of_their_own():
+def test_flops_have_no_gradient_of_frozen_weights():
     model = zoo.meta("qwen3")
     whole = model_flops(model)
     add_adapters(model, LoraConfig(rank=4))
@@ -82,7 +82,7 @@ def test_frozen_weights_cost_no_gradient_of_their_own():
     assert whole.training(*lengths, causal=True) - adapted.training(*lengths, causal=True) == products
 
 
-def test_our_start_is_that_of_peft():
+def test_the_initialization_is_that_of_peft():
     """Bounds of A as peft draws it, so that a learning rate means the same."""
     drawn = peft.inject_adapter_in_model(peft.LoraConfig(r=64, target_modules=["q_proj"]), zoo.build("llama"))
     for name, parameter in drawn.named_parameters():

@@ -1,4 +1,4 @@
-"""The load-balancing loss: what transformers computes on one batch, layer by layer, whatever the packs."""
+"""The load-balancing loss is that of transformers per layer, and does not depend on packs."""
 
 from dataclasses import replace
 
@@ -10,6 +10,7 @@ from fsdptrain.algo.weights import Totals
 from fsdptrain.data.packing.pack import empty_pack, pack
 from fsdptrain.features.moe.balance import ExpertLoad, add_router_loss, balance_loss, count_choices, trained_tokens
 from fsdptrain.types import NO_ROUTE, LossOutput, Sample
+from tests.exact import Exact
 
 LAYERS, EXPERTS, TOP_K = 3, 6, 2
 TOTALS = Totals(num_tokens=10, num_sequences=3)
@@ -29,17 +30,18 @@ def load_of(logits: torch.Tensor, counted: torch.Tensor) -> ExpertLoad:
     return load
 
 
-def test_it_is_transformers_own_loss_layer_by_layer_with_its_gradient():
-    logits = make_logits(40).float().requires_grad_()
+def test_loss_and_gradient_are_those_of_transformers_per_layer():
+    logits = make_logits(40).requires_grad_()
     everyone = torch.ones(40, dtype=torch.bool)
     ours = balance_loss(logits.unbind(1), everyone, load_of(logits, everyone))
-    theirs = torch.stack([load_balancing_loss_func((x,), EXPERTS, TOP_K) for x in logits.unbind(1)]).mean()
-    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+    with Exact():
+        theirs = torch.stack([load_balancing_loss_func((x,), EXPERTS, TOP_K) for x in logits.unbind(1)]).mean()
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
     [found], [wanted] = torch.autograd.grad(ours, [logits]), torch.autograd.grad(theirs, [logits])
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-9)
+    torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-14)
 
 
-def test_layers_do_not_make_up_for_each_other():
+def test_layers_are_balanced_one_by_one():
     """Two layers, each with all its tokens on one expert: transformers' mean over layers first calls that balanced."""
     logits = torch.full((8, 2, 2), -10.0)
     logits[:, 0, 0] = logits[:, 1, 1] = 10.0
@@ -51,7 +53,7 @@ def test_layers_do_not_make_up_for_each_other():
 
 
 @pytest.mark.parametrize("cuts", [[40], [13, 27], [1] * 40])
-def test_parts_of_packs_add_up(cuts):
+def test_losses_of_packs_add_up(cuts):
     whole = make_logits(40).requires_grad_()
     counted = torch.arange(40) % 5 != 0
     load = load_of(whole, counted)
@@ -65,7 +67,7 @@ def test_parts_of_packs_add_up(cuts):
     assert (gradient[~counted] == 0).all()
 
 
-def test_balanced_is_k_and_more_is_worse():
+def test_the_loss_of_a_balanced_router_is_k_and_the_minimum():
     balanced = torch.zeros(EXPERTS, LAYERS, EXPERTS)
     everyone = torch.ones(EXPERTS, dtype=torch.bool)
     tokens = torch.arange(EXPERTS)
@@ -102,7 +104,7 @@ def test_tokens_of_sequences_without_loss_and_of_fillers_do_not_count():
     assert not trained_tokens(empty_pack(TOTALS)).any()
 
 
-def test_what_is_added_is_named_and_loss_total_stays_the_total():
+def test_the_router_loss_has_metrics_and_is_part_of_loss_total():
     output = LossOutput(torch.tensor(1.0), {"loss/total": torch.tensor(1.0)})
     added = add_router_loss(output, torch.tensor(2.0), 0.1)
     assert added.loss.item() == pytest.approx(1.2)

@@ -1,4 +1,4 @@
-"""Which models balance experts by a bias of the choice alone: asked of small copies of stock models."""
+"""Models whose experts are balanced by a bias of the choice only, checked on small copies."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ BALANCED = (
 
 
 @pytest.mark.parametrize("name", BALANCED.split())
-def test_these_families_are_balanced(name):
+def test_families_with_such_a_bias_are_accepted(name):
     check_bias(families.config(name))
 
 
@@ -31,7 +31,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_moved_exactly_is_refused_with_the_reason(name):
+def test_families_with_another_bias_are_refused_with_the_reason(name):
     with pytest.raises(ConfigError, match=REFUSED[name]) as raised:
         check_bias(families.config(name))
     assert str(raised.value).startswith(
@@ -40,7 +40,7 @@ def test_what_cannot_be_moved_exactly_is_refused_with_the_reason(name):
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "gpt_oss"])
-def test_a_model_without_a_bias_of_the_choice_is_refused(name):
+def test_a_model_without_such_a_bias_is_refused(name):
     with pytest.raises(NoEffectError, match="--router-bias-update-rate has no effect on"):
         check_bias(zoo.config(name))
 
@@ -70,7 +70,7 @@ def into_the_weights(gate):
 
 
 @pytest.mark.parametrize(("change", "words"), [(wrong_sign, "is not chosen"), (into_the_weights, "moves the weights")])
-def test_a_bias_that_does_something_else_is_found_out(change, words):
+def test_a_bias_with_another_effect_is_found(change, words):
     model = random_copy(zoo.config("deepseek_v3"))
     assert len(choice_biases(model)) == 1
     gate = model.model.layers[1].mlp.gate

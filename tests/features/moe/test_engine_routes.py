@@ -1,4 +1,4 @@
-"""The embedded engine reports the experts that it took; replayed, they take the router's share out of the mismatch."""
+"""The embedded engine reports the experts of each token. Their replay reduces the mismatch."""
 
 import dataclasses
 from pathlib import Path
@@ -56,7 +56,7 @@ def as_pack(made: list[tuple[Prompt, Completion]]):
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
 @torch.no_grad()
-def test_the_engine_reports_what_the_trainer_would_take(name, tmp_path):
+def test_the_engine_reports_the_experts_of_the_trainer(name, tmp_path):
     """Whatever the prompts were padded to, and while finished rows leave the cache."""
     engine = make_engine(zoo.build(name), tmp_path)
     made = completions(engine)
@@ -73,7 +73,7 @@ def test_the_engine_reports_what_the_trainer_would_take(name, tmp_path):
     assert torch.equal(batch.routes[read], own[read])
 
 
-def test_routes_change_no_completion_and_come_only_when_asked_for(tmp_path):
+def test_routes_change_no_completion_and_are_optional(tmp_path):
     engine = make_engine(zoo.build("qwen3_moe"), tmp_path)
     with_routes = engine.generate(make_prompts(), SAMPLING)
     without = engine.generate(make_prompts(), dataclasses.replace(SAMPLING, with_routes=False))
@@ -85,8 +85,7 @@ def test_routes_change_no_completion_and_come_only_when_asked_for(tmp_path):
 
 
 @torch.no_grad()
-def test_replay_makes_the_mismatch_of_another_router_smaller(tmp_path):
-    """The trainer's routers differ from the engine's by noise: most of what that does, it does by other experts."""
+def test_replay_reduces_the_mismatch_of_a_noisy_router(tmp_path):
     engine = make_engine(zoo.build("qwen3_moe"), tmp_path)
     made = completions(engine)
     model = zoo.build("qwen3_moe")

@@ -209,9 +209,7 @@ def blind_to(what: str) -> Any:
 @pytest.mark.parametrize("what", ["prefix", "first"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("name", "changes"), [("qwen3", {}), ("gemma3", {"sliding_window": 512})])
-def test_an_attention_without_the_right_prefix_is_found(
-    name: str, changes: dict[str, Any], what: str, dtype: torch.dtype
-) -> None:
+def test_an_attention_without_the_right_prefix_is_found(name, changes, what, dtype):
     model = policy_model(name, **changes).to(dtype)
     ours = ALL_ATTENTION_FUNCTIONS[SEGMENTS]
     AttentionInterface.register(SEGMENTS, blind_to(what))

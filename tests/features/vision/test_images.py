@@ -1,4 +1,4 @@
-"""Pictures in rows, and the places that they hold in a prompt."""
+"""Images in rows, and their placeholders in a prompt."""
 
 import io
 import json
@@ -70,7 +70,7 @@ def test_files_of_all_kinds_hold_the_same_rows(tmp_path: Path, processor: ImageP
 
 
 @given(st.lists(st.sampled_from(["<image>", "a", "b "]), max_size=6))
-def test_places_are_where_the_marks_are(words: list[str]):
+def test_placeholders_are_at_the_marks(words: list[str]):
     count = words.count("<image>")
     [message] = with_places([{"role": "user", "content": "".join(words)}], count, row_id="r")
     content = message["content"]
@@ -78,7 +78,7 @@ def test_places_are_where_the_marks_are(words: list[str]):
     assert "".join("<image>" if part["type"] == "image" else part["text"] for part in parts) == "".join(words)
 
 
-def test_pictures_without_a_mark_come_first():
+def test_images_without_a_mark_come_first():
     chat = [{"role": "system", "content": "S"}, {"role": "user", "content": "Q"}]
     system, user = with_places(chat, 2, row_id="r")
     assert system["content"] == "S"
@@ -93,7 +93,7 @@ def test_pictures_without_a_mark_come_first():
         ([{"type": "video"}], 0, "videos are not supported"),
     ],
 )
-def test_places_that_do_not_fit_are_an_error(content, count: int, words: str):
+def test_another_number_of_placeholders_is_an_error(content, count: int, words: str):
     with pytest.raises(DataError, match=words):
         with_places([{"role": "user", "content": content}], count, row_id="r")
 
@@ -101,13 +101,13 @@ def test_places_that_do_not_fit_are_an_error(content, count: int, words: str):
 @pytest.mark.parametrize(
     ("value", "words"), [(b"no picture", "cannot be read"), (3.5, "holds a float"), ("x.png", "No")]
 )
-def test_what_is_no_picture_is_an_error_that_names_the_row(processor: ImageProcessor, value, words: str):
+def test_a_value_that_is_no_image_is_an_error_with_the_row(processor: ImageProcessor, value, words: str):
     row = Row("r7", "<image>?", images=as_pictures(value, Path("/nowhere")))
     with pytest.raises(DataError, match=rf"row r7.*{words}"):
         prompt_of(row, processor)
 
 
-def test_a_prompt_holds_the_tokens_of_its_pictures_in_their_places(processor: ImageProcessor):
+def test_a_prompt_has_the_tokens_of_its_images_at_the_placeholders(processor: ImageProcessor):
     row = Row("r", "a<image>b<image>", images=(zoo.picture((1, 2, 3), (16, 16)), zoo.picture((9, 9, 9), (32, 16))))
     prompt = prompt_of(row, processor)
     assert prompt.images is not None
@@ -119,12 +119,12 @@ def test_a_prompt_holds_the_tokens_of_its_pictures_in_their_places(processor: Im
     assert len(prompt.token_ids) == len(text_alone.token_ids) + 4 + 8 + 2 * 2  # what begins and ends a picture
 
 
-def test_the_text_of_a_row_cannot_show_a_picture_that_is_not_there(processor: ImageProcessor):
+def test_an_image_token_in_the_text_is_an_error(processor: ImageProcessor):
     with pytest.raises(DataError, match="does not take row r"):
         prompt_of(Row("r", "<|image_pad|>"), processor)
 
 
-def test_too_long_prompts_are_counted_with_their_pictures(processor: ImageProcessor):
+def test_image_tokens_count_for_the_prompt_limit(processor: ImageProcessor):
     rows = [Row("long", "q", images=(zoo.picture((1, 1, 1), (32, 32)),)), Row("short", "q")]
     length = len(prompt_of(rows[1], processor).token_ids)
     options = {"data": DataConfig(**DATA, prompt_data="x"), "rollout": RolloutConfig(max_prompt_len=length)}
@@ -133,7 +133,7 @@ def test_too_long_prompts_are_counted_with_their_pictures(processor: ImageProces
     assert stream.num_too_long >= 2
 
 
-def test_rows_that_show_other_pictures_are_other_rows():
+def test_the_content_hash_of_a_row_includes_its_images():
     rows = [Row("a", "q", images=(picture,)) for picture in (RED, encoded((0, 0, 255)), {"bytes": RED})]
     first, second, third = map(content_hash, rows)
     assert first != second

@@ -1,4 +1,4 @@
-"""What is vision in a model, what is trained of it, and what its layout is."""
+"""The vision tower of a model: its parameters, layouts, adapters and refusals."""
 
 import pytest
 import torch
@@ -49,7 +49,7 @@ def test_a_model_of_text_alone_has_no_vision(name: str):
         refuse_blind(model)
 
 
-def test_the_config_says_whether_qwen3_5_has_its_tower():
+def test_architectures_of_the_config_decide_whether_qwen3_5_has_its_tower():
     config = vision_zoo.build("qwen3_5").config
     for named, expected in (
         (["Qwen3_5ForConditionalGeneration"], "Qwen3_5ForConditionalGeneration"),
@@ -62,7 +62,7 @@ def test_the_config_says_whether_qwen3_5_has_its_tower():
 
 
 @pytest.mark.parametrize("name", vision_zoo.FAMILIES)
-def test_the_probe_tries_pictures_too(name: str, tmp_path):
+def test_the_layout_probe_includes_images(name: str, tmp_path):
     processor = ImageProcessor(vision_zoo.save(tmp_path, name), trust_remote_code=False)
     model = vision_zoo.build(name)
     model.config.use_cache = False
@@ -100,7 +100,7 @@ def test_adapters_are_for_the_text_unless_the_tower_is_named(name: str):
         ({"image_key": "i", "rollout_engine": "vllm"}, "--rollout-engine vllm is given no images"),
     ],
 )
-def test_what_is_not_built_is_refused_in_one_line(changes, words: str):
+def test_unsupported_options_are_refused_in_one_line(changes, words: str):
     with pytest.raises(ConfigError, match=words) as caught:
         Config(hf_checkpoint="x", **changes)
     assert "\n" not in str(caught.value)

@@ -98,9 +98,7 @@ def test_a_prompt_that_is_none_is_an_error_that_names_the_row(prompt: object) ->
         ("nofolder/at_all", None, "cannot be read: "),
     ],
 )
-def test_data_that_cannot_be_read_is_one_line(
-    name: str, content: str | None, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_that_cannot_be_read_is_one_line(name, content, message, tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)

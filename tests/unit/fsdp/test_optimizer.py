@@ -1,5 +1,6 @@
-"""Each schedule against its closed formula; Adam's early state against torch's own; clipping; skipping."""
+"""Schedules against closed formulas, AdamW against torch, clipping, skipped steps, loss scale."""
 
+import json
 import math
 from typing import Any
 
@@ -26,10 +27,7 @@ def test_warmup_is_linear_from_its_init_and_reaches_the_peak(style):
     lr = schedule(style, lr_warmup_iters=10)
     for k in range(11):
         assert lr(k) == pytest.approx(INIT + (LR - INIT) * k / 10, rel=1e-12)
-
-
-def test_without_warmup_the_first_update_runs_at_the_peak():
-    assert [schedule(style)(0) for style in ("constant", "linear", "cosine")] == [LR] * 3
+    assert style == "inverse-square-root" or schedule(style)(0) == LR  # without warmup
 
 
 CLOSED = {
@@ -82,11 +80,11 @@ def test_every_decay_goes_from_one_to_zero_and_never_leaves(x, shape):
 def fill_gradients(model, seed, scale=1.0):
     generator = torch.Generator().manual_seed(seed)
     for p in model.parameters():
-        p.grad = torch.randn(p.shape, generator=generator) * scale
+        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype) * scale
 
 
-def test_three_steps_are_those_of_torch_adamw_with_clipping_bitwise():
-    ours, theirs = tiny_qwen3(), tiny_qwen3()
+def test_three_steps_are_those_of_torch_adamw_with_clipping():
+    ours, theirs = tiny_qwen3().double(), tiny_qwen3().double()
     config = OptimConfig(lr=1e-2, weight_decay=0.1, clip_grad=1.0, lr_decay_style="linear")
     optimizer = Optimizer(ours, config, total_steps=10, fp16=False)
     groups = [
@@ -102,10 +100,10 @@ def test_three_steps_are_those_of_torch_adamw_with_clipping_bitwise():
             group["lr"] = 1e-2 * (10 - step) / 10
         reference.step()
         assert optimizer.lr == pytest.approx(1e-2 * (10 - step) / 10)
-        assert optimizer.clip().item() == pytest.approx(norm.item(), rel=1e-6)
+        assert optimizer.clip().item() == pytest.approx(norm.item(), rel=1e-12)
         optimizer.step()
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
     assert {p.grad for p in ours.parameters()} == {None}
 
 
@@ -142,7 +140,7 @@ def test_a_skipped_step_moves_nothing_and_too_many_stop_the_run():
         optimizer.skip()
 
 
-def test_the_search_of_a_loss_scale_is_no_failure_but_its_end_is():
+def test_skips_that_halve_the_loss_scale_are_no_failures_until_it_is_1():
     model = tiny_qwen3()
     optimizer = Optimizer(model, OptimConfig(max_skipped_steps=0), total_steps=10, fp16=True)
     for _ in range(16):  # 65536 = 2^16
@@ -160,8 +158,6 @@ def test_the_search_of_a_loss_scale_is_no_failure_but_its_end_is():
 
 
 def test_state_survives_json_and_a_fresh_optimizer():
-    import json
-
     model = tiny_qwen3()
     optimizer = Optimizer(model, OptimConfig(), total_steps=10, fp16=True)
     optimizer.scale(torch.tensor(1.0))

@@ -1,6 +1,7 @@
-"""Memory is counted by hand here, once for each place where a byte can lie."""
+"""The memory needed to load a model, against counts by hand."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -23,51 +24,51 @@ CPU = replace(GPU, device_free=0, has_accelerator=False)
 SHARD = 4 * 500_000_000
 
 
-def test_a_shard_lies_on_the_device_with_its_optimizer():
-    need = load_memory_need(DEMAND, GPU)
-    assert need.device_parts == {
-        "weights": SHARD,
-        "Adam's moments": 2 * SHARD,
-        "gradients": SHARD,
-        "gathered layers": 2 * (2 * 100_000_000 + 400_000_000),
-        "gradients of one layer": (2 + 4) * 400_000_000,
-    }
-    assert need.host == 0
+GATHERED = 2 * (2 * 100_000_000 + 400_000_000)
+ON_DEVICE = {
+    "weights": SHARD,
+    "Adam's moments": 2 * SHARD,
+    "gradients": SHARD,
+    "gathered layers": GATHERED,
+    "gradients of one layer": (2 + 4) * 400_000_000,
+}
+ALL_SHARDS = {"weights": 8 * SHARD, "Adam's moments": 16 * SHARD, "gradients": 8 * SHARD}
+HALF_FROZEN = {"counts": replace(COUNTS, frozen=COUNTS.total // 2)}  # e.g. a vision tower: no moments
+MOVING = {"reference": True, "moving_reference": True}
+WRITING = "the checkpoint in writing"
+PARTS: list[tuple[dict[str, Any], dict[str, int | None], dict[str, int]]] = [  # options; changes of device; host
+    ({}, {}, {}),
+    ({"cpu_offload": True}, dict.fromkeys(ALL_SHARDS), ALL_SHARDS),
+    (
+        {"embedded_engine": True},
+        {"the embedded engine": 2 * COUNTS.total, "gathered layers": None, "gradients of one layer": None},
+        {},
+    ),
+    ({"reshard_after_forward": False}, {"gathered layers": 2 * COUNTS.total}, {}),
+    (
+        {"reference": True, "load_strategy": "rank0"},
+        {},
+        {"the reference": 8 * SHARD, "rank 0's whole copy": 4 * COUNTS.total},
+    ),
+    ({"async_save": True}, {}, {WRITING: 3 * 8 * SHARD}),
+    ({"async_save": True, **MOVING}, {}, {"the reference": 8 * SHARD, WRITING: 4 * 8 * SHARD}),
+]
 
 
-def test_offload_moves_the_shards_of_all_ranks_to_the_host():
-    need = load_memory_need(replace(DEMAND, cpu_offload=True), GPU)
-    assert need.host_parts == {"weights": 8 * SHARD, "Adam's moments": 16 * SHARD, "gradients": 8 * SHARD}
-    assert set(need.device_parts) == {"gathered layers", "gradients of one layer"}
+@pytest.mark.parametrize(("options", "device", "host"), PARTS, ids=[str([*options]) for options, _, _ in PARTS])
+def test_bytes_are_on_the_device_or_on_the_host(options, device, host):
+    demand = replace(DEMAND, **options)
+    need = load_memory_need(demand, GPU)
+    assert need.device_parts == {name: size for name, size in {**ON_DEVICE, **device}.items() if size is not None}
+    assert need.host_parts == host
+    if not options:  # without a device
+        assert load_memory_need(demand, CPU).device == 0
+        assert load_memory_need(demand, CPU).host_parts == {name: 8 * size for name, size in ON_DEVICE.items()}
 
 
-def test_the_engine_takes_the_place_of_the_gathered_layers():
-    parts = load_memory_need(replace(DEMAND, embedded_engine=True), GPU).device_parts
-    assert parts["the embedded engine"] == 2 * COUNTS.total
-    assert "gathered layers" not in parts
-
-
-def test_kept_layers_are_all_there():
-    parts = load_memory_need(replace(DEMAND, reshard_after_forward=False), GPU).device_parts
-    assert parts["gathered layers"] == 2 * COUNTS.total
-
-
-def test_the_reference_and_a_whole_copy_are_on_the_host():
-    need = load_memory_need(replace(DEMAND, reference=True, load_strategy="rank0"), GPU)
-    assert need.host_parts == {"the reference": 8 * SHARD, "rank 0's whole copy": 4 * COUNTS.total}
-
-
-def test_a_checkpoint_in_writing_is_on_the_host_where_the_weights_are_on_the_device():
-    need = load_memory_need(replace(DEMAND, async_save=True), GPU)
-    assert need.host_parts == {"the checkpoint in writing": 3 * 8 * SHARD}
-
-
-def test_a_checkpoint_in_writing_holds_what_is_frozen_and_a_reference_that_moves():
-    frozen = replace(DEMAND, counts=replace(COUNTS, frozen=COUNTS.total // 2), async_save=True)
-    need = load_memory_need(frozen, GPU)  # a vision tower, say: no moments
-    assert need.host_parts == {"the checkpoint in writing": 8 * SHARD + 2 * 8 * SHARD // 2}
-    moving = load_memory_need(replace(DEMAND, async_save=True, reference=True, moving_reference=True), GPU)
-    assert moving.host_parts == {"the reference": 8 * SHARD, "the checkpoint in writing": 4 * 8 * SHARD}
+def test_a_checkpoint_in_writing_has_frozen_weights_without_moments() -> None:
+    need = load_memory_need(replace(DEMAND, async_save=True, **HALF_FROZEN), GPU)
+    assert need.host_parts == {WRITING: 8 * SHARD + 2 * 8 * SHARD // 2}
 
 
 ADAPTER = 40_000_000
@@ -76,7 +77,7 @@ ADAPTED = replace(
 )
 
 
-def test_an_adapter_has_the_optimizer_and_frozen_weights_are_in_the_compute_dtype():
+def test_only_an_adapter_has_moments_and_frozen_weights_have_the_compute_dtype():
     need = load_memory_need(replace(ADAPTED, reference=True), GPU)  # another reference, by --ref-load
     own = 4 * ADAPTER // 8
     assert need.device_parts == {
@@ -92,7 +93,7 @@ def test_an_adapter_has_the_optimizer_and_frozen_weights_are_in_the_compute_dtyp
     assert "4.04 B parameters (40.00 M of them trained) over 8 shards" in load_memory_line(ADAPTED, GPU)
 
 
-def test_what_a_stock_model_freezes_is_no_base_of_an_adapter():
+def test_a_few_frozen_weights_of_a_stock_model_are_not_the_base_of_an_adapter():
     """Biases of routers, in some families: the engine and the reference still hold the whole model."""
     partly = replace(DEMAND, counts=replace(COUNTS, frozen=8), reference=True, embedded_engine=True)
     need = load_memory_need(partly, GPU)
@@ -101,13 +102,7 @@ def test_what_a_stock_model_freezes_is_no_base_of_an_adapter():
     assert need.host_parts == {"the reference": 8 * SHARD}
 
 
-def test_without_a_device_everything_is_on_the_host():
-    need, on_device = load_memory_need(DEMAND, CPU), load_memory_need(DEMAND, GPU)
-    assert need.device == 0
-    assert need.host_parts == {name: 8 * size for name, size in on_device.device_parts.items()}
-
-
-def test_the_line_says_what_is_needed_and_what_is_there():
+def test_the_line_gives_need_and_supply():
     assert load_memory_line(DEMAND, GPU) == (
         "memory to load 4.00 B parameters over 8 shards, before activations: "
         "device 11.3 of 80.0 GiB free on each rank, host 0.0 of 500.0 GiB free for 8 ranks"
@@ -132,7 +127,7 @@ def test_the_line_says_what_is_needed_and_what_is_there():
         (DEMAND, replace(CPU, host_free=1 * GIB), ["a smaller --hf-checkpoint"]),
     ],
 )
-def test_what_cannot_fit_is_one_line_with_a_way_out(demand: MemoryDemand, supply: MemorySupply, words: list[str]):
+def test_a_demand_that_does_not_fit_is_one_line_with_a_fix(demand, supply, words):
     with pytest.raises(MemoryPlanError) as caught:
         check_load_memory(demand, supply)
     message = str(caught.value)
@@ -141,7 +136,7 @@ def test_what_cannot_fit_is_one_line_with_a_way_out(demand: MemoryDemand, supply
     assert [word for word in words if word not in message] == [], message
 
 
-def test_what_just_fits_passes_and_a_byte_less_does_not():
+def test_the_bound_is_exact():
     need = load_memory_need(DEMAND, GPU).device
     check_load_memory(DEMAND, replace(GPU, device_free=need))
     with pytest.raises(MemoryPlanError):

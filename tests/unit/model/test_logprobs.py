@@ -40,9 +40,7 @@ class LargestTensor(TorchDispatchMode):
 
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize("truncation", [UNTRUNCATED, Truncation(top_p=0.5, top_k=50, min_p=0.01)])
-def test_no_tensor_of_the_size_of_all_logits_exists_forward_or_backward(
-    with_entropy: bool, truncation: Truncation
-) -> None:
+def test_no_tensor_of_the_size_of_all_logits_exists_forward_or_backward(with_entropy, truncation):
     num_tokens, width, vocab, chunk = 512, 4, 120, 128
     hidden = torch.randn(num_tokens, width, requires_grad=True)
     weight = torch.randn(vocab, width, requires_grad=True)

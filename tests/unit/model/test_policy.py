@@ -112,8 +112,8 @@ LONGROPE = {
     ],
 )
 def test_frequencies_that_depend_on_the_longest_sequence_are_refused_beyond_the_switch(
-    name: str, rope: dict[str, Any], original: str, refused: list[tuple[int, ...]], layout: Layout
-) -> None:
+    name, rope, original, refused, layout
+):
     """longrope changes the whole batch, dynamic scaling also later batches."""
     model = policy_model(name, rope_parameters={"rope_theta": 1e4, **rope}, **{original: 64})
 
@@ -132,9 +132,7 @@ def test_frequencies_that_depend_on_the_longest_sequence_are_refused_beyond_the_
     ("name", "change"),
     [("granite", {"_SCALE_KEYS": {}}), ("cohere", {"_SCALE_KEYS": {}}), ("gemma2", {"_SOFTCAP_KEYS": ()})],
 )
-def test_an_unknown_change_of_the_logits_stops_the_run(
-    name: str, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unknown_change_of_the_logits_stops_the_run(name, change, monkeypatch):
     for attribute, value in change.items():
         monkeypatch.setattr(policy, attribute, value)
     with pytest.raises(NumericsError, match=r"differ by .* from those of its stock head"):

@@ -1,7 +1,5 @@
 """What may come is held against the rotary embedding before a model is loaded."""
 
-from typing import Any
-
 import pytest
 
 from fsdptrain.config import Config
@@ -37,9 +35,7 @@ def test_only_frequencies_that_follow_a_length_have_a_switch() -> None:
         (False, {"algorithm": "sft", "rollout_max_prompt_len": 16, "eval_interval": 0}),
     ],
 )
-def test_a_run_whose_sequences_may_be_longer_is_refused_with_the_lengths_that_fit(
-    fits: bool, options: dict[str, Any]
-) -> None:
+def test_a_run_whose_sequences_may_be_longer_is_refused_with_the_lengths_that_fit(fits, options):
     model_config = zoo.config("phi3", rope_parameters=LONGROPE, original_max_position_embeddings=64)
     longest = Config(hf_checkpoint="x", **options).longest_sequence
     if fits:

@@ -49,9 +49,7 @@ def kept(logits: Tensor, truncation: Truncation) -> list[set[int]]:
     levels=st.sampled_from([3, 10**6]),
     seed=st.integers(0, 10**6),
 )
-def test_what_is_kept_follows_the_definition_also_with_ties(
-    truncation: Truncation, rows: int, vocab: int, levels: int, seed: int
-) -> None:
+def test_what_is_kept_follows_the_definition_also_with_ties(truncation, rows, vocab, levels, seed):
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randint(levels, (rows, vocab), generator=generator).double() / levels * 5
     assert kept(logits, truncation) == [head_of(row, truncation) for row in logits.tolist()]

@@ -34,12 +34,8 @@ def test_auto_is_what_the_environment_gives_unless_the_data_have_a_scorer() -> N
     both = build_reward(RewardConfig(reward=["environment=0.5", "format"]), prompt_data="x", has_environment=True)
     assert both(prompt, GOOD) == {"environment": 3.0, "found": 2.0, "format": 1.0, "reward": 2.5}
     of_the_data = build_reward(RewardConfig(), prompt_data="reasoning_gym:products", has_environment=True)
-    assert [reads_environment(r) for r in (reward, both, of_the_data, lambda prompt, text: 1.0)] == [
-        True,
-        True,
-        False,
-        True,
-    ]
+    readers = [reads_environment(r) for r in (reward, both, of_the_data, lambda prompt, text: 1.0)]
+    assert readers == [True, True, False, True]
     with pytest.raises(ConfigError, match="there is no environment; name one by --environment"):
         build_reward(RewardConfig(reward=["environment"]), prompt_data="x")
 
@@ -78,9 +74,7 @@ def test_a_reward_that_cannot_score_is_named() -> None:
 
 
 @pytest.mark.parametrize("name", ["reward", "mean", "length"])
-def test_a_function_whose_name_means_something_else_in_metrics_goes_by_its_full_name(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_function_whose_name_means_something_else_in_metrics_goes_by_its_full_name(name, tmp_path, monkeypatch):
     (tmp_path / f"mine_{name}.py").write_text(f"def {name}(prompt, response):\n    return 0.5\n")
     monkeypatch.chdir(tmp_path)
     reward = build_reward(RewardConfig(reward=[f"mine_{name}:{name}=2", "math"]), prompt_data="x")

@@ -1,4 +1,4 @@
-"""Chunks hold every row once and stay within the budget; a prompt is read once, and finished rows leave the cache."""
+"""Chunks contain every row once within the budget. Prompts are read once, and finished rows leave the cache."""
 
 from dataclasses import replace
 
@@ -73,17 +73,17 @@ def test_each_prompt_is_read_once_and_rows_grow_by_one_token():
 
 
 @pytest.mark.parametrize("sync_interval", [1, 8])
-def test_at_most_a_quarter_of_the_rows_in_the_cache_have_finished_at_a_look(sync_interval):
+def test_at_most_a_quarter_of_the_cached_rows_has_finished(sync_interval):
     decoding = Decoding(sync_interval=sync_interval)
     for step, (num_rows, _) in enumerate(decoding.shapes[1:], start=1):
         going = sum(length > step - step % sync_interval for length in decoding.lengths)
         assert 0.75 * num_rows <= going <= num_rows if step >= sync_interval else num_rows == 60
-    assert decoding.shapes[-1][0] < 15  # the test would be empty if none had been dropped
+    assert decoding.shapes[-1][0] < 15  # some were dropped
     last = max(decoding.lengths)
     assert len(decoding.shapes) <= -(-last // sync_interval) * sync_interval
 
 
-def test_rare_looks_change_nothing_but_the_speed():
+def test_the_sync_interval_changes_no_completion():
     often, rarely = Decoding(sync_interval=1), Decoding(sync_interval=8)
     assert often.rows == rarely.rows
     for ours, theirs in zip(often.logprobs, rarely.logprobs, strict=True):

@@ -1,7 +1,7 @@
 """What is scored before the first update, and what of it the loss gets to see."""
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
@@ -57,9 +57,7 @@ BYPASS = {"use_rollout_logprobs": True}
     ],
     ids=str,
 )
-def test_only_what_is_needed_is_scored_and_the_loss_sees_only_what_it_reads(
-    values: dict[str, Any], asked: list[str], seen: list[str]
-) -> None:
+def test_only_what_is_needed_is_scored_and_the_loss_sees_only_what_it_reads(values, asked, seen):
     backend, before = Scored(), two_steps()
     scorer = LogprobPasses(Config(hf_checkpoint="x", **values), cast(TrainBackend, backend))
     steps = scorer.for_loss(scorer.compute(before))

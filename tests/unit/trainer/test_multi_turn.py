@@ -1,4 +1,4 @@
-"""Episodes with a scripted engine: what the model said is kept as it was, and no environment can spoil a round."""
+"""Episodes with a scripted engine: completions stay as sampled, and a failing environment costs its episode only."""
 
 import itertools
 import threading
@@ -32,7 +32,7 @@ ENDS = (END,)
 
 
 class Recording(FakeRolloutEngine):
-    """Remembers what it was asked. Every token that it reads takes the expert that is the number of the turn."""
+    """Records its calls. Every token that it reads is routed to the expert with the number of the turn."""
 
     def __init__(self, respond: Callable[[Prompt, int], Sequence[int]]) -> None:
         super().__init__(respond)
@@ -53,17 +53,15 @@ def routes_of(prompt: Prompt, completion: Completion) -> torch.Tensor:
 class Scripted:
     """Answers by a function of the number of the turn; remembers episodes."""
 
-    def __init__(self, answer: Callable[[int, str], Any], finish: Callable[[Any], Any] | None = None) -> None:
+    def __init__(self, answer: Callable[[int, str], Any]) -> None:
         self.answer = answer
         self.seeds: list[tuple[str, int]] = []
-        self.heard: list[str] = []
 
     def reset(self, prompt: Prompt, seed: int) -> Any:
         self.seeds.append((prompt.id, seed))
         return itertools.count(1)
 
     def step(self, state: Any, response: str) -> Any:
-        self.heard.append(response)
         return self.answer(next(state), response)
 
 
@@ -72,9 +70,10 @@ def words(text: str) -> list[int]:
 
 
 def play(
-    answer: Any,
+    environment: Any,
     respond: Callable[[Prompt, int], Sequence[int]] = lambda prompt, index: words("yes"),
     *,
+    engine: Recording | None = None,
     reward: Any = environment_reward,
     finish: Callable[[Any], Any] | None = None,
     prompts: Sequence[Prompt] = PROMPTS,
@@ -83,8 +82,9 @@ def play(
     timeout: float = 60.0,
     reads_environment: bool = True,
 ) -> tuple[GenerationRound, Recording]:
-    engine = Recording(respond)
-    environment = answer if isinstance(answer, Scripted) else Scripted(answer)
+    """Two samples of each prompt. A function as `environment` answers by the number of the turn."""
+    engine = engine or Recording(respond)
+    environment = Scripted(environment) if callable(environment) else environment
     sampler = MultiTurn(
         engine=engine,
         environment=LoadedEnvironment(environment, finish, None, None, ()),
@@ -111,7 +111,7 @@ def two_turns(turn: int, response: str) -> Turn:
     max_turns=st.integers(1, 6),
 )
 def test_each_prompt_is_a_prefix_of_the_next_and_of_the_sample(lengths, observations, max_tokens, max_turns):
-    """And the mask is True exactly on what was sampled, the logprobs are the engine's there and 0 elsewhere."""
+    """The mask is True exactly on sampled tokens. They have the logprobs of the engine, others 0."""
     sampled: dict[str, list[list[int]]] = {}
 
     def respond(prompt: Prompt, index: int) -> list[int]:
@@ -139,15 +139,15 @@ def test_each_prompt_is_a_prefix_of_the_next_and_of_the_sample(lengths, observat
         prompt = next(p for p in PROMPTS if p.id == sample.group_id)
         assert len(sample.token_ids) - len(prompt.token_ids) <= max_tokens
         runs = itertools.groupby(zip(sample.loss_mask, sample.token_ids, strict=True), lambda pair: pair[0])
-        spoken = [[token for _, token in run] for is_model, run in runs if is_model]
-        assert spoken == sampled[name]
+        generated = [[token for _, token in run] for is_model, run in runs if is_model]
+        assert generated == sampled[name]
         assert sample.rollout_logprobs == [-1.0 if mask else 0.0 for mask in sample.loss_mask]
         assert len(sampled[name]) <= max_turns
-        assert sample.loss_mask[-1]  # no observation at the end, to which nobody answers
+        assert sample.loss_mask[-1]  # no observation at the end
         assert sample.truncated  # by tokens or by turns: this environment is never done
 
 
-def test_the_conversation_is_rendered_for_people_and_for_rewards():
+def test_texts_and_rewards_get_the_conversation():
     seen = []
 
     def reward(prompt: Prompt, response: str) -> float:
@@ -168,7 +168,7 @@ def test_the_conversation_is_rendered_for_people_and_for_rewards():
     assert not any(s.truncated for s in made.samples)
 
 
-def test_draws_are_named_by_prompt_sample_and_turn_and_groups_play_one_game():
+def test_prompt_ids_name_sample_and_turn_and_a_group_has_one_seed():
     environment = Scripted(lambda turn, _: Turn("more", done=turn == 3, reward=0.0))
     _, engine = play(environment)
     assert [[p.id for p in prompts] for prompts, _ in engine.asked] == [
@@ -192,13 +192,13 @@ def test_rewards_add_up_by_their_parts():
     assert made.scores.num_unscored == 0
 
 
-def test_an_environment_that_judges_nothing_leaves_its_episode_unscored():
+def test_an_episode_without_any_reward_is_unscored():
     made, _ = play(lambda turn, _: Turn(done=True))
     assert [sample.reward for sample in made.samples] == [None] * 4
     assert made.scores.first_error.startswith("the environment gave no reward in this episode: score ")
 
 
-def test_rewards_that_nobody_reads_are_an_error():
+def test_unread_rewards_of_an_environment_are_an_error():
     with pytest.raises(ConfigError, match="--environment gives rewards, and --reward takes none of them"):
         play(two_turns, reward=exact, reads_environment=False)
     made, _ = play(lambda turn, _: Turn(done=True), reward=exact, reads_environment=False)
@@ -226,10 +226,7 @@ class Wild:
         (lambda: 1 / 0, "--environment: ZeroDivisionError: division by zero"),
         (lambda: "text", "--environment: TypeError: step returned 'text', it must return a fsdptrain.types.Turn"),
         (lambda: Turn(3), "--environment: TypeError"),
-        (
-            lambda: Turn([{"role": "assistant", "content": "x"}]),
-            "--environment: TypeError: an observation is a text or",
-        ),
+        (lambda: Turn([{"role": "assistant", "content": "x"}]), "--environment: TypeError: an observation is a text"),
         (lambda: Turn([{"role": "user", "content": None}]), "--environment: TypeError: an observation is a text or"),
         (lambda: Turn(reward="high"), "--environment: TypeError: the reward returned 'high', which is no number"),
         (lambda: Turn(reward=float("nan")), "--environment: ValueError: the reward returned nan"),
@@ -237,29 +234,20 @@ class Wild:
         (lambda: threading.Event().wait(), "--environment: DeadlineError"),
     ],
 )
-def test_an_episode_that_fails_is_not_scored_and_the_others_are(wrong: Callable[[], Any], error: str) -> None:
+def test_a_failing_episode_is_unscored_and_others_are_scored(wrong: Callable[[], Any], error: str) -> None:
     environment = Wild(wrong)
-    made, _ = play_wild(environment, timeout=2.0)
+    made, _ = play(environment, finish=environment.finished.append, timeout=2.0)
     rewards = [sample.reward for sample in made.samples]
     assert sorted(rewards, key=str) == [1.0, 1.0, None, None]
     assert made.scores.num_unscored == 2
     assert (made.scores.first_error or "").startswith(error)
     assert sum(error in text for text in made.texts) == 2
     for sample in made.samples:
-        assert sample.loss_mask.count(True) == len(words("yes"))  # what was said stays, also where nobody judged it
-    assert sorted(environment.finished) == [0, 1, 2, 3]  # each episode is closed
+        assert sample.loss_mask.count(True) == len(words("yes"))
+    assert sorted(environment.finished) == [0, 1, 2, 3]
 
 
-def play_wild(environment: Wild, **options: Any) -> tuple[GenerationRound, Recording]:
-    engine = Recording(lambda prompt, index: words("yes"))
-    loaded = LoadedEnvironment(environment, environment.finished.append, None, None, ())
-    renderer = TurnRenderer(TOKENIZER, data=DataConfig())
-    threads = StepThreads(num_threads=4, timeout=options["timeout"])
-    sampler = MultiTurn(engine, loaded, environment_reward, True, renderer, threads, TOKENIZER, 5)
-    return sampler.sample(PROMPTS, SamplingParams(2, 200, stop_token_ids=ENDS), Stopwatch()), engine
-
-
-def test_a_finish_that_raises_costs_its_episode_only():
+def test_an_error_in_finish_costs_its_episode_only():
     broken = itertools.count()
 
     def finish(state: Any) -> float:
@@ -269,7 +257,7 @@ def test_a_finish_that_raises_costs_its_episode_only():
     assert sorted((sample.reward for sample in made.samples), key=str) == [2.0, 2.0, 2.0, None]
 
 
-def test_a_flood_is_cut_and_one_that_leaves_no_room_ends_the_episode():
+def test_a_long_observation_is_cut_and_ends_the_episode_if_no_room_is_left():
     made, _ = play(lambda turn, _: Turn("y" * 10**6, done=turn == 2, reward=0.0))
     assert not made.samples[0].truncated
     assert " ...<|end|>" in made.texts[0]
@@ -279,14 +267,14 @@ def test_a_flood_is_cut_and_one_that_leaves_no_room_ends_the_episode():
 
 
 @pytest.mark.parametrize("max_tokens", range(13, 18))
-def test_an_observation_that_fills_the_episode_to_the_last_token_is_left_out(max_tokens: int) -> None:
+def test_an_observation_without_room_for_a_response_is_left_out(max_tokens: int) -> None:
     """Response and observation are 15 tokens together."""
     made, _ = play(lambda turn, _: Turn("8 bytes.", reward=0.0), max_tokens=max_tokens, max_turns=2)
     assert made.samples[0].loss_mask[-1]
     assert made.texts[0].count("<|assistant|>y") == (max_tokens > 15)
 
 
-def test_an_engine_that_knows_no_limits_of_prompts_is_cut():
+def test_completions_beyond_the_limit_of_a_prompt_are_cut():
     def respond(prompt: Prompt, index: int) -> list[int]:
         return [200] * 9 + [END] if "#" not in prompt.id else [201] * 100
 
@@ -295,24 +283,18 @@ def test_an_engine_that_knows_no_limits_of_prompts_is_cut():
             return super().generate([Prompt(p.id, p.token_ids, "") for p in prompts], sampling)
 
     made, _ = play(two_turns, respond, max_tokens=60)
-    engine = Unlimited(respond)
-    renderer = TurnRenderer(TOKENIZER, data=DataConfig())
-    loaded = LoadedEnvironment(Scripted(two_turns), None, None, None, ())
-    sampler = MultiTurn(
-        engine, loaded, environment_reward, True, renderer, StepThreads(num_threads=4, timeout=60), TOKENIZER, 5
-    )
-    other = sampler.sample(PROMPTS, SamplingParams(2, 60, stop_token_ids=ENDS, seed=7), Stopwatch())
+    other, _ = play(two_turns, engine=Unlimited(respond), max_tokens=60)
     assert [s.token_ids for s in other.samples] == [s.token_ids for s in made.samples]
     assert all(s.truncated for s in other.samples)
 
 
-def test_tools_and_users_may_speak_in_one_turn():
+def test_an_observation_may_have_tool_and_user_messages():
     messages: list[Message] = [{"role": "tool", "content": "42"}, {"role": "user", "content": "Well?"}]
     made, _ = play(lambda turn, _: Turn(messages, done=turn == 2, reward=0.0))
     assert made.texts[0] == "yes<|end|><|tool|>42<|end|><|user|>Well?<|end|><|assistant|>yes<|end|>"
 
 
-def test_each_token_has_the_routes_of_the_turn_that_read_it_first():
+def test_each_token_has_the_routes_of_the_first_turn_that_read_it():
     made, _ = play(two_turns)
     for sample in made.samples:
         routes = sample.routes[:, 0, 0].tolist()
@@ -321,19 +303,14 @@ def test_each_token_has_the_routes_of_the_turn_that_read_it_first():
         assert len(routes) == len(sample.token_ids)
 
 
-def test_a_response_that_is_cut_has_no_more_routes_than_tokens():
+def test_a_cut_response_has_as_many_routes_as_tokens():
     made, _ = play(lambda turn, _: Turn("and"), lambda prompt, index: [200] * 90, max_tokens=100)
     assert all(len(sample.routes) == len(sample.token_ids) for sample in made.samples)
 
 
-def test_no_prompts_make_no_episodes():
+def test_a_rank_without_prompts_calls_the_engine_and_returns_nothing():
     made, engine = play(two_turns, prompts=[])
     assert (made.samples, made.texts, made.scores.scores) == ([], [], [])
-    assert len(engine.asked) == 1  # and yet the engine was called: other ranks may have prompts
-
-
-def test_a_rank_without_prompts_makes_nothing_in_a_single_turn_too():
-    made = SingleTurn(FakeRolloutEngine(lambda prompt, index: words("yes")), exact, TOKENIZER).sample(
-        [], SamplingParams(2, 9), Stopwatch()
-    )
-    assert (made.samples, made.texts) == ([], [])
+    assert len(engine.asked) == 1  # collective
+    single = SingleTurn(engine, exact, TOKENIZER).sample([], SamplingParams(2, 9), Stopwatch())
+    assert (single.samples, single.texts) == ([], [])
