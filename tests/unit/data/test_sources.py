@@ -37,7 +37,7 @@ def rows(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     return load_rows(config(path, metadata_key="extra"), seed=0)
 
 
-def test_rows_are_the_same_whatever_form_they_come_in(rows: Any) -> None:
+def test_rows_do_not_depend_on_the_file_format(rows: Any) -> None:
     assert len(rows) == 7
     assert [(row.prompt, row.label, row.metadata) for row in (rows[i] for i in range(7))] == [
         (row["prompt"], row["label"], row["extra"]) for row in ROWS
@@ -59,12 +59,12 @@ def test_chat_messages_are_prompts_too() -> None:
     assert as_rows([{"prompt": chat, "label": 1}], config(""))[0].prompt == chat
 
 
-def test_rows_of_your_own_are_taken_as_they_are() -> None:
+def test_rows_of_python_objects_are_used_unchanged() -> None:
     mine = [Row("x", "hello")]
     assert as_rows(mine, config("")) is mine
 
 
-def test_labels_can_be_absent_if_that_is_said() -> None:
+def test_an_empty_label_key_allows_rows_without_labels() -> None:
     assert as_rows([{"prompt": "x"}], config("", label_key=""))[0].label is None
 
 
@@ -82,7 +82,7 @@ def test_a_wrong_column_is_an_error_that_lists_the_columns(values: dict[str, str
 
 
 @pytest.mark.parametrize("prompt", [None, 3, [], ["text"], [{"role": "user"}], [{"role": "user", "content": None}]])
-def test_a_prompt_that_is_none_is_an_error_that_names_the_row(prompt: object) -> None:
+def test_an_invalid_prompt_is_an_error_with_the_row(prompt: object) -> None:
     rows = as_rows([{"prompt": "x", "label": 1}, {"prompt": prompt, "label": 1}], config(""), name="mine")
     with pytest.raises(DataError, match="row mine:1 holds"):
         rows[1]
@@ -153,7 +153,7 @@ def test_a_task_or_parameter_that_does_not_exist_is_an_error(spec: str, message:
     assert "\n" not in str(error.value)
 
 
-def test_rows_are_made_when_they_are_looked_at() -> None:
+def test_generated_rows_are_lazy() -> None:
     """A row of knight_swap takes up to two seconds, so this ends only if no other row is made."""
     rows = load_rows(config("reasoning_gym:knight_swap", data_size=10**9), seed=0)
     assert len(rows) == 10**9
@@ -162,7 +162,7 @@ def test_rows_are_made_when_they_are_looked_at() -> None:
         rows[10**9]
 
 
-def test_train_and_eval_have_no_row_in_common_and_together_all_rows() -> None:
+def test_training_and_evaluation_rows_are_disjoint_and_complete() -> None:
     rows = as_rows(ROWS, config(""))
     train, evaluation = split_rows(rows, 3, seed=5)
     held_out = {row.id for row in evaluation}
@@ -178,12 +178,12 @@ def test_eval_rows_are_all_different() -> None:
     assert len({content_hash(row) for row in evaluation}) == len(evaluation) == 8
 
 
-def test_holding_everything_out_is_an_error() -> None:
+def test_an_eval_size_without_training_rows_is_an_error() -> None:
     with pytest.raises(DataError, match="--eval-size 128 leaves nothing to train on, the data has 7 rows"):
         split_rows(as_rows(ROWS, config("")), 128, seed=0)
 
 
-def test_content_is_what_is_asked_and_nothing_else() -> None:
+def test_the_content_hash_depends_on_the_prompt_only() -> None:
     same = [Row("a", "hello", 1), Row("b", " hello\n", 2), Row("c", [{"role": "user", "content": "hello"}])]
     assert len({content_hash(row) for row in same}) == 1
     assert content_hash(Row("a", "hello!")) != content_hash(same[0])

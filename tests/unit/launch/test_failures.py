@@ -38,7 +38,7 @@ def exits_of(codes, errors, folder, monkeypatch):
         ({0: 1, 1: 9}, {0: LOST}, "rank 1 ended with exit code 9 and left no error"),
     ],
 )
-def test_the_failure_that_explains_the_others_is_the_cause(codes, errors, line, tmp_path, monkeypatch):
+def test_the_first_failure_is_the_root_cause(codes, errors, line, tmp_path, monkeypatch):
     assert root_cause(exits_of(codes, errors, tmp_path, monkeypatch)).text.startswith(line)
 
 
@@ -46,12 +46,12 @@ def test_the_failure_that_explains_the_others_is_the_cause(codes, errors, line, 
     ("error", "code", "restartable"),
     [(BUG, 1, True), (USER, 2, False), (RankError("no sign of rank 1"), 2, True), (RolloutError("hangs"), 2, True)],
 )
-def test_only_errors_that_a_user_must_mend_are_not_restarted(error, code, restartable):
+def test_only_user_errors_are_not_restarted(error, code, restartable):
     failure = failure_of(error, 0)
     assert (failure.exit_code, failure.restartable) == (code, restartable)
 
 
-def test_the_first_differences_between_ranks_are_named():
+def test_the_first_difference_between_ranks_is_reported():
     ours = {"torch": "2", "--lr": "1e-06", "--a": "1", "--b": "1", "--c": "1"}
     assert difference([("rank 0", ours), ("rank 1", ours)]) == ""
     theirs = {**ours, "--lr": "1e-05"}
@@ -59,7 +59,7 @@ def test_the_first_differences_between_ranks_are_named():
     assert difference([("a", ours), ("b", ours), ("c", dict.fromkeys(ours, "3"))]).endswith(" on c; 2 more")
 
 
-def test_a_process_alone_has_a_group_that_ends_with_it():
+def test_a_single_process_has_its_own_group():
     with process_group(Config(hf_checkpoint="x")):
         assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
         with process_group(Config(hf_checkpoint="x")):
@@ -77,7 +77,7 @@ def test_a_process_alone_has_a_group_that_ends_with_it():
         ({"fsdp_replicate_size": 2}, "--fsdp-replicate-size 2 must divide the number of processes, 1"),
     ],
 )
-def test_processes_that_do_not_fit_are_refused(values, line):
+def test_options_that_do_not_match_the_processes_are_refused(values, line):
     with pytest.raises(ConfigError, match=line), process_group(Config(hf_checkpoint="x", **values)):
         pass
     assert not dist.is_initialized()

@@ -19,7 +19,7 @@ ERNIE = Ernie4_5_MoeConfig(  # names its experts otherwise than most: moe_k of m
 @pytest.mark.parametrize(
     "name", ["llama", "qwen3", "gpt2", "gemma3", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "ernie4_5_moe"]
 )
-def test_a_forward_pass_costs_what_torch_counts(name: str) -> None:
+def test_flops_of_a_forward_pass_are_those_that_torch_counts(name: str) -> None:
     config = ERNIE if name == "ernie4_5_moe" else zoo.config(name)
     config._experts_implementation = "eager"  # one product for each expert, all of them counted
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
@@ -30,7 +30,7 @@ def test_a_forward_pass_costs_what_torch_counts(name: str) -> None:
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_a_shared_prompt_counts_once_and_what_follows_it_counts_its_keys(frozen: bool) -> None:
+def test_a_shared_prompt_counts_once_and_its_keys_for_each_response(frozen: bool) -> None:
     flops = ModelFlops(body_weights=7.0, head_weights=11, attention_width=3, frozen=frozen)
     whole = flops.training([10, 12], 5, causal=True)
     shared = flops.training([10, 12], 5, causal=True, prefixes=[0, 4])

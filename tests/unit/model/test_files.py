@@ -16,7 +16,7 @@ def test_files_are_those_of_the_index(tmp_path: Path):
     assert len(weight_files(tmp_path)) > 1
 
 
-def test_each_missing_file_is_named(tmp_path: Path):
+def test_a_missing_file_is_named(tmp_path: Path):
     save_tiny_checkpoint(tmp_path)
     for file in weight_files(tmp_path)[1:]:
         file.rename(tmp_path / "aside")
@@ -25,13 +25,13 @@ def test_each_missing_file_is_named(tmp_path: Path):
         (tmp_path / "aside").rename(file)
 
 
-def test_a_name_that_is_neither_here_nor_on_the_hub_is_refused(monkeypatch: pytest.MonkeyPatch):
+def test_a_name_that_is_neither_a_folder_nor_on_the_hub_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(CheckpointError, match="--hf-checkpoint nobody/nothing is no folder here, was not downloaded"):
         resolve_checkpoint("nobody/nothing")
 
 
-def test_a_path_that_can_be_no_name_of_the_hub_is_told_as_a_path():
+def test_a_path_that_cannot_be_a_hub_name_is_refused_as_a_path():
     with pytest.raises(CheckpointError, match=r"--hf-checkpoint runs/start/hf is no folder here, .* is it misspelt"):
         resolve_checkpoint("runs/start/hf")
 

@@ -26,7 +26,7 @@ def fallbacks(model: PreTrainedModel, device: str, dtype: torch.dtype = torch.bf
 
 
 @pytest.mark.parametrize("name", [name for name in zoo.ARCHITECTURES if name != "qwen3_next"])
-def test_on_a_cpu_only_recurrent_mixers_fall_back(name: str):
+def test_attention_models_have_no_fallback_on_a_cpu(name: str):
     assert fallbacks(on_meta(name, SEGMENTS), "cpu") == []
 
 
@@ -39,7 +39,7 @@ def test_a_recurrent_mixer_without_its_packages_falls_back_to_torch():
 
 
 @pytest.mark.parametrize(("name", "reason"), [("gpt_oss", "sinks"), ("gemma2", "softcap")])
-def test_what_the_varlen_kernel_cannot_do_falls_back(name: str, reason: str):
+def test_unsupported_attention_features_fall_back(name: str, reason: str):
     [kernel] = fallbacks(on_meta(name, VARLEN), "cuda")
     assert kernel.part == "attention"
     assert reason in kernel.reason
@@ -53,7 +53,7 @@ def test_the_varlen_kernel_needs_half_precision():
     assert wide.reason == "heads of 264 are over its 256"
 
 
-def test_experts_one_by_one_are_a_fallback():
+def test_eager_experts_are_a_fallback():
     model = on_meta("qwen3_moe", SEGMENTS)
     assert fallbacks(model, "cpu") == []
     model.set_experts_implementation("eager")
@@ -67,7 +67,7 @@ def test_a_padded_layout_is_a_fallback_with_the_reason_of_the_probe():
     assert kernel.line == "layout: padded instead of packed (differs by 3.1)"
 
 
-def test_strict_names_all_of_them():
+def test_strict_names_all_fallbacks():
     found = kernels(on_meta("qwen3_next", SEGMENTS), device_type="cpu", compute_dtype=torch.float32)
     with pytest.raises(ConfigError, match=r"--strict .*causal-conv1d.*flash-linear-attention"):
         require_no_fallback(found)

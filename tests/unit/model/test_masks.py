@@ -13,13 +13,13 @@ def is_asked() -> bool:
     return SEGMENTS in ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
 
 
-def test_a_mask_with_a_pattern_of_its_own_is_refused() -> None:
+def test_a_mask_with_another_pattern_is_refused() -> None:
     no_mask(use_vmap=False)
     with pytest.raises(NumericsError, match="pattern over the causal mask"):
         no_mask(use_vmap=True)
 
 
-def test_each_kind_of_pass_is_asked_once_and_others_stay_asked() -> None:
+def test_masks_are_created_once_for_each_kind_of_pass() -> None:
     register_attention()
     masks, another_model = SkipMaskCreation(OURS), SkipMaskCreation(OURS)
     found = []
@@ -32,7 +32,7 @@ def test_each_kind_of_pass_is_asked_once_and_others_stay_asked() -> None:
         assert is_asked()
 
 
-def test_a_pass_that_fails_is_asked_again_and_leaves_all_as_it_was() -> None:
+def test_a_failed_pass_does_not_count() -> None:
     register_attention()
     masks = SkipMaskCreation(OURS)
     for _ in range(2):

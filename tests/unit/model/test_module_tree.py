@@ -36,7 +36,7 @@ def _first_path(path: str) -> str:
 
 
 @pytest.mark.parametrize("name", zoo.ARCHITECTURES)
-def test_each_layer_mixes_tokens_and_has_an_mlp(name: str):
+def test_each_layer_has_a_mixer_an_mlp_and_a_norm(name: str):
     parts = anatomy(zoo.meta(name))
     assert "other" not in {part.kind for part in parts}
     layers = [place for place, part in enumerate(parts) if part.kind == "layer"]
@@ -60,7 +60,7 @@ def test_a_hybrid_has_both_mixers():
 
 
 @pytest.mark.parametrize("name", configs.NAMES)
-def test_the_kinds_of_layers_are_all_layers(name: str):
+def test_kinds_of_layers_cover_all_layers(name: str):
     model = configs.meta_model(name)
     kinds = layer_kinds(model)
     assert sum(len(kind.indices) for kind in kinds) == len(repeated_layers(model))

@@ -14,7 +14,7 @@ LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_e
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
 
 
-def test_only_frequencies_that_follow_a_length_have_a_switch() -> None:
+def test_only_length_dependent_frequencies_have_a_switch() -> None:
     assert rope_switch(zoo.config("llama")) is None
     assert rope_switch(zoo.config("gemma3")) is None  # two kinds of layers
     assert rope_switch(zoo.config("phi3", rope_parameters=LONGROPE, original_max_position_embeddings=64)) == Switch(
@@ -35,7 +35,7 @@ def test_only_frequencies_that_follow_a_length_have_a_switch() -> None:
         (False, {"algorithm": "sft", "rollout_max_prompt_len": 16, "eval_interval": 0}),
     ],
 )
-def test_a_run_whose_sequences_may_be_longer_is_refused_with_the_lengths_that_fit(fits, options):
+def test_a_run_beyond_the_switch_is_refused_with_the_flags(fits, options):
     model_config = zoo.config("phi3", rope_parameters=LONGROPE, original_max_position_embeddings=64)
     longest = Config(hf_checkpoint="x", **options).longest_sequence
     if fits:

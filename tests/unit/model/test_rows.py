@@ -14,7 +14,7 @@ SEGMENT_LISTS = st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=9), m
 
 @settings(max_examples=50, deadline=None)
 @given(segments=SEGMENT_LISTS, pad_token_id=st.sampled_from([None, 0, 7]))
-def test_padded_rows_hold_each_segment_at_the_left(segments: list[list[int]], pad_token_id: int | None) -> None:
+def test_padded_rows_have_each_segment_at_the_left(segments: list[list[int]], pad_token_id: int | None) -> None:
     batch = plain_batch(segments, device=CPU)
     inputs = core_rows(batch, "padded", SEGMENTS).inputs(pad_token_id=pad_token_id)
     rows = inputs["input_ids"].tolist()
@@ -25,7 +25,7 @@ def test_padded_rows_hold_each_segment_at_the_left(segments: list[list[int]], pa
 
 @settings(max_examples=50, deadline=None)
 @given(segments=SEGMENT_LISTS, step=st.integers(1, 4))
-def test_tokens_come_back_in_the_order_of_the_pack(segments: list[list[int]], step: int) -> None:
+def test_gathered_tokens_are_in_the_order_of_the_pack(segments: list[list[int]], step: int) -> None:
     batch = plain_batch(segments, device=CPU)
     positions = torch.arange(0, batch.num_tokens, step)
     for layout in ("packed", "padded"):
@@ -35,7 +35,7 @@ def test_tokens_come_back_in_the_order_of_the_pack(segments: list[list[int]], st
         assert torch.equal(found[:, 0].long(), batch.input_ids[positions])
 
 
-def test_every_way_to_name_boundaries_names_the_same_ones() -> None:
+def test_all_boundary_arguments_agree() -> None:
     batch = plain_batch([[1, 2, 3], [4], [5, 6]], device=CPU)
     found = attention_kwargs(batch)
     assert found["boundaries"].seqlens == (3, 1, 2)
@@ -44,6 +44,6 @@ def test_every_way_to_name_boundaries_names_the_same_ones() -> None:
     assert found["seq_idx"].tolist() == [[0, 0, 0, 1, 2, 2]]
 
 
-def test_implementations_of_transformers_get_no_argument_that_they_do_not_know() -> None:
+def test_stock_attention_gets_no_boundary_arguments() -> None:
     batch = plain_batch([[1, 2, 3], [4]], device=CPU)
     assert set(core_rows(batch, "padded", "sdpa").inputs(pad_token_id=0)) == {"input_ids", "use_cache"}

@@ -24,7 +24,7 @@ def compare(folder: Path) -> FileDifferences:
 
 
 @pytest.mark.parametrize("name", zoo.ARCHITECTURES)
-def test_files_that_fit_have_no_differences(name: str, tmp_path: Path):
+def test_matching_files_have_no_differences(name: str, tmp_path: Path):
     assert not compare(saved(name, tmp_path))
 
 

@@ -10,7 +10,7 @@ from tests import zoo
 
 
 @pytest.mark.parametrize("name", zoo.ARCHITECTURES)
-def test_layers_hold_all_but_embedding_norm_and_head(name: str):
+def test_layers_have_all_parameters_but_embedding_norm_and_head(name: str):
     model = zoo.build(name)
     layers = decoder_layers(model)
     assert len(layers) == model.config.num_hidden_layers
@@ -30,7 +30,7 @@ def test_counts_are_exact_and_tied_weights_count_once(name: str):
     assert counts.largest_layer * len(decoder_layers(model)) + counts.outside_layers >= counts.total
 
 
-def test_a_model_that_declares_nothing_falls_back_to_its_largest_list():
+def test_a_model_without_declared_layers_uses_its_largest_module_list():
     model = zoo.build("qwen3_moe")
     expected = decoder_layers(model)
     model._no_split_modules = set()

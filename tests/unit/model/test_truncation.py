@@ -49,7 +49,7 @@ def kept(logits: Tensor, truncation: Truncation) -> list[set[int]]:
     levels=st.sampled_from([3, 10**6]),
     seed=st.integers(0, 10**6),
 )
-def test_what_is_kept_follows_the_definition_also_with_ties(truncation, rows, vocab, levels, seed):
+def test_kept_tokens_follow_the_definition_with_ties(truncation, rows, vocab, levels, seed):
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randint(levels, (rows, vocab), generator=generator).double() / levels * 5
     assert kept(logits, truncation) == [head_of(row, truncation) for row in logits.tolist()]
@@ -63,20 +63,20 @@ def test_what_is_kept_follows_the_definition_also_with_ties(truncation, rows, vo
         (Truncation(min_p=0.1), MinPLogitsWarper(0.1)),
     ],
 )
-def test_each_filter_is_that_of_transformers(truncation: Truncation, warper: object) -> None:
+def test_filters_are_those_of_transformers(truncation: Truncation, warper: object) -> None:
     logits = torch.randn(50, 400, generator=torch.Generator().manual_seed(0)) * 2
     theirs = warper(torch.zeros(50, 1, dtype=torch.int64), logits)  # type: ignore[operator]
     assert kept(logits, truncation) == [set(row.isfinite().nonzero()[:, 0].tolist()) for row in theirs]
 
 
-def test_top_p_counts_within_what_top_k_left() -> None:
+def test_top_p_applies_after_top_k_and_min_p() -> None:
     logits = torch.tensor([[0.05, 0.4, 0.25, 0.1, 0.2]]).log()
     assert kept(logits, Truncation(top_p=0.6)) == [{1, 2}]
     assert kept(logits, Truncation(top_p=0.6, top_k=2)) == [{1}]  # 0.4 of 0.65
     assert kept(logits, Truncation(top_p=0.6, min_p=0.6)) == [{1}]  # the same two are left
 
 
-def test_many_rows_are_sorted_in_parts_as_if_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sorting_in_parts_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randn(30, 64, generator=torch.Generator().manual_seed(1))
     truncation = Truncation(top_p=0.5, min_p=0.01)
     whole = smallest_kept(logits, truncation)
@@ -84,7 +84,7 @@ def test_many_rows_are_sorted_in_parts_as_if_at_once(monkeypatch: pytest.MonkeyP
     assert torch.equal(smallest_kept(logits, truncation), whole)
 
 
-def test_truncation_is_off_until_something_is_asked_for() -> None:
+def test_truncation_is_off_by_default() -> None:
     assert not UNTRUNCATED
     assert not Truncation(top_k=-1)
     assert all([Truncation(top_p=0.9), Truncation(top_k=1), Truncation(min_p=0.1)])

@@ -53,7 +53,7 @@ def test_auto_takes_only_what_is_built():
         ("nowhere.engines:Engine", "--rollout-engine nowhere.engines:Engine: No module named 'nowhere'"),
     ],
 )
-def test_what_is_not_there_is_refused_in_one_line(name, message):
+def test_an_unknown_engine_is_refused_in_one_line(name, message):
     with pytest.raises(ConfigError) as caught:
         build(config_with(name), checkpoint=Path("unused"), device=CPU)
     assert message in str(caught.value)

@@ -32,12 +32,12 @@ def peak(num_gpus: int = 8, **options: Any) -> int:
     return PLANNER.on(Machine(num_gpus, 80 * GIB)).training(config(**options)).total
 
 
-def test_state_is_sixteen_bytes_for_each_number_of_a_shard():
+def test_state_is_16_bytes_per_parameter_of_a_shard():
     parts = PLANNER.training(config()).parts
     assert parts["weights, gradients, Adam"] == 16 * count_parameters(MODEL).total // 8
 
 
-def test_a_tower_that_does_not_run_is_held_as_a_shard_and_never_gathered():
+def test_an_unused_tower_is_never_gathered():
     model = configs.meta_model("qwen3.5-9b")
     freeze_vision(model)
     tower = sum(p.numel() for layer in tower_layers(model) for p in layer.parameters())
@@ -66,11 +66,11 @@ def test_each_remedy_needs_less():
     assert peak(fsdp_reshard_after_forward=False) > peak()
 
 
-def test_replicas_hold_as_much_as_fewer_gpus():
+def test_replicas_need_as_much_as_fewer_gpus():
     assert peak(8, fsdp_replicate_size=4) == peak(2)
 
 
-def test_the_cache_is_never_larger_than_its_rows():
+def test_the_cache_has_the_size_of_its_rows():
     generation = PLANNER.generation(config())
     assert generation is not None
     width, rows = cache_rows(config(), 8)
@@ -90,7 +90,7 @@ def test_a_pack_is_full_of_the_longest_sequences():
     assert seqlens(config(context_parallel_size=4)) == (1024,)  # of one process
 
 
-def test_a_larger_gpu_fits_and_proposes_nothing():
+def test_a_plan_that_fits_has_no_proposals():
     plan = make_plan(MODEL, config(), Machine(8, 80 * GIB))
     assert plan.fits
     assert plan.proposals == ()
@@ -112,27 +112,27 @@ def test_each_proposal_makes_it_fit(memory: int):
         assert proposal.device <= memory * GIB
 
 
-def test_nothing_helps_a_gpu_that_is_far_too_small():
+def test_a_gpu_that_is_too_small_has_no_proposals():
     plan = make_plan(MODEL, config(), Machine(1, GIB))
     assert not plan.fits
     assert plan.proposals == ()
 
 
-def test_the_host_counts_where_it_was_asked_for():
+def test_host_memory_limits_an_offloaded_run():
     offloaded = config(fsdp_cpu_offload=True)
     roomy = Machine(8, 80 * GIB, 256 * GIB)
     assert make_plan(MODEL, offloaded, roomy).fits
     assert not make_plan(MODEL, offloaded, replace(roomy, host_memory=100 * GIB)).fits
 
 
-def test_what_is_offloaded_is_on_the_host():
+def test_offloaded_state_is_on_the_host():
     count, inputs = count_parameters(MODEL).total, 32 * 1024 * 4096 * 2  # layers, tokens, width, bfloat16
     parts, total = PLANNER.host(config(offload_optimizer=True, gradient_checkpointing=True, offload_activations=True))
     assert parts == {"Adam's moments": 8 * count, "activations": 8 * inputs}
     assert total > sum(parts.values())
 
 
-def test_remedies_are_from_fast_to_slow_and_never_take_away_what_was_given():
+def test_remedies_are_ordered_by_cost_and_keep_the_given_options():
     found = [changed.flags for changed in remedies.remedies(config(), packs=[], caches=[])]
     assert found[0] == ()
     assert found[1] == ("--offload-optimizer",)
@@ -151,14 +151,14 @@ def test_remedies_are_from_fast_to_slow_and_never_take_away_what_was_given():
         check(changed.config)
 
 
-def test_a_model_that_asks_for_values_is_refused_in_words():
+def test_a_model_that_reads_values_is_refused():
     model = configs.meta_model("qwen3-30b-a3b")
     model.set_experts_implementation("eager")
     with pytest.raises(MemoryPlanError, match="activations of Qwen3MoeForCausalLM cannot be planned"):
         Planner(model, Machine(8, GIB)).training(config())
 
 
-def test_of_a_run_that_trains_an_adapter_only_that_has_gradients_and_moments():
+def test_only_an_adapter_has_gradients_and_moments():
     chosen = config(lora_rank=8, lora_targets=["attention"])
     model = configs.meta_model("llama-3.1-8b")
     add_adapters(model, chosen.lora)

@@ -25,7 +25,7 @@ def write(folder: Path, rows: list[dict]) -> Path:
     return folder
 
 
-def test_rows_name_the_first_the_best_and_the_last(tmp_path):
+def test_rows_have_first_best_and_last_values(tmp_path):
     rows = {row.label: (row.first, row.best, row.last) for row in report_rows(write(tmp_path, GRPO))}
     assert rows == {
         "reward": ((1, 0.25), (2, 0.875), (4, 0.75)),
@@ -35,13 +35,13 @@ def test_rows_name_the_first_the_best_and_the_last(tmp_path):
     }
 
 
-def test_the_best_loss_is_the_lowest_and_stands_only_where_there_is_no_reward(tmp_path):
+def test_a_run_without_a_reward_reports_its_lowest_loss(tmp_path):
     losses = [{"step": step, "loss/total": loss} for step, loss in enumerate((4.0, 0.5, 1.0), start=1)]
     (row,) = report_rows(write(tmp_path, losses))
     assert (row.label, row.best) == ("loss", (2, 0.5))
 
 
-def test_a_run_that_selects_shows_what_all_groups_earned_and_how_many_were_kept(tmp_path):
+def test_a_run_with_selection_reports_all_groups_and_the_kept_share(tmp_path):
     steps = [{**row, "selection/reward_mean": 0.1, "selection/kept_fraction": 0.5} for row in GRPO[1:3]]
     steps[-1] |= {"selection/reward_mean": 0.9, "curriculum/mean_pass_rate": 0.75}
     run = write(tmp_path, steps)
@@ -59,7 +59,7 @@ def test_a_run_that_selects_shows_what_all_groups_earned_and_how_many_were_kept(
     assert list(figure.axes[0].lines[0].get_ydata()) == [0.1, 0.9]
 
 
-def test_a_line_that_is_being_written_is_left_out(tmp_path):
+def test_an_unfinished_line_is_ignored(tmp_path):
     run = write(tmp_path, GRPO)
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "reward/me')
@@ -76,7 +76,7 @@ def test_a_folder_without_steps_is_one_line(tmp_path, rows):
         make_figure(tmp_path)
 
 
-def test_the_picture_says_what_ran_and_what_changed(tmp_path):
+def test_the_figure_has_a_title_and_changes(tmp_path):
     run = write(tmp_path, GRPO)
     (run / "config.yaml").write_text(
         "algorithm: {algorithm: grpo}\nmodel: {hf_checkpoint: Qwen/Qwen3-4B}\ndata: {prompt_data: rows.jsonl}\n"
@@ -91,18 +91,18 @@ def test_the_picture_says_what_ran_and_what_changed(tmp_path):
     assert all(axes.get_ylim()[0] == 0 for axes in figure.axes)
 
 
-def test_a_supervised_run_is_drawn_by_its_loss(tmp_path):
+def test_the_figure_of_a_supervised_run_is_its_loss(tmp_path):
     run = write(tmp_path, [{"step": 1, "loss/total": 4.0}, {"step": 2, "loss/total": 0.5}])
     assert [axes.get_title(loc="left") for axes in make_figure(run).axes] == ["Loss"]
     assert draw_curves(run, tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_picture_that_cannot_be_written_is_one_line(tmp_path):
+def test_a_figure_that_cannot_be_written_is_one_line(tmp_path):
     with pytest.raises(ConfigError, match="cannot be written"):
         draw_curves(write(tmp_path, GRPO), tmp_path / "nowhere" / "curves.png")
 
 
-def test_smoothing_looks_back_only():
+def test_smoothing_uses_past_values_only():
     assert smooth([0.0, 2.0, 4.0, 6.0], window=2) == [0.0, 1.0, 3.0, 5.0]
 
 

@@ -16,7 +16,7 @@ span = st.tuples(st.sampled_from(["generate", "train"]), st.integers(1, 9), st.i
 
 
 @given(spans=st.lists(span, max_size=12))
-def test_bars_of_a_row_never_lie_over_each_other(spans):
+def test_bars_of_a_lane_never_overlap(spans):
     bars = in_lanes(spans)
     assert sorted((b.stage, b.rollout, b.begin, b.end) for b in bars) == sorted(spans)
     for a in bars:
@@ -34,7 +34,7 @@ def write(folder: Path) -> None:
     (folder / "timeline.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 9, "sta')
 
 
-def test_a_range_of_rollouts_is_drawn_from_a_run_that_goes_on(tmp_path: Path) -> None:
+def test_a_range_of_rollouts_of_a_running_run_is_drawn(tmp_path: Path) -> None:
     write(tmp_path)
     assert {bar.rollout for bar in read_bars(tmp_path, (3, 5))} == {3, 4, 5}
     assert {bar.rollout for bar in read_bars(tmp_path)} == {5, 6, 7, 8}
@@ -42,7 +42,7 @@ def test_a_range_of_rollouts_is_drawn_from_a_run_that_goes_on(tmp_path: Path) ->
     assert draw_timeline(tmp_path, tmp_path / "t.svg", (3, 5)).read_text().count("rollout") >= 3
 
 
-def test_rollouts_that_are_not_there_and_runs_without_a_timeline_are_one_line(tmp_path: Path) -> None:
+def test_missing_rollouts_and_missing_timelines_are_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no timeline\.jsonl"):
         read_bars(tmp_path)
     write(tmp_path)

@@ -16,7 +16,7 @@ def named(steps: list[list[int]], keys: list[int]) -> list[set[int]]:
 
 
 @given(keys=KEYS, num_steps=STEPS)
-def test_every_sample_is_in_one_step_and_the_steps_are_as_even_as_can_be(keys: list[int], num_steps: int) -> None:
+def test_every_sample_is_in_one_step_and_steps_have_equal_sizes(keys: list[int], num_steps: int) -> None:
     steps = deal(keys, num_steps, seed="0/0/0")
     assert sorted(i for step in steps for i in step) == list(range(len(keys)))
     sizes = [len(step) for step in steps]
@@ -25,12 +25,12 @@ def test_every_sample_is_in_one_step_and_the_steps_are_as_even_as_can_be(keys: l
 
 
 @given(data=st.data(), keys=KEYS, num_steps=STEPS, seed=st.text(max_size=3))
-def test_who_shares_a_step_does_not_depend_on_the_order(data, keys, num_steps, seed):
+def test_steps_do_not_depend_on_the_order_of_samples(data, keys, num_steps, seed):
     other = data.draw(st.permutations(keys))
     assert named(deal(other, num_steps, seed=seed), other) == named(deal(keys, num_steps, seed=seed), keys)
 
 
-def test_another_rollout_or_epoch_is_dealt_otherwise() -> None:
+def test_each_rollout_and_epoch_has_other_steps() -> None:
     keys = list(range(64))
     deals = [deal(keys, 4, seed=seed) for seed in ("0/0/0", "0/0/1", "0/1/0", "1/0/0")]
     assert all(a != b for i, a in enumerate(deals) for b in deals[:i])
@@ -42,7 +42,7 @@ def test_one_step_keeps_the_order() -> None:
 
 
 @given(st.lists(st.sampled_from(["a:0", "a:1", "b:0@1", "ü"]), max_size=12))
-def test_a_sample_is_named_by_its_group_and_its_place_in_it(groups: list[str]) -> None:
+def test_the_key_of_a_sample_is_its_group_and_position(groups: list[str]) -> None:
     keys = sample_keys([Sample(group, [0], [False], [0.0]) for group in groups])
     assert len(set(keys)) == len(groups)
     alone = {group: sample_keys([Sample(group, [0], [False], [0.0])] * groups.count(group)) for group in set(groups)}

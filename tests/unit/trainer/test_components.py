@@ -24,7 +24,7 @@ LONG = "a" * 60
         (0, 3, 2, 0, ["evaluations leave out 2 of 2 prompts, which are longer than 40 tokens"]),
     ],
 )
-def test_what_an_evaluation_lacks_is_told(num_short, num_long, eval_size, held_out, told, caplog) -> None:
+def test_missing_evaluation_prompts_are_logged(num_short, num_long, eval_size, held_out, told, caplog) -> None:
     rows = [
         {"prompt": f"{text} {i}", "label": ""} for text, n in (("a", num_short), (LONG, num_long)) for i in range(n)
     ]
@@ -34,7 +34,7 @@ def test_what_an_evaluation_lacks_is_told(num_short, num_long, eval_size, held_o
     assert [record.getMessage() for record in caplog.records] == told
 
 
-def test_an_error_does_not_wait_for_what_an_environment_does_in_flight(tmp_path) -> None:
+def test_an_error_does_not_wait_for_environments_in_flight(tmp_path) -> None:
     config = Config(
         hf_checkpoint="none", prompt_data="none", reward=["exact_match"], output_dir=str(tmp_path),
         max_staleness=1, mismatch_correction="tis",

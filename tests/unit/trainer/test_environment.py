@@ -15,7 +15,7 @@ def build(name: str, **kwargs):
     return build_environment(EnvironmentConfig(environment=name, environment_kwargs=kwargs))
 
 
-def test_none_a_shipped_one_a_class_and_a_function():
+def test_environments_are_classes_or_functions():
     assert build_environment(EnvironmentConfig()) is None
     calculator = build("examples.calculator.calculator:Calculator", native_tools=True)
     assert calculator.environment == Calculator(native_tools=True)
@@ -46,6 +46,6 @@ def test_none_a_shipped_one_a_class_and_a_function():
         (f"{HERE}:thing", {}, "3 is not a callable object"),
     ],
 )
-def test_what_cannot_be_built_is_said_in_one_line(name, kwargs, message):
+def test_an_invalid_environment_is_one_line(name, kwargs, message):
     with pytest.raises(ConfigError, match=message):
         build(name, **kwargs)

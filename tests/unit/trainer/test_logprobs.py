@@ -57,7 +57,7 @@ BYPASS = {"use_rollout_logprobs": True}
     ],
     ids=str,
 )
-def test_only_what_is_needed_is_scored_and_the_loss_sees_only_what_it_reads(values, asked, seen):
+def test_only_needed_logprobs_are_computed_and_passed_to_the_loss(values, asked, seen):
     backend, before = Scored(), two_steps()
     scorer = LogprobPasses(Config(hf_checkpoint="x", **values), cast(TrainBackend, backend))
     steps = scorer.for_loss(scorer.compute(before))

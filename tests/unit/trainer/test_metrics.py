@@ -8,7 +8,7 @@ from fsdptrain.trainer.samples.single_turn import RolloutBatch
 from fsdptrain.types import Sample
 
 
-def test_the_report_is_of_the_reward_and_of_all_that_could_not_be_scored() -> None:
+def test_reward_metrics_include_unscored_samples_of_all_groups() -> None:
     """Dynamic sampling has left out the two groups that were not scored; a detail is called as a metric of ours."""
     kept = [
         Sample("g", [1, 2], [False, True], [0.0] * 2, reward=r, rewards={"mean": 9.0, "math": r}) for r in (0.0, 1.0)
@@ -21,7 +21,7 @@ def test_the_report_is_of_the_reward_and_of_all_that_could_not_be_scored() -> No
     assert metrics["reward/unscored_fraction"] == 0.5
 
 
-def test_a_skipped_step_has_no_gradient_norm_and_takes_none_away() -> None:
+def test_a_skipped_step_does_not_change_the_gradient_norm() -> None:
     taken = {"loss/total": 1.0, "optim/grad_norm": 2.0, "optim/skipped_steps": 1.0}
     skipped = {"loss/total": 3.0, "optim/skipped_steps": 1.0}
     merged = {"loss/total": 2.0, "optim/grad_norm": 2.0, "optim/skipped_steps": 1.0}
@@ -30,7 +30,7 @@ def test_a_skipped_step_has_no_gradient_norm_and_takes_none_away() -> None:
     assert mean_metrics([]) == {}
 
 
-def test_maxima_stay_maxima_counters_stay_counters_and_the_rate_is_the_last() -> None:
+def test_maxima_counters_and_the_learning_rate_are_not_averaged() -> None:
     first = {"mismatch/abs_max": 1.0, "mine/any_max": 5.0, "optim/skipped_steps": 1.0, "optim/lr": 3.0}
     second = {"mismatch/abs_max": 2.0, "mine/any_max": 4.0, "optim/skipped_steps": 2.0, "optim/lr": 1.0}
     assert mean_metrics([first, second]) == {

@@ -14,7 +14,7 @@ from fsdptrain.trainer.samples.threads import DeadlineError, StepThreads
 pytestmark = pytest.mark.slow
 
 
-def test_results_come_in_order_and_errors_in_their_place():
+def test_results_and_errors_are_in_the_order_of_the_calls():
     def call(i):
         time.sleep(0.01 * (5 - i))
         if i == 3:
@@ -49,13 +49,13 @@ def test_at_most_num_threads_run_at_one_time():
     assert most == 3
 
 
-def test_the_deadline_is_of_each_call_and_those_that_wait_have_not_begun():
+def test_the_deadline_of_a_call_starts_with_it():
     """One thread, and calls that together take longer than the deadline of one."""
     results = StepThreads(num_threads=1, timeout=3.0).run([lambda: time.sleep(0.5)] * 7)
     assert results == [None] * 7
 
 
-def test_a_call_that_hangs_is_left_behind_and_its_place_taken():
+def test_a_hanging_call_is_replaced():
     release = threading.Event()
     threads = StepThreads(num_threads=2, timeout=2.0)
     results = threads.run([release.wait, release.wait, *[lambda: "fine"] * 20])
@@ -65,7 +65,7 @@ def test_a_call_that_hangs_is_left_behind_and_its_place_taken():
     release.set()
 
 
-def test_too_many_that_never_come_back_stop_the_run(monkeypatch):
+def test_too_many_hanging_calls_stop_the_run(monkeypatch):
     monkeypatch.setattr(module, "MAX_STUCK", 3)
     release = threading.Event()
     threads = StepThreads(num_threads=8, timeout=0.05)
@@ -84,7 +84,7 @@ def hang() -> None:
     assert isinstance(result, TimeoutError)
 
 
-def test_a_call_that_hangs_does_not_keep_the_process():
+def test_a_hanging_call_does_not_block_the_exit():
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["fsdptrain.testing"])
     process = context.Process(target=hang)

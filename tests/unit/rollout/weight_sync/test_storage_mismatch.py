@@ -38,7 +38,7 @@ def test_the_same_matrix_of_every_layer_may_have_another_layout(permute):
 
 
 @pytest.mark.parametrize("name", sent())
-def test_a_single_matrix_may_not(name):
+def test_a_single_matrix_may_not_have_another_layout(name):
     assert classified(sent() | {name: sent()[name].flip(0)}) == {}
 
 
