@@ -224,7 +224,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 
 def config(name: str, **more: Any) -> PreTrainedConfig:
-    """The tiny configuration of the model_type `name`, with `more` said."""
+    """The tiny configuration of the model_type `name`, with options `more`."""
     config_class = CONFIG_MAPPING[name]
     default = config_class().to_dict()
     names = config_class.attribute_map
@@ -234,7 +234,7 @@ def config(name: str, **more: Any) -> PreTrainedConfig:
 
 
 def build(name: str, **changes: Any) -> PreTrainedModel:
-    """A float32 model of random weights, all of them moved off what they are initialised with."""
+    """A float32 model with all weights random."""
     torch.manual_seed(0)
     auto_class = AutoModelForSeq2SeqLM if name == "t5" else AutoModelForCausalLM
     model = auto_class.from_config(config(name, **changes), dtype=torch.float32)

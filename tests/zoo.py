@@ -152,7 +152,7 @@ def meta(name: str, **changes: Any) -> PreTrainedModel:
 
 @torch.no_grad()
 def randomize(model: PreTrainedModel, seed: int) -> None:
-    """Move every parameter off what it was initialised with."""
+    """Add noise to every parameter."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator)

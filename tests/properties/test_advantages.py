@@ -1,4 +1,4 @@
-"""Advantages are their formula in float64, whatever the order of samples and wherever groups lie on ranks."""
+"""Advantages equal their formulas in float64, in any order of samples and on any ranks."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -50,7 +50,7 @@ def batches(draw: st.DrawFn) -> list[Sample]:
 
 
 def made_on_ranks(shares: Sequence[list[Sample]], rule: AdvantageRule) -> list[list[Sample]]:
-    """What each rank makes of its share. Replays all ranks up to the first collective whose sums are not known yet."""
+    """The samples of each rank. Replays all ranks up to the first collective with unknown sums."""
     known: list[dict[str, float]] = []
     while True:
         asked: list[Mapping[str, float]] = []

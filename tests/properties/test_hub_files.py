@@ -1,4 +1,4 @@
-"""Files that are planned from shapes and written piece by piece are those that safetensors reads."""
+"""safetensors reads the files that are planned from shapes and written in pieces."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Every loss has the value and the gradient of its formula (loss_references.py), whatever the batch."""
+"""Every loss has the value and the gradient of its formula (loss_references.py)."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The gradient depends on samples alone: not on packing, micro-batches or ranks (docs/architecture.md, invariant 2)."""
+"""Gradients do not depend on packing, micro-batches or ranks (docs/architecture.md, invariant 2)."""
 
 import pytest
 import torch

@@ -159,7 +159,7 @@ def test_attention_over_shared_prefixes_is_attention_over_whole_segments(
 
 
 def shared_of(families: list[tuple[int, list[int]]]) -> tuple[SharedPrefixes, tuple[int, ...]]:
-    """Each family: tokens of the prefix (0: nothing is shared), and of what follows in each of its segments."""
+    """Each family: tokens of the prefix (0: not shared), and of the rest of each segment."""
     segments, lengths, seqlens = [], [], []
     for prefix, owns in families:
         first = len(seqlens)

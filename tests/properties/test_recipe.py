@@ -1,4 +1,4 @@
-"""What `to_yaml` writes, `load_recipe` reads: the same configuration, whatever is in it."""
+"""`load_recipe` reads the configuration that `to_yaml` writes."""
 
 import tempfile
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What decides in benchmarks: whether sides agree, whether laws hold, and what is taken from a run that was stopped."""
+"""Checks of the benchmarks: agreement of both sides, laws, and results of an interrupted run."""
 
 import importlib
 import json

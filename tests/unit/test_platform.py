@@ -1,4 +1,4 @@
-"""What the machine has for this process: memory within the limits of its control groups, and a device of its own."""
+"""Memory within the limits of control groups, and the device of a process."""
 
 from pathlib import Path
 

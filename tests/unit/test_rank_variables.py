@@ -1,4 +1,4 @@
-"""Variables of torchrun that cannot be right are refused in one line."""
+"""Invalid variables of torchrun are refused in one line."""
 
 import pytest
 

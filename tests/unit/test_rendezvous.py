@@ -1,4 +1,4 @@
-"""The ranks of one attempt find each other, and nobody else. A rank is a thread here."""
+"""The ranks of one attempt connect, without keys of earlier attempts. A rank is a thread here."""
 
 import socket
 from concurrent.futures import ThreadPoolExecutor

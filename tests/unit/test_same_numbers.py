@@ -1,4 +1,4 @@
-"""When two recordings of benchmarks/same_numbers.py hold the same numbers."""
+"""benchmarks/same_numbers.py accepts recordings with the same numbers only."""
 
 import json
 from argparse import Namespace

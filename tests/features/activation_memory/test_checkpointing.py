@@ -133,7 +133,7 @@ def test_offload_copies_each_activation_once_and_no_weight():
 
 
 class Operations(TorchDispatchMode):
-    """The names of what runs inside."""
+    """The names of the operations inside."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ def _gradients(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _bytes_kept(model: PreTrainedModel) -> int:
-    """What autograd saves in a forward pass of the layers, without parameters."""
+    """Bytes that autograd saves in a forward pass of the layers, without parameters."""
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     saved: dict[int, int] = {}
 

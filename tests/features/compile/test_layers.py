@@ -64,7 +64,7 @@ def step(model, lengths: tuple[int, ...]) -> dict[str, Tensor]:
     ],
 )
 def test_graphs_of_the_first_pack_serve_all_others(name, changes, recomputed):
-    """With dynamo and AOT autograd, as inductor has them; what inductor makes of a graph is not in question here."""
+    """With dynamo and AOT autograd, without inductor."""
     compiler = CompileCounterWithBackend("aot_eager")
     compiled = model_of(name, compiler=compiler, recomputed=recomputed, **changes)
     plain = model_of(name, compiler=None, recomputed=recomputed, **changes)

@@ -57,7 +57,7 @@ def as_pack(made: list[tuple[Prompt, Completion]]):
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
 @torch.no_grad()
 def test_the_engine_reports_the_experts_of_the_trainer(name, tmp_path):
-    """Whatever the prompts were padded to, and while finished rows leave the cache."""
+    """With padded prompts, and while finished rows leave the cache."""
     engine = make_engine(zoo.build(name), tmp_path)
     made = completions(engine)
     lengths = [len(completion.token_ids) for _, completion in made]

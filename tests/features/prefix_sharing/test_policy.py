@@ -40,7 +40,7 @@ EVERY_TERM = LossConfig(kl_loss_coef=0.1, entropy_coef=0.1, use_opsm=True, misma
 
 
 def group_samples() -> list[Sample]:
-    """Two groups and a sample by itself; prompts longer than the zoo's window of 16, and responses around it."""
+    """Two groups and a single sample; prompts and responses exceed the zoo's window of 16."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(count: int) -> list[int]:

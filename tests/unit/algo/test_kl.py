@@ -1,3 +1,5 @@
+"""Estimators of the KL divergence, and the adaptive coefficient."""
+
 import math
 
 import pytest

@@ -1,4 +1,4 @@
-"""Length shapes the reward of training, visibly, and leaves everything else as it was."""
+"""Penalties of length change the training reward and are reported."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ def test_the_overlong_penalty_has_the_values_of_dapo(length: int, penalty: float
 
 
 def test_overlong_counts_observations_and_length_does_not() -> None:
-    """Half of what fills the limit are words of an environment; the length reward is for those of the model."""
+    """Half of the tokens are observations. They count for the limit, but not for the length reward."""
     episode = replace(sample(100, reward=0.0), loss_mask=[False] + ([True] * 5 + [False] * 5) * 10)
     rule = ShapingRule(100, 20, {"overlong": 1.0, "length": 1.0})
     shaped = shape([episode, sample(70)], rule)

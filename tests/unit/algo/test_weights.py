@@ -1,3 +1,5 @@
+"""Weights of tokens, and the totals that they divide by."""
+
 import pytest
 
 from fsdptrain.algo.weights import Totals, count_totals, num_loss_tokens, token_weight

@@ -1,4 +1,4 @@
-"""The curriculum asks rows as often as their pass rate says, forgets nothing at a resume, and never stops a stream."""
+"""The curriculum draws rows by pass rate, resumes exactly, and never blocks a stream."""
 
 import json
 import math
@@ -31,7 +31,7 @@ def stream(num_rows: int = 9, *, floor: float = 0.1, decay: float = 1.0, long_ro
 
 
 def take(prompts: PromptStream, count: int) -> list[str]:
-    """Ask, answer (row i passes i of 8 times) and record, four at a time; the ids that were asked."""
+    """Draw and record, four at a time (row i passes i of 8 times). Return the ids."""
     asked: list[str] = []
     for _ in range(count // 4):
         batch = prompts.next(4)

@@ -1,3 +1,5 @@
+"""Prompts of rows, and the stream of prompts over epochs."""
+
 import json
 from typing import Any
 
@@ -145,7 +147,7 @@ def test_each_epoch_has_every_row_once_in_an_order_of_the_seed(tokenizer: Any) -
 
 
 def done(prompts: PromptStream, count: int) -> list[Prompt]:
-    """So many prompts, of which the stream learns what became of them."""
+    """Draw `count` prompts and record them."""
     taken = prompts.next(count)
     for prompt in taken:
         prompts.record(prompt)

@@ -1,3 +1,5 @@
+"""Samples for supervised training."""
+
 import pytest
 
 from fsdptrain.config import DataConfig

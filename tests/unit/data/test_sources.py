@@ -1,3 +1,5 @@
+"""Rows of files, folders, Python and reasoning_gym, and their split."""
+
 import json
 from pathlib import Path
 from typing import Any

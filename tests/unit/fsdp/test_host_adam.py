@@ -1,4 +1,4 @@
-"""Steps over state on the host are bitwise those of the same optimizer without, wherever they are made."""
+"""An optimizer with state on the host is bitwise the same one on the device."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Threads are for the cores that a scheduler has given, and not for all that the machine has."""
+"""The number of threads follows the cores of the scheduler, not of the machine."""
 
 import os
 from pathlib import Path

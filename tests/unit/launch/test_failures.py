@@ -1,4 +1,4 @@
-"""Of several failures the cause is shown, not its echoes; and what was started must be what the flags say."""
+"""The root cause of several failures, and options that do not match the processes."""
 
 import pytest
 import torch.distributed as dist
@@ -15,7 +15,7 @@ BUG, LOST, USER = ZeroDivisionError("a bug"), RuntimeError("Connection closed by
 
 
 def exits_of(codes, errors, folder, monkeypatch):
-    """What the agent sees: exit codes, and the error files of the ranks."""
+    """Exit codes and error files of the ranks, as the agent has them."""
     monkeypatch.setenv("FSDPTRAIN_LAUNCHER_PID", "1")
     for rank, error in errors.items():
         monkeypatch.setenv(ERROR_FILE, str(folder / f"{rank}.json"))

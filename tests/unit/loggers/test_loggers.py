@@ -33,7 +33,7 @@ for logger in loggers:
 
 
 class ListLogger:
-    """A plug-in as a user would write it."""
+    """A logger of a user."""
 
     def __init__(self, info):
         self.info = info

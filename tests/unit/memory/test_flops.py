@@ -1,4 +1,4 @@
-"""The products that perf/mfu counts are those that torch sees the stock model do."""
+"""The FLOPs of perf/mfu are those that torch counts for the stock model."""
 
 import pytest
 import torch

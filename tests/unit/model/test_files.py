@@ -1,4 +1,4 @@
-"""A checkpoint is complete, or one line says what is missing."""
+"""A checkpoint is complete, or one line names the missing file."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Every fallback is named, with its reason, and nothing else is."""
+"""Every fallback is reported with its reason, and nothing else is."""
 
 from typing import Any
 

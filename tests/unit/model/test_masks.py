@@ -1,4 +1,4 @@
-"""Masks are asked for once for each kind of pass, and a pattern that would be lost is refused."""
+"""Masks are created once for each kind of pass. A mask with another pattern is refused."""
 
 import pytest
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS

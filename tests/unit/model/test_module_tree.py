@@ -1,4 +1,4 @@
-"""The list of parts is complete, counts every parameter, and says what things are."""
+"""The module tree is complete, counts every parameter, and names the kind of each part."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The configurations that ship as test data are those of the models whose names they bear."""
+"""The configurations in tests/data have the published sizes of their models."""
 
 import pytest
 

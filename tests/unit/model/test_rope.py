@@ -1,4 +1,4 @@
-"""What may come is held against the rotary embedding before a model is loaded."""
+"""The longest possible sequence is compared with the rotary embedding before a model is loaded."""
 
 import pytest
 

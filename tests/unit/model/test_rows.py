@@ -1,4 +1,4 @@
-"""Both layouts hold the same tokens, and give them back in the order of the pack."""
+"""Both layouts have the same tokens and return them in the order of the pack."""
 
 import torch
 from hypothesis import given, settings

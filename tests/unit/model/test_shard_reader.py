@@ -1,4 +1,4 @@
-"""`--against-checkpoint` finds what loading would stumble over, and nothing in files that fit."""
+"""`--against-checkpoint` reports names and shapes that loading would reject, and nothing for matching files."""
 
 from pathlib import Path
 

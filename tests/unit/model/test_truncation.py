@@ -1,4 +1,4 @@
-"""What truncated sampling leaves: by its definition, and as the filters of transformers have it."""
+"""Tokens kept by truncated sampling, by definition and by the filters of transformers."""
 
 import math
 
@@ -22,7 +22,7 @@ def truncations() -> st.SearchStrategy[Truncation]:
 
 
 def head_of(row: list[float], truncation: Truncation) -> set[int]:
-    """min_p and top_k, then top_p within what they left, token by token; and whatever is as likely as the last."""
+    """min_p and top_k, then top_p among the rest, and tokens as likely as the last one."""
     weights = [math.exp(x - max(row)) for x in row]
     likeliest_first = sorted(range(len(row)), key=lambda i: -row[i])
     left = [i for i in likeliest_first if weights[i] >= truncation.min_p]

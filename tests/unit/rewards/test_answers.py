@@ -1,3 +1,5 @@
+"""The answer in a response."""
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,3 +1,5 @@
+"""Rewards from --reward: names, weights, functions of users."""
+
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,3 +1,5 @@
+"""Values of rewards, errors, and unscored samples."""
+
 import math
 from typing import Any
 

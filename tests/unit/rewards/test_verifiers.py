@@ -1,3 +1,5 @@
+"""The rewards math, exact, format and reasoning_gym."""
+
 import threading
 
 import pytest

@@ -1,4 +1,4 @@
-"""--rollout-engine: a name is found, refused or plugged in, and never replaced by another."""
+"""--rollout-engine: a known name, an import path or a plug-in; other names are refused."""
 
 from importlib.metadata import EntryPoint, EntryPoints
 from importlib.util import find_spec

@@ -1,4 +1,4 @@
-"""Where a rank stood is written when a wait takes too long, and an error that comes of it says where."""
+"""Stacks of a rank are written when a wait takes too long, and the error names their folder."""
 
 import ctypes
 import os

@@ -1,4 +1,4 @@
-"""The plan is monotone, and every way out that it names works."""
+"""The plan is monotone, and every fix that it proposes works."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a run did, from its folder: also while it goes on, and after a warm-up that has no reward."""
+"""The report of a run folder, also of a running run and of one without a reward."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The figure of a timeline: every stage of the rollouts that were asked for, and none over another."""
+"""The figure of a timeline has every stage of the requested rollouts, without overlaps."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Environments of somebody else, by import path."""
+"""Environments of a user, named by import path."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Samples are dealt to optimizer steps at random, and evenly, whoever holds them."""
+"""Samples are assigned to optimizer steps at random and evenly, on any ranks."""
 
 from hypothesis import given
 from hypothesis import strategies as st

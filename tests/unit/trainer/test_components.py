@@ -1,4 +1,4 @@
-"""Data to train on and to evaluate on; what is left out of an evaluation is told. Threads for rollouts in flight."""
+"""Training and evaluation data, and threads for rollouts in flight."""
 
 import threading
 from contextlib import ExitStack

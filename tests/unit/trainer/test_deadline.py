@@ -1,4 +1,4 @@
-"""A reward that hangs costs its sample, and one that always hangs ends the run: never does anyone wait for it."""
+"""A hanging reward costs its sample; one that always hangs ends the run. Nothing waits for it."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +16,7 @@ PROMPT = Prompt("a", [1], "label")
 
 
 class Counted:
-    """A reward that knows how often it was asked."""
+    """A reward that counts its calls."""
 
     def __init__(self) -> None:
         self.calls = 0

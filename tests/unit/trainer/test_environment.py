@@ -1,4 +1,4 @@
-"""An environment is named; what it is not is said in one line."""
+"""Environments by import path. An invalid one is refused in one line."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""One definition of right: evaluations follow --pass-threshold, as the curriculum does."""
+"""Evaluations use --pass-threshold, as the curriculum does."""
 
 import pytest
 

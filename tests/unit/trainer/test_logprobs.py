@@ -1,4 +1,4 @@
-"""What is scored before the first update, and what of it the loss gets to see."""
+"""Logprobs that are computed before the first update, and those that the loss receives."""
 
 from collections.abc import Sequence
 from typing import cast
@@ -18,7 +18,7 @@ SAMPLES = [Sample("g", [1, 2, 3], [False, True, True], [0.0, -0.5, -0.25]) for _
 
 
 class Scored:
-    """Answers with the number of the question, and remembers who was asked."""
+    """Returns the number of the call as logprobs, and records the models."""
 
     def __init__(self) -> None:
         self.asked: list[ModelRole] = []

@@ -1,4 +1,4 @@
-"""What is reported of a rollout, and several optimizer steps of it as one record."""
+"""Metrics of a rollout, and of several optimizer steps as one record."""
 
 from fsdptrain import platform
 from fsdptrain.algo.advantages import ADVANTAGES, AdvantageRule

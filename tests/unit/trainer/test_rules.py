@@ -1,4 +1,4 @@
-"""From options to the rules by which rewards become advantages."""
+"""Options become rules for advantages, shaping and selection."""
 
 import pytest
 

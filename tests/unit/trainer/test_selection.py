@@ -1,4 +1,4 @@
-"""Dynamic sampling, one decision at a time: what is kept, how many are asked, and where it ends."""
+"""Dynamic sampling: kept groups, requested groups, and the end of a rollout."""
 
 import math
 

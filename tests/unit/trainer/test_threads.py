@@ -1,4 +1,4 @@
-"""Calls run side by side; one that raises or hangs is its own loss alone."""
+"""Concurrent calls: one that raises or hangs affects no other."""
 
 import multiprocessing
 import sys

@@ -1,4 +1,4 @@
-"""Stages that overlap, from several threads; and how long nobody was at work."""
+"""Overlapping stages of several threads, and idle time."""
 
 import threading
 import time

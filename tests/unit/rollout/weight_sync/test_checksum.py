@@ -1,4 +1,4 @@
-"""A checksum depends on content, order and length, and on nothing else."""
+"""A checksum depends on content, order and length only."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Only tensors with exactly the values that were sent count as stored in another dtype or layout."""
+"""Only tensors with exactly the pushed values count as stored in another dtype or layout."""
 
 from collections.abc import Mapping, Sequence
 
