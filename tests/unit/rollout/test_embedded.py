@@ -1,5 +1,6 @@
 """The embedded engine generates what the stock model would, whatever is generated beside it."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,10 +9,12 @@ import torch
 from transformers import PreTrainedModel
 
 from fsdptrain.errors import RolloutError
+from fsdptrain.model.structure import expert_choice
 from fsdptrain.rollout.embedded.engine import HFEngine
 from fsdptrain.testing import tiny_qwen3
 from fsdptrain.types import Completion, Prompt, SamplingParams
 from tests import zoo
+from tests.exact import Exact, in_float64
 
 pytestmark = pytest.mark.slow
 
@@ -32,10 +35,20 @@ def make_prompts(lengths: list[int]) -> list[Prompt]:
 PROMPTS = make_prompts([7, 30, 1, 18, 30, 3])
 
 
-def make_engine(model: PreTrainedModel, folder: Path, **options) -> HFEngine:
+def make_engine(model: PreTrainedModel, folder: Path, *, dtype: torch.dtype = torch.float32) -> HFEngine:
     model.save_pretrained(folder)
-    engine = HFEngine(folder, dtype=torch.float32, device=CPU, **options)
+    engine = HFEngine(folder, dtype=dtype, device=CPU)
     engine.update_weights(model.state_dict().items(), 1)
+    return engine
+
+
+def exact_engine(model: PreTrainedModel, folder: Path) -> HFEngine:
+    """Convert `model` to float64 and return an engine with it. Compute under `Exact`."""
+    engine = make_engine(in_float64(model), folder, dtype=torch.float64)
+    if expert_choice(model.config):
+        engine.model.set_experts_implementation("eager")
+    for buffer, exact in zip(model.buffers(), engine.model.buffers(), strict=True):
+        buffer.copy_(exact)  # `model` computed its own in float32
     return engine
 
 
@@ -54,6 +67,12 @@ def engine(model, folder) -> HFEngine:
     return make_engine(model, folder)
 
 
+@pytest.fixture
+def exact() -> Iterator[None]:
+    with Exact():
+        yield
+
+
 @torch.no_grad()
 def plain_logprobs(model: PreTrainedModel, prompt: Prompt, completion: Completion, temperature: float) -> torch.Tensor:
     """Of the response, by one forward pass over the whole sequence, without a cache and without padding."""
@@ -70,7 +89,7 @@ def assert_same(ours: list[Completion], theirs: list[Completion]) -> None:
             other.token_ids,
             other.finish_reason,
         )
-        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-11)
 
 
 @pytest.mark.parametrize("name", zoo.ARCHITECTURES)
@@ -85,16 +104,18 @@ def test_every_architecture_generates_what_the_stock_model_does(name, tmp_path):
         output = model.generate(torch.tensor([prompt.token_ids]), do_sample=False, max_new_tokens=24, pad_token_id=0)
         assert completion.token_ids == output[0, len(prompt.token_ids) :].tolist()
 
-    tempered = replace(ENDING, temperature=0.7)
     asked = [prompt for prompt in PROMPTS for _ in range(4)]
-    for prompt, completion in zip(asked, engine.generate(PROMPTS, tempered), strict=True):
-        expected = plain_logprobs(model, prompt, completion, temperature=0.7)
-        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, rtol=0.0, atol=1e-5)
+    with Exact():
+        made = exact_engine(model, tmp_path).generate(PROMPTS, replace(ENDING, temperature=0.7))
+        for prompt, completion in zip(asked, made, strict=True):
+            expected = plain_logprobs(model, prompt, completion, temperature=0.7)
+            assert completion.logprobs == pytest.approx(expected.tolist(), abs=1e-11)
 
 
+@pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("name", ["qwen3", "gemma3", "qwen3_next"])
 def test_completion_does_not_depend_on_what_is_generated_beside_it(name, tmp_path):
-    engine = make_engine(zoo.build(name), tmp_path)
+    engine = exact_engine(zoo.build(name), tmp_path)
     together = engine.generate(PROMPTS, ENDING)
     alone = [completion for prompt in PROMPTS for completion in engine.generate([prompt], ENDING)]
     assert_same(together, alone)
@@ -121,10 +142,11 @@ def test_completions_depend_on_the_seed_and_the_number_of_the_sample_only(engine
             assert long.token_ids[: len(short.token_ids)] == short.token_ids
 
 
+@pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize(("name", "changes"), [("qwen3", {}), ("qwen3_next", {}), ("gpt2", {"n_positions": 33})])
 def test_the_limit_of_a_prompt_cuts_its_completions_only(name, changes, tmp_path):
     """The longest prompt ends at the last position of gpt2 and stays in the cache while others continue."""
-    engine = make_engine(zoo.build(name, **changes), tmp_path)
+    engine = exact_engine(zoo.build(name, **changes), tmp_path)
     prompts = [replace(PROMPTS[i], max_tokens=limit) for i, limit in ((0, 20), (1, 3), (2, None), (3, 15), (5, 24))]
     sampling = replace(SAMPLING, max_tokens=10)
     for i, one in enumerate(engine.generate(prompts, sampling)):
