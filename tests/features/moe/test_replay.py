@@ -129,13 +129,8 @@ def test_models_that_cannot_be_replayed_are_refused_with_the_reason():
     phimoe = PhimoeConfig(**small, num_local_experts=4, num_experts_per_tok=2)
     with pytest.raises(ConfigError, match="scoring does not work with phimoe: it chooses experts in another way"):
         check_replay(phimoe, "scoring")
-    groups = {
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
-        "n_group": 4,
-        "topk_group": 1,
-        "moe_intermediate_size": 16,
-    }
+    experts = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    groups = {**experts, "n_group": 4, "topk_group": 1}
     mla = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
     limited = DeepseekV2Config(**small, **groups, **mla, topk_method="group_limited_greedy")
     with pytest.raises(ConfigError, match="an expert that it would not choose gets no weight"):

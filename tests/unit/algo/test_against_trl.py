@@ -54,13 +54,18 @@ def case(
     return Case(theirs, loss, aggregation, ours, engine, accumulate)
 
 
+def sampled(correction: str, mode: str, ours: Mapping[str, Any] | None = None, **theirs: Any) -> Case:
+    """vLLM's logprobs differ from those of the old policy."""
+    loss = theirs.get("loss_type", "grpo")
+    values = {**CLIP, "mismatch_low": 0.8, "mismatch_high": 1.25, "mismatch_correction": correction, **(ours or {})}
+    return case(loss, "token_mean", values, engine=True, **{**VLLM, **theirs}, vllm_importance_sampling_mode=mode)
+
+
 CLIP = {"eps_clip": 0.1, "eps_clip_high": 0.1}
 SEQUENCE: dict[str, Any] = {"importance_sampling_level": "sequence", "epsilon": 0.02}
 S_CLIP = {"eps_clip": 0.02, "eps_clip_high": 0.02}
 VLLM = {"loss_type": "dapo", "vllm_importance_sampling_clip_min": 0.8, "vllm_importance_sampling_clip_max": 1.25}
 BIASED_KL: dict[str, Any] = {"beta": 0.3, "use_bias_correction_kl": False}
-BOUNDS = {**CLIP, "mismatch_low": 0.8, "mismatch_high": 1.25}
-TIS = {**BOUNDS, "mismatch_correction": "tis"}
 
 SAME = {
     "grpo": case("grpo", "sequence_mean", CLIP, loss_type="grpo"),
@@ -93,19 +98,10 @@ SAME = {
         "grpo", "token_mean", {**CLIP, "use_opsm": True, "opsm_delta": 0.01}, loss_type="dapo",
         off_policy_mask_threshold=0.01,
     ),
-    "tis": case("grpo", "token_mean", TIS, engine=True, **VLLM, vllm_importance_sampling_mode="token_truncate"),
-    "tis of cispo": case(
-        "cispo", "token_mean", {**TIS, "is_cap_high": 1.1}, engine=True, **{**VLLM, "loss_type": "cispo"},
-        epsilon_high=1.1, vllm_importance_sampling_mode="token_truncate",
-    ),
-    "mis": case(
-        "grpo", "token_mean", {**BOUNDS, "mismatch_correction": "mis", "kl_loss_coef": 0.3}, engine=True, **VLLM,
-        **BIASED_KL, vllm_importance_sampling_mode="token_mask",
-    ),
-    "tis_sequence": case(
-        "grpo", "token_mean", {**BOUNDS, "mismatch_correction": "tis_sequence"}, engine=True, **VLLM,
-        vllm_importance_sampling_mode="sequence_truncate",
-    ),
+    "tis": sampled("tis", "token_truncate"),
+    "tis of cispo": sampled("tis", "token_truncate", {"is_cap_high": 1.1}, loss_type="cispo", epsilon_high=1.1),
+    "mis": sampled("mis", "token_mask", {"kl_loss_coef": 0.3}, **BIASED_KL),
+    "tis_sequence": sampled("tis_sequence", "sequence_truncate"),
 }  # fmt: skip
 
 

@@ -56,17 +56,10 @@ def test_the_split_of_a_saved_data_set_can_be_chosen(tmp_path: Path) -> None:
         load_rows(config(tmp_path / "d", prompt_split="dev"), seed=0)
 
 
-def test_chat_messages_are_prompts_too() -> None:
-    chat = [{"role": "user", "content": "hello"}]
+def test_rows_of_python_objects() -> None:
+    chat, mine = [{"role": "user", "content": "hello"}], [Row("x", "hello")]
     assert as_rows([{"prompt": chat, "label": 1}], config(""))[0].prompt == chat
-
-
-def test_rows_of_python_objects_are_used_unchanged() -> None:
-    mine = [Row("x", "hello")]
     assert as_rows(mine, config("")) is mine
-
-
-def test_an_empty_label_key_allows_rows_without_labels() -> None:
     assert as_rows([{"prompt": "x"}], config("", label_key=""))[0].label is None
 
 
@@ -88,6 +81,8 @@ def test_an_invalid_prompt_is_an_error_with_the_row(prompt: object) -> None:
     rows = as_rows([{"prompt": "x", "label": 1}, {"prompt": prompt, "label": 1}], config(""), name="mine")
     with pytest.raises(DataError, match="row mine:1 holds"):
         rows[1]
+    with pytest.raises(DataError, match="--prompt-data mine has no rows"):
+        as_rows([], config(""), name="mine")
 
 
 @pytest.mark.parametrize(
@@ -111,11 +106,6 @@ def test_data_that_cannot_be_read_is_one_line(name, content, message, tmp_path, 
     assert "\n" not in str(error.value)
 
 
-def test_an_empty_data_set_is_an_error() -> None:
-    with pytest.raises(DataError, match="--prompt-data mine has no rows"):
-        as_rows([], config(""), name="mine")
-
-
 def test_reasoning_gym_rows_carry_what_their_scorer_needs() -> None:
     rows = load_rows(config("reasoning_gym:spell_backward", data_size=50), seed=3)
     entry = rows[7].metadata["entry"]
@@ -126,13 +116,9 @@ def test_reasoning_gym_rows_carry_what_their_scorer_needs() -> None:
     assert rows[7].prompt != load_rows(config("reasoning_gym:spell_backward", data_size=50), seed=4)[7].prompt
 
 
-def test_reasoning_gym_takes_typed_parameters() -> None:
+def test_reasoning_gym_takes_typed_parameters_and_lists() -> None:
     rows = load_rows(config("reasoning_gym:spell_backward?min_word_len=4&max_word_len=4&size=9"), seed=0)
-    assert len(rows) == 9
-    assert {len(rows[i].label) for i in range(9)} == {4}
-
-
-def test_reasoning_gym_takes_lists() -> None:
+    assert [len(rows[i].label) for i in range(len(rows))] == [4] * 9
     rows = load_rows(config("reasoning_gym:basic_arithmetic?operators=[+]&allow_negation=false&size=30"), seed=0)
     assert not any("*" in str(rows[i].prompt) or "/" in str(rows[i].prompt) for i in range(30))
 

@@ -1,7 +1,6 @@
 """Layers, head and counts of every family, on the meta device or not."""
 
 import pytest
-import torch
 from torch import nn
 
 from fsdptrain.errors import CheckpointError
@@ -10,24 +9,18 @@ from tests import zoo
 
 
 @pytest.mark.parametrize("name", zoo.ARCHITECTURES)
-def test_layers_have_all_parameters_but_embedding_norm_and_head(name: str):
+def test_layers_have_all_parameters_but_embedding_norm_and_head_and_tied_weights_count_once(name: str):
     model = zoo.build(name)
-    layers = decoder_layers(model)
+    layers, counts = decoder_layers(model), count_parameters(model)
     assert len(layers) == model.config.num_hidden_layers
     inside = {p for layer in layers for p in layer.parameters()}
     outside = [key for key, p in model.named_parameters() if p not in inside]
-    assert all(key.endswith(("embed_tokens.weight", "wte.weight", "wpe.weight")) or "norm" in key or "head" in key
-               or "ln_f" in key for key in outside), outside  # fmt: skip
-
-
-@pytest.mark.parametrize("name", zoo.ARCHITECTURES)
-def test_counts_are_exact_and_tied_weights_count_once(name: str):
-    model = zoo.build(name)
-    counts = count_parameters(model)
+    ends = ("embed_tokens.weight", "wte.weight", "wpe.weight")
+    assert all(key.endswith(ends) or "norm" in key or "head" in key or "ln_f" in key for key in outside), outside
+    assert lm_head(model).weight.shape == (zoo.VOCAB_SIZE, zoo.HIDDEN)
     assert counts.total == sum(t.numel() for t in {t.data_ptr(): t for t in model.parameters()}.values())
-    with torch.device("meta"):
-        assert count_parameters(zoo.build(name)) == counts
-    assert counts.largest_layer * len(decoder_layers(model)) + counts.outside_layers >= counts.total
+    assert count_parameters(zoo.meta(name)) == counts
+    assert counts.largest_layer * len(layers) + counts.outside_layers >= counts.total
 
 
 def test_a_model_without_declared_layers_uses_its_largest_module_list():
