@@ -128,7 +128,6 @@ CONFIGS: dict[str, Callable[..., PreTrainedConfig]] = {
 }
 ARCHITECTURES = tuple(CONFIGS)
 MOE = ("qwen3_moe", "mixtral", "gpt_oss", "qwen3_next", "deepseek_v3")
-TIED = ("qwen2", "gemma2", "gemma3", "gpt2", "cohere")
 
 
 def config(name: str, **changes: Any) -> PreTrainedConfig:

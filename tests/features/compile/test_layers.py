@@ -13,10 +13,10 @@ from fsdptrain.features.activation_memory.offload import enable_activation_offlo
 from fsdptrain.features.compile.layers import check_compiler, compile_layers
 from fsdptrain.fsdp.transfers import Transfers
 from fsdptrain.model.attention.attention import SEGMENTS, register_attention
-from fsdptrain.model.policy import install_policy_forward, plain_batch, policy_logprobs
+from fsdptrain.model.policy import install_policy_forward, policy_logprobs
 from tests import zoo
+from tests.seam import CPU, random_pack
 
-CPU = torch.device("cpu")
 PACKS = [(7, 1, 12, 3), (30,), (2, 2, 2), (40, 10, 4, 4), (1, 1), (17,)]
 
 
@@ -42,9 +42,7 @@ def model_of(name: str, *, compiler: CompileCounterWithBackend | None, recompute
 
 def step(model, lengths: tuple[int, ...]) -> dict[str, Tensor]:
     """A pack is scored, then trained on: logprobs and gradients."""
-    generator = torch.Generator().manual_seed(len(lengths))
-    segments = [torch.randint(5, zoo.VOCAB_SIZE, (n,), generator=generator).tolist() for n in lengths]
-    batch = plain_batch(segments, device=CPU)
+    batch = random_pack(lengths, seed=len(lengths))
     with torch.no_grad():
         policy_logprobs(model, batch, layout="packed")
     values = policy_logprobs(model, batch, layout="packed").values

@@ -11,13 +11,13 @@ from fsdptrain.config.effects import NoEffectError
 from fsdptrain.errors import ConfigError
 from fsdptrain.features.activation_memory.checkpointing import CheckpointingKind, enable_gradient_checkpointing
 from fsdptrain.features.moe.checks import aux_loss_coef, check_replay, replay_refusal
-from fsdptrain.model.policy import plain_batch, policy_logprobs
+from fsdptrain.model.policy import policy_logprobs
 from fsdptrain.model.probes.random_copy import random_copy
 from fsdptrain.model.structure import expert_choice
 from fsdptrain.types import NO_ROUTE
 from tests import zoo
 from tests.exact import Exact, in_float64
-from tests.seam import CPU, install_replay, routed_logprobs
+from tests.seam import install_replay, random_pack, routed_logprobs
 
 LENGTHS = [7, 1, 12, 3]
 
@@ -28,13 +28,6 @@ def replaying(name: str, *, recomputed: CheckpointingKind | None = None, every: 
     if recomputed is not None:
         enable_gradient_checkpointing(model, kind=recomputed, every=every)
     return model, install_replay(model)
-
-
-def batch_of(seed: int = 0):
-    generator = torch.Generator().manual_seed(seed)
-    return plain_batch(
-        [torch.randint(5, zoo.VOCAB_SIZE, (n,), generator=generator).tolist() for n in LENGTHS], device=CPU
-    )
 
 
 def run(replaying, batch, layout: str, *, with_routes: bool = False):
@@ -59,7 +52,7 @@ UNPACKABLE = {("qwen3_next", "packed")}  # its convolution knows no packs
 
 @pytest.mark.parametrize(("name", "layout"), sorted({*product(zoo.MOE, ["packed", "padded"])} - UNPACKABLE))
 def test_recorded_routes_change_no_bit_and_other_routes_are_used(name, layout):
-    model, batch = replaying(name), batch_of()
+    model, batch = replaying(name), random_pack(LENGTHS)
     plain, gradients, _ = run(model, batch, layout)
     recorded, _, routes = run(model, batch, layout, with_routes=True)
     num_experts, top_k = expert_choice(model[0].config)
@@ -88,7 +81,7 @@ def test_recorded_routes_change_no_bit_and_other_routes_are_used(name, layout):
 
 
 def test_a_token_without_a_route_uses_the_router():
-    model, batch = replaying("qwen3_moe"), batch_of()
+    model, batch = replaying("qwen3_moe"), random_pack(LENGTHS)
     plain, _, routes = run(model, batch, "packed", with_routes=True)
     others = foreign(routes, 6)
     others[:20] = NO_ROUTE  # the first three segments
@@ -104,14 +97,14 @@ def test_a_token_without_a_route_uses_the_router():
 def test_gradient_checkpointing_recomputes_the_same_experts(layout, kind, every):
     """Also when other packs are scored between a forward pass and its backward pass."""
     plain, checkpointed = replaying("qwen3_moe"), replaying("qwen3_moe", recomputed=kind, every=every)
-    batch = batch_of()
+    batch = random_pack(LENGTHS)
     _, _, routes = run(plain, batch, layout, with_routes=True)
     given = dataclasses.replace(batch, routes=foreign(routes, 6))
     wanted, gradients, _ = run(plain, given, layout)
     checkpointed, moe = checkpointed
     found = policy_logprobs(checkpointed, given, layout=layout).values
     with torch.no_grad():
-        routed_logprobs(moe, checkpointed, batch_of(1), layout=layout, with_routes=True)
+        routed_logprobs(moe, checkpointed, random_pack(LENGTHS, seed=1), layout=layout, with_routes=True)
     (found * (batch.position_ids + 1).sin()).sum().backward()
     assert torch.equal(found, wanted)
     for name, parameter in checkpointed.named_parameters():

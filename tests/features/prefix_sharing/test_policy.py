@@ -34,7 +34,7 @@ from fsdptrain.model.rows import Rows
 from fsdptrain.types import LogProbs, LossConfig, PackedBatch, Sample
 from tests import zoo
 from tests.exact import Exact, in_float64
-from tests.seam import CPU, policy_model, prefix_sharing
+from tests.seam import CPU, gradients, policy_model, prefix_sharing
 
 EVERY_TERM = LossConfig(kl_loss_coef=0.1, entropy_coef=0.1, use_opsm=True, mismatch_correction="tis")
 
@@ -66,12 +66,6 @@ def near(batch: PackedBatch) -> PackedBatch:
     """With logprobs of an old policy and a reference."""
     noise = torch.randn(2, batch.num_tokens, generator=torch.Generator().manual_seed(1))
     return replace(batch, old_logprobs=-5.5 + 0.3 * noise[0], ref_logprobs=-5.5 + 0.3 * noise[1])
-
-
-def gradients(model: PreTrainedModel, loss: Tensor) -> dict[str, Tensor]:
-    model.zero_grad()
-    loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def distance(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:

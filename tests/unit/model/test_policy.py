@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from fsdptrain.errors import NumericsError
 from fsdptrain.model import policy
@@ -14,13 +13,12 @@ from fsdptrain.model.policy import (
     check_backward,
     check_head,
     head_transform,
-    plain_batch,
     policy_logprobs,
 )
 from fsdptrain.model.rows import Layout
 from tests import zoo
 from tests.exact import Exact, in_float64
-from tests.seam import CPU, policy_model
+from tests.seam import CPU, gradients, policy_model, random_pack
 
 LENGTHS = (37, 5, 50, 21, 1)  # longer and shorter than the zoo's window of 16
 LAYOUTS: tuple[Layout, ...] = ("packed", "padded")
@@ -29,20 +27,9 @@ TEMPERATURE = 0.6
 OPTIONS: dict[str, Any] = {"vocab_size": zoo.VOCAB_SIZE, "compute_dtype": torch.float32, "device": CPU}
 
 
-def segments(lengths: tuple[int, ...] = LENGTHS, seed: int = 0) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(zoo.VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
-
-
 def weights(values: Tensor) -> Tensor:
     """A gradient that differs from token to token."""
     return torch.linspace(-1.0, 2.0, values.numel())
-
-
-def gradients(model: PreTrainedModel, loss: Tensor) -> dict[str, Tensor]:
-    model.zero_grad()
-    loss.backward()
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
 def stock_one_by_one(name: str) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -51,8 +38,8 @@ def stock_one_by_one(name: str) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     model.set_attn_implementation("eager")
     values, entropies = [], []
     with Exact():
-        for segment in segments():
-            ids = torch.tensor([segment])
+        for ids in random_pack(LENGTHS).input_ids.split(LENGTHS):
+            ids = ids[None]
             logp = (model(input_ids=ids, use_cache=False).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
             end = torch.zeros(1)
             values.append(torch.cat([logp.gather(1, ids[0, 1:, None])[:, 0], end]))
@@ -71,7 +58,7 @@ def test_both_layouts_are_exact_for_every_architecture(name: str) -> None:
         if layout == "packed" and name in REFUSE_PACKS:
             continue
         with Exact():
-            batch = plain_batch(segments(), device=CPU)
+            batch = random_pack(LENGTHS)
             found = policy_logprobs(model, batch, layout=layout, temperature=TEMPERATURE, with_entropy=True)
             assert found.entropy is not None
             some = batch.loss_positions[::3]
@@ -93,7 +80,7 @@ def test_both_layouts_are_exact_for_every_architecture(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(REFUSE_PACKS))
 def test_a_recurrent_mixer_without_kernels_refuses_packs(name: str) -> None:
     with pytest.raises(ValueError, match="packed sequences"):
-        policy_logprobs(policy_model(name), plain_batch(segments(), device=CPU), layout="packed")
+        policy_logprobs(policy_model(name), random_pack(LENGTHS), layout="packed")
 
 
 LONGROPE = {
@@ -118,7 +105,7 @@ def test_frequencies_that_depend_on_the_longest_sequence_are_refused_beyond_the_
     model = policy_model(name, rope_parameters={"rope_theta": 1e4, **rope}, **{original: 64})
 
     def first(*lengths: int) -> Tensor:
-        return policy_logprobs(model, plain_batch(segments(lengths), device=CPU), layout=layout).values[: lengths[0]]
+        return policy_logprobs(model, random_pack(lengths), layout=layout).values[: lengths[0]]
 
     torch.testing.assert_close(first(40, 64), first(40))
     for lengths in refused:
