@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fsdptrain.features.moe.bias_update import RouterBiasUpdater
+from fsdptrain.features.moe.bias import RouterBiasUpdater
 
 from fsdptrain.algo.advantages import ADVANTAGES, MULTI_REWARD, divide_by_group_std
 from fsdptrain.algo.batch_scales import divide_by_batch_std, whiten_tokens

@@ -1,10 +1,11 @@
-"""Features attached to small models without a configuration."""
+"""Small models with the forward pass of the policy and with features, without a configuration."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fsdptrain.config.sections import ParallelConfig
@@ -14,8 +15,35 @@ from fsdptrain.features.context_parallel.recurrent import gather_around
 from fsdptrain.features.context_parallel.ulysses import UlyssesGroup
 from fsdptrain.features.moe.feature import MoEFeature
 from fsdptrain.features.prefix_sharing.feature import PrefixSharingFeature
-from fsdptrain.model.policy import install_policy_forward, policy_logprobs
+from fsdptrain.model.attention.attention import SEGMENTS, register_attention
+from fsdptrain.model.policy import install_policy_forward, plain_batch, policy_logprobs
 from fsdptrain.types import LogProbs, PackedBatch
+from tests import zoo
+
+CPU = torch.device("cpu")
+
+
+def policy_model(name: str, chunk_size: int = 16, *, more: Sequence[Feature] = (), **changes: Any) -> PreTrainedModel:
+    """A model of the zoo with the policy's forward and attention, prefix sharing, and `more` features."""
+    register_attention()
+    model = zoo.build(name, **changes)
+    model.set_attn_implementation(SEGMENTS)
+    install_policy_forward(model, chunk_size=chunk_size, features=Features([PrefixSharingFeature(), *more]))
+    return model
+
+
+def gradients(model: PreTrainedModel, loss: Tensor) -> dict[str, Tensor]:
+    """Return the gradients of `loss` by parameter name, without those of earlier losses."""
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def random_pack(lengths: Sequence[int], seed: int = 0) -> PackedBatch:
+    """A pack of random tokens of the zoo, with a loss on all that are predicted."""
+    generator = torch.Generator().manual_seed(seed)
+    segments = [torch.randint(5, zoo.VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
+    return plain_batch(segments, device=CPU)
 
 
 def context_parallel(group: UlyssesGroup, mixers: Sequence[nn.Module] = ()) -> ContextParallelFeature:

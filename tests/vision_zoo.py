@@ -4,6 +4,7 @@ folder = save(tmp_path, "qwen3_vl")          # weights, tokenizer, processor, ch
 model = build("gemma3", seed=3)              # float32, on the CPU
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -32,35 +33,31 @@ VOCAB_SIZE = 272
 IMAGE_TOKEN_ID = 263
 _TEXT: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 1024,
-    "tie_word_embeddings": False,
     "pad_token_id": 0,
     "eos_token_id": 1,
     "bos_token_id": 1,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 1024,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "tie_word_embeddings": False,
 }
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+_TOWER = {"hidden_size": 32, "intermediate_size": 48, "patch_size": 4}
 _QWEN_TOWER: dict[str, Any] = {
+    **_TOWER,
     "depth": 2,
-    "hidden_size": 32,
-    "intermediate_size": 48,
     "num_heads": 2,
     "in_channels": 3,
-    "patch_size": 4,
+    "out_hidden_size": 64,
     "spatial_merge_size": 2,
     "temporal_patch_size": 2,
-    "out_hidden_size": 64,
 }
-_PLACES = {
-    "vision_start_token_id": 261,
-    "vision_end_token_id": 262,
-    "image_token_id": IMAGE_TOKEN_ID,
-    "video_token_id": 264,
+_PLACES = {"vision_start_token_id": 261, "vision_end_token_id": 262, "image_token_id": IMAGE_TOKEN_ID} | {
+    "video_token_id": 264
 }
 
 
@@ -92,32 +89,14 @@ def _qwen3_5() -> PreTrainedModel:
 
 
 def _gemma3() -> PreTrainedModel:
-    text = {
-        **_TEXT,
-        "query_pre_attn_scalar": 16,
-        "sliding_window": 16,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "tie_word_embeddings": True,
-    }
-    tower = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "patch_size": 4,
-        "image_size": 16,
-        "vision_use_head": False,
-    }
+    layers = ["sliding_attention", "full_attention"]
+    text = {**_TEXT, "query_pre_attn_scalar": 16, "sliding_window": 16, "layer_types": layers}
+    layers_and_heads = {"num_hidden_layers": 2, "num_attention_heads": 2}
+    tower = {**_TOWER, **layers_and_heads, "image_size": 16, "vision_use_head": False}
+    places = {"boi_token_index": 261, "eoi_token_index": 262, "image_token_index": IMAGE_TOKEN_ID}
+    text["tie_word_embeddings"] = True
     return Gemma3ForConditionalGeneration(
-        Gemma3Config(
-            text_config=text,
-            vision_config=tower,
-            mm_tokens_per_image=4,
-            boi_token_index=261,
-            eoi_token_index=262,
-            image_token_index=IMAGE_TOKEN_ID,
-            tie_word_embeddings=True,
-        )
+        Gemma3Config(text_config=text, vision_config=tower, mm_tokens_per_image=4, tie_word_embeddings=True, **places)
     )
 
 
@@ -151,8 +130,6 @@ def tokenizer(name: str) -> PreTrainedTokenizerFast:
 
 def save(folder: Path, name: str, *, seed: int = 0) -> Path:
     """Write model, tokenizer and processor as a hub folder, in float32."""
-    import json
-
     build(name, seed).save_pretrained(folder, max_shard_size="200KB")
     words = tokenizer(name)
     if name == "gemma3":

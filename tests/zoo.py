@@ -49,23 +49,20 @@ _BASE = {
     "max_position_embeddings": 512,
     "tie_word_embeddings": False,
 }
-_LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
+_LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0} | {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-_YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0} | {
     "truncate": False,
     "original_max_position_embeddings": 128,
 }
+_HEAD = {"head_dim": 16}
+_WINDOW = {"head_dim": 16, "sliding_window": 16}
+_GEMMA = {**_WINDOW, "query_pre_attn_scalar": 16, "tie_word_embeddings": True}
+_TOP_2 = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
+_SLIDING, _FULL, _LINEAR = "sliding_attention", "full_attention", "linear_attention"
 _MLA = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
 _GROUPS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
 GDN = {
@@ -94,60 +91,33 @@ CONFIGS: dict[str, Callable[..., PreTrainedConfig]] = {
     "llama": _config(LlamaConfig),
     "llama3_rope": _config(LlamaConfig, rope_parameters=_LLAMA3_ROPE),
     "qwen2": _config(Qwen2Config, tie_word_embeddings=True),
-    "qwen3": _config(Qwen3Config, head_dim=16),
-    "qwen3_moe": _config(
-        Qwen3MoeConfig,
-        head_dim=16,
-        num_experts=6,
-        num_experts_per_tok=2,
-        moe_intermediate_size=48,
-        decoder_sparse_step=1,
-    ),
+    "qwen3": _config(Qwen3Config, **_HEAD),
+    "qwen3_moe": _config(Qwen3MoeConfig, **_HEAD, **_TOP_2, num_experts=6, decoder_sparse_step=1),
     "mixtral": _config(MixtralConfig, num_local_experts=4, num_experts_per_tok=2),
     "mistral": _config(MistralConfig, sliding_window=16),
-    "gemma2": _config(
-        Gemma2Config,
-        head_dim=16,
-        query_pre_attn_scalar=16,
-        sliding_window=16,
-        attn_logit_softcapping=5.0,
-        final_logit_softcapping=3.0,
-        tie_word_embeddings=True,
-    ),
-    "gemma3": _config(
-        Gemma3TextConfig,
-        num_hidden_layers=3,
-        head_dim=16,
-        query_pre_attn_scalar=16,
-        sliding_window=16,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-        tie_word_embeddings=True,
-    ),
+    "gemma2": _config(Gemma2Config, **_GEMMA, attn_logit_softcapping=5.0, final_logit_softcapping=3.0),
+    "gemma3": _config(Gemma3TextConfig, **_GEMMA, num_hidden_layers=3, layer_types=[_SLIDING, _FULL, _SLIDING]),
     "gpt_oss": _config(
         GptOssConfig,
-        head_dim=16,
+        **_WINDOW,
         num_local_experts=4,
         num_experts_per_tok=2,
-        sliding_window=16,
         rope_parameters=_YARN,
-        layer_types=["sliding_attention", "full_attention"],
+        layer_types=[_SLIDING, _FULL],
     ),
     "qwen3_next": _config(
         Qwen3NextConfig,
-        **GDN,
+        **{**GDN, **_HEAD, **_TOP_2},
         num_hidden_layers=4,
-        head_dim=16,
         num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=48,
         shared_expert_intermediate_size=48,
-        layer_types=["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+        layer_types=[_LINEAR, _LINEAR, _LINEAR, _FULL],
     ),
-    "glm4": _config(Glm4Config, head_dim=16),
+    "glm4": _config(Glm4Config, **_HEAD),
     "phi3": _config(Phi3Config),
     "phi": _config(PhiConfig),
     "deepseek_v3": _config(
-        DeepseekV3Config, **_MLA, **_GROUPS, num_key_value_heads=4, moe_intermediate_size=48, n_shared_experts=1
+        DeepseekV3Config, **{**_MLA, **_GROUPS}, num_key_value_heads=4, moe_intermediate_size=48, n_shared_experts=1
     ),
     "olmo2": _config(Olmo2Config),
     "granite": _config(
@@ -158,7 +128,6 @@ CONFIGS: dict[str, Callable[..., PreTrainedConfig]] = {
 }
 ARCHITECTURES = tuple(CONFIGS)
 MOE = ("qwen3_moe", "mixtral", "gpt_oss", "qwen3_next", "deepseek_v3")
-TIED = ("qwen2", "gemma2", "gemma3", "gpt2", "cohere")
 
 
 def config(name: str, **changes: Any) -> PreTrainedConfig:
@@ -174,9 +143,15 @@ def build(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     return model.eval()
 
 
+def meta(name: str, **changes: Any) -> PreTrainedModel:
+    """The float32 model of the family `name` on the meta device, with stock attention."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config(name, **changes), dtype=torch.float32)
+
+
 @torch.no_grad()
 def randomize(model: PreTrainedModel, seed: int) -> None:
-    """Move every parameter off what it was initialised with."""
+    """Add noise to every parameter."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator)

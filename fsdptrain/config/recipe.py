@@ -118,12 +118,10 @@ def _line(text: str, source: Source | None, width: int, *, colour: bool) -> str:
 
 def _scalar(value: Any) -> str:
     """Format `value` on one line."""
-    style = '"' if isinstance(value, str) and not value.isprintable() else None
     in_list = yaml.dump(
         [value],
         Dumper=_Dumper,
         default_flow_style=True,
-        default_style=style,
         width=math.inf,
         allow_unicode=True,
         sort_keys=False,
@@ -147,6 +145,12 @@ class _Dumper(yaml.SafeDumper):
     """YAML dumper that quotes strings that `_Loader` would read as numbers."""
 
 
+def _string(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    """Quote text with line breaks or other unprintable characters, which plain YAML folds or rejects."""
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
+
+
+_Dumper.add_representer(str, _string)
 _FLOAT = re.compile(r"^[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$")
 for _resolver in (_Loader, _Dumper):
     _resolver.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))

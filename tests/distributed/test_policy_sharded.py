@@ -18,7 +18,7 @@ from fsdptrain.model.probes.layout import choose_layout
 from fsdptrain.testing import spawn
 from fsdptrain.types import LogProbs
 from tests import zoo
-from tests.unit.models.test_logprobs import LargestTensor
+from tests.unit.model.test_logprobs import LargestTensor
 
 CPU = torch.device("cpu")
 ARCHITECTURES = ("qwen2", "gpt_oss", "qwen3_next", "granite")  # tied; sinks and experts; refuses packs; scaled logits

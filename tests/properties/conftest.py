@@ -1,4 +1,4 @@
-"""Hypothesis for machines that are busy: no deadline for an example, and the same examples in each run."""
+"""Hypothesis without deadlines, which fail on a busy machine, and with the same examples in each run."""
 
 from hypothesis import settings
 

@@ -21,6 +21,7 @@ class Sequence:
     lr: Tensor
     lf: Tensor
     w: Tensor  # weights
+    h: Tensor  # entropy
     A: float
 
 
@@ -184,7 +185,7 @@ def by_token(policy: Tensor, l: Tensor) -> Tensor:  # noqa: E741
 
 
 def loss_of(name: str, sequences: list[Sequence], c: LossConfig) -> Tensor:
-    """Sum over sequences and tokens of w (W L + beta KL)."""
+    """Sum over sequences and tokens of w (W L + beta KL - alpha H)."""
     total = torch.zeros((), dtype=torch.float64)
     for s in sequences:
         policy = POLICY[name](s, c)
@@ -197,4 +198,5 @@ def loss_of(name: str, sequences: list[Sequence], c: LossConfig) -> Tensor:
         total = total + (s.w * policy).sum()
         if c.kl_loss_coef:
             total = total + (s.w * c.kl_loss_coef * kl(s, c)).sum()
+        total = total - (s.w * c.entropy_coef * s.h).sum()
     return total

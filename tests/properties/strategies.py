@@ -1,4 +1,4 @@
-"""What the property tests draw."""
+"""Strategies of the property tests."""
 
 from random import Random
 

@@ -1,4 +1,4 @@
-"""Advantages are their formula in float64, whatever the order of samples and wherever groups lie on ranks."""
+"""Advantages equal their formulas in float64, in any order of samples and on any ranks."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -50,7 +50,7 @@ def batches(draw: st.DrawFn) -> list[Sample]:
 
 
 def made_on_ranks(shares: Sequence[list[Sample]], rule: AdvantageRule) -> list[list[Sample]]:
-    """What each rank makes of its share. Replays all ranks up to the first collective whose sums are not known yet."""
+    """The samples of each rank. Replays all ranks up to the first collective with unknown sums."""
     known: list[dict[str, float]] = []
     while True:
         asked: list[Mapping[str, float]] = []
@@ -154,10 +154,11 @@ def test_gdpo_equals_a_reference_in_float64(batch) -> None:
         np.testing.assert_allclose(values(made_on_ranks([batch], GDPO)[0]), expected, rtol=1e-7, atol=1e-7)
 
 
-@given(rule=st.sampled_from(RULES), batch=batches())
-def test_a_batch_of_one_reward_teaches_nothing(rule, batch) -> None:
-    """And nothing is divided by a std of 0. The rewards are shaped by nothing here: lengths differ."""
-    same = [replace(s, reward=None if s.reward is None else 1.5, rewards=dict.fromkeys(WEIGHTS, 0.5)) for s in batch]
+@given(rule=st.sampled_from(RULES), batch=batches(), reward=st.sampled_from([1.5, 0.1, 1e9 + 0.3]))
+def test_equal_rewards_give_advantages_of_exactly_0(rule, batch, reward) -> None:
+    """Rounding of the mean must not be divided by a tiny standard deviation."""
+    parts = dict.fromkeys(WEIGHTS, reward / 3)
+    same = [replace(s, reward=None if s.reward is None else reward, rewards=parts) for s in batch]
     made = scale_over_batch(assign_advantages(same, rule), rule, dict)
     assert not np.any(values(made))
 

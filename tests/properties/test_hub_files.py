@@ -1,4 +1,4 @@
-"""Files that are written tensor by tensor are those that safetensors and transformers read."""
+"""safetensors and transformers read the files that are written tensor by tensor."""
 
 import json
 from pathlib import Path

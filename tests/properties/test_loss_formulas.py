@@ -1,4 +1,4 @@
-"""Every loss has the value and the gradient of its formula (loss_references.py), whatever the batch."""
+"""Every loss has the value and the gradient of its formula (loss_references.py)."""
 
 from dataclasses import replace
 
@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fsdptrain.algo.corrections import REJECTION_ESTIMATORS, REJECTION_LEVELS
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.algo.weights import AGGREGATIONS, count_totals, num_loss_tokens
 from fsdptrain.config.presets import LOSS_FIELDS, LOSS_OPTIONS
@@ -26,10 +27,17 @@ CONFIGS = [
     LossConfig(mismatch_correction="icepop", mismatch_high=5.0, kl_loss_coef=0.3, kl_loss_type="low_var_kl"),
     LossConfig(kl_loss_coef=0.3, kl_loss_type="k2", use_unbiased_kl=True),
     LossConfig(kl_loss_coef=0.3, kl_loss_type="k1", use_unbiased_kl=True),
+    LossConfig(kl_loss_coef=0.3, kl_loss_type="k3", entropy_coef=0.2),
     LossConfig(mismatch_correction="tis", mismatch_rejection="token_k1", mismatch_rejection_max=0.1),
     LossConfig(mismatch_rejection="seq_mean_k3", mismatch_rejection_max=0.05, use_rollout_logprobs=True),
     LossConfig(mismatch_correction="mis", mismatch_rejection="seq_max_k2", mismatch_rejection_max=0.02),
     LossConfig(mismatch_rejection="seq_sum_k1", mismatch_rejection_max=0.1, use_opsm=True),
+    *(
+        LossConfig(mismatch_correction="tis", mismatch_rejection=f"{level}_{estimator}", mismatch_rejection_max=bound)
+        for level in REJECTION_LEVELS
+        for estimator in REJECTION_ESTIMATORS
+        for bound in (0.01, 0.3)
+    ),
 ]
 SPREADS = [0.0, 0.02, 0.3, 3.0, 200.0]  # how far old, rollout and reference logprobs lie from the current ones
 
@@ -63,7 +71,13 @@ def make_batch(samples: list[Sample], aggregation: str, *, spread: float, seed: 
         advantages=batch.advantages.double(),
         loss_weights=batch.loss_weights.double(),
     )
-    return batch, LogProbs((base + poison).requires_grad_())
+    values = (base + poison).requires_grad_()
+    return batch, LogProbs(values, entropy_of(values))
+
+
+def entropy_of(values: torch.Tensor) -> torch.Tensor:
+    """Linear, so that its gradient is finite where a value is NaN."""
+    return -0.3 * values
 
 
 def sequences_of(batch: PackedBatch, values: torch.Tensor) -> list[Sequence]:
@@ -73,7 +87,14 @@ def sequences_of(batch: PackedBatch, values: torch.Tensor) -> list[Sequence]:
         if at:
             assert batch.old_logprobs is not None
             assert batch.ref_logprobs is not None
-            columns = (values, batch.old_logprobs, batch.rollout_logprobs, batch.ref_logprobs, batch.loss_weights)
+            columns = (
+                values,
+                batch.old_logprobs,
+                batch.rollout_logprobs,
+                batch.ref_logprobs,
+                batch.loss_weights,
+                entropy_of(values),
+            )
             found.append(Sequence(*(column[at] for column in columns), A=batch.advantages[at[0]].item()))
     return found
 
@@ -85,22 +106,28 @@ def sequences_of(batch: PackedBatch, values: torch.Tensor) -> list[Sequence]:
     samples=sample_lists(max_size=5).map(lambda drawn: [*drawn, *PUSHING]),
     config=st.sampled_from(CONFIGS),
     aggregation=st.sampled_from(sorted(AGGREGATIONS)),
+    on_policy=st.sampled_from([False, False, True]),
     seed=st.integers(0, 1000),
 )
-def test_value_and_gradient_are_those_of_the_formula(
-    name: str, samples: list[Sample], config: LossConfig, aggregation: str, spread: float, seed: int
-) -> None:
+def test_value_and_gradient_are_those_of_the_formula(name, samples, config, aggregation, on_policy, spread, seed):
     batch, logprobs = make_batch(samples, aggregation, spread=spread, seed=seed)
     if not config.kl_loss_coef:
         batch = replace(batch, ref_logprobs=None)
+    if on_policy:
+        batch = replace(batch, old_logprobs=None)
     output = LOSSES[name](batch, logprobs, config)
     output.loss.backward()
     assert all(value.isfinite() for value in output.metrics.values())
+    terms = [value for key, value in output.metrics.items() if key in ("loss/policy", "loss/kl", "loss/entropy")]
+    torch.testing.assert_close(sum(terms), output.loss, rtol=1e-12, atol=1e-12)
+    assert output.metrics["loss/total"] == output.loss
     assert logprobs.values.grad is not None
 
     values = logprobs.values.detach().clone().requires_grad_()
     if batch.ref_logprobs is None:
         batch = replace(batch, ref_logprobs=values.detach())
+    if batch.old_logprobs is None:
+        batch = replace(batch, old_logprobs=values.detach())
     expected = loss_of(name, sequences_of(batch, values), config)
     if expected.requires_grad:
         expected.backward()

@@ -1,4 +1,4 @@
-"""The memory plan is monotone, and every way out that it names works."""
+"""The memory plan is monotone, and every fix that it names works."""
 
 import re
 from dataclasses import replace

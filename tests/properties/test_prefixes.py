@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from fsdptrain.features.prefix_sharing.plan import MIN_GAIN, MOST_SHARED, plan_s
 from fsdptrain.model.attention import attention, blocks
 from fsdptrain.model.attention.attention import Boundaries, attend
 from fsdptrain.types import PackedBatch, Sample, SharedPrefixes
+from tests.varlen import varlen_attn
 
 BUDGET = 96
 # Of each group: tokens of the prompt, and of each response.
@@ -56,9 +56,7 @@ def computed(batch: PackedBatch) -> int:
 
 
 @given(shape=groups, num_ranks=st.integers(1, 4), always=st.booleans())
-def test_a_plan_with_shared_prompts_keeps_the_laws_of_plans(
-    shape: list[tuple[int, list[int]]], num_ranks: int, always: bool
-) -> None:
+def test_a_plan_with_shared_prompts_is_a_valid_plan(shape, num_ranks, always):
     samples = samples_of(shape)
     plan = plan_of(samples, num_ranks, always=always)
     assert sorted(i for rank in plan.packs for members in rank for i in members) == list(range(len(samples)))
@@ -71,7 +69,7 @@ def test_a_plan_with_shared_prompts_keeps_the_laws_of_plans(
 
 
 @given(shape=groups, num_ranks=st.integers(1, 4))
-def test_prompts_are_shared_only_where_that_is_cheaper(shape: list[tuple[int, list[int]]], num_ranks: int) -> None:
+def test_prompts_are_shared_only_if_that_is_cheaper(shape: list[tuple[int, list[int]]], num_ranks: int) -> None:
     samples = samples_of(shape)
     lengths = [len(sample.token_ids) for sample in samples]
     plain = plan_packs(lengths, num_ranks=num_ranks, max_tokens=BUDGET)
@@ -82,7 +80,7 @@ def test_prompts_are_shared_only_where_that_is_cheaper(shape: list[tuple[int, li
     assert plan_of(alone, num_ranks) == plan_packs(lengths, num_ranks=num_ranks, max_tokens=BUDGET)
 
 
-def test_a_family_is_cut_where_ranks_would_wait() -> None:
+def test_a_group_is_split_if_ranks_would_wait() -> None:
     samples = samples_of([(40, [50] * 8)])
     whole = plan_shared([90] * 8, [(1, 40)] * 8, num_ranks=1, max_tokens=1000)
     assert whole.packs == ((tuple(range(8)),),)
@@ -93,15 +91,13 @@ def test_a_family_is_cut_where_ranks_would_wait() -> None:
     assert prompt_key(samples[0]) == prompt_key(samples[7])
 
 
-def test_a_sample_longer_than_the_budget_is_an_error_though_its_prompt_is_shared() -> None:
+def test_a_sample_longer_than_the_budget_is_an_error_with_shared_prompts_too() -> None:
     with pytest.raises(ConfigError, match=r"--max-tokens-per-gpu .* 96 is less than a sample of 97"):
         plan_shared([97, 97], [(1, 90)] * 2, num_ranks=1, max_tokens=BUDGET)
 
 
 @given(shape=groups.filter(bool))
-def test_a_pack_says_the_same_of_every_token_whether_its_prompt_is_shared_or_not(
-    shape: list[tuple[int, list[int]]],
-) -> None:
+def test_fields_of_a_pack_do_not_depend_on_sharing(shape):
     samples = samples_of(shape)
     whole, batch = packed(samples, sharing=False), packed(samples, sharing=True)
     for name, value in vars(whole).items():
@@ -138,15 +134,8 @@ def test_prompts_of_equal_length_and_other_tokens_are_not_shared() -> None:
     block=st.sampled_from([4, 512]),
 )
 def test_attention_over_shared_prefixes_is_attention_over_whole_segments(
-    families: list[tuple[int, list[int]]],
-    kv_heads: int,
-    multiple: int,
-    widths: tuple[int, int],
-    window: int | None,
-    softcap: float | None,
-    has_sinks: bool,
-    block: int,
-) -> None:
+    families, kv_heads, multiple, widths, window, softcap, has_sinks, block
+):
     """In value and in gradient: as if the rows of the prefix stood before each segment."""
     shared, seqlens = shared_of(families)
     generator = torch.Generator().manual_seed(0)
@@ -170,7 +159,7 @@ def test_attention_over_shared_prefixes_is_attention_over_whole_segments(
 
 
 def shared_of(families: list[tuple[int, list[int]]]) -> tuple[SharedPrefixes, tuple[int, ...]]:
-    """Each family: tokens of the prefix (0: nothing is shared), and of what follows in each of its segments."""
+    """Each family: tokens of the prefix (0: not shared), and of the rest of each segment."""
     segments, lengths, seqlens = [], [], []
     for prefix, owns in families:
         first = len(seqlens)
@@ -189,28 +178,9 @@ def limits(shared: SharedPrefixes, seqlens: tuple[int, ...]) -> Boundaries:
     return Boundaries(own, shared.cu_seqlens, padded=False, attention=attention)
 
 
-def varlen_as_documented(q: Any, k: Any, v: Any, *ends: Any, scale: float, window_size: Any, **_: Any) -> torch.Tensor:
-    """varlen_attn on [T, heads, width] with other numbers of queries and keys: the last query sees the last key."""
-    (left, right), parts = window_size, []
-    assert right == 0
-    cu_q, cu_k = ends[0].tolist(), ends[1].tolist()
-    assert ends[2:] == tuple(max(b - a for a, b in pairwise(cu)) for cu in (cu_q, cu_k))
-    for (a, b), (c, d) in zip(pairwise(cu_q), pairwise(cu_k), strict=True):
-        groups = q.shape[1] // k.shape[1]
-        keys, values = (x[c:d].repeat_interleave(groups, 1).transpose(0, 1) for x in (k, v))
-        scores = q[a:b].transpose(0, 1) @ keys.transpose(-1, -2) * scale
-        ahead = torch.arange(b - a)[:, None] + (d - c) - (b - a) - torch.arange(d - c)
-        seen = (ahead >= 0) & (ahead <= (left if left >= 0 else d))
-        parts.append((scores.masked_fill(~seen, -torch.inf).softmax(-1) @ values).transpose(0, 1))
-    return torch.cat(parts)
-
-
 @pytest.mark.parametrize("window", [None, 3, 25])
-def test_the_kernel_of_the_device_is_given_the_keys_of_the_prefix(
-    window: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With a stand-in for the kernel: it has not run on a GPU here."""
-    monkeypatch.setattr(attention, "varlen_attn", varlen_as_documented)
+def test_the_varlen_kernel_gets_the_keys_of_the_prefix(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "varlen_attn", varlen_attn)
     shared, seqlens = shared_of([(20, [3, 9, 1]), (0, [4]), (7, [2, 5])])
     q, k, v = (torch.randn(1, h, shared.num_tokens, 8, dtype=torch.float64) for h in (4, 2, 2))
     bounds = limits(shared, seqlens)

@@ -1,4 +1,4 @@
-"""What decides in benchmarks: whether sides agree, whether laws hold, and what is taken from a run that was stopped."""
+"""Checks of the benchmarks: agreement of both sides, laws, and results of an interrupted run."""
 
 import importlib
 import json
@@ -42,9 +42,7 @@ def test_sides_that_do_not_agree_end_the_benchmark(module: Import, other: dict[s
         agree(sides if place == "last" else dict(reversed(sides.items())))
 
 
-def test_rounds_that_were_measured_are_written_before_the_next_one_fails(
-    module: Import, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_rounds_that_were_measured_are_written_before_the_next_one_fails(module, monkeypatch, tmp_path):
     train_step, target = module("train_step"), tmp_path / "report.json"
 
     def measure(case: Any) -> Iterator[dict[str, Any]]:

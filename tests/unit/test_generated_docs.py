@@ -19,7 +19,7 @@ PAGES = {
 @pytest.mark.parametrize(
     "page", [pytest.param(page, marks=pytest.mark.matrix) if page in MATRIX else page for page in PAGES]
 )
-def test_the_page_is_up_to_date(page: str) -> None:
+def test_a_generated_page_is_up_to_date(page: str) -> None:
     script, make = PAGES[page]
     generated = runpy.run_path(str(DOCS / script))[make]()
     assert (DOCS / page).read_text(encoding="utf-8") == generated, f"run: python docs/{script}"

@@ -1,4 +1,4 @@
-"""What the machine has for this process: memory within the limits of its control groups, and a device of its own."""
+"""Memory within the limits of control groups, and the device of a process."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ def make_group(folder: Path, limit: str, used: int, file_pages: int) -> None:
     (folder / "memory.stat").write_text(f"anon {used - file_pages}\ninactive_file {file_pages}\n")
 
 
-def test_every_group_above_the_process_is_a_limit(tmp_path: Path) -> None:
+def test_every_parent_control_group_is_a_limit(tmp_path: Path) -> None:
     root, membership = tmp_path / "cgroup", tmp_path / "membership"
     make_group(root / "job", str(100 * MIB), 60 * MIB, 20 * MIB)
     make_group(root / "job" / "step", "max", 50 * MIB, 20 * MIB)
@@ -35,12 +35,12 @@ def test_every_group_above_the_process_is_a_limit(tmp_path: Path) -> None:
     assert cgroup_files("memory.max", tmp_path / "nowhere", root) == []
 
 
-def test_of_this_host() -> None:
+def test_host_memory_of_this_machine() -> None:
     free, total = host_memory()
     assert 0 <= free <= total
 
 
-def test_a_process_without_a_device_of_its_own_is_refused() -> None:
+def test_more_processes_than_devices_are_refused() -> None:
     _check_device(1, 2)
     with pytest.raises(ConfigError, match=r"^--nproc-per-node .* process 3 finds 2"):
         _check_device(2, 2)
@@ -58,7 +58,7 @@ def test_the_platform_is_chosen_by_its_variable(monkeypatch: pytest.MonkeyPatch)
     ("asked", "why"),
     [("xpu", "torch finds no such device on this machine"), ("gpu", "this torch knows no such device type")],
 )
-def test_a_platform_that_is_not_here_is_one_line(asked: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unavailable_platform_is_one_line(asked: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FSDPTRAIN_PLATFORM", asked)
     with pytest.raises(ConfigError, match=rf"^FSDPTRAIN_PLATFORM={asked}: {why}; it takes .*cpu here, or leave"):
         platform.device_type()

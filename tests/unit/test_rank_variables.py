@@ -1,4 +1,4 @@
-"""Variables of torchrun that cannot be right are refused in one line."""
+"""Invalid variables of torchrun are refused in one line."""
 
 import pytest
 
@@ -32,7 +32,7 @@ def test_variables_are_read():
         ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999 in the environment is no whole number from 1 to 65535"),
     ],
 )
-def test_what_cannot_be_right_is_one_line(changes, line):
+def test_invalid_variables_are_one_line(changes, line):
     with pytest.raises(ConfigError) as caught:
         read_rank_variables(GOOD | changes)
     assert str(caught.value).startswith(line)

@@ -1,4 +1,4 @@
-"""The ranks of one attempt find each other, and nobody else. A rank is a thread here."""
+"""The ranks of one attempt connect, without keys of earlier attempts. A rank is a thread here."""
 
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -23,13 +23,13 @@ def open_stores(ranks):
         return list(threads.map(lambda one: open_store(one, 20.0), ranks))
 
 
-def test_ranks_meet_at_the_port_of_rank_0():
+def test_ranks_connect_at_the_port_of_rank_0():
     first, second, third = open_stores(ranks_of(3, free_port()))
     first.set("key", "value")
     assert second.get("key") == third.get("key") == b"value"
 
 
-def test_a_restart_under_the_same_agent_reads_nothing_of_dead_ranks():
+def test_a_restart_reads_no_keys_of_dead_ranks():
     """https://github.com/pytorch/pytorch/issues/135712: with the store of the agent, 6 of 6 restarts failed."""
     agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = ranks_of(2, agent.port, store_of_agent=True)
@@ -42,7 +42,7 @@ def test_a_restart_under_the_same_agent_reads_nothing_of_dead_ranks():
     assert not second.check(["address"])
 
 
-def test_ranks_that_do_not_come_are_named_and_reported_meanwhile(capsys, monkeypatch):
+def test_missing_ranks_are_named_while_waiting_and_at_the_timeout(capsys, monkeypatch):
     monkeypatch.setattr("fsdptrain.rendezvous._FIRST_NOTICE_S", 0.0)
     first, _, third = ranks_of(3, port := free_port())
     where = f"MASTER_ADDR=127.0.0.1 MASTER_PORT={port}"

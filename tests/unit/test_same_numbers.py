@@ -1,4 +1,4 @@
-"""When two recordings of benchmarks/same_numbers.py hold the same numbers."""
+"""benchmarks/same_numbers.py accepts recordings with the same numbers only."""
 
 import json
 from argparse import Namespace
@@ -47,9 +47,7 @@ DIFFERENT: dict[str, Change] = {
 
 
 @pytest.mark.parametrize(("change", "code"), [*((c, 0) for c in SAME.items()), *((c, 1) for c in DIFFERENT.items())])
-def test_a_recording_passes_if_its_numbers_are_the_same(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, change: tuple[str, Change], code: int
-) -> None:
+def test_a_recording_passes_if_its_numbers_are_the_same(monkeypatch, tmp_path, change, code):
     monkeypatch.syspath_prepend(str(FOLDER))
     from same_numbers_compare import compare
 

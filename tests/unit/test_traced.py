@@ -1,4 +1,4 @@
-"""Shares of a traced step: each kernel of a device counts once, however often torch's tracer tells of it."""
+"""Shares of a traced step count each kernel of a device once."""
 
 import importlib
 from types import ModuleType

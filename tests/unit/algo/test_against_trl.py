@@ -1,8 +1,7 @@
-"""Our losses against those of TRL's own GRPOTrainer: values and gradients on a real model, and where we differ, why.
+"""Losses have the values and gradients of TRL's GRPOTrainer on a real model.
 
-TRL does all of it by its own code: from completions that it is handed it scores old and reference logprobs, makes
-advantages and importance ratios, splits micro-batches, and computes the loss that runs backward. Between scoring and
-loss the weights are moved, so that no ratio is 1.
+TRL gets completions and computes old and reference logprobs, advantages, importance ratios, micro-batches and the loss
+with its own code. The weights change between logprobs and loss, so no ratio is 1.
 """
 
 from collections.abc import Mapping
@@ -45,29 +44,36 @@ class Case:
     loss: str
     aggregation: str
     ours: Mapping[str, Any]
-    engine: bool = False  # TRL is told that vLLM sampled
-    accumulate: int = 1  # micro-batches
+    engine: bool  # TRL treats the logprobs as those of vLLM
+    accumulate: int  # micro-batches
 
 
-def case(loss: str, aggregation: str, ours: Mapping[str, Any] | None = None, **theirs: Any) -> Case:
-    return Case(theirs, loss, aggregation, ours or {})
+def case(
+    loss: str, aggregation: str, ours: Mapping[str, Any], *, engine: bool = False, accumulate: int = 1, **theirs: Any
+) -> Case:
+    return Case(theirs, loss, aggregation, ours, engine, accumulate)
+
+
+def sampled(correction: str, mode: str, ours: Mapping[str, Any] | None = None, **theirs: Any) -> Case:
+    """vLLM's logprobs differ from those of the old policy."""
+    loss = theirs.get("loss_type", "grpo")
+    values = {**CLIP, "mismatch_low": 0.8, "mismatch_high": 1.25, "mismatch_correction": correction, **(ours or {})}
+    return case(loss, "token_mean", values, engine=True, **{**VLLM, **theirs}, vllm_importance_sampling_mode=mode)
 
 
 CLIP = {"eps_clip": 0.1, "eps_clip_high": 0.1}
-IS = {"engine": True}
 SEQUENCE: dict[str, Any] = {"importance_sampling_level": "sequence", "epsilon": 0.02}
 S_CLIP = {"eps_clip": 0.02, "eps_clip_high": 0.02}
 VLLM = {"loss_type": "dapo", "vllm_importance_sampling_clip_min": 0.8, "vllm_importance_sampling_clip_max": 1.25}
 BIASED_KL: dict[str, Any] = {"beta": 0.3, "use_bias_correction_kl": False}
-BOUNDS = {**CLIP, "mismatch_low": 0.8, "mismatch_high": 1.25}
 
 SAME = {
     "grpo": case("grpo", "sequence_mean", CLIP, loss_type="grpo"),
     "grpo on-policy": case("grpo", "sequence_mean", CLIP, loss_type="grpo", num_iterations=1),
     "bnpo": case("grpo", "token_mean", CLIP, loss_type="bnpo"),
     "dapo": case("grpo", "token_mean", {**CLIP, "eps_clip_high": 0.28}, loss_type="dapo", epsilon_high=0.28),
-    "dapo, two micro-batches": replace(case("grpo", "token_mean", CLIP, loss_type="dapo"), accumulate=2),
-    "grpo, two micro-batches": replace(case("grpo", "sequence_mean", CLIP, loss_type="grpo"), accumulate=2),
+    "dapo, two micro-batches": case("grpo", "token_mean", CLIP, accumulate=2, loss_type="dapo"),
+    "grpo, two micro-batches": case("grpo", "sequence_mean", CLIP, accumulate=2, loss_type="grpo"),
     "dr_grpo": case("grpo", "fixed_length", CLIP, loss_type="dr_grpo"),
     "cispo": case("cispo", "token_mean", {"is_cap_high": 1.1}, loss_type="cispo", epsilon_high=1.1),
     "sapo": case(
@@ -92,72 +98,10 @@ SAME = {
         "grpo", "token_mean", {**CLIP, "use_opsm": True, "opsm_delta": 0.01}, loss_type="dapo",
         off_policy_mask_threshold=0.01,
     ),
-    "tis": replace(
-        case(
-            "grpo", "token_mean", {**BOUNDS, "mismatch_correction": "tis"}, **VLLM,
-            vllm_importance_sampling_mode="token_truncate",
-        ),
-        **IS,
-    ),
-    "tis of cispo": replace(
-        case(
-            "cispo", "token_mean", {**BOUNDS, "mismatch_correction": "tis", "is_cap_high": 1.1},
-            **{**VLLM, "loss_type": "cispo"}, epsilon_high=1.1, vllm_importance_sampling_mode="token_truncate",
-        ),
-        **IS,
-    ),
-    "mis": replace(
-        case(
-            "grpo", "token_mean", {**BOUNDS, "mismatch_correction": "mis", "kl_loss_coef": 0.3}, **VLLM, **BIASED_KL,
-            vllm_importance_sampling_mode="token_mask",
-        ),
-        **IS,
-    ),
-    "tis_sequence": replace(
-        case(
-            "grpo", "token_mean", {**BOUNDS, "mismatch_correction": "tis_sequence"}, **VLLM,
-            vllm_importance_sampling_mode="sequence_truncate",
-        ),
-        **IS,
-    ),
-}  # fmt: skip
-
-# Where we differ on purpose, and why.
-DIFFERENT = {
-    # A mean of micro-batch means weights a token of a micro-batch with few tokens more: the gradient depends on how the
-    # batch was cut. Ours does not; TRL's dapo, whose denominator is that of the whole batch, agrees with us above.
-    "bnpo, two micro-batches": replace(case("grpo", "token_mean", CLIP, loss_type="bnpo"), accumulate=2),
-    # TRL bounds the product of a sequence's ratios, which leaves any bounds as sequences grow; we their geometric mean.
-    "mis_sequence": replace(
-        case(
-            "grpo", "token_mean", {**BOUNDS, "mismatch_correction": "mis_sequence"}, **VLLM,
-            vllm_importance_sampling_mode="sequence_mask",
-        ),
-        **IS,
-    ),
-    # In a loss of whole sequences our weight of a token is that of its own part of the gradient, so that a token which
-    # is rejected has none; in TRL it keeps what its neighbours' weights make.
-    "mis of gspo": replace(
-        case(
-            "gspo", "sequence_mean", {**BOUNDS, **S_CLIP, "mismatch_correction": "mis"},
-            **{**VLLM, "loss_type": "grpo"}, **SEQUENCE, vllm_importance_sampling_mode="token_mask",
-        ),
-        **IS,
-    ),
-    # TRL's entropy is a mean over tokens whatever the loss; ours is weighted as the policy's loss is, so that cutting
-    # a step otherwise changes neither.
-    "entropy of sequences": case(
-        "grpo", "sequence_mean", {**CLIP, "entropy_coef": 1.0}, loss_type="grpo", entropy_coef=1.0
-    ),
-    # TRL measures the drift from the engine where it has its logprobs; ours from the old policy, and the engine's
-    # mismatch is left to the corrections, which every loss has.
-    "opsm from the engine": replace(
-        case(
-            "grpo", "token_mean", {**CLIP, "use_opsm": True, "opsm_delta": 0.0}, loss_type="dapo",
-            off_policy_mask_threshold=0.0, vllm_importance_sampling_correction=False,
-        ),
-        **IS,
-    ),
+    "tis": sampled("tis", "token_truncate"),
+    "tis of cispo": sampled("tis", "token_truncate", {"is_cap_high": 1.1}, loss_type="cispo", epsilon_high=1.1),
+    "mis": sampled("mis", "token_mask", {"kl_loss_coef": 0.3}, **BIASED_KL),
+    "tis_sequence": sampled("tis_sequence", "sequence_truncate"),
 }  # fmt: skip
 
 
@@ -188,7 +132,7 @@ def our_model(checkpoint: Path, moved: str) -> PreTrainedModel:
     return model.eval()
 
 
-def said_by(model: PreTrainedModel, batch: PackedBatch) -> LogProbs:
+def logprobs_of(model: PreTrainedModel, batch: PackedBatch) -> LogProbs:
     return policy_logprobs(model, batch, layout="packed", temperature=TEMPERATURE, with_entropy=True)
 
 
@@ -204,7 +148,7 @@ def make_samples(checkpoint: Path) -> list[Sample]:
         reward = float(torch.randint(0, 5, (), generator=generator)) / 4
         made.append(Sample(str(number // GROUP_SIZE), tokens, mask, [0.0] * len(mask), reward=reward))
     with torch.no_grad():
-        old = said_by(our_model(checkpoint, "old"), packed(made, "token_mean")).values
+        old = logprobs_of(our_model(checkpoint, "old"), packed(made, "token_mean")).values
     samples = []
     for sample, logprobs in zip(made, old.split([len(s.token_ids) for s in made]), strict=True):
         engine = [0.0, *(logprobs + 0.2 * torch.randn(len(logprobs), generator=generator))[:-1].tolist()]
@@ -222,11 +166,11 @@ def ours(case: Case, samples: list[Sample], checkpoint: Path) -> tuple[float, Gr
     batch = packed(samples, case.aggregation)
     with torch.no_grad():
         if case.theirs.get("num_iterations") != 1:
-            batch = replace(batch, old_logprobs=said_by(our_model(checkpoint, "old"), batch).values)
+            batch = replace(batch, old_logprobs=logprobs_of(our_model(checkpoint, "old"), batch).values)
         if case.ours.get("kl_loss_coef"):
-            batch = replace(batch, ref_logprobs=said_by(our_model(checkpoint, "ref"), batch).values)
+            batch = replace(batch, ref_logprobs=logprobs_of(our_model(checkpoint, "ref"), batch).values)
     model = our_model(checkpoint, "now")
-    output = LOSSES[case.loss](batch, said_by(model, batch), LossConfig(**case.ours))
+    output = LOSSES[case.loss](batch, logprobs_of(model, batch), LossConfig(**case.ours))
     output.loss.backward()
     return output.loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
@@ -292,40 +236,25 @@ def make_trainer(case: Case, samples: list[Sample], checkpoint: Path, folder: Pa
     return trainer
 
 
-def both(case: Case, checkpoint: Path, folder: Path) -> tuple[Result, Result]:
-    """Ours and TRL's, on TRL's advantages."""
-    samples = make_samples(checkpoint)
-    found = theirs(case, samples, checkpoint, folder)
-    same = [replace(sample, advantage=a) for sample, a in zip(samples, found.advantages, strict=True)]
-    value, gradients = ours(case, same, checkpoint)
-    return Result(value, gradients, found.advantages), found
-
-
-def distance(found: Gradients, wanted: Gradients) -> float:
-    """The largest difference of a parameter's gradient, in the 2-norm, relative to it."""
-    assert found.keys() == wanted.keys()
-    return max(((found[name] - wanted[name]).norm() / wanted[name].norm()).item() for name in wanted)
-
-
 @pytest.mark.parametrize("name", SAME)
 def test_value_and_gradient_are_those_of_trl(name: str, checkpoint: Path, tmp_path: Path) -> None:
-    found, wanted = both(SAME[name], checkpoint, tmp_path)
-    assert found.value == pytest.approx(wanted.value, rel=1e-6, abs=1e-6)
-    assert distance(found.gradients, wanted.gradients) < 3e-6  # TRL's advantages and ours are float32
-
-
-@pytest.mark.parametrize("name", DIFFERENT)
-def test_we_differ_from_trl_on_purpose(name: str, checkpoint: Path, tmp_path: Path) -> None:
-    found, wanted = both(DIFFERENT[name], checkpoint, tmp_path)
-    assert distance(found.gradients, wanted.gradients) > 1e-2
+    """With TRL's advantages, which are float32. Compares gradients of each parameter in the 2-norm."""
+    samples = make_samples(checkpoint)
+    wanted = theirs(SAME[name], samples, checkpoint, tmp_path)
+    same = [replace(sample, advantage=a) for sample, a in zip(samples, wanted.advantages, strict=True)]
+    value, gradients = ours(SAME[name], same, checkpoint)
+    assert value == pytest.approx(wanted.value, rel=1e-6, abs=1e-6)
+    assert gradients.keys() == wanted.gradients.keys()
+    for parameter, gradient in wanted.gradients.items():
+        assert (gradients[parameter] - gradient).norm() < 3e-6 * gradient.norm()
 
 
 @pytest.mark.parametrize(("scale", "estimator"), [("group", "grpo"), ("none", "dr_grpo")])
 def test_advantages_are_those_of_trl(scale: str, estimator: str, checkpoint: Path, tmp_path: Path) -> None:
-    """But for what is added to the standard deviation; a sample that could not be scored gets 0 in both."""
+    """Apart from the epsilon of the standard deviation. An unscored sample gets 0 in both."""
     samples = make_samples(checkpoint)
     samples[1] = replace(samples[1], reward=None)
-    trl_case = case("grpo", "token_mean", loss_type="dapo", scale_rewards=scale)
+    trl_case = case("grpo", "token_mean", {}, loss_type="dapo", scale_rewards=scale)
     found = [sample.advantage for sample in assign_advantages(samples, AdvantageRule(ADVANTAGES[estimator], scale))]
     wanted = theirs(trl_case, samples, checkpoint, tmp_path).advantages
     for start in range(0, len(samples), GROUP_SIZE):

@@ -1,3 +1,5 @@
+"""Estimators of the KL divergence, and the adaptive coefficient."""
+
 import math
 
 import pytest
@@ -31,7 +33,7 @@ def test_k2_has_the_gradient_of_the_kl() -> None:
     torch.testing.assert_close(ours, true)
 
 
-def test_estimators_vanish_where_the_models_agree_and_k2_and_k3_are_never_negative() -> None:
+def test_estimators_are_0_for_equal_models_and_k2_and_k3_are_never_negative() -> None:
     log_ratio = torch.linspace(-12, 12, 101, dtype=torch.float64)
     for name, estimate in KL_ESTIMATORS.items():
         assert estimate(torch.zeros(3)).eq(0).all()
@@ -55,12 +57,12 @@ def test_k3_keeps_its_digits_near_zero() -> None:
 @pytest.mark.parametrize(
     ("kl", "factor"), [(0.1, 1.0), (0.11, 1.01), (0.09, 0.99), (9.0, 1.02), (-3.0, 0.98), (math.nan, 1), (math.inf, 1)]
 )
-def test_the_coefficient_follows_the_relative_error_up_to_a_fifth(kl: float, factor: float) -> None:
+def test_the_coefficient_follows_the_relative_error_within_20_percent(kl: float, factor: float) -> None:
     found = adapted(0.5, kl, target=0.1, num_samples=256, horizon=2560)
     assert found == pytest.approx(0.5 * factor, rel=1e-12)
 
 
-def test_the_coefficient_settles_where_the_kl_is_on_target() -> None:
+def test_the_coefficient_converges_to_the_target_kl() -> None:
     coef = 0.01
     for _ in range(400):
         coef = adapted(coef, 0.3 / coef, target=0.1, num_samples=10, horizon=50)  # a KL that falls as it is penalised

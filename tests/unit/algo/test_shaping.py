@@ -1,4 +1,4 @@
-"""Length shapes the reward of training, visibly, and leaves everything else as it was."""
+"""Penalties of length change the training reward and are reported."""
 
 from dataclasses import replace
 
@@ -24,8 +24,8 @@ def test_the_overlong_penalty_has_the_values_of_dapo(length: int, penalty: float
     assert (shaped.reward, shaped.rewards) == (-1.0 + penalty, {"math": 0.5, "overlong": penalty})
 
 
-def test_an_episode_is_as_long_as_its_limit_counts_it() -> None:
-    """Half of what fills the limit are words of an environment; the length reward is for those of the model."""
+def test_overlong_counts_observations_and_length_does_not() -> None:
+    """Half of the tokens are observations. They count for the limit, but not for the length reward."""
     episode = replace(sample(100, reward=0.0), loss_mask=[False] + ([True] * 5 + [False] * 5) * 10)
     rule = ShapingRule(100, 20, {"overlong": 1.0, "length": 1.0})
     shaped = shape([episode, sample(70)], rule)
@@ -49,14 +49,14 @@ def test_the_length_reward_has_the_values_of_kimi() -> None:
     assert [s.reward for s in shaped] == pytest.approx([1.1, 0.0, 0.9, -0.1, 0.0, 1.0])
 
 
-def test_what_is_right_is_what_passes_in_evaluations() -> None:
+def test_a_response_is_correct_from_the_pass_threshold_on() -> None:
     made = [sample(10, 0.6), sample(20, 0.4), sample(30, 0.6)]
     shaped = shape(made, ShapingRule(100, 20, {"length": 1.0}, pass_threshold=0.4))
     assert [s.rewards["length"] for s in shaped] == [0.5, 0.0, -0.5]
     assert [s.rewards["length"] for s in shape(made, ShapingRule(100, 20, {"length": 1.0}))] == [0.0, 0.0, -0.5]
 
 
-def test_an_unscored_sample_is_neither_shaped_nor_compared_with() -> None:
+def test_unscored_samples_are_ignored_by_shaping() -> None:
     made = [sample(10), sample(20), sample(90, None)]
     shaped = shape(made, ShapingRule(100, 20, {"length": 1.0, "overlong": 2.0}))
     assert shaped[2] == made[2]
@@ -68,11 +68,11 @@ def test_without_a_penalty_nothing_changes() -> None:
     assert shape(made, ShapingRule(100, 20, {})) == made
 
 
-def test_a_reward_that_has_the_name_of_a_penalty_is_refused() -> None:
+def test_a_reward_with_the_name_of_a_penalty_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--reward has a part 'overlong', which is a name of shaping's own"):
         shape([replace(sample(3), rewards={"overlong": 1.0})], DAPO)
 
 
-def test_a_truncated_sample_leaves_what_is_trained_on() -> None:
+def test_truncated_samples_are_removed() -> None:
     made = [sample(3), replace(sample(4), truncated=True), sample(5)]
     assert without_truncated(made) == [made[0], made[2]]

@@ -1,4 +1,4 @@
-"""The curriculum asks rows as often as their pass rate says, forgets nothing at a resume, and never stops a stream."""
+"""The curriculum draws rows by pass rate, resumes exactly, and never blocks a stream."""
 
 import json
 import math
@@ -31,7 +31,7 @@ def stream(num_rows: int = 9, *, floor: float = 0.1, decay: float = 1.0, long_ro
 
 
 def take(prompts: PromptStream, count: int) -> list[str]:
-    """Ask, answer (row i passes i of 8 times) and record, four at a time; the ids that were asked."""
+    """Draw and record, four at a time (row i passes i of 8 times). Return the ids."""
     asked: list[str] = []
     for _ in range(count // 4):
         batch = prompts.next(4)
@@ -46,7 +46,7 @@ def epoch_and_row(prompt_id: str) -> tuple[int, str]:
     return int(epoch or 0), row
 
 
-def test_rows_are_asked_as_often_as_their_weight() -> None:
+def test_rows_are_drawn_with_the_frequency_of_their_weight() -> None:
     """Rows of 0, 1/8 ... 8/8 over thousands of epochs: within four standard deviations of max(floor, 4 p (1 - p))."""
     prompts = stream()
     take(prompts, 2000)  # until the rates are known
@@ -61,7 +61,7 @@ def test_rows_are_asked_as_often_as_their_weight() -> None:
         assert share == pytest.approx(chance, abs=4 * math.sqrt(chance * (1 - chance) / num_epochs) + 0.01), i
 
 
-def test_no_row_is_asked_twice_in_an_epoch_and_an_unseen_one_is_never_skipped() -> None:
+def test_a_row_is_drawn_once_per_epoch_at_most_and_unseen_rows_always() -> None:
     asked = [epoch_and_row(prompt_id) for prompt_id in take(stream(), 400)]
     assert len(set(asked)) == len(asked)
     assert asked == sorted(asked, key=lambda pair: pair[0])
@@ -69,7 +69,7 @@ def test_no_row_is_asked_twice_in_an_epoch_and_an_unseen_one_is_never_skipped() 
 
 
 @pytest.mark.parametrize("stop", [0, 4, 8, 12, 40, 196])
-def test_a_resumed_curriculum_goes_on_as_if_nothing_had_happened(stop: int) -> None:
+def test_a_resumed_curriculum_equals_an_uninterrupted_one(stop: int) -> None:
     whole = stream(decay=0.3)
     expected = take(whole, 240)
     first, second = stream(decay=0.3), stream(decay=0.3)
@@ -101,7 +101,7 @@ def test_state_and_weights_are_the_same_to_the_bit_after_a_round_trip(visits, de
     assert all(rates.weight(row) == 1 for row in set(range(20)) - tried_rows)
 
 
-def test_older_answers_fade() -> None:
+def test_older_results_decay() -> None:
     rates = PassRates(3, floor=0.01, decay=0.5)
     for passed in (0, 0, 0, 8):
         rates.record(0, passed=passed, tried=8)
@@ -116,7 +116,7 @@ def test_the_state_of_many_rows_is_small() -> None:
     assert len(json.dumps(rates.state_dict())) < 100_000
 
 
-def test_rows_that_cannot_be_used_do_not_hide_those_that_are_only_skipped() -> None:
+def test_a_rarely_drawn_row_is_drawn_among_unusable_rows() -> None:
     """One row that is always solved among nine that are too long: its turn comes, however rarely."""
     prompts = stream(num_rows=1, long_rows=9)
     asked = []
@@ -128,7 +128,7 @@ def test_rows_that_cannot_be_used_do_not_hide_those_that_are_only_skipped() -> N
     assert prompts.epoch > 60
 
 
-def test_metrics_speak_of_the_rollout() -> None:
+def test_metrics_are_those_of_the_rollout() -> None:
     prompts = stream(num_rows=4)
     take(prompts, 4)
     first = prompts.metrics()
@@ -141,7 +141,7 @@ def test_metrics_speak_of_the_rollout() -> None:
     assert prompts.metrics()["curriculum/skipped_fraction"] == pytest.approx(1 - 8 / looked_at)
 
 
-def test_a_stream_without_a_curriculum_has_no_word_of_it() -> None:
+def test_a_stream_without_a_curriculum_has_no_state_or_metrics_of_it() -> None:
     plain = PromptStream([Row("r", "q")], TOKENIZER, data=DataConfig(prompt_data="x"), rollout=RolloutConfig())
     plain.record(plain.next(1)[0], passed=1, tried=1)
     assert plain.metrics() == {}

@@ -1,9 +1,12 @@
+"""Prompts of rows, and the stream of prompts over epochs."""
+
 import json
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from fsdptrain.config import DataConfig, RolloutConfig
@@ -42,94 +45,75 @@ def rows(n: int = 10) -> list[Row]:
 
 
 def stream(tokenizer: Any, data_rows: Any = None, **values: Any) -> PromptStream:
-    exclude = values.pop("exclude", ())
-    max_prompt_len = values.pop("max_prompt_len", None)
-    rollout = RolloutConfig(**values)
-    data_rows = rows() if data_rows is None else data_rows
-    return PromptStream(
-        data_rows,
-        tokenizer,
-        data=DataConfig(prompt_data="x"),
-        rollout=rollout,
-        exclude=exclude,
-        max_prompt_len=max_prompt_len,
-    )
+    options = {name: values.pop(name) for name in ("exclude", "max_prompt_len") if name in values}
+    data, rollout = DataConfig(prompt_data="x"), RolloutConfig(**values)
+    return PromptStream(rows() if data_rows is None else data_rows, tokenizer, data=data, rollout=rollout, **options)
 
 
 def text_of(tokenizer: Any, prompt: Any, **values: Any) -> str:
     return make_prompt(Row("r", prompt), tokenizer, data=DataConfig(**{"prompt_data": "x", **values})).text
 
 
-def test_the_template_wraps_a_text_as_one_user_message(tokenizer: Any) -> None:
-    assert text_of(tokenizer, "2+2?") == "<|user|>2+2?<|end|><|assistant|>"
-    assert text_of(tokenizer, "2+2?", system_prompt="Be brief.") == (
-        "<|system|>Be brief.<|end|><|user|>2+2?<|end|><|assistant|>"
-    )
-
-
-def test_special_tokens_of_the_template_are_tokens_and_there_once(tokenizer: Any) -> None:
+def test_special_tokens_of_the_template_are_single_tokens(tokenizer: Any) -> None:
     prompt = make_prompt(Row("r", "a"), tokenizer, data=DataConfig(prompt_data="x"))
     expected = ["<|user|>", "a", "<|end|>", "<|assistant|>"]
     assert tokenizer.convert_ids_to_tokens(prompt.token_ids) == expected
 
 
-@pytest.mark.parametrize("text", ["a", "<|user|>a"])
-def test_plain_text_gets_one_bos_whether_it_brings_it_or_not(text: str) -> None:
-    from tokenizers.processors import TemplateProcessing
-
-    tokenizer = with_template(None, bos_token="<|user|>")
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [(None, "a"), (None, "<|user|>a"), ("{{ bos_token }}{{ messages[0]['content'] }}", "a")],
+)
+def test_a_prompt_has_one_bos_from_the_tokenizer_the_template_or_the_text(template: str | None, text: str) -> None:
+    tokenizer = with_template(template, bos_token="<|user|>")
     bos = ("<|user|>", tokenizer.convert_tokens_to_ids("<|user|>"))
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<|user|> $A", special_tokens=[bos])
-    data = DataConfig(prompt_data="x", apply_chat_template=False)
-    assert make_prompt(Row("r", text), tokenizer, data=data).text == "<|user|>a"
+    assert text_of(tokenizer, text, apply_chat_template=template is not None) == "<|user|>a"
 
 
-def test_a_template_with_its_own_bos_gets_no_second_one() -> None:
-    from tokenizers.processors import TemplateProcessing
+CHATS = [
+    ("2+2?", {}, "<|user|>2+2?<|end|><|assistant|>"),
+    ("2+2?", {"system_prompt": "Be brief."}, "<|system|>Be brief.<|end|><|user|>2+2?<|end|><|assistant|>"),
+    (" 2+2?\n", {"apply_chat_template": False}, " 2+2?\n"),
+    ("2+2?", {"apply_chat_template": False, "system_prompt": "S"}, "S\n\n2+2?"),
+    (
+        [{"role": "system", "content": "mine"}, {"role": "user", "content": "y"}],
+        {"system_prompt": "other"},
+        "<|system|>mine<|end|><|user|>y<|end|><|assistant|>",
+    ),
+    (  # a chat that ends with the assistant is continued
+        [{"role": "user", "content": "y"}, {"role": "assistant", "content": "<think>"}],
+        {},
+        "<|user|>y<|end|><|assistant|><think>",
+    ),
+]
 
-    tokenizer = with_template("{{ bos_token }}{{ messages[0]['content'] }}", bos_token="<|user|>")
-    bos = ("<|user|>", tokenizer.convert_tokens_to_ids("<|user|>"))
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<|user|> $A", special_tokens=[bos])
-    assert text_of(tokenizer, "a") == "<|user|>a"
 
-
-def test_plain_text_is_the_text_as_it_is(tokenizer: Any) -> None:
-    assert text_of(tokenizer, " 2+2?\n", apply_chat_template=False) == " 2+2?\n"
-    assert text_of(tokenizer, "2+2?", apply_chat_template=False, system_prompt="S") == "S\n\n2+2?"
+@pytest.mark.parametrize(("prompt", "options", "text"), CHATS)
+def test_text_of_a_prompt(tokenizer: Any, prompt: Any, options: dict[str, Any], text: str) -> None:
+    assert text_of(tokenizer, prompt, **options) == text
 
 
 @pytest.mark.parametrize("template", [NO_SYSTEM_ROLE, DROPS_SYSTEM], ids=["raises", "drops"])
-def test_a_system_prompt_reaches_a_model_whose_template_knows_no_system_role(template: str) -> None:
+def test_a_system_prompt_without_a_system_role_precedes_the_user_message(template: str) -> None:
     text = text_of(with_template(template), "2+2?", system_prompt="Be brief.")
     assert text.startswith("[user]Be brief.\n\n2+2?")
 
 
-def test_a_template_that_does_not_take_a_row_is_an_error_that_names_it() -> None:
+def test_an_error_of_the_template_names_the_row() -> None:
     with pytest.raises(DataError, match="does not take row r: System role not supported"):
         text_of(with_template(NO_SYSTEM_ROLE), [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}])
 
 
 @pytest.mark.parametrize("content", [3, [{"type": "text", "text": "y"}]])
 @pytest.mark.parametrize("system_prompt", ["", "Be brief."])
-def test_content_that_a_template_cannot_join_is_an_error_that_names_the_row(
-    content: object, system_prompt: str
-) -> None:
+def test_content_of_another_type_is_an_error_with_the_row(content: object, system_prompt: str) -> None:
     joins = with_template("{% for m in messages %}{{ '[' + m['role'] + ']' + m['content'] }}{% endfor %}")
     with pytest.raises(DataError, match=r"does not take row r: can only concatenate str"):
         text_of(joins, [{"role": "user", "content": content}], system_prompt=system_prompt)
 
 
-def test_a_row_keeps_its_own_system_message(tokenizer: Any) -> None:
-    chat = [{"role": "system", "content": "mine"}, {"role": "user", "content": "y"}]
-    assert text_of(tokenizer, chat, system_prompt="other") == "<|system|>mine<|end|><|user|>y<|end|><|assistant|>"
-
-
-def test_a_chat_that_ends_with_the_assistant_is_continued(tokenizer: Any) -> None:
-    chat = [{"role": "user", "content": "y"}, {"role": "assistant", "content": "<think>"}]
-    assert text_of(tokenizer, chat) == "<|user|>y<|end|><|assistant|><think>"
-
-
-def test_auto_asks_for_answer_tags_with_reasoning_gym_only(tokenizer: Any) -> None:
+def test_the_answer_tags_prompt_is_for_reasoning_gym_only(tokenizer: Any) -> None:
     assert ANSWER_TAGS_PROMPT in text_of(tokenizer, "x", prompt_data="reasoning_gym:spell_backward")
     assert "system" not in text_of(tokenizer, "x", prompt_data="x.jsonl")
     assert "system" not in text_of(tokenizer, "x", prompt_data="reasoning_gym:spell_backward", system_prompt="")
@@ -142,7 +126,7 @@ def test_template_kwargs_reach_the_template() -> None:
         make_prompts(rows(), tokenizer, data=DataConfig(chat_template_kwargs={"tokenize": True}))
 
 
-def test_no_template_is_an_error_that_names_the_way_out(tokenizer: Any) -> None:
+def test_a_missing_template_is_an_error_with_the_flag(tokenizer: Any) -> None:
     with pytest.raises(ConfigError, match="--no-apply-chat-template"):
         stream(with_template(None))
     with pytest.raises(DataError, match="row r is a list of chat messages, which need --apply-chat-template"):
@@ -151,27 +135,20 @@ def test_no_template_is_an_error_that_names_the_way_out(tokenizer: Any) -> None:
         text_of(tokenizer, "", apply_chat_template=False)
 
 
-def test_each_epoch_gives_every_row_once_in_another_order(tokenizer: Any) -> None:
+def test_each_epoch_has_every_row_once_in_an_order_of_the_seed(tokenizer: Any) -> None:
     prompts = stream(tokenizer).next(30)
     epochs = [[p.label for p in prompts[start : start + 10]] for start in (0, 10, 20)]
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3
     assert len({p.id for p in prompts}) == 30
+    first, same, other = (stream(tokenizer, seed=seed).next(10) for seed in (1, 1, 2))
+    assert first == same != other
+    assert [p.label for p in stream(tokenizer, shuffle=False).next(13)] == [*range(10), 0, 1, 2]
     assert {p.id for p in prompts[10:20]} == {f"r:{i}@1" for i in range(10)}
 
 
-def test_without_shuffling_rows_keep_their_order(tokenizer: Any) -> None:
-    assert [p.label for p in stream(tokenizer, shuffle=False).next(13)] == [*range(10), 0, 1, 2]
-
-
-def test_the_order_hangs_on_the_seed_alone(tokenizer: Any) -> None:
-    first, same, other = (stream(tokenizer, seed=seed).next(10) for seed in (1, 1, 2))
-    assert first == same
-    assert first != other
-
-
 def done(prompts: PromptStream, count: int) -> list[Prompt]:
-    """So many prompts, of which the stream learns what became of them."""
+    """Draw `count` prompts and record them."""
     taken = prompts.next(count)
     for prompt in taken:
         prompts.record(prompt)
@@ -180,11 +157,8 @@ def done(prompts: PromptStream, count: int) -> list[Prompt]:
 
 @settings(max_examples=50, deadline=None)
 @given(steps=st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7)), max_size=8), resumes=st.sets(st.integers(0, 7)))
-def test_prompts_under_way_at_a_checkpoint_are_given_out_again_and_none_is_done_twice(
-    tokenizer: Any, steps: list[tuple[int, int]], resumes: set[int]
-) -> None:
-    """As rollouts do: some prompts are asked, some of those that were asked are done; now and then all is lost but the
-    state."""
+def test_pending_prompts_of_a_checkpoint_are_drawn_again_and_none_is_done_twice(tokenizer, steps, resumes):
+    """Draws and completes prompts, sometimes with a restart from the state."""
     prompts, under_way, finished = stream(tokenizer), [], []
     for number, (asked, ended) in enumerate(steps):
         under_way += prompts.next(asked)
@@ -196,14 +170,14 @@ def test_prompts_under_way_at_a_checkpoint_are_given_out_again_and_none_is_done_
             state = json.loads(json.dumps(prompts.state_dict()))
             prompts, lost = stream(tokenizer), under_way
             prompts.load_state_dict(state)
-            under_way = prompts.next(len(lost) // 2)  # the next checkpoint may come before all are asked again
+            under_way = prompts.next(len(lost) // 2)  # the next checkpoint may come before the rest
             assert under_way == lost[: len(under_way)]
     finished += under_way + prompts.next(40)
     assert finished == stream(tokenizer).next(len(finished))
 
 
 @pytest.mark.parametrize("stop", [0, 1, 9, 10, 11, 25])
-def test_a_resumed_stream_goes_on_as_if_nothing_had_happened(tokenizer: Any, stop: int) -> None:
+def test_a_resumed_stream_equals_an_uninterrupted_one(tokenizer: Any, stop: int) -> None:
     exclude = {content_hash(rows()[4])}
 
     def make(**values: Any) -> PromptStream:
@@ -221,50 +195,43 @@ def test_a_resumed_stream_goes_on_as_if_nothing_had_happened(tokenizer: Any, sto
     assert second.progress == whole.progress
 
 
-def test_the_state_is_a_few_numbers_and_knows_its_data(tokenizer: Any) -> None:
+def test_the_state_is_a_few_integers_and_checks_the_number_of_rows(tokenizer: Any) -> None:
     state = stream(tokenizer).state_dict()
     assert all(isinstance(value, int) for value in state.values())
     with pytest.raises(DataError, match=r"has 9 rows to train on, 10 when the checkpoint.*--eval-size"):
         stream(tokenizer, rows(9)).load_state_dict(state)
 
 
-def test_long_prompts_are_left_out_and_counted(tokenizer: Any) -> None:
-    mixed = [Row("short", "a"), Row("long", "a" * 50)]
-    prompts = stream(tokenizer, mixed, max_prompt_len=20)
-    assert [p.id for p in prompts.next(2)] == ["short", "short@1"]
-    assert prompts.num_too_long in (1, 2)
-    assert [p.id for p in make_prompts(mixed, tokenizer, data=DataConfig(), max_prompt_len=20)] == []
-
-
-def test_the_only_usable_row_comes_in_each_epoch_wherever_it_stands(tokenizer: Any) -> None:
+def test_long_prompts_are_left_out_and_the_only_short_one_is_in_each_epoch(tokenizer: Any) -> None:
     mixed = [Row("short", "a"), *(Row(f"long:{i}", "a" * 50) for i in range(9))]
-    prompts = stream(tokenizer, mixed, max_prompt_len=20).next(30)
-    assert [p.id for p in prompts] == ["short", *(f"short@{epoch}" for epoch in range(1, 30))]
+    prompts = stream(tokenizer, mixed, max_prompt_len=20)
+    assert [p.id for p in prompts.next(30)] == ["short", *(f"short@{epoch}" for epoch in range(1, 30))]
+    assert 9 * 29 <= prompts.num_too_long <= 9 * 30
+    assert make_prompts(mixed[1:], tokenizer, data=DataConfig(), max_prompt_len=20) == []
 
 
-def test_no_usable_row_is_an_error_and_no_endless_loop(tokenizer: Any) -> None:
+def test_data_without_a_usable_row_is_an_error(tokenizer: Any) -> None:
     with pytest.raises(DataError, match=r"none of its 10 rows can be trained on.*longer than 3 tokens.*--eval-size"):
         stream(tokenizer, max_prompt_len=3).next(1)
     with pytest.raises(DataError, match="none of its 10 rows"):
         stream(tokenizer, exclude={content_hash(row) for row in rows()}).next(1)
 
 
-def test_training_never_meets_the_content_of_an_evaluation_row(tokenizer: Any) -> None:
-    """A generator that repeats itself: 1,500 rows of a few hundred words, drawn again and again."""
+def test_training_has_no_row_with_the_content_of_an_evaluation_row(tokenizer: Any) -> None:
+    """Also if the data repeat themselves."""
     data = DataConfig(prompt_data="reasoning_gym:spell_backward?max_word_len=3", data_size=1500)
     train, held_out = split_rows(load_rows(data, seed=0), 32, seed=0)
     hashes = {content_hash(row) for row in held_out}
     repeated = sum(content_hash(train[i]) in hashes for i in range(len(train)))
-    assert repeated > 0, "the data must repeat for this to show anything"
-    prompts = PromptStream(train, tokenizer, data=data, rollout=RolloutConfig(), exclude=hashes).next(
-        len(train) - repeated
-    )
+    assert repeated > 0
+    prompts = PromptStream(train, tokenizer, data=data, rollout=RolloutConfig(), exclude=hashes)
+    prompts = prompts.next(len(train) - repeated)
     evaluated = {row.prompt for row in held_out}
     assert not any(p.metadata["entry"]["question"] in evaluated for p in prompts)
     assert len({p.id for p in prompts}) == len(prompts)
 
 
-def test_a_stream_over_endless_data_starts_at_once(tokenizer: Any) -> None:
+def test_a_stream_reads_only_the_rows_it_needs(tokenizer: Any) -> None:
     looked_at: list[int] = []
 
     class Counted(list[Row]):

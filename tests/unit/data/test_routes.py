@@ -23,14 +23,14 @@ def make_sample(length: int, known: int | None) -> Sample:
     return Sample("g", list(range(length)), [True] * length, [0.0] * length, routes=sample_routes([reported], length))
 
 
-def test_the_last_token_has_none():
+def test_the_last_token_has_no_route():
     found = sample_routes([routes(5)], 6)
     assert torch.equal(found[:5], routes(5))
     assert (found[5:] == NO_ROUTE).all()
     assert found.dtype == torch.int16
 
 
-def test_a_later_turn_adds_what_earlier_ones_did_not_read():
+def test_a_later_turn_adds_the_routes_of_new_tokens():
     later = routes(9) + 1  # it read the first tokens again, and took others
     found = sample_routes([routes(4), later], 12)
     assert torch.equal(found[:4], routes(4))
@@ -38,7 +38,7 @@ def test_a_later_turn_adds_what_earlier_ones_did_not_read():
     assert (found[9:] == NO_ROUTE).all()
 
 
-def test_one_turn_without_routes_leaves_the_sample_without():
+def test_a_turn_without_routes_gives_a_sample_without_routes():
     assert sample_routes([routes(4), None], 12) is None
     assert sample_routes([], 3) is None
     with pytest.raises(RolloutError, match="no routes for 1 of 2 samples; use --rollout-engine hf"):
@@ -46,7 +46,7 @@ def test_one_turn_without_routes_leaves_the_sample_without():
     check_routes([make_sample(3, 2)])
 
 
-def test_a_pack_holds_them_in_its_order_at_the_tokens_that_they_speak_of():
+def test_a_pack_has_the_routes_of_its_tokens():
     samples = [make_sample(3, 2), make_sample(2, None), make_sample(4, 4)]
     totals = Totals(num_tokens=6, num_sequences=3)
     batch = pack(samples, aggregation="token_mean", totals=totals, max_response_len=4)

@@ -1,3 +1,5 @@
+"""Samples for supervised training."""
+
 import pytest
 
 from fsdptrain.config import DataConfig
@@ -25,7 +27,7 @@ def test_the_loss_is_on_the_response_and_its_end() -> None:
     assert sample.rollout_logprobs == [0.0] * len(sample.token_ids)
 
 
-def test_a_number_is_a_response_too() -> None:
+def test_a_number_is_a_response() -> None:
     assert tiny_tokenizer().decode(sample_of(4).token_ids).endswith("4<|end|>")
 
 
@@ -38,7 +40,7 @@ def test_a_row_without_response_is_an_error(label: object) -> None:
 ASK, TOLD, ANSWER = ({"role": r, "content": c} for r, c in (("assistant", "ask"), ("tool", "4"), ("assistant", "four")))
 
 
-def test_of_a_conversation_the_loss_is_on_the_turns_of_the_assistant() -> None:
+def test_the_loss_of_a_conversation_is_on_assistant_turns() -> None:
     tokenizer, data = tiny_tokenizer(), DataConfig(prompt_data="x")
     prompt = make_prompt(Row("r", "2+2?", [ASK, TOLD, TOLD, ANSWER]), tokenizer, data=data)
     sample = sft_sample(prompt, tokenizer, renderer=TurnRenderer(tokenizer, data=data))
@@ -54,12 +56,12 @@ def test_of_a_conversation_the_loss_is_on_the_turns_of_the_assistant() -> None:
 @pytest.mark.parametrize(
     "label", [[TOLD, ANSWER], [ASK, TOLD], [ASK, ANSWER], [ASK, {"role": "tool"}], ["four"], [{"content": "four"}]]
 )
-def test_a_conversation_begins_and_ends_with_the_assistant_who_takes_turns(label: object) -> None:
+def test_a_conversation_must_alternate_and_end_with_the_assistant(label: object) -> None:
     with pytest.raises(DataError, match="the response of row r is a list"):
         sample_of(label)
 
 
-def test_another_end_token_can_be_named_and_one_is_needed() -> None:
+def test_the_end_token_can_be_chosen_and_is_required() -> None:
     tokenizer = tiny_tokenizer()
     prompt = Prompt("r", [5], "a", label="b")
     assert sft_sample(prompt, tokenizer, eos_token_id=2).token_ids[-1] == 2

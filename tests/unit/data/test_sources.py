@@ -1,3 +1,5 @@
+"""Rows of files, folders, Python and reasoning_gym, and their split."""
+
 import json
 from pathlib import Path
 from typing import Any
@@ -39,7 +41,7 @@ def rows(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     return load_rows(config(path, metadata_key="extra"), seed=0)
 
 
-def test_rows_are_the_same_whatever_form_they_come_in(rows: Any) -> None:
+def test_rows_do_not_depend_on_the_file_format(rows: Any) -> None:
     assert len(rows) == 7
     assert [(row.prompt, row.label, row.metadata) for row in (rows[i] for i in range(7))] == [
         (row["prompt"], row["label"], row["extra"]) for row in ROWS
@@ -56,17 +58,10 @@ def test_the_split_of_a_saved_data_set_can_be_chosen(tmp_path: Path) -> None:
         load_rows(config(tmp_path / "d", prompt_split="dev"), seed=0)
 
 
-def test_chat_messages_are_prompts_too() -> None:
-    chat = [{"role": "user", "content": "hello"}]
+def test_rows_of_python_objects() -> None:
+    chat, mine = [{"role": "user", "content": "hello"}], [Row("x", "hello")]
     assert as_rows([{"prompt": chat, "label": 1}], config(""))[0].prompt == chat
-
-
-def test_rows_of_your_own_are_taken_as_they_are() -> None:
-    mine = [Row("x", "hello")]
     assert as_rows(mine, config("")) is mine
-
-
-def test_labels_can_be_absent_if_that_is_said() -> None:
     assert as_rows([{"prompt": "x"}], config("", label_key=""))[0].label is None
 
 
@@ -84,10 +79,12 @@ def test_a_wrong_column_is_an_error_that_lists_the_columns(values: dict[str, str
 
 
 @pytest.mark.parametrize("prompt", [None, 3, [], ["text"], [{"role": "user"}], [{"role": "user", "content": None}]])
-def test_a_prompt_that_is_none_is_an_error_that_names_the_row(prompt: object) -> None:
+def test_an_invalid_prompt_is_an_error_with_the_row(prompt: object) -> None:
     rows = as_rows([{"prompt": "x", "label": 1}, {"prompt": prompt, "label": 1}], config(""), name="mine")
     with pytest.raises(DataError, match="row mine:1 holds"):
         rows[1]
+    with pytest.raises(DataError, match="--prompt-data mine has no rows"):
+        as_rows([], config(""), name="mine")
 
 
 @pytest.mark.parametrize(
@@ -100,9 +97,7 @@ def test_a_prompt_that_is_none_is_an_error_that_names_the_row(prompt: object) ->
         ("nofolder/at_all", None, "cannot be read: "),
     ],
 )
-def test_data_that_cannot_be_read_is_one_line(
-    name: str, content: str | None, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_that_cannot_be_read_is_one_line(name, content, message, tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
@@ -111,11 +106,6 @@ def test_data_that_cannot_be_read_is_one_line(
     with pytest.raises(DataError, match=message) as error:
         load_rows(config(name), seed=0)
     assert "\n" not in str(error.value)
-
-
-def test_an_empty_data_set_is_an_error() -> None:
-    with pytest.raises(DataError, match="--prompt-data mine has no rows"):
-        as_rows([], config(""), name="mine")
 
 
 def test_reasoning_gym_rows_carry_what_their_scorer_needs() -> None:
@@ -128,13 +118,9 @@ def test_reasoning_gym_rows_carry_what_their_scorer_needs() -> None:
     assert rows[7].prompt != load_rows(config("reasoning_gym:spell_backward", data_size=50), seed=4)[7].prompt
 
 
-def test_reasoning_gym_takes_typed_parameters() -> None:
+def test_reasoning_gym_takes_typed_parameters_and_lists() -> None:
     rows = load_rows(config("reasoning_gym:spell_backward?min_word_len=4&max_word_len=4&size=9"), seed=0)
-    assert len(rows) == 9
-    assert {len(rows[i].label) for i in range(9)} == {4}
-
-
-def test_reasoning_gym_takes_lists() -> None:
+    assert [len(rows[i].label) for i in range(len(rows))] == [4] * 9
     rows = load_rows(config("reasoning_gym:basic_arithmetic?operators=[+]&allow_negation=false&size=30"), seed=0)
     assert not any("*" in str(rows[i].prompt) or "/" in str(rows[i].prompt) for i in range(30))
 
@@ -157,7 +143,7 @@ def test_a_task_or_parameter_that_does_not_exist_is_an_error(spec: str, message:
     assert "\n" not in str(error.value)
 
 
-def test_rows_are_made_when_they_are_looked_at() -> None:
+def test_generated_rows_are_lazy() -> None:
     """A row of knight_swap takes up to two seconds, so this ends only if no other row is made."""
     rows = load_rows(config("reasoning_gym:knight_swap", data_size=10**9), seed=0)
     assert len(rows) == 10**9
@@ -166,7 +152,7 @@ def test_rows_are_made_when_they_are_looked_at() -> None:
         rows[10**9]
 
 
-def test_train_and_eval_have_no_row_in_common_and_together_all_rows() -> None:
+def test_training_and_evaluation_rows_are_disjoint_and_complete() -> None:
     rows = as_rows(ROWS, config(""))
     train, evaluation = split_rows(rows, 3, seed=5)
     held_out = {row.id for row in evaluation}
@@ -182,12 +168,12 @@ def test_eval_rows_are_all_different() -> None:
     assert len({content_hash(row) for row in evaluation}) == len(evaluation) == 8
 
 
-def test_holding_everything_out_is_an_error() -> None:
+def test_an_eval_size_without_training_rows_is_an_error() -> None:
     with pytest.raises(DataError, match="--eval-size 128 leaves nothing to train on, the data has 7 rows"):
         split_rows(as_rows(ROWS, config("")), 128, seed=0)
 
 
-def test_content_is_what_is_asked_and_nothing_else() -> None:
+def test_the_content_hash_depends_on_the_prompt_only() -> None:
     same = [Row("a", "hello", 1), Row("b", " hello\n", 2), Row("c", [{"role": "user", "content": "hello"}])]
     assert len({content_hash(row) for row in same}) == 1
     assert content_hash(Row("a", "hello!")) != content_hash(same[0])

@@ -1,4 +1,4 @@
-"""Steps over state on the host are bitwise those of the same optimizer without, wherever they are made."""
+"""An optimizer with state on the host is bitwise the same one on the device."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def trained(sizes: list[tuple[int, ...]], num_steps: int, *, num_without: int = 
 @pytest.mark.parametrize("step", ["host", "device"])
 @settings(deadline=None, max_examples=20)
 @given(sizes=SIZES, num_steps=st.integers(1, 3), piece=st.sampled_from([16, 64, 1 << 20]))
-def test_no_bit_depends_on_where_the_moments_are_or_how_they_travel(step, sizes, num_steps, piece):
+def test_offloaded_moments_change_no_bit(step, sizes, num_steps, piece):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host_adam, "PIECE", piece)
         found = trained(sizes, num_steps, offload_optimizer=True, offload_optimizer_step=step)
@@ -48,7 +48,7 @@ def test_no_bit_depends_on_where_the_moments_are_or_how_they_travel(step, sizes,
 
 
 @pytest.mark.parametrize("step", ["host", "device"])
-def test_what_gets_no_gradient_stays_as_it_is(step):
+def test_parameters_without_a_gradient_do_not_change(step):
     sizes: list[tuple[int, ...]] = [(16, 3), (7,), (4, 5)]
     found = trained(sizes, 2, num_without=2, offload_optimizer=True, offload_optimizer_step=step)
     wanted = trained(sizes, 2, num_without=2)

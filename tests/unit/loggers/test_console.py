@@ -1,4 +1,4 @@
-"""The console says what matters, in a terminal and in a log file."""
+"""Console output in a terminal and in a log file."""
 
 import io
 
@@ -24,7 +24,7 @@ def run(tmp_path, *, terminal: bool, resumed_step: int | None = None, total_step
     return out.getvalue()
 
 
-def test_plain_output_has_one_line_for_each_step(tmp_path):
+def test_plain_output_has_one_line_per_step(tmp_path):
     lines = run(tmp_path, terminal=False).splitlines()
     steps = [line for line in lines if line.startswith("step")]
     assert len(steps) == 5
@@ -33,14 +33,14 @@ def test_plain_output_has_one_line_for_each_step(tmp_path):
     assert "\x1b" not in "".join(lines)
 
 
-def test_the_header_says_what_runs_and_the_table_how_it_went(tmp_path):
+def test_the_header_names_the_run_and_the_table_its_metrics(tmp_path):
     text = run(tmp_path, terminal=False)
     assert "grpo of Qwen/Qwen3-4B (bfloat16) on reasoning_gym:gsm_symbolic" in text
     assert ["reward", "0.250", "1.000", "0.250", "1.000"] in [line.split() for line in text.splitlines()]
     assert str(tmp_path) in text
 
 
-def test_the_last_line_says_whether_the_run_came_to_its_end(tmp_path):
+def test_the_last_line_tells_a_finished_run_from_a_stopped_one(tmp_path):
     assert run(tmp_path, terminal=False).splitlines()[-1].startswith("done in 0s, written to ")
     stopped = run(tmp_path, terminal=False, total_steps=9).splitlines()[-1]
     assert stopped.startswith("stopped after step 4 of 9, 0s, written to ")
@@ -50,28 +50,21 @@ def test_the_last_line_says_whether_the_run_came_to_its_end(tmp_path):
     assert again.endswith("; the same command goes on after step 3")
 
 
-def test_a_terminal_shows_a_bar_with_the_latest_values(tmp_path):
-    text = run(tmp_path, terminal=True)
-    assert "4/4" in text
-    assert "reward 1.000" in text
-    assert "acc 0.500" in text
+@pytest.mark.parametrize(
+    ("options", "shown", "hidden"),
+    [
+        ({}, ["4/4", "reward 1.000", "acc 0.500"], "1/5"),
+        ({"total_steps": 1000, "width": 60}, ["4/1000", "ETA", "reward 1.000", "…"], "1/5"),
+        ({"resumed_step": 2}, ["goes on after step 2 of 4"], "1/4"),
+    ],
+)
+def test_a_terminal_has_a_bar_with_the_latest_values(tmp_path, options, shown, hidden):
+    text = run(tmp_path, terminal=True, **options)
+    assert [words for words in shown if words not in text] == []
+    assert hidden not in text
 
 
-def test_a_narrow_terminal_keeps_the_count_the_time_and_the_reward(tmp_path):
-    text = run(tmp_path, terminal=True, total_steps=1000, width=60)
-    bar = next(line for line in text.splitlines() if "4/1000" in line)
-    assert "ETA" in bar
-    assert "reward 1.000" in bar
-    assert "…" in bar
-
-
-def test_a_resumed_run_starts_its_bar_where_it_goes_on(tmp_path):
-    text = run(tmp_path, terminal=True, resumed_step=2)
-    assert "goes on after step 2 of 4" in text
-    assert "1/4" not in text
-
-
-def test_a_run_that_is_at_its_end_says_what_would_go_on(tmp_path):
+def test_a_finished_run_names_the_flag_that_continues_it(tmp_path):
     assert "is at its end, step 4 of 4: a larger --num-rollout goes on" in run(tmp_path, terminal=False, resumed_step=4)
 
 
@@ -83,8 +76,8 @@ def test_a_run_that_is_at_its_end_says_what_would_go_on(tmp_path):
         (-12.34, "-12.3"),
         (128.4, "128"),
         (1234.0, "1.2k"),
-        (3.4e6, "3.4M"),
-        (2e-5, "2.0e-05"),
+        (2e-05, "2.0e-05"),
+        (3400000.0, "3.4M"),
     ],
 )
 def test_numbers_are_short(value, text):

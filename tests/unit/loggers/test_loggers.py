@@ -1,4 +1,4 @@
-"""Which loggers a run has, and the real wandb and trackio, without a network."""
+"""Loggers of a run; wandb and trackio without a network."""
 
 import os
 import sqlite3
@@ -33,7 +33,7 @@ for logger in loggers:
 
 
 class ListLogger:
-    """A plug-in as a user would write it."""
+    """A logger of a user."""
 
     def __init__(self, info):
         self.info = info
@@ -46,7 +46,7 @@ def log_for_real(name, folder, *, resumed=0):
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
 
 
-def test_jsonl_is_always_there(tmp_path):
+def test_jsonl_is_always_used(tmp_path):
     loggers = build_loggers(LogConfig(to=[]), tmp_path, total_steps=1)
     assert [type(logger) for logger in loggers] == [JsonlLogger]
     loggers[0].close()
@@ -57,7 +57,7 @@ def test_only_rank_0_logs(tmp_path, monkeypatch):
     assert build_loggers(LogConfig(), tmp_path, total_steps=1) == []
 
 
-def test_a_logger_of_the_users_own_is_told_of_the_run(tmp_path):
+def test_a_custom_logger_gets_the_run_info(tmp_path):
     log = LogConfig(to=["console", "tests.unit.loggers.test_loggers:ListLogger"], project="p")
     jsonl, console, own = build_loggers(log, tmp_path / "run-a", total_steps=7)
     assert isinstance(console, ConsoleLogger)

@@ -1,3 +1,5 @@
+"""The answer in a response."""
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,10 +30,10 @@ def test_the_last_marked_answer_counts_else_the_whole_text(text: str, answer: st
 
 
 @given(st.text(alphabet="ab<>/\\{} ", max_size=30), st.text(alphabet="ab{}\\ ", max_size=9))
-def test_what_is_tagged_last_is_found_behind_any_text(before: str, answer: str) -> None:
+def test_the_last_tag_is_found_in_any_text(before: str, answer: str) -> None:
     assert find_answer(f"{before}<answer>{answer}</answer>") == answer.strip()
 
 
 @given(st.text(alphabet="\\boxed{}a ", max_size=40))
-def test_any_text_has_an_answer(text: str) -> None:
+def test_an_answer_is_stripped_text(text: str) -> None:
     assert extract_answer(text) == extract_answer(text).strip()

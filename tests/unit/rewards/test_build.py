@@ -1,3 +1,5 @@
+"""Rewards from --reward: names, weights, functions of users."""
+
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,14 +15,14 @@ PROMPT = Prompt("p", [1], "", label="4")
 GOOD = "<think>2+2</think><answer>4</answer>"
 
 
-def test_several_rewards_are_a_weighted_sum_that_names_its_parts() -> None:
+def test_several_rewards_are_a_weighted_sum_with_named_parts() -> None:
     parts = build_reward(RewardConfig(reward=["math=0.9", "format=0.1"]), prompt_data="x")(PROMPT, "<answer>4</answer>")
     assert parts == {"math": 1.0, "format": 0.0, "reward": 0.9}
     parts = build_reward(RewardConfig(reward=["exact", "format=-0.5"]), prompt_data="x")(PROMPT, GOOD)
     assert parts == {"exact": 1.0, "format": 1.0, "reward": 0.5}
 
 
-def test_auto_is_the_scorer_that_fits_the_data() -> None:
+def test_auto_is_the_scorer_of_the_data() -> None:
     assert build_reward(RewardConfig(), prompt_data="x.jsonl")(PROMPT, GOOD) == {"math": 1.0, "reward": 1.0}
     entry = {"question": "", "answer": "4", "metadata": {}}
     prompt = Prompt("p", [1], "", metadata={"task": "spell_backward", "entry": entry})
@@ -28,24 +30,20 @@ def test_auto_is_the_scorer_that_fits_the_data() -> None:
     assert reward(prompt, GOOD) == {"reasoning_gym": 1.0, "reward": 1.0}
 
 
-def test_auto_is_what_the_environment_gives_unless_the_data_have_a_scorer() -> None:
+def test_auto_is_the_environment_reward_unless_the_data_have_a_scorer() -> None:
     prompt = Prompt("p", [1], "", metadata={"episode": Episode((), {"found": 2.0, "reward": 3.0}, True)})
     reward = build_reward(RewardConfig(), prompt_data="x.jsonl", has_environment=True)
     assert reward(prompt, GOOD) == {"environment": 3.0, "found": 2.0, "reward": 3.0}
     both = build_reward(RewardConfig(reward=["environment=0.5", "format"]), prompt_data="x", has_environment=True)
     assert both(prompt, GOOD) == {"environment": 3.0, "found": 2.0, "format": 1.0, "reward": 2.5}
     of_the_data = build_reward(RewardConfig(), prompt_data="reasoning_gym:products", has_environment=True)
-    assert [reads_environment(r) for r in (reward, both, of_the_data, lambda prompt, text: 1.0)] == [
-        True,
-        True,
-        False,
-        True,
-    ]
+    readers = [reads_environment(r) for r in (reward, both, of_the_data, lambda prompt, text: 1.0)]
+    assert readers == [True, True, False, True]
     with pytest.raises(ConfigError, match="there is no environment; name one by --environment"):
         build_reward(RewardConfig(reward=["environment"]), prompt_data="x")
 
 
-def test_a_function_of_your_own_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reward_function_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_rewards.py").write_text(
         "def brevity(prompt, response):\n    return {'short': 1, 'len': len(response)}\n"
     )
@@ -63,7 +61,7 @@ def test_a_detail_of_one_reward_never_hides_another(tmp_path: Path, monkeypatch:
     assert reward.weights == {"math": 2.0, "f": 4.0}
 
 
-def test_functions_of_one_name_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_with_the_same_name_have_full_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("rm_one", "rm_two"):
         (tmp_path / f"{module}.py").write_text("def compute_score(prompt, response):\n    return 0.5\n")
     monkeypatch.chdir(tmp_path)
@@ -79,9 +77,7 @@ def test_a_reward_that_cannot_score_is_named() -> None:
 
 
 @pytest.mark.parametrize("name", ["reward", "mean", "length"])
-def test_a_function_whose_name_means_something_else_in_metrics_goes_by_its_full_name(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_function_with_a_reserved_name_has_its_full_name(name, tmp_path, monkeypatch):
     (tmp_path / f"mine_{name}.py").write_text(f"def {name}(prompt, response):\n    return 0.5\n")
     monkeypatch.chdir(tmp_path)
     reward = build_reward(RewardConfig(reward=[f"mine_{name}:{name}=2", "math"]), prompt_data="x")
@@ -101,6 +97,6 @@ def test_a_function_whose_name_means_something_else_in_metrics_goes_by_its_full_
         (["math:f"], "has no attribute 'f'"),
     ],
 )
-def test_a_reward_that_cannot_be_is_an_error(specs: list[str], message: str) -> None:
+def test_an_invalid_reward_is_an_error(specs: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_reward(RewardConfig(reward=specs), prompt_data="x.jsonl")

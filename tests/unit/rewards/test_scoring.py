@@ -1,3 +1,5 @@
+"""Values of rewards, errors, and unscored samples."""
+
 import math
 from typing import Any
 
@@ -29,7 +31,7 @@ def test_a_mapping_is_its_reward_or_the_sum_of_its_parts() -> None:
 
 
 @pytest.mark.parametrize("value", [None, math.nan, math.inf, "1.0", [1.0], {"a": None}, {"a": math.nan}, object()])
-def test_what_is_no_finite_number_leaves_the_sample_unscored(value: Any) -> None:
+def test_a_value_that_is_no_finite_number_leaves_the_sample_unscored(value: Any) -> None:
     assert score_of(value) == Score(None)
 
 
@@ -39,7 +41,7 @@ def failing(_prompt: Prompt, text: str) -> float | None:
     return 1 / int(text)
 
 
-def test_a_reward_that_raises_costs_one_sample_and_the_first_reason_is_kept() -> None:
+def test_an_error_in_a_reward_costs_one_sample_and_the_first_is_kept() -> None:
     scores = score_completions(failing, [PROMPT] * 5, ["1", "0", "none", "x", "2"])
     assert [score.reward for score in scores.scores] == [1.0, None, None, None, 0.5]
     assert scores.num_unscored == 3
@@ -47,7 +49,7 @@ def test_a_reward_that_raises_costs_one_sample_and_the_first_reason_is_kept() ->
     assert scores.first_error.startswith("ZeroDivisionError: division by zero (test_scoring.py:")
 
 
-def test_an_interrupt_is_not_swallowed() -> None:
+def test_an_interrupt_is_raised() -> None:
     def interrupted(_prompt: Prompt, _text: str) -> float:
         raise KeyboardInterrupt
 
@@ -76,5 +78,5 @@ def check_on_ranks(limits: list[float]) -> list[int | str]:
     return results
 
 
-def test_the_share_is_that_of_all_ranks_and_all_fail_together() -> None:
+def test_the_unscored_fraction_is_that_of_all_ranks() -> None:
     assert spawn(3, check_on_ranks, [0.2, 0.1]) == [[2, "the reward returned None"]] * 3

@@ -1,3 +1,5 @@
+"""The rewards math, exact, format and reasoning_gym."""
+
 import threading
 
 import pytest
@@ -68,15 +70,15 @@ def test_exact_compares_characters(label: object, response: str, reward: float |
         ("", 0),
     ],
 )
-def test_format_wants_both_tags_once_and_nothing_else(response: str, reward: float) -> None:
+def test_format_requires_both_tags_once_and_nothing_else(response: str, reward: float) -> None:
     assert REWARDS["format"](prompt(), response) == reward
 
 
-def test_format_knows_that_the_template_may_open_the_thinking() -> None:
+def test_format_accepts_a_template_that_opens_the_thinking() -> None:
     assert REWARDS["format"](prompt(text="<|assistant|><think>\n"), "a</think><answer>b</answer>") == 1
 
 
-def test_reasoning_gym_scores_with_the_tasks_own_scorer() -> None:
+def test_reasoning_gym_uses_the_scorer_of_the_task() -> None:
     from fsdptrain.data.sources import load_rows
 
     for task in ("spell_backward", "gsm_symbolic", "countdown"):
@@ -102,6 +104,6 @@ def test_an_answer_that_a_task_cannot_read_is_wrong_and_not_unscored(task: str) 
         assert 0 <= REWARDS["reasoning_gym"](asked, f"<answer>{answer}</answer>") < 0.5, answer
 
 
-def test_reasoning_gym_on_other_rows_is_not_a_wrong_answer() -> None:
+def test_reasoning_gym_on_other_rows_is_an_error() -> None:
     with pytest.raises(KeyError):
         REWARDS["reasoning_gym"](prompt("4"), "4")

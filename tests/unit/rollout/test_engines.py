@@ -1,4 +1,4 @@
-"""--rollout-engine: a name is found, refused or plugged in, and never replaced by another."""
+"""--rollout-engine: a known name, an import path or a plug-in; other names are refused."""
 
 from importlib.metadata import EntryPoint, EntryPoints
 from importlib.util import find_spec
@@ -53,7 +53,7 @@ def test_auto_takes_only_what_is_built():
         ("nowhere.engines:Engine", "--rollout-engine nowhere.engines:Engine: No module named 'nowhere'"),
     ],
 )
-def test_what_is_not_there_is_refused_in_one_line(name, message):
+def test_an_unknown_engine_is_refused_in_one_line(name, message):
     with pytest.raises(ConfigError) as caught:
         build(config_with(name), checkpoint=Path("unused"), device=CPU)
     assert message in str(caught.value)

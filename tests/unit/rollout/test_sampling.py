@@ -1,4 +1,4 @@
-"""The sampler draws what the logits say, and depends on the name of the completion alone."""
+"""Draws have the probabilities of the logits and depend only on the name of the completion."""
 
 import math
 
@@ -11,7 +11,7 @@ from fsdptrain.rollout.sampling import inverse_cdf, restrict, sample, uniform_st
 
 
 def grid(count: int) -> torch.Tensor:
-    """Numbers that fill [0, 1) evenly: what is drawn with them has exactly the shares of the distribution."""
+    """Evenly spaced numbers in [0, 1): draws with them have exactly the shares of the distribution."""
     return (torch.arange(count, dtype=torch.float64) + 0.5) / count
 
 
@@ -46,7 +46,7 @@ def test_shares_of_tokens_are_their_probabilities(vocab_size, temperature):
     torch.testing.assert_close(shares.double(), expected, rtol=1e-5, atol=1.01 / count)
 
 
-def test_draw_agrees_with_the_plain_inverse():
+def test_draws_are_those_of_the_plain_inverse():
     generator = torch.Generator().manual_seed(0)
     weights = torch.rand(64, 5000, generator=generator).pow(8)
     uniforms = torch.rand(64, dtype=torch.float64, generator=generator)
@@ -65,20 +65,15 @@ def test_token_of_probability_zero_is_never_drawn(uniform, vocab_size):
     assert tokens.item() in allowed
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 3.0])
-def test_logprob_is_that_of_the_tempered_softmax(temperature):
-    logits = torch.randn(50, 400, generator=torch.Generator().manual_seed(1)) * 3
+def test_logprob_is_that_of_the_tempered_softmax_in_float32(temperature, dtype):
+    logits = (torch.randn(50, 400, generator=torch.Generator().manual_seed(1)) * 3).to(dtype)
     tokens, logprobs = sample(logits, grid(50), temperature=temperature)
-    expected = (logits.double() / temperature).log_softmax(-1).gather(-1, tokens[:, None]).squeeze(-1)
-    torch.testing.assert_close(logprobs.double(), expected, rtol=0.0, atol=2e-6)
-
-
-def test_bfloat16_logits_are_normalised_in_float32():
-    logits = torch.randn(20, 400, generator=torch.Generator().manual_seed(1)).bfloat16()
-    tokens, logprobs = sample(logits, grid(20), temperature=1.0)
     assert logprobs.dtype == torch.float32
-    expected = logits.double().log_softmax(-1).gather(-1, tokens[:, None]).squeeze(-1)
-    torch.testing.assert_close(logprobs.double(), expected, rtol=0.0, atol=2e-6)
+    exact, plain = ((x / temperature).log_softmax(-1).double() for x in (logits.double(), logits.float()))
+    error = (logprobs.double() - exact.gather(-1, tokens[:, None]).squeeze(-1)).abs().max()
+    assert error <= 4 * (plain - exact).abs().max()
 
 
 def test_temperature_zero_takes_the_most_likely_token_and_its_untempered_logprob():
@@ -107,7 +102,7 @@ def test_temperature_comes_before_truncation():
     assert logprobs.item() == 0.0  # 0.16 of 0.275: the first token is enough, which at temperature 1 it is not
 
 
-def test_many_rows_are_sampled_in_parts_as_if_at_once(monkeypatch):
+def test_sampling_in_parts_changes_nothing(monkeypatch):
     logits = torch.randn(30, 64, generator=torch.Generator().manual_seed(1))
     whole = sample(logits, grid(30), temperature=1.0)
     monkeypatch.setattr("fsdptrain.rollout.sampling._MAX_ELEMENTS", 64 * 7)

@@ -1,4 +1,4 @@
-"""Where a rank stood is written when a wait takes too long, and an error that comes of it says where."""
+"""Stacks of a rank are written when a wait takes too long, and the error names their folder."""
 
 import ctypes
 import os
@@ -37,7 +37,7 @@ def no_fallback(monkeypatch) -> None:
 
 @pytest.mark.usefixtures("no_fallback")
 @pytest.mark.parametrize("error", [ValueError("in vain"), RolloutError("it did not answer")])
-def test_an_error_that_comes_late_says_where_the_stacks_are(tmp_path, error):
+def test_a_late_error_names_the_folder_of_the_stacks(tmp_path, error):
     stacks, file = StackDump(tmp_path / "stacks", 3), tmp_path / "stacks" / "rank3.txt"
     with pytest.raises(type(error)) as caught, stacks.around(0.2):
         stands_here(file, error)
@@ -47,7 +47,7 @@ def test_an_error_that_comes_late_says_where_the_stacks_are(tmp_path, error):
 
 
 @pytest.mark.usefixtures("no_fallback")
-def test_the_main_thread_comes_first_and_those_that_stand_at_one_place_are_written_once(tmp_path):
+def test_the_main_thread_is_first_and_equal_stacks_are_written_once(tmp_path):
     """faulthandler writes a hundred threads, and the main thread would not be one of them."""
     stacks, file = StackDump(tmp_path / "stacks", 0), tmp_path / "stacks" / "rank0.txt"
     crowd, end = threading.Barrier(301), threading.Event()
@@ -78,7 +78,7 @@ class Poll(ctypes.Structure):
     _fields_ = (("fd", ctypes.c_int), ("events", ctypes.c_short), ("revents", ctypes.c_short))
 
 
-def test_stacks_are_written_also_where_nobody_lets_the_lock_of_python_go(tmp_path, monkeypatch):
+def test_stacks_are_written_while_the_gil_is_held(tmp_path, monkeypatch):
     """Into a pipe here, whose reader waits in C and keeps the lock."""
     monkeypatch.setattr(module, "_FALLBACK_S", 0.0)
     file = tmp_path / "stacks" / "rank0.txt"
@@ -94,7 +94,7 @@ def test_stacks_are_written_also_where_nobody_lets_the_lock_of_python_go(tmp_pat
     os.close(reader)
 
 
-def test_where_nothing_took_too_long_nothing_is_left(tmp_path):
+def test_without_a_timeout_no_file_is_left(tmp_path):
     ranks = [StackDump(tmp_path / "stacks", rank) for rank in range(2)]
     with pytest.raises(ValueError) as caught, ranks[0].around(LIMIT_S):
         raise ValueError("at once")

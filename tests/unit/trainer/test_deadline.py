@@ -1,4 +1,4 @@
-"""A reward that hangs costs its sample, and one that always hangs ends the run: never does anyone wait for it."""
+"""A hanging reward costs its sample; one that always hangs ends the run. Nothing waits for it."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +16,7 @@ PROMPT = Prompt("a", [1], "label")
 
 
 class Counted:
-    """A reward that knows how often it was asked."""
+    """A reward that counts its calls."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -34,21 +34,21 @@ def reward(prompt: Prompt, response: str) -> float:
     return float(threading.current_thread() is threading.main_thread())
 
 
-def test_a_call_that_hangs_leaves_its_sample_unscored_and_the_others_alone():
+def test_a_hanging_call_leaves_only_its_sample_unscored():
     timed = WithDeadline(reward, 1.0, patience=60)
     scores = score_completions(timed, [PROMPT] * 5, ["good", "hang", "hang", "raise", "hang"])
     assert [score.reward for score in scores.scores] == [0.0, None, None, None, None]
     assert scores.first_error == "--reward: no answer within --reward-timeout 1 s"
 
 
-def test_one_that_always_hangs_ends_the_rollout_in_one_line_after_a_few():
+def test_a_reward_that_always_hangs_ends_the_rollout():
     counted = Counted()
     with pytest.raises(RolloutError, match=r"^--reward did not answer 3 times in a row .* prompt 'a': .*--reward-time"):
         score_completions(WithDeadline(counted, 0.2, patience=60), [PROMPT] * 100, ["hang"] * 100)
     assert counted.calls == 3
 
 
-def test_one_that_hangs_now_and_then_ends_the_rollout_before_other_ranks_have_waited_too_long():
+def test_a_reward_that_often_hangs_ends_the_rollout_within_the_patience():
     counted = Counted()
     timed = WithDeadline(counted, 1.0, patience=3.0)
     scores = score_completions(timed, [PROMPT] * 4, ["hang", "good"] * 2)
@@ -58,12 +58,12 @@ def test_one_that_hangs_now_and_then_ends_the_rollout_before_other_ranks_have_wa
     assert counted.calls == 4 + 5  # counted anew in each rollout
 
 
-def test_where_no_deadline_is_given_that_of_a_call_in_flight_leaves_room_for_three():
+def test_the_default_deadline_allows_three_hanging_calls():
     timed = [WithDeadline(reward, None, patience=patience)._threads.timeout for patience in (30.0, 900.0, 3600.0)]
     assert timed == [10.0, 300.0, 300.0]
 
 
-def test_without_a_timeout_the_main_thread_calls_by_itself_and_others_have_a_deadline():
+def test_without_a_timeout_only_other_threads_have_a_deadline():
     timed = WithDeadline(reward, None, patience=60)
     assert timed(PROMPT, "good") == 1.0  # as `math` wants it, whose time limit is a signal
     with ThreadPoolExecutor(1) as thread:

@@ -1,4 +1,4 @@
-"""One definition of right: evaluations follow --pass-threshold, as the curriculum does."""
+"""Evaluations use --pass-threshold, as the curriculum does."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from fsdptrain.types import Prompt
 
 
 @pytest.mark.parametrize(("threshold", "accuracy"), [(1.0, 0.25), (0.5, 0.75), (-1.0, 1.0)])
-def test_accuracy_counts_the_responses_that_reach_the_threshold(threshold: float, accuracy: float) -> None:
+def test_accuracy_counts_responses_from_the_threshold_on(threshold: float, accuracy: float) -> None:
     rewards = {"0": 0.0, "1": 0.5, "2": 0.5 + 1e-9, "3": 1.0}
     metrics, _ = Evaluation(
         Config(hf_checkpoint="x", pass_threshold=threshold),

@@ -1,4 +1,4 @@
-"""From options to the rules by which rewards become advantages."""
+"""Options become rules for advantages, shaping and selection."""
 
 import pytest
 
@@ -18,13 +18,13 @@ def rule_of(made: Config):
     return advantage_rule(made, build_reward(made.reward, prompt_data=made.data.prompt_data))
 
 
-def test_rewards_and_penalties_are_normalised_one_by_one_with_their_weights() -> None:
+def test_rewards_and_penalties_have_weights_of_their_own() -> None:
     made = config(multi_reward="normalize_then_sum", algorithm="dapo", length_penalty=0.2)
     assert rule_of(made).weights == {"math": 0.9, "format": 0.1, "overlong": 1.0, "length": 0.2}
     assert rule_of(config(length_penalty=0.2)).weights is None
 
 
-def test_a_group_is_kept_if_any_reward_that_is_normalised_by_itself_differs() -> None:
+def test_a_group_is_kept_if_any_weighted_reward_differs() -> None:
     """(1, 0) and (0, 1) have one sum, and GDPO tells them apart. A reward of weight 0 teaches nothing."""
     made = config(algorithm="dapo", reward=["math", "format", "exact=0"])
     apart = config(algorithm="dapo", reward=["math", "format", "exact=0"], multi_reward="normalize_then_sum")
@@ -37,19 +37,19 @@ def test_a_group_is_kept_if_any_reward_that_is_normalised_by_itself_differs() ->
     assert group_result(group[:1] * 2, rules, owner=0).spread == 0
 
 
-def test_only_penalties_that_are_on_shape() -> None:
+def test_only_enabled_penalties_shape() -> None:
     assert shaping_rule(config()) is None
     both = shaping_rule(config(algorithm="dapo", length_penalty=0.2, pass_threshold=0.7))
     assert both.coefficients == {"overlong": 1.0, "length": 0.2}
     assert both.pass_threshold == 0.7
 
 
-def test_the_scale_is_that_of_the_estimator_or_the_chosen_one() -> None:
+def test_the_scale_is_that_of_the_estimator_by_default() -> None:
     assert rule_of(config(algorithm="reinforce++_baseline")).scale == "whiten"
     assert rule_of(config(algorithm="reinforce++_baseline", advantage_scale="batch")).scale == "batch"
 
 
-def test_a_reward_from_python_has_no_parts_to_normalise() -> None:
+def test_a_python_reward_has_no_parts_to_normalize() -> None:
     with pytest.raises(ConfigError, match=r"--multi-reward normalize_then_sum .* in place of Trainer\(reward=...\)"):
         advantage_rule(config(multi_reward="normalize_then_sum"), lambda prompt, response: 1.0)
 
@@ -61,6 +61,6 @@ def test_a_reward_from_python_has_no_parts_to_normalise() -> None:
         ("math:pi", "--advantage-estimator math:pi is no function"),
     ],
 )
-def test_an_estimator_that_cannot_be_is_one_line(name: str, message: str) -> None:
+def test_an_invalid_estimator_is_one_line(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         rule_of(config(advantage_estimator=name))

@@ -1,4 +1,4 @@
-"""Dynamic sampling, one decision at a time: what is kept, how many are asked, and where it ends."""
+"""Dynamic sampling: kept groups, requested groups, and the end of a rollout."""
 
 import math
 
@@ -27,7 +27,7 @@ def run(selection: Selection, spreads: list[float]) -> list[int]:
 
 @settings(deadline=None)
 @given(spreads=SPREADS, wanted=st.integers(1, 12), max_rounds=st.integers(1, 6), least=st.sampled_from([0.0, 0.1, 0.5]))
-def test_kept_are_the_first_that_differ_enough_within_the_bound(spreads, wanted, max_rounds, least) -> None:
+def test_the_first_groups_with_enough_spread_are_kept(spreads, wanted, max_rounds, least) -> None:
     selection = Selection(SelectionRules(dynamic=True, max_rounds=max_rounds, min_spread=least), wanted=wanted)
     asked = run(selection, list(spreads))
     seen = spreads[: sum(asked)]
@@ -48,7 +48,7 @@ def test_kept_are_the_first_that_differ_enough_within_the_bound(spreads, wanted,
 
 @settings(deadline=None)
 @given(missing=st.integers(1, 500), rate=st.floats(0.002, 1.0))
-def test_a_later_round_asks_for_the_least_that_will_probably_do(missing: int, rate: float) -> None:
+def test_a_later_round_requests_the_likely_number_of_groups(missing: int, rate: float) -> None:
     def lower_end(count: int) -> float:
         return count * rate - math.sqrt(count * rate * (1 - rate))
 
@@ -57,7 +57,7 @@ def test_a_later_round_asks_for_the_least_that_will_probably_do(missing: int, ra
     assert lower_end(count - 1) < missing
 
 
-def test_later_rounds_ask_for_less_than_the_first() -> None:
+def test_later_rounds_request_less_than_the_first() -> None:
     selection = Selection(SelectionRules(dynamic=True, max_rounds=9), wanted=32)
     selection.add([group(1.0)] * 28 + [group(0.0)] * 4)
     assert 4 < selection.num_to_ask <= 8
@@ -70,7 +70,7 @@ def test_without_dynamic_sampling_everything_is_kept_in_one_round() -> None:
     assert selection.metrics() == {}
 
 
-def test_nothing_to_train_on_is_an_error_that_names_the_flags_and_the_reward() -> None:
+def test_no_kept_group_is_an_error_with_the_flags() -> None:
     selection = Selection(SelectionRules(dynamic=True, max_rounds=3, min_spread=0.1), wanted=4)
     run(selection, [0.1] * 12)
     said = r"kept none of 12 groups in 3 rounds.*--min-group-spread 0\.1.*mean is 0\.1;.*--dynamic-sampling-max-rounds"
@@ -79,7 +79,7 @@ def test_nothing_to_train_on_is_an_error_that_names_the_flags_and_the_reward() -
 
 
 @pytest.mark.parametrize(("max_rounds", "lines"), [(1, 0), (2, 1)])
-def test_fewer_groups_than_wanted_are_told_unless_that_was_asked_for(max_rounds, lines, caplog) -> None:
+def test_fewer_groups_than_wanted_are_logged_after_several_rounds(max_rounds, lines, caplog) -> None:
     selection = Selection(SelectionRules(dynamic=True, max_rounds=max_rounds), wanted=4)
     run(selection, [1.0, 0.0, 0.0, 1.0] + [0.0] * 4)
     selection.check(6)

@@ -1,4 +1,4 @@
-"""Stages that overlap, from several threads; and how long nobody was at work."""
+"""Overlapping stages of several threads, and idle time."""
 
 import threading
 import time
@@ -13,12 +13,12 @@ spans = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).map(lambda pa
 
 
 @given(spans=spans, begin=st.integers(0, 30), length=st.integers(0, 20))
-def test_what_overlaps_counts_once_and_what_lies_outside_not_at_all(spans, begin, length):
+def test_overlapping_spans_count_once_within_the_interval(spans, begin, length):
     ticks = {tick for start, end in spans for tick in range(start, end)} & set(range(begin, begin + length))
     assert covered(spans, begin, begin + length) == pytest.approx(len(ticks))
 
 
-def test_a_stage_that_goes_on_is_at_work_and_stands_on_the_timeline_when_it_has_ended():
+def test_a_running_stage_is_busy_and_is_a_span_after_its_end():
     timeline, begin = Timeline(), time.time()
     started, go_on = threading.Event(), threading.Event()
 

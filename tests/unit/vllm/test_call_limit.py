@@ -22,7 +22,7 @@ def hang(folder: Path, checked: bool) -> None:
 
 
 @pytest.mark.parametrize("checked", [False, True])
-def test_one_that_hangs_ends_its_process_with_one_line_and_its_stacks(tmp_path, checked):
+def test_a_hanging_call_ends_its_process_with_one_line_and_stacks(tmp_path, checked):
     process = preloaded_context().Process(target=hang, args=(tmp_path, checked))
     process.start()
     process.join(120)
@@ -38,7 +38,7 @@ def hang_without_a_folder(folder: Path) -> None:
     hang(folder, checked=False)
 
 
-def test_also_where_its_stacks_cannot_be_written(tmp_path):
+def test_a_hanging_call_ends_its_process_without_stacks_too(tmp_path):
     process = preloaded_context().Process(target=hang_without_a_folder, args=(tmp_path,))
     process.start()
     process.join(120)
@@ -58,7 +58,7 @@ def exits() -> None:
 
 
 @pytest.mark.parametrize("call", [returns, raises, exits])
-def test_on_every_way_out_nobody_watches_any_more_and_nothing_is_left(tmp_path, call: Callable[[], None]):
+def test_no_thread_and_no_file_is_left_after_a_call(tmp_path, call: Callable[[], None]):
     before = set(threading.enumerate())
     limit = CallLimit(600.0, tmp_path / "stacks", 0)
     try:
@@ -71,7 +71,7 @@ def test_on_every_way_out_nobody_watches_any_more_and_nothing_is_left(tmp_path, 
     assert not (tmp_path / "stacks").exists()
 
 
-def test_the_time_of_a_call_begins_with_it(tmp_path):
+def test_the_time_of_a_call_starts_with_it(tmp_path):
     limit = CallLimit(600.0, tmp_path, 0)
     assert limit.is_over  # nothing is called
     with limit.around("what was called", checked=True):

@@ -141,7 +141,7 @@ def test_a_closed_loop_ends_its_callers_with_an_error():
 
 
 def test_a_closed_loop_leaves_no_connection_open():
-    """Also not one that a library forgot: garbage collection would find its socket open."""
+    """Also if a library did not close it."""
     loop, server = EventLoop(), ScriptedServer()
     opened = []
 

@@ -101,7 +101,7 @@ def test_requests_have_the_time_of_rollout_timeout(case: Case, in_flight: bool) 
 
 
 def test_closing_ends_requests_in_flight_and_writes_their_stacks(case: Case) -> None:
-    """On each rank: the one that waited too long, and those that end with it."""
+    """On every rank."""
     case.sync(0)
     case.server.delays[GENERATE] = 600.0
     request = case.threads.submit(case.generate)

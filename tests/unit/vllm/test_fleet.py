@@ -200,7 +200,7 @@ def is_listening(process: ServerProcess) -> bool:
     return any(c.laddr.port == process.port and c.status == "LISTEN" for c in psutil.net_connections("tcp"))
 
 
-def test_a_server_that_dies_of_every_request_is_given_up_and_the_rollout_ends(start, loop):
+def test_a_server_that_dies_at_every_request_ends_the_rollout(start, loop):
     fleet, [process] = start("--exits-on-generate")
     loop.run(fleet.switch(Weights([], "run/1")))
     dispatcher = Dispatcher(

@@ -32,11 +32,11 @@ TRITON = {"gdn_prefill_backend": "triton"}
         (Qwen3Config(), (9, 0), {}, {}),
     ],
 )  # fmt: skip
-def test_gated_delta_nets_take_triton_on_hopper_unless_told_otherwise(config, capability, given, expected):
+def test_gated_delta_nets_use_triton_on_hopper_by_default(config, capability, given, expected):
     assert gdn_options(config, capability, given) == expected
 
 
-def test_routes_are_asked_for_where_vllm_can_tell_them_and_refused_elsewhere():
+def test_routes_are_requested_on_a_gpu_and_refused_elsewhere():
     assert routes_options("off", "cpu") == routes_options("scoring", "cpu") == {}
     assert routes_options("rollout", "cuda") == {"enable_return_routed_experts": True}
     with pytest.raises(ConfigError, match="--router-replay rollout: vLLM reports its experts only on a GPU"):
@@ -53,14 +53,14 @@ def refusals(given: list[dict[str, int]]) -> list[str]:
     return said
 
 
-def test_an_engine_in_the_process_is_spread_over_the_ranks_there_are_and_in_no_other_way():
+def test_an_engine_in_the_process_supports_tensor_parallelism_over_the_ranks():
     [said] = spawn(1, refusals, [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
     assert "tensor_parallel_size=2: an engine spans this number of ranks, and there are 1: use a divisor" in said[0]
     assert "pipeline_parallel_size: an engine in the trainer's process supports tensor_parallel_size only" in said[1]
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16"])
-def test_routes_come_as_arrays_or_as_text_and_fit_a_sample(dtype):
+def test_routes_are_arrays_or_text(dtype):
     experts = np.arange(6 * 2 * 4).reshape(6, 2, 4).astype(dtype)  # of 7 tokens: the last was never read
     file = io.BytesIO()
     np.save(file, experts)

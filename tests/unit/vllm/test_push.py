@@ -28,7 +28,7 @@ def make(kinds: list) -> dict[str, torch.Tensor]:
 
 
 @given(tensors)
-def test_a_bucket_carries_every_tensor_bit_by_bit(kinds):
+def test_a_bucket_has_every_tensor_bit_by_bit(kinds):
     weights = make(kinds)
     weights |= {f"{name}.t": tensor.mT for name, tensor in weights.items() if tensor.ndim > 1}  # not contiguous
     specs = [spec_of(name, tensor) for name, tensor in weights.items()]
@@ -40,7 +40,7 @@ def test_a_bucket_carries_every_tensor_bit_by_bit(kinds):
 
 
 @given(tensors, st.integers(1, 400))
-def test_files_hold_every_tensor_of_the_newest_version_once_within_their_size(tmp_path_factory, kinds, limit):
+def test_files_have_every_tensor_of_the_newest_version_once(tmp_path_factory, kinds, limit):
     path = tmp_path_factory.mktemp("weights") / "here"
     folder = WeightFolder(path, max_file_bytes=limit)
     folder.write({"old": torch.ones(50)}.items())

@@ -1,4 +1,4 @@
-"""A checksum depends on content, order and length, and on nothing else."""
+"""A checksum depends on content, order and length only."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def tensor_of(seed: int, rows: int, columns: int, dtype: torch.dtype) -> torch.T
 
 
 @given(st.integers(0, 99), st.integers(1, 40), st.integers(1, 40), st.sampled_from(DTYPES), st.data())
-def test_any_change_of_one_element_or_of_the_order_shows(seed, rows, columns, dtype, data):
+def test_a_checksum_changes_with_an_element_or_the_order(seed, rows, columns, dtype, data):
     tensor = tensor_of(seed, rows, columns, dtype)
     assert checksum(tensor) == checksum(tensor.clone())
     changed = tensor.clone()
@@ -27,7 +27,7 @@ def test_any_change_of_one_element_or_of_the_order_shows(seed, rows, columns, dt
 
 
 @given(st.integers(0, 99), st.integers(2, 40), st.integers(2, 40), st.sampled_from(DTYPES))
-def test_memory_layout_does_not_show(seed, rows, columns, dtype):
+def test_a_checksum_does_not_depend_on_the_memory_layout(seed, rows, columns, dtype):
     tensor = tensor_of(seed, rows, columns, dtype)
     assert checksum(tensor[1:]) == checksum(tensor[1:].clone())
     assert checksum(tensor.t()) == checksum(tensor.t().contiguous())

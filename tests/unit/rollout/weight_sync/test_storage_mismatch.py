@@ -1,4 +1,4 @@
-"""Only tensors with exactly the values that were sent count as stored in another dtype or layout."""
+"""Only tensors with exactly the pushed values count as stored in another dtype or layout."""
 
 from collections.abc import Mapping, Sequence
 
@@ -38,7 +38,7 @@ def test_the_same_matrix_of_every_layer_may_have_another_layout(permute):
 
 
 @pytest.mark.parametrize("name", sent())
-def test_a_single_matrix_may_not(name):
+def test_a_single_matrix_may_not_have_another_layout(name):
     assert classified(sent() | {name: sent()[name].flip(0)}) == {}
 
 

@@ -1,4 +1,4 @@
-"""Which engines are verified, what is reported, and how replicas that show different tensors are compared."""
+"""Which engines are verified, what is logged, and how replicas with different readable tensors are compared."""
 
 import logging
 import threading
@@ -94,7 +94,7 @@ def syncs_to(*replicas: Replica) -> Callable[[int], None]:
 
 
 @pytest.mark.parametrize("swapped", [False, True])
-def test_replicas_that_show_different_tensors_are_compared_by_what_each_of_them_shows(swapped, caplog):
+def test_each_replica_is_compared_by_its_readable_tensors(swapped, caplog):
     """Like servers with different kernels and dtypes."""
     more, less = Replica("more", storage={"c": Tensor.float}), Replica("less", readable=("a", "b"))
     sync = syncs_to(*((less, more) if swapped else (more, less)))
@@ -144,13 +144,10 @@ def build(**values: Any) -> WeightVerifier | None:
     return build_verifier(config(**values), FakeRolloutEngine(lambda prompt, index: [5]), backend, tiny_tokenizer())
 
 
-def test_an_engine_without_checksums_is_not_verified_and_one_line_says_so(caplog):
+def test_an_engine_without_checksums_is_not_verified_with_a_warning_or_an_error_if_requested(caplog):
     with caplog.at_level(logging.WARNING):
         assert build() is None
     assert [record.message.count("weight syncs are not verified") for record in caplog.records] == [1]
-
-
-def test_a_requested_verification_that_is_not_possible_is_an_error():
     with pytest.raises(ConfigError, match=r"--verify-weight-sync every: .*`checksums`"):
         build(verify_weight_sync="every")
     assert build(verify_weight_sync="off") is None

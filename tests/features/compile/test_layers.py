@@ -1,0 +1,102 @@
+"""Layers are compiled once for packs of any shape. A missing compiler is one line."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from fsdptrain.errors import ConfigError
+from fsdptrain.features.activation_memory.checkpointing import enable_gradient_checkpointing
+from fsdptrain.features.activation_memory.offload import enable_activation_offload
+from fsdptrain.features.compile.feature import check_compiler, compile_layers
+from fsdptrain.fsdp.transfers import Transfers
+from fsdptrain.model.attention.attention import SEGMENTS, register_attention
+from fsdptrain.model.policy import install_policy_forward, policy_logprobs
+from tests import zoo
+from tests.seam import CPU, random_pack
+
+PACKS = [(7, 1, 12, 3), (30,), (2, 2, 2), (40, 10, 4, 4), (1, 1), (17,)]
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def model_of(name: str, *, compiler: CompileCounterWithBackend | None, recomputed: bool, **changes: int):
+    register_attention()
+    model = zoo.build(name, **changes)
+    model.set_attn_implementation(SEGMENTS)
+    if compiler is not None:
+        compile_layers(model, backend=compiler)
+    if recomputed:
+        enable_gradient_checkpointing(model)
+        enable_activation_offload(model, Transfers(CPU))
+    install_policy_forward(model, chunk_size=64)
+    return model
+
+
+def step(model, lengths: tuple[int, ...]) -> dict[str, Tensor]:
+    """A pack is scored, then trained on: logprobs and gradients."""
+    batch = random_pack(lengths, seed=len(lengths))
+    with torch.no_grad():
+        policy_logprobs(model, batch, layout="packed")
+    values = policy_logprobs(model, batch, layout="packed").values
+    model.zero_grad()
+    (values * (batch.position_ids + 1).sin()).sum().backward()
+    return {"": values.detach()} | {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # dynamo's own
+@pytest.mark.parametrize(
+    ("name", "changes", "recomputed"),
+    [
+        ("qwen3", {"num_hidden_layers": 3}, False),
+        pytest.param("qwen3", {"num_hidden_layers": 5}, True, marks=pytest.mark.matrix),
+        pytest.param("qwen3_moe", {}, False, marks=pytest.mark.matrix),
+    ],
+)
+def test_graphs_of_the_first_pack_serve_all_others(name, changes, recomputed):
+    """With dynamo and AOT autograd, without inductor."""
+    compiler = CompileCounterWithBackend("aot_eager")
+    compiled = model_of(name, compiler=compiler, recomputed=recomputed, **changes)
+    plain = model_of(name, compiler=None, recomputed=recomputed, **changes)
+    counts = []
+    for lengths in PACKS:
+        register_attention()  # as a planner does in the middle of a run
+        found, wanted = step(compiled, lengths), step(plain, lengths)
+        counts.append(compiler.frame_count)
+        largest = max(tensor.abs().max().item() for tensor in wanted.values())
+        for key, tensor in wanted.items():
+            torch.testing.assert_close(found[key], tensor, rtol=0, atol=3e-6 * largest, msg=key)
+    assert set(counts) == {counts[0]}
+    assert 0 < counts[0] <= 12  # before, between and after attention, with and without gradient; not for each layer
+
+
+def test_names_stay_and_attention_is_called_from_the_graph():
+    model = model_of("qwen3", compiler=CompileCounterWithBackend("eager"), recomputed=False)
+    assert list(model.state_dict()) == list(zoo.build("qwen3").state_dict())
+
+
+@pytest.mark.parametrize(
+    ("device", "missing"), [("cpu", r"looked for g\+\+, clang\+\+"), ("cuda", "triton|looked for gcc")]
+)
+def test_a_missing_compiler_is_one_line_with_a_fix(monkeypatch, device, missing):
+    for variable in ("CXX", "CC"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ConfigError, match=missing) as caught:
+        check_compiler(device)
+    assert "leave --compile out" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_compiler_that_is_named_must_be_there(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ConfigError, match="looked for no-such-compiler"):
+        check_compiler("cpu")

@@ -1,0 +1,90 @@
+"""Targets of an adapter in every family. Weights that cannot have one are refused in one line."""
+
+import sys
+
+import peft
+import pytest
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from fsdptrain.config import LoraConfig
+from fsdptrain.errors import ConfigError
+from fsdptrain.features.lora.adapters import add_adapters, require_peft
+from fsdptrain.features.lora.targets import find_targets
+from fsdptrain.memory.flops import model_flops
+from tests import zoo
+
+
+@pytest.mark.parametrize("name", zoo.ARCHITECTURES)
+def test_all_linear_is_every_linear_layer_but_the_head_and_detached_restores_the_model(name):
+    model = zoo.meta(name)
+    stock = {name: id(p) for name, p in model.named_parameters()}
+    linear = {n for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)}
+
+    adapters = add_adapters(model, LoraConfig(rank=4))
+
+    assert adapters.layers.keys() == {f"{n}.weight" for n in linear if n != "lm_head"}
+    assert {p.requires_grad for n, p in model.named_parameters() if "lora_" not in n} == {False}
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    with adapters.detached():
+        assert {name: id(p) for name, p in model.named_parameters()} == stock
+    assert {n for n, p in model.named_parameters() if p.requires_grad} == {
+        n for n, _ in model.named_parameters() if "lora_" in n
+    }
+
+
+def test_targets_attention_and_experts():
+    model = zoo.meta("qwen3_moe")
+    attention = find_targets(model, ["attention"])
+    assert {name.split(".")[-2] for name in attention.modules} == {"self_attn"}
+    assert len(attention.modules) == 2 * 4
+    experts = find_targets(model, ["experts.gate_up_proj"])
+    assert experts.parameters == tuple(f"model.layers.{i}.mlp.experts.gate_up_proj" for i in (0, 1))
+    assert experts.modules == ()
+
+
+EXPERTS = ["experts.down_proj"]
+REFUSED = [
+    ("qwen3", {"targets": ["q_porj"]}, ["--lora-targets q_porj", "'q_proj'"]),
+    ("qwen3", {"targets": ["lm_head"]}, ["lm_head.weight", "leave it out"]),
+    ("qwen2", {"targets": ["embed_tokens"]}, ["embed_tokens.weight", "leave it out"]),
+    ("qwen3", {"targets": ["norm"]}, ["norm.weight", "no matrix"]),
+    ("qwen3_moe", {"targets": EXPERTS, "dropout": 0.1}, ["--lora-dropout 0.1", "experts.down_proj"]),
+]
+
+
+@pytest.mark.parametrize(("name", "values", "named"), REFUSED, ids=[str(values) for _, values, _ in REFUSED])
+def test_weights_that_cannot_have_an_adapter_are_refused_in_one_line(name, values, named):
+    with pytest.raises(ConfigError) as caught:
+        add_adapters(zoo.meta(name), LoraConfig(rank=4, **values))
+    line = str(caught.value)
+    assert "\n" not in line
+    assert [part for part in named if part not in line] == []
+
+
+def test_a_missing_peft_is_one_line_with_the_command(monkeypatch, tmp_path):
+    require_peft()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "peft")
+    with pytest.raises(ConfigError, match=r"--lora-rank .* pip install 'fsdptrain\[lora\]'"):
+        require_peft()
+
+
+def test_flops_have_no_gradient_of_frozen_weights():
+    model = zoo.meta("qwen3")
+    whole = model_flops(model)
+    add_adapters(model, LoraConfig(rank=4))
+    adapted = model_flops(model)
+    lengths = ([10, 20], 25)
+    assert adapted.forward(*lengths, causal=True) == whole.forward(*lengths, causal=True)
+    products = 2 * (whole.body_weights * 30 + whole.head_weights * 25)
+    assert whole.training(*lengths, causal=True) - adapted.training(*lengths, causal=True) == products
+
+
+def test_the_initialization_is_that_of_peft():
+    """Bounds of A as peft draws it, so that a learning rate means the same."""
+    drawn = peft.inject_adapter_in_model(peft.LoraConfig(r=64, target_modules=["q_proj"]), zoo.build("llama"))
+    for name, parameter in drawn.named_parameters():
+        if "lora_A" in name:
+            assert 0.98 < parameter.abs().max() * zoo.HIDDEN**0.5 <= 1

@@ -1,0 +1,152 @@
+"""Router replay: recorded routes change no bit, other routes are used with the weights of the family."""
+
+import dataclasses
+from itertools import product
+
+import pytest
+import torch
+from transformers import DeepseekV2Config, PhimoeConfig
+
+from fsdptrain.config.effects import NoEffectError
+from fsdptrain.errors import ConfigError
+from fsdptrain.features.activation_memory.checkpointing import CheckpointingKind, enable_gradient_checkpointing
+from fsdptrain.features.moe.checks import aux_loss_coef, check_replay, replay_refusal
+from fsdptrain.model.policy import policy_logprobs
+from fsdptrain.model.probes.random_copy import random_copy
+from fsdptrain.model.structure import expert_choice
+from fsdptrain.types import NO_ROUTE
+from tests import zoo
+from tests.exact import Exact, in_float64
+from tests.seam import install_replay, random_pack, routed_logprobs
+
+LENGTHS = [7, 1, 12, 3]
+
+
+def replaying(name: str, *, recomputed: CheckpointingKind | None = None, every: int = 1, **changes):
+    """A small model whose forward scores packs, with its replay."""
+    model = zoo.build(name, **changes)
+    if recomputed is not None:
+        enable_gradient_checkpointing(model, kind=recomputed, every=every)
+    return model, install_replay(model)
+
+
+def run(replaying, batch, layout: str, *, with_routes: bool = False):
+    """Logprobs, all gradients, routes."""
+    model, moe = replaying
+    found = routed_logprobs(moe, model, batch, layout=layout, with_routes=with_routes)
+    (found.values * (batch.position_ids + 1).sin()).sum().backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return found.values.detach(), gradients, found.extras.get("routes")
+
+
+def foreign(routes: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """For each token and layer with experts, others than it chose, in some order."""
+    generator = torch.Generator().manual_seed(9)
+    orders = torch.rand(*routes.shape[:2], num_experts, generator=generator).argsort(-1)[..., : routes.shape[2]]
+    return torch.where(routes == NO_ROUTE, NO_ROUTE, orders).to(torch.int16)
+
+
+UNPACKABLE = {("qwen3_next", "packed")}  # its convolution knows no packs
+
+
+@pytest.mark.parametrize(("name", "layout"), sorted({*product(zoo.MOE, ["packed", "padded"])} - UNPACKABLE))
+def test_recorded_routes_change_no_bit_and_other_routes_are_used(name, layout):
+    model, batch = replaying(name), random_pack(LENGTHS)
+    plain, gradients, _ = run(model, batch, layout)
+    recorded, _, routes = run(model, batch, layout, with_routes=True)
+    num_experts, top_k = expert_choice(model[0].config)
+    dense = 1 if name == "deepseek_v3" else 0  # first_k_dense_replace
+    assert routes.shape == (sum(LENGTHS), model[0].config.num_hidden_layers, top_k)
+    assert (routes[:, :dense] == NO_ROUTE).all()
+    assert 0 <= routes[:, dense:].min() <= routes.max() < num_experts
+    assert torch.equal(recorded, plain)
+
+    again, same, _ = run(model, dataclasses.replace(batch, routes=routes), layout)
+    assert torch.equal(again, plain)
+    assert all(torch.equal(same[key], gradients[key]) for key in gradients)
+
+    others = foreign(routes, num_experts)
+    values, moved, taken = run(model, dataclasses.replace(batch, routes=others), layout, with_routes=True)
+    assert torch.equal(taken, others)
+    assert (values - plain).abs().max() > 1e-3
+    routers = [key for key in gradients if key.endswith(("gate.weight", "router.weight"))]
+    assert routers
+    assert all(moved[key].abs().max() > 0 for key in routers)
+    in_float64(model[0])
+    with Exact():
+        orders = [dataclasses.replace(batch, routes=routes) for routes in (others, others.flip(-1))]
+        values, flipped = (run(model, order, layout)[0] for order in orders)
+    torch.testing.assert_close(flipped, values, rtol=0, atol=1e-11)
+
+
+def test_a_token_without_a_route_uses_the_router():
+    model, batch = replaying("qwen3_moe"), random_pack(LENGTHS)
+    plain, _, routes = run(model, batch, "packed", with_routes=True)
+    others = foreign(routes, 6)
+    others[:20] = NO_ROUTE  # the first three segments
+    values, _, taken = run(model, dataclasses.replace(batch, routes=others), "packed", with_routes=True)
+    assert torch.equal(taken[:20], routes[:20])
+    assert torch.equal(taken[20:], others[20:])
+    assert torch.equal(values[:20], plain[:20])
+    assert not torch.equal(values[20:], plain[20:])
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+@pytest.mark.parametrize(("kind", "every"), [("full", 1), ("selective", 1), ("full", 2)])
+def test_gradient_checkpointing_recomputes_the_same_experts(layout, kind, every):
+    """Also when other packs are scored between a forward pass and its backward pass."""
+    plain, checkpointed = replaying("qwen3_moe"), replaying("qwen3_moe", recomputed=kind, every=every)
+    batch = random_pack(LENGTHS)
+    _, _, routes = run(plain, batch, layout, with_routes=True)
+    given = dataclasses.replace(batch, routes=foreign(routes, 6))
+    wanted, gradients, _ = run(plain, given, layout)
+    checkpointed, moe = checkpointed
+    found = policy_logprobs(checkpointed, given, layout=layout).values
+    with torch.no_grad():
+        routed_logprobs(moe, checkpointed, random_pack(LENGTHS, seed=1), layout=layout, with_routes=True)
+    (found * (batch.position_ids + 1).sin()).sum().backward()
+    assert torch.equal(found, wanted)
+    for name, parameter in checkpointed.named_parameters():
+        assert torch.equal(parameter.grad, gradients[name]), name
+
+
+@pytest.mark.parametrize("name", zoo.MOE)
+def test_the_check_accepts_exact_models(name):
+    assert replay_refusal(random_copy(zoo.config(name))) == ""
+
+
+def test_models_that_cannot_be_replayed_are_refused_with_the_reason():
+    small = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    small |= {"num_attention_heads": 2, "num_key_value_heads": 2, "pad_token_id": 0}
+    phimoe = PhimoeConfig(**small, num_local_experts=4, num_experts_per_tok=2)
+    with pytest.raises(ConfigError, match="scoring does not work with phimoe: it chooses experts in another way"):
+        check_replay(phimoe, "scoring")
+    experts = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    groups = {**experts, "n_group": 4, "topk_group": 1}
+    mla = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+    limited = DeepseekV2Config(**small, **groups, **mla, topk_method="group_limited_greedy")
+    with pytest.raises(ConfigError, match="an expert that it would not choose gets no weight"):
+        check_replay(limited, "rollout")
+    with pytest.raises(NoEffectError, match="--router-replay has no effect on qwen3, which has no experts") as caught:
+        check_replay(zoo.config("qwen3"), "rollout")
+    assert caught.value.key == "router_replay"
+    broken = zoo.build("qwen3_moe", num_experts=4, num_experts_per_tok=4)
+    assert replay_refusal(broken) == "it always takes all experts"
+
+
+def test_the_coefficient_may_come_from_the_model_config():
+    assert aux_loss_coef(zoo.config("qwen3"), 0.0) == 0.0
+    assert aux_loss_coef(zoo.config("mixtral", router_aux_loss_coef=0.02), "config") == 0.02
+    assert aux_loss_coef(zoo.config("mixtral", router_aux_loss_coef=0.02), 0.5) == 0.5
+    for name, reason in {"qwen3": "which has no experts", "deepseek_v3": "no router_aux_loss_coef"}.items():
+        with pytest.raises(NoEffectError, match=f"--router-aux-loss-coef has no effect on {name}.*{reason}"):
+            aux_loss_coef(zoo.config(name), "config")
+
+
+def test_the_check_restores_the_random_state():
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    check_replay(zoo.config("qwen3_moe"), "rollout")
+    assert torch.equal(torch.rand(4), expected)

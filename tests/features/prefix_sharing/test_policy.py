@@ -1,0 +1,224 @@
+"""Shared prompts change no logprob and no gradient, and the probe finds models that cannot share them."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from fsdptrain.algo.losses import LOSSES
+from fsdptrain.algo.weights import count_totals, num_loss_tokens
+from fsdptrain.data.packing.pack import pack
+from fsdptrain.data.packing.prefixes import share_prefixes
+from fsdptrain.errors import ConfigError
+from fsdptrain.feature import Feature
+from fsdptrain.features.activation_memory.checkpointing import enable_gradient_checkpointing
+from fsdptrain.features.prefix_sharing.attention import shared_prefix_attention
+from fsdptrain.features.prefix_sharing.copy_probe import probe_prefixes_of_copy
+from fsdptrain.features.prefix_sharing.probe import (
+    PrefixProbe,
+    probe_prefixes,
+    require_prefixes,
+    structural_obstacle,
+)
+from fsdptrain.model.attention.attention import SEGMENTS, Boundaries, attend, register_attention
+from fsdptrain.model.policy import install_policy_forward, policy_logprobs
+from fsdptrain.model.probes.copy_probe import probe_random_copy
+from fsdptrain.model.probes.layout import choose_layout, probe_segments
+from fsdptrain.model.rows import Rows
+from fsdptrain.types import LogProbs, LossConfig, PackedBatch, Sample
+from tests import zoo
+from tests.exact import Exact, in_float64
+from tests.seam import CPU, gradients, policy_model, prefix_sharing
+
+EVERY_TERM = LossConfig(kl_loss_coef=0.1, entropy_coef=0.1, use_opsm=True, mismatch_correction="tis")
+
+
+def group_samples() -> list[Sample]:
+    """Two groups and a single sample; prompts and responses exceed the zoo's window of 16."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(count: int) -> list[int]:
+        return torch.randint(zoo.VOCAB_SIZE, (count,), generator=generator).tolist()
+
+    found = []
+    for name, prompt, responses in (("a", draw(30), (9, 1, 20)), ("b", draw(5), (7,)), ("c", draw(12), (4, 25))):
+        for number, length in enumerate(responses):
+            mask = [False] * len(prompt) + [True] * length
+            engine = [-5.0 * m for m in mask]
+            found.append(Sample(name, prompt + draw(length), mask, engine, advantage=number - 0.7))
+    return found
+
+
+def packed(*, sharing: bool) -> PackedBatch:
+    samples = group_samples()
+    totals = count_totals([num_loss_tokens(sample) for sample in samples])
+    batch = pack(samples, aggregation="token_mean", totals=totals, max_response_len=30)
+    return replace(batch, shared=share_prefixes(samples)) if sharing else batch
+
+
+def near(batch: PackedBatch) -> PackedBatch:
+    """With logprobs of an old policy and a reference."""
+    noise = torch.randn(2, batch.num_tokens, generator=torch.Generator().manual_seed(1))
+    return replace(batch, old_logprobs=-5.5 + 0.3 * noise[0], ref_logprobs=-5.5 + 0.3 * noise[1])
+
+
+def distance(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    """Of all gradients together, relative to their norm."""
+    assert found.keys() == wanted.keys()
+    square = sum((found[name] - wanted[name]).double().square().sum() for name in wanted)
+    return (square / sum(x.double().square().sum() for x in wanted.values())).sqrt().item()  # pyright: ignore
+
+
+def logprobs_of(model: PreTrainedModel, batch: PackedBatch, **options: Any) -> LogProbs:
+    return policy_logprobs(model, batch, layout="packed", temperature=0.9, with_entropy=True, **options)
+
+
+def both(model: PreTrainedModel, objective: Callable[[PackedBatch], Tensor]) -> tuple[float, float]:
+    """(difference of the objective, distance of its gradients) with shared prompts from without."""
+    values, found = [], []
+    for sharing in (False, True):
+        values.append(objective(near(packed(sharing=sharing))))
+        found.append(gradients(model, values[-1]))
+    return abs((values[1] - values[0]).item()), distance(found[1], found[0])
+
+
+@pytest.mark.parametrize("name", [name for name in zoo.ARCHITECTURES if name != "qwen3_next"])
+def test_losses_and_gradients_of_attention_models_are_exact(name: str) -> None:
+    model = in_float64(policy_model(name))
+    with Exact():
+        value, gradient = both(model, lambda batch: LOSSES["grpo"](batch, logprobs_of(model, batch), EVERY_TERM).loss)
+    assert value < 1e-11
+    assert gradient < 1e-11
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma2"])
+def test_gradient_checkpointing_changes_no_gradient_of_shared_prompts(name: str, kind: Any) -> None:
+    batch, found = packed(sharing=True), []
+    for checkpointed in (False, True):
+        model = policy_model(name)
+        if checkpointed:
+            enable_gradient_checkpointing(model, kind=kind)
+        found.append(gradients(model, logprobs_of(model, batch).values.sin().sum()))
+    for key in found[0]:
+        torch.testing.assert_close(found[1][key], found[0][key], rtol=0, atol=0)
+
+
+class RouterSum(Feature):
+    """A number made of the router logits of every token."""
+
+    def model_inputs(self, batch: PackedBatch, rows: Rows) -> dict[str, Any]:
+        return {"output_router_logits": True}
+
+    def outputs(self, batch: PackedBatch, rows: Rows, output: Any) -> dict[str, Tensor]:
+        logits = [rows.gather(x.flatten(0, -2)) for x in output.router_logits]
+        scale = torch.linspace(-1, 1, batch.num_tokens)[:, None]
+        return {"router_sum": torch.stack([(x.softmax(-1) * scale).square().sum() for x in logits]).sum()}
+
+
+def test_router_logits_are_those_of_every_sample() -> None:
+    model = in_float64(policy_model("qwen3_moe", more=[RouterSum()]))
+    with Exact():
+        value, gradient = both(model, lambda batch: logprobs_of(model, batch).extras["router_sum"])
+    assert value < 1e-11
+    assert gradient < 1e-11
+
+
+def probe(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> PrefixProbe:
+    layout = choose_layout(model, "auto", vocab_size=zoo.VOCAB_SIZE, compute_dtype=dtype, device=CPU)
+    chosen: dict[str, Any] = {"layout": layout.layout, "attention": layout.attention, "tolerance": layout.tolerance}
+    return probe_prefixes(model, probe_segments(model, zoo.VOCAB_SIZE), **chosen, device=CPU)
+
+
+@pytest.mark.parametrize("name", [name for name in zoo.ARCHITECTURES if name != "qwen3_next"])
+def test_the_probe_accepts_attention_models(name: str) -> None:
+    with Exact():
+        found = probe(in_float64(policy_model(name)))
+    assert (found.shares, found.reason) == (True, "")
+    assert found.max_difference < 1e-12
+
+
+def test_a_recurrent_model_does_not_share_and_the_report_gives_the_reason() -> None:
+    found = probe(policy_model("qwen3_next"))
+    assert not found.shares
+    assert found.line == "prompts of a group: computed for each sample (its recurrent mixers carry a state through " \
+        "each sequence)"  # fmt: skip
+
+
+def test_the_probe_of_a_random_copy_compares_gradients() -> None:
+    config = zoo.config("gpt_oss")
+    found = probe_prefixes_of_copy(config, probe_random_copy(config))
+    assert found.shares
+    assert found.gradient_difference is not None
+    assert found.gradient_difference < 1e-6
+
+
+def test_layers_with_a_short_convolution_do_not_share() -> None:
+    """It knows the boundaries of packs, but not prefixes."""
+    model = zoo.build("qwen3")
+    starts: list[int] = []
+
+    def note(_: Any, __: Any, kwargs: Any) -> None:
+        starts[:] = kwargs["boundaries"].cu_seqlens[:-1].tolist()
+
+    def mix(_: Any, args: Any) -> Any:
+        before = F.pad(args[0], (0, 0, 1, 0))[:, :-1].clone()
+        before[:, starts] = 0
+        return (args[0] + 0.3 * before,)
+
+    model.model.register_forward_pre_hook(note, with_kwargs=True)
+    for layer in model.model.layers:
+        layer.mlp.register_forward_pre_hook(mix)
+    install_policy_forward(model, chunk_size=16, features=prefix_sharing())
+    register_attention()
+    model.set_attn_implementation(SEGMENTS)
+    chosen: dict[str, Any] = {"layout": "packed", "attention": SEGMENTS, "tolerance": 1e-4}
+    found = probe_prefixes(model, probe_segments(model, zoo.VOCAB_SIZE), **chosen, device=CPU)
+    assert not found.shares
+    assert "differs by" in found.reason
+
+
+def blind_to(what: str) -> Any:
+    """Our attention over shared prefixes without the prefix, or with another one."""
+
+    def blind(*args: Any, boundaries: Boundaries, **options: Any) -> Any:
+        if boundaries.attention is not None and what == "prefix":
+            boundaries = replace(boundaries, attention=None)
+        if boundaries.attention is not None and what == "first":
+            shared, of_keys = boundaries.attention.args
+            moved = replace(shared, rows=(shared.rows + 1).clamp(max=shared.num_tokens - 1))
+            boundaries = replace(boundaries, attention=partial(shared_prefix_attention, moved, of_keys))
+            options["softcap"] = 1e6  # takes the path that reads `rows`
+        return attend(*args, varlen=False, boundaries=boundaries, **options)
+
+    return blind
+
+
+@pytest.mark.parametrize("what", ["prefix", "first"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("name", "changes"), [("qwen3", {}), ("gemma3", {"sliding_window": 512})])
+def test_an_attention_without_the_right_prefix_is_found(name, changes, what, dtype):
+    model = policy_model(name, **changes).to(dtype)
+    ours = ALL_ATTENTION_FUNCTIONS[SEGMENTS]
+    AttentionInterface.register(SEGMENTS, blind_to(what))
+    try:
+        found = probe(model, dtype)
+    finally:
+        AttentionInterface.register(SEGMENTS, ours)
+    assert not found.shares
+    assert found.reason.startswith(("it differs by", "one sequence moves"))
+
+
+def test_a_recurrent_model_is_refused_before_its_files_are_read() -> None:
+    with torch.device("meta"):
+        obstacles = {name: structural_obstacle(zoo.build(name)) for name in ("qwen3", "qwen3_next")}
+    require_prefixes(obstacles["qwen3"])
+    with pytest.raises(ConfigError, match=r"--prefix-sharing on: its recurrent mixers .*leave it out"):
+        require_prefixes(obstacles["qwen3_next"])

@@ -1,0 +1,171 @@
+"""Schedules against closed formulas, AdamW against torch, clipping, skipped steps, loss scale."""
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdptrain.config import OptimConfig
+from fsdptrain.errors import NumericsError
+from fsdptrain.fsdp.optimizer import DECAYS, Optimizer, lr_schedule
+from fsdptrain.testing import tiny_qwen3
+
+LR, MIN, INIT = 3e-4, 3e-5, 1e-5
+
+
+def schedule(style: str, **values: Any):
+    config = OptimConfig(lr=LR, min_lr=MIN, lr_warmup_init=INIT, lr_decay_style=style, **values)
+    return lr_schedule(config, total_steps=100)
+
+
+@pytest.mark.parametrize("style", ["constant", "linear", "cosine", "inverse-square-root"])
+def test_warmup_is_linear_from_its_init_and_reaches_the_peak(style):
+    lr = schedule(style, lr_warmup_iters=10)
+    for k in range(11):
+        assert lr(k) == pytest.approx(INIT + (LR - INIT) * k / 10, rel=1e-12)
+    assert style == "inverse-square-root" or schedule(style)(0) == LR  # without warmup
+
+
+CLOSED = {
+    "constant": lambda k: LR,
+    "linear": lambda k: MIN + (LR - MIN) * (100 - k) / 90,
+    "cosine": lambda k: MIN + (LR - MIN) * (1 + math.cos(math.pi * (k - 10) / 90)) / 2,
+    "inverse-square-root": lambda k: max(MIN, LR * math.sqrt(10 / k)),
+}
+
+
+@pytest.mark.parametrize("style", CLOSED)
+def test_decay_follows_its_formula(style):
+    lr = schedule(style, lr_warmup_iters=10)
+    for k in range(11, 101):
+        assert lr(k) == pytest.approx(CLOSED[style](k), rel=1e-12)
+    assert lr(101) == lr(10_000) == (LR if style == "constant" else MIN)
+
+
+WSD = {
+    "linear": lambda x: 1 - x,
+    "cosine": lambda x: (1 + math.cos(math.pi * x)) / 2,
+    "exponential": lambda x: 2 * 2**-x - 1,
+    "minus_sqrt": lambda x: 1 - x**0.5,
+}
+
+
+@pytest.mark.parametrize("shape", WSD)
+def test_wsd_is_flat_and_then_decays_in_its_shape(shape):
+    lr = schedule("WSD", lr_warmup_iters=10, lr_wsd_decay_iters=20, lr_wsd_decay_style=shape)
+    assert {lr(k) for k in range(11, 81)} == {LR}
+    for k in range(81, 101):
+        assert lr(k) == pytest.approx(MIN + (LR - MIN) * WSD[shape]((k - 80) / 20), rel=1e-12)
+    assert lr(100) == pytest.approx(MIN)
+    assert lr(101) == MIN
+
+
+def test_warmup_fraction_is_a_share_of_the_decay_iters():
+    by_share = schedule("cosine", lr_warmup_fraction=0.25, lr_decay_iters=40)
+    by_count = schedule("cosine", lr_warmup_iters=10, lr_decay_iters=40)
+    assert [by_share(k) for k in range(50)] == [by_count(k) for k in range(50)]
+
+
+@given(x=st.floats(0, 1), shape=st.sampled_from(sorted(DECAYS)))
+def test_every_decay_goes_from_one_to_zero_and_never_leaves(x, shape):
+    assert DECAYS[shape](0.0) == 1.0
+    assert DECAYS[shape](1.0) == pytest.approx(0.0, abs=1e-15)
+    assert -1e-15 <= DECAYS[shape](x) <= 1.0
+
+
+def fill_gradients(model, seed, scale=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype) * scale
+
+
+def test_three_steps_are_those_of_torch_adamw_with_clipping():
+    ours, theirs = tiny_qwen3().double(), tiny_qwen3().double()
+    config = OptimConfig(lr=1e-2, weight_decay=0.1, clip_grad=1.0, lr_decay_style="linear")
+    optimizer = Optimizer(ours, config, total_steps=10, fp16=False)
+    groups = [
+        {"params": [p for p in theirs.parameters() if p.ndim >= 2], "weight_decay": 0.1},
+        {"params": [p for p in theirs.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    reference = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, fused=True)
+    for step in range(3):
+        fill_gradients(ours, step)
+        fill_gradients(theirs, step)
+        norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+        for group in reference.param_groups:
+            group["lr"] = 1e-2 * (10 - step) / 10
+        reference.step()
+        assert optimizer.lr == pytest.approx(1e-2 * (10 - step) / 10)
+        assert optimizer.clip().item() == pytest.approx(norm.item(), rel=1e-12)
+        optimizer.step()
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    assert {p.grad for p in ours.parameters()} == {None}
+
+
+def test_clipping_bounds_the_norm_and_zero_means_off():
+    model = tiny_qwen3()
+    for clip, expected in ((0.5, 0.5), (0.0, None)):
+        optimizer = Optimizer(model, OptimConfig(clip_grad=clip), total_steps=1, fp16=False)
+        fill_gradients(model, 0)
+        before = optimizer.clip().item()
+        after = math.sqrt(sum(p.grad.double().square().sum().item() for p in model.parameters()))
+        assert after == pytest.approx(expected or before, rel=1e-4)
+
+
+def test_a_skipped_step_moves_nothing_and_too_many_stop_the_run():
+    model = tiny_qwen3()
+    config = OptimConfig(lr=1e-2, lr_decay_style="linear", max_skipped_steps=2)
+    optimizer = Optimizer(model, config, total_steps=10, fp16=False)
+    fill_gradients(model, 0)
+    optimizer.clip()
+    optimizer.step()
+    before = [t.clone() for t in [*model.parameters(), *optimizer.tensors().values()]]
+    lr = optimizer.lr
+    for _ in range(2):
+        fill_gradients(model, 1, scale=math.inf)
+        assert not math.isfinite(optimizer.clip().item())
+        optimizer.skip()
+    assert all(
+        torch.equal(a, b) for a, b in zip(before, [*model.parameters(), *optimizer.tensors().values()], strict=True)
+    )
+    assert (optimizer.lr, optimizer.num_updates, optimizer.num_skipped) == (lr, 1, 2)
+    fill_gradients(model, 1, scale=math.inf)
+    optimizer.clip()
+    with pytest.raises(NumericsError, match="--max-skipped-steps"):
+        optimizer.skip()
+
+
+def test_skips_that_halve_the_loss_scale_are_no_failures_until_it_is_1():
+    model = tiny_qwen3()
+    optimizer = Optimizer(model, OptimConfig(max_skipped_steps=0), total_steps=10, fp16=True)
+    for _ in range(16):  # 65536 = 2^16
+        optimizer.zero_grad()
+        optimizer.scale(torch.tensor(1.0))
+        fill_gradients(model, 0, scale=math.inf)
+        optimizer.clip()
+        optimizer.skip()
+    assert (optimizer.num_skipped, optimizer.num_failed) == (16, 0)
+    optimizer.scale(torch.tensor(1.0))
+    fill_gradients(model, 0, scale=math.inf)
+    optimizer.clip()
+    with pytest.raises(NumericsError):
+        optimizer.skip()
+
+
+def test_state_survives_json_and_a_fresh_optimizer():
+    model = tiny_qwen3()
+    optimizer = Optimizer(model, OptimConfig(), total_steps=10, fp16=True)
+    optimizer.scale(torch.tensor(1.0))
+    fill_gradients(model, 0, scale=math.inf)
+    optimizer.clip()
+    optimizer.skip()
+    state = json.loads(json.dumps(optimizer.state_dict()))
+    fresh = Optimizer(tiny_qwen3(), OptimConfig(), total_steps=10, fp16=True)
+    fresh.load_state_dict(state)
+    assert fresh.state_dict() == optimizer.state_dict()
+    assert fresh.scale(torch.tensor(1.0)).item() == 32768.0

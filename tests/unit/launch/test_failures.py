@@ -1,0 +1,83 @@
+"""The root cause of several failures, and options that do not match the processes."""
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from fsdptrain.config import Config
+from fsdptrain.errors import ConfigError, DataError, RankError, RolloutError
+from fsdptrain.launch.alike import difference
+from fsdptrain.launch.failures import failure_of, report_failure, root_cause
+from fsdptrain.launch.ranks import process_group
+from fsdptrain.rank_variables import ERROR_FILE
+
+BUG, LOST, USER = ZeroDivisionError("a bug"), RuntimeError("Connection closed by peer"), DataError("x is empty")
+
+
+def exits_of(codes, errors, folder, monkeypatch):
+    """Exit codes and error files of the ranks, as the agent has them."""
+    monkeypatch.setenv("FSDPTRAIN_LAUNCHER_PID", "1")
+    for rank, error in errors.items():
+        monkeypatch.setenv(ERROR_FILE, str(folder / f"{rank}.json"))
+        report_failure(failure_of(error, rank, lost_a_rank=error is LOST))
+    return {rank: ProcessFailure(rank, 1, code, str(folder / f"{rank}.json")) for rank, code in codes.items()}
+
+
+@pytest.mark.parametrize(
+    ("codes", "errors", "line"),
+    [
+        ({0: 2, 1: 1, 2: 2}, {2: USER, 0: RankError("no sign of rank 2"), 1: LOST}, "x is empty"),
+        ({0: 2, 1: 2}, {1: USER, 0: DataError("later")}, "x is empty"),
+        ({0: -6, 1: 1}, {1: BUG}, "rank 1 failed\nZeroDivisionError: a bug"),  # a watchdog that misses rank 1
+        ({1: -6}, {1: BUG}, "rank 1 failed\nZeroDivisionError: a bug"),
+        ({1: -11}, {1: BUG}, "rank 1 failed\nZeroDivisionError: a bug"),
+        ({0: -15, 1: 1}, {1: BUG}, "rank 1 failed\nZeroDivisionError: a bug"),
+        ({0: -6, 1: -9}, {}, "rank 1 was killed by SIGKILL; the host may be out of memory"),
+        ({0: -6, 1: 1}, {1: LOST}, "rank 0 was killed by SIGABRT"),
+        ({0: 1, 1: -9}, {0: LOST}, "rank 1 was killed by SIGKILL; the host may be out of memory"),
+        ({0: 1, 1: 9}, {0: LOST}, "rank 1 ended with exit code 9 and left no error"),
+    ],
+)
+def test_the_first_failure_is_the_root_cause(codes, errors, line, tmp_path, monkeypatch):
+    assert root_cause(exits_of(codes, errors, tmp_path, monkeypatch)).text.startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "restartable"),
+    [(BUG, 1, True), (USER, 2, False), (RankError("no sign of rank 1"), 2, True), (RolloutError("hangs"), 2, True)],
+)
+def test_only_user_errors_are_not_restarted(error, code, restartable):
+    failure = failure_of(error, 0)
+    assert (failure.exit_code, failure.restartable) == (code, restartable)
+
+
+def test_the_first_difference_between_ranks_is_reported():
+    ours = {"torch": "2", "--lr": "1e-06", "--a": "1", "--b": "1", "--c": "1"}
+    assert difference([("rank 0", ours), ("rank 1", ours)]) == ""
+    theirs = {**ours, "--lr": "1e-05"}
+    assert difference([("rank 0", ours), ("rank 1", theirs)]) == "--lr is 1e-06 on rank 0 and 1e-05 on rank 1"
+    assert difference([("a", ours), ("b", ours), ("c", dict.fromkeys(ours, "3"))]).endswith(" on c; 2 more")
+
+
+def test_a_single_process_has_its_own_group():
+    with process_group(Config(hf_checkpoint="x")):
+        assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
+        with process_group(Config(hf_checkpoint="x")):
+            pass
+        assert dist.is_initialized()
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        ({"nproc_per_node": 4}, "--nproc-per-node 4 does not fit the 1 processes that were started on this machine"),
+        ({"max_restarts": 3}, "--max-restarts has no effect where torchrun or Python starts the processes"),
+        ({"log_dir": "logs"}, "--log-dir has no effect where"),
+        ({"fsdp_replicate_size": 2}, "--fsdp-replicate-size 2 must divide the number of processes, 1"),
+    ],
+)
+def test_options_that_do_not_match_the_processes_are_refused(values, line):
+    with pytest.raises(ConfigError, match=line), process_group(Config(hf_checkpoint="x", **values)):
+        pass
+    assert not dist.is_initialized()

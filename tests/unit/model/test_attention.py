@@ -1,0 +1,177 @@
+"""Attention over packs is dense attention within each segment. Inputs that it would ignore are errors."""
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from fsdptrain.errors import ConfigError, NumericsError
+from fsdptrain.model.attention import attention, blocks
+from fsdptrain.model.attention.attention import SEGMENTS, VARLEN, Boundaries, attend, resolve_attention
+from tests.varlen import dense, varlen_attn
+
+MODULE = nn.Identity()
+
+
+def boundaries(lengths: list[int], *, padded: bool = False) -> Boundaries:
+    return Boundaries(tuple(lengths), torch.tensor([0, *lengths]).cumsum(0).to(torch.int32), padded)
+
+
+def heads(rows: int, length: int, *widths: tuple[int, int], seed: int = 0) -> list[Tensor]:
+    """Random [rows, heads, length, width] in float64 for each (heads, width)."""
+    generator = torch.Generator().manual_seed(seed)
+    made = [torch.randn(rows, h, length, d, generator=generator, dtype=torch.float64) for h, d in widths]
+    return [tensor.requires_grad_() for tensor in made]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 21), min_size=1, max_size=5),
+    kv_heads=st.integers(1, 2),
+    groups=st.integers(1, 3),
+    widths=st.sampled_from([(8, 8), (12, 8), (8, 12)]),
+    window=st.sampled_from([None, 1, 2, 7, 40]),
+    softcap=st.sampled_from([None, 1.5]),
+    has_sinks=st.booleans(),
+    block=st.sampled_from([8, 512]),
+)
+def test_attention_and_its_gradients_are_those_of_dense_attention_per_segment(
+    lengths, kv_heads, groups, widths, window, softcap, has_sinks, block
+):
+    num_heads, total = kv_heads * groups, sum(lengths)
+    q, k, v = heads(1, total, (num_heads, widths[0]), (kv_heads, widths[0]), (kv_heads, widths[1]))
+    sinks = torch.linspace(-1, 1, num_heads, dtype=torch.float64).requires_grad_() if has_sinks else None
+    inputs = [q, k, v] if sinks is None else [q, k, v, sinks]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "BLOCK", block)
+        options: dict[str, Any] = {"scaling": 0.3, "sliding_window": window, "softcap": softcap, "s_aux": sinks}
+        found, _ = attend(MODULE, q, k, v, None, varlen=False, boundaries=boundaries(lengths), **options)
+        probe = torch.linspace(-1, 1, found.numel(), dtype=torch.float64).view_as(found)
+        gradients = torch.autograd.grad((found * probe).sum(), inputs)
+    pieces = zip(*(x.split(lengths, 2) for x in (q, k, v)), strict=True)
+    wanted = [dense(*piece, scaling=0.3, window=window, softcap=softcap, sinks=sinks) for piece in pieces]
+    wanted = torch.cat(wanted, 1)
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+    for got, expected in zip(gradients, torch.autograd.grad((wanted * probe).sum(), inputs), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("window", [None, 5])
+def test_padded_rows_have_the_attention_of_each_row_alone(window: int | None, softcap: float | None) -> None:
+    lengths = [13, 4, 1]
+    q, k, v = heads(3, 13, (4, 8), (2, 8), (2, 8))
+    options: dict[str, Any] = {"varlen": False, "sliding_window": window, "softcap": softcap}
+    rows, _ = attend(MODULE, q, k, v, None, boundaries=boundaries(lengths, padded=True), **options)
+    for row, length in enumerate(lengths):
+        mine = [x[row : row + 1, :, :length] for x in (q, k, v)]
+        alone, _ = attend(MODULE, *mine, None, boundaries=boundaries([length]), **options)
+        torch.testing.assert_close(rows[row : row + 1, :length], alone)
+
+
+def call(**changes: Any) -> Tensor:
+    q, k, v = heads(1, 6, (2, 8), (2, 8), (2, 8))
+    options = {"attention_mask": None, "varlen": False, "boundaries": boundaries([2, 4]), **changes}
+    return attend(changes.pop("module", MODULE), q, k, v, **{k: v for k, v in options.items() if k != "module"})[0]
+
+
+def test_a_call_without_boundaries_is_an_error() -> None:
+    with pytest.raises(NumericsError, match="came without its boundaries"):
+        call(boundaries=None)
+
+
+@pytest.mark.parametrize("wrong", [boundaries([2, 3]), boundaries([2, 4], padded=True)])
+def test_boundaries_of_another_batch_are_an_error(wrong: Boundaries) -> None:
+    with pytest.raises(NumericsError, match="and boundaries for"):
+        call(boundaries=wrong)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"attention_mask": torch.zeros(1, 1, 6, 6)}, {"position_bias": torch.zeros(1, 2, 6, 6)}, {"is_causal": False}],
+)
+def test_inputs_that_would_be_ignored_are_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(NumericsError, match="Identity"):
+        call(**change)
+
+
+def test_saved_tensors_are_linear_in_the_length() -> None:
+    length = 4 * blocks.BLOCK
+    q, k, v = (x.detach().float().requires_grad_() for x in heads(1, length, (1, 8), (1, 8), (1, 8)))
+    saved: list[int] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        saved.append(tensor.numel())
+        return tensor
+
+    same: Callable[[Tensor], Tensor] = lambda tensor: tensor  # noqa: E731
+    with torch.autograd.graph.saved_tensors_hooks(note, same):
+        attend(MODULE, q, k, v, None, varlen=False, softcap=5.0, boundaries=boundaries([length]))
+    assert sum(saved) < 100 * length  # linear in the length; the scores would be length^2 / 2
+
+
+@pytest.mark.parametrize(
+    ("requested", "device_type", "name"),
+    [
+        ("auto", "cpu", SEGMENTS),
+        ("auto", "cuda", VARLEN if find_spec("flash_attn") is None else "flash_attention_2"),
+        ("sdpa", "cpu", SEGMENTS),
+        ("sdpa", "cuda", SEGMENTS),
+        ("varlen", "cuda", VARLEN),
+        ("eager", "cpu", "eager"),
+    ],
+)
+def test_attn_implementation_resolves_to_a_name(requested: str, device_type: str, name: str) -> None:
+    assert resolve_attention(requested, device_type) == name
+
+
+@pytest.mark.parametrize(
+    ("requested", "device_type"), [("varlen", "cpu"), ("flash_attention_2", "cpu"), ("flash_attention_3", "cuda")]
+)
+def test_an_attention_that_cannot_run_is_a_config_error(requested: str, device_type: str) -> None:
+    with pytest.raises(ConfigError, match=f"--attn-implementation {requested} needs"):
+        resolve_attention(requested, device_type)
+
+
+SHAPES = [(4, 4, 64, 64), (8, 2, 64, 64), (4, 4, 96, 64), (4, 2, 20, 20)]
+
+
+@pytest.mark.parametrize("takes_gqa", [False, True])  # before torch 2.13, and since
+@pytest.mark.parametrize("window", [None, 1, 16, 64])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_varlen_kernel_is_called_as_documented(shape, window, takes_gqa, monkeypatch):
+    monkeypatch.setattr(attention, "varlen_attn", varlen_attn)
+    monkeypatch.setattr(attention, "_VARLEN_TAKES_GQA", takes_gqa)
+    lengths = [37, 1, 65]
+    num_heads, kv_heads, width, value_width = shape
+    qkv = heads(1, sum(lengths), (num_heads, width), (kv_heads, width), (kv_heads, value_width))
+    found = attention.varlen_attention(*qkv, boundaries(lengths), width**-0.5, window)
+    wanted, _ = attend(MODULE, *qkv, None, varlen=False, sliding_window=window, boundaries=boundaries(lengths))
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("window", [None, 1, 16, 64])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_varlen_kernel_computes_what_segments_do(shape: tuple[int, int, int, int], window: int | None) -> None:
+    lengths = [37, 1, 130, 64]
+    num_heads, kv_heads, width, value_width = shape
+    exact = heads(1, sum(lengths), (num_heads, width), (kv_heads, width), (kv_heads, value_width))
+    limits = Boundaries(tuple(lengths), torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).cuda(), padded=False)
+    options: dict[str, Any] = {"sliding_window": window, "boundaries": limits}
+    wanted, _ = attend(MODULE, *exact, None, varlen=False, **options)
+    half = [tensor.detach().to("cuda", torch.bfloat16).requires_grad_() for tensor in exact]
+    found, _ = attend(MODULE, *half, None, varlen=True, **options)
+    torch.testing.assert_close(found.double().cpu(), wanted, rtol=0, atol=4e-2)
+    found.sum().backward()
+    wanted.sum().backward()
+    for got, expected in zip(half, exact, strict=True):
+        assert got.grad is not None
+        assert expected.grad is not None
+        torch.testing.assert_close(got.grad.double().cpu(), expected.grad, rtol=5e-2, atol=1e-1)

@@ -1,0 +1,74 @@
+"""Every fallback is reported with its reason, and nothing else is."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from fsdptrain.errors import ConfigError
+from fsdptrain.model.attention.attention import SEGMENTS, VARLEN, register_attention
+from fsdptrain.model.probes.kernels import Kernel, kernels, require_no_fallback
+from fsdptrain.model.probes.layout import LayoutProbe
+from tests import zoo
+
+
+def on_meta(name: str, attention: str, **changes: Any) -> PreTrainedModel:
+    register_attention()
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            zoo.config(name, **changes), dtype=torch.float32, attn_implementation=attention
+        )
+
+
+def fallbacks(model: PreTrainedModel, device: str, dtype: torch.dtype = torch.bfloat16, **options: Any) -> list[Kernel]:
+    return [k for k in kernels(model, device_type=device, compute_dtype=dtype, **options) if k.fell_back]
+
+
+@pytest.mark.parametrize("name", [name for name in zoo.ARCHITECTURES if name != "qwen3_next"])
+def test_attention_models_have_no_fallback_on_a_cpu(name: str):
+    assert fallbacks(on_meta(name, SEGMENTS), "cpu") == []
+
+
+def test_a_recurrent_mixer_without_its_packages_falls_back_to_torch():
+    found = fallbacks(on_meta("qwen3_next", SEGMENTS), "cpu")
+    assert [(k.part, k.used, k.wanted) for k in found] == [
+        ("recurrent mixer", "torch", "causal-conv1d"),
+        ("recurrent mixer", "torch", "flash-linear-attention"),
+    ]
+
+
+@pytest.mark.parametrize(("name", "reason"), [("gpt_oss", "sinks"), ("gemma2", "softcap")])
+def test_unsupported_attention_features_fall_back(name: str, reason: str):
+    [kernel] = fallbacks(on_meta(name, VARLEN), "cuda")
+    assert kernel.part == "attention"
+    assert reason in kernel.reason
+
+
+def test_the_varlen_kernel_needs_half_precision():
+    assert fallbacks(on_meta("qwen3", VARLEN), "cuda") == []
+    [kernel] = fallbacks(on_meta("qwen3", VARLEN), "cuda", torch.float32)
+    assert kernel.reason == "it needs bfloat16 or float16"
+    [wide] = fallbacks(on_meta("qwen3", VARLEN, head_dim=264), "cuda")
+    assert wide.reason == "heads of 264 are over its 256"
+
+
+def test_eager_experts_are_a_fallback():
+    model = on_meta("qwen3_moe", SEGMENTS)
+    assert fallbacks(model, "cpu") == []
+    model.set_experts_implementation("eager")
+    [kernel] = fallbacks(model, "cpu")
+    assert (kernel.part, kernel.wanted) == ("experts", "grouped_mm")
+
+
+def test_a_padded_layout_is_a_fallback_with_the_reason_of_the_probe():
+    probe = LayoutProbe("padded", SEGMENTS, 1e-6, 1e-4, "packed with fsdptrain_segments: differs by 3.1")
+    [kernel] = fallbacks(on_meta("qwen3", SEGMENTS), "cpu", probe=probe)
+    assert kernel.line == "layout: padded instead of packed (differs by 3.1)"
+
+
+def test_strict_names_all_fallbacks():
+    found = kernels(on_meta("qwen3_next", SEGMENTS), device_type="cpu", compute_dtype=torch.float32)
+    with pytest.raises(ConfigError, match=r"--strict .*causal-conv1d.*flash-linear-attention"):
+        require_no_fallback(found)
+    require_no_fallback(kernels(on_meta("qwen3", SEGMENTS), device_type="cpu", compute_dtype=torch.float32))

@@ -1,0 +1,174 @@
+"""The probe accepts a layout exactly if the model computes it exactly, and reports why it rejects one."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface, Llama4TextConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from fsdptrain.errors import NumericsError
+from fsdptrain.model.attention.attention import SEGMENTS, Boundaries, attend
+from fsdptrain.model.probes.copy_probe import probe_random_copy
+from fsdptrain.model.probes.layout import LayoutProbe, choose_layout, probe_segments
+from fsdptrain.model.probes.random_copy import random_copy
+from tests import zoo
+from tests.exact import Exact, in_float64
+from tests.seam import CPU, policy_model
+
+OPTIONS: dict[str, Any] = {"vocab_size": zoo.VOCAB_SIZE, "compute_dtype": torch.float32, "device": CPU}
+
+
+def with_attention(name: str, attention: str, **changes: Any) -> PreTrainedModel:
+    model = policy_model(name, **changes)
+    model.set_attn_implementation(attention)
+    return model
+
+
+@pytest.mark.parametrize("name", [name for name in zoo.ARCHITECTURES if name != "qwen3_next"])
+def test_attention_models_are_packed(name: str) -> None:
+    probe = in_exact_numbers(name)
+    assert (probe.layout, probe.attention, probe.reason) == ("packed", SEGMENTS, "")
+
+
+def in_exact_numbers(name: str) -> LayoutProbe:
+    with Exact():
+        probe = choose_layout(in_float64(policy_model(name)), "auto", **OPTIONS)
+    assert probe.max_difference < 1e-12
+    return probe
+
+
+def test_a_model_that_refuses_packs_is_padded_with_the_reason() -> None:
+    probe = in_exact_numbers("qwen3_next")
+    assert (probe.layout, probe.attention) == ("padded", SEGMENTS)
+    assert "can't keep packed sequences apart" in probe.line
+
+
+def test_an_attention_that_leaks_is_padded_with_the_difference() -> None:
+    model = with_attention("gpt_oss", "eager")  # this file of transformers does not mask by position ids
+    probe = choose_layout(model, "auto", **OPTIONS)
+    assert (probe.layout, probe.attention) == ("padded", "eager")
+    assert probe.line.startswith("layout: padded, attention eager (probe: ")
+    assert "packed with eager: differs by" in probe.line
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_leak_of_one_token_is_found_in_half_precision_too(dtype: torch.dtype) -> None:
+    """A short convolution across boundaries."""
+    model = policy_model("qwen3").to(dtype)
+    for layer in model.model.layers:
+        layer.mlp.register_forward_pre_hook(lambda _, args: (args[0] + 0.3 * F.pad(args[0], (0, 0, 1, 0))[:, :-1],))
+    options = {**OPTIONS, "compute_dtype": dtype}
+    probe = choose_layout(model, "auto", **options)
+    assert probe.layout == "padded"
+    words = "moves the logprobs of another by" if dtype == torch.bfloat16 else "differs by"
+    assert words in probe.line
+
+
+def test_a_model_that_is_not_causal_is_refused() -> None:
+    model = policy_model("qwen3")
+    for layer in model.model.layers:
+        layer.mlp.register_forward_pre_hook(lambda _, args: (args[0] + 0.3 * args[0].roll(-1, 1),))
+    with pytest.raises(NumericsError, match=r"^Qwen3ForCausalLM is not a causal language model: what comes after"):
+        choose_layout(model, "auto", **OPTIONS)
+
+
+def test_a_model_with_infinite_weights_is_refused() -> None:
+    model = policy_model("qwen3")
+    model.model.norm.weight.data[3] = float("inf")
+    with pytest.raises(NumericsError, match="its logprobs are not finite"):
+        choose_layout(model, "auto", **OPTIONS)
+
+
+def test_layout_packed_is_refused_if_packs_leak() -> None:
+    with pytest.raises(NumericsError, match=r"--layout packed: .* is not computed exactly"):
+        choose_layout(with_attention("gpt_oss", "eager"), "packed", **OPTIONS)
+
+
+def blind_to(what: str) -> Any:
+    """Our attention without one of its inputs."""
+
+    def blind(*args: Any, boundaries: Boundaries, **options: Any) -> Any:
+        if what == "boundaries" and not boundaries.padded:
+            total = boundaries.cu_seqlens[-1:]
+            boundaries = Boundaries((int(total),), torch.cat([torch.zeros_like(total), total]), padded=False)
+        options.pop(what, None)
+        return attend(*args, varlen=False, boundaries=boundaries, **options)
+
+    return blind
+
+
+@pytest.mark.parametrize(
+    ("name", "what", "dtype"),
+    [
+        ("qwen3", "boundaries", torch.float32),
+        ("qwen3", "boundaries", torch.bfloat16),
+        ("gpt_oss", "sliding_window", torch.float32),  # in bfloat16 a window of 16 hides in the noise of 40 tokens
+        ("gpt_oss", "s_aux", torch.float32),
+        ("gpt_oss", "s_aux", torch.bfloat16),
+    ],
+)
+def test_an_attention_that_ignores_an_input_is_refused(name: str, what: str, dtype: torch.dtype) -> None:
+    model = policy_model(name).to(dtype)
+    ours = ALL_ATTENTION_FUNCTIONS[SEGMENTS]
+    AttentionInterface.register(SEGMENTS, blind_to(what))
+    try:
+        with pytest.raises(NumericsError, match="packed with fsdptrain_segments: differs by"):
+            choose_layout(model, "packed", **{**OPTIONS, "compute_dtype": dtype})
+    finally:
+        AttentionInterface.register(SEGMENTS, ours)
+
+
+def test_probe_segments_exceed_the_window_but_not_the_positions() -> None:
+    lengths = [len(segment) for segment in probe_segments(policy_model("mistral", sliding_window=100), 264)]
+    assert lengths[1] > 100
+    lengths = [len(s) for s in probe_segments(policy_model("mistral", max_position_embeddings=30), 264)]
+    assert max(lengths) <= 30
+
+
+@pytest.mark.parametrize("name", zoo.ARCHITECTURES)
+def test_gradients_of_a_random_copy_are_exact(name: str) -> None:
+    probe = probe_random_copy(zoo.config(name))
+    assert probe.layout == ("padded" if name == "qwen3_next" else "packed")
+    assert probe.gradient_difference is not None
+    assert probe.gradient_difference < 3e-6
+
+
+def test_out_of_memory_is_raised_and_chooses_no_layout() -> None:
+    model = policy_model("qwen3")
+
+    def fail_on_packs(_: Any, args: Any, kwargs: Any) -> None:
+        if (kwargs["position_ids"] == 0).sum() > 1:
+            raise torch.OutOfMemoryError("no room")
+
+    model.model.layers[0].register_forward_pre_hook(fail_on_packs, with_kwargs=True)
+    with pytest.raises(torch.OutOfMemoryError):
+        choose_layout(model, "auto", **OPTIONS)
+
+
+def test_a_random_copy_holds_one_layer_of_each_kind() -> None:
+    deepseek = random_copy(zoo.config("deepseek_v3", num_hidden_layers=6, first_k_dense_replace=2))
+    assert [layer.mlp.__class__.__name__ for layer in deepseek.model.layers] == ["DeepseekV3MLP", "DeepseekV3MoE"]
+    types = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+    gpt_oss = random_copy(zoo.config("gpt_oss", num_hidden_layers=4, layer_types=types))
+    assert gpt_oss.config.layer_types == ["full_attention", "sliding_attention"]
+    assert len(gpt_oss.model.layers) == gpt_oss.config.num_hidden_layers == 2
+
+
+def test_a_random_copy_of_a_large_config_is_small() -> None:
+    large = zoo.config(
+        "qwen3_moe", vocab_size=150_000, num_experts=128, num_hidden_layers=40, moe_intermediate_size=1536
+    )
+    assert random_copy(large).num_parameters() < 1_000_000
+    assert large.num_hidden_layers == 40
+
+
+def test_chunked_attention_uses_the_masks_of_transformers() -> None:
+    sizes = {"vocab_size": 264, "hidden_size": 64, "intermediate_size": 64, "intermediate_size_mlp": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    layers = {"num_hidden_layers": 4, "num_local_experts": 2, "attention_chunk_size": 16}
+    config = Llama4TextConfig(**sizes, **heads, **layers, pad_token_id=0)
+    probe = probe_random_copy(config)
+    assert (probe.layout, probe.attention) == ("padded", "sdpa")
+    assert "its attention is chunked" in probe.reason

@@ -1,0 +1,121 @@
+"""Memory, matrix products, dtypes and range of chunked logprobs. Values: tests/properties/test_logprobs.py."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdptrain.model.logprobs import chunked_logprobs
+from fsdptrain.model.truncation import UNTRUNCATED, Truncation
+from tests.properties.test_logprobs import full_logprobs
+
+T, D, V = 40, 8, 50
+
+
+def head(
+    num_tokens: int = T, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """hidden, weight, bias, labels"""
+    generator = torch.Generator().manual_seed(seed)
+    made = [torch.randn(shape, generator=generator).to(dtype) for shape in ((num_tokens, D), (V, D), (V,))]
+    hidden, weight, bias = (tensor.requires_grad_() for tensor in made)
+    return hidden, weight, bias, torch.randint(V, (num_tokens,), generator=generator)
+
+
+class LargestTensor(TorchDispatchMode):
+    """The largest number of elements that any operation made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        made = out if isinstance(out, tuple | list) else (out,)
+        self.numel = max([self.numel, *(tensor.numel() for tensor in made if isinstance(tensor, Tensor))])
+        return out
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("truncation", [UNTRUNCATED, Truncation(top_p=0.5, top_k=50, min_p=0.01)])
+def test_no_tensor_of_the_size_of_all_logits_exists_forward_or_backward(with_entropy, truncation):
+    num_tokens, width, vocab, chunk = 512, 4, 120, 128
+    hidden = torch.randn(num_tokens, width, requires_grad=True)
+    weight = torch.randn(vocab, width, requires_grad=True)
+    labels = torch.randint(vocab, (num_tokens,))
+    with LargestTensor() as watch:
+        options: dict[str, Any] = {"softcap": 3.0, "temperature": 0.7, "truncation": truncation, "chunk_size": chunk}
+        logprobs, entropy = chunked_logprobs(hidden, weight, labels, with_entropy=with_entropy, **options)
+        (logprobs.sum() if entropy is None else logprobs.sum() + entropy.sum()).backward()
+    assert weight.grad is not None
+    assert watch.numel == chunk * vocab  # one chunk, not num_tokens * vocab
+
+    with LargestTensor() as control:
+        (hidden @ weight.T).log_softmax(-1)
+    assert control.numel == num_tokens * vocab
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("chunk_size", [T, 16, 10])
+def test_a_chunk_takes_four_products_and_the_last_one_three(chunk_size: int) -> None:
+    hidden, weight, _, labels = head()
+    chunks = -(-T // chunk_size)
+    with Products() as products:
+        logprobs, _ = chunked_logprobs(hidden, weight, labels, chunk_size=chunk_size)
+        first = torch.autograd.grad(logprobs.sum(), (hidden, weight), retain_graph=True)
+    assert products.count == 4 * chunks - 1
+    with Products() as products:
+        again = torch.autograd.grad(logprobs.sum(), (hidden, weight))
+    assert products.count == 3 * chunks, "what was kept is used up"
+    for one, other in zip(first, again, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_returns_float32_within_the_rounding_of_the_logits(dtype: torch.dtype) -> None:
+    hidden, weight, bias, labels = head(dtype=dtype)
+    logprobs, entropy = chunked_logprobs(hidden, weight, labels, bias=bias, chunk_size=16, with_entropy=True)
+    assert entropy is not None
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    wide = [tensor.detach().float().requires_grad_() for tensor in (hidden, weight, bias)]
+    wanted, wanted_entropy = full_logprobs(wide[0], wide[1], labels, bias=wide[2])
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(logprobs, wanted, rtol=0, atol=20 * eps)  # logits up to about 10
+    (logprobs.sum() + entropy.sum()).backward()
+    (wanted.sum() + wanted_entropy.sum()).backward()
+    for found, expected in zip((hidden, weight, bias), wide, strict=True):
+        assert found.grad is not None
+        assert found.grad.dtype == dtype
+        assert expected.grad is not None
+        torch.testing.assert_close(
+            found.grad.float(), expected.grad, rtol=0, atol=30 * eps * expected.grad.abs().max().item()
+        )
+
+
+def test_a_frozen_head_changes_no_gradient_of_the_hidden_states() -> None:
+    hidden, weight, _, labels = head()
+    alone = torch.autograd.grad(chunked_logprobs(hidden, weight.detach(), labels)[0].sum(), hidden)[0]
+    both = torch.autograd.grad(chunked_logprobs(hidden, weight, labels)[0].sum(), (hidden, weight))[0]
+    torch.testing.assert_close(alone, both, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("truncation", [UNTRUNCATED, Truncation(top_p=0.9, top_k=20, min_p=1e-3)])
+def test_logits_of_any_size_stay_finite(truncation: Truncation) -> None:
+    hidden, weight, _, labels = head()
+    logprobs, entropy = chunked_logprobs(hidden * 1e4, weight, labels, truncation=truncation, with_entropy=True)
+    assert entropy is not None
+    gradient = torch.autograd.grad(logprobs.sum() * 1e5 + entropy.sum() * 1e5, weight)[0]
+    assert all(x.isfinite().all() for x in (logprobs, entropy, gradient))

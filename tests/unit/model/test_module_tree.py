@@ -1,0 +1,86 @@
+"""The module tree is complete, counts every parameter, and names the kind of each part."""
+
+import pytest
+
+from fsdptrain.model.layer_kinds import layer_kinds
+from fsdptrain.model.probes.random_copy import random_copy
+from fsdptrain.model.structure import repeated_layers
+from fsdptrain.tools.inspect.module_tree import anatomy
+from tests import configs, zoo
+
+
+@pytest.mark.parametrize("name", zoo.ARCHITECTURES)
+def test_every_parameter_is_counted_once_at_the_top_and_once_inside(name: str):
+    model = zoo.meta(name)
+    parts = anatomy(model)
+    tied = sum(p.numel() for _, p in model.named_parameters(remove_duplicate=False)) - sum(
+        p.numel() for p in model.parameters()
+    )
+    top = [part for part in parts if part.depth == 0]
+    assert sum(part.count * part.numel for part in top) == sum(p.numel() for p in model.parameters()) + tied
+    for place, layer in enumerate(parts):
+        if layer.kind == "layer":
+            inner = []
+            for part in parts[place + 1 :]:
+                if part.depth == 0:
+                    break
+                inner += [part] * (part.depth == 1)
+            own = sum(p.numel() for p in dict(model.named_modules())[_first_path(layer.path)].parameters(recurse=False))
+            assert sum(part.count * part.numel for part in inner) + own == layer.numel
+
+
+def _first_path(path: str) -> str:
+    """`model.layers.0` of `model.layers 0-3`."""
+    words, _, span = path.partition(" ")
+    return f"{words}.{span.replace('-', ',').split(',')[0].split(' ')[0]}"
+
+
+@pytest.mark.parametrize("name", zoo.ARCHITECTURES)
+def test_each_layer_has_a_mixer_an_mlp_and_a_norm(name: str):
+    parts = anatomy(zoo.meta(name))
+    assert "other" not in {part.kind for part in parts}
+    layers = [place for place, part in enumerate(parts) if part.kind == "layer"]
+    for place, following in zip(layers, [*layers[1:], len(parts)], strict=True):
+        kinds = {part.kind for part in parts[place + 1 : following]}
+        assert kinds & {"attention", "recurrent mixer"}
+        assert kinds & {"MLP", "mixture of experts"}
+        assert "norm" in kinds
+
+
+@pytest.mark.parametrize("name", zoo.MOE)
+def test_experts_and_routers_are_named(name: str):
+    kinds = {part.kind for part in anatomy(zoo.meta(name))}
+    assert {"experts", "router", "mixture of experts"} <= kinds
+
+
+def test_a_hybrid_has_both_mixers():
+    kinds = {part.kind: part.class_name for part in anatomy(zoo.meta("qwen3_next"))}
+    assert kinds["recurrent mixer"] == "Qwen3NextGatedDeltaNet"
+    assert kinds["attention"] == "Qwen3NextAttention"
+
+
+@pytest.mark.parametrize("name", configs.NAMES)
+def test_kinds_of_layers_cover_all_layers(name: str):
+    model = configs.meta_model(name)
+    kinds = layer_kinds(model)
+    assert sum(len(kind.indices) for kind in kinds) == len(repeated_layers(model))
+    assert len({(kind.path, index) for kind in kinds for index in kind.indices}) == len(repeated_layers(model))
+
+
+def test_a_vision_tower_and_the_text_are_lists_of_their_own():
+    spans = {(type(kind.layer).__name__, kind.span) for kind in layer_kinds(configs.meta_model("gemma-3-12b"))}
+    assert spans == {
+        ("SiglipEncoderLayer", "0-26"),
+        ("Gemma3DecoderLayer", "0-4, 6-10 ..."),
+        ("Gemma3DecoderLayer", "5, 11 ..."),
+    }
+
+
+def test_a_random_copy_keeps_one_layer_of_each_kind_of_each_list():
+    model = configs.meta_model("gemma-3-12b")
+    model.config.get_text_config().hidden_size = 64
+    copy = random_copy(model.config)
+    assert [type(layer).__name__ for layer in repeated_layers(copy)] == ["SiglipEncoderLayer"] + [
+        "Gemma3DecoderLayer"
+    ] * 2
+    assert copy.config.get_text_config().layer_types == ["sliding_attention", "full_attention"]

@@ -1,0 +1,84 @@
+"""Chunks contain every row once within the budget. Prompts are read once, and finished rows leave the cache."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdptrain.rollout.embedded.decode import Row, decode, plan_chunks
+from fsdptrain.testing import tiny_qwen3
+from fsdptrain.types import Prompt, SamplingParams
+from tests.exact import Exact, in_float64
+
+STOP = list(range(5, 30))  # each token ends a row with a chance of about one in ten
+
+
+@given(
+    lengths=st.lists(st.integers(1, 50), max_size=20),
+    num_samples=st.integers(1, 5),
+    limits=st.lists(st.integers(1, 30), min_size=20, max_size=20),
+    spare=st.integers(0, 500),
+)
+def test_chunks_hold_every_row_once_within_the_budget(lengths, num_samples, limits, spare):
+    budget = max((length + limit for length, limit in zip(lengths, limits, strict=False)), default=0) + spare
+    chunks = plan_chunks(lengths, limits, num_samples=num_samples, max_batch_tokens=budget)
+    rows = [row for chunk in chunks for row in chunk]
+    assert sorted(rows, key=lambda row: (row.prompt, row.sample)) == [
+        Row(i, k) for i in range(len(lengths)) for k in range(num_samples)
+    ]
+    for chunk in chunks:
+        width = max(lengths[row.prompt] for row in chunk) + max(limits[row.prompt] for row in chunk)
+        assert len(chunk) * width <= budget
+    ordered = [lengths[row.prompt] for row in rows]
+    assert ordered == sorted(ordered, reverse=True)
+
+
+class Decoding:
+    """One run of `decode` over three prompts of unequal length, and the shapes that the model was called with."""
+
+    def __init__(self, *, sync_interval: int = 1, **sampling) -> None:
+        self.shapes: list[tuple[int, int]] = []
+        model = in_float64(tiny_qwen3().eval())
+        model.register_forward_pre_hook(
+            lambda _, args, kwargs: self.shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+        )
+        self.sampling = replace(SamplingParams(num_samples=20, max_tokens=40), **sampling)
+        prompts = [Prompt(str(ids), ids, "") for ids in ([200], [201] * 12, [202] * 5)]
+        generator = torch.Generator().manual_seed(0)
+        uniforms = torch.rand(60, self.sampling.max_tokens, dtype=torch.float64, generator=generator)
+        with Exact(), torch.inference_mode():
+            rows, limits = [row % 3 for row in range(60)], [self.sampling.max_tokens] * 60
+            options = {"sampling": self.sampling, "stop_token_ids": STOP, "sync_interval": sync_interval}
+            tokens, logprobs = decode(model, prompts, rows, limits, uniforms, **options)
+        ends = (torch.isin(tokens, torch.tensor(STOP)).long().cumsum(-1).clamp(max=1)).cumsum(-1) == 1
+        has_end = ends.any(-1)
+        self.lengths = torch.where(has_end, ends.long().argmax(-1) + 1, tokens.shape[1]).tolist()
+        self.rows = [row[:end].tolist() for row, end in zip(tokens, self.lengths, strict=True)]
+        self.logprobs = [row[:end] for row, end in zip(logprobs, self.lengths, strict=True)]
+
+
+def test_each_prompt_is_read_once_and_rows_grow_by_one_token():
+    shapes = Decoding().shapes
+    assert shapes[0] == (3, 12)
+    assert shapes[1][0] >= 45
+    assert {width for _, width in shapes[1:]} == {1}
+
+
+@pytest.mark.parametrize("sync_interval", [1, 8])
+def test_at_most_a_quarter_of_the_cached_rows_has_finished(sync_interval):
+    decoding = Decoding(sync_interval=sync_interval)
+    for step, (num_rows, _) in enumerate(decoding.shapes[1:], start=1):
+        going = sum(length > step - step % sync_interval for length in decoding.lengths)
+        assert 0.75 * num_rows <= going <= num_rows if step >= sync_interval else num_rows == 60
+    assert decoding.shapes[-1][0] < 15  # some were dropped
+    last = max(decoding.lengths)
+    assert len(decoding.shapes) <= -(-last // sync_interval) * sync_interval
+
+
+def test_the_sync_interval_changes_no_completion():
+    often, rarely = Decoding(sync_interval=1), Decoding(sync_interval=8)
+    assert often.rows == rarely.rows
+    for ours, theirs in zip(often.logprobs, rarely.logprobs, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0.0, atol=1e-11)

@@ -1,0 +1,178 @@
+"""The plan is monotone, and every fix that it proposes works."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fsdptrain.config import Config
+from fsdptrain.config.checks import check
+from fsdptrain.errors import MemoryPlanError
+from fsdptrain.features.lora.adapters import add_adapters
+from fsdptrain.memory.demand import GIB
+from fsdptrain.memory.grid import Grid
+from fsdptrain.memory.pieces import Pieces
+from fsdptrain.model.structure import count_parameters, freeze_vision, tower_layers
+from fsdptrain.tools.plan import remedies
+from fsdptrain.tools.plan.plan import Machine, Planner, cache_rows, make_plan, seqlens, sharding, with_margin
+from tests import configs
+from tests.matrix import only
+
+pytestmark = pytest.mark.slow
+
+MODEL = configs.meta_model("llama-3.1-8b")
+PLANNER = Planner(MODEL, Machine(8, 80 * GIB))  # keeps its traces over these tests
+SMALL: dict[str, Any] = {"max_tokens_per_gpu": 1024, "rollout_max_response_len": 512}
+
+
+def config(**options: Any) -> Config:
+    return Config(**{"hf_checkpoint": "a model", **SMALL, **options})
+
+
+def peak(num_gpus: int = 8, **options: Any) -> int:
+    return PLANNER.on(Machine(num_gpus, 80 * GIB)).training(config(**options)).total
+
+
+def test_state_is_16_bytes_per_parameter_of_a_shard():
+    parts = PLANNER.training(config()).parts
+    assert parts["weights, gradients, Adam"] == 16 * count_parameters(MODEL).total // 8
+
+
+def test_an_unused_tower_is_never_gathered():
+    model = configs.meta_model("qwen3.5-9b")
+    freeze_vision(model)
+    tower = sum(p.numel() for layer in tower_layers(model) for p in layer.parameters())
+    outside = sharding(Pieces(model, Grid.of(config(), 8)), config()).outside
+    assert tower > 400_000_000
+    assert outside == count_parameters(model).outside_layers
+    assert outside < sum(p.numel() for p in model.parameters()) - tower
+
+
+def test_more_gpus_need_less():
+    assert peak(1) > peak(2) > peak(8) > peak(64)
+
+
+def test_each_remedy_needs_less():
+    assert peak(gradient_checkpointing=True) < peak()
+    assert peak(fsdp_cpu_offload=True) < peak(offload_optimizer=True) < peak()
+    assert peak(offload_activations=True) < peak()
+    long: dict[str, Any] = {"gradient_checkpointing": True, "max_tokens_per_gpu": 8192}
+    selective, second = (
+        peak(gradient_checkpointing_kind="selective", **long),
+        peak(gradient_checkpointing_every=2, **long),
+    )
+    assert peak(offload_activations=True, **long) < peak(**long) < min(selective, second)
+    assert max(selective, second) < peak(max_tokens_per_gpu=8192)
+    assert peak(max_tokens_per_gpu=2048) > peak()
+    assert peak(fsdp_reshard_after_forward=False) > peak()
+
+
+def test_replicas_need_as_much_as_fewer_gpus():
+    assert peak(8, fsdp_replicate_size=4) == peak(2)
+
+
+def test_the_cache_has_the_size_of_its_rows():
+    generation = PLANNER.generation(config())
+    assert generation is not None
+    width, rows = cache_rows(config(), 8)
+    assert generation.parts[f"key-value cache of {rows} rows"] == rows * width * 131072  # 2 x 32 x 8 x 128 bfloat16
+    few = PLANNER.generation(config(rollout_max_batch_tokens=2 * width))
+    assert few is not None
+    assert "key-value cache of 2 rows" in few.parts
+
+
+def test_supervised_training_without_evaluation_generates_nothing():
+    assert PLANNER.generation(Config(hf_checkpoint="a model", algorithm="sft", eval_interval=0)) is None
+
+
+def test_a_pack_is_full_of_the_longest_sequences():
+    assert seqlens(config()) == (1024,)
+    assert seqlens(config(rollout_max_prompt_len=128, rollout_max_response_len=256)) == (384, 384, 256)
+    assert seqlens(config(context_parallel_size=4)) == (1024,)  # of one process
+
+
+def test_a_plan_that_fits_has_no_proposals():
+    plan = make_plan(MODEL, config(), Machine(8, 80 * GIB))
+    assert plan.fits
+    assert plan.proposals == ()
+    assert plan.choices["as given"] == with_margin(plan.training)
+
+
+@pytest.mark.parametrize("memory", only([20], [20, 28]))
+def test_each_proposal_makes_it_fit(memory: int):
+    plan = make_plan(MODEL, config(max_tokens_per_gpu=2048), Machine(8, memory * GIB))
+    assert not plan.fits
+    assert plan.proposals
+    for proposal in plan.proposals:
+        options: dict[str, Any] = {"max_tokens_per_gpu": 2048}
+        for flag in proposal.flags:
+            name, _, value = flag.removeprefix("--").partition(" ")
+            options[name.replace("-", "_")] = (int(value) if value.isdigit() else value) or True
+        planner = PLANNER.on(Machine(proposal.num_gpus, memory * GIB))
+        assert planner.fits(config(**options)) == proposal.device
+        assert proposal.device <= memory * GIB
+
+
+def test_a_gpu_that_is_too_small_has_no_proposals():
+    plan = make_plan(MODEL, config(), Machine(1, GIB))
+    assert not plan.fits
+    assert plan.proposals == ()
+
+
+def test_host_memory_limits_an_offloaded_run():
+    offloaded = config(fsdp_cpu_offload=True)
+    roomy = Machine(8, 80 * GIB, 256 * GIB)
+    assert make_plan(MODEL, offloaded, roomy).fits
+    assert not make_plan(MODEL, offloaded, replace(roomy, host_memory=100 * GIB)).fits
+
+
+def test_offloaded_state_is_on_the_host():
+    count, inputs = count_parameters(MODEL).total, 32 * 1024 * 4096 * 2  # layers, tokens, width, bfloat16
+    parts, total = PLANNER.host(config(offload_optimizer=True, gradient_checkpointing=True, offload_activations=True))
+    assert parts == {"Adam's moments": 8 * count, "activations": 8 * inputs}
+    assert total > sum(parts.values())
+
+
+def test_remedies_are_ordered_by_cost_and_keep_the_given_options():
+    found = [changed.flags for changed in remedies.remedies(config(), packs=[], caches=[])]
+    assert found[0] == ()
+    assert found[1] == ("--offload-optimizer",)
+    assert found[2] == ("--gradient-checkpointing", "--gradient-checkpointing-kind selective")
+    assert found[-1] == ("--fsdp-cpu-offload", "--gradient-checkpointing", "--offload-activations")
+    given = config(gradient_checkpointing=True, gradient_checkpointing_every=3, offload_optimizer=True)
+    for changed in remedies.remedies(given, packs=[768], caches=[]):
+        check(changed.config)
+        assert changed.config.optim.offload_optimizer or changed.config.fsdp.cpu_offload
+        assert changed.config.model.gradient_checkpointing
+    offloaded = config(fsdp_cpu_offload=True, offload_activations=True)
+    flags = {flag for changed in remedies.remedies(offloaded, packs=[], caches=[]) for flag in changed.flags}
+    assert flags == {"--gradient-checkpointing", "--gradient-checkpointing-every 2"}
+    dealt = config(context_parallel_size=2)
+    for changed in [*remedies.choices(offloaded), *remedies.choices(config()), *remedies.choices(dealt)]:
+        check(changed.config)
+
+
+def test_a_model_that_reads_values_is_refused():
+    model = configs.meta_model("qwen3-30b-a3b")
+    model.set_experts_implementation("eager")
+    with pytest.raises(MemoryPlanError, match="activations of Qwen3MoeForCausalLM cannot be planned"):
+        Planner(model, Machine(8, GIB)).training(config())
+
+
+def test_only_an_adapter_has_gradients_and_moments():
+    chosen = config(lora_rank=8, lora_targets=["attention"])
+    model = configs.meta_model("llama-3.1-8b")
+    add_adapters(model, chosen.lora)
+    adapter, frozen = 32 * 8 * (4 * 4096 + 2 * 4096 + 2 * 1024 + 4096), count_parameters(MODEL).total
+    adapter -= 32 * 8 * 4096  # q: 4096 in, 4096 out; k, v: 4096 in, 1024 out; o: 4096 in, 4096 out
+    planner = Planner(model, Machine(8, 80 * GIB))
+    parts = planner.training(chosen).parts
+    assert planner.counts.total - planner.counts.frozen == adapter
+    assert parts["weights, gradients, Adam"] == (16 * adapter + 2 * frozen) // 8
+    assert planner.training(chosen).total < peak()
+    generation, full = planner.generation(chosen), PLANNER.generation(config())
+    assert generation is not None
+    assert full is not None
+    assert generation.parts["the engine's weights"] == full.parts["the engine's weights"]
+    host = sum(planner.host(config(lora_rank=8, fsdp_cpu_offload=True))[0].values())
+    assert host == 16 * adapter + 2 * frozen

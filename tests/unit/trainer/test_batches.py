@@ -1,0 +1,49 @@
+"""Samples are assigned to optimizer steps at random and evenly, on any ranks."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdptrain.data.packing.sample_index import sample_keys
+from fsdptrain.trainer.batches import deal
+from fsdptrain.types import Sample
+
+KEYS = st.lists(st.integers(0, 2**63 - 1), unique=True, max_size=40)
+STEPS = st.integers(1, 9)
+
+
+def named(steps: list[list[int]], keys: list[int]) -> list[set[int]]:
+    return [{keys[i] for i in step} for step in steps]
+
+
+@given(keys=KEYS, num_steps=STEPS)
+def test_every_sample_is_in_one_step_and_steps_have_equal_sizes(keys: list[int], num_steps: int) -> None:
+    steps = deal(keys, num_steps, seed="0/0/0")
+    assert sorted(i for step in steps for i in step) == list(range(len(keys)))
+    sizes = [len(step) for step in steps]
+    assert len(sizes) == num_steps, "however few the samples are: the learning rate follows the steps"
+    assert max(sizes) - min(sizes) <= 1
+
+
+@given(data=st.data(), keys=KEYS, num_steps=STEPS, seed=st.text(max_size=3))
+def test_steps_do_not_depend_on_the_order_of_samples(data, keys, num_steps, seed):
+    other = data.draw(st.permutations(keys))
+    assert named(deal(other, num_steps, seed=seed), other) == named(deal(keys, num_steps, seed=seed), keys)
+
+
+def test_each_rollout_and_epoch_has_other_steps() -> None:
+    keys = list(range(64))
+    deals = [deal(keys, 4, seed=seed) for seed in ("0/0/0", "0/0/1", "0/1/0", "1/0/0")]
+    assert all(a != b for i, a in enumerate(deals) for b in deals[:i])
+    assert deal(keys, 4, seed="0/0/0") == deals[0]
+
+
+def test_one_step_keeps_the_order() -> None:
+    assert deal([9, 3, 5], 1, seed="0/0/0") == [[0, 1, 2]]
+
+
+@given(st.lists(st.sampled_from(["a:0", "a:1", "b:0@1", "ü"]), max_size=12))
+def test_the_key_of_a_sample_is_its_group_and_position(groups: list[str]) -> None:
+    keys = sample_keys([Sample(group, [0], [False], [0.0]) for group in groups])
+    assert len(set(keys)) == len(groups)
+    alone = {group: sample_keys([Sample(group, [0], [False], [0.0])] * groups.count(group)) for group in set(groups)}
+    assert {group: [k for g, k in zip(groups, keys, strict=True) if g == group] for group in alone} == alone

@@ -1,0 +1,58 @@
+"""Training and evaluation data, and threads for rollouts in flight."""
+
+import threading
+from contextlib import ExitStack
+from types import SimpleNamespace
+
+import pytest
+
+from fsdptrain.config import Config
+from fsdptrain.testing import tiny_tokenizer
+from fsdptrain.trainer.components import rollout_threads
+from fsdptrain.trainer.data import build_data
+from tests.e2e.engines import InFlight
+
+LONG = "a" * 60
+
+
+@pytest.mark.parametrize(
+    ("num_short", "num_long", "eval_size", "held_out", "told"),
+    [
+        (30, 0, None, 3, []),
+        (9, 0, None, 0, ["nothing is evaluated: 9 rows are too few to hold out a tenth of; set --eval-size"]),
+        (9, 0, 0, 0, []),
+        (9, 0, 2, 2, []),
+        (0, 3, 2, 0, ["evaluations leave out 2 of 2 prompts, which are longer than 40 tokens"]),
+    ],
+)
+def test_missing_evaluation_prompts_are_logged(num_short, num_long, eval_size, held_out, told, caplog) -> None:
+    rows = [
+        {"prompt": f"{text} {i}", "label": ""} for text, n in (("a", num_short), (LONG, num_long)) for i in range(n)
+    ]
+    config = Config(hf_checkpoint="x", prompt_data="x.jsonl", rollout_max_prompt_len=40, eval_size=eval_size)
+    _, prompts = build_data(config, tiny_tokenizer(), rows, None)
+    assert len(prompts) == held_out
+    assert [record.getMessage() for record in caplog.records] == told
+
+
+def test_an_error_does_not_wait_for_environments_in_flight(tmp_path) -> None:
+    config = Config(
+        hf_checkpoint="none", prompt_data="none", reward=["exact_match"], output_dir=str(tmp_path),
+        max_staleness=1, mismatch_correction="tis",
+    )  # fmt: skip
+    engine, busy, end = InFlight(SimpleNamespace(weight_naming="module")), threading.Event(), threading.Event()
+
+    def step() -> bool:
+        busy.set()
+        return end.wait(10)
+
+    with pytest.raises(ZeroDivisionError), ExitStack() as stack:
+        threads = rollout_threads(config, engine, stack)
+        assert threads is not None
+        running, *waiting = [threads.submit(step) for _ in range(4)]
+        assert busy.wait(10)
+        raise ZeroDivisionError
+    assert not running.done(), "it was waited for"
+    end.set()
+    assert running.result(10)
+    assert waiting[-1].cancelled()

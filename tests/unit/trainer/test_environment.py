@@ -1,0 +1,51 @@
+"""Environments by import path. An invalid one is refused in one line."""
+
+import pytest
+
+from examples.calculator.calculator import Calculator
+from fsdptrain.config import EnvironmentConfig
+from fsdptrain.errors import ConfigError
+from fsdptrain.trainer.samples.environment import build_environment
+from fsdptrain.types import Prompt
+
+HERE = "tests.unit.trainer.my_environments"
+
+
+def build(name: str, **kwargs):
+    return build_environment(EnvironmentConfig(environment=name, environment_kwargs=kwargs))
+
+
+def test_environments_are_classes_or_functions():
+    assert build_environment(EnvironmentConfig()) is None
+    calculator = build("examples.calculator.calculator:Calculator", native_tools=True)
+    assert calculator.environment == Calculator(native_tools=True)
+    assert calculator.tools[0]["type"] == "function"
+    assert (calculator.finish, calculator.dataset) == (None, None)
+
+    countdown = build(f"{HERE}:Countdown", turns=2).environment
+    state = countdown.reset(Prompt("p", [1], ""), 0)
+    assert not countdown.step(state, "a").done
+    assert countdown.step(state, "b").done
+
+    echo = build(f"{HERE}:echo", turns=2).environment
+    one, other = (echo.reset(Prompt("p", [1], ""), 0) for _ in range(2))
+    assert echo.step(one, "a").observation == "you said a"
+    assert echo.step(one, "b").done
+    assert not echo.step(other, "c").done  # episodes share nothing
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "message"),
+    [
+        ("calculator", {}, "--environment does not know 'calculator'; it takes package.module:name"),
+        ("nowhere:Thing", {}, "--environment nowhere:Thing: No module named 'nowhere'"),
+        (f"{HERE}:WithoutStep", {}, "has no method step: it is a class with reset and step, or a function"),
+        (f"{HERE}:Countdown", {"turn": 1}, "cannot be made with --environment-kwargs .* unexpected keyword"),
+        (f"{HERE}:echo", {"turn": 1}, "cannot be made with --environment-kwargs"),
+        (f"{HERE}:RowsNotInAMethod", {}, "dataset must be a method, got "),
+        (f"{HERE}:thing", {}, "3 is not a callable object"),
+    ],
+)
+def test_an_invalid_environment_is_one_line(name, kwargs, message):
+    with pytest.raises(ConfigError, match=message):
+        build(name, **kwargs)

@@ -1,0 +1,41 @@
+"""Metrics of a rollout, and of several optimizer steps as one record."""
+
+from fsdptrain import platform
+from fsdptrain.algo.advantages import ADVANTAGES, AdvantageRule
+from fsdptrain.rewards.scoring import Score, Scores
+from fsdptrain.trainer.metrics import RewardNames, mean_metrics, sample_metrics
+from fsdptrain.trainer.samples.source import RolloutBatch
+from fsdptrain.types import Sample
+
+
+def test_reward_metrics_include_unscored_samples_of_all_groups() -> None:
+    """Dynamic sampling has left out the two groups that were not scored; a detail is called as a metric of ours."""
+    kept = [
+        Sample("g", [1, 2], [False, True], [0.0] * 2, reward=r, rewards={"mean": 9.0, "math": r}) for r in (0.0, 1.0)
+    ]
+    scores = Scores([Score(0.0), Score(1.0), Score(None), Score(None)], 2, "no reason")
+    rule = AdvantageRule(ADVANTAGES["grpo"], "group")
+    with platform.process_group(60):
+        metrics = sample_metrics(RolloutBatch(kept, scores=scores), RewardNames(), rule)
+    assert (metrics["reward/mean"], metrics["reward/math"]) == (0.5, 0.5)
+    assert metrics["reward/unscored_fraction"] == 0.5
+
+
+def test_a_skipped_step_does_not_change_the_gradient_norm() -> None:
+    taken = {"loss/total": 1.0, "optim/grad_norm": 2.0, "optim/skipped_steps": 1.0}
+    skipped = {"loss/total": 3.0, "optim/skipped_steps": 1.0}
+    merged = {"loss/total": 2.0, "optim/grad_norm": 2.0, "optim/skipped_steps": 1.0}
+    assert mean_metrics([taken, skipped]) == merged
+    assert mean_metrics([skipped, taken]) == merged
+    assert mean_metrics([]) == {}
+
+
+def test_maxima_counters_and_the_learning_rate_are_not_averaged() -> None:
+    first = {"mismatch/abs_max": 1.0, "mine/any_max": 5.0, "optim/skipped_steps": 1.0, "optim/lr": 3.0}
+    second = {"mismatch/abs_max": 2.0, "mine/any_max": 4.0, "optim/skipped_steps": 2.0, "optim/lr": 1.0}
+    assert mean_metrics([first, second]) == {
+        "mismatch/abs_max": 2.0,
+        "mine/any_max": 5.0,
+        "optim/skipped_steps": 2.0,
+        "optim/lr": 1.0,
+    }

@@ -1,0 +1,39 @@
+"""The documented meaning of torch.nn.attention.varlen.varlen_attn, and dense attention, in plain torch."""
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def dense(
+    q: Tensor, k: Tensor, v: Tensor, *, scaling: float, window: int | None, softcap: Any = None, sinks: Any = None
+) -> Tensor:
+    """Attention of one segment, [1, H, L, .] -> [1, L, H, .]. The last query sees the last key."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scores = q @ k.transpose(-1, -2) * scaling
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    ahead = torch.arange(k.shape[2] - q.shape[2], k.shape[2])[:, None] - torch.arange(k.shape[2])
+    seen = (ahead >= 0) & (ahead < (window or k.shape[2]))  # a window of W keys includes the query's own
+    weights = scores.masked_fill(~seen, -torch.inf).exp()
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + sinks.view(1, -1, 1, 1).exp()
+    return ((weights / total) @ v).transpose(1, 2)
+
+
+def varlen_attn(q: Tensor, k: Tensor, v: Tensor, *limits: Any, scale: float, window_size: Any, **gqa: bool) -> Tensor:
+    """On [T, heads, width]. A window (W, 0) has W keys and the query's own."""
+    assert q.shape[-1] == k.shape[-1] == v.shape[-1]
+    assert q.shape[-1] % 8 == 0, "the flash kernels require multiples of 8"
+    assert q.shape[1] == k.shape[1] or gqa == {"enable_gqa": True}
+    (left, right), of_queries, of_keys = window_size, limits[0].tolist(), limits[1].tolist()
+    assert right == 0
+    assert limits[2:] == tuple(max(b - a for a, b in pairwise(ends)) for ends in (of_queries, of_keys))
+    parts = []
+    for (a, b), (c, d) in zip(pairwise(of_queries), pairwise(of_keys), strict=True):
+        segment = (x.transpose(0, 1)[None] for x in (q[a:b], k[c:d], v[c:d]))
+        parts.append(dense(*segment, scaling=scale, window=None if left < 0 else left + 1))
+    return torch.cat(parts, dim=1)[0]
