@@ -7,8 +7,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from fsdptrain.config.sections import ParallelConfig
 from fsdptrain.feature import Feature, Features
+from fsdptrain.features.context_parallel.config import ContextParallelConfig
 from fsdptrain.features.context_parallel.feature import ContextParallelFeature
 from fsdptrain.features.context_parallel.recurrent import gather_around
 from fsdptrain.features.context_parallel.ulysses import UlyssesGroup
@@ -20,7 +20,7 @@ from fsdptrain.types import LogProbs, PackedBatch
 
 def context_parallel(group: UlyssesGroup, mixers: Sequence[nn.Module] = ()) -> ContextParallelFeature:
     """Tokens over `group`, gathered around `mixers`."""
-    feature = ContextParallelFeature(ParallelConfig(context_parallel_size=group.size))
+    feature = ContextParallelFeature(ContextParallelConfig(context_parallel_size=group.size))
     feature.attach(group, [gather_around(mixer) for mixer in mixers])
     return feature
 

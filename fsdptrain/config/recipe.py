@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 import yaml
 
-from fsdptrain.config.effects import NoEffectError
 from fsdptrain.config.keys import all_keys, group_by_section
 from fsdptrain.config.precedence import outspoken, superseded
 from fsdptrain.config.root import Config, build_sections
+from fsdptrain.config.rules import NoEffectError
 from fsdptrain.errors import ConfigError
 
 Source = Literal[

@@ -235,10 +235,9 @@ def _show(
     row: Row, tokenizer: PreTrainedTokenizerBase, processor: PromptProcessor, *, data: DataConfig, system_prompt: str
 ) -> Segment:
     """Tokenize the chat of a row with its images, using the processor of the checkpoint."""
-    assert data.image_key is not None
     messages = with_places(as_messages(row.prompt), len(row.images), row_id=row.id)
     text = _render_chat(messages, tokenizer, data=data, system_prompt=system_prompt, row_id=row.id)
-    pictures = [open_picture(one, row_id=row.id, column=data.image_key) for one in row.images]
+    pictures = [open_picture(one, row_id=row.id, column=processor.image_key) for one in row.images]
     try:
         return processor.read(text, pictures)
     except (ValueError, TypeError, IndexError) as error:

@@ -53,7 +53,7 @@ class Table(Protocol):
     def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
 
 
-def load_rows(data: DataConfig, *, seed: int, flag: str = "--prompt-data") -> Rows:
+def load_rows(data: DataConfig, *, seed: int, flag: str = "--prompt-data", image_key: str | None = None) -> Rows:
     """Load the rows of `data.prompt_data`. For evaluation data, pass a modified copy of `data` and the matching `flag`.
 
     Raises ConfigError for an unknown task, parameter or option, and DataError for unreadable data.
@@ -64,7 +64,8 @@ def load_rows(data: DataConfig, *, seed: int, flag: str = "--prompt-data") -> Ro
         return _generate(name.removeprefix(GENERATOR), {"seed": seed, "size": data.data_size, **options}, flag=flag)
     table = _load_table(name, {"split": data.prompt_split, **options}, flag=flag)
     path = Path(name)
-    return as_rows(table, data, name=path.name if path.exists() else name, flag=flag, folder=_folder_of(path))
+    name = path.name if path.exists() else name
+    return as_rows(table, data, name=name, flag=flag, folder=_folder_of(path), image_key=image_key)
 
 
 def as_rows(
@@ -74,10 +75,11 @@ def as_rows(
     name: str = "dataset",
     flag: str = "--prompt-data",
     folder: Path = Path(),
+    image_key: str | None = None,
 ) -> Rows:
     """Return rows of a list of `Row`, or of mappings with the columns in `data` (`label_key` "": no labels).
 
-    `folder` is the base directory of image files.
+    `folder` is the base directory of image files, `image_key` the column of images.
     """
     if len(dataset) == 0:
         raise DataError(f"{flag} {name} has no rows; check the file and --prompt-split {data.prompt_split}")
@@ -88,9 +90,9 @@ def as_rows(
         _check_column(option, column, first, where=f"{flag} {name}")
     if data.metadata_key is not None:
         _check_column("--metadata-key", data.metadata_key, first, where=f"{flag} {name}")
-    if data.image_key is not None:
-        _check_column("--image-key", data.image_key, first, where=f"{flag} {name}")
-    keys = (data.input_key, data.label_key, data.metadata_key, data.image_key)
+    if image_key is not None:
+        _check_column("--image-key", image_key, first, where=f"{flag} {name}")
+    keys = (data.input_key, data.label_key, data.metadata_key, image_key)
     return _TableRows(dataset, name, *keys, folder)  # type: ignore[arg-type]
 
 

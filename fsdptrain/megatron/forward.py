@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedConfig
 
-from fsdptrain.config.megatron import MegatronConfig
 from fsdptrain.features.model_parallel.logprobs import vocab_parallel_logprobs
+from fsdptrain.megatron.config import MegatronConfig
 from fsdptrain.megatron.dealing import deal
 from fsdptrain.megatron.groups import Groups
 from fsdptrain.megatron.model import WRAPPED

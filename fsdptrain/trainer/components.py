@@ -19,7 +19,6 @@ from fsdptrain.algo.corrections import CORRECTIONS
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.config import Config
 from fsdptrain.config.algorithm import AlgorithmConfig, SelectionConfig
-from fsdptrain.config.server_checks import SERVER_ENGINE
 from fsdptrain.data.chat import TurnRenderer
 from fsdptrain.data.curriculum import PassRates
 from fsdptrain.data.prompts import PromptStream, make_prompts
@@ -111,9 +110,9 @@ def build_components(
         engine_name = config.rollout.engine if processor is None else "hf"  # only the hf engine accepts images
         make_engine = engine_factory(engine_name, device_type=platform.device_type())
     generates = bool(held_out) or config.algorithm.algorithm != "sft"
-    has_servers = config.rollout.engine == SERVER_ENGINE  # with their own devices
+    has_servers = config.engine_has_own_devices
     device = platform.local_device()
-    plans = platform.has_accelerator() and config.parallel.backend == "fsdp"
+    plans = platform.has_accelerator() and config.model.backend == "fsdp"
     with ExitStack() as stack:
         loggers = open_loggers(config, folder, stack)
         backend = build_backend(
@@ -260,12 +259,12 @@ def build_data(
     processor: PromptProcessor | None = None,
 ) -> tuple[PromptStream, list[Prompt]]:
     """Build the stream of training prompts and the held-out prompts (none if the run never evaluates)."""
-    data = config.data
-    rows = _rows(config, environment) if dataset is None else as_rows(dataset, data)
+    data, image_key = config.data, None if processor is None else processor.image_key
+    rows = _rows(config, environment, image_key) if dataset is None else as_rows(dataset, data, image_key=image_key)
     held_out: list[Row] = []
     if config.evaluates and data.eval_prompt_data is not None:
         source = data.model_copy(update={"prompt_data": data.eval_prompt_data})
-        other = load_rows(source, seed=config.run.seed, flag="--eval-prompt-data")
+        other = load_rows(source, seed=config.run.seed, flag="--eval-prompt-data", image_key=image_key)
         held_out = [other[i] for i in range(min(len(other), data.eval_size or DEFAULT_EVAL_SIZE))]
     elif config.evaluates:
         size = min(DEFAULT_EVAL_SIZE, len(rows) // 10) if data.eval_size is None else data.eval_size
@@ -297,9 +296,9 @@ def build_curriculum(selection: SelectionConfig, *, num_rows: int) -> PassRates 
     return PassRates(num_rows, floor=selection.curriculum_floor, decay=selection.curriculum_decay)
 
 
-def _rows(config: Config, environment: LoadedEnvironment | None) -> Rows:
+def _rows(config: Config, environment: LoadedEnvironment | None, image_key: str | None) -> Rows:
     if config.data.prompt_data != ENVIRONMENT_DATA:
-        return load_rows(config.data, seed=config.run.seed)
+        return load_rows(config.data, seed=config.run.seed, image_key=image_key)
     if environment is None or environment.dataset is None:
         name = config.environment.environment
         raise DataError(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from fsdptrain.config.megatron import MegatronConfig
+from fsdptrain.megatron.config import MegatronConfig
 from tests.megatron import cases
 
 

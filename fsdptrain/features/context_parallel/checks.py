@@ -6,18 +6,18 @@ Other problems are detected by the probe at startup, which compares the logprobs
 from torch import nn
 from transformers import PreTrainedModel
 
-from fsdptrain.config.sections import ParallelConfig
 from fsdptrain.errors import ConfigError
+from fsdptrain.features.context_parallel.config import ContextParallelConfig
 from fsdptrain.features.context_parallel.recurrent import recurrent_mixers, unknown_kinds
 from fsdptrain.model.structure import layer_config, projected_heads, stock_class
 
 
-def check_dealing(model: PreTrainedModel, config: ParallelConfig) -> list[nn.Module]:
+def check_dealing(model: PreTrainedModel, config: ContextParallelConfig, *, tensor_size: int = 1) -> list[nn.Module]:
     """Return the mixers that need gathered tokens.
 
     Raises ConfigError if tokens cannot be split as `config` requires.
     """
-    size, tensor_size = config.context_parallel_size, config.tensor_parallel_size
+    size = config.context_parallel_size
     gather = config.context_parallel_recurrent == "gather"
     name, text = stock_class(model).__name__, layer_config(model.config, 0)
     flag, way_out = f"--context-parallel-size {size}", "leave it out"

@@ -21,6 +21,7 @@ from fsdptrain.features.moe.balance import ExpertLoad, add_router_loss, balance_
 from fsdptrain.features.moe.bias import check_bias
 from fsdptrain.features.moe.bias_update import RouterBiasUpdater
 from fsdptrain.features.moe.checks import aux_loss_coef, check_replay
+from fsdptrain.features.moe.config import RouterConfig
 from fsdptrain.features.moe.recorder import EngineRoutes
 from fsdptrain.features.moe.replay import RouterReplay
 from fsdptrain.fsdp.mesh import Meshes
@@ -60,7 +61,7 @@ class MoEFeature(Feature):
 
     @classmethod
     def create(cls, config: Config, checkpoint: Path) -> "MoEFeature":
-        router, trust = config.router, config.model.trust_remote_code
+        router, trust = config.section(RouterConfig), config.model.trust_remote_code
         with raise_on_all_ranks(ConfigError, "--router-replay, --router-aux-loss-coef, --router-bias-update-rate"):
             model_config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust)
             coef = aux_loss_coef(model_config, router.aux_loss_coef, trust_remote_code=trust)

@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from fsdptrain.config.sections import ParallelConfig
 from fsdptrain.errors import ConfigError
 from fsdptrain.features.context_parallel.checks import check_dealing
+from fsdptrain.features.context_parallel.config import ContextParallelConfig
 from tests.families import tiny_config
 
 GATHER = {"context_parallel_recurrent": "gather"}
@@ -45,7 +45,7 @@ FOUND = {
 def deal(family: str, size: int, **options: Any) -> list:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny_config(family, **CHANGES.get(family, {})))
-    mixers = check_dealing(model, ParallelConfig(context_parallel_size=size, **options))
+    mixers = check_dealing(model, ContextParallelConfig(context_parallel_size=size, **options))
     return [name for name, module in model.named_modules() if any(module is x for x in mixers)]
 
 

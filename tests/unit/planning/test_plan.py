@@ -8,6 +8,7 @@ import pytest
 from fsdptrain.config import Config
 from fsdptrain.config.checks import check
 from fsdptrain.errors import MemoryPlanError
+from fsdptrain.features.activation_memory.config import ActivationMemoryConfig
 from fsdptrain.features.lora.adapters import add_adapters
 from fsdptrain.memory.demand import GIB
 from fsdptrain.memory.pieces import Grid, Pieces
@@ -142,7 +143,7 @@ def test_remedies_are_from_fast_to_slow_and_never_take_away_what_was_given():
     for changed in remedies.remedies(given, packs=[768], caches=[]):
         check(changed.config)
         assert changed.config.optim.offload_optimizer or changed.config.fsdp.cpu_offload
-        assert changed.config.model.gradient_checkpointing
+        assert changed.config.section(ActivationMemoryConfig).gradient_checkpointing
     offloaded = config(fsdp_cpu_offload=True, offload_activations=True)
     flags = {flag for changed in remedies.remedies(offloaded, packs=[], caches=[]) for flag in changed.flags}
     assert flags == {"--gradient-checkpointing", "--gradient-checkpointing-every 2"}
