@@ -28,6 +28,27 @@ from fsdptrain.model import logprobs, truncation
 PAGE = Path(__file__).parent / "algorithms.md"
 LEARNING = Path(__file__).parents[1] / "benchmarks" / "results" / "algorithms.json"
 
+WHEN = {  # when to use an algorithm
+    "grpo": "The default: verifiable rewards, a few optimizer steps on each rollout.",
+    "dapo": "Long reasoning, where the entropy falls: room upwards for unlikely tokens, less reward for answers that "
+    "come close to the limit, and new prompts in place of those that teach nothing.",
+    "dr_grpo": "When answers grow long without growing right: neither length nor difficulty weights a sample.",
+    "gspo": "Mixture-of-experts models and long answers, where ratios of single tokens are noise. Takes several "
+    "optimizer steps on each rollout.",
+    "cispo": "When rare but decisive tokens are clipped away by grpo; several steps on each rollout.",
+    "sapo": "A gate without an edge: smoother than a clip off-policy.",
+    "gmpo": "When single ratios are outliers: their geometric mean is not, and allows a wider clip.",
+    "dppo_tv": "Large vocabularies: a ratio clip holds back rare tokens too much and frequent ones too little.",
+    "dppo_kl": "As dppo_tv, stricter on tokens that were nearly certain.",
+    "ipo": "When engine and trainer differ, or samples are older than a step: no old logprobs are scored at all.",
+    "reinforce": "One optimizer step on each rollout, and nothing to tune.",
+    "rloo": "As reinforce, with an unbiased baseline.",
+    "reinforce++_baseline": "Few samples for each prompt: the scale of an advantage comes from the whole batch.",
+    "max_rl": "Hard prompts that are rarely solved, with rewards of 0 and 1.",
+    "opo": "Strictly on-policy, with answers of very different length.",
+    "sft": "Supervised training on prompts and their labels, without rollouts.",
+}
+
 HEAD = """\
 # Algorithms
 
@@ -249,7 +270,7 @@ def _learning_row(name: str, runs: Sequence[Mapping[str, Any]]) -> str:
 def _preset_row(name: str, preset: Preset) -> str:
     advantage = "none" if name == "sft" else f"`{preset.advantage_estimator}`"
     values = {**LOSS_OPTIONS[preset.loss].defaults, **preset.options, **preset.beside}
-    cells = [f"`{name}`", f"`{preset.loss}`", f"`{preset.loss_aggregation}`", advantage, _options(values), preset.when]
+    cells = [f"`{name}`", f"`{preset.loss}`", f"`{preset.loss_aggregation}`", advantage, _options(values), WHEN[name]]
     return f"| {' | '.join(cells)} |\n"
 
 

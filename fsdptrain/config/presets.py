@@ -30,7 +30,6 @@ class Preset:
     """Components of an algorithm."""
 
     loss: str
-    when: str  # when to use it, for the docs
     loss_aggregation: str = "token_mean"
     advantage_estimator: str = "grpo"
     options: Mapping[str, Any] = field(default_factory=dict)  # loss options; override the defaults of the loss
@@ -66,58 +65,22 @@ ADVANTAGE_SCALES: Mapping[str, str] = {  # meaning of `--advantage-scale auto`
 LOSS_FIELDS = tuple(sorted(frozenset().union(*(options.reads for options in LOSS_OPTIONS.values()))))
 
 PRESETS: Mapping[str, Preset] = {
-    "grpo": Preset("grpo", "The default: verifiable rewards, a few optimizer steps on each rollout."),
-    "dapo": Preset(
-        "grpo",
-        "Long reasoning, where the entropy falls: room upwards for unlikely tokens, less reward for answers that come "
-        "close to the limit, and new prompts in place of those that teach nothing.",
-        options={"eps_clip_high": 0.28},
-        beside={"dynamic_sampling": True, "overlong_penalty": 1.0},
-    ),
-    "dr_grpo": Preset(
-        "grpo",
-        "When answers grow long without growing right: neither length nor difficulty weights a sample.",
-        loss_aggregation="fixed_length",
-        advantage_estimator="dr_grpo",
-    ),
-    "gspo": Preset(
-        "gspo",
-        "Mixture-of-experts models and long answers, where ratios of single tokens are noise. Takes several optimizer "
-        "steps on each rollout.",
-        loss_aggregation="sequence_mean",
-    ),
-    "cispo": Preset("cispo", "When rare but decisive tokens are clipped away by grpo; several steps on each rollout."),
-    "sapo": Preset(
-        "sapo", "A gate without an edge: smoother than a clip off-policy.", loss_aggregation="sequence_mean"
-    ),
-    "gmpo": Preset(
-        "gmpo",
-        "When single ratios are outliers: their geometric mean is not, and allows a wider clip.",
-        loss_aggregation="sequence_mean",
-    ),
-    "dppo_tv": Preset(
-        "dppo_tv", "Large vocabularies: a ratio clip holds back rare tokens too much and frequent ones too little."
-    ),
-    "dppo_kl": Preset("dppo_kl", "As dppo_tv, stricter on tokens that were nearly certain."),
-    "ipo": Preset(
-        "ipo",
-        "When engine and trainer differ, or samples are older than a step: no old logprobs are scored at all.",
-        advantage_estimator="dr_grpo",
-    ),
-    "reinforce": Preset(
-        "reinforce", "One optimizer step on each rollout, and nothing to tune.", advantage_estimator="dr_grpo"
-    ),
-    "rloo": Preset("reinforce", "As reinforce, with an unbiased baseline.", advantage_estimator="rloo"),
-    "reinforce++_baseline": Preset(
-        "grpo",
-        "Few samples for each prompt: the scale of an advantage comes from the whole batch.",
-        advantage_estimator="reinforce++_baseline",
-    ),
-    "max_rl": Preset(
-        "grpo", "Hard prompts that are rarely solved, with rewards of 0 and 1.", advantage_estimator="max_rl"
-    ),
-    "opo": Preset("reinforce", "Strictly on-policy, with answers of very different length.", advantage_estimator="opo"),
-    "sft": Preset("sft", "Supervised training on prompts and their labels, without rollouts."),
+    "grpo": Preset("grpo"),
+    "dapo": Preset("grpo", options={"eps_clip_high": 0.28}, beside={"dynamic_sampling": True, "overlong_penalty": 1.0}),
+    "dr_grpo": Preset("grpo", loss_aggregation="fixed_length", advantage_estimator="dr_grpo"),
+    "gspo": Preset("gspo", loss_aggregation="sequence_mean"),
+    "cispo": Preset("cispo"),
+    "sapo": Preset("sapo", loss_aggregation="sequence_mean"),
+    "gmpo": Preset("gmpo", loss_aggregation="sequence_mean"),
+    "dppo_tv": Preset("dppo_tv"),
+    "dppo_kl": Preset("dppo_kl"),
+    "ipo": Preset("ipo", advantage_estimator="dr_grpo"),
+    "reinforce": Preset("reinforce", advantage_estimator="dr_grpo"),
+    "rloo": Preset("reinforce", advantage_estimator="rloo"),
+    "reinforce++_baseline": Preset("grpo", advantage_estimator="reinforce++_baseline"),
+    "max_rl": Preset("grpo", advantage_estimator="max_rl"),
+    "opo": Preset("reinforce", advantage_estimator="opo"),
+    "sft": Preset("sft"),
 }
 
 

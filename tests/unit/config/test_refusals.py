@@ -58,11 +58,8 @@ CORE_AND_FEATURES = [
     ),
     ({"hf_checkpoint": ""}, ["--hf-checkpoint", "Qwen/Qwen3-4B"], {"hf_checkpoint": "x"}),
     ({"fp16": True, "bf16": True}, ["--fp16", "--no-bf16"], {"bf16": False}),
-    (
-        {"apply_chat_template": False, "chat_template_kwargs": {"a": 1}},
-        ["--chat-template-kwargs"],
-        {"chat_template_kwargs": {}},
-    ),
+    ({"apply_chat_template": False, "chat_template_kwargs": {"a": 1}}, ["--chat-template-kwargs"],
+     {"chat_template_kwargs": {}}),
     *(
         ({key: value}, [all_keys()[key].flag, "--environment"], {"environment": "calculator"})
         for key, value in [
@@ -83,16 +80,10 @@ CORE_AND_FEATURES = [
         ({**SELECTIVE, key: True}, [all_keys()[key].flag, "-kind full"], {"gradient_checkpointing_kind": "full"})
         for key in ("offload_activations", "compile")
     ),
-    (
-        {"offload_optimizer_step": "device"},
-        ["--offload-optimizer-step", "without --offload-optimizer"],
-        {"offload_optimizer": True},
-    ),
-    (
-        {"offload_optimizer": True, "fsdp_cpu_offload": True},
-        ["--offload-optimizer", "with --fsdp-cpu-offload"],
-        {"fsdp_cpu_offload": False},
-    ),
+    ({"offload_optimizer_step": "device"}, ["--offload-optimizer-step", "without --offload-optimizer"],
+     {"offload_optimizer": True}),
+    ({"offload_optimizer": True, "fsdp_cpu_offload": True}, ["--offload-optimizer", "with --fsdp-cpu-offload"],
+     {"fsdp_cpu_offload": False}),
     *(
         ({key: value}, [all_keys()[key].flag, "--lora-rank"], {"lora_rank": 8})
         for key, value in [
@@ -103,36 +94,24 @@ CORE_AND_FEATURES = [
     ),
     ({"lora_rank": 8, "lora_dropout": 0.1}, ["--lora-dropout", "reinforcement", "--algorithm sft"], SFT),
     ({"lora_rank": 8, "lora_targets": ["q_proj", "q_proj"]}, ["--lora-targets", "twice"], {"lora_targets": "q_proj"}),
-    (
-        {"rollout_max_response_len": 8192},
-        ["--rollout-max-response-len 8192", "--max-tokens-per-gpu 8192"],
-        {"max_tokens_per_gpu": 9000},
-    ),
+    ({"rollout_max_response_len": 8192}, ["--rollout-max-response-len 8192", "--max-tokens-per-gpu 8192"],
+     {"max_tokens_per_gpu": 9000}),
     ({"rollout_max_prompt_len": 7000}, ["--rollout-max-prompt-len 7000", "--overlong drop"], {"overlong": "drop"}),
     ({"rollout_max_batch_tokens": 100}, ["--rollout-max-batch-tokens 100"], {"rollout_max_batch_tokens": 8192}),
-    (
-        {"rollout_engine": "vllm", "rollout_max_batch_tokens": 9000},
-        ["--rollout-max-batch-tokens"],
-        {"rollout_engine": "hf"},
-    ),
+    ({"rollout_engine": "vllm", "rollout_max_batch_tokens": 9000}, ["--rollout-max-batch-tokens"],
+     {"rollout_engine": "hf"}),
     ({"lr_decay_style": "linear", "min_lr": 1.0}, ["--min-lr", "--lr"], {"min_lr": 1e-7}),
     ({"lr_warmup_iters": 5, "lr_warmup_init": 1.0}, ["--lr-warmup-init"], {"lr_warmup_init": 1e-8}),
-    (
-        {"lr_warmup_iters": 5, "lr_warmup_fraction": 0.1},
-        ["--lr-warmup-iters", "--lr-warmup-fraction"],
-        {"lr_warmup_iters": 0},
-    ),
+    ({"lr_warmup_iters": 5, "lr_warmup_fraction": 0.1}, ["--lr-warmup-iters", "--lr-warmup-fraction"],
+     {"lr_warmup_iters": 0}),
     ({"lr_warmup_init": 1e-8}, ["--lr-warmup-init", "--lr-warmup-iters"], {"lr_warmup_iters": 5}),
     ({"min_lr": 1e-7}, ["--min-lr", "--lr-decay-style"], {"lr_decay_style": "cosine"}),
     ({"lr_decay_iters": 50}, ["--lr-decay-iters"], {"lr_decay_style": "linear"}),
     ({"lr_wsd_decay_iters": 5}, ["--lr-wsd-decay-iters", "WSD"], {"lr_decay_style": "WSD"}),
     ({"lr_wsd_decay_style": "linear"}, ["--lr-wsd-decay-style"], {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 5}),
     ({"lr_decay_style": "WSD"}, ["--lr-wsd-decay-iters", "e.g. 20"], {"lr_wsd_decay_iters": 20}),
-    (
-        {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 500},
-        ["--lr-wsd-decay-iters 500", "200"],
-        {"lr_wsd_decay_iters": 200},
-    ),
+    ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": 500}, ["--lr-wsd-decay-iters 500", "200"],
+     {"lr_wsd_decay_iters": 200}),
     ({"lr_decay_style": "cosine", "lr_warmup_iters": 200}, ["--lr-warmup-iters 200"], {"lr_warmup_iters": 199}),
     ({"keep_last": 0, "save_interval": 5}, ["--save-interval", "--keep-last 0"], {"keep_last": 1}),
     ({"keep_last": 0, "async_save": True}, ["--async-save", "--keep-last 0"], {"keep_last": 1}),
@@ -143,11 +122,8 @@ CORE_AND_FEATURES = [
     ({"log_to": ["wand"]}, ["--log-to", "'wand'", "wandb"], {"log_to": ["wandb"]}),
     ({"log_to": ["console", "console"]}, ["--log-to", "twice"], {"log_to": ["console"]}),
     ({"log_project": "p"}, ["--log-project", "trackio"], {"log_to": ["trackio"]}),
-    (
-        {"context_parallel_recurrent": "gather"},
-        ["--context-parallel-recurrent", "--context-parallel-size"],
-        {"context_parallel_size": 2},
-    ),
+    ({"context_parallel_recurrent": "gather"}, ["--context-parallel-recurrent", "--context-parallel-size"],
+     {"context_parallel_size": 2}),
     *(
         ({"context_parallel_size": 2, **values}, ["--context-parallel-size", flag], repair)
         for values, flag, repair in [
@@ -161,11 +137,9 @@ CORE_AND_FEATURES = [
             ({"attn_implementation": "flash_attention_2"}, "flash_attention_2", {"attn_implementation": "varlen"}),
         ]
     ),
-    (
-        {"context_parallel_size": 2, "rollout_max_response_len": 16384},
-        ["--rollout-max-response-len 16384", "--max-tokens-per-gpu 8192 x --context-parallel-size 2"],
-        {"context_parallel_size": 4, "rollout_max_batch_tokens": 65536},
-    ),
+    ({"context_parallel_size": 2, "rollout_max_response_len": 16384},
+     ["--rollout-max-response-len 16384", "--max-tokens-per-gpu 8192 x --context-parallel-size 2"],
+     {"context_parallel_size": 4, "rollout_max_batch_tokens": 65536}),
     *(
         ({"prefix_sharing": "on", **values}, ["--prefix-sharing", flag], {"prefix_sharing": "auto"})
         for values, flag in [
@@ -176,29 +150,21 @@ CORE_AND_FEATURES = [
         ]
     ),
     ({"reward_timeout": 301}, ["--dist-timeout 1800", "3 x --reward-timeout is 903 s"], {"reward_timeout": 300}),
-    (
-        {"reward_timeout": 200, "max_staleness": 1, "mismatch_correction": "tis"},
-        ["--dist-timeout 1800", "for each of 2 rollouts (--max-staleness 1) is 450 s", "3 x --reward-timeout is 600 s"],
-        {"dist_timeout": 2400},
-    ),
+    ({"reward_timeout": 200, "max_staleness": 1, "mismatch_correction": "tis"},
+     ["--dist-timeout 1800", "for each of 2 rollouts (--max-staleness 1) is 450 s", "3 x --reward-timeout is 600 s"],
+     {"dist_timeout": 2400}),
     ({"max_restarts": 1, "save_interval": 0}, ["--max-restarts", "--save-interval"], {"save_interval": 5}),
     (ADAPTER, ["--lora-sync", "--rollout-engine vllm or vllm-server", "merged"], {"rollout_engine": "vllm"}),
     ({**ADAPTER, **URLS}, ["--lora-sync adapter", "--rollout-urls", "--rollout-num-servers"], {"lora_sync": "merged"}),
-    (
-        {**ADAPTER, **STARTED, "max_staleness": 1, "mismatch_correction": "tis"},
-        ["--lora-sync", "--max-staleness 1"],
-        None,
-    ),
+    ({**ADAPTER, **STARTED, "max_staleness": 1, "mismatch_correction": "tis"}, ["--lora-sync", "--max-staleness 1"],
+     None),
     ({"train_vision": True}, ["--train-vision", "--image-key"], {"image_key": "i"}),
     ({"image_key": "i", "train_vision": True, "lora_rank": 8}, ["--train-vision", "--lora-rank"], {"lora_rank": 0}),
-    (
-        {"image_key": "i", "apply_chat_template": False},
-        ["--image-key", "--no-apply-chat-template"],
-        {"image_key": None},
-    ),
+    ({"image_key": "i", "apply_chat_template": False}, ["--image-key", "--no-apply-chat-template"],
+     {"image_key": None}),
     ({"image_key": "i", "environment": "a:B"}, ["--image-key i", "--environment a:B"], {"environment": None}),
     ({"image_key": "i", "rollout_engine": "vllm"}, ["--image-key", "--rollout-engine vllm"], {"rollout_engine": "hf"}),
-]
+]  # fmt: skip
 ALGORITHM = [
     ({**SFT, "n_samples_per_prompt": 4}, ["--n-samples-per-prompt", "sft"], {"algorithm": "grpo"}),
     ({**SFT, "kl_loss_coef": 0.1}, ["--kl-loss-coef", "sft"], {"algorithm": "grpo"}),
@@ -222,49 +188,24 @@ ALGORITHM = [
     ({"kl_loss_type": "k1"}, ["--kl-loss-type", "--kl-loss-coef"], {"kl_loss_coef": 0.001}),
     ({"ref_load": "y"}, ["--ref-load", "--kl-loss-coef"], {"kl_reward_coef": 0.001}),
     ({"ref_update_interval": 5}, ["--ref-update-interval", "--kl-reward-coef"], {"kl_reward_coef": 0.001}),
-    (
-        {"ref_update_interval": 1, "kl_loss_coef": 0.1},
-        ["--ref-update-interval 1", "KL divergence 0", "--global-batch-size below 256"],
-        {"ref_update_interval": 2},
-    ),
+    ({"ref_update_interval": 1, "kl_loss_coef": 0.1},
+     ["--ref-update-interval 1", "KL divergence 0", "--global-batch-size below 256"], {"ref_update_interval": 2}),
     ({"kl_target": 0.1}, ["--kl-target", "--kl-loss-coef"], {"kl_loss_coef": 0.001}),
     ({"kl_horizon": 512, "kl_loss_coef": 0.1}, ["--kl-horizon", "--kl-target"], {"kl_target": 0.1}),
-    (
-        {"kl_horizon": 100, "kl_loss_coef": 0.1, "kl_target": 0.1},
-        ["--kl-horizon 100", "256 samples", "10000 is usual"],
-        {"kl_horizon": 256},
-    ),
-    (
-        {"kl_target": 0.1, "kl_loss_coef": 0.1, "kl_reward_coef": 0.2},
-        ["--kl-target 0.1", "--kl-loss-coef 0.1", "--kl-reward-coef 0.2", "choose one"],
-        {"kl_loss_coef": 0.0},
-    ),
-    (
-        {"kl_reward_coef": 0.1, "mask_truncated": True},
-        ["--kl-reward-coef 0.1", "--mask-truncated", "--kl-loss-coef"],
-        {"mask_truncated": False},
-    ),
-    (
-        {"kl_reward_coef": 0.1, "kl_loss_type": "k1"},
-        ["--kl-loss-type", "--kl-loss-coef"],
-        {"kl_loss_coef": 0.001},
-    ),
-    (
-        {"kl_loss_coef": 0.1, "kl_reward_type": "k3"},
-        ["--kl-reward-type", "without --kl-reward-coef"],
-        {"kl_reward_coef": 0.001},
-    ),
+    ({"kl_horizon": 100, "kl_loss_coef": 0.1, "kl_target": 0.1},
+     ["--kl-horizon 100", "256 samples", "10000 is usual"], {"kl_horizon": 256}),
+    ({"kl_target": 0.1, "kl_loss_coef": 0.1, "kl_reward_coef": 0.2},
+     ["--kl-target 0.1", "--kl-loss-coef 0.1", "--kl-reward-coef 0.2", "choose one"], {"kl_loss_coef": 0.0}),
+    ({"kl_reward_coef": 0.1, "mask_truncated": True}, ["--kl-reward-coef 0.1", "--mask-truncated", "--kl-loss-coef"],
+     {"mask_truncated": False}),
+    ({"kl_reward_coef": 0.1, "kl_loss_type": "k1"}, ["--kl-loss-type", "--kl-loss-coef"], {"kl_loss_coef": 0.001}),
+    ({"kl_loss_coef": 0.1, "kl_reward_type": "k3"}, ["--kl-reward-type", "without --kl-reward-coef"],
+     {"kl_reward_coef": 0.001}),
     ({"mismatch_rejection": "seq_mean_k3"}, ["--mismatch-rejection-max", "0.01"], {"mismatch_rejection_max": 0.01}),
-    (
-        {"mismatch_rejection_max": 0.1},
-        ["--mismatch-rejection-max", "--mismatch-rejection:", "e.g. seq_mean_k3"],
-        {"mismatch_rejection": "token_k1", "use_rollout_logprobs": True},
-    ),
-    (
-        {"algorithm": "ipo", "mismatch_rejection": "token_k1", "mismatch_rejection_max": 0.1},
-        ["--mismatch-rejection", "ipo"],
-        {"algorithm": "grpo"},
-    ),
+    ({"mismatch_rejection_max": 0.1}, ["--mismatch-rejection-max", "--mismatch-rejection:", "e.g. seq_mean_k3"],
+     {"mismatch_rejection": "token_k1", "use_rollout_logprobs": True}),
+    ({"algorithm": "ipo", "mismatch_rejection": "token_k1", "mismatch_rejection_max": 0.1},
+     ["--mismatch-rejection", "ipo"], {"algorithm": "grpo"}),
     *(
         ({**SFT, key: value}, [all_keys()[key].flag, "sft"], {"algorithm": "grpo"})
         for key, value in [
@@ -291,22 +232,10 @@ ALGORITHM = [
     ({"max_staleness": 1}, ["--loss grpo", "--use-rollout-logprobs"], {"use_rollout_logprobs": True}),
     ({"max_staleness": 1, "algorithm": "gspo"}, ["--max-staleness 1", "--loss gspo"], {"algorithm": "ipo"}),
     ({**SFT, "max_staleness": 1}, ["--max-staleness", "sft"], {"algorithm": "ipo"}),
-    (
-        {
-            "max_staleness": 2,
-            "algorithm": "ipo",
-            "router_replay": "rollout",
-            "rollout_engine": "vllm-server",
-            "rollout_num_servers": 1,
-        },
-        ["--router-replay rollout", "--max-staleness 2"],
-        {"max_staleness": 0},
-    ),
-    (
-        {"mismatch_correction": "tis", "use_rollout_logprobs": True},
-        ["--mismatch-correction", "--use-rollout-logprobs"],
-        {"use_rollout_logprobs": False},
-    ),
+    ({**STARTED, "max_staleness": 2, "algorithm": "ipo", "router_replay": "rollout"},
+     ["--router-replay rollout", "--max-staleness 2"], {"max_staleness": 0}),
+    ({"mismatch_correction": "tis", "use_rollout_logprobs": True},
+     ["--mismatch-correction", "--use-rollout-logprobs"], {"use_rollout_logprobs": False}),
     ({"use_unbiased_kl": True}, ["--use-unbiased-kl", "--kl-loss-coef"], {"kl_loss_coef": 0.001}),
     ({"loss": "gpso"}, ["--loss", "'gpso'", "gspo", "package.module:function"], {"loss": "gspo"}),
     ({"loss": "sft"}, ["--loss sft", "--algorithm sft"], {"loss": "my.losses:mine"}),
@@ -315,77 +244,50 @@ ALGORITHM = [
     ({**SFT, "curriculum": "pass_rate"}, ["--curriculum ", "sft"], {"algorithm": "grpo"}),
     ({"min_group_spread": 0.1}, ["--min-group-spread", "without --dynamic-sampling"], {"dynamic_sampling": True}),
     ({"dynamic_sampling_max_rounds": 3}, ["--dynamic-sampling-max-rounds"], {"algorithm": "dapo"}),
-    (
-        {"algorithm": "dapo", "dynamic_sampling": False, "min_group_spread": 0.1},
-        ["--min-group-spread"],
-        {"dynamic_sampling": True},
-    ),
+    ({"algorithm": "dapo", "dynamic_sampling": False, "min_group_spread": 0.1}, ["--min-group-spread"],
+     {"dynamic_sampling": True}),
     ({"curriculum_floor": 0.2}, ["--curriculum-floor", "--curriculum:", "pass_rate"], {"curriculum": "pass_rate"}),
     ({"curriculum_decay": 0.9}, ["--curriculum-decay", "--curriculum:", "pass_rate"], {"curriculum": "pass_rate"}),
     ({"eval_interval": 0, "pass_threshold": 0.5}, ["--pass-threshold", "evaluated"], {"curriculum": "pass_rate"}),
     ({"eval_size": 0, "pass_threshold": 0.5}, ["--pass-threshold", "--eval-interval"], {"eval_size": 8}),
     ({"eval_size": 0, "pass_threshold": 0.5}, ["--pass-threshold", "--length-penalty"], {"length_penalty": 0.2}),
-    (
-        {"advantage_estimator": "grppo"},
-        ["--advantage-estimator", "'grppo'", "did you mean 'grpo'", "package.module:function"],
-        {"advantage_estimator": "my.advantages:mine"},
-    ),
+    ({"advantage_estimator": "grppo"},
+     ["--advantage-estimator", "'grppo'", "did you mean 'grpo'", "package.module:function"],
+     {"advantage_estimator": "my.advantages:mine"}),
     ({**SFT, "advantage_scale": "batch"}, ["--advantage-scale", "sft"], {"algorithm": "grpo"}),
     ({"multi_reward": "normalize_then_sum"}, ["--multi-reward", "one reward"], {"reward": ["math=0.9", "format=0.1"]}),
     ({"multi_reward": "normalize_then_sum"}, ["--multi-reward", "one reward"], {"length_penalty": 0.1}),
-    (
-        {"multi_reward": "normalize_then_sum", "reward": ["math", "format"], "algorithm": "dr_grpo"},
-        ["--multi-reward normalize_then_sum", "--advantage-estimator dr_grpo", "--advantage-scale group"],
-        {"advantage_scale": "group"},
-    ),
-    (
-        {"multi_reward": "normalize_then_sum", "reward": ["math", "format"], "advantage_scale": "batch"},
-        ["--multi-reward normalize_then_sum", "--advantage-scale batch"],
-        {"advantage_estimator": "a.b:c", "advantage_scale": "auto"},
-    ),
+    ({"multi_reward": "normalize_then_sum", "reward": ["math", "format"], "algorithm": "dr_grpo"},
+     ["--multi-reward normalize_then_sum", "--advantage-estimator dr_grpo", "--advantage-scale group"],
+     {"advantage_scale": "group"}),
+    ({"multi_reward": "normalize_then_sum", "reward": ["math", "format"], "advantage_scale": "batch"},
+     ["--multi-reward normalize_then_sum", "--advantage-scale batch"],
+     {"advantage_estimator": "a.b:c", "advantage_scale": "auto"}),
     ({"overlong_buffer": 64}, ["--overlong-buffer", "--overlong-penalty"], {"overlong_penalty": 1.0}),
-    (
-        {"overlong_penalty": 1.0, "overlong_buffer": 4096},
-        ["--overlong-buffer 4096", "--rollout-max-response-len 2048"],
-        {"overlong_buffer": 2048},
-    ),
+    ({"overlong_penalty": 1.0, "overlong_buffer": 4096},
+     ["--overlong-buffer 4096", "--rollout-max-response-len 2048"], {"overlong_buffer": 2048}),
     ({**SFT, "overlong_penalty": 1.0}, ["--overlong-penalty", "sft"], {"algorithm": "grpo"}),
     ({**SFT, "mask_truncated": True}, ["--mask-truncated", "sft"], {"algorithm": "grpo"}),
     ({**SFT, "mismatch_correction": "tis"}, ["--mismatch-correction", "sft"], {"algorithm": "grpo"}),
     ({**SFT, "router_replay": "rollout"}, ["--router-replay", "sft"], {"algorithm": "grpo"}),
     ({"router_replay": "scoring"}, ["--router-replay", "--router-replay rollout"], OFF_POLICY),
     ({"router_replay": "scoring"}, ["--router-replay"], {"kl_reward_coef": 0.1}),  # which scores it on-policy too
-    (
-        {**OFF_POLICY, "router_replay": "scoring", "use_rollout_logprobs": True},
-        ["--router-replay", "the policy is not scored"],
-        {"router_replay": "rollout"},
-    ),
-    (
-        {"router_aux_loss_coef": -0.1},
-        ["--router-aux-loss-coef", "`config`", "-0.1"],
-        {"router_aux_loss_coef": "config"},
-    ),
-    (
-        {"router_bias_update_rate": 0.001, "lora_rank": 8},
-        ["--router-bias-update-rate", "--lora-rank"],
-        {"lora_rank": 0},
-    ),
+    ({**OFF_POLICY, "router_replay": "scoring", "use_rollout_logprobs": True},
+     ["--router-replay", "the policy is not scored"], {"router_replay": "rollout"}),
+    ({"router_aux_loss_coef": -0.1}, ["--router-aux-loss-coef", "`config`", "-0.1"],
+     {"router_aux_loss_coef": "config"}),
+    ({"router_bias_update_rate": 0.001, "lora_rank": 8}, ["--router-bias-update-rate", "--lora-rank"],
+     {"lora_rank": 0}),
     ({"global_batch_size": 100}, ["--global-batch-size 100", "32", "8", "256", "e.g. 64"], OFF_POLICY),
     ({"global_batch_size": 512}, ["--global-batch-size 512", "e.g. 256"], OFF_POLICY),
     ({**OFF_POLICY, "steps_per_rollout": 3}, ["--steps-per-rollout 3", "make 4 steps of 64"], {"steps_per_rollout": 4}),
-    (
-        {"steps_per_rollout": 3, "epochs_per_rollout": 2},
-        ["--steps-per-rollout 3", "multiple of --epochs-per-rollout 2", "e.g. 4"],
-        {"steps_per_rollout": 4},
-    ),
-    (
-        {"steps_per_rollout": 257},
-        ["--steps-per-rollout 257", "= 256 samples", "at most 256"],
-        {"steps_per_rollout": 256},
-    ),
+    ({"steps_per_rollout": 3, "epochs_per_rollout": 2},
+     ["--steps-per-rollout 3", "multiple of --epochs-per-rollout 2", "e.g. 4"], {"steps_per_rollout": 4}),
+    ({"steps_per_rollout": 257}, ["--steps-per-rollout 257", "= 256 samples", "at most 256"],
+     {"steps_per_rollout": 256}),
     ({**SFT, "steps_per_rollout": 2}, ["--steps-per-rollout", "sft"], {"algorithm": "grpo"}),
     ({**SFT, "epochs_per_rollout": 2}, ["--epochs-per-rollout", "sft"], {"algorithm": "grpo"}),
-]
+]  # fmt: skip
 SERVERS = [
     *(
         ({key: value}, [all_keys()[key].flag, "--rollout-engine vllm-server"])
@@ -423,38 +325,28 @@ SERVERS = [
     ({**URLS, "rollout_urls": ["http://a:1", "http://a:1/"]}, ["--rollout-urls", "twice"]),
     ({**STARTED, "min_servers": 3}, ["--min-servers 3", "2 servers"]),
     ({**STARTED, "weight_sync_timeout": 900.0}, ["--dist-timeout 1800", "--weight-sync-timeout"]),
-    (
-        {**URLS, "weight_sync_timeout": 850.0},
-        ["--dist-timeout 1800", "1820 s", "--weight-sync-timeout", "one that comes back"],
-    ),
+    ({**URLS, "weight_sync_timeout": 850.0},
+     ["--dist-timeout 1800", "1820 s", "--weight-sync-timeout", "one that comes back"]),
     ({"rollout_engine": "hf", "rollout_timeout": 60.0}, ["--rollout-timeout", "--rollout-engine hf", "vllm"]),
     ({**URLS, "rollout_max_batch_tokens": 4096}, ["--rollout-max-batch-tokens", "vllm-server"]),
-]
+]  # fmt: skip
 WITH_MEGATRON = [
-    (
-        {"tensor_parallel_size": 2},
-        ["--tensor-parallel-size", "--megatron-tensor-parallel"],
-        {"tensor_parallel_size": 1},
-    ),
+    ({"tensor_parallel_size": 2}, ["--tensor-parallel-size", "--megatron-tensor-parallel"],
+     {"tensor_parallel_size": 1}),
     ({"expert_parallel_size": 2}, ["--megatron-expert-parallel"], {"expert_parallel_size": 1}),
     ({"fsdp_cpu_offload": True}, ["--fsdp-cpu-offload", "--backend megatron"], {"fsdp_cpu_offload": False}),
     ({"lora_rank": 8}, ["--lora-rank 8", "--backend megatron"], {"lora_rank": 0}),
     ({"async_save": True}, ["--async-save"], {"async_save": False}),
     ({"router_replay": "scoring"}, ["--router-replay"], {"router_replay": "off"}),
     ({"prefix_sharing": "on"}, ["--prefix-sharing"], {"prefix_sharing": "auto"}),
-    (
-        {"megatron_context_parallel": 2, "megatron_moe_dispatcher": "allgather"},
-        ["--megatron-moe-dispatcher allgather", "--megatron-context-parallel", "alltoall"],
-        {"megatron_moe_dispatcher": "alltoall"},
-    ),
+    ({"megatron_context_parallel": 2, "megatron_moe_dispatcher": "allgather"},
+     ["--megatron-moe-dispatcher allgather", "--megatron-context-parallel", "alltoall"],
+     {"megatron_moe_dispatcher": "alltoall"}),
     ({"megatron_sequence_parallel": True}, ["--megatron-tensor-parallel above 1"], {"megatron_tensor_parallel": 2}),
-    (
-        {"megatron_pipeline_parallel": 2, "megatron_moe_dispatcher": "allgather"},
-        ["--megatron-moe-dispatcher allgather", "alltoall"],
-        {"megatron_moe_dispatcher": "alltoall"},
-    ),
+    ({"megatron_pipeline_parallel": 2, "megatron_moe_dispatcher": "allgather"},
+     ["--megatron-moe-dispatcher allgather", "alltoall"], {"megatron_moe_dispatcher": "alltoall"}),
     ({"megatron_tensor_parallel": 2, "rollout_top_k": 20}, ["--rollout-top-k"], {"rollout_top_k": None}),
-]
+]  # fmt: skip
 REFUSED: list[tuple[dict[str, Any], list[str], dict[str, Any] | None]] = [
     *CORE_AND_FEATURES,
     *ALGORITHM,
@@ -488,7 +380,7 @@ DATA_REFUSED = [
     ({"prompt_data": "a.jsonl", "data_size": 10}, ["--data-size"], {"prompt_data": "reasoning_gym:spell_backward"}),
     ({"prompt_data": "a.jsonl?x=1", "prompt_split": "test"}, ["--prompt-split"], {"prompt_data": "folder"}),
     ({"image_key": "images"}, ["--image-key", "no columns"], {"prompt_data": "a.jsonl"}),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("values", "named", "repair"), DATA_REFUSED, ids=ids(DATA_REFUSED))
