@@ -141,7 +141,7 @@ def _costs(
         pieces = planner.pieces(config)
         context = config.section(ContextParallelConfig)
         if context.enabled:
-            check_dealing(model, context)
+            check_dealing(model, context, tensor_size=config.ranks_along("tensor"))
     except ConfigError:
         return None
     grid, tokens = pieces.grid, sum(seqlens(config))

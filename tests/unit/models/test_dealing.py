@@ -17,7 +17,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any], str]] = {
     "heads and tensor": (
         "qwen3",
         2,
-        {"tensor_parallel_size": 4},
+        {"tensor_size": 4},
         "2 x --tensor-parallel-size 4 must divide the 4 attention heads",
     ),
     "heads of one layer": (
@@ -42,10 +42,10 @@ FOUND = {
 }
 
 
-def deal(family: str, size: int, **options: Any) -> list:
+def deal(family: str, size: int, *, tensor_size: int = 1, **options: Any) -> list:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny_config(family, **CHANGES.get(family, {})))
-    mixers = check_dealing(model, ContextParallelConfig(context_parallel_size=size, **options))
+    mixers = check_dealing(model, ContextParallelConfig(context_parallel_size=size, **options), tensor_size=tensor_size)
     return [name for name, module in model.named_modules() if any(module is x for x in mixers)]
 
 
