@@ -10,10 +10,10 @@ import yaml
 from pydantic import TypeAdapter
 
 from fsdptrain.config.checks import check_data_options
-from fsdptrain.config.keys import advice, all_keys
+from fsdptrain.config.keys import advice, all_keys, flatten
 from fsdptrain.config.presets import preset_values
 from fsdptrain.config.problems import describe, near
-from fsdptrain.config.recipe import Source, combine, merge, read_recipe
+from fsdptrain.config.recipe import Source, combine, read_recipe
 from fsdptrain.config.root import Config
 from fsdptrain.errors import ConfigError
 
@@ -74,7 +74,7 @@ def resolve(argv: Sequence[str], own: Mapping[str, Option] | None = None) -> Res
     check_data_options(config)
     sources: dict[str, Source] = dict.fromkeys(all_keys(), "default")
     sources.update(dict.fromkeys(_set_by_preset(config), "preset"))
-    sources.update(dict.fromkeys(_flat_keys(recipe), "recipe"))
+    sources.update(dict.fromkeys(flatten(recipe), "recipe"))
     sources.update(left_out)
     sources.update(dict.fromkeys(values, "flag"))
     return Resolved(config, sources, given)
@@ -84,11 +84,6 @@ def _set_by_preset(config: Config) -> list[str]:
     """Return the flat keys that the algorithm's preset sets to a non-default value."""
     values = preset_values(config.algorithm.algorithm, config.algorithm.loss)
     return [flat for flat, value in values.items() if value != all_keys()[flat].default]
-
-
-def _flat_keys(values: Mapping[str, Any]) -> list[str]:
-    given = merge(values)
-    return [flat for flat, key in all_keys().items() if key.name in given.get(key.section, {})]
 
 
 def parse(argv: Sequence[str], options: Mapping[str, Option]) -> dict[str, Any]:

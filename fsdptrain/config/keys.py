@@ -102,28 +102,24 @@ def all_keys() -> Mapping[str, Key]:
     return keys
 
 
-def group_by_section(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Convert mixed sections and flat keys to section -> name -> value.
-
-    Raises ConfigError for unknown or repeated keys.
-    """
-    grouped: dict[str, dict[str, Any]] = {}
-    for section, name, value in _pairs(values):
-        fields = grouped.setdefault(section, {})
-        if name in fields:
-            raise ConfigError(f"{section}.{name} is given twice, in its section and flat: give it once")
-        fields[name] = value
-    return grouped
+def flatten(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert mixed sections and flat keys to flat keys. Raises ConfigError for unknown or repeated keys."""
+    flat: dict[str, Any] = {}
+    for key, value in _pairs(values):
+        if key.flat in flat:
+            raise ConfigError(f"{key.section}.{key.name} is given twice, in its section and flat: give it once")
+        flat[key.flat] = value
+    return flat
 
 
-def _pairs(values: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+def _pairs(values: Mapping[str, Any]) -> Iterator[tuple[Key, Any]]:
     keys, sections = all_keys(), all_sections()
     for key, value in values.items():
         is_section = key in sections and (isinstance(value, Mapping | Section) or key not in keys)
         if is_section:
-            yield from ((key, name, v) for name, v in _fields_of(key, value).items())
+            yield from ((Key(sections[key], name), v) for name, v in _fields_of(key, value).items())
         elif key in keys:
-            yield keys[key].section, keys[key].name, value
+            yield keys[key], value
         else:
             raise ConfigError(f"unknown key {str(key)!r}{advice(str(key), [*keys, *sections])}")
 

@@ -126,7 +126,8 @@ class OptimConfig(Section):
         if self.min_lr > self.lr:
             yield f"--min-lr {self.min_lr:g} is above --lr {self.lr:g}: it is where the decay ends, lower it"
         if self.lr_warmup_init > self.lr:
-            yield f"--lr-warmup-init {self.lr_warmup_init:g} is above --lr {self.lr:g}, its end: lower it"
+            init = f"--lr-warmup-init {self.lr_warmup_init:g}"
+            yield f"{init} is above --lr {self.lr:g}: it is where the warm-up begins, lower it"
         steps = self.lr_decay_iters or config.total_optimizer_steps
         if self.lr_decay_style != "constant" and steps:
             yield from self._decay_problems(steps)

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from fsdptrain.config import checks
 from fsdptrain.config.algorithm import AlgorithmConfig, SelectionConfig, ShapingConfig
 from fsdptrain.config.data import DataConfig, EnvironmentConfig, RewardConfig
-from fsdptrain.config.keys import all_keys, all_sections, group_by_section
+from fsdptrain.config.keys import all_keys, all_sections, flatten
 from fsdptrain.config.model import FsdpConfig, ModelConfig, OptimConfig, RefConfig
 from fsdptrain.config.presets import ADVANTAGE_SCALES, LOSS_OPTIONS, is_own, preset_values
 from fsdptrain.config.problems import field_problem
@@ -52,7 +52,9 @@ class Config(BaseModel):
     """Sections of optional folders and plug-ins, by name. `section` returns one with its type."""
 
     def __init__(self, **values: Any) -> None:
-        built = build_sections(_with_preset(values))
+        given = flatten(values)
+        preset = preset_values(given.get("algorithm", AlgorithmConfig().algorithm), given.get("loss"))
+        built = build_sections({**preset, **given})
         core = {name: section for name, section in built.items() if name in type(self).model_fields}
         others = [name for name in all_sections() if name not in type(self).model_fields]
         super().__init__(**core, optional={name: built.get(name) or all_sections()[name]() for name in others})
@@ -288,19 +290,13 @@ class Config(BaseModel):
         return self.algorithm.algorithm != "sft" or self.evaluates
 
 
-def _with_preset(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return section -> name -> value, with missing values filled from the algorithm's preset."""
-    grouped = group_by_section(values)
-    given = grouped.get("algorithm", {})
-    preset = preset_values(given.get("algorithm", AlgorithmConfig().algorithm), given.get("loss"))
-    by_section = group_by_section(preset)
-    return {name: {**by_section.get(name, {}), **grouped.get(name, {})} for name in {**grouped, **by_section}}
-
-
 def build_sections(values: Mapping[str, Any]) -> dict[str, Section]:
-    """Build and validate the sections in `values`. Raises ConfigError for the first invalid field."""
+    """Build and validate the sections of `values` (flat). Raises ConfigError for the first invalid field."""
+    grouped: dict[str, dict[str, Any]] = {}
+    for flat, value in values.items():
+        grouped.setdefault(all_keys()[flat].section, {})[all_keys()[flat].name] = value
     sections: dict[str, Section] = {}
-    for name, fields in group_by_section(values).items():
+    for name, fields in grouped.items():
         try:
             sections[name] = all_sections()[name](**fields)
         except pydantic.ValidationError as error:
