@@ -185,7 +185,8 @@ class Planner:
         return "padded" if unpackable or any(values.get(key) is not None for key in LOSES_MASK) else "packed"
 
     def training(self, config: Config) -> Moment:
-        assert not config.section(LoraConfig).enabled or self.counts.frozen, "the model needs the adapters of the run"
+        has_adapters = self.counts.frozen > 0
+        assert has_adapters or not config.section(LoraConfig).enabled, "a run with --lora-rank needs its adapters"
         return training_peak(self.trace(config), sharding(self.pieces(config), config))
 
     def trace(self, config: Config) -> Trace:

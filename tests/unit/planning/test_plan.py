@@ -10,6 +10,7 @@ from fsdptrain.config.checks import check
 from fsdptrain.errors import MemoryPlanError
 from fsdptrain.features.activation_memory.config import ActivationMemoryConfig
 from fsdptrain.features.lora.adapters import add_adapters
+from fsdptrain.features.lora.config import LoraConfig
 from fsdptrain.memory.demand import GIB
 from fsdptrain.memory.pieces import Grid, Pieces
 from fsdptrain.model.structure import count_parameters, freeze_vision, tower_layers
@@ -162,7 +163,7 @@ def test_a_model_that_asks_for_values_is_refused_in_words():
 def test_of_a_run_that_trains_an_adapter_only_that_has_gradients_and_moments():
     chosen = config(lora_rank=8, lora_targets=["attention"])
     model = configs.meta_model("llama-3.1-8b")
-    add_adapters(model, chosen.lora)
+    add_adapters(model, chosen.section(LoraConfig))
     adapter, frozen = 32 * 8 * (4 * 4096 + 2 * 4096 + 2 * 1024 + 4096), count_parameters(MODEL).total
     adapter -= 32 * 8 * 4096  # q: 4096 in, 4096 out; k, v: 4096 in, 1024 out; o: 4096 in, 4096 out
     planner = Planner(model, Machine(8, 80 * GIB))
