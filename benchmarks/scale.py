@@ -19,6 +19,8 @@ from transformers import PreTrainedModel
 from benchmarks.traffic import Axis, Collective, Pack, step_traffic
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
+from fsdptrain.features.activation_memory.config import ActivationMemoryConfig
+from fsdptrain.features.context_parallel.config import ContextParallelConfig
 from fsdptrain.features.context_parallel.recurrent import check_dealing
 from fsdptrain.memory.flops import model_flops
 from fsdptrain.memory.grid import Grid
@@ -137,8 +139,9 @@ def _costs(
     """Estimate everything except memory."""
     try:
         pieces = planner.pieces(config)
-        if config.parallel.context_parallel_size > 1:
-            check_dealing(model, config.parallel)
+        context = config.section(ContextParallelConfig)
+        if context.enabled:
+            check_dealing(model, context, tensor_size=config.ranks_along("tensor"))
     except ConfigError:
         return None
     grid, tokens = pieces.grid, sum(seqlens(config))
@@ -146,7 +149,7 @@ def _costs(
     copies = grid.tensor * grid.context  # ranks that share a pack
     own = math.ceil(num_packs * copies / grid.num_ranks)  # with fewer packs than ranks, some ranks compute empty packs
     traffic = [replace(x, calls=x.calls * own, size=x.size * own) for x in of_pack]
-    again = 4 / 3 if config.model.gradient_checkpointing else 1.0
+    again = 4 / 3 if config.section(ActivationMemoryConfig).gradient_checkpointing else 1.0
     of_all = seqlens(config, processes=grid.context)
     costs = model_flops(model)
     work = [x.training(of_all, sum(of_all), causal=True) for x in (costs, replace(costs, attention_width=0))]

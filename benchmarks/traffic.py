@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
+from fsdptrain.features.activation_memory.config import ActivationMemoryConfig
 from fsdptrain.features.context_parallel.recurrent import recurrent_mixers
 from fsdptrain.features.context_parallel.ulysses import repeats_of
 from fsdptrain.features.model_parallel.plan import SplitPlan
@@ -130,7 +131,8 @@ def _splitting(model: PreTrainedModel, config: Config, pieces: Pieces, itemsize:
     own = Pack(pack.tokens // context, math.ceil(pack.loss_tokens / context))
     if context > 1:
         yield "all-reduce", "context", 2, 2 * _LOGITS * pack.tokens  # logprobs and entropies
-    every = config.model.gradient_checkpointing_every if config.model.gradient_checkpointing else 0
+    memory = config.section(ActivationMemoryConfig)
+    every = memory.gradient_checkpointing_every if memory.gradient_checkpointing else 0
     mixers = set(recurrent_mixers(model)) if context > 1 else set()
     inside: set[str] = set()
     names = {id(module): name for name, module in model.named_modules()}

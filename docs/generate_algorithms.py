@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fsdptrain.features.moe.bias import RouterBiasUpdater
-
 from fsdptrain.algo.advantages import ADVANTAGES, MULTI_REWARD, divide_by_group_std
 from fsdptrain.algo.batch_scales import divide_by_batch_std, whiten_tokens
 from fsdptrain.algo.corrections import CORRECTIONS, REJECTION_ESTIMATORS, REJECTION_LEVELS
@@ -24,10 +22,32 @@ from fsdptrain.config import AlgorithmConfig, RefConfig
 from fsdptrain.config.keys import all_keys
 from fsdptrain.config.presets import ADVANTAGE_SCALES, LOSS_OPTIONS, OLD_POLICY, PRESETS, Preset
 from fsdptrain.features.moe import balance
+from fsdptrain.features.moe.bias import RouterBiasUpdater
 from fsdptrain.model import logprobs, truncation
 
 PAGE = Path(__file__).parent / "algorithms.md"
 LEARNING = Path(__file__).parents[1] / "benchmarks" / "results" / "algorithms.json"
+
+WHEN = {  # when to use an algorithm
+    "grpo": "The default: verifiable rewards, a few optimizer steps per rollout.",
+    "dapo": "Long reasoning with falling entropy: a higher upper clip bound, a penalty "
+    "on overlong responses, and dynamic sampling.",
+    "dr_grpo": "Responses that get longer but not better: weights do not depend on length or difficulty.",
+    "gspo": "Mixture-of-experts models and long responses, where ratios of single tokens are noisy. Use "
+    "several optimizer steps per rollout.",
+    "cispo": "When grpo clips rare but important tokens; several optimizer steps per rollout.",
+    "sapo": "Off-policy training with a smooth gate instead of a clip.",
+    "gmpo": "Outlier ratios of single tokens: their geometric mean is robust and allows a wider clip.",
+    "dppo_tv": "Large vocabularies: a ratio clip is too strict for rare tokens and too loose for frequent ones.",
+    "dppo_kl": "As dppo_tv, but stricter for tokens of probability near 1.",
+    "ipo": "When engine and trainer differ, or samples are stale: needs no old logprobs.",
+    "reinforce": "One optimizer step per rollout; nothing to tune.",
+    "rloo": "As reinforce, with an unbiased baseline.",
+    "reinforce++_baseline": "Few samples per prompt: advantages are scaled over the whole batch.",
+    "max_rl": "Hard prompts that are rarely solved, with rewards of 0 and 1.",
+    "opo": "Strictly on-policy, with responses of very different lengths.",
+    "sft": "Supervised training on prompts and labels, without rollouts.",
+}
 
 HEAD = """\
 # Algorithms
@@ -257,7 +277,7 @@ def _learning_row(name: str, runs: Sequence[Mapping[str, Any]]) -> str:
 def _preset_row(name: str, preset: Preset) -> str:
     advantage = "none" if name == "sft" else f"`{preset.advantage_estimator}`"
     values = {**LOSS_OPTIONS[preset.loss].defaults, **preset.options, **preset.beside}
-    cells = [f"`{name}`", f"`{preset.loss}`", f"`{preset.loss_aggregation}`", advantage, _options(values), preset.when]
+    cells = [f"`{name}`", f"`{preset.loss}`", f"`{preset.loss_aggregation}`", advantage, _options(values), WHEN[name]]
     return f"| {' | '.join(cells)} |\n"
 
 

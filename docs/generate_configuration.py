@@ -1,6 +1,6 @@
-"""Writes docs/configuration.md and docs/coming_from_slime.md from the code: `python docs/generate_configuration.py`.
+"""Writes docs/configuration.md from the code: `python docs/generate_configuration.py`.
 
-A test holds the pages to what this makes.
+A test compares the page with the output.
 """
 
 import re
@@ -8,15 +8,14 @@ import types
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
-from fsdptrain.config.former_flags import FORMER_FLAGS
-from fsdptrain.config.keys import SECTIONS, Key, all_keys
+from fsdptrain.config.keys import Key, all_keys, all_sections
 
 DOCS = Path(__file__).parent
 
 CONFIGURATION = """\
 # Configuration
 
-<!-- made by docs/generate_configuration.py: change the docstrings in fsdptrain/config/sections.py -->
+<!-- made by docs/generate_configuration.py: change the docstrings of the sections -->
 
 Every option works on the command line, in a recipe and in Python. The option `cpu_offload` of the section `fsdp`:
 
@@ -27,60 +26,33 @@ Every option works on the command line, in a recipe and in Python. The option `c
 | recipe, flat | `fsdp_cpu_offload: true` |
 | Python | `Config(fsdp_cpu_offload=True)` or `Config(fsdp={"cpu_offload": True})` |
 
-Sections `lora`, `fsdp`, `rollout`, `ref`, `router` and `log` put their name before their flags, the others do not.
-Defaults give way to the recipe (`--recipe FILE`), and the recipe to flags. The preset of an algorithm stands just below
-whoever names it: an `--algorithm` that differs from the recipe's wins over what the recipe says of loss, clip,
-aggregation and advantage. `--dry-run` prints every value with its source, and is a recipe itself; so is the
-`config.yaml` in the folder of a run. Unknown keys, and options that would have no effect, are errors.
+Some sections put a prefix before their flags, others do not: the tables show it. Sections of features, of vLLM and of
+megatron-core are there if their folders are installed, and an installed package can add sections: see
+[architecture.md](architecture.md).
+
+Precedence: flag > recipe > preset of the algorithm > default. A preset ranks just below the source that names its
+algorithm: an `--algorithm` that differs from the recipe's overrides the recipe's loss, clip, aggregation and advantage.
+`--dry-run` prints every value with its source, and its output is a recipe; so is the `config.yaml` in the folder of a
+run. Unknown and ineffective options are rejected with a suggested fix.
 
 Lists take several words: `--reward math format=0.2`. Mappings take `key=value`: `--chat-template-kwargs
 enable_thinking=false`. `None` unsets an option that has no default value.
-"""
-
-SLIME = """\
-# Coming from slime
-
-<!-- made by docs/generate_configuration.py: change fsdptrain/config/former_flags.py -->
-
-What became of the flags of slime's FSDP backend. The command line knows this table: an unknown flag that stands in it
-is answered with its row. Booleans that are on by default can be turned off here (`--no-x`), a recipe wins over
-defaults, and flags win over a recipe.
-
-| there (its default) | here (its default) | |
-|---|---|---|
 """
 
 
 def configuration_page() -> str:
     """docs/configuration.md."""
     parts = [CONFIGURATION]
-    for section, cls in SECTIONS.items():
+    for section, cls in all_sections().items():
         rows = [_option_row(key) for key in all_keys().values() if key.section == section]
         parts.append(f"\n## `{section}`: {_sentence(cls.__doc__)}\n\n| flag | takes | default | |\n|---|---|---|---|\n")
         parts.append("".join(rows))
     return "".join(parts)
 
 
-def slime_page() -> str:
-    """docs/coming_from_slime.md."""
-    return SLIME + "".join(_former_row(flag) for flag in FORMER_FLAGS)
-
-
 def _option_row(key: Key) -> str:
     default = key.default
     return f"| `{key.flag}` | {_takes(key.field.annotation)} | {_value(default)} | {_cell(key.field.description)} |\n"
-
-
-def _former_row(flag: str) -> str:
-    former = FORMER_FLAGS[flag]
-    there = f"`{flag}`" + (f" ({former.default})" if former.default else "")
-    note = former.note[:1].upper() + former.note[1:] if not former.note.startswith(("`", "--")) else former.note
-    if not former.here:
-        return f"| {there} | none | {_cell(note)} |\n"
-    key = next(key for key in all_keys().values() if key.flag == former.here)
-    default = key.default
-    name = "the same" if former.here == flag else f"`{former.here}`"
-    return f"| {there} | {name} ({_value(default)}) | {_cell(note)} |\n"
 
 
 def _takes(annotation: Any) -> str:
@@ -117,4 +89,3 @@ def _cell(text: str | None) -> str:
 
 if __name__ == "__main__":
     (DOCS / "configuration.md").write_text(configuration_page(), encoding="utf-8")
-    (DOCS / "coming_from_slime.md").write_text(slime_page(), encoding="utf-8")

@@ -10,19 +10,17 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
-
-import tyro
 
 from fsdptrain import __version__
 from fsdptrain.config import Config
 from fsdptrain.config.checks import check_world_size
-from fsdptrain.config.flags import RECIPE, Option, Resolved, config_options, parse, resolve, view, without
+from fsdptrain.config.flags import Option, Resolved, config_options, parse, resolve, without
 from fsdptrain.config.grid import across_nodes, draw_grid
-from fsdptrain.config.keys import SECTIONS, all_keys
+from fsdptrain.config.keys import all_keys
 from fsdptrain.config.recipe import to_yaml
+from fsdptrain.config.rules import ExportChoice
 from fsdptrain.errors import ConfigError, FsdptrainError
 from fsdptrain.launch.failures import failure_of, report_failure
 from fsdptrain.rank_variables import read_rank_variables
@@ -50,14 +48,6 @@ EXPORT = {
         "--checkpoint", str | None, "Training checkpoint, e.g. runs/default/checkpoints/step_00000050.", None
     ),
     "output": Option("--output", str | None, "Folder to write, which from_pretrained reads.", None),
-}
-EXPORT_CHOICES = {
-    "lora_export": Option(
-        "--lora-export",
-        Literal["adapter", "merged", "both"] | None,
-        "Of a run with an adapter: what to write. Default: as the run says.",
-        None,
-    ),
 }
 NUM_GPUS = Option("--num-gpus", int, "Processes over which the model is sharded. [GPUs]", 1)
 JSON = Option("--json", bool, "Print JSON in place of tables.", False)
@@ -168,7 +158,7 @@ def _draw_processes(config: Config) -> None:
 
 def _check_sizes(config: Config) -> None:
     """Check the parallel sizes against the model if --nproc-per-node gives the number of processes."""
-    if config.launch.nproc_per_node is not None and config.parallel.backend == "fsdp":
+    if config.launch.nproc_per_node is not None and config.model.backend == "fsdp":
         from fsdptrain.tools.inspect.inspection import check_sizes
 
         check_sizes(config, config.launch.nproc_per_node)
@@ -176,13 +166,12 @@ def _check_sizes(config: Config) -> None:
 
 def export(argv: Sequence[str]) -> int:
     """Run `fsdptrain export --checkpoint DIR --output DIR`."""
+    options = EXPORT | {
+        flat: option for flat, option in config_options().items() if all_keys()[flat].is_marked(ExportChoice)
+    }
     if _asks_for_help(argv):
-        return _print_help(
-            "fsdptrain export",
-            "Write a training checkpoint as a Hugging Face folder.",
-            view({"": EXPORT | EXPORT_CHOICES}),
-        )
-    values = parse(argv, EXPORT | EXPORT_CHOICES)
+        return _print_help("fsdptrain export", "Write a training checkpoint as a Hugging Face folder.", options)
+    values = parse(argv, options)
     for key, option in EXPORT.items():
         if not values.get(key):
             raise ConfigError(f"{option.flag} is missing, e.g. fsdptrain export {EXPORT_EXAMPLE}")
@@ -198,10 +187,10 @@ def export(argv: Sequence[str]) -> int:
 def inspect(argv: Sequence[str]) -> int:
     """Run `fsdptrain inspect --hf-checkpoint X [--num-gpus N] [--json] [--against-checkpoint] [run flags]`."""
     if _asks_for_help(argv):
-        return _print_help("fsdptrain inspect", INSPECT_USAGE, view({"": {"hf_checkpoint": HF_CHECKPOINT, **INSPECT}}))
+        return _print_help("fsdptrain inspect", INSPECT_USAGE, {"hf_checkpoint": HF_CHECKPOINT, **INSPECT})
     resolved = resolve(argv, INSPECT)
     _quieten_libraries()
-    if resolved.config.parallel.backend == "megatron":
+    if resolved.config.model.backend == "megatron":
         return _inspect_megatron(resolved)
     from fsdptrain.tools.inspect import inspection  # lazy: imports torch
     from fsdptrain.tools.inspect.text import print_inspection
@@ -236,13 +225,13 @@ def _inspect_megatron(resolved: Resolved) -> int:
 def plan(argv: Sequence[str]) -> int:
     """Run `fsdptrain plan --hf-checkpoint X --num-gpus N --gpu-memory-gib G [--json] [run flags]`."""
     if _asks_for_help(argv):
-        return _print_help("fsdptrain plan", PLAN_USAGE, view({"": {"hf_checkpoint": HF_CHECKPOINT, **PLAN}}))
+        return _print_help("fsdptrain plan", PLAN_USAGE, {"hf_checkpoint": HF_CHECKPOINT, **PLAN})
     resolved = resolve(argv, PLAN)
     machine = {key: resolved.own[key] for key in ("num_gpus", "gpu_memory_gib", "host_memory_gib")}
     for key, value in machine.items():
         if value is not None and value <= 0:
             raise ConfigError(f"{PLAN[key].flag} must be above 0, got {value}")
-    if resolved.config.parallel.backend == "megatron":
+    if resolved.config.model.backend == "megatron":
         raise ConfigError("fsdptrain plan knows the memory of --backend fsdp alone: leave --backend megatron out")
     check_world_size(resolved.config, machine["num_gpus"])
     _quieten_libraries()
@@ -299,20 +288,16 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 
 def show_help() -> int:
     """Print all flags with help text and default, one box per section."""
-    options = config_options()
-    groups = {"": {"recipe": RECIPE}} | {
-        section: {flat: options[flat] for flat, key in all_keys().items() if key.section == section}
-        for section in SECTIONS
-    }
-    docs = {section: cls.__doc__ or "" for section, cls in SECTIONS.items()}
-    return _print_help("fsdptrain", DESCRIPTION, view(groups, docs))
+    from fsdptrain.help_text import print_run_help
+
+    print_run_help(DESCRIPTION)
+    return 0
 
 
-def _print_help(prog: str, description: str, options: type) -> int:
-    try:
-        tyro.cli(options, prog=prog, description=description, args=["--help"])
-    except SystemExit:
-        sys.stdout.flush()
+def _print_help(prog: str, description: str, options: Mapping[str, Option]) -> int:
+    from fsdptrain.help_text import print_help
+
+    print_help(prog, description, {"": options})
     return 0
 
 

@@ -189,6 +189,8 @@ class OffloadingBackend(TrainBackend, Protocol):
 class PromptProcessor(Protocol):
     """Tokenizer of prompts that contain images."""
 
+    image_key: str  # column of the images
+
     @property
     def chat_template(self) -> str | None:
         """Chat template, or None to use the tokenizer's."""

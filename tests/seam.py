@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fsdptrain.config.sections import ParallelConfig
 from fsdptrain.feature import Feature, Features
+from fsdptrain.features.context_parallel.config import ContextParallelConfig
 from fsdptrain.features.context_parallel.feature import ContextParallelFeature
 from fsdptrain.features.context_parallel.recurrent import gather_around
 from fsdptrain.features.context_parallel.ulysses import UlyssesGroup
@@ -48,7 +48,7 @@ def random_pack(lengths: Sequence[int], seed: int = 0) -> PackedBatch:
 
 def context_parallel(group: UlyssesGroup, mixers: Sequence[nn.Module] = ()) -> ContextParallelFeature:
     """Tokens over `group`, gathered around `mixers`."""
-    feature = ContextParallelFeature(ParallelConfig(context_parallel_size=group.size))
+    feature = ContextParallelFeature(ContextParallelConfig(context_parallel_size=group.size))
     feature.attach(group, [gather_around(mixer) for mixer in mixers])
     return feature
 

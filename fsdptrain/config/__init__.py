@@ -1,4 +1,4 @@
-"""Configuration of a run. Each option in `sections` is a flag, a recipe key and a Python keyword.
+"""Configuration of a run. Each field of a `Section` is a flag, a recipe key and a Python keyword.
 
     Precedence: flag > recipe > preset of the algorithm > default.
 
@@ -9,36 +9,24 @@ In recipes and in Python, a key is given in its section or flat, as its flag nam
     Config(hf_checkpoint="Qwen/Qwen3-4B", fsdp_cpu_offload=True)
     Config(model={"hf_checkpoint": "Qwen/Qwen3-4B"}, fsdp={"cpu_offload": True})
 
-`reward` and `algorithm` are both a section and a key in it: a mapping selects the section, any other value the key.
+Some names, such as `reward` and `algorithm`, are both a section and a key in it: a mapping selects the section, any
+other value the key. Optional folders and plug-ins add sections: see `keys.all_sections`.
+
 Nothing here imports torch, so `fsdptrain --help` starts fast.
 """
 
 from fsdptrain.config.algorithm import AlgorithmConfig, SelectionConfig, ShapingConfig
 from fsdptrain.config.checks import check_own_launch, check_processes, check_world_size
+from fsdptrain.config.data import DataConfig, EnvironmentConfig, RewardConfig
 from fsdptrain.config.flags import Resolved, resolve
+from fsdptrain.config.model import FsdpConfig, ModelConfig, OptimConfig, RefConfig
 from fsdptrain.config.recipe import load_recipe, read_recipe, to_yaml
+from fsdptrain.config.rollout import BatchConfig, RolloutConfig, SyncConfig
 from fsdptrain.config.root import Config
+from fsdptrain.config.run import LaunchConfig, LogConfig, RunConfig
 from fsdptrain.config.section import Section
-from fsdptrain.config.sections import (
-    PREFIXED,
-    BatchConfig,
-    DataConfig,
-    EnvironmentConfig,
-    FsdpConfig,
-    LaunchConfig,
-    LogConfig,
-    LoraConfig,
-    ModelConfig,
-    OptimConfig,
-    RefConfig,
-    RewardConfig,
-    RolloutConfig,
-    RouterConfig,
-    RunConfig,
-)
 
 __all__ = [
-    "PREFIXED",
     "AlgorithmConfig",
     "BatchConfig",
     "Config",
@@ -47,18 +35,17 @@ __all__ = [
     "FsdpConfig",
     "LaunchConfig",
     "LogConfig",
-    "LoraConfig",
     "ModelConfig",
     "OptimConfig",
     "RefConfig",
     "Resolved",
     "RewardConfig",
     "RolloutConfig",
-    "RouterConfig",
     "RunConfig",
     "Section",
     "SelectionConfig",
     "ShapingConfig",
+    "SyncConfig",
     "check_own_launch",
     "check_processes",
     "check_world_size",

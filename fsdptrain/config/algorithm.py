@@ -1,14 +1,25 @@
-"""Configuration sections for the path from rewards to gradients. See fsdptrain/config/sections.py."""
+"""Sections of the path from rewards to gradients: algorithm, selection of prompts, reward shaping."""
 
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
+from fsdptrain.config.presets import ADVANTAGE_SCALES, LOSS_FIELDS, LOSS_OPTIONS, is_own
+from fsdptrain.config.rules import NEEDS_KL, RL_ONLY, Excludes, IdleWith, Problem, Requires
 from fsdptrain.config.section import Section
+from fsdptrain.registry import suggest
+
+if TYPE_CHECKING:
+    from fsdptrain.config.root import Config
+
+_ABOVE_0 = "set it above 0, e.g. to 0.001"
 
 
 class AlgorithmConfig(Section):
     """Computation of the loss from rewards."""
+
+    NAME = "algorithm"
 
     algorithm: Literal[
         "grpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl", "ipo", "reinforce", "rloo",
@@ -19,108 +30,228 @@ class AlgorithmConfig(Section):
     loss: str = "grpo"
     """grpo, gspo, gmpo, cispo, sapo, dppo_tv, dppo_kl, ipo, reinforce, sft, or `package.module:function`. Default: the
     loss of the algorithm."""
-    n_samples_per_prompt: int = Field(default=8, ge=1)
+    n_samples_per_prompt: Annotated[int, RL_ONLY] = Field(default=8, ge=1)
     """Completions per prompt: the group size."""
-    advantage_estimator: str = "grpo"
+    advantage_estimator: Annotated[str, RL_ONLY] = "grpo"
     """`grpo`: (reward - mean) / std within the group. `dr_grpo`: reward - mean. `rloo`: reward - mean of the others.
     `reinforce++_baseline`: reward - mean, whitened over the batch. `max_rl`: (reward - mean) / mean. `opo`: reward -
     length-weighted mean. Or `package.module:function`: (rewards, lengths) of a group -> advantages."""
-    advantage_scale: Literal["auto", "group", "batch", "whiten", "none"] = "auto"
+    advantage_scale: Annotated[Literal["auto", "group", "batch", "whiten", "none"], RL_ONLY] = "auto"
     """Divide advantages by the std of rewards in the group (`group`) or of all ranks (`batch`), or whiten them over the
     tokens of the batch (`whiten`). `auto`: the scale of the estimator, group for grpo."""
-    multi_reward: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
+    multi_reward: Annotated[Literal["sum_then_normalize", "normalize_then_sum"], RL_ONLY] = "sum_then_normalize"
     """How to combine several rewards: advantages of their weighted sum, or (GDPO) each reward normalized within its
     group, then summed by weight, then whitened over the batch."""
-    eps_clip: float = Field(default=0.2, gt=0.0, lt=1.0)
+    eps_clip: Annotated[float, RL_ONLY] = Field(default=0.2, gt=0.0, lt=1.0)
     """Lower clip of the policy ratio: 1 - eps_clip. gmpo: of the log ratio. dppo_tv, dppo_kl, ipo: largest decrease of
     a token, in probability or KL."""
-    eps_clip_high: float | None = Field(default=None, gt=0.0)
+    eps_clip_high: Annotated[float | None, RL_ONLY] = Field(default=None, gt=0.0)
     """Upper clip of the policy ratio: 1 + eps_clip_high; gmpo, dppo_tv, dppo_kl, ipo as for eps_clip. Default:
     eps_clip."""
-    eps_clip_c: float | None = Field(default=None, gt=1.0)
+    eps_clip_c: Annotated[float | None, RL_ONLY] = Field(default=None, gt=1.0)
     """Dual clip: bound of the loss for negative advantages, usually 3. Default: off."""
-    is_cap_high: float = Field(default=5.0, ge=1.0)
+    is_cap_high: Annotated[float, RL_ONLY] = Field(default=5.0, ge=1.0)
     """cispo, dppo_tv, dppo_kl: cap of the importance weight. Absolute, not 1 + eps."""
-    sapo_tau_pos: float = Field(default=1.0, gt=0.0)
+    sapo_tau_pos: Annotated[float, RL_ONLY] = Field(default=1.0, gt=0.0)
     """sapo: steepness of the gate for positive advantages."""
-    sapo_tau_neg: float = Field(default=1.05, gt=0.0)
+    sapo_tau_neg: Annotated[float, RL_ONLY] = Field(default=1.05, gt=0.0)
     """sapo: steepness of the gate for other advantages."""
-    ipo_kl_coef: float = Field(default=1e-3, ge=0.0)
+    ipo_kl_coef: Annotated[float, RL_ONLY] = Field(default=1e-3, ge=0.0)
     """ipo: coefficient of the squared log ratio of policy to engine."""
-    use_opsm: bool = False
+    use_opsm: Annotated[bool, RL_ONLY] = False
     """Drop sequences with negative advantage that have moved away from the old policy (off-policy sequence masking)."""
-    opsm_delta: float = Field(default=1e-4, ge=0.0)
+    opsm_delta: Annotated[float, RL_ONLY, Requires("use_opsm")] = Field(default=1e-4, ge=0.0)
     """Threshold of --use-opsm: mean of old minus new logprob over the tokens of a sequence. [nats]"""
     loss_aggregation: Literal["token_mean", "sequence_mean", "fixed_length", "sequence_sum"] = "token_mean"
     """Weighting of tokens over the whole optimizer step and all ranks."""
-    kl_loss_coef: float = Field(default=0.0, ge=0.0)
+    kl_loss_coef: Annotated[float, RL_ONLY] = Field(default=0.0, ge=0.0)
     """Coefficient of the KL divergence to the reference model in the loss. 0 here and in --kl-reward-coef: no reference
     model."""
-    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = "k3"
+    kl_loss_type: Annotated[
+        Literal["k1", "k2", "k3", "low_var_kl"], RL_ONLY, Requires("kl_loss_coef", fix=_ABOVE_0)
+    ] = "k3"
     """Estimator of the KL divergence. `low_var_kl`: clamped k3."""
-    use_unbiased_kl: bool = False
+    use_unbiased_kl: Annotated[bool, RL_ONLY, Requires("kl_loss_coef", fix=_ABOVE_0)] = False
     """Multiply the KL by the policy ratio, with its gradient: unbiased off-policy, also in the gradient."""
-    kl_reward_coef: float = Field(default=0.0, ge=0.0)
+    kl_reward_coef: Annotated[
+        float, RL_ONLY, Excludes("multi_reward=normalize_then_sum", "mask_truncated", fix="use --kl-loss-coef")
+    ] = Field(default=0.0, ge=0.0)
     """Coefficient of the KL divergence of old policy to reference, summed over a response and subtracted from its
     reward."""
-    kl_reward_type: Literal["k1", "k2", "k3", "low_var_kl"] = "k1"
+    kl_reward_type: Annotated[
+        Literal["k1", "k2", "k3", "low_var_kl"], RL_ONLY, Requires("kl_reward_coef", fix=_ABOVE_0)
+    ] = "k1"
     """Estimator of the KL divergence in the reward, which needs no gradient: k1 is unbiased."""
-    kl_target: float | None = Field(default=None, gt=0.0)
+    kl_target: Annotated[float | None, RL_ONLY, NEEDS_KL] = Field(default=None, gt=0.0)
     """Adapt the KL coefficient after each rollout to reach this KL divergence. Default: off. [nats per token]"""
-    kl_horizon: int = Field(default=10_000, ge=1)
+    kl_horizon: Annotated[int, RL_ONLY, Requires("kl_target")] = Field(default=10_000, ge=1)
     """Samples in which the adaptive coefficient changes by at most a fifth. [samples]"""
-    entropy_coef: float = Field(default=0.0, ge=0.0)
+    entropy_coef: Annotated[float, RL_ONLY] = Field(default=0.0, ge=0.0)
     """Coefficient of the entropy bonus."""
-    use_rollout_logprobs: bool = False
+    use_rollout_logprobs: Annotated[bool, RL_ONLY] = False
     """Use the engine's logprobs as old logprobs instead of computing them with the trainer."""
-    mismatch_correction: Literal["none", "tis", "tis_sequence", "mis", "mis_sequence", "icepop"] = "none"
+    mismatch_correction: Annotated[
+        Literal["none", "tis", "tis_sequence", "mis", "mis_sequence", "icepop"],
+        RL_ONLY,
+        IdleWith("use_rollout_logprobs"),
+    ] = "none"
     """Weight the loss by the ratio of trainer to engine; outside the bounds truncated (tis) or dropped (mis,
     icepop)."""
-    mismatch_low: float | None = Field(default=None, ge=0.0, le=1.0)
+    mismatch_low: Annotated[float | None, RL_ONLY, Requires("mismatch_correction", fix="set it, e.g. tis")] = Field(
+        default=None, ge=0.0, le=1.0
+    )
     """Lower bound of the mismatch ratio. Default: tis 0, mis and icepop 0.5, mis_sequence 0.99."""
-    mismatch_high: float | None = Field(default=None, ge=1.0)
+    mismatch_high: Annotated[float | None, RL_ONLY, Requires("mismatch_correction", fix="set it, e.g. tis")] = Field(
+        default=None, ge=1.0
+    )
     """Upper bound of the mismatch ratio. Default: tis and mis 2, icepop 5, mis_sequence 1.01."""
-    mismatch_rejection: Literal[
+    mismatch_rejection: Annotated[Literal[
         "none", "token_k1", "token_k2", "token_k3", "seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k1",
         "seq_max_k2", "seq_max_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
-    ] = "none"  # fmt: skip
+    ], RL_ONLY] = "none"  # fmt: skip
     """Drop tokens, or sequences by their mean, maximum or sum over tokens, where this estimate of the KL divergence of
     engine to trainer exceeds --mismatch-rejection-max. Can be combined with any --mismatch-correction."""
-    mismatch_rejection_max: float | None = Field(default=None, gt=0.0)
+    mismatch_rejection_max: Annotated[
+        float | None, RL_ONLY, Requires("mismatch_rejection", fix="set it, e.g. seq_mean_k3")
+    ] = Field(default=None, gt=0.0)
     """Bound of --mismatch-rejection, e.g. 0.01 for seq_mean_k3. [nats]"""
+
+    def problems(self, config: "Config") -> Iterator[Problem]:
+        if self.algorithm == "sft":
+            if not is_own(self.loss):
+                reason = "with --algorithm sft, which has no advantages: leave it out"
+                yield from config.without_effect(["loss"], reason)
+            return
+        yield from self._advantage_problems(config)
+        yield from self._loss_problems(config)
+        yield from self._staleness_problems(config)
+        yield from self._kl_problems(config)
+        if self.mismatch_rejection != "none" and self.mismatch_rejection_max is None:
+            yield (
+                f"--mismatch-rejection {self.mismatch_rejection} needs --mismatch-rejection-max, its bound in nats, "
+                "e.g. 0.01 for seq_mean_k3"
+            )
+
+    def _advantage_problems(self, config: "Config") -> Iterator[Problem]:
+        own, scale = is_own(self.advantage_estimator), config.advantage_scale
+        if self.n_samples_per_prompt < 2 and not (own and scale != "group"):
+            yield (
+                f"--n-samples-per-prompt must be at least 2 with --algorithm {self.algorithm}, got "
+                f"{self.n_samples_per_prompt}: an advantage compares the samples of one prompt, 8 is usual"
+            )
+        if not own and self.advantage_estimator not in ADVANTAGE_SCALES:
+            yield _unknown("--advantage-estimator", self.advantage_estimator, ADVANTAGE_SCALES)
+        if self.multi_reward == "sum_then_normalize":
+            return
+        shaping = config.shaping
+        if len(config.reward.reward) + bool(shaping.overlong_penalty) + bool(shaping.length_penalty) < 2:
+            reason = "with one reward: name another in --reward, or leave it out"
+            yield from config.without_effect(["multi_reward"], reason)
+        if scale != "group" and not (own and scale == "none"):
+            yield (
+                f"--multi-reward {self.multi_reward} divides each reward by its std within the group, which "
+                f"--advantage-estimator {self.advantage_estimator} with --advantage-scale {self.advantage_scale} "
+                "does not: add --advantage-scale group, or leave --multi-reward out"
+            )
+
+    def _loss_problems(self, config: "Config") -> Iterator[Problem]:
+        """Report options that the loss does not read, or that have no effect on-policy."""
+        if is_own(self.loss):
+            return  # custom losses are unknown
+        options = LOSS_OPTIONS.get(self.loss)
+        if options is None:
+            yield _unknown("--loss", self.loss, LOSS_OPTIONS)
+            return
+        if self.loss == "sft":
+            yield "--loss sft learns from labels, not from rewards: use --algorithm sft, or choose another loss"
+        unread = [name for name in LOSS_FIELDS if name not in options.reads]
+        yield from config.without_effect(unread, f"with --loss {self.loss}, which does not read it: leave it out")
+        if config.on_policy and not self.use_rollout_logprobs:
+            reason = (
+                "when each rollout is one optimizer step, where the policy ratio is always 1: set --global-batch-size "
+                f"below {config.samples_per_rollout} or --steps-per-rollout above 1, or leave it out"
+            )
+            yield from config.without_effect(sorted(options.idle_on_policy), reason)
+
+    def _staleness_problems(self, config: "Config") -> Iterator[Problem]:
+        """Require a correction for samples generated with older weights."""
+        ahead, options = config.sync.max_staleness, LOSS_OPTIONS.get(self.loss)
+        if not ahead or options is None or "mismatch_correction" not in options.reads:
+            return  # ipo compares with the engine itself; custom losses are unknown
+        if not self.use_rollout_logprobs and self.mismatch_correction == self.mismatch_rejection == "none":
+            yield (
+                f"--max-staleness {ahead} trains on samples of older weights, and --loss {self.loss} does not correct "
+                "for that: add --mismatch-correction tis, or --use-rollout-logprobs"
+            )
+
+    def _kl_problems(self, config: "Config") -> Iterator[Problem]:
+        if self.kl_target is None:
+            return
+        if self.kl_loss_coef and self.kl_reward_coef:
+            yield (
+                f"--kl-target {self.kl_target:g} adapts one coefficient, but --kl-loss-coef {self.kl_loss_coef:g} and "
+                f"--kl-reward-coef {self.kl_reward_coef:g} are both given: choose one"
+            )
+        elif self.kl_horizon < config.samples_per_rollout:
+            yield (
+                f"--kl-horizon {self.kl_horizon} is less than the {config.samples_per_rollout} samples of a rollout, "
+                "after which the coefficient is adapted: raise it, 10000 is usual"
+            )
 
 
 class SelectionConfig(Section):
     """Selection of the prompts to train on."""
 
-    dynamic_sampling: bool = False
+    NAME = "selection"
+
+    dynamic_sampling: Annotated[bool, RL_ONLY] = False
     """Drop groups whose samples all have the same reward (no learning signal) and generate for new prompts until
     --rollout-batch-size groups are kept (DAPO)."""
-    dynamic_sampling_max_rounds: int = Field(default=10, ge=1)
+    dynamic_sampling_max_rounds: Annotated[int, Requires("dynamic_sampling")] = Field(default=10, ge=1)
     """Maximum rounds of generation per rollout, each with at most --rollout-batch-size prompts. Training uses the
     groups kept by then. 1: drop groups without replacing them."""
-    min_group_spread: float = Field(default=0.0, ge=0.0)
+    min_group_spread: Annotated[float, Requires("dynamic_sampling")] = Field(default=0.0, ge=0.0)
     """Dynamic sampling: keep a group if its largest and smallest reward differ by more than this; with --multi-reward
     normalize_then_sum, for any one reward. [reward]"""
-    curriculum: Literal["none", "pass_rate"] = "none"
+    curriculum: Annotated[Literal["none", "pass_rate"], RL_ONLY] = "none"
     """`pass_rate`: from the second epoch on, draw prompts that were always or never solved less often: with probability
     4 p (1 - p) for pass rate p. A response passes at --pass-threshold."""
-    curriculum_floor: float = Field(default=0.1, gt=0.0, le=1.0)
+    curriculum_floor: Annotated[float, Requires("curriculum", fix="set it to pass_rate")] = Field(
+        default=0.1, gt=0.0, le=1.0
+    )
     """Minimum probability that a prompt is drawn when it comes up in its epoch."""
-    curriculum_decay: float = Field(default=0.5, ge=0.0, le=1.0)
+    curriculum_decay: Annotated[float, Requires("curriculum", fix="set it to pass_rate")] = Field(
+        default=0.5, ge=0.0, le=1.0
+    )
     """Weight of a prompt's earlier responses at each new visit: 1 keeps all, 0 only the last visit."""
 
 
 class ShapingConfig(Section):
     """Length-based reward shaping and masking."""
 
-    overlong_penalty: float = Field(default=0.0, ge=0.0)
+    NAME = "shaping"
+
+    overlong_penalty: Annotated[float, RL_ONLY] = Field(default=0.0, ge=0.0)
     """Maximum penalty on the reward of a response that fills the overlong buffer (DAPO: 1). 0: off."""
-    overlong_buffer: int | None = Field(default=None, ge=1)
+    overlong_buffer: Annotated[int | None, RL_ONLY, Requires("overlong_penalty", fix="set it, 1 is usual")] = Field(
+        default=None, ge=1
+    )
     """Last tokens before --rollout-max-response-len, over which the overlong penalty grows. Default: a fifth of it, as
     in DAPO. [tokens]"""
-    length_penalty: float = Field(default=0.0, ge=0.0)
+    length_penalty: Annotated[float, RL_ONLY] = Field(default=0.0, ge=0.0)
     """Coefficient of a reward of +-0.5 for responses shorter than others of the group; incorrect responses never gain
     from it (Kimi k1.5). 0: off."""
-    mask_truncated: bool = False
+    mask_truncated: Annotated[bool, RL_ONLY] = False
     """Exclude truncated responses from the loss and its denominators; their rewards stay in the baseline."""
+
+    def problems(self, config: "Config") -> Iterator[Problem]:
+        if self.overlong_penalty and config.overlong_buffer > config.rollout.max_response_len:
+            yield (
+                f"--overlong-buffer {config.overlong_buffer} is more than --rollout-max-response-len "
+                f"{config.rollout.max_response_len}: it is the last part of it, a fifth is usual"
+            )
+
+
+def _unknown(flag: str, name: str, table: Mapping[str, object]) -> str:
+    takes = f"it takes {', '.join(table)} or package.module:function"
+    return f"{flag} does not know {name!r}{suggest(name, table)} ({takes})"

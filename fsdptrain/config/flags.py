@@ -1,22 +1,19 @@
 """Command line parsing: which flags were given, their values, and the source of each value."""
 
-import contextlib
-import dataclasses
-import io
 import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, get_args, get_origin
+from typing import Any, get_args, get_origin
 
-import tyro
 import yaml
+from pydantic import TypeAdapter
 
 from fsdptrain.config.checks import check_data_options
-from fsdptrain.config.keys import advice, all_keys
+from fsdptrain.config.keys import advice, all_keys, flatten
 from fsdptrain.config.presets import preset_values
 from fsdptrain.config.problems import describe, near
-from fsdptrain.config.recipe import Source, combine, merge, read_recipe
+from fsdptrain.config.recipe import Source, combine, read_recipe
 from fsdptrain.config.root import Config
 from fsdptrain.errors import ConfigError
 
@@ -77,7 +74,7 @@ def resolve(argv: Sequence[str], own: Mapping[str, Option] | None = None) -> Res
     check_data_options(config)
     sources: dict[str, Source] = dict.fromkeys(all_keys(), "default")
     sources.update(dict.fromkeys(_set_by_preset(config), "preset"))
-    sources.update(dict.fromkeys(_flat_keys(recipe), "recipe"))
+    sources.update(dict.fromkeys(flatten(recipe), "recipe"))
     sources.update(left_out)
     sources.update(dict.fromkeys(values, "flag"))
     return Resolved(config, sources, given)
@@ -87,11 +84,6 @@ def _set_by_preset(config: Config) -> list[str]:
     """Return the flat keys that the algorithm's preset sets to a non-default value."""
     values = preset_values(config.algorithm.algorithm, config.algorithm.loss)
     return [flat for flat, value in values.items() if value != all_keys()[flat].default]
-
-
-def _flat_keys(values: Mapping[str, Any]) -> list[str]:
-    given = merge(values)
-    return [flat for flat, key in all_keys().items() if key.name in given.get(key.section, {})]
 
 
 def parse(argv: Sequence[str], options: Mapping[str, Option]) -> dict[str, Any]:
@@ -158,62 +150,30 @@ def _take(rest: list[str], *, many: bool) -> list[str]:
 
 
 def convert(option: Option, tokens: Sequence[str]) -> Any:
-    """Convert `tokens` to the type of the option."""
+    """Convert `tokens` to the type of the option. Its section checks the bounds."""
     if not tokens and not option.many:
         raise ConfigError(f"{option.flag} needs a value: {describe(option.annotation)}")
-    words = [f"{option.flag}={tokens[0]}"] if len(tokens) == 1 and not option.many else [option.flag, *tokens]
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # replaces tyro's error box by the one-line error below
-            parsed = tyro.cli(view({"": {"value": option}}), args=words, console_outputs=False, add_help=False)
-    except SystemExit:
+        return TypeAdapter(option.annotation).validate_python(_parsed(option, tokens))
+    except (ValueError, yaml.YAMLError):
         shown = " ".join(tokens)
         hint = near(shown, option.annotation)
         raise ConfigError(f"{option.flag} must be {describe(option.annotation)}, got {shown!r}{hint}") from None
-    return parsed.value
 
 
-def view(groups: Mapping[str, Mapping[str, Option]], docs: Mapping[str, str] | None = None) -> type:
-    """Build a dataclass that tyro turns into flags. Each group is a box of the help text; group "" is the top level."""
-    fields: list[tuple[str, Any, Any]] = []
-    for group, options in groups.items():
-        members = [_member(name, option) for name, option in options.items()]
-        if not group:
-            fields += members
-            continue
-        section = dataclasses.make_dataclass(group, members)
-        section.__doc__ = (docs or {}).get(group, "")
-        fields.append((group, section, dataclasses.field(default_factory=section)))
-    return dataclasses.make_dataclass("Options", fields)
-
-
-def _member(name: str, option: Option) -> tuple[str, Any, Any]:
-    inner = [choice for choice in get_args(option.annotation) if choice is not type(None)]
-    metavar = _metavar(inner[0]) if type(None) in get_args(option.annotation) else None  # avoids the metavar {None}|STR
-    marks: list[Any] = [tyro.conf.arg(name=option.flag[2:], prefix_name=False, help=option.help, metavar=metavar)]
+def _parsed(option: Option, tokens: Sequence[str]) -> Any:
+    if get_origin(option.annotation) is list:
+        return list(tokens)
     if get_origin(option.annotation) is dict:
-        marks.append(_MAPPING)
-    annotation = Annotated[(option.annotation, *marks)]  # pyright: ignore[reportInvalidTypeForm]
-    return name, annotation, dataclasses.field(default_factory=lambda: option.default)
+        return _read_mapping(tokens)
+    return None if tokens[0] == "None" and type(None) in get_args(option.annotation) else tokens[0]
 
 
-def _metavar(annotation: Any) -> str:
-    choices = get_args(annotation)
-    return f"{{{','.join(choices)}}}" if choices else annotation.__name__.upper()
-
-
-def _read_mapping(words: list[str]) -> dict[str, Any]:
+def _read_mapping(words: Sequence[str]) -> dict[str, Any]:
+    """Read key=value words, or one JSON object. Raises ValueError for anything else."""
     if len(words) == 1 and words[0].startswith("{"):
         return json.loads(words[0])
     pairs = [word.partition("=") for word in words]
     if any(not equals for _, equals, _ in pairs):
         raise ValueError("it is key=value")
     return {key: yaml.safe_load(value) for key, _, value in pairs}
-
-
-_MAPPING = tyro.constructors.PrimitiveConstructorSpec(
-    nargs="*",
-    metavar="[KEY=VALUE ...]",
-    instance_from_str=_read_mapping,
-    is_instance=lambda value: isinstance(value, dict),
-    str_from_instance=lambda mapping: [f"{key}={value}" for key, value in mapping.items()],
-)

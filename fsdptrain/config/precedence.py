@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from fsdptrain.config.algorithm import AlgorithmConfig
-from fsdptrain.config.keys import all_keys
 from fsdptrain.config.presets import LOSS_FIELDS, OLD_POLICY, preset_values
 
 LOSS_OWN = frozenset(LOSS_FIELDS) - OLD_POLICY  # clip values do not transfer between losses
@@ -24,33 +23,24 @@ RIVALS = (  # alternatives, or mutually exclusive
 )
 
 
-def outspoken(recipe: Mapping[str, Mapping[str, Any]], flags: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return flat keys of `recipe` that an alternative option among `flags` replaces.
-
-    Both arguments are section -> name -> value.
-    """
-    before, now = _chosen(recipe), _chosen(flags)
+def outspoken(recipe: Mapping[str, Any], flags: Mapping[str, Any]) -> list[str]:
+    """Return the keys of `recipe` that an alternative option among `flags` replaces. All keys are flat."""
     pairs = [*RIVALS, *((b, a) for a, b in RIVALS)]
-    return [other for key, other in pairs if now.get(key) and before.get(other) and other not in now]
+    return [other for key, other in pairs if flags.get(key) and recipe.get(other) and other not in flags]
 
 
-def superseded(recipe: Mapping[str, Mapping[str, Any]], flags: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return flat keys of `recipe` that `flags` override implicitly. Both are section -> name -> value.
+def superseded(recipe: Mapping[str, Any], flags: Mapping[str, Any]) -> list[str]:
+    """Return the keys of `recipe` that `flags` override implicitly. All keys are flat.
 
     If a flag selects another algorithm: the loss with all its options, aggregation, advantage, all values of the new
     preset, and values that equal those of the recipe's preset. If a flag selects another loss: the options of losses.
     """
-    before, now = _chosen(recipe), _chosen(flags)
-    algorithm = before.get("algorithm", AlgorithmConfig().algorithm)
-    old = preset_values(algorithm, before.get("loss"))
+    algorithm = recipe.get("algorithm", AlgorithmConfig().algorithm)
+    old = preset_values(algorithm, recipe.get("loss"))
     giving_way: set[str] = set()
-    if now.get("algorithm", algorithm) != algorithm:
-        new = preset_values(now["algorithm"], now.get("loss"))
-        giving_way = set(ALGORITHM_OWN) | set(new) | {flat for flat in old if before.get(flat) == old[flat]}
-    elif now.get("loss", before.get("loss", old.get("loss"))) != before.get("loss", old.get("loss")):
+    if flags.get("algorithm", algorithm) != algorithm:
+        new = preset_values(flags["algorithm"], flags.get("loss"))
+        giving_way = set(ALGORITHM_OWN) | set(new) | {flat for flat in old if recipe.get(flat) == old[flat]}
+    elif flags.get("loss", recipe.get("loss", old.get("loss"))) != recipe.get("loss", old.get("loss")):
         giving_way = set(LOSS_OWN)
-    return [flat for flat in before if flat in giving_way and flat not in now]
-
-
-def _chosen(values: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    return {flat: values[k.section][k.name] for flat, k in all_keys().items() if k.name in values.get(k.section, {})}
+    return [flat for flat in recipe if flat in giving_way and flat not in flags]

@@ -30,7 +30,6 @@ class Preset:
     """Components of an algorithm."""
 
     loss: str
-    when: str  # when to use it, for the docs
     loss_aggregation: str = "token_mean"
     advantage_estimator: str = "grpo"
     options: Mapping[str, Any] = field(default_factory=dict)  # loss options; override the defaults of the loss
@@ -66,58 +65,22 @@ ADVANTAGE_SCALES: Mapping[str, str] = {  # meaning of `--advantage-scale auto`
 LOSS_FIELDS = tuple(sorted(frozenset().union(*(options.reads for options in LOSS_OPTIONS.values()))))
 
 PRESETS: Mapping[str, Preset] = {
-    "grpo": Preset("grpo", "The default: verifiable rewards, a few optimizer steps per rollout."),
-    "dapo": Preset(
-        "grpo",
-        "Long reasoning with falling entropy: a higher upper clip bound, a penalty on overlong responses, and dynamic "
-        "sampling.",
-        options={"eps_clip_high": 0.28},
-        beside={"dynamic_sampling": True, "overlong_penalty": 1.0},
-    ),
-    "dr_grpo": Preset(
-        "grpo",
-        "Responses that get longer but not better: weights do not depend on length or difficulty.",
-        loss_aggregation="fixed_length",
-        advantage_estimator="dr_grpo",
-    ),
-    "gspo": Preset(
-        "gspo",
-        "Mixture-of-experts models and long responses, where ratios of single tokens are noisy. Use several optimizer "
-        "steps per rollout.",
-        loss_aggregation="sequence_mean",
-    ),
-    "cispo": Preset("cispo", "When grpo clips rare but important tokens; several optimizer steps per rollout."),
-    "sapo": Preset(
-        "sapo", "Off-policy training with a smooth gate instead of a clip.", loss_aggregation="sequence_mean"
-    ),
-    "gmpo": Preset(
-        "gmpo",
-        "Outlier ratios of single tokens: their geometric mean is robust and allows a wider clip.",
-        loss_aggregation="sequence_mean",
-    ),
-    "dppo_tv": Preset(
-        "dppo_tv", "Large vocabularies: a ratio clip is too strict for rare tokens and too loose for frequent ones."
-    ),
-    "dppo_kl": Preset("dppo_kl", "As dppo_tv, but stricter for tokens of probability near 1."),
-    "ipo": Preset(
-        "ipo",
-        "When engine and trainer differ, or samples are stale: needs no old logprobs.",
-        advantage_estimator="dr_grpo",
-    ),
-    "reinforce": Preset("reinforce", "One optimizer step per rollout; nothing to tune.", advantage_estimator="dr_grpo"),
-    "rloo": Preset("reinforce", "As reinforce, with an unbiased baseline.", advantage_estimator="rloo"),
-    "reinforce++_baseline": Preset(
-        "grpo",
-        "Few samples per prompt: advantages are scaled over the whole batch.",
-        advantage_estimator="reinforce++_baseline",
-    ),
-    "max_rl": Preset(
-        "grpo", "Hard prompts that are rarely solved, with rewards of 0 and 1.", advantage_estimator="max_rl"
-    ),
-    "opo": Preset(
-        "reinforce", "Strictly on-policy, with responses of very different lengths.", advantage_estimator="opo"
-    ),
-    "sft": Preset("sft", "Supervised training on prompts and labels, without rollouts."),
+    "grpo": Preset("grpo"),
+    "dapo": Preset("grpo", options={"eps_clip_high": 0.28}, beside={"dynamic_sampling": True, "overlong_penalty": 1.0}),
+    "dr_grpo": Preset("grpo", loss_aggregation="fixed_length", advantage_estimator="dr_grpo"),
+    "gspo": Preset("gspo", loss_aggregation="sequence_mean"),
+    "cispo": Preset("cispo"),
+    "sapo": Preset("sapo", loss_aggregation="sequence_mean"),
+    "gmpo": Preset("gmpo", loss_aggregation="sequence_mean"),
+    "dppo_tv": Preset("dppo_tv"),
+    "dppo_kl": Preset("dppo_kl"),
+    "ipo": Preset("ipo", advantage_estimator="dr_grpo"),
+    "reinforce": Preset("reinforce", advantage_estimator="dr_grpo"),
+    "rloo": Preset("reinforce", advantage_estimator="rloo"),
+    "reinforce++_baseline": Preset("grpo", advantage_estimator="reinforce++_baseline"),
+    "max_rl": Preset("grpo", advantage_estimator="max_rl"),
+    "opo": Preset("reinforce", advantage_estimator="opo"),
+    "sft": Preset("sft"),
 }
 
 

@@ -6,7 +6,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 import pydantic
 from pydantic_core import ErrorDetails
 
-from fsdptrain.config.keys import SECTIONS, flag_of
+from fsdptrain.config.keys import Key, all_sections
 from fsdptrain.errors import ConfigError
 from fsdptrain.registry import suggest
 
@@ -23,11 +23,10 @@ def field_problem(error: pydantic.ValidationError, *, section: str) -> ConfigErr
     """Return the first error of a section, such as `--eps-clip must be less than 1, got 1.5`."""
     detail = error.errors(include_url=False)[0]
     name = str(detail["loc"][0])
-    annotation = SECTIONS[section].model_fields[name].annotation
+    key = Key(all_sections()[section], name)
+    annotation = key.field.annotation
     value = detail["input"]
-    return ConfigError(
-        f"{flag_of(section, name)} {_reason(detail, annotation)}, got {_shown(value)}{near(value, annotation)}"
-    )
+    return ConfigError(f"{key.flag} {_reason(detail, annotation)}, got {_shown(value)}{near(value, annotation)}")
 
 
 def _reason(detail: ErrorDetails, annotation: Any) -> str:

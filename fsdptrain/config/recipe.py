@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 import yaml
 
-from fsdptrain.config.effects import NoEffectError
-from fsdptrain.config.keys import all_keys, group_by_section
+from fsdptrain.config.keys import all_keys, flatten
 from fsdptrain.config.precedence import outspoken, superseded
 from fsdptrain.config.root import Config, build_sections
+from fsdptrain.config.rules import NoEffectError
 from fsdptrain.errors import ConfigError
 
 Source = Literal[
@@ -47,29 +47,18 @@ def combine(recipe: Mapping[str, Any], flags: Mapping[str, Any]) -> tuple[Config
     off the feature that they configure (`--eval-interval 0`, `eval_size`); a flag is an alternative to them
     (`--steps-per-rollout`, `global_batch_size`). Without flags nothing is dropped: an inconsistent recipe is an error.
     """
-    given, by_flag = merge(recipe), merge(flags)
+    given, by_flag = flatten(recipe), flatten(flags)
     left_out: dict[str, Source] = dict.fromkeys(superseded(given, by_flag), SUPERSEDED)
     left_out |= dict.fromkeys(outspoken(given, by_flag), LEFT_OUT)
-    for flat in left_out:
-        del given[all_keys()[flat].section][all_keys()[flat].name]
+    given = {flat: value for flat, value in given.items() if flat not in left_out}
     while True:
         try:
-            return Config(**merge(given, by_flag)), left_out
+            return Config(**{**given, **by_flag}), left_out
         except NoEffectError as error:
-            key = all_keys()[error.key]
-            if not flags or key.name in by_flag.get(key.section, {}):
+            if not flags or error.key not in given or error.key in by_flag:
                 raise
-            del given[key.section][key.name]
+            del given[error.key]
             left_out[error.key] = LEFT_OUT
-
-
-def merge(*layers: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Merge to section -> name -> value. Later layers override earlier ones, key by key."""
-    merged: dict[str, dict[str, Any]] = {}
-    for layer in layers:
-        for section, fields in group_by_section(layer).items():
-            merged[section] = {**merged.get(section, {}), **fields}
-    return merged
 
 
 def read_recipe(path: str | Path) -> dict[str, Any]:
@@ -88,7 +77,7 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
             f"--recipe {path} must hold keys with values, such as `lr: 1e-6`, got {type(values).__name__}"
         )
     try:
-        build_sections(values)
+        build_sections(flatten(values))
     except ConfigError as error:
         raise ConfigError(f"recipe {path}: {error}") from error
     return values

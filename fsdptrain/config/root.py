@@ -1,46 +1,38 @@
 """`Config`: all sections, validated, with derived values."""
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from math import prod
+from typing import Any, Literal, TypeVar
 
 import pydantic
+from pydantic import BaseModel
 
 from fsdptrain.config import checks
 from fsdptrain.config.algorithm import AlgorithmConfig, SelectionConfig, ShapingConfig
-from fsdptrain.config.keys import SECTIONS, group_by_section
-from fsdptrain.config.megatron import MegatronConfig
+from fsdptrain.config.data import DataConfig, EnvironmentConfig, RewardConfig
+from fsdptrain.config.keys import all_keys, all_sections, flatten
+from fsdptrain.config.model import FsdpConfig, ModelConfig, OptimConfig, RefConfig
 from fsdptrain.config.presets import ADVANTAGE_SCALES, LOSS_OPTIONS, is_own, preset_values
 from fsdptrain.config.problems import field_problem
-from fsdptrain.config.section import Section
-from fsdptrain.config.sections import (
-    BatchConfig,
-    DataConfig,
-    EnvironmentConfig,
-    FsdpConfig,
-    LaunchConfig,
-    LogConfig,
-    LoraConfig,
-    ModelConfig,
-    OptimConfig,
-    ParallelConfig,
-    RefConfig,
-    RewardConfig,
-    RolloutConfig,
-    RouterConfig,
-    RunConfig,
-)
-from fsdptrain.config.sync import SyncConfig
+from fsdptrain.config.rollout import BatchConfig, RolloutConfig, SyncConfig
+from fsdptrain.config.rules import Column, Condition, NoEffectError
+from fsdptrain.config.run import LaunchConfig, LogConfig, RunConfig
+from fsdptrain.config.section import STRICT, RankGroup, Section
+
+S = TypeVar("S", bound=Section)
 
 
-class Config(Section):
+class Config(BaseModel):
     """Configuration of a run.
 
     `Config(**values)` accepts sections and flat keys. Values that are not given come from the algorithm's preset.
     Raises ConfigError, one line with the flag, for an unknown key, an invalid value or an invalid combination.
     """
 
+    model_config = STRICT
+
     model: ModelConfig = ModelConfig()
-    lora: LoraConfig = LoraConfig()
     data: DataConfig = DataConfig()
     reward: RewardConfig = RewardConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
@@ -50,19 +42,149 @@ class Config(Section):
     optim: OptimConfig = OptimConfig()
     batch: BatchConfig = BatchConfig()
     fsdp: FsdpConfig = FsdpConfig()
-    parallel: ParallelConfig = ParallelConfig()
-    megatron: MegatronConfig = MegatronConfig()
     rollout: RolloutConfig = RolloutConfig()
     sync: SyncConfig = SyncConfig()
     ref: RefConfig = RefConfig()
-    router: RouterConfig = RouterConfig()
     run: RunConfig = RunConfig()
     log: LogConfig = LogConfig()
     launch: LaunchConfig = LaunchConfig()
+    optional: dict[str, Section] = {}
+    """Sections of optional folders and plug-ins, by name. `section` returns one with its type."""
 
     def __init__(self, **values: Any) -> None:
-        super().__init__(**build_sections(_with_preset(values)))
+        given = flatten(values)
+        preset = preset_values(given.get("algorithm", AlgorithmConfig().algorithm), given.get("loss"))
+        built = build_sections({**preset, **given})
+        core = {name: section for name, section in built.items() if name in type(self).model_fields}
+        others = [name for name in all_sections() if name not in type(self).model_fields]
+        super().__init__(**core, optional={name: built.get(name) or all_sections()[name]() for name in others})
         checks.check(self)
+
+    @property
+    def sections(self) -> Iterator[Section]:
+        """All sections, those of the core first."""
+        return (self.named(name) for name in all_sections())
+
+    def named(self, name: str) -> Section:
+        return self.optional[name] if name in self.optional else getattr(self, name)
+
+    def section(self, kind: type[S]) -> S:
+        """Return the section of an optional folder or plug-in; its defaults if it is not installed."""
+        found = self.optional.get(kind.NAME, kind())
+        assert isinstance(found, kind), f"two sections are named {kind.NAME}"
+        return found
+
+    def value(self, flat: str) -> Any:
+        """Return the value of an option by its flat key; None if it is not installed."""
+        key = all_keys().get(flat)
+        return None if key is None else key.value(self)
+
+    def as_dict(self) -> dict[str, dict[str, Any]]:
+        """Return section -> name -> value."""
+        return {name: self.named(name).model_dump() for name in all_sections()}
+
+    def with_values(self, **values: Any) -> "Config":
+        """Return a copy with other values, by flat key. Checks neither values nor combinations."""
+        changes: dict[str, dict[str, Any]] = {}
+        for flat, value in values.items():
+            key = all_keys()[flat]
+            changes.setdefault(key.section, {})[key.name] = value
+        return self._with_sections(self.named(name).model_copy(update=fields) for name, fields in changes.items())
+
+    def undivided(self) -> "Config":
+        """Return a copy for a model that is not divided over ranks."""
+        return self._with_sections(section.undivided() for section in self.sections)
+
+    def _with_sections(self, sections: Iterable[Section]) -> "Config":
+        found = {section.NAME: section for section in sections}
+        core = {name: section for name, section in found.items() if name not in self.optional}
+        optional = {name: found.get(name, section) for name, section in self.optional.items()}
+        return self.model_copy(update={**core, "optional": optional})
+
+    # For the checks
+
+    def is_set(self, flat: str) -> bool:
+        """Whether the value of an option differs from the default and from the algorithm's preset."""
+        preset = preset_values(self.algorithm.algorithm, self.algorithm.loss)
+        return self.value(flat) != preset.get(flat, all_keys()[flat].default)
+
+    def without_effect(self, keys: Iterable[str], reason: str) -> Iterator[NoEffectError]:
+        """Yield an error for each of `keys` (flat) that is set."""
+        for flat in keys:
+            if self.is_set(flat):
+                yield NoEffectError(f"{all_keys()[flat].flag} has no effect {reason}", flat)
+
+    def holds(self, condition: Condition) -> bool:
+        key = condition.key
+        return condition.holds_for(getattr(self, key[1:]) if key.startswith("@") else self.value(key))
+
+    @property
+    def columns(self) -> list[str]:
+        """Flat keys of the options that name columns of the data."""
+        return [flat for flat, key in all_keys().items() if key.is_marked(Column)]
+
+    # What the options of all sections add up to
+
+    @property
+    def rank_groups(self) -> list[RankGroup]:
+        """Groups of ranks that share work, fastest-varying first."""
+        groups, stride = [], 1
+        for group in (group for section in self.sections for group in section.rank_groups):
+            if group.shares_packs:
+                groups.append(replace(group, stride=stride))
+                stride *= group.size
+            else:
+                groups.append(replace(group, stride=group.stride or 1))
+        return groups
+
+    def ranks_along(self, kind: str) -> int:
+        """Return the size of the groups of ranks of a `kind` (tensor, context, experts, ...); 1 if there are none."""
+        return prod(group.size for group in self.rank_groups if group.kind == kind)
+
+    @property
+    def pack_copies(self) -> int:
+        """Number of neighboring processes that receive the same packs and share the work on them."""
+        return prod(group.size for group in self.rank_groups if group.shares_packs)
+
+    @property
+    def token_ranks(self) -> int:
+        """Number of processes that hold a part of the tokens of a pack each."""
+        return prod(group.size for group in self.rank_groups if group.shares_tokens)
+
+    @property
+    def max_tokens_per_pack(self) -> int:
+        """Pack limit over all processes that share a pack. [tokens]"""
+        return self.batch.max_tokens_per_gpu * self.token_ranks
+
+    @property
+    def pack_budget(self) -> str:
+        """Flags that determine `max_tokens_per_pack`, with their values."""
+        groups = [group for group in self.rank_groups if group.shares_tokens and group.size > 1]
+        factors = [f"{all_keys()[group.key].flag} {group.size}" for group in groups]
+        return " x ".join([f"--max-tokens-per-gpu {self.batch.max_tokens_per_gpu}", *factors])
+
+    @property
+    def needs_own_attention(self) -> bool:
+        """Whether the options require attention features that flash-attn kernels do not support."""
+        return any(section.needs_own_attention for section in self.sections)
+
+    @property
+    def stores_reference(self) -> bool:
+        """Whether there is a reference model with weights of its own."""
+        provided = any(section.provides_reference for section in self.sections) and self.ref.load is None
+        return self.needs_reference and not provided
+
+    @property
+    def engine_has_own_devices(self) -> bool:
+        """Whether the engine runs outside of the trainer's processes and devices."""
+        return any(section.engine_has_own_devices for section in self.sections)
+
+    @property
+    def inexact_engine(self) -> str:
+        """Option that makes the engine compute other numbers than the trainer on purpose, or ""."""
+        return next(filter(None, (section.inexact_engine for section in self.sections)), "")
+
+    # Derived values
 
     @property
     def compute_dtype_name(self) -> Literal["bfloat16", "float16", "float32"]:
@@ -134,31 +256,6 @@ class Config(Section):
         return self.run.num_rollout * self.steps_per_rollout
 
     @property
-    def max_tokens_per_pack(self) -> int:
-        """Pack limit over all processes that share a pack. [tokens]"""
-        return self.batch.max_tokens_per_gpu * self.parallel.context_parallel_size
-
-    @property
-    def pack_budget(self) -> str:
-        """Flags that determine `max_tokens_per_pack`, with their values."""
-        context = self.parallel.context_parallel_size
-        beside = f" x --context-parallel-size {context}" if context > 1 else ""
-        return f"--max-tokens-per-gpu {self.batch.max_tokens_per_gpu}{beside}"
-
-    @property
-    def pack_copies(self) -> int:
-        """Number of neighboring processes that receive the same packs and share the work on them."""
-        if self.parallel.backend == "megatron":
-            split = self.megatron
-            return split.tensor_parallel * split.context_parallel * split.pipeline_parallel
-        return self.parallel.tensor_parallel_size * self.parallel.context_parallel_size
-
-    @property
-    def needs_own_attention(self) -> bool:
-        """Whether the options require attention features that flash-attn kernels do not support."""
-        return self.parallel.context_parallel_size > 1 or self.batch.prefix_sharing == "on"
-
-    @property
     def prompt_budget(self) -> int:
         """Prompt limit: --rollout-max-prompt-len, or the room that a response leaves in a pack. [tokens]"""
         if self.rollout.max_prompt_len is not None:
@@ -193,21 +290,15 @@ class Config(Section):
         return self.algorithm.algorithm != "sft" or self.evaluates
 
 
-def _with_preset(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return section -> name -> value, with missing values filled from the algorithm's preset."""
-    grouped = group_by_section(values)
-    given = grouped.get("algorithm", {})
-    preset = preset_values(given.get("algorithm", AlgorithmConfig().algorithm), given.get("loss"))
-    by_section = group_by_section(preset)
-    return {name: {**by_section.get(name, {}), **grouped.get(name, {})} for name in {**grouped, **by_section}}
-
-
 def build_sections(values: Mapping[str, Any]) -> dict[str, Section]:
-    """Build and validate the sections in `values`. Raises ConfigError for the first invalid field."""
+    """Build and validate the sections of `values` (flat). Raises ConfigError for the first invalid field."""
+    grouped: dict[str, dict[str, Any]] = {}
+    for flat, value in values.items():
+        grouped.setdefault(all_keys()[flat].section, {})[all_keys()[flat].name] = value
     sections: dict[str, Section] = {}
-    for name, fields in group_by_section(values).items():
+    for name, fields in grouped.items():
         try:
-            sections[name] = SECTIONS[name](**fields)
+            sections[name] = all_sections()[name](**fields)
         except pydantic.ValidationError as error:
             raise field_problem(error, section=name) from None
     return sections

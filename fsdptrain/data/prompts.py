@@ -217,7 +217,7 @@ def make_prompt(
         from fsdptrain.data.images import read_images
 
         render = partial(_render_chat, tokenizer=tokenizer, data=data, system_prompt=system_prompt, row_id=row.id)
-        token_ids, images = read_images(row, processor, render, column=str(data.image_key))
+        token_ids, images = read_images(row, processor, render, column=processor.image_key)
     elif data.apply_chat_template:
         text = _render_chat(as_messages(row.prompt), tokenizer, data=data, system_prompt=system_prompt, row_id=row.id)
         token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -18,7 +18,7 @@ from fsdptrain.registry import suggest
 GENERATOR = "reasoning_gym:"
 
 
-def load_rows(data: DataConfig, *, seed: int, flag: str = "--prompt-data") -> Rows:
+def load_rows(data: DataConfig, *, seed: int, flag: str = "--prompt-data", image_key: str | None = None) -> Rows:
     """Load the rows of `data.prompt_data`. For evaluation data, pass a modified copy of `data` and the matching `flag`.
 
     Raises ConfigError for an unknown task, parameter or option, and DataError for unreadable data.
@@ -29,7 +29,7 @@ def load_rows(data: DataConfig, *, seed: int, flag: str = "--prompt-data") -> Ro
         return _generate(name.removeprefix(GENERATOR), {"seed": seed, "size": data.data_size, **options}, flag=flag)
     from fsdptrain.data.tables import load_table_rows
 
-    return load_table_rows(name, {"split": data.prompt_split, **options}, data, flag=flag)
+    return load_table_rows(name, {"split": data.prompt_split, **options}, data, flag=flag, image_key=image_key)
 
 
 class _GeneratedRows:

@@ -16,10 +16,11 @@ from fsdptrain.types import Message
 FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 
-def load_table_rows(name: str, options: dict[str, Any], data: DataConfig, *, flag: str) -> Rows:
+def load_table_rows(name: str, options: dict[str, Any], data: DataConfig, *, flag: str, image_key: str | None) -> Rows:
     """Load the table `name`: a file, a folder, or a data set of the hub. options: of `datasets.load_dataset`."""
     table, path = _load_table(name, options, flag=flag), Path(name)
-    return as_rows(table, data, name=path.name if path.exists() else name, flag=flag, folder=_folder_of(path))
+    name = path.name if path.exists() else name
+    return as_rows(table, data, name=name, flag=flag, folder=_folder_of(path), image_key=image_key)
 
 
 def as_rows(
@@ -29,10 +30,11 @@ def as_rows(
     name: str = "dataset",
     flag: str = "--prompt-data",
     folder: Path = Path(),
+    image_key: str | None = None,
 ) -> Rows:
     """Return rows of a list of `Row`, or of mappings with the columns in `data` (`label_key` "": no labels).
 
-    `folder` is the base directory of image files.
+    `folder` is the base directory of image files, `image_key` the column of images.
     """
     if len(dataset) == 0:
         raise DataError(f"{flag} {name} has no rows; check the file and --prompt-split {data.prompt_split}")
@@ -43,9 +45,9 @@ def as_rows(
         _check_column(option, column, first, where=f"{flag} {name}")
     if data.metadata_key is not None:
         _check_column("--metadata-key", data.metadata_key, first, where=f"{flag} {name}")
-    if data.image_key is not None:
-        _check_column("--image-key", data.image_key, first, where=f"{flag} {name}")
-    keys = (data.input_key, data.label_key, data.metadata_key, data.image_key)
+    if image_key is not None:
+        _check_column("--image-key", image_key, first, where=f"{flag} {name}")
+    keys = (data.input_key, data.label_key, data.metadata_key, image_key)
     return _TableRows(dataset, name, *keys, folder)  # type: ignore[arg-type]
 
 

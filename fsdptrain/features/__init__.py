@@ -1,7 +1,7 @@
-"""The table of features. A feature's modules are imported only if the configuration enables it.
+"""The tables of sections and of features. A feature's modules but `config` are imported only if it is enabled.
 
-The order is that of the hooks: adapters wrap stock modules, ranks split the wrapped modules, then layers are compiled
-and recomputed, their routers wrapped and their activations offloaded.
+The order of features is that of the hooks: adapters wrap stock modules, ranks split the wrapped modules, then layers
+are compiled and recomputed, their routers wrapped and their activations offloaded.
 """
 
 import importlib
@@ -10,7 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdptrain.config import Config
+from fsdptrain.config import Config, Section
+from fsdptrain.features.activation_memory.config import ActivationMemoryConfig
+from fsdptrain.features.compile.config import CompileConfig
+from fsdptrain.features.context_parallel.config import ContextParallelConfig
+from fsdptrain.features.lora.config import LoraConfig
+from fsdptrain.features.model_parallel.config import ModelParallelConfig
+from fsdptrain.features.moe.config import RouterConfig
+from fsdptrain.features.prefix_sharing.config import PrefixSharingConfig
+from fsdptrain.features.vision.config import VisionConfig
 
 if TYPE_CHECKING:
     from fsdptrain.feature import Feature
@@ -36,24 +44,34 @@ class Entry:
 
 
 def _shares_prefixes(config: Config) -> bool:
-    from fsdptrain.features.prefix_sharing.checks import configured_obstacle
+    from fsdptrain import platform  # imports torch
 
-    return not configured_obstacle(config)
-
-
-def _uses_router(config: Config) -> bool:
-    router = config.router
-    return router.replay != "off" or router.aux_loss_coef != 0 or router.bias_update_rate > 0
+    return not config.section(PrefixSharingConfig).obstacle(config, on_gpu=platform.has_accelerator())
 
 
+SECTIONS: tuple[type[Section], ...] = (
+    LoraConfig,
+    VisionConfig,
+    RouterConfig,
+    ModelParallelConfig,
+    ContextParallelConfig,
+    PrefixSharingConfig,
+    ActivationMemoryConfig,
+    CompileConfig,
+)
 FEATURES = (
-    Entry("lora:LoraFeature", lambda config: config.lora.rank > 0),
-    Entry("context_parallel:ContextParallelFeature", lambda config: config.parallel.context_parallel_size > 1),
-    Entry("model_parallel:ModelParallelFeature", lambda config: config.parallel.splits),
-    Entry("compile:CompileFeature", lambda config: config.model.compile),
-    Entry("activation_memory:CheckpointingFeature", lambda config: config.model.gradient_checkpointing),
-    Entry("moe:MoEFeature", _uses_router),
-    Entry("activation_memory:OffloadFeature", lambda config: config.model.offload_activations),
-    Entry("vision:VisionFeature", lambda config: config.data.image_key is not None),
+    Entry("lora:LoraFeature", lambda config: config.section(LoraConfig).enabled),
+    Entry("context_parallel:ContextParallelFeature", lambda config: config.section(ContextParallelConfig).enabled),
+    Entry("model_parallel:ModelParallelFeature", lambda config: config.section(ModelParallelConfig).enabled),
+    Entry("compile:CompileFeature", lambda config: config.section(CompileConfig).compile),
+    Entry(
+        "activation_memory:CheckpointingFeature",
+        lambda config: config.section(ActivationMemoryConfig).gradient_checkpointing,
+    ),
+    Entry("moe:MoEFeature", lambda config: config.section(RouterConfig).enabled),
+    Entry(
+        "activation_memory:OffloadFeature", lambda config: config.section(ActivationMemoryConfig).offload_activations
+    ),
+    Entry("vision:VisionFeature", lambda config: config.section(VisionConfig).enabled),
     Entry("prefix_sharing:PrefixSharingFeature", _shares_prefixes),
 )

@@ -65,9 +65,9 @@ class FSDPBackend:
         self.device = platform.local_device()
         self._meshes = build_meshes(
             replicate_size=config.fsdp.replicate_size,
-            tensor_size=config.parallel.tensor_parallel_size,
-            expert_size=config.parallel.expert_parallel_size,
-            context_size=config.parallel.context_parallel_size,
+            tensor_size=config.ranks_along("tensor"),
+            expert_size=config.ranks_along("experts"),
+            context_size=config.ranks_along("context"),
         )
         self.compute_dtype: torch.dtype = getattr(torch, config.compute_dtype_name)
         self.checkpoint_path = resolve_checkpoint(config.model.hf_checkpoint)

@@ -29,7 +29,7 @@ class TrackioLogger:
             self._run = trackio.init(
                 project=info.project,
                 name=info.run_name,
-                config=info.config.model_dump() if info.config is not None else None,
+                config=info.config.as_dict() if info.config is not None else None,
                 resume="allow" if info.resumed_step is not None else "never",
                 embed=False,
                 auto_log_gpu=False,

@@ -26,7 +26,7 @@ class WandbLogger:
                 id=_run_id(info.output_dir, fresh=info.resumed_step is None),
                 resume="allow",
                 dir=info.output_dir,
-                config=info.config.model_dump() if info.config is not None else {},
+                config=info.config.as_dict() if info.config is not None else {},
                 settings=wandb.Settings(silent=True, console="off"),
             )
         except (UsageError, CommError) as error:

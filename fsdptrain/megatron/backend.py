@@ -21,6 +21,7 @@ from fsdptrain.fsdp.metric_sums import MetricSums
 from fsdptrain.fsdp.optimizer import Optimizer
 from fsdptrain.fsdp.reference import ReferenceBank
 from fsdptrain.megatron.bridge import choose_bridge, load_by_bridge
+from fsdptrain.megatron.config import MegatronConfig
 from fsdptrain.megatron.cpu_shims import prepare_megatron
 from fsdptrain.megatron.forward import Scorer, from_last_stage, layout_of, run_packs
 from fsdptrain.megatron.groups import process_groups, start_groups
@@ -59,7 +60,8 @@ class MegatronBackend:
 
     def __init__(self, config: Config, *, total_steps: int) -> None:
         """Build, load and verify the model. Raises ConfigError, CheckpointError or NumericsError."""
-        self._config, split = config, config.megatron
+        self._config, split = config, config.section(MegatronConfig)
+        self._split = split
         self.device = platform.local_device()
         self.checkpoint_path = resolve_checkpoint(config.model.hf_checkpoint)
         trust = config.model.trust_remote_code
@@ -86,7 +88,7 @@ class MegatronBackend:
         self._wrapped = wrap(self._model)
         self._masters = masters = Masters(self._wrapped)
         self._bridge, self._conversion = choose_bridge(
-            config.megatron.bridge, self._model, self.hf_config, self.checkpoint_path, self.compute_dtype
+            split.bridge, self._model, self.hf_config, self.checkpoint_path, self.compute_dtype
         )
         self._reference = self._load()
         self._reference_moved = False
@@ -204,7 +206,7 @@ class MegatronBackend:
             self._read(config.ref.load, "--ref-load")
             bank = ReferenceBank(self._model)
         if self._bridge is not None:
-            load_by_bridge(self._bridge, config.megatron.bridge, self.checkpoint_path, self.weights)
+            load_by_bridge(self._bridge, self._split.bridge, self.checkpoint_path, self.weights)
             self._masters.begin_from_model()
         else:
             self._read(str(self.checkpoint_path), "--hf-checkpoint", self._masters.take)
@@ -221,7 +223,7 @@ class MegatronBackend:
         return nullcontext() if role == "policy" else self._bank.swapped_into(self._model)
 
     def _run(self, batches: Sequence[PackedBatch], finish: Callable[..., Any], *, train: bool) -> list[Any]:
-        gathers = self._config.megatron.moe_dispatcher == "allgather"
+        gathers = self._split.moe_dispatcher == "allgather"
         shared = self._groups.ep if gathers else None
         model = self._wrapped if train else self._model
         return run_packs(model, batches, finish, layout=self._layout, train=train, same_shape=shared)
@@ -249,7 +251,7 @@ class MegatronBackend:
     def _why_padded(self) -> str:
         if self._layout == "packed":
             return ""
-        if self._config.megatron.moe_dispatcher == "allgather":
+        if self._split.moe_dispatcher == "allgather":
             return "--megatron-moe-dispatcher allgather wants rows of one shape"
         if has_transformer_engine():
             return "Transformer Engine packs in half precision alone"

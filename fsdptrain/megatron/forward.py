@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedConfig
 
-from fsdptrain.config.megatron import MegatronConfig
+from fsdptrain.megatron.config import MegatronConfig
 from fsdptrain.megatron.dealing import deal
 from fsdptrain.megatron.groups import process_groups
 from fsdptrain.megatron.model import WRAPPED

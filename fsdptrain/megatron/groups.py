@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdptrain import platform
-from fsdptrain.config.megatron import MegatronConfig
+from fsdptrain.megatron.config import MegatronConfig
 from fsdptrain.megatron.cpu_shims import ignore_older_names, quiet_megatron
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 
 from fsdptrain import platform
 from fsdptrain.config import Config
-from fsdptrain.config.megatron import MegatronConfig
 from fsdptrain.errors import ConfigError
 from fsdptrain.megatron.bridge import choose_bridge
+from fsdptrain.megatron.config import MegatronConfig
 from fsdptrain.megatron.cpu_shims import prepare_megatron
 from fsdptrain.megatron.forward import layout_of
 from fsdptrain.megatron.groups import start_groups, stop_groups
@@ -48,10 +48,11 @@ def inspect_build(config: Config) -> BuildInspection:
     path = resolve_config(config.model.hf_checkpoint)
     stock = build_meta_model(path, trust_remote_code=config.model.trust_remote_code, attn_implementation="eager")
     options = build_options(config)
-    transformer_config(stock.config, config.megatron, **options)  # raises ConfigError for unsupported parallel sizes
-    wrapped = WRAPPED if config.megatron.context_parallel > 1 else None  # as in the run; the copy is not sharded
-    one = MegatronConfig(moe_dispatcher=config.megatron.moe_dispatcher, spec=config.megatron.spec or wrapped)
-    layout = layout_of(stock.config, config.megatron, has_engine=options["has_engine"], dtype=options["dtype"])
+    split = config.section(MegatronConfig)
+    transformer_config(stock.config, split, **options)  # raises ConfigError for unsupported parallel sizes
+    wrapped = WRAPPED if split.context_parallel > 1 else None  # as in the run; the copy is not sharded
+    one = MegatronConfig(moe_dispatcher=split.moe_dispatcher, spec=split.spec or wrapped)
+    layout = layout_of(stock.config, split, has_engine=options["has_engine"], dtype=options["dtype"])
     with platform.process_group(config.launch.dist_timeout):
         start_groups(one, timeout_s=config.launch.dist_timeout)
         try:
@@ -59,7 +60,7 @@ def inspect_build(config: Config) -> BuildInspection:
             small, model = small_models(stock.config, one, options, device=platform.local_device())
             report = build_report(model, small, layout=layout)
             difference, tolerance = check_parity(small, model, one, options)
-            _, conversion = choose_bridge(config.megatron.bridge, model, small.config, path, options["dtype"])
+            _, conversion = choose_bridge(split.bridge, model, small.config, path, options["dtype"])
         finally:
             stop_groups()
     kernels = [*report.kernels, conversion]

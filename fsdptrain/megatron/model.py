@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 
 from fsdptrain import platform, registry
 from fsdptrain.config import Config
+from fsdptrain.features.activation_memory.config import ActivationMemoryConfig
 from fsdptrain.megatron.cpu_shims import quiet_megatron
 from fsdptrain.megatron.groups import process_groups
 from fsdptrain.megatron.local_spec import completed
@@ -36,7 +37,7 @@ def build_options(config: Config) -> dict[str, Any]:
         "dtype": getattr(torch, config.compute_dtype_name),
         "has_engine": has_transformer_engine(),
         "on_cpu": not platform.has_accelerator(),
-        "recompute": config.model.gradient_checkpointing,
+        "recompute": config.section(ActivationMemoryConfig).gradient_checkpointing,
         "deterministic": config.model.deterministic_mode,
     }
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdptrain import platform
-from fsdptrain.config.megatron import MegatronConfig
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import CheckpointError, ConfigError, NumericsError
+from fsdptrain.megatron.config import MegatronConfig
 from fsdptrain.megatron.forward import Scorer, layout_of, run_packs
 from fsdptrain.megatron.model import build_model
 from fsdptrain.megatron.transformer_config import family_of, transformer_config

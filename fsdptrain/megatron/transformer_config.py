@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedConfig
 
-from fsdptrain.config.megatron import MegatronConfig
 from fsdptrain.errors import ConfigError
+from fsdptrain.megatron.config import MegatronConfig
 from fsdptrain.megatron.cpu_shims import quiet_megatron
 from fsdptrain.model.structure import expert_choice, head_size
 

@@ -66,7 +66,7 @@ def demand_of(
         reshard_after_forward=config.fsdp.reshard_after_forward,
         embedded_engine=embedded_engine,
         offload_train=config.sync.offload_train,
-        reference=config.needs_reference and (not config.lora.rank or config.ref.load is not None),
+        reference=config.stores_reference,
         load_strategy=config.model.load_strategy,
         async_save=config.run.async_save,
         moving_reference=config.ref.update_interval is not None,

@@ -18,10 +18,9 @@ class Grid:
     @classmethod
     def of(cls, config: Config, num_gpus: int) -> "Grid":
         """Create the grid of `config`. If `num_gpus` does not fit, it is rounded down."""
-        replicas, tensor = config.fsdp.replicate_size, config.parallel.tensor_parallel_size
+        replicas, tensor = config.fsdp.replicate_size, config.ranks_along("tensor")
         shards = max(1, num_gpus // replicas // tensor)
-        parallel = config.parallel
-        return cls(replicas, shards, tensor, parallel.expert_parallel_size, parallel.context_parallel_size)
+        return cls(replicas, shards, tensor, config.ranks_along("experts"), config.ranks_along("context"))
 
     @property
     def is_split(self) -> bool:

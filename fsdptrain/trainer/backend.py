@@ -64,7 +64,7 @@ def build_backend(
     """
     install_platform_overrides()
     options: dict[str, Any] = {"total_steps": config.total_optimizer_steps}
-    if config.parallel.backend == "megatron":
+    if config.model.backend == "megatron":
         return importlib.import_module("fsdptrain.megatron.backend").MegatronBackend(config, **options)
     from fsdptrain.fsdp.backend import FSDPBackend
 

@@ -43,7 +43,7 @@ class PackingRules:
             seed=config.run.seed,
             layout=layout,
             copies=config.pack_copies,
-            row_multiple=config.parallel.context_parallel_size,
+            row_multiple=config.token_ranks,
             features=features,
         )
 

@@ -21,7 +21,6 @@ from fsdptrain.algo.corrections import CORRECTIONS
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.config import Config
 from fsdptrain.config.algorithm import AlgorithmConfig
-from fsdptrain.config.server_checks import SERVER_ENGINE
 from fsdptrain.data.prompts import PromptStream
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import CheckpointError, ConfigError, DataError
@@ -169,7 +168,7 @@ def open_loggers(config: Config, folder: RunFolder, stack: ExitStack) -> list[Lo
 
 def open_backend(config: Config, features: Features, *, generates: bool) -> PolicyBackend:
     """Load the policy and log how it is computed. generates: the run has an engine. Collective."""
-    embedded = generates and config.rollout.engine != SERVER_ENGINE  # servers have their own devices
+    embedded = generates and not config.engine_has_own_devices
     backend = build_backend(
         config, features=features, before_load=lambda model: plan_memory(model, config, embedded_engine=embedded)
     )

@@ -33,12 +33,12 @@ def build_data(
     processor: PromptProcessor | None = None,
 ) -> tuple[PromptStream, list[Prompt]]:
     """Build the stream of training prompts and the held-out prompts (none if the run never evaluates)."""
-    data = config.data
-    rows = _rows(config, environment, dataset)
+    data, image_key = config.data, None if processor is None else processor.image_key
+    rows = _rows(config, environment, dataset, image_key)
     held_out: list[Row] = []
     if config.evaluates and data.eval_prompt_data is not None:
         source = data.model_copy(update={"prompt_data": data.eval_prompt_data})
-        other = load_rows(source, seed=config.run.seed, flag="--eval-prompt-data")
+        other = load_rows(source, seed=config.run.seed, flag="--eval-prompt-data", image_key=image_key)
         held_out = [other[i] for i in range(min(len(other), data.eval_size or DEFAULT_EVAL_SIZE))]
     elif config.evaluates:
         size = min(DEFAULT_EVAL_SIZE, len(rows) // 10) if data.eval_size is None else data.eval_size
@@ -72,13 +72,18 @@ def build_curriculum(selection: SelectionConfig, *, num_rows: int) -> "PassRates
     return PassRates(num_rows, floor=selection.curriculum_floor, decay=selection.curriculum_decay)
 
 
-def _rows(config: Config, environment: "LoadedEnvironment | None", dataset: Sequence[Mapping[str, Any]] | None) -> Rows:
+def _rows(
+    config: Config,
+    environment: "LoadedEnvironment | None",
+    dataset: Sequence[Mapping[str, Any]] | None,
+    image_key: str | None,
+) -> Rows:
     if dataset is None and config.data.prompt_data != ENVIRONMENT_DATA:
-        return load_rows(config.data, seed=config.run.seed)
+        return load_rows(config.data, seed=config.run.seed, image_key=image_key)
     from fsdptrain.data.tables import as_rows, environment_rows
 
     if dataset is not None:
-        return as_rows(dataset, config.data)
+        return as_rows(dataset, config.data, image_key=image_key)
     if environment is None or environment.dataset is None:
         name = config.environment.environment
         raise DataError(

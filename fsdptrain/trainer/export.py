@@ -8,7 +8,6 @@ import torch.distributed as dist
 
 from fsdptrain import platform
 from fsdptrain.config import Config, check_world_size, load_recipe
-from fsdptrain.config.megatron import MegatronConfig
 from fsdptrain.errors import CheckpointError, ConfigError
 from fsdptrain.trainer.backend import build_backend
 from fsdptrain.trainer.run_dir import CONFIG_FILE
@@ -43,8 +42,5 @@ def _split_to_fit(config: Config, world_size: int) -> Config:
         check_world_size(config, world_size)
     except ConfigError as error:
         log.info("the model is loaded undivided, unlike in the run: %s", error)
-        one = {"tensor_parallel_size": 1, "expert_parallel_size": 1, "context_parallel_size": 1}
-        parallel = config.parallel.model_copy(update=one)
-        megatron = MegatronConfig(moe_dispatcher=config.megatron.moe_dispatcher, spec=config.megatron.spec)
-        return config.model_copy(update={"parallel": parallel, "megatron": megatron})
+        return config.undivided()
     return config

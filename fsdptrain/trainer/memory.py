@@ -49,7 +49,7 @@ def planned_memory(model: PreTrainedModel, config: Config) -> int | None:
 
     None without a device, and if no plan is possible.
     """
-    plans = platform.has_accelerator() and config.parallel.backend == "fsdp"
+    plans = platform.has_accelerator() and config.model.backend == "fsdp"
     if not plans or importlib.util.find_spec("fsdptrain.tools") is None:
         return None
     tools = importlib.import_module("fsdptrain.tools.plan.plan")

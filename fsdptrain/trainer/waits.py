@@ -7,7 +7,6 @@ from functools import partial
 import torch.distributed as dist
 
 from fsdptrain.config import Config
-from fsdptrain.config.server_checks import SERVER_ENGINE
 from fsdptrain.rollout.stacks import StackDump
 from fsdptrain.trainer.run_dir import RunFolder
 
@@ -21,7 +20,7 @@ def watched_waits(config: Config, folder: RunFolder, stack: ExitStack) -> Waits:
 
     Server engines have their own deadlines and stack dumps, so it does nothing for them.
     """
-    if config.rollout.engine == SERVER_ENGINE:
+    if config.engine_has_own_devices:
         return nullcontext
     stacks = StackDump(folder.path / "stacks", dist.get_rank())
     stack.callback(stacks.close)

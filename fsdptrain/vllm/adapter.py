@@ -8,8 +8,8 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fsdptrain.config import LoraConfig
 from fsdptrain.errors import ConfigError
+from fsdptrain.features.lora.config import LoraConfig
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM 0.32 supports
 

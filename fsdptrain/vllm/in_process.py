@@ -24,6 +24,7 @@ from fsdptrain.rollout.stop_tokens import stop_tokens
 from fsdptrain.types import ChecksumKind, Completion, Prompt, SamplingParams
 from fsdptrain.vllm.adapter import AdapterSlot
 from fsdptrain.vllm.call_limit import CallLimit
+from fsdptrain.vllm.config import VllmConfig
 from fsdptrain.vllm.options import derived_options, engine_options, require_free, routes_of, sampling_options
 from fsdptrain.vllm.worker.readback import checksums
 
@@ -216,7 +217,7 @@ def _key(prompt: Prompt) -> tuple[str, tuple[int, ...], int | None]:
 
 def build_vllm_engine(config: Config, *, checkpoint: Path, device: torch.device) -> VLLMEngine:
     """Raises ConfigError for --rollout-engine-args that vLLM does not have or that fsdptrain must set."""
-    args, on_gpu = config.rollout.engine_args, device.type == "cuda"
+    args, on_gpu = config.section(VllmConfig).engine_args, device.type == "cuda"
     options = engine_options(config, on_gpu=on_gpu)
     options |= {"seed": config.rollout.seed, "enforce_eager": not on_gpu, "enable_sleep_mode": on_gpu}
     options |= _parallel_options(
@@ -234,13 +235,13 @@ def build_vllm_engine(config: Config, *, checkpoint: Path, device: torch.device)
         if name not in known:
             raise ConfigError(f"--rollout-engine-args {name}: vLLM has no such option{suggest(name, known)}")
     options |= {**args, **derived_options(config, checkpoint, device.type)}
-    limit = CallLimit(config.rollout.timeout, Path(config.run.output_dir) / "stacks", dist.get_rank())
+    limit = CallLimit(config.section(VllmConfig).timeout, Path(config.run.output_dir) / "stacks", dist.get_rank())
     return VLLMEngine(checkpoint, limit=limit, trust_remote_code=config.model.trust_remote_code, **options)
 
 
 def _reload(worker: Any, *, weights: Iterable[tuple[str, Tensor]]) -> None:
     """Runs in vLLM's worker, which is this process."""
-    from vllm.config import set_current_vllm_config  # pyright: ignore[reportMissingImports] - an extra
+    from vllm.config import set_current_vllm_config  # pyright: ignore - an extra, not the module beside this one
 
     from fsdptrain.vllm.worker.reload import WeightReload
 

@@ -14,28 +14,31 @@ from transformers import AutoConfig, PreTrainedConfig
 from fsdptrain import platform
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
+from fsdptrain.features.lora.config import LoraConfig
+from fsdptrain.features.moe.config import RouterConfig
 from fsdptrain.rollout.sampling import seed_of
 from fsdptrain.types import Prompt, SamplingParams
 from fsdptrain.vllm.adapter import adapter_options
+from fsdptrain.vllm.config import VllmConfig
 
 _HOPPER = (9, 0)
 
 
 def engine_options(config: Config, *, on_gpu: bool) -> dict[str, Any]:
     """Options that --rollout-engine-args may override."""
-    rollout = config.rollout
+    vllm, lora = config.section(VllmConfig), config.section(LoraConfig)
     options: dict[str, Any] = {
         "dtype": config.compute_dtype_name,
-        "max_model_len": config.prompt_budget + rollout.max_response_len,
+        "max_model_len": config.prompt_budget + config.rollout.max_response_len,
     }
     if not on_gpu:
         options["enforce_eager"] = True
         # vLLM 0.32 dies of a seeded request whose prompt is read in chunks: "CPU Generator does not use offset"
         options["enable_chunked_prefill"] = False
-    if rollout.kv_cache_gib is not None or not on_gpu:
-        options["kv_cache_memory_bytes"] = int((rollout.kv_cache_gib or 1.0) * platform.GIB)
-    if config.lora.sync == "adapter":
-        options |= adapter_options(config.lora)
+    if vllm.kv_cache_gib is not None or not on_gpu:
+        options["kv_cache_memory_bytes"] = int((vllm.kv_cache_gib or 1.0) * platform.GIB)
+    if lora.sync == "adapter":
+        options |= adapter_options(lora)
     return options
 
 
@@ -48,10 +51,10 @@ def require_free(engine_args: Mapping[str, Any], reserved: frozenset[str]) -> No
 
 def derived_options(config: Config, checkpoint: Path, device_type: str) -> dict[str, Any]:
     """Options that go over --rollout-engine-args; they contain what the user gave of the same option."""
-    options = routes_options(config.router.replay, device_type)
+    options = routes_options(config.section(RouterConfig).replay, device_type)
     if device_type == "cuda":
         model_config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=config.model.trust_remote_code)
-        options |= gdn_options(model_config, torch.cuda.get_device_capability(), config.rollout.engine_args)
+        options |= gdn_options(model_config, torch.cuda.get_device_capability(), config.section(VllmConfig).engine_args)
     return options
 
 

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fsdptrain.algo.losses import LOSSES
-from fsdptrain.config.effects import NoEffectError
+from fsdptrain.config.rules import NoEffectError
 from fsdptrain.errors import RolloutError
 from fsdptrain.features.moe.bias import choice_biases
 from fsdptrain.fsdp.backend import FSDPBackend

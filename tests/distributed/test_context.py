@@ -9,9 +9,9 @@ from torch import Tensor, UntypedStorage
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 
-from fsdptrain.config.sections import ParallelConfig
 from fsdptrain.feature import Features
 from fsdptrain.features.activation_memory.checkpointing import enable_gradient_checkpointing
+from fsdptrain.features.context_parallel.config import ContextParallelConfig
 from fsdptrain.features.context_parallel.recurrent import check_dealing
 from fsdptrain.features.context_parallel.ulysses import UlyssesGroup
 from fsdptrain.model.attention.attention import SEGMENTS, register_attention, set_attention
@@ -94,7 +94,7 @@ def dealt(family: str, changes: dict, layout: Layout, *, again: bool = False) ->
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("context",))
     context = UlyssesGroup.of(mesh)
     recurrent = "gather" if family == "qwen3_next" else "refuse"
-    parallel = ParallelConfig(context_parallel_size=context.size, context_parallel_recurrent=recurrent)
+    parallel = ContextParallelConfig(context_parallel_size=context.size, context_parallel_recurrent=recurrent)
     feature = context_parallel(context, check_dealing(model, parallel))
     if again:
         enable_gradient_checkpointing(model)

@@ -10,6 +10,7 @@ import torch
 
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.config import Config
+from fsdptrain.features.activation_memory.config import ActivationMemoryConfig
 from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.fsdp.shards import local_shard
 from fsdptrain.model.policy import plain_batch
@@ -71,7 +72,7 @@ def measured(path: str, tokens: int, options: dict[str, Any]) -> tuple[int, int]
     moments = training_moments(planner.trace(config), sharding(planner.pieces(config), config))
     device = planner.training(config).total
     planned = max(moment.total + moment.on_host for moment in moments)  # here both are the memory of the host
-    assert planned == device or config.model.offload_activations
+    assert planned == device or config.section(ActivationMemoryConfig).offload_activations
     planned += 2 * shard if config.optim.offload_optimizer else 0
     logged = planned_memory(backend.model, config)  # of a run on GPUs: generation too
     assert logged is not None

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fsdptrain.algo.losses import LOSSES
-from fsdptrain.config.effects import NoEffectError
+from fsdptrain.config.rules import NoEffectError
 from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.testing import save_tiny_checkpoint, spawn
 from fsdptrain.types import NO_ROUTE, LossConfig, Sample

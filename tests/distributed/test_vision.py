@@ -28,7 +28,7 @@ def samples_and_images(folder: Path) -> tuple[list[Sample], dict[str, Images]]:
 
     One answer holds the token that stands for an image: a word like any other, when the model says it.
     """
-    processor = ImageProcessor(folder, trust_remote_code=False)
+    processor = ImageProcessor(folder, trust_remote_code=False, image_key="images")
     place = (
         "<|vision_start|>"
         if processor._processor.image_token == "<|vision_start|>"

@@ -9,6 +9,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 from fsdptrain import cli
+from fsdptrain.config.keys import all_keys, all_sections
 from fsdptrain.testing import free_port, preloaded_context, rank_variables
 
 TINY_RUN = [
@@ -75,4 +76,6 @@ def _main(argv: list[str], folder: Path, variables: Mapping[str, str]) -> None:
     os.environ.update(variables, OMP_NUM_THREADS="1")
     if "PYTHONPATH" in variables:
         sys.path.insert(0, variables["PYTHONPATH"])  # the process has started already
+        all_sections.cache_clear()
+        all_keys.cache_clear()
     sys.exit(cli.run(argv))

@@ -59,11 +59,6 @@ def empty_data(folder: Path, checkpoint: Path) -> list[str]:
     return ["--prompt-data", str(folder / "rows.jsonl"), "--reward", "exact"]
 
 
-def unknown_recipe_key(folder: Path, checkpoint: Path) -> list[str]:
-    (folder / "r.yaml").write_text("optim:\n  learning_rate: 1e-5\n")
-    return ["--recipe", str(folder / "r.yaml")]
-
-
 def raising_reward(folder: Path, checkpoint: Path) -> list[str]:
     return ["--reward", "tests.e2e.rewards:raises"]
 
@@ -97,15 +92,10 @@ BAD_INPUT: list[tuple[Prepare, list[str]]] = [
     (flags("--kl-loss-coef", "0.1", "--ref-load", "/nowhere"), ["--ref-load /nowhere is not a folder"]),
     (wrong_column, ["--input-key", "prompt", "question"]),
     (empty_data, ["--prompt-data", "rows.jsonl"]),
-    (unknown_recipe_key, ["learning_rate"]),
     (raising_reward, ["--max-unscored-fraction", "ZeroDivisionError"]),
     (used_folder, ["--output-dir", "--resume"]),
     (file_as_folder, ["--output-dir"]),
-    (flags("--global-batch-size", "7"), ["--global-batch-size", "16"]),
-    (flags("--max-tokens-per-gpu", "9"), ["--max-tokens-per-gpu"]),
     (flags("--rollout-max-prompt-len", "3"), ["--rollout-max-prompt-len"]),
-    (flags("--lrr", "1"), ["--lrr", "--lr"]),
-    (flags("--eps-clip", "1.5"), ["--eps-clip", "1.5"]),
     (flags("--prompt-data", "reasoning_gym:spell_backwards"), ["spell_backwards", "spell_backward"]),
     (flags("--resume", "nowhere/step_3"), ["--resume", "nowhere"]),
     (flags("--attn-implementation", "flash_attention_2"), ["--attn-implementation", "flash_attention_2"]),

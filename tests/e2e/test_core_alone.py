@@ -16,6 +16,10 @@ CORE_TESTS = (
     *("tests/unit/algo/test_losses.py", "tests/unit/algo/test_advantages.py", "tests/unit/algo/test_weights.py"),
     *("tests/properties/test_packing.py", "tests/unit/data/test_sources.py"),
 )
+WITHOUT_EDITABLE = """
+import sys  # an editable install of this repository finds the folders that the copy lacks
+sys.meta_path = [finder for finder in sys.meta_path if "editable" not in getattr(finder, "__module__", "")]
+"""
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +29,7 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(ROOT / "fsdptrain", folder / "fsdptrain", ignore=shutil.ignore_patterns(*OPTIONAL, "__pycache__"))
     shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", folder)
+    (folder / "sitecustomize.py").write_text(WITHOUT_EDITABLE)
     return folder
 
 
@@ -42,6 +47,13 @@ def test_a_dense_run_finishes(core: Path, tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "run" / "hf" / "model.safetensors").is_file()
     assert not any((core / "fsdptrain" / name).exists() for name in OPTIONAL)
+
+
+def test_options_of_features_are_unknown(core: Path) -> None:
+    for flags in ("--lora-rank 8", "--context-parallel-size 2", "--rollout-urls http://a:1", "--megatron-bridge own"):
+        result = python(core, "-m", "fsdptrain", "--hf-checkpoint", "x", "--dry-run", *flags.split())
+        assert result.returncode == 2
+        assert f"unknown flag {flags.split()[0]}" in result.stderr
 
 
 def test_its_tests_pass(core: Path) -> None:

@@ -1,7 +1,9 @@
-"""A package outside of fsdptrain adds a loss, an advantage, a reward, an engine, a logger and a feature."""
+"""A package outside of fsdptrain adds a loss, an advantage, a reward, an engine, a logger, a feature and options."""
 
 import json
 from pathlib import Path
+
+import yaml
 
 from tests.e2e import command
 from tests.e2e.command import TINY_RUN
@@ -11,13 +13,17 @@ PLUGINS = """
 loggers.acme = acme:Logger
 rollout.acme = acme:engine
 features.acme = acme:Scaled
+sections.acme = acme:AcmeConfig
 """
 
 CODE = '''
 import json
 from dataclasses import replace
+from typing import Annotated
 
 from fsdptrain.algo.losses import LOSSES
+from fsdptrain.config import Section
+from fsdptrain.config.rules import Requires
 from fsdptrain.feature import Feature
 from fsdptrain.rollout.embedded.engine import build_hf_engine
 
@@ -53,21 +59,38 @@ class Logger:
         self.file.close()
 
 
-class Scaled(Feature):
-    """Counts packs, and doubles the loss."""
+class AcmeConfig(Section):
+    """Acme."""
 
-    packs = 0
+    NAME = "acme"
+    PREFIX = "acme_"
+
+    scale: float = 1.0
+    """Factor on the loss."""
+    label: Annotated[str, Requires("acme_scale>1")] = ""
+    """Name of the factor."""
+
+
+class Scaled(Feature):
+    """Counts packs, and scales the loss."""
+
+    def __init__(self, scale):
+        self.scale, self.packs = scale, 0
 
     @classmethod
     def enabled(cls, config):
-        return True
+        return config.section(AcmeConfig).scale != 1.0
+
+    @classmethod
+    def create(cls, config, checkpoint):
+        return cls(config.section(AcmeConfig).scale)
 
     def finish_loss(self, output, batch, logprobs):
         self.packs += 1
-        return replace(output, loss=2 * output.loss)
+        return replace(output, loss=self.scale * output.loss)
 
     def after_step(self, *, updated):
-        return {"acme/packs": float(self.packs)}
+        return {"acme/packs": float(self.packs), "acme/scale": self.scale}
 '''
 
 
@@ -80,8 +103,12 @@ def test_a_package_adds_one_of_each_and_a_step_trains_with_it(checkpoint: Path, 
     argv = ["--hf-checkpoint", str(checkpoint), *TINY_RUN, "acme", "--output-dir", str(tmp_path / "run")]
     argv += ["--loss", "acme:loss", "--advantage-estimator", "acme:advantage", "--reward", "acme:reward"]
     argv += ["--rollout-engine", "acme", "--no-export", "--keep-last", "0"]
-    result = command.run_with_path(argv, tmp_path / "log", tmp_path / "site")
+    refused = command.run_with_path([*argv, "--acme-label", "x"], tmp_path / "log", tmp_path / "site")
+    assert "--acme-label has no effect without --acme-scale above 1" in refused.err
+    result = command.run_with_path([*argv, "--acme-scale", "2.5"], tmp_path / "log", tmp_path / "site")
     assert result.code == 0, result.err
     rows = [json.loads(line) for line in (tmp_path / "run" / "acme.jsonl").read_text().splitlines()]
     trained = [row for row in rows if "acme/loss" in row]
     assert [row["acme/packs"] for row in trained] == [1.0, 2.0]
+    assert [row["acme/scale"] for row in trained] == [2.5, 2.5]
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["acme"] == {"scale": 2.5, "label": ""}

@@ -76,8 +76,8 @@ def test_dry_run_draws_the_processes_and_refuses_what_does_not_fit() -> None:
     torchrun = {**os.environ, **rank_variables(0, 32, 29500), "LOCAL_WORLD_SIZE": "8"}
     done = subprocess.run(program, env=torchrun, capture_output=True, text=True, timeout=60, check=True)
     assert "# 32 processes = 1 replicas x 8 shards x 4 tensor" in done.stdout
-    assert "# experts on 1 replicas x 2 expert shards x 16 expert" in done.stdout
-    assert "# replica 0: [0 1 2 3] [4 5 6 7] " in done.stdout
+    assert "# tensor [0 1 2 3] [4 5 6 7] " in done.stdout
+    assert "# experts [0 1 2 3 ... 15] [16 17 18 19 ... 31]" in done.stdout
     assert "# --expert-parallel-size 16: its groups do not lie within a node of 8 processes" in done.stdout
     assert "# --tensor-parallel-size" not in done.stdout
     program = [*program[:-1], "3", "--nproc-per-node", "32"]
@@ -91,13 +91,14 @@ def test_dry_run_draws_which_processes_share_packs() -> None:
     program = [sys.executable, "-m", "fsdptrain", *flags.split(), "--tensor-parallel-size"]
     done = subprocess.run([*program, "2"], capture_output=True, text=True, timeout=60, check=True)
     assert "# 8 processes = 1 replicas x 2 shards x 2 context x 2 tensor" in done.stdout
-    assert "# replica 0: [0 1] [2 3] [4 5] [6 7]; packs [0 1 2 3] [4 5 6 7]" in done.stdout
+    assert (
+        "# packs [0 1 2 3] [4 5 6 7]\n# tensor [0 1] [2 3] [4 5] [6 7]\n# context [0 2] [1 3] [4 6] [5 7]"
+        in done.stdout
+    )
     refused = subprocess.run([*program, "8"], capture_output=True, text=True, timeout=60, check=False)
     assert refused.returncode == 2
-    assert (
-        "--context-parallel-size 2 x --tensor-parallel-size 8 must divide the processes of a replica, 8"
-        in refused.stderr
-    )
+    wanted = "--tensor-parallel-size 8 x --context-parallel-size 2 must divide the processes of a replica, 8"
+    assert wanted in refused.stderr
 
 
 REFUSED = {

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from fsdptrain.config.megatron import MegatronConfig
 from fsdptrain.errors import FsdptrainError
+from fsdptrain.megatron.config import MegatronConfig
 from fsdptrain.testing import tiny_tokenizer
 from tests import families, zoo
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from fsdptrain import megatron
-from fsdptrain.config.megatron import MegatronConfig
 from fsdptrain.errors import ConfigError
+from fsdptrain.megatron.config import MegatronConfig
 from fsdptrain.testing import spawn
 from tests import zoo
 from tests.e2e import command

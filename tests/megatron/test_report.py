@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from fsdptrain.config.megatron import MegatronConfig
+from fsdptrain.megatron.config import MegatronConfig
 from fsdptrain.testing import spawn
 from tests import zoo
 from tests.megatron import cases

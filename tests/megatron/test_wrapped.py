@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from fsdptrain.config.megatron import MegatronConfig
 from fsdptrain.errors import ConfigError
+from fsdptrain.megatron.config import MegatronConfig
 from fsdptrain.megatron.forward import layout_of
 from fsdptrain.megatron.hf_spec import hf_modules
 from fsdptrain.megatron.model import WRAPPED

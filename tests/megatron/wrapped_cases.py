@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from fsdptrain.config.megatron import MegatronConfig
+from fsdptrain.megatron.config import MegatronConfig
 from tests.megatron import cases
 
 

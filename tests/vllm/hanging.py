@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fsdptrain.vllm.call_limit import CallLimit
+from fsdptrain.vllm.config import VllmConfig
 from fsdptrain.vllm.in_process import VLLMEngine, build_vllm_engine
 
 FAULTS = "faults"  # in the folder above that of the run
@@ -15,7 +16,7 @@ SECONDS = 2.0  # in place of --rollout-timeout, for the call that hangs only
 
 def engine(config: Any, **kwargs: Any) -> VLLMEngine:
     made = build_vllm_engine(config, **kwargs)
-    assert made._limit.seconds == config.rollout.timeout
+    assert made._limit.seconds == config.section(VllmConfig).timeout
     run = Path(config.run.output_dir)
     faults = run.parent / FAULTS
     fault, _, rest = faults.read_text().partition("\n")

@@ -6,10 +6,10 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from fsdptrain.config import Config
-from fsdptrain.config.sections import ParallelConfig
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError
 from fsdptrain.feature import BuildOptions, Feature
+from fsdptrain.features.context_parallel.config import ContextParallelConfig
 from fsdptrain.features.context_parallel.recurrent import GatheredMixer, check_dealing, gather_around
 from fsdptrain.features.context_parallel.rows import UlyssesRows
 from fsdptrain.features.context_parallel.ulysses import UlyssesGroup
@@ -21,8 +21,10 @@ from fsdptrain.types import PackedBatch
 
 
 class ContextParallelFeature(Feature):
-    def __init__(self, config: ParallelConfig) -> None:
+    def __init__(self, config: ContextParallelConfig, *, tensor_size: int = 1) -> None:
+        """tensor_size: ranks over which tensor parallelism splits the heads too."""
         self._config = config
+        self._tensor_size = tensor_size
         self._group: UlyssesGroup | None = None
         self._mixers: list[GatheredMixer] = []
 
@@ -30,12 +32,12 @@ class ContextParallelFeature(Feature):
     def check(cls, config: Config) -> None:
         model = meta_model_of(config)
         with raise_on_all_ranks(ConfigError, "--context-parallel-size"):
-            check_dealing(model, config.parallel)
+            check_dealing(model, config.section(ContextParallelConfig), tensor_size=config.ranks_along("tensor"))
 
     @classmethod
     def create(cls, config: Config, checkpoint: Path) -> "ContextParallelFeature":
         del checkpoint
-        return cls(config.parallel)
+        return cls(config.section(ContextParallelConfig), tensor_size=config.ranks_along("tensor"))
 
     def build_options(self, options: BuildOptions) -> BuildOptions:
         return replace(options, own_attention=True)
@@ -43,7 +45,7 @@ class ContextParallelFeature(Feature):
     def transform_model(self, model: PreTrainedModel, meshes: Meshes) -> None:
         assert meshes.context is not None
         with raise_on_all_ranks(ConfigError, "--context-parallel-size"):
-            mixers = check_dealing(model, self._config)
+            mixers = check_dealing(model, self._config, tensor_size=self._tensor_size)
         self.attach(UlyssesGroup.of(meshes.context), [gather_around(mixer) for mixer in mixers])
 
     def attach(self, group: UlyssesGroup, mixers: list[GatheredMixer]) -> None:

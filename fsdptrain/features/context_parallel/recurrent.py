@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fsdptrain.config.sections import ParallelConfig
 from fsdptrain.errors import ConfigError
+from fsdptrain.features.context_parallel.config import ContextParallelConfig
 from fsdptrain.features.context_parallel.ulysses import UlyssesGroup
 from fsdptrain.model.structure import decoder_layers, layer_config, projected_heads, stock_class
 
@@ -74,12 +74,12 @@ def has_state(module: nn.Module) -> bool:
     return isinstance(module, nn.Conv1d) or "A_log" in module._parameters
 
 
-def check_dealing(model: PreTrainedModel, config: ParallelConfig) -> list[nn.Module]:
+def check_dealing(model: PreTrainedModel, config: ContextParallelConfig, *, tensor_size: int = 1) -> list[nn.Module]:
     """Return the mixers that need gathered tokens.
 
     Raises ConfigError if tokens cannot be split as `config` requires.
     """
-    size, tensor_size = config.context_parallel_size, config.tensor_parallel_size
+    size = config.context_parallel_size
     gather = config.context_parallel_recurrent == "gather"
     name, text = stock_class(model).__name__, layer_config(model.config, 0)
     flag, way_out = f"--context-parallel-size {size}", "leave it out"

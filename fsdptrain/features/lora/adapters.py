@@ -25,8 +25,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from fsdptrain import platform
-from fsdptrain.config import LoraConfig
 from fsdptrain.errors import ConfigError
+from fsdptrain.features.lora.config import LoraConfig
 from fsdptrain.features.lora.targets import Targets, find_targets, shortest_names
 from fsdptrain.features.lora.weights import NAME, factors, initial_a
 from fsdptrain.model.loading.materialize import filled_like, own_part, register

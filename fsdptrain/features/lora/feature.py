@@ -15,6 +15,7 @@ from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError
 from fsdptrain.feature import BuildOptions, Feature
 from fsdptrain.features.lora.adapters import Adapters, add_adapters, require_peft
+from fsdptrain.features.lora.config import LoraConfig
 from fsdptrain.features.lora.digest import content_digest
 from fsdptrain.features.lora.export import export_adapter, stream_adapter
 from fsdptrain.features.lora.weights import merged
@@ -26,6 +27,7 @@ class LoraFeature(Feature):
 
     def __init__(self, config: Config, checkpoint: Path) -> None:
         self._config = config
+        self._options = config.section(LoraConfig)
         self._checkpoint = checkpoint
         self._model: PreTrainedModel | None = None
         self._adapters: Adapters | None = None
@@ -53,7 +55,7 @@ class LoraFeature(Feature):
     def add_parameters(self, model: PreTrainedModel) -> None:
         self._model = model
         with raise_on_all_ranks(ConfigError, "--lora-targets"):
-            self._adapters = add_adapters(model, self._config.lora)
+            self._adapters = add_adapters(model, self._options)
 
     def without(self) -> AbstractContextManager[None]:
         return nullcontext() if self._adapters is None else self._adapters.detached()
@@ -78,7 +80,7 @@ class LoraFeature(Feature):
         return f"{self.adapters.kind} on weights {self._base_digest}"
 
     def push_weights(self, engine: RolloutEngine, policy_version: int) -> bool:
-        if self._config.lora.sync != "adapter":
+        if self._options.sync != "adapter":
             return False
         assert isinstance(engine, AdapterEngine), "the configuration refuses other engines"
         engine.update_adapter(self.weights(), self.write_config, policy_version)
@@ -91,7 +93,7 @@ class LoraFeature(Feature):
 
     def export(self, target: Path, write_model: Callable[[Path], None]) -> bool:
         """Write the adapter as a peft folder, the merged model, or both (--lora-export)."""
-        form = self._config.lora.export
+        form = self._options.export
         if form != "adapter":
             write_model(target)
         if form != "merged":

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from fsdptrain.config.effects import NoEffectError
+from fsdptrain.config.rules import NoEffectError
 from fsdptrain.errors import ConfigError
 from fsdptrain.features.moe.balance import ExpertLoad, bias_change, count_choices, trained_tokens
 from fsdptrain.features.moe.replay import RouterReplay

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from fsdptrain.config.effects import NoEffectError
+from fsdptrain.config.rules import NoEffectError
 from fsdptrain.errors import ConfigError
 from fsdptrain.features.moe.replay import RouterReplay
 from fsdptrain.model.policy import MODEL_ERRORS

@@ -20,6 +20,7 @@ from fsdptrain.feature import Feature, ForwardPass, RouteRecorder
 from fsdptrain.features.moe.balance import ExpertLoad, add_router_loss, balance_loss, count_choices, trained_tokens
 from fsdptrain.features.moe.bias import RouterBiasUpdater, check_bias
 from fsdptrain.features.moe.checks import aux_loss_coef, check_replay
+from fsdptrain.features.moe.config import RouterConfig
 from fsdptrain.features.moe.replay import EngineRoutes, RouterReplay
 from fsdptrain.fsdp.mesh import Meshes
 from fsdptrain.model.rows import Rows
@@ -58,7 +59,7 @@ class MoEFeature(Feature):
 
     @classmethod
     def create(cls, config: Config, checkpoint: Path) -> "MoEFeature":
-        router, trust = config.router, config.model.trust_remote_code
+        router, trust = config.section(RouterConfig), config.model.trust_remote_code
         with raise_on_all_ranks(ConfigError, "--router-replay, --router-aux-loss-coef, --router-bias-update-rate"):
             model_config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust)
             coef = aux_loss_coef(model_config, router.aux_loss_coef, trust_remote_code=trust)

@@ -11,6 +11,7 @@ from fsdptrain.data.packing.pack import PackPlan
 from fsdptrain.data.packing.prefixes import share_prefixes
 from fsdptrain.feature import BuildOptions, Feature
 from fsdptrain.features.prefix_sharing.attention import SharedPrefixRows
+from fsdptrain.features.prefix_sharing.config import PrefixSharingConfig
 from fsdptrain.features.prefix_sharing.plan import plan_shared
 from fsdptrain.features.prefix_sharing.probe import (
     PrefixProbe,
@@ -33,7 +34,7 @@ class PrefixSharingFeature(Feature):
     @classmethod
     def create(cls, config: Config, checkpoint: Path) -> "PrefixSharingFeature":
         del checkpoint
-        return cls(required=config.batch.prefix_sharing == "on")
+        return cls(required=config.section(PrefixSharingConfig).prefix_sharing == "on")
 
     @property
     def lines(self) -> list[str]:

@@ -12,6 +12,7 @@ from fsdptrain.config import Config
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError
 from fsdptrain.feature import BuildOptions, Feature
+from fsdptrain.features.vision.config import VisionConfig
 from fsdptrain.features.vision.processor import ImageProcessor
 from fsdptrain.features.vision.tower import Vision, generation_inputs
 from fsdptrain.fsdp.mesh import Meshes
@@ -30,8 +31,12 @@ class VisionFeature(Feature):
     @classmethod
     def create(cls, config: Config, checkpoint: Path) -> "VisionFeature":
         with raise_on_all_ranks(ConfigError, "--image-key"):
-            processor = ImageProcessor(checkpoint, trust_remote_code=config.model.trust_remote_code)
-            return cls(blank=processor.blank, processor=processor, trained=config.model.train_vision)
+            options = config.section(VisionConfig)
+            assert options.image_key is not None, "the feature is enabled"
+            processor = ImageProcessor(
+                checkpoint, trust_remote_code=config.model.trust_remote_code, image_key=options.image_key
+            )
+            return cls(blank=processor.blank, processor=processor, trained=options.train_vision)
 
     @property
     def prompt_processor(self) -> ImageProcessor | None:

@@ -33,8 +33,9 @@ _BLANK_SIZE = (32, 32)
 class ImageProcessor:
     """The image processor of one checkpoint."""
 
-    def __init__(self, checkpoint: Path, *, trust_remote_code: bool) -> None:
-        """Raises ConfigError if the checkpoint has no image processor or Pillow is missing."""
+    def __init__(self, checkpoint: Path, *, trust_remote_code: bool, image_key: str) -> None:
+        """image_key: column of the images. Raises ConfigError if the checkpoint has no image processor."""
+        self.image_key = image_key
         if importlib.util.find_spec("PIL") is None:
             raise ConfigError("--image-key needs the Pillow package: pip install 'fsdptrain[vision]'")
         try:

@@ -34,7 +34,6 @@ from fsdptrain.types import ChecksumKind, Completion, Metrics, Prompt, SamplingP
 log = logging.getLogger(__name__)
 
 FLAG = "--verify-weight-sync"
-LOSSY_ENGINE_ARGS = frozenset({"quantization", "kv_cache_dtype"})  # the engine computes other numbers on purpose
 _HINT = f"the engine or the transfer is broken; {FLAG} off continues without verification"
 
 
@@ -307,6 +306,4 @@ def build_verifier(
 def _reason_against(config: Config, engine: RolloutEngine) -> str:
     if not isinstance(engine, CheckedEngine | ReplicatedEngine):
         return f"--rollout-engine {config.rollout.engine} has no methods `checksums` and `cached_tokens`"
-    if lossy := sorted(LOSSY_ENGINE_ARGS.intersection(config.rollout.engine_args)):
-        return f"with --rollout-engine-args {lossy[0]} engine and trainer differ on purpose"
-    return ""
+    return f"with {config.inexact_engine} engine and trainer differ on purpose" if config.inexact_engine else ""

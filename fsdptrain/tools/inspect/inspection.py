@@ -15,10 +15,14 @@ from transformers import PreTrainedModel
 from fsdptrain import platform
 from fsdptrain.config import Config
 from fsdptrain.errors import CheckpointError, NumericsError
+from fsdptrain.features.context_parallel.config import ContextParallelConfig
 from fsdptrain.features.context_parallel.recurrent import check_dealing
 from fsdptrain.features.lora.adapters import add_adapters, require_peft
-from fsdptrain.features.prefix_sharing.checks import configured_obstacle
+from fsdptrain.features.lora.config import LoraConfig
+from fsdptrain.features.model_parallel.config import ModelParallelConfig
+from fsdptrain.features.prefix_sharing.config import PrefixSharingConfig
 from fsdptrain.features.prefix_sharing.copy_probe import probe_prefixes_of_copy
+from fsdptrain.features.vision.config import VisionConfig
 from fsdptrain.memory.grid import Grid
 from fsdptrain.memory.pieces import Pieces, parameters_outside
 from fsdptrain.model.attention.attention import resolve_attention
@@ -159,19 +163,20 @@ def meta_model(config: Config, *, with_adapters: bool = False) -> tuple[PreTrain
     attention = resolve_attention(config.model.attn_implementation, platform.device_type(), ours=own)
     trust = config.model.trust_remote_code
     model = build_meta_model(path, trust_remote_code=trust, attn_implementation=attention)
-    if config.parallel.context_parallel_size > 1:
-        check_dealing(model, config.parallel)
-    if not config.model.train_vision:
+    context, lora = config.section(ContextParallelConfig), config.section(LoraConfig)
+    if context.enabled:
+        check_dealing(model, context, tensor_size=config.ranks_along("tensor"))
+    if not config.section(VisionConfig).train_vision:
         freeze_vision(model)
-    if with_adapters and config.lora.rank:
+    if with_adapters and lora.enabled:
         require_peft()
-        add_adapters(model, config.lora)
+        add_adapters(model, lora)
     return model, path
 
 
 def check_sizes(config: Config, num_ranks: int) -> None:
     """Raise ConfigError if the model does not allow a mesh of `num_ranks`."""
-    if config.parallel.splits or config.parallel.context_parallel_size > 1:
+    if config.section(ModelParallelConfig).enabled or config.section(ContextParallelConfig).enabled:
         model, _ = meta_model(config)
         Pieces(model, Grid.of(config, num_ranks))
 
@@ -187,7 +192,7 @@ def _probe(config: Config, model: PreTrainedModel) -> tuple[LayoutProbe | None, 
 
 def _prefixes(config: Config, model: PreTrainedModel, probe: LayoutProbe) -> Kernel:
     """Report how shared prompts are computed. Never a fallback: installing a package would not change it."""
-    obstacle = configured_obstacle(config, on_gpu=platform.has_accelerator())
+    obstacle = config.section(PrefixSharingConfig).obstacle(config, on_gpu=platform.has_accelerator())
     if not obstacle:
         trust = config.model.trust_remote_code
         obstacle = probe_prefixes_of_copy(model.config, probe, trust_remote_code=trust).reason
@@ -241,7 +246,7 @@ def _head(model: PreTrainedModel) -> Head:
 
 def _dtypes(path: Path, config: Config) -> dict[str, str]:
     """Return the dtype of each kind of tensor: stored, gathered, reduced and exported."""
-    lora = config.lora.rank
+    lora = config.section(LoraConfig).enabled
     frozen = {"frozen weights": config.compute_dtype_name} if lora else {}
     return frozen | {
         "adapter, gradients, Adam" if lora else "weights, gradients, Adam": "float32",

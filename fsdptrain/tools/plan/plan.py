@@ -18,6 +18,8 @@ from transformers import PreTrainedModel
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
 from fsdptrain.features.activation_memory.checkpointing import check_selective
+from fsdptrain.features.activation_memory.config import ActivationMemoryConfig
+from fsdptrain.features.lora.config import LoraConfig
 from fsdptrain.features.model_parallel.plan import SplitPlan
 from fsdptrain.memory.demand import (
     DEVICE_MARGIN,
@@ -157,8 +159,9 @@ class Planner:
 
     def allows(self, config: Config) -> bool:
         """Return whether the code of the model supports the checkpointing of `config`."""
-        selective = config.model.gradient_checkpointing and config.model.gradient_checkpointing_kind == "selective"
-        return not selective or self._selective_works(config.model.trust_remote_code)
+        return not config.section(ActivationMemoryConfig).is_selective or self._selective_works(
+            config.model.trust_remote_code
+        )
 
     def _selective_works(self, trust_remote_code: bool) -> bool:
         if self._selective is None:
@@ -183,26 +186,27 @@ class Planner:
         return "padded" if unpackable or any(values.get(key) is not None for key in LOSES_MASK) else "packed"
 
     def training(self, config: Config) -> Moment:
-        assert not config.lora.rank or self.counts.frozen, "a run with --lora-rank needs its adapters on the model"
+        has_adapters = self.counts.frozen > 0
+        assert has_adapters or not config.section(LoraConfig).enabled, "a run with --lora-rank needs its adapters"
         return training_peak(self.trace(config), sharding(self.pieces(config), config))
 
     def trace(self, config: Config) -> Trace:
         """Trace the fullest pack. If only some layers are recomputed, the trace lists every layer separately."""
-        model = config.model
+        model, memory, lora = config.model, config.section(ActivationMemoryConfig), config.section(LoraConfig)
         recipe = Recipe(
             seqlens=seqlens(config),
             layout=self.layout(config),
             attention=SEGMENTS,
             dtype=_dtype(config),
             chunk_size=model.logprob_chunk_size,
-            checkpointing=model.gradient_checkpointing_kind if model.gradient_checkpointing else None,
-            offload=model.offload_activations,
-            lora=config.lora if config.lora.rank else None,
+            checkpointing=memory.gradient_checkpointing_kind if memory.gradient_checkpointing else None,
+            offload=memory.offload_activations,
+            lora=lora if lora.enabled else None,
         )
         pieces = self.pieces(config)
         found = self._traced(recipe, pieces, trust_remote_code=model.trust_remote_code)
-        every = model.gradient_checkpointing_every
-        if every == 1 or not model.gradient_checkpointing:
+        every = memory.gradient_checkpointing_every
+        if every == 1 or not memory.gradient_checkpointing:
             return found
         plain = self._traced(replace(recipe, checkpointing=None), pieces, trust_remote_code=model.trust_remote_code)
         return interleave(found, plain, every=every)
@@ -244,7 +248,8 @@ class Planner:
                 self._model.config, num_tokens=width, dtype=dtype, trust_remote_code=config.model.trust_remote_code
             )
         numbers = 1 if config.optim.offload_optimizer else 3
-        whole = self.counts.frozen if config.lora.rank else self.counts.total  # adapters are merged into the weights
+        merged = config.section(LoraConfig).enabled  # adapters are merged into the weights
+        whole = self.counts.frozen if merged else self.counts.total
         gathered = self.pieces(config).gathered
         engine = {"the engine's weights": dtype.itemsize * whole}
         cache = {f"key-value cache of {rows} rows": rows * self._caches[width, dtype]}
@@ -263,7 +268,7 @@ class Planner:
         demand = demand_of(config, pieces.grid, self.counts, embedded_engine=False, pieces=pieces)
         supply = MemorySupply(_NO_LIMIT, _NO_LIMIT, self.machine.ranks_per_node, has_accelerator=True)
         parts = dict(load_memory_need(demand, supply).host_parts)
-        if config.model.offload_activations:
+        if config.section(ActivationMemoryConfig).offload_activations:
             kept = sum(layer.count * layer.on_host for layer in self.trace(config).layers)
             parts["activations"] = self.machine.ranks_per_node * kept
         need = MemoryNeed({}, parts)
@@ -300,7 +305,7 @@ def _state(pieces: Pieces, config: Config, numbers: int) -> int:
     """
     if config.fsdp.cpu_offload:
         return 0
-    frozen_bytes = _dtype(config).itemsize if config.lora.rank else MASTER_BYTES
+    frozen_bytes = _dtype(config).itemsize if config.section(LoraConfig).enabled else MASTER_BYTES
     return pieces.total(lambda piece: piece.most * (numbers * MASTER_BYTES if piece.trained else frozen_bytes))
 
 
@@ -353,12 +358,11 @@ def _smaller_packs(config: Config) -> list[int]:
 
     Without --rollout-max-prompt-len, the prompt is assumed to be as long as the response.
     """
-    context = config.parallel.context_parallel_size
     response = 1 if config.algorithm.algorithm == "sft" else config.rollout.max_response_len
     prompt = config.rollout.max_prompt_len
     least = 2 * response if prompt is None else prompt + response
     halves = [config.batch.max_tokens_per_gpu // factor for factor in (2, 4, 8)]
-    return [tokens for tokens in halves if tokens * context >= max(least, 2)]
+    return [tokens for tokens in halves if tokens * config.token_ranks >= max(least, 2)]
 
 
 def _smaller_caches(config: Config, machine: Machine) -> list[int]:

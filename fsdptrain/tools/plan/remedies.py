@@ -11,6 +11,10 @@ from typing import Any
 
 from fsdptrain.config import Config
 from fsdptrain.config.keys import all_keys
+from fsdptrain.features.activation_memory.config import ActivationMemoryConfig
+from fsdptrain.features.compile.config import CompileConfig
+from fsdptrain.features.context_parallel.config import ContextParallelConfig
+from fsdptrain.features.model_parallel.config import ModelParallelConfig
 
 _FORWARD, _CHEAP_OPERATIONS, _ACTIVATIONS, _OPTIMIZER, _EVERYTHING = 0.33, 0.1, 0.05, 0.05, 0.6
 
@@ -35,15 +39,9 @@ class Changed:
 
 def change(config: Config, values: Mapping[str, Any]) -> Changed:
     """Return `config` with the values of these flat keys. Does not validate the result."""
-    flags: list[str] = []
-    sections: dict[str, dict[str, Any]] = {}
-    for flat, value in values.items():
-        key = all_keys()[flat]
-        if key.value(config) != value:
-            sections.setdefault(key.section, {})[key.name] = value
-            flags.append(_flag(key.flag, value))
-    update = {name: getattr(config, name).model_copy(update=fields) for name, fields in sections.items()}
-    return Changed(config.model_copy(update=update), tuple(flags))
+    changed = {flat: value for flat, value in values.items() if config.value(flat) != value}
+    flags = [_flag(all_keys()[flat].flag, value) for flat, value in changed.items()]
+    return Changed(config.with_values(**changed), tuple(flags))
 
 
 def choices(config: Config) -> Iterator[Changed]:
@@ -79,14 +77,14 @@ def remedies(config: Config, *, packs: Sequence[int], caches: Sequence[int]) -> 
 
 
 def _possible(config: Config) -> bool:
-    """Return whether config/checks.py accepts the changed options together."""
-    model = config.model
-    selective = model.gradient_checkpointing and model.gradient_checkpointing_kind == "selective"
+    """Return whether the rules of the changed options accept them together."""
+    memory = config.section(ActivationMemoryConfig)
+    selective, offloads = memory.is_selective, memory.offload_activations
     twice = config.fsdp.cpu_offload and config.optim.offload_optimizer
-    dealt = config.parallel.context_parallel_size > 1 and (selective or model.offload_activations)
-    split = config.parallel.splits and (selective or config.fsdp.cpu_offload or model.offload_activations)
-    elsewhere = selective and (model.offload_activations or model.compile)
-    return not (twice or dealt or split or elsewhere)
+    context = config.section(ContextParallelConfig).enabled and (selective or offloads)
+    split = config.section(ModelParallelConfig).enabled and (selective or config.fsdp.cpu_offload or offloads)
+    elsewhere = selective and (offloads or config.section(CompileConfig).compile)
+    return not (twice or context or split or elsewhere)
 
 
 def _stronger(given: Config, changed: Config) -> bool:
@@ -97,10 +95,10 @@ def _stronger(given: Config, changed: Config) -> bool:
 def _cost(config: Config) -> tuple[float, float]:
     """Return the cost of (state placement, layer recomputation and offload)."""
     state = _EVERYTHING if config.fsdp.cpu_offload else _OPTIMIZER * config.optim.offload_optimizer
-    model = config.model
-    again = _FORWARD if model.gradient_checkpointing_kind == "full" else _CHEAP_OPERATIONS
-    layers = again / model.gradient_checkpointing_every if model.gradient_checkpointing else 0.0
-    return state, layers + _ACTIVATIONS * model.offload_activations
+    memory = config.section(ActivationMemoryConfig)
+    again = _FORWARD if memory.gradient_checkpointing_kind == "full" else _CHEAP_OPERATIONS
+    layers = again / memory.gradient_checkpointing_every if memory.gradient_checkpointing else 0.0
+    return state, layers + _ACTIVATIONS * memory.offload_activations
 
 
 def _flag(flag: str, value: Any) -> str:

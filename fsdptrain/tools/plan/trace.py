@@ -19,11 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
-from fsdptrain.config import LoraConfig
 from fsdptrain.errors import MemoryPlanError
 from fsdptrain.features.activation_memory.checkpointing import CheckpointingKind, enable_gradient_checkpointing
 from fsdptrain.features.activation_memory.offload import enable_activation_offload
 from fsdptrain.features.lora.adapters import add_adapters
+from fsdptrain.features.lora.config import LoraConfig
 from fsdptrain.fsdp.transfers import Transfers
 from fsdptrain.model.architecture import model_from_config
 from fsdptrain.model.layer_kinds import layer_kinds

@@ -18,7 +18,7 @@ from fsdptrain.distributed import gather, raise_on_all_ranks
 from fsdptrain.errors import ConfigError, RolloutError
 from fsdptrain.rollout.stacks import StackDump
 from fsdptrain.rollout.stop_tokens import stop_tokens
-from fsdptrain.rollout.weight_sync.verify import LOSSY_ENGINE_ARGS
+from fsdptrain.vllm.config import ServerConfig, VllmConfig
 from fsdptrain.vllm.options import derived_options, engine_options, require_free
 from fsdptrain.vllm.server.checks import check_servers, is_local, require_fitting, require_private
 from fsdptrain.vllm.server.client import VLLMClient, host_of
@@ -42,7 +42,8 @@ _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_si
 
 def build_vllm_server_engine(config: Config, *, checkpoint: Path, device: torch.device) -> VLLMServerEngine:
     """Collective. Rank 0 checks the servers, or starts them and waits until they are up."""
-    rank, sync, loop = dist.get_rank(), config.sync, EventLoop()
+    rank, loop = dist.get_rank(), EventLoop()
+    vllm, options = config.section(VllmConfig), config.section(ServerConfig)
     endpoints = fleet = folder = None
     with raise_on_all_ranks(RolloutError, "--rollout-engine vllm-server"):
         if rank == 0:
@@ -51,52 +52,52 @@ def build_vllm_server_engine(config: Config, *, checkpoint: Path, device: torch.
     endpoints = gather(endpoints)[0]
     trust = config.model.trust_remote_code
     model_config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust)
-    restart = 0.0 if config.rollout.urls else sync.server_start_timeout
+    restart = 0.0 if vllm.urls else options.server_start_timeout
     return VLLMServerEngine(
         endpoints,
         loop=loop,
         stop_token_ids=stop_tokens(checkpoint, model_config, trust_remote_code=trust),
         timeouts=Timeouts(
-            response=sync.weight_sync_timeout,
-            replacement=sync.weight_sync_timeout + restart,
-            request=config.rollout.timeout,
+            response=options.weight_sync_timeout,
+            replacement=options.weight_sync_timeout + restart,
+            request=vllm.timeout,
         ),
-        min_servers=sync.min_servers,
+        min_servers=options.min_servers,
         stacks=stacks,
         fleet=fleet,
         folder=folder,
-        prioritize=sync.max_staleness > 0,
+        prioritize=config.sync.max_staleness > 0,
     )
 
 
 def _open_servers(
     config: Config, checkpoint: Path, device: torch.device, loop: EventLoop
 ) -> tuple[Endpoints, Fleet, WeightFolder]:
-    rollout, sync = config.rollout, config.sync
-    if sync.weight_transfer == "nccl" and device.type != "cuda":
+    vllm, options = config.section(VllmConfig), config.section(ServerConfig)
+    if options.weight_transfer == "nccl" and device.type != "cuda":
         raise ConfigError(f"--weight-transfer nccl needs a GPU, and the trainer is on {device}: use file or gloo")
-    folder = WeightFolder(weight_path(config, checkpoint), max_file_bytes=sync.update_weight_buffer_size)
-    if rollout.urls:
-        key = _api_key(rollout.api_key_env)
-        servers = [Server(VLLMClient(url, key)) for url in rollout.urls]
+    folder = WeightFolder(weight_path(config, checkpoint), max_file_bytes=options.update_weight_buffer_size)
+    if vllm.urls:
+        key = _api_key(vllm.api_key_env)
+        servers = [Server(VLLMClient(url, key)) for url in vllm.urls]
         for server in servers:
-            require_private(server.client.host, server.client.url, allow_public=rollout.allow_public_servers)
+            require_private(server.client.host, server.client.url, allow_public=vllm.allow_public_servers)
         loop.run(check_servers(servers, config))
     else:
         key = secrets.token_hex(16)
         servers = _processes(config, checkpoint, folder.path, key, device)
-    is_verified = config.run.verify_weight_sync != "off" and not LOSSY_ENGINE_ARGS.intersection(rollout.engine_args)
+    is_verified = config.run.verify_weight_sync != "off" and not config.inexact_engine
     fleet = Fleet(
         servers,
         transfer=(
             FileTransfer()
-            if sync.weight_transfer == "file"
-            else GroupTransfer(sync.weight_transfer, sync.weight_sync_timeout)
+            if options.weight_transfer == "file"
+            else GroupTransfer(options.weight_transfer, options.weight_sync_timeout)
         ),
-        sync_timeout=sync.weight_sync_timeout,
-        start_timeout=sync.server_start_timeout,
-        min_servers=sync.min_servers,
-        keep_requests=sync.max_staleness > 0,
+        sync_timeout=options.weight_sync_timeout,
+        start_timeout=options.server_start_timeout,
+        min_servers=options.min_servers,
+        keep_requests=config.sync.max_staleness > 0,
         require_fitting=partial(require_fitting, config=config),
         **({"require_weights": require_weights} if is_verified else {}),
     )
@@ -113,21 +114,21 @@ def _processes(config: Config, checkpoint: Path, weights: Path, key: str, device
     folder = Path(config.run.output_dir) / "servers"
     folder.mkdir(parents=True, exist_ok=True)
     launch = Launch(
-        python=config.rollout.server_python or sys.executable,
+        python=config.section(VllmConfig).server_python or sys.executable,
         arguments=server_arguments(config, checkpoint, on_gpu=device.type == "cuda")
         + command_line(derived_options(config, checkpoint, device.type)),
         folder=folder,
         weights=weights,
         api_key=key,
     )
-    count = config.rollout.num_servers or 0
+    count = config.section(VllmConfig).num_servers or 0
     processes = [ServerProcess(launch, i, devices) for i, devices in enumerate(_devices(config, count, device))]
     return [Server(VLLMClient(process.url, key), process) for process in processes]
 
 
 def server_arguments(config: Config, checkpoint: Path, *, on_gpu: bool) -> list[str]:
     """The flags of a server; docs/vllm_servers.md gives them to users who start their own."""
-    args = config.rollout.engine_args
+    args = config.section(VllmConfig).engine_args
     require_free(args, _RESERVED)
     options: dict[str, Any] = {
         **engine_options(config, on_gpu=on_gpu),
@@ -149,7 +150,7 @@ def _devices(config: Config, count: int, device: torch.device) -> list[str | Non
         return [None] * count
     visible = torch.accelerator.device_count()
     names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(visible)))).split(",")
-    each = prod(int(config.rollout.engine_args.get(name, 1)) for name in _PARALLEL)
+    each = prod(int(config.section(VllmConfig).engine_args.get(name, 1)) for name in _PARALLEL)
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if ranks + count * each > visible:
         raise ConfigError(
@@ -162,9 +163,10 @@ def _devices(config: Config, count: int, device: torch.device) -> list[str | Non
 def weight_path(config: Config, checkpoint: Path) -> Path:
     """The folder of the newest weights, used by nobody else."""
     name = folder_name(Path(config.run.output_dir))
-    if config.sync.weight_sync_dir is not None:
-        return Path(config.sync.weight_sync_dir) / name
-    if all(is_local(host_of(url)) for url in config.rollout.urls):
+    folder = config.section(ServerConfig).weight_sync_dir
+    if folder is not None:
+        return Path(folder) / name
+    if all(is_local(host_of(url)) for url in config.section(VllmConfig).urls):
         # twice the files of the checkpoint, whose dtype may be half as wide as the compute dtype
         shared = shared_memory(2 * sum(path.stat().st_size for path in checkpoint.glob("*.safetensors")))
         if shared is not None:

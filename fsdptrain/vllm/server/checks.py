@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from fsdptrain.config import Config
-from fsdptrain.config.server_checks import DESCRIBE_S
 from fsdptrain.errors import ConfigError
+from fsdptrain.features.moe.config import RouterConfig
+from fsdptrain.vllm.config import DESCRIBE_S, ServerConfig, VllmConfig
 from fsdptrain.vllm.server.client import ServerError, ServerGoneError, VLLMClient
 from fsdptrain.vllm.server.fleet import Server, State
 from fsdptrain.vllm.server.process import MIDDLEWARE, PLUGIN
@@ -66,14 +67,14 @@ async def check_servers(servers: Sequence[Server], config: Config) -> None:
             raise ConfigError(f"--rollout-urls: {first} and {url} are the same server: give one of them")
     up = [server for server in servers if server.state is State.UP]
     down = [server for server in servers if server.state is not State.UP]
-    if len(up) < config.sync.min_servers:
+    if len(up) < config.section(ServerConfig).min_servers:
         raise ConfigError(
             f"--rollout-urls: {'; '.join(server.why for server in down)}; is it a vLLM server that was started with "
-            f"VLLM_SERVER_DEV_MODE=1? --min-servers is {config.sync.min_servers}"
+            f"VLLM_SERVER_DEV_MODE=1? --min-servers is {config.section(ServerConfig).min_servers}"
         )
     for server in down:
         log.warning("%s; starting without it", server.why)
-    if not config.rollout.allow_public_servers:
+    if not config.section(VllmConfig).allow_public_servers:
         await _warn_of_open_servers([server.client for server in up])
 
 
@@ -128,7 +129,7 @@ def _require_fitting(found: Any, url: str, config: Config) -> None:
     }
     if config.sync.max_staleness:
         flags["scheduling-policy"] = ("priority", found["scheduler_config"]["policy"])
-    if config.router.replay == "rollout":
+    if config.section(RouterConfig).replay == "rollout":
         flags["enable-return-routed-experts"] = (True, found["aux_output_config"]["enable_return_routed_experts"])
     wrong = [f"--{name} {needed} (it has {value})" for name, (needed, value) in flags.items() if needed != value]
     if wrong:

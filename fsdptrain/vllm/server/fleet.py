@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from fsdptrain.config.server_checks import DESCRIBE_S
 from fsdptrain.errors import ConfigError, RolloutError
+from fsdptrain.vllm.config import DESCRIBE_S
 from fsdptrain.vllm.server.client import Deadline, ServerError, ServerGoneError, ServerRefusedError, VLLMClient
 from fsdptrain.vllm.server.event_loop import race
 from fsdptrain.vllm.server.process import ServerProcess

@@ -4,15 +4,15 @@ from typing import Any
 
 import pytest
 
-from fsdptrain.config.sections import ParallelConfig
 from fsdptrain.errors import ConfigError
+from fsdptrain.features.context_parallel.config import ContextParallelConfig
 from fsdptrain.features.context_parallel.recurrent import check_dealing
 from tests.families import tiny_meta
 
 GATHER = {"context_parallel_recurrent": "gather"}
 CASES: dict[str, tuple[str, int, dict[str, Any], str]] = {
     "heads": ("gemma3", 3, {}, "--context-parallel-size 3 must divide the 4 attention heads of Gemma3ForCausalLM"),
-    "heads and tensor": ("qwen3", 2, {"tensor_parallel_size": 4}, "2 x --tensor-parallel-size 4 must divide the 4"),
+    "heads and tensor": ("qwen3", 2, {"tensor_size": 4}, "2 x --tensor-parallel-size 4 must divide the 4"),
     "heads of one layer": ("laguna", 4, {}, "4 must divide the 6 heads of model.layers.1.self_attn.q_proj of Laguna"),
     "a state": ("qwen3_next", 2, {}, "model.layers.0.linear_attn of Qwen3NextForCausalLM carries a state"),
     "no state": ("qwen3", 2, GATHER, "--context-parallel-recurrent gather has no effect on Qwen3ForCausalLM"),
@@ -30,9 +30,9 @@ FOUND = {
 }
 
 
-def recurrent_mixers(family: str, size: int, **options: Any) -> list:
+def recurrent_mixers(family: str, size: int, *, tensor_size: int = 1, **options: Any) -> list:
     model = tiny_meta(family, **CHANGES.get(family, {}))
-    mixers = check_dealing(model, ParallelConfig(context_parallel_size=size, **options))
+    mixers = check_dealing(model, ContextParallelConfig(context_parallel_size=size, **options), tensor_size=tensor_size)
     return [name for name, module in model.named_modules() if any(module is x for x in mixers)]
 
 

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from fsdptrain.config import LoraConfig
 from fsdptrain.errors import ConfigError
 from fsdptrain.features.lora.adapters import add_adapters, require_peft
+from fsdptrain.features.lora.config import LoraConfig
 from fsdptrain.features.lora.targets import find_targets
 from fsdptrain.memory.flops import model_flops
 from tests import zoo

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fsdptrain.config.effects import NoEffectError
+from fsdptrain.config.rules import NoEffectError
 from fsdptrain.errors import ConfigError
 from fsdptrain.features.moe.bias import bias_refusal, check_bias, choice_biases
 from fsdptrain.model.probes.random_copy import random_copy

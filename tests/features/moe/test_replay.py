@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import DeepseekV2Config, PhimoeConfig
 
-from fsdptrain.config.effects import NoEffectError
+from fsdptrain.config.rules import NoEffectError
 from fsdptrain.errors import ConfigError
 from fsdptrain.features.activation_memory.checkpointing import CheckpointingKind, enable_gradient_checkpointing
 from fsdptrain.features.moe.checks import aux_loss_coef, check_replay, replay_refusal

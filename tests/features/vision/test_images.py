@@ -20,7 +20,7 @@ from fsdptrain.features.vision.processor import ImageProcessor
 from fsdptrain.testing import save_tiny_checkpoint
 from tests import vision_zoo as zoo
 
-DATA = {"image_key": "images", "input_key": "question", "label_key": "answer", "system_prompt": ""}
+DATA = {"input_key": "question", "label_key": "answer", "system_prompt": ""}
 
 
 def encoded(colour: tuple[int, int, int]) -> bytes:
@@ -39,7 +39,7 @@ def checkpoint(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def processor(checkpoint: Path) -> ImageProcessor:
-    return ImageProcessor(checkpoint, trust_remote_code=False)
+    return ImageProcessor(checkpoint, trust_remote_code=False, image_key="images")
 
 
 def prompt_of(row: Row, processor: ImageProcessor, **data):
@@ -63,7 +63,7 @@ def test_files_of_all_kinds_hold_the_same_rows(tmp_path: Path, processor: ImageP
     Dataset.from_dict(columns, features=features).save_to_disk(tmp_path / "saved")
     prompts = []
     for name in ("a.jsonl", "a.parquet", "saved"):
-        rows = load_rows(DataConfig(**DATA, prompt_data=str(tmp_path / name)), seed=0)
+        rows = load_rows(DataConfig(**DATA, prompt_data=str(tmp_path / name)), seed=0, image_key="images")
         prompts.append(prompt_of(rows[0], processor))
     for prompt in prompts:
         assert prompt.token_ids == prompts[0].token_ids
@@ -143,4 +143,4 @@ def test_the_content_hash_of_a_row_includes_its_images():
 
 def test_a_model_of_text_alone_has_no_image_processor(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"--image-key: .* has no image processor"):
-        ImageProcessor(save_tiny_checkpoint(tmp_path), trust_remote_code=False)
+        ImageProcessor(save_tiny_checkpoint(tmp_path), trust_remote_code=False, image_key="images")

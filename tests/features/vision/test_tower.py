@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from fsdptrain.config import Config, LoraConfig
 from fsdptrain.errors import ConfigError
 from fsdptrain.feature import Features
+from fsdptrain.features.lora.config import LoraConfig
 from fsdptrain.features.lora.targets import find_targets
 from fsdptrain.features.vision.feature import VisionFeature
 from fsdptrain.features.vision.processor import ImageProcessor
@@ -63,7 +63,7 @@ def test_architectures_of_the_config_decide_whether_qwen3_5_has_its_tower():
 
 @pytest.mark.parametrize("name", vision_zoo.FAMILIES)
 def test_the_layout_probe_includes_images(name: str, tmp_path):
-    processor = ImageProcessor(vision_zoo.save(tmp_path, name), trust_remote_code=False)
+    processor = ImageProcessor(vision_zoo.save(tmp_path, name), trust_remote_code=False, image_key="images")
     model = vision_zoo.build(name)
     model.config.use_cache = False
     set_attention(model, resolve_attention("auto", "cpu"))
@@ -88,19 +88,3 @@ def test_adapters_are_for_the_text_unless_the_tower_is_named(name: str):
         assert all(any(target.endswith(n) for n in inside if n) and "vis" not in target for target in found)
     tower = {"gemma3": "vision_tower.encoder.layers.0.self_attn.q_proj"}.get(name, "attn.proj")
     assert all("vis" in target for target in find_targets(model, [tower]).modules)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"train_vision": True}, "--train-vision has no effect without images"),
-        ({"image_key": "i", "train_vision": True, "lora_rank": 8}, "--train-vision has no effect with --lora-rank"),
-        ({"image_key": "i", "apply_chat_template": False}, "--image-key needs --apply-chat-template"),
-        ({"image_key": "i", "environment": "calculator"}, "environments show no images"),
-        ({"image_key": "i", "rollout_engine": "vllm"}, "--rollout-engine vllm is given no images"),
-    ],
-)
-def test_unsupported_options_are_refused_in_one_line(changes, words: str):
-    with pytest.raises(ConfigError, match=words) as caught:
-        Config(hf_checkpoint="x", **changes)
-    assert "\n" not in str(caught.value)

@@ -68,11 +68,7 @@ def test_every_option_has_a_help_text():
         ({"learning_rate": 1}, "unknown key 'learning_rate'"),
         ({"epsclip": 1}, "unknown key 'epsclip'; did you mean 'eps_clip'?"),
         ({"fsdp": {"cpu_ofload": True}}, "unknown key 'cpu_ofload' in section 'fsdp'; did you mean 'cpu_offload'?"),
-        ({"use_kl_loss": True}, "unknown key 'use_kl_loss': it is --kl-loss-coef here (above 0 turns it on)"),
-        (
-            {"colocate": True},
-            "unknown key 'colocate': there is no such flag here: the engine always shares the trainer's",
-        ),
+        ({"use_kl_loss": True}, "unknown key 'use_kl_loss': it is --kl-loss-coef here"),
         ({"fsdp": True}, "'fsdp' is a section, it takes a mapping such as {cpu_offload: False}, got True"),
         ({"lr": 1e-5, "optim": {"lr": 1e-5}}, "optim.lr is given twice, in its section and flat: give it once"),
     ],

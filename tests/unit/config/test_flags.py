@@ -4,15 +4,15 @@ import pytest
 
 from fsdptrain.config import Config, resolve
 from fsdptrain.config.flags import config_options, convert
-from fsdptrain.config.keys import NAMES_ELSEWHERE, all_keys
+from fsdptrain.config.keys import all_keys
+from fsdptrain.config.other_names import ADVICE, OTHER_NAMES
 from fsdptrain.errors import ConfigError
 
 MODEL = ["--hf-checkpoint", "x"]
 
 
 def value(flat, *argv):
-    key = all_keys()[flat]
-    return getattr(getattr(resolve([*MODEL, *argv]).config, key.section), key.name)
+    return resolve([*MODEL, *argv]).config.value(flat)
 
 
 @pytest.mark.parametrize(
@@ -58,13 +58,12 @@ def test_flags_are_read(flat, argv, expected):
         (["--hf-chekpoint", "x"], "unknown flag --hf-chekpoint; did you mean '--hf-checkpoint'?"),
         (["--no-lr"], "unknown flag --no-lr"),
         (["--learning-rate", "1e-6"], "unknown flag --learning-rate: it is --lr here"),
-        (["--custom-rm-path", "a.b"], "unknown flag --custom-rm-path: it is --reward here (`package.module:function`)"),
+        (["--custom-rm-path", "a.b"], "unknown flag --custom-rm-path: it is --reward here"),
         (
             ["--nnodes", "2"],
             "unknown flag --nnodes: torchrun starts several machines: torchrun --nnodes N --nproc-per-",
         ),
         (["--network-interface", "eth0"], "unknown flag --network-interface: set GLOO_SOCKET_IFNAME and NCCL_"),
-        (["--colocate"], "unknown flag --colocate: there is no such flag here: the engine always shares"),
         (["Qwen/Qwen3-4B"], "'Qwen/Qwen3-4B' stands alone: options begin with --, e.g. --hf-checkpoint Qwen/Qwen3-4B"),
         (["--lr", "1", "2"], "'2' stands alone"),
         (
@@ -130,5 +129,5 @@ def test_every_default_can_be_written_as_a_flag(flat):
 
 def test_what_others_call_an_option_is_no_option_here_and_what_it_is_here_is_one():
     flags = {option.flag for option in config_options().values()}
-    assert flags.issuperset(NAMES_ELSEWHERE.values())
-    assert not flags.intersection(NAMES_ELSEWHERE)
+    assert flags.issuperset(OTHER_NAMES.values())
+    assert not flags.intersection([*OTHER_NAMES, *ADVICE])

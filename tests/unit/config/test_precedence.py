@@ -17,7 +17,7 @@ def decided(config):
     """What an algorithm is: the options that it decides, and those of other sections that any preset speaks of."""
     beside = {flat for preset in PRESETS.values() for flat in preset.beside}
     keys = [all_keys()[flat] for flat in sorted(ALGORITHM_OWN | beside)]
-    return {key.flat: getattr(getattr(config, key.section), key.name) for key in keys}
+    return {key.flat: key.value(config) for key in keys}
 
 
 def written(tmp_path: Path, **values) -> str:
@@ -90,5 +90,5 @@ def test_a_flag_that_says_the_same_in_another_way_wins_over_the_recipes_way(befo
     resolved = resolve(["--recipe", recipe, *flags])
     [(flat, value)] = left.items()
     key = all_keys()[flat]
-    assert getattr(getattr(resolved.config, key.section), key.name) == value
+    assert key.value(resolved.config) == value
     assert resolved.sources[flat] == LEFT_OUT

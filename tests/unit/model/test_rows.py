@@ -37,7 +37,7 @@ def test_gathered_tokens_are_in_the_order_of_the_pack(segments: list[list[int]],
 
 def test_all_boundary_arguments_agree() -> None:
     batch = plain_batch([[1, 2, 3], [4], [5, 6]], device=CPU)
-    found = attention_kwargs(batch)
+    found = attention_kwargs(batch.seqlens, batch.cu_seqlens)
     assert found["boundaries"].seqlens == (3, 1, 2)
     assert found["cu_seq_lens_q"].tolist() == found["cu_seq_lens_k"].tolist() == [0, 3, 4, 6]
     assert found["max_length_q"] == found["max_length_k"] == 3

@@ -8,7 +8,9 @@ import pytest
 from fsdptrain.config import Config
 from fsdptrain.config.checks import check
 from fsdptrain.errors import MemoryPlanError
+from fsdptrain.features.activation_memory.config import ActivationMemoryConfig
 from fsdptrain.features.lora.adapters import add_adapters
+from fsdptrain.features.lora.config import LoraConfig
 from fsdptrain.memory.demand import GIB
 from fsdptrain.memory.grid import Grid
 from fsdptrain.memory.pieces import Pieces
@@ -143,7 +145,7 @@ def test_remedies_are_ordered_by_cost_and_keep_the_given_options():
     for changed in remedies.remedies(given, packs=[768], caches=[]):
         check(changed.config)
         assert changed.config.optim.offload_optimizer or changed.config.fsdp.cpu_offload
-        assert changed.config.model.gradient_checkpointing
+        assert changed.config.section(ActivationMemoryConfig).gradient_checkpointing
     offloaded = config(fsdp_cpu_offload=True, offload_activations=True)
     flags = {flag for changed in remedies.remedies(offloaded, packs=[], caches=[]) for flag in changed.flags}
     assert flags == {"--gradient-checkpointing", "--gradient-checkpointing-every 2"}
@@ -162,7 +164,7 @@ def test_a_model_that_reads_values_is_refused():
 def test_only_an_adapter_has_gradients_and_moments():
     chosen = config(lora_rank=8, lora_targets=["attention"])
     model = configs.meta_model("llama-3.1-8b")
-    add_adapters(model, chosen.lora)
+    add_adapters(model, chosen.section(LoraConfig))
     adapter, frozen = 32 * 8 * (4 * 4096 + 2 * 4096 + 2 * 1024 + 4096), count_parameters(MODEL).total
     adapter -= 32 * 8 * 4096  # q: 4096 in, 4096 out; k, v: 4096 in, 1024 out; o: 4096 in, 4096 out
     planner = Planner(model, Machine(8, 80 * GIB))

@@ -1,0 +1,106 @@
+"""Sections of the data, the rewards and the environment."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
+
+from fsdptrain.config.rules import COLUMN, GENERATES, RL_ONLY, IdleWith, Problem, Requires
+from fsdptrain.config.section import Names, Section
+
+if TYPE_CHECKING:
+    from fsdptrain.config.root import Config
+
+_NO_PASS = "where nothing is evaluated, without --curriculum and --length-penalty: set --eval-interval, or leave it out"
+
+
+class DataConfig(Section):
+    """Prompts and their tokenization."""
+
+    NAME = "data"
+
+    prompt_data: str = "reasoning_gym:gsm_symbolic"
+    """`reasoning_gym:<task>[?key=value&...]`, a .jsonl or .parquet file, the name or directory of a `datasets` set, or
+    `environment` for the rows of --environment."""
+    prompt_split: str = "train"
+    """Training split of a `datasets` data set."""
+    input_key: Annotated[str, COLUMN] = "prompt"
+    """Column of the prompt: a string or a list of chat messages."""
+    label_key: Annotated[str, COLUMN] = "label"
+    """Column of the reference answer; with `--algorithm sft`, of the response: a string or the messages of a
+    conversation."""
+    metadata_key: Annotated[str | None, COLUMN] = None
+    """Column of a mapping that is passed to the reward."""
+    apply_chat_template: bool = True
+    """Apply the tokenizer's chat template to prompts. Off: use the text unchanged."""
+    chat_template_kwargs: Annotated[dict[str, bool | int | str], Requires("apply_chat_template")] = Field(default={})
+    """Arguments of the chat template, e.g. `enable_thinking: false`."""
+    system_prompt: str = "auto"
+    """System message before each prompt; "" for none. `auto`: that of the environment; for reasoning_gym data, an
+    instruction to use <answer> tags; else none."""
+    eval_prompt_data: Annotated[str | None, Requires("eval_interval"), IdleWith("eval_size=0")] = None
+    """Evaluation data, in any form of --prompt-data. Default: rows held out from --prompt-data."""
+    eval_size: Annotated[int | None, Requires("eval_interval")] = Field(default=None, ge=0)
+    """Prompts to hold out for evaluation; 0: none. Default: 128, but at most a tenth of the data. [prompts]"""
+    data_size: int = Field(default=100_000, ge=1)
+    """Rows to draw from an infinite generator such as reasoning-gym. [prompts]"""
+
+    def problems(self, config: "Config") -> Iterator[Problem]:
+        if self.prompt_data == "environment" and config.environment.environment is None:
+            yield "--prompt-data environment are the rows of an environment: name it by --environment"
+        if self.eval_prompt_data == "environment":
+            yield "--eval-prompt-data environment: leave it out, prompts are held out from --prompt-data environment"
+
+    def source_problems(self, config: "Config") -> Iterator[Problem]:
+        """Yield options that have no effect on the kind of data that --prompt-data and --eval-prompt-data name."""
+        names = [name.partition("?")[0] for name in (self.prompt_data, self.eval_prompt_data) if name]
+        generated = [name.startswith("reasoning_gym:") for name in names]
+        files = [name.endswith((".jsonl", ".json", ".parquet")) or name == "environment" for name in names]
+        if all(known or name == "environment" for known, name in zip(generated, names, strict=True)):
+            reason = "with data of reasoning_gym or an environment, which have no columns: leave it out"
+            yield from config.without_effect(config.columns, reason)
+        if not any(generated):
+            reason = "on data of a fixed size: only reasoning_gym data is generated"
+            yield from config.without_effect(["data_size"], reason)
+        if all(known or is_file for known, is_file in zip(generated, files, strict=True)):
+            reason = "on files and generated data: only `datasets` has splits"
+            yield from config.without_effect(["prompt_split"], reason)
+
+
+class RewardConfig(Section):
+    """Reward functions."""
+
+    NAME = "reward"
+
+    reward: Annotated[Names, GENERATES] = Field(default=["auto"], min_length=1)
+    """One or more of auto, reasoning_gym, reasoning_gym_strict, math, exact, format, environment or
+    `package.module:function`, each with an optional `=weight`."""
+    max_unscored_fraction: Annotated[float, RL_ONLY] = Field(default=0.1, ge=0.0, le=1.0)
+    """Stop if more than this fraction of a rollout's samples could not be scored."""
+    reward_timeout: Annotated[float | None, GENERATES] = Field(default=None, gt=0.0)
+    """Deadline of one --reward call; a sample that misses it is unscored. Three timeouts in a row end the run, as do
+    timeouts in one rollout that add up to half of --dist-timeout. If set, calls run in a thread. Default: none; if
+    calls run in threads anyway (--max-staleness with servers), 300 or what --dist-timeout allows. [s]"""
+    pass_threshold: Annotated[float, Requires("@evaluates", "curriculum", "length_penalty", reason=_NO_PASS)] = 1.0
+    """Minimum reward of a correct response, in evaluations, for --curriculum and for --length-penalty."""
+
+
+class EnvironmentConfig(Section):
+    """Multi-turn episodes."""
+
+    NAME = "environment"
+    RULES = (Requires("environment"),)
+
+    environment: Annotated[str | None, GENERATES] = None
+    """Environment that replies to the model: `package.module:Class` (or a function), or a plug-in name. See
+    docs/environments.md."""
+    environment_kwargs: dict[str, bool | int | float | str] = Field(default={})
+    """Arguments of the environment's constructor."""
+    max_turns: int = Field(default=8, ge=1)
+    """Maximum turns per episode. [model responses]"""
+    max_observation_len: int = Field(default=512, ge=1)
+    """Maximum length of an observation; longer ones are truncated. [tokens]"""
+    environment_timeout: float = Field(default=60.0, gt=0.0)
+    """Deadline of one environment reply; an episode that misses it is unscored. [s]"""
+    environment_workers: int = Field(default=32, ge=1)
+    """Concurrent environment calls per rank. [threads]"""

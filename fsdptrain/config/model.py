@@ -1,0 +1,164 @@
+"""Sections of the model, its sharding, the optimizer and the reference."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import pydantic
+from pydantic import Field
+
+from fsdptrain.config.rules import FSDP_ONLY, NEEDS_KL, RL_ONLY, Excludes, IdleWith, Problem, Requires
+from fsdptrain.config.section import Section
+
+if TYPE_CHECKING:
+    from fsdptrain.config.root import Config
+
+_DECAYS = "choose linear, cosine, inverse-square-root or WSD"
+_DECAYING = "lr_decay_style=linear|cosine|inverse-square-root|WSD"
+
+
+class ModelConfig(Section):
+    """Model and its computation."""
+
+    NAME = "model"
+
+    hf_checkpoint: str = ""
+    """Hub id or local directory of the model to train. The only required option."""
+    backend: Literal["fsdp", "megatron"] = "fsdp"
+    """`fsdp`: the transformers model under PyTorch FSDP2. `megatron`: the megatron-core model, for a few families:
+    docs/megatron.md."""
+    trust_remote_code: bool = False
+    """Run Python code from the checkpoint. Only for authors whom you trust."""
+    load_strategy: Annotated[Literal["shard", "rank0"], FSDP_ONLY] = "shard"
+    """`shard`: each rank reads its slice from the files. `rank0`: rank 0 reads all weights and broadcasts them."""
+    attn_implementation: Annotated[
+        Literal["auto", "flash_attention_2", "flash_attention_3", "varlen", "sdpa"], FSDP_ONLY
+    ] = "auto"
+    """Attention over packs. `auto`: flash-attn if installed, else varlen on CUDA, else per-segment sdpa."""
+    layout: Annotated[Literal["auto", "packed", "padded"], FSDP_ONLY] = "auto"
+    """Layout of sequences in the model. `auto`: packed if a probe of the model proves it exact, else padded."""
+    bf16: bool = True
+    """Compute in bfloat16, with float32 master weights and float32 gradient reduction. `--no-bf16`: float32."""
+    fp16: Annotated[bool, FSDP_ONLY] = False
+    """Compute in float16 with a gradient scaler. Disables the default --bf16; setting both is an error."""
+    logprob_chunk_size: int = Field(default=512, ge=1)
+    """Tokens whose logits are in memory at a time. [tokens]"""
+    strict: bool = False
+    """Make fallbacks (padding instead of packing, torch code instead of a kernel) errors instead of warnings."""
+    deterministic_mode: bool = False
+    """Use deterministic kernels only (torch.use_deterministic_algorithms)."""
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _one_compute_dtype(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("fp16") is True:
+            return {"bf16": False, **values}
+        return values
+
+    def problems(self, config: "Config") -> Iterator[Problem]:
+        if not self.hf_checkpoint:
+            yield "--hf-checkpoint is missing: the model to train, e.g. --hf-checkpoint Qwen/Qwen3-4B or a local folder"
+        if self.fp16 and self.bf16:
+            yield "--fp16 and --bf16 are both on: choose one, e.g. --fp16 --no-bf16"
+
+
+class FsdpConfig(Section):
+    """FSDP sharding."""
+
+    NAME = "fsdp"
+    PREFIX = "fsdp_"
+    RULES = (FSDP_ONLY,)
+
+    cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer state in host memory."""
+    replicate_size: int = Field(default=1, ge=1)
+    """Replicas of the sharded model (HSDP): world size = replicas x shards."""
+    reshard_after_forward: bool = True
+    """Free each layer's gathered parameters after its forward pass. Off: faster, more memory."""
+    prefetch: bool = True
+    """Gather the next layer's parameters while the current layer computes."""
+
+
+class OptimConfig(Section):
+    """Optimizer and learning rate schedule."""
+
+    NAME = "optim"
+
+    optimizer: Literal["adam"] = "adam"
+    """AdamW."""
+    lr: float = Field(default=1e-6, ge=0.0)
+    """Peak learning rate."""
+    lr_warmup_init: Annotated[float, Requires("lr_warmup_iters", "lr_warmup_fraction")] = Field(default=0.0, ge=0.0)
+    """Learning rate at the start of the warm-up."""
+    min_lr: Annotated[float, IdleWith("lr_decay_style=constant", fix=_DECAYS)] = Field(default=0.0, ge=0.0)
+    """Learning rate at the end of the decay."""
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "constant"
+    """Shape of the learning rate decay."""
+    lr_decay_iters: Annotated[int | None, Requires(_DECAYING, "lr_warmup_fraction")] = Field(default=None, ge=1)
+    """Optimizer steps until min_lr. Default: all steps of the run."""
+    lr_warmup_iters: Annotated[int, Excludes("lr_warmup_fraction")] = Field(default=0, ge=0)
+    """Optimizer steps of linear warm-up."""
+    lr_warmup_fraction: float | None = Field(default=None, ge=0.0, lt=1.0)
+    """Warm-up as a fraction of lr_decay_iters, instead of lr_warmup_iters."""
+    lr_wsd_decay_iters: Annotated[int | None, Requires("lr_decay_style=WSD")] = Field(default=None, ge=1)
+    """WSD: optimizer steps of the final decay."""
+    lr_wsd_decay_style: Annotated[
+        Literal["linear", "cosine", "exponential", "minus_sqrt"], Requires("lr_decay_style=WSD")
+    ] = "exponential"
+    """WSD: shape of the final decay."""
+    weight_decay: float = Field(default=0.0, ge=0.0)
+    """Decoupled weight decay."""
+    adam_beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
+    """Decay of the first moment."""
+    adam_beta2: float = Field(default=0.95, ge=0.0, lt=1.0)
+    """Decay of the second moment."""
+    adam_eps: float = Field(default=1e-8, gt=0.0)
+    """Term added to the root of the second moment."""
+    clip_grad: float = Field(default=1.0, ge=0.0)
+    """Maximum global gradient norm. 0: no clipping."""
+    offload_optimizer: Annotated[bool, IdleWith("fsdp_cpu_offload"), FSDP_ONLY] = False
+    """Keep only the optimizer state in host memory."""
+    offload_optimizer_step: Annotated[Literal["host", "device"], Requires("offload_optimizer"), FSDP_ONLY] = "host"
+    """Where --offload-optimizer runs steps. `host`: transfers gradients and weights. `device`: transfers the state."""
+    max_skipped_steps: int = Field(default=10, ge=0)
+    """Stop after this many optimizer steps were skipped because of non-finite gradients."""
+
+    def problems(self, config: "Config") -> Iterator[Problem]:
+        if self.min_lr > self.lr:
+            yield f"--min-lr {self.min_lr:g} is above --lr {self.lr:g}: it is where the decay ends, lower it"
+        if self.lr_warmup_init > self.lr:
+            init = f"--lr-warmup-init {self.lr_warmup_init:g}"
+            yield f"{init} is above --lr {self.lr:g}: it is where the warm-up begins, lower it"
+        steps = self.lr_decay_iters or config.total_optimizer_steps
+        if self.lr_decay_style != "constant" and steps:
+            yield from self._decay_problems(steps)
+
+    def _decay_problems(self, steps: int) -> Iterator[Problem]:
+        if self.lr_warmup_iters >= steps:
+            yield (
+                f"--lr-warmup-iters {self.lr_warmup_iters} leaves nothing of the {steps} optimizer steps to decay in: "
+                "lower it, or use --lr-decay-style constant"
+            )
+        if self.lr_decay_style == "WSD" and self.lr_wsd_decay_iters is None:
+            usual = max(1, steps // 10)
+            yield f"--lr-decay-style WSD needs --lr-wsd-decay-iters, the length of its final decay, e.g. {usual}"
+        if (self.lr_wsd_decay_iters or 0) > steps:
+            yield f"--lr-wsd-decay-iters {self.lr_wsd_decay_iters} is more than the {steps} optimizer steps: lower it"
+
+
+class RefConfig(Section):
+    """Reference model of the KL term."""
+
+    NAME = "ref"
+    PREFIX = "ref_"
+
+    load: Annotated[str | None, RL_ONLY, NEEDS_KL] = None
+    """Checkpoint of the reference model, with the same shapes. Default: --hf-checkpoint."""
+    update_interval: Annotated[int | None, RL_ONLY, NEEDS_KL] = Field(default=None, ge=1)
+    """Update the reference to the current policy every this many rollouts. Default: never. [rollouts]"""
+
+    def problems(self, config: "Config") -> Iterator[Problem]:
+        if self.update_interval == 1 and config.on_policy and config.needs_reference:
+            yield (
+                "--ref-update-interval 1 makes every KL divergence 0 when each rollout is one optimizer step, as the "
+                f"policy is its own reference: raise it, or set --global-batch-size below {config.samples_per_rollout}"
+            )

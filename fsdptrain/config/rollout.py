@@ -1,0 +1,158 @@
+"""Sections of generation, of the batches made from it, and of the weight sync to the engine."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from fsdptrain.config.rules import FSDP_ONLY, GENERATES, RL_ONLY, IdleWith, Problem, Requires
+from fsdptrain.config.section import Section
+
+if TYPE_CHECKING:
+    from fsdptrain.config.root import Config
+
+_NEEDS_LENGTH = Requires("@generates", "loss_aggregation=fixed_length", reason=GENERATES.reason)
+_OWN_DEVICES = "with servers, which have devices of their own: leave it out"
+
+
+class BatchConfig(Section):
+    """Batch sizes and packing."""
+
+    NAME = "batch"
+
+    max_tokens_per_gpu: int = Field(default=8192, ge=1)
+    """Pack size: maximum tokens in a forward or backward pass of a rank. With --context-parallel-size, packs and
+    sequences may be that many times longer. [tokens]"""
+    overlong: Literal["error", "drop"] = "error"
+    """Samples longer than the pack size: stop the run, or drop and count them."""
+    global_batch_size: int | None = Field(default=None, ge=1)
+    """Samples per optimizer step. Default: the whole rollout, strictly on-policy. [samples]"""
+    steps_per_rollout: Annotated[int | None, RL_ONLY] = Field(default=None, ge=1)
+    """Optimizer steps per rollout, over all its epochs: an alternative to --global-batch-size. Samples are assigned to
+    steps at random, individually rather than by group."""
+    epochs_per_rollout: Annotated[int, RL_ONLY] = Field(default=1, ge=1)
+    """Training passes over each rollout, each in a different order. Old and reference logprobs are computed once."""
+
+    def problems(self, config: "Config") -> Iterator[Problem]:
+        size, batch = self.global_batch_size, config.rollout.batch_size
+        if config.algorithm.algorithm == "sft":
+            if size and config.is_set("rollout_batch_size") and size != batch:
+                yield (
+                    f"--rollout-batch-size {batch} and --global-batch-size {size} differ: with --algorithm sft both "
+                    "mean the samples of one optimizer step, give one of them"
+                )
+        elif size and config.samples_per_rollout % size:
+            yield (
+                f"--global-batch-size {size} must divide {_sizes(config)}, "
+                f"e.g. {_divisor(config.samples_per_rollout, size)}"
+            )
+        elif self.steps_per_rollout:
+            yield from self._step_problems(config, self.steps_per_rollout)
+
+    def _step_problems(self, config: "Config", steps: int) -> Iterator[Problem]:
+        size, samples, epochs = self.global_batch_size, config.samples_per_rollout, self.epochs_per_rollout
+        if steps % epochs:
+            yield (
+                f"--steps-per-rollout {steps} must be a multiple of --epochs-per-rollout {epochs}: each epoch has as "
+                f"many optimizer steps, e.g. {epochs * (steps // epochs + 1)}"
+            )
+        elif size and size * steps != samples * epochs:
+            times = f", {epochs} times," if epochs > 1 else ""
+            yield (
+                f"--steps-per-rollout {steps} and --global-batch-size {size} do not agree: {samples} samples{times} "
+                f"make {samples * epochs // size} steps of {size}: give one of them"
+            )
+        elif steps > samples * epochs:
+            yield (
+                f"--steps-per-rollout {steps} is more than {_sizes(config)}, and each step of an epoch needs one: at "
+                f"most {samples * epochs}"
+            )
+
+
+class RolloutConfig(Section):
+    """Rollout generation."""
+
+    NAME = "rollout"
+    PREFIX = "rollout_"
+
+    engine: Annotated[str, GENERATES] = "auto"
+    """`hf`: embedded, on the trainer's device. `vllm`: in the trainer's process. `vllm-server`: over HTTP. Or
+    `package.module:function`. `auto`: vllm if installed and there is a GPU, else hf."""
+    batch_size: int = Field(default=32, ge=1)
+    """Prompts per rollout. [prompts]"""
+    max_prompt_len: int | None = Field(default=None, ge=1)
+    """Maximum prompt length; longer prompts are skipped and counted (progress/too_long_prompts). Default: the room that
+    a response leaves in --max-tokens-per-gpu. [tokens]"""
+    max_response_len: Annotated[int, _NEEDS_LENGTH] = Field(default=2048, ge=1)
+    """Maximum response length. [tokens]"""
+    temperature: Annotated[float, RL_ONLY] = Field(default=1.0, gt=0.0)
+    """Sampling temperature, also used for the trainer's logprobs."""
+    top_p: Annotated[float, RL_ONLY] = Field(default=1.0, gt=0.0, le=1.0)
+    """Sample from the smallest set of most likely tokens whose total probability reaches this. The trainer's logprobs
+    use the same set."""
+    top_k: Annotated[int | None, RL_ONLY] = Field(default=None, ge=1)
+    """Sample from the k most likely tokens. The trainer's logprobs use the same set. Default: off. [tokens]"""
+    min_p: Annotated[float, RL_ONLY] = Field(default=0.0, ge=0.0, le=1.0)
+    """Keep tokens whose probability is at least min_p times that of the most likely token. The trainer's logprobs use
+    the same set."""
+    max_batch_tokens: Annotated[int, GENERATES, IdleWith("rollout_engine=vllm|vllm-server")] = Field(
+        default=262_144, ge=1
+    )
+    """Embedded engine: capacity of the key-value cache. [tokens]"""
+    shuffle: bool = True
+    """Shuffle prompts, differently in each epoch."""
+    seed: int = 42
+    """Seed of sampling and of the prompt order."""
+
+    def problems(self, config: "Config") -> Iterator[Problem]:
+        """Report lengths that do not fit into a pack or into the embedded engine's cache."""
+        budget, prompt, response = config.max_tokens_per_pack, self.max_prompt_len, self.max_response_len
+        is_sft = config.algorithm.algorithm == "sft"
+        if not is_sft and response >= budget:
+            yield (
+                f"--rollout-max-response-len {response} leaves no room for a prompt in {config.pack_budget}: lower the "
+                "first or raise the second"
+            )
+        longest = config.prompt_budget + (1 if is_sft else response)
+        if prompt is not None and longest > budget and config.batch.overlong == "error":
+            yield (
+                f"--rollout-max-prompt-len {prompt} and a response make {longest} tokens, more than "
+                f"{config.pack_budget}: lower the first, raise the second, or use --overlong drop"
+            )
+        embedded = self.engine not in ("vllm", "vllm-server")
+        if embedded and config.generates and self.max_batch_tokens < config.prompt_budget + response:
+            yield (
+                f"--rollout-max-batch-tokens {self.max_batch_tokens} cannot hold one sequence of "
+                f"{config.prompt_budget} prompt and {response} response tokens: raise it"
+            )
+
+
+class SyncConfig(Section):
+    """Engines and weight sync."""
+
+    NAME = "sync"
+
+    max_staleness: Annotated[int, RL_ONLY] = Field(default=0, ge=0)
+    """Generate ahead of training: with weights at most so many rollouts older than those that are trained. With
+    vllm-server both go on at the same time. 0: always with the newest. [rollouts]"""
+    offload_train: Annotated[
+        bool,
+        GENERATES,
+        IdleWith("fsdp_cpu_offload"),
+        IdleWith("@engine_has_own_devices", reason=_OWN_DEVICES),
+        FSDP_ONLY,
+    ] = False
+    """Weights and optimizer of the trainer are in host memory while completions are made, so that the engine has the
+    device to itself. They cross the bus there and back in each rollout."""
+
+
+def _sizes(config: "Config") -> str:
+    return (
+        f"--rollout-batch-size {config.rollout.batch_size} x --n-samples-per-prompt "
+        f"{config.algorithm.n_samples_per_prompt} = {config.samples_per_rollout} samples"
+    )
+
+
+def _divisor(samples: int, size: int) -> int:
+    """Return the largest divisor of `samples` that is at most `size`."""
+    return next(divisor for divisor in range(min(size, samples), 0, -1) if samples % divisor == 0)

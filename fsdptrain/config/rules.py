@@ -1,0 +1,89 @@
+"""Rules that a field declares in its annotation, and the errors of broken rules. `checks.py` applies them.
+
+    alpha: Annotated[int, Requires("lora_rank")] = 32
+
+A rule applies to a field that was set, that is, whose value differs from the default and from the algorithm's preset.
+Its conditions name other options by their flat key: `key` holds if that option is on, `key=a|b` if it has one of these
+values, `key>1` if it is larger. `@name` is a property of `Config`. A condition on an option of a feature that is not
+installed does not hold.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from fsdptrain.errors import ConfigError
+
+_CONDITION = re.compile(r"(?P<key>@?\w+)(?:(?P<relation>[=>])(?P<value>.+))?")
+
+
+class NoEffectError(ConfigError):
+    """Option without effect, given the other options or the model. `key`: flat name, if the configuration knows it."""
+
+    def __init__(self, message: str, key: str = "") -> None:
+        super().__init__(message)
+        self.key = key
+
+
+Problem = str | NoEffectError
+
+
+@dataclass(frozen=True)
+class Condition:
+    """Parsed condition, for example `lr_decay_style=linear|cosine`."""
+
+    key: str  # flat key, or `@` and the name of a property of `Config`
+    relation: str  # "", "=" or ">"
+    values: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> "Condition":
+        match = _CONDITION.fullmatch(text)
+        assert match is not None, text
+        return cls(match["key"], match["relation"] or "", tuple((match["value"] or "").split("|")))
+
+    def holds_for(self, value: Any) -> bool:
+        if self.relation == "=":
+            return str(value) in self.values
+        if self.relation == ">":
+            return value is not None and value > float(self.values[0])
+        return bool(value) and value not in ("none", "off")
+
+
+class Rule:
+    """Base of the rules. fix: what to do about it. reason: end of the message, in place of the generated one."""
+
+    def __init__(self, *conditions: str, fix: str = "", reason: str = "") -> None:
+        self.conditions = tuple(map(Condition.parse, conditions))
+        self.fix = fix
+        self.reason = reason
+
+
+class Requires(Rule):
+    """The option has no effect unless one of the conditions holds."""
+
+
+class IdleWith(Rule):
+    """The option has no effect if one of the conditions holds."""
+
+
+class Excludes(Rule):
+    """The option does not work if one of the conditions holds."""
+
+
+class Column:
+    """Marks an option that names a column of --prompt-data: it has no effect on data without columns."""
+
+
+class ExportChoice:
+    """Marks an option that `fsdptrain export` accepts too."""
+
+
+COLUMN, EXPORT_CHOICE = Column(), ExportChoice()
+FSDP_ONLY = Excludes("backend=megatron")
+RL_ONLY = IdleWith("algorithm=sft", fix="leave it out, or use another --algorithm, e.g. grpo")
+NEEDS_KL = Requires("kl_loss_coef", "kl_reward_coef", fix="set one of them, e.g. to 0.001")
+GENERATES = Requires(
+    "@generates",
+    reason="with --algorithm sft that never evaluates: leave it out, or set --eval-interval and --eval-size",
+)

@@ -1,0 +1,114 @@
+"""Sections of the run: length, evaluation, checkpoints, loggers and processes."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from fsdptrain.config.rules import FSDP_ONLY, GENERATES, IdleWith, Problem, Requires
+from fsdptrain.config.section import Names, Section
+from fsdptrain.registry import plugin_names, suggest
+
+if TYPE_CHECKING:
+    from fsdptrain.config.root import Config
+
+LOGGER_NAMES = ("console", "wandb", "trackio")
+_RESTARTS = "a restart resumes from a checkpoint, set --save-interval and --keep-last above 0"
+
+
+class RunConfig(Section):
+    """Run length, evaluation and checkpoints."""
+
+    NAME = "run"
+
+    output_dir: str = "runs/default"
+    """Output directory: config.yaml, metrics.jsonl, checkpoints and the exported model."""
+    num_rollout: int = Field(default=200, ge=0)
+    """Number of rollouts; with `--algorithm sft`, of optimizer steps."""
+    seed: int = 0
+    """Seed of everything except sampling."""
+    resume: str = "auto"
+    """`auto`: resume from the newest checkpoint in output_dir, if any. `never`: an output_dir in use is an error. Or a
+    checkpoint directory."""
+    save_interval: Annotated[int, Requires("keep_last")] = Field(default=50, ge=0)
+    """Rollouts between checkpoints. 0: only the last one; none if --keep-last is 0."""
+    keep_last: int = Field(default=2, ge=0)
+    """Number of checkpoints to keep; 0: write none."""
+    async_save: Annotated[bool, Requires("keep_last"), Requires("save_interval"), FSDP_ONLY] = False
+    """Continue training while a checkpoint is written from a copy of weights and optimizer state in host memory."""
+    export: bool = True
+    """Export the trained model to output_dir/hf at the end, for from_pretrained."""
+    eval_interval: Annotated[int, IdleWith("eval_size=0")] = Field(default=20, ge=0)
+    """Rollouts between evaluations; also runs before the first and after the last rollout. 0: never."""
+    n_samples_per_eval_prompt: Annotated[int, Requires("eval_interval"), IdleWith("eval_size=0")] = Field(
+        default=1, ge=1
+    )
+    """Completions per evaluation prompt; reports pass@k for each power of two up to this number."""
+    eval_temperature: Annotated[float, Requires("eval_interval"), IdleWith("eval_size=0")] = Field(default=1.0, gt=0.0)
+    """Sampling temperature of evaluations."""
+    eval_greedy: Annotated[bool, Requires("eval_interval"), IdleWith("eval_size=0")] = False
+    """Evaluate greedy decoding too, as eval/heldout_greedy."""
+    verify_weight_sync: Literal["every", "first", "off"] | None = None
+    """Check after every weight sync, or the first one, that the engine holds the trainer's weights and computes the
+    same logprobs; stop the run if not. Default: every, if the engine supports it."""
+
+
+class LogConfig(Section):
+    """Metric loggers."""
+
+    NAME = "log"
+    PREFIX = "log_"
+
+    to: Names = Field(default=["console"])
+    """Loggers in addition to metrics.jsonl, which is always written: any of console, wandb, trackio, or a plug-in."""
+    project: str = "fsdptrain"
+    """Project name for wandb and trackio."""
+    run_name: str | None = None
+    """Run name for wandb and trackio. Default: the last component of output_dir."""
+    num_samples: Annotated[int, GENERATES] = Field(default=4, ge=0)
+    """Completions written to samples.jsonl after each rollout."""
+
+    def problems(self, config: "Config") -> Iterator[Problem]:
+        others = [name for name in self.to if name not in LOGGER_NAMES and ":" not in name]
+        known = [*LOGGER_NAMES, *plugin_names("loggers")] if others else []
+        for name in others:
+            if name not in known:
+                takes = f"it takes {', '.join(known)} or package.module:name"
+                yield f"--log-to does not know {name!r}{suggest(name, known)} ({takes})"
+        if len(set(self.to)) < len(self.to):
+            yield f"--log-to names a logger twice: {', '.join(self.to)}"
+        if all(name == "console" for name in self.to):
+            reason = "without a logger that has projects: add e.g. --log-to console trackio"
+            yield from config.without_effect(["log_project", "log_run_name"], reason)
+
+
+class LaunchConfig(Section):
+    """Processes on this machine. For several machines, use torchrun: see docs/launch.md."""
+
+    NAME = "launch"
+
+    nproc_per_node: int | None = Field(default=None, ge=1)
+    """Processes on this machine. Default: one per visible GPU, or one without GPUs."""
+    dist_timeout: int = Field(default=1800, ge=1)
+    """Timeout of every wait between ranks. [s]"""
+    max_restarts: Annotated[int, Requires("save_interval", fix=_RESTARTS), Requires("keep_last", fix=_RESTARTS)] = (
+        Field(default=0, ge=0)
+    )
+    """After a rank has died, restart all ranks from the newest checkpoint, up to this many times."""
+    log_dir: str | None = None
+    """Directory for the output of each rank. The console then shows rank 0 only."""
+    probe: Annotated[bool, Requires("dry_run"), FSDP_ONLY] = False
+    """With --dry-run: build a small random copy of the model from its config.json and report how it is computed."""
+    dry_run: bool = False
+    """Print the resolved configuration with the source of each value, and exit."""
+
+    def problems(self, config: "Config") -> Iterator[Problem]:
+        longest = 3 * (config.reward.reward_timeout or 0)  # the run ends after three timeouts in a row
+        if longest > config.reward_patience:
+            ahead = config.sync.max_staleness
+            beside = f", for each of {1 + ahead} rollouts (--max-staleness {ahead})" if ahead else ""
+            yield (
+                f"--dist-timeout {self.dist_timeout} is too short for a --reward that hangs: half of it{beside} is "
+                f"{config.reward_patience:g} s, and 3 x --reward-timeout is {longest:g} s: raise it, or lower "
+                "--reward-timeout"
+            )

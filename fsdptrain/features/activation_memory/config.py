@@ -1,0 +1,33 @@
+"""Options that trade time for the memory of activations."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from fsdptrain.config.rules import FSDP_ONLY, Excludes, Requires
+from fsdptrain.config.section import Section
+
+
+class ActivationMemoryConfig(Section):
+    """Memory of activations."""
+
+    NAME = "activation_memory"
+
+    gradient_checkpointing: bool = False
+    """Recompute each decoder layer in the backward pass: less memory, about a third more time."""
+    gradient_checkpointing_kind: Annotated[
+        Literal["full", "selective"],
+        Requires("gradient_checkpointing"),
+        Excludes("offload_activations", "compile", fix="use --gradient-checkpointing-kind full, or leave it out"),
+        FSDP_ONLY,
+    ] = "full"
+    """`full`: store the input of a layer. `selective`: also store results of matrix products and attention, and
+    recompute cheap operations."""
+    gradient_checkpointing_every: Annotated[int, Requires("gradient_checkpointing"), FSDP_ONLY] = Field(default=1, ge=1)
+    """Recompute every n-th layer only. [layers]"""
+    offload_activations: Annotated[bool, FSDP_ONLY] = False
+    """Move activations of decoder layers to host memory until the backward pass. Best with --gradient-checkpointing."""
+
+    @property
+    def is_selective(self) -> bool:
+        return self.gradient_checkpointing and self.gradient_checkpointing_kind == "selective"

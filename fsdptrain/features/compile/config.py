@@ -1,0 +1,16 @@
+"""Option of torch.compile."""
+
+from typing import Annotated
+
+from fsdptrain.config.rules import FSDP_ONLY
+from fsdptrain.config.section import Section
+
+
+class CompileConfig(Section):
+    """torch.compile."""
+
+    NAME = "compile"
+
+    compile: Annotated[bool, FSDP_ONLY] = False
+    """Apply torch.compile to each decoder layer, except attention, once for packs of all shapes. Needs a C++
+    compiler."""

@@ -1,0 +1,45 @@
+"""Options of tensor and expert parallelism."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from fsdptrain.config.rules import Excludes
+from fsdptrain.config.section import RankGroup, Section
+
+_NOT_TESTED = Excludes(
+    "lora_rank", "image_key", "compile", "gradient_checkpointing_kind=selective", "offload_activations",
+    "load_strategy=rank0", "fp16", "fsdp_cpu_offload", "async_save",
+)  # fmt: skip
+_NOT_TESTED_WITH_TENSOR = Excludes("algorithm=sft", "router_replay", "router_aux_loss_coef")
+_TRUNCATED = "with --rollout-top-p, --rollout-top-k and --rollout-min-p: leave one of them out"
+
+
+class ModelParallelConfig(Section):
+    """Tensor and expert parallelism."""
+
+    NAME = "model_parallel"
+
+    tensor_parallel_size: Annotated[
+        int,
+        _NOT_TESTED,
+        _NOT_TESTED_WITH_TENSOR,
+        Excludes("@is_truncated", reason=_TRUNCATED),
+        Excludes("backend=megatron", fix="use --megatron-tensor-parallel"),
+    ] = Field(default=1, ge=1)
+    """Processes that share the work of every layer, by the transformers plan of the model: neighbors, within a node."""
+    expert_parallel_size: Annotated[
+        int, _NOT_TESTED, Excludes("backend=megatron", fix="use --megatron-expert-parallel")
+    ] = Field(default=1, ge=1)
+    """Processes over which experts are distributed; tokens are sent to them."""
+
+    @property
+    def enabled(self) -> bool:
+        return self.tensor_parallel_size > 1 or self.expert_parallel_size > 1
+
+    @property
+    def rank_groups(self) -> tuple[RankGroup, ...]:
+        return (
+            RankGroup("tensor", "tensor_parallel_size", self.tensor_parallel_size),
+            RankGroup("experts", "expert_parallel_size", self.expert_parallel_size, shares_packs=False),
+        )

@@ -1,0 +1,47 @@
+"""Options of expert routing."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from fsdptrain.config.rules import FSDP_ONLY, Excludes, IdleWith, Problem
+from fsdptrain.config.section import Section
+
+if TYPE_CHECKING:
+    from fsdptrain.config.root import Config
+
+
+class RouterConfig(Section):
+    """Expert routing of mixture-of-experts models."""
+
+    NAME = "router"
+    PREFIX = "router_"
+    RULES = (FSDP_ONLY,)
+
+    aux_loss_coef: float | Literal["config"] = 0.0
+    """Coefficient of the load-balancing loss over each optimizer step; `config`: from the model's config. 0: off.
+    Without --router-replay, it costs one more forward pass."""
+    bias_update_rate: Annotated[float, Excludes("lora_rank", "compile")] = Field(default=0.0, ge=0.0)
+    """Balance experts without a loss: after each optimizer step, increase the router's bias by this for experts below
+    the mean load of the step and decrease it for those above (DeepSeek-V3: 0.001). 0: keep the loaded bias."""
+    replay: Annotated[Literal["off", "scoring", "rollout"], IdleWith("algorithm=sft")] = "off"
+    """Replay recorded expert choices in training. `scoring`: from the computation of old logprobs (R2). `rollout`: from
+    the engine (R3), for old logprobs too."""
+
+    @property
+    def enabled(self) -> bool:
+        return self.replay != "off" or self.aux_loss_coef != 0 or self.bias_update_rate > 0
+
+    def problems(self, config: "Config") -> Iterator[Problem]:
+        if self.aux_loss_coef != "config" and self.aux_loss_coef < 0:
+            yield f"--router-aux-loss-coef must be at least 0 or `config`, got {self.aux_loss_coef:g}"
+        if self.replay == "scoring" and not config.scores_policy:
+            reason = "where the policy is not scored: use --router-replay rollout, or leave it out"
+            yield from config.without_effect(["router_replay"], reason)
+        ahead = config.sync.max_staleness
+        if self.replay == "rollout" and ahead and config.rollout.engine == "vllm-server":
+            yield (
+                f"--router-replay rollout with --max-staleness {ahead}: servers read tokens again after a weight sync, "
+                "with other experts: use --router-replay scoring, or leave one of them out"
+            )

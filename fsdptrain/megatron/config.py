@@ -1,0 +1,58 @@
+"""Options of --backend megatron. Imports no megatron-core."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field
+
+from fsdptrain.config.rules import Excludes, Requires
+from fsdptrain.config.section import RankGroup, Section
+
+_ALLTOALL = Excludes(
+    "megatron_context_parallel>1", "megatron_sequence_parallel", "megatron_pipeline_parallel>1", fix="use alltoall"
+)
+_TRUNCATED = "with --rollout-top-p, --rollout-top-k and --rollout-min-p: leave one of them out"
+
+
+class MegatronConfig(Section):
+    """--backend megatron: how megatron-core splits and computes the model. docs/megatron.md."""
+
+    NAME = "megatron"
+    PREFIX = "megatron_"
+    RULES = (Requires("backend=megatron"),)
+
+    tensor_parallel: Annotated[int, Excludes("@is_truncated", reason=_TRUNCATED)] = Field(default=1, ge=1)
+    """Processes that share each layer's matrices."""
+    pipeline_parallel: int = Field(default=1, ge=1)
+    """Pipeline stages, each with a part of the layers."""
+    expert_parallel: int = Field(default=1, ge=1)
+    """Processes over which the experts of a layer are distributed; each expert is whole on one process."""
+    context_parallel: int = Field(default=1, ge=1)
+    """Processes that share each sequence. Attention is then the transformers module, and each process computes it for
+    the whole sequence."""
+    sequence_parallel: Annotated[bool, Requires("megatron_tensor_parallel>1")] = False
+    """Split activations between a layer's matrices along the sequence, over the tensor-parallel processes."""
+    moe_dispatcher: Annotated[Literal["alltoall", "allgather"], _ALLTOALL] = "alltoall"
+    """Transport of tokens to their experts."""
+    spec: str | None = None
+    """`package.module:function` that builds the layers instead of the backend: (transformer_config, hf_config, *,
+    vp_stage=None) -> block spec."""
+    bridge: Literal["auto", "own", "mbridge", "megatron-bridge"] = "auto"
+    """Converter of weights from checkpoint files and to the engine. `own`: the built-in table, also used by `auto`. If
+    the requested bridge is not installed or does not support the model, the table is used with a warning; with
+    --strict, it is an error."""
+
+    @property
+    def rank_groups(self) -> tuple[RankGroup, ...]:
+        replica = self.tensor_parallel * self.pipeline_parallel
+        return (
+            RankGroup("tensor", "megatron_tensor_parallel", self.tensor_parallel),
+            RankGroup("stages", "megatron_pipeline_parallel", self.pipeline_parallel, in_layers=False),
+            RankGroup("context", "megatron_context_parallel", self.context_parallel),
+            RankGroup("experts", "megatron_expert_parallel", self.expert_parallel, shares_packs=False, stride=replica),
+        )
+
+    def undivided(self) -> Self:
+        return super().undivided().model_copy(update={"sequence_parallel": False})
+
+
+SECTIONS = (MegatronConfig,)

@@ -1,0 +1,119 @@
+"""Options of vLLM, in the trainer's process and as servers. Imports no vLLM."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field
+
+from fsdptrain.config.rules import IdleWith, Problem, Requires
+from fsdptrain.config.section import Names, Section
+
+if TYPE_CHECKING:
+    from fsdptrain.config.root import Config
+
+SERVER_ENGINE = "vllm-server"
+DESCRIBE_S = 120.0  # for a server to describe itself: it inspects its whole machine first
+LOSSY_ENGINE_ARGS = frozenset({"quantization", "kv_cache_dtype"})  # the engine computes other numbers on purpose
+
+_SERVERS = Requires(f"rollout_engine={SERVER_ENGINE}")
+_STARTED = IdleWith("rollout_urls", fix="these servers run already, leave it out")
+_NOT_HF = IdleWith("rollout_engine=hf", fix="leave it out, or use --rollout-engine vllm")
+_GIVEN = Requires("rollout_urls")
+
+
+class VllmConfig(Section):
+    """vLLM engines."""
+
+    NAME = "vllm"
+    PREFIX = "rollout_"
+
+    engine_args: Annotated[dict[str, Any], _NOT_HF, _STARTED] = Field(default={})
+    """vllm: vLLM engine options, as key=value or as one JSON object, e.g. max_num_seqs=512."""
+    kv_cache_gib: Annotated[float | None, _NOT_HF, _STARTED] = Field(default=None, gt=0.0)
+    """vllm: memory of the key-value cache. Default: on a GPU as vLLM decides, on a CPU 1. [GiB]"""
+    timeout: Annotated[float, _NOT_HF] = Field(default=7200.0, gt=0.0)
+    """Longest time of one request (vllm-server), or of one call with all prompts of a rank or one weight sync (vllm). A
+    longer one ends the run. [s]"""
+    urls: Annotated[Names, _SERVERS] = Field(default=[])
+    """vllm-server: running servers, e.g. http://127.0.0.1:8000. See docs/vllm_servers.md."""
+    num_servers: Annotated[int | None, _SERVERS] = Field(default=None, ge=1)
+    """vllm-server: number of servers to start on this machine, instead of --rollout-urls; they stop with the run."""
+    server_python: Annotated[str | None, _SERVERS, _STARTED] = None
+    """vllm-server: Python interpreter with vLLM, to start servers with. Default: the trainer's interpreter."""
+    api_key_env: Annotated[str | None, _SERVERS, _GIVEN] = None
+    """vllm-server: environment variable that holds the API key of the servers."""
+    allow_public_servers: Annotated[bool, _SERVERS, _GIVEN] = False
+    """vllm-server: allow servers with a public address. Anyone who can reach such a server can change its weights."""
+
+    @property
+    def engine_has_own_devices(self) -> bool:
+        return bool(self.urls) or self.num_servers is not None
+
+    @property
+    def inexact_engine(self) -> str:
+        lossy = sorted(LOSSY_ENGINE_ARGS.intersection(self.engine_args))
+        return f"--rollout-engine-args {lossy[0]}" if lossy else ""
+
+    def problems(self, config: "Config") -> Iterator[Problem]:
+        if config.rollout.engine == SERVER_ENGINE and bool(self.urls) == (self.num_servers is not None):
+            yield (
+                f"--rollout-engine {SERVER_ENGINE} needs --rollout-urls, of servers that run, or "
+                "--rollout-num-servers, to start some: give one of the two"
+            )
+        for url in self.urls:
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username:
+                yield f"--rollout-urls {url!r} is no address of a server: write e.g. http://127.0.0.1:8000"
+        if len({url.rstrip("/") for url in self.urls}) < len(self.urls):
+            yield f"--rollout-urls names a server twice: {', '.join(self.urls)}"
+
+    def launch_problems(self, world_size: int, local_world_size: int) -> Iterator[str]:
+        if world_size > local_world_size and self.num_servers is not None:
+            yield (
+                f"--rollout-num-servers {self.num_servers} starts servers on one machine, and this run has several: "
+                "start servers yourself and name them by --rollout-urls"
+            )
+
+
+class ServerConfig(Section):
+    """vLLM servers: weight transfer and deadlines."""
+
+    NAME = "servers"
+    RULES = (_SERVERS,)
+
+    weight_transfer: Literal["file", "gloo", "nccl"] = "file"
+    """How weights reach servers. `file`: in a folder that they can read. `gloo`: over the network. `nccl`: from GPU to
+    GPU, not yet run."""
+    weight_sync_dir: str | None = None
+    """Folder for the newest weights. Default: in shared memory if all servers are on this machine and there is room,
+    else in --output-dir, which the servers must be able to read."""
+    update_weight_buffer_size: int = Field(default=512 * 2**20, ge=1)
+    """Weights sent at once, or stored in one file. [bytes]"""
+    weight_sync_timeout: float = Field(default=300.0, gt=0.0)
+    """Deadline of every wait for a server: to take new weights, or to answer a health check while it generates. [s]"""
+    server_start_timeout: Annotated[float, _STARTED] = Field(default=600.0, gt=0.0)
+    """Deadline for the start of a server. [s]"""
+    min_servers: int = Field(default=1, ge=1)
+    """Continue while at least this many servers are up. Servers that the run started are restarted."""
+
+    def problems(self, config: "Config") -> Iterator[Problem]:
+        if config.rollout.engine != SERVER_ENGINE:
+            return
+        vllm = config.section(VllmConfig)
+        num_servers = len(vllm.urls) or vllm.num_servers or 0
+        if self.min_servers > num_servers:
+            yield f"--min-servers {self.min_servers} is more than the {num_servers} servers: lower it"
+        if vllm.urls:
+            start, why = min(DESCRIBE_S, self.weight_sync_timeout), f"at most {DESCRIBE_S:g} s for one that comes back"
+        else:
+            start, why = self.server_start_timeout, "--server-start-timeout"
+        longest = 2 * self.weight_sync_timeout + start
+        if longest > config.launch.dist_timeout:
+            yield (
+                f"--dist-timeout {config.launch.dist_timeout} is shorter than ranks may wait for a server, "
+                f"{longest:g} s (2 x --weight-sync-timeout, {why}): raise it"
+            )
+
+
+SECTIONS = (VllmConfig, ServerConfig)
