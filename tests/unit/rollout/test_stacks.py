@@ -89,7 +89,7 @@ def test_stacks_are_written_while_the_gil_is_held(tmp_path, monkeypatch):
     stacks.arm(0.2)
     assert ctypes.PyDLL(None).poll(ctypes.byref(poll), 1, int(LIMIT_S * 1000)) == 1
     stacks.disarm()
-    assert b"in test_stacks_are_written_also" in os.read(reader, 1 << 16)
+    assert b"in test_stacks_are_written_while_the_gil_is_held" in os.read(reader, 1 << 16)
     stacks.close()
     os.close(reader)
 
