@@ -105,8 +105,6 @@ def test_an_environment_of_ones_own_brings_its_prompts(checkpoint: Path, tmp_pat
             "has no method dataset; name data of your own",
         ),
         (["--reward", "environment"], "--reward environment: there is no environment; name one by --environment"),
-        (["--max-turns", "3"], "--max-turns has no effect without an environment: set --environment"),
-        (["--prompt-data", "environment"], "are the rows that an environment brings: name it by --environment"),
         (
             ["--environment", "tests.e2e.environments:Broken"],
             "--environment: ZeroDivisionError: division by zero",
