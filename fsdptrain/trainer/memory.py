@@ -40,6 +40,7 @@ def plan_memory(model: PreTrainedModel, config: Config, *, embedded_engine: bool
 
 
 def split_pieces(model: PreTrainedModel, grid: Grid) -> "Pieces":
+    from fsdptrain.memory.pieces import Pieces
 
     return Pieces(model, grid)
 

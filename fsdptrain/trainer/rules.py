@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from fsdptrain import registry
-from fsdptrain.algo.advantages import ADVANTAGES, AdvantageRule, own_estimate
+from fsdptrain.algo.advantages import ADVANTAGES, AdvantageRule
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
 from fsdptrain.protocols import RewardFunction
@@ -43,6 +43,8 @@ def advantage_rule(config: Config, reward: RewardFunction) -> AdvantageRule:
     if not callable(estimate):
         raise ConfigError(f"--advantage-estimator {name} is no function: it is (rewards, lengths) -> advantages")
     if name not in ADVANTAGES:
+        from fsdptrain.algo.estimators import own_estimate
+
         estimate = own_estimate(estimate, name)
     weights = None
     if config.algorithm.multi_reward == "normalize_then_sum":

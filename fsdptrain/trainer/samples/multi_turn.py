@@ -281,14 +281,15 @@ def build_multi_turn(
     reads_environment: bool,
 ) -> MultiTurn:
     """Build the sampler of a run with --environment."""
-    options = config.environment
     return MultiTurn(
         engine=engine,
         environment=environment,
         reward=reward,
         reads_environment=reads_environment,
-        renderer=TurnRenderer(tokenizer, data=config.data, max_observation_len=options.max_observation_len),
-        threads=StepThreads(num_threads=options.environment_workers, timeout=options.environment_timeout),
+        renderer=TurnRenderer(tokenizer, data=config.data, max_observation_len=config.environment.max_observation_len),
+        threads=StepThreads(
+            num_threads=config.environment.environment_workers, timeout=config.environment.environment_timeout
+        ),
         tokenizer=tokenizer,
-        max_turns=options.max_turns,
+        max_turns=config.environment.max_turns,
     )

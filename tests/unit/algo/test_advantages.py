@@ -8,10 +8,10 @@ from fsdptrain.algo.advantages import (
     ADVANTAGES,
     AdvantageRule,
     assign_advantages,
-    own_estimate,
     scale_over_batch,
     zero_spread_groups,
 )
+from fsdptrain.algo.estimators import own_estimate
 from fsdptrain.config.presets import ADVANTAGE_SCALES
 from fsdptrain.errors import ConfigError
 from fsdptrain.types import Sample
