@@ -13,27 +13,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fsdptrain.errors import CheckpointError
 from fsdptrain.fsdp.export import export_hf, stream_weights
-from fsdptrain.fsdp.mesh import build_mesh
 from fsdptrain.fsdp.shards import local_shard
-from fsdptrain.fsdp.wrap import shard_model
-from fsdptrain.model.loading.meta import build_meta_model, load_weights
 from fsdptrain.model.structure import reshard
 from fsdptrain.testing import save_tiny_checkpoint, spawn, tiny_tokenizer
 from tests import zoo
+from tests.tensors import load_files
 
-ARCHITECTURES = ["qwen3", "qwen2", "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "gemma3", "phi3", "gpt2"]
+from .sharded import load_sharded
 
-
-def load(path: str, replicas: int = 1, **options):
-    model = build_meta_model(Path(path), trust_remote_code=False, attn_implementation="eager")
-    settings = {"cpu_offload": False, "reshard_after_forward": True, "prefetch": True} | options
-    shard_model(model, build_mesh(replicas), compute_dtype=torch.float32, **settings)
-    load_weights(model, Path(path), strategy="shard")
-    return model
-
-
-def tensors_of(folder: Path) -> dict:
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+# untied; tied; experts stacked in the model; experts stacked in the files. Other families: test_sweep.py.
+ARCHITECTURES = ["qwen3", "qwen2", "deepseek_v3", "gpt_oss"]
 
 
 def write_zoo(name: str, folder: Path) -> Path:
@@ -49,7 +38,7 @@ def export_many(sources: list[str], targets: list[str]):
     written = []
     sys.addaudithook(lambda event, a: written.append(str(a[0])) if event == "open" and "+" in str(a[1]) else None)
     for source, target in zip(sources, targets, strict=True):
-        model = load(source)
+        model = load_sharded(source)
         model(torch.arange(5, 25)[None], use_cache=False)  # groups that stay gathered must not be exported stale
         export_hf(model, Path(source), Path(target), dtype=torch.float32, max_shard_bytes=100_000)
     return sorted({Path(name).parent.name + "/" + Path(name).name for name in written if "/.tmp-" in name})
@@ -64,7 +53,7 @@ def test_what_was_loaded_comes_out_bitwise_by_the_names_of_the_files(tmp_path):
         assert all(by_rank), f"{name}: both ranks write"
         assert not by_rank[0] & by_rank[1], f"{name}: a file is of one rank"
         assert len(by_rank[0] | by_rank[1]) == len(list(target.glob("*.safetensors")))
-        expected, found = tensors_of(source), tensors_of(target)
+        expected, found = load_files(source), load_files(target)
         assert expected.keys() == found.keys(), name
         assert all(torch.equal(expected[key], found[key]) for key in expected), name
         index = json.loads((target / "model.safetensors.index.json").read_text())
@@ -82,7 +71,7 @@ def test_what_was_loaded_comes_out_bitwise_by_the_names_of_the_files(tmp_path):
 
 
 def stream_in_both_namings(path: str):
-    model = load(path)
+    model = load_sharded(path)
     named = {name: p.full_tensor() for name, p in model.named_parameters()}
     module = dict(stream_weights(model, dtype=torch.float32, naming="module"))
     buffers = {name: tensor.dtype for name, tensor in stream_weights(model, dtype=torch.bfloat16, naming="module")}
@@ -101,7 +90,7 @@ def test_module_names_are_those_of_the_modules_and_buffers_keep_their_dtype(tmp_
     exact, beyond_parameters, module, hub = results[0]
     assert exact
     assert [name.rpartition(".")[2] for name in beyond_parameters] == ["e_score_correction_bias"]
-    assert hub.keys() == tensors_of(source).keys()
+    assert hub.keys() == load_files(source).keys()
     for dtypes in (module, hub):
         assert {dtype for name, dtype in dtypes.items() if "correction_bias" not in name} == {torch.bfloat16}
         assert {dtype for name, dtype in dtypes.items() if "correction_bias" in name} == {torch.float32}
@@ -109,7 +98,7 @@ def test_module_names_are_those_of_the_modules_and_buffers_keep_their_dtype(tmp_
 
 def export_again(source: str, target: str, blocked: str):
     """To bf16 over an older export, after a change; and to a place where a file is in the way."""
-    model = load(source)
+    model = load_sharded(source)
     export_hf(model, Path(source), Path(target), dtype=torch.float32)
     reshard(model)
     with torch.no_grad():
@@ -128,7 +117,7 @@ def test_an_export_replaces_the_older_one_and_fails_on_all_ranks_together(tmp_pa
         assert str(blocked) in message
         assert "\n" not in message
     assert {p.name for p in tmp_path.iterdir()} == {"in", "out", "file"}
-    expected, found = tensors_of(source), tensors_of(target)
+    expected, found = load_files(source), load_files(target)
     assert all(torch.equal((expected[name] * 2).bfloat16(), tensor) for name, tensor in found.items())
     assert AutoModelForCausalLM.from_pretrained(target).dtype == torch.bfloat16
     assert sorted(p.name for p in target.glob("model*")) == ["model.safetensors"]
@@ -138,7 +127,7 @@ def export_from(source: str, root: str, shared: bool, replicas: int):
     """The warnings of this rank; where nothing is shared, each rank has a disk of its own."""
     messages = []
     logging.getLogger("fsdptrain.fsdp.export").addFilter(lambda record: messages.append(record.getMessage()) is None)
-    model = load(source, replicas=replicas)
+    model = load_sharded(source, replicas=replicas)
     target = Path(root) / ("shared" if shared else f"disk-of-rank-{dist.get_rank()}") / "hf"
     export_hf(model, Path(source), target, dtype=torch.bfloat16, max_shard_bytes=100_000)
     return messages
@@ -152,7 +141,7 @@ def test_only_ranks_that_see_the_folder_write_and_it_is_said_where_some_do_not(s
     assert [len(messages) for messages in warnings] == [0 if shared else 1, 0, 0, 0]
     assert shared or "only 1 of 4 ranks" in warnings[0][0]
     [target] = (tmp_path / "out").rglob("hf")
-    expected, found = tensors_of(source), tensors_of(target)
+    expected, found = load_files(source), load_files(target)
     assert expected.keys() == found.keys()
     assert all(torch.equal(expected[name].bfloat16(), tensor) for name, tensor in found.items())
     assert not list((tmp_path / "out").rglob(".*")), "nothing else is left"
