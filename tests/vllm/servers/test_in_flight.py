@@ -43,7 +43,7 @@ def test_each_token_is_of_the_weights_that_it_says_and_read_with_them_alone(mode
     finally:
         engine.close()
     assert [completion.prompt_id for completion in made] == ["a"] * 3 + ["b"] * 3
-    assert sum(completion.versions is not None for completion in made) > 1, "nothing was under way"
+    assert any(completion.versions is not None for completion in made), "no request was in flight during an update"
     for completion in made:
         assert completion.token_versions == sorted(completion.token_versions)
         assert completion.policy_version == completion.token_versions[0]
