@@ -1,4 +1,4 @@
-"""Tokens dealt over ranks, in float64: logprobs, entropy and gradients are those of the plain model, one by one."""
+"""Context parallelism in float64: logprobs, entropy and gradients equal those of the plain model."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Episodes on real ranks with a real model: the same on any number of them, and scored by the trainer as sampled."""
+"""Episodes with a real model do not depend on the number of ranks, and the trainer agrees with their logprobs."""
 
 from pathlib import Path
 from random import Random

@@ -1,4 +1,4 @@
-"""Samples between real ranks: each arrives once, bit by bit, where the common plan wants it."""
+"""Exchange of samples between ranks: each arrives once, bit by bit, where the plan assigns it."""
 
 from dataclasses import replace
 from random import Random

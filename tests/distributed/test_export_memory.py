@@ -1,4 +1,4 @@
-"""On the way to an engine no rank holds more of a layer of experts than some of them."""
+"""During an export to an engine no rank holds a whole layer of experts."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Every form in which a checkpoint may lie is loaded exactly, or refused with a way out that works."""
+"""Every format of a checkpoint is loaded exactly, or refused with a command that converts it."""
 
 import contextlib
 import json

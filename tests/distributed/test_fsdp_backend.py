@@ -1,4 +1,4 @@
-"""FSDPBackend on real ranks: gradients do not depend on how the work is cut; skips, reference and resume are exact."""
+"""FSDPBackend on real ranks: gradients do not depend on ranks and packs; skips, reference and resume are exact."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""A tensor that several axes of a mesh have cut arrives whole, wherever its parts belong."""
+"""Gathering a tensor that several axes of a mesh shard: the owner receives all of it."""
 
 import torch
 import torch.distributed as dist

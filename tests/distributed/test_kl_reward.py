@@ -1,4 +1,4 @@
-"""The KL divergence in the reward, on real ranks: each owner learns its samples' KL, each pack their new advantages."""
+"""KL in the reward on real ranks: KL per sample, and new advantages in each pack."""
 
 from collections.abc import Callable
 from dataclasses import replace

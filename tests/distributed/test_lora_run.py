@@ -1,4 +1,4 @@
-"""A run with an adapter: its reference, its checkpoints, and what it shares with a run that trains all weights."""
+"""A run with an adapter: its reference, its checkpoints, and its first step against full training."""
 
 import dataclasses
 from pathlib import Path

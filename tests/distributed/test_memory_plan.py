@@ -1,4 +1,4 @@
-"""The plan is held against what tensors hold in a training step, on two real ranks."""
+"""The memory plan agrees with what tensors hold in a training step on two ranks."""
 
 from dataclasses import replace
 from pathlib import Path

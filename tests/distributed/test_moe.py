@@ -1,4 +1,4 @@
-"""The load-balancing loss and router replay on real ranks: neither depends on how the work is cut."""
+"""The load-balancing loss and router replay do not depend on ranks and packs."""
 
 import dataclasses
 from collections.abc import Sequence

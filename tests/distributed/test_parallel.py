@@ -1,4 +1,4 @@
-"""Layers and experts split over ranks: what is computed, saved and exported is what one process makes of the model."""
+"""Tensor, expert and context parallelism compute, save and export what one process does."""
 
 import math
 import re

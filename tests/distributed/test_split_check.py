@@ -1,4 +1,4 @@
-"""A plan of transformers that leaves a rank with a part of a gradient ends the run at its start, by the parameter."""
+"""A tensor parallel plan that leaves partial gradients on a rank is refused at the start, by parameter."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a training step waits for: other ranks as often as the design says, the device once, at its end."""
+"""A training step waits for other ranks as often as designed, and for the device once, at its end."""
 
 import warnings
 from collections import Counter

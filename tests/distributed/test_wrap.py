@@ -1,4 +1,4 @@
-"""Gradients are the sum over ranks, whatever the mesh, the offload, the resharding or the prefetching."""
+"""Sharded gradients are the sum over ranks on any mesh, with offload, without resharding or prefetching."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The benchmarks run from their first to their last line."""
+"""Every benchmark runs to its end with --quick."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Episodes by the real command line: a model learns to use a tool, and a run goes on where it was."""
+"""Episodes from the command line: a model learns to use a tool, and a run resumes bitwise."""
 
 import importlib.util
 import re

@@ -1,4 +1,4 @@
-"""Whole runs by the real command line: what they leave behind, and what the next one makes of it."""
+"""Whole runs from the command line: metrics, exports, and resumes."""
 
 import json
 import shutil

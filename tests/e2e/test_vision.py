@@ -1,4 +1,4 @@
-"""Image prompts by the real command line: one question, and only the picture says which answer is right."""
+"""Image prompts from the command line: only the picture determines the right answer."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A vLLM that is slow ends the run by an error, one that hangs ends the process, and the run goes on from there."""
+"""A slow vLLM ends the run with an error, a hanging one ends the process, and the run resumes."""
 
 from pathlib import Path
 from typing import Any

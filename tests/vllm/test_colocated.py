@@ -1,4 +1,4 @@
-"""The colocated engine answers with exactly the weights that it was given last, on one rank and on two."""
+"""The in-process engine answers with exactly the weights of the last update, on one rank and on two."""
 
 from collections.abc import Iterator
 from itertools import product

@@ -1,4 +1,4 @@
-"""An engine that is spread over two ranks answers like an engine of one rank, and its weights are verified alike."""
+"""An engine over two ranks answers like an engine on one rank, and its weights are verified."""
 
 from datetime import timedelta
 from typing import Any

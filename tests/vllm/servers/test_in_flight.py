@@ -1,4 +1,4 @@
-"""Requests that are under way when new weights come: each token is of the weights that it says, and none is lost."""
+"""Requests in flight during a weight sync: each token belongs to the weights it is tagged with, none is lost."""
 
 import itertools
 import threading

@@ -1,4 +1,4 @@
-"""A whole run by the real command line, in another environment than its server; and what is left when it is killed."""
+"""A whole run from the command line with a server in another environment, and what remains after a kill."""
 
 import contextlib
 import json
