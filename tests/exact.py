@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from fsdptrain.config import Config
 from fsdptrain.fsdp import build as loading
 from fsdptrain.model.structure import expert_choice
+from fsdptrain.rollout.embedded import engine as embedded
 
 
 class Exact(TorchFunctionMode):
@@ -39,11 +40,18 @@ def in_float64(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def backends_in_float64() -> None:
-    """From now on backends of this process hold weights, moments and activations in float64. Compute under `Exact`."""
-    build = loading.build_meta_model
+    """Let backends and embedded engines of this process hold weights, moments and activations in float64.
+
+    Compute under `Exact`.
+    """
+    build, replica = loading.build_meta_model, embedded.build_replica
 
     def build_meta_model(*args: Any, **kwargs: Any) -> PreTrainedModel:
         return in_float64(build(*args, **kwargs))
 
+    def build_replica(*args: Any, **kwargs: Any) -> PreTrainedModel:
+        return in_float64(replica(*args, **kwargs))
+
     loading.build_meta_model = build_meta_model
+    embedded.build_replica = build_replica
     Config.compute_dtype_name = property(lambda self: "float64")  # type: ignore[method-assign]

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -39,6 +38,7 @@ from fsdptrain.model.structure import expert_choice
 from fsdptrain.testing import spawn
 from fsdptrain.types import LossConfig, PackedBatch, Sample
 from tests import families, zoo
+from tests.tensors import load_files, same
 
 RANKS = 2
 MESHES: dict[str, dict[str, Any]] = {
@@ -138,9 +138,9 @@ def _with_weights(row: Row, backend: FSDPBackend, source: Path) -> Row:
     backend.export(target)
     dist.barrier()
     checks = {
-        "loaded": _equal(_tensors(backend.model), _tensors(_plain(source, torch.float32))),
-        "exported": _equal(load_files(target), files),
-        "streamed": _equal(dict(backend.hf_weights()), files),
+        "loaded": same(_tensors(backend.model), _tensors(_plain(source, torch.float32))),
+        "exported": same(load_files(target), files),
+        "streamed": same(dict(backend.hf_weights()), files),
     }
     probe = backend.layout_probe
     row = replace(row, layout=probe.layout, attention=probe.attention, reason=probe.reason)
@@ -185,18 +185,10 @@ def _plain(source: Path, dtype: torch.dtype) -> PreTrainedModel:
     ).eval()
 
 
-def load_files(folder: Path) -> dict[str, Tensor]:
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
-
-
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
     """All parameters, tied ones by each of their names, and all buffers, those too that no file holds; whole."""
     found = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in found.items()}
-
-
-def _equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
-    return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 def _samples() -> list[Sample]:

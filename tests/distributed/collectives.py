@@ -1,4 +1,4 @@
-"""What a rank sends, counted: every collective that torch issues is seen by its dispatcher."""
+"""Count the collectives of a rank: torch's dispatcher shows every one."""
 
 from collections import Counter
 from typing import Any

@@ -1,4 +1,4 @@
-"""Adapters to compare: what plain peft computes in one process, and the same numbers put into ours."""
+"""Adapters to compare: plain peft in one process, and this package with the same numbers."""
 
 import hashlib
 from collections.abc import Sequence
@@ -17,6 +17,7 @@ from fsdptrain.model.structure import reshard
 from fsdptrain.testing import tiny_tokenizer
 from fsdptrain.types import LogProbs, LossConfig, LossOutput, PackedBatch, Sample
 from tests import zoo
+from tests.exact import in_float64
 
 from .test_fsdp_backend import config
 
@@ -64,30 +65,29 @@ def backend_of(hub: str, case: str, checkpoint: str | None = None, **values: Any
 
 
 def plain_peft(path: Path, case: str) -> peft.PeftModel:
-    """The same adapter in one process, without any of ours, with the numbers of `fill`."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    """The same adapter in one process, by peft alone, in float64, with the numbers of `fill`."""
+    model = plain(path)
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=RANK, lora_alpha=ALPHA, **CASES[case][2])
     adapted = peft.get_peft_model(model, config)
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
             if parameter.requires_grad:
-                parameter.copy_(chosen(name, parameter.detach()))
+                parameter.copy_(chosen(name, parameter.shape))
     return adapted
 
 
 def fill(backend: FSDPBackend) -> None:
-    """Numbers that depend on names only, in place of those of the start, where B is zero."""
+    """Replace the initial numbers, where B is zero, by others that depend on names only."""
     reshard(backend.model)
     with torch.no_grad():
         for name, parameter in trained(backend.model).items():
-            whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-            local_shard(parameter).copy_(own_part(chosen(f"base_model.model.{name}", whole), parameter))
+            local_shard(parameter).copy_(own_part(chosen(f"base_model.model.{name}", parameter.shape), parameter))
 
 
-def chosen(name: str, start: Tensor) -> Tensor:
+def chosen(name: str, shape: torch.Size) -> Tensor:
     seed = int(hashlib.sha256(name.encode()).hexdigest()[:8], 16)
-    noise = torch.randn(start.shape, generator=torch.Generator().manual_seed(seed))
-    return start * (1 + 0.1 * noise) if "magnitude" in name else 0.1 * noise
+    noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return 0.1 * noise
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -119,5 +119,7 @@ def logits(model: nn.Module) -> Tensor:
         return model(input_ids=torch.arange(5, 45)[None]).logits
 
 
-def plain(path: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
+def plain(path: Path) -> PreTrainedModel:
+    """The stock model in float64."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    return in_float64(model).eval()

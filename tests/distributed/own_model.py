@@ -1,4 +1,4 @@
-"""A model that transformers does not know, as authors put it beside their weights: one file, a block of its own."""
+"""A model with code of its own in one file, as authors publish it beside their weights."""
 
 import torch
 from torch import nn

@@ -1,31 +1,39 @@
-"""A tiny sharded model, for tests that need no loader: the same weights on any number of ranks."""
+"""Small sharded models: the same weights on any number of ranks, with and without a loader."""
+
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from transformers import PreTrainedModel
 
+from fsdptrain.fsdp.mesh import build_mesh
+from fsdptrain.fsdp.wrap import shard_model
+from fsdptrain.model.loading.meta import build_meta_model, load_weights
+from fsdptrain.model.structure import reshard
 from fsdptrain.testing import tiny_qwen3
 
+SHARDING: dict[str, Any] = {"cpu_offload": False, "reshard_after_forward": True, "prefetch": True}
 
-def shard(model: nn.Module, *, replicate_size: int = 1, cpu_offload: bool = False, reshard_after_forward: bool = True):
-    """FSDP2 by layer and root; gradients are summed over ranks."""
-    size = dist.get_world_size() // replicate_size
-    shape, names = ((replicate_size, size), ("replicate", "shard")) if replicate_size > 1 else ((size,), ("shard",))
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    policy = CPUOffloadPolicy(pin_memory=False) if cpu_offload else OffloadPolicy()
-    for module in [*model.model.layers, model]:
-        fully_shard(module, mesh=mesh, offload_policy=policy, reshard_after_forward=reshard_after_forward)
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
+
+def load_sharded(
+    path: Path | str, *, weights: Path | str | None = None, replicas: int = 1, strategy: str = "shard", **options: bool
+) -> PreTrainedModel:
+    """Load the checkpoint `path` in float32, with `weights` of another one. `options` are those of SHARDING."""
+    model = build_meta_model(Path(path), trust_remote_code=False, attn_implementation="eager").eval()
+    options = SHARDING | options
+    shard_model(model, build_mesh(replicas), compute_dtype=torch.float32, **options)
+    load_weights(model, Path(weights or path), strategy=strategy, cpu_offload=options["cpu_offload"])
     return model
 
 
-def sharded_qwen3(seed: int = 0, **options):
-    """`tiny_qwen3`, sharded. `options` go to `shard`, the others to the config."""
-    ours = {k: options.pop(k) for k in ("replicate_size", "cpu_offload", "reshard_after_forward") if k in options}
-    return shard(tiny_qwen3(seed, **options).train(), **ours)
+def sharded_qwen3(seed: int = 0, *, replicate_size: int = 1, **options: Any) -> PreTrainedModel:
+    """Return `tiny_qwen3`, sharded without a loader. `options` are those of SHARDING, and of its config."""
+    chosen = {name: options.pop(name, default) for name, default in SHARDING.items()}
+    model = tiny_qwen3(seed, **options).train()
+    shard_model(model, build_mesh(replicate_size), compute_dtype=torch.float32, **chosen)
+    return model
 
 
 def full(tensor: Tensor) -> Tensor:
@@ -33,8 +41,6 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def full_state(model: nn.Module) -> dict[str, Tensor]:
-    from fsdptrain.model.structure import reshard
-
     reshard(model)
     return {name: full(p) for name, p in model.named_parameters()}
 

@@ -78,3 +78,17 @@ class Storages(TorchDispatchMode):
     def _look(self) -> None:
         self._bury()
         self.peak = max(self.peak, self._live)
+
+
+class LargestTensor(TorchDispatchMode):
+    """`numel`: of the largest tensor that an operation returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        sizes = [tensor.numel() for tensor in tree_leaves(out) if isinstance(tensor, Tensor)]
+        self.numel = max([self.numel, *sizes])
+        return out

@@ -1,4 +1,4 @@
-"""What the batch says of advantages is the same on real ranks as in one place, also for a rank without samples."""
+"""Advantages over a batch do not depend on how groups are distributed over ranks, some of which have no samples."""
 
 import pytest
 import torch.distributed as dist

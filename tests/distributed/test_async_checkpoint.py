@@ -1,4 +1,4 @@
-"""A checkpoint that is written in the background is the one that would have been written at once, or is not there."""
+"""A checkpoint written in the background equals one written at once, or does not exist."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Balancing by the router's bias: the same on any mesh, by integers, and in all that is written and handed over."""
+"""Router bias updates: equal on any mesh, counted in integers, and contained in checkpoints, exports and syncs."""
 
 import shutil
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""One rank's failure is everyone's, in the same words, and afterwards the ranks are still in step."""
+"""A failure on one rank is raised on all ranks with the same message, and the ranks stay in step."""
 
 import pytest
 import torch.distributed as dist

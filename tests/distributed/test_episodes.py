@@ -1,18 +1,14 @@
-"""Episodes on real ranks with a real model: the same on any number of them, and scored by the trainer as sampled."""
+"""Episodes with a real model do not depend on the number of ranks, and the trainer agrees with their logprobs."""
 
 from pathlib import Path
 from random import Random
 
 import pytest
 
-from fsdptrain.algo.weights import Totals
 from fsdptrain.config import Config
 from fsdptrain.data.chat import TurnRenderer
-from fsdptrain.data.packing.pack import pack
 from fsdptrain.errors import FsdptrainError
-from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.rewards.verifiers import environment as environment_reward
-from fsdptrain.rollout import engine_factory
 from fsdptrain.testing import save_tiny_checkpoint, spawn, tiny_tokenizer
 from fsdptrain.trainer.samples.environment import LoadedEnvironment
 from fsdptrain.trainer.samples.multi_turn import MultiTurn
@@ -20,7 +16,9 @@ from fsdptrain.trainer.samples.single_turn import GenerationRound
 from fsdptrain.trainer.samples.source import own_share
 from fsdptrain.trainer.samples.threads import StepThreads
 from fsdptrain.trainer.timeline import Stopwatch
-from fsdptrain.types import Prompt, Sample, SamplingParams, Turn
+from fsdptrain.types import Prompt, SamplingParams, Turn
+from tests import agreement
+from tests.exact import Exact, backends_in_float64
 
 PROMPTS = [Prompt(f"p{i}", [5 + i] * (1 + 7 * (i % 4)), "") for i in range(5)]
 # each token ends a turn with a chance of about one in six
@@ -44,10 +42,9 @@ class Fails(Dice):
 
 
 def play(folder: Path, prompts: list[Prompt], environment: Dice) -> tuple[GenerationRound, float]:
-    """And the largest difference between the engine's logprobs and the sharded trainer's."""
-    config = Config(hf_checkpoint=str(folder), bf16=False)
-    backend = FSDPBackend(config, total_steps=1)
-    engine = engine_factory("hf", device_type="cpu")(config, checkpoint=backend.checkpoint_path, device=backend.device)
+    """Episodes, and the largest difference between the engine's logprobs and the sharded trainer's."""
+    config = Config(hf_checkpoint=str(folder), rollout_engine="hf", bf16=False)
+    backend, engine = agreement.build(config)
     engine.update_weights(backend.hf_weights(engine.weight_naming), 3)
     tokenizer = tiny_tokenizer()
     sampler = MultiTurn(
@@ -60,21 +57,20 @@ def play(folder: Path, prompts: list[Prompt], environment: Dice) -> tuple[Genera
         tokenizer=tokenizer,
         max_turns=4,
     )
-    made = sampler.sample(own_share(prompts), SAMPLING, Stopwatch())
-    samples = made.samples or [Sample("none", [5, 6], [False, True], [0.0, 0.0])]
-    batch = pack(samples, aggregation="token_mean", totals=Totals(1000, 100), max_response_len=90)
-    [logprobs] = backend.score([batch], "policy")
-    difference = (logprobs.values - batch.rollout_logprobs)[batch.loss_mask].abs().max().item()
-    return made, difference if made.samples else 0.0
+    with Exact():
+        made = sampler.sample(own_share(prompts), SAMPLING, Stopwatch())
+        return made, agreement.difference_of_samples(backend, made.samples)
 
 
 def play_all(folder: Path) -> list[tuple[GenerationRound, float]]:
     """All prompts; one, so that a second rank has none; and a subset in another order."""
+    backends_in_float64()
     return [play(folder, prompts, Dice()) for prompts in (PROMPTS, PROMPTS[:1], PROMPTS[:2:-1])]
 
 
 def fails(folder: Path) -> str:
     """An environment that fails on every rank is no error of the round; a prompt that cannot be generated is."""
+    backends_in_float64()
     made, _ = play(folder, PROMPTS[:2], Fails())
     assert made.scores.num_unscored == len(made.samples)
     with pytest.raises(FsdptrainError) as caught:
@@ -104,7 +100,7 @@ def test_episodes_do_not_depend_on_ranks_or_company_and_the_trainer_scores_them_
     assert len(halves[1][1][0].samples) + len(halves[0][1][0].samples) == 3
 
     for made, difference in [*alone, *halves[0], *halves[1]]:
-        assert difference < 1.5e-6
+        assert difference < 1e-12
         assert all(sample.policy_version == 3 for sample in made.samples)
     samples = alone[0][0].samples
     turns = [sum(b and not a for a, b in zip(s.loss_mask, s.loss_mask[1:], strict=False)) for s in samples]

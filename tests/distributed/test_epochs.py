@@ -1,4 +1,4 @@
-"""Several steps and epochs on one rollout: the same samples in each step, and the same old logprobs, on any ranks."""
+"""Several steps and epochs on one rollout: samples and old logprobs of a step do not depend on the ranks."""
 
 import dataclasses
 from itertools import chain

@@ -1,4 +1,4 @@
-"""Samples between real ranks: each arrives once, bit by bit, where the common plan wants it."""
+"""Exchange of samples between ranks: each arrives once, bit by bit, where the plan assigns it."""
 
 from dataclasses import replace
 from random import Random
@@ -8,13 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdptrain.algo.losses import LOSSES
 from fsdptrain.algo.weights import num_loss_tokens
 from fsdptrain.data.packing.exchange import exchange_samples
-from fsdptrain.data.packing.pack import pack, plan_packs
 from fsdptrain.data.packing.sample_index import gather_index
 from fsdptrain.testing import spawn
-from fsdptrain.types import LogProbs, LossConfig, Sample
+from fsdptrain.types import Sample
 
 COUNTS = [5, 0, 11, 2]  # samples that ranks generated; one has none
 
@@ -85,31 +83,6 @@ def test_one_process_without_a_group_needs_no_exchange() -> None:
     index = gather_index(samples)
     assert exchange_samples(samples, [[4, 2, 0]], index=index) == [samples[4], samples[2], samples[0]]
     assert exchange_samples([], [[]], index=gather_index([])) == []
-
-
-def train_step(world_size: int) -> tuple[torch.Tensor, int]:
-    """The way of a rollout: gather, plan, exchange, pack, and the gradient of a bigram model, summed over ranks."""
-    mine = [sample for rank in range(4) if rank % world_size == dist.get_rank() for sample in make_samples(rank)]
-    index = gather_index(mine)
-    plan = plan_packs(index.lengths, num_ranks=world_size, max_tokens=100)
-    received = iter(exchange_samples(mine, [[i for p in packs for i in p] for packs in plan.packs], index=index))
-    totals = index.totals(range(len(index.lengths)))
-    model = torch.randn(7, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
-    for indices in plan.packs[dist.get_rank()]:
-        samples = [next(received) for _ in indices]
-        batch = pack(samples, aggregation="sequence_mean", totals=totals, max_response_len=60)
-        logprobs = model[batch.input_ids % 7].log_softmax(-1)[torch.arange(batch.num_tokens), batch.labels % 7]
-        LOSSES["grpo"](batch, LogProbs(logprobs), LossConfig()).loss.backward()
-    assert model.grad is not None
-    dist.all_reduce(model.grad)
-    return model.grad, plan.num_packs
-
-
-def test_the_gradient_does_not_depend_on_the_number_of_ranks() -> None:
-    gradients = [spawn(world_size, train_step, world_size)[0][0] for world_size in (1, 2, 4)]
-    assert gradients[0].abs().max() > 1e-3
-    for gradient in gradients[1:]:
-        torch.testing.assert_close(gradient, gradients[0], rtol=1e-12, atol=1e-14)
 
 
 def test_loss_tokens_of_all_ranks_are_the_denominator() -> None:

@@ -1,16 +1,16 @@
-"""On the way to an engine no rank holds more of a layer of experts than some of them."""
+"""During an export to an engine no rank holds a whole layer of experts."""
 
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from fsdptrain.fsdp.stream import stream_weights
 from fsdptrain.testing import spawn
 from tests import zoo
+from tests.tensors import load_files
 
+from .sharded import load_sharded
 from .storages import Storages
-from .test_fsdp_export import load, tensors_of
 
 EXPERTS, WIDTH, INSIDE = 32, 256, 128
 LAYER = 3 * EXPERTS * WIDTH * INSIDE * 4  # bytes of float32: gate, up and down of one layer
@@ -19,7 +19,7 @@ WHOLE = 1 << 40
 
 def streamed(source: str, slice_bytes: int) -> tuple[int, bool]:
     """(most bytes that tensors held beside the shards, while nobody keeps what comes; all is as in the files)"""
-    model, expected = load(source), tensors_of(Path(source))
+    model, expected = load_sharded(source), load_files(source)
     stream = partial(stream_weights, model, dtype=torch.float32, naming="hub", slice_bytes=slice_bytes)
     with Storages() as storages:
         for _ in stream():

@@ -1,4 +1,4 @@
-"""Every form in which a checkpoint may lie is loaded exactly, or refused with a way out that works."""
+"""Every format of a checkpoint is loaded exactly, or refused with a command that converts it."""
 
 import contextlib
 import json
@@ -25,10 +25,9 @@ from fsdptrain.model.structure import decoder_layers
 from fsdptrain.testing import save_tiny_checkpoint, spawn, tiny_tokenizer
 from fsdptrain.types import LossConfig
 from tests import zoo
-from tests.e2e import command
+from tests.tensors import load_files
 
-from .sharded import full
-from .test_fsdp_export import load, tensors_of
+from .sharded import full, load_sharded
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -53,7 +52,7 @@ def as_hub_cache(folder: Path, cache: Path, name: str) -> None:
 def loaded(names: list[str], cache: str):
     huggingface_hub.constants.HF_HUB_CACHE, huggingface_hub.constants.HF_HUB_OFFLINE = cache, True
     paths = [resolve_checkpoint(name) for name in names]
-    return [{name: full(tensor) for name, tensor in model_tensors(load(str(path))).items()} for path in paths]
+    return [{name: full(tensor) for name, tensor in model_tensors(load_sharded(path)).items()} for path in paths]
 
 
 def test_each_dtype_in_one_file_or_several_from_a_folder_or_the_hub_is_loaded_exactly(tmp_path):
@@ -67,7 +66,7 @@ def test_each_dtype_in_one_file_or_several_from_a_folder_or_the_hub_is_loaded_ex
             names += [str(folder), f"me/{folder.name}"]
     for found in spawn(2, loaded, names, str(tmp_path / "hub")):
         for folder, tensors in zip(folders, found, strict=True):
-            expected = tensors_of(folder)
+            expected = load_files(folder)
             assert expected.keys() == tensors.keys(), folder
             assert all(torch.equal(expected[name].float(), tensor) for name, tensor in tensors.items()), folder
 
@@ -101,18 +100,9 @@ def test_a_model_with_code_of_its_own_is_sharded_by_its_blocks_and_trained(tmp_p
         assert layout == "padded"
         assert norm > 0
     trained = AutoModelForCausalLM.from_pretrained(target, trust_remote_code=True)
-    before = tensors_of(source)
+    before = load_files(source)
     assert type(trained).__name__ == "OwnForCausalLM"
     assert any(not torch.equal(before[name], p) for name, p in trained.named_parameters())
-
-
-def test_without_the_flag_it_is_refused_by_the_command_line_in_one_line(tmp_path):
-    argv = ["--hf-checkpoint", str(write_own(tmp_path / "own")), "--output-dir", str(tmp_path / "run")]
-    done = command.run([*argv, *command.TINY_RUN], tmp_path / "streams")
-    assert done.code == 2
-    [line] = [line for line in done.err.splitlines() if line.startswith("fsdptrain: ")]
-    assert "--trust-remote-code" in line
-    assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 def as_mxfp4(folder: Path) -> None:
@@ -184,7 +174,7 @@ def test_gguf_and_small_floats_are_refused_with_the_way_out(tmp_path):
     gguf = tmp_path / "model-Q4_K_M.gguf"
     gguf.write_bytes(b"GGUF")
     folder = save_tiny_checkpoint(tmp_path / "fp8 without a word in its config")
-    weights = {name: tensor.to(torch.float8_e4m3fn) for name, tensor in tensors_of(folder).items()}
+    weights = {name: tensor.to(torch.float8_e4m3fn) for name, tensor in load_files(folder).items()}
     for file in folder.glob("model*"):
         file.unlink()
     save_file(weights, folder / "model.safetensors")

@@ -1,4 +1,4 @@
-"""FSDPBackend on real ranks: gradients do not depend on how the work is cut; skips, reference and resume are exact."""
+"""FSDPBackend on real ranks: gradients do not depend on ranks and packs; skips, reference and resume are exact."""
 
 import dataclasses
 import math
@@ -21,8 +21,9 @@ from fsdptrain.testing import save_tiny_checkpoint, spawn
 from fsdptrain.types import LossConfig, Sample
 from tests import zoo
 from tests.exact import Exact, backends_in_float64
+from tests.tensors import relative
 
-from .sharded import full_state
+from .sharded import full, full_state
 
 MAX_RESPONSE = 40
 TOLERANCE = 1e-11  # in float64, of the largest element of a tensor: only the order of summation differs
@@ -118,26 +119,16 @@ def alone(checkpoint):
     return result
 
 
-def relative(found: dict, wanted: dict) -> float:
-    """Largest difference over all tensors, relative to the largest element of its tensor."""
-    assert found.keys() == wanted.keys()
-    return max(((found[n] - wanted[n]).abs().max() / wanted[n].abs().max()).item() for n in wanted)
-
-
+# Layouts and one rank: test_invariance.py; resharding and prefetch: test_wrap.py; checkpointing: test_offload.py.
 CUTS = {
-    "1 rank, small packs": (1, 64, {}),
-    "2 ranks": (2, 4096, {}),
-    "2 ranks, small packs": (2, 64, {}),  # with gradient checkpointing bitwise: test_offload.py
+    "2 ranks": (2, 64, {}),
     "2 ranks, cpu offload": (2, 128, {"fsdp_cpu_offload": True}),
-    "2 ranks, padded": (2, 128, {"layout": "padded"}),
-    "2 ranks, no reshard, no prefetch": (2, 128, {"fsdp_reshard_after_forward": False, "fsdp_prefetch": False}),
-    "4 ranks": (4, 64, {}),
     "4 ranks, HSDP": (4, 64, {"fsdp_replicate_size": 2}),
 }
 
 
 @pytest.mark.parametrize("cut", CUTS)
-def test_gradients_and_steps_do_not_depend_on_how_the_work_is_cut(checkpoint, alone, cut):
+def test_gradients_and_steps_do_not_depend_on_ranks_and_packs(checkpoint, alone, cut):
     world, max_tokens, values = CUTS[cut]
     gradients, history, weights = alone
     for other_gradients, other_history, other_weights in spawn(world, train_in_float64, checkpoint, max_tokens, values):
@@ -176,12 +167,9 @@ def swap(checkpoint: str, values: dict):
     return start, reference, trained, later, after, again
 
 
-@pytest.mark.parametrize(
-    ("world", "values"),
-    [(1, {}), (2, {"fsdp_reshard_after_forward": False}), (2, {"fsdp_cpu_offload": True})],
-)
-def test_the_reference_stays_what_it_was_and_the_policy_comes_back_bitwise(checkpoint, world, values):
-    for start, reference, trained, later, after, again in spawn(world, swap, checkpoint, values):
+def test_the_reference_stays_what_it_was_and_the_policy_comes_back_bitwise(checkpoint):
+    """On the device, and with or without resharding: test_fsdp_shards.py."""
+    for start, reference, trained, later, after, again in spawn(2, swap, checkpoint, {"fsdp_cpu_offload": True}):
         for i in range(len(start)):
             assert torch.equal(start[i], reference[i])
             assert torch.equal(reference[i], later[i])
@@ -247,13 +235,8 @@ def skip(checkpoint: str, value: float, values: dict):
     return metrics, scale, backend._optimizer._scaler.get_scale(), next_metrics
 
 
-def full(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-@pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_fp16_skips_on_all_ranks_when_one_overflows_and_halves_its_scale(checkpoint, value):
-    results = spawn(2, skip, checkpoint, value, {"fp16": True})
+def test_fp16_skips_on_all_ranks_when_one_overflows_and_halves_its_scale(checkpoint):
+    results = spawn(2, skip, checkpoint, math.inf, {"fp16": True})
     assert results[0] == results[1]
     metrics, scale, halved, following = results[0]
     assert halved == scale / 2
@@ -329,27 +312,13 @@ def load_and_go_on(checkpoint: str, directory: str, values: dict):
     return [backend.train_step(packs, LOSSES["grpo"], GRPO) for _ in range(2)], full_state(backend._model)
 
 
-@pytest.mark.parametrize("values", [{"lr_decay_style": "cosine", "min_lr": 1e-4}, {"fp16": True}])
-def test_a_resumed_run_has_bitwise_the_same_metrics(checkpoint, tmp_path, values):
+def test_a_resumed_run_has_bitwise_the_same_metrics(checkpoint, tmp_path):
+    values = {"lr_decay_style": "cosine", "min_lr": 1e-4, "fp16": True}
     whole = spawn(2, save_and_go_on, checkpoint, str(tmp_path), values)
     resumed = spawn(2, load_and_go_on, checkpoint, str(tmp_path), values)
     for (metrics, weights), (other_metrics, other_weights) in zip(whole, resumed, strict=True):
         assert metrics == other_metrics
         assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
-
-
-def sft(checkpoint: str):
-    backend = FSDPBackend(config(checkpoint, algorithm="sft", rollout_temperature=1.0), total_steps=10)
-    packs = packs_of_this_rank(samples(), 128)
-    losses = [backend.train_step(packs, LOSSES["sft"], LossConfig())["loss/total"] for _ in range(5)]
-    exported = dict(backend.hf_weights("module"))
-    return losses, all(torch.equal(exported[name], full) for name, full in full_state(backend._model).items())
-
-
-def test_sft_learns_and_the_engine_gets_the_present_weights(checkpoint):
-    for losses, same in spawn(2, sft, checkpoint):
-        assert losses == sorted(losses, reverse=True)
-        assert same
 
 
 def other_names(checkpoint: str):

@@ -11,28 +11,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fsdptrain.errors import CheckpointError
 from fsdptrain.fsdp.export import export_hf
-from fsdptrain.fsdp.mesh import build_mesh
 from fsdptrain.fsdp.shards import local_shard
 from fsdptrain.fsdp.stream import stream_weights
-from fsdptrain.fsdp.wrap import shard_model
-from fsdptrain.model.loading.meta import build_meta_model, load_weights
 from fsdptrain.model.structure import reshard
 from fsdptrain.testing import save_tiny_checkpoint, spawn, tiny_tokenizer
 from tests import zoo
+from tests.tensors import load_files
 
-ARCHITECTURES = ["qwen3", "qwen2", "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "gemma3", "phi3", "gpt2"]
+from .sharded import load_sharded
 
-
-def load(path: str, replicas: int = 1, **options):
-    model = build_meta_model(Path(path), trust_remote_code=False, attn_implementation="eager")
-    settings = {"cpu_offload": False, "reshard_after_forward": True, "prefetch": True} | options
-    shard_model(model, build_mesh(replicas), compute_dtype=torch.float32, **settings)
-    load_weights(model, Path(path), strategy="shard")
-    return model
-
-
-def tensors_of(folder: Path) -> dict:
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+# untied; tied; experts stacked in the model; experts stacked in the files. Other families: test_sweep.py.
+ARCHITECTURES = ["qwen3", "qwen2", "deepseek_v3", "gpt_oss"]
 
 
 def write_zoo(name: str, folder: Path) -> Path:
@@ -45,7 +34,7 @@ def write_zoo(name: str, folder: Path) -> Path:
 
 def export_many(sources: list[str], targets: list[str]):
     for source, target in zip(sources, targets, strict=True):
-        model = load(source)
+        model = load_sharded(source)
         model(torch.arange(5, 25)[None], use_cache=False)  # groups that stay gathered must not be exported stale
         export_hf(model, Path(source), Path(target), dtype=torch.float32, max_file_bytes=100_000)
 
@@ -55,7 +44,7 @@ def test_what_was_loaded_comes_out_bitwise_by_the_names_of_the_files(tmp_path):
     targets = [tmp_path / f"out-{name}" for name in ARCHITECTURES]
     spawn(2, export_many, [str(p) for p in sources], [str(p) for p in targets])
     for name, source, target in zip(ARCHITECTURES, sources, targets, strict=True):
-        expected, found = tensors_of(source), tensors_of(target)
+        expected, found = load_files(source), load_files(target)
         assert expected.keys() == found.keys(), name
         assert all(torch.equal(expected[key], found[key]) for key in expected), name
         index = json.loads((target / "model.safetensors.index.json").read_text())
@@ -73,7 +62,7 @@ def test_what_was_loaded_comes_out_bitwise_by_the_names_of_the_files(tmp_path):
 
 
 def stream_in_both_namings(path: str):
-    model = load(path)
+    model = load_sharded(path)
     named = {name: p.full_tensor() for name, p in model.named_parameters()}
     module = dict(stream_weights(model, dtype=torch.float32, naming="module"))
     buffers = {name: tensor.dtype for name, tensor in stream_weights(model, dtype=torch.bfloat16, naming="module")}
@@ -92,7 +81,7 @@ def test_module_names_are_those_of_the_modules_and_buffers_keep_their_dtype(tmp_
     exact, beyond_parameters, module, hub = results[0]
     assert exact
     assert [name.rpartition(".")[2] for name in beyond_parameters] == ["e_score_correction_bias"]
-    assert hub.keys() == tensors_of(source).keys()
+    assert hub.keys() == load_files(source).keys()
     for dtypes in (module, hub):
         assert {dtype for name, dtype in dtypes.items() if "correction_bias" not in name} == {torch.bfloat16}
         assert {dtype for name, dtype in dtypes.items() if "correction_bias" in name} == {torch.float32}
@@ -100,7 +89,7 @@ def test_module_names_are_those_of_the_modules_and_buffers_keep_their_dtype(tmp_
 
 def export_again(source: str, target: str, blocked: str):
     """To bf16 over an older export, after a change; and to a place where a file is in the way."""
-    model = load(source)
+    model = load_sharded(source)
     export_hf(model, Path(source), Path(target), dtype=torch.float32)
     reshard(model)
     with torch.no_grad():
@@ -119,7 +108,7 @@ def test_an_export_replaces_the_older_one_and_fails_on_all_ranks_together(tmp_pa
         assert str(blocked) in message
         assert "\n" not in message
     assert {p.name for p in tmp_path.iterdir()} == {"in", "out", "file"}
-    expected, found = tensors_of(source), tensors_of(target)
+    expected, found = load_files(source), load_files(target)
     assert all(torch.equal((expected[name] * 2).bfloat16(), tensor) for name, tensor in found.items())
     assert AutoModelForCausalLM.from_pretrained(target).dtype == torch.bfloat16
     assert sorted(p.name for p in target.glob("model*")) == ["model.safetensors"]
@@ -127,7 +116,7 @@ def test_an_export_replaces_the_older_one_and_fails_on_all_ranks_together(tmp_pa
 
 def export_from(source: str, root: str, replicas: int):
     """Each rank names a folder on a disk of its own."""
-    model = load(source, replicas=replicas)
+    model = load_sharded(source, replicas=replicas)
     target = Path(root) / f"disk-of-rank-{dist.get_rank()}" / "hf"
     export_hf(model, Path(source), target, dtype=torch.bfloat16, max_file_bytes=100_000)
 
@@ -138,7 +127,7 @@ def test_the_folder_is_whole_where_rank_0_is_and_nowhere_else(tmp_path):
     spawn(4, export_from, str(source), str(tmp_path / "out"), 2)
     [target] = (tmp_path / "out").rglob("hf")
     assert target.parent.name == "disk-of-rank-0"
-    expected, found = tensors_of(source), tensors_of(target)
+    expected, found = load_files(source), load_files(target)
     assert expected.keys() == found.keys()
     assert all(torch.equal(expected[name].bfloat16(), tensor) for name, tensor in found.items())
     assert not list((tmp_path / "out").rglob(".*")), "nothing else is left"

@@ -1,4 +1,4 @@
-"""Shards touched from outside: the next forward sees it, whatever happened before; a stash gives all of it back."""
+"""Shards that are modified between forward passes: the next one sees the change; a stash restores every bit."""
 
 import pytest
 import torch

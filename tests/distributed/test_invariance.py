@@ -10,6 +10,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -29,10 +30,14 @@ from fsdptrain.trainer.batches import PackingRules, make_batches
 from fsdptrain.trainer.samples.source import own_share
 from fsdptrain.types import LogProbs, LossConfig, PackedBatch, Sample
 
+from .sharded import SHARDING
+
 MAX_RESPONSE = 24
 NUM_SAMPLES = 8
 TEMPERATURE = 0.9
-COMBINATIONS = list(product(sorted(LOSSES), sorted(AGGREGATIONS)))
+Combinations = list[tuple[str, str]]
+ALL: Combinations = list(product(sorted(LOSSES), sorted(AGGREGATIONS)))
+EACH_LOSS = [(loss, sorted(AGGREGATIONS)[i % len(AGGREGATIONS)]) for i, loss in enumerate(sorted(LOSSES))]
 CUTS: dict[int, list[tuple[int, Any]]] = {  # ranks: (tokens of a pack, layout); the first of one rank is one pack
     1: [(4096, "packed"), (50, "packed"), (100, "padded")],
     2: [(50, "packed"), (4096, "padded")],
@@ -90,10 +95,12 @@ def off_policy(batch: PackedBatch) -> PackedBatch:
     return PackedBatch(**{**vars(batch), "old_logprobs": old, "ref_logprobs": ref})
 
 
-def gradients(model: PreTrainedModel, samples: list[Sample], cut: tuple[int, Any], busy: Counter[str]) -> Gradients:
+def gradients(
+    model: PreTrainedModel, samples: list[Sample], cut: tuple[int, Any], chosen: Combinations, busy: Counter[str]
+) -> Gradients:
     max_tokens, layout = cut
     found: Gradients = {}
-    for number, (loss, aggregation) in enumerate(COMBINATIONS):
+    for number, (loss, aggregation) in enumerate(chosen):
         rules = PackingRules(max_tokens, aggregation, MAX_RESPONSE, 1, 1, 0, layout)
         [step] = make_batches(own_share(samples), rules, rollout=0)
         model.zero_grad()
@@ -109,7 +116,7 @@ def gradients(model: PreTrainedModel, samples: list[Sample], cut: tuple[int, Any
     return found
 
 
-def measure(file: Path) -> tuple[Squares, Squares, Counter[str]]:
+def measure(file: Path, chosen: Combinations) -> tuple[Squares, Squares, Counter[str]]:
     """Squares of the differences to the gradients in `file` and of these; one rank, which comes first, writes it."""
     expected = torch.load(file) if file.exists() else {}
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -118,10 +125,9 @@ def measure(file: Path) -> tuple[Squares, Squares, Counter[str]]:
     busy: Counter[str] = Counter()
     model = make_model()
     samples = make_samples(model)
-    options: dict[str, Any] = {"cpu_offload": False, "reshard_after_forward": True, "prefetch": True}
-    shard_model(model, build_mesh(1), compute_dtype=torch.float64, **options)
+    shard_model(model, build_mesh(1), compute_dtype=torch.float64, **SHARDING)
     for cut in CUTS[world_size]:
-        found = gradients(model, samples, cut, busy)
+        found = gradients(model, samples, cut, chosen, busy)
         expected = expected or found
         for combination, whole in expected.items():
             for name, wanted in whole.items():
@@ -140,11 +146,15 @@ def over_ranks(parts: list[Squares]) -> Squares:
     return {key: sum(part[key] for part in parts) ** 0.5 for key in parts[0]}
 
 
-def test_the_gradient_of_every_loss_does_not_depend_on_ranks_packs_or_layout(tmp_path: Path) -> None:
+@pytest.mark.parametrize("chosen", [EACH_LOSS, pytest.param(ALL, marks=pytest.mark.matrix)], ids=["each loss", "all"])
+def test_the_gradient_of_every_loss_does_not_depend_on_ranks_packs_or_layout(
+    tmp_path: Path, chosen: Combinations
+) -> None:
     for world_size, cuts in CUTS.items():
-        differences, norms, busy = zip(*spawn(world_size, measure, tmp_path / "gradients.pt", timeout=300), strict=True)
+        ranks = spawn(world_size, measure, tmp_path / "gradients.pt", chosen, timeout=300)
+        differences, norms, busy = zip(*ranks, strict=True)
         found, wanted = over_ranks(list(differences)), over_ranks(list(norms))
-        assert {key[:2] for key in found} == set(product(cuts, COMBINATIONS))
+        assert {key[:2] for key in found} == set(product(cuts, chosen))
         relative = {key: found[key] / wanted[key] for key in found}
         worst = max(relative, key=lambda key: relative[key])
         assert relative[worst] < TOLERANCE, worst

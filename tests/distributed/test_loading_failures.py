@@ -11,11 +11,11 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from fsdptrain.errors import CheckpointError, FsdptrainError
-from fsdptrain.fsdp.mesh import build_mesh
-from fsdptrain.fsdp.wrap import shard_model
 from fsdptrain.model.loading.meta import build_meta_model, load_weights, resolve_checkpoint
 from fsdptrain.testing import spawn
 from tests import zoo
+
+from .sharded import load_sharded
 
 INDEX = "model.safetensors.index.json"
 
@@ -119,13 +119,6 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path):
             resolve_checkpoint(str(tmp_path / name))
 
 
-def test_a_quantised_checkpoint_is_refused(folders: Path, tmp_path: Path):
-    shutil.copytree(folders / "good", tmp_path / "quantised")
-    _edit_config(tmp_path / "quantised", quantization_config={"quant_method": "mxfp4"})
-    with pytest.raises(CheckpointError, match=r"quantised \(mxfp4\)"):
-        build_meta_model(tmp_path / "quantised", trust_remote_code=False, attn_implementation="eager")
-
-
 def test_code_of_a_checkpoint_runs_only_when_asked_for(folders: Path, tmp_path: Path):
     shutil.copytree(folders / "good", tmp_path / "custom")
     ran = tmp_path / "ran"
@@ -140,7 +133,7 @@ def _errors(root: Path, names: list[str], strategy: str) -> dict[str, tuple[str,
     errors = {}
     for name in names:
         try:
-            _load(root / name, root / "good", strategy)
+            load_sharded(root / "good", weights=root / name, strategy=strategy)
         except FsdptrainError as error:
             errors[name] = (type(error).__name__, str(error))
     return errors
@@ -148,7 +141,7 @@ def _errors(root: Path, names: list[str], strategy: str) -> dict[str, tuple[str,
 
 def _shape_error(root: Path, strategy: str) -> tuple[str, str]:
     try:
-        _load(root / "another shape", root / "another shape", strategy)
+        load_sharded(root / "another shape", strategy=strategy)
     except FsdptrainError as error:
         return type(error).__name__, str(error)
     return "", ""
@@ -173,23 +166,10 @@ def _errors_of_one_rank(root: Path, names: list[str]) -> dict[str, tuple[str, st
     errors = {}
     for name in [*names, "good"]:
         try:
-            _load(root / (name if dist.get_rank() == 1 else "good"), root / "good", "shard")
+            load_sharded(root / "good", weights=root / (name if dist.get_rank() == 1 else "good"))
         except FsdptrainError as error:
             errors[name] = (type(error).__name__, str(error))
     return errors
-
-
-def _load(weights: Path, config: Path, strategy: str) -> None:
-    model = build_meta_model(config, trust_remote_code=False, attn_implementation="eager")
-    shard_model(
-        model,
-        build_mesh(1),
-        compute_dtype=torch.float32,
-        cpu_offload=False,
-        reshard_after_forward=True,
-        prefetch=True,
-    )
-    load_weights(model, weights, strategy=strategy)
 
 
 def _edit_config(path: Path, **changes: object) -> None:

@@ -12,6 +12,8 @@ from fsdptrain.fsdp.wrap import shard_model
 from fsdptrain.model.loading.meta import build_meta_model, load_weights
 from fsdptrain.testing import spawn, tiny_qwen3
 
+from .sharded import SHARDING
+
 RANKS = 4
 VOCAB, WIDTH = 65_536, 256  # 64 MiB of float32 in the embedding, which is the head too
 
@@ -50,8 +52,7 @@ def _anonymous_memory() -> int:
 def load(path: Path, strategy: str) -> dict[str, Any]:
     with PeakMemory() as building:
         model = build_meta_model(path, trust_remote_code=False, attn_implementation="eager")
-        options = {"cpu_offload": False, "reshard_after_forward": True, "prefetch": True}
-        shard_model(model, build_mesh(1), compute_dtype=torch.bfloat16, **options)
+        shard_model(model, build_mesh(1), compute_dtype=torch.bfloat16, **SHARDING)
     on_meta = all(parameter.is_meta for parameter in model.parameters())
     with PeakMemory() as loading:
         load_weights(model, path, strategy=strategy)

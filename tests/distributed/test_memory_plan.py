@@ -1,4 +1,4 @@
-"""The plan is held against what tensors hold in a training step, on two real ranks."""
+"""The memory plan agrees with what tensors hold in a training step on two ranks."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -83,7 +83,7 @@ def measured(path: str, tokens: int, options: dict[str, Any]) -> tuple[int, int]
     return held + storages.peak, planned
 
 
-@pytest.mark.parametrize("shape", only(["checkpointed", "experts split", "recurrent", "adapter"], SHAPES))
+@pytest.mark.parametrize("shape", only(["checkpointed", "experts split"], SHAPES))
 def test_the_plan_is_within_a_tenth_of_what_a_step_takes(shape: str, tmp_path: Path):
     name, tokens, changes, options = SHAPES[shape]
     zoo.build(name, **changes).save_pretrained(tmp_path)

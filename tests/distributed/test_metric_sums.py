@@ -1,4 +1,4 @@
-"""Metrics that one rank of a group has, as the last stage of a pipeline, are on all of them, summed as they are."""
+"""Metrics of one rank of a group, such as the last pipeline stage, are broadcast and summed once."""
 
 import torch
 import torch.distributed as dist

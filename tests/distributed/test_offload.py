@@ -18,8 +18,9 @@ from fsdptrain.testing import save_tiny_checkpoint, spawn
 from fsdptrain.types import LossConfig
 from tests import zoo
 from tests.matrix import only
+from tests.tensors import same
 
-from .sharded import full_state
+from .sharded import full, full_state
 from .test_fsdp_backend import config, keep_gradients, packs_of_this_rank, samples, skip
 from .test_moe import with_routes
 
@@ -72,12 +73,7 @@ def steps(backend: FSDPBackend, seeds: range) -> tuple[list[dict], list[dict]]:
 
 def state(backend: FSDPBackend) -> dict[str, torch.Tensor]:
     moments = {f"optimizer.{name}": t for name, t in backend._optimizer.tensors().items()}
-    full = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in moments.items()}
-    return full_state(backend.model) | {name: t.clone() for name, t in full.items()}
-
-
-def same(one: dict, other: dict) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    return full_state(backend.model) | {name: full(t) for name, t in moments.items()}
 
 
 def every_kind(checkpoint: str, options: dict, kinds: dict, folder: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""While tokens travel to the experts of other ranks the shared expert is computed, and nothing else changes."""
+"""The shared expert is computed during the all-to-all to the other experts, and no number changes."""
 
 from typing import Any
 

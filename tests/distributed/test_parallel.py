@@ -1,4 +1,4 @@
-"""Layers and experts split over ranks: what is computed, saved and exported is what one process makes of the model."""
+"""Tensor, expert and context parallelism compute, save and export what one process does."""
 
 import math
 import re
@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fsdptrain.algo.losses import LOSSES
@@ -22,17 +21,16 @@ from fsdptrain.types import LogProbs, PackedBatch
 from tests import zoo
 from tests.exact import Exact
 from tests.families import tiny
-from tests.matrix import only
 from tests.sweep import sweep
+from tests.tensors import load_files, relative, same
 
 from .sharded import full, full_state
-from .test_fsdp_backend import GRPO, config, keep_gradients, packs_of_this_rank, relative, samples, scored
+from .test_fsdp_backend import GRPO, config, keep_gradients, packs_of_this_rank, samples, scored
 
-TOLERANCE = 1e-5
 TEMPERATURE = 0.9  # of `config`
-# Some gradients are small sums of large parts (of A_log, or of the bias of a norm of keys): there the stock model, in
-# float32, is itself further from float64, and a mesh may be so many times as far.
+# A mesh may be this many times as far from the stock model in float64 as the stock model in float32 is. Measured: 1.8.
 OF_ROUNDING = 5.0
+RESUMED = 1e-5  # of gradients in float32, relative to the largest element of a parameter
 LOSS_NAMES = ("grpo", "gspo")
 # name -> family and changes; else as the zoo has them
 FAMILIES: dict[str, tuple[str, dict]] = {
@@ -164,7 +162,7 @@ def learn(checkpoint: str, cases: list[dict], folder: str, of_one: str | None = 
         backend = made(checkpoint, values)
         copies = copies_of(values)
         target = Path(folder) / f"{dist.get_world_size()}_{number}"
-        assert same(exported(backend, target / "before"), files_of(checkpoint))
+        assert same(exported(backend, target / "before"), load_files(checkpoint))
         [whole] = packs_of_this_rank(samples(), 4096, dist.get_world_size())
         logprobs = backend.score([whole], "policy")[0].values
         gradients, steps = keep_gradients(backend._optimizer), []
@@ -212,13 +210,13 @@ def errors(found: dict, wanted: dict) -> dict[str, float]:
 
 
 def allowed(found: list[dict], exact: list[dict]) -> dict[str, float]:
-    """By the kind of a parameter (its name without that of the layer): how far from `exact` a mesh may be, where the
-    stock model is as far as `found` is."""
+    """Bounds by the kind of a parameter (its name without the number of the layer), from the errors of `found`."""
     bounds: dict[str, float] = {}
     for one, other in zip(found, exact, strict=True):
         for name, error in errors(one, other).items():
             assert math.isfinite(error), name
-            bounds[kind(name)] = max(TOLERANCE, OF_ROUNDING * error, bounds.get(kind(name), 0.0))
+            rounding = OF_ROUNDING * max(error, torch.finfo(torch.float32).eps)
+            bounds[kind(name)] = max(rounding, bounds.get(kind(name), 0.0))
     return bounds
 
 
@@ -238,15 +236,7 @@ def one_by_one(model: PreTrainedModel, batch: PackedBatch) -> LogProbs:
 
 def exported(backend: FSDPBackend, target: Path) -> dict:
     backend.export(target)
-    return files_of(target)
-
-
-def files_of(folder: str | Path) -> dict:
-    return {name: x for path in Path(folder).glob("*.safetensors") for name, x in load_file(path).items()}
-
-
-def same(found: dict, wanted: dict) -> bool:
-    return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+    return load_files(target)
 
 
 def state(backend: FSDPBackend) -> dict:
@@ -282,14 +272,17 @@ def require_same_as_alone(checkpoint: str, tmp_path: Path, meshes: list[tuple[in
     """A model on each of `meshes` computes, learns, saves and loads what it does on one rank."""
     written = {}
     [[(_, steps, learnt, _)]] = spawn(1, learn, checkpoint, [{}], str(tmp_path))
-    [[(logprobs, exact), (_, rounded)]] = spawn(1, both_plain, checkpoint, [before for _, _, before in steps])
+    [[(logprobs, exact), (rounded_logprobs, rounded)]] = spawn(
+        1, both_plain, checkpoint, [before for _, _, before in steps]
+    )
     bounds = allowed(rounded, exact)
+    logprob_bound = OF_ROUNDING * (rounded_logprobs - logprobs).abs().max()
     for world in sorted({world for world, _ in meshes}):
         cases = [values for size, values in meshes if size == world]
         of_one = str(tmp_path / "1_0")
         for ranks in spawn(world, learn, checkpoint, cases, str(tmp_path), of_one, timeout=300):
             for number, (other_logprobs, other_steps, other_learnt, other_loaded) in enumerate(ranks):
-                assert (other_logprobs - logprobs).abs().max() < TOLERANCE
+                assert (other_logprobs - logprobs).abs().max() < logprob_bound
                 for (gradients, metrics, _), wanted, (_, expected, _) in zip(other_steps, exact, steps, strict=True):
                     found = errors(gradients, wanted)
                     assert {name: error for name, error in found.items() if not error < bounds[kind(name)]} == {}
@@ -329,40 +322,40 @@ def resume(checkpoint: str, directory: str, values: dict) -> tuple[dict, dict]:
     return found, dict(gradients)
 
 
-@pytest.mark.parametrize("case", only(["context to tensor"], RESUMES))
+@pytest.mark.matrix  # `require_same_as_alone` resumes between one rank and each mesh, in both directions
+@pytest.mark.parametrize("case", RESUMES)
 def test_a_checkpoint_of_one_mesh_is_resumed_bitwise_on_another_and_learns_on(checkpoints, tmp_path, case):
     family, [(world, values), (other_world, other_values)] = RESUMES[case]
     [saved, *_] = spawn(world, save, checkpoints(family), str(tmp_path), values)
     [(_, wanted)] = spawn(1, resume, checkpoints(family), str(tmp_path), {})
     for found, gradients in spawn(other_world, resume, checkpoints(family), str(tmp_path), other_values):
         assert same(found, saved)
-        assert relative(gradients, wanted) < TOLERANCE
+        assert relative(gradients, wanted) < RESUMED
 
 
-REFUSED = {
-    "nothing to split": ("gpt_oss", tensor(2), "the plan of transformers splits 0% of the layers"),
+REFUSED = {  # other refusals: tests/unit, on meta models
     "packed experts": ("qwen3_moe", tensor(2), "deal the experts by --expert-parallel-size"),
-    "heads": ("qwen3", tensor(4), "4 must divide the 2 key-value heads"),
     "no experts": ("qwen3", expert(2), "no plan that splits experts"),
     "a state": ("qwen3_next", context(2), "add --context-parallel-recurrent gather"),
-    "experts": ("gpt_oss", expert(3), "3 must divide the 4 experts"),
-    "fewer experts than ranks": ("one expert for two", expert(4), "4 is more than the 2 experts"),
 }
 
 
-def refused(checkpoint: str, values: dict) -> str:
-    with pytest.raises(ConfigError) as raised:
-        made(checkpoint, values)
-    return str(raised.value)
+def refused(cases: list[tuple[str, dict]]) -> list[str]:
+    lines = []
+    for checkpoint, values in cases:
+        with pytest.raises(ConfigError) as raised:
+            made(checkpoint, values)
+        lines.append(str(raised.value))
+    return lines
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_a_model_that_does_not_divide_is_refused_by_one_line_on_every_rank(checkpoints, case):
-    family, values, words = REFUSED[case]
-    for line in spawn(max(values.values()), refused, checkpoints(family), values):
-        assert words in line
-        assert "\n" not in line
-        assert next(iter(values)).replace("_", "-") in line
+def test_a_split_that_the_model_forbids_is_refused_in_one_line_on_every_rank(checkpoints):
+    cases = [(checkpoints(family), values) for family, values, _ in REFUSED.values()]
+    for lines in spawn(2, refused, cases):
+        for line, (_, values, words) in zip(lines, REFUSED.values(), strict=True):
+            assert words in line
+            assert "\n" not in line
+            assert next(iter(values)).replace("_", "-") in line
 
 
 SWEPT = {

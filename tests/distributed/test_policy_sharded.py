@@ -1,4 +1,7 @@
-"""The policy's forward, its checks and its gradients do not depend on the number of ranks."""
+"""The checks of a policy at its start, and the logits that it holds, on a sharded model.
+
+Its gradients are compared with those of the plain model in test_sweep.py.
+"""
 
 from typing import Any
 
@@ -18,10 +21,11 @@ from fsdptrain.model.probes.layout import choose_layout
 from fsdptrain.testing import spawn
 from fsdptrain.types import LogProbs
 from tests import zoo
-from tests.unit.model.test_logprobs import LargestTensor
+
+from .sharded import SHARDING
+from .storages import LargestTensor
 
 CPU = torch.device("cpu")
-ARCHITECTURES = ("qwen2", "gpt_oss", "qwen3_next", "granite")  # tied; sinks and experts; refuses packs; scaled logits
 LONG = 512  # tokens
 SEGMENT_LENGTHS = ((9, 21), (3, 14), (30,), (1, 5, 2))  # of four packs, each rank takes every world_size-th
 
@@ -35,9 +39,7 @@ def prepare(name: str, attention: str = SEGMENTS) -> PreTrainedModel:
 
 
 def shard(model: PreTrainedModel, compute_dtype: torch.dtype = torch.float32) -> None:
-    mesh = build_mesh(1)
-    options = {"cpu_offload": False, "reshard_after_forward": True, "prefetch": True}
-    shard_model(model, mesh, compute_dtype=compute_dtype, **options)
+    shard_model(model, build_mesh(1), compute_dtype=compute_dtype, **SHARDING)
 
 
 def objective(found: LogProbs) -> Tensor:
@@ -67,19 +69,6 @@ def probe_and_train(name: str, attention: str, dtype: torch.dtype) -> tuple[str,
     head = check_head(model, layout=probe.layout, **options)
     found = gradients(model, probe.layout, dist.get_rank(), dist.get_world_size())
     return probe.layout, probe.reason, head, found
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_two_ranks_probe_and_train_like_one_process(name: str) -> None:
-    results = spawn(2, probe_and_train, name, SEGMENTS, torch.float32)
-    wanted = gradients(prepare(name), "padded", 0, 1)
-    largest = max(gradient.abs().max().item() for gradient in wanted.values())
-    for layout, reason, head, found in results:
-        assert layout == ("padded" if name == "qwen3_next" else "packed"), reason
-        assert head < 1e-5
-        assert found.keys() == wanted.keys()
-        for key in wanted:
-            torch.testing.assert_close(found[key], wanted[key], rtol=0, atol=5e-6 * largest)
 
 
 def test_an_attention_that_leaks_is_found_on_the_sharded_model() -> None:

@@ -1,4 +1,4 @@
-"""A reference that follows the policy: it is the policy of that moment bitwise, and a resumed run has the same one."""
+"""An updated reference equals the policy at its update bitwise, also after a resume."""
 
 from pathlib import Path
 

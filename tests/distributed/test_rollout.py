@@ -1,13 +1,15 @@
-"""Ranks that share the prompts make what one rank makes, and evaluation sums over all of them."""
+"""The embedded engine on real ranks: it agrees with the trainer, and its completions do not depend on the ranks."""
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
+from fsdptrain.config import Config
 from fsdptrain.errors import RolloutError
 from fsdptrain.rewards.scoring import Score
 from fsdptrain.rollout.embedded.engine import HFEngine
@@ -15,10 +17,50 @@ from fsdptrain.rollout.evaluate import evaluation_metrics
 from fsdptrain.testing import save_tiny_checkpoint, spawn
 from fsdptrain.trainer.samples.single_turn import make_sample
 from fsdptrain.types import Completion, Prompt, SamplingParams
+from tests import agreement, zoo
+from tests.exact import Exact, backends_in_float64
 from tests.vllm import contract
 
 PROMPTS = [Prompt(f"p{i}", [5 + i] * (1 + 3 * (i % 4)), "") for i in range(7)]
 SAMPLING = SamplingParams(num_samples=3, max_tokens=20, seed=1)
+# tied, fused experts, softcap and eager attention, sinks, recurrent states, a persistent buffer, learned positions
+ARCHITECTURES = ("qwen2", "qwen3_moe", "gemma2", "gpt_oss", "qwen3_next", "deepseek_v3", "gpt2")
+TRUNCATIONS: list[dict[str, Any]] = [{"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.05}]
+TRUNCATIONS += [{"top_p": 0.8, "top_k": 50, "min_p": 0.02}]
+
+
+def engine_difference(folder: Path, **truncation: float) -> float:
+    options = {f"rollout_{name}": value for name, value in truncation.items()}
+    config = Config(hf_checkpoint=str(folder), rollout_engine="hf", bf16=False, rollout_temperature=0.7, **options)
+    prompts = [Prompt(f"{dist.get_rank()}/{i}", [5 + i] * length, "") for i, length in enumerate([3, 17, 9])]
+    sampling = SamplingParams(num_samples=2, max_tokens=12, temperature=0.7, **truncation)
+    return agreement.push_and_compare(*agreement.build(config), prompts, sampling, mode=Exact)
+
+
+def engine_differences(root: Path) -> dict[str, float]:
+    backends_in_float64()
+    found = {name: engine_difference(root / name) for name in ARCHITECTURES}
+    truncated = [("gemma2", TRUNCATIONS[-1]), *(("qwen2", truncation) for truncation in TRUNCATIONS)]
+    return found | {f"{name} {options}": engine_difference(root / name, **options) for name, options in truncated}
+
+
+def test_engine_and_trainer_agree_on_every_sampled_token(tmp_path):
+    for name in ARCHITECTURES:
+        zoo.build(name).save_pretrained(tmp_path / name)
+    for found in spawn(2, engine_differences, tmp_path):
+        assert {name: value for name, value in found.items() if not value < 1e-12} == {}
+
+
+def test_engine_and_trainer_agree_after_every_update(tmp_path: Path) -> None:
+    """The contract of every engine; tests/vllm checks it for those of vLLM."""
+    options = {**contract.OPTIONS, "hf_checkpoint": str(save_tiny_checkpoint(tmp_path)), "rollout_engine": "hf"}
+    for found in spawn(2, agreement_in_float64, options):
+        assert max(found) < 1e-12, found
+
+
+def agreement_in_float64(options: dict[str, Any]) -> list[float]:
+    backends_in_float64()
+    return contract.agreement(options, 3, mode=Exact)
 
 
 def make_engine(folder: Path) -> HFEngine:
@@ -28,22 +70,37 @@ def make_engine(folder: Path) -> HFEngine:
 
 
 def score(completion: Completion) -> Score:
-    """By content, so that it does not matter who scores: some right, some wrong, some unscored."""
+    """By content, so that the rank does not matter: some right, some wrong, some unscored."""
     length = len(completion.token_ids)
     return Score(None if length % 7 == 0 else float(length % 2))
 
 
 def run_share(folder: Path, num_prompts: int) -> tuple[list[Completion], dict[str, float]]:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    share = PROMPTS[:num_prompts][rank::world_size]
+    share = agreement.of_this_rank(PROMPTS[:num_prompts])
     completions = make_engine(folder).generate(share, SAMPLING)
-    asked = [prompt for prompt in share for _ in range(SAMPLING.num_samples)]
-    samples = [make_sample(prompt, c, score(c)) for prompt, c in zip(asked, completions, strict=True)]
+    repeated = [prompt for prompt in share for _ in range(SAMPLING.num_samples)]
+    samples = [make_sample(prompt, c, score(c)) for prompt, c in zip(repeated, completions, strict=True)]
     return completions, evaluation_metrics(samples, num_samples=SAMPLING.num_samples, name="set")
 
 
+@pytest.mark.parametrize("num_prompts", [7, 1])  # with one prompt, the second rank has none
+def test_completions_and_metrics_do_not_depend_on_the_number_of_ranks(tmp_path, num_prompts):
+    save_tiny_checkpoint(tmp_path)
+    [(whole, metrics)] = spawn(1, run_share, tmp_path, num_prompts)
+    (first, first_metrics), (second, second_metrics) = spawn(2, run_share, tmp_path, num_prompts)
+    by_prompt: dict[str, list[Completion]] = {}
+    for completion in [*first, *second]:
+        by_prompt.setdefault(completion.prompt_id, []).append(completion)
+    shared = [completion for prompt in PROMPTS[:num_prompts] for completion in by_prompt[prompt.id]]
+    for one, other in zip(whole, shared, strict=True):
+        assert one == replace(other, logprobs=one.logprobs)
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+    assert len(whole) == 3 * num_prompts
+    assert first_metrics == second_metrics == pytest.approx(metrics)
+
+
 def update_with_unknown_name(folder: Path) -> tuple[str, int]:
-    """Each weight comes by a collective, as from the trainer: a rank that stopped reading would leave the others."""
+    """Each weight needs a collective, as from the trainer: a rank that stops reading would block the others."""
     engine = make_engine(folder)
 
     def gathered():
@@ -59,34 +116,9 @@ def update_with_unknown_name(folder: Path) -> tuple[str, int]:
     return str(caught.value), int(count)
 
 
-@pytest.mark.parametrize("num_prompts", [7, 1])  # with one prompt, the second rank has nothing to do
-def test_two_ranks_make_the_completions_and_metrics_of_one(tmp_path, num_prompts):
-    save_tiny_checkpoint(tmp_path)
-    [(whole, metrics)] = spawn(1, run_share, tmp_path, num_prompts)
-    (first, first_metrics), (second, second_metrics) = spawn(2, run_share, tmp_path, num_prompts)
-    by_prompt: dict[str, list[Completion]] = {}
-    for completion in [*first, *second]:
-        by_prompt.setdefault(completion.prompt_id, []).append(completion)
-    shared = [completion for prompt in PROMPTS[:num_prompts] for completion in by_prompt[prompt.id]]
-    for one, other in zip(whole, shared, strict=True):
-        assert one == replace(other, logprobs=one.logprobs)
-        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
-    assert len(whole) == 3 * num_prompts
-    assert first_metrics == second_metrics == pytest.approx(metrics)
-
-
-def test_weights_that_do_not_fit_fail_on_every_rank_and_hang_none(tmp_path):
+def test_weights_that_do_not_fit_fail_on_every_rank_without_a_hang(tmp_path):
     save_tiny_checkpoint(tmp_path)
     for message, ranks in spawn(2, update_with_unknown_name, tmp_path):
         assert "2 missing: model.layers.0.self_attn.q_proj.weight" in message
         assert "2 unknown: model.layers.0.self_attn.query.weight" in message
         assert ranks == 2
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_engine_and_trainer_agree_after_every_update(tmp_path: Path, world_size: int) -> None:
-    """The contract of every engine; vLLM's are held to it in tests/vllm."""
-    folder = save_tiny_checkpoint(tmp_path)
-    options = {**contract.OPTIONS, "hf_checkpoint": str(folder), "rollout_engine": "hf"}
-    for found in spawn(world_size, contract.agreement, options, 3):
-        assert max(found) < 1e-5, found

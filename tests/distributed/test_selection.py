@@ -1,4 +1,4 @@
-"""Ranks that share a rollout keep the groups that one rank alone would keep, and end together where none is left."""
+"""Dynamic sampling on several ranks keeps the groups that one rank keeps, and fails on all ranks together."""
 
 import re
 from dataclasses import dataclass, field

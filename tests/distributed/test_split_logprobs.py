@@ -1,4 +1,4 @@
-"""Logprobs over a vocabulary in parts, whatever the model does to its logits: those of the whole vocabulary."""
+"""Vocabulary-parallel logprobs equal those of the whole vocabulary."""
 
 import pytest
 import torch

@@ -35,8 +35,10 @@ WHY = {  # in the line that refuses it
 }
 
 
-# One of each class: dense, learned positions, sliding windows, softcaps, sinks, experts, MLA, three recurrent ones.
-FEW = ["llama", "gpt2", "gemma3_text", "gemma2", "gpt_oss", "qwen3_moe", "deepseek_v3", "qwen3_next", "mamba2", "lfm2"]
+# One of each class: dense, learned positions, sliding windows, softcaps, scaled logits, sinks, experts, MLA; recurrent.
+FEW_PACKED = ["llama", "gpt2", "gemma3_text", "gemma2", "granite", "gpt_oss", "qwen3_moe", "deepseek_v3"]
+FEW_PADDED = ["qwen3_next", "mamba2", "lfm2"]
+FEW = [*FEW_PACKED, *FEW_PADDED]
 FEW_REFUSED = ["bert", "electra", "t5"]
 
 
@@ -52,6 +54,8 @@ def test_one_family_of_each_class_is_exact_or_refused_in_one_line(few: dict[str,
         assert row.exported, row
         assert row.streamed, row
         assert row.exact, row
+    assert {row.name for row in few.values() if row.layout == "padded"} >= {*FEW_PADDED}
+    assert {row.name for row in few.values() if row.layout == "packed"} >= {*FEW_PACKED} - {"gpt2"}
     assert {name: few[name].refusal for name in FEW_REFUSED if WHY[name] not in few[name].refusal} == {}
     assert not any("\n" in row.refusal for row in few.values())
 

@@ -1,4 +1,4 @@
-"""The bytes that the planner says are those that ranks send, collective by collective."""
+"""The bytes that the traffic model predicts are those that ranks send, collective by collective."""
 
 from collections import Counter, defaultdict
 
@@ -17,6 +17,7 @@ from tests.families import tiny
 
 from .collectives import Collectives
 from .test_fsdp_backend import GRPO, config, packs_of_this_rank, samples
+from .test_parallel import context, expert, tensor
 
 SMALL = 2048  # bytes of a step: norms, metrics and flags, which are not counted
 FAMILIES = {
@@ -30,18 +31,6 @@ FAMILIES = {
     "falcon_h1": {},  # attention and a mixer with a state side by side
 }
 GATHER = {"context_parallel_recurrent": "gather"}
-
-
-def tensor(size: int, **more) -> dict:
-    return {"tensor_parallel_size": size, **more}
-
-
-def expert(size: int, **more) -> dict:
-    return {"expert_parallel_size": size, **more}
-
-
-def context(size: int, **more) -> dict:
-    return {"context_parallel_size": size, **more}
 
 
 CASES = {

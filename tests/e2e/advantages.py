@@ -1,4 +1,4 @@
-"""Estimators of a user's own, for `--advantage-estimator tests.e2e.advantages:below_the_best`."""
+"""Custom advantage estimators, for `--advantage-estimator tests.e2e.advantages:below_the_best`."""
 
 
 def below_the_best(rewards: list[float], lengths: list[int]) -> list[float]:

@@ -1,4 +1,4 @@
-"""An engine that says what it was asked for, and one that generates while the trainer works."""
+"""An engine that records its calls, and one that generates while the trainer works."""
 
 import threading
 from typing import Any, NoReturn

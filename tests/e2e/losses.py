@@ -1,4 +1,4 @@
-"""A loss of a user's own, for `--loss tests.e2e.losses:doubled`."""
+"""A custom loss, for `--loss tests.e2e.losses:doubled`."""
 
 from dataclasses import replace
 

@@ -1,17 +1,10 @@
-"""The benchmarks run from their first to their last line."""
+"""Every benchmark runs to its end with --quick."""
 
-import importlib
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
-from argparse import Namespace
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 from importlib.util import find_spec
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -21,52 +14,47 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
 pytestmark = pytest.mark.matrix
 
 
+def benchmark(
+    name: str, *flags: str | Path, timeout: float = 300, code: int = 0, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the benchmark `name`, which must end with `code`."""
+    argv = [sys.executable, FOLDER / name, *flags]
+    environment = os.environ | variables
+    done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def last_row(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def run_quick(name: str, folder: Path, *flags: str, timeout: float = 300) -> dict[str, Any]:
-    """The report of a benchmark with --quick."""
+    """Return the report of a benchmark with --quick."""
     target = folder / "report.json"
     (folder / "scratch").mkdir(exist_ok=True)
-    argv = [sys.executable, FOLDER / name, "--quick", "--json", target, *flags]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=timeout, check=False)
-    assert done.returncode == 0, done.stderr
+    benchmark(name, "--quick", "--json", target, *flags, timeout=timeout)
     report = json.loads(target.read_text())
     assert {"command", "commit", "machine", "versions"} <= report.keys()
     return report
 
 
-def test_the_quick_run_warms_up_trains_and_reports(tmp_path: Path) -> None:
-    argv = [
-        sys.executable,
-        FOLDER / "algorithms.py",
-        "--quick",
-        "--algorithms",
-        "grpo",
-        "--seeds",
-        "7",
-        "--folder",
-        tmp_path,
-    ]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    row = json.loads(done.stdout.splitlines()[-1])
+def test_the_quick_run_of_an_algorithm_warms_up_trains_and_reports(tmp_path: Path) -> None:
+    row = last_row(benchmark("algorithms.py", "--quick", "--algorithms", "grpo", "--seeds", "7", "--folder", tmp_path))
     assert (row["algorithm"], row["seed"], len(row["reward"])) == ("grpo", 7, 1)
 
 
 def test_the_quick_run_of_older_weights_trains_on_them(tmp_path: Path) -> None:
-    argv = [sys.executable, FOLDER / "staleness.py", "--quick", "--engines", "hf", "--staleness", "1", "--seeds", "0"]
-    done = subprocess.run([*argv, "--folder", tmp_path], capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    row = json.loads(done.stdout.splitlines()[-1])
+    flags = ["--engines", "hf", "--staleness", "1", "--seeds", "0"]
+    row = last_row(benchmark("staleness.py", "--quick", *flags, "--folder", tmp_path))
     assert (row["engine"], row["max_staleness"], row["staleness_max"]) == ("hf", 1, 1.0)
     assert 0 < row["seconds"]["train"] < row["seconds"]["step"]
 
 
 @pytest.mark.parametrize("name", ["throughput", "sync_check"])
 def test_the_quick_runs_of_engines_report_the_embedded_one(name: str) -> None:
-    argv = [sys.executable, FOLDER / f"{name}.py", "--quick", "--engines", "hf"]
-    argv += ["--staleness", "1"] if name == "sync_check" else []
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    row = json.loads(done.stdout.splitlines()[-1])
+    more = ["--staleness", "1"] if name == "sync_check" else []
+    row = last_row(benchmark(f"{name}.py", "--quick", "--engines", "hf", *more))
     assert row["engine"] == "hf"
     ratio = row["to_hf" if name == "throughput" else "share"]
     assert 0 < ratio["least"] <= ratio["median"] <= ratio["most"] <= 1
@@ -94,13 +82,8 @@ def test_mfu_makes_a_row_for_each_case_and_says_what_failed(tmp_path: Path) -> N
     assert "ConfigError: --attn-implementation flash_attention_2" in flash["failed"]
 
 
-def test_mfu_says_where_there_is_no_gpu() -> None:
-    variables = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, FOLDER / "mfu.py"], capture_output=True, text=True, env=variables, timeout=300, check=False
-    )
-    assert done.returncode == 1
-    assert "this machine has no GPU" in done.stderr
+def test_mfu_without_a_gpu_is_refused() -> None:
+    assert "this machine has no GPU" in benchmark("mfu.py", code=1, CUDA_VISIBLE_DEVICES="").stderr
 
 
 def test_ranks_send_what_is_planned_and_more_gpus_are_modelled(tmp_path: Path) -> None:
@@ -134,10 +117,8 @@ def test_both_sides_play_the_demo(tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", [["--kl", "0.1"], ["--lora", "4", "--checkpointing"]], ids=" ".join)
 def test_a_step_of_ours_agrees_with_one_of_trl(tmp_path: Path, options: list[str]) -> None:
     pytest.importorskip("trl", reason="trl comes with the dev extra")
-    argv = [sys.executable, FOLDER / "train_step.py", "--quick", "--lengths", "ragged", *options]
-    argv += ["--sides", "ours", "stock", "compact", "--json", tmp_path / "report.json"]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
+    sides = ["--sides", "ours", "stock", "compact", "--json", tmp_path / "report.json"]
+    benchmark("train_step.py", "--quick", "--lengths", "ragged", *options, *sides)
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["speedup_median"] > 0
     [run] = report["results"][0]["runs"]
@@ -145,47 +126,6 @@ def test_a_step_of_ours_agrees_with_one_of_trl(tmp_path: Path, options: list[str
     assert (run["ours"]["reference_kl"] > 0.001) == ("--kl" in options)
     sides = report["results"][0]["sides"]
     assert sides["ours"]["computed_tokens"] < report["results"][0]["tokens"] <= sides["stock"]["computed_tokens"]
-
-
-def test_a_step_with_another_kl_coefficient_does_not_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In groups of one, where the advantage is what the mean over all samples leaves."""
-    pytest.importorskip("trl", reason="trl comes with the dev extra")
-    monkeypatch.syspath_prepend(str(FOLDER))
-    train_step = importlib.import_module("train_step")
-    monkeypatch.setattr(sys, "argv", ["train_step.py", "--quick", "--kl", "0.1"])
-    options = train_step.parsed()
-    options.groups, options.group_size = 8, 1
-    case = train_step.Case(str(tmp_path), options.vocab[0], "ragged", options)
-    other = replace(case, options=Namespace(**{**vars(options), "kl": 0.11}))
-    assert any(sample.advantage > 0 for sample in train_step.make_samples(case))
-    train_step.save_models(tmp_path, options, case.vocab)
-    begun = [begin(train_step.work, *at) for at in (("ours", case), ("compact", case), ("compact", other))]
-    ours, same, wrong = map(first_step, begun)
-    require_agreement = partial(train_step.require_agreement, tolerance=train_step.TOLERANCES[False], case=case.name)
-    require_agreement({"ours": ours, "compact": same})
-    with pytest.raises(SystemExit, match="loss is"):
-        require_agreement({"ours": ours, "compact": wrong})
-    with pytest.raises(SystemExit, match="grad_norm is"):
-        require_agreement({"ours": ours, "compact": wrong | {"loss": ours["loss"]}})
-
-
-def begin(work: Callable[..., None], side: str, case: Any) -> Connection:
-    """A side in a process of its own, as the benchmark has it."""
-    context = multiprocessing.get_context("spawn")
-    pipe, theirs = context.Pipe()
-    context.Process(target=work, args=(side, case, theirs), daemon=True).start()
-    theirs.close()
-    return pipe
-
-
-def first_step(pipe: Connection) -> dict[str, float]:
-    assert pipe.poll(240)
-    assert pipe.recv() == "ready"
-    pipe.send("step")
-    assert pipe.poll(240)
-    found = pipe.recv()
-    pipe.send("end")
-    return found
 
 
 @pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core comes with the megatron extra")
@@ -198,10 +138,7 @@ def test_steps_of_both_backends_agree(tmp_path: Path) -> None:
 
 
 def test_the_packing_benchmark_runs() -> None:
-    argv = [sys.executable, FOLDER / "packing.py", "--quick"]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    *rows, end = [json.loads(line) for line in done.stdout.splitlines()]
+    *rows, end = [json.loads(line) for line in benchmark("packing.py", "--quick").stdout.splitlines()]
     assert len(rows) == 6
     assert all(row["ours"]["imbalance"] < 0.02 for row in rows)
     assert all(row["first-fit"]["times_ours"]["least"] > 0 for row in rows)

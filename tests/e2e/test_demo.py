@@ -1,4 +1,4 @@
-"""What the demo does to a folder, and how it ends when it cannot go on. `make demo` itself is the proof of the rest."""
+"""How the demo treats existing folders and failures. `make demo` runs the rest."""
 
 import importlib.util
 import subprocess

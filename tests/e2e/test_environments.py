@@ -1,19 +1,17 @@
-"""Episodes by the real command line: a model learns to use a tool, and a run goes on where it was."""
+"""Episodes from the command line: a model learns to use a tool, and a run resumes bitwise."""
 
 import importlib.util
-import json
 import re
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import pytest
 
 from examples import guess_number
 from fsdptrain.types import Prompt
 from tests.e2e import command
-from tests.e2e.command import TINY_RUN
-from tests.e2e.test_train import learned, metrics_of, trained
+from tests.e2e.command import TINY_RUN, metrics_of, rows_of, trained
+from tests.e2e.test_train import learned
 
 ROOT = Path(__file__).parents[2]
 CALCULATOR = "examples.calculator.calculator:Calculator"
@@ -37,10 +35,6 @@ def warm_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "sft" / "hf"
 
 
-def rows_of(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.matrix
 def test_a_model_learns_to_ask_a_calculator(warm_model: Path, tmp_path: Path) -> None:
     """From half right to nearly always right, on products that it never saw and cannot compute itself."""
@@ -59,7 +53,7 @@ def test_a_model_learns_to_ask_a_calculator(warm_model: Path, tmp_path: Path) ->
     assert rows[-1]["episode/turns_mean"] == 1 + rows[-1]["episode/several_turns_fraction"]  # asked once
     assert max(row["mismatch/abs_max"] for row in rows) < 1e-4  # of the trained tokens, all sampled
 
-    shown = [row for row in rows_of(run) if row["reward"] == 1.0]
+    shown = [row for row in rows_of(run / "samples.jsonl") if row["reward"] == 1.0]
     assert {row["set"] for row in shown} == {"train", "heldout"}
     pattern = r"<tool>(\d+) \* (\d+)</tool><\|end\|><\|tool\|>(\d+)<\|assistant\|><answer>(\d+)</answer><\|end\|>"
     for a, b, heard, answer in (re.fullmatch(pattern, row["response"]).groups() for row in shown):  # type: ignore[union-attr]
@@ -80,7 +74,7 @@ def test_a_run_of_episodes_goes_on_bitwise(warm_model: Path, tmp_path: Path) -> 
     ]
     assert [result.code for result in results] == [0, 0, 0], results[-1].err
     assert learned(parts) == learned(whole)
-    assert rows_of(parts) == rows_of(whole)
+    assert rows_of(parts / "samples.jsonl") == rows_of(whole / "samples.jsonl")
     assert any("episode/turns_mean" in row and row["episode/turns_mean"] > 1 for row in metrics_of(whole))
 
 
@@ -92,7 +86,7 @@ def test_an_environment_of_ones_own_brings_its_prompts(checkpoint: Path, tmp_pat
     result = command.run([*flags, "--rollout-max-response-len", "16", "--log-to"], tmp_path)
     assert result.code == 0, result.err
     assert "reward/environment" in trained(metrics_of(run))[0]
-    assert "I think of a number from 1 to 9." in rows_of(run)[0]["prompt"]
+    assert "I think of a number from 1 to 9." in rows_of(run / "samples.jsonl")[0]["prompt"]
 
 
 @pytest.mark.parametrize(
@@ -117,12 +111,6 @@ def test_what_cannot_be_played_ends_in_one_line(
     result = command.run(["--hf-checkpoint", str(checkpoint), *TINY_RUN, "--no-export", *flags], tmp_path)
     assert result.code == 2
     assert message in result.err.strip().splitlines()[-1]
-
-
-def test_the_page_shows_the_example() -> None:
-    page = (ROOT / "docs" / "environments.md").read_text()
-    example = (ROOT / "examples" / "guess_number.py").read_text()
-    assert example[example.index("class GuessNumber") :].strip() in page
 
 
 def test_the_example_is_a_game() -> None:

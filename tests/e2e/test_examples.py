@@ -1,6 +1,5 @@
 """The examples run, on a tiny model."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 from examples import custom_reward, python_api
 from fsdptrain import Config, Trainer
 from fsdptrain.errors import ConfigError
-from tests.matrix import only
+from tests.e2e.command import metrics_of
 
 TINY: dict[str, Any] = {
     "num_rollout": 1,
@@ -31,8 +30,7 @@ def test_python_api(checkpoint: Path, tmp_path: Path) -> None:
 
 def test_custom_reward(checkpoint: Path, tmp_path: Path) -> None:
     custom_reward.main(str(checkpoint), str(tmp_path / "run"), **TINY)
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert any("reward/no_digits" in row for row in rows)
+    assert any("reward/no_digits" in row for row in metrics_of(tmp_path / "run"))
     shown = (tmp_path / "run" / "samples.jsonl").read_text()
     assert "<answer>" not in shown  # the system prompt of reasoning-gym's data is not for other data
 
@@ -43,7 +41,8 @@ def test_own_data_and_prompt_data_exclude_each_other() -> None:
         Trainer(config, dataset=custom_reward.ROWS)
 
 
-@pytest.mark.parametrize("example", only([custom_reward], [custom_reward, python_api]))
+@pytest.mark.matrix
+@pytest.mark.parametrize("example", [custom_reward, python_api])
 def test_an_example_without_arguments_says_how_to_call_it(example: Any) -> None:
     done = subprocess.run([sys.executable, example.__file__], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (1, f"usage: python {example.__file__} MODEL OUTPUT_DIR\n")

@@ -1,20 +1,19 @@
 """A package outside of fsdptrain adds a loss, an advantage, a reward, an engine, a logger, a feature and options."""
 
-import json
 from pathlib import Path
 
 import yaml
 
 from tests.e2e import command
 from tests.e2e.command import TINY_RUN
+from tests.packages import install
 
-PLUGINS = """
-[fsdptrain.plugins]
-loggers.acme = acme:Logger
-rollout.acme = acme:engine
-features.acme = acme:Scaled
-sections.acme = acme:AcmeConfig
-"""
+POINTS = [
+    "loggers.acme = acme:Logger",
+    "rollout.acme = acme:engine",
+    "features.acme = acme:Scaled",
+    "sections.acme = acme:AcmeConfig",
+]
 
 CODE = '''
 import json
@@ -95,11 +94,7 @@ class Scaled(Feature):
 
 
 def test_a_package_adds_one_of_each_and_a_step_trains_with_it(checkpoint: Path, tmp_path: Path) -> None:
-    distribution = tmp_path / "site" / "acme-1.0.dist-info"
-    distribution.mkdir(parents=True)
-    (distribution / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
-    (distribution / "entry_points.txt").write_text(PLUGINS)
-    (tmp_path / "site" / "acme.py").write_text(CODE)
+    install(tmp_path / "site", "acme", "fsdptrain.plugins", POINTS, {"acme": CODE})
     argv = ["--hf-checkpoint", str(checkpoint), *TINY_RUN, "acme", "--output-dir", str(tmp_path / "run")]
     argv += ["--loss", "acme:loss", "--advantage-estimator", "acme:advantage", "--reward", "acme:reward"]
     argv += ["--rollout-engine", "acme", "--no-export", "--keep-last", "0"]
@@ -107,8 +102,7 @@ def test_a_package_adds_one_of_each_and_a_step_trains_with_it(checkpoint: Path, 
     assert "--acme-label has no effect without --acme-scale above 1" in refused.err
     result = command.run_with_path([*argv, "--acme-scale", "2.5"], tmp_path / "log", tmp_path / "site")
     assert result.code == 0, result.err
-    rows = [json.loads(line) for line in (tmp_path / "run" / "acme.jsonl").read_text().splitlines()]
-    trained = [row for row in rows if "acme/loss" in row]
+    trained = [row for row in command.rows_of(tmp_path / "run" / "acme.jsonl") if "acme/loss" in row]
     assert [row["acme/packs"] for row in trained] == [1.0, 2.0]
     assert [row["acme/scale"] for row in trained] == [2.5, 2.5]
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["acme"] == {"scale": 2.5, "label": ""}

@@ -1,6 +1,5 @@
-"""The engine gets the weights when it will generate with them, and only then."""
+"""The engine receives weights when it will generate with them, and only then."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ def calls(checkpoint: Path, folder: Path, **values: Any) -> list[str]:
     return list(CALLS)
 
 
-def test_supervised_training_hands_over_weights_for_evaluations_only(checkpoint: Path, tmp_path: Path) -> None:
+def test_supervised_training_syncs_weights_for_evaluations_only(checkpoint: Path, tmp_path: Path) -> None:
     made = calls(checkpoint, tmp_path, algorithm="sft", eval_size=2, eval_interval=2)
     assert made == ["weights 0", "generate", "weights 2", "generate", "weights 3", "generate"]
 
@@ -47,22 +46,19 @@ def test_rollouts_always_have_the_newest_weights(checkpoint: Path, tmp_path: Pat
     assert made == ["weights 0", "generate", "weights 1", "generate", "weights 2", "generate"]
 
 
-def test_what_a_hand_over_has_shown_is_reported_where_there_was_one(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_weight_sync_reports_its_metrics(checkpoint: Path, tmp_path: Path) -> None:
     calls(checkpoint, tmp_path, n_samples_per_prompt=2, eval_interval=0, rollout_engine="hf")
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows if "weight_sync/logprob_abs_diff" in row] == [
-        1,
-        2,
-    ]  # nothing is asked after the last
+    rows = command.metrics_of(tmp_path)
+    synced = [row["step"] for row in rows if "weight_sync/logprob_abs_diff" in row]
+    assert synced == [1, 2]  # the last step is followed by no generation
 
 
 @pytest.mark.matrix
-def test_where_a_rank_hangs_in_its_engine_the_run_ends_and_the_stacks_of_all_ranks_are_there(
+def test_a_rank_that_hangs_in_its_engine_ends_the_run_and_leaves_the_stacks_of_all_ranks(
     checkpoint: Path, tmp_path: Path
 ) -> None:
-    argv = ["--hf-checkpoint", str(checkpoint), *command.TINY_RUN, "--rollout-engine", "tests.e2e.engines:hanging"]
-    argv += ["--eval-interval", "0", "--dist-timeout", "40", "--output-dir", str(tmp_path / "run")]
-    del argv[argv.index("--eval-size") : argv.index("--eval-size") + 2]
+    argv = ["--hf-checkpoint", str(checkpoint), *command.UNEVALUATED, "--rollout-engine", "tests.e2e.engines:hanging"]
+    argv += ["--dist-timeout", "40", "--output-dir", str(tmp_path / "run")]
     result = command.run([*argv, "--nproc-per-node", "2"], tmp_path / "log", timeout=200)
     assert result.code == 1
     stacks = tmp_path / "run" / "stacks"
@@ -71,9 +67,7 @@ def test_where_a_rank_hangs_in_its_engine_the_run_ends_and_the_stacks_of_all_ran
     assert "in wait_in_vain" in (stacks / "rank1.txt").read_text()
 
 
-def test_a_trainer_that_makes_room_for_its_engine_trains_bit_by_bit_as_one_that_does_not(
-    checkpoint: Path, tmp_path: Path
-) -> None:
+def test_offload_train_changes_no_bit(checkpoint: Path, tmp_path: Path) -> None:
     """On two ranks, with a reference, evaluations, and checkpoints between the rollouts."""
     written = {}
     for name, more in {"stays": [], "leaves": ["--offload-train"]}.items():
@@ -84,12 +78,12 @@ def test_a_trainer_that_makes_room_for_its_engine_trains_bit_by_bit_as_one_that_
         assert result.code == 0, result.err
         written[name] = [(tmp_path / name / "samples.jsonl").read_text()]
         written[name] += [path.read_bytes() for path in sorted((tmp_path / name / "hf").glob("*.safetensors"))]
-        rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        rows = command.metrics_of(tmp_path / name)
         assert any("perf/offload_s" in row for row in rows) == bool(more)
     assert written["stays"] == written["leaves"]
 
 
-def test_nothing_of_the_trainer_is_there_while_completions_are_made_and_all_of_it_else(
+def test_offload_train_frees_the_weights_during_generation_only(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held: list[bool] = []

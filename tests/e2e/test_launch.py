@@ -15,6 +15,7 @@ import pytest
 from fsdptrain.launch.cores import usable_cores
 from fsdptrain.testing import free_port, rank_variables
 from tests.e2e import command
+from tests.matrix import only
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ["-m", "tests.e2e.rank_program"]
@@ -48,7 +49,17 @@ def is_running(pid):
     return True
 
 
-def test_the_first_failure_is_shown_once_and_only_what_a_restart_may_cure_is_restarted():
+def test_a_killed_rank_is_restarted_and_a_refusal_is_not():
+    code, out, err = finish(start(*PROGRAM, "die", "refuse", max_restarts=9))
+    assert (code, out) == (2, "")
+    died, refused = err.splitlines()
+    assert died.startswith("fsdptrain: rank 1 was killed by SIGKILL; the host may be out of memory")
+    assert died.endswith("; restart 1 of 9")
+    assert refused == REFUSED
+
+
+@pytest.mark.matrix
+def test_every_kind_of_failure_is_reported_once():
     code, out, err = finish(start(*PROGRAM, "die", "exit", "fail", "refuse", max_restarts=9))
     assert (code, out) == (2, "")
     died, exited, *bug, refused = err.splitlines()
@@ -73,7 +84,10 @@ def test_with_log_dir_all_output_is_in_files_and_that_of_rank_0_on_the_console(t
         assert (folder / "stderr.log").read_text() == f"rank {rank} warns\n"
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    ("signum", "code"),
+    only([(signal.SIGKILL, -9)], [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]),
+)
 def test_no_rank_outlives_the_command(signum, code):
     process = start(*PROGRAM, "wait")
     pids = ready_pids(process)
@@ -85,6 +99,7 @@ def test_no_rank_outlives_the_command(signum, code):
     assert not any(map(is_running, pids))
 
 
+@pytest.mark.matrix
 def test_under_torchrun_an_error_of_one_or_of_all_ranks_is_one_line():
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
     code, _, err = finish(start(*torchrun, *PROGRAM, "refuse", "refuse together"))
@@ -98,10 +113,10 @@ def tiny_run(checkpoint, folder, *more):
 
 
 def steps(folder):
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row["step"] for row in rows if "reward/mean" in row]
+    return [row["step"] for row in command.metrics_of(folder) if "reward/mean" in row]
 
 
+@pytest.mark.matrix
 def test_a_rank_is_killed_under_two_agents_and_the_run_resumes_from_its_newest_checkpoint(checkpoint, tmp_path):
     """Also with --resume never, which holds for the start alone."""
     folder, marker = tmp_path / "run", tmp_path / "killed"
@@ -119,6 +134,7 @@ def test_a_rank_is_killed_under_two_agents_and_the_run_resumes_from_its_newest_c
     assert names == [f"step_{step:08d}" for step in range(1, 6)]  # a second attempt at a step has another name
 
 
+@pytest.mark.matrix
 def test_accelerate_launch_is_like_torchrun(checkpoint, tmp_path):
     launch = ["-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu", "--num_processes", "2"]
     code, _, err = finish(start(*launch, *tiny_run(checkpoint, tmp_path / "run", "--num-rollout", "1")))

@@ -1,6 +1,5 @@
 """A mixture of experts by the real command line: the router's loss, and the engine's routes in training."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -9,10 +8,9 @@ from transformers import Qwen3MoeForCausalLM
 from fsdptrain.testing import tiny_tokenizer
 from tests import zoo
 from tests.e2e import command
-from tests.e2e.command import TINY_RUN
+from tests.e2e.command import UNEVALUATED, metrics_of
 
-QUICK = ["--eval-interval", "0", "--keep-last", "0"]
-TINY = [*TINY_RUN[: TINY_RUN.index("--eval-size")], *TINY_RUN[TINY_RUN.index("--eval-size") + 2 :], *QUICK]
+TINY = [*UNEVALUATED, "--keep-last", "0"]
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +29,7 @@ def trained(checkpoint: Path, folder: Path, *flags: str) -> list[dict[str, float
     argv = ["--hf-checkpoint", str(checkpoint), "--output-dir", str(folder / "run"), *TINY, *flags]
     result = command.run(argv, folder, num_ranks=2)
     assert result.code == 0, result.err
-    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return metrics_of(folder / "run")
 
 
 def test_routes_of_the_engine_and_the_loss_of_the_router_on_two_ranks(moe: Path, tmp_path: Path) -> None:
@@ -53,14 +51,8 @@ def test_routes_of_scoring_in_two_epochs_on_two_ranks(moe: Path, tmp_path: Path)
     assert "moe/aux_loss" not in row
 
 
+@pytest.mark.matrix
 def test_routes_of_scoring_for_the_reward_alone_are_those_of_the_training_on_policy(moe: Path, tmp_path: Path) -> None:
     [row, _] = trained(moe, tmp_path, "--router-replay", "scoring", "--kl-reward-coef", "0.1")
     assert "moe/load_max" in row
     assert row["policy/ratio_mean"] == 1
-
-
-def test_a_dense_model_is_refused_in_one_line(checkpoint: Path, tmp_path: Path) -> None:
-    argv = ["--hf-checkpoint", str(checkpoint), "--output-dir", str(tmp_path / "run"), *TINY]
-    result = command.run([*argv, "--router-replay", "rollout"], tmp_path)
-    assert result.code == 2
-    assert "--router-replay has no effect on qwen3, which has no experts" in result.err.splitlines()[-1]

@@ -24,6 +24,7 @@ def test_the_report_for_people_fits_into_80_columns_and_ends_in_a_command(tmp_pa
     assert lines[-1] == f"  fsdptrain --hf-checkpoint {tmp_path / 'm'} {' '.join(SMALL)} --lr 1e-5"
 
 
+@pytest.mark.matrix
 def test_an_adapter_fits_where_the_whole_model_does_not(tmp_path: Path):
     flags = [*SMALL, "--rollout-max-batch-tokens", "32768", "--num-gpus", "1", "--gpu-memory-gib", "40", "--json"]
     whole, adapter = (
@@ -54,10 +55,8 @@ def test_what_does_not_fit_has_ways_out_that_do(name: str, memory: int, tmp_path
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--num-gpus", "0"], "--num-gpus must be above 0, got 0"),
         (["--gpu-memory-gib", "-1"], "--gpu-memory-gib must be above 0"),
         (["--num-gpus", "6", "--fsdp-replicate-size", "4"], "--fsdp-replicate-size 4 must divide"),
-        (["--gpu-memory", "80"], "unknown flag --gpu-memory; did you mean '--gpu-memory-gib'"),
     ],
 )
 def test_bad_input_is_one_line(flags: list[str], words: str, tmp_path: Path):

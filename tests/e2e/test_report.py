@@ -1,6 +1,5 @@
 """`fsdptrain report`: a table and a picture of a run, by the real command line."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ def test_report_of_a_real_run(checkpoint: Path, tmp_path: Path) -> None:
     result = command.run(["report", str(run), "--rollouts", "1:2"], tmp_path / "2")
 
     assert (result.code, result.err) == (0, "")
-    last = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][-2]
+    last = command.metrics_of(run)[-2]
     table = {line.split("  ")[0]: line.split() for line in result.out.splitlines()}
     assert table["reward"][-2:] == [f"{last['reward/mean']:.3f}", "2"]
     assert "accuracy" in table

@@ -4,7 +4,6 @@ In flight: the embedded engine in threads of its own (tests/e2e/engines.py). Wha
 under way when new weights come is tested in tests/vllm/servers/test_in_flight.py.
 """
 
-import json
 import os
 import signal
 import time
@@ -18,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from fsdptrain import Config, Trainer
 from tests.e2e import command
-from tests.e2e.command import TINY_RUN
+from tests.e2e.command import TINY_RUN, UNEVALUATED, rows_of
 from tests.e2e.engines import CALLS
 from tests.matrix import only
 
@@ -50,11 +49,7 @@ def train(checkpoint: Path, folder: Path, kind: str, age: int, **values: Any) ->
         **values,
     }
     Trainer(Config(**config), dataset=ROWS).fit()
-    return lines(folder / "metrics.jsonl")
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    return rows_of(folder / "metrics.jsonl")
 
 
 def weights(folder: Path) -> list[torch.Tensor]:
@@ -90,7 +85,7 @@ def test_weights_that_never_change_make_the_same_rollouts_at_any_age(
     made = []
     for age in (0, 1, 4):
         train(checkpoint, tmp_path / str(age), kind, age, lr=0.0, **more)
-        rows = lines(tmp_path / str(age) / "samples.jsonl")
+        rows = rows_of(tmp_path / str(age) / "samples.jsonl")
         made.append([(row["step"], row["prompt"], row["response"]) for row in rows if row["step"] > 0])
     if "dynamic_sampling" in more:
         assert all(len(rows) == len(made[0]) for rows in made)
@@ -108,11 +103,11 @@ def test_ranks_run_ahead_together_and_no_token_is_too_old(checkpoint: Path, tmp_
         num_ranks=2,
     )
     assert result.code == 0, result.err
-    rows = [row for row in lines(tmp_path / "run" / "metrics.jsonl") if "staleness/max" in row]
+    rows = [row for row in rows_of(tmp_path / "run" / "metrics.jsonl") if "staleness/max" in row]
     assert len(rows) == 6
     assert all(row["staleness/max"] <= min(2, row["step"] - 1) for row in rows)
     assert rows[-1]["progress/samples"] == 6 * 16
-    spans = lines(tmp_path / "run" / "timeline.jsonl")
+    spans = rows_of(tmp_path / "run" / "timeline.jsonl")
     assert Counter(span["rollout"] for span in spans if span["stage"] == "train") == dict.fromkeys(range(1, 7), 1)
     assert {"generate", "reward", "train", "sync", "eval", "save"} <= {span["stage"] for span in spans}
 
@@ -137,19 +132,17 @@ def test_a_killed_run_goes_on_without_losing_a_prompt_or_training_on_one_twice(
     result = command.run(argv, tmp_path / "resumed")
 
     assert result.code == 0, result.err
-    asked = [row["prompt"] for row in lines(tmp_path / "run" / "samples.jsonl") if row["set"] == "train"]
+    asked = [row["prompt"] for row in rows_of(tmp_path / "run" / "samples.jsonl") if row["set"] == "train"]
     whole = command.run([*argv, "--output-dir", str(tmp_path / "whole")], tmp_path / "log")
     assert whole.code == 0, whole.err
-    rows = lines(tmp_path / "whole" / "samples.jsonl")
+    rows = rows_of(tmp_path / "whole" / "samples.jsonl")
     assert asked == [row["prompt"] for row in rows if row["set"] == "train"]
     assert len(asked) == 9 * 16
 
 
 def test_a_reward_that_fails_in_flight_ends_the_run_in_one_line_on_all_ranks(checkpoint: Path, tmp_path: Path) -> None:
-    argv = ["--hf-checkpoint", str(checkpoint), *TINY_RUN, "--rollout-engine", ENGINES["in flight"]]
+    argv = ["--hf-checkpoint", str(checkpoint), *UNEVALUATED, "--rollout-engine", ENGINES["in flight"]]
     argv += ["--max-staleness", "1", "--mismatch-correction", "tis", "--output-dir", str(tmp_path / "run")]
-    argv += ["--eval-interval", "0"]
-    del argv[argv.index("--eval-size") : argv.index("--eval-size") + 2]
     argv[argv.index("--rollout-max-response-len") + 1] = "500"
     result = command.run([*argv, "--rollout-max-batch-tokens", "510"], tmp_path / "log", num_ranks=2)
     assert result.code == 2
@@ -158,10 +151,9 @@ def test_a_reward_that_fails_in_flight_ends_the_run_in_one_line_on_all_ranks(che
 
 @pytest.mark.matrix
 def test_a_reward_that_hangs_in_flight_ends_the_run_in_one_line_on_all_ranks(checkpoint: Path, tmp_path: Path) -> None:
-    argv = ["--hf-checkpoint", str(checkpoint), *TINY_RUN, "--rollout-engine", ENGINES["in flight"]]
+    argv = ["--hf-checkpoint", str(checkpoint), *UNEVALUATED, "--rollout-engine", ENGINES["in flight"]]
     argv += ["--max-staleness", "1", "--mismatch-correction", "tis", "--output-dir", str(tmp_path / "run")]
-    argv += ["--eval-interval", "0", "--reward", "tests.e2e.rewards:hangs", "--reward-timeout", "0.5"]
-    del argv[argv.index("--eval-size") : argv.index("--eval-size") + 2]
+    argv += ["--reward", "tests.e2e.rewards:hangs", "--reward-timeout", "0.5"]
     result = command.run(argv, tmp_path / "log", num_ranks=2, timeout=240)
     assert result.code == 2
     assert "--reward did not answer 3 times in a row within 0.5 s" in result.err
@@ -172,10 +164,9 @@ def test_a_reward_that_hangs_in_flight_ends_the_run_in_one_line_on_all_ranks(che
 def test_a_reward_that_hangs_now_and_then_ends_the_run_before_other_ranks_miss_this_one(
     checkpoint: Path, tmp_path: Path
 ) -> None:
-    argv = ["--hf-checkpoint", str(checkpoint), *TINY_RUN, "--output-dir", str(tmp_path / "run")]
-    argv += ["--eval-interval", "0", "--reward", "tests.e2e.rewards:hangs_now_and_then"]
+    argv = ["--hf-checkpoint", str(checkpoint), *UNEVALUATED, "--output-dir", str(tmp_path / "run")]
+    argv += ["--reward", "tests.e2e.rewards:hangs_now_and_then"]
     argv += ["--reward-timeout", "6", "--dist-timeout", "44"]
-    del argv[argv.index("--eval-size") : argv.index("--eval-size") + 2]
     result = command.run(argv, tmp_path / "log", num_ranks=2, timeout=240)
     assert result.code == 2
     assert "--reward did not answer 3 times in one rollout within 6 s" in result.err

@@ -1,11 +1,7 @@
-"""Whole runs by the real command line: what they leave behind, and what the next one makes of it."""
+"""Whole runs from the command line: metrics, exports, and resumes."""
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -16,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fsdptrain.config import load_recipe
 from tests.e2e import command
-from tests.e2e.command import TINY_RUN
+from tests.e2e.command import TINY_RUN, metrics_of, rows_of, trained
 from tests.matrix import only
 
 EMITTED = """
@@ -33,18 +29,10 @@ eval/heldout_greedy/accuracy
 """
 
 
-def metrics_of(run: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 def learned(run: Path) -> list[dict[str, float]]:
     """What must be equal between equal runs: no times, memory, or weight syncs, of which the end of a run has none."""
     others = ("perf/", "weight_sync/", "time")
     return [{k: v for k, v in row.items() if not k.startswith(others)} for row in metrics_of(run)]
-
-
-def trained(rows: list[dict[str, float]]) -> list[dict[str, float]]:
-    return [row for row in rows if "loss/total" in row]
 
 
 def test_run_emits_every_metric_and_leaves_a_model_that_transformers_loads(checkpoint: Path, tmp_path: Path) -> None:
@@ -64,17 +52,13 @@ def test_run_emits_every_metric_and_leaves_a_model_that_transformers_loads(check
     start = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), start.parameters(), strict=True))
     assert AutoTokenizer.from_pretrained(run / "hf").chat_template is not None
-    rows = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
-    assert {row["set"] for row in rows} == {"train", "heldout"}
+    assert {row["set"] for row in rows_of(run / "samples.jsonl")} == {"train", "heldout"}
 
 
 @pytest.mark.parametrize(
     ("num_ranks", "saving"), only([(2, ["--async-save"])], [(1, []), (2, []), (2, ["--async-save"])])
 )
-def test_run_that_was_killed_goes_on_bitwise(
-    checkpoint: Path, tmp_path: Path, num_ranks: int, saving: list[str]
-) -> None:
-    """The one that is killed has started its ranks itself, and takes them along."""
+def test_a_killed_run_resumes_bitwise(checkpoint: Path, tmp_path: Path, num_ranks: int, saving: list[str]) -> None:
     flags = ["--num-rollout", "4", "--save-interval", "1"]
     flags += ["--steps-per-rollout", "4", "--epochs-per-rollout", "2"]
     base = ["--hf-checkpoint", str(checkpoint), *TINY_RUN, *flags]
@@ -82,10 +66,11 @@ def test_run_that_was_killed_goes_on_bitwise(
     assert command.run([*base, "--output-dir", str(whole)], tmp_path / "1", num_ranks=num_ranks).code == 0
 
     argv = [*base, *saving, "--output-dir", str(killed)]
-    process = command.start([*argv, "--nproc-per-node", str(num_ranks)], tmp_path / "2")
-    wait_for(killed / "checkpoints" / "step_00000002", process, tmp_path / "2" / "err")
-    os.kill(process.pid or 0, signal.SIGKILL)
-    process.join()
+    ranks = command.start_ranks(argv, tmp_path / "2", num_ranks)
+    wait_for(killed / "checkpoints" / "step_00000002", ranks[0], tmp_path / "2" / "err")
+    for rank in ranks:
+        rank.kill()
+        rank.join()
     resumed = command.run(argv, tmp_path / "3", num_ranks=num_ranks)
 
     assert resumed.code == 0, resumed.err
@@ -94,7 +79,7 @@ def test_run_that_was_killed_goes_on_bitwise(
         assert torch.equal(ours, theirs)
 
 
-def test_changed_options_of_a_resumed_run_are_told_and_of_a_finished_one_refused(
+def test_changed_options_are_reported_on_resume_and_refused_for_a_finished_run(
     checkpoint: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
@@ -111,19 +96,6 @@ def test_changed_options_of_a_resumed_run_are_told_and_of_a_finished_one_refused
     assert longer.code == 0, longer.err
     assert "--lr 0.5 in place of 0.001" in longer.err
     assert [row["step"] for row in trained(metrics_of(run))] == [1, 2, 3]
-
-
-def test_run_does_not_depend_on_the_number_of_ranks(checkpoint: Path, tmp_path: Path) -> None:
-    """The same prompts, completions and plan: float32 rewards and weights agree to rounding."""
-    for num_ranks in (1, 2):
-        argv = ["--hf-checkpoint", str(checkpoint), *TINY_RUN, "--output-dir", str(tmp_path / f"{num_ranks}")]
-        result = command.run(argv, tmp_path / f"out{num_ranks}", num_ranks=num_ranks)
-        assert result.code == 0, result.err
-    one, two = metrics_of(tmp_path / "1"), metrics_of(tmp_path / "2")
-    for name in ("reward/mean", "completion/length_mean", "loss/total", "optim/grad_norm", "mismatch/k3"):
-        for a, b in zip(trained(one), trained(two), strict=True):
-            assert a[name] == pytest.approx(b[name], rel=1e-4, abs=1e-6), name
-    assert min(row["optim/grad_norm"] for row in trained(one)) > 1e-3
 
 
 def test_one_process_exports_a_run_of_replicas_without_its_reference(checkpoint: Path, tmp_path: Path) -> None:
@@ -154,15 +126,6 @@ def test_sft_learns_its_rows(checkpoint: Path, tmp_path: Path) -> None:
     assert result.code == 0, result.err
     losses = [row["loss/total"] for row in metrics_of(tmp_path / "run")]
     assert losses[-1] < 0.3 * losses[0]
-
-
-def test_module_runs_in_a_process_of_its_own(checkpoint: Path, tmp_path: Path) -> None:
-    argv = ["--hf-checkpoint", str(checkpoint), "--output-dir", str(tmp_path / "run"), *TINY_RUN]
-    done = subprocess.run(
-        [sys.executable, "-m", "fsdptrain", *argv], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert len(metrics_of(tmp_path / "run")) > 2
 
 
 def wait_for(path: Path, process: ForkServerProcess, said: Path) -> None:

@@ -1,30 +1,24 @@
-"""Image prompts by the real command line: one question, and only the picture says which answer is right."""
+"""Image prompts from the command line: only the picture determines the right answer."""
 
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
-from safetensors import safe_open
 
 from tests import vision_zoo as zoo
 from tests.e2e import command
+from tests.e2e.command import metrics_of
 from tests.matrix import only
+from tests.tensors import load_files
 
 RUN = [
     *("--image-key", "images", "--input-key", "question", "--label-key", "answer"),
     *("--rollout-batch-size", "16", "--n-samples-per-prompt", "8", "--rollout-max-response-len", "1"),
-    *(
-        "--max-tokens-per-gpu",
-        "256",
-        "--eval-size",
-        "16",
-        "--eval-interval",
-        "1000",
-        "--n-samples-per-eval-prompt",
-        "8",
-    ),
+    *("--max-tokens-per-gpu", "256"),
+    *("--eval-size", "16", "--eval-interval", "1000", "--n-samples-per-eval-prompt", "8"),
     *("--reward", "tests.e2e.rewards:names_colour", "--no-bf16", "--system-prompt", "", "--log-to"),
 ]
 
@@ -44,34 +38,22 @@ def made_task(folder: Path, size: int = 64) -> Path:
     return folder / "task.jsonl"
 
 
-def metrics_of(run: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def tensors(folder: Path) -> dict[str, bytes]:
-    found = {}
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            found |= {name: file.get_tensor(name).numpy().tobytes() for name in file.keys()}  # noqa: SIM118
-    return found
-
-
 @pytest.mark.parametrize("num_rollouts", only([2], [2, 14]))
 def test_a_model_learns_to_say_what_it_sees(tmp_path: Path, num_rollouts: int):
     checkpoint, run = zoo.save(tmp_path / "model", "qwen3_vl"), tmp_path / "run"
     data = made_task(tmp_path)
-    flags = ["--num-rollout", str(num_rollouts), "--lr", "1e-2", "--save-interval", "0", "--nproc-per-node", "2"]
+    flags = ["--num-rollout", str(num_rollouts), "--lr", "1e-2", "--save-interval", "0"]
     argv = ["--hf-checkpoint", str(checkpoint), "--prompt-data", str(data), "--output-dir", str(run), *RUN, *flags]
 
-    result = command.run(argv, tmp_path, timeout=300)
+    result = command.run(argv, tmp_path, timeout=300, num_ranks=2)
 
     assert result.code == 0, result.err
     accuracy = [row["eval/heldout/accuracy"] for row in metrics_of(run) if "eval/heldout/accuracy" in row]
     assert accuracy[0] < 0.3
     assert accuracy[-1] > (0.8 if num_rollouts > 2 else 0)
-    before, after = tensors(checkpoint), tensors(run / "hf")
+    before, after = load_files(checkpoint), load_files(run / "hf")
     assert before.keys() == after.keys()
-    changed = {name for name in before if before[name] != after[name]}
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert not any("visual" in name for name in changed)  # frozen
     assert any("language_model" in name for name in changed)
     assert json.loads((run / "hf" / "config.json").read_text())["architectures"] == ["Qwen3VLForConditionalGeneration"]

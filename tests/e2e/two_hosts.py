@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces, joined by a cable that can be cut. Nothing leaves them."""
+"""Two hosts on one machine: network namespaces connected by a link that can be cut. Nothing leaves them."""
 
 import os
 import shutil

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from tests.e2e import command
-from tests.matrix import only
 from tests.megatron import cases, runs
 
 TINY = [*command.TINY_RUN, "console", "--no-export", "--keep-last", "0"]
@@ -53,7 +52,8 @@ def metrics(hub: Path, folder: Path, flags: list[str], num_ranks: int) -> list[d
     return runs.metrics(argv, folder, num_ranks=num_ranks)
 
 
-@pytest.mark.parametrize("name", only([*OPTIONS][:1], OPTIONS))
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", OPTIONS)
 def test_options_do_on_two_stages_what_they_do_on_fsdp(name: str, hub: Path, tmp_path: Path) -> None:
     wanted = metrics(hub, tmp_path / "fsdp", OPTIONS[name], 1)
     found = metrics(hub, tmp_path / "megatron", [*OPTIONS[name], *STAGES], 2)

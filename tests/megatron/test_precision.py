@@ -68,6 +68,7 @@ def test_masters_and_moments_travel_bitwise_to_another_split(trained, model: Pat
     assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
 
 
+@pytest.mark.matrix
 def test_gradients_are_those_of_float32_but_for_rounding(model: Path) -> None:
     """Of the same weights: a router may choose other experts for a token, and steps go apart from there."""
     (half, rounded), (single, exact) = spawn(2, gradients, model, timeout=300.0)[0]

@@ -58,6 +58,7 @@ def test_a_run_learns_on_megatron_what_it_learns_on_fsdp(both, moe) -> None:
     assert found.keys() == wanted.keys() == load_file(moe / "model.safetensors").keys()
 
 
+@pytest.mark.matrix
 def test_a_run_goes_on_bitwise(both, moe, tmp_path) -> None:
     rows = run(moe, both.taken_back(tmp_path), *EXPERTS)
     assert_same(rows[-2:], both.megatron[-2:], rel=0, abs=0)

@@ -1,19 +1,19 @@
-"""What holds for every vLLM engine: it answers with exactly the weights that the trainer has given it last."""
+"""The contract of every engine: it answers with exactly the weights of the last update."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fsdptrain import platform
-from fsdptrain.algo.weights import Totals
 from fsdptrain.config import Config
-from fsdptrain.data.packing.pack import pack
 from fsdptrain.fsdp.backend import FSDPBackend
-from fsdptrain.rollout import engine_factory
 from fsdptrain.rollout.weight_sync.verify import WeightVerifier, build_verifier
 from fsdptrain.testing import tiny_tokenizer
-from fsdptrain.types import Completion, Prompt, Sample, SamplingParams
+from fsdptrain.types import Prompt, SamplingParams
+from tests.agreement import build as build_engine
+from tests.agreement import difference
 
 LONG = Prompt("long", [5 + i % 200 for i in range(300)], "")  # more than two blocks of the prefix cache
 PROMPTS = [Prompt("a", [9, 8, 7], ""), Prompt("b", [20] * 17, ""), LONG]
@@ -30,11 +30,8 @@ def colocated(model: Path, **more: Any) -> dict[str, Any]:
 
 
 def build(options: dict[str, Any]) -> tuple[FSDPBackend, Any]:
-    """A trainer, and the engine that it gives its weights to."""
-    config = Config(**options)
-    backend = FSDPBackend(config, total_steps=1)
-    make_engine = engine_factory(config.rollout.engine, device_type=platform.device_type())
-    return backend, make_engine(config, checkpoint=backend.checkpoint_path, device=backend.device)
+    """Build a trainer and its engine."""
+    return build_engine(Config(**options))
 
 
 def build_verified(options: dict[str, Any]) -> tuple[FSDPBackend, Any, WeightVerifier]:
@@ -49,8 +46,13 @@ def verifier_of(options: dict[str, Any], engine: Any, backend: FSDPBackend) -> W
     return verifier
 
 
-def agreement(options: dict[str, Any], steps: int) -> list[float]:
-    """Largest difference of a logprob between engine and trainer, after each of `steps` changes of the weights."""
+def agreement(
+    options: dict[str, Any], steps: int, mode: Callable[[], AbstractContextManager[object]] = nullcontext
+) -> list[float]:
+    """Return the largest difference of a logprob between engine and trainer after each of `steps` weight updates.
+
+    `mode`: in which both compute.
+    """
     backend, engine = build(options)
     found = []
     try:
@@ -58,10 +60,11 @@ def agreement(options: dict[str, Any], steps: int) -> list[float]:
             perturb(backend, version)
             engine.wake_up()
             engine.update_weights(backend.hf_weights(engine.weight_naming), version)
-            completions = engine.generate(PROMPTS, SAMPLING)
-            engine.sleep()
+            with mode():
+                completions = engine.generate(PROMPTS, SAMPLING)
+                engine.sleep()
+                found.append(difference(backend, PROMPTS, completions))
             assert [c.policy_version for c in completions] == [version] * 6
-            found.append(difference(backend, completions))
     finally:
         engine.close()
     return found
@@ -71,15 +74,3 @@ def perturb(backend: FSDPBackend, version: int) -> None:
     with torch.no_grad():
         for p in backend.model.parameters():
             p.mul_(1 + 0.3 * version)
-
-
-def difference(backend: FSDPBackend, completions: list[Completion]) -> float:
-    samples = []
-    for i, completion in enumerate(completions):
-        prompt = PROMPTS[i // 2].token_ids
-        mask = [False] * len(prompt) + [True] * len(completion.token_ids)
-        logprobs = [0.0] * len(prompt) + completion.logprobs
-        samples.append(Sample(completion.prompt_id, prompt + completion.token_ids, mask, logprobs))
-    batch = pack(samples, aggregation="token_mean", totals=Totals(1000, 100), max_response_len=64)
-    [logprobs] = backend.score([batch], "policy")
-    return (logprobs.values - batch.rollout_logprobs)[batch.loss_mask].abs().max().item()

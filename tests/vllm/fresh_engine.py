@@ -1,4 +1,4 @@
-"""What an engine says that has just been started: a program for vLLM's environment, and how tests run it. Greedy."""
+"""Greedy answers of an engine that has just started: a program for vLLM's environment, and how tests run it."""
 
 import json
 import os

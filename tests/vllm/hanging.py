@@ -1,4 +1,4 @@
-"""vLLM in the trainer's process, that hangs once: where, the first line of a file says, which is then taken away."""
+"""vLLM in the trainer's process that hangs once, where the first line of a file says; the line is then removed."""
 
 import threading
 from collections.abc import Iterator

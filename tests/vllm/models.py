@@ -5,11 +5,8 @@ from pathlib import Path
 from fsdptrain.testing import save_tiny_checkpoint, tiny_tokenizer
 from tests import zoo
 
-NAMES = (
-    "moe",
-    "tied",
-    "untied",
-)  # in a process the first engine makes groups for all, and a dense one none for experts
+# The first engine of a process creates the groups of all, and a dense one none for experts: mixtures come first.
+NAMES = ("moe", "tied", "untied")
 _EXPERTS = 48  # width: vLLM's kernels on CPUs take multiples of 32, and pad it
 
 

@@ -1,4 +1,4 @@
-"""An adapter that vLLM applies itself gives the logprobs of the trainer, and of the weights that it was merged into."""
+"""An adapter that vLLM applies gives the logprobs of the trainer, and of the merged weights."""
 
 from itertools import chain
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What vLLM in the trainer's process holds on a device, and when it gives it back."""
+"""What vLLM in the trainer's process holds on a device, and when it frees it."""
 
 from pathlib import Path
 from typing import Any

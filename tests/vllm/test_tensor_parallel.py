@@ -1,4 +1,4 @@
-"""An engine that is spread over two ranks answers like an engine of one rank, and its weights are verified alike."""
+"""An engine over two ranks answers like an engine on one rank, and its weights are verified."""
 
 from datetime import timedelta
 from typing import Any
@@ -59,7 +59,8 @@ def answers(options: dict[str, Any]) -> list[Completion]:
     return made
 
 
-@pytest.mark.parametrize("name", only(["moe"], VICTIMS))
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", VICTIMS)
 def test_it_answers_like_engines_of_one_rank(tmp_path, name):
     options = contract.colocated(models.save(name, tmp_path))
     together = spawn(2, answers, {**options, "rollout_engine_args": TWO_RANKS}, timeout=300)
@@ -92,6 +93,7 @@ def test_a_copy_that_one_rank_has_wrong_is_named_whichever_rank_it_is(tmp_path):
         assert waits == timedelta(seconds=77)
 
 
+@pytest.mark.matrix
 def test_parts_of_parameters_outside_of_vllms_split_layers_are_read_and_named(tmp_path):
     sizes = {"head_dim": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "max_position_embeddings": 1024}
     zoo.build("qwen3_next", 0, **sizes).save_pretrained(tmp_path)

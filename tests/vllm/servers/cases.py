@@ -1,4 +1,4 @@
-"""What the tests of servers ask, and how they are configured."""
+"""Requests and configurations of the server tests."""
 
 from pathlib import Path
 from typing import Any

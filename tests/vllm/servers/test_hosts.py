@@ -1,6 +1,5 @@
 """A run on one host, and its server on another: weights come over the network, in buckets."""
 
-import json
 import os
 import signal
 import subprocess
@@ -10,7 +9,7 @@ import pytest
 
 from fsdptrain.config import Config
 from fsdptrain.vllm.server.build import server_arguments
-from tests.e2e.command import TINY_RUN
+from tests.e2e.command import TINY_RUN, metrics_of
 from tests.e2e.two_hosts import ADDRESSES, TwoHosts, two_hosts
 from tests.vllm import models as checkpoints
 from tests.vllm.servers import cases
@@ -53,7 +52,6 @@ def test_a_run_takes_a_server_of_another_host(tmp_path):
             os.kill(server.pid, signal.SIGTERM)
             server.communicate(timeout=60)
     assert run.returncode == 0, err
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    found = [row["mismatch/abs_max"] for row in rows if "mismatch/abs_max" in row]
+    found = [row["mismatch/abs_max"] for row in metrics_of(folder) if "mismatch/abs_max" in row]
     assert len(found) == 2
     assert max(found) < 1e-4

@@ -1,4 +1,4 @@
-"""Requests that are under way when new weights come: each token is of the weights that it says, and none is lost."""
+"""Requests in flight during a weight sync: each token belongs to the weights it is tagged with, none is lost."""
 
 import itertools
 import threading
@@ -43,7 +43,7 @@ def test_each_token_is_of_the_weights_that_it_says_and_read_with_them_alone(mode
     finally:
         engine.close()
     assert [completion.prompt_id for completion in made] == ["a"] * 3 + ["b"] * 3
-    assert sum(completion.versions is not None for completion in made) > 1, "nothing was under way"
+    assert any(completion.versions is not None for completion in made), "no request was in flight during an update"
     for completion in made:
         assert completion.token_versions == sorted(completion.token_versions)
         assert completion.policy_version == completion.token_versions[0]

@@ -28,7 +28,7 @@ def build(options: dict[str, Any]) -> VLLMServerEngine:
     return make(config, checkpoint=Path(config.model.hf_checkpoint), device=torch.device("cpu"))
 
 
-PUSHES = [("moe", "file"), ("tied", "gloo"), ("untied", "file"), ("tied", "file"), ("moe", "gloo"), ("untied", "gloo")]
+PUSHES = [(name, push) for name in ("tied", "untied", "moe") for push in ("file", "gloo")]
 ON_GPU = [pytest.param(name, "nccl", marks=pytest.mark.gpu) for name in ("tied", "untied", "moe")]
 
 
@@ -45,7 +45,7 @@ def test_servers_and_trainer_agree_after_every_push(models, urls, tmp_path, name
         assert max(found) < 1e-4, found
 
 
-@pytest.mark.parametrize("name", only(["tied", "moe"], ["tied", "untied", "moe", "tied bf16", "moe bf16"]))
+@pytest.mark.parametrize("name", only(["tied"], ["tied", "untied", "moe", "tied bf16", "moe bf16"]))
 def test_a_server_after_a_push_equals_an_engine_that_starts_with_the_weights(
     models, urls, fresh, alone, tmp_path, name
 ):
@@ -67,11 +67,11 @@ def test_a_server_after_a_push_equals_an_engine_that_starts_with_the_weights(
 
 def test_an_update_that_its_run_did_not_end_is_in_nobodys_way(models, urls, fresh, alone, tmp_path):
     """The run was killed, and is resumed: vLLM would refuse each update until somebody starts the server again."""
-    model, client = models["moe"], VLLMClient(urls["moe"], cases.KEY)
+    model, client = models["tied"], VLLMClient(urls["tied"], cases.KEY)
     other, part = weights_of(model.other), tmp_path / "part.safetensors"
-    save_file({name: 3 * tensor for name, tensor in other.items() if "experts.1." in name or "q_proj" in name}, part)
+    save_file({name: 3 * tensor for name, tensor in other.items() if "q_proj" in name}, part)
     killed, resumed = (
-        build(cases.attached(model.first, urls["moe"], output_dir=str(tmp_path / name)))
+        build(cases.attached(model.first, urls["tied"], output_dir=str(tmp_path / name)))
         for name in ("killed", "resumed")
     )
     try:
@@ -87,7 +87,7 @@ def test_an_update_that_its_run_did_not_end_is_in_nobodys_way(models, urls, fres
     finally:
         killed.close()
         resumed.close()
-    assert [[c.token_ids, c.logprobs] for c in said] == fresh("moe")
+    assert [[c.token_ids, c.logprobs] for c in said] == fresh("tied")
 
 
 def test_servers_listen_on_the_loopback_interface(urls):

@@ -1,4 +1,4 @@
-"""A whole run by the real command line, in another environment than its server; and what is left when it is killed."""
+"""A whole run from the command line with a server in another environment, and what remains after a kill."""
 
 import contextlib
 import json
@@ -33,15 +33,13 @@ def wait_for(done: Callable[[], object], run: ForkServerProcess, log: Path) -> N
         time.sleep(0.02)
 
 
-def test_a_run_trains_on_what_the_trainer_would_have_said_and_takes_its_server_with_it(tmp_path):
+@pytest.mark.parametrize("ranks", only([[]], [[], ["--nproc-per-node", "2"]]))
+def test_a_run_trains_on_logprobs_that_the_trainer_agrees_with_and_its_server_ends_with_it(tmp_path, ranks):
     model, folder = save_tiny_checkpoint(tmp_path / "model", head_dim=32), tmp_path / "run"
     argv = ["--hf-checkpoint", str(model), *command.TINY_RUN, "--rollout-engine", "vllm-server"]
     argv += ["--rollout-num-servers", "1", "--rollout-server-python", str(PYTHON), "--rollout-kv-cache-gib", "0.05"]
-    argv += ["--nproc-per-node", "2", "--num-rollout", "1000", "--output-dir", str(folder)]
-    argv += [
-        "--max-tokens-per-gpu",
-        "1024",
-    ]  # the probe of --verify-weight-sync fills a block of the cache, of both ranks
+    argv += [*ranks, "--num-rollout", "1000", "--output-dir", str(folder)]
+    argv += ["--max-tokens-per-gpu", "1024"]  # the probe of --verify-weight-sync fills a block of the cache, per rank
     run = command.start(argv, tmp_path / "log")
     try:
         wait_for(lambda: sum("mismatch/abs_max" in row for row in rows(folder)) > 2, run, tmp_path / "log")
@@ -86,10 +84,8 @@ def test_a_rank_killed_in_a_sync_ends_the_run_and_resume_loses_no_sample(tmp_pat
     """The server is stopped when all is sampled for the second step: what follows it is the only hand-over that it can
     be stopped in."""
     model, folder = save_tiny_checkpoint(tmp_path / "model", head_dim=32), tmp_path / "run"
-    common = ["--hf-checkpoint", str(model), *command.TINY_RUN, "--num-rollout", "3", "--save-interval", "1"]
+    common = ["--hf-checkpoint", str(model), *command.UNEVALUATED, "--num-rollout", "3", "--save-interval", "1"]
     common += ["--nproc-per-node", "2", "--log-num-samples", "16", "--reward", "tests.e2e.rewards:held"]
-    common += ["--eval-interval", "0"]
-    del common[common.index("--eval-size") : common.index("--eval-size") + 2]
     argv = [*common, "--rollout-engine", "vllm-server", "--rollout-num-servers", "1"]
     argv += ["--rollout-server-python", str(PYTHON), "--rollout-kv-cache-gib", "0.05", "--output-dir", str(folder)]
     argv += ["--update-weight-buffer-size", "20000", "--weight-sync-dir", str(tmp_path / "weights")]

@@ -1,4 +1,4 @@
-"""Tests that disturb a request wait for it, not for the clock."""
+"""Wait for requests to a server, not for the clock."""
 
 import threading
 from collections.abc import Callable

@@ -1,0 +1,26 @@
+"""Compare named tensors, and read them from checkpoints."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+
+def load_files(folder: Path | str) -> dict[str, Tensor]:
+    """Return all tensors of the safetensors files in `folder`."""
+    return {
+        name: tensor for file in sorted(Path(folder).glob("*.safetensors")) for name, tensor in load_file(file).items()
+    }
+
+
+def same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> bool:
+    """Whether names and values are equal, bit by bit."""
+    return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def relative(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
+    """Return the largest difference over all tensors, relative to the largest element of its tensor."""
+    assert found.keys() == wanted.keys()
+    return max(((found[n] - wanted[n]).abs().max() / wanted[n].abs().max()).item() for n in wanted)
