@@ -1,6 +1,5 @@
 """Which servers of a user are accepted, and how they must be started."""
 
-import asyncio
 import logging
 import threading
 from pathlib import Path
@@ -16,6 +15,7 @@ from fsdptrain.vllm.server.checks import check_servers, require_fitting, require
 from fsdptrain.vllm.server.client import VLLMClient
 from fsdptrain.vllm.server.fleet import Fleet, Server, State
 from fsdptrain.vllm.server.push import FileTransfer
+from tests.event_loop import run_in_loop
 from tests.unit.vllm.scripted_server import ANSWERS, FITTING, ScriptedServer
 
 PRIVATE = [
@@ -38,7 +38,7 @@ def config(**values: Any) -> Config:
 
 def states(*urls: str, **values: Any) -> list[State]:
     servers = [Server(VLLMClient(url)) for url in urls]
-    asyncio.run(check_servers(servers, config(rollout_urls=list(urls), bf16=False, **values)))
+    run_in_loop(check_servers(servers, config(rollout_urls=list(urls), bf16=False, **values)))
     return [server.state for server in servers]
 
 
@@ -74,11 +74,11 @@ def test_a_server_with_other_options_is_rejected_also_when_it_comes_back():
     )
     server.info = FITTING | {"scheduler_config": {"policy": "fcfs"}}
     with pytest.raises(ConfigError, match=r"must be started with --scheduling-policy priority \(it has fcfs\)"):
-        asyncio.run(require_fitting(server.client, 5.0, config=given))
-    asyncio.run(fleet._let_rejoin())
+        run_in_loop(require_fitting(server.client, 5.0, config=given))
+    run_in_loop(fleet._let_rejoin())
     assert down.state is State.DOWN
     server.info = FITTING
-    asyncio.run(fleet._let_rejoin())
+    run_in_loop(fleet._let_rejoin())
     assert down.state is State.UP
     assert all(0 < timeout <= 5.0 for timeout in timeouts)  # other ranks wait meanwhile
 

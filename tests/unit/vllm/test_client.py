@@ -13,6 +13,7 @@ import pytest
 from fsdptrain.errors import RolloutError
 from fsdptrain.vllm.server.client import ServerError, ServerGoneError, ServerRefusedError, ServerSilentError, VLLMClient
 from fsdptrain.vllm.server.event_loop import EventLoop, race
+from tests.event_loop import run_in_loop
 from tests.unit.vllm.scripted_server import GENERATE, ScriptedServer
 
 
@@ -36,7 +37,7 @@ def server(request, tmp_path, monkeypatch) -> Iterator[ScriptedServer]:
 
 
 def test_an_answer_arrives(server):
-    generation = asyncio.run(server.client.generate({"token_ids": [4, 5]}, timeout=60))
+    generation = run_in_loop(server.client.generate({"token_ids": [4, 5]}, timeout=60))
     assert (generation.token_ids, generation.versions) == ([4, 5], ["run/1", "run/1"])
 
 
@@ -44,7 +45,7 @@ def test_a_request_ends_at_its_deadline(server):
     server.delays["/is_paused"] = 60.0
     start = time.monotonic()
     with pytest.raises(ServerSilentError, match="did not answer GET /is_paused in 1 s"):
-        asyncio.run(server.client.is_paused(timeout=0.7))
+        run_in_loop(server.client.is_paused(timeout=0.7))
     assert time.monotonic() - start < 30
 
 
@@ -58,7 +59,7 @@ def test_a_request_is_cancelled_as_soon_as_it_is_not_needed(server):
 
     start = time.monotonic()
     with pytest.raises(KeyError, match="not needed"):
-        asyncio.run(interrupted())
+        run_in_loop(interrupted())
     assert time.monotonic() - start < 30
 
 
@@ -100,7 +101,7 @@ def test_each_failure_is_an_error_of_its_kind(path, prepare, kind, message):
         server.client.generate({"token_ids": [4]}) if path == GENERATE else server.client.version(timeout=60)
     )
     with pytest.raises(ServerError, match=message) as caught:
-        asyncio.run(request)
+        run_in_loop(request)
     assert type(caught.value) is kind
     assert f"{server.client.url} " in str(caught.value)
     assert f" {path} " in str(caught.value) or path in str(caught.value)
@@ -113,7 +114,7 @@ def test_an_unfinished_completion_counts_as_a_dead_server():
         f'{{"choices": [{choice} "weight_versions": [{{"version": "run/1", "start": 0, "end": 1}}]}}]}}'
     )
     with pytest.raises(ServerGoneError, match="ended a completion with 'abort'"):
-        asyncio.run(server.client.generate({"token_ids": [4]}))
+        run_in_loop(server.client.generate({"token_ids": [4]}))
 
 
 def test_a_limit_of_this_process_is_not_blamed_on_the_server():
@@ -128,7 +129,7 @@ def test_a_limit_of_this_process_is_not_blamed_on_the_server():
             resource.setrlimit(resource.RLIMIT_NOFILE, usual)
 
     with pytest.raises(RolloutError, match="ulimit -n"):
-        asyncio.run(without_files())
+        run_in_loop(without_files())
 
 
 def test_a_closed_loop_ends_its_callers_with_an_error():

@@ -1,6 +1,5 @@
 """Every request is answered once and in its place, whatever happens to servers; or the rollout ends with one line."""
 
-import asyncio
 import os
 import resource
 import time
@@ -15,6 +14,7 @@ from fsdptrain.testing import spawn
 from fsdptrain.vllm.server import dispatcher as module
 from fsdptrain.vllm.server.client import VLLMClient
 from fsdptrain.vllm.server.dispatcher import Dispatcher
+from tests.event_loop import run_in_loop
 from tests.unit.vllm.scripted_server import ANSWERS, GENERATE, ScriptedServer
 
 
@@ -27,7 +27,7 @@ def dispatcher(*servers: ScriptedServer, **options: Any) -> Dispatcher:
 def run(made: Dispatcher, count: int, *, per_group: int = 1) -> list[int]:
     """The first token of each answer, which is the number of its request."""
     requests = [{"token_ids": [i]} for i in range(count)]
-    return [generation.token_ids[0] for generation in asyncio.run(made.run(requests, per_group=per_group))]
+    return [generation.token_ids[0] for generation in run_in_loop(made.run(requests, per_group=per_group))]
 
 
 @settings(max_examples=15, deadline=None)
@@ -125,7 +125,7 @@ def test_a_resent_request_has_another_cache_salt(monkeypatch):
         return found
 
     monkeypatch.setitem(ANSWERS, GENERATE, answer)
-    asyncio.run(dispatcher(server).run([{"token_ids": [1], "cache_salt": "probe"}], per_group=1))
+    run_in_loop(dispatcher(server).run([{"token_ids": [1], "cache_salt": "probe"}], per_group=1))
     assert [body["cache_salt"] for body in server.generated] == ["probe", "probe-1"]
 
 

@@ -1,6 +1,5 @@
 """All servers switch version together, or the run ends and says which did not; the run's own servers are restarted."""
 
-import asyncio
 import os
 import signal
 import socket
@@ -21,6 +20,7 @@ from fsdptrain.vllm.server.event_loop import EventLoop
 from fsdptrain.vllm.server.fleet import Fleet, Server, State
 from fsdptrain.vllm.server.process import HOST, Launch, ServerProcess
 from fsdptrain.vllm.server.push import FileTransfer, Weights
+from tests.event_loop import run_in_loop
 from tests.unit.vllm.scripted_server import ScriptedServer
 
 WEIGHTS = Weights([], "run/2")
@@ -33,7 +33,7 @@ def fleet_of(servers: list[Server], **options: Any) -> Fleet:
 
 
 def switch(*servers: ScriptedServer, **options: Any) -> list[str]:
-    return asyncio.run(fleet_of([Server(server.client) for server in servers], **options).switch(WEIGHTS))
+    return run_in_loop(fleet_of([Server(server.client) for server in servers], **options).switch(WEIGHTS))
 
 
 def test_each_server_is_paused_updated_and_checked_before_any_resumes():
@@ -83,11 +83,11 @@ def test_a_restarted_server_of_the_user_rejoins_and_one_that_only_woke_up_does_n
     monkeypatch.setattr(module, "_REJOIN_S", 60.0)
     gone, alive = ScriptedServer(dies_after=0), ScriptedServer()
     fleet = fleet_of([Server(gone.client), Server(alive.client)])
-    assert asyncio.run(fleet.switch(WEIGHTS)) == [alive.client.url]
+    assert run_in_loop(fleet.switch(WEIGHTS)) == [alive.client.url]
     gone.dies_after = None
-    assert asyncio.run(fleet.switch(WEIGHTS)) == [alive.client.url]
+    assert run_in_loop(fleet.switch(WEIGHTS)) == [alive.client.url]
     gone.version = "default"
-    assert asyncio.run(fleet.switch(WEIGHTS)) == [gone.client.url, alive.client.url]
+    assert run_in_loop(fleet.switch(WEIGHTS)) == [gone.client.url, alive.client.url]
 
 
 def test_hung_servers_cost_the_others_no_time():

@@ -1,6 +1,5 @@
 """Weights reach files and buckets bit by bit, and a group of workers without waiting for dead ones."""
 
-import asyncio
 import shutil
 import time
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from fsdptrain.vllm.server.client import Deadline, ServerGoneError, ServerRefuse
 from fsdptrain.vllm.server.push import GroupTransfer
 from fsdptrain.vllm.server.weight_files import WeightFolder, folder_name
 from fsdptrain.vllm.worker.weight_group import bucket_size, pack_bucket, spec_of, unpack_bucket
+from tests.event_loop import run_in_loop
 from tests.unit.vllm.scripted_server import ScriptedServer
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8)
@@ -81,7 +81,7 @@ def test_a_server_that_does_not_join_the_group_is_not_waited_for(fault):
         server.refuses[path] = "no such engine"
     start = time.monotonic()
     with pytest.raises(ServerGoneError if fault == "dies" else ServerRefusedError, match=f"POST {path}"):
-        asyncio.run(GroupTransfer("gloo", 60.0).send(server.client, [], Deadline(60.0)))
+        run_in_loop(GroupTransfer("gloo", 60.0).send(server.client, [], Deadline(60.0)))
     assert time.monotonic() - start < 20
 
 

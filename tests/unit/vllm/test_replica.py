@@ -1,6 +1,5 @@
 """What a server holds is read from all of its workers, and a restarted one is checked before it is used."""
 
-import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from fsdptrain.rollout.weight_sync.checksum import checksum
 from fsdptrain.vllm.server.client import Deadline, ServerGoneError
 from fsdptrain.vllm.server.push import Weights
 from fsdptrain.vllm.server.replica import read_checksums, require_weights
+from tests.event_loop import run_in_loop
 from tests.unit.vllm.scripted_server import ANSWERS, ScriptedServer
 
 NAMES = [f"layers.{i}.{part}.weight" for i in range(2) for part in ("up", "down", "norm")]
@@ -44,14 +44,14 @@ def server_with(monkeypatch: pytest.MonkeyPatch, tensors: Mapping[str, Tensor]) 
 def test_a_restarted_server_may_have_another_dtype_and_unreadable_tensors(monkeypatch, weights):
     held = sent() | {"layers.0.norm.weight": sent()["layers.0.norm.weight"].float()}
     del held["layers.1.up.weight"]
-    asyncio.run(require_weights(server_with(monkeypatch, held).client, weights, Deadline(60.0)))
+    run_in_loop(require_weights(server_with(monkeypatch, held).client, weights, Deadline(60.0)))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_restarted_server_with_other_weights_is_rejected(monkeypatch, weights, name):
     server = server_with(monkeypatch, sent() | {name: sent(1)[name]})
     with pytest.raises(ServerGoneError, match=f"{server.client.url} was restarted and does not hold {name} as"):
-        asyncio.run(require_weights(server.client, weights, Deadline(60.0)))
+        run_in_loop(require_weights(server.client, weights, Deadline(60.0)))
 
 
 @pytest.mark.parametrize(
@@ -63,4 +63,4 @@ def test_a_restarted_server_with_other_weights_is_rejected(monkeypatch, weights,
 )
 def test_the_checksums_of_all_workers_are_merged(monkeypatch, workers, merged):
     monkeypatch.setitem(ANSWERS, "/collective_rpc", lambda server, body: {"results": workers})
-    assert asyncio.run(read_checksums(ScriptedServer().client, ["a", "b", "c"], "bits", Deadline(60.0))) == merged
+    assert run_in_loop(read_checksums(ScriptedServer().client, ["a", "b", "c"], "bits", Deadline(60.0))) == merged

@@ -3,7 +3,6 @@
 FSDPTRAIN_VLLM_PYTHON names the Python of the environment with vLLM. Servers take long to start: tests share them.
 """
 
-import asyncio
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +22,7 @@ from fsdptrain.vllm.server.build import server_arguments
 from fsdptrain.vllm.server.client import ServerError, VLLMClient
 from fsdptrain.vllm.server.engine import VLLMServerEngine
 from fsdptrain.vllm.server.process import Launch, ServerProcess
+from tests.event_loop import run_in_loop
 from tests.vllm import contract
 from tests.vllm import models as checkpoints
 from tests.vllm.fresh_engine import Answers, Start, fresh_answers
@@ -96,7 +96,7 @@ def urls(models, tmp_path_factory) -> Iterator[Servers]:
 
 def wait_until_up(process: ServerProcess) -> None:
     client, end = VLLMClient(process.url, cases.KEY), time.monotonic() + 400
-    while not asyncio.run(client.is_healthy(timeout=1.0)):
+    while not run_in_loop(client.is_healthy(timeout=1.0)):
         assert not process.has_ended, process.last_words()
         assert time.monotonic() < end, process.last_words()
         time.sleep(0.3)

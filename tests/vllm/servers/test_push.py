@@ -1,6 +1,5 @@
 """After every push servers answer with exactly the weights of the trainer, and as an engine that starts with them."""
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from fsdptrain.rollout import engine_factory
 from fsdptrain.testing import spawn
 from fsdptrain.vllm.server.client import VLLMClient
 from fsdptrain.vllm.server.engine import VLLMServerEngine
+from tests.event_loop import run_in_loop
 from tests.matrix import only
 from tests.vllm import contract
 from tests.vllm.servers import cases
@@ -81,7 +81,7 @@ def test_an_update_that_its_run_did_not_end_is_in_nobodys_way(models, urls, fres
             ("/start_weight_update", None),
             ("/update_weights", {"update_info": {"paths": [str(part)]}}),
         ]:
-            asyncio.run(client.post(path, body, timeout=cases.SILENCE))
+            run_in_loop(client.post(path, body, timeout=cases.SILENCE))
         resumed.update_weights(other.items(), 4)
         said = resumed.generate(contract.PROMPTS, cases.GREEDY)
     finally:
