@@ -110,15 +110,15 @@ def _broken(config: Config, key: Key, rule: Rule) -> str:
 
 def _what_is_missing(config: Config, key: Key, rule: Requires) -> str:
     names = [_described(condition) for condition in rule.conditions]
-    other = all_keys()[rule.conditions[0].key]
-    if len(names) == 1 and config.is_set(other.flat):
+    other = all_keys().get(rule.conditions[0].key)  # None: its feature is not installed
+    if len(names) == 1 and other is not None and config.is_set(other.flat):
         only = f", only with {names[0]}" if rule.conditions[0].relation else ""
         return f"with {_shown(other, config)}{only}: {rule.fix or 'leave it out'}"
     return f"without {' or '.join(names)}: {rule.fix or f'add it, or leave {key.flag} out'}"
 
 
 def _described(condition: Condition) -> str:
-    flag = all_keys()[condition.key].flag
+    flag = "--" + condition.key.replace("_", "-")
     if condition.relation == ">":
         return f"{flag} above {condition.values[0]}"
     return f"{flag} {' or '.join(condition.values)}".strip()
