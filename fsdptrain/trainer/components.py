@@ -96,6 +96,7 @@ def build_components(
         make_engine = engine_factory(engine_name, device_type=platform.device_type())
     generates = bool(held_out) or config.algorithm.algorithm != "sft"
     device = platform.local_device()
+    plans = platform.has_accelerator() and config.model.backend == "fsdp"
     with ExitStack() as stack:
         loggers = open_loggers(config, folder, stack)
         backend = open_backend(config, features, generates=generates)
@@ -121,7 +122,7 @@ def build_components(
             timeline=timeline,
             evaluation=evaluation,
             speed=Speed.of(backend.model, device, backend.compute_dtype, copies=config.pack_copies),
-            planned_memory=planned_memory(backend.model, config),
+            planned_memory=planned_memory(backend.model, config) if plans else None,
             loggers=loggers,
         )
 

@@ -46,12 +46,8 @@ def split_pieces(model: PreTrainedModel, grid: Grid) -> "Pieces":
 
 
 def planned_memory(model: PreTrainedModel, config: Config) -> int | None:
-    """Compute the peak device memory of the memory plan without its margin. [bytes]
-
-    None without a device, and if no plan is possible.
-    """
-    plans = platform.has_accelerator() and config.model.backend == "fsdp"
-    if not plans or importlib.util.find_spec("fsdptrain.tools") is None:
+    """Compute the peak memory of the memory plan without its margin. None if it cannot be planned. [bytes]"""
+    if importlib.util.find_spec("fsdptrain.tools") is None:
         return None
     tools = importlib.import_module("fsdptrain.tools.plan.plan")
     planner = tools.Planner(model, tools.Machine(dist.get_world_size(), platform.device_memory()[1]))
