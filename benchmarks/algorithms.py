@@ -177,11 +177,11 @@ def plot(rows: Sequence[dict[str, Any]], target: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(7, 0.32 * len(names) + 1.2), layout="constrained")
     for place, name in enumerate(names):
         own = [row for row in rows if row["algorithm"] == name]
-        for key, colour in (("before", "0.6"), ("after", "tab:blue")):
+        for key, color in (("before", "0.6"), ("after", "tab:blue")):
             label = key if place == 0 else None
-            axes.scatter([row[key] for row in own], [place] * len(own), s=22, color=colour, label=label, zorder=2)
+            axes.scatter([row[key] for row in own], [place] * len(own), s=22, color=color, label=label, zorder=2)
             mean = sum(row[key] for row in own) / len(own)
-            axes.plot([mean, mean], [place - 0.3, place + 0.3], color=colour, linewidth=2)
+            axes.plot([mean, mean], [place - 0.3, place + 0.3], color=color, linewidth=2)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.set_xlabel("held-out accuracy, sampled at temperature 1 (dots: seeds, bar: mean)")

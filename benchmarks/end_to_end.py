@@ -135,7 +135,7 @@ def run_ours(config: Config, start: Path, args: argparse.Namespace) -> list[dict
     def first(self: Any) -> Any:
         clock = Clock(lambda: judge(self._backend.hf_weights()))
         clock.around(self._engine, "generate", "generate")
-        clock.around(experience, "score_completions", "reward")
+        clock.around(experience, "compute_rewards", "reward")
         clock.around(self, "_push_weights", "sync")
         clocks.append(clock)
         return run(self)

@@ -157,7 +157,7 @@ def measure(case: Case, folder: str, options: argparse.Namespace) -> dict[str, A
                 metrics = backend.train_step(batches[0].packs, loss, LossConfig())
                 wait_for_device()
             steps.append(time.perf_counter() - start)
-            rows.append(speed.utilisation(batches, train_s=steps[-1]))
+            rows.append(speed.utilization(batches, train_s=steps[-1]))
         counted = slice(options.warm_up, None if not options.profile else -1)
         found = {
             "layout": backend.layout_probe.line,

@@ -32,7 +32,7 @@ from typing import Any
 
 from record import header, spread, write
 
-from fsdptrain.data.packing.pack import deal_packs, plan_packs, sequence_costs
+from fsdptrain.data.packing.pack import assign_packs_to_ranks, plan_packs, sequence_costs
 
 Packs = list[list[int]]
 DISTRIBUTIONS: dict[str, Callable[[random.Random, int], int]] = {
@@ -94,9 +94,9 @@ def measure(name: str, count: int, num_ranks: int, options: argparse.Namespace) 
     lengths = [DISTRIBUTIONS[name](draw, budget) for _ in range(count)]
     costs = sequence_costs(lengths)
 
-    def dealt(packs: Packs) -> dict[str, float]:
+    def sharded(packs: Packs) -> dict[str, float]:
         pack_costs = [math.fsum(costs[i] for i in pack) for pack in packs]
-        plan = deal_packs(packs, pack_costs, num_tokens=sum(lengths), num_ranks=num_ranks, max_tokens=budget)
+        plan = assign_packs_to_ranks(packs, pack_costs, num_tokens=sum(lengths), num_ranks=num_ranks, max_tokens=budget)
         most = max(sum(lengths[i] for i in pack) for pack in packs)
         return {"fill": round(plan.fill, 4), "imbalance": round(plan.imbalance, 5), "over": max(0, most - budget)}
 
@@ -119,7 +119,7 @@ def measure(name: str, count: int, num_ranks: int, options: argparse.Namespace) 
             row[side] |= {"fill": round(plan.fill, 4), "imbalance": round(plan.imbalance, 5)}
         else:
             ratios = [other / ours for other, ours in zip(runs, seconds["ours"], strict=True)]
-            row[side] |= {**dealt(found[side]), "times_ours": spread(ratios)}
+            row[side] |= {**sharded(found[side]), "times_ours": spread(ratios)}
     return row
 
 

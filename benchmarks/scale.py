@@ -21,7 +21,7 @@ from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
 from fsdptrain.features.activation_memory.config import ActivationMemoryConfig
 from fsdptrain.features.context_parallel.config import ContextParallelConfig
-from fsdptrain.features.context_parallel.recurrent import check_dealing
+from fsdptrain.features.context_parallel.recurrent import check_context_parallel
 from fsdptrain.memory.flops import model_flops
 from fsdptrain.memory.grid import Grid
 from fsdptrain.model.structure import expert_choice
@@ -141,7 +141,7 @@ def _costs(
         pieces = planner.pieces(config)
         context = config.section(ContextParallelConfig)
         if context.enabled:
-            check_dealing(model, context, tensor_size=config.ranks_along("tensor"))
+            check_context_parallel(model, context, tensor_size=config.ranks_along("tensor"))
     except ConfigError:
         return None
     grid, tokens = pieces.grid, sum(seqlens(config))

@@ -45,7 +45,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "staleness.json"
 ENGINES = ("hf", "vllm", "vllm-server")
 NUM_ROLLOUTS = 16
 KEY = "STALENESS_KEY"  # environment variable
-STAGES = ("step", "generate", "reward", "score", "train", "sync", "idle")
+STAGES = ("step", "generate", "reward", "logprobs", "train", "sync", "idle")
 IDLE = ("generate", "reward", "train", "sync")
 
 
@@ -187,16 +187,14 @@ def plot(rows: Sequence[dict[str, Any]], target: Path) -> None:
 
     cells = sorted({cell_of(row)[1:] for row in rows}, reverse=True)
     figure, axes = pyplot.subplots(figsize=(7, 0.6 * len(cells) + 1.2), layout="constrained")
-    for engine, colour, offset in zip(
-        ENGINES, ("tab:blue", "tab:orange", "tab:green"), (0.25, 0.0, -0.25), strict=True
-    ):
+    for engine, color, offset in zip(ENGINES, ("tab:blue", "tab:orange", "tab:green"), (0.25, 0.0, -0.25), strict=True):
         for place, cell in enumerate(cells):
             after = [row["after"] for row in rows if cell_of(row) == (engine, *cell)]
             if after:
                 mean, height = statistics.fmean(after), place + offset
                 label = engine if cell == cells[-1] else None
-                axes.plot(after, [height] * len(after), "o", color=colour, markersize=5, alpha=0.6, label=label)
-                axes.plot([mean, mean], [height - 0.1, height + 0.1], color=colour, linewidth=2.4)
+                axes.plot(after, [height] * len(after), "o", color=color, markersize=5, alpha=0.6, label=label)
+                axes.plot([mean, mean], [height - 0.1, height + 0.1], color=color, linewidth=2.4)
     names = [f"K = {age}" + (f", {correction}" if age else "") for age, correction in cells]
     axes.set_yticks(range(len(cells)), names)
     axes.set_xlabel(f"held-out accuracy after {NUM_ROLLOUTS} rollouts")

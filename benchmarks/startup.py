@@ -80,8 +80,8 @@ def draw(parts: dict[str, dict[str, float]], target: Path, clock: str) -> None:
     figure, axes = pyplot.subplots(figsize=(7.5, 0.36 * len(shown) + 1.4), layout="constrained")
     left = 0.0
     for place, (name, value) in enumerate([*shown.items(), ("all else", {"median": small})]):
-        colour = "tab:orange" if name.startswith("import") else "tab:blue"
-        axes.barh(place, value["median"], left=left, color=colour)
+        color = "tab:orange" if name.startswith("import") else "tab:blue"
+        axes.barh(place, value["median"], left=left, color=color)
         axes.text(
             left + value["median"] + total / 100, place, f"{name}  {value['median']:.2f}", va="center", fontsize=8
         )

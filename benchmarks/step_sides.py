@@ -141,7 +141,7 @@ def our_side(case: Case, samples: list[Sample], *, sharing: str) -> Iterator[Ste
             (batches,) = make_batches(samples, rules, rollout=0)
             phases("prepare")
             (batches,) = LogprobPasses(config, backend, backend.features).compute([batches])
-            phases("score")
+            phases("logprobs")
             hook = backend.model.register_forward_pre_hook(lambda *_: phases("backward and optimizer"))
             metrics = backend.train_step(batches.packs, loss, settings)
             hook.remove()

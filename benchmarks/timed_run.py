@@ -103,7 +103,7 @@ def main() -> None:
     part.around(loop, "_evaluate", "evaluate")
     part.around(loop, "_collect", "first rollout")
     part.around(training, "make_batches", "plan and pack")
-    part.around(loop, "_compute_logprobs", "score")
+    part.around(loop, "_compute_logprobs", "logprobs")
     step = fsdp.FSDPBackend.train_step
 
     def first_step(*args: Any, **kwargs: Any) -> None:

@@ -146,7 +146,7 @@ def _splitting(model: PreTrainedModel, config: Config, pieces: Pieces, itemsize:
         if name not in inside and module is not lm_head(model):
             forward, backward = _module(name, module, pieces.plan, itemsize, own.tokens)
             yield from (*forward, *backward)
-    if lm_head(model).get_parameter("weight") in pieces.cut:
+    if lm_head(model).get_parameter("weight") in pieces.tensor_parallel_parameters:
         yield from _head(model, config, itemsize, own)
 
 

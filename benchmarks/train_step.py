@@ -42,7 +42,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from fsdptrain.testing import tiny_tokenizer
 
-PHASES = ("prepare", "score", "forward", "backward and optimizer")
+PHASES = ("prepare", "logprobs", "forward", "backward and optimizer")
 
 
 def work(side: str, case: Case, pipe: Connection) -> None:

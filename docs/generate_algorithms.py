@@ -13,7 +13,7 @@ from typing import Any
 from fsdptrain.algo.advantages import ADVANTAGES, MULTI_REWARD, divide_by_group_std
 from fsdptrain.algo.batch_scales import divide_by_batch_std, whiten_tokens
 from fsdptrain.algo.corrections import CORRECTIONS, REJECTION_ESTIMATORS, REJECTION_LEVELS
-from fsdptrain.algo.kl import KL_ESTIMATORS, adapted
+from fsdptrain.algo.kl import KL_ESTIMATORS, adapt_kl_coef
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.algo.objective import off_policy_sequences
 from fsdptrain.algo.shaping import length, overlong, without_truncated
@@ -215,7 +215,7 @@ def algorithms_page() -> str:
     parts.append(KL_HEAD)
     parts += [f"| {place} | {' | '.join(cells)} |\n" for place, cells in KL_PLACES.items()]
     parts += [KL_NOTES, f"\n`--use-unbiased-kl`, in the loss: {_help('use_unbiased_kl')}\n"]
-    parts.append(f"\n`--kl-target`, after each rollout: {_flow(inspect.getdoc(adapted))}\n")
+    parts.append(f"\n`--kl-target`, after each rollout: {_flow(inspect.getdoc(adapt_kl_coef))}\n")
     renewed = _flow(RefConfig.model_fields["update_interval"].description)
     parts.append(f"\n`--ref-update-interval`: {renewed} Checkpoints contain this reference.\n")
     parts.append(CORRECTION_HEAD)

@@ -52,7 +52,7 @@ With this message, on all ranks, before the first step:
 |---|---|
 """
 
-OURS = "fsdptrain_segments"
+PACKAGE_ATTENTION = "fsdptrain_segments"
 _REMARKS = {  # start of the reason -> remark
     "differs": "sequences in one row affect each other",
     "'NoneType' object": "modifies its mask, and packs have none",
@@ -63,7 +63,7 @@ _NUMBER = re.compile(r" by \d[\d.e+-]*| \(tolerance [\d.e-]+(, torch\.\w+)?\)")
 
 def row(kind: str, found: Row, *, error: str) -> str:
     """Return a row of the first table. `error`: the cell of the gradient, which differs slightly between machines."""
-    attention = "ours" if found.attention == OURS else found.attention
+    attention = "ours" if found.attention == PACKAGE_ATTENTION else found.attention
     replay = "" if not found.has_experts else "no" if found.replay_refusal else "yes"
     cells = [found.name, kind, f"{found.layout}, {attention}", error, replay, _remark(found)]
     return f"| {' | '.join(cells)} |"
@@ -88,7 +88,7 @@ def page(rows: Iterable[Row]) -> str:
 def _remark(found: Row) -> str:
     """Return the first reason why the model is not packed with our attention, without numbers."""
     first = _NUMBER.sub("", found.reason.split("; ")[0].split(". ")[0])
-    words = re.sub(rf"^(packed with )?({OURS}|eager): (\w+Error: )?", "", first)
+    words = re.sub(rf"^(packed with )?({PACKAGE_ATTENTION}|eager): (\w+Error: )?", "", first)
     return next((ours for theirs, ours in _REMARKS.items() if words.startswith(theirs)), words)
 
 

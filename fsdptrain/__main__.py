@@ -1,9 +1,9 @@
 """`python -m fsdptrain`, alone or as a rank."""
 
-from fsdptrain.launch.parent import end_with_parent
+from fsdptrain.launch.parent import exit_with_parent
 
 if __name__ == "__main__":
-    end_with_parent()  # before the command line is imported
+    exit_with_parent()  # before the command line is imported
 
     from fsdptrain.cli import main
 

@@ -28,7 +28,7 @@ from fsdptrain.rank_variables import read_rank_variables
 DESCRIPTION = """\
 Reinforcement learning on any Hugging Face model, with PyTorch's own FSDP2.
 
-Train (a complete GRPO run), look first, look back, take the model along:
+Train, inspect, plan, report, export:
   fsdptrain --hf-checkpoint Qwen/Qwen3-4B --fsdp-cpu-offload
   fsdptrain --recipe recipes/sft.yaml --lr 1e-5 --dry-run
   fsdptrain inspect --hf-checkpoint Qwen/Qwen3-4B
@@ -37,7 +37,7 @@ Train (a complete GRPO run), look first, look back, take the model along:
   fsdptrain export --checkpoint runs/default/checkpoints/step_00000050 \\
                    --output my-model
 
-A flag wins over a recipe, a recipe over a preset; --dry-run shows which."""
+Precedence: flag > recipe > preset > default; --dry-run shows the source of each value."""
 
 _BEFORE_TORCH = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # suppress C++ stack traces; errors are reported in one line
 
@@ -72,7 +72,7 @@ PLAN_USAGE = """\
 The memory of a run, by config.json alone, and which flags make it fit.
 
 Takes any option of a run too, e.g. --max-tokens-per-gpu 4096."""
-REPORT = {"rollouts": Option("--rollouts", str | None, "Those of the timeline, e.g. 10:13.", None)}
+REPORT = {"rollouts": Option("--rollouts", str | None, "Rollouts to draw in the timeline, e.g. 10:13.", None)}
 REPORT_USAGE = """\
 usage: fsdptrain report RUN_DIR [--rollouts FIRST:LAST]
 
@@ -130,8 +130,8 @@ def train(argv: Sequence[str]) -> int:
         return 0
     resolved = resolve(argv)
     if resolved.config.launch.dry_run:
-        if _is_first():
-            sys.stdout.write(to_yaml(resolved.config, resolved.sources, colour=_wants_colour()))
+        if _is_rank_0():
+            sys.stdout.write(to_yaml(resolved.config, resolved.sources, color=_use_color()))
             _draw_processes(resolved.config)
             if resolved.config.launch.probe:
                 from fsdptrain.tools.inspect.dry_probe import probe_line
@@ -179,7 +179,7 @@ def export(argv: Sequence[str]) -> int:
 
     checkpoint, output = Path(values.pop("checkpoint")), Path(values.pop("output"))
     export_checkpoint(checkpoint, output, **values)
-    if _is_first():
+    if _is_rank_0():
         sys.stdout.write(f"the model of {checkpoint} is written to {output}\n")
     return 0
 
@@ -189,7 +189,7 @@ def inspect(argv: Sequence[str]) -> int:
     if _asks_for_help(argv):
         return _print_help("fsdptrain inspect", INSPECT_USAGE, {"hf_checkpoint": HF_CHECKPOINT, **INSPECT})
     resolved = resolve(argv, INSPECT)
-    _quieten_libraries()
+    _silence_libraries()
     if resolved.config.model.backend == "megatron":
         return _inspect_megatron(resolved)
     from fsdptrain.tools.inspect import inspection  # lazy: imports torch
@@ -202,13 +202,15 @@ def inspect(argv: Sequence[str]) -> int:
         _print_json(found.as_dict())
     else:
         print_inspection(found)
-    inspection.require_sound(found, strict=resolved.config.model.strict)
+    inspection.raise_problems(found, strict=resolved.config.model.strict)
     return 0
 
 
 def _inspect_megatron(resolved: Resolved) -> int:
     if resolved.own["against_checkpoint"]:
-        raise ConfigError("--against-checkpoint is of --backend fsdp: a run with --backend megatron checks it at start")
+        raise ConfigError(
+            "--against-checkpoint requires --backend fsdp: a run with --backend megatron checks it at start"
+        )
     from fsdptrain.megatron.inspection import inspect_build  # lazy: imports torch
     from fsdptrain.model.probes.kernels import require_no_fallback
 
@@ -232,9 +234,9 @@ def plan(argv: Sequence[str]) -> int:
         if value is not None and value <= 0:
             raise ConfigError(f"{PLAN[key].flag} must be above 0, got {value}")
     if resolved.config.model.backend == "megatron":
-        raise ConfigError("fsdptrain plan knows the memory of --backend fsdp alone: leave --backend megatron out")
+        raise ConfigError("fsdptrain plan supports --backend fsdp only")
     check_world_size(resolved.config, machine["num_gpus"])
-    _quieten_libraries()
+    _silence_libraries()
     from fsdptrain.tools.inspect.inspection import meta_model
     from fsdptrain.tools.plan import text as plan_text  # lazy: imports torch
     from fsdptrain.tools.plan.plan import Machine, make_plan
@@ -255,7 +257,7 @@ def report(argv: Sequence[str]) -> int:
         sys.stdout.write(REPORT_USAGE)
         return 0
     if not argv or argv[0].startswith("-"):
-        raise ConfigError("report takes the folder of one run first, e.g. fsdptrain report runs/default")
+        raise ConfigError("report needs the folder of a run, e.g. fsdptrain report runs/default")
     rollouts = _range(parse(argv[1:], REPORT).get("rollouts"))
     from fsdptrain.tools.report.curves import draw_curves  # lazy: imports rich
     from fsdptrain.tools.report.report import print_report
@@ -305,7 +307,7 @@ def _print_json(values: object) -> None:
     sys.stdout.write(json.dumps(values, indent=2) + "\n")
 
 
-def _quieten_libraries() -> None:
+def _silence_libraries() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
@@ -313,11 +315,11 @@ def _asks_for_help(argv: Sequence[str]) -> bool:
     return "--help" in argv or "-h" in argv
 
 
-def _is_first() -> bool:
+def _is_rank_0() -> bool:
     """Return whether this is rank 0. Under torchrun, all ranks get the same command line."""
     ranks = read_rank_variables()
     return ranks is None or ranks.rank == 0
 
 
-def _wants_colour() -> bool:
+def _use_color() -> bool:
     return sys.stdout.isatty() and "NO_COLOR" not in os.environ

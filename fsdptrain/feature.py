@@ -67,7 +67,7 @@ class Feature:
     """A capability that attaches to the policy. The defaults do nothing."""
 
     cuts_parameters = False  # `transform_model` changes shapes, so the reference model needs it too
-    provides_reference = False  # the reference model is this one within `around_scoring("reference")`
+    provides_reference = False  # the reference model is this one within `around_logprobs("reference")`
 
     @classmethod
     def check(cls, config: Config) -> None:
@@ -178,15 +178,15 @@ class Feature:
 
     @property
     def carried_fields(self) -> tuple[str, ...]:
-        """Fields of PackedBatch [T, ...] that `after_scoring` fills."""
+        """Fields of PackedBatch [T, ...] that `after_logprobs` fills."""
         return ()
 
-    def around_scoring(self, role: "ModelRole") -> AbstractContextManager[None]:
+    def around_logprobs(self, role: "ModelRole") -> AbstractContextManager[None]:
         """Around all forward passes without gradient that compute the logprobs of `role`."""
         del role
         return nullcontext()
 
-    def after_scoring(self, batch: PackedBatch, logprobs: LogProbs) -> PackedBatch:
+    def after_logprobs(self, batch: PackedBatch, logprobs: LogProbs) -> PackedBatch:
         """`batch` with what scoring by the policy has found, on the CPU."""
         del logprobs
         return batch
@@ -340,11 +340,11 @@ class Features:
     def logprobs_function(self, stock: LogProbsFunction) -> LogProbsFunction:
         return self._chain("logprobs_function", stock)
 
-    def around_scoring(self, role: "ModelRole") -> AbstractContextManager[None]:
-        return self._enter("around_scoring", role)
+    def around_logprobs(self, role: "ModelRole") -> AbstractContextManager[None]:
+        return self._enter("around_logprobs", role)
 
-    def after_scoring(self, batch: PackedBatch, logprobs: LogProbs) -> PackedBatch:
-        return self._chain("after_scoring", batch, logprobs)
+    def after_logprobs(self, batch: PackedBatch, logprobs: LogProbs) -> PackedBatch:
+        return self._chain("after_logprobs", batch, logprobs)
 
     def finish_loss(self, output: LossOutput, batch: PackedBatch, logprobs: LogProbs) -> LossOutput:
         return self._chain("finish_loss", output, batch, logprobs)

@@ -40,10 +40,10 @@ class Overridable(Generic[P, R]):
     def __init__(self, original: Callable[P, R]) -> None:
         update_wrapper(self, original)
         self.original = original
-        self.chosen = original
+        self.selected = original
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        return self.chosen(*args, **kwargs)
+        return self.selected(*args, **kwargs)
 
 
 overridable = Overridable  # decorator
@@ -73,7 +73,7 @@ def install_overrides(device_type: str) -> list[Override]:
     functions = {key: _function(key) for key in OVERRIDABLE}
     chosen = {key: _load(key, point, functions[key]) for key, point in points}
     for key, function in functions.items():
-        function.chosen = chosen.get(key, function.original)
+        function.selected = chosen.get(key, function.original)
     return [Override(key, point.value, _package(point)) for key, point in points]
 
 
@@ -83,13 +83,15 @@ def _points(device_type: str) -> Iterator[tuple[str, EntryPoint]]:
         device, _, key = point.name.partition(".")
         if key not in OVERRIDABLE:
             raise ConfigError(
-                f"plug-in {_said(point)}: {key or point.name} is nothing that may be overridden; a name is <device "
+                f"plug-in {_describe(point)}: {key or point.name} cannot be overridden; a name is <device "
                 f"type>.<key> with a key of {', '.join(OVERRIDABLE)}"
             )
         if device != device_type:
             continue
         if key in found:
-            raise ConfigError(f"two plug-ins for {point.name}: {_said(found[key])} and {_said(point)}; remove one")
+            raise ConfigError(
+                f"two plug-ins for {point.name}: {_describe(found[key])} and {_describe(point)}; remove one"
+            )
         found[key] = point
     yield from found.items()
 
@@ -102,17 +104,21 @@ def _function(key: str) -> Overridable[..., Any]:
 
 def _load(key: str, point: EntryPoint, function: Overridable[..., Any]) -> Callable[..., Any]:
     try:
-        theirs = point.load()
-        found = list(inspect.signature(theirs).parameters)
+        override = point.load()
+        found = list(inspect.signature(override).parameters)
     except Exception as error:  # third-party code may raise anything; never fall back to the original
-        raise ConfigError(f"plug-in {_said(point)} cannot be loaded: {describe(error)}; mend or remove it") from error
+        raise ConfigError(
+            f"plug-in {_describe(point)} cannot be loaded: {describe(error)}; fix or uninstall it"
+        ) from error
     wanted = list(inspect.signature(function.original).parameters)
     if found != wanted:
-        raise ConfigError(f"plug-in {_said(point)} takes ({', '.join(found)}), but {key} takes ({', '.join(wanted)})")
-    return theirs
+        raise ConfigError(
+            f"plug-in {_describe(point)} takes ({', '.join(found)}), but {key} takes ({', '.join(wanted)})"
+        )
+    return override
 
 
-def _said(point: EntryPoint) -> str:
+def _describe(point: EntryPoint) -> str:
     return f"{point.name} = {point.value} of {_package(point)}"
 
 

@@ -36,19 +36,19 @@ def device_type() -> str:
     Raises ConfigError if FSDPTRAIN_PLATFORM names an unavailable device.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    here = accelerator.type if accelerator is not None else "cpu"
-    asked = os.environ.get(PLATFORM, here)
-    if asked not in ("cpu", here):
-        options = "cpu" if here == "cpu" else f"{here} or cpu"
-        raise ConfigError(f"{PLATFORM}={asked}: {_why_not(asked)}; it takes {options} here, or leave it unset")
-    return asked
+    available = accelerator.type if accelerator is not None else "cpu"
+    requested = os.environ.get(PLATFORM, available)
+    if requested not in ("cpu", available):
+        options = "cpu" if available == "cpu" else f"{available} or cpu"
+        raise ConfigError(f"{PLATFORM}={requested}: {_unavailable_reason(requested)}; use {options}, or unset it")
+    return requested
 
 
-def _why_not(name: str) -> str:
+def _unavailable_reason(name: str) -> str:
     try:
         torch.device(name)
     except RuntimeError:  # a vendor package registers the device name
-        return "this torch knows no such device type"
+        return "torch does not know this device type"
     return "torch finds no such device on this machine"
 
 
@@ -141,8 +141,8 @@ def _open_store(ranks: RankVariables, timeout_s: float) -> dist.Store:
 def _check_device(index: int, count: int) -> None:
     if index >= count:
         raise ConfigError(
-            f"--nproc-per-node asks for more processes than this machine has devices: process {index + 1} finds "
-            f"{count}; each needs its own"
+            f"--nproc-per-node exceeds the number of devices of this machine: process {index + 1} finds "
+            f"{count}; each process needs its own"
         )
 
 
@@ -165,7 +165,7 @@ def set_device_rng_state(state: torch.Tensor) -> None:
 
 
 @contextmanager
-def random_states_kept() -> Iterator[None]:
+def preserve_rng_state() -> Iterator[None]:
     """Restore torch's RNG states on exit, regardless of draws and seeding inside."""
     state, of_device = torch.get_rng_state(), device_rng_state()
     try:

@@ -140,7 +140,7 @@ class AdapterEngine(RolloutEngine, Protocol):
 class TrainBackend(Protocol):
     """Owner of the policy, its optimizer and the reference model."""
 
-    def score(self, batches: Sequence[PackedBatch], model: ModelRole) -> list[LogProbs]:
+    def compute_logprobs(self, batches: Sequence[PackedBatch], model: ModelRole) -> list[LogProbs]:
         """Compute log-probabilities without gradient. Returns one record per batch, on the CPU."""
         ...
 
@@ -196,8 +196,8 @@ class PromptProcessor(Protocol):
         """Chat template, or None to use the tokenizer's."""
         ...
 
-    def read(self, text: str, pictures: Sequence[Any]) -> Segment:
-        """Tokenize `text` with its `pictures`. Raises ValueError if the number of image placeholders differs."""
+    def read(self, text: str, images: Sequence[Any]) -> Segment:
+        """Tokenize `text` with its `images`. Raises ValueError if the number of image placeholders differs."""
         ...
 
 

@@ -71,5 +71,5 @@ def _integer(
     text = _text(environment, name, default)
     if not (text.isascii() and text.isdecimal() and low <= int(text) <= high):
         bounds = f"from {low} to {high}" if high < sys.maxsize else f"of at least {low}"
-        raise ConfigError(f"{name}={text} in the environment is no whole number {bounds}: {_REMEDY}")
+        raise ConfigError(f"{name}={text} in the environment must be an integer {bounds}: {_REMEDY}")
     return int(text)

@@ -93,5 +93,5 @@ def _load(point: EntryPoint) -> Any:
         return point.load()
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f"plug-in {point.name} = {point.value} cannot be loaded: {error}; mend or remove it"
+            f"plug-in {point.name} = {point.value} cannot be loaded: {error}; fix or uninstall it"
         ) from error

@@ -36,12 +36,12 @@ def open_store(ranks: RankVariables, timeout_s: float) -> dist.Store:
     _set_gloo_interface(ranks)
     if ranks.store_of_agent:
         new = _listen(ranks, 0) if ranks.rank == 0 else None
-        port = _meet(_connect(ranks, ranks.master_port, timeout_s), ranks, new.port if new else 0, wait)
+        port = _exchange_port(_connect(ranks, ranks.master_port, timeout_s), ranks, new.port if new else 0, wait)
         store = new or _connect(ranks, port, timeout_s)
     else:
         port = ranks.master_port
         store = _connect(ranks, port, timeout_s) if ranks.rank else _listen(ranks, port)
-        _meet(store, ranks, port, wait)
+        _exchange_port(store, ranks, port, wait)
     store.set_timeout(timedelta(seconds=timeout_s))
     return store
 
@@ -60,7 +60,7 @@ def _connect(ranks: RankVariables, port: int, timeout_s: float) -> dist.TCPStore
     return dist.TCPStore(ranks.master_addr, port, ranks.world_size, timeout=timedelta(seconds=timeout_s))
 
 
-def _meet(store: dist.Store, ranks: RankVariables, port: int, wait: "_Wait") -> int:
+def _exchange_port(store: dist.Store, ranks: RankVariables, port: int, wait: "_Wait") -> int:
     """Send `port` of rank 0 to all ranks. Collective: returns on rank 0 when all have it.
 
     `store` may hold keys of dead ranks. Each rank therefore waits for an answer to a nonce, and rank 0 for receipts of
@@ -82,7 +82,7 @@ def _meet(store: dist.Store, ranks: RankVariables, port: int, wait: "_Wait") -> 
         missing[:] = [rank for rank in missing if not store.check([f"fsdptrain/receipt/{answer}/{rank}"])]
         return not missing
 
-    wait.until(all_have_it, lambda: f"no sign of {_named(missing)} (of {ranks.world_size})")
+    wait.until(all_have_it, lambda: f"not connected: {_format_ranks(missing)} (of {ranks.world_size})")
     return port
 
 
@@ -91,7 +91,7 @@ class _Wait:
 
     def __init__(self, ranks: RankVariables, timeout_s: float) -> None:
         self._where = f"MASTER_ADDR={ranks.master_addr} MASTER_PORT={ranks.master_port}"
-        self._speaks = ranks.local_rank == 0
+        self._reports = ranks.local_rank == 0
         self._timeout_s = timeout_s
         self._begin = time.monotonic()
 
@@ -110,7 +110,7 @@ class _Wait:
             if seconds > limit_s:
                 flag = " (--dist-timeout)" if limit_s == self._timeout_s else ""
                 raise error(f"{self._where}: {problem()} after {limit_s:g} s{flag}")
-            if self._speaks and seconds > notice:
+            if self._reports and seconds > notice:
                 sys.stderr.write(f"fsdptrain: {self._where}: waiting, {problem()} after {seconds:.0f} s\n")
                 notice = seconds + _NOTICE_S
             time.sleep(_POLL_S)
@@ -132,7 +132,7 @@ def _answers(ranks: RankVariables) -> bool:
         return False
 
 
-def _named(ranks: list[int]) -> str:
+def _format_ranks(ranks: list[int]) -> str:
     return "rank " + ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
 
 

@@ -75,6 +75,6 @@ def difference_of_samples(
     packed = list(samples) or [Sample("", [5, 6], [False, True], [0.0, 0.0])]
     totals = Totals(num_tokens=10_000, num_sequences=100)
     batch = pack(packed, aggregation="token_mean", totals=totals, max_response_len=_MAX_RESPONSE_LEN, images=images)
-    [logprobs] = backend.score([batch], "policy")
+    [logprobs] = backend.compute_logprobs([batch], "policy")
     found = (logprobs.values - batch.rollout_logprobs)[batch.loss_mask].abs().max().item()
     return found if samples else 0.0

@@ -69,5 +69,5 @@ def routed_logprobs(
     moe: MoEFeature, model: PreTrainedModel, batch: PackedBatch, *, with_routes: bool = False, **options: Any
 ) -> LogProbs:
     """`policy_logprobs`; with_routes: the experts that were chosen are in `extras["routes"]`."""
-    with moe.around_scoring("policy") if with_routes else nullcontext():
+    with moe.around_logprobs("policy") if with_routes else nullcontext():
         return policy_logprobs(model, batch, **options)

@@ -50,7 +50,7 @@ MESHES: dict[str, dict[str, Any]] = {
 # What a refusal says to add, and what that is.
 WAYS_OUT: dict[str, dict[str, Any]] = {
     "--context-parallel-recurrent gather": {"context_parallel_recurrent": "gather"},
-    "deal the experts by --expert-parallel-size": {"expert_parallel_size": RANKS},
+    "shard the experts with --expert-parallel-size": {"expert_parallel_size": RANKS},
 }
 TEMPERATURE = 0.9
 MAX_TOKENS = 90  # of a pack: two or three sequences

@@ -154,5 +154,5 @@ def save(folder: Path, name: str, *, seed: int = 0) -> Path:
     return folder
 
 
-def picture(colour: tuple[int, int, int], size: tuple[int, int] = (16, 16)) -> Image.Image:
-    return Image.new("RGB", size, colour)
+def picture(color: tuple[int, int, int], size: tuple[int, int] = (16, 16)) -> Image.Image:
+    return Image.new("RGB", size, color)

@@ -3,7 +3,7 @@
     model = build("gemma2", seed=3)      # float32, on the CPU
     for name in ARCHITECTURES: ...
 
-Every parameter is random, the norms and biases too, which the stock initialisation leaves at one and zero: a weight
+Every parameter is random, the norms and biases too, which the stock initialization leaves at one and zero: a weight
 that was lost, swapped or left at its initial value shows in the logits. The vocabulary is that of
 `testing.tiny_tokenizer`.
 """

@@ -33,7 +33,7 @@ def assign_advantages(samples: Sequence[Sample], rule: AdvantageRule) -> list[Sa
     `scale_over_batch` afterwards.
     """
     assigned = list(samples)
-    for indices in scored_groups(samples):
+    for indices in groups_with_rewards(samples):
         members = [samples[index] for index in indices]
         for index, advantage in zip(indices, _of_group(members, rule), strict=True):
             assigned[index] = replace(samples[index], advantage=advantage)
@@ -58,16 +58,16 @@ def zero_spread_groups(samples: Sequence[Sample], parts: Iterable[str] = ()) -> 
 
     If `parts` are given (separately normalized rewards), a group counts if none of them has spread.
     """
-    names, num_flat = list(parts), 0
-    for indices in scored_groups(samples):
+    names, num_equal = list(parts), 0
+    for indices in groups_with_rewards(samples):
         members = [samples[index] for index in indices]
         columns = [[m.rewards[name] for m in members] for name in names] or [[_reward(m) for m in members]]
-        num_flat += all(flat(column) for column in columns)
+        num_equal += all(all_equal(column) for column in columns)
     unscored = {sample.group_id for sample in samples} - {s.group_id for s in samples if s.reward is not None}
-    return num_flat + len(unscored), len({sample.group_id for sample in samples})
+    return num_equal + len(unscored), len({sample.group_id for sample in samples})
 
 
-def scored_groups(samples: Sequence[Sample]) -> list[list[int]]:
+def groups_with_rewards(samples: Sequence[Sample]) -> list[list[int]]:
     """Return the indices of scored samples by group, in order of appearance. Omits groups without scored samples."""
     groups: dict[str, list[int]] = {}
     for index, sample in enumerate(samples):
@@ -81,9 +81,9 @@ def divide_by_group_std(advantages: Sequence[float], rewards: Sequence[float]) -
 
     Every prompt has the same weight, however rarely it is solved.
     """
-    if flat(rewards):
+    if all_equal(rewards):
         return [0.0] * len(rewards)
-    std = math.sqrt(math.fsum(x * x for x in centred(rewards, ())) / (len(rewards) - 1))
+    std = math.sqrt(math.fsum(x * x for x in centered(rewards, ())) / (len(rewards) - 1))
     return [advantage / (std + STD_EPSILON) for advantage in advantages]
 
 
@@ -96,9 +96,9 @@ def estimated(rewards: Sequence[float], members: Sequence[Sample], rule: Advanta
     return divide_by_group_std(advantages, rewards) if rule.scale == "group" else list(advantages)
 
 
-def centred(rewards: Sequence[float], _lengths: Sequence[int]) -> list[float]:
+def centered(rewards: Sequence[float], _lengths: Sequence[int]) -> list[float]:
     """Return s - mean."""
-    if flat(rewards):
+    if all_equal(rewards):
         return [0.0] * len(rewards)  # exact zeros, regardless of rounding in the mean
     mean = math.fsum(rewards) / len(rewards)
     return [reward - mean for reward in rewards]
@@ -106,20 +106,20 @@ def centred(rewards: Sequence[float], _lengths: Sequence[int]) -> list[float]:
 
 def grpo(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
     """s - mean, then divided by the std of the group (GRPO, arXiv 2402.03300)."""
-    return centred(rewards, lengths)
+    return centered(rewards, lengths)
 
 
 def dr_grpo(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
     """s - mean; the std would favor prompts that are almost always or almost never solved (arXiv 2503.20783)."""
-    return centred(rewards, lengths)
+    return centered(rewards, lengths)
 
 
 def to_be_whitened(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
     """s - mean, then whitened over the batch (REINFORCE++ with baseline, arXiv 2501.03262)."""
-    return centred(rewards, lengths)
+    return centered(rewards, lengths)
 
 
-def flat(rewards: Sequence[float]) -> bool:
+def all_equal(rewards: Sequence[float]) -> bool:
     return min(rewards) == max(rewards)
 
 

@@ -23,14 +23,14 @@ def divide_by_batch_std(samples: Sequence[Sample], reduce_sums: ReduceSums) -> l
     """
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     _, std = _mean_and_std(rewards, [1] * len(rewards), reduce_sums)
-    return _changed(samples, lambda advantage: advantage / (std + STD_EPSILON) if std else 0.0)
+    return _with_advantages(samples, lambda advantage: advantage / (std + STD_EPSILON) if std else 0.0)
 
 
 def whiten_samples(samples: Sequence[Sample], reduce_sums: ReduceSums) -> list[Sample]:
     """(A - mean) / (std + 1e-6) over the samples of the batch, unbiased: the last step of GDPO (arXiv 2601.05242)."""
     advantages = [sample.advantage for sample in samples if sample.reward is not None]
     mean, std = _mean_and_std(advantages, [1] * len(advantages), reduce_sums)
-    return _changed(samples, lambda advantage: (advantage - mean) / (std + STD_EPSILON))
+    return _with_advantages(samples, lambda advantage: (advantage - mean) / (std + STD_EPSILON))
 
 
 def whiten_tokens(samples: Sequence[Sample], reduce_sums: ReduceSums) -> list[Sample]:
@@ -42,7 +42,7 @@ def whiten_tokens(samples: Sequence[Sample], reduce_sums: ReduceSums) -> list[Sa
     lengths = [sum(sample.loss_mask) for sample in scored]
     mean, std = _mean_and_std([sample.advantage for sample in scored], lengths, reduce_sums)
     scale = math.sqrt(std * std + VARIANCE_EPSILON)
-    return _changed(samples, lambda advantage: (advantage - mean) / scale)
+    return _with_advantages(samples, lambda advantage: (advantage - mean) / scale)
 
 
 def _mean_and_std(values: Sequence[float], counts: Sequence[int], reduce_sums: ReduceSums) -> tuple[float, float]:
@@ -58,5 +58,5 @@ def _mean_and_std(values: Sequence[float], counts: Sequence[int], reduce_sums: R
     return mean, std if std > ROUNDING * abs(mean) else 0.0
 
 
-def _changed(samples: Sequence[Sample], change: Callable[[float], float]) -> list[Sample]:
+def _with_advantages(samples: Sequence[Sample], change: Callable[[float], float]) -> list[Sample]:
     return [s if s.reward is None else replace(s, advantage=change(s.advantage)) for s in samples]

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 
-from fsdptrain.algo.advantages import AdvantageRule, Estimate, centred, estimated, flat
+from fsdptrain.algo.advantages import AdvantageRule, Estimate, all_equal, centered, estimated
 from fsdptrain.errors import ConfigError, describe
 from fsdptrain.types import Sample
 
@@ -11,7 +11,7 @@ from fsdptrain.types import Sample
 def rloo(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
     """s - mean of the other samples = G / (G - 1) (s - mean); 0 for a single sample (RLOO, arXiv 2402.14740)."""
     others = max(1, len(rewards) - 1)
-    return [len(rewards) / others * x for x in centred(rewards, lengths)]
+    return [len(rewards) / others * x for x in centered(rewards, lengths)]
 
 
 def max_rl(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
@@ -20,7 +20,7 @@ def max_rl(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
     0 if the mean is not positive, because a negative mean would flip the sign of every advantage.
     """
     mean = math.fsum(rewards) / len(rewards)
-    return [x / mean if mean > 0 else 0.0 for x in centred(rewards, lengths)]
+    return [x / mean if mean > 0 else 0.0 for x in centered(rewards, lengths)]
 
 
 def opo(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
@@ -29,8 +29,8 @@ def opo(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
     Assumes that the gradient norm of a response grows with its length.
     """
     total = sum(lengths)
-    if flat(rewards) or not total:
-        return centred(rewards, lengths)
+    if all_equal(rewards) or not total:
+        return centered(rewards, lengths)
     baseline = math.fsum(length * reward for length, reward in zip(lengths, rewards, strict=True)) / total
     return [reward - baseline for reward in rewards]
 
@@ -48,14 +48,14 @@ def normalize_then_sum(members: Sequence[Sample], rule: AdvantageRule) -> list[f
         if missing:
             raise ConfigError(
                 f"--multi-reward normalize_then_sum needs the reward {name!r} of every sample, got {dict(missing[0])}: "
-                "leave it out"
+                "remove it"
             )
         values = estimated([member.rewards[name] for member in members], members, rule)
         total = [sum_ + weight * value for sum_, value in zip(total, values, strict=True)]
     return total
 
 
-def own_estimate(function: Callable[..., Sequence[float]], name: str) -> Estimate:
+def user_estimator(function: Callable[..., Sequence[float]], name: str) -> Estimate:
     """Wrap the user's `function` so that its errors become one-line ConfigErrors with its name."""
 
     def estimate(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
@@ -66,7 +66,7 @@ def own_estimate(function: Callable[..., Sequence[float]], name: str) -> Estimat
             raise ConfigError(f"--advantage-estimator {name} failed {given}: {describe(error)}") from error
         if len(advantages) != len(rewards) or not all(math.isfinite(value) for value in advantages):
             raise ConfigError(
-                f"--advantage-estimator {name} returned {advantages} {given}: it must be one finite number for each"
+                f"--advantage-estimator {name} returned {advantages} {given}: expected one finite number per reward"
             )
         return advantages
 

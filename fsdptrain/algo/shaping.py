@@ -7,7 +7,7 @@ in `Sample.rewards`, without their coefficients: `reward/overlong`, `reward/leng
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fsdptrain.algo.advantages import scored_groups
+from fsdptrain.algo.advantages import groups_with_rewards
 from fsdptrain.algo.correct import is_correct
 from fsdptrain.errors import ConfigError
 from fsdptrain.types import Sample
@@ -30,7 +30,7 @@ class ShapingRule:
 def shape(samples: Sequence[Sample], rule: ShapingRule) -> list[Sample]:
     """Apply reward shaping to `samples`, which must contain whole groups. Keeps the order; skips unscored samples."""
     shaped = list(samples)
-    for indices in scored_groups(samples):
+    for indices in groups_with_rewards(samples):
         members = [samples[index] for index in indices]
         rewards = [member.reward or 0.0 for member in members]
         parts = {name: SHAPES[name](members, rule) for name in rule.coefficients}
@@ -88,7 +88,7 @@ def _prompt_len(sample: Sample) -> int:
 def _new_parts(parts: Mapping[str, float], member: Sample) -> Mapping[str, float]:
     for name in parts:
         if name in member.rewards:
-            raise ConfigError(f"--reward has a part {name!r}, which is a name of shaping's own: call it something else")
+            raise ConfigError(f"--reward has a component {name!r}, which is the name of a shaping term: rename it")
     return parts
 
 

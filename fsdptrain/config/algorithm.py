@@ -119,7 +119,7 @@ class AlgorithmConfig(Section):
     def problems(self, config: "Config") -> Iterator[Problem]:
         if self.algorithm == "sft":
             if not is_own(self.loss):
-                reason = "with --algorithm sft, which has no advantages: leave it out"
+                reason = "with --algorithm sft, which has no advantages: remove it"
                 yield from config.without_effect(["loss"], reason)
             return
         yield from self._advantage_problems(config)
@@ -145,7 +145,7 @@ class AlgorithmConfig(Section):
             return
         shaping = config.shaping
         if len(config.reward.reward) + bool(shaping.overlong_penalty) + bool(shaping.length_penalty) < 2:
-            reason = "with one reward: name another in --reward, or leave it out"
+            reason = "with one reward: name another in --reward, or remove it"
             yield from config.without_effect(["multi_reward"], reason)
         if scale != "group" and not (own and scale == "none"):
             yield (
@@ -165,11 +165,11 @@ class AlgorithmConfig(Section):
         if self.loss == "sft":
             yield "--loss sft learns from labels, not from rewards: use --algorithm sft, or choose another loss"
         unread = [name for name in LOSS_FIELDS if name not in options.reads]
-        yield from config.without_effect(unread, f"with --loss {self.loss}, which does not read it: leave it out")
+        yield from config.without_effect(unread, f"with --loss {self.loss}, which does not read it: remove it")
         if config.on_policy and not self.use_rollout_logprobs:
             reason = (
                 "when each rollout is one optimizer step, where the policy ratio is always 1: set --global-batch-size "
-                f"below {config.samples_per_rollout} or --steps-per-rollout above 1, or leave it out"
+                f"below {config.samples_per_rollout} or --steps-per-rollout above 1, or remove it"
             )
             yield from config.without_effect(sorted(options.idle_on_policy), reason)
 

@@ -56,7 +56,7 @@ def check_processes(config: Config, *, world_size: int, local_world_size: int) -
     if wanted not in (None, local_world_size):
         raise ConfigError(
             f"--nproc-per-node {wanted} does not fit the {local_world_size} processes that were started on this "
-            "machine: leave it out under torchrun"
+            "machine: remove it under torchrun"
         )
     for section in config.sections:
         _raise_first(section.launch_problems(world_size, local_world_size))
@@ -104,7 +104,7 @@ def _broken(config: Config, key: Key, rule: Rule) -> str:
     if isinstance(rule, Requires):
         return _what_is_missing(config, key, rule)
     other = all_keys()[held[0].key]
-    fix = rule.fix or ("leave one of them out" if isinstance(rule, Excludes) else "leave it out")
+    fix = rule.fix or ("leave one of them out" if isinstance(rule, Excludes) else "remove it")
     return f"with {_shown(other, config)}: {fix}"
 
 
@@ -113,7 +113,7 @@ def _what_is_missing(config: Config, key: Key, rule: Requires) -> str:
     other = all_keys().get(rule.conditions[0].key)  # None: its feature is not installed
     if len(names) == 1 and other is not None and config.is_set(other.flat):
         only = f", only with {names[0]}" if rule.conditions[0].relation else ""
-        return f"with {_shown(other, config)}{only}: {rule.fix or 'leave it out'}"
+        return f"with {_shown(other, config)}{only}: {rule.fix or 'remove it'}"
     return f"without {' or '.join(names)}: {rule.fix or f'add it, or leave {key.flag} out'}"
 
 

@@ -11,7 +11,7 @@ from fsdptrain.config.section import Names, Section
 if TYPE_CHECKING:
     from fsdptrain.config.root import Config
 
-_NO_PASS = "where nothing is evaluated, without --curriculum and --length-penalty: set --eval-interval, or leave it out"
+_NO_PASS = "where nothing is evaluated, without --curriculum and --length-penalty: set --eval-interval, or remove it"
 
 
 class DataConfig(Section):
@@ -49,7 +49,7 @@ class DataConfig(Section):
         if self.prompt_data == "environment" and config.environment.environment is None:
             yield "--prompt-data environment are the rows of an environment: name it by --environment"
         if self.eval_prompt_data == "environment":
-            yield "--eval-prompt-data environment: leave it out, prompts are held out from --prompt-data environment"
+            yield "--eval-prompt-data environment: remove it, prompts are held out from --prompt-data environment"
 
     def source_problems(self, config: "Config") -> Iterator[Problem]:
         """Yield options that have no effect on the kind of data that --prompt-data and --eval-prompt-data name."""
@@ -57,7 +57,7 @@ class DataConfig(Section):
         generated = [name.startswith("reasoning_gym:") for name in names]
         files = [name.endswith((".jsonl", ".json", ".parquet")) or name == "environment" for name in names]
         if all(known or name == "environment" for known, name in zip(generated, names, strict=True)):
-            reason = "with data of reasoning_gym or an environment, which have no columns: leave it out"
+            reason = "with data of reasoning_gym or an environment, which have no columns: remove it"
             yield from config.without_effect(config.columns, reason)
         if not any(generated):
             reason = "on data of a fixed size: only reasoning_gym data is generated"

@@ -44,7 +44,7 @@ class Resolved:
     own: Mapping[str, Any]  # options of the command rather than of the run
 
 
-RECIPE = Option("--recipe", str | None, "YAML file with any of the options below. Flags win over it.", None)
+RECIPE = Option("--recipe", str | None, "YAML file with any of the options below. Flags take precedence.", None)
 
 
 def config_options() -> dict[str, Option]:
@@ -130,7 +130,7 @@ def _find(flag: str, by_flag: Mapping[str, str], options: Mapping[str, Option], 
     if flag.startswith("--no-") and positive in by_flag and options[by_flag[positive]].annotation is bool:
         return by_flag[positive], True
     if not _FLAG.match(word):
-        raise ConfigError(f"{word!r} stands alone: options begin with --, e.g. --hf-checkpoint {word}")
+        raise ConfigError(f"unexpected argument {word!r}: options begin with --, e.g. --hf-checkpoint {word}")
     raise ConfigError(f"unknown flag {flag}{advice(flag, list(by_flag))}")
 
 

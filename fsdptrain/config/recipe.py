@@ -24,7 +24,7 @@ Source = Literal[
 ]
 LEFT_OUT: Source = "default, since a flag takes the recipe's value its effect"
 SUPERSEDED: Source = "preset, since a flag names another algorithm or loss"
-_COLOURS: dict[Source, str] = {
+_COLORS: dict[Source, str] = {
     "default": "\x1b[2m",
     LEFT_OUT: "\x1b[2m",
     "preset": "\x1b[35m",
@@ -83,7 +83,7 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
     return values
 
 
-def to_yaml(config: Config, sources: Mapping[str, Source] | None = None, *, colour: bool = False) -> str:
+def to_yaml(config: Config, sources: Mapping[str, Source] | None = None, *, color: bool = False) -> str:
     """Format `config` as a recipe with all values and, from `sources` (by flat key), aligned source comments."""
     lines: list[tuple[str, Source | None]] = []
     section = ""
@@ -95,14 +95,14 @@ def to_yaml(config: Config, sources: Mapping[str, Source] | None = None, *, colo
             lines.append((f"{section}:", None))
         lines.append((f"  {key.name}: {_scalar(key.value(config))}", sources[flat] if sources else None))
     width = max(min(len(line), 60) for line, _ in lines)
-    return "".join(_line(line, source, width, colour=colour) for line, source in lines)
+    return "".join(_line(line, source, width, color=color) for line, source in lines)
 
 
-def _line(text: str, source: Source | None, width: int, *, colour: bool) -> str:
+def _line(text: str, source: Source | None, width: int, *, color: bool) -> str:
     if source is None:
         return text + "\n"
     comment = f"# {source}"
-    return f"{text:<{width}}  {_COLOURS[source]}{comment}\x1b[0m\n" if colour else f"{text:<{width}}  {comment}\n"
+    return f"{text:<{width}}  {_COLORS[source]}{comment}\x1b[0m\n" if color else f"{text:<{width}}  {comment}\n"
 
 
 def _scalar(value: Any) -> str:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from fsdptrain.config.root import Config
 
 _NEEDS_LENGTH = Requires("@generates", "loss_aggregation=fixed_length", reason=GENERATES.reason)
-_OWN_DEVICES = "with servers, which have devices of their own: leave it out"
+_OWN_DEVICES = "with servers, which have devices of their own: remove it"
 
 
 class BatchConfig(Section):
@@ -23,7 +23,7 @@ class BatchConfig(Section):
     max_tokens_per_gpu: int = Field(default=8192, ge=1)
     """Pack size: maximum tokens in a forward or backward pass of a rank. With --context-parallel-size, packs and
     sequences may be that many times longer. [tokens]"""
-    overlong: Literal["error", "drop"] = "error"
+    overlong_samples: Literal["error", "drop"] = "error"
     """Samples longer than the pack size: stop the run, or drop and count them."""
     global_batch_size: int | None = Field(default=None, ge=1)
     """Samples per optimizer step. Default: the whole rollout, strictly on-policy. [samples]"""
@@ -114,10 +114,10 @@ class RolloutConfig(Section):
                 "first or raise the second"
             )
         longest = config.prompt_budget + (1 if is_sft else response)
-        if prompt is not None and longest > budget and config.batch.overlong == "error":
+        if prompt is not None and longest > budget and config.batch.overlong_samples == "error":
             yield (
                 f"--rollout-max-prompt-len {prompt} and a response make {longest} tokens, more than "
-                f"{config.pack_budget}: lower the first, raise the second, or use --overlong drop"
+                f"{config.pack_budget}: lower the first, raise the second, or use --overlong-samples drop"
             )
         embedded = self.engine not in ("vllm", "vllm-server")
         if embedded and config.generates and self.max_batch_tokens < config.prompt_budget + response:

@@ -81,9 +81,9 @@ class ExportChoice:
 
 COLUMN, EXPORT_CHOICE = Column(), ExportChoice()
 FSDP_ONLY = Excludes("backend=megatron")
-RL_ONLY = IdleWith("algorithm=sft", fix="leave it out, or use another --algorithm, e.g. grpo")
+RL_ONLY = IdleWith("algorithm=sft", fix="remove it, or use another --algorithm, e.g. grpo")
 NEEDS_KL = Requires("kl_loss_coef", "kl_reward_coef", fix="set one of them, e.g. to 0.001")
 GENERATES = Requires(
     "@generates",
-    reason="with --algorithm sft that never evaluates: leave it out, or set --eval-interval and --eval-size",
+    reason="with --algorithm sft that never evaluates: remove it, or set --eval-interval and --eval-size",
 )

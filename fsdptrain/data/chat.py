@@ -20,7 +20,7 @@ from fsdptrain.data.rows import as_messages
 from fsdptrain.errors import DataError
 from fsdptrain.types import Message
 
-_SAID = "FSDPTRAINSAID"  # placeholder for the assistant's message
+_PLACEHOLDER = "FSDPTRAINSAID"  # placeholder for the assistant's message
 _PROBE = "FSDPTRAINPROBE"
 _CHARACTERS = 32  # characters read per token of the observation limit; long observations are cut before tokenization
 _CUT = " ..."
@@ -45,9 +45,11 @@ class TurnRenderer:
         """
         messages = [{**message, "content": self._plain(message["content"])} for message in as_messages(observation)]
         if not self.data.apply_chat_template:
-            return self._tokenise("\n".join(message["content"] for message in messages))
-        tokens = self._tokenise(self._behind_said(messages if self._shows_tools else _without_tools(messages)))
-        return tokens[self._num_said(tokens, last_token) :] if last_token in self._special else tokens
+            return self._tokenize("\n".join(message["content"] for message in messages))
+        tokens = self._tokenize(
+            self._render_after_turn(messages if self._supports_tool_role else _without_tools(messages))
+        )
+        return tokens[self._num_already_sampled(tokens, last_token) :] if last_token in self._special else tokens
 
     def _plain(self, text: str) -> str:
         """Truncate `text` to `max_observation_len` tokens and remove special tokens, which could end the turn."""
@@ -55,26 +57,26 @@ class TurnRenderer:
         if limit is None:
             return self._special_text.sub(" ", text)
         plain = self._special_text.sub(" ", text[: _CHARACTERS * limit])
-        ids = self._tokenise(plain)
+        ids = self._tokenize(plain)
         if len(ids) <= limit and len(text) <= _CHARACTERS * limit:
             return plain
         return str(self.tokenizer.decode(ids[:limit])).rstrip("\ufffd") + _CUT
 
-    def _num_said(self, tokens: Sequence[int], last_token: int) -> int:
+    def _num_already_sampled(self, tokens: Sequence[int], last_token: int) -> int:
         """Return how many leading `tokens` the turn that ended with the special `last_token` already contains.
 
         Counts up to that token, which may also be the first one of the next message (GLM). If the model ends its turns
         with another token than the template (Llama's <|eom_id|>), counts up to the template's end-of-turn token.
         """
-        closing = len(self._tokenise(self._behind_said([], generation=False)))
+        closing = len(self._tokenize(self._render_after_turn([], generation=False)))
         head = tokens[: max(1, closing)]
         if last_token in head:
             return head.index(last_token) + 1
         return next((index + 1 for index, token in enumerate(tokens[:closing]) if token in self._special), 0)
 
-    def _behind_said(self, messages: Sequence[Message], *, generation: bool = True) -> str:
+    def _render_after_turn(self, messages: Sequence[Message], *, generation: bool = True) -> str:
         """Render the template text between the assistant's message and its next turn."""
-        chat: list[Any] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SAID}, *messages]
+        chat: list[Any] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PLACEHOLDER}, *messages]
         template_kwargs: dict[str, Any] = dict(self.data.chat_template_kwargs)
         try:
             text = self.tokenizer.apply_chat_template(
@@ -83,23 +85,21 @@ class TurnRenderer:
         except (TemplateError, ValueError, TypeError) as error:
             roles = ", ".join(str(message["role"]) for message in messages)
             raise DataError(
-                f"the chat template of --hf-checkpoint takes no {roles} behind an answer: {error}"
+                f"the chat template of --hf-checkpoint does not support {roles} after an assistant message: {error}"
             ) from error
-        before, said, behind = str(text).partition(_SAID)
-        if not said:
-            raise DataError(
-                "the chat template of --hf-checkpoint does not show what the assistant says: " + before[:80]
-            )
-        return behind
+        before, placeholder, after = str(text).partition(_PLACEHOLDER)
+        if not placeholder:
+            raise DataError("the chat template of --hf-checkpoint omits the assistant message: " + before[:80])
+        return after
 
-    def _tokenise(self, text: str) -> list[int]:
+    def _tokenize(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     @cached_property
-    def _shows_tools(self) -> bool:
+    def _supports_tool_role(self) -> bool:
         """Whether the template supports the role `tool`. Some templates raise, others omit the message."""
         try:
-            return _PROBE in self._behind_said([{"role": "tool", "content": _PROBE}])
+            return _PROBE in self._render_after_turn([{"role": "tool", "content": _PROBE}])
         except DataError:
             return False
 

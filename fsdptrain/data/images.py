@@ -18,29 +18,29 @@ from fsdptrain.types import Message, Segment
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-MARK = "<image>"  # position of the next image in a prompt
+IMAGE_MARK = "<image>"  # position of the next image in a prompt
 
 
 def read_images(
     row: Row, processor: PromptProcessor, render: Callable[[list[Message]], str], *, column: str
 ) -> Segment:
     """Tokenize the chat of a row with its images, using the processor of the checkpoint. render: the chat template."""
-    text = render(with_places(as_messages(row.prompt), len(row.images), row_id=row.id))
-    pictures = [open_picture(one, row_id=row.id, column=column) for one in row.images]
+    text = render(with_image_positions(as_messages(row.prompt), len(row.images), row_id=row.id))
+    images = [open_image(one, row_id=row.id, column=column) for one in row.images]
     try:
-        return processor.read(text, pictures)
+        return processor.read(text, images)
     except (ValueError, TypeError, IndexError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise DataError(f"the processor of --hf-checkpoint does not take row {row.id}: {reason}") from error
+        raise DataError(f"the processor of --hf-checkpoint cannot render row {row.id}: {reason}") from error
 
 
-def as_pictures(value: Any, folder: Path) -> tuple[Any, ...]:
+def as_images(value: Any, folder: Path) -> tuple[Any, ...]:
     """Return the images of a cell, unopened. Resolves relative paths against `folder`."""
     values = value if isinstance(value, list | tuple) else [] if value is None else [value]
     return tuple(_with_folder(one, folder) for one in values)
 
 
-def open_picture(value: Any, *, row_id: str, column: str) -> "Image":
+def open_image(value: Any, *, row_id: str, column: str) -> "Image":
     """Open an image as RGB. Raises DataError if it is invalid."""
     from PIL import Image, UnidentifiedImageError
 
@@ -49,14 +49,14 @@ def open_picture(value: Any, *, row_id: str, column: str) -> "Image":
     source = _bytes_or_path(value)
     if source is None:
         raise DataError(
-            f"--image-key {column}: row {row_id} holds a {type(value).__name__}; a picture is the path of a file, its "
-            "bytes, or what datasets makes of them"
+            f"--image-key {column}: row {row_id} holds a {type(value).__name__}; expected a path, bytes, or an image "
+            "of `datasets`"
         )
     try:
-        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as picture:
-            return picture.convert("RGB")
+        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
+            return image.convert("RGB")
     except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
-        raise DataError(f"--image-key {column}: a picture of row {row_id} cannot be read: {error}") from error
+        raise DataError(f"--image-key {column}: the image of row {row_id} cannot be read: {error}") from error
 
 
 def content_of(value: Any) -> str:
@@ -67,7 +67,7 @@ def content_of(value: Any) -> str:
     return hashlib.sha256(value.tobytes() if source is None else source).hexdigest()
 
 
-def with_places(messages: Sequence[Message], count: int, *, row_id: str) -> list[Message]:
+def with_image_positions(messages: Sequence[Message], count: int, *, row_id: str) -> list[Message]:
     """Return `messages` with image positions in the format of chat templates.
 
     Images replace `<image>` marks in the text. Without any mark, they precede the text of the first user message.
@@ -82,21 +82,21 @@ def with_places(messages: Sequence[Message], count: int, *, row_id: str) -> list
         first = next((m for m in parted if m["role"] == "user"), parted[0])
         first["content"] = [*({"type": "image"} for _ in range(count)), *first["content"]]
     elif places != count:
-        raise DataError(f"row {row_id} has {count} pictures, and its prompt has {places} places for them ({MARK})")
-    return [{**m, "content": _text_alone(m["content"])} for m in parted]
+        raise DataError(f"row {row_id} has {count} images, and its prompt has {places} image positions ({IMAGE_MARK})")
+    return [{**m, "content": _as_text(m["content"])} for m in parted]
 
 
 def _parts(content: Any) -> list[dict[str, Any]]:
     if not isinstance(content, str):
         return [dict(part) for part in content]
     parts: list[dict[str, Any]] = []
-    for number, text in enumerate(content.split(MARK)):
+    for number, text in enumerate(content.split(IMAGE_MARK)):
         parts += [{"type": "image"}] if number else []
         parts += [{"type": "text", "text": text}] if text else []
     return parts
 
 
-def _text_alone(parts: list[dict[str, Any]]) -> Any:
+def _as_text(parts: list[dict[str, Any]]) -> Any:
     """Return a string if there are no images: some templates require it for the system prompt."""
     if all(part["type"] == "text" for part in parts):
         return "".join(part["text"] for part in parts)

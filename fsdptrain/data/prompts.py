@@ -70,8 +70,8 @@ class PromptStream:
         self.num_too_long = 0
         self._order = self._make_order()
         self._since_last = 0  # rows visited since the last usable one
-        self._given_out: dict[str, tuple[int, int]] = {}  # pending prompts: id -> (epoch, row)
-        self._again: deque[tuple[int, int]] = deque()  # prompts that were pending at the checkpoint; returned first
+        self._pending: dict[str, tuple[int, int]] = {}  # pending prompts: id -> (epoch, row)
+        self._resumed: deque[tuple[int, int]] = deque()  # prompts that were pending at the checkpoint; returned first
         self._num_given, self._num_skipped = 0, 0  # since the last `metrics` call
 
     @property
@@ -83,15 +83,15 @@ class PromptStream:
         """Return the next `n` prompts, across epochs. Raises DataError if no row is usable."""
         prompts: list[Prompt] = []
         while len(prompts) < n:
-            if self._again:
-                prompts.append(self._give(*self._again.popleft()))
+            if self._resumed:
+                prompts.append(self._reissue(*self._resumed.popleft()))
             elif (prompt := self._prompt_of_next_row()) is not None:
                 prompts.append(prompt)
         return prompts
 
     def record(self, prompt: Prompt, *, passed: int = 0, tried: int = 0) -> None:
         """Record the result of a returned prompt: `passed` of `tried` scored responses."""
-        _, row = self._given_out.pop(prompt.id)
+        _, row = self._pending.pop(prompt.id)
         if self.curriculum is not None:
             self.curriculum.record(row, passed=passed, tried=tried)
 
@@ -115,8 +115,8 @@ class PromptStream:
             "num_rows": len(self.rows),
             "num_too_long": self.num_too_long,
         }
-        if under_way := [*self._given_out.values(), *self._again]:
-            state["given_out"] = under_way
+        if pending := [*self._pending.values(), *self._resumed]:
+            state["pending"] = pending
         return state if self.curriculum is None else state | {"curriculum": self.curriculum.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -126,14 +126,14 @@ class PromptStream:
         """
         if state["num_rows"] != len(self.rows):
             raise DataError(
-                f"--prompt-data {self.data.prompt_data} has {len(self.rows)} rows to train on, {state['num_rows']} "
-                "when the checkpoint was made: resume with the same data and --eval-size, or use --resume never"
+                f"--prompt-data {self.data.prompt_data} has {len(self.rows)} training rows, {state['num_rows']} "
+                "when the checkpoint was written: resume with the same data and --eval-size, or use --resume never"
             )
         self.epoch, self.position, self.seed = state["epoch"], state["position"], state["seed"]
         self.num_too_long = state["num_too_long"]
         self._order = self._make_order()
         self._since_last = 0
-        self._given_out, self._again = {}, deque((epoch, row) for epoch, row in state.get("given_out", ()))
+        self._pending, self._resumed = {}, deque((epoch, row) for epoch, row in state.get("pending", ()))
         if self.curriculum is not None and "curriculum" in state:
             self.curriculum.load_state_dict(state["curriculum"])
 
@@ -159,13 +159,13 @@ class PromptStream:
             return None
         self._since_last = 0
         self._num_given += 1
-        self._given_out[prompt.id] = (self.epoch, index)
+        self._pending[prompt.id] = (self.epoch, index)
         return prompt
 
-    def _give(self, epoch: int, index: int) -> Prompt:
+    def _reissue(self, epoch: int, index: int) -> Prompt:
         """Return a pending prompt again."""
         prompt = self._make(epoch, self.rows[index])
-        self._given_out[prompt.id] = (epoch, index)
+        self._pending[prompt.id] = (epoch, index)
         return prompt
 
     def _make(self, epoch: int, row: Row) -> Prompt:
@@ -278,10 +278,10 @@ def _render_chat(
             text = _try_template(with_system, tokenizer, data.chat_template_kwargs)
             if text is not None and system_prompt in text:
                 return text
-            messages = _in_front(system_prompt, messages)
+            messages = _prepend_system_prompt(system_prompt, messages)
         return _apply_template(messages, tokenizer, data.chat_template_kwargs)
     except (TemplateError, ValueError, TypeError) as error:  # TypeError: most templates need text content
-        raise DataError(f"the chat template of --hf-checkpoint does not take row {row_id}: {error}") from error
+        raise DataError(f"the chat template of --hf-checkpoint cannot render row {row_id}: {error}") from error
 
 
 def _try_template(
@@ -309,7 +309,7 @@ def _apply_template(
     return text
 
 
-def _in_front(system_prompt: str, messages: list[Message]) -> list[Message]:
+def _prepend_system_prompt(system_prompt: str, messages: list[Message]) -> list[Message]:
     first, *rest = messages
     words, content = f"{system_prompt}\n\n", first["content"]
     shown = [{"type": "text", "text": words}, *content] if isinstance(content, list) else words + content

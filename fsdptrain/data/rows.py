@@ -55,8 +55,8 @@ def split_rows(rows: Rows, eval_size: int, seed: int) -> tuple[Rows, list[Row]]:
         taken.add(index)
     if len(taken) == len(rows):
         raise DataError(
-            f"--eval-size {eval_size} leaves nothing to train on, the data has {len(rows)} rows; "
-            "lower it, or name other data by --eval-prompt-data"
+            f"--eval-size {eval_size} leaves no training rows, the data has {len(rows)} rows; "
+            "lower it, or set --eval-prompt-data"
         )
     return _Subset(rows, [index for index in range(len(rows)) if index not in taken]), list(held_out.values())
 
@@ -68,7 +68,7 @@ def content_hash(row: Row) -> str:
     if row.images:
         from fsdptrain.data.images import content_of
 
-        content += [content_of(picture) for picture in row.images]
+        content += [content_of(image) for image in row.images]
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
 
 

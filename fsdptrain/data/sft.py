@@ -33,8 +33,8 @@ def sft_sample(
     token_ids, loss_mask = list(prompt.token_ids), [False] * len(prompt.token_ids)
     for is_model, messages in groupby(_conversation(prompt), key=_is_model):
         if is_model:
-            [said] = messages
-            ids = [*tokenizer(said["content"], add_special_tokens=False)["input_ids"], end]
+            [message] = messages
+            ids = [*tokenizer(message["content"], add_special_tokens=False)["input_ids"], end]
         else:
             assert renderer is not None, "a conversation needs a renderer"
             ids = renderer.between(list(messages), last_token=end)
@@ -56,9 +56,13 @@ def _conversation(prompt: Prompt) -> Sequence[Message]:
         raise DataError(f"--algorithm sft: row {prompt.id} has no response; --label-key names the column that holds it")
     if not isinstance(label, list):
         return [{"role": "assistant", "content": str(label)}]
-    whole = all(isinstance(m, Mapping) and m.get("role") and isinstance(m.get("content"), str) for m in label)
-    spoken = [_is_model(message) for message in label] if whole else []
-    if not whole or not (spoken[0] and spoken[-1]) or any(a and b for a, b in pairwise(spoken)):
+    is_conversation = all(isinstance(m, Mapping) and m.get("role") and isinstance(m.get("content"), str) for m in label)
+    is_assistant = [_is_model(message) for message in label] if is_conversation else []
+    if (
+        not is_conversation
+        or not (is_assistant[0] and is_assistant[-1])
+        or any(a and b for a, b in pairwise(is_assistant))
+    ):
         raise DataError(
             f"--algorithm sft: the response of row {prompt.id} is a list, {str(label)[:80]}; it is messages with role "
             "and content, the first and the last of the assistant, and others between its turns"

@@ -74,7 +74,7 @@ def _parse_options(query: str, *, flag: str) -> dict[str, Any]:
     for part in filter(None, query.split("&")):
         name, equals, text = part.partition("=")
         if not equals:
-            raise ConfigError(f"{flag}: {part!r} behind the ? is not of the form name=value")
+            raise ConfigError(f"{flag}: {part!r} after ? must be name=value")
         try:
             value = yaml.safe_load(text)
         except yaml.YAMLError as error:

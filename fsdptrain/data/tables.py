@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdptrain.config import DataConfig
-from fsdptrain.data.images import as_pictures
+from fsdptrain.data.images import as_images
 from fsdptrain.data.rows import Row, Rows, Table
 from fsdptrain.data.sources import first_line
 from fsdptrain.errors import ConfigError, DataError
@@ -82,7 +82,7 @@ class _TableRows:
             prompt=_checked_prompt(values.get(self.input_key), row_id, self.input_key),
             label=values.get(self.label_key) if self.label_key else None,
             metadata=(values.get(self.metadata_key) or {}) if self.metadata_key else {},
-            images=as_pictures(values.get(self.image_key), self.folder) if self.image_key else (),
+            images=as_images(values.get(self.image_key), self.folder) if self.image_key else (),
         )
 
 
@@ -118,7 +118,7 @@ def _load_table(name: str, options: dict[str, Any], *, flag: str) -> Table:
     path = Path(name)
     is_file = path.suffix in FILE_FORMATS
     if is_file and not path.is_file():
-        raise DataError(f"{flag} {name}: there is no such file")
+        raise DataError(f"{flag} {name}: file not found")
     for option in options:
         if option not in ("name", "split", "revision", "data_dir"):
             raise ConfigError(f"{flag} {name}: no option {option!r}; it takes name, split, revision, data_dir")

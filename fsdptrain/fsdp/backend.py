@@ -103,7 +103,7 @@ class FSDPBackend:
         device_type, dtype = platform.device_type(), self.compute_dtype
         return kernels(self._model, device_type=device_type, compute_dtype=dtype, probe=self.layout_probe)
 
-    def score(self, batches: Sequence[PackedBatch], model: ModelRole) -> list[LogProbs]:
+    def compute_logprobs(self, batches: Sequence[PackedBatch], model: ModelRole) -> list[LogProbs]:
         """Compute the logprobs of each batch at the rollout temperature, without gradient, on the CPU.
 
         For `reference` the weights are swapped once for all batches. A reference exists only if a KL term needs it.
@@ -123,7 +123,7 @@ class FSDPBackend:
         """
         assert not self._is_away, "onload comes before train_step"
         if not batches[0].num_loss_tokens:  # of the whole step, so the same on every rank
-            return self._optimizer.pass_over()
+            return self._optimizer.advance_without_update()
         self._model.train(self._config.algorithm.algorithm == "sft")
         self._optimizer.zero_grad()
         for feature in self.features:
@@ -233,7 +233,7 @@ class FSDPBackend:
     def _weights_of(self, role: ModelRole) -> Iterator[None]:
         """Run the model as `role` within the context."""
         with ExitStack() as stack:
-            stack.enter_context(self.features.around_scoring(role))
+            stack.enter_context(self.features.around_logprobs(role))
             if role == "reference" and self._reference is not None:
                 stack.enter_context(self._reference.swapped_into(self._model))
             assert role == "policy" or self._reference or self.features.provides_reference, "no KL term, no reference"

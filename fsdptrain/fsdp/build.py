@@ -37,7 +37,9 @@ def load_model(
     options = features.build_options()
     compute_dtype: torch.dtype = getattr(torch, config.compute_dtype_name)
     stored = torch.promote_types(stored_dtype or options.stored_dtype, compute_dtype)
-    attention = resolve_attention(config.model.attn_implementation, platform.device_type(), ours=options.own_attention)
+    attention = resolve_attention(
+        config.model.attn_implementation, platform.device_type(), needs_package_attention=options.own_attention
+    )
     model = build_meta_model(path, trust_remote_code=config.model.trust_remote_code, attn_implementation=attention)
     check_longest(model.config, config.longest_sequence)
     if not options.trains_tower:

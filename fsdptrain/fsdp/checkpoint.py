@@ -104,7 +104,7 @@ def load_reference(directory: Path, model: nn.Module) -> None:
     _read_shards(directory / _REFERENCE, _of_model(model))
 
 
-_WAY_OUT = "resume from another with --resume DIR, or start anew with --resume never"
+_REMEDY = "resume from another with --resume DIR, or start anew with --resume never"
 
 
 def _reasons(error: CheckpointException) -> str:
@@ -142,7 +142,7 @@ def _read_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
     try:
         dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
     except CheckpointException as error:
-        raise CheckpointError(f"checkpoint {folder} cannot be read ({_reasons(error)}): {_WAY_OUT}") from error
+        raise CheckpointError(f"checkpoint {folder} cannot be read ({_reasons(error)}): {_REMEDY}") from error
 
 
 def _file_plan(tensors: dict[str, Tensor]) -> dict[str, int]:
@@ -159,25 +159,25 @@ def _file_plan(tensors: dict[str, Tensor]) -> dict[str, int]:
 def read_state(directory: Path, ours: dict[str, Any]) -> dict[str, Any]:
     """Read what `write_state` wrote. Raises CheckpointError unless the checkpoint is complete and matches `ours`."""
     if not directory.is_dir():
-        raise CheckpointError(f"checkpoint {directory} is not there: {_WAY_OUT}")
+        raise CheckpointError(f"checkpoint {directory} is not there: {_REMEDY}")
     try:
         manifest = json.loads((directory / MANIFEST).read_text())
         for name, size in manifest.items():
             found = (directory / name).stat().st_size
             if found != size:
                 raise CheckpointError(
-                    f"checkpoint {directory} is broken: {name} has {found} bytes, not {size}: {_WAY_OUT}"
+                    f"checkpoint {directory} is broken: {name} has {found} bytes, not {size}: {_REMEDY}"
                 )
         state = json.loads((directory / _STATE).read_text())
     except (OSError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"checkpoint {directory} is broken ({error}): {_WAY_OUT}") from error
+        raise CheckpointError(f"checkpoint {directory} is broken ({error}): {_REMEDY}") from error
     if state.get("format") != _FORMAT:
-        raise CheckpointError(f"checkpoint {directory} has format {state.get('format')}, not {_FORMAT}: {_WAY_OUT}")
+        raise CheckpointError(f"checkpoint {directory} has format {state.get('format')}, not {_FORMAT}: {_REMEDY}")
     theirs = state["model"]
     if ours != theirs:
         raise CheckpointError(
             f"checkpoint {directory} is of another model ({describe(theirs)}) than --hf-checkpoint "
-            f"({describe(ours)}): {_WAY_OUT}"
+            f"({describe(ours)}): {_REMEDY}"
         )
     return state
 
@@ -207,7 +207,7 @@ def load_rng(directory: Path) -> None:
             scalars = json.loads(file.metadata()["scalars"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"checkpoint file {path} cannot be read ({error}): {_WAY_OUT}") from error
+        raise CheckpointError(f"checkpoint file {path} cannot be read ({error}): {_REMEDY}") from error
     version, gauss = scalars["python"]
     random.setstate((version, tuple(tensors["python"].tolist()), gauss))
     kind, position, has_gauss, cached = scalars["numpy"]

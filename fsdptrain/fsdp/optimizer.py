@@ -160,7 +160,7 @@ class Optimizer:
                 f"{self._config.max_skipped_steps}: lower --lr or --clip-grad, or compute with --no-bf16"
             )
 
-    def pass_over(self) -> Metrics:
+    def advance_without_update(self) -> Metrics:
         """Advance the schedule without an update, for a step without loss tokens."""
         metrics = {"optim/lr": self.lr, "optim/skipped_steps": float(self.num_skipped)}
         self.zero_grad()

@@ -89,6 +89,6 @@ class Background:
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             raise CheckpointError(
-                f"--async-save: a checkpoint was not written in {timeout_s:g} s: raise --dist-timeout, or leave it out"
+                f"--async-save: a checkpoint was not written in {timeout_s:g} s: raise --dist-timeout, or remove it"
             )
         self.check()

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsdptrain.errors import FsdptrainError, RankError, RolloutError
-from fsdptrain.launch.parent import is_started_by_us
+from fsdptrain.launch.parent import has_fsdptrain_launcher
 from fsdptrain.rank_variables import ERROR_FILE
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 _FIELDS = "fsdptrain"  # our part of an error file
-_FIRST_RANK_S = 2.0  # [s] for the first rank of a machine to speak: then torchrun ends the others
+_WAIT_FOR_FIRST_RANK_S = 2.0  # [s] for the first rank of a machine to speak: then torchrun ends the others
 
 
 @dataclass(frozen=True)
@@ -31,19 +31,19 @@ class Failure:
     time: float  # [s] since the epoch
     text: str  # one line; for a bug, one line and a traceback
     exit_code: int  # 2 for an FsdptrainError, 1 for a bug
-    is_echo: bool = False  # consequence of another rank's failure
+    is_consequence: bool = False  # consequence of another rank's failure
     restartable: bool = True  # may not recur after a restart
 
 
-def failure_of(error: BaseException, rank: int, *, lost_a_rank: bool = False) -> Failure:
-    """Build a Failure from `error`. `lost_a_rank`: the error is a lost connection to another rank."""
+def failure_of(error: BaseException, rank: int, *, lost_connection: bool = False) -> Failure:
+    """Build a Failure from `error`. `lost_connection`: the error is a lost connection to another rank."""
     is_user_error = isinstance(error, FsdptrainError)
     shown = "".join(traceback.format_exception(error)).rstrip()
     return Failure(
         time=time.time(),
         text=str(error) if is_user_error else f"rank {rank} failed\n{shown}",
         exit_code=2 if is_user_error else 1,
-        is_echo=lost_a_rank or isinstance(error, RankError),
+        is_consequence=lost_connection or isinstance(error, RankError),
         restartable=not is_user_error or isinstance(error, RankError | RolloutError),
     )
 
@@ -52,10 +52,10 @@ def report_failure(failure: Failure) -> None:
     """Leave `failure` for the process that started this rank. Write it to stderr too, unless our launcher does."""
     path = os.environ.get(ERROR_FILE)
     is_left = _write_error_file(Path(path), failure) if path else False
-    if is_left and is_started_by_us():
+    if is_left and has_fsdptrain_launcher():
         return
-    if failure.is_echo or (failure.exit_code == 2 and os.environ.get("LOCAL_RANK", "0") != "0"):
-        time.sleep(_FIRST_RANK_S)  # all ranks may have the same error: torchrun ends this one during the wait
+    if failure.is_consequence or (failure.exit_code == 2 and os.environ.get("LOCAL_RANK", "0") != "0"):
+        time.sleep(_WAIT_FOR_FIRST_RANK_S)  # all ranks may have the same error: torchrun ends this one during the wait
     sys.stderr.write(f"fsdptrain: {failure.text}\n")
 
 
@@ -82,7 +82,7 @@ def _ranked(rank: int, found: ProcessFailure) -> tuple[int, float, Failure]:
     fields = found.error_file_data.get(_FIELDS)
     failure = Failure(**fields) if fields else _without_error_file(rank, found.exitcode)
     if fields:
-        return (4 if failure.is_echo else 2), failure.time, failure
+        return (4 if failure.is_consequence else 2), failure.time, failure
     if found.exitcode == -signal.SIGTERM:  # ended by the agent after the failure of another rank
         return 5, rank, failure
     aborted = found.exitcode == -signal.SIGABRT  # e.g. by a C++ watchdog after losing another rank
@@ -91,7 +91,7 @@ def _ranked(rank: int, found: ProcessFailure) -> tuple[int, float, Failure]:
 
 def _without_error_file(rank: int, code: int) -> Failure:
     if code >= 0:
-        return Failure(0.0, f"rank {rank} ended with exit code {code} and left no error", exit_code=code)
+        return Failure(0.0, f"rank {rank} exited with code {code} without an error message", exit_code=code)
     name = signal.Signals(-code).name
     hint = "; the host may be out of memory: see dmesg, use fewer --nproc-per-node" if name == "SIGKILL" else ""
     return Failure(0.0, f"rank {rank} was killed by {name}{hint}", exit_code=2)

@@ -20,7 +20,7 @@ from fsdptrain.launch.failures import Failure, root_cause
 from fsdptrain.launch.parent import LAUNCHER_PID
 from fsdptrain.rank_variables import RESTART_COUNT
 
-_TERMINATES_S = 10  # [s] between SIGTERM and SIGKILL
+_SHUTDOWN_TIMEOUT_S = 10  # [s] between SIGTERM and SIGKILL
 
 
 def start_ranks(config: Config, argv: Sequence[str], *, nproc: int, module: str = "fsdptrain") -> int:
@@ -29,7 +29,7 @@ def start_ranks(config: Config, argv: Sequence[str], *, nproc: int, module: str 
     Reports the failure that ended the last attempt: raises FsdptrainError, or writes a traceback to stderr.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // nproc)))
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_TERMINATES_S))
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SHUTDOWN_TIMEOUT_S))
     launch, command = config.launch, ["-m", module, *argv]
     try:
         with tempfile.TemporaryDirectory(prefix="fsdptrain-") as scratch, _agent_log_disabled():
@@ -65,7 +65,7 @@ def _run_once(command: Sequence[str], launch: LaunchConfig) -> Failure | None:
 
 
 def _launch_config(nproc: int, run_id: str, logs: LogsSpecs) -> LaunchConfig:
-    heeded = [name for name in ("SIGTERM", "SIGHUP") if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN]
+    handled = [name for name in ("SIGTERM", "SIGHUP") if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN]
     return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -79,7 +79,7 @@ def _launch_config(nproc: int, run_id: str, logs: LogsSpecs) -> LaunchConfig:
         monitor_interval=0.1,
         logs_specs=logs,
         log_line_prefix_template="${role_name}",  # empty
-        signals_to_handle=",".join(heeded),  # without SIGINT: on KeyboardInterrupt, the agent ends ranks with SIGTERM
+        signals_to_handle=",".join(handled),  # without SIGINT: on KeyboardInterrupt, the agent ends ranks with SIGTERM
     )
 
 

@@ -11,11 +11,11 @@ LAUNCHER_PID = "FSDPTRAIN_LAUNCHER_PID"  # set for ranks started by the fsdptrai
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
-def is_started_by_us() -> bool:
+def has_fsdptrain_launcher() -> bool:
     return LAUNCHER_PID in os.environ
 
 
-def end_with_parent() -> None:
+def exit_with_parent() -> None:
     """Let Linux end this rank when its agent (ours or torchrun's) dies. Call it before slow imports."""
     if RUN_ID not in os.environ or sys.platform != "linux":
         return

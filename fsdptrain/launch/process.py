@@ -9,13 +9,13 @@ from contextlib import contextmanager
 
 from fsdptrain import platform
 from fsdptrain.config import Config, check_own_launch, check_processes
-from fsdptrain.launch.parent import is_started_by_us
+from fsdptrain.launch.parent import has_fsdptrain_launcher
 from fsdptrain.rank_variables import read_rank_variables
 
 
 def run_alone(config: Config) -> int:
     """Train in this process."""
-    quieten(rank=0)
+    configure_logging(rank=0)
     with process_group(config):
         train(config)
     return 0
@@ -30,19 +30,19 @@ def process_group(config: Config) -> Iterator[None]:
     ranks = read_rank_variables()
     sizes = (ranks.world_size, ranks.local_world_size) if ranks else (1, 1)
     check_processes(config, world_size=sizes[0], local_world_size=sizes[1])
-    if not is_started_by_us():
+    if not has_fsdptrain_launcher():
         check_own_launch(config)
     with platform.process_group(config.launch.dist_timeout):
         yield
 
 
 def train(config: Config) -> None:
-    from fsdptrain.trainer import Trainer  # import after `quieten`
+    from fsdptrain.trainer import Trainer  # import after `configure_logging`
 
     Trainer(config).fit()
 
 
-def quieten(*, rank: int) -> None:
+def configure_logging(*, rank: int) -> None:
     """Silence other libraries, and log on rank 0 only. Environment variables set by the user are kept."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("DATASETS_VERBOSITY", "error")

@@ -9,19 +9,25 @@ from typing import NoReturn
 from torch.distributed import DistError
 
 from fsdptrain.config import Config
-from fsdptrain.launch.alike import require_alike
 from fsdptrain.launch.failures import failure_of, report_failure
-from fsdptrain.launch.process import process_group, quieten, train
+from fsdptrain.launch.process import configure_logging, process_group, train
+from fsdptrain.launch.same_options import require_same_options
 
-_LOST = ("closed by peer", "reset by peer", "Timed out waiting", "Connection refused", "Broken pipe")  # gloo, in C++
+_CONNECTION_ERRORS = (
+    "closed by peer",
+    "reset by peer",
+    "Timed out waiting",
+    "Connection refused",
+    "Broken pipe",
+)  # gloo, in C++
 
 
 def run_as_rank(config: Config, rank: int, work: Callable[[], None] | None = None) -> int:
     """Train, or run `work`, as one of several ranks. An error ends this process without cleanup."""
-    quieten(rank=rank)
+    configure_logging(rank=rank)
     end = _EndRankOnError(rank)
     with end, process_group(config), end:  # inner: before the group closes, which may wait for other ranks
-        require_alike(config)
+        require_same_options(config)
         work() if work is not None else train(config)
     return 0
 
@@ -45,7 +51,7 @@ class _EndRankOnError:
             return
         if isinstance(error, KeyboardInterrupt):
             _end(130)
-        failure = failure_of(error, self.rank, lost_a_rank=_is_lost_connection(error))
+        failure = failure_of(error, self.rank, lost_connection=_is_lost_connection(error))
         report_failure(failure)
         _end(failure.exit_code)
 
@@ -59,4 +65,4 @@ def _end(code: int) -> NoReturn:
 def _is_lost_connection(error: BaseException) -> bool:
     if isinstance(error, DistError):
         return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST)
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _CONNECTION_ERRORS)

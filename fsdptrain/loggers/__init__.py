@@ -46,8 +46,8 @@ def build_loggers(
     info = RunInfo(
         output_dir, log.project, log.run_name or output_dir.resolve().name, total_steps, resumed_step, config
     )
-    makers = [resolve(name, LOGGERS, flag="--log-to", plugins="loggers") for name in log.to]
-    return [JsonlLogger(info), *(make(info) for make in makers)]
+    factories = [resolve(name, LOGGERS, flag="--log-to", plugins="loggers") for name in log.to]
+    return [JsonlLogger(info), *(factory(info) for factory in factories)]
 
 
 def _rank() -> int:

@@ -66,10 +66,10 @@ class ConsoleLogger:
             self._print(f"done in {end}")
             return
         saved = max((path.name for path in (self._info.output_dir / "checkpoints").glob("step_*")), default=None)
-        goes_on = "there is no checkpoint yet (--save-interval)"
+        resume_hint = "there is no checkpoint yet (--save-interval)"
         if saved is not None:
-            goes_on = f"the same command goes on after step {int(saved[5:13])}"
-        self._print(f"stopped after step {self._last_step} of {self._info.total_steps}, {end}; {goes_on}")
+            resume_hint = f"rerun the same command to resume after step {int(saved[5:13])}"
+        self._print(f"stopped after step {self._last_step} of {self._info.total_steps}, {end}; {resume_hint}")
 
     def _due(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Return whether to print: about `PLAIN_LINES` lines per run, and every evaluation."""
@@ -94,10 +94,10 @@ def header(info: RunInfo) -> str:
         lines += _facts(info.config)
     if info.resumed_step is not None and info.resumed_step >= info.total_steps:
         lines.append(
-            f"  this run is at its end, step {info.resumed_step} of {info.total_steps}: a larger --num-rollout goes on"
+            f"  this run is complete, step {info.resumed_step} of {info.total_steps}; raise --num-rollout to continue"
         )
     elif info.resumed_step is not None:
-        lines.append(f"  goes on after step {info.resumed_step} of {info.total_steps}")
+        lines.append(f"  resumes after step {info.resumed_step} of {info.total_steps}")
     return "\n".join(lines)
 
 

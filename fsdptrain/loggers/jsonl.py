@@ -15,7 +15,7 @@ from fsdptrain.loggers.run_info import RunInfo
 
 log = logging.getLogger(__name__)
 
-_LATER = "mend that, and the same command goes on from the newest checkpoint"
+_RERUN = "fix that and rerun the same command to resume from the newest checkpoint"
 
 
 class JsonlLogger:
@@ -28,40 +28,40 @@ class JsonlLogger:
         self._resumed_step = info.resumed_step
         self._has_begun = False
         self._folder = info.output_dir
-        with self._writing("choose a folder of your own"):
+        with self._writing("choose another folder"):
             info.output_dir.mkdir(parents=True, exist_ok=True)
             self._metrics = _open(info.output_dir / "metrics.jsonl")
             self._samples = _open(info.output_dir / "samples.jsonl")
             self._timeline = _open(info.output_dir / "timeline.jsonl")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        with self._writing(_LATER):
+        with self._writing(_RERUN):
             self._begin()
             _write(self._metrics, [{"step": step, "time": round(time.time(), 3), **metrics}])
 
     def log_samples(self, samples: Sequence[Mapping[str, object]], step: int) -> None:
-        with self._writing(_LATER):
+        with self._writing(_RERUN):
             self._begin()
             _write(self._samples, ({"step": step, **sample} for sample in samples))
 
     def log_timeline(self, spans: Sequence[Mapping[str, object]], step: int) -> None:
         """Write one line per stage: {"step", "stage", "rollout", "begin", "end"}. Times are in seconds since 1970."""
-        with self._writing(_LATER):
+        with self._writing(_RERUN):
             self._begin()
             _write(self._timeline, ({"step": step, **span} for span in spans))
 
     def close(self) -> None:
-        with self._writing(_LATER):  # closing flushes buffered data again
+        with self._writing(_RERUN):  # closing flushes buffered data again
             self._metrics.close()
             self._samples.close()
             self._timeline.close()
 
     @contextmanager
-    def _writing(self, way_out: str) -> Iterator[None]:
+    def _writing(self, remedy: str) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            raise ConfigError(f"--output-dir {self._folder} cannot be written: {error.strerror}; {way_out}") from error
+            raise ConfigError(f"--output-dir {self._folder} cannot be written: {error.strerror}; {remedy}") from error
 
     def _begin(self) -> None:
         if not self._has_begun:
@@ -85,12 +85,12 @@ def _reopen(file: TextIO, resumed_step: int | None) -> TextIO:
     if resumed_step is None:
         if path.stat().st_size > 0:
             path.replace(path.with_name(f"{path.name}.old"))
-            log.warning("%s is of a run without a checkpoint: kept as %s.old", path, path.name)
+            log.warning("%s belongs to a run without a checkpoint: renamed to %s.old", path, path.name)
         return _open(path)
     kept = _lines_until(path, resumed_step)
-    half = path.with_name(f".{path.name}.half")
-    half.write_text("".join(kept), encoding="utf-8")
-    half.replace(path)  # atomic: after a kill, either the old or the new file exists
+    temporary = path.with_name(f".{path.name}.half")
+    temporary.write_text("".join(kept), encoding="utf-8")
+    temporary.replace(path)  # atomic: after a kill, either the old or the new file exists
     return _open(path)
 
 

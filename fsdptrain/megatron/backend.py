@@ -23,7 +23,7 @@ from fsdptrain.fsdp.reference import ReferenceBank
 from fsdptrain.megatron.bridge import choose_bridge, load_by_bridge
 from fsdptrain.megatron.config import MegatronConfig
 from fsdptrain.megatron.cpu_shims import prepare_megatron
-from fsdptrain.megatron.forward import Scorer, from_last_stage, layout_of, run_packs
+from fsdptrain.megatron.forward import LogprobsHead, from_last_stage, layout_of, run_packs
 from fsdptrain.megatron.groups import process_groups, start_groups
 from fsdptrain.megatron.masters import Masters, wrap
 from fsdptrain.megatron.model import build_model, build_options, has_transformer_engine
@@ -35,8 +35,8 @@ from fsdptrain.megatron.storage import (
     identity,
     load_checkpoint,
     load_tensors,
+    name_source_in_errors,
     save_checkpoint,
-    told_of,
 )
 from fsdptrain.megatron.transformer_config import transformer_config
 from fsdptrain.megatron.weights import WeightMap, by_module
@@ -118,7 +118,7 @@ class MegatronBackend:
     def kernels(self) -> list[Kernel]:
         return [*self.report.kernels, self._conversion]
 
-    def score(self, batches: Sequence[PackedBatch], model: ModelRole) -> list[LogProbs]:
+    def compute_logprobs(self, batches: Sequence[PackedBatch], model: ModelRole) -> list[LogProbs]:
         """Compute logprobs at the rollout temperature without gradient. Returns CPU tensors, one per batch."""
         moved = [batch.to(self.device) for batch in batches]
         with torch.no_grad(), self._weights_of(model):
@@ -126,7 +126,7 @@ class MegatronBackend:
         return [LogProbs(values.cpu()) for values in from_last_stage(found, [b.advantages for b in moved])]
 
     def _scored(self, hidden: Tensor, batch: PackedBatch) -> Tensor:
-        return self._scorer(self._model, hidden, batch, with_entropy=False).values
+        return self._logprobs_head(self._model, hidden, batch, with_entropy=False).values
 
     def train_step(self, batches: Sequence[PackedBatch], loss: Loss, config: LossConfig) -> Metrics:
         """Run one optimizer step over the packs of this rank. Every rank passes the same number of packs.
@@ -135,11 +135,11 @@ class MegatronBackend:
         dropped on every rank.
         """
         if not batches[0].num_loss_tokens:  # of the whole step: the same on every rank
-            return self._optimizer.pass_over()
+            return self._optimizer.advance_without_update()
         self._wrapped.zero_grad_buffer()
 
         def finish(hidden: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor, LossOutput]:
-            logprobs = self._scorer(self._model, hidden, batch, with_entropy=True)
+            logprobs = self._logprobs_head(self._model, hidden, batch, with_entropy=True)
             output = loss(batch, logprobs.for_loss(config), config)
             return output.loss, torch.zeros((), dtype=torch.int, device=hidden.device), output
 
@@ -191,7 +191,7 @@ class MegatronBackend:
         self._reference_moved = self._reference is not None and any_rank((directory / REFERENCE).is_dir())
         if self._reference_moved:
             kept = self._bank.swapped_into(self._model)
-            with kept, told_of("checkpoint"), raise_on_all_ranks(CheckpointError, f"{directory}"):
+            with kept, name_source_in_errors("checkpoint"), raise_on_all_ranks(CheckpointError, f"{directory}"):
                 load_tensors(directory / REFERENCE, self.weights)
         return step
 
@@ -214,7 +214,7 @@ class MegatronBackend:
         return ReferenceBank(self._model) if config.needs_reference and bank is None else bank
 
     def _read(self, name: str, flag: str, put: Callable[[str, Tensor], None] | None = None) -> None:
-        with told_of(flag):
+        with name_source_in_errors(flag):
             path = resolve_checkpoint(name)
             with raise_on_all_ranks(CheckpointError, f"{flag} {path}"):
                 load_tensors(path, self.weights, put)
@@ -229,8 +229,8 @@ class MegatronBackend:
         return run_packs(model, batches, finish, layout=self._layout, train=train, same_shape=shared)
 
     @property
-    def _scorer(self) -> Scorer:
-        return Scorer(
+    def _logprobs_head(self) -> LogprobsHead:
+        return LogprobsHead(
             self.hf_config.vocab_size,
             self._layout,
             self._config.model.logprob_chunk_size,

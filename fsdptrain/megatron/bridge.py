@@ -65,10 +65,10 @@ class MBridge:
 
     @torch.no_grad()
     def stream(self) -> Iterator[tuple[str, Tensor]]:
-        told = set()
+        sent = set()
         for name, tensor in self._bridge.export_weights([self._model]):
-            if name not in told:  # the last stage has its own copy of a tied head
-                told.add(name)
+            if name not in sent:  # the last stage has its own copy of a tied head
+                sent.add(name)
                 yield name, tensor
 
 

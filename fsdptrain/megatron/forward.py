@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedConfig
 
 from fsdptrain.megatron.config import MegatronConfig
-from fsdptrain.megatron.dealing import deal
 from fsdptrain.megatron.groups import process_groups
 from fsdptrain.megatron.model import WRAPPED
+from fsdptrain.megatron.token_shards import shard_tokens
 from fsdptrain.megatron.transformer_config import wraps
 from fsdptrain.model.logprobs import chunked_logprobs, vocab_parallel_logprobs
 from fsdptrain.model.rows import Layout, PackedRows, PaddedRows, core_rows, zeros_with
@@ -50,7 +50,7 @@ def layout_of(config: PreTrainedConfig, split: MegatronConfig, *, has_engine: bo
 
 
 @dataclass(frozen=True)
-class Scorer:
+class LogprobsHead:
     """Computes the logprobs of labels from hidden states, as `policy_logprobs` does."""
 
     vocab_size: int
@@ -61,10 +61,10 @@ class Scorer:
 
     def __call__(self, model: "GPTModel", hidden: Tensor, batch: PackedBatch, *, with_entropy: bool) -> LogProbs:
         """Compute logprobs. hidden: [N, S, D], identical on tensor-parallel ranks. Collective over these ranks."""
-        dealt = deal(batch, model.config)
-        positions = batch.loss_positions if dealt is None else dealt.source[dealt.own_positions]
-        if dealt is not None:
-            selected = hidden[0].index_select(0, dealt.own_positions)
+        shards = shard_tokens(batch, model.config)
+        positions = batch.loss_positions if shards is None else shards.source[shards.own_positions]
+        if shards is not None:
+            selected = hidden[0].index_select(0, shards.own_positions)
         else:
             rows = hidden if self.layout == "packed" else hidden[: len(batch.seqlens), : batch.max_seqlen]
             selected = core_rows(batch, self.layout, "").gather(rows.flatten(0, 1), positions)
@@ -79,7 +79,7 @@ class Scorer:
             with_entropy=with_entropy,
         )
         whole = (
-            dealt.to_pack if dealt is not None else partial(zeros_with, positions=positions, length=batch.num_tokens)
+            shards.to_pack if shards is not None else partial(zeros_with, positions=positions, length=batch.num_tokens)
         )
         values, entropy = (None if x is None else whole(x) for x in found)
         assert values is not None, "logprobs are always made"
@@ -159,9 +159,9 @@ def from_last_stage(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> list[T
 def _inputs(
     batch: PackedBatch, config: "TransformerConfig", layout: Layout, same_shape: dist.ProcessGroup | None
 ) -> dict[str, Any]:
-    dealt = deal(batch, config)
-    if dealt is not None:
-        return dealt.inputs(batch)
+    shards = shard_tokens(batch, config)
+    if shards is not None:
+        return shards.inputs(batch)
     if layout == "packed":
         return _thd_inputs(batch, multiple=process_groups().tp.size())
     padded = PaddedRows(batch, config.tensor_model_parallel_size if config.sequence_parallel else 1)

@@ -73,7 +73,7 @@ def start_groups(megatron: MegatronConfig, *, timeout_s: float) -> None:
         )
     finally:
         parallel_state.RankGenerator = original
-    with platform.random_states_kept():  # keep torch's RNG state; megatron-core's own generators are unused here
+    with platform.preserve_rng_state():  # keep torch's RNG state; megatron-core's own generators are unused here
         tensor_parallel.model_parallel_cuda_manual_seed(1234)
 
 

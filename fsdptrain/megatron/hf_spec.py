@@ -36,7 +36,7 @@ from fsdptrain.megatron.local_spec import mark_sequence_parallel
 from fsdptrain.megatron.transformer_config import refuse_split_mixers
 from fsdptrain.megatron.zigzag import gather_zigzag, slice_zigzag
 from fsdptrain.model.architecture import model_from_config
-from fsdptrain.model.attention.attention import OURS, Boundaries, attention_kwargs, resolve_attention
+from fsdptrain.model.attention.attention import PACKAGE_ATTENTION, Boundaries, attention_kwargs, resolve_attention
 from fsdptrain.model.structure import base_model, decoder_layers
 
 if TYPE_CHECKING:
@@ -64,7 +64,9 @@ def hf_modules(hf_config: PreTrainedConfig) -> HFModules:
     config = copy.deepcopy(hf_config)
     config.use_cache = False
     asked = str(config._attn_implementation)
-    attention = asked if asked in OURS or "flash" in asked else resolve_attention("auto", platform.device_type())
+    attention = (
+        asked if asked in PACKAGE_ATTENTION or "flash" in asked else resolve_attention("auto", platform.device_type())
+    )
     config._attn_implementation = attention
     with torch.device("meta"):
         model = model_from_config(config, dtype=torch.float32, attn_implementation=attention)

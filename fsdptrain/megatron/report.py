@@ -76,13 +76,13 @@ def build_report(model: "GPTModel", stock: PreTrainedModel, *, layout: str) -> B
                 "--backend fsdp"
             )
     engine = has_transformer_engine()
-    told = dict.fromkeys(f"{fact.name} {fact.found}" for fact in facts if not isinstance(fact.found, bool))
+    facts_line = dict.fromkeys(f"{fact.name} {fact.found}" for fact in facts if not isinstance(fact.found, bool))
     padding = padded_vocab(config.vocab_size, model.config.tensor_model_parallel_size) - config.vocab_size
     lines = [
         f"megatron-core {require_megatron()}, {'Transformer Engine' if engine else 'plain'} layers, {layout} rows; "
         f"{_sizes(process_groups())}",
         f"modules: {_classes(model)}",
-        f"as config.json says: {', '.join(told)}; vocabulary padded by {padding}",
+        f"as config.json says: {', '.join(facts_line)}; vocabulary padded by {padding}",
     ]
     shims = replaced()
     lines += [f"{len(shims)} shims: {', '.join(shims)}"] if shims else []
@@ -157,7 +157,7 @@ def _experts(model: "GPTModel", config: PreTrainedConfig) -> Iterator[Fact]:
         yield Fact("experts of a token", router.topk, choice.top_k)
         if router.score_function == "softmax":
             yield Fact(
-                "their weights are renormalised",
+                "their weights are renormalized",
                 not router.config.moe_router_pre_softmax,
                 config.to_dict().get("norm_topk_prob", True),
             )

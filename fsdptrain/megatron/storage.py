@@ -69,7 +69,7 @@ def load_checkpoint(directory: Path, weights: WeightMap, masters: Masters, optim
     failure = f"checkpoint {directory} cannot be read"
     with raise_on_all_ranks(CheckpointError, failure):
         state = read_state(directory, model)
-    with told_of("checkpoint"), raise_on_all_ranks(CheckpointError, failure):
+    with name_source_in_errors("checkpoint"), raise_on_all_ranks(CheckpointError, failure):
         tensors = optimizer.tensors()
         load_tensors(directory / WEIGHTS, weights, masters.take)
         for moment in MOMENTS:
@@ -85,7 +85,7 @@ def load_checkpoint(directory: Path, weights: WeightMap, masters: Masters, optim
 
 
 @contextmanager
-def told_of(whose: str) -> Iterator[None]:
+def name_source_in_errors(whose: str) -> Iterator[None]:
     """Replace --hf-checkpoint by `whose` in CheckpointErrors, to name the files that were read."""
     try:
         yield

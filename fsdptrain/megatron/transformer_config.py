@@ -21,7 +21,7 @@ from fsdptrain.model.structure import expert_choice, head_size
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
-_WAY_OUT = "use --backend fsdp, or --megatron-spec with layers of your own"
+_REMEDY = "use --backend fsdp, or --megatron-spec with custom layers"
 
 
 def _dense(config: PreTrainedConfig) -> dict[str, Any]:
@@ -61,11 +61,11 @@ def _deepseek(config: PreTrainedConfig) -> dict[str, Any]:
     """DeepSeek-V3: latent attention, and a sigmoid router with a selection bias and expert groups."""
     num_experts, top_k = _expert_choice(config)
     if not config.norm_topk_prob or top_k < 2:
-        raise ConfigError(f"--backend megatron: norm_topk_prob off, or one expert a token, is not built: {_WAY_OUT}")
+        raise ConfigError(f"--backend megatron: norm_topk_prob off, or one expert a token, is not built: {_REMEDY}")
     if config.rms_norm_eps != _LATENT_EPS:
         raise ConfigError(
             f"--backend megatron: a {config.model_type} with rms_norm_eps {config.rms_norm_eps} has norms of two kinds "
-            f"(latent ones keep {_LATENT_EPS}), and megatron-core one eps: {_WAY_OUT}"
+            f"(latent ones keep {_LATENT_EPS}), and megatron-core one eps: {_REMEDY}"
         )
     return _latent_rope(config) | {
         "q_lora_rank": config.q_lora_rank,
@@ -96,7 +96,7 @@ def _latent_rope(config: PreTrainedConfig) -> dict[str, Any]:
     if not config.rope_interleave or rope["rope_type"] != "yarn" or rope.get("attention_factor") is not None:
         raise ConfigError(
             f"--backend megatron does not build rope_parameters {rope}, rope_interleave {config.rope_interleave}: "
-            f"{_WAY_OUT}"
+            f"{_REMEDY}"
         )
     original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
     return plain | {
@@ -139,7 +139,7 @@ def family_of(config: PreTrainedConfig) -> Family:
     found = FAMILIES.get(config.model_type)
     if found is None:
         known = ", ".join(sorted(FAMILIES))
-        raise ConfigError(f"--backend megatron knows {known}, not {config.model_type}: {_WAY_OUT}")
+        raise ConfigError(f"--backend megatron knows {known}, not {config.model_type}: {_REMEDY}")
     return found
 
 
@@ -269,7 +269,7 @@ def rotary_options(config: PreTrainedConfig, context_parallel: int) -> dict[str,
     fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     if rope["rope_type"] == "llama3" and all(math.isclose(rope[key], value) for key, value in fixed.items()):
         return options | {"rope_scaling": True, "rope_scaling_factor": rope["factor"]}
-    raise ConfigError(f"--backend megatron does not build rope_parameters {rope}: {_WAY_OUT}")
+    raise ConfigError(f"--backend megatron does not build rope_parameters {rope}: {_REMEDY}")
 
 
 def _refuse_unknown(config: PreTrainedConfig) -> None:
@@ -283,7 +283,7 @@ def _refuse_unknown(config: PreTrainedConfig) -> None:
     }
     for key, found in odd.items():
         if found:
-            raise ConfigError(f"--backend megatron does not build {key} = {said[key]}: {_WAY_OUT}")
+            raise ConfigError(f"--backend megatron does not build {key} = {said[key]}: {_REMEDY}")
 
 
 def refuse_split_mixers(config: PreTrainedConfig, tensor: int, *, sequence: bool) -> None:
@@ -324,7 +324,7 @@ def _refuse_split(
         "moe-dispatcher": megatron.moe_dispatcher != "alltoall",
     }.items():
         if choice is None and given:
-            raise ConfigError(f"--megatron-{flag}: a {config.model_type} has no experts: leave it out")
+            raise ConfigError(f"--megatron-{flag}: a {config.model_type} has no experts: remove it")
     if choice is not None and tensor > 1 and not megatron.sequence_parallel:
         raise ConfigError(
             "--megatron-tensor-parallel of a model with experts needs --megatron-sequence-parallel: add it, or use "

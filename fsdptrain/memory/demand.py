@@ -107,14 +107,14 @@ def load_memory_need(demand: MemoryDemand, supply: MemorySupply) -> MemoryNeed:
     stored = demand.compute_bytes if counts.adapter else MASTER_BYTES
     frozen = stored * math.ceil(counts.frozen / demand.num_shards)
     state = {"weights": trained + frozen, "Adam's moments": 2 * trained, "gradients": trained}
-    moved = set(state) if demand.cpu_offload else {"Adam's moments"} if demand.offload_optimizer else set()
-    stays = {name: size for name, size in state.items() if name not in moved}
-    beside_engine = {"weights": stays["weights"]} if demand.offload_train else stays
-    moments = (stays | _training_memory(demand), beside_engine | _engine_memory(demand))
+    on_host = set(state) if demand.cpu_offload else {"Adam's moments"} if demand.offload_optimizer else set()
+    on_device = {name: size for name, size in state.items() if name not in on_host}
+    while_generating = {"weights": on_device["weights"]} if demand.offload_train else on_device
+    moments = (on_device | _training_memory(demand), while_generating | _engine_memory(demand))
     device = dict(max(moments, key=lambda parts: sum(parts.values())))
-    host = {name: ranks * size for name, size in state.items() if name in moved}
+    host = {name: ranks * size for name, size in state.items() if name in on_host}
     if demand.offload_train and supply.has_accelerator:
-        away = sum(size for name, size in stays.items() if name != "gradients")
+        away = sum(size for name, size in on_device.items() if name != "gradients")
         host["the trainer, while the engine generates"] = ranks * away
     if demand.reference:
         host["the reference"] = ranks * (frozen if counts.adapter else frozen + trained)  # the reference has no adapter

@@ -39,7 +39,7 @@ class Piece:
     """The part of one parameter on a rank."""
 
     numel: int  # elements that FSDP shards; a rank gathers all of them
-    most: int  # elements of the largest shard
+    largest_shard: int  # elements of the largest shard
     trained: bool
     of_experts: bool  # on the mesh of the experts
     tensor_copies: int  # number of ranks of a tensor group that hold the same values
@@ -62,7 +62,7 @@ class Pieces:
         return [self._pieces[p] for p in parameters]
 
     @cached_property
-    def cut(self) -> set[nn.Parameter]:
+    def tensor_parallel_parameters(self) -> set[nn.Parameter]:
         """Parameters of which the ranks of a tensor group hold different parts."""
         return {p for name, p in self._model.named_parameters() if name in self.plan.tensor_dims}
 
@@ -96,7 +96,7 @@ def _piece(name: str, parameter: nn.Parameter, plan: SplitPlan, grid: Grid) -> P
     shards = grid.expert_shards if of_experts else grid.shards
     return Piece(
         numel=largest_shard(parameter, 1, cut_dim=dim or 0, parts=parts),
-        most=largest_shard(parameter, shards, cut_dim=dim or 0, parts=parts),
+        largest_shard=largest_shard(parameter, shards, cut_dim=dim or 0, parts=parts),
         trained=parameter.requires_grad,
         of_experts=of_experts,
         tensor_copies=1 if of_experts or dim is not None else grid.tensor,

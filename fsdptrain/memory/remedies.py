@@ -17,10 +17,10 @@ def message(
     detail = ", ".join(f"{name} {gib(size)}" for name, size in largest_first)
     where = "on each rank" if kind == "device" else f"for {supply.ranks_per_node} of its ranks"
     remedies = _remedies(demand, supply)
-    way_out = "; ".join(remedies) if remedies else "use a smaller --hf-checkpoint or a machine with more memory"
+    remedy = "; ".join(remedies) if remedies else "use a smaller --hf-checkpoint or a machine with more memory"
     return (
         f"--hf-checkpoint with {count(demand.counts.total)} parameters needs {gib(needed)} GiB of {kind} memory "
-        f"{where} before activations ({detail}), {gib(free)} GiB are free: {way_out}"
+        f"{where} before activations ({detail}), {gib(free)} GiB are free: {remedy}"
     )
 
 
@@ -55,8 +55,10 @@ def with_adapter(counts: ParameterCounts) -> ParameterCounts:
     if counts.adapter:
         return counts
     trained = math.ceil(_ADAPTER_SHARE * counts.total)
-    most = math.ceil(_ADAPTER_SHARE * counts.largest_layer)
-    return replace(counts, total=counts.total + trained, frozen=counts.total, most_trained=most, adapter=trained)
+    most_trained = math.ceil(_ADAPTER_SHARE * counts.largest_layer)
+    return replace(
+        counts, total=counts.total + trained, frozen=counts.total, most_trained=most_trained, adapter=trained
+    )
 
 
 def _fits(demand: MemoryDemand, supply: MemorySupply) -> bool:

@@ -16,7 +16,7 @@ from fsdptrain import platform
 from fsdptrain.distributed import gather, one_line
 from fsdptrain.errors import NumericsError
 from fsdptrain.feature import NO_FEATURES, Features
-from fsdptrain.model.attention.attention import OURS
+from fsdptrain.model.attention.attention import PACKAGE_ATTENTION
 from fsdptrain.model.attention.masks import SkipMaskCreation
 from fsdptrain.model.attention.rope import refuse_both_sides, rope_switch
 from fsdptrain.model.logprobs import HeadTransform, chunked_logprobs
@@ -70,7 +70,7 @@ class PolicyForward:
         self._head_transform = head_transform(model.config)
         self._rope_switch = rope_switch(model.config)
         self._pad_token_id = model.config.get_text_config().to_dict().get("pad_token_id")  # some configs lack the key
-        self._skip_mask_creation = SkipMaskCreation(OURS)
+        self._skip_mask_creation = SkipMaskCreation(PACKAGE_ATTENTION)
         self._logprobs = partial(features.logprobs_function(chunked_logprobs), chunk_size=chunk_size)
 
     def __call__(

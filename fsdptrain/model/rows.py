@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdptrain.model.attention.attention import OURS, Boundaries, attention_kwargs
+from fsdptrain.model.attention.attention import PACKAGE_ATTENTION, Boundaries, attention_kwargs
 from fsdptrain.types import PackedBatch
 
 Layout = Literal["packed", "padded"]
@@ -130,7 +130,7 @@ class PaddedRows(_WholeRows):
     def inputs(self, *, pad_token_id: int | None) -> dict[str, Any]:
         ids = self.scatter(self.batch.input_ids, fill=padding_token(pad_token_id)).view(self.shape)
         inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
-        if self.attention in OURS:
+        if self.attention in PACKAGE_ATTENTION:
             inputs["boundaries"] = Boundaries(self.batch.seqlens, self.batch.cu_seqlens, padded=True)
         return inputs
 

@@ -12,21 +12,21 @@ from fsdptrain import registry
 from fsdptrain.config import RewardConfig
 from fsdptrain.errors import ConfigError, RewardError
 from fsdptrain.protocols import RewardFunction
-from fsdptrain.rewards.scoring import Score, to_score
+from fsdptrain.rewards.results import RewardResult, to_result
 from fsdptrain.types import Prompt
 
 REWARDS = registry.Table[RewardFunction](
     {
-        "environment": "fsdptrain.rewards.verifiers:environment",
+        "environment": "fsdptrain.rewards.functions:environment",
         "reasoning_gym": "fsdptrain.rewards.gym:reasoning_gym",
         "reasoning_gym_strict": "fsdptrain.rewards.gym:reasoning_gym_strict",
         "math": "fsdptrain.rewards.maths:math",
-        "exact": "fsdptrain.rewards.verifiers:exact",
-        "format": "fsdptrain.rewards.verifiers:format_tags",
+        "exact": "fsdptrain.rewards.functions:exact",
+        "format": "fsdptrain.rewards.functions:format_tags",
     }
 )
 GENERATOR = "reasoning_gym:"
-TAKEN = {"reward", "mean", "std", "unscored_fraction", "kl", "overlong", "length"}  # reserved: reward/<name> exists
+RESERVED = {"reward", "mean", "std", "unscored_fraction", "kl", "overlong", "length"}  # reserved: reward/<name> exists
 
 
 def build_reward(reward: RewardConfig, *, prompt_data: str, has_environment: bool = False) -> "WeightedSum":
@@ -40,8 +40,8 @@ def build_reward(reward: RewardConfig, *, prompt_data: str, has_environment: boo
     if not parts or len(set(names)) < len(names):
         raise ConfigError(f"--reward must name one or more different rewards, got {reward.reward}")
     short = [_short(name) for name in names]
-    called = [s if short.count(s) == 1 else name.replace(":", ".") for s, name in zip(short, names, strict=True)]
-    return WeightedSum(tuple(replace(part, name=name) for part, name in zip(parts, called, strict=True)))
+    metric_names = [s if short.count(s) == 1 else name.replace(":", ".") for s, name in zip(short, names, strict=True)]
+    return WeightedSum(tuple(replace(part, name=name) for part, name in zip(parts, metric_names, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,11 @@ class WeightedSum:
     def __call__(self, prompt: Prompt, response: str) -> Mapping[str, float]:
         rewards, details = dict[str, float](), dict[str, float]()
         for component in self.components:
-            score: Score = to_score(component.function(prompt, response), name=component.name)
-            if score.reward is None:
+            result: RewardResult = to_result(component.function(prompt, response), name=component.name)
+            if result.reward is None:
                 raise RewardError(f"{component.name} returned None, which means that it cannot score this")
-            rewards[component.name] = score.reward
-            details |= score.rewards
+            rewards[component.name] = result.reward
+            details |= result.rewards
         return {**details, **rewards, "reward": sum(c.weight * rewards[c.name] for c in self.components)}
 
 
@@ -90,7 +90,7 @@ def _parse(spec: str, prompt_data: str, has_environment: bool) -> Component:
         other = "environment" if has_environment else "math"
         name = "reasoning_gym" if prompt_data.startswith(GENERATOR) else other
     if name == "environment" and not has_environment:
-        raise ConfigError("--reward environment: there is no environment; name one by --environment")
+        raise ConfigError("--reward environment: there is no environment; set --environment")
     if name.startswith("reasoning_gym") and not prompt_data.startswith(GENERATOR):
         others = [key for key in REWARDS if not key.startswith("reasoning_gym")]
         raise ConfigError(
@@ -103,7 +103,7 @@ def _parse(spec: str, prompt_data: str, has_environment: bool) -> Component:
 def _short(name: str) -> str:
     """Return the metric name of a reward: the function without its module, unless the name is reserved."""
     function = name.rpartition(":")[2]
-    return name.replace(":", ".") if function in TAKEN else function
+    return name.replace(":", ".") if function in RESERVED else function
 
 
 def _weight(text: str, spec: str) -> float:
@@ -112,5 +112,5 @@ def _weight(text: str, spec: str) -> float:
     except ValueError:
         weight = math.nan
     if not math.isfinite(weight):
-        raise ConfigError(f"--reward {spec}: the weight behind = must be a number, got {text!r}")
+        raise ConfigError(f"--reward {spec}: the weight after = must be a number, got {text!r}")
     return weight

@@ -17,7 +17,7 @@ def reasoning_gym(prompt: Prompt, response: str) -> float:
     """
     task, entry = prompt.metadata["task"], prompt.metadata["entry"]
     try:
-        return float(_scorer(task)(extract_answer(response), entry))
+        return float(_task_reward(task)(extract_answer(response), entry))
     except (ValueError, TypeError, LookupError, ArithmeticError):
         return 0.0
 
@@ -28,7 +28,7 @@ def reasoning_gym_strict(prompt: Prompt, response: str) -> float:
 
 
 @lru_cache
-def _scorer(task: str) -> Callable[[str, Mapping[str, Any]], float]:
+def _task_reward(task: str) -> Callable[[str, Mapping[str, Any]], float]:
     from reasoning_gym import get_score_answer_fn
 
     return get_score_answer_fn(task)  # type: ignore[return-value]  # its annotation leaves out the arguments

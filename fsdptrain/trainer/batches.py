@@ -78,11 +78,11 @@ def make_batches(
     return [
         _make_step(samples, index, chosen, rules, images)
         for epoch in range(rules.num_epochs)
-        for chosen in deal(index.keys, rules.steps_per_epoch, seed=f"{rules.seed}/{rollout}/{epoch}")
+        for chosen in assign_to_steps(index.keys, rules.steps_per_epoch, seed=f"{rules.seed}/{rollout}/{epoch}")
     ]
 
 
-def deal(keys: Sequence[int], num_steps: int, *, seed: str) -> list[list[int]]:
+def assign_to_steps(keys: Sequence[int], num_steps: int, *, seed: str) -> list[list[int]]:
     """Split sample indices randomly and evenly over the steps.
 
     The assignment depends on `seed` and the set of `keys`, not on the order in which ranks hold the samples. Samples of

@@ -87,10 +87,10 @@ def build_components(
         if processor is not None and processor.chat_template is not None:
             tokenizer.chat_template = processor.chat_template
         loss = registry.resolve(config.algorithm.loss, LOSSES, flag="--loss")
-        score = reward or build_reward(
+        reward_function = reward or build_reward(
             config.reward, prompt_data=config.data.prompt_data, has_environment=environment is not None
         )
-        advantages = advantage_rule(config, score)
+        advantages = advantage_rule(config, reward_function)
         stream, held_out = build_data(instructed, tokenizer, dataset, environment, processor)
         engine_name = config.rollout.engine if processor is None else "hf"  # only the hf engine accepts images
         make_engine = engine_factory(engine_name, device_type=platform.device_type())
@@ -107,8 +107,8 @@ def build_components(
             background = rollout_threads(config, engine, stack)
             stack.callback(engine.close)
             weight_sync = build_weight_sync(config, engine, backend, tokenizer)
-            timed = with_deadline(config, score, in_flight=background is not None)
-            sampler = build_sampler(instructed, tokenizer, engine, timed, environment, reads=score)
+            timed = with_deadline(config, reward_function, in_flight=background is not None)
+            sampler = build_sampler(instructed, tokenizer, engine, timed, environment, reads=reward_function)
             evaluation = build_evaluation(config, sampler, held_out)
         yield Components(
             backend=backend,
@@ -177,7 +177,7 @@ def open_backend(config: Config, features: Features, *, generates: bool) -> Poli
         log.info("%s", line)
     report_fallbacks(backend, strict=config.model.strict)
     if config.sync.offload_train and not platform.has_accelerator():
-        log.warning("--offload-train: there is no GPU; copies are made, and no memory is saved")
+        log.warning("--offload-train: no GPU; this copies weights and saves no memory")
     return backend
 
 

@@ -86,7 +86,5 @@ def _rows(
         return as_rows(dataset, config.data, image_key=image_key)
     if environment is None or environment.dataset is None:
         name = config.environment.environment
-        raise DataError(
-            f"--prompt-data {ENVIRONMENT_DATA}: --environment {name} has no method dataset; name data of your own"
-        )
+        raise DataError(f"--prompt-data {ENVIRONMENT_DATA}: --environment {name} has no method dataset; set other data")
     return environment_rows(environment.dataset())

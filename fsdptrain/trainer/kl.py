@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fsdptrain.algo.kl import adapted
+from fsdptrain.algo.kl import adapt_kl_coef
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
 from fsdptrain.types import Metrics
@@ -37,7 +37,7 @@ class KlControl:
                 "fsdptrain.algo.objective.total, use --kl-reward-coef, or leave --kl-target out"
             )
         used = self.loss_coef or self.reward_coef
-        self.scale = adapted(
+        self.scale = adapt_kl_coef(
             self.scale,
             metrics[REF_KL],
             target=algorithm.kl_target,

@@ -39,12 +39,12 @@ def kl_in_reward(
     index = steps[0].index
     sums = _of_each_sample(steps, estimator, len(index.lengths))
     own = index.of_rank(dist.get_rank())
-    penalised = [
+    penalized = [
         replace(sample, reward=None if sample.reward is None else sample.reward - coef * kl)
         for sample, kl in zip(samples, sums[own.start : own.stop].tolist(), strict=True)
     ]
     values = torch.zeros_like(sums)
-    values[own.start : own.stop] = torch.tensor([s.advantage for s in advantages(penalised)], dtype=values.dtype)
+    values[own.start : own.stop] = torch.tensor([s.advantage for s in advantages(penalized)], dtype=values.dtype)
     dist.all_reduce(values)
     packs = [_with_advantages(pack, values[list(members)]) for pack, members in _packs(steps)]
     mean = sums.mean().item()

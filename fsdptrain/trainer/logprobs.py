@@ -27,11 +27,11 @@ class LogprobPasses:
         if algorithm.use_rollout_logprobs:
             packs = [replace(pack, old_logprobs=pack.rollout_logprobs) for pack in packs]
         elif self.config.scores_policy:
-            scores = self.backend.score(packs, "policy")
-            packs = _with(packs, "old_logprobs", scores)
-            packs = [self.features.after_scoring(*pair) for pair in zip(packs, scores, strict=True)]
+            logprobs = self.backend.compute_logprobs(packs, "policy")
+            packs = _with(packs, "old_logprobs", logprobs)
+            packs = [self.features.after_logprobs(*pair) for pair in zip(packs, logprobs, strict=True)]
         if self.config.needs_reference:
-            packs = _with(packs, "ref_logprobs", self.backend.score(packs, "reference"))
+            packs = _with(packs, "ref_logprobs", self.backend.compute_logprobs(packs, "reference"))
         return regrouped(steps, packs)
 
     def for_loss(self, steps: Sequence[StepBatches]) -> list[StepBatches]:
@@ -56,5 +56,5 @@ def regrouped(steps: Sequence[StepBatches], packs: Sequence[PackedBatch]) -> lis
     return [replace(step, packs=[next(remaining) for _ in step.packs]) for step in steps]
 
 
-def _with(packs: Sequence[PackedBatch], field: str, scores: Sequence[LogProbs]) -> list[PackedBatch]:
-    return [replace(pack, **{field: score.values}) for pack, score in zip(packs, scores, strict=True)]
+def _with(packs: Sequence[PackedBatch], field: str, logprobs: Sequence[LogProbs]) -> list[PackedBatch]:
+    return [replace(pack, **{field: one.values}) for pack, one in zip(packs, logprobs, strict=True)]

@@ -152,7 +152,7 @@ class TrainingLoop:
             rollout = self._source.collect(self.step)
             with raise_on_all_ranks(RolloutError, "rollout"):
                 kept, dropped = drop_overlong(
-                    rollout.samples, max_tokens=self._rules.max_tokens, overlong=batch.overlong
+                    rollout.samples, max_tokens=self._rules.max_tokens, overlong_samples=batch.overlong_samples
                 )
                 if self._engine is not None:
                     self._engine.sleep()
@@ -160,7 +160,7 @@ class TrainingLoop:
         made_here = () if self._source.in_flight else ("generate", "reward")
         busy = timeline.busy(made_here, begin, timeline.now())
         self._phases.seconds["idle"] = max(0.0, self._phases.seconds["collect"] - busy)
-        if rollout.scores is not None:  # after `raise_on_all_ranks`: it is collective
+        if rollout.results is not None:  # after `raise_on_all_ranks`: it is collective
             kept = scale_over_batch(kept, self._advantages, metrics.reduce_sums)
         return replace(rollout, samples=kept, num_dropped=dropped)
 
@@ -177,7 +177,7 @@ class TrainingLoop:
 
     def _compute_logprobs(self, steps: list[StepBatches], rollout: RolloutBatch) -> tuple[list[StepBatches], Metrics]:
         """Old and reference logprobs before the first update, the KL term of the reward, for all epochs."""
-        with self._phases("score"):
+        with self._phases("logprobs"):
             first, later = steps[: self._rules.steps_per_epoch], steps[self._rules.steps_per_epoch :]
             first, kl_metrics = self._logprob_passes.compute(first), {}
             if self._config.algorithm.kl_reward_coef:
@@ -262,7 +262,8 @@ class TrainingLoop:
         counts = metrics.reduce_sums({"samples": len(rollout.samples), "dropped": rollout.num_dropped})
         if counts["dropped"] and not counts["samples"]:
             return (
-                f"--overlong drop left nothing to train on: all {counts['dropped']:.0f} samples are longer than "
+                f"--overlong-samples drop left nothing to train on: all {counts['dropped']:.0f} samples are longer "
+                f"than "
                 f"{self._config.pack_budget}; raise it"
             )
         return (

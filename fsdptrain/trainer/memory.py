@@ -52,8 +52,8 @@ def planned_memory(model: PreTrainedModel, config: Config) -> int | None:
     tools = importlib.import_module("fsdptrain.tools.plan.plan")
     planner = tools.Planner(model, tools.Machine(dist.get_world_size(), platform.device_memory()[1]))
     try:
-        moments = [planner.training(config), planner.generation(config)]
+        peaks = [planner.training(config), planner.generation(config)]
     except MemoryPlanError as error:
         log.info("%s", error)
         return None
-    return max(moment.total for moment in moments if moment is not None)
+    return max(peak.total for peak in peaks if peak is not None)

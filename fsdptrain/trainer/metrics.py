@@ -28,32 +28,32 @@ class RewardNames:
         return self._known
 
 
-def sample_metrics(experience: RolloutBatch, reward_names: RewardNames, advantages: AdvantageRule) -> Metrics:
+def sample_metrics(rollout_batch: RolloutBatch, reward_names: RewardNames, advantages: AdvantageRule) -> Metrics:
     """Compute reward/*, group/*, completion/*, progress/* over all ranks.
 
     Unscored samples count only in lengths. Rewards are those that advantages use, after shaping; reward parts are
     reported without their weights. reward/unscored_fraction is the value that --max-unscored-fraction bounds; it
     includes samples that were generated but not kept.
     """
-    samples = experience.samples
+    samples = rollout_batch.samples
     names = reward_names.of(samples)
     scored = [sample for sample in samples if sample.reward is not None]
     rewards = [sample.reward for sample in scored if sample.reward is not None]
     lengths = [sum(sample.loss_mask) for sample in samples]
-    flat, groups = zero_spread_groups(samples, advantages.weights or ())
+    equal, groups = zero_spread_groups(samples, advantages.weights or ())
     total = reduce_sums(
         {
             "rewards": math.fsum(rewards),
             "squares": math.fsum(reward * reward for reward in rewards),
             "scored": len(rewards),
-            "flat": flat,
+            "equal": equal,
             "groups": groups,
             "lengths": sum(lengths),
             "samples": len(samples),
             "truncated": sum(sample.truncated for sample in samples),
-            "dropped": experience.num_dropped,
-            "unscored": experience.scores.num_unscored if experience.scores else 0,
-            "made": len(experience.scores.scores) if experience.scores else 0,
+            "dropped": rollout_batch.num_dropped,
+            "unscored": rollout_batch.results.num_unscored if rollout_batch.results else 0,
+            "made": len(rollout_batch.results.results) if rollout_batch.results else 0,
             "tokens": sum(len(sample.token_ids) for sample in samples),
             **{_reward(name): math.fsum(sample.rewards.get(name, 0.0) for sample in scored) for name in names},
         }
@@ -69,7 +69,7 @@ def sample_metrics(experience: RolloutBatch, reward_names: RewardNames, advantag
         "progress/tokens": total["tokens"],
         "progress/dropped": total["dropped"],
     }
-    if experience.scores is None:
+    if rollout_batch.results is None:
         return metrics
     num_scored = max(1.0, total["scored"])
     mean = total["rewards"] / num_scored
@@ -80,7 +80,7 @@ def sample_metrics(experience: RolloutBatch, reward_names: RewardNames, advantag
         "reward/mean": mean,
         "reward/std": math.sqrt(max(0.0, total["squares"] / num_scored - mean * mean)),
         "reward/unscored_fraction": total["unscored"] / max(1.0, total["made"]),
-        "group/zero_std_fraction": total["flat"] / max(1.0, total["groups"]),
+        "group/zero_std_fraction": total["equal"] / max(1.0, total["groups"]),
     }
 
 

@@ -9,7 +9,7 @@ from fsdptrain.trainer.waits import Waits
 
 _GENERATING = ("collect", "eval")  # phases in which the engine may need the whole device
 _WAITING = (*_GENERATING, "sync", "check")  # phases in which a rank waits for the engine
-_TRAINING = ("score", "train", "save")
+_TRAINING = ("logprobs", "train", "save")
 
 
 class Phases:

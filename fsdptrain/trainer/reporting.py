@@ -21,7 +21,7 @@ from fsdptrain.types import Metrics
 
 log = logging.getLogger(__name__)
 
-_TIMED = ("step", "generate", "reward", "idle", "score", "train", "sync")
+_TIMED = ("step", "generate", "reward", "idle", "logprobs", "train", "sync")
 _MANY_ALIKE = 3  # rollouts in a row without a learning signal
 
 
@@ -75,7 +75,7 @@ class Reporter:
             **slowest,
             "perf/tokens_per_s": tokens_per_s,
             "perf/tokens_per_s_per_device": tokens_per_s / dist.get_world_size(),
-            **self._speed.utilisation(steps, train_s=slowest["perf/train_s"]),
+            **self._speed.utilization(steps, train_s=slowest["perf/train_s"]),
             **metrics.memory_metrics(planned=self._planned_memory),
         }
 

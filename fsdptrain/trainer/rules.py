@@ -41,11 +41,11 @@ def advantage_rule(config: Config, reward: RewardFunction) -> AdvantageRule:
     name = config.algorithm.advantage_estimator
     estimate = registry.resolve(name, ADVANTAGES, flag="--advantage-estimator")
     if not callable(estimate):
-        raise ConfigError(f"--advantage-estimator {name} is no function: it is (rewards, lengths) -> advantages")
+        raise ConfigError(f"--advantage-estimator {name} is not a function: it is (rewards, lengths) -> advantages")
     if name not in ADVANTAGES:
-        from fsdptrain.algo.estimators import own_estimate
+        from fsdptrain.algo.estimators import user_estimator
 
-        estimate = own_estimate(estimate, name)
+        estimate = user_estimator(estimate, name)
     weights = None
     if config.algorithm.multi_reward == "normalize_then_sum":
         if not isinstance(reward, WeightedSum):

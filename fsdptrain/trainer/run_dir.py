@@ -93,7 +93,7 @@ def _tell_changes(config: Config, checkpoint: Path, step: int) -> None:
             "choose another --output-dir, or a larger --num-rollout to go on"
         )
     for change in changes:
-        log.warning("goes on after step %d with %s", step, change)
+        log.warning("resumes after step %d with %s", step, change)
 
 
 def changed_values(before: Config, now: Config) -> list[str]:

@@ -23,7 +23,7 @@ class Speed:
     def of(cls, model: PreTrainedModel, device: torch.device, dtype: torch.dtype, *, copies: int) -> "Speed":
         return cls(model_flops(model), peak_tflops(device, dtype), copies)
 
-    def utilisation(self, steps: Sequence[StepBatches], *, train_s: float) -> Metrics:
+    def utilization(self, steps: Sequence[StepBatches], *, train_s: float) -> Metrics:
         """Compute perf/mfu and perf/mfu_causal of the forward and backward passes, mean over ranks."""
         packs = [pack for step in steps for pack in step.packs]
         own = {

@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-STAGES = ("generate", "reward", "score", "train", "sync", "check", "eval", "save")
+STAGES = ("generate", "reward", "logprobs", "train", "sync", "check", "eval", "save")
 # Stages of each worker. A worker can be idle while the others work.
 WORKERS: Mapping[str, tuple[str, ...]] = {
     "generate": ("generate",),
     "reward": ("reward",),
-    "train": ("score", "train"),
+    "train": ("logprobs", "train"),
     "sync": ("sync",),
 }
 

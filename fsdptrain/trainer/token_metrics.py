@@ -9,15 +9,15 @@ from fsdptrain.types import Metrics, Sample
 def episode_metrics(samples: Sequence[Sample]) -> Metrics:
     """Compute episode/* over all ranks: turns of the model, and tokens from the environment."""
     turns = [_num_turns(sample.loss_mask) for sample in samples]
-    heard = [sum(not mask for mask in sample.loss_mask[sample.loss_mask.index(True) :]) for sample in samples]
+    observed = [sum(not mask for mask in sample.loss_mask[sample.loss_mask.index(True) :]) for sample in samples]
     total = reduce_sums(
-        {"samples": len(samples), "turns": sum(turns), "longer": sum(n > 1 for n in turns), "heard": sum(heard)}
+        {"samples": len(samples), "turns": sum(turns), "longer": sum(n > 1 for n in turns), "observed": sum(observed)}
     )
     num_samples = max(1.0, total["samples"])
     return {
         "episode/turns_mean": total["turns"] / num_samples,
         "episode/several_turns_fraction": total["longer"] / num_samples,
-        "episode/observation_length_mean": total["heard"] / num_samples,
+        "episode/observation_length_mean": total["observed"] / num_samples,
     }
 
 

@@ -17,8 +17,8 @@ DESCRIBE_S = 120.0  # for a server to describe itself: it inspects its whole mac
 LOSSY_ENGINE_ARGS = frozenset({"quantization", "kv_cache_dtype"})  # the engine computes other numbers on purpose
 
 _SERVERS = Requires(f"rollout_engine={SERVER_ENGINE}")
-_STARTED = IdleWith("rollout_urls", fix="these servers run already, leave it out")
-_NOT_HF = IdleWith("rollout_engine=hf", fix="leave it out, or use --rollout-engine vllm")
+_STARTED = IdleWith("rollout_urls", fix="these servers run already, remove it")
+_NOT_HF = IdleWith("rollout_engine=hf", fix="remove it, or use --rollout-engine vllm")
 _GIVEN = Requires("rollout_urls")
 
 

@@ -228,7 +228,7 @@ def build_vllm_engine(config: Config, *, checkpoint: Path, device: torch.device)
         if name in _OTHER_PARALLELISM:
             raise ConfigError(
                 f"--rollout-engine-args {name}: an engine in the trainer's process supports tensor_parallel_size only; "
-                "leave it out, or use --rollout-engine vllm-server"
+                "remove it, or use --rollout-engine vllm-server"
             )
     known = _known_options()
     for name in args:

@@ -46,7 +46,7 @@ def require_free(engine_args: Mapping[str, Any], reserved: frozenset[str]) -> No
     """ConfigError if --rollout-engine-args sets an option that fsdptrain must set."""
     for name in engine_args:
         if name in reserved:
-            raise ConfigError(f"--rollout-engine-args {name}: fsdptrain needs its own value here; leave it out")
+            raise ConfigError(f"--rollout-engine-args {name}: fsdptrain needs its own value here; remove it")
 
 
 def derived_options(config: Config, checkpoint: Path, device_type: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from fsdptrain.feature import Features
 from fsdptrain.features.activation_memory.checkpointing import enable_gradient_checkpointing
 from fsdptrain.features.context_parallel.config import ContextParallelConfig
-from fsdptrain.features.context_parallel.recurrent import check_dealing
+from fsdptrain.features.context_parallel.recurrent import check_context_parallel
 from fsdptrain.features.context_parallel.ulysses import UlyssesGroup
 from fsdptrain.model.attention.attention import SEGMENTS, register_attention, set_attention
 from fsdptrain.model.policy import install_policy_forward, plain_batch, policy_logprobs
@@ -88,14 +88,14 @@ def plain(family: str, changes: dict) -> tuple[Tensor, dict[str, Tensor]]:
     return torch.cat(found), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def dealt(family: str, changes: dict, layout: Layout, *, again: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
+def sharded(family: str, changes: dict, layout: Layout, *, again: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
     """The same by this package; gradients of the ranks added up, as FSDP does. again: layers are computed twice."""
     model = model_of(family, changes)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("context",))
     context = UlyssesGroup.of(mesh)
     recurrent = "gather" if family == "qwen3_next" else "refuse"
     parallel = ContextParallelConfig(context_parallel_size=context.size, context_parallel_recurrent=recurrent)
-    feature = context_parallel(context, check_dealing(model, parallel))
+    feature = context_parallel(context, check_context_parallel(model, parallel))
     if again:
         enable_gradient_checkpointing(model)
     install_policy_forward(model, chunk_size=7, features=Features([feature]))
@@ -120,7 +120,7 @@ def differences(cases: list[str]) -> dict[str, tuple[float, float]]:
         family, changes, layout = CASES[case]
         with Exact():
             logprobs, wanted = plain(family, changes)
-            values, gradients = dealt(family, changes, layout)
+            values, gradients = sharded(family, changes, layout)
         assert gradients.keys() == wanted.keys()
         worst = max(((gradients[n] - wanted[n]).abs().max() / wanted[n].abs().max()).item() for n in wanted)
         found[case] = ((values - logprobs).abs().max().item(), worst)
@@ -138,7 +138,7 @@ def test_logprobs_and_gradients_are_those_of_the_plain_model(world, cases):
 
 def recomputed(case: str) -> bool:
     family, changes, layout = CASES[case]
-    (values, gradients), (others, again) = (dealt(family, changes, layout, again=again) for again in (False, True))
+    (values, gradients), (others, again) = (sharded(family, changes, layout, again=again) for again in (False, True))
     return torch.equal(values, others) and all(torch.equal(again[n], gradients[n]) for n in gradients)
 
 

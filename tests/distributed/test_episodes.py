@@ -8,7 +8,7 @@ import pytest
 from fsdptrain.config import Config
 from fsdptrain.data.chat import TurnRenderer
 from fsdptrain.errors import FsdptrainError
-from fsdptrain.rewards.verifiers import environment as environment_reward
+from fsdptrain.rewards.functions import environment as environment_reward
 from fsdptrain.testing import save_tiny_checkpoint, spawn, tiny_tokenizer
 from fsdptrain.trainer.samples.environment import LoadedEnvironment
 from fsdptrain.trainer.samples.multi_turn import MultiTurn
@@ -72,7 +72,7 @@ def fails(folder: Path) -> str:
     """An environment that fails on every rank is no error of the round; a prompt that cannot be generated is."""
     backends_in_float64()
     made, _ = play(folder, PROMPTS[:2], Fails())
-    assert made.scores.num_unscored == len(made.samples)
+    assert made.results.num_unscored == len(made.samples)
     with pytest.raises(FsdptrainError) as caught:
         play(folder, [Prompt("long", [5] * 2000, ""), PROMPTS[0]], Dice())
     return str(caught.value)

@@ -55,7 +55,7 @@ def make_steps(num_groups: int, rules: PackingRules, rollout: int = 7) -> list[S
     return make_batches([sample for number in own for sample in group(number)], rules, rollout=rollout)
 
 
-def dealt(cases: list[tuple[int, Any]]) -> list[tuple[list[list[int]], list[int]]]:
+def assigned(cases: list[tuple[int, Any]]) -> list[tuple[list[list[int]], list[int]]]:
     found = []
     for num_groups, layout in cases:
         steps = make_steps(num_groups, dataclasses.replace(RULES, layout=layout))
@@ -65,7 +65,7 @@ def dealt(cases: list[tuple[int, Any]]) -> list[tuple[list[list[int]], list[int]
 
 def test_the_samples_of_a_step_do_not_depend_on_the_ranks() -> None:
     cases = [(GROUPS, "packed"), (GROUPS, "padded"), (1, "packed"), (0, "packed")]
-    worlds = [spawn(world_size, dealt, cases) for world_size in (1, 2, 4)]
+    worlds = [spawn(world_size, assigned, cases) for world_size in (1, 2, 4)]
     for number, (num_groups, _) in enumerate(cases):
         ranks = [[result[number] for result in world] for world in worlds]
         steps = [[sorted(chain(*held)) for held in zip(*(rank[0] for rank in world), strict=True)] for world in ranks]
@@ -90,14 +90,14 @@ def score_once(checkpoint: str) -> tuple[Any, Any, float]:
     steps = make_steps(GROUPS, RULES)
     first = []
     for step in steps[:4]:
-        found = backend.score(step.packs, "policy")
+        found = backend.compute_logprobs(step.packs, "policy")
         packs = [
             dataclasses.replace(b, old_logprobs=s.values, advantages=s.values.sin(), routes=some_routes(b.input_ids))
             for b, s in zip(step.packs, found, strict=True)
         ]
         first.append(dataclasses.replace(step, packs=packs))
     later = carry_scores(first, steps[4:], extra_fields=["routes"])
-    anew = backend.score([batch for step in later for batch in step.packs], "policy")
+    anew = backend.compute_logprobs([batch for step in later for batch in step.packs], "policy")
     carried = [batch for step in later for batch in step.packs]
     assert all(batch.ref_logprobs is None for batch in carried)
     difference = max(

@@ -119,7 +119,7 @@ def as_mxfp4(folder: Path) -> None:
         weights[f"{name}_blocks"] = torch.randint(0, 256, blocks, dtype=torch.uint8, generator=generator)
         weights[f"{name}_scales"] = torch.randint(120, 125, scales, dtype=torch.uint8, generator=generator)
     kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
-    _quantise(folder, weights, {"quant_method": "mxfp4", "modules_to_not_convert": kept})
+    _quantize(folder, weights, {"quant_method": "mxfp4", "modules_to_not_convert": kept})
 
 
 def as_fp8(folder: Path) -> None:
@@ -130,7 +130,7 @@ def as_fp8(folder: Path) -> None:
         rows, columns = weights[name].shape
         weights[name] = (weights[name].float() * 4).to(torch.float8_e4m3fn)
         weights[f"{name}_scale_inv"] = torch.full((-(-rows // 128), -(-columns // 128)), 0.25)
-    _quantise(folder, weights, {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"})
+    _quantize(folder, weights, {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"})
 
 
 def as_pickle(folder: Path) -> None:
@@ -140,7 +140,7 @@ def as_pickle(folder: Path) -> None:
     torch.save(model.state_dict(), folder / "pytorch_model.bin")
 
 
-def _quantise(folder: Path, weights: dict, how: dict) -> None:
+def _quantize(folder: Path, weights: dict, how: dict) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": how}))
@@ -148,7 +148,7 @@ def _quantise(folder: Path, weights: dict, how: dict) -> None:
 
 @pytest.mark.parametrize(
     ("make", "words"),
-    [(as_mxfp4, r"quantised \(mxfp4\)"), (as_fp8, r"quantised \(fp8\)"), (as_pickle, r"pickles \(\.bin\)")],
+    [(as_mxfp4, r"quantized \(mxfp4\)"), (as_fp8, r"quantized \(fp8\)"), (as_pickle, r"pickles \(\.bin\)")],
 )
 def test_what_has_to_be_converted_is_refused_with_a_command_that_does_it(make, words, tmp_path):
     folder = tmp_path / "given"
@@ -164,7 +164,7 @@ def test_what_has_to_be_converted_is_refused_with_a_command_that_does_it(make, w
     model = build_meta_model(copy, trust_remote_code=False, attn_implementation="eager")
     stock = AutoModelForCausalLM.from_pretrained(copy, dtype="auto")
     assert stock.state_dict().keys() == model.state_dict().keys()
-    expected = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").state_dict()  # dequantised, or as it was
+    expected = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").state_dict()  # dequantized, or as it was
     found = spawn(1, loaded, [str(copy)], "")[0][0]
     for name, tensor in found.items():
         assert torch.equal(expected[name].float(), tensor), name

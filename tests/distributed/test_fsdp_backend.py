@@ -67,8 +67,8 @@ def config(checkpoint: str, **values) -> Config:
 def scored(backend, packs, *, reference: bool):
     """Old logprobs a little off the policy's, so that ratios differ from 1; reference logprobs where asked for."""
     found = []
-    olds = backend.score(packs, "policy")
-    refs = backend.score(packs, "reference") if reference else [None] * len(packs)
+    olds = backend.compute_logprobs(packs, "policy")
+    refs = backend.compute_logprobs(packs, "reference") if reference else [None] * len(packs)
     for batch, old, ref in zip(packs, olds, refs, strict=True):
         old = old.values + 0.1 * torch.sin(batch.labels.float())
         found.append(dataclasses.replace(batch, old_logprobs=old, ref_logprobs=None if ref is None else ref.values))
@@ -152,7 +152,7 @@ def swap(checkpoint: str, values: dict):
     packs = packs_of_this_rank(samples(), 128)
 
     def score(role):
-        return [x.values for x in backend.score(packs, role)]
+        return [x.values for x in backend.compute_logprobs(packs, role)]
 
     start, reference = score("policy"), score("reference")
     backend.train_step(packs, LOSSES["grpo"], GRPO)
@@ -161,7 +161,7 @@ def swap(checkpoint: str, values: dict):
     after = score("policy")
     broken = dataclasses.replace(packs[0], labels=torch.full_like(packs[0].labels, 10**6))
     with pytest.raises((IndexError, RuntimeError)):
-        backend.score([packs[0], broken], "reference")
+        backend.compute_logprobs([packs[0], broken], "reference")
     again, kept = score("policy"), full_state(backend._model)
     assert all(torch.equal(weights[name], kept[name]) for name in weights)
     return start, reference, trained, later, after, again
@@ -181,10 +181,10 @@ def test_the_reference_stays_what_it_was_and_the_policy_comes_back_bitwise(check
 def other_reference(checkpoint: str, other: str):
     packs = packs_of_this_rank(samples(), 128)
     backend = FSDPBackend(config(checkpoint, kl_loss_coef=0.1, ref_load=other), total_steps=10)
-    found = [x.values for role in ("policy", "reference") for x in backend.score(packs, role)]
+    found = [x.values for role in ("policy", "reference") for x in backend.compute_logprobs(packs, role)]
     expected = []
     for path in (checkpoint, other):
-        expected += [x.values for x in FSDPBackend(config(path), total_steps=10).score(packs, "policy")]
+        expected += [x.values for x in FSDPBackend(config(path), total_steps=10).compute_logprobs(packs, "policy")]
     return found, expected
 
 
@@ -281,7 +281,7 @@ def offload_between_steps(checkpoint: str):
     moments = [local_shard(t) for t in backend._optimizer.tensors().values() if t.device.type == backend.device.type]
     backend.offload(keep_weights=True)
     assert held(moments) == 0 < held(weights)
-    backend.score(packs, "policy")
+    backend.compute_logprobs(packs, "policy")
     backend.offload()
     backend.offload()  # what is away stays away
     assert held(moments) == held(weights) == 0

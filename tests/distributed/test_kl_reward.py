@@ -142,7 +142,7 @@ def test_advantages_and_gradient_are_those_of_whole_groups_whatever_the_ranks(es
         torch.testing.assert_close(gradient, gradients[0], rtol=1e-12, atol=1e-14)
 
 
-def test_a_sample_that_is_trained_on_twice_is_penalised_once() -> None:
+def test_a_sample_that_is_trained_on_twice_is_penalized_once() -> None:
     [(once, _, _)] = spawn(1, trained, "grpo", "k1", 1)
     for found, _, metrics in spawn(2, trained, "grpo", "k1", 3):
         for tokens, (at_loss, _) in found.items():

@@ -70,7 +70,9 @@ def compute(hub: str, cases: list[str], values: dict, target: str):
         gradients = keep_gradients(backend._optimizer)
         with Exact():
             packs = packs_of_this_rank(samples(), 128, values.get("context_parallel_size", 1))
-            scores = [s.values[p.loss_mask] for p, s in zip(packs, backend.score(packs, "policy"), strict=True)]
+            scores = [
+                s.values[p.loss_mask] for p, s in zip(packs, backend.compute_logprobs(packs, "policy"), strict=True)
+            ]
         backend.export(Path(target) / case)
         with Exact():
             backend.train_step(packs, objective, LossConfig())

@@ -41,7 +41,7 @@ def whole_backend(path: Path, **values) -> FSDPBackend:
 
 
 def score(backend, role, packs):
-    return torch.cat([found.values for found in backend.score(packs, role)])
+    return torch.cat([found.values for found in backend.compute_logprobs(packs, role)])
 
 
 def reference(hub: str, case: str, other: str | None, values: dict):
@@ -54,7 +54,7 @@ def reference(hub: str, case: str, other: str | None, values: dict):
     policy, before = score(backend, "policy", packs), score(backend, "reference", packs)
     broken = dataclasses.replace(packs[0], labels=torch.full_like(packs[0].labels, 10**6))
     with pytest.raises((IndexError, RuntimeError)):
-        backend.score([packs[0], broken], "reference")
+        backend.compute_logprobs([packs[0], broken], "reference")
     assert torch.equal(score(backend, "policy", packs), policy)
     assert not torch.equal(before, policy)
     assert all(torch.equal(weights[name], value) for name, value in full_state(backend.model).items())

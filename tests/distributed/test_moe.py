@@ -164,10 +164,10 @@ def scoring(checkpoint: str) -> tuple[float, bool, bool]:
     backend = FSDPBackend(config(checkpoint, **options), total_steps=10)
     gradients = keep_gradients(backend._optimizer)
     packs = packs_of_this_rank(samples(), 64)
-    scores = backend.score(packs, "policy")
+    scores = backend.compute_logprobs(packs, "policy")
     routes = [score.extras["routes"] for score in scores]
     others = [dataclasses.replace(p, routes=r.roll(1, 0)) for p, r in zip(packs, routes, strict=True)]
-    references = backend.score(others, "reference")
+    references = backend.compute_logprobs(others, "reference")
     own_reference = all(torch.equal(r.values, s.values) for r, s in zip(references, scores, strict=True))
     recorded = [dataclasses.replace(pack, routes=r) for pack, r in zip(packs, routes, strict=True)]
     backend.train_step(packs, LOSSES["grpo"], LossConfig())
@@ -176,7 +176,7 @@ def scoring(checkpoint: str) -> tuple[float, bool, bool]:
     gradients = keep_gradients(fresh._optimizer)
     fresh.train_step(recorded, LOSSES["grpo"], LossConfig())
     difference = relative(dict(gradients), plain)
-    taken = fresh.score(recorded, "policy")
+    taken = fresh.compute_logprobs(recorded, "policy")
     kept = all(torch.equal(t.extras["routes"], r.routes) for t, r in zip(taken, recorded, strict=True))
     return difference, kept, own_reference
 
@@ -200,4 +200,4 @@ def refusals(checkpoint: str) -> list[str]:
 def test_a_dense_model_is_refused_on_all_ranks(tmp_path):
     for messages in spawn(2, refusals, str(save_tiny_checkpoint(tmp_path))):
         for message in messages:
-            assert "has no effect on qwen3, which has no experts: leave it out" in message
+            assert "has no effect on qwen3, which has no experts: remove it" in message

@@ -164,7 +164,7 @@ def learn(checkpoint: str, cases: list[dict], folder: str, of_one: str | None = 
         target = Path(folder) / f"{dist.get_world_size()}_{number}"
         assert same(exported(backend, target / "before"), load_files(checkpoint))
         [whole] = packs_of_this_rank(samples(), 4096, dist.get_world_size())
-        logprobs = backend.score([whole], "policy")[0].values
+        logprobs = backend.compute_logprobs([whole], "policy")[0].values
         gradients, steps = keep_gradients(backend._optimizer), []
         for name in LOSS_NAMES:
             packs = scored(backend, packs_of_this_rank(samples(), 128, copies), reference=True)
@@ -334,7 +334,7 @@ def test_a_checkpoint_of_one_mesh_is_resumed_bitwise_on_another_and_learns_on(ch
 
 
 REFUSED = {  # other refusals: tests/unit, on meta models
-    "packed experts": ("qwen3_moe", tensor(2), "deal the experts by --expert-parallel-size"),
+    "packed experts": ("qwen3_moe", tensor(2), "shard the experts with --expert-parallel-size"),
     "no experts": ("qwen3", expert(2), "no plan that splits experts"),
     "a state": ("qwen3_next", context(2), "add --context-parallel-recurrent gather"),
 }

@@ -22,7 +22,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def scores(backend: FSDPBackend, role: str) -> torch.Tensor:
     packs = packs_of_this_rank(samples(), 128)
-    return torch.cat([found.values for found in backend.score(packs, role)])  # type: ignore[arg-type]
+    return torch.cat([found.values for found in backend.compute_logprobs(packs, role)])  # type: ignore[arg-type]
 
 
 def train(backend: FSDPBackend) -> None:

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from fsdptrain.config import Config
 from fsdptrain.errors import RolloutError
-from fsdptrain.rewards.scoring import Score
+from fsdptrain.rewards.results import RewardResult
 from fsdptrain.rollout.embedded.engine import HFEngine
 from fsdptrain.rollout.evaluate import evaluation_metrics
 from fsdptrain.testing import save_tiny_checkpoint, spawn
@@ -69,10 +69,10 @@ def make_engine(folder: Path) -> HFEngine:
     return engine
 
 
-def score(completion: Completion) -> Score:
+def score(completion: Completion) -> RewardResult:
     """By content, so that the rank does not matter: some right, some wrong, some unscored."""
     length = len(completion.token_ids)
-    return Score(None if length % 7 == 0 else float(length % 2))
+    return RewardResult(None if length % 7 == 0 else float(length % 2))
 
 
 def run_share(folder: Path, num_prompts: int) -> tuple[list[Completion], dict[str, float]]:

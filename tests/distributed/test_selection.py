@@ -87,13 +87,13 @@ def rollouts(rules: SelectionRules, curriculum: bool) -> list[dict]:
     ours = source(rules, curriculum=curriculum)
     found = []
     for step in range(5):
-        experience = ours.collect(step)
+        rollout_batch = ours.collect(step)
         found.append(
             {
-                "samples": experience.samples,
-                "metrics": experience.metrics,
-                "shown": experience.shown,
-                "num_made": len(experience.scores.scores),
+                "samples": rollout_batch.samples,
+                "metrics": rollout_batch.metrics,
+                "shown": rollout_batch.shown,
+                "num_made": len(rollout_batch.results.results),
                 "rounds": ours.sampler.rounds[:],
                 "state": ours.stream.state_dict(),
             }

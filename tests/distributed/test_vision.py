@@ -23,7 +23,7 @@ from tests.exact import Exact, backends_in_float64, in_float64
 
 from .test_fsdp_backend import keep_gradients
 
-COLOURS = {"red": (255, 0, 0), "grey": (90, 90, 90), "blue": (10, 20, 250)}
+COLORS = {"red": (255, 0, 0), "grey": (90, 90, 90), "blue": (10, 20, 250)}
 SIZES = {"red": (16, 16), "grey": (24, 16), "blue": (16, 32)}
 TOLERANCE = 1e-11  # in float64, of the largest gradient: only the order of summation differs
 
@@ -42,7 +42,7 @@ def samples_and_images(folder: Path) -> tuple[list[Sample], dict[str, Images]]:
     shown = [["red"], ["grey"], ["blue", "red"], []]
     samples, images = [], {}
     for number, names in enumerate(shown):
-        pictures = [zoo.picture(COLOURS[name], SIZES[name]) for name in names]
+        pictures = [zoo.picture(COLORS[name], SIZES[name]) for name in names]
         prompt = processor.read(f"ab{place * len(names)} {number}?", pictures)
         answer = [70 + number, 90, zoo.IMAGE_TOKEN_ID if number == 1 else 91, 92 + 3 * number]
         mask = [False] * len(prompt.token_ids) + [True] * len(answer)

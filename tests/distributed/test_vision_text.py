@@ -48,10 +48,10 @@ def one_run(folder: Path, strategy: str) -> dict[str, Any]:
     with Exact():
         mine = samples()[dist.get_rank() :: dist.get_world_size()]
         packs = [pack(mine, aggregation="token_mean", totals=TOTALS, max_response_len=5)]
-        before = backend.score(packs, "policy")[0].values
+        before = backend.compute_logprobs(packs, "policy")[0].values
         backend.train_step(packs, loss, LossConfig())
-        found["moved"] = (backend.score(packs, "policy")[0].values - before).abs().max().item()
-        found["reference"] = (backend.score(packs, "reference")[0].values - before).abs().max().item()
+        found["moved"] = (backend.compute_logprobs(packs, "policy")[0].values - before).abs().max().item()
+        found["reference"] = (backend.compute_logprobs(packs, "reference")[0].values - before).abs().max().item()
     backend.export(folder.parent / f"trained-{strategy}-{folder.name}")
     prompts = [Prompt(f"{i}", [5 + i] * length, "") for i, length in enumerate([3, 17])]
     sampling = SamplingParams(num_samples=2, max_tokens=12)

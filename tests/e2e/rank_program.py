@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 
-from fsdptrain.launch.parent import end_with_parent
+from fsdptrain.launch.parent import exit_with_parent
 
 
 def meet(fates: list[str]) -> None:
@@ -61,5 +61,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    end_with_parent()
+    exit_with_parent()
     sys.exit(main())

@@ -36,7 +36,7 @@ def by_label(prompt: Prompt, response: str) -> float:
     return float(len(response) % 2) if prompt.label == "luck" else float(prompt.label)
 
 
-def names_colour(prompt: Prompt, response: str) -> float:
+def names_color(prompt: Prompt, response: str) -> float:
     """A letter of the first half of the alphabet for a red picture, of the second half for a blue one."""
     half = "abcdefghijklm" if prompt.label == "red" else "nopqrstuvwxyz"
     return float(response[:1].lower() in tuple(half))

@@ -107,12 +107,12 @@ def test_data_of_which_nothing_fits_is_one_line(checkpoint: Path, tmp_path: Path
     rows = [{"prompt": "say", "label": "a" * 600} for _ in range(8)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     argv = ["--hf-checkpoint", str(checkpoint), "--output-dir", str(tmp_path / "run"), "--algorithm", "sft"]
-    argv += ["--prompt-data", str(tmp_path / "rows.jsonl"), "--overlong", "drop", "--max-tokens-per-gpu", "512"]
+    argv += ["--prompt-data", str(tmp_path / "rows.jsonl"), "--overlong-samples", "drop", "--max-tokens-per-gpu", "512"]
 
     result = command.run([*argv, "--eval-interval", "0", "--log-to"], tmp_path / "out")
 
     assert result.code == 2, result.err
-    assert "--overlong drop" in result.err.strip().splitlines()[-1]
+    assert "--overlong-samples drop" in result.err.strip().splitlines()[-1]
     assert "--max-tokens-per-gpu 512" in result.err.strip().splitlines()[-1]
 
 

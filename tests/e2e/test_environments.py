@@ -96,9 +96,9 @@ def test_an_environment_of_ones_own_brings_its_prompts(checkpoint: Path, tmp_pat
         (["--environment", CALCULATOR, "--environment-kwargs", "a=1"], "cannot be made with --environment-kwargs"),
         (
             ["--environment", CALCULATOR, "--prompt-data", "environment", "--reward", "exact"],
-            "has no method dataset; name data of your own",
+            "has no method dataset; set other data",
         ),
-        (["--reward", "environment"], "--reward environment: there is no environment; name one by --environment"),
+        (["--reward", "environment"], "--reward environment: there is no environment; set --environment"),
         (
             ["--environment", "tests.e2e.environments:Broken"],
             "--environment: ZeroDivisionError: division by zero",

@@ -65,7 +65,7 @@ def test_every_kind_of_failure_is_reported_once():
     died, exited, *bug, refused = err.splitlines()
     assert died.startswith("fsdptrain: rank 1 was killed by SIGKILL; the host may be out of memory")
     assert died.endswith("; restart 1 of 9")
-    assert exited == "fsdptrain: rank 1 ended with exit code 9 and left no error; restart 2 of 9"
+    assert exited == "fsdptrain: rank 1 exited with code 9 without an error message; restart 2 of 9"
     assert bug[:2] == ["fsdptrain: rank 1 failed", "Traceback (most recent call last):"]
     assert bug[-1] == "ZeroDivisionError: a bug; restart 3 of 9"
     assert "\n".join(bug).count("Traceback") == 1
@@ -156,7 +156,9 @@ def test_ranks_with_different_options_are_refused_before_anything_is_loaded(tmp_
     assert [rank.exitcode for rank in ranks] == [2, 2]
     line = (tmp_path / "0/err").read_text()
     assert re.fullmatch(
-        r"fsdptrain: ranks of one run must be alike: --lr is 1e-06 on rank 0 \(.+\) and 2e-06 on rank 1 \(.+\)\n", line
+        r"fsdptrain: all ranks must have the same versions and options: --lr is 1e-06 on rank 0 \(.+\) and 2e-06 on "
+        r"rank 1 \(.+\)\n",
+        line,
     )
     assert not (tmp_path / "run").exists()
 

@@ -29,7 +29,9 @@ def test_ranks_of_two_hosts_find_each_other_and_one_with_another_option_is_refus
     for agent in [start(hosts, host, [*argv, f"{host + 1}e-6"]) for host in range(2)]:
         _, err = agent.communicate(timeout=100)
         (line,) = (line for line in err.splitlines() if line.startswith("fsdptrain: "))
-        assert line.startswith("fsdptrain: ranks of one run must be alike: --lr is 1e-06 on rank 0 (")
+        assert line.startswith(
+            "fsdptrain: all ranks must have the same versions and options: --lr is 1e-06 on rank 0 ("
+        )
         assert " and 2e-06 on rank 1 (" in line
 
 

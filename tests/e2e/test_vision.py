@@ -19,12 +19,12 @@ RUN = [
     *("--rollout-batch-size", "16", "--n-samples-per-prompt", "8", "--rollout-max-response-len", "1"),
     *("--max-tokens-per-gpu", "256"),
     *("--eval-size", "16", "--eval-interval", "1000", "--n-samples-per-eval-prompt", "8"),
-    *("--reward", "tests.e2e.rewards:names_colour", "--no-bf16", "--system-prompt", "", "--log-to"),
+    *("--reward", "tests.e2e.rewards:names_color", "--no-bf16", "--system-prompt", "", "--log-to"),
 ]
 
 
 def made_task(folder: Path, size: int = 64) -> Path:
-    """Pictures of two colours, no two alike, in files beside the data."""
+    """Pictures of two colors, no two alike, in files beside the data."""
     (folder / "pictures").mkdir(parents=True)
     generator = np.random.default_rng(0)
     rows = []

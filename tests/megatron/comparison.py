@@ -28,7 +28,7 @@ class Case(NamedTuple):
     num_ranks: int = 1
     layout: Layout = "padded"
     tied: bool = False
-    renormalised: bool = False  # weights of the chosen experts
+    renormalized: bool = False  # weights of the chosen experts
     num_packs: int = len(LENGTHS)  # over the data-parallel ranks
 
     @property
@@ -39,7 +39,7 @@ class Case(NamedTuple):
 
     @property
     def changes(self) -> dict[str, Any]:
-        more = {"norm_topk_prob": True} if self.renormalised else {}
+        more = {"norm_topk_prob": True} if self.renormalized else {}
         return (
             more | ({"sliding_window": None} if self.family == "mistral" else {}) | {"tie_word_embeddings": self.tied}
         )
@@ -47,7 +47,7 @@ class Case(NamedTuple):
     @property
     def model(self) -> str:
         """Folder of the checkpoint, of several cases."""
-        return f"{self.family}-{self.tied}-{self.renormalised}"
+        return f"{self.family}-{self.tied}-{self.renormalized}"
 
 
 class Found(NamedTuple):
@@ -87,20 +87,20 @@ def _compare(case: Case, folder: Path) -> Found:
     """Packs are dealt over the data-parallel ranks."""
     from megatron.core import parallel_state as ps
 
-    from fsdptrain.megatron.forward import Scorer, from_last_stage, run_packs
+    from fsdptrain.megatron.forward import LogprobsHead, from_last_stage, run_packs
     from fsdptrain.megatron.groups import process_groups
     from fsdptrain.megatron.masters import Masters, wrap
 
     built = cases.build(folder, **case.split)
     wrong = _changed(built, folder)
     wrapped, group = wrap(built.model), process_groups()
-    masters, scorer = Masters(wrapped), Scorer(cases.VOCAB_SIZE, case.layout, chunk_size=8)
+    masters, head = Masters(wrapped), LogprobsHead(cases.VOCAB_SIZE, case.layout, chunk_size=8)
     wanted, expected = transformers_says(folder, case.num_packs)
     rank, size = ps.get_data_parallel_rank(), ps.get_data_parallel_world_size()
     own = packs()[: case.num_packs][rank::size]
 
     def finish(hidden: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
-        values = scorer(built.model, hidden, batch, with_entropy=False).values
+        values = head(built.model, hidden, batch, with_entropy=False).values
         return (values * batch.advantages).sum(), torch.zeros((), dtype=torch.int), values.detach()
 
     wrapped.zero_grad_buffer()

@@ -74,7 +74,7 @@ def looked_at(folder: Path, bf16: bool) -> dict[str, Any]:
 
     backend = backend_of(folder, bf16=bf16, lr=1e-3)
     segments = [cases.tokens(1, n, seed=n)[0].tolist() for n in (7, 12, 30)]
-    together, *apart = backend.score(
+    together, *apart = backend.compute_logprobs(
         [plain_batch(rows, device=torch.device("cpu")) for rows in (segments, *([row] for row in segments))], "policy"
     )
     return {

@@ -18,7 +18,7 @@ CASES = [
     Case("qwen3", {"pipeline_parallel": 2}, 2, tied=True),  # embedding and head are on different ranks
     Case("llama", {"pipeline_parallel": 2}, 2),
     Case("qwen3_moe", {"pipeline_parallel": 2}, 2),
-    Case("qwen3_moe", {"expert_parallel": 2}, 2, renormalised=True),
+    Case("qwen3_moe", {"expert_parallel": 2}, 2, renormalized=True),
     Case("qwen3_moe", {"expert_parallel": 2, "moe_dispatcher": "allgather"}, 2),
     Case("qwen3", {"tensor_parallel": 2, "sequence_parallel": True}, 2, tied=True),
     Case("qwen3_moe", {"tensor_parallel": 2, "sequence_parallel": True}, 2),
@@ -28,7 +28,7 @@ CASES = [
     Case("qwen3", {"tensor_parallel": 2, "pipeline_parallel": 2}, 4, tied=True),
     Case("qwen3_moe", {"pipeline_parallel": 2, "expert_parallel": 2}, 4),
     # below two ranks each have the same part of the model
-    Case("qwen3_moe", {"expert_parallel": 2}, 4, renormalised=True),
+    Case("qwen3_moe", {"expert_parallel": 2}, 4, renormalized=True),
     Case("qwen3", {"pipeline_parallel": 2}, 4, tied=True),
     Case("qwen3", {"tensor_parallel": 2, "sequence_parallel": True}, 4, tied=True),
 ]

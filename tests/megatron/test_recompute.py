@@ -14,7 +14,7 @@ def step(folder: Path, recompute: bool) -> tuple[int, int, float]:
     backend = backend_of(folder, gradient_checkpointing=recompute)
     passes: list[int] = []
     backend._model.decoder.layers[0].register_forward_pre_hook(lambda *_: passes.append(1))
-    backend.score([pack(0)], "policy")
+    backend.compute_logprobs([pack(0)], "policy")
     scored = len(passes)
     (norm,) = steps(backend, 1)
     return scored, len(passes) - scored, norm

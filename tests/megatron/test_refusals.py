@@ -35,8 +35,8 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
         "lower it",
     ),
     ("llama", {}, {"pipeline_parallel": 3}, "--megatron-pipeline-parallel 3 must divide the 2 layers", "lower it"),
-    ("llama", {}, {"expert_parallel": 2}, "--megatron-expert-parallel: a llama has no experts", "leave it out"),
-    ("llama", {}, {"moe_dispatcher": "allgather"}, "--megatron-moe-dispatcher: a llama has no experts", "leave it out"),
+    ("llama", {}, {"expert_parallel": 2}, "--megatron-expert-parallel: a llama has no experts", "remove it"),
+    ("llama", {}, {"moe_dispatcher": "allgather"}, "--megatron-moe-dispatcher: a llama has no experts", "remove it"),
     (
         "llama",
         {},
@@ -136,9 +136,9 @@ def line_of(argv: list[str], folder: Path, **more: Any) -> str:
 def test_commands_of_fsdp_alone_say_so(dense: Path, tmp_path: Path) -> None:
     model = ["--hf-checkpoint", str(dense), "--backend", "megatron"]
     planned = line_of(["plan", *model, "--num-gpus", "1", "--gpu-memory-gib", "80"], tmp_path)
-    assert planned.startswith("fsdptrain plan knows the memory of --backend fsdp alone: leave --backend megatron out")
+    assert planned.startswith("fsdptrain plan supports --backend fsdp only")
     compared = line_of(["inspect", *model, "--against-checkpoint"], tmp_path)
-    assert compared.startswith("--against-checkpoint is of --backend fsdp")
+    assert compared.startswith("--against-checkpoint requires --backend fsdp")
 
 
 @pytest.mark.matrix

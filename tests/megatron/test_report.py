@@ -102,4 +102,4 @@ def test_planted_faults_stop_the_run(tmp_path) -> None:
     assert said["engine"] == "False"  # which would not compute here, though it is installed
     assert "rotary base is 500000.0, not 10000.0" in said["rotary base"]
     assert "eps of norms is 1e-05, not 1e-06" in said["eps"]
-    assert "their weights are renormalised: " in said["router"]
+    assert "their weights are renormalized: " in said["router"]

@@ -42,7 +42,7 @@ def whole() -> dict[str, Tensor]:
     return {"out": out.detach(), "x": x.grad, "weight": mixer.first.weight.grad}
 
 
-def dealt(pair: str) -> dict[str, Tensor]:
+def sharded(pair: str) -> dict[str, Tensor]:
     """What one of the ranks has of it."""
     install_cpu_shims()
     from megatron.core import tensor_parallel as tp
@@ -79,7 +79,7 @@ def dealt(pair: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("pair", ["A", "B"])
 def test_gradients_are_those_of_one_process(pair: str):
-    for errors in spawn(2, dealt, pair):
+    for errors in spawn(2, sharded, pair):
         assert {name: float(error) for name, error in errors.items()} == pytest.approx(
             dict.fromkeys(errors, 0), abs=1e-14
         )
@@ -87,7 +87,7 @@ def test_gradients_are_those_of_one_process(pair: str):
 
 def test_the_published_way_drops_what_tokens_do_to_other_ranks():
     """An own slice in the gather's backward behind a plain slice: the weights are right, what lies before is not."""
-    errors = spawn(2, dealt, "published")
+    errors = spawn(2, sharded, "published")
     assert max(float(rank["x"]) for rank in errors) > 0.1
     assert all(float(rank["out"]) == 0 and float(rank["weight"]) < 1e-14 for rank in errors)
 

@@ -59,7 +59,7 @@ def other_norms(transformer_config: Any, hf_config: PreTrainedConfig, *, vp_stag
 
 
 def other_rotation(transformer_config: Any, hf_config: PreTrainedConfig, *, vp_stage: int | None = None) -> Any:
-    """Queries and keys turned by neighbours and not by halves, by the same angles: of this no fact is reported."""
+    """Queries and keys turned by neighbors and not by halves, by the same angles: of this no fact is reported."""
     from fsdptrain.megatron.model import layer_spec
 
     transformer_config.rotary_interleaved = True

@@ -100,16 +100,16 @@ def test_a_hundred_thousand_lengths_take_less_than_a_second() -> None:
 
 
 def test_a_sample_longer_than_the_budget_is_an_error_that_names_the_flags() -> None:
-    with pytest.raises(ConfigError, match=r"--max-tokens-per-gpu .* 64 .* 65 tokens.*--overlong drop"):
+    with pytest.raises(ConfigError, match=r"--max-tokens-per-gpu .* 64 .* 65 tokens.*--overlong-samples drop"):
         plan_packs([3, 65], num_ranks=1, max_tokens=64)
 
 
 def test_overlong_samples_are_dropped_and_counted_or_an_error() -> None:
     samples = [Sample("g", [1] * n, [False] * n, [0.0] * n) for n in (3, 9, 4)]
-    assert drop_overlong(samples, max_tokens=8, overlong="drop") == ([samples[0], samples[2]], 1)
+    assert drop_overlong(samples, max_tokens=8, overlong_samples="drop") == ([samples[0], samples[2]], 1)
     with pytest.raises(ConfigError, match=r"--max-tokens-per-gpu .* 8 is"):
-        drop_overlong(samples, max_tokens=8, overlong="error")
-    assert drop_overlong(samples, max_tokens=9, overlong="error") == (samples, 0)
+        drop_overlong(samples, max_tokens=8, overlong_samples="error")
+    assert drop_overlong(samples, max_tokens=9, overlong_samples="error") == (samples, 0)
 
 
 @given(samples=sample_lists(min_size=1))

@@ -55,12 +55,12 @@ def test_the_named_function_is_replaced_on_its_device_only(plugin: Plugin):
 @pytest.mark.parametrize(
     ("point", "why"),
     [
-        (f"cpu.{KEY} = not_there:f", r"cannot be loaded: ModuleNotFoundError: .*; mend or remove it"),
+        (f"cpu.{KEY} = not_there:f", r"cannot be loaded: ModuleNotFoundError: .*; fix or uninstall it"),
         (f"cpu.{KEY} = acme_kernels:absent", "cannot be loaded: AttributeError"),
         (f"cpu.{KEY} = acme_kernels:not_callable", "cannot be loaded: TypeError"),
         (f"cpu.{KEY} = acme_kernels:other_arguments", r"takes \(device\), but fsdptrain.* takes \(device_type\)"),
         ("cpu.optim.has_fused_adamw = acme_kernels:no_kernel", "optim.has_fused_adamw is nothing .* key of fsdptrain"),
-        ("npu.fsdptrain.cli.run = acme_kernels:no_kernel", "fsdptrain.cli.run is nothing that may be overridden"),
+        ("npu.fsdptrain.cli.run = acme_kernels:no_kernel", "fsdptrain.cli.run cannot be overridden"),
     ],
 )
 def test_a_broken_plugin_is_an_error(plugin: Plugin, point: str, why: str):

@@ -56,7 +56,7 @@ def plan_packs(
     costs = sequence_costs(lengths, quadratic_cost)
     packs = fill_packs(lengths, costs, num_ranks=num_ranks, max_tokens=max_tokens)
     pack_costs = [math.fsum(costs[index] for index in pack) for pack in packs]
-    return deal_packs(packs, pack_costs, num_tokens=sum(lengths), num_ranks=num_ranks, max_tokens=max_tokens)
+    return assign_packs_to_ranks(packs, pack_costs, num_tokens=sum(lengths), num_ranks=num_ranks, max_tokens=max_tokens)
 
 
 def sequence_costs(lengths: Sequence[int], quadratic_cost: float = QUADRATIC_COST) -> list[float]:
@@ -68,8 +68,8 @@ def fill_packs(sizes: Sequence[int], costs: Sequence[float], *, num_ranks: int, 
 
     Best-fit decreasing has the same bound as first-fit decreasing, 11/9 of the optimum, and needs no tree. The token
     budget is hard. Once the number of packs is known, items are spread evenly: in order of decreasing size, each goes
-    to the currently cheapest pack. If packs are too full for that, or a rank has many packs (see `deal_packs`), the
-    best-fit packs are kept and only the ranks are balanced. O(n log n) comparisons.
+    to the currently cheapest pack. If packs are too full for that, or a rank has many packs (see
+    `assign_packs_to_ranks`), the best-fit packs are kept and only the ranks are balanced. O(n log n) comparisons.
     """
     largest_first = np.argsort(-np.asarray(sizes, dtype=np.int64), kind="stable").tolist()  # ties by index
     packs = _best_fit_decreasing(sizes, largest_first, max_tokens)
@@ -109,10 +109,10 @@ def plan_rows(
         packs.append(rest)
     packs = packs or [[] for _ in range(num_ranks)]
     costs = [cost(pack) for pack in packs]
-    return deal_packs(packs, costs, num_tokens=sum(lengths), num_ranks=num_ranks, max_tokens=max_tokens)
+    return assign_packs_to_ranks(packs, costs, num_tokens=sum(lengths), num_ranks=num_ranks, max_tokens=max_tokens)
 
 
-def deal_packs(
+def assign_packs_to_ranks(
     packs: Sequence[Sequence[int]],
     pack_costs: Sequence[float],
     *,
@@ -126,7 +126,7 @@ def deal_packs(
     between the costliest and the cheapest pack of the round. Over all rounds, these differences sum to at most the
     difference between the costliest and the cheapest pack of all: at most one pack, out of all packs of a rank.
     """
-    by_rank = _deal(pack_costs, num_ranks)
+    by_rank = _assign(pack_costs, num_ranks)
     num_packs = len(by_rank[0])
     slowest = sum(max(pack_costs[row[k]] for row in by_rank) for k in range(num_packs))
     return PackPlan(
@@ -143,17 +143,17 @@ def check_lengths(lengths: Sequence[int], *, max_tokens: int) -> None:
         raise ConfigError(
             f"--max-tokens-per-gpu (times --context-parallel-size) {max_tokens} is less than a sample of "
             f"{max(lengths)} tokens, and samples are never split: raise it, lower --rollout-max-prompt-len or "
-            "--rollout-max-response-len, or leave such samples out by --overlong drop"
+            "--rollout-max-response-len, or leave such samples out by --overlong-samples drop"
         )
 
 
-def drop_overlong(samples: Sequence[Sample], *, max_tokens: int, overlong: str) -> tuple[list[Sample], int]:
+def drop_overlong(samples: Sequence[Sample], *, max_tokens: int, overlong_samples: str) -> tuple[list[Sample], int]:
     """Return the samples that fit into a pack and the number of dropped ones.
 
-    If `overlong` is "error", raises ConfigError instead of dropping samples.
+    If `overlong_samples` is "error", raises ConfigError instead of dropping samples.
     """
     fitting = [sample for sample in samples if len(sample.token_ids) <= max_tokens]
-    if overlong == "error":
+    if overlong_samples == "error":
         check_lengths([len(sample.token_ids) for sample in samples], max_tokens=max_tokens)
     return fitting, len(samples) - len(fitting)
 
@@ -291,7 +291,7 @@ def _spread(
     return packs
 
 
-def _deal(pack_costs: Sequence[float], num_ranks: int) -> list[list[int]]:
+def _assign(pack_costs: Sequence[float], num_ranks: int) -> list[list[int]]:
     """Assign packs to ranks in rounds of similar cost. The rank with the least total gets the costliest pack."""
     costliest_first = sorted(range(len(pack_costs)), key=pack_costs.__getitem__, reverse=True)
     by_rank: list[list[int]] = [[] for _ in range(num_ranks)]

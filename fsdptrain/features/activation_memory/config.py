@@ -18,7 +18,7 @@ class ActivationMemoryConfig(Section):
     gradient_checkpointing_kind: Annotated[
         Literal["full", "selective"],
         Requires("gradient_checkpointing"),
-        Excludes("offload_activations", "compile", fix="use --gradient-checkpointing-kind full, or leave it out"),
+        Excludes("offload_activations", "compile", fix="use --gradient-checkpointing-kind full, or remove it"),
         FSDP_ONLY,
     ] = "full"
     """`full`: store the input of a layer. `selective`: also store results of matrix products and attention, and

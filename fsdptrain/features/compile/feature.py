@@ -39,7 +39,7 @@ def check_compiler(device_type: str) -> None:
         raise ConfigError("--compile needs the package triton, not installed here: install it, or leave --compile out")
     if not any(shutil.which(name) for name in wanted):
         raise ConfigError(
-            f"--compile needs a C++ compiler and there is none here (looked for {', '.join(wanted)}): install g++, "
+            f"--compile needs a C++ compiler and none is available (looked for {', '.join(wanted)}): install g++, "
             f"set {variable}, or leave --compile out"
         )
 

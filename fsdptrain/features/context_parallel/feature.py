@@ -10,12 +10,12 @@ from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import ConfigError
 from fsdptrain.feature import BuildOptions, Feature
 from fsdptrain.features.context_parallel.config import ContextParallelConfig
-from fsdptrain.features.context_parallel.recurrent import GatheredMixer, check_dealing, gather_around
+from fsdptrain.features.context_parallel.recurrent import GatheredMixer, check_context_parallel, gather_around
 from fsdptrain.features.context_parallel.rows import UlyssesRows
 from fsdptrain.features.context_parallel.ulysses import UlyssesGroup
 from fsdptrain.features.meta import meta_model_of
 from fsdptrain.fsdp.mesh import Meshes
-from fsdptrain.model.attention.attention import OURS
+from fsdptrain.model.attention.attention import PACKAGE_ATTENTION
 from fsdptrain.model.rows import Layout
 from fsdptrain.types import PackedBatch
 
@@ -32,7 +32,9 @@ class ContextParallelFeature(Feature):
     def check(cls, config: Config) -> None:
         model = meta_model_of(config)
         with raise_on_all_ranks(ConfigError, "--context-parallel-size"):
-            check_dealing(model, config.section(ContextParallelConfig), tensor_size=config.ranks_along("tensor"))
+            check_context_parallel(
+                model, config.section(ContextParallelConfig), tensor_size=config.ranks_along("tensor")
+            )
 
     @classmethod
     def create(cls, config: Config, checkpoint: Path) -> "ContextParallelFeature":
@@ -45,7 +47,7 @@ class ContextParallelFeature(Feature):
     def transform_model(self, model: PreTrainedModel, meshes: Meshes) -> None:
         assert meshes.context is not None
         with raise_on_all_ranks(ConfigError, "--context-parallel-size"):
-            mixers = check_dealing(model, self._config, tensor_size=self._tensor_size)
+            mixers = check_context_parallel(model, self._config, tensor_size=self._tensor_size)
         self.attach(UlyssesGroup.of(meshes.context), [gather_around(mixer) for mixer in mixers])
 
     def attach(self, group: UlyssesGroup, mixers: list[GatheredMixer]) -> None:
@@ -53,12 +55,12 @@ class ContextParallelFeature(Feature):
         self._group, self._mixers = group, mixers
 
     def allows(self, layout: Layout, attention: str) -> bool:
-        return attention in OURS
+        return attention in PACKAGE_ATTENTION
 
     def rows(self, batch: PackedBatch, layout: Layout, attention: str) -> UlyssesRows | None:
         """Return this rank's rows. Stock attention, the reference of the probes, gets whole rows on every rank."""
         assert self._group is not None
-        active = self._group if attention in OURS else None
+        active = self._group if attention in PACKAGE_ATTENTION else None
         for mixer in self._mixers:
             mixer.group = active
         return None if active is None else UlyssesRows(batch, layout, active)

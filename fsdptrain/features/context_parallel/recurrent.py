@@ -3,8 +3,8 @@
 Such a mixer (a convolution, Mamba, Gated DeltaNet) runs on the tokens of all ranks, on every rank, and each rank keeps
 its own tokens. The result is exact; every rank does all of the mixer's work.
 
-`check_dealing` refuses, on the meta model and before weights are loaded, models whose tokens cannot be split. Other
-problems are detected by the probe at startup, which compares the logprobs of split tokens with the stock model.
+`check_context_parallel` refuses, on the meta model and before weights are loaded, models whose tokens cannot be split.
+Other problems are detected by the probe at startup, which compares the logprobs of split tokens with the stock model.
 """
 
 from collections.abc import Callable
@@ -74,7 +74,9 @@ def has_state(module: nn.Module) -> bool:
     return isinstance(module, nn.Conv1d) or "A_log" in module._parameters
 
 
-def check_dealing(model: PreTrainedModel, config: ContextParallelConfig, *, tensor_size: int = 1) -> list[nn.Module]:
+def check_context_parallel(
+    model: PreTrainedModel, config: ContextParallelConfig, *, tensor_size: int = 1
+) -> list[nn.Module]:
     """Return the mixers that need gathered tokens.
 
     Raises ConfigError if tokens cannot be split as `config` requires.
@@ -82,7 +84,7 @@ def check_dealing(model: PreTrainedModel, config: ContextParallelConfig, *, tens
     size = config.context_parallel_size
     gather = config.context_parallel_recurrent == "gather"
     name, text = stock_class(model).__name__, layer_config(model.config, 0)
-    flag, way_out = f"--context-parallel-size {size}", "leave it out"
+    flag, way_out = f"--context-parallel-size {size}", "remove it"
     heads = getattr(text, "num_attention_heads", None)
     counts = {f"attention heads of {name}": heads}
     counts |= {f"heads of {each} of {name}": n for each, n in projected_heads(model) if each.endswith(".q_proj")}
@@ -102,5 +104,5 @@ def check_dealing(model: PreTrainedModel, config: ContextParallelConfig, *, tens
     if gather and not mixers:
         raise ConfigError(f"--context-parallel-recurrent gather has no effect on {name}, which has no state: {way_out}")
     if not mixers and not model._supports_attention_backend:
-        raise ConfigError(f"{flag}: the attention of {name} is code of its own, which exchanges no heads: {way_out}")
+        raise ConfigError(f"{flag}: the attention of {name} is custom code that does not exchange heads: {way_out}")
     return list(mixers.values())

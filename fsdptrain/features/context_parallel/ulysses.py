@@ -62,15 +62,15 @@ class UlyssesGroup:
         repeats = repeats_of(heads, key.shape[1], self.size)
         shared = [x.repeat_interleave(repeats, dim=1) if repeats > 1 else x for x in (key, value)]
         parts = [query, *shared]
-        dealt = [x.unflatten(1, (self.size, -1)).permute(1, 0, 3, 2, 4).flatten(3) for x in parts]  # [N, B, s, h D]
-        whole = _columns(_AllToAll.apply(torch.cat(dealt, dim=3), self.group))  # [B, S, .]
-        pieces = whole.split([x.shape[3] for x in dealt], dim=2)
+        by_rank = [x.unflatten(1, (self.size, -1)).permute(1, 0, 3, 2, 4).flatten(3) for x in parts]  # [N, B, s, h D]
+        whole = _columns(_AllToAll.apply(torch.cat(by_rank, dim=3), self.group))  # [B, S, .]
+        pieces = whole.split([x.shape[3] for x in by_rank], dim=2)
         return [y.unflatten(2, (-1, x.shape[3])).transpose(1, 2) for x, y in zip(parts, pieces, strict=True)]
 
     def to_tokens(self, out: Tensor) -> Tensor:
         """Map the attention output [B, S, H / size, D] to [B, s, H, D]."""
-        dealt = out.unflatten(1, (-1, self.size)).permute(2, 0, 1, 3, 4).contiguous()  # [N, B, s, h, D]
-        return _AllToAll.apply(dealt, self.group).permute(1, 2, 0, 3, 4).flatten(2, 3)
+        by_rank = out.unflatten(1, (-1, self.size)).permute(2, 0, 1, 3, 4).contiguous()  # [N, B, s, h, D]
+        return _AllToAll.apply(by_rank, self.group).permute(1, 2, 0, 3, 4).flatten(2, 3)
 
     def own_heads(self, values: Tensor) -> Tensor:
         """Select this rank's heads: [H] -> [H / size]"""

@@ -167,7 +167,8 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig) -> Adapters:
     if adapters.layers.keys() != targets.weights:
         differing = sorted(adapters.layers.keys() ^ targets.weights)
         raise ConfigError(
-            f"--lora-targets {' '.join(lora.targets)}: peft {peft.__version__} does not adapt {differing[0]} as asked: "
+            f"--lora-targets {' '.join(lora.targets)}: peft {peft.__version__} does not adapt {differing[0]} as "
+            f"requested: "
             "choose other targets"
         )
     return adapters
@@ -178,7 +179,9 @@ def _refuse_what_peft_lacks(lora: LoraConfig, targets: Targets) -> None:
         return
     named = f"{targets.parameters[0]} (--lora-targets {' '.join(lora.targets)})"
     if lora.sync == "adapter":
-        raise ConfigError(f"--lora-sync adapter: vLLM takes no adapter of {named}: leave it out, and it is merged")
+        raise ConfigError(
+            f"--lora-sync adapter: vLLM does not support adapters of {named}: remove it, and it is merged"
+        )
     if lora.dropout:
         raise ConfigError(f"--lora-dropout {lora.dropout:g}: peft has no dropout for {named}: leave one of them out")
 

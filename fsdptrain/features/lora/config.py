@@ -11,8 +11,8 @@ from fsdptrain.config.section import Names, Section
 if TYPE_CHECKING:
     from fsdptrain.config.root import Config
 
-_NO_DROPOUT = "in reinforcement learning, which trains without dropout: leave it out, or use --algorithm sft"
-_MERGED = "leave it out, and the adapter is merged into the weights"
+_NO_DROPOUT = "in reinforcement learning, which trains without dropout: remove it, or use --algorithm sft"
+_MERGED = "remove it, and the adapter is merged into the weights"
 
 
 class LoraConfig(Section):
@@ -52,7 +52,7 @@ class LoraConfig(Section):
     def problems(self, config: "Config") -> Iterator[Problem]:
         if not self.enabled:
             return
-        reason = "with --lora-rank, whose reference is the model without the adapter: leave it out"
+        reason = "with --lora-rank, whose reference is the model without the adapter: remove it"
         yield from config.without_effect(["ref_update_interval"], reason)
         if self.sync == "adapter" and config.rollout.engine == "vllm-server" and config.sync.max_staleness:
             yield (

@@ -65,7 +65,7 @@ class LoraFeature(Feature):
         with self.adapters.detached():
             self._base_digest = content_digest(model)
 
-    def around_scoring(self, role: ModelRole) -> AbstractContextManager[None]:
+    def around_logprobs(self, role: ModelRole) -> AbstractContextManager[None]:
         return self.adapters.detached() if role == "reference" else nullcontext()
 
     def changes_weight(self, name: str) -> bool:

@@ -108,10 +108,10 @@ def _require_adaptable(model: PreTrainedModel, weight: str, parameter: nn.Parame
     if parameter in own:
         raise ConfigError(
             f"--lora-targets names {weight}: embedding and head take no adapter, because log-probabilities are "
-            "computed from the head's weight itself: leave it out"
+            "computed from the head's weight itself: remove it"
         )
     if parameter.dim() not in (2, 3):
-        raise ConfigError(f"--lora-targets names {weight}, which is no matrix, and peft adapts matrices: leave it out")
+        raise ConfigError(f"--lora-targets names {weight}, which is not a matrix, and peft adapts matrices: remove it")
 
 
 def _no_such_target(model: PreTrainedModel, name: str, known: Sequence[str]) -> str:

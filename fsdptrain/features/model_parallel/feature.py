@@ -101,7 +101,7 @@ def require_whole_gradients(model: nn.Module, tensor: DeviceMesh) -> None:
         if names:
             raise ConfigError(
                 f"--tensor-parallel-size {tensor.size()}: the plan of transformers leaves each process with a part of "
-                f"the gradient of {names[0]} ({len(names)} parameters in all): leave it out"
+                f"the gradient of {names[0]} ({len(names)} parameters in all): remove it"
             )
 
 

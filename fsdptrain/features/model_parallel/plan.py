@@ -91,7 +91,7 @@ def _expert_plan(model: PreTrainedModel, size: int) -> dict[str, str]:
     plan = {key: style for key, style in plan.items() if style in ("grouped_gemm", "ep_dispatch_experts")}
     if "ep_dispatch_experts" not in plan.values():
         raise ConfigError(
-            f"--expert-parallel-size {size}: transformers has no plan that splits experts of {name}: leave it out"
+            f"--expert-parallel-size {size}: transformers has no plan that splits experts of {name}: remove it"
         )
     for count in sorted({p.shape[0] for key, p in model.named_parameters() if key in plan}):
         if count < size:
@@ -129,7 +129,7 @@ def _check_activations(model: PreTrainedModel, size: int) -> None:
     if any(getattr(model.config.get_text_config(), "activation_sparsity_pattern", None) or ()):
         raise ConfigError(
             f"--tensor-parallel-size {size}: {stock_class(model).__name__} drops activations by the mean of a whole "
-            "layer (activation_sparsity_pattern), of which each process would have a part: leave it out"
+            "layer (activation_sparsity_pattern), of which each process would have a part: remove it"
         )
 
 
@@ -161,7 +161,7 @@ def _check_tensors(model: PreTrainedModel, plan: SplitPlan, size: int) -> None:
         if plan.tensor.get(parameter_name) in _PACKED:
             raise ConfigError(
                 f"--tensor-parallel-size {size} splits gate and up within {parameter_name} of {name}, which no "
-                "checkpoint could hold: deal the experts by --expert-parallel-size, or leave it out"
+                "checkpoint could hold: shard the experts with --expert-parallel-size, or remove it"
             )
         dim = plan.tensor_dims.get(parameter_name)
         if dim is not None and p.shape[dim] % size:
@@ -173,7 +173,7 @@ def _check_tensors(model: PreTrainedModel, plan: SplitPlan, size: int) -> None:
     if share < _LEAST_SHARE:
         raise ConfigError(
             f"--tensor-parallel-size {size}: the plan of transformers splits {share:.0%} of the layers of {name}, and "
-            "every process would hold and compute the rest: leave it out"
+            "every process would hold and compute the rest: remove it"
         )
 
 

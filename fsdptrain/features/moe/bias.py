@@ -51,17 +51,17 @@ def check_bias(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> 
     """
     name = config.model_type
     if expert_choice(config) is None:
-        raise _no_effect(f"on {name}, which has no experts: leave it out")
+        raise _no_effect(f"on {name}, which has no experts: remove it")
     try:
         refusal = _refusal_of(guarded_copy(config, trust_remote_code=trust_remote_code))
     except MODEL_ERRORS as error:
         refusal = f"its small copy fails, {type(error).__name__}: {error}"
     if refusal is None:
         raise _no_effect(
-            f"on {name}, whose routers have no bias beside their scores: leave it out, or use --router-aux-loss-coef"
+            f"on {name}, whose routers have no bias beside their scores: remove it, or use --router-aux-loss-coef"
         )
     if refusal:
-        raise ConfigError(f"{_FLAG} does not work with {name}: {refusal}; leave it out")
+        raise ConfigError(f"{_FLAG} does not work with {name}: {refusal}; remove it")
 
 
 def _refusal_of(model: PreTrainedModel) -> str | None:

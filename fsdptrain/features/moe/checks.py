@@ -28,7 +28,9 @@ def aux_loss_coef(
     if expert_choice(config) is None:
         raise _no_effect("aux_loss_coef", f"on {name}, which has no experts")
     if own is None:
-        raise _no_effect("aux_loss_coef", f"on {name}, whose config has no router_aux_loss_coef: it balances otherwise")
+        raise _no_effect(
+            "aux_loss_coef", f"on {name}, whose config has no router_aux_loss_coef: it uses another balancing method"
+        )
     model = guarded_copy(config, trust_remote_code=trust_remote_code)
     output = base_model(model)(input_ids=_tokens(model), use_cache=False, output_router_logits=True)
     if not output.get("router_logits"):
@@ -45,7 +47,7 @@ def check_replay(config: PreTrainedConfig, mode: str, *, trust_remote_code: bool
     except MODEL_ERRORS as error:
         refusal = f"its small copy fails, {type(error).__name__}: {error}"
     if refusal:
-        raise ConfigError(f"--router-replay {mode} does not work with {config.model_type}: {refusal}; leave it out")
+        raise ConfigError(f"--router-replay {mode} does not work with {config.model_type}: {refusal}; remove it")
 
 
 def replay_refusal(model: PreTrainedModel) -> str:
@@ -104,4 +106,4 @@ def _tokens(model: PreTrainedModel) -> Tensor:
 
 def _no_effect(option: str, reason: str) -> NoEffectError:
     key = f"router_{option}"
-    return NoEffectError(f"--{key.replace('_', '-')} has no effect {reason}: leave it out", key)
+    return NoEffectError(f"--{key.replace('_', '-')} has no effect {reason}: remove it", key)

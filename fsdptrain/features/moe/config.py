@@ -37,7 +37,7 @@ class RouterConfig(Section):
         if self.aux_loss_coef != "config" and self.aux_loss_coef < 0:
             yield f"--router-aux-loss-coef must be at least 0 or `config`, got {self.aux_loss_coef:g}"
         if self.replay == "scoring" and not config.scores_policy:
-            reason = "where the policy is not scored: use --router-replay rollout, or leave it out"
+            reason = "where the policy is not scored: use --router-replay rollout, or remove it"
             yield from config.without_effect(["router_replay"], reason)
         ahead = config.sync.max_staleness
         if self.replay == "rollout" and ahead and config.rollout.engine == "vllm-server":

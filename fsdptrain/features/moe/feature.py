@@ -133,7 +133,7 @@ class MoEFeature(Feature):
     # Scoring
 
     @contextmanager
-    def around_scoring(self, role: ModelRole) -> Iterator[None]:
+    def around_logprobs(self, role: ModelRole) -> Iterator[None]:
         """Set the routing for `role` within the context.
 
         The policy uses the routes of the batch or records its own. The reference makes its own choice.
@@ -144,7 +144,7 @@ class MoEFeature(Feature):
         finally:
             self._takes_routes, self._records = True, False
 
-    def after_scoring(self, batch: PackedBatch, logprobs: LogProbs) -> PackedBatch:
+    def after_logprobs(self, batch: PackedBatch, logprobs: LogProbs) -> PackedBatch:
         return replace(batch, routes=logprobs.extras[_ROUTES]) if self._scoring_records else batch
 
     # The optimizer step

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fsdptrain.errors import NumericsError
 from fsdptrain.model.attention.attention import (
-    OURS,
+    PACKAGE_ATTENTION,
     AttentionOptions,
     Boundaries,
     attention_by_segment,
@@ -145,7 +145,7 @@ class SharedPrefixRows(PackedRows):
     @classmethod
     def of(cls, batch: PackedBatch, layout: Layout, attention: str) -> "SharedPrefixRows":
         """Create the rows. Raises NumericsError if the layout or the attention does not support shared prefixes."""
-        if layout != "packed" or attention not in OURS:
+        if layout != "packed" or attention not in PACKAGE_ATTENTION:
             raise NumericsError(f"shared prefixes need packs and the attention of fsdptrain, not {layout}, {attention}")
         return cls(batch)
 

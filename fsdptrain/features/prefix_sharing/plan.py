@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from fsdptrain.data.packing.pack import (
     QUADRATIC_COST,
     PackPlan,
+    assign_packs_to_ranks,
     check_lengths,
-    deal_packs,
     fill_packs,
     plan_packs,
     sequence_costs,
@@ -100,7 +100,7 @@ def _plan(
     filled = fill_packs([samples.size(u) for u in units], [samples.cost(u) for u in units], **limits)
     packs = [_together([i for unit in pack for i in units[unit]], samples.prompts, shared) for pack in filled]
     num_tokens = sum(samples.tokens(unit) for pack in packs for unit in pack)
-    found = deal_packs(
+    found = assign_packs_to_ranks(
         [[i for unit in pack for i in unit] for pack in packs],
         [math.fsum(map(samples.cost, pack)) for pack in packs],
         num_tokens=num_tokens,

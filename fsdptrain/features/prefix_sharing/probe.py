@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from fsdptrain import platform
 from fsdptrain.errors import ConfigError
-from fsdptrain.model.attention.attention import OURS
+from fsdptrain.model.attention.attention import PACKAGE_ATTENTION
 from fsdptrain.model.module_kind import module_kind
 from fsdptrain.model.policy import (
     evaluating,
@@ -59,7 +59,7 @@ def structural_obstacle(model: PreTrainedModel) -> str:
 def require_prefixes(obstacle: str) -> None:
     """Raise ConfigError if there is an obstacle, which must be the same on every rank."""
     if obstacle:
-        raise ConfigError(f"--prefix-sharing on: {obstacle}; leave it out, and each sample computes its prompt")
+        raise ConfigError(f"--prefix-sharing on: {obstacle}; remove it, and each sample computes its prompt")
 
 
 @torch.no_grad()
@@ -79,7 +79,7 @@ def probe_prefixes(
     obstacle = structural_obstacle(model)
     if not obstacle and layout != "packed":
         obstacle = "sequences are padded"
-    if not obstacle and attention not in OURS:
+    if not obstacle and attention not in PACKAGE_ATTENTION:
         obstacle = f"{attention} knows no shared prefix"
     if obstacle:
         return PrefixProbe(False, obstacle)

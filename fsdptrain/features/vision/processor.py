@@ -47,23 +47,23 @@ class ImageProcessor:
                 f"--image-key: {checkpoint} has no image processor that can be loaded: {reason}"
             ) from error
         if getattr(self._processor, "image_processor", None) is None:  # for a text-only model it is a tokenizer
-            raise ConfigError(f"--image-key: {checkpoint} has no image processor: it is a model of text alone")
+            raise ConfigError(f"--image-key: {checkpoint} has no image processor: it is a text-only model")
 
     @property
     def chat_template(self) -> str | None:
         """The chat template, or None for that of the tokenizer."""
         return self._processor.chat_template
 
-    def read(self, text: str, pictures: Sequence["Image"]) -> Segment:
+    def read(self, text: str, images: Sequence["Image"]) -> Segment:
         """Encode `text` with one placeholder per picture. Raises ValueError if their numbers differ."""
         made = self._processor(
             text=[text],
-            images=list(pictures) or None,
+            images=list(images) or None,
             return_tensors="pt",
             add_special_tokens=False,
             return_mm_token_type_ids=True,
         )
-        if not pictures:
+        if not images:
             return Segment(made["input_ids"][0].tolist())
         types = next(made[name] for name in _TYPES if name in made)[0].to(torch.int64)
         inputs: dict[str, Tensor] = {k: v for k, v in made.items() if k not in _NOT_FOR_THE_TOWER}

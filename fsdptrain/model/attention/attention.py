@@ -33,7 +33,7 @@ from fsdptrain.overrides import overridable
 
 SEGMENTS = "fsdptrain_segments"
 VARLEN = "fsdptrain_varlen"
-OURS = (SEGMENTS, VARLEN)
+PACKAGE_ATTENTION = (SEGMENTS, VARLEN)
 _TOWER = "sdpa"
 MAX_VARLEN_HEAD_DIM = 256  # limit of the flash kernels behind varlen_attn
 _VARLEN_TAKES_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch >= 2.13; repeat the heads before
@@ -78,32 +78,32 @@ def register_attention() -> None:
         return
     AttentionInterface.register(SEGMENTS, partial(attend, varlen=False))
     AttentionInterface.register(VARLEN, partial(attend, varlen=True))
-    for name in OURS:
+    for name in PACKAGE_ATTENTION:
         AttentionMaskInterface.register(name, no_mask)
 
 
-def resolve_attention(requested: str, device_type: str, *, ours: bool = False) -> str:
+def resolve_attention(requested: str, device_type: str, *, needs_package_attention: bool = False) -> str:
     """Return the name of the attention implementation for the model's config.
 
     `requested` is auto, varlen, sdpa, or any name that transformers knows. On a GPU auto selects flash-attn if
-    installed (never with `ours`), else torch's varlen kernel. On a CPU it selects segments. Raises ConfigError if the
-    device or a package is missing.
+    installed (never with `needs_package_attention`), else torch's varlen kernel. On a CPU it selects segments. Raises
+    ConfigError if the device or a package is missing.
     """
     register_attention()
     if requested == "auto":
-        return _best(device_type, ours=ours)
+        return _best(device_type, needs_package_attention=needs_package_attention)
     if requested in {"sdpa", SEGMENTS}:
         return SEGMENTS
     if requested in {"varlen", VARLEN}:
         if device_type == "cpu":
             raise ConfigError(
-                "--attn-implementation varlen needs a GPU and there is none here: auto or sdpa works on a CPU"
+                "--attn-implementation varlen needs a GPU and none is available: auto or sdpa works on a CPU"
             )
         return VARLEN
     package = _FLASH_PACKAGES.get(requested)
     if package is not None and (device_type == "cpu" or find_spec(package) is None):
         missing = (
-            "a GPU and there is none here" if device_type == "cpu" else f"the package {package}, not installed here"
+            "a GPU and none is available" if device_type == "cpu" else f"the package {package}, not installed here"
         )
         raise ConfigError(f"--attn-implementation {requested} needs {missing}: auto takes what there is")
     return requested
@@ -212,10 +212,10 @@ def attention_by_segment(
     return torch.cat([part.transpose(1, 2) for part in parts], dim=1)
 
 
-def _best(device_type: str, *, ours: bool) -> str:
+def _best(device_type: str, *, needs_package_attention: bool) -> str:
     if device_type == "cpu":
         return SEGMENTS
-    return "flash_attention_2" if find_spec("flash_attn") is not None and not ours else VARLEN
+    return "flash_attention_2" if find_spec("flash_attn") is not None and not needs_package_attention else VARLEN
 
 
 def segment_spans(query: Tensor, boundaries: Boundaries) -> list[int]:
@@ -241,7 +241,7 @@ def _refuse_unknown(
         )
     causal = vars(module).get("is_causal", True) if is_causal is None else is_causal
     if not causal or query.shape[2] != key.shape[2]:
-        raise NumericsError(f"{type(module).__name__} asks for attention that is not causal over its own tokens")
+        raise NumericsError(f"{type(module).__name__} requires attention that is not causal over its own tokens")
 
 
 @overridable

@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 
 from fsdptrain.distributed import gather, raise_on_all_ranks
 from fsdptrain.errors import CheckpointError
-from fsdptrain.model.loading.formats import refuse_gguf, refuse_pickles, refuse_quantised, refuse_small_floats
+from fsdptrain.model.loading.formats import refuse_gguf, refuse_pickles, refuse_quantized, refuse_small_floats
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ def resolve_checkpoint(name: str) -> Path:
 
     with raise_on_all_ranks(CheckpointError, f"--hf-checkpoint {name}"):
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            log.info("--hf-checkpoint %s: no folder here; asking the hub for it", name)
+            log.info("--hf-checkpoint %s: no local folder; looking it up on the hub", name)
             download(name, HUB_FILES)
     with raise_on_all_ranks(CheckpointError, f"--hf-checkpoint {name}"):
         return _checked(download(name, HUB_FILES, local_files_only=True))
@@ -92,7 +92,7 @@ def with_config(path: Path) -> Path:
         )
     if not (path / "config.json").is_file():
         raise CheckpointError(f"--hf-checkpoint {path} has no config.json: is it the folder of a Hugging Face model?")
-    refuse_quantised(path)
+    refuse_quantized(path)
     return path
 
 

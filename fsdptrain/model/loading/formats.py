@@ -7,7 +7,7 @@ from pathlib import Path
 from fsdptrain.errors import CheckpointError
 
 _NOT_TRAINED = re.compile(r"F4|F6|F8")  # safetensors dtypes whose separate scales would be lost
-_DEQUANTISED_BY = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}  # config classes of transformers
+_DEQUANTIZED_BY = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}  # config classes of transformers
 _SOURCE = "train the model that it was made from, which its card names"
 
 
@@ -17,7 +17,7 @@ def refuse_gguf(path: Path) -> None:
     if found and not any(path.glob("*.safetensors")):
         loading = f"gguf_file={found[0].name!r}, dtype='bfloat16'"
         raise CheckpointError(
-            f"--hf-checkpoint {path} is a GGUF file, which holds quantised weights for inference: {_SOURCE}; or "
+            f"--hf-checkpoint {path} is a GGUF file, which holds quantized weights for inference: {_SOURCE}; or "
             f"pip install gguf, and write a copy once, by {_copy(found[0].parent, loading)}"
         )
 
@@ -32,19 +32,19 @@ def refuse_pickles(path: Path) -> None:
         )
 
 
-def refuse_quantised(path: Path) -> None:
+def refuse_quantized(path: Path) -> None:
     """Raise CheckpointError if config.json declares quantization, with a command for a bfloat16 copy where possible."""
     found = json.loads((path / "config.json").read_text()).get("quantization_config")
     if not found:
         return
     method = found.get("quant_method")
     way_out = _SOURCE
-    if method in _DEQUANTISED_BY:
-        loading = f"quantization_config=t.{_DEQUANTISED_BY[method]}(dequantize=True), dtype='bfloat16'"
+    if method in _DEQUANTIZED_BY:
+        loading = f"quantization_config=t.{_DEQUANTIZED_BY[method]}(dequantize=True), dtype='bfloat16'"
         # the original format would give bfloat16 tensors the names of quantized ones (transformers 5.23)
         way_out = f"write a bfloat16 copy once, by {_copy(path, loading, 'save_original_format=False')}"
     raise CheckpointError(
-        f"--hf-checkpoint {path} is quantised ({method}), and weights must be bfloat16, float16 or float32 to be "
+        f"--hf-checkpoint {path} is quantized ({method}), and weights must be bfloat16, float16 or float32 to be "
         f"trained: {way_out}"
     )
 
@@ -56,7 +56,7 @@ def refuse_small_floats(file: Path) -> None:
     for name, entry in header.items():
         if name != "__metadata__" and _NOT_TRAINED.match(entry["dtype"]):
             raise CheckpointError(
-                f"--hf-checkpoint {file.parent}: {file.name} holds {name} in {entry['dtype']}, a quantised form: "
+                f"--hf-checkpoint {file.parent}: {file.name} holds {name} in {entry['dtype']}, a quantized form: "
                 f"weights must be bfloat16, float16 or float32 to be trained: {_SOURCE}"
             )
 

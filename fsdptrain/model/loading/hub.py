@@ -42,4 +42,4 @@ def download(name: str, patterns: list[str], *, local_files_only: bool = False) 
         reason = f"and cannot be downloaded: {one_line(error)}"
     else:
         return Path(found)
-    raise CheckpointError(f"--hf-checkpoint {name} is no folder here, {reason}")
+    raise CheckpointError(f"--hf-checkpoint {name} is not a local folder, {reason}")

@@ -30,7 +30,7 @@ from fsdptrain.errors import CheckpointError, ConfigError
 from fsdptrain.model.architecture import model_from_config
 from fsdptrain.model.attention.attention import set_attention
 from fsdptrain.model.loading.files import different_files, resolve_checkpoint, some_of, weight_files
-from fsdptrain.model.loading.formats import refuse_quantised
+from fsdptrain.model.loading.formats import refuse_quantized
 from fsdptrain.model.loading.materialize import quiet_transformers, register
 
 TESTED_TRANSFORMERS = ((5, 17), (5, 24))  # minimum (inclusive), maximum (exclusive)
@@ -49,7 +49,7 @@ def build_meta_model(path: Path, *, trust_remote_code: bool, attn_implementation
         if not trust_remote_code:
             _refuse_remote_code(path)
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        refuse_quantised(path)
+        refuse_quantized(path)
         known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
         if not known and "auto_map" not in config.to_dict():
             raise CheckpointError(

@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from fsdptrain.errors import ConfigError
-from fsdptrain.model.attention.attention import MAX_VARLEN_HEAD_DIM, OURS, SEGMENTS, VARLEN
+from fsdptrain.model.attention.attention import MAX_VARLEN_HEAD_DIM, PACKAGE_ATTENTION, SEGMENTS, VARLEN
 from fsdptrain.model.module_kind import module_kind
 from fsdptrain.model.probes.layout import LayoutProbe
 
@@ -73,23 +73,23 @@ def require_no_fallback(found: Sequence[Kernel]) -> None:
     """Raise ConfigError that lists every fallback, for --strict."""
     lines = [kernel.line for kernel in found if kernel.fell_back]
     if lines:
-        raise ConfigError(f"--strict allows no fallback: {'; '.join(lines)}; install what is missing, or leave it out")
+        raise ConfigError(f"--strict allows no fallback: {'; '.join(lines)}; install what is missing, or remove it")
 
 
 def _attention(
     model: PreTrainedModel, name: str, device_type: str, compute_dtype: torch.dtype, probe: LayoutProbe | None
 ) -> Kernel:
     used = _WORDS.get(name, f"transformers' {name}, with dense masks")
-    if name in OURS and _has_softcap_or_sinks(model):
+    if name in PACKAGE_ATTENTION and _has_softcap_or_sinks(model):
         used = _WRITTEN_OUT
-    if name not in OURS and "flash" not in name:
+    if name not in PACKAGE_ATTENTION and "flash" not in name:
         return Kernel("attention", used, _WORDS[SEGMENTS], _first(probe.reason) if probe is not None else "asked for")
     if name == VARLEN:
         obstacle = _varlen_obstacle(model, compute_dtype)
         if obstacle:
             return Kernel("attention", used if used == _WRITTEN_OUT else _WORDS[SEGMENTS], _WORDS[VARLEN], obstacle)
     if name == SEGMENTS and device_type != "cpu":
-        return Kernel("attention", used, _WORDS[VARLEN], "--attn-implementation sdpa asks for it")
+        return Kernel("attention", used, _WORDS[VARLEN], "set by --attn-implementation sdpa")
     return Kernel("attention", used)
 
 

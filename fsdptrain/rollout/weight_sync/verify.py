@@ -187,7 +187,7 @@ class WeightVerifier:
     def _compare_logprobs(self, checks: Sequence[ReplicaCheck], version: int) -> float:
         """The largest mean difference of logprobs over the replicas of this rank. Collective."""
         batches = [self._probe.pack(check.completions) for check in checks]
-        scored = self._backend.score(batches, "policy")
+        scored = self._backend.compute_logprobs(batches, "policy")
         with raise_on_all_ranks(RolloutError, FLAG):
             differences = [
                 (logprobs.values - batch.rollout_logprobs)[batch.loss_mask].abs().mean().item()

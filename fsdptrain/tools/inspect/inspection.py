@@ -16,7 +16,7 @@ from fsdptrain import platform
 from fsdptrain.config import Config
 from fsdptrain.errors import CheckpointError, NumericsError
 from fsdptrain.features.context_parallel.config import ContextParallelConfig
-from fsdptrain.features.context_parallel.recurrent import check_dealing
+from fsdptrain.features.context_parallel.recurrent import check_context_parallel
 from fsdptrain.features.lora.adapters import add_adapters, require_peft
 from fsdptrain.features.lora.config import LoraConfig
 from fsdptrain.features.model_parallel.config import ModelParallelConfig
@@ -37,7 +37,7 @@ from fsdptrain.model.probes.kernels import Kernel, kernels, require_no_fallback
 from fsdptrain.model.probes.layout import LayoutProbe
 from fsdptrain.model.structure import active_sizes, freeze_vision, lm_head
 from fsdptrain.overrides import Override, install_overrides
-from fsdptrain.tools.inspect.module_tree import Part, anatomy
+from fsdptrain.tools.inspect.module_tree import Part, module_tree
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def inspect_model(config: Config, *, num_gpus: int) -> Inspection:
         model_class=type(model).__name__,
         model_type=model.config.model_type,
         module=type(model).__module__,
-        parts=anatomy(model),
+        parts=module_tree(model),
         parameters=_count(model, pieces),
         groups=_groups(model, pieces, compute_dtype.itemsize),
         head=_head(model),
@@ -139,7 +139,7 @@ def with_differences(report: Inspection, config: Config) -> Inspection:
     return replace(report, differences={name: names for name, names in vars(found).items() if names})
 
 
-def require_sound(report: Inspection, *, strict: bool) -> None:
+def raise_problems(report: Inspection, *, strict: bool) -> None:
     """Raise the error that a run would raise.
 
     Raises NumericsError, CheckpointError, or, with `strict`, ConfigError for a fallback.
@@ -160,12 +160,12 @@ def meta_model(config: Config, *, with_adapters: bool = False) -> tuple[PreTrain
     """
     path = resolve_config(config.model.hf_checkpoint)
     own = config.needs_own_attention
-    attention = resolve_attention(config.model.attn_implementation, platform.device_type(), ours=own)
+    attention = resolve_attention(config.model.attn_implementation, platform.device_type(), needs_package_attention=own)
     trust = config.model.trust_remote_code
     model = build_meta_model(path, trust_remote_code=trust, attn_implementation=attention)
     context, lora = config.section(ContextParallelConfig), config.section(LoraConfig)
     if context.enabled:
-        check_dealing(model, context, tensor_size=config.ranks_along("tensor"))
+        check_context_parallel(model, context, tensor_size=config.ranks_along("tensor"))
     if not config.section(VisionConfig).train_vision:
         freeze_vision(model)
     if with_adapters and lora.enabled:
@@ -196,7 +196,7 @@ def _prefixes(config: Config, model: PreTrainedModel, probe: LayoutProbe) -> Ker
     if not obstacle:
         trust = config.model.trust_remote_code
         obstacle = probe_prefixes_of_copy(model.config, probe, trust_remote_code=trust).reason
-    return Kernel("prompts of a group", f"with each sample: {obstacle}" if obstacle else "computed once")
+    return Kernel("prompts of a group", f"recomputed per sample: {obstacle}" if obstacle else "computed once")
 
 
 def _count(model: PreTrainedModel, pieces: Pieces) -> Parameters:
@@ -205,7 +205,7 @@ def _count(model: PreTrainedModel, pieces: Pieces) -> Parameters:
         total=sum(p.numel() for p in parameters),
         active=round(sum(active_sizes(model).values())),
         trainable=sum(p.numel() for p in parameters if p.requires_grad),
-        per_rank=pieces.total(lambda piece: piece.most),
+        per_rank=pieces.total(lambda piece: piece.largest_shard),
         num_shards=pieces.grid.shards * pieces.grid.tensor,
     )
 
@@ -215,13 +215,13 @@ def _groups(model: PreTrainedModel, pieces: Pieces, compute_bytes: int) -> list[
     for kind in layer_kinds(model):
         name = f"{kind.path} {kind.span}"
         found.append((name, len(kind.indices), list(kind.layer.parameters())))
-    found.append(("embedding, head and all else", 1, parameters_outside(model)))
+    found.append(("embedding, head and other parameters", 1, parameters_outside(model)))
     return [
         Group(
             name,
             count,
             sum(p.numel() for p in parameters),
-            sum(piece.most for piece in pieces.of(parameters)),
+            sum(piece.largest_shard for piece in pieces.of(parameters)),
             compute_bytes * sum(piece.numel for piece in pieces.of(parameters)),
         )
         for name, count, parameters in found

@@ -26,7 +26,7 @@ class Part:
     note: str = ""  # config entries of these layers
 
 
-def anatomy(model: PreTrainedModel) -> list[Part]:
+def module_tree(model: PreTrainedModel) -> list[Part]:
     """Return the parts of `model` top down, in module order."""
     kinds: dict[str, list[LayerKind]] = {}
     for kind in layer_kinds(model):

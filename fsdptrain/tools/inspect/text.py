@@ -22,7 +22,7 @@ def print_inspection(report: Inspection) -> None:
     _section(console, "Parameters", _parameter_rows(report.parameters, report.head))
     heading(console, "Modules")
     console.print(_tree(report.parts))
-    _section(console, "", _elsewhere(report.parts, report.module))
+    _section(console, "", _other_modules(report.parts, report.module))
     heading(console, f"FSDP groups over {_ranks(report.parameters.num_shards)}")
     console.print(_group_table(report.groups))
     _section(console, "Computation", _computation(report))
@@ -116,7 +116,7 @@ def _tree(parts: list[Part]) -> Table:
     return table
 
 
-def _elsewhere(parts: list[Part], module: str) -> Iterator[tuple[str, str]]:
+def _other_modules(parts: list[Part], module: str) -> Iterator[tuple[str, str]]:
     """Yield the modules other than the model's that define classes of its parts, with the class names."""
     others = dict.fromkeys(part.module for part in parts if part.module != module)
     for other in others:
@@ -187,7 +187,7 @@ def _group_table(groups: list[Group]) -> Table:
 
 
 def _computation(report: Inspection) -> Iterator[tuple[str, str]]:
-    yield "on", f"{report.device_type}, as this machine has it"
+    yield "on", f"{report.device_type}, on this machine"
     if report.refusal:
         yield "refused", report.refusal
     if report.probe is not None:

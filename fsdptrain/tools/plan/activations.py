@@ -15,7 +15,7 @@ REDUCED_BYTES = 4  # bytes per element: gradients are reduced in float32
 
 
 @dataclass(frozen=True)
-class Moment:
+class MemoryPeak:
     """Memory in use at one point of a step, by purpose. [bytes]"""
 
     name: str
@@ -41,91 +41,97 @@ class Sharding:
     state: int  # bytes of this rank's shards of weights, gradients and Adam's moments, on the device
 
 
-def training_peak(trace: Trace, sharding: Sharding) -> Moment:
-    return max(training_moments(trace, sharding), key=lambda moment: moment.total)
+def training_peak(trace: Trace, sharding: Sharding) -> MemoryPeak:
+    return max(training_peaks(trace, sharding), key=lambda peak: peak.total)
 
 
-def training_moments(trace: Trace, sharding: Sharding) -> Iterator[Moment]:
+def training_peaks(trace: Trace, sharding: Sharding) -> Iterator[MemoryPeak]:
     """Yield every candidate for the peak. Assumes that layers are ordered as their kinds are."""
     layers = [layer for layer in trace.layers for _ in range(layer.count)]
     root = sharding.compute_bytes * sharding.outside
-    always = {"weights, gradients, Adam": sharding.state}
+    state = {"weights, gradients, Adam": sharding.state}
     saved = trace.before + sum(layer.saved for layer in layers)
     on_host = sum(layer.on_host for layer in layers)
-    leaving = layers[-2].on_host if len(layers) > 1 else 0  # still on the device while the next layer runs
+    outgoing = layers[-2].on_host if len(layers) > 1 else 0  # still on the device while the next layer runs
     last = _gathered(layers, len(layers) - 1, sharding, running=False)
-    yield Moment(
+    yield MemoryPeak(
         "forward of the last layer",
         {
-            **always,
+            **state,
             "gathered layers": root + _gathered(layers, len(layers) - 1, sharding, running=True),
-            "activations": saved - layers[-1].saved + layers[-1].forward_peak + leaving,
+            "activations": saved - layers[-1].saved + layers[-1].forward_peak + outgoing,
         },
         on_host,
     )
     held = saved + layers[-1].on_host  # the last layer has no following layer
-    yield Moment(
+    yield MemoryPeak(
         "forward of the head",
-        {**always, "gathered layers": root + last, "activations": held, "logprobs": trace.head_forward_peak},
+        {**state, "gathered layers": root + last, "activations": held, "logprobs": trace.head_forward_peak},
         on_host,
     )
-    yield Moment(
+    yield MemoryPeak(
         "backward of the head",
         {
-            **always,
+            **state,
             "gathered layers": root + last,
             "activations": held,
             "logprobs": trace.head_saved + trace.head_backward_peak,
         },
         on_host,
     )
-    left = trace.head_saved + trace.head_left
+    head_gradients = trace.head_saved + trace.head_gradients
     for i in _places(layers):
-        for moment in _backward(layers, i, saved, left, root, sharding, always):
-            yield replace(moment, on_host=on_host)
+        for peak in _backward(layers, i, saved, head_gradients, root, sharding, state):
+            yield replace(peak, on_host=on_host)
         saved -= layers[i].saved
         on_host -= layers[i].on_host
-    yield _root_reduction(trace, layers, root, sharding, always)
+    yield _root_reduction(trace, layers, root, sharding, state)
 
 
 def _backward(
-    layers: list[LayerTrace], i: int, saved: int, left: int, root: int, sharding: Sharding, always: Mapping[str, int]
-) -> Iterator[Moment]:
-    """Yield the moments of a layer's backward pass and of its gradient reduction. `left`: gradients of the head."""
+    layers: list[LayerTrace],
+    i: int,
+    saved: int,
+    head_gradients: int,
+    root: int,
+    sharding: Sharding,
+    state: Mapping[str, int],
+) -> Iterator[MemoryPeak]:
+    """Yield the peaks of a layer's backward pass and gradient reduction. `head_gradients`: gradients of the head."""
     layer = layers[i]
     gradients = sharding.compute_bytes * layer.trained
     before = REDUCED_BYTES * layers[i + 1].trained if i + 1 < len(layers) else 0
-    coming = layers[i - 1].on_host if i > 0 else 0  # copied back from the host for the next layer
-    yield Moment(
+    incoming = layers[i - 1].on_host if i > 0 else 0  # copied back from the host for the next layer
+    yield MemoryPeak(
         "backward of a layer",
         {
-            **always,
+            **state,
             "gathered layers": root + _gathered(layers, i, sharding, running=True),
-            "activations": saved + layer.backward_peak - gradients + coming,
-            "gradients before they are reduced": left + gradients + before,
+            "activations": saved + layer.backward_peak - gradients + incoming,
+            "gradients before they are reduced": head_gradients + gradients + before,
         },
     )
     reduced = REDUCED_BYTES * layer.trained
-    yield Moment(
+    yield MemoryPeak(
         "reduction of a layer",
         {
-            **always,
+            **state,
             "gathered layers": root + _gathered(layers, i, sharding, running=False),
-            "activations": saved - layer.saved + layer.input_bytes + coming,
-            "gradients before they are reduced": left + gradients + reduced + reduced // sharding.num_shards,
+            "activations": saved - layer.saved + layer.input_bytes + incoming,
+            "gradients before they are reduced": head_gradients + gradients + reduced + reduced // sharding.num_shards,
         },
     )
 
 
 def _root_reduction(
-    trace: Trace, layers: list[LayerTrace], root: int, sharding: Sharding, always: Mapping[str, int]
-) -> Moment:
+    trace: Trace, layers: list[LayerTrace], root: int, sharding: Sharding, state: Mapping[str, int]
+) -> MemoryPeak:
     """Return the peak at the end of the backward pass: embedding gradient, then the reduction of the root group."""
-    left = trace.before + trace.head_saved + trace.head_left
-    embedding = left + trace.end_peak + root + REDUCED_BYTES * layers[0].trained
+    held = trace.before + trace.head_saved + trace.head_gradients
+    embedding = held + trace.end_peak + root + REDUCED_BYTES * layers[0].trained
     reduced = REDUCED_BYTES * sharding.outside_trained
     reduction = trace.before + root + reduced + reduced // sharding.num_shards
-    return Moment("gradients of embedding and head", {**always, "embedding and head": max(embedding, reduction)})
+    return MemoryPeak("gradients of embedding and head", {**state, "embedding and head": max(embedding, reduction)})
 
 
 def _places(layers: list[LayerTrace]) -> Iterator[int]:

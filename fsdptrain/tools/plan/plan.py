@@ -38,12 +38,12 @@ from fsdptrain.model.probes.layout import LOSES_MASK
 from fsdptrain.model.rows import Layout
 from fsdptrain.model.structure import ParameterCounts, count_parameters
 from fsdptrain.tools.plan import remedies
-from fsdptrain.tools.plan.activations import Moment, Sharding, training_peak
+from fsdptrain.tools.plan.activations import MemoryPeak, Sharding, training_peak
 from fsdptrain.tools.plan.slices import config_of_slice, on_one_rank
-from fsdptrain.tools.plan.trace import Recipe, Trace, cache_bytes, interleave, trace
+from fsdptrain.tools.plan.trace import Trace, TraceSpec, cache_bytes, interleave, trace
 
 GPUS_PER_NODE = 8
-MOST_PROPOSALS = 3
+MAX_PROPOSALS = 3
 _NO_LIMIT = 2**62
 
 
@@ -82,8 +82,8 @@ class Plan:
     machine: Machine
     layout: Layout
     seqlens: tuple[int, ...]  # of the traced pack
-    training: Moment
-    generation: Moment | None  # None: another engine, or no generation
+    training: MemoryPeak
+    generation: MemoryPeak | None  # None: another engine, or no generation
     host_parts: Mapping[str, int]
     host: int  # margin included
     choices: Mapping[str, int]  # training peak, margin included, for each set of memory flags
@@ -92,7 +92,7 @@ class Plan:
     @property
     def device(self) -> int:
         """Peak bytes per GPU, margin included."""
-        return max(with_margin(moment) for moment in (self.training, self.generation) if moment is not None)
+        return max(with_margin(peak) for peak in (self.training, self.generation) if peak is not None)
 
     @property
     def fits(self) -> bool:
@@ -100,8 +100,8 @@ class Plan:
         return self.device <= self.machine.gpu_memory and (host is None or self.host <= host)
 
 
-def with_margin(moment: Moment) -> int:
-    return math.ceil(DEVICE_MARGIN * moment.total)
+def with_margin(peak: MemoryPeak) -> int:
+    return math.ceil(DEVICE_MARGIN * peak.total)
 
 
 def make_plan(model: PreTrainedModel, config: Config, machine: Machine) -> Plan:
@@ -140,7 +140,7 @@ class Planner:
         register_attention()
         self._model = model
         self.machine = machine
-        self._traces: dict[tuple[Recipe, Grid], Trace] = {}
+        self._traces: dict[tuple[TraceSpec, Grid], Trace] = {}
         self._pieces: dict[Grid, Pieces] = {}
         self._plans: dict[tuple[int, int], SplitPlan] = {}  # keyed by (tensor ranks, expert ranks)
         self._caches: dict[tuple[int, torch.dtype], int] = {}
@@ -185,7 +185,7 @@ class Planner:
         unpackable = any(k.part == "recurrent mixer" and k.fell_back for k in found)
         return "padded" if unpackable or any(values.get(key) is not None for key in LOSES_MASK) else "packed"
 
-    def training(self, config: Config) -> Moment:
+    def training(self, config: Config) -> MemoryPeak:
         has_adapters = self.counts.frozen > 0
         assert has_adapters or not config.section(LoraConfig).enabled, "a run with --lora-rank needs its adapters"
         return training_peak(self.trace(config), sharding(self.pieces(config), config))
@@ -193,7 +193,7 @@ class Planner:
     def trace(self, config: Config) -> Trace:
         """Trace the fullest pack. If only some layers are recomputed, the trace lists every layer separately."""
         model, memory, lora = config.model, config.section(ActivationMemoryConfig), config.section(LoraConfig)
-        recipe = Recipe(
+        spec = TraceSpec(
             seqlens=seqlens(config),
             layout=self.layout(config),
             attention=SEGMENTS,
@@ -204,24 +204,24 @@ class Planner:
             lora=lora if lora.enabled else None,
         )
         pieces = self.pieces(config)
-        found = self._traced(recipe, pieces, trust_remote_code=model.trust_remote_code)
+        found = self._traced(spec, pieces, trust_remote_code=model.trust_remote_code)
         every = memory.gradient_checkpointing_every
         if every == 1 or not memory.gradient_checkpointing:
             return found
-        plain = self._traced(replace(recipe, checkpointing=None), pieces, trust_remote_code=model.trust_remote_code)
+        plain = self._traced(replace(spec, checkpointing=None), pieces, trust_remote_code=model.trust_remote_code)
         return interleave(found, plain, every=every)
 
-    def _traced(self, recipe: Recipe, pieces: Pieces, *, trust_remote_code: bool) -> Trace:
+    def _traced(self, spec: TraceSpec, pieces: Pieces, *, trust_remote_code: bool) -> Trace:
         """Trace the computation of one rank, or return the cached trace.
 
         The trace of a layer depends only on how tensor and expert parallelism split it. It does not depend on the
         number of shards or context-parallel ranks.
         """
-        key = recipe, replace(pieces.grid, replicas=1, shards=1, context=1)
+        key = spec, replace(pieces.grid, replicas=1, shards=1, context=1)
         if key not in self._traces:
             config = config_of_slice(self._model, pieces, trust_remote_code=trust_remote_code)
-            whole = trace(config, recipe, trust_remote_code=trust_remote_code)
-            tokens, itemsize = sum(recipe.seqlens), recipe.dtype.itemsize
+            whole = trace(config, spec, trust_remote_code=trust_remote_code)
+            tokens, itemsize = sum(spec.seqlens), spec.dtype.itemsize
             self._traces[key] = on_one_rank(whole, self._model, pieces, num_tokens=tokens, itemsize=itemsize)
         return self._traces[key]
 
@@ -233,7 +233,7 @@ class Planner:
             self._plans[sizes] = self._pieces[grid].plan
         return self._pieces[grid]
 
-    def generation(self, config: Config) -> Moment | None:
+    def generation(self, config: Config) -> MemoryPeak | None:
         """Return the peak of the embedded engine: its weights, the trainer's state, and a full batch of rows.
 
         With --offload-train, the peak is the larger of two: both copies of the weights, or the engine's weights and the
@@ -256,9 +256,9 @@ class Planner:
         layers = {"gathered layers": dtype.itemsize * max(gathered.largest_layer, gathered.outside_layers)}
         pieces = self.pieces(config)
         if config.sync.offload_train:
-            moments = ({"weights": _state(pieces, config, 1)} | engine | layers, engine | cache)
-            return Moment("generation", max(moments, key=lambda parts: sum(parts.values())))
-        return Moment(
+            peaks = ({"weights": _state(pieces, config, 1)} | engine | layers, engine | cache)
+            return MemoryPeak("generation", max(peaks, key=lambda parts: sum(parts.values())))
+        return MemoryPeak(
             "generation", {"weights, gradients, Adam": _state(pieces, config, numbers)} | engine | cache | layers
         )
 
@@ -276,8 +276,8 @@ class Planner:
 
     def fits(self, config: Config) -> int | None:
         """Return the peak bytes per GPU, margin included. None if the GPU or host memory is exceeded."""
-        moments = (self.training(config), self.generation(config))
-        device = max(with_margin(moment) for moment in moments if moment is not None)
+        peaks = (self.training(config), self.generation(config))
+        device = max(with_margin(peak) for peak in peaks if peak is not None)
         host = self.machine.host_memory
         too_much = device > self.machine.gpu_memory or (host is not None and self.host(config)[1] > host)
         return None if too_much else device
@@ -306,7 +306,7 @@ def _state(pieces: Pieces, config: Config, numbers: int) -> int:
     if config.fsdp.cpu_offload:
         return 0
     frozen_bytes = _dtype(config).itemsize if config.section(LoraConfig).enabled else MASTER_BYTES
-    return pieces.total(lambda piece: piece.most * (numbers * MASTER_BYTES if piece.trained else frozen_bytes))
+    return pieces.total(lambda piece: piece.largest_shard * (numbers * MASTER_BYTES if piece.trained else frozen_bytes))
 
 
 def seqlens(config: Config, *, processes: int = 1) -> tuple[int, ...]:
@@ -335,14 +335,14 @@ def _proposals(config: Config, machine: Machine, planner: Planner) -> Iterator[P
     found: list[tuple[float, ...]] = []
     candidates = remedies.remedies(config, packs=_smaller_packs(config), caches=_smaller_caches(config, machine))
     for changed in candidates:
-        if any(all(a <= b for a, b in zip(enough, changed.effort, strict=True)) for enough in found):
+        if any(all(a <= b for a, b in zip(enough, changed.cost, strict=True)) for enough in found):
             continue  # a cheaper remedy fits already
         device = planner.fits(changed.config) if planner.allows(changed.config) else None
         if device is None:
             continue
         yield Proposal(changed.flags, machine.num_gpus, device, planner.host(changed.config)[1])
-        found.append(changed.effort)
-        if len(found) == MOST_PROPOSALS:
+        found.append(changed.cost)
+        if len(found) == MAX_PROPOSALS:
             return
     for factor in (2, 4, 8, 16):
         larger = replace(machine, num_gpus=factor * machine.num_gpus)

@@ -34,7 +34,7 @@ CHOICES: tuple[Mapping[str, Any], ...] = ({}, _STATE, _SELECTIVE, _FULL, _INPUTS
 class Changed:
     config: Config
     flags: tuple[str, ...]  # flags for the changed options
-    effort: tuple[float, ...] = ()  # cost by kind of change; lower is better
+    cost: tuple[float, ...] = ()  # cost by kind of change; lower is better
 
 
 def change(config: Config, values: Mapping[str, Any]) -> Changed:
@@ -80,11 +80,11 @@ def _possible(config: Config) -> bool:
     """Return whether the rules of the changed options accept them together."""
     memory = config.section(ActivationMemoryConfig)
     selective, offloads = memory.is_selective, memory.offload_activations
-    twice = config.fsdp.cpu_offload and config.optim.offload_optimizer
+    both_offloads = config.fsdp.cpu_offload and config.optim.offload_optimizer
     context = config.section(ContextParallelConfig).enabled and (selective or offloads)
     split = config.section(ModelParallelConfig).enabled and (selective or config.fsdp.cpu_offload or offloads)
-    elsewhere = selective and (offloads or config.section(CompileConfig).compile)
-    return not (twice or context or split or elsewhere)
+    selective_conflict = selective and (offloads or config.section(CompileConfig).compile)
+    return not (both_offloads or context or split or selective_conflict)
 
 
 def _stronger(given: Config, changed: Config) -> bool:

@@ -59,29 +59,29 @@ def on_one_rank(trace: Trace, model: PreTrainedModel, pieces: Pieces, *, num_tok
     for layer, kind in zip(trace.layers, _kinds_of_text(model), strict=True):
         own = pieces.of(kind.layer.parameters())
         trained = sum(piece.numel for piece in own if piece.trained)
-        sent = 0
+        dispatched = 0
         if grid.expert > 1 and choice is not None and any(num_fused_experts(m) for m in kind.layer.modules()):
             rows = num_tokens * choice.top_k // grid.tensor
-            sent = rows * model.config.get_text_config().hidden_size * itemsize
-        layers.append(_changed(layer, sum(piece.numel for piece in own), trained, sent, itemsize))
+            dispatched = rows * model.config.get_text_config().hidden_size * itemsize
+        layers.append(_changed(layer, sum(piece.numel for piece in own), trained, dispatched, itemsize))
     embedding = cast(nn.Module, model.get_input_embeddings()).get_parameter("weight")
     rest = pieces[embedding].numel - math.ceil(embedding.numel() / grid.tensor) if _splits_head(model, pieces) else 0
     return replace(trace, layers=tuple(layers), end_peak=trace.end_peak + rest * itemsize)
 
 
-def _changed(layer: LayerTrace, numel: int, trained: int, sent: int, itemsize: int) -> LayerTrace:
+def _changed(layer: LayerTrace, numel: int, trained: int, dispatched: int, itemsize: int) -> LayerTrace:
     return replace(
         layer,
         numel=numel,
         trained=trained,
-        saved=layer.saved + _SAVED_COPIES * sent,
-        forward_peak=layer.forward_peak + _PEAK_COPIES * sent,
-        backward_peak=layer.backward_peak - itemsize * (layer.trained - trained) + _PEAK_COPIES * sent,
+        saved=layer.saved + _SAVED_COPIES * dispatched,
+        forward_peak=layer.forward_peak + _PEAK_COPIES * dispatched,
+        backward_peak=layer.backward_peak - itemsize * (layer.trained - trained) + _PEAK_COPIES * dispatched,
     )
 
 
 def _splits_head(model: PreTrainedModel, pieces: Pieces) -> bool:
-    return lm_head(model).get_parameter("weight") in pieces.cut
+    return lm_head(model).get_parameter("weight") in pieces.tensor_parallel_parameters
 
 
 def _kinds_of_text(model: PreTrainedModel) -> list[LayerKind]:
@@ -92,10 +92,12 @@ def _kinds_of_text(model: PreTrainedModel) -> list[LayerKind]:
 def _has_the_shapes(narrow: PreTrainedConfig, model: PreTrainedModel, pieces: Pieces, trust_remote_code: bool) -> bool:
     """Return whether the layers of `narrow` match the pieces of one rank. Ignores experts."""
     with torch.device("meta"), quiet_transformers():
-        made = model_from_config(copy.deepcopy(narrow), dtype=torch.float32, trust_remote_code=trust_remote_code)
-    keep_one_of_each_kind(made)
+        narrow_model = model_from_config(
+            copy.deepcopy(narrow), dtype=torch.float32, trust_remote_code=trust_remote_code
+        )
+    keep_one_of_each_kind(narrow_model)
     kinds = _kinds_of_text(model)
-    layers = decoder_layers(made)
+    layers = decoder_layers(narrow_model)
     if len(kinds) != len(layers):
         return False
     return all(

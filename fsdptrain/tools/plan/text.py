@@ -11,7 +11,7 @@ from rich.text import Text
 
 from fsdptrain.memory.demand import DEVICE_MARGIN, GIB
 from fsdptrain.tools.inspect.text import count, facts, heading, line, narrow_console
-from fsdptrain.tools.plan.activations import Moment
+from fsdptrain.tools.plan.activations import MemoryPeak
 from fsdptrain.tools.plan.plan import Plan, Proposal, with_margin
 
 
@@ -22,7 +22,7 @@ def print_plan(plan: Plan, command: str) -> None:
     size = f"{count(plan.counts.total)} parameters, {machine.num_gpus} x {machine.gpu_memory / GIB:g} GiB"
     line(console, plan.model_class, size)
     heading(console, "On each GPU, in GiB")
-    console.print(_moments([plan.training, *([plan.generation] if plan.generation else [])]))
+    console.print(_peaks_table([plan.training, *([plan.generation] if plan.generation else [])]))
     heading(console, "Training, in GiB, margin included")
     console.print(Padding(facts((name, _gib(size)) for name, size in plan.choices.items()), (0, 0, 0, 2)))
     heading(console, f"On the host of {machine.ranks_per_node} ranks, in GiB")
@@ -40,9 +40,9 @@ def print_plan(plan: Plan, command: str) -> None:
 def as_mapping(plan: Plan, command: str) -> dict[str, Any]:
     """Return the plan as a JSON-compatible mapping. Sizes in bytes."""
     values = asdict(plan)
-    moments = {"training": plan.training, "generation": plan.generation}
-    for name, moment in moments.items():
-        values[name] = None if moment is None else {**asdict(moment), "total": moment.total}
+    peaks = {"training": plan.training, "generation": plan.generation}
+    for name, peak in peaks.items():
+        values[name] = None if peak is None else {**asdict(peak), "total": peak.total}
     return {
         **values,
         "device": plan.device,
@@ -53,17 +53,17 @@ def as_mapping(plan: Plan, command: str) -> dict[str, Any]:
     }
 
 
-def _moments(moments: list[Moment]) -> Table:
+def _peaks_table(peaks: list[MemoryPeak]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("")
-    for name in ("training", "generation")[: len(moments)]:
+    for name in ("training", "generation")[: len(peaks)]:
         table.add_column(name, justify="right", no_wrap=True)
-    for name in dict.fromkeys(name for moment in moments for name in moment.parts):
-        table.add_row(f"  {name}", *(_gib(moment.parts[name]) if name in moment.parts else "" for moment in moments))
-    table.add_row("  together", *(_gib(moment.total) for moment in moments), style="bold")
+    for name in dict.fromkeys(name for peak in peaks for name in peak.parts):
+        table.add_row(f"  {name}", *(_gib(peak.parts[name]) if name in peak.parts else "" for peak in peaks))
+    table.add_row("  together", *(_gib(peak.total) for peak in peaks), style="bold")
     margin = f"  with a margin of {100 * (DEVICE_MARGIN - 1):.0f} %"
-    table.add_row(margin, *(_gib(with_margin(moment)) for moment in moments), style="bold")
-    table.add_row(Text(f"  most at: {moments[0].name}", style="dim"))
+    table.add_row(margin, *(_gib(with_margin(peak)) for peak in peaks), style="bold")
+    table.add_row(Text(f"  peak at: {peaks[0].name}", style="dim"))
     return table
 
 
@@ -82,7 +82,11 @@ def _verdict(plan: Plan) -> str:
     host = plan.machine.host_memory
     if host is not None and plan.host > host:
         device += f", {_gib(plan.host)} of {host / GIB:g} GiB on the host"
-    ways = "ways out, fastest first:" if plan.proposals else "no flag of a run makes it fit on up to 16 times the GPUs"
+    ways = (
+        "options that make it fit, fastest first:"
+        if plan.proposals
+        else "no option makes it fit, even on 16 times the GPUs"
+    )
     return f"does not fit: {device}; {ways}"
 
 

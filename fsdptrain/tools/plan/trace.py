@@ -36,7 +36,7 @@ _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Recipe:
+class TraceSpec:
     """Settings that determine how a pack is computed."""
 
     seqlens: tuple[int, ...]  # of the sequences in the pack
@@ -72,7 +72,7 @@ class Trace:
     head_saved: int  # by the last norm and the logprobs
     head_forward_peak: int  # relative to the memory after the last layer
     head_backward_peak: int  # relative to the memory at the start of the backward pass
-    head_left: int  # gradients of the head weights, less what the head's backward freed
+    head_gradients: int  # gradients of the head weights, less what the head's backward freed
     end_peak: int  # during the embedding gradient, relative to the memory before it
 
 
@@ -131,24 +131,24 @@ class MemoryTracker(TorchDispatchMode):
             self.live += num_bytes
 
 
-def trace(config: PreTrainedConfig, recipe: Recipe, *, trust_remote_code: bool = False) -> Trace:
+def trace(config: PreTrainedConfig, spec: TraceSpec, *, trust_remote_code: bool = False) -> Trace:
     """Trace one forward and backward pass of a pack.
 
     Raises MemoryPlanError if the model cannot run on fake tensors.
     """
     mode = FakeTensorMode()
-    model, kinds = _fake_model(config, recipe.dtype, recipe.attention, mode, trust_remote_code, recipe.lora)
-    ledger = MemoryTracker()
-    if recipe.checkpointing is not None:
-        enable_gradient_checkpointing(model, kind=recipe.checkpointing)
-    if recipe.offload:  # tensors of a layer move to the host when it ends and return when its backward starts
-        enable_activation_offload(model, Transfers(_CPU), ahead=0, host_buffer=ledger.host_buffer)
-    install_policy_forward(model, chunk_size=recipe.chunk_size)
-    batch = plain_batch([[1] * length for length in recipe.seqlens], device=_CPU)._map(mode.from_tensor)
-    ledger.ignore([*model.parameters(), *model.buffers(), *(x for x in vars(batch).values() if isinstance(x, Tensor))])
-    spans = _Spans(ledger, [layer for layer, _ in kinds])
-    with mode, ledger, _refused(model):
-        logprobs = policy_logprobs(model, batch, layout=recipe.layout, with_entropy=True)
+    model, kinds = _fake_model(config, spec.dtype, spec.attention, mode, trust_remote_code, spec.lora)
+    tracker = MemoryTracker()
+    if spec.checkpointing is not None:
+        enable_gradient_checkpointing(model, kind=spec.checkpointing)
+    if spec.offload:  # tensors of a layer move to the host when it ends and return when its backward starts
+        enable_activation_offload(model, Transfers(_CPU), ahead=0, host_buffer=tracker.host_buffer)
+    install_policy_forward(model, chunk_size=spec.chunk_size)
+    batch = plain_batch([[1] * length for length in spec.seqlens], device=_CPU)._map(mode.from_tensor)
+    tracker.ignore([*model.parameters(), *model.buffers(), *(x for x in vars(batch).values() if isinstance(x, Tensor))])
+    spans = _Spans(tracker, [layer for layer, _ in kinds])
+    with mode, tracker, _capture_trace_errors(model):
+        logprobs = policy_logprobs(model, batch, layout=spec.layout, with_entropy=True)
         head_saved, head_forward_peak = spans.close_forward()
         (logprobs.values * batch.loss_weights).sum().backward()
         end_peak = spans.close_backward()
@@ -158,7 +158,7 @@ def trace(config: PreTrainedConfig, recipe: Recipe, *, trust_remote_code: bool =
         head_saved=head_saved,
         head_forward_peak=head_forward_peak,
         head_backward_peak=spans.head_backward_peak,
-        head_left=spans.head_left,
+        head_gradients=spans.head_gradients,
         end_peak=end_peak,
     )
 
@@ -177,7 +177,7 @@ def cache_bytes(
     mode = FakeTensorMode()
     model, kinds = _fake_model(config, dtype, "eager", mode, trust_remote_code)
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    with mode, MemoryTracker(), torch.no_grad(), _refused(model):
+    with mode, MemoryTracker(), torch.no_grad(), _capture_trace_errors(model):
         ids = torch.ones((1, num_tokens), dtype=torch.int64)
         model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
     per_layer = [_bytes_of(layer) for layer in cache.layers]
@@ -230,7 +230,7 @@ def _grouped_mm(a: Tensor, b: Tensor, offsets: Tensor, *_: Any) -> Tensor:
 
 
 @contextmanager
-def _refused(model: PreTrainedModel) -> Iterator[None]:
+def _capture_trace_errors(model: PreTrainedModel) -> Iterator[None]:
     """Raise MemoryPlanError if the model cannot run on fake tensors.
 
     Some models read tensor values, for example to see which expert got a token.
@@ -259,16 +259,16 @@ class _Span:
 class _Spans:
     """Hooks that record memory where a layer starts and ends, in the forward and the backward pass."""
 
-    def __init__(self, ledger: MemoryTracker, layers: Sequence[nn.Module]) -> None:
-        self._ledger = ledger
+    def __init__(self, tracker: MemoryTracker, layers: Sequence[nn.Module]) -> None:
+        self._tracker = tracker
         self._spans = [_Span() for _ in layers]
         self._backward_begin = 0
         self.before = 0
         self.head_backward_peak = 0
-        self.head_left = 0
+        self.head_gradients = 0
         for i, layer in enumerate(layers):
             layer.register_forward_pre_hook(lambda _, args, kwargs, i=i: self._enter(i, args, kwargs), with_kwargs=True)
-            layer.register_forward_hook(lambda _, args, out, i=i: self._leave(i, out))
+            layer.register_forward_hook(lambda _, args, out, i=i: self._exit(i, out))
 
     def of_layer(self, i: int, layer: nn.Module, count: int) -> LayerTrace:
         span = self._spans[i]
@@ -290,46 +290,46 @@ class _Spans:
         after_layers = self._spans[-1].end - sum(gone[i] for i in held_until_now)
         for span, size in zip(self._spans, gone, strict=True):  # alive at the end of the layer, but not saved
             span.end -= size
-        saved = self._ledger.live - after_layers
-        peak = self._ledger.take_peak() - after_layers
-        self._backward_begin = self._ledger.live
+        saved = self._tracker.live - after_layers
+        peak = self._tracker.take_peak() - after_layers
+        self._backward_begin = self._tracker.live
         return saved, peak
 
     def close_backward(self) -> int:
         if self._at >= 0:  # no trainable parameters below: the backward pass ended in this layer
             self._backward_of(self._at - 1)
-        return self._ledger.take_peak() - self._last
+        return self._tracker.take_peak() - self._last
 
     def _enter(self, i: int, args: tuple, kwargs: dict) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]
-        self._ledger.take_peak()
+        self._tracker.take_peak()
         span = self._spans[i]
-        span.begin, span.host_begin = self._ledger.live, self._ledger.on_host
+        span.begin, span.host_begin = self._tracker.live, self._tracker.on_host
         span.input, span.input_bytes = weakref.ref(hidden.untyped_storage()), hidden.nbytes
         if i == 0:
-            self.before = self._ledger.live
-            self._notice(hidden, -1)
+            self.before = self._tracker.live
+            self._register_backward(hidden, -1)
 
-    def _leave(self, i: int, out: Any) -> None:
+    def _exit(self, i: int, out: Any) -> None:
         hidden = out[0] if isinstance(out, tuple) else out
         span = self._spans[i]
-        span.end, span.host_end = self._ledger.live, self._ledger.on_host
-        span.forward_peak = self._ledger.take_peak() - span.begin
-        self._notice(hidden, i)
+        span.end, span.host_end = self._tracker.live, self._tracker.on_host
+        span.forward_peak = self._tracker.take_peak() - span.begin
+        self._register_backward(hidden, i)
 
-    def _notice(self, hidden: Tensor, i: int) -> None:
+    def _register_backward(self, hidden: Tensor, i: int) -> None:
         if hidden.requires_grad:
             hidden.register_hook(lambda _: self._backward_of(i))
 
     def _backward_of(self, i: int) -> None:
         """Record the backward peak of the layer after `i`, when the gradient of the output of layer `i` is ready."""
-        peak = self._ledger.take_peak()
+        peak = self._tracker.take_peak()
         if i == len(self._spans) - 1:
             self.head_backward_peak = peak - self._backward_begin
-            self.head_left = self._ledger.live - self._backward_begin
+            self.head_gradients = self._tracker.live - self._backward_begin
         else:
             self._spans[i + 1].backward_peak = peak - self._last
-        self._last = self._ledger.live
+        self._last = self._tracker.live
         self._at = i
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from fsdptrain.errors import ConfigError
 from fsdptrain.tools.report.report import Series, evaluations, read_series, title
 
-INK, GREY, RULE = "#1f2933", "#6b7785", "#e4e8ec"
+INK, GRAY, RULE = "#1f2933", "#6b7785", "#e4e8ec"
 BLUE, ORANGE, GREEN, RED = "#2563b0", "#d9691e", "#2f8f5b", "#b83a4b"
 WINDOW = 5  # steps averaged by the thick lines
 NOISY: Mapping[str, tuple[str, str]] = {
@@ -46,17 +46,17 @@ def save(figure, target: Path) -> Path:
 def make_figure(run: Path):
     """Return a matplotlib figure with one panel per metric."""
     series = {name: read_series(run, name) for name in NOISY}
-    if (earned := read_series(run, "selection/reward_mean"))[0]:
-        series["reward/mean"] = earned  # the mean over kept groups stays near the middle, however good the policy
+    if (all_groups := read_series(run, "selection/reward_mean"))[0]:
+        series["reward/mean"] = all_groups  # the mean over kept groups stays near the middle, however good the policy
     if series["reward/mean"][0]:
         del series["loss/total"]  # a policy loss is not informative; a supervised one is
-    held_out = {name: read_series(run, f"eval/{name}/accuracy") for name in evaluations(run)}
+    evaluated = {name: read_series(run, f"eval/{name}/accuracy") for name in evaluations(run)}
     drawers = [partial(_draw_noisy, run=run, name=name, series=found) for name, found in series.items() if found[0]]
-    if held_out:
-        drawers.insert(1, partial(_draw_evaluations, held_out=held_out))
+    if evaluated:
+        drawers.insert(1, partial(_draw_evaluations, evaluated=evaluated))
     if not drawers:
-        raise ConfigError(f"{run / 'metrics.jsonl'} holds no step yet: wait for the first")
-    last_step = max([1.0, *(steps[-1] for steps, _ in [*series.values(), *held_out.values()] if steps)])
+        raise ConfigError(f"{run / 'metrics.jsonl'} contains no step yet")
+    last_step = max([1.0, *(steps[-1] for steps, _ in [*series.values(), *evaluated.values()] if steps)])
     figure = new_figure(width=4.4 * len(drawers), height=4.0)
     figure.suptitle(title(run), x=0.008, ha="left", fontsize=11, fontweight="bold", color=INK)
     for number, draw in enumerate(drawers, start=1):
@@ -73,44 +73,44 @@ def smooth(values: Sequence[float], window: int) -> list[float]:
 
 def _draw_noisy(axes, run: Path, name: str, series: Series) -> None:
     steps, values = series
-    heading, colour = NOISY[name]
+    heading, color = NOISY[name]
     means = smooth(values, WINDOW)
     if name == "completion/length_mean":
-        _draw_range(axes, run, colour)
-    axes.plot(steps, values, color=colour, alpha=0.45, linewidth=0.9, label="one step")
-    axes.plot(steps, means, color=colour, linewidth=2.4, label=f"mean of {WINDOW} steps")
-    axes.plot(steps[-1:], means[-1:], color=colour, marker="o", markersize=5)
-    _head(axes, heading, [(f"{short(means[0])} → {short(means[-1])}", colour)])
+        _draw_range(axes, run, color)
+    axes.plot(steps, values, color=color, alpha=0.45, linewidth=0.9, label="one step")
+    axes.plot(steps, means, color=color, linewidth=2.4, label=f"mean of {WINDOW} steps")
+    axes.plot(steps[-1:], means[-1:], color=color, marker="o", markersize=5)
+    _head(axes, heading, [(f"{short(means[0])} → {short(means[-1])}", color)])
     if min(values) >= 0:
         axes.set_ylim(0, _top(values, axes))
-    axes.legend(frameon=False, loc="best", fontsize=8, labelcolor=GREY)
+    axes.legend(frameon=False, loc="best", fontsize=8, labelcolor=GRAY)
 
 
-def _draw_range(axes, run: Path, colour: str) -> None:
+def _draw_range(axes, run: Path, color: str) -> None:
     steps, shortest = read_series(run, "completion/length_min")
     _, longest = read_series(run, "completion/length_max")
     if len(shortest) == len(longest):
-        axes.fill_between(steps, shortest, longest, color=colour, alpha=0.1, linewidth=0, label="shortest to longest")
+        axes.fill_between(steps, shortest, longest, color=color, alpha=0.1, linewidth=0, label="shortest to longest")
 
 
-def _draw_evaluations(axes, held_out: Mapping[str, Series]) -> None:
+def _draw_evaluations(axes, evaluated: Mapping[str, Series]) -> None:
     notes = []
-    for (name, (steps, values)), colour in zip(held_out.items(), (BLUE, ORANGE, GREEN, RED), strict=False):
+    for (name, (steps, values)), color in zip(evaluated.items(), (BLUE, ORANGE, GREEN, RED), strict=False):
         label = "greedy" if name.endswith("_greedy") else "sampled" if name == "heldout" else name
-        axes.plot(steps, values, color=colour, marker="o", markersize=5, linewidth=2.4, label=label)
-        notes.append((f"{label} {short(values[0])} → {short(values[-1])}", colour))
+        axes.plot(steps, values, color=color, marker="o", markersize=5, linewidth=2.4, label=label)
+        notes.append((f"{label} {short(values[0])} → {short(values[-1])}", color))
     _head(axes, "Accuracy on held-out prompts", notes)
     axes.set_ylim(0, 1.05)
-    if len(held_out) > 1:
-        axes.legend(frameon=False, loc="lower right", fontsize=8, labelcolor=GREY)
+    if len(evaluated) > 1:
+        axes.legend(frameon=False, loc="lower right", fontsize=8, labelcolor=GRAY)
 
 
 def _head(axes, heading: str, notes: Sequence[tuple[str, str]]) -> None:
     """Set the title of a panel, with the first and last values below it in the colors of the lines."""
     axes.set_title(heading, loc="left", fontsize=11, color=INK, pad=24)
     at = 0.0
-    for text, colour in notes:
-        axes.text(at, 1.03, text, transform=axes.transAxes, fontsize=10, fontweight="bold", color=colour, va="bottom")
+    for text, color in notes:
+        axes.text(at, 1.03, text, transform=axes.transAxes, fontsize=10, fontweight="bold", color=color, va="bottom")
         at += 0.022 * len(text) + 0.06
 
 
@@ -127,11 +127,11 @@ def short(value: float) -> str:
 
 def _tidy(axes, last_step: float) -> None:
     axes.set_xlim(-0.03 * last_step, 1.03 * last_step)  # the same in each panel, although rollouts start at 1
-    axes.set_xlabel("step", color=GREY)
+    axes.set_xlabel("step", color=GRAY)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(axis="y", color=RULE)
     axes.set_axisbelow(True)
-    axes.tick_params(colors=GREY, length=0)
+    axes.tick_params(colors=GRAY, length=0)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(GREY)
+    axes.spines["bottom"].set_color(GRAY)

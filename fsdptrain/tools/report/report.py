@@ -29,7 +29,7 @@ class Row:
 def report_rows(run: Path) -> list[Row]:
     """Collect the rows: reward, accuracy of each held-out set, length, selection; the loss if there is no reward."""
     rows = [_row("reward", read_series(run, "reward/mean"), max)]
-    rows.append(_row("reward, also of groups left out", read_series(run, "selection/reward_mean"), max))
+    rows.append(_row("reward, including dropped groups", read_series(run, "selection/reward_mean"), max))
     for name in evaluations(run):
         label = "accuracy" + {"heldout": "", "heldout_greedy": ", greedy"}.get(name, f", {name}")
         rows.append(_row(label, read_series(run, f"eval/{name}/accuracy"), max))
@@ -40,7 +40,7 @@ def report_rows(run: Path) -> list[Row]:
         rows.insert(0, _row("loss", read_series(run, "loss/total"), min))
     found = [row for row in rows if row is not None]
     if not found:
-        raise ConfigError(f"{run / 'metrics.jsonl'} holds no step yet: wait for the first")
+        raise ConfigError(f"{run / 'metrics.jsonl'} contains no step yet")
     return found
 
 
@@ -81,7 +81,7 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     """Read the lines of metrics.jsonl. Skips an incomplete last line."""
     path = run / "metrics.jsonl"
     if not path.is_file():
-        raise ConfigError(f"{run} has no metrics.jsonl: name the --output-dir of a run")
+        raise ConfigError(f"{run} has no metrics.jsonl: pass the --output-dir of a run")
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import yaml
 
 from fsdptrain.errors import ConfigError
-from fsdptrain.tools.report.curves import BLUE, GREEN, GREY, INK, ORANGE, RED, RULE, new_figure, save
+from fsdptrain.tools.report.curves import BLUE, GRAY, GREEN, INK, ORANGE, RED, RULE, new_figure, save
 
-ROWS = ("generate", "reward", "score", "train", "sync", "check", "eval", "save")  # top to bottom
-COLOURS = (BLUE, ORANGE, GREEN, RED, "#7a4fb3", "#c49a1a")  # of rollouts, cyclic
+ROWS = ("generate", "reward", "logprobs", "train", "sync", "check", "eval", "save")  # top to bottom
+COLORS = (BLUE, ORANGE, GREEN, RED, "#7a4fb3", "#c49a1a")  # of rollouts, cyclic
 DEFAULT_ROLLOUTS = 4  # the last rollouts
 
 
@@ -37,7 +37,7 @@ def read_bars(run: Path, rollouts: tuple[int, int] | None = None) -> list[Bar]:
     lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
     spans = [json.loads(line) for line in lines if line.endswith("\n")]
     if not spans:
-        raise ConfigError(f"{run} has no timeline.jsonl with a rollout in it: name the --output-dir of a run")
+        raise ConfigError(f"{run} has no timeline.jsonl with a rollout in it: pass the --output-dir of a run")
     last = max((span["rollout"] for span in spans if span["stage"] == "train"), default=0)
     first, last = rollouts or (max(1, last - DEFAULT_ROLLOUTS + 1), last)
     chosen = [span for span in spans if first <= span["rollout"] <= last]
@@ -84,19 +84,19 @@ def make_figure(run: Path, bars: Sequence[Bar]):
     for bar in bars:
         height = 0.8 / lanes[bar.stage]
         top = rows.index(bar.stage) - 0.4 + bar.lane * height
-        colour = COLOURS[bar.rollout % len(COLOURS)]
-        axes.broken_barh([(bar.begin, bar.end - bar.begin)], (top, 0.9 * height), color=colour, linewidth=0)
+        color = COLORS[bar.rollout % len(COLORS)]
+        axes.broken_barh([(bar.begin, bar.end - bar.begin)], (top, 0.9 * height), color=color, linewidth=0)
     for rollout in sorted({bar.rollout for bar in bars}):
-        axes.broken_barh([], (0, 0), color=COLOURS[rollout % len(COLOURS)], label=f"rollout {rollout}")
+        axes.broken_barh([], (0, 0), color=COLORS[rollout % len(COLORS)], label=f"rollout {rollout}")
     axes.set_yticks(range(len(rows)), rows)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlim(left=0.0)
-    axes.set_xlabel("seconds", color=GREY)
+    axes.set_xlabel("seconds", color=GRAY)
     axes.grid(axis="x", color=RULE)
     axes.set_axisbelow(True)
-    axes.tick_params(colors=GREY, length=0)
+    axes.tick_params(colors=GRAY, length=0)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(GREY)
-    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, labelcolor=GREY)
+    axes.spines["bottom"].set_color(GRAY)
+    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, labelcolor=GRAY)
     return figure

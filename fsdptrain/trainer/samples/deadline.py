@@ -59,11 +59,11 @@ class WithDeadline:
         if self._in_a_row == _MOST_MISSED:
             raise RolloutError(
                 f"--reward did not answer {_MOST_MISSED} times in a row within {timeout:g} s, last to "
-                f"prompt {prompt.id!r}: give it a time limit of its own, or raise --reward-timeout"
+                f"prompt {prompt.id!r}: give it its own time limit, or raise --reward-timeout"
             )
         if (self._in_rollout + 1) * timeout > self._patience:
             raise RolloutError(
                 f"--reward did not answer {self._in_rollout} times in one rollout within {timeout:g} s, last to prompt "
-                f"{prompt.id!r}, and other ranks wait no longer than {self._patience:g} s for that: give it a time "
-                "limit of its own, lower --reward-timeout, or raise --dist-timeout"
+                f"{prompt.id!r}, and other ranks wait no longer than {self._patience:g} s for that: give it its own "
+                "time limit, lower --reward-timeout, or raise --dist-timeout"
             )

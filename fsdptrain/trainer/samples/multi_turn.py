@@ -18,7 +18,7 @@ from fsdptrain.data.rows import as_messages
 from fsdptrain.distributed import any_rank, raise_on_all_ranks
 from fsdptrain.errors import ConfigError, RolloutError
 from fsdptrain.protocols import InFlightEngine, RewardFunction, RolloutEngine
-from fsdptrain.rewards.scoring import Score, Scores, score_completions, to_score
+from fsdptrain.rewards.results import RewardResult, RewardResults, compute_rewards, to_result
 from fsdptrain.trainer.samples.environment import LoadedEnvironment
 from fsdptrain.trainer.samples.single_turn import Generate, GenerationRound, response_text
 from fsdptrain.trainer.samples.threads import StepThreads
@@ -54,7 +54,7 @@ class Conversation:
     error: str | None = None
 
     @property
-    def ask(self) -> Prompt:
+    def next_prompt(self) -> Prompt:
         """The conversation so far as a prompt. Its id determines the random draws of the next turn."""
         name = f"{self.prompt.id}#{self.sample_index}@{self.num_turns}"
         left = self.max_tokens - len(self.token_ids)
@@ -65,7 +65,7 @@ class Conversation:
         """The last message of the model."""
         return next(message["content"] for message in reversed(self.messages) if message["role"] == "assistant")
 
-    def say(self, completion: Completion, text: str) -> None:
+    def add_completion(self, completion: Completion, text: str) -> None:
         """Append the model's turn. Truncates it here if the engine ignored the token limit of the prompt."""
         ids = completion.token_ids[: self.max_tokens - len(self.token_ids)]
         self.truncated = completion.finish_reason == "length" or len(ids) < len(completion.token_ids)
@@ -78,7 +78,7 @@ class Conversation:
         self.routes.append(None if completion.routes is None else completion.routes[:length])
         self.num_turns += 1
 
-    def hear(self, observation: Sequence[Message], ids: Sequence[int]) -> None:
+    def add_observation(self, observation: Sequence[Message], ids: Sequence[int]) -> None:
         """Append the environment's turn. Ends the episode if no tokens remain for the model's response."""
         if len(self.token_ids) + len(ids) >= self.max_tokens:
             self.truncated, self.active = True, False
@@ -89,13 +89,13 @@ class Conversation:
         self.versions += self.versions[-1:] * len(ids)  # unused for environment tokens
         self.messages += observation
 
-    def earn(self, reward: Any) -> None:
+    def add_reward(self, reward: Any) -> None:
         """Add `reward` to the total, part by part. Raises TypeError or ValueError if it is not a reward."""
-        score = to_score(reward)
-        if score.reward is not None:
-            had = self.rewards or {}
-            parts = {**score.rewards, "reward": score.reward}
-            self.rewards = had | {name: had.get(name, 0.0) + value for name, value in parts.items()}
+        result = to_result(reward)
+        if result.reward is not None:
+            earlier = self.rewards or {}
+            parts = {**result.rewards, "reward": result.reward}
+            self.rewards = earlier | {name: earlier.get(name, 0.0) + value for name, value in parts.items()}
 
     def fail(self, error: Exception) -> None:
         self.error = self.error or f"--environment: {type(error).__name__}: {error}"
@@ -146,32 +146,32 @@ class MultiTurn:
             for prompt in prompts
             for index in range(sampling.num_samples)
         ]
-        active, asks, params = episodes, list(prompts), sampling
+        active, requests, params = episodes, list(prompts), sampling
         while True:
             with agreed():
                 with watch("generate"):
-                    completions = generate(asks, params)
+                    completions = generate(requests, params)
                 with watch("reward"):
                     self._take_turn(active, completions, seed=sampling.seed)
             active = [episode for episode in episodes if episode.active]
             if not (any_rank(bool(active)) if collective else active):
                 break
-            asks, params = [episode.ask for episode in active], replace(sampling, num_samples=1)
+            requests, params = [episode.next_prompt for episode in active], replace(sampling, num_samples=1)
         with agreed(), watch("reward"):
             self._finish(episodes)
             with self._one_at_a_time:
-                scores = self._score(episodes)
+                results = self._compute_rewards(episodes)
             return GenerationRound(
-                samples=[_sample(*row) for row in zip(episodes, scores.scores, strict=True)],
+                samples=[_sample(*row) for row in zip(episodes, results.results, strict=True)],
                 prompts=[episode.prompt for episode in episodes],
                 texts=[self._text(episode) for episode in episodes],
-                scores=scores,
+                results=results,
             )
 
     def _take_turn(self, active: Sequence[Conversation], completions: Sequence[Completion], *, seed: int) -> None:
         """Apply one turn of the model and of the environment to each active episode."""
         for episode, completion in zip(active, completions, strict=True):
-            episode.say(completion, response_text(self.tokenizer, completion))
+            episode.add_completion(completion, response_text(self.tokenizer, completion))
         turns = self.threads.run([self._step(episode, seed) for episode in active])
         for episode, turn in zip(active, turns, strict=True):
             if isinstance(turn, Exception):
@@ -183,7 +183,7 @@ class MultiTurn:
             episode.active = not turn.done and not cut_short
             if episode.active:
                 ids = self.renderer.between(turn.observation, last_token=episode.token_ids[-1])
-                episode.hear(as_messages(turn.observation), ids)
+                episode.add_observation(as_messages(turn.observation), ids)
 
     def _step(self, episode: Conversation, seed: int) -> Callable[[], Turn]:
         environment, response = self.environment.environment, episode.response
@@ -192,7 +192,7 @@ class MultiTurn:
             if episode.state is _NEVER:
                 episode.state = environment.reset(episode.prompt, prompt_seed(seed, episode.prompt.id))
             turn = checked(environment.step(episode.state, response))
-            episode.earn(turn.reward)
+            episode.add_reward(turn.reward)
             return turn
 
         return call
@@ -204,27 +204,27 @@ class MultiTurn:
         begun = [episode for episode in episodes if episode.state is not _NEVER]
 
         def end(episode: Conversation) -> None:
-            episode.earn(finish(episode.state))
+            episode.add_reward(finish(episode.state))
 
         for episode, ended in zip(begun, self.threads.run([partial(end, e) for e in begun]), strict=True):
             if isinstance(ended, Exception):
                 episode.fail(ended)
 
-    def _score(self, episodes: Sequence[Conversation]) -> Scores:
+    def _compute_rewards(self, episodes: Sequence[Conversation]) -> RewardResults:
         """Score the last response of each episode with --reward. Failed episodes get no reward."""
         if not self.reads_environment and any(episode.rewards for episode in episodes):
             raise ConfigError(
-                "--environment gives rewards, and --reward takes none of them: add `environment` to --reward, "
-                "alone or beside others"
+                "--environment gives rewards, and --reward uses none of them: add `environment` to --reward, "
+                "alone or with others"
             )
         good = [episode for episode in episodes if episode.error is None]
-        scored = score_completions(self.reward, [_with_episode(e) for e in good], [e.response for e in good])
-        scores = iter(scored.scores)
+        computed = compute_rewards(self.reward, [_with_episode(e) for e in good], [e.response for e in good])
+        results = iter(computed.results)
         first = next((episode.error for episode in episodes if episode.error is not None), None)
-        return Scores(
-            scores=[next(scores) if episode.error is None else Score(None) for episode in episodes],
-            num_unscored=scored.num_unscored + len(episodes) - len(good),
-            first_error=first or scored.first_error,
+        return RewardResults(
+            results=[next(results) if episode.error is None else RewardResult(None) for episode in episodes],
+            num_unscored=computed.num_unscored + len(episodes) - len(good),
+            first_error=first or computed.first_error,
         )
 
     def _text(self, episode: Conversation) -> str:
@@ -254,7 +254,7 @@ def _with_episode(episode: Conversation) -> Prompt:
     return replace(episode.prompt, metadata={**episode.prompt.metadata, "episode": ended})
 
 
-def _sample(episode: Conversation, score: Score) -> Sample:
+def _sample(episode: Conversation, result: RewardResult) -> Sample:
     num_prompt = len(episode.prompt.token_ids)
     first, several = next(iter(episode.versions), 0), len(set(episode.versions)) > 1
     return Sample(
@@ -262,8 +262,8 @@ def _sample(episode: Conversation, score: Score) -> Sample:
         token_ids=[*episode.prompt.token_ids, *episode.token_ids],
         loss_mask=[False] * num_prompt + episode.loss_mask,
         rollout_logprobs=[0.0] * num_prompt + episode.logprobs,
-        reward=score.reward,
-        rewards=score.rewards,
+        reward=result.reward,
+        rewards=result.rewards,
         policy_version=first,
         versions=[first] * num_prompt + episode.versions if several else None,
         truncated=episode.truncated,

@@ -58,11 +58,11 @@ class Selection:
         return self.wanted - len(self.kept)
 
     @property
-    def goes_on(self) -> bool:
+    def needs_round(self) -> bool:
         return self.missing > 0 and self.rounds < self.rules.max_rounds
 
     @property
-    def num_to_ask(self) -> int:
+    def num_to_sample(self) -> int:
         """Number of prompts of the next round.
 
         The first round has as many prompts as groups are wanted. Later rounds have the number that probably suffices.

@@ -11,7 +11,7 @@ from fsdptrain.data.routes import sample_routes
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import RolloutError
 from fsdptrain.protocols import InFlightEngine, RewardFunction, RolloutEngine
-from fsdptrain.rewards.scoring import Score, Scores, score_completions
+from fsdptrain.rewards.results import RewardResult, RewardResults, compute_rewards
 from fsdptrain.trainer.timeline import Stopwatch
 from fsdptrain.types import Completion, Prompt, Sample, SamplingParams
 
@@ -23,7 +23,7 @@ class GenerationRound:
     samples: list[Sample]  # whole groups, in prompt order; no advantages yet
     prompts: list[Prompt]  # of each sample
     texts: list[str]  # of each sample, for display
-    scores: Scores  # of each generated sample, including those not kept
+    results: RewardResults  # of each generated sample, including those not kept
 
     def only(self, prompt_ids: Collection[str]) -> "GenerationRound":
         """Keep only the samples of the given prompts."""
@@ -40,11 +40,11 @@ class GenerationRound:
             samples=[*self.samples, *other.samples],
             prompts=[*self.prompts, *other.prompts],
             texts=[*self.texts, *other.texts],
-            scores=self.scores + other.scores,
+            results=self.results + other.results,
         )
 
 
-NOTHING = GenerationRound(samples=[], prompts=[], texts=[], scores=Scores([], 0, None))
+NOTHING = GenerationRound(samples=[], prompts=[], texts=[], results=RewardResults([], 0, None))
 
 
 class Sampler(Protocol):
@@ -94,12 +94,12 @@ class SingleTurn:
         with self._one_at_a_time, watch("reward"):
             asked = [prompt for prompt in prompts for _ in range(sampling.num_samples)]
             texts = [response_text(self.tokenizer, completion) for completion in completions]
-            scored = score_completions(self.reward, asked, texts)
+            results = compute_rewards(self.reward, asked, texts)
             return GenerationRound(
-                samples=[make_sample(*row) for row in zip(asked, completions, scored.scores, strict=True)],
+                samples=[make_sample(*row) for row in zip(asked, completions, results.results, strict=True)],
                 prompts=asked,
                 texts=texts,
-                scores=scored,
+                results=results,
             )
 
 
@@ -108,7 +108,7 @@ def response_text(tokenizer: PreTrainedTokenizerBase, completion: Completion) ->
     return str(tokenizer.decode(completion.token_ids, skip_special_tokens=True))
 
 
-def make_sample(prompt: Prompt, completion: Completion, score: Score) -> Sample:
+def make_sample(prompt: Prompt, completion: Completion, result: RewardResult) -> Sample:
     """Build a sample from the sampled token ids, without decoding and re-encoding."""
     before, after = len(prompt.token_ids), len(completion.token_ids)
     return Sample(
@@ -116,8 +116,8 @@ def make_sample(prompt: Prompt, completion: Completion, score: Score) -> Sample:
         token_ids=[*prompt.token_ids, *completion.token_ids],
         loss_mask=[False] * before + [True] * after,
         rollout_logprobs=[0.0] * before + list(completion.logprobs),
-        reward=score.reward,
-        rewards=score.rewards,
+        reward=result.reward,
+        rewards=result.rewards,
         policy_version=completion.policy_version,
         versions=completion.versions and [completion.policy_version] * before + completion.versions,
         truncated=completion.finish_reason == "length",

@@ -13,7 +13,7 @@ from fsdptrain.data.prompts import PromptStream
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import RolloutError
 from fsdptrain.feature import NO_FEATURES, Features
-from fsdptrain.rewards.scoring import Scores, check_unscored
+from fsdptrain.rewards.results import RewardResults, check_failed_rewards
 from fsdptrain.trainer.samples.selection import Selection, SelectionRules, gather_results, share
 from fsdptrain.trainer.samples.single_turn import NOTHING, GenerationRound, Sampler
 from fsdptrain.trainer.timeline import Stopwatch, Timeline
@@ -31,7 +31,7 @@ class RolloutBatch:
 
     samples: list[Sample]  # whole groups, in stream order
     shown: list[dict[str, Any]] = field(default_factory=list)  # rows for display: prompt, response, reward
-    scores: Scores | None = None  # None: nothing to score
+    results: RewardResults | None = None  # None: nothing to score
     num_dropped: int = 0  # samples too long for a pack
     metrics: Metrics = field(default_factory=dict)  # over all ranks; they override the metrics computed from `samples`
     seconds: Mapping[str, float] = field(default_factory=dict)  # per stage, including work done ahead of time
@@ -105,11 +105,11 @@ class RolloutSource:
         assert asked.rollout == step
         watch, images, made = asked.watch, {}, NOTHING
         selection = Selection(self.rules, wanted=self.num_prompts)
-        while selection.goes_on:
+        while selection.needs_round:
             if selection.rounds:
-                asked = self._ask(step, selection.num_to_ask, selection.rounds, watch)
+                asked = self._ask(step, selection.num_to_sample, selection.rounds, watch)
             made += self._round(asked, selection, images)
-            check_unscored(made.scores, max_unscored_fraction=self.max_unscored_fraction)
+            check_failed_rewards(made.results, max_unscored_fraction=self.max_unscored_fraction)
         selection.check(step)
         samples = made.samples
         if selection.rounds > 1:
@@ -124,7 +124,7 @@ class RolloutSource:
         return RolloutBatch(
             samples=samples,
             shown=show(made.prompts, made.texts, [sample.reward for sample in made.samples], self.num_shown),
-            scores=made.scores,
+            results=made.results,
             seconds=watch.seconds,
             metrics=selection.metrics() | self.stream.metrics(),
             images=images,

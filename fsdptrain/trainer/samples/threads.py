@@ -41,7 +41,7 @@ class StepThreads:
         if len(self._stuck) > MAX_STUCK:
             raise RolloutError(
                 f"{len(self._stuck)} calls of {self.flag} missed {self.flag}-timeout {self.timeout:g} and still "
-                "run: give them a time limit of their own"
+                "run: give them their own time limit"
             )
         batch = _Batch(calls, self.timeout, self.flag)
         for _ in range(min(self.num_threads, len(calls))):

@@ -6,7 +6,7 @@ import pytest
 
 from fsdptrain.errors import ConfigError
 from fsdptrain.features.context_parallel.config import ContextParallelConfig
-from fsdptrain.features.context_parallel.recurrent import check_dealing
+from fsdptrain.features.context_parallel.recurrent import check_context_parallel
 from tests.families import tiny_meta
 
 GATHER = {"context_parallel_recurrent": "gather"}
@@ -32,7 +32,9 @@ FOUND = {
 
 def recurrent_mixers(family: str, size: int, *, tensor_size: int = 1, **options: Any) -> list:
     model = tiny_meta(family, **CHANGES.get(family, {}))
-    mixers = check_dealing(model, ContextParallelConfig(context_parallel_size=size, **options), tensor_size=tensor_size)
+    mixers = check_context_parallel(
+        model, ContextParallelConfig(context_parallel_size=size, **options), tensor_size=tensor_size
+    )
     return [name for name, module in model.named_modules() if any(module is x for x in mixers)]
 
 

@@ -47,8 +47,8 @@ def test_targets_attention_and_experts():
 EXPERTS = ["experts.down_proj"]
 REFUSED = [
     ("qwen3", {"targets": ["q_porj"]}, ["--lora-targets q_porj", "'q_proj'"]),
-    ("qwen3", {"targets": ["lm_head"]}, ["lm_head.weight", "leave it out"]),
-    ("qwen2", {"targets": ["embed_tokens"]}, ["embed_tokens.weight", "leave it out"]),
+    ("qwen3", {"targets": ["lm_head"]}, ["lm_head.weight", "remove it"]),
+    ("qwen2", {"targets": ["embed_tokens"]}, ["embed_tokens.weight", "remove it"]),
     ("qwen3", {"targets": ["norm"]}, ["norm.weight", "no matrix"]),
     ("qwen3_moe", {"targets": EXPERTS, "dropout": 0.1}, ["--lora-dropout 0.1", "experts.down_proj"]),
 ]

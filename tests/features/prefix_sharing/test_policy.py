@@ -220,5 +220,5 @@ def test_a_recurrent_model_is_refused_before_its_files_are_read() -> None:
     with torch.device("meta"):
         obstacles = {name: structural_obstacle(zoo.build(name)) for name in ("qwen3", "qwen3_next")}
     require_prefixes(obstacles["qwen3"])
-    with pytest.raises(ConfigError, match=r"--prefix-sharing on: its recurrent mixers .*leave it out"):
+    with pytest.raises(ConfigError, match=r"--prefix-sharing on: its recurrent mixers .*remove it"):
         require_prefixes(obstacles["qwen3_next"])

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdptrain.config import DataConfig, RolloutConfig
-from fsdptrain.data.images import as_pictures, open_picture, with_places
+from fsdptrain.data.images import as_images, open_image, with_image_positions
 from fsdptrain.data.prompts import PromptStream, make_prompt
 from fsdptrain.data.rows import Row, content_hash
 from fsdptrain.data.sources import load_rows
@@ -23,9 +23,9 @@ from tests import vision_zoo as zoo
 DATA = {"input_key": "question", "label_key": "answer", "system_prompt": ""}
 
 
-def encoded(colour: tuple[int, int, int]) -> bytes:
+def encoded(color: tuple[int, int, int]) -> bytes:
     buffer = io.BytesIO()
-    zoo.picture(colour).save(buffer, format="PNG")
+    zoo.picture(color).save(buffer, format="PNG")
     return buffer.getvalue()
 
 
@@ -50,8 +50,8 @@ def test_a_picture_is_the_same_in_every_form(tmp_path: Path):
     (tmp_path / "red.png").write_bytes(RED)
     forms = ["red.png", str(tmp_path / "red.png"), {"bytes": RED, "path": None}, {"bytes": None, "path": "red.png"}]
     for form in [*forms, RED, zoo.picture((255, 0, 0))]:
-        [value] = as_pictures(form, tmp_path)
-        assert open_picture(value, row_id="r", column="images").tobytes() == zoo.picture((255, 0, 0)).tobytes()
+        [value] = as_images(form, tmp_path)
+        assert open_image(value, row_id="r", column="images").tobytes() == zoo.picture((255, 0, 0)).tobytes()
 
 
 def test_files_of_all_kinds_hold_the_same_rows(tmp_path: Path, processor: ImageProcessor):
@@ -73,7 +73,7 @@ def test_files_of_all_kinds_hold_the_same_rows(tmp_path: Path, processor: ImageP
 @given(st.lists(st.sampled_from(["<image>", "a", "b "]), max_size=6))
 def test_placeholders_are_at_the_marks(words: list[str]):
     count = words.count("<image>")
-    [message] = with_places([{"role": "user", "content": "".join(words)}], count, row_id="r")
+    [message] = with_image_positions([{"role": "user", "content": "".join(words)}], count, row_id="r")
     content = message["content"]
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     assert "".join("<image>" if part["type"] == "image" else part["text"] for part in parts) == "".join(words)
@@ -81,7 +81,7 @@ def test_placeholders_are_at_the_marks(words: list[str]):
 
 def test_images_without_a_mark_come_first():
     chat = [{"role": "system", "content": "S"}, {"role": "user", "content": "Q"}]
-    system, user = with_places(chat, 2, row_id="r")
+    system, user = with_image_positions(chat, 2, row_id="r")
     assert system["content"] == "S"
     assert user["content"] == [{"type": "image"}, {"type": "image"}, {"type": "text", "text": "Q"}]
 
@@ -89,21 +89,21 @@ def test_images_without_a_mark_come_first():
 @pytest.mark.parametrize(
     ("content", "count", "words"),
     [
-        ("<image><image>", 1, "row r has 1 pictures, and its prompt has 2 places"),
+        ("<image><image>", 1, "row r has 1 images, and its prompt has 2 image positions"),
         ("<image>", 0, "row r has 0 pictures"),
         ([{"type": "video"}], 0, "videos are not supported"),
     ],
 )
 def test_another_number_of_placeholders_is_an_error(content, count: int, words: str):
     with pytest.raises(DataError, match=words):
-        with_places([{"role": "user", "content": content}], count, row_id="r")
+        with_image_positions([{"role": "user", "content": content}], count, row_id="r")
 
 
 @pytest.mark.parametrize(
     ("value", "words"), [(b"no picture", "cannot be read"), (3.5, "holds a float"), ("x.png", "No")]
 )
 def test_a_value_that_is_no_image_is_an_error_with_the_row(processor: ImageProcessor, value, words: str):
-    row = Row("r7", "<image>?", images=as_pictures(value, Path("/nowhere")))
+    row = Row("r7", "<image>?", images=as_images(value, Path("/nowhere")))
     with pytest.raises(DataError, match=rf"row r7.*{words}"):
         prompt_of(row, processor)
 
@@ -121,7 +121,7 @@ def test_a_prompt_has_the_tokens_of_its_images_at_the_placeholders(processor: Im
 
 
 def test_an_image_token_in_the_text_is_an_error(processor: ImageProcessor):
-    with pytest.raises(DataError, match="does not take row r"):
+    with pytest.raises(DataError, match="cannot render row r"):
         prompt_of(Row("r", "<|image_pad|>"), processor)
 
 

@@ -11,7 +11,7 @@ from fsdptrain.algo.advantages import (
     scale_over_batch,
     zero_spread_groups,
 )
-from fsdptrain.algo.estimators import own_estimate
+from fsdptrain.algo.estimators import user_estimator
 from fsdptrain.config.presets import ADVANTAGE_SCALES
 from fsdptrain.errors import ConfigError
 from fsdptrain.types import Sample
@@ -78,7 +78,7 @@ def best_of(rewards: list[float], lengths: list[int]) -> list[float]:
 
 def test_a_custom_estimator_gets_the_scored_samples_of_one_group() -> None:
     made = [sample("g", 0.0, 3), sample("h", 2.0, 5), sample("g", None, 9), sample("g", 1.0, 4)]
-    own = AdvantageRule(own_estimate(best_of, "tests:best_of"))
+    own = AdvantageRule(user_estimator(best_of, "tests:best_of"))
     assert [s.advantage for s in assign_advantages(made, own)] == [0.0, 5.0, 0.0, 4.0]
 
 
@@ -95,7 +95,7 @@ def test_a_custom_estimator_gets_the_scored_samples_of_one_group() -> None:
 )
 def test_an_error_of_a_custom_estimator_is_one_line_with_its_name(function, problem) -> None:
     made = [sample("g", 1.0), sample("g", 2.0)]
-    own = AdvantageRule(own_estimate(function, "my.module:mine"))
+    own = AdvantageRule(user_estimator(function, "my.module:mine"))
     if problem is None:
         assert [s.advantage for s in assign_advantages(made, own)] == [1.0, 1.0]
         return

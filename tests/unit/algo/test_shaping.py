@@ -69,7 +69,7 @@ def test_without_a_penalty_nothing_changes() -> None:
 
 
 def test_a_reward_with_the_name_of_a_penalty_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"--reward has a part 'overlong', which is a name of shaping's own"):
+    with pytest.raises(ConfigError, match=r"--reward has a component 'overlong', which is the name of a shaping term"):
         shape([replace(sample(3), rewards={"overlong": 1.0})], DAPO)
 
 

@@ -8,7 +8,7 @@ from fsdptrain.algo import kl
 from fsdptrain.algo.advantages import ADVANTAGES
 from fsdptrain.algo.batch_scales import divide_by_batch_std, whiten_samples, whiten_tokens
 from fsdptrain.algo.corrections import CORRECTIONS
-from fsdptrain.algo.kl import KL_ESTIMATORS, adapted
+from fsdptrain.algo.kl import KL_ESTIMATORS, adapt_kl_coef
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.algo.objective import off_policy_sequences
 from fsdptrain.algo.shaping import length, overlong
@@ -16,7 +16,7 @@ from fsdptrain.algo.weights import AGGREGATIONS
 
 SOURCE = re.compile(r"arXiv \d{4}\.\d{5}|[A-Z]\w+ \d{4}|prime-rl")
 TEXTBOOK = {"sft", "sequence_sum"}  # negative log-likelihood; REINFORCE as derived
-SCALES = (divide_by_batch_std, whiten_samples, whiten_tokens, adapted, length, overlong, off_policy_sequences)
+SCALES = (divide_by_batch_std, whiten_samples, whiten_tokens, adapt_kl_coef, length, overlong, off_policy_sequences)
 TABLES = {**LOSSES, **ADVANTAGES, **AGGREGATIONS, **{function.__name__: function for function in SCALES}}
 
 

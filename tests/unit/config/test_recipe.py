@@ -86,11 +86,11 @@ def test_each_value_is_written_with_its_source(recipe):
     assert len({line.index("#") for line in lines if "#" in line}) == 1
 
 
-def test_colour_is_only_there_when_asked_for():
+def test_color_is_only_there_when_asked_for():
     config = Config(hf_checkpoint="x")
     sources = resolve(["--hf-checkpoint", "x"]).sources
     assert "\x1b" not in to_yaml(config, sources)
-    assert "\x1b" in to_yaml(config, sources, colour=True)
+    assert "\x1b" in to_yaml(config, sources, color=True)
 
 
 def test_a_dry_run_is_not_part_of_a_recipe():

@@ -101,7 +101,7 @@ def test_a_system_prompt_without_a_system_role_precedes_the_user_message(templat
 
 
 def test_an_error_of_the_template_names_the_row() -> None:
-    with pytest.raises(DataError, match="does not take row r: System role not supported"):
+    with pytest.raises(DataError, match="cannot render row r: System role not supported"):
         text_of(with_template(NO_SYSTEM_ROLE), [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}])
 
 
@@ -109,7 +109,7 @@ def test_an_error_of_the_template_names_the_row() -> None:
 @pytest.mark.parametrize("system_prompt", ["", "Be brief."])
 def test_content_of_another_type_is_an_error_with_the_row(content: object, system_prompt: str) -> None:
     joins = with_template("{% for m in messages %}{{ '[' + m['role'] + ']' + m['content'] }}{% endfor %}")
-    with pytest.raises(DataError, match=r"does not take row r: can only concatenate str"):
+    with pytest.raises(DataError, match=r"cannot render row r: can only concatenate str"):
         text_of(joins, [{"role": "user", "content": content}], system_prompt=system_prompt)
 
 
@@ -198,7 +198,7 @@ def test_a_resumed_stream_equals_an_uninterrupted_one(tokenizer: Any, stop: int)
 def test_the_state_is_a_few_integers_and_checks_the_number_of_rows(tokenizer: Any) -> None:
     state = stream(tokenizer).state_dict()
     assert all(isinstance(value, int) for value in state.values())
-    with pytest.raises(DataError, match=r"has 9 rows to train on, 10 when the checkpoint.*--eval-size"):
+    with pytest.raises(DataError, match=r"has 9 training rows, 10 when the checkpoint.*--eval-size"):
         stream(tokenizer, rows(9)).load_state_dict(state)
 
 

@@ -90,7 +90,7 @@ def test_an_invalid_prompt_is_an_error_with_the_row(prompt: object) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("gone.jsonl", None, "--prompt-data .*gone.jsonl: there is no such file"),
+        ("gone.jsonl", None, "--prompt-data .*gone.jsonl: file not found"),
         ("empty.jsonl", "", "has no rows"),
         ("broken.jsonl", '{"prompt": "a"\nfoo', "cannot be read: JSON parse error"),
         ("broken.parquet", "foo", "cannot be read: "),
@@ -169,7 +169,7 @@ def test_eval_rows_are_all_different() -> None:
 
 
 def test_an_eval_size_without_training_rows_is_an_error() -> None:
-    with pytest.raises(DataError, match="--eval-size 128 leaves nothing to train on, the data has 7 rows"):
+    with pytest.raises(DataError, match="--eval-size 128 leaves no training rows, the data has 7 rows"):
         split_rows(as_rows(ROWS, config("")), 128, seed=0)
 
 

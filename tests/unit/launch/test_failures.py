@@ -6,9 +6,9 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError, DataError, RankError, RolloutError
-from fsdptrain.launch.alike import difference
 from fsdptrain.launch.failures import failure_of, report_failure, root_cause
 from fsdptrain.launch.ranks import process_group
+from fsdptrain.launch.same_options import difference
 from fsdptrain.rank_variables import ERROR_FILE
 
 BUG, LOST, USER = ZeroDivisionError("a bug"), RuntimeError("Connection closed by peer"), DataError("x is empty")
@@ -19,7 +19,7 @@ def exits_of(codes, errors, folder, monkeypatch):
     monkeypatch.setenv("FSDPTRAIN_LAUNCHER_PID", "1")
     for rank, error in errors.items():
         monkeypatch.setenv(ERROR_FILE, str(folder / f"{rank}.json"))
-        report_failure(failure_of(error, rank, lost_a_rank=error is LOST))
+        report_failure(failure_of(error, rank, lost_connection=error is LOST))
     return {rank: ProcessFailure(rank, 1, code, str(folder / f"{rank}.json")) for rank, code in codes.items()}
 
 
@@ -35,7 +35,7 @@ def exits_of(codes, errors, folder, monkeypatch):
         ({0: -6, 1: -9}, {}, "rank 1 was killed by SIGKILL; the host may be out of memory"),
         ({0: -6, 1: 1}, {1: LOST}, "rank 0 was killed by SIGABRT"),
         ({0: 1, 1: -9}, {0: LOST}, "rank 1 was killed by SIGKILL; the host may be out of memory"),
-        ({0: 1, 1: 9}, {0: LOST}, "rank 1 ended with exit code 9 and left no error"),
+        ({0: 1, 1: 9}, {0: LOST}, "rank 1 exited with code 9 without an error message"),
     ],
 )
 def test_the_first_failure_is_the_root_cause(codes, errors, line, tmp_path, monkeypatch):

@@ -47,7 +47,7 @@ def test_the_last_line_tells_a_finished_run_from_a_stopped_one(tmp_path):
     assert stopped.endswith("; there is no checkpoint yet (--save-interval)")
     (tmp_path / "checkpoints" / "step_00000003").mkdir(parents=True)
     again = run(tmp_path, terminal=False, total_steps=9).splitlines()[-1]
-    assert again.endswith("; the same command goes on after step 3")
+    assert again.endswith("; rerun the same command to resume after step 3")
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_the_last_line_tells_a_finished_run_from_a_stopped_one(tmp_path):
     [
         ({}, ["4/4", "reward 1.000", "acc 0.500"], "1/5"),
         ({"total_steps": 1000, "width": 60}, ["4/1000", "ETA", "reward 1.000", "…"], "1/5"),
-        ({"resumed_step": 2}, ["goes on after step 2 of 4"], "1/4"),
+        ({"resumed_step": 2}, ["resumes after step 2 of 4"], "1/4"),
     ],
 )
 def test_a_terminal_has_a_bar_with_the_latest_values(tmp_path, options, shown, hidden):
@@ -65,7 +65,7 @@ def test_a_terminal_has_a_bar_with_the_latest_values(tmp_path, options, shown, h
 
 
 def test_a_finished_run_names_the_flag_that_continues_it(tmp_path):
-    assert "is at its end, step 4 of 4: a larger --num-rollout goes on" in run(tmp_path, terminal=False, resumed_step=4)
+    assert "is complete, step 4 of 4; raise --num-rollout to continue" in run(tmp_path, terminal=False, resumed_step=4)
 
 
 @pytest.mark.parametrize(

@@ -27,12 +27,16 @@ def test_a_missing_file_is_named(tmp_path: Path):
 
 def test_a_name_that_is_neither_a_folder_nor_on_the_hub_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(CheckpointError, match="--hf-checkpoint nobody/nothing is no folder here, was not downloaded"):
+    with pytest.raises(
+        CheckpointError, match="--hf-checkpoint nobody/nothing is not a local folder, was not downloaded"
+    ):
         resolve_checkpoint("nobody/nothing")
 
 
 def test_a_path_that_cannot_be_a_hub_name_is_refused_as_a_path():
-    with pytest.raises(CheckpointError, match=r"--hf-checkpoint runs/start/hf is no folder here, .* is it misspelt"):
+    with pytest.raises(
+        CheckpointError, match=r"--hf-checkpoint runs/start/hf is not a local folder, .* is it misspelt"
+    ):
         resolve_checkpoint("runs/start/hf")
 
 

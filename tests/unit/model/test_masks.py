@@ -4,7 +4,7 @@ import pytest
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from fsdptrain.errors import NumericsError
-from fsdptrain.model.attention.attention import OURS, SEGMENTS, register_attention
+from fsdptrain.model.attention.attention import PACKAGE_ATTENTION, SEGMENTS, register_attention
 from fsdptrain.model.attention.masks import SkipMaskCreation, no_mask
 
 
@@ -21,7 +21,7 @@ def test_a_mask_with_another_pattern_is_refused() -> None:
 
 def test_masks_are_created_once_for_each_kind_of_pass() -> None:
     register_attention()
-    masks, another_model = SkipMaskCreation(OURS), SkipMaskCreation(OURS)
+    masks, another_model = SkipMaskCreation(PACKAGE_ATTENTION), SkipMaskCreation(PACKAGE_ATTENTION)
     found = []
     for kind in ("text", "text", "images", "text", "images"):
         with masks(kind):
@@ -34,7 +34,7 @@ def test_masks_are_created_once_for_each_kind_of_pass() -> None:
 
 def test_a_failed_pass_does_not_count() -> None:
     register_attention()
-    masks = SkipMaskCreation(OURS)
+    masks = SkipMaskCreation(PACKAGE_ATTENTION)
     for _ in range(2):
         with pytest.raises(NumericsError), masks("text"):
             assert is_asked()

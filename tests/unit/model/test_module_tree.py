@@ -5,14 +5,14 @@ import pytest
 from fsdptrain.model.layer_kinds import layer_kinds
 from fsdptrain.model.probes.random_copy import random_copy
 from fsdptrain.model.structure import repeated_layers
-from fsdptrain.tools.inspect.module_tree import anatomy
+from fsdptrain.tools.inspect.module_tree import module_tree
 from tests import configs, zoo
 
 
 @pytest.mark.parametrize("name", zoo.ARCHITECTURES)
 def test_every_parameter_is_counted_once_at_the_top_and_once_inside(name: str):
     model = zoo.meta(name)
-    parts = anatomy(model)
+    parts = module_tree(model)
     tied = sum(p.numel() for _, p in model.named_parameters(remove_duplicate=False)) - sum(
         p.numel() for p in model.parameters()
     )
@@ -37,7 +37,7 @@ def _first_path(path: str) -> str:
 
 @pytest.mark.parametrize("name", zoo.ARCHITECTURES)
 def test_each_layer_has_a_mixer_an_mlp_and_a_norm(name: str):
-    parts = anatomy(zoo.meta(name))
+    parts = module_tree(zoo.meta(name))
     assert "other" not in {part.kind for part in parts}
     layers = [place for place, part in enumerate(parts) if part.kind == "layer"]
     for place, following in zip(layers, [*layers[1:], len(parts)], strict=True):
@@ -49,12 +49,12 @@ def test_each_layer_has_a_mixer_an_mlp_and_a_norm(name: str):
 
 @pytest.mark.parametrize("name", zoo.MOE)
 def test_experts_and_routers_are_named(name: str):
-    kinds = {part.kind for part in anatomy(zoo.meta(name))}
+    kinds = {part.kind for part in module_tree(zoo.meta(name))}
     assert {"experts", "router", "mixture of experts"} <= kinds
 
 
 def test_a_hybrid_has_both_mixers():
-    kinds = {part.kind: part.class_name for part in anatomy(zoo.meta("qwen3_next"))}
+    kinds = {part.kind: part.class_name for part in module_tree(zoo.meta("qwen3_next"))}
     assert kinds["recurrent mixer"] == "Qwen3NextGatedDeltaNet"
     assert kinds["attention"] == "Qwen3NextAttention"
 

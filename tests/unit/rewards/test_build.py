@@ -8,7 +8,7 @@ import pytest
 from fsdptrain.config import RewardConfig
 from fsdptrain.errors import ConfigError
 from fsdptrain.rewards.build import build_reward, reads_environment
-from fsdptrain.rewards.scoring import score_completions
+from fsdptrain.rewards.results import compute_rewards
 from fsdptrain.types import Episode, Prompt
 
 PROMPT = Prompt("p", [1], "", label="4")
@@ -39,7 +39,7 @@ def test_auto_is_the_environment_reward_unless_the_data_have_a_scorer() -> None:
     of_the_data = build_reward(RewardConfig(), prompt_data="reasoning_gym:products", has_environment=True)
     readers = [reads_environment(r) for r in (reward, both, of_the_data, lambda prompt, text: 1.0)]
     assert readers == [True, True, False, True]
-    with pytest.raises(ConfigError, match="there is no environment; name one by --environment"):
+    with pytest.raises(ConfigError, match="there is no environment; set --environment"):
         build_reward(RewardConfig(reward=["environment"]), prompt_data="x")
 
 
@@ -71,9 +71,9 @@ def test_functions_with_the_same_name_have_full_names(tmp_path: Path, monkeypatc
 
 def test_a_reward_that_cannot_score_is_named() -> None:
     reward = build_reward(RewardConfig(reward=["format", "math"]), prompt_data="x")
-    scores = score_completions(reward, [replace(PROMPT, label=None), PROMPT], [GOOD, GOOD])
-    assert scores.first_error == "math returned None, which means that it cannot score this"
-    assert [score.reward for score in scores.scores] == [None, 2.0]
+    results = compute_rewards(reward, [replace(PROMPT, label=None), PROMPT], [GOOD, GOOD])
+    assert results.first_error == "math returned None, which means that it cannot score this"
+    assert [score.reward for score in results.results] == [None, 2.0]
 
 
 @pytest.mark.parametrize("name", ["reward", "mean", "length"])
@@ -89,7 +89,7 @@ def test_a_function_with_a_reserved_name_has_its_full_name(name, tmp_path, monke
     ("specs", "message"),
     [
         (["maths"], "--reward does not know 'maths'; did you mean 'math'"),
-        (["math=much"], "--reward math=much: the weight behind = must be a number"),
+        (["math=much"], "--reward math=much: the weight after = must be a number"),
         (["math=nan"], "must be a number"),
         (["math", "math=0.5"], "one or more different rewards"),
         (["reasoning_gym"], "--reward reasoning_gym scores reasoning_gym:<task> data only, not --prompt-data x.jsonl"),

@@ -84,7 +84,7 @@ def test_temperature_zero_takes_the_most_likely_token_and_its_untempered_logprob
 
 
 @pytest.mark.parametrize("truncation", [Truncation(top_k=3), Truncation(top_p=0.7), Truncation(min_p=0.3)])
-def test_truncated_draws_are_those_of_the_renormalised_head(truncation):
+def test_truncated_draws_are_those_of_the_renormalized_head(truncation):
     logits = torch.tensor([[0.05, 0.4, 0.25, 0.1, 0.2]]).log()
     kept = restrict(logits, truncation).softmax(-1).double()[0]
     assert kept.tolist() == pytest.approx([0.0, 0.4 / 0.85, 0.25 / 0.85, 0.0, 0.2 / 0.85], rel=1e-6)

@@ -149,8 +149,8 @@ def test_remedies_are_ordered_by_cost_and_keep_the_given_options():
     offloaded = config(fsdp_cpu_offload=True, offload_activations=True)
     flags = {flag for changed in remedies.remedies(offloaded, packs=[], caches=[]) for flag in changed.flags}
     assert flags == {"--gradient-checkpointing", "--gradient-checkpointing-every 2"}
-    dealt = config(context_parallel_size=2)
-    for changed in [*remedies.choices(offloaded), *remedies.choices(config()), *remedies.choices(dealt)]:
+    sharded = config(context_parallel_size=2)
+    for changed in [*remedies.choices(offloaded), *remedies.choices(config()), *remedies.choices(sharded)]:
         check(changed.config)
 
 

@@ -47,7 +47,7 @@ def test_a_run_with_selection_reports_all_groups_and_the_kept_share(tmp_path):
     run = write(tmp_path, steps)
     rows = {row.label: row for row in report_rows(run)}
     assert rows["reward"].last == (2, 0.875)
-    assert rows["reward, also of groups left out"].best == (2, 0.9)
+    assert rows["reward, including dropped groups"].best == (2, 0.9)
     assert rows["share of groups kept"].best is None
     assert rows["pass rate of prompts"].last == (2, 0.75)
     figure = make_figure(run)

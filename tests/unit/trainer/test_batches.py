@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdptrain.data.packing.sample_index import sample_keys
-from fsdptrain.trainer.batches import deal
+from fsdptrain.trainer.batches import assign_to_steps
 from fsdptrain.types import Sample
 
 KEYS = st.lists(st.integers(0, 2**63 - 1), unique=True, max_size=40)
@@ -17,7 +17,7 @@ def named(steps: list[list[int]], keys: list[int]) -> list[set[int]]:
 
 @given(keys=KEYS, num_steps=STEPS)
 def test_every_sample_is_in_one_step_and_steps_have_equal_sizes(keys: list[int], num_steps: int) -> None:
-    steps = deal(keys, num_steps, seed="0/0/0")
+    steps = assign_to_steps(keys, num_steps, seed="0/0/0")
     assert sorted(i for step in steps for i in step) == list(range(len(keys)))
     sizes = [len(step) for step in steps]
     assert len(sizes) == num_steps, "however few the samples are: the learning rate follows the steps"
@@ -27,18 +27,20 @@ def test_every_sample_is_in_one_step_and_steps_have_equal_sizes(keys: list[int],
 @given(data=st.data(), keys=KEYS, num_steps=STEPS, seed=st.text(max_size=3))
 def test_steps_do_not_depend_on_the_order_of_samples(data, keys, num_steps, seed):
     other = data.draw(st.permutations(keys))
-    assert named(deal(other, num_steps, seed=seed), other) == named(deal(keys, num_steps, seed=seed), keys)
+    assert named(assign_to_steps(other, num_steps, seed=seed), other) == named(
+        assign_to_steps(keys, num_steps, seed=seed), keys
+    )
 
 
 def test_each_rollout_and_epoch_has_other_steps() -> None:
     keys = list(range(64))
-    deals = [deal(keys, 4, seed=seed) for seed in ("0/0/0", "0/0/1", "0/1/0", "1/0/0")]
-    assert all(a != b for i, a in enumerate(deals) for b in deals[:i])
-    assert deal(keys, 4, seed="0/0/0") == deals[0]
+    assignments = [assign_to_steps(keys, 4, seed=seed) for seed in ("0/0/0", "0/0/1", "0/1/0", "1/0/0")]
+    assert all(a != b for i, a in enumerate(assignments) for b in assignments[:i])
+    assert assign_to_steps(keys, 4, seed="0/0/0") == assignments[0]
 
 
 def test_one_step_keeps_the_order() -> None:
-    assert deal([9, 3, 5], 1, seed="0/0/0") == [[0, 1, 2]]
+    assert assign_to_steps([9, 3, 5], 1, seed="0/0/0") == [[0, 1, 2]]
 
 
 @given(st.lists(st.sampled_from(["a:0", "a:1", "b:0@1", "ü"]), max_size=12))

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from fsdptrain.errors import RewardError, RolloutError
-from fsdptrain.rewards.scoring import score_completions
+from fsdptrain.rewards.results import compute_rewards
 from fsdptrain.trainer.samples.deadline import WithDeadline
 from fsdptrain.types import Prompt
 
@@ -36,25 +36,25 @@ def reward(prompt: Prompt, response: str) -> float:
 
 def test_a_hanging_call_leaves_only_its_sample_unscored():
     timed = WithDeadline(reward, 1.0, patience=60)
-    scores = score_completions(timed, [PROMPT] * 5, ["good", "hang", "hang", "raise", "hang"])
-    assert [score.reward for score in scores.scores] == [0.0, None, None, None, None]
-    assert scores.first_error == "--reward: no answer within --reward-timeout 1 s"
+    results = compute_rewards(timed, [PROMPT] * 5, ["good", "hang", "hang", "raise", "hang"])
+    assert [score.reward for score in results.results] == [0.0, None, None, None, None]
+    assert results.first_error == "--reward: no answer within --reward-timeout 1 s"
 
 
 def test_a_reward_that_always_hangs_ends_the_rollout():
     counted = Counted()
     with pytest.raises(RolloutError, match=r"^--reward did not answer 3 times in a row .* prompt 'a': .*--reward-time"):
-        score_completions(WithDeadline(counted, 0.2, patience=60), [PROMPT] * 100, ["hang"] * 100)
+        compute_rewards(WithDeadline(counted, 0.2, patience=60), [PROMPT] * 100, ["hang"] * 100)
     assert counted.calls == 3
 
 
 def test_a_reward_that_often_hangs_ends_the_rollout_within_the_patience():
     counted = Counted()
     timed = WithDeadline(counted, 1.0, patience=3.0)
-    scores = score_completions(timed, [PROMPT] * 4, ["hang", "good"] * 2)
-    assert scores.num_unscored == 2
+    results = compute_rewards(timed, [PROMPT] * 4, ["hang", "good"] * 2)
+    assert results.num_unscored == 2
     with pytest.raises(RolloutError, match=r"^--reward did not answer 3 times in one rollout within 1 s.*than 3 s for"):
-        score_completions(timed, [PROMPT] * 100, ["hang", "good"] * 50)
+        compute_rewards(timed, [PROMPT] * 100, ["hang", "good"] * 50)
     assert counted.calls == 4 + 5  # counted anew in each rollout
 
 

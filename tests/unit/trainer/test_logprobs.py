@@ -23,7 +23,7 @@ class Scored:
     def __init__(self) -> None:
         self.asked: list[ModelRole] = []
 
-    def score(self, batches: Sequence[PackedBatch], model: ModelRole) -> list[LogProbs]:
+    def compute_logprobs(self, batches: Sequence[PackedBatch], model: ModelRole) -> list[LogProbs]:
         self.asked.append(model)
         return [LogProbs(torch.full((batch.num_tokens,), float(len(self.asked)))) for batch in batches]
 

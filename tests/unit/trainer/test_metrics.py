@@ -2,7 +2,7 @@
 
 from fsdptrain import platform
 from fsdptrain.algo.advantages import ADVANTAGES, AdvantageRule
-from fsdptrain.rewards.scoring import Score, Scores
+from fsdptrain.rewards.results import RewardResult, RewardResults
 from fsdptrain.trainer.metrics import RewardNames, mean_metrics, sample_metrics
 from fsdptrain.trainer.samples.source import RolloutBatch
 from fsdptrain.types import Sample
@@ -13,10 +13,12 @@ def test_reward_metrics_include_unscored_samples_of_all_groups() -> None:
     kept = [
         Sample("g", [1, 2], [False, True], [0.0] * 2, reward=r, rewards={"mean": 9.0, "math": r}) for r in (0.0, 1.0)
     ]
-    scores = Scores([Score(0.0), Score(1.0), Score(None), Score(None)], 2, "no reason")
+    results = RewardResults(
+        [RewardResult(0.0), RewardResult(1.0), RewardResult(None), RewardResult(None)], 2, "no reason"
+    )
     rule = AdvantageRule(ADVANTAGES["grpo"], "group")
     with platform.process_group(60):
-        metrics = sample_metrics(RolloutBatch(kept, scores=scores), RewardNames(), rule)
+        metrics = sample_metrics(RolloutBatch(kept, results=results), RewardNames(), rule)
     assert (metrics["reward/mean"], metrics["reward/math"]) == (0.5, 0.5)
     assert metrics["reward/unscored_fraction"] == 0.5
 

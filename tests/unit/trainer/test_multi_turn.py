@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from fsdptrain.config import DataConfig
 from fsdptrain.data.chat import TurnRenderer
 from fsdptrain.errors import ConfigError
-from fsdptrain.rewards.verifiers import environment as environment_reward
-from fsdptrain.rewards.verifiers import exact
+from fsdptrain.rewards.functions import environment as environment_reward
+from fsdptrain.rewards.functions import exact
 from fsdptrain.testing import FakeRolloutEngine, tiny_tokenizer
 from fsdptrain.trainer.samples.environment import LoadedEnvironment
 from fsdptrain.trainer.samples.multi_turn import MultiTurn, prompt_seed
@@ -189,13 +189,13 @@ def test_rewards_add_up_by_their_parts():
     made, _ = play(answer, finish=lambda state: {"found": 1.0})
     assert made.samples[0].reward == pytest.approx(4.5)
     assert made.samples[0].rewards == {"found": 2.0, "short": 0.5}
-    assert made.scores.num_unscored == 0
+    assert made.results.num_unscored == 0
 
 
 def test_an_episode_without_any_reward_is_unscored():
     made, _ = play(lambda turn, _: Turn(done=True))
     assert [sample.reward for sample in made.samples] == [None] * 4
-    assert made.scores.first_error.startswith("the environment gave no reward in this episode: score ")
+    assert made.results.first_error.startswith("the environment gave no reward in this episode: score ")
 
 
 def test_unread_rewards_of_an_environment_are_an_error():
@@ -228,7 +228,7 @@ class Wild:
         (lambda: Turn(3), "--environment: TypeError"),
         (lambda: Turn([{"role": "assistant", "content": "x"}]), "--environment: TypeError: an observation is a text"),
         (lambda: Turn([{"role": "user", "content": None}]), "--environment: TypeError: an observation is a text or"),
-        (lambda: Turn(reward="high"), "--environment: TypeError: the reward returned 'high', which is no number"),
+        (lambda: Turn(reward="high"), "--environment: TypeError: the reward returned 'high', which is not a number"),
         (lambda: Turn(reward=float("nan")), "--environment: ValueError: the reward returned nan"),
         (lambda: time.sleep(600), "--environment: DeadlineError: no answer within --environment-timeout 2 s"),
         (lambda: threading.Event().wait(), "--environment: DeadlineError"),
@@ -239,8 +239,8 @@ def test_a_failing_episode_is_unscored_and_others_are_scored(wrong: Callable[[],
     made, _ = play(environment, finish=environment.finished.append, timeout=2.0)
     rewards = [sample.reward for sample in made.samples]
     assert sorted(rewards, key=str) == [1.0, 1.0, None, None]
-    assert made.scores.num_unscored == 2
-    assert (made.scores.first_error or "").startswith(error)
+    assert made.results.num_unscored == 2
+    assert (made.results.first_error or "").startswith(error)
     assert sum(error in text for text in made.texts) == 2
     for sample in made.samples:
         assert sample.loss_mask.count(True) == len(words("yes"))
@@ -310,7 +310,7 @@ def test_a_cut_response_has_as_many_routes_as_tokens():
 
 def test_a_rank_without_prompts_calls_the_engine_and_returns_nothing():
     made, engine = play(two_turns, prompts=[])
-    assert (made.samples, made.texts, made.scores.scores) == ([], [], [])
+    assert (made.samples, made.texts, made.results.scores) == ([], [], [])
     assert len(engine.asked) == 1  # collective
     single = SingleTurn(engine, exact, TOKENIZER).sample([], SamplingParams(2, 9), Stopwatch())
     assert (single.samples, single.texts) == ([], [])

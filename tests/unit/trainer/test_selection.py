@@ -19,8 +19,8 @@ def group(spread: float) -> GroupResult:
 def run(selection: Selection, spreads: list[float]) -> list[int]:
     """Feed the stream to the end of the rollout; the number of prompts in each round."""
     asked: list[int] = []
-    while selection.goes_on:
-        asked.append(selection.num_to_ask)
+    while selection.needs_round:
+        asked.append(selection.num_to_sample)
         selection.add([group(spreads.pop(0)) for _ in range(asked[-1])])
     return asked
 
@@ -60,7 +60,7 @@ def test_a_later_round_requests_the_likely_number_of_groups(missing: int, rate: 
 def test_later_rounds_request_less_than_the_first() -> None:
     selection = Selection(SelectionRules(dynamic=True, max_rounds=9), wanted=32)
     selection.add([group(1.0)] * 28 + [group(0.0)] * 4)
-    assert 4 < selection.num_to_ask <= 8
+    assert 4 < selection.num_to_sample <= 8
 
 
 def test_without_dynamic_sampling_everything_is_kept_in_one_round() -> None:

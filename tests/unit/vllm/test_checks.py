@@ -122,7 +122,7 @@ def test_options_become_flags_of_vllm_and_some_are_reserved():
     assert expected in " ".join(flags)
     assert flags[flags.index("--logprobs-mode") + 1] == "processed_logprobs"
     for name in ("logprobs_mode", "host", "weight_transfer_config"):
-        with pytest.raises(ConfigError, match=f"--rollout-engine-args {name}: .*leave it out"):
+        with pytest.raises(ConfigError, match=f"--rollout-engine-args {name}: .*remove it"):
             server_arguments(config(rollout_num_servers=1, rollout_engine_args={name: "x"}), Path("here"), on_gpu=True)
 
 

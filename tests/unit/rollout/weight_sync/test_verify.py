@@ -69,7 +69,7 @@ class Engine(FakeRolloutEngine):
 class Agreeing:
     """A backend that computes the engine's own logprobs."""
 
-    def score(self, batches: Sequence[PackedBatch], model: str) -> list[LogProbs]:
+    def compute_logprobs(self, batches: Sequence[PackedBatch], model: str) -> list[LogProbs]:
         return [LogProbs(batch.rollout_logprobs) for batch in batches]
 
 

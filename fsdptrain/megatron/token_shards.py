@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Dealt:
+class TokenShards:
     """The tokens of a pack that this rank holds."""
 
     group: dist.ProcessGroup
@@ -61,7 +61,7 @@ class Dealt:
         return gather_zigzag(rows, self.seqlens, self.group, sums=False).index_select(0, self.places)
 
 
-def deal(batch: PackedBatch, config: "TransformerConfig") -> Dealt | None:
+def shard_tokens(batch: PackedBatch, config: "TransformerConfig") -> TokenShards | None:
     """Shard `batch` over the context-parallel ranks. None without context parallelism."""
     if config.context_parallel_size == 1:
         return None
@@ -75,4 +75,4 @@ def deal(batch: PackedBatch, config: "TransformerConfig") -> Dealt | None:
     tokens[places] = torch.arange(batch.num_tokens)
     own = tokens[own_tokens(seqlens, group)].to(device)
     source = own.clamp(min=0)
-    return Dealt(group, seqlens, source, batch.loss_mask[source] & (own >= 0), places.to(device))
+    return TokenShards(group, seqlens, source, batch.loss_mask[source] & (own >= 0), places.to(device))

@@ -9,30 +9,30 @@ import torch
 import torch.distributed as dist
 
 from fsdptrain.errors import RewardError
-from fsdptrain.rewards.scoring import Score, check_unscored, score_completions
+from fsdptrain.rewards.results import RewardResult, check_failed_rewards, compute_rewards
 from fsdptrain.testing import spawn
 from fsdptrain.types import Prompt
 
 PROMPT = Prompt("p", [1], "")
 
 
-def score_of(value: Any) -> Score:
-    return score_completions(lambda _prompt, _text: value, [PROMPT], [""]).scores[0]
+def score_of(value: Any) -> RewardResult:
+    return compute_rewards(lambda _prompt, _text: value, [PROMPT], [""]).results[0]
 
 
 @pytest.mark.parametrize("value", [1, 1.0, True, np.float32(1), torch.tensor(1.0), {"reward": 1}])
 def test_any_number_is_a_reward(value: Any) -> None:
-    assert score_of(value) == Score(1.0)
+    assert score_of(value) == RewardResult(1.0)
 
 
 def test_a_mapping_is_its_reward_or_the_sum_of_its_parts() -> None:
-    assert score_of({"a": 1, "b": 0.5}) == Score(1.5, {"a": 1.0, "b": 0.5})
-    assert score_of({"a": 1, "b": 0.5, "reward": 7}) == Score(7.0, {"a": 1.0, "b": 0.5})
+    assert score_of({"a": 1, "b": 0.5}) == RewardResult(1.5, {"a": 1.0, "b": 0.5})
+    assert score_of({"a": 1, "b": 0.5, "reward": 7}) == RewardResult(7.0, {"a": 1.0, "b": 0.5})
 
 
 @pytest.mark.parametrize("value", [None, math.nan, math.inf, "1.0", [1.0], {"a": None}, {"a": math.nan}, object()])
 def test_a_value_that_is_no_finite_number_leaves_the_sample_unscored(value: Any) -> None:
-    assert score_of(value) == Score(None)
+    assert score_of(value) == RewardResult(None)
 
 
 def failing(_prompt: Prompt, text: str) -> float | None:
@@ -42,11 +42,11 @@ def failing(_prompt: Prompt, text: str) -> float | None:
 
 
 def test_an_error_in_a_reward_costs_one_sample_and_the_first_is_kept() -> None:
-    scores = score_completions(failing, [PROMPT] * 5, ["1", "0", "none", "x", "2"])
-    assert [score.reward for score in scores.scores] == [1.0, None, None, None, 0.5]
-    assert scores.num_unscored == 3
-    assert scores.first_error is not None
-    assert scores.first_error.startswith("ZeroDivisionError: division by zero (test_scoring.py:")
+    results = compute_rewards(failing, [PROMPT] * 5, ["1", "0", "none", "x", "2"])
+    assert [score.reward for score in results.results] == [1.0, None, None, None, 0.5]
+    assert results.num_unscored == 3
+    assert results.first_error is not None
+    assert results.first_error.startswith("ZeroDivisionError: division by zero (test_scoring.py:")
 
 
 def test_an_interrupt_is_raised() -> None:
@@ -54,25 +54,25 @@ def test_an_interrupt_is_raised() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        score_completions(interrupted, [PROMPT], [""])
+        compute_rewards(interrupted, [PROMPT], [""])
 
 
 def test_too_many_unscored_samples_stop_the_run_with_the_first_reason() -> None:
-    scores = score_completions(failing, [PROMPT] * 4, ["1", "none", "1", "1"])
-    assert check_unscored(scores, max_unscored_fraction=0.25) == 1
+    results = compute_rewards(failing, [PROMPT] * 4, ["1", "none", "1", "1"])
+    assert check_failed_rewards(results, max_unscored_fraction=0.25) == 1
     with pytest.raises(RewardError, match=r"1 of 4 samples.*--max-unscored-fraction 0.2;.*the reward returned None"):
-        check_unscored(scores, max_unscored_fraction=0.2)
-    assert check_unscored(score_completions(failing, [], []), max_unscored_fraction=0.0) == 0
+        check_failed_rewards(results, max_unscored_fraction=0.2)
+    assert check_failed_rewards(compute_rewards(failing, [], []), max_unscored_fraction=0.0) == 0
 
 
 def check_on_ranks(limits: list[float]) -> list[int | str]:
     """Rank 1 of 3 has all the trouble."""
     texts = ["none", "0"] if dist.get_rank() == 1 else ["1"] * 4
-    scores = score_completions(failing, [PROMPT] * len(texts), texts)
+    results = compute_rewards(failing, [PROMPT] * len(texts), texts)
     results: list[int | str] = []
     for limit in limits:
         try:
-            results.append(check_unscored(scores, max_unscored_fraction=limit))
+            results.append(check_failed_rewards(results, max_unscored_fraction=limit))
         except RewardError as error:
             results.append(str(error).partition("first reason: ")[2])
     return results

@@ -12,7 +12,7 @@ from fsdptrain.types import Prompt
 
 
 @dataclass(frozen=True)
-class Score:
+class RewardResult:
     """Score of one response: the reward, None if it cannot be scored, and its parts by name."""
 
     reward: float | None
@@ -20,22 +20,22 @@ class Score:
 
 
 @dataclass(frozen=True)
-class Scores:
+class RewardResults:
     """Scores of responses, in order."""
 
-    scores: list[Score]
+    results: list[RewardResult]
     num_unscored: int
     first_error: str | None  # error of the first unscored response; None if all were scored
 
-    def __add__(self, other: "Scores") -> "Scores":
-        return Scores(
-            [*self.scores, *other.scores],
+    def __add__(self, other: "RewardResults") -> "RewardResults":
+        return RewardResults(
+            [*self.results, *other.results],
             self.num_unscored + other.num_unscored,
             self.first_error or other.first_error,
         )
 
 
-def score_completions(reward: RewardFunction, prompts: Sequence[Prompt], texts: Sequence[str]) -> Scores:
+def compute_rewards(reward: RewardFunction, prompts: Sequence[Prompt], texts: Sequence[str]) -> RewardResults:
     """Score `texts[i]` as a response to `prompts[i]`, sequentially. Call it once per rank for a rollout or round.
 
     If the reward raises, or returns None or a non-finite or non-numeric value, the sample is unscored. RolloutError
@@ -43,20 +43,20 @@ def score_completions(reward: RewardFunction, prompts: Sequence[Prompt], texts: 
     """
     if isinstance(reward, TimedReward):
         reward.begin_rollout()
-    scores: list[Score] = []
+    results: list[RewardResult] = []
     first_error: str | None = None
     for prompt, text in zip(prompts, texts, strict=True):
-        score, error = _score(reward, prompt, text)
-        scores.append(score)
+        result, error = _compute_reward(reward, prompt, text)
+        results.append(result)
         first_error = first_error or error
-    return Scores(scores, sum(score.reward is None for score in scores), first_error)
+    return RewardResults(results, sum(result.reward is None for result in results), first_error)
 
 
-def check_unscored(scores: Scores, *, max_unscored_fraction: float) -> int:
+def check_failed_rewards(results: RewardResults, *, max_unscored_fraction: float) -> int:
     """Return the number of unscored samples on all ranks. Collective. Raises RewardError on all ranks if too many."""
-    unscored, total = map(int, sum_over_ranks([scores.num_unscored, len(scores.scores)]))
+    unscored, total = map(int, sum_over_ranks([results.num_unscored, len(results.results)]))
     if unscored > max_unscored_fraction * total:
-        first_error = next((error for error in gather(scores.first_error) if error), None)
+        first_error = next((error for error in gather(results.first_error) if error), None)
         raise RewardError(
             f"--reward could not score {unscored} of {total} samples, more than --max-unscored-fraction "
             f"{max_unscored_fraction}; the first reason: {first_error}"
@@ -64,35 +64,35 @@ def check_unscored(scores: Scores, *, max_unscored_fraction: float) -> int:
     return unscored
 
 
-def to_score(value: Any, *, name: str = "") -> Score:
+def to_result(value: Any, *, name: str = "") -> RewardResult:
     """Convert the return value of a reward to a score. Values must be finite.
 
     A number is the reward, also reported under `name` if given. In a mapping, "reward" is the reward (default: the sum
     of all values), and all other keys are reported. Raises TypeError or ValueError for anything else.
     """
     if value is None:
-        return Score(None)
+        return RewardResult(None)
     parts = {key: _number(part) for key, part in value.items()} if isinstance(value, Mapping) else {}
     total = parts.pop("reward", math.fsum(parts.values())) if isinstance(value, Mapping) else _number(value)
-    return Score(total, {**parts, name: total} if name else parts)
+    return RewardResult(total, {**parts, name: total} if name else parts)
 
 
 def _number(value: Any) -> float:
     if isinstance(value, str | bytes):
-        raise TypeError(f"the reward returned {value!r:.80}, which is no number")
+        raise TypeError(f"the reward returned {value!r:.80}, which is not a number")
     number = float(value)
     if not math.isfinite(number):
         raise ValueError(f"the reward returned {number}")
     return number
 
 
-def _score(reward: RewardFunction, prompt: Prompt, text: str) -> tuple[Score, str | None]:
+def _compute_reward(reward: RewardFunction, prompt: Prompt, text: str) -> tuple[RewardResult, str | None]:
     try:
-        score = to_score(reward(prompt, text))
+        result = to_result(reward(prompt, text))
     except RolloutError:
         raise
     except RewardError as error:
-        return Score(None), str(error)
+        return RewardResult(None), str(error)
     except Exception as error:  # noqa: BLE001  # user code may raise anything; the run continues
-        return Score(None), describe(error)
-    return score, "the reward returned None" if score.reward is None else None
+        return RewardResult(None), describe(error)
+    return result, "the reward returned None" if result.reward is None else None

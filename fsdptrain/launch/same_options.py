@@ -15,19 +15,19 @@ from fsdptrain.config.keys import all_keys
 from fsdptrain.distributed import gather
 from fsdptrain.errors import ConfigError
 
-_MAY_DIFFER = ("--log-dir", "--nproc-per-node")
+_IGNORED = ("--log-dir", "--nproc-per-node")
 _MAX_SHOWN = 3  # number of differences in the message
 
 Description = Mapping[str, str]
 
 
-def require_alike(config: Config) -> None:
+def require_same_options(config: Config) -> None:
     """Compare versions and options of all ranks. Collective. Raises ConfigError on all ranks if they differ."""
     ours = {**_versions(), **_options(config)}
     digest = hashlib.sha256(json.dumps(ours, sort_keys=True).encode()).hexdigest()
     if len(set(gather(digest))) > 1:
         where = f"rank {os.environ['RANK']} ({socket.gethostname()})"
-        raise ConfigError(f"ranks of one run must be alike: {difference(gather((where, ours)))}")
+        raise ConfigError(f"all ranks must have the same versions and options: {difference(gather((where, ours)))}")
 
 
 def difference(ranks: Sequence[tuple[str, Description]]) -> str:
@@ -46,7 +46,7 @@ def difference(ranks: Sequence[tuple[str, Description]]) -> str:
 
 
 def _options(config: Config) -> dict[str, str]:
-    return {key.flag: str(key.value(config)) for key in all_keys().values() if key.flag not in _MAY_DIFFER}
+    return {key.flag: str(key.value(config)) for key in all_keys().values() if key.flag not in _IGNORED}
 
 
 def _versions() -> dict[str, str]:
