@@ -208,11 +208,11 @@ def test_activations_are_shared_by_the_ranks():
 
 
 REFUSED = {
-    "bloom": "code of its own",
+    "bloom": "custom code",
     "llama4_text": "chunked_attention",
     "deepseek_v32": "indexed_attention",
     "minimax": "linear_attention",
-    "rwkv": "code of its own",
+    "rwkv": "custom code",
     "nemotron": "is not computed exactly",  # by the probe: it passes no keyword arguments on
     "zaya": "is not computed exactly",  # its convolutions are inside attention
 }

@@ -30,7 +30,7 @@ def test_report_of_a_real_run(checkpoint: Path, tmp_path: Path) -> None:
     [
         (["report"], "report needs the folder of a run, e.g. fsdptrain report runs/default"),
         (["report", "--run", "x"], "report needs the folder of a run"),
-        (["report", "a", "b"], "'b' stands alone"),
+        (["report", "a", "b"], "unexpected argument 'b'"),
         (["report", "a", "--rollouts", "9"], "--rollouts must be FIRST:LAST, got '9', e.g. --rollouts 10:13"),
         (["report", "nowhere"], "nowhere has no metrics.jsonl: pass the --output-dir of a run"),
         (

@@ -60,7 +60,7 @@ def test_the_platform_is_chosen_by_its_variable(monkeypatch: pytest.MonkeyPatch)
 )
 def test_an_unavailable_platform_is_one_line(asked: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FSDPTRAIN_PLATFORM", asked)
-    with pytest.raises(ConfigError, match=rf"^FSDPTRAIN_PLATFORM={asked}: {why}; it takes .*cpu here, or leave"):
+    with pytest.raises(ConfigError, match=rf"^FSDPTRAIN_PLATFORM={asked}: {why}; use .*cpu, or unset it"):
         platform.device_type()
 
 

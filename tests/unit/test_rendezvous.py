@@ -46,11 +46,11 @@ def test_missing_ranks_are_named_while_waiting_and_at_the_timeout(capsys, monkey
     monkeypatch.setattr("fsdptrain.rendezvous._FIRST_NOTICE_S", 0.0)
     first, _, third = ranks_of(3, port := free_port())
     where = f"MASTER_ADDR=127.0.0.1 MASTER_PORT={port}"
-    with pytest.raises(RankError, match=rf"^{where}: no sign of rank 1, 2 \(of 3\) after 1 s \(--dist-timeout\)$"):
+    with pytest.raises(RankError, match=rf"^{where}: not connected: rank 1, 2 \(of 3\) after 1 s \(--dist-timeout\)$"):
         open_store(first, 1.0)
     with pytest.raises(RankError, match=rf"^{where}: rank 0 does not answer after 1 s \(--dist-timeout\)$"):
         open_store(third, 1.0)
-    assert capsys.readouterr().err == f"fsdptrain: {where}: waiting, no sign of rank 1, 2 (of 3) after 0 s\n"
+    assert capsys.readouterr().err == f"fsdptrain: {where}: waiting, not connected: rank 1, 2 (of 3) after 0 s\n"
 
 
 def test_a_port_in_use_and_an_unknown_host_are_one_line():

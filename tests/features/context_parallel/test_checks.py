@@ -16,7 +16,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any], str]] = {
     "heads of one layer": ("laguna", 4, {}, "4 must divide the 6 heads of model.layers.1.self_attn.q_proj of Laguna"),
     "a state": ("qwen3_next", 2, {}, "model.layers.0.linear_attn of Qwen3NextForCausalLM carries a state"),
     "no state": ("qwen3", 2, GATHER, "--context-parallel-recurrent gather has no effect on Qwen3ForCausalLM"),
-    "its own attention": ("bloom", 2, {}, "the attention of BloomForCausalLM is code of its own"),
+    "its own attention": ("bloom", 2, {}, "the attention of BloomForCausalLM is custom code"),
     "chunks": ("llama4_text", 2, {}, "mixes tokens by chunked_attention"),
     "an index": ("deepseek_v32", 2, {}, "mixes tokens by indexed_attention"),
     "a state that is not found": ("minimax", 2, GATHER, "mixes tokens by linear_attention"),

@@ -49,7 +49,7 @@ REFUSED = [
     ("qwen3", {"targets": ["q_porj"]}, ["--lora-targets q_porj", "'q_proj'"]),
     ("qwen3", {"targets": ["lm_head"]}, ["lm_head.weight", "remove it"]),
     ("qwen2", {"targets": ["embed_tokens"]}, ["embed_tokens.weight", "remove it"]),
-    ("qwen3", {"targets": ["norm"]}, ["norm.weight", "no matrix"]),
+    ("qwen3", {"targets": ["norm"]}, ["norm.weight", "not a matrix"]),
     ("qwen3_moe", {"targets": EXPERTS, "dropout": 0.1}, ["--lora-dropout 0.1", "experts.down_proj"]),
 ]
 

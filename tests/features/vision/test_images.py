@@ -90,7 +90,7 @@ def test_images_without_a_mark_come_first():
     ("content", "count", "words"),
     [
         ("<image><image>", 1, "row r has 1 images, and its prompt has 2 image positions"),
-        ("<image>", 0, "row r has 0 pictures"),
+        ("<image>", 0, "row r has 0 images"),
         ([{"type": "video"}], 0, "videos are not supported"),
     ],
 )

@@ -64,8 +64,11 @@ def test_flags_are_read(flat, argv, expected):
             "unknown flag --nnodes: torchrun starts several machines: torchrun --nnodes N --nproc-per-",
         ),
         (["--network-interface", "eth0"], "unknown flag --network-interface: set GLOO_SOCKET_IFNAME and NCCL_"),
-        (["Qwen/Qwen3-4B"], "'Qwen/Qwen3-4B' stands alone: options begin with --, e.g. --hf-checkpoint Qwen/Qwen3-4B"),
-        (["--lr", "1", "2"], "'2' stands alone"),
+        (
+            ["Qwen/Qwen3-4B"],
+            "unexpected argument 'Qwen/Qwen3-4B': options begin with --, e.g. --hf-checkpoint Qwen/Qwen3-4B",
+        ),
+        (["--lr", "1", "2"], "unexpected argument '2'"),
         (
             ["--chat-template-kwargs", "a"],
             "--chat-template-kwargs must be a mapping (on the command line: key=value ...)",

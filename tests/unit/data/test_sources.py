@@ -133,7 +133,7 @@ def test_reasoning_gym_takes_typed_parameters_and_lists() -> None:
         ("spell_backward?max_word_len=2", "does not take .*max_word_len must be >= min_word_len"),
         ("spell_backward?max_word_len=many", "does not take .*'max_word_len': 'many'"),
         ("spell_backward?max_word_len=1e-3", "does not take .*'max_word_len': 0.001"),
-        ("spell_backward?max_word_len", "'max_word_len' behind the . is not of the form name=value"),
+        ("spell_backward?max_word_len", "'max_word_len' after . must be name=value"),
         ("spell_backward?max_word_len=[", "is not a YAML value"),
     ],
 )

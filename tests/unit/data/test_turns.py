@@ -114,7 +114,9 @@ def test_a_tool_message_becomes_a_user_message_if_the_template_has_no_tools():
 
 
 def test_a_template_that_rejects_the_observation_is_an_error():
-    with pytest.raises(DataError, match="takes no user, user behind an answer: roles must take turns"):
+    with pytest.raises(
+        DataError, match="does not support user, user after an assistant message: roles must take turns"
+    ):
         between(STRICT, [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}])
     with pytest.raises(DataError, match="omits the assistant message"):
         between("{% for m in messages %}{{ m.role }}{% endfor %}", "hi")

@@ -26,7 +26,7 @@ def exits_of(codes, errors, folder, monkeypatch):
 @pytest.mark.parametrize(
     ("codes", "errors", "line"),
     [
-        ({0: 2, 1: 1, 2: 2}, {2: USER, 0: RankError("no sign of rank 2"), 1: LOST}, "x is empty"),
+        ({0: 2, 1: 1, 2: 2}, {2: USER, 0: RankError("not connected: rank 2"), 1: LOST}, "x is empty"),
         ({0: 2, 1: 2}, {1: USER, 0: DataError("later")}, "x is empty"),
         ({0: -6, 1: 1}, {1: BUG}, "rank 1 failed\nZeroDivisionError: a bug"),  # a watchdog that misses rank 1
         ({1: -6}, {1: BUG}, "rank 1 failed\nZeroDivisionError: a bug"),
@@ -44,7 +44,7 @@ def test_the_first_failure_is_the_root_cause(codes, errors, line, tmp_path, monk
 
 @pytest.mark.parametrize(
     ("error", "code", "restartable"),
-    [(BUG, 1, True), (USER, 2, False), (RankError("no sign of rank 1"), 2, True), (RolloutError("hangs"), 2, True)],
+    [(BUG, 1, True), (USER, 2, False), (RankError("not connected: rank 1"), 2, True), (RolloutError("hangs"), 2, True)],
 )
 def test_only_user_errors_are_not_restarted(error, code, restartable):
     failure = failure_of(error, 0)

@@ -46,7 +46,7 @@ def test_an_error_in_a_reward_costs_one_sample_and_the_first_is_kept() -> None:
     assert [score.reward for score in results.results] == [1.0, None, None, None, 0.5]
     assert results.num_unscored == 3
     assert results.first_error is not None
-    assert results.first_error.startswith("ZeroDivisionError: division by zero (test_scoring.py:")
+    assert results.first_error.startswith("ZeroDivisionError: division by zero (test_results.py:")
 
 
 def test_an_interrupt_is_raised() -> None:
@@ -69,13 +69,13 @@ def check_on_ranks(limits: list[float]) -> list[int | str]:
     """Rank 1 of 3 has all the trouble."""
     texts = ["none", "0"] if dist.get_rank() == 1 else ["1"] * 4
     results = compute_rewards(failing, [PROMPT] * len(texts), texts)
-    results: list[int | str] = []
+    outcomes: list[int | str] = []
     for limit in limits:
         try:
-            results.append(check_failed_rewards(results, max_unscored_fraction=limit))
+            outcomes.append(check_failed_rewards(results, max_unscored_fraction=limit))
         except RewardError as error:
-            results.append(str(error).partition("first reason: ")[2])
-    return results
+            outcomes.append(str(error).partition("first reason: ")[2])
+    return outcomes
 
 
 def test_the_unscored_fraction_is_that_of_all_ranks() -> None:

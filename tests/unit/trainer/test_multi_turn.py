@@ -199,7 +199,7 @@ def test_an_episode_without_any_reward_is_unscored():
 
 
 def test_unread_rewards_of_an_environment_are_an_error():
-    with pytest.raises(ConfigError, match="--environment gives rewards, and --reward takes none of them"):
+    with pytest.raises(ConfigError, match="--environment gives rewards, and --reward uses none of them"):
         play(two_turns, reward=exact, reads_environment=False)
     made, _ = play(lambda turn, _: Turn(done=True), reward=exact, reads_environment=False)
     assert [sample.reward for sample in made.samples] == [1.0] * 4
@@ -310,7 +310,7 @@ def test_a_cut_response_has_as_many_routes_as_tokens():
 
 def test_a_rank_without_prompts_calls_the_engine_and_returns_nothing():
     made, engine = play(two_turns, prompts=[])
-    assert (made.samples, made.texts, made.results.scores) == ([], [], [])
+    assert (made.samples, made.texts, made.results.results) == ([], [], [])
     assert len(engine.asked) == 1  # collective
     single = SingleTurn(engine, exact, TOKENIZER).sample([], SamplingParams(2, 9), Stopwatch())
     assert (single.samples, single.texts) == ([], [])

@@ -58,7 +58,7 @@ def test_a_python_reward_has_no_parts_to_normalize() -> None:
     ("name", "message"),
     [
         ("statistics:nope", "--advantage-estimator statistics:nope: module 'statistics' has no attribute 'nope'"),
-        ("math:pi", "--advantage-estimator math:pi is no function"),
+        ("math:pi", "--advantage-estimator math:pi is not a function"),
     ],
 )
 def test_an_invalid_estimator_is_one_line(name: str, message: str) -> None:
