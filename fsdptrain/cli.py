@@ -37,7 +37,7 @@ Train, inspect, plan, report, export:
   fsdptrain export --checkpoint runs/default/checkpoints/step_00000050 \\
                    --output my-model
 
-Precedence: flag > recipe > preset > default; --dry-run shows the source of each value."""
+Precedence: flag > recipe > preset > default. --dry-run shows each source."""
 
 _BEFORE_TORCH = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # suppress C++ stack traces; errors are reported in one line
 
