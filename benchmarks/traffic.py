@@ -118,7 +118,7 @@ def _group(
     members: Sequence[Piece], axis: Axis, grid: Grid, gathers: int, reductions: int, itemsize: int
 ) -> Iterator[_Call]:
     ranks = _ranks(grid, axis)
-    shard, trained = sum(x.most for x in members), sum(x.most for x in members if x.trained)
+    shard, trained = sum(x.largest_shard for x in members), sum(x.largest_shard for x in members if x.trained)
     yield "all-gather", axis, gathers, gathers * ranks * shard * itemsize
     if trained:
         yield "reduce-scatter", axis, reductions, reductions * ranks * trained * _REDUCED

@@ -122,7 +122,7 @@ def _fits(backend: FSDPBackend, pieces: Pieces) -> bool:
     parameters = list(backend.model.parameters())
     held = torch.tensor([local_shard(p).numel() for p in parameters])
     dist.all_reduce(held, op=dist.ReduceOp.MAX)
-    return held.tolist() == [pieces[p].most for p in parameters]
+    return held.tolist() == [pieces[p].largest_shard for p in parameters]
 
 
 @pytest.mark.matrix
