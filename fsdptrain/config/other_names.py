@@ -21,6 +21,7 @@ OTHER_NAMES = {
     "--report-to": "--log-to",
     "--micro-batch-size": "--max-tokens-per-gpu",
     "--per-device-train-batch-size": "--max-tokens-per-gpu",
+    "--overlong": "--overlong-samples",
     "--custom-rm-path": "--reward",
     "--custom-generate-function-path": "--environment",
 }
