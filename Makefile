@@ -28,8 +28,8 @@ check: install  ## format, lint, types, layers
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 
-QUICK := tests/unit tests/properties tests/features tests/e2e/test_train.py::$(SMOKE)
 SMOKE := test_run_emits_every_metric_and_leaves_a_model_that_transformers_loads
+QUICK := tests/unit tests/properties tests/features tests/e2e/test_train.py::$(SMOKE)
 
 quick: install  ## unit, feature and property tests, and one run
 	$(PYTEST) $(QUICK) -m 'not gpu and not slow and not matrix' --durations=5
