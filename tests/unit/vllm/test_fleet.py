@@ -90,6 +90,7 @@ def test_a_restarted_server_of_the_user_rejoins_and_one_that_only_woke_up_does_n
     assert run_in_loop(fleet.switch(WEIGHTS)) == [gone.client.url, alive.client.url]
 
 
+@pytest.mark.slow
 def test_hung_servers_cost_the_others_no_time():
     """A server that has switched must still be resumed, and may be slow at that."""
     paths, alive = ("/pause", "/update_weights", "/weight_info"), ScriptedServer()
@@ -150,6 +151,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.slow
 def test_a_server_that_dies_or_hangs_is_restarted_with_the_weights(start, loop, number):
     fleet, [first, second] = start(count=2, sync_timeout=10.0)
     assert loop.run(fleet.switch(Weights([], "run/1"))) == [first.url, second.url]
@@ -200,6 +202,7 @@ def is_listening(process: ServerProcess) -> bool:
     return any(c.laddr.port == process.port and c.status == "LISTEN" for c in psutil.net_connections("tcp"))
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_at_every_request_ends_the_rollout(start, loop):
     fleet, [process] = start("--exits-on-generate")
     loop.run(fleet.switch(Weights([], "run/1")))
@@ -217,6 +220,7 @@ def test_a_server_that_cannot_start_ends_the_run_with_its_log(start):
         start("--cannot-start")
 
 
+@pytest.mark.slow
 def test_an_unexpected_error_of_the_supervision_ends_the_run(start, loop, monkeypatch):
     fleet, [process] = start()
 
