@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdptrain.model.logprobs import chunked_logprobs
 from fsdptrain.model.truncation import UNTRUNCATED, Truncation
+from tests.distributed.storages import LargestTensor
 from tests.properties.test_logprobs import full_logprobs
 
 T, D, V = 40, 8, 50
@@ -22,20 +23,6 @@ def head(
     made = [torch.randn(shape, generator=generator).to(dtype) for shape in ((num_tokens, D), (V, D), (V,))]
     hidden, weight, bias = (tensor.requires_grad_() for tensor in made)
     return hidden, weight, bias, torch.randint(V, (num_tokens,), generator=generator)
-
-
-class LargestTensor(TorchDispatchMode):
-    """The largest number of elements that any operation made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        made = out if isinstance(out, tuple | list) else (out,)
-        self.numel = max([self.numel, *(tensor.numel() for tensor in made if isinstance(tensor, Tensor))])
-        return out
 
 
 @pytest.mark.parametrize("with_entropy", [False, True])
