@@ -76,9 +76,14 @@ def run(argv: Sequence[str], folder: Path, timeout: float = 300.0, *, num_ranks:
         process.kill()
         process.join()
     codes = [process.exitcode for process in processes]
+    assert len(set(codes)) == 1, f"ranks ended with {codes}\n{_last_errors(folder, num_ranks)}"
     assert codes[0] is not None
-    assert len(set(codes)) == 1, f"ranks ended with {codes}"
     return Result(codes[0], (folder / "out").read_text(), (folder / "err").read_text())
+
+
+def _last_errors(folder: Path, num_ranks: int) -> str:
+    folders = [folder, *(folder / f"rank{rank}" for rank in range(1, num_ranks))]
+    return "\n".join(f"rank {rank}: {(one / 'err').read_text()[-4000:]}" for rank, one in enumerate(folders))
 
 
 def run_with_path(argv: Sequence[str], folder: Path, path: Path, timeout: float = 300.0) -> Result:
