@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import pydantic
 from pydantic import Field
 
-from fsdptrain.config.rules import FSDP_ONLY, NEEDS_KL, RL_ONLY, Excludes, IdleWith, Problem, Requires
+from fsdptrain.config.rules import FSDP_ONLY, NEEDS_KL, RL_ONLY, RUNS_CODE, Excludes, IdleWith, Problem, Requires
 from fsdptrain.config.section import Section
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class ModelConfig(Section):
     backend: Literal["fsdp", "megatron"] = "fsdp"
     """`fsdp`: the transformers model under PyTorch FSDP2. `megatron`: the megatron-core model, for a few families:
     docs/megatron.md."""
-    trust_remote_code: bool = False
+    trust_remote_code: Annotated[bool, RUNS_CODE] = False
     """Run Python code from the checkpoint. Only for authors whom you trust."""
     load_strategy: Annotated[Literal["shard", "rank0"], FSDP_ONLY] = "shard"
     """`shard`: each rank reads its slice from the files. `rank0`: rank 0 reads all weights and broadcasts them."""

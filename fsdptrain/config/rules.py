@@ -79,7 +79,11 @@ class ExportChoice:
     """Marks an option that `fsdptrain export` accepts too."""
 
 
-COLUMN, EXPORT_CHOICE = Column(), ExportChoice()
+class RunsCode(ExportChoice):
+    """Marks an option that makes loading a model run foreign code: `fsdptrain export` never reads it from a folder."""
+
+
+COLUMN, EXPORT_CHOICE, RUNS_CODE = Column(), ExportChoice(), RunsCode()
 FSDP_ONLY = Excludes("backend=megatron")
 RL_ONLY = IdleWith("algorithm=sft", fix="remove it, or use another --algorithm, e.g. grpo")
 NEEDS_KL = Requires("kl_loss_coef", "kl_reward_coef", fix="set one of them, e.g. to 0.001")

@@ -57,6 +57,11 @@ def _conversation(prompt: Prompt) -> Sequence[Message]:
     if not isinstance(label, list):
         return [{"role": "assistant", "content": str(label)}]
     is_conversation = all(isinstance(m, Mapping) and m.get("role") and isinstance(m.get("content"), str) for m in label)
+    if any(isinstance(m, Mapping) and m.get("tool_calls") for m in label):  # their text depends on the template
+        raise DataError(
+            f"--algorithm sft: the response of row {prompt.id} has tool_calls, which are not supported: only `content` "
+            "would be trained; write the calls into `content` as the model writes them, or remove these rows"
+        )
     is_assistant = [_is_model(message) for message in label] if is_conversation else []
     if (
         not is_conversation

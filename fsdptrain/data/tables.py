@@ -77,6 +77,11 @@ class _TableRows:
 
     def __getitem__(self, index: int) -> Row:
         values, row_id = self.table[index], f"{self.name}:{index}"
+        if values.get("tools") and self.metadata_key != "tools":
+            raise DataError(
+                f"row {row_id} has a column `tools`, which no prompt would show: write the tools into the system "
+                "message, or remove or rename the column"
+            )
         return Row(
             id=row_id,
             prompt=_checked_prompt(values.get(self.input_key), row_id, self.input_key),

@@ -23,14 +23,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from fsdptrain import platform
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import CheckpointError
-from fsdptrain.fsdp.checkpoint_folder import MANIFEST, PendingWrite, broadcast
+from fsdptrain.fsdp.checkpoint_folder import PendingWrite, broadcast, check_manifest
 from fsdptrain.fsdp.optimizer import Optimizer
 from fsdptrain.fsdp.shards import describe, fingerprint, model_tensors
 from fsdptrain.fsdp.staging import Staging
 from fsdptrain.model.structure import reshard
 
 _STATE, _SHARDS, _REFERENCE, _RNG = "trainer.json", "shards", "reference", "rng-{rank:05d}.safetensors"
-_FORMAT = 1
+_FORMAT = 2
 _FILE_BYTES = 1 << 28  # per rank; a file passes through host memory whole, twice
 
 
@@ -161,15 +161,11 @@ def read_state(directory: Path, ours: dict[str, Any]) -> dict[str, Any]:
     if not directory.is_dir():
         raise CheckpointError(f"checkpoint {directory} is not there: {_REMEDY}")
     try:
-        manifest = json.loads((directory / MANIFEST).read_text())
-        for name, size in manifest.items():
-            found = (directory / name).stat().st_size
-            if found != size:
-                raise CheckpointError(
-                    f"checkpoint {directory} is broken: {name} has {found} bytes, not {size}: {_REMEDY}"
-                )
+        check_manifest(directory)
         state = json.loads((directory / _STATE).read_text())
-    except (OSError, ValueError, AttributeError) as error:
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}: {_REMEDY}") from None
+    except (OSError, ValueError, AttributeError, TypeError) as error:
         raise CheckpointError(f"checkpoint {directory} is broken ({error}): {_REMEDY}") from error
     if state.get("format") != _FORMAT:
         raise CheckpointError(f"checkpoint {directory} has format {state.get('format')}, not {_FORMAT}: {_REMEDY}")

@@ -6,7 +6,7 @@
     rng-00000.safetensors    random states of rank 0, and so on
     trainer.json             counters, schedule, loss scale, fingerprint of the model
     ...                      files added by the caller of `CheckpointFolder.write`
-    manifest.json            every file above with its size; written last
+    manifest.json            every file above with its size and digest; written last
 """
 
 import json
@@ -14,7 +14,8 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -22,14 +23,17 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 import torch.distributed as dist
+import xxhash
 
-from fsdptrain.distributed import one_line, raise_on_all_ranks
+from fsdptrain.distributed import gather, one_line, raise_on_all_ranks
 from fsdptrain.errors import CheckpointError
 
 if TYPE_CHECKING:
     from fsdptrain.fsdp.staging import Background
 
 MANIFEST = "manifest.json"
+FileDigest = tuple[int, str]  # bytes, xxh3_128
+_READERS, _BLOCK = 8, 1 << 24  # threads that read files, bytes per read
 _FOLDER = re.compile(r"step_(\d{8,})(?:\.(\d+))?")
 logger = logging.getLogger(__name__)
 
@@ -78,8 +82,11 @@ class CheckpointFolder:
             self._background = Background(partial(self._finish, rest, temporary, final))
             return final
         with raise_on_all_ranks(CheckpointError, self._failure):
+            own = digests(temporary, share=dist.get_rank(), of=dist.get_world_size())
+        parts = gather(own)
+        with raise_on_all_ranks(CheckpointError, self._failure):
             if dist.get_rank() == 0:
-                self._publish(temporary, final)
+                self._publish(temporary, final, {name: found for part in parts for name, found in part.items()})
         return final
 
     def check(self) -> None:
@@ -115,7 +122,7 @@ class CheckpointFolder:
         """Complete the write in a thread of each rank. On rank 0 `rest` returns when all ranks have written."""
         rest()
         if dist.get_rank() == 0:
-            self._publish(temporary, final)
+            self._publish(temporary, final, digests(temporary))
 
     def latest(self) -> Path | None:
         """Return the newest complete checkpoint, as seen by rank 0. Collective."""
@@ -144,8 +151,8 @@ class CheckpointFolder:
             shutil.rmtree(leftover)
         temporary.mkdir()
 
-    def _publish(self, temporary: Path, final: Path) -> None:
-        _write_manifest(temporary)
+    def _publish(self, temporary: Path, final: Path, manifest: Mapping[str, FileDigest]) -> None:
+        (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2, sort_keys=True))
         sync_tree(temporary)
         temporary.rename(final)
         _sync(self.directory)
@@ -158,10 +165,41 @@ class CheckpointFolder:
             shutil.rmtree(path)
 
 
-def _write_manifest(directory: Path) -> None:
-    files = sorted(path for path in directory.rglob("*") if path.is_file())
-    sizes = {str(path.relative_to(directory)): path.stat().st_size for path in files}
-    (directory / MANIFEST).write_text(json.dumps(sizes, indent=2))
+def digests(directory: Path, *, share: int = 0, of: int = 1) -> dict[str, FileDigest]:
+    """Return size and digest of the files below `directory` by relative path, of every `of`-th file from `share`."""
+    files = sorted(path for path in directory.rglob("*") if path.is_file() and path.name != MANIFEST)[share::of]
+    with ThreadPoolExecutor(_READERS) as threads:
+        found = threads.map(_digest, files)
+        return {str(path.relative_to(directory)): digest for path, digest in zip(files, found, strict=True)}
+
+
+def check_manifest(directory: Path) -> None:
+    """Compare the files of a checkpoint with its manifest: all sizes, and this rank's share of the digests.
+
+    Raises CheckpointError for a missing, unknown or changed file, OSError or ValueError for an unreadable manifest.
+    """
+    manifest = json.loads((directory / MANIFEST).read_text())
+    here = {str(path.relative_to(directory)): path for path in sorted(directory.rglob("*")) if path.is_file()}
+    unknown, missing = here.keys() - manifest.keys() - {MANIFEST}, manifest.keys() - here.keys()
+    broken = [f"{name} is not in its manifest" for name in unknown] + [f"{name} is missing" for name in missing]
+    broken += [
+        f"{name} has {here[name].stat().st_size} bytes, not {size}"
+        for name, (size, _) in manifest.items()
+        if name in here and here[name].stat().st_size != size
+    ]
+    if not broken:
+        found = digests(directory, share=dist.get_rank(), of=dist.get_world_size())
+        broken = [f"{name} has changed" for name in found if found[name] != tuple(manifest[name])]
+    if broken:
+        raise CheckpointError(f"checkpoint {directory} is broken: {min(broken)}")
+
+
+def _digest(path: Path) -> FileDigest:
+    state = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            state.update(block)
+    return path.stat().st_size, state.hexdigest()
 
 
 def sync_tree(directory: Path) -> None:

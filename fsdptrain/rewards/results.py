@@ -10,6 +10,8 @@ from fsdptrain.errors import RewardError, RolloutError, describe
 from fsdptrain.protocols import RewardFunction, TimedReward
 from fsdptrain.types import Prompt
 
+MOST_REWARD = 1e6  # above it, the squares of a group's rewards would round away the differences
+
 
 @dataclass(frozen=True)
 class RewardResult:
@@ -65,24 +67,30 @@ def check_failed_rewards(results: RewardResults, *, max_unscored_fraction: float
 
 
 def to_result(value: Any, *, name: str = "") -> RewardResult:
-    """Convert the return value of a reward to a score. Values must be finite.
+    """Convert the return value of a reward to a score. Values must be finite and at most MOST_REWARD in magnitude.
 
     A number is the reward, also reported under `name` if given. In a mapping, "reward" is the reward (default: the sum
     of all values), and all other keys are reported. Raises TypeError or ValueError for anything else.
     """
     if value is None:
         return RewardResult(None)
-    parts = {key: _number(part) for key, part in value.items()} if isinstance(value, Mapping) else {}
+    parts = {_name(key): _number(part) for key, part in value.items()} if isinstance(value, Mapping) else {}
     total = parts.pop("reward", math.fsum(parts.values())) if isinstance(value, Mapping) else _number(value)
     return RewardResult(total, {**parts, name: total} if name else parts)
+
+
+def _name(key: Any) -> str:
+    if not isinstance(key, str):
+        raise TypeError(f"the reward returned a mapping with the key {key!r:.80}, which is not a string")
+    return key
 
 
 def _number(value: Any) -> float:
     if isinstance(value, str | bytes):
         raise TypeError(f"the reward returned {value!r:.80}, which is not a number")
     number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"the reward returned {number}")
+    if not abs(number) <= MOST_REWARD:
+        raise ValueError(f"the reward returned {number:g}, not a number of at most {MOST_REWARD:g} in magnitude")
     return number
 
 

@@ -8,6 +8,8 @@ import torch.distributed as dist
 
 from fsdptrain import platform
 from fsdptrain.config import Config, check_world_size, load_recipe
+from fsdptrain.config.keys import all_keys
+from fsdptrain.config.rules import RunsCode
 from fsdptrain.errors import CheckpointError, ConfigError
 from fsdptrain.trainer.backend import build_backend
 from fsdptrain.trainer.run_dir import CONFIG_FILE
@@ -18,7 +20,8 @@ log = logging.getLogger(__name__)
 def export_checkpoint(checkpoint: Path, output: Path, **choices: Any) -> None:
     """Write the model of `checkpoint` (<output_dir>/checkpoints/step_*) to `output` as a Hugging Face folder.
 
-    Uses the configuration of the run that wrote the checkpoint.
+    Uses the configuration of the run that wrote the checkpoint, except for options that would run code: the folder may
+    come from somebody else.
 
     choices: options that override that configuration, by flat key.
     """
@@ -26,7 +29,8 @@ def export_checkpoint(checkpoint: Path, output: Path, **choices: Any) -> None:
     if not recipe.is_file():
         raise CheckpointError(f"--checkpoint {checkpoint} is not in the folder of a run: {recipe} is not there")
     no_reference = {"kl_loss_coef": 0.0, "kl_reward_coef": 0.0}
-    config = load_recipe(recipe, **no_reference, fsdp_replicate_size=1, **choices)
+    no_code = {key.flat: key.default for key in all_keys().values() if key.is_marked(RunsCode)}
+    config = load_recipe(recipe, **{**no_reference, **no_code, "fsdp_replicate_size": 1, **choices})
     with platform.process_group(config.launch.dist_timeout):
         backend = build_backend(_split_to_fit(config, dist.get_world_size()))
         backend.load(checkpoint)

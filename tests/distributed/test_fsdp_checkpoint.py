@@ -280,6 +280,23 @@ def garble_state(folder: Path):
     (folder / "trainer.json").write_text("{" * (folder / "trainer.json").stat().st_size)
 
 
+def flip_a_bit(folder: Path):
+    shard = max((folder / "shards").iterdir())
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+
+
+def empty_manifest(folder: Path):
+    (folder / "manifest.json").write_text("{}")
+
+
+def cut_manifest(folder: Path):
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest.pop("trainer.json")
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
 def lose_manifest(folder: Path):
     (folder / "manifest.json").unlink()
 
@@ -288,7 +305,10 @@ def lose_everything(folder: Path):
     shutil.rmtree(folder)
 
 
-DAMAGES = [damage_shard, lose_shard, garble_shard, garble_rng, garble_state, lose_manifest, lose_everything]
+DAMAGES = [
+    *(damage_shard, lose_shard, garble_shard, flip_a_bit, garble_rng, garble_state),
+    *(lose_manifest, empty_manifest, cut_manifest, lose_everything),
+]
 
 
 def refusals(folders: list[str], options: dict):

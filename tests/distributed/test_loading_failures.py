@@ -33,6 +33,11 @@ def _break_the_index(path: Path) -> None:
     (path / INDEX).write_text("{")
 
 
+def _point_outside(path: Path) -> None:
+    weights = next(path.glob("*.safetensors")).rename(path.parent / "outside.safetensors")
+    (path / INDEX).write_text(json.dumps({"weight_map": {"a": f"../{weights.name}"}}))
+
+
 def _grow(path: Path) -> None:
     _edit_config(path, intermediate_size=160)
 
@@ -53,6 +58,7 @@ BREAKAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "corrupt": (_corrupt, "model-00001-of-00002.safetensors is broken"),
     "lost file": (_lose_a_file, "lacks model-00001-of-"),
     "broken index": (_break_the_index, "model.safetensors.index.json is broken"),
+    "index that names a file outside": (_point_outside, "names ../outside.safetensors, outside this folder"),
     "lost weight": (_lose_a_weight, "lack model.norm.weight"),
     "one weight too many": (_add_a_weight, "hold stowaway"),
     "two tied weights that differ": (_untie, "ties lm_head.weight to model.embed_tokens.weight"),

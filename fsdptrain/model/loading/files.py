@@ -69,8 +69,13 @@ def _named_files(path: Path) -> list[Path]:
         )
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError) as error:
+        outside = [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"--hf-checkpoint {path}: {index.name} is broken ({error}): download it again") from error
+    if outside:
+        raise CheckpointError(
+            f"--hf-checkpoint {path}: {index.name} names {some_of(outside)}, outside this folder: do not trust it"
+        )
     absent = [name for name in names if not (path / name).is_file()]
     if absent:
         raise CheckpointError(

@@ -7,6 +7,7 @@ from fsdptrain.data.chat import TurnRenderer
 from fsdptrain.data.prompts import make_prompt
 from fsdptrain.data.rows import Row
 from fsdptrain.data.sft import sft_sample
+from fsdptrain.data.tables import as_rows
 from fsdptrain.errors import ConfigError, DataError
 from fsdptrain.testing import tiny_tokenizer
 from fsdptrain.types import Prompt, Sample
@@ -29,6 +30,15 @@ def test_the_loss_is_on_the_response_and_its_end() -> None:
 
 def test_a_number_is_a_response() -> None:
     assert tiny_tokenizer().decode(sample_of(4).token_ids).endswith("4<|end|>")
+
+
+def test_tool_calls_are_refused_and_not_left_out() -> None:
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]}
+    with pytest.raises(DataError, match="the response of row r has tool_calls"):
+        sample_of([call, TOLD, ANSWER])
+    rows = as_rows([{"prompt": "2+2?", "label": "4", "tools": [{"name": "add"}]}], DataConfig(prompt_data="x"))
+    with pytest.raises(DataError, match="row dataset:0 has a column `tools`"):
+        rows[0]
 
 
 @pytest.mark.parametrize("label", [None, ""])

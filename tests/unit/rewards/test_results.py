@@ -30,7 +30,9 @@ def test_a_mapping_is_its_reward_or_the_sum_of_its_parts() -> None:
     assert score_of({"a": 1, "b": 0.5, "reward": 7}) == RewardResult(7.0, {"a": 1.0, "b": 0.5})
 
 
-@pytest.mark.parametrize("value", [None, math.nan, math.inf, "1.0", [1.0], {"a": None}, {"a": math.nan}, object()])
+@pytest.mark.parametrize(
+    "value", [None, math.nan, math.inf, "1.0", [1.0], {"a": None}, {"a": math.nan}, object(), 1e200, -1e7, {1: 1.0}]
+)
 def test_a_value_that_is_no_finite_number_leaves_the_sample_unscored(value: Any) -> None:
     assert score_of(value) == RewardResult(None)
 

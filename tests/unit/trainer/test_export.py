@@ -1,0 +1,38 @@
+"""`fsdptrain export` on a folder that may come from somebody else."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fsdptrain.errors import CheckpointError
+from fsdptrain.trainer import export_checkpoint
+
+RECIPE = "hf_checkpoint: {model}\ntrust_remote_code: true\nreward: [foreign_code:reward]\nloss: foreign_code:loss\n"
+
+
+def test_a_foreign_run_folder_runs_no_code_without_the_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, was_run = tmp_path / "model", tmp_path / "was_run"
+    model.mkdir()
+    save_file({"a": torch.ones(1)}, model / "model.safetensors")
+    (model / "config.json").write_text(
+        json.dumps({"model_type": "foreign", "auto_map": {"AutoConfig": "foreign_code.Config"}})
+    )
+    code = f"open({str(was_run)!r}, 'w').close()\nraise ImportError('foreign code was run')\n"
+    for folder in (model, tmp_path):
+        (folder / "foreign_code.py").write_text(code)
+    monkeypatch.chdir(tmp_path)  # where plug-ins are looked for
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "config.yaml").write_text(RECIPE.format(model=model))
+    checkpoint = tmp_path / "checkpoints" / "step_00000001"
+    checkpoint.mkdir(parents=True)
+
+    with pytest.raises(CheckpointError, match="needs the Python code that it ships"):
+        export_checkpoint(checkpoint, tmp_path / "hf")
+    assert not was_run.exists()
+    with pytest.raises(CheckpointError, match="foreign code was run"):
+        export_checkpoint(checkpoint, tmp_path / "hf", trust_remote_code=True)
+    assert was_run.exists()
