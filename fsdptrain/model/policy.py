@@ -6,6 +6,8 @@ stays available for `check_head`.
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -40,6 +42,9 @@ MODEL_ERRORS = (
     AssertionError,
     NumericsError,
 )
+
+_BUGS = (TypeError, AttributeError, LookupError, AssertionError)  # of this package, if its code raises them
+_PACKAGE = str(Path(__file__).parents[1])
 
 # Config keys for scales applied to the logits. `check_head` verifies them at startup.
 _SCALE_KEYS: dict[str, Callable[[float], float]] = {
@@ -118,18 +123,27 @@ class PolicyForward:
 
 
 def capture_model_errors(forward: Callable[..., dict[str, Tensor]]) -> Callable[..., dict[str, Tensor]]:
-    """Wrap `forward` to append an error of the model to `refusals`, if the caller passes that list."""
+    """Wrap `forward` to append an error of the model to `refusals`, if the caller passes that list.
+
+    A bug of this package is raised: it must not select another layout.
+    """
 
     def capturing(batch: PackedBatch, *, refusals: list[Exception] | None = None, **options: Any) -> dict[str, Tensor]:
         try:
             return forward(batch, **options)
         except MODEL_ERRORS as error:
-            if refusals is None or isinstance(error, torch.OutOfMemoryError):  # OOM says nothing about the model
+            # OOM says nothing about the model
+            if refusals is None or isinstance(error, torch.OutOfMemoryError) or _is_own_bug(error):
                 raise
             refusals.append(error)  # caught inside the root's forward, which keeps FSDP2's state consistent
             return {"values": torch.zeros(batch.num_tokens, device=batch.input_ids.device)}
 
     return capturing
+
+
+def _is_own_bug(error: Exception) -> bool:
+    frames = [frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)]
+    return isinstance(error, _BUGS) and frames[-1].startswith(_PACKAGE)
 
 
 def policy_logprobs(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from fsdptrain import platform, registry
 from fsdptrain.algo.advantages import AdvantageRule
@@ -149,7 +149,21 @@ def load_tokenizer(checkpoint: Path, *, trust_remote_code: bool) -> PreTrainedTo
         raise CheckpointError(
             f"--hf-checkpoint {checkpoint} has no tokenizer with a vocabulary: is tokenizer.json missing?"
         )
+    config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
+    largest, size = _largest_used_id(tokenizer), getattr(config.get_text_config(), "vocab_size", None)
+    if size is not None and largest >= size:
+        raise CheckpointError(
+            f"--hf-checkpoint {checkpoint}: its tokenizer uses token id {largest}, and its model has {size} tokens: the "
+            "tokenizer is of another model, or tokens were added without resizing the model"
+        )
     return tokenizer
+
+
+def _largest_used_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the largest id that prompts and responses contain; added tokens (an image's) may be in no text."""
+    added, template = tokenizer.added_tokens_decoder, str(tokenizer.chat_template)
+    used = [id_ for id_ in tokenizer.get_vocab().values() if id_ not in added or str(added[id_]) in template]
+    return max(tokenizer.eos_token_id or 0, *used)
 
 
 def open_loggers(config: Config, folder: RunFolder, stack: ExitStack) -> list[Logger]:

@@ -46,6 +46,10 @@ def no_tokenizer(folder: Path, checkpoint: Path) -> list[str]:
     return ["--hf-checkpoint", str(broken)]
 
 
+def tokenizer_of_another_model(folder: Path, checkpoint: Path) -> list[str]:
+    return ["--hf-checkpoint", str(save_tiny_checkpoint(folder / "small", vocab_size=200))]
+
+
 def wrong_column(folder: Path, checkpoint: Path) -> list[str]:
     (folder / "rows.jsonl").write_text(json.dumps({"question": "1+1", "answer": "2"}) + "\n")
     return ["--prompt-data", str(folder / "rows.jsonl"), "--reward", "exact"]
@@ -79,6 +83,7 @@ BAD_INPUT: list[tuple[Prepare, list[str]]] = [
     (missing_shard, ["--hf-checkpoint", "model-00002"]),
     (giant_model, ["--hf-checkpoint", "GiB", "host"]),
     (no_tokenizer, ["--hf-checkpoint", "tokenizer"]),
+    (tokenizer_of_another_model, ["--hf-checkpoint", "its tokenizer uses token id 260", "200 tokens"]),
     (flags("--kl-loss-coef", "0.1", "--ref-load", "/nowhere"), ["--ref-load /nowhere is not a folder"]),
     (wrong_column, ["--input-key", "prompt", "question"]),
     (raising_reward, ["--max-unscored-fraction", "ZeroDivisionError"]),

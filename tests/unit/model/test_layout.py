@@ -147,6 +147,12 @@ def test_out_of_memory_is_raised_and_chooses_no_layout() -> None:
         choose_layout(model, "auto", **OPTIONS)
 
 
+def test_a_bug_of_this_package_is_raised_and_selects_no_other_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fsdptrain.model.attention.attention.segment_spans", None)
+    with pytest.raises(TypeError, match="not callable"):
+        choose_layout(policy_model("qwen3"), "auto", **OPTIONS)
+
+
 def test_a_random_copy_holds_one_layer_of_each_kind() -> None:
     deepseek = random_copy(zoo.config("deepseek_v3", num_hidden_layers=6, first_k_dense_replace=2))
     assert [layer.mlp.__class__.__name__ for layer in deepseek.model.layers] == ["DeepseekV3MLP", "DeepseekV3MoE"]
