@@ -6,7 +6,9 @@ memory. `fsdptrain export` writes a checkpoint as a Hugging Face directory. `fsd
 Errors that a user can fix print one line to stderr and exit with code 2. Ctrl-C exits silently with code 130.
 """
 
+import errno
 import json
+import math
 import os
 import shlex
 import sys
@@ -105,6 +107,13 @@ def run(argv: Sequence[str]) -> int:
     except BrokenPipeError:  # `fsdptrain --help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        report_failure(
+            failure_of(ConfigError(f"a name is too long for this file system: {str(error.filename)[:80]} ..."), rank=0)
+        )
+        return 2
 
 
 def _command(argv: Sequence[str]) -> int:
@@ -231,8 +240,8 @@ def plan(argv: Sequence[str]) -> int:
     resolved = resolve(argv, PLAN)
     machine = {key: resolved.own[key] for key in ("num_gpus", "gpu_memory_gib", "host_memory_gib")}
     for key, value in machine.items():
-        if value is not None and value <= 0:
-            raise ConfigError(f"{PLAN[key].flag} must be above 0, got {value}")
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"{PLAN[key].flag} must be above 0 and finite, got {value}")
     if resolved.config.model.backend == "megatron":
         raise ConfigError("fsdptrain plan supports --backend fsdp only")
     check_world_size(resolved.config, machine["num_gpus"])

@@ -7,9 +7,10 @@ A package registers a plug-in as an entry point named `<kind>.<name>` in the gro
 """
 
 import importlib
+import inspect
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
@@ -39,15 +40,22 @@ class Table(Mapping[str, T]):
         return len(self._targets)
 
 
-def resolve(name: str, table: Mapping[str, T], *, flag: str, plugins: str = "") -> T:
+def resolve(
+    name: str, table: Mapping[str, T], *, flag: str, plugins: str = "", call: Callable[[Any], Any] | None = None
+) -> T:
     """Return the entry of `table`, the attribute `package.module:attribute`, or the plug-in of kind `plugins`.
+
+    call: how an attribute will be called, for example `lambda f: f(prompt, text)`: its signature must allow that.
 
     Raises ConfigError if `name` is none of these. Imports no other plug-in.
     """
     if name in table:
         return table[name]
     if ":" in name:
-        return import_attribute(name, flag=flag)
+        found = import_attribute(name, flag=flag)
+        if call is not None:
+            _check_call(found, call, where=f"{flag} {name}")
+        return found
     found = _plugins(plugins) if plugins else {}
     if name in found:
         return _load(found[name])
@@ -67,9 +75,22 @@ def import_attribute(path: str, *, flag: str) -> Any:
         raise ConfigError(f"{flag} {path}: {error}; it is package.module:attribute, importable from here") from error
 
 
+def _check_call(found: Any, call: Callable[[Any], Any], *, where: str) -> None:
+    try:
+        signature = inspect.signature(found)
+    except ValueError:  # some functions in C have none
+        return
+    except TypeError as error:
+        raise ConfigError(f"{where} is not a function") from error
+    try:
+        call(signature.bind)
+    except TypeError as error:
+        raise ConfigError(f"{where} takes {signature}, which does not fit its calls: {error}") from error
+
+
 def suggest(name: str, known: Mapping[str, object] | list[str]) -> str:
     """Return `; did you mean 'x'?`, or an empty string if no name is close."""
-    close = get_close_matches(name, list(known), n=1)
+    close = get_close_matches(name, list(known), n=1, cutoff=0.75)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 

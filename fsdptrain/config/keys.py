@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -147,4 +148,7 @@ def advice(name: str, known: list[str]) -> str:
     flag = "--" + name.lstrip("-").replace("_", "-")
     if flag in ADVICE:
         return f": {ADVICE[flag]}"
-    return f": it is {OTHER_NAMES[flag]} here" if flag in OTHER_NAMES else suggest(name, known)
+    if flag in OTHER_NAMES:
+        return f": it is {OTHER_NAMES[flag]} here"
+    elsewhere = get_close_matches(flag, OTHER_NAMES, n=1, cutoff=0.9)
+    return f": {elsewhere[0]} is {OTHER_NAMES[elsewhere[0]]} here" if elsewhere else suggest(name, known)

@@ -32,6 +32,7 @@ _COLORS: dict[Source, str] = {
     "recipe": "\x1b[36m",
     "flag": "\x1b[1;33m",
 }
+_MOST_BYTES = 1 << 20  # of a recipe: the parser takes 35 s for 10 MB
 _NOT_WRITTEN = ("dry_run", "probe")  # these would make the recipe only print itself
 
 
@@ -64,11 +65,17 @@ def combine(recipe: Mapping[str, Any], flags: Mapping[str, Any]) -> tuple[Config
 def read_recipe(path: str | Path) -> dict[str, Any]:
     """Read and validate the values of a recipe, unchanged. Raises ConfigError with the file name."""
     try:
-        values = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Loader)
+        size, text = Path(path).stat().st_size, ""
+        if size <= _MOST_BYTES:
+            text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
         raise ConfigError(f"--recipe {path} cannot be read: {reason}") from error
-    except yaml.YAMLError as error:
+    if size > _MOST_BYTES:
+        raise ConfigError(f"--recipe {path} is not a recipe: it has {size} bytes, more than {_MOST_BYTES}")
+    try:
+        values = yaml.load(text, Loader=_Loader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a number of 5,000 digits; 1,000 nested lists
         raise ConfigError(f"--recipe {path} is not YAML: {_one_line(error)}") from error
     if values is None:
         return {}
@@ -145,7 +152,7 @@ for _resolver in (_Loader, _Dumper):
     _resolver.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
 
 
-def _one_line(error: yaml.YAMLError) -> str:
+def _one_line(error: Exception) -> str:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         return f"line {error.problem_mark.line + 1}: {error.problem}"
     return " ".join(str(error).split())

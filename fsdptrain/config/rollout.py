@@ -101,7 +101,7 @@ class RolloutConfig(Section):
     """Embedded engine: capacity of the key-value cache. [tokens]"""
     shuffle: bool = True
     """Shuffle prompts, differently in each epoch."""
-    seed: int = 42
+    seed: int = Field(default=42, gt=-(2**62), lt=2**62)
     """Seed of sampling and of the prompt order."""
 
     def problems(self, config: "Config") -> Iterator[Problem]:

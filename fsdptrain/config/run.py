@@ -25,7 +25,7 @@ class RunConfig(Section):
     """Output directory: config.yaml, metrics.jsonl, checkpoints and the exported model."""
     num_rollout: int = Field(default=200, ge=0)
     """Number of rollouts; with `--algorithm sft`, of optimizer steps."""
-    seed: int = 0
+    seed: int = Field(default=0, gt=-(2**62), lt=2**62)
     """Seed of everything except sampling."""
     resume: str = "auto"
     """`auto`: resume from the newest checkpoint in output_dir, if any. `never`: an output_dir in use is an error. Or a

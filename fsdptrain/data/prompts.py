@@ -24,6 +24,7 @@ ANSWER_TAGS_PROMPT = (
     "Reason about the question first. Then give the final answer, and nothing else, inside <answer></answer> tags, "
     "for example <answer>42</answer>."
 )
+_MOST_UNUSABLE = 1000  # rows before the first usable one
 RESERVED_TEMPLATE_KWARGS = ("tokenize", "add_generation_prompt", "continue_final_message")
 
 
@@ -69,7 +70,8 @@ class PromptStream:
         self.position = 0  # rows visited in this epoch
         self.num_too_long = 0
         self._order = self._make_order()
-        self._since_last = 0  # rows visited since the last usable one
+        self._num_unusable = [0, 0]  # rows since the last usable one: too long, held out
+        self._has_given = False
         self._pending: dict[str, tuple[int, int]] = {}  # pending prompts: id -> (epoch, row)
         self._resumed: deque[tuple[int, int]] = deque()  # prompts that were pending at the checkpoint; returned first
         self._num_given, self._num_skipped = 0, 0  # since the last `metrics` call
@@ -132,13 +134,14 @@ class PromptStream:
         self.epoch, self.position, self.seed = state["epoch"], state["position"], state["seed"]
         self.num_too_long = state["num_too_long"]
         self._order = self._make_order()
-        self._since_last = 0
+        self._num_unusable = [0, 0]
         self._pending, self._resumed = {}, deque((epoch, row) for epoch, row in state.get("pending", ()))
         if self.curriculum is not None and "curriculum" in state:
             self.curriculum.load_state_dict(state["curriculum"])
 
     def _prompt_of_next_row(self) -> Prompt | None:
-        if self._since_last >= 2 * len(self.rows):  # covers a whole epoch from any starting point
+        most = 2 * len(self.rows)  # covers a whole epoch from any starting point
+        if sum(self._num_unusable) >= (most if self._has_given else min(most, _MOST_UNUSABLE)):
             self._raise_none_left()
         if self.position == len(self.rows):
             self.epoch, self.position = self.epoch + 1, 0
@@ -147,17 +150,18 @@ class PromptStream:
         self.position += 1
         if self.curriculum is not None and not self.curriculum.draws(index, epoch=self.epoch, seed=self.seed):
             self._num_skipped += 1
-            self._since_last = 0  # it was usable before, so it is usable in a later epoch
+            self._num_unusable = [0, 0]  # it was usable before, so it is usable in a later epoch
             return None
         row = self.rows[index]
-        self._since_last += 1
-        if content_hash(row) in self.exclude:
+        if self.exclude and content_hash(row) in self.exclude:
+            self._num_unusable[1] += 1
             return None
         prompt = self._make(self.epoch, row)
         if self.max_prompt_len is not None and len(prompt.token_ids) > self.max_prompt_len:
             self.num_too_long += 1
+            self._num_unusable[0] += 1
             return None
-        self._since_last = 0
+        self._num_unusable, self._has_given = [0, 0], True
         self._num_given += 1
         self._pending[prompt.id] = (self.epoch, index)
         return prompt
@@ -173,10 +177,14 @@ class PromptStream:
         return make_prompt(row, self.tokenizer, data=self.data, prompt_id=prompt_id, processor=self.processor)
 
     def _raise_none_left(self) -> None:
+        too_long, held_out = (min(count, len(self.rows)) for count in self._num_unusable)
+        reasons = [f"{too_long} are longer than {self.max_prompt_len} tokens"] * bool(too_long)
+        reasons += [f"{held_out} equal a prompt that is held out for evaluation"] * bool(held_out)
+        fixes = ["raise --rollout-max-prompt-len (or --max-tokens-per-gpu)"] * bool(too_long)
+        fixes += ["lower --eval-size or add other rows"] * bool(held_out)
         raise DataError(
-            f"--prompt-data {self.data.prompt_data}: none of its {len(self.rows)} rows can be trained on, all are "
-            f"longer than {self.max_prompt_len} tokens or held out; raise --rollout-max-prompt-len "
-            "(or --max-tokens-per-gpu), or lower --eval-size"
+            f"--prompt-data {self.data.prompt_data}: none of {too_long + held_out} rows can be trained on, "
+            f"{' and '.join(reasons)}: {', '.join(fixes)}"
         )
 
     def _make_order(self) -> torch.Tensor:

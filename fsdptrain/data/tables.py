@@ -38,7 +38,7 @@ def as_rows(
     """
     if len(dataset) == 0:
         raise DataError(f"{flag} {name} has no rows; check the file and --prompt-split {data.prompt_split}")
-    first = dataset[0]
+    first = _read(dataset, 0, name)
     if isinstance(first, Row):
         return dataset  # type: ignore[return-value]  # a sequence of Row by its first element
     for option, column in (("--input-key", data.input_key), ("--label-key", data.label_key)):
@@ -76,7 +76,7 @@ class _TableRows:
         return len(self.table)
 
     def __getitem__(self, index: int) -> Row:
-        values, row_id = self.table[index], f"{self.name}:{index}"
+        values, row_id = _read(self.table, index, self.name), f"{self.name}:{index}"
         if values.get("tools") and self.metadata_key != "tools":
             raise DataError(
                 f"row {row_id} has a column `tools`, which no prompt would show: write the tools into the system "
@@ -91,6 +91,13 @@ class _TableRows:
         )
 
 
+def _read(table: Any, index: int, name: str) -> Any:
+    try:
+        return table[index]
+    except UnicodeDecodeError as error:  # `datasets` decodes a row when it is read
+        raise DataError(f"row {name}:{index}, counted from 0, is not text in UTF-8: {error}") from error
+
+
 def _folder_of(path: Path) -> Path:
     return path if path.is_dir() else path.parent if path.is_file() else Path()
 
@@ -101,7 +108,7 @@ def _checked_prompt(prompt: Any, row_id: str, column: str) -> str | list[Message
     is_chat = isinstance(prompt, list) and prompt and all(isinstance(m, Mapping) for m in prompt)
     if not is_chat or not all(m.get("role") is not None and m.get("content") is not None for m in prompt):
         raise DataError(
-            f"--input-key {column}: row {row_id} holds {str(prompt)[:80]!r}; "
+            f"--input-key {column}: row {row_id}, counted from 0, holds {str(prompt)[:80]!r}; "
             "a prompt is a text or a list of messages with role and content"
         )
     return prompt
@@ -124,6 +131,8 @@ def _load_table(name: str, options: dict[str, Any], *, flag: str) -> Table:
     is_file = path.suffix in FILE_FORMATS
     if is_file and not path.is_file():
         raise DataError(f"{flag} {name}: file not found")
+    if path.is_file() and not is_file:
+        raise DataError(f"{flag} {name}: its name must end in {', '.join(FILE_FORMATS)}; convert it with `datasets`")
     for option in options:
         if option not in ("name", "split", "revision", "data_dir"):
             raise ConfigError(f"{flag} {name}: no option {option!r}; it takes name, split, revision, data_dir")

@@ -108,10 +108,14 @@ def vocab_parallel_logprobs(
     return _apply(hidden, weight.to_local(), own_bias, own_labels, transform, chunk_size, with_entropy, group)
 
 
-def _apply(*args: Any) -> tuple[Tensor, Tensor | None]:
+def _apply(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *options: Any
+) -> tuple[Tensor, Tensor | None]:
+    if bias is not None:  # -inf excludes a token, and 0 * inf would be nan in the entropy
+        bias = bias.clamp(min=max(_EXCLUDED, torch.finfo(bias.dtype).min / 2))
     keeps = torch.is_grad_enabled()  # always False inside forward
-    logprobs, entropy = _ChunkedLogprobs.apply(*args, keeps)
-    return logprobs, entropy if args[6] else None
+    logprobs, entropy = _ChunkedLogprobs.apply(hidden, weight, bias, labels, *options, keeps)
+    return logprobs, entropy if options[2] else None
 
 
 class _ChunkedLogprobs(torch.autograd.Function):

@@ -97,7 +97,9 @@ def _parse(spec: str, prompt_data: str, has_environment: bool) -> Component:
             f"--reward {name} scores reasoning_gym:<task> data only, not --prompt-data {prompt_data}; "
             f"use one of {', '.join(others)} or package.module:function"
         )
-    return Component(name, _weight(text, spec), registry.resolve(name, REWARDS, flag="--reward"))
+    return Component(
+        name, _weight(text, spec), registry.resolve(name, REWARDS, flag="--reward", call=lambda f: f("prompt", "text"))
+    )
 
 
 def _short(name: str) -> str:

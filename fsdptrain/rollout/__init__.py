@@ -33,7 +33,13 @@ def engine_factory(requested: str, *, device_type: str) -> "Callable[..., Rollou
             "--rollout-engine hf"
         )
     known: dict[str, Any] = {"auto": None, **ENGINES}
-    return resolve(ENGINES.get(name, name), known, flag="--rollout-engine", plugins="rollout")
+    return resolve(
+        ENGINES.get(name, name),
+        known,
+        flag="--rollout-engine",
+        plugins="rollout",
+        call=lambda build: build("config", checkpoint="path", device="device"),
+    )
 
 
 def choose_engine(requested: str, *, device_type: str) -> str:

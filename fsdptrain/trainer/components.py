@@ -86,7 +86,9 @@ def build_components(
         tokenizer = load_tokenizer(checkpoint, trust_remote_code=config.model.trust_remote_code)
         if processor is not None and processor.chat_template is not None:
             tokenizer.chat_template = processor.chat_template
-        loss = registry.resolve(config.algorithm.loss, LOSSES, flag="--loss")
+        loss = registry.resolve(
+            config.algorithm.loss, LOSSES, flag="--loss", call=lambda f: f("batch", "logprobs", "config")
+        )
         reward_function = reward or build_reward(
             config.reward, prompt_data=config.data.prompt_data, has_environment=environment is not None
         )
@@ -153,8 +155,8 @@ def load_tokenizer(checkpoint: Path, *, trust_remote_code: bool) -> PreTrainedTo
     largest, size = _largest_used_id(tokenizer), getattr(config.get_text_config(), "vocab_size", None)
     if size is not None and largest >= size:
         raise CheckpointError(
-            f"--hf-checkpoint {checkpoint}: its tokenizer uses token id {largest}, and its model has {size} tokens: the "
-            "tokenizer is of another model, or tokens were added without resizing the model"
+            f"--hf-checkpoint {checkpoint}: its tokenizer uses token id {largest}, and its model has {size} tokens: "
+            "the tokenizer is of another model, or tokens were added without resizing the model"
         )
     return tokenizer
 
@@ -163,7 +165,7 @@ def _largest_used_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the largest id that prompts and responses contain; added tokens (an image's) may be in no text."""
     added, template = tokenizer.added_tokens_decoder, str(tokenizer.chat_template)
     used = [id_ for id_ in tokenizer.get_vocab().values() if id_ not in added or str(added[id_]) in template]
-    return max(tokenizer.eos_token_id or 0, *used)
+    return max(used)
 
 
 def open_loggers(config: Config, folder: RunFolder, stack: ExitStack) -> list[Logger]:

@@ -39,7 +39,7 @@ def advantage_rule(config: Config, reward: RewardFunction) -> AdvantageRule:
     weights and has none.
     """
     name = config.algorithm.advantage_estimator
-    estimate = registry.resolve(name, ADVANTAGES, flag="--advantage-estimator")
+    estimate = registry.resolve(name, ADVANTAGES, flag="--advantage-estimator", call=lambda f: f("rewards", "lengths"))
     if not callable(estimate):
         raise ConfigError(f"--advantage-estimator {name} is not a function: it is (rewards, lengths) -> advantages")
     if name not in ADVANTAGES:

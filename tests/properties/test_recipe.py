@@ -25,7 +25,7 @@ VALUES = {
     "trust_remote_code": st.booleans(),
     "fsdp_cpu_offload": st.booleans(),
     "fsdp_prefetch": st.booleans(),
-    "rollout_seed": st.integers(),
+    "rollout_seed": st.integers(-(2**61), 2**61),
     "num_rollout": st.integers(0, 10**12),
     "lr": st.floats(0, 1e9),
     "weight_decay": st.floats(0, 1e300),

@@ -39,3 +39,10 @@ def test_names_are_of_the_table_or_of_a_module():
 def test_a_name_that_does_not_resolve_is_one_line(name, plugins, line):
     with pytest.raises(ConfigError, match=line):
         resolve(name, TABLE, flag="--x", plugins=plugins)
+
+
+def test_a_function_that_does_not_fit_its_calls_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--x os:getcwd takes \(\), which does not fit its calls"):
+        resolve("os:getcwd", {}, flag="--x", call=lambda f: f("prompt", "text"))
+    with pytest.raises(ConfigError, match="--x os:sep is not a function"):
+        resolve("os:sep", {}, flag="--x", call=lambda f: f("prompt", "text"))

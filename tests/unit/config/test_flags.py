@@ -55,6 +55,8 @@ def test_flags_are_read(flat, argv, expected):
         (["--layout", "packd"], "--layout must be one of auto, packed, padded, got 'packd'; did you mean 'packed'?"),
         (["--bf16=false"], "--bf16 takes no value, got 'false': it is --bf16 or --no-bf16"),
         (["--bf16", "false"], "--bf16 takes no value, got 'false': it is --bf16 or --no-bf16"),
+        (["--leaning-rate", "1"], "unknown flag --leaning-rate: --learning-rate is --lr here"),
+        (["--load-in-4bit"], "unknown flag --load-in-4bit"),
         (["--hf-chekpoint", "x"], "unknown flag --hf-chekpoint; did you mean '--hf-checkpoint'?"),
         (["--no-lr"], "unknown flag --no-lr"),
         (["--learning-rate", "1e-6"], "unknown flag --learning-rate: it is --lr here"),

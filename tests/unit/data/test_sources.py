@@ -81,7 +81,7 @@ def test_a_wrong_column_is_an_error_that_lists_the_columns(values: dict[str, str
 @pytest.mark.parametrize("prompt", [None, 3, [], ["text"], [{"role": "user"}], [{"role": "user", "content": None}]])
 def test_an_invalid_prompt_is_an_error_with_the_row(prompt: object) -> None:
     rows = as_rows([{"prompt": "x", "label": 1}, {"prompt": prompt, "label": 1}], config(""), name="mine")
-    with pytest.raises(DataError, match="row mine:1 holds"):
+    with pytest.raises(DataError, match="row mine:1, counted from 0, holds"):
         rows[1]
     with pytest.raises(DataError, match="--prompt-data mine has no rows"):
         as_rows([], config(""), name="mine")
@@ -178,3 +178,13 @@ def test_the_content_hash_depends_on_the_prompt_only() -> None:
     assert len({content_hash(row) for row in same}) == 1
     assert content_hash(Row("a", "hello!")) != content_hash(same[0])
     assert content_hash(Row("a", [{"role": "system", "content": "hello"}])) != content_hash(same[0])
+
+
+def test_a_file_that_cannot_be_read_is_an_error_with_its_name(tmp_path: Path) -> None:
+    latin, table = tmp_path / "latin.jsonl", tmp_path / "table.csv"
+    latin.write_bytes('{"prompt": "\u00e9", "label": "b"}\n'.encode("latin1"))
+    table.write_text("prompt,label\na,b\n")
+    with pytest.raises(DataError, match=r"row latin\.jsonl:0, counted from 0, is not text in UTF-8"):
+        load_rows(config(str(latin)), seed=0)
+    with pytest.raises(DataError, match=r"table\.csv: its name must end in \.jsonl, \.json, \.parquet"):
+        load_rows(config(str(table)), seed=0)

@@ -99,6 +99,21 @@ def test_a_frozen_head_changes_no_gradient_of_the_hidden_states() -> None:
     torch.testing.assert_close(alone, both, rtol=0, atol=0)
 
 
+def test_a_bias_of_minus_infinity_excludes_a_token() -> None:
+    hidden, weight, bias, labels = (x.detach() for x in head())
+    gone = (int(labels.max()) + 1) % len(weight)
+    assert gone not in labels
+    logprobs, entropy = chunked_logprobs(
+        hidden, weight, labels, bias=bias.index_fill(0, torch.tensor(gone), -torch.inf), with_entropy=True
+    )
+    assert entropy is not None
+    rest = [i for i in range(len(weight)) if i != gone]
+    expected = (hidden @ weight[rest].T + bias[rest]).log_softmax(-1)
+    torch.testing.assert_close(entropy, -(expected.exp() * expected).sum(-1))
+    places = labels - (labels > gone).long()
+    torch.testing.assert_close(logprobs, expected.gather(1, places[:, None])[:, 0])
+
+
 @pytest.mark.parametrize("truncation", [UNTRUNCATED, Truncation(top_p=0.9, top_k=20, min_p=1e-3)])
 def test_logits_of_any_size_stay_finite(truncation: Truncation) -> None:
     hidden, weight, _, labels = head()
