@@ -17,7 +17,11 @@ from transformers import PreTrainedModel
 from fsdptrain.model.structure import active_sizes, head_widths, is_of_adapter, layer_config, lm_head
 from fsdptrain.overrides import overridable
 
-PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "B200": 2250.0, "A100": 312.0}  # dense bfloat16, by device name
+# Dense bfloat16, by a part of the device name; the first that fits. NVIDIA's data sheets.
+PEAK_TFLOPS = {
+    "H100 PCIe": 756.0, "H100 NVL": 835.0, "H200 NVL": 835.0, "H100": 989.0, "H200": 989.0,
+    "B200": 2250.0, "A100": 312.0,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,8 @@ def peak_tflops(device: torch.device, dtype: torch.dtype) -> float:
     return _measured_tflops(device, dtype)
 
 
-def _measured_tflops(device: torch.device, dtype: torch.dtype, size: int = 512, repeats: int = 8) -> float:
+def _measured_tflops(device: torch.device, dtype: torch.dtype, repeats: int = 8) -> float:
+    size = 512 if device.type == "cpu" else 8192  # a smaller product does not fill a GPU
     a = torch.randn(size, size, device=device).to(dtype)
     (a @ a).sum().item()
     start = time.perf_counter()
