@@ -39,6 +39,7 @@ from fsdptrain.trainer.data import build_data
 from fsdptrain.trainer.memory import plan_memory, planned_memory
 from fsdptrain.trainer.rules import advantage_rule, selection_rules, shaping_rule
 from fsdptrain.trainer.run_dir import RunFolder
+from fsdptrain.trainer.samples.main_thread import MainThreadLimit
 from fsdptrain.trainer.samples.single_turn import Sampler, SingleTurn
 from fsdptrain.trainer.samples.source import RolloutSource, SampleSource, own_share
 from fsdptrain.trainer.speed import Speed
@@ -231,9 +232,9 @@ def build_weight_sync(
 
 
 def with_deadline(config: Config, reward: RewardFunction, *, in_flight: bool) -> RewardFunction:
-    """Bound calls of the reward by --reward-timeout. Calls of rollouts in flight always have a deadline."""
+    """Bound calls of the reward by --reward-timeout, or else by half of --dist-timeout."""
     if config.reward.reward_timeout is None and not in_flight:
-        return reward  # on the main thread the reward may stop itself by a signal, as `math` does
+        return MainThreadLimit(reward, config.reward_patience)
     from fsdptrain.trainer.samples.deadline import WithDeadline
 
     return WithDeadline(reward, config.reward.reward_timeout, patience=config.reward_patience)

@@ -6,6 +6,7 @@ from typing import Any
 
 from fsdptrain.errors import RewardError, RolloutError
 from fsdptrain.protocols import RewardFunction
+from fsdptrain.trainer.samples.main_thread import MainThreadLimit
 from fsdptrain.trainer.samples.threads import DeadlineError, StepThreads
 from fsdptrain.types import Prompt
 
@@ -16,8 +17,7 @@ _MOST_MISSED = 3  # consecutive misses that raise RolloutError: the cause is the
 class WithDeadline:
     """A reward function with a deadline. A sample whose call misses the deadline is not scored.
 
-    Without a timeout, calls on the main thread have no deadline: there, the reward may stop itself by a signal, as
-    `math` does. Calls on other threads always have one.
+    Without a timeout, calls on the main thread have the limit of `MainThreadLimit` only.
 
     Args:
         patience: total time that hung calls may take in one rollout, because other ranks wait for this rank. [s]
@@ -25,6 +25,7 @@ class WithDeadline:
 
     def __init__(self, reward: RewardFunction, timeout: float | None, *, patience: float) -> None:
         self._reward = reward
+        self._on_main_thread = MainThreadLimit(reward, patience)
         self._always = timeout is not None
         self._patience = patience
         of_call = timeout or min(IN_FLIGHT_S, patience / _MOST_MISSED)
@@ -42,7 +43,7 @@ class WithDeadline:
         the misses of one rollout would keep other ranks waiting too long.
         """
         if not self._always and threading.current_thread() is threading.main_thread():
-            return self._reward(prompt, response)
+            return self._on_main_thread(prompt, response)
         [found] = self._threads.run([partial(self._reward, prompt, response)])
         if isinstance(found, DeadlineError):
             self._miss(prompt)

@@ -1,6 +1,7 @@
 """A hanging reward costs its sample; one that always hangs ends the run. Nothing waits for it."""
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from fsdptrain.errors import RewardError, RolloutError
 from fsdptrain.rewards.results import compute_rewards
 from fsdptrain.trainer.samples.deadline import WithDeadline
+from fsdptrain.trainer.samples.main_thread import MainThreadLimit
 from fsdptrain.types import Prompt
 
 pytestmark = pytest.mark.slow
@@ -29,6 +31,8 @@ class Counted:
 def reward(prompt: Prompt, response: str) -> float:
     if response == "hang":
         threading.Event().wait()
+    if response == "sleep":
+        time.sleep(60)
     if response == "raise":
         raise ValueError("no")
     return float(threading.current_thread() is threading.main_thread())
@@ -61,6 +65,15 @@ def test_a_reward_that_often_hangs_ends_the_rollout_within_the_patience():
 def test_the_default_deadline_allows_three_hanging_calls():
     timed = [WithDeadline(reward, None, patience=patience)._threads.timeout for patience in (30.0, 900.0, 3600.0)]
     assert timed == [10.0, 300.0, 300.0]
+
+
+@pytest.mark.parametrize("text", ["hang", "sleep"])
+def test_a_call_on_the_main_thread_is_interrupted_and_the_next_one_is_not(text: str) -> None:
+    limited = MainThreadLimit(reward, 0.5)
+    with pytest.raises(RolloutError, match=r"--reward did not answer within 0.5 s.*--reward-timeout"):
+        limited(PROMPT, text)
+    assert [limited(PROMPT, "good") for _ in range(100)] == [1.0] * 100
+    time.sleep(1)  # until their timers would have fired
 
 
 def test_without_a_timeout_only_other_threads_have_a_deadline():
