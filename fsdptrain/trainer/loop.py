@@ -26,7 +26,7 @@ from fsdptrain.trainer.kl import KlControl
 from fsdptrain.trainer.logprobs import LogprobPasses
 from fsdptrain.trainer.phases import Phases
 from fsdptrain.trainer.reporting import Reporter
-from fsdptrain.trainer.run_dir import PROGRESS_FILE, RunFolder, open_folder
+from fsdptrain.trainer.run_dir import EXPORT, PROGRESS_FILE, RunFolder, open_folder
 from fsdptrain.trainer.samples.source import RolloutBatch
 from fsdptrain.types import Metrics, Sample
 
@@ -127,7 +127,7 @@ class TrainingLoop:
                 self._report.log_timeline(self.step)
             if self._config.run.export:
                 with self._phases("save"):
-                    self._backend.export(self._folder.path / "hf")
+                    self._backend.export(self._folder.path / EXPORT)
         self._report.log_timeline(self.step)
         return self._report.last
 

@@ -1,12 +1,13 @@
 """All ranks share the folder of a run, and restarted ranks resume from its newest checkpoint."""
 
 import json
+import shutil
 
 import pytest
 import torch.distributed as dist
 
 from fsdptrain import platform
-from fsdptrain.config import Config
+from fsdptrain.config import Config, to_yaml
 from fsdptrain.errors import ConfigError
 from fsdptrain.testing import spawn
 from fsdptrain.trainer.run_dir import PROGRESS_FILE, RunFolder, open_folder
@@ -39,6 +40,69 @@ def test_resume_holds_for_the_start_and_not_for_restarts(tmp_path, monkeypatch, 
     with platform.process_group(10):
         folder = open_folder(Config(hf_checkpoint="x", output_dir=str(tmp_path), resume=resume))
     assert folder.resumed_step == step
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A run of two rollouts: (its folder, its checkpoint, what opens it with other options)."""
+    for name in ("RUN_ID", "RESTART_COUNT"):
+        monkeypatch.delenv(f"TORCHELASTIC_{name}", raising=False)
+    folder, options = (
+        tmp_path / "run",
+        {"hf_checkpoint": str(tmp_path / "a"), "prompt_data": "x.jsonl", "reward": "math"},
+    )
+    path = checkpoint(folder, 2, "ours")
+    (folder / "config.yaml").write_text(to_yaml(Config(**options, num_rollout=4, output_dir=str(folder))))
+
+    def reopen(**values):
+        with platform.process_group(10):
+            return open_folder(Config(**{**options, "num_rollout": 4, "output_dir": str(folder), **values}))
+
+    return folder, path, reopen
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"hf_checkpoint": "b"}, {"algorithm": "dapo"}, {"prompt_data": "y.jsonl"}, {"reward": "exact"}, {"lora_rank": 8}],
+)
+@pytest.mark.parametrize("num_rollout", [2, 4])
+def test_another_experiment_in_a_folder_of_a_run_is_refused_unless_its_checkpoint_is_named(run, values, num_rollout):
+    folder, path, reopen = run
+    with pytest.raises(ConfigError) as caught:
+        reopen(**values, num_rollout=num_rollout)
+    [(flat, value)] = values.items()
+    message = str(caught.value)
+    assert f"--{flat.replace('_', '-')} {[value] if flat == 'reward' else value} in place of" in message
+    assert message.startswith(f"--output-dir {folder} holds another experiment")
+    assert message.endswith(f"choose another --output-dir, or go on from its checkpoint on purpose by --resume {path}")
+    assert "\n" not in message
+    assert reopen(**values, resume=str(path)).resumed_step == 2
+    assert reopen(**values, output_dir=f"{folder}-2").resumed_step is None
+
+
+def test_options_that_leave_the_experiment_are_named_in_one_line(run, caplog, tmp_path):
+    (tmp_path / "a").mkdir()  # a path is compared as what it names
+    harmless = {"lr": 1e-3, "num_rollout": 9, "log_to": ["wandb"], "fsdp_cpu_offload": True, "max_tokens_per_gpu": 4096}
+    assert run[2](**harmless, hf_checkpoint=f"{tmp_path}/./a/").resumed_step == 2
+    [line] = [record.getMessage() for record in caplog.records]
+    assert line.startswith("resumes after step 2 with ")
+    assert line.count("in place of") == len(harmless)
+    with pytest.raises(ConfigError, match="would have no effect"):
+        run[2](lr=1e-3, num_rollout=2)
+    assert run[2](log_to=["wandb"], num_rollout=2).resumed_step == 2
+
+
+def test_results_of_another_experiment_are_never_replaced(run, tmp_path):
+    """Also where the checkpoint is from elsewhere, and where the other run kept only its model."""
+    folder, path, reopen = run
+    elsewhere = checkpoint(tmp_path / "other", 1, "ours")
+    with pytest.raises(ConfigError, match=r"--lora-rank 8 in place of 0: choose another --output-dir$"):
+        reopen(lora_rank=8, resume=str(elsewhere))
+    shutil.rmtree(path)
+    assert reopen(lora_rank=8).resumed_step is None
+    (folder / "hf").mkdir()
+    with pytest.raises(ConfigError, match=r"--lora-rank 8 in place of 0: choose another --output-dir$"):
+        reopen(lora_rank=8)
 
 
 def write_config(folders):
