@@ -17,6 +17,7 @@ from fsdptrain.config.rules import OnResume
 from fsdptrain.distributed import any_rank, raise_on_all_ranks
 from fsdptrain.errors import CheckpointError, ConfigError
 from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
+from fsdptrain.fsdp.export_folder import check_target
 from fsdptrain.rank_variables import RUN_ID, restart_count
 
 log = logging.getLogger(__name__)
@@ -76,6 +77,9 @@ def open_folder(config: Config) -> RunFolder:
     with raise_on_all_ranks(CheckpointError, f"--resume: checkpoint {checkpoint} cannot be read"):
         if dist.get_rank() == 0:
             _refuse_other_experiment(config, folder, checkpoint)
+            if config.run.export:
+                sources = (config.model.hf_checkpoint, config.ref.load)
+                check_target(folder / EXPORT, flag=f"--output-dir {folder}", sources=sources)
         if checkpoint is not None:
             progress = json.loads((checkpoint / PROGRESS_FILE).read_text())
             _tell_changes(config, checkpoint, progress["step"])

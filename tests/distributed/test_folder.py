@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from fsdptrain import platform
 from fsdptrain.config import Config, to_yaml
-from fsdptrain.errors import ConfigError
+from fsdptrain.errors import CheckpointError, ConfigError
 from fsdptrain.testing import spawn
 from fsdptrain.trainer.run_dir import PROGRESS_FILE, RunFolder, open_folder
 
@@ -103,6 +103,15 @@ def test_results_of_another_experiment_are_never_replaced(run, tmp_path):
     (folder / "hf").mkdir()
     with pytest.raises(ConfigError, match=r"--lora-rank 8 in place of 0: choose another --output-dir$"):
         reopen(lora_rank=8)
+
+
+def test_a_folder_that_the_final_export_must_not_replace_is_refused_before_training(run):
+    folder, _, reopen = run
+    (folder / "hf").mkdir()
+    (folder / "hf" / "notes").write_text("")
+    with pytest.raises(CheckpointError, match=f"--output-dir {folder}: .*it holds notes"):
+        reopen()
+    assert reopen(export=False).resumed_step == 2
 
 
 def write_config(folders):
