@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import time
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -24,7 +23,6 @@ log = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.yaml"
 _MAX_SHOWN = 3  # changed options in an error
-_SEEN = 60.0  # [s] for a network file system to show the files of rank 0
 EXPORT = "hf"  # folder of the exported model
 PROGRESS_FILE = "progress.json"  # in a checkpoint: the counters of the training loop
 
@@ -48,18 +46,6 @@ class RunFolder:
             if dist.get_rank() == 0:
                 self.path.mkdir(parents=True, exist_ok=True)
                 (self.path / CONFIG_FILE).write_text(to_yaml(config))
-        if config.run.keep_last:  # every rank writes its own part
-            with raise_on_all_ranks(ConfigError, f"--output-dir {self.path}"):
-                self._require_shared(min(_SEEN, config.launch.dist_timeout / 2))
-
-    def _require_shared(self, patience_s: float) -> None:
-        deadline = time.monotonic() + patience_s
-        while not (self.path / CONFIG_FILE).exists():
-            if time.monotonic() > deadline:
-                raise ConfigError(
-                    f"--output-dir {self.path} is another folder on another machine: choose one that all of them share"
-                )
-            time.sleep(0.1)
 
 
 def open_folder(config: Config) -> RunFolder:

@@ -1,7 +1,12 @@
 """All ranks share the folder of a run, and restarted ranks resume from its newest checkpoint."""
 
+import errno
+import fcntl
 import json
+import os
 import shutil
+import socket
+import time
 
 import pytest
 import torch.distributed as dist
@@ -9,8 +14,9 @@ import torch.distributed as dist
 from fsdptrain import platform
 from fsdptrain.config import Config, to_yaml
 from fsdptrain.errors import CheckpointError, ConfigError
-from fsdptrain.testing import spawn
-from fsdptrain.trainer.run_dir import PROGRESS_FILE, RunFolder, open_folder
+from fsdptrain.testing import preloaded_context, spawn
+from fsdptrain.trainer.run_dir import PROGRESS_FILE, open_folder
+from fsdptrain.trainer.run_lock import LOCK_FILE, lock_folder
 
 
 def checkpoint(folder, step, run_id):
@@ -114,16 +120,64 @@ def test_a_folder_that_the_final_export_must_not_replace_is_refused_before_train
     assert reopen(export=False).resumed_step == 2
 
 
-def write_config(folders):
-    folder = folders[dist.get_rank()]
+def lock(folder, during=lambda: None):
+    with lock_folder(Config(hf_checkpoint="x", output_dir=str(folder), dist_timeout=4)):
+        during()
+
+
+def lock_shared(folders):
     try:
-        RunFolder(folder, None, None).write_config(Config(hf_checkpoint="x", output_dir=str(folder), dist_timeout=4))
+        lock(folders[dist.get_rank()])
     except ConfigError as error:
         return str(error)
     return None
 
 
 def test_a_folder_that_is_not_shared_is_refused_on_all_ranks(tmp_path):
-    line = f"--output-dir {tmp_path / 'b'} is another folder on another machine: choose one that all of them share"
-    assert spawn(2, write_config, [tmp_path / "a", tmp_path / "b"]) == [f"{line} (rank 1 of 2)"] * 2
-    assert spawn(2, write_config, [tmp_path / "c", tmp_path / "c"]) == [None, None]
+    """Also where an earlier run of this name left its files on each machine."""
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "config.yaml").write_text("")
+        (folder / LOCK_FILE).write_text("host x, pid 1, since yesterday")
+    line = f"--output-dir {folders[1]} is another folder on another machine: choose one that all of them share"
+    assert spawn(2, lock_shared, folders) == [f"{line} (rank 1 of 2)"] * 2
+    assert spawn(2, lock_shared, [folders[0]] * 2) == [None, None]
+
+
+def hold(folder, signal):
+    def wait():
+        signal.touch()
+        time.sleep(600)
+
+    with platform.process_group(10):
+        lock(folder, wait)
+
+
+def test_a_folder_has_one_run_at_a_time_and_is_free_after_a_kill(tmp_path):
+    folder, signal = tmp_path / "run", tmp_path / "signal"
+    process = preloaded_context().Process(target=hold, args=(folder, signal))
+    process.start()
+    while not signal.exists():
+        assert process.is_alive()
+        time.sleep(0.01)
+    with platform.process_group(10):
+        holder = rf"\(host {socket.gethostname()}, pid {process.pid}, since 2.*\)"
+        with pytest.raises(ConfigError, match=f"--output-dir {folder} is in use by another run {holder}: wait"):
+            lock(folder)
+        process.kill()
+        process.join()
+        lock(folder)
+    assert not folder.exists(), "a run that wrote nothing leaves nothing"
+
+
+def test_a_file_system_without_locks_is_said_once(tmp_path, monkeypatch, caplog):
+    def flock(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with platform.process_group(10):
+        lock(tmp_path / "run", lambda: lock(tmp_path / "other"))
+    assert [record.getMessage().split(": ")[0] for record in caplog.records] == [
+        f"--output-dir {tmp_path / name}" for name in ("run", "other")
+    ]
