@@ -35,8 +35,8 @@ Train, inspect, plan, report, export:
   fsdptrain --recipe recipes/sft.yaml --lr 1e-5 --dry-run
   fsdptrain inspect --hf-checkpoint Qwen/Qwen3-4B
   fsdptrain plan --hf-checkpoint Qwen/Qwen3-4B --num-gpus 8 --gpu-memory-gib 80
-  fsdptrain report runs/default
-  fsdptrain export --checkpoint runs/default/checkpoints/step_00000050 \\
+  fsdptrain report runs/Qwen3-4B-grpo
+  fsdptrain export --checkpoint runs/Qwen3-4B-grpo/checkpoints/step_00000050 \\
                    --output my-model
 
 Precedence: flag > recipe > preset > default. --dry-run shows each source."""
@@ -44,10 +44,10 @@ Precedence: flag > recipe > preset > default. --dry-run shows each source."""
 _BEFORE_TORCH = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # suppress C++ stack traces; errors are reported in one line
 
 HF_CHECKPOINT = Option("--hf-checkpoint", str | None, "Hub id, or a folder: its config.json is enough.", None)
-EXPORT_EXAMPLE = "--checkpoint runs/default/checkpoints/step_00000050 --output my-model"
+EXPORT_EXAMPLE = "--checkpoint runs/Qwen3-4B-grpo/checkpoints/step_00000050 --output my-model"
 EXPORT = {
     "checkpoint": Option(
-        "--checkpoint", str | None, "Training checkpoint, e.g. runs/default/checkpoints/step_00000050.", None
+        "--checkpoint", str | None, "Training checkpoint, e.g. runs/Qwen3-4B-grpo/checkpoints/step_00000050.", None
     ),
     "output": Option("--output", str | None, "Folder to write, which from_pretrained reads.", None),
 }
@@ -83,7 +83,7 @@ groups kept, pass rate and (without a reward) loss of a run, as far as it has th
 draw them to RUN_DIR/curves.png; and to RUN_DIR/timeline.png what rank 0 did when. The
 run may still go on.
 
-  RUN_DIR      the --output-dir of the run, e.g. runs/default
+  RUN_DIR      the --output-dir of the run, e.g. runs/Qwen3-4B-grpo
   --rollouts   those of the timeline, e.g. 10:13; default: the last four
 """
 
@@ -266,7 +266,7 @@ def report(argv: Sequence[str]) -> int:
         sys.stdout.write(REPORT_USAGE)
         return 0
     if not argv or argv[0].startswith("-"):
-        raise ConfigError("report needs the folder of a run, e.g. fsdptrain report runs/default")
+        raise ConfigError("report needs the folder of a run, e.g. fsdptrain report runs/Qwen3-4B-grpo")
     rollouts = _range(parse(argv[1:], REPORT).get("rollouts"))
     from fsdptrain.tools.report.curves import draw_curves  # lazy: imports rich
     from fsdptrain.tools.report.report import print_report

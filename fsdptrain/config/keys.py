@@ -14,7 +14,7 @@ from fsdptrain.config.algorithm import AlgorithmConfig, SelectionConfig, Shaping
 from fsdptrain.config.data import DataConfig, EnvironmentConfig, RewardConfig
 from fsdptrain.config.model import FsdpConfig, ModelConfig, OptimConfig, RefConfig
 from fsdptrain.config.rollout import BatchConfig, RolloutConfig, SyncConfig
-from fsdptrain.config.rules import Column, ExportChoice, Rule
+from fsdptrain.config.rules import Column, ExportChoice, OnResume, Rule
 from fsdptrain.config.run import LaunchConfig, LogConfig, RunConfig
 from fsdptrain.config.section import Section
 from fsdptrain.errors import ConfigError
@@ -67,6 +67,10 @@ class Key:
     @property
     def rules(self) -> list[Rule]:
         return [*(rule for rule in self.field.metadata if isinstance(rule, Rule)), *self.cls.RULES]
+
+    @property
+    def on_resume(self) -> OnResume:
+        return next((mark for mark in self.field.metadata if isinstance(mark, OnResume)), self.cls.ON_RESUME)
 
     def is_marked(self, kind: type[Column | ExportChoice]) -> bool:
         return any(isinstance(mark, kind) for mark in self.field.metadata)

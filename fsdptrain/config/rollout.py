@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from fsdptrain.config.rules import FSDP_ONLY, GENERATES, RL_ONLY, IdleWith, Problem, Requires
+from fsdptrain.config.rules import FSDP_ONLY, GENERATES, OPERATION, RL_ONLY, TUNING, IdleWith, Problem, Requires
 from fsdptrain.config.section import Section
 
 if TYPE_CHECKING:
@@ -19,8 +19,9 @@ class BatchConfig(Section):
     """Batch sizes and packing."""
 
     NAME = "batch"
+    ON_RESUME = TUNING
 
-    max_tokens_per_gpu: int = Field(default=8192, ge=1)
+    max_tokens_per_gpu: Annotated[int, OPERATION] = Field(default=8192, ge=1)
     """Pack size: maximum tokens in a forward or backward pass of a rank. With --context-parallel-size, packs and
     sequences may be that many times longer. [tokens]"""
     overlong_samples: Literal["error", "drop"] = "error"
@@ -75,10 +76,10 @@ class RolloutConfig(Section):
     NAME = "rollout"
     PREFIX = "rollout_"
 
-    engine: Annotated[str, GENERATES] = "auto"
+    engine: Annotated[str, OPERATION, GENERATES] = "auto"
     """`hf`: embedded, on the trainer's device. `vllm`: in the trainer's process. `vllm-server`: over HTTP. Or
     `package.module:function`. `auto`: vllm if installed and there is a GPU, else hf."""
-    batch_size: int = Field(default=32, ge=1)
+    batch_size: Annotated[int, TUNING] = Field(default=32, ge=1)
     """Prompts per rollout. [prompts]"""
     max_prompt_len: int | None = Field(default=None, ge=1)
     """Maximum prompt length; longer prompts are skipped and counted (progress/too_long_prompts). Default: the room that
@@ -95,7 +96,7 @@ class RolloutConfig(Section):
     min_p: Annotated[float, RL_ONLY] = Field(default=0.0, ge=0.0, le=1.0)
     """Keep tokens whose probability is at least min_p times that of the most likely token. The trainer's logprobs use
     the same set."""
-    max_batch_tokens: Annotated[int, GENERATES, IdleWith("rollout_engine=vllm|vllm-server")] = Field(
+    max_batch_tokens: Annotated[int, OPERATION, GENERATES, IdleWith("rollout_engine=vllm|vllm-server")] = Field(
         default=262_144, ge=1
     )
     """Embedded engine: capacity of the key-value cache. [tokens]"""
@@ -132,11 +133,12 @@ class SyncConfig(Section):
 
     NAME = "sync"
 
-    max_staleness: Annotated[int, RL_ONLY] = Field(default=0, ge=0)
+    max_staleness: Annotated[int, TUNING, RL_ONLY] = Field(default=0, ge=0)
     """Generate ahead of training: with weights at most so many rollouts older than those that are trained. With
     vllm-server both go on at the same time. 0: always with the newest. [rollouts]"""
     offload_train: Annotated[
         bool,
+        OPERATION,
         GENERATES,
         IdleWith("fsdp_cpu_offload"),
         IdleWith("@engine_has_own_devices", reason=_OWN_DEVICES),

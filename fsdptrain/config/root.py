@@ -1,5 +1,6 @@
 """`Config`: all sections, validated, with derived values."""
 
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from math import prod
@@ -53,7 +54,11 @@ class Config(BaseModel):
 
     def __init__(self, **values: Any) -> None:
         given = flatten(values)
-        preset = preset_values(given.get("algorithm", AlgorithmConfig().algorithm), given.get("loss"))
+        algorithm = given.get("algorithm", AlgorithmConfig().algorithm)
+        if given.get("output_dir", "") == "":
+            model = os.path.basename(os.path.abspath(str(given.get("hf_checkpoint"))))
+            given["output_dir"] = f"runs/{model}-{algorithm}"
+        preset = preset_values(algorithm, given.get("loss"))
         built = build_sections({**preset, **given})
         core = {name: section for name, section in built.items() if name in type(self).model_fields}
         others = [name for name in all_sections() if name not in type(self).model_fields]

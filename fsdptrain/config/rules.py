@@ -10,6 +10,7 @@ installed does not hold.
 
 import re
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from fsdptrain.errors import ConfigError
@@ -83,7 +84,16 @@ class RunsCode(ExportChoice):
     """Marks an option that makes loading a model run foreign code: `fsdptrain export` never reads it from a folder."""
 
 
+class OnResume(Enum):
+    """What a change of an option means for a run that resumes. Unmarked fields: `Section.ON_RESUME`."""
+
+    REFUSED = "another experiment"
+    TUNING = "the experiment, trained differently from now on"
+    OPERATION = "the same training"
+
+
 COLUMN, EXPORT_CHOICE, RUNS_CODE = Column(), ExportChoice(), RunsCode()
+REFUSED, TUNING, OPERATION = OnResume.REFUSED, OnResume.TUNING, OnResume.OPERATION
 FSDP_ONLY = Excludes("backend=megatron")
 RL_ONLY = IdleWith("algorithm=sft", fix="remove it, or use another --algorithm, e.g. grpo")
 NEEDS_KL = Requires("kl_loss_coef", "kl_reward_coef", fix="set one of them, e.g. to 0.001")

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from fsdptrain.config.rules import FSDP_ONLY, GENERATES, IdleWith, Problem, Requires
+from fsdptrain.config.rules import FSDP_ONLY, GENERATES, OPERATION, REFUSED, IdleWith, Problem, Requires
 from fsdptrain.config.section import Names, Section
 from fsdptrain.registry import plugin_names, suggest
 
@@ -20,16 +20,18 @@ class RunConfig(Section):
     """Run length, evaluation and checkpoints."""
 
     NAME = "run"
+    ON_RESUME = OPERATION
 
-    output_dir: str = "runs/default"
-    """Output directory: config.yaml, metrics.jsonl, checkpoints and the exported model."""
+    output_dir: str = ""
+    """Output directory: config.yaml, metrics.jsonl, checkpoints and the exported model. Default:
+    runs/<model>-<algorithm>, e.g. runs/Qwen3-4B-grpo."""
     num_rollout: int = Field(default=200, ge=0)
     """Number of rollouts; with `--algorithm sft`, of optimizer steps."""
-    seed: int = Field(default=0, gt=-(2**62), lt=2**62)
+    seed: Annotated[int, REFUSED] = Field(default=0, gt=-(2**62), lt=2**62)
     """Seed of everything except sampling."""
     resume: str = "auto"
-    """`auto`: resume from the newest checkpoint in output_dir, if any. `never`: an output_dir in use is an error. Or a
-    checkpoint directory."""
+    """`auto`: resume from the newest checkpoint in output_dir, if any; changes of model, algorithm, data or reward are
+    refused. `never`: an output_dir in use is an error. Or a checkpoint directory, to go on with any changed options."""
     save_interval: Annotated[int, Requires("keep_last")] = Field(default=50, ge=0)
     """Rollouts between checkpoints. 0: only the last one; none if --keep-last is 0."""
     keep_last: int = Field(default=2, ge=0)
@@ -58,6 +60,7 @@ class LogConfig(Section):
 
     NAME = "log"
     PREFIX = "log_"
+    ON_RESUME = OPERATION
 
     to: Names = Field(default=["console"])
     """Loggers in addition to metrics.jsonl, which is always written: any of console, wandb, trackio, or a plug-in."""
@@ -86,6 +89,7 @@ class LaunchConfig(Section):
     """Processes on this machine. For several machines, use torchrun: see docs/launch.md."""
 
     NAME = "launch"
+    ON_RESUME = OPERATION
 
     nproc_per_node: int | None = Field(default=None, ge=1)
     """Processes on this machine. Default: one per visible GPU, or one without GPUs."""

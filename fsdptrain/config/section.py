@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 import pydantic
 from pydantic import BaseModel, BeforeValidator
 
-from fsdptrain.config.rules import Problem, Rule
+from fsdptrain.config.rules import OnResume, Problem, Rule
 
 if TYPE_CHECKING:
     from fsdptrain.config.root import Config
@@ -49,6 +49,7 @@ class Section(BaseModel):
     NAME: ClassVar[str] = ""  # key of the section in recipes
     PREFIX: ClassVar[str] = ""  # before its flat keys, e.g. "lora_"
     RULES: ClassVar[tuple[Rule, ...]] = ()  # rules of all its fields
+    ON_RESUME: ClassVar[OnResume] = OnResume.REFUSED  # of its fields without a mark
 
     @property
     def rank_groups(self) -> tuple[RankGroup, ...]:

@@ -12,12 +12,12 @@ from transformers import PreTrainedModel
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import CheckpointError
 from fsdptrain.feature import NO_FEATURES, Features
-from fsdptrain.fsdp.checkpoint_folder import sync_tree
+from fsdptrain.fsdp.export_folder import MARKER, publish_folder, temporary_of
 from fsdptrain.fsdp.hub_files import FILE_BYTES, write_stream
 from fsdptrain.fsdp.stream import stream_weights
 
 _WEIGHT_SUFFIXES = {".bin", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth", ".safetensors"}
-_NOT_COPIED = {"config.json", "README.md", ".gitattributes"}
+_NOT_COPIED = {"config.json", "README.md", ".gitattributes", MARKER}
 
 
 def export_hf(
@@ -32,9 +32,9 @@ def export_hf(
     """Write `model` as a folder like `source`, the checkpoint that it was loaded from. Collective.
 
     Tokenizer, generation config, custom code and all other non-weight files are copied. The complete folder is renamed
-    to `target` and replaces an existing one. Raises CheckpointError on every rank.
+    to `target` and replaces an older export. Raises CheckpointError on every rank.
     """
-    temporary = target.with_name(f".tmp-{target.name}")
+    temporary = temporary_of(target)
     failure = f"the model cannot be exported to {target}"
     stream = stream_weights(model, dtype=dtype, naming="hub", features=features)
     write_stream(temporary, stream, failure=failure, max_bytes=max_file_bytes)
@@ -42,7 +42,7 @@ def export_hf(
         if dist.get_rank() == 0:
             write_config(source, temporary, dtype)
             copy_rest(source, temporary)
-            publish_folder(temporary, target)
+            publish_folder(target)
 
 
 def copy_rest(source: Path, target: Path, *, but: Set[str] = frozenset()) -> None:
@@ -65,14 +65,3 @@ def write_config(source: Path, target: Path, dtype: torch.dtype) -> None:
 
 def _is_weights(path: Path) -> bool:
     return path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".index.json")
-
-
-def publish_folder(temporary: Path, target: Path) -> None:
-    """Make the complete folder `temporary` durable and rename it to `target`, replacing an existing one."""
-    sync_tree(temporary)
-    old = target.with_name(f".old-{target.name}")
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
-        target.rename(old)
-    temporary.rename(target)
-    shutil.rmtree(old, ignore_errors=True)

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field
 
-from fsdptrain.config.rules import RUNS_CODE, Excludes, Requires
+from fsdptrain.config.rules import OPERATION, REFUSED, RUNS_CODE, Excludes, Requires
 from fsdptrain.config.section import RankGroup, Section
 
 _ALLTOALL = Excludes(
@@ -18,6 +18,7 @@ class MegatronConfig(Section):
 
     NAME = "megatron"
     PREFIX = "megatron_"
+    ON_RESUME = OPERATION
     RULES = (Requires("backend=megatron"),)
 
     tensor_parallel: Annotated[int, Excludes("@is_truncated", reason=_TRUNCATED)] = Field(default=1, ge=1)
@@ -33,7 +34,7 @@ class MegatronConfig(Section):
     """Split activations between a layer's matrices along the sequence, over the tensor-parallel processes."""
     moe_dispatcher: Annotated[Literal["alltoall", "allgather"], _ALLTOALL] = "alltoall"
     """Transport of tokens to their experts."""
-    spec: Annotated[str | None, RUNS_CODE] = None
+    spec: Annotated[str | None, REFUSED, RUNS_CODE] = None
     """`package.module:function` that builds the layers instead of the backend: (transformer_config, hf_config, *,
     vp_stage=None) -> block spec."""
     bridge: Literal["auto", "own", "mbridge", "megatron-bridge"] = "auto"

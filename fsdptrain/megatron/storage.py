@@ -26,7 +26,8 @@ from transformers import PreTrainedModel
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import CheckpointError
 from fsdptrain.fsdp.checkpoint import load_rng, read_state, write_state
-from fsdptrain.fsdp.export import copy_rest, publish_folder, write_config
+from fsdptrain.fsdp.export import copy_rest, write_config
+from fsdptrain.fsdp.export_folder import publish_folder, temporary_of
 from fsdptrain.fsdp.hub_files import write_stream
 from fsdptrain.fsdp.optimizer import Optimizer
 from fsdptrain.megatron.masters import Masters
@@ -117,10 +118,10 @@ def export_hf(weights: WeightMap, masters: Masters, source: Path, target: Path, 
 
     The folder is renamed to `target` once it is complete.
     """
-    temporary = target.with_name(f".tmp-{target.name}")
+    temporary = temporary_of(target)
     write_masters(temporary, weights, masters, dtype)
     with raise_on_all_ranks(CheckpointError, f"the model cannot be exported to {target}"):
         if dist.get_rank() == 0:
             write_config(source, temporary, dtype)
             copy_rest(source, temporary)
-            publish_folder(temporary, target)
+            publish_folder(target)

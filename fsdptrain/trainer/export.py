@@ -10,7 +10,9 @@ from fsdptrain import platform
 from fsdptrain.config import Config, check_world_size, load_recipe
 from fsdptrain.config.keys import all_keys
 from fsdptrain.config.rules import RunsCode
+from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import CheckpointError, ConfigError
+from fsdptrain.fsdp.export_folder import check_target
 from fsdptrain.trainer.backend import build_backend
 from fsdptrain.trainer.run_dir import CONFIG_FILE
 
@@ -32,6 +34,10 @@ def export_checkpoint(checkpoint: Path, output: Path, **choices: Any) -> None:
     no_code = {key.flat: key.default for key in all_keys().values() if key.is_marked(RunsCode)}
     config = load_recipe(recipe, **{**no_reference, **no_code, "fsdp_replicate_size": 1, **choices})
     with platform.process_group(config.launch.dist_timeout):
+        with raise_on_all_ranks(CheckpointError, f"--output {output}"):
+            if dist.get_rank() == 0:
+                sources = (config.model.hf_checkpoint, config.ref.load)
+                check_target(output, flag=f"--output {output}", sources=sources)
         backend = build_backend(_split_to_fit(config, dist.get_world_size()))
         backend.load(checkpoint)
         backend.export(output)

@@ -26,7 +26,8 @@ from fsdptrain.trainer.kl import KlControl
 from fsdptrain.trainer.logprobs import LogprobPasses
 from fsdptrain.trainer.phases import Phases
 from fsdptrain.trainer.reporting import Reporter
-from fsdptrain.trainer.run_dir import PROGRESS_FILE, RunFolder, open_folder
+from fsdptrain.trainer.run_dir import EXPORT, PROGRESS_FILE, RunFolder, open_folder
+from fsdptrain.trainer.run_lock import lock_folder
 from fsdptrain.trainer.samples.source import RolloutBatch
 from fsdptrain.types import Metrics, Sample
 
@@ -64,9 +65,10 @@ class Trainer:
                 log.warning("%s", line)
             platform.seed_everything(self.config.run.seed + dist.get_rank())
             platform.set_deterministic(self.config.model.deterministic_mode)
-            folder = open_folder(self.config)
-            with build_components(self.config, folder, reward=self._reward, dataset=self._dataset) as components:
-                return TrainingLoop(self.config, folder, components).run()
+            with lock_folder(self.config):
+                folder = open_folder(self.config)
+                with build_components(self.config, folder, reward=self._reward, dataset=self._dataset) as components:
+                    return TrainingLoop(self.config, folder, components).run()
 
 
 class TrainingLoop:
@@ -127,7 +129,7 @@ class TrainingLoop:
                 self._report.log_timeline(self.step)
             if self._config.run.export:
                 with self._phases("save"):
-                    self._backend.export(self._folder.path / "hf")
+                    self._backend.export(self._folder.path / EXPORT)
         self._report.log_timeline(self.step)
         return self._report.last
 

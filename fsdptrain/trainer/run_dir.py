@@ -3,8 +3,8 @@
 import json
 import logging
 import os
-import time
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +12,18 @@ import torch.distributed as dist
 
 from fsdptrain.config import Config, load_recipe, to_yaml
 from fsdptrain.config.keys import all_keys
+from fsdptrain.config.rules import OnResume
 from fsdptrain.distributed import any_rank, raise_on_all_ranks
 from fsdptrain.errors import CheckpointError, ConfigError
 from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
+from fsdptrain.fsdp.export_folder import check_target
 from fsdptrain.rank_variables import RUN_ID, restart_count
 
 log = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.yaml"
-_SEEN = 60.0  # [s] for a network file system to show the files of rank 0
-_NOT_LEARNED = {  # sections and options that may change on resume without a warning
-    *("launch", "log", "output_dir", "num_rollout", "resume", "save_interval", "keep_last", "async_save", "export"),
-    *("eval_interval", "n_samples_per_eval_prompt", "eval_temperature", "eval_greedy"),
-}
+_MAX_SHOWN = 3  # changed options in an error
+EXPORT = "hf"  # folder of the exported model
 PROGRESS_FILE = "progress.json"  # in a checkpoint: the counters of the training loop
 
 
@@ -47,18 +46,6 @@ class RunFolder:
             if dist.get_rank() == 0:
                 self.path.mkdir(parents=True, exist_ok=True)
                 (self.path / CONFIG_FILE).write_text(to_yaml(config))
-        if config.run.keep_last:  # every rank writes its own part
-            with raise_on_all_ranks(ConfigError, f"--output-dir {self.path}"):
-                self._require_shared(min(_SEEN, config.launch.dist_timeout / 2))
-
-    def _require_shared(self, patience_s: float) -> None:
-        deadline = time.monotonic() + patience_s
-        while not (self.path / CONFIG_FILE).exists():
-            if time.monotonic() > deadline:
-                raise ConfigError(
-                    f"--output-dir {self.path} is another folder on another machine: choose one that all of them share"
-                )
-            time.sleep(0.1)
 
 
 def open_folder(config: Config) -> RunFolder:
@@ -73,39 +60,64 @@ def open_folder(config: Config) -> RunFolder:
             _refuse_used_folder(config, folder)
     checkpoint = _checkpoint_to_resume(config, folder, restarted=restarted)
     progress = None
-    if checkpoint is not None:
-        with raise_on_all_ranks(CheckpointError, f"--resume: checkpoint {checkpoint} cannot be read"):
+    with raise_on_all_ranks(CheckpointError, f"--resume: checkpoint {checkpoint} cannot be read"):
+        if dist.get_rank() == 0:
+            _refuse_other_experiment(config, folder, checkpoint)
+            if config.run.export:
+                sources = (config.model.hf_checkpoint, config.ref.load)
+                check_target(folder / EXPORT, flag=f"--output-dir {folder}", sources=sources)
+        if checkpoint is not None:
             progress = json.loads((checkpoint / PROGRESS_FILE).read_text())
             _tell_changes(config, checkpoint, progress["step"])
     return RunFolder(folder, checkpoint, progress)
 
 
+def _refuse_other_experiment(config: Config, folder: Path, checkpoint: Path | None) -> None:
+    """Raise ConfigError if `folder` holds another experiment, unless --resume names a checkpoint in it."""
+    is_inside = checkpoint is not None and _is_same_path(str(checkpoint.parent.parent), str(folder))
+    if is_inside and config.run.resume not in ("auto", "never"):
+        return
+    has_results = (folder / EXPORT).exists() or any(folder.glob("checkpoints/step_*"))
+    others = changed_values(folder, config)[OnResume.REFUSED] if has_results else []
+    if others:
+        more = f" and {len(others) - _MAX_SHOWN} more" if len(others) > _MAX_SHOWN else ""
+        remedy = f", or go on from its checkpoint on purpose by --resume {checkpoint}" if is_inside else ""
+        raise ConfigError(
+            f"--output-dir {folder} holds another experiment, this one has {', '.join(others[:_MAX_SHOWN])}{more}: "
+            f"choose another --output-dir{remedy}"
+        )
+
+
 def _tell_changes(config: Config, checkpoint: Path, step: int) -> None:
-    """Warn about each option that differs from the checkpoint.
+    """Warn about options that differ from the run of the checkpoint.
 
     Raises ConfigError if the checkpoint is the end of a finished run, where changed options have no effect.
     """
-    written = checkpoint.parent.parent / CONFIG_FILE
-    changes = changed_values(load_recipe(written), config) if written.is_file() else []
-    if changes and step >= config.run.num_rollout:
+    changes = changed_values(checkpoint.parent.parent, config)
+    learned = changes[OnResume.REFUSED] + changes[OnResume.TUNING]
+    if learned and step >= config.run.num_rollout:
         raise ConfigError(
-            f"{checkpoint} is the end of a run of {step} rollouts, so {changes[0]} would have no effect: "
+            f"{checkpoint} is the end of a run of {step} rollouts, so {learned[0]} would have no effect: "
             "choose another --output-dir, or a larger --num-rollout to go on"
         )
-    for change in changes:
-        log.warning("resumes after step %d with %s", step, change)
+    if any(changes.values()):
+        log.warning("resumes after step %d with %s", step, ", ".join(chain(*changes.values())))
 
 
-def changed_values(before: Config, now: Config) -> list[str]:
-    """List the changed options that affect training, for example `--lr 0.001 in place of 1e-06`."""
-    changes: list[str] = []
+def changed_values(run: Path, now: Config) -> dict[OnResume, list[str]]:
+    """Return the options that differ from the config of the folder `run`, e.g. `--lr 0.001 in place of 1e-06`."""
+    changes: dict[OnResume, list[str]] = {kind: [] for kind in OnResume}
+    before = load_recipe(run / CONFIG_FILE) if (run / CONFIG_FILE).is_file() else now
     for key in all_keys().values():
-        if key.section in _NOT_LEARNED or key.name in _NOT_LEARNED:
-            continue
         old, new = (key.value(config) for config in (before, now))
-        if old != new:
-            changes.append(f"{key.flag} {new} in place of {old}")
+        if old != new and not _is_same_path(old, new):
+            changes[key.on_resume].append(" ".join(f"{key.flag} {new} in place of {old}".split()))
     return changes
+
+
+def _is_same_path(old: Any, new: Any) -> bool:
+    are_paths = all(isinstance(value, str) and os.path.exists(value) for value in (old, new))
+    return are_paths and os.path.samefile(old, new)
 
 
 def _refuse_used_folder(config: Config, folder: Path) -> None:

@@ -1,15 +1,22 @@
 """All ranks share the folder of a run, and restarted ranks resume from its newest checkpoint."""
 
+import errno
+import fcntl
 import json
+import os
+import shutil
+import socket
+import time
 
 import pytest
 import torch.distributed as dist
 
 from fsdptrain import platform
-from fsdptrain.config import Config
-from fsdptrain.errors import ConfigError
-from fsdptrain.testing import spawn
-from fsdptrain.trainer.run_dir import PROGRESS_FILE, RunFolder, open_folder
+from fsdptrain.config import Config, to_yaml
+from fsdptrain.errors import CheckpointError, ConfigError
+from fsdptrain.testing import preloaded_context, spawn
+from fsdptrain.trainer.run_dir import PROGRESS_FILE, open_folder
+from fsdptrain.trainer.run_lock import LOCK_FILE, lock_folder
 
 
 def checkpoint(folder, step, run_id):
@@ -41,16 +48,136 @@ def test_resume_holds_for_the_start_and_not_for_restarts(tmp_path, monkeypatch, 
     assert folder.resumed_step == step
 
 
-def write_config(folders):
-    folder = folders[dist.get_rank()]
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A run of two rollouts: (its folder, its checkpoint, what opens it with other options)."""
+    for name in ("RUN_ID", "RESTART_COUNT"):
+        monkeypatch.delenv(f"TORCHELASTIC_{name}", raising=False)
+    folder, options = (
+        tmp_path / "run",
+        {"hf_checkpoint": str(tmp_path / "a"), "prompt_data": "x.jsonl", "reward": "math"},
+    )
+    path = checkpoint(folder, 2, "ours")
+    (folder / "config.yaml").write_text(to_yaml(Config(**options, num_rollout=4, output_dir=str(folder))))
+
+    def reopen(**values):
+        with platform.process_group(10):
+            return open_folder(Config(**{**options, "num_rollout": 4, "output_dir": str(folder), **values}))
+
+    return folder, path, reopen
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"hf_checkpoint": "b"}, {"algorithm": "dapo"}, {"prompt_data": "y.jsonl"}, {"reward": "exact"}, {"lora_rank": 8}],
+)
+@pytest.mark.parametrize("num_rollout", [2, 4])
+def test_another_experiment_in_a_folder_of_a_run_is_refused_unless_its_checkpoint_is_named(run, values, num_rollout):
+    folder, path, reopen = run
+    with pytest.raises(ConfigError) as caught:
+        reopen(**values, num_rollout=num_rollout)
+    [(flat, value)] = values.items()
+    message = str(caught.value)
+    assert f"--{flat.replace('_', '-')} {[value] if flat == 'reward' else value} in place of" in message
+    assert message.startswith(f"--output-dir {folder} holds another experiment")
+    assert message.endswith(f"choose another --output-dir, or go on from its checkpoint on purpose by --resume {path}")
+    assert "\n" not in message
+    assert reopen(**values, resume=str(path)).resumed_step == 2
+    assert reopen(**values, output_dir=f"{folder}-2").resumed_step is None
+
+
+def test_options_that_leave_the_experiment_are_named_in_one_line(run, caplog, tmp_path):
+    (tmp_path / "a").mkdir()  # a path is compared as what it names
+    harmless = {"lr": 1e-3, "num_rollout": 9, "log_to": ["wandb"], "fsdp_cpu_offload": True, "max_tokens_per_gpu": 4096}
+    assert run[2](**harmless, hf_checkpoint=f"{tmp_path}/./a/").resumed_step == 2
+    [line] = [record.getMessage() for record in caplog.records]
+    assert line.startswith("resumes after step 2 with ")
+    assert line.count("in place of") == len(harmless)
+    with pytest.raises(ConfigError, match="would have no effect"):
+        run[2](lr=1e-3, num_rollout=2)
+    assert run[2](log_to=["wandb"], num_rollout=2).resumed_step == 2
+
+
+def test_results_of_another_experiment_are_never_replaced(run, tmp_path):
+    """Also where the checkpoint is from elsewhere, and where the other run kept only its model."""
+    folder, path, reopen = run
+    elsewhere = checkpoint(tmp_path / "other", 1, "ours")
+    with pytest.raises(ConfigError, match=r"--lora-rank 8 in place of 0: choose another --output-dir$"):
+        reopen(lora_rank=8, resume=str(elsewhere))
+    shutil.rmtree(path)
+    assert reopen(lora_rank=8).resumed_step is None
+    (folder / "hf").mkdir()
+    with pytest.raises(ConfigError, match=r"--lora-rank 8 in place of 0: choose another --output-dir$"):
+        reopen(lora_rank=8)
+
+
+def test_a_folder_that_the_final_export_must_not_replace_is_refused_before_training(run):
+    folder, _, reopen = run
+    (folder / "hf").mkdir()
+    (folder / "hf" / "notes").write_text("")
+    with pytest.raises(CheckpointError, match=f"--output-dir {folder}: .*it holds notes"):
+        reopen()
+    assert reopen(export=False).resumed_step == 2
+
+
+def lock(folder, during=lambda: None):
+    with lock_folder(Config(hf_checkpoint="x", output_dir=str(folder), dist_timeout=4)):
+        during()
+
+
+def lock_shared(folders):
     try:
-        RunFolder(folder, None, None).write_config(Config(hf_checkpoint="x", output_dir=str(folder), dist_timeout=4))
+        lock(folders[dist.get_rank()])
     except ConfigError as error:
         return str(error)
     return None
 
 
 def test_a_folder_that_is_not_shared_is_refused_on_all_ranks(tmp_path):
-    line = f"--output-dir {tmp_path / 'b'} is another folder on another machine: choose one that all of them share"
-    assert spawn(2, write_config, [tmp_path / "a", tmp_path / "b"]) == [f"{line} (rank 1 of 2)"] * 2
-    assert spawn(2, write_config, [tmp_path / "c", tmp_path / "c"]) == [None, None]
+    """Also where an earlier run of this name left its files on each machine."""
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "config.yaml").write_text("")
+        (folder / LOCK_FILE).write_text("host x, pid 1, since yesterday")
+    line = f"--output-dir {folders[1]} is another folder on another machine: choose one that all of them share"
+    assert spawn(2, lock_shared, folders) == [f"{line} (rank 1 of 2)"] * 2
+    assert spawn(2, lock_shared, [folders[0]] * 2) == [None, None]
+
+
+def hold(folder, signal):
+    def wait():
+        signal.touch()
+        time.sleep(600)
+
+    with platform.process_group(10):
+        lock(folder, wait)
+
+
+def test_a_folder_has_one_run_at_a_time_and_is_free_after_a_kill(tmp_path):
+    folder, signal = tmp_path / "run", tmp_path / "signal"
+    process = preloaded_context().Process(target=hold, args=(folder, signal))
+    process.start()
+    while not signal.exists():
+        assert process.is_alive()
+        time.sleep(0.01)
+    with platform.process_group(10):
+        holder = rf"\(host {socket.gethostname()}, pid {process.pid}, since 2.*\)"
+        with pytest.raises(ConfigError, match=f"--output-dir {folder} is in use by another run {holder}: wait"):
+            lock(folder)
+        process.kill()
+        process.join()
+        lock(folder)
+    assert not folder.exists(), "a run that wrote nothing leaves nothing"
+
+
+def test_a_file_system_without_locks_is_said_once(tmp_path, monkeypatch, caplog):
+    def flock(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with platform.process_group(10):
+        lock(tmp_path / "run", lambda: lock(tmp_path / "other"))
+    assert [record.getMessage().split(": ")[0] for record in caplog.records] == [
+        f"--output-dir {tmp_path / name}" for name in ("run", "other")
+    ]

@@ -99,7 +99,7 @@ def test_every_recipe_can_be_dry_run(path):
         (["--hf-chekpoint", "x"], "unknown flag --hf-chekpoint; did you mean '--hf-checkpoint'?"),
         ([*MODEL, "--global-batch-size", "100"], "--global-batch-size 100 must divide --rollout-batch-size 32 x "),
         (["--recipe", "none.yaml"], "--recipe none.yaml cannot be read: No such file or directory"),
-        (["export"], "--checkpoint is missing, e.g. fsdptrain export --checkpoint runs/default/checkpoints/"),
+        (["export"], "--checkpoint is missing, e.g. fsdptrain export --checkpoint runs/Qwen3-4B-grpo/checkpoints/"),
         (["export", "--chekpoint", "x"], "unknown flag --chekpoint; did you mean '--checkpoint'?"),
     ],
 )

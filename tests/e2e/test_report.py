@@ -28,7 +28,7 @@ def test_report_of_a_real_run(checkpoint: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["report"], "report needs the folder of a run, e.g. fsdptrain report runs/default"),
+        (["report"], "report needs the folder of a run, e.g. fsdptrain report runs/Qwen3-4B-grpo"),
         (["report", "--run", "x"], "report needs the folder of a run"),
         (["report", "a", "b"], "unexpected argument 'b'"),
         (["report", "a", "--rollouts", "9"], "--rollouts must be FIRST:LAST, got '9', e.g. --rollouts 10:13"),

@@ -113,6 +113,11 @@ def test_one_process_exports_a_run_of_replicas_without_its_reference(checkpoint:
     for path in (run / "hf").iterdir():
         assert (tmp_path / "hf" / path.name).read_bytes() == path.read_bytes()
 
+    over_run = command.run([*exported[:-1], str(run)], tmp_path / "3")
+    assert over_run.code == 2
+    assert over_run.err.splitlines()[-1].startswith(f"fsdptrain: --output {run}: the model cannot be written")
+    assert (run / "checkpoints" / "step_00000002").is_dir()
+
 
 def test_sft_learns_its_rows(checkpoint: Path, tmp_path: Path) -> None:
     data = tmp_path / "rows.jsonl"

@@ -15,7 +15,8 @@ from fsdptrain import platform
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import CheckpointError
 from fsdptrain.features.lora.adapters import Adapters
-from fsdptrain.fsdp.export import copy_rest, publish_folder
+from fsdptrain.fsdp.export import copy_rest
+from fsdptrain.fsdp.export_folder import publish_folder, temporary_of
 from fsdptrain.model.loading.materialize import moved
 from fsdptrain.model.structure import reshard
 
@@ -43,10 +44,10 @@ def export_adapter(model: PreTrainedModel, adapters: Adapters, target: Path, *, 
     tensors = {name: tensor.cpu().contiguous() for name, tensor in stream_adapter(model, adapters)}
     with raise_on_all_ranks(CheckpointError, f"the adapter cannot be exported to {target}"):
         if dist.get_rank() == 0:
-            temporary = target.with_name(f".tmp-{target.name}")
+            temporary = temporary_of(target)
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
             save_file(tensors, temporary / WEIGHTS_FILE, metadata={"format": "pt"})
             adapters.write_config(temporary, base=base)
             copy_rest(source, temporary, but=_OF_THE_WHOLE)
-            publish_folder(temporary, target)
+            publish_folder(target)

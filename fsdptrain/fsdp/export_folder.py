@@ -1,0 +1,61 @@
+"""Where an export may be written: only an earlier export is replaced, and only by a complete one."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from fsdptrain.errors import CheckpointError
+from fsdptrain.fsdp.checkpoint_folder import sync_tree
+
+MARKER = "fsdptrain_export.json"  # in every export: the names of its files and folders
+
+
+def check_target(target: Path, *, flag: str, sources: Iterable[str | None] = ()) -> None:
+    """Raise CheckpointError unless `target` is missing, empty or an export. sources: models that the run reads."""
+    real = target.resolve()
+    if real == Path.cwd():
+        reason = "it is the current folder"
+    elif any(source and os.path.exists(source) and Path(source).resolve().is_relative_to(real) for source in sources):
+        reason = "it is a model that this run reads"
+    elif real.exists() and not real.is_dir():
+        reason = "it is a file"
+    elif foreign := _foreign(real):
+        reason = f"it holds {foreign}, which is not of an export"
+    else:
+        return
+    raise CheckpointError(f"{flag}: the model cannot be written to {target}: {reason}; choose another folder")
+
+
+def temporary_of(target: Path) -> Path:
+    """Return the folder beside `target` in which the export is prepared."""
+    return target.resolve().with_name(f".fsdptrain-{target.resolve().name}")
+
+
+def publish_folder(target: Path) -> None:
+    """Make the complete folder `temporary_of(target)` durable and rename it to `target`, replacing an older export."""
+    temporary = temporary_of(target)
+    check_target(target, flag=f"the export is complete in {temporary}")
+    target = target.resolve()
+    names = sorted(path.name for path in temporary.iterdir())
+    (temporary / MARKER).write_text(json.dumps({"written_by": "fsdptrain", "files": names}, indent=2) + "\n")
+    sync_tree(temporary)
+    old = temporary.with_name(f"{temporary.name}-old")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)
+    temporary.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _foreign(folder: Path) -> str:
+    """Return something in `folder` that no export wrote, or "". An export may hold another, of its adapter."""
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    written = json.loads((folder / MARKER).read_text())["files"] if MARKER in names else []
+    known = {
+        MARKER,
+        *written,
+        *(name for name in names if (folder / name / MARKER).is_file() and not _foreign(folder / name)),
+    }
+    return next((name for name in names if name not in known), "")

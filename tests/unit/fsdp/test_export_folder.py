@@ -1,0 +1,66 @@
+"""An export replaces nothing but an older export, and only once it is complete."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from fsdptrain.errors import CheckpointError
+from fsdptrain.fsdp.export_folder import MARKER, check_target, publish_folder, temporary_of
+
+
+def export(target: Path, text: str = "new", *, inner: str = "") -> Path:
+    temporary_of(target).mkdir(parents=True)
+    (temporary_of(target) / "model.safetensors").write_text(text)
+    publish_folder(target)
+    return target if not inner else export(target / inner, text)
+
+
+def test_an_older_export_is_replaced_also_behind_a_link(tmp_path: Path) -> None:
+    target, link = tmp_path / "disk" / "hf", tmp_path / "link"
+    link.symlink_to(target)
+    target.mkdir(parents=True)  # an empty folder is as good as none
+    export(export(target, "old"), inner="adapter")
+    export(link, "newer")
+    assert {path.name for path in target.iterdir()} == {"model.safetensors", MARKER}
+    assert (target / "model.safetensors").read_text() == "newer"
+    assert [path.name for path in target.parent.iterdir()] == ["hf"]
+
+
+@pytest.mark.parametrize("case", ["file", "foreign", "extended", "deep", "run", "source", "parent of source", ".", "/"])
+def test_nothing_else_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    target, sources = tmp_path / "target", [None, "a/hub-id"]
+    if case == "file":
+        target.write_text("")
+    elif case == "foreign":
+        target.mkdir()
+        (target / "model.safetensors").write_text("")
+    elif case == "extended":
+        (export(target) / "notes").write_text("")
+    elif case == "deep":
+        (export(target, inner="adapter").parent / "adapter" / "notes").write_text("")
+    elif case == "run":
+        (target / "checkpoints").mkdir(parents=True)
+    elif case in ("source", "parent of source"):
+        export(target, inner="adapter")
+        sources = [str(target / "adapter" / ("." if case == "parent of source" else ".."))]
+    elif case == ".":
+        export(target)
+        monkeypatch.chdir(target)
+    else:
+        target = Path("/")
+    with pytest.raises(CheckpointError) as caught:
+        check_target(Path(".") if case == "." else target, flag="--output x", sources=sources)
+    assert str(caught.value).startswith("--output x: the model cannot be written to ")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_target_that_was_taken_meanwhile_is_left_alone_and_the_export_is_kept(tmp_path: Path) -> None:
+    target = tmp_path / "hf"
+    (target / "notes").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=f"complete in {temporary_of(target)}.*it holds notes"):
+        export(target)
+    assert (temporary_of(target) / "model.safetensors").is_file()
+    shutil.rmtree(target)
+    publish_folder(target)
+    assert (target / "model.safetensors").is_file()
