@@ -8,6 +8,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from fsdptrain.memory.demand import count
 from fsdptrain.model.probes.layout import LayoutProbe
 from fsdptrain.tools.inspect.inspection import Group, Head, Inspection, Parameters
 from fsdptrain.tools.inspect.module_tree import Part
@@ -29,14 +30,6 @@ def print_inspection(report: Inspection) -> None:
     _section(console, "Dtypes", report.dtypes.items())
     if report.differences is not None:
         _section(console, "Against the files", _differences(report.differences))
-
-
-def count(number: float) -> str:
-    """Format a number: `4.02 B`, `100.93 M`, `2560`."""
-    for size, unit in ((1e9, "B"), (1e6, "M")):
-        if number >= size:
-            return f"{number / size:.2f} {unit}"
-    return str(int(number))
 
 
 def narrow_console() -> Console:

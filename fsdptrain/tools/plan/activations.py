@@ -38,7 +38,7 @@ class Sharding:
     reshard_after_forward: bool
     prefetch: bool
     cpu_offload: bool
-    state: int  # bytes of this rank's shards of weights, gradients and Adam's moments, on the device
+    state: Mapping[str, int]  # bytes of this rank's shards of weights, gradients and Adam's moments, on the device
 
 
 def training_peak(trace: Trace, sharding: Sharding) -> MemoryPeak:
@@ -49,7 +49,7 @@ def training_peaks(trace: Trace, sharding: Sharding) -> Iterator[MemoryPeak]:
     """Yield every candidate for the peak. Assumes that layers are ordered as their kinds are."""
     layers = [layer for layer in trace.layers for _ in range(layer.count)]
     root = sharding.compute_bytes * sharding.outside
-    state = {"weights, gradients, Adam": sharding.state}
+    state = sharding.state
     saved = trace.before + sum(layer.saved for layer in layers)
     on_host = sum(layer.on_host for layer in layers)
     outgoing = layers[-2].on_host if len(layers) > 1 else 0  # still on the device while the next layer runs

@@ -9,8 +9,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from fsdptrain.memory.demand import DEVICE_MARGIN, GIB
-from fsdptrain.tools.inspect.text import count, facts, heading, line, narrow_console
+from fsdptrain.memory.demand import GIB, MARGIN, count, gib
+from fsdptrain.tools.inspect.text import facts, heading, line, narrow_console
 from fsdptrain.tools.plan.activations import MemoryPeak
 from fsdptrain.tools.plan.plan import Plan, Proposal, with_margin
 
@@ -24,12 +24,12 @@ def print_plan(plan: Plan, command: str) -> None:
     heading(console, "On each GPU, in GiB")
     console.print(_peaks_table([plan.training, *([plan.generation] if plan.generation else [])]))
     heading(console, "Training, in GiB, margin included")
-    console.print(Padding(facts((name, _gib(size)) for name, size in plan.choices.items()), (0, 0, 0, 2)))
+    console.print(Padding(facts((name, gib(size)) for name, size in plan.choices.items()), (0, 0, 0, 2)))
     heading(console, f"On the host of {machine.ranks_per_node} ranks, in GiB")
     console.print(Padding(facts(_host(plan)), (0, 0, 0, 2)))
     console.print()
     if plan.fits:
-        console.print(f"fits: {_gib(plan.device)} of {machine.gpu_memory / GIB:g} GiB", style="bold", highlight=False)
+        console.print(f"fits: {gib(plan.device)} of {machine.gpu_memory / GIB:g} GiB", style="bold", highlight=False)
         console.print(f"  {command}", markup=False, highlight=False, soft_wrap=True)
         return
     console.print(_verdict(plan), style="bold", markup=False, highlight=False)
@@ -47,7 +47,7 @@ def as_mapping(plan: Plan, command: str) -> dict[str, Any]:
         **values,
         "device": plan.device,
         "fits": plan.fits,
-        "margin": DEVICE_MARGIN,
+        "margin": MARGIN,
         "command": command,
         "proposals": [{**asdict(p), "command": " ".join([command, *p.flags])} for p in plan.proposals],
     }
@@ -59,10 +59,10 @@ def _peaks_table(peaks: list[MemoryPeak]) -> Table:
     for name in ("training", "generation")[: len(peaks)]:
         table.add_column(name, justify="right", no_wrap=True)
     for name in dict.fromkeys(name for peak in peaks for name in peak.parts):
-        table.add_row(f"  {name}", *(_gib(peak.parts[name]) if name in peak.parts else "" for peak in peaks))
-    table.add_row("  together", *(_gib(peak.total) for peak in peaks), style="bold")
-    margin = f"  with a margin of {100 * (DEVICE_MARGIN - 1):.0f} %"
-    table.add_row(margin, *(_gib(with_margin(peak)) for peak in peaks), style="bold")
+        table.add_row(f"  {name}", *(gib(peak.parts[name]) if name in peak.parts else "" for peak in peaks))
+    table.add_row("  together", *(gib(peak.total) for peak in peaks), style="bold")
+    margin = f"  with a margin of {100 * (MARGIN - 1):.0f} %"
+    table.add_row(margin, *(gib(with_margin(peak)) for peak in peaks), style="bold")
     table.add_row(Text(f"  peak at: {peaks[0].name}", style="dim"))
     return table
 
@@ -71,17 +71,17 @@ def _host(plan: Plan) -> Iterator[tuple[str, str]]:
     if not plan.host_parts:
         yield "nothing", "weights, gradients and Adam's moments are on the GPUs"
         return
-    yield from ((name, _gib(size)) for name, size in plan.host_parts.items())
+    yield from ((name, gib(size)) for name, size in plan.host_parts.items())
     limit = plan.machine.host_memory
     of = f" of {limit / GIB:g}" if limit is not None else ""
-    yield "together", f"{_gib(plan.host)}{of}, with a margin"
+    yield "together", f"{gib(plan.host)}{of}, with a margin"
 
 
 def _verdict(plan: Plan) -> str:
-    device = f"{_gib(plan.device)} of {plan.machine.gpu_memory / GIB:g} GiB on each GPU"
+    device = f"{gib(plan.device)} of {plan.machine.gpu_memory / GIB:g} GiB on each GPU"
     host = plan.machine.host_memory
     if host is not None and plan.host > host:
-        device += f", {_gib(plan.host)} of {host / GIB:g} GiB on the host"
+        device += f", {gib(plan.host)} of {host / GIB:g} GiB on the host"
     ways = (
         "options that make it fit, fastest first:"
         if plan.proposals
@@ -92,10 +92,6 @@ def _verdict(plan: Plan) -> str:
 
 def _print_proposal(console: Console, proposal: Proposal, command: str, num_gpus: int) -> None:
     where = "" if proposal.num_gpus == num_gpus else f" on {proposal.num_gpus} GPUs"
-    host = f", {_gib(proposal.host)} on the host" if proposal.host else ""
-    console.print(f"  {_gib(proposal.device)} GiB{where}{host}", highlight=False)
+    host = f", {gib(proposal.host)} on the host" if proposal.host else ""
+    console.print(f"  {gib(proposal.device)} GiB{where}{host}", highlight=False)
     console.print(f"    {' '.join([command, *proposal.flags])}", markup=False, highlight=False, soft_wrap=True)
-
-
-def _gib(size: int | float) -> str:
-    return f"{size / GIB:.1f}"
