@@ -8,8 +8,8 @@ import torch.distributed as dist
 from fsdptrain import platform
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
-from fsdptrain.testing import spawn
 from fsdptrain.trainer.run_dir import PROGRESS_FILE, RunFolder, open_folder
+from tests.testing import spawn
 
 
 def checkpoint(folder, step, run_id):

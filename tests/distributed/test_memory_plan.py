@@ -14,13 +14,13 @@ from fsdptrain.features.activation_memory.config import ActivationMemoryConfig
 from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.fsdp.shards import local_shard
 from fsdptrain.model.policy import plain_batch
-from fsdptrain.testing import spawn
 from fsdptrain.tools.plan.activations import training_peaks
 from fsdptrain.tools.plan.plan import GIB, Machine, Planner
 from fsdptrain.trainer.memory import planned_memory
 from fsdptrain.types import LossConfig
 from tests import zoo
 from tests.matrix import only
+from tests.testing import spawn
 
 from .storages import Storages
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdptrain.testing import save_tiny_checkpoint
+from tests.testing import save_tiny_checkpoint
 
 ROOT = Path(__file__).parents[2]
 OPTIONAL = ("features", "vllm", "megatron", "tools")

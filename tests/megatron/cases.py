@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from fsdptrain.errors import FsdptrainError
 from fsdptrain.megatron.config import MegatronConfig
-from fsdptrain.testing import tiny_tokenizer
 from tests import families, zoo
+from tests.testing import tiny_tokenizer
 
 VOCAB_SIZE = 263  # odd: tensor parallel must pad it
 WRAPPED = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # whose mixers megatron-core lacks
