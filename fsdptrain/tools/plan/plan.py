@@ -7,6 +7,7 @@ The plan uses exact parameter counts, a trace of a pack of --max-tokens-per-gpu 
 the configuration allows, and the full cache of the embedded engine. It needs only config.json.
 """
 
+import copy
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -153,21 +154,17 @@ class Planner:
 
     def on(self, machine: Machine) -> "Planner":
         """Return a planner for the same model and traces on another machine."""
-        other = Planner(self._model, machine)
-        other._traces, other._caches, other._selective = self._traces, self._caches, self._selective
-        other._pieces, other._plans = self._pieces, self._plans
+        other = copy.copy(self)
+        other.machine = machine
         return other
 
     def allows(self, config: Config) -> bool:
         """Return whether the code of the model supports the checkpointing of `config`."""
-        return not config.section(ActivationMemoryConfig).is_selective or self._selective_works(
-            config.model.trust_remote_code
-        )
-
-    def _selective_works(self, trust_remote_code: bool) -> bool:
+        if not config.section(ActivationMemoryConfig).is_selective:
+            return True
         if self._selective is None:
             try:
-                check_selective(self._model.config, trust_remote_code=trust_remote_code)
+                check_selective(self._model.config, trust_remote_code=config.model.trust_remote_code)
                 self._selective = True
             except ConfigError:
                 self._selective = False

@@ -5,13 +5,10 @@ from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
-from rich.padding import Padding
 from rich.table import Table
-from rich.text import Text
 
 from fsdptrain.memory.demand import GIB, MARGIN, count, gib
-from fsdptrain.tools.inspect.text import facts, heading, line, narrow_console
-from fsdptrain.tools.plan.activations import MemoryPeak
+from fsdptrain.tools.inspect.text import facts, line, narrow_console, section, table
 from fsdptrain.tools.plan.plan import Plan, Proposal, with_margin
 
 
@@ -21,12 +18,10 @@ def print_plan(plan: Plan, command: str) -> None:
     machine = plan.machine
     size = f"{count(plan.counts.total)} parameters, {machine.num_gpus} x {machine.gpu_memory / GIB:g} GiB"
     line(console, plan.model_class, size)
-    heading(console, "On each GPU, in GiB")
-    console.print(_peaks_table([plan.training, *([plan.generation] if plan.generation else [])]))
-    heading(console, "Training, in GiB, margin included")
-    console.print(Padding(facts((name, gib(size)) for name, size in plan.choices.items()), (0, 0, 0, 2)))
-    heading(console, f"On the host of {machine.ranks_per_node} ranks, in GiB")
-    console.print(Padding(facts(_host(plan)), (0, 0, 0, 2)))
+    section(console, "On each GPU, in GiB", _peaks_table(plan))
+    choices = facts((name, gib(size)) for name, size in plan.choices.items())
+    section(console, "Training, in GiB, margin included", choices)
+    section(console, f"On the host of {machine.ranks_per_node} ranks, in GiB", facts(_host(plan)))
     console.print()
     if plan.fits:
         console.print(f"fits: {gib(plan.device)} of {machine.gpu_memory / GIB:g} GiB", style="bold", highlight=False)
@@ -53,18 +48,16 @@ def as_mapping(plan: Plan, command: str) -> dict[str, Any]:
     }
 
 
-def _peaks_table(peaks: list[MemoryPeak]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("")
-    for name in ("training", "generation")[: len(peaks)]:
-        table.add_column(name, justify="right", no_wrap=True)
-    for name in dict.fromkeys(name for peak in peaks for name in peak.parts):
-        table.add_row(f"  {name}", *(gib(peak.parts[name]) if name in peak.parts else "" for peak in peaks))
-    table.add_row("  together", *(gib(peak.total) for peak in peaks), style="bold")
-    margin = f"  with a margin of {100 * (MARGIN - 1):.0f} %"
-    table.add_row(margin, *(gib(with_margin(peak)) for peak in peaks), style="bold")
-    table.add_row(Text(f"  peak at: {peaks[0].name}", style="dim"))
-    return table
+def _peaks_table(plan: Plan) -> Table:
+    peaks = [plan.training, *([plan.generation] if plan.generation else [])]
+    rows = [
+        (name, *(gib(peak.parts[name]) if name in peak.parts else "" for peak in peaks))
+        for name in dict.fromkeys(name for peak in peaks for name in peak.parts)
+    ]
+    rows.append(("together", *(gib(peak.total) for peak in peaks)))
+    rows.append((f"with a margin of {100 * (MARGIN - 1):.0f} %", *(gib(with_margin(peak)) for peak in peaks)))
+    rows.append((f"peak at: {plan.training.name}",))
+    return table(("",), ("training", "generation")[: len(peaks)], rows)
 
 
 def _host(plan: Plan) -> Iterator[tuple[str, str]]:
