@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 import torch
 from record import TOLERANCES, header, measured, require_agreement, spread, table, write
 
-from fsdptrain.testing import free_port, rank_variables, tiny_tokenizer
 from fsdptrain.types import Sample
+from tests.testing import free_port, rank_variables, tiny_tokenizer
 
 MEGATRON = {"backend": "megatron"}
 

@@ -46,7 +46,7 @@ from fsdptrain.fsdp.wrap import shard_model
 from fsdptrain.model.loading.meta import build_meta_model, load_weights
 from fsdptrain.model.structure import decoder_layers
 from fsdptrain.platform import host_memory
-from fsdptrain.testing import spawn
+from tests.testing import spawn
 
 MB = 1_000_000
 ALLOWED = 400 * MB  # in addition to what must be held

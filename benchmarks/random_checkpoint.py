@@ -7,7 +7,6 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from fsdptrain.fsdp.hub_files import HubWriter
-from fsdptrain.testing import tiny_tokenizer
 
 FILE_BYTES = 1_000_000_000
 _QWEN3 = {"vocab_size": 151_936, "head_dim": 128, "num_key_value_heads": 8, "rope_theta": 1e6}
@@ -56,6 +55,8 @@ def write_random(folder: Path, config: PreTrainedConfig, *, seed: int, max_bytes
 
     Holds the tensors of one file at a time.
     """
+    from tests.testing import tiny_tokenizer  # found after `record` is imported
+
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT))  # for `tests.testing`
 TOLERANCES = {False: 1e-4, True: 5e-2}  # relative, for loss and gradient norm: float32 in another summation order; bf16
 _PACKAGES = ("torch", "transformers", "numpy", "trl", "liger-kernel")
 

@@ -24,9 +24,9 @@ from fsdptrain.features.context_parallel.config import ContextParallelConfig
 from fsdptrain.features.context_parallel.recurrent import check_context_parallel
 from fsdptrain.memory.flops import model_flops
 from fsdptrain.memory.grid import Grid
+from fsdptrain.memory.remedies import change
 from fsdptrain.model.structure import expert_choice
 from fsdptrain.tools.plan.plan import Machine, Planner, seqlens, with_margin
-from fsdptrain.tools.plan.remedies import change
 
 _HIDDEN: tuple[Axis, ...] = ("shard", "expert_shard", "replicate")
 _MOST_TOKENS = 128 * 1024  # per GPU: longer packs do not fit next to larger models, and are slow to plan

@@ -33,9 +33,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from random_checkpoint import SHAPES, shape, write_random
-from record import ROOT, header, spread, table, write
-
-sys.path.append(str(ROOT))  # for `tests`, which contains the collective counter
+from record import header, spread, table, write
 
 from benchmarks.scale import Cluster, Estimate, estimate
 from benchmarks.traffic import Pack, step_traffic
@@ -47,11 +45,11 @@ from fsdptrain.memory.grid import Grid
 from fsdptrain.memory.pieces import Pieces
 from fsdptrain.model.architecture import model_from_config
 from fsdptrain.model.structure import decoder_layers
-from fsdptrain.testing import spawn
 from fsdptrain.tools.plan.plan import Machine, Planner
 from fsdptrain.trainer.batches import PackingRules, make_batches
 from fsdptrain.types import LossConfig, Sample
 from tests.distributed.collectives import Collectives
+from tests.testing import spawn
 
 GPUS = tuple(2**n for n in range(3, 13))
 METRICS = 4096  # maximum bytes of all-reduces for norms and metrics per step

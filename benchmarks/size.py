@@ -53,7 +53,7 @@ def spine_files() -> list[Path]:
 def imported_files() -> list[Path]:
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
-        program = "import sys, pathlib, fsdptrain.testing as t; t.save_tiny_checkpoint(pathlib.Path(sys.argv[1]))"
+        program = "import sys, pathlib, tests.testing as t; t.save_tiny_checkpoint(pathlib.Path(sys.argv[1]))"
         subprocess.run([sys.executable, "-c", program, model], check=True, cwd=ROOT, capture_output=True)
         flags = f"--hf-checkpoint {model} --output-dir {folder}/run --no-bf16 --num-rollout 1 --rollout-batch-size 2"
         flags += " --n-samples-per-prompt 2 --rollout-max-response-len 8 --eval-interval 0 --keep-last 0 --no-export"

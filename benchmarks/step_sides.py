@@ -22,10 +22,10 @@ from fsdptrain.features.lora.feature import LoraFeature
 from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.fsdp.shards import local_shard
 from fsdptrain.platform import process_group
-from fsdptrain.testing import tiny_tokenizer
 from fsdptrain.trainer.batches import PackingRules, make_batches
 from fsdptrain.trainer.logprobs import LogprobPasses
 from fsdptrain.types import LossConfig, LossOutput, Sample
+from tests.testing import tiny_tokenizer
 
 SIDES = ("ours", "packed", "stock", "compact")
 Step = Callable[[], dict[str, float]]

@@ -24,8 +24,8 @@ from typing import Any
 from record import ROOT, header, spread, write
 from throughput import ENGINES, SIZES
 
-from fsdptrain.testing import save_tiny_checkpoint
 from fsdptrain.tools.report.report import read_metrics
+from tests.testing import save_tiny_checkpoint
 
 RESULTS = ROOT / "benchmarks" / "results" / "sync_check.json"
 

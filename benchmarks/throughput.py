@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def compare(size: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    from fsdptrain.testing import save_tiny_checkpoint
+    from tests.testing import save_tiny_checkpoint
 
     sides = [*args.engines, *(["trl"] if args.trl_python else [])]
     with tempfile.TemporaryDirectory() as folder:

@@ -40,7 +40,7 @@ from step_sides import SIDES, Case, make_samples, our_side, trl_side
 from traced import draw, longest, parts
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from fsdptrain.testing import tiny_tokenizer
+from tests.testing import tiny_tokenizer
 
 PHASES = ("prepare", "logprobs", "forward", "backward and optimizer")
 

@@ -13,9 +13,8 @@ DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS.parent))
 
 from fsdptrain.config import Config  # noqa: E402
-from fsdptrain.memory.demand import GIB  # noqa: E402
+from fsdptrain.memory.demand import GIB, count  # noqa: E402
 from fsdptrain.tools.inspect.inspection import meta_model  # noqa: E402
-from fsdptrain.tools.inspect.text import count  # noqa: E402
 from fsdptrain.tools.plan.plan import Machine, Plan, make_plan, with_margin  # noqa: E402
 
 CONFIGS = DOCS.parent / "tests" / "data" / "configs"

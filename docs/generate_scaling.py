@@ -19,10 +19,9 @@ from transformers import AutoConfig, PreTrainedModel  # noqa: E402
 
 from benchmarks.scale import Cluster, Estimate, best, best_for_length, flags  # noqa: E402
 from fsdptrain.config import Config  # noqa: E402
-from fsdptrain.memory.demand import GIB  # noqa: E402
+from fsdptrain.memory.demand import GIB, count  # noqa: E402
 from fsdptrain.model.architecture import model_from_config  # noqa: E402
 from fsdptrain.model.loading.materialize import quiet_transformers  # noqa: E402
-from fsdptrain.tools.inspect.text import count  # noqa: E402
 from fsdptrain.tools.plan.plan import Machine, Planner  # noqa: E402
 
 CONFIGS = DOCS.parent / "tests" / "data" / "configs"

@@ -143,11 +143,10 @@ def train(argv: Sequence[str]) -> int:
             sys.stdout.write(to_yaml(resolved.config, resolved.sources, color=_use_color()))
             _draw_processes(resolved.config)
             if resolved.config.launch.probe:
-                from fsdptrain.tools.inspect.dry_probe import probe_line
+                from fsdptrain.tools.inspect.inspection import probe_line
 
                 _check_sizes(resolved.config)
-                model = resolved.config.model
-                sys.stdout.write(f"# {probe_line(model.hf_checkpoint, trust_remote_code=model.trust_remote_code)}\n")
+                sys.stdout.write(f"# {probe_line(resolved.config)}\n")
         return 0
     from fsdptrain import launch
 
@@ -204,9 +203,8 @@ def inspect(argv: Sequence[str]) -> int:
     from fsdptrain.tools.inspect import inspection  # lazy: imports torch
     from fsdptrain.tools.inspect.text import print_inspection
 
-    found = inspection.inspect_model(resolved.config, num_gpus=resolved.own["num_gpus"])
-    if resolved.own["against_checkpoint"]:
-        found = inspection.with_differences(found, resolved.config)
+    own = {key: resolved.own[key] for key in ("num_gpus", "against_checkpoint")}
+    found = inspection.inspect_model(resolved.config, **own)
     if resolved.own["json"]:
         _print_json(found.as_dict())
     else:

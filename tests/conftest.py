@@ -2,6 +2,6 @@
 
 import os
 
-from fsdptrain.testing import PRELOAD
+from tests.testing import PRELOAD
 
 os.environ.setdefault(PRELOAD, "tests.preloaded")

@@ -16,10 +16,10 @@ import fsdptrain.cli
 import fsdptrain.launch.ranks
 import fsdptrain.rollout.embedded.engine  # noqa: F401
 from fsdptrain.config import resolve
-from fsdptrain.testing import save_tiny_checkpoint
 from tests import families, zoo  # noqa: F401
 from tests.distributed.test_fsdp_backend import train
 from tests.e2e import command, rewards  # noqa: F401
+from tests.testing import save_tiny_checkpoint
 
 
 def _train_once() -> None:

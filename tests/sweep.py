@@ -35,10 +35,10 @@ from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.model.loading.materialize import quiet_transformers
 from fsdptrain.model.policy import MODEL_ERRORS
 from fsdptrain.model.structure import expert_choice
-from fsdptrain.testing import spawn
 from fsdptrain.types import LossConfig, PackedBatch, Sample
 from tests import families, zoo
 from tests.tensors import load_files, same
+from tests.testing import spawn
 
 RANKS = 2
 MESHES: dict[str, dict[str, Any]] = {

@@ -32,5 +32,6 @@ _TORCHRUN = (
 )
 _TORCHRUN_FLAGS = "nnodes node-rank rdzv-backend rdzv-endpoint rdzv-id master-addr master-port node-timeout"
 ADVICE = {f"--{name}": _TORCHRUN for name in _TORCHRUN_FLAGS.split()} | {
-    "--network-interface": "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME in the environment"
+    "--network-interface": "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME in the environment",
+    "--megatron-bridge": "it was removed, weights are always converted by the built-in table: leave it out",
 }

@@ -20,7 +20,6 @@ from fsdptrain.fsdp.hub_files import write_stream
 from fsdptrain.fsdp.metric_sums import MetricSums
 from fsdptrain.fsdp.optimizer import Optimizer
 from fsdptrain.fsdp.reference import ReferenceBank
-from fsdptrain.megatron.bridge import choose_bridge, load_by_bridge
 from fsdptrain.megatron.config import MegatronConfig
 from fsdptrain.megatron.cpu_shims import prepare_megatron
 from fsdptrain.megatron.forward import LogprobsHead, from_last_stage, layout_of, run_packs
@@ -87,9 +86,6 @@ class MegatronBackend:
         self.layout_probe = LayoutProbe(self._layout, "megatron-core", difference, tolerance, self._why_padded)
         self._wrapped = wrap(self._model)
         self._masters = masters = Masters(self._wrapped)
-        self._bridge, self._conversion = choose_bridge(
-            split.bridge, self._model, self.hf_config, self.checkpoint_path, self.compute_dtype
-        )
         self._reference = self._load()
         self._reference_moved = False
         self._optimizer = Optimizer(
@@ -113,10 +109,10 @@ class MegatronBackend:
     @property
     def lines(self) -> list[str]:
         """Log lines that describe the backend."""
-        return [*self.report.lines, self._masters.line, self._conversion.line, self.layout_probe.line]
+        return [*self.report.lines, self._masters.line, self.layout_probe.line]
 
     def kernels(self) -> list[Kernel]:
-        return [*self.report.kernels, self._conversion]
+        return list(self.report.kernels)
 
     def compute_logprobs(self, batches: Sequence[PackedBatch], model: ModelRole) -> list[LogProbs]:
         """Compute logprobs at the rollout temperature without gradient. Returns CPU tensors, one per batch."""
@@ -163,7 +159,7 @@ class MegatronBackend:
 
     def hf_weights(self, naming: Naming = "hub") -> Iterator[tuple[str, Tensor]]:
         """Yield full tensors in the compute dtype on the device, layer by layer. All ranks must iterate to the end."""
-        stream = self._bridge.stream() if self._bridge else self.weights.stream(dtype=self.compute_dtype)
+        stream = self.weights.stream(dtype=self.compute_dtype)
         return stream if naming == "hub" else by_module(stream, self._stock)
 
     def push_weights(self, engine: RolloutEngine, policy_version: int) -> bool:
@@ -205,12 +201,8 @@ class MegatronBackend:
         if config.needs_reference and config.ref.load is not None:
             self._read(config.ref.load, "--ref-load")
             bank = ReferenceBank(self._model)
-        if self._bridge is not None:
-            load_by_bridge(self._bridge, self._split.bridge, self.checkpoint_path, self.weights)
-            self._masters.begin_from_model()
-        else:
-            self._read(str(self.checkpoint_path), "--hf-checkpoint", self._masters.take)
-            self._masters.publish()
+        self._read(str(self.checkpoint_path), "--hf-checkpoint", self._masters.take)
+        self._masters.publish()
         return ReferenceBank(self._model) if config.needs_reference and bank is None else bank
 
     def _read(self, name: str, flag: str, put: Callable[[str, Tensor], None] | None = None) -> None:

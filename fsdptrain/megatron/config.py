@@ -37,10 +37,6 @@ class MegatronConfig(Section):
     spec: Annotated[str | None, REFUSED, RUNS_CODE] = None
     """`package.module:function` that builds the layers instead of the backend: (transformer_config, hf_config, *,
     vp_stage=None) -> block spec."""
-    bridge: Literal["auto", "own", "mbridge", "megatron-bridge"] = "auto"
-    """Converter of weights from checkpoint files and to the engine. `own`: the built-in table, also used by `auto`. If
-    the requested bridge is not installed or does not support the model, the table is used with a warning; with
-    --strict, it is an error."""
 
     @property
     def rank_groups(self) -> tuple[RankGroup, ...]:

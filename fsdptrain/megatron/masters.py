@@ -107,12 +107,6 @@ class Masters:
         self._wrapped.start_param_sync()
 
     @torch.no_grad()
-    def begin_from_model(self) -> None:
-        """Initialize the masters from the model's weights, when no more precise values are available."""
-        for part in self._parts.values():
-            part.master.view(-1).copy_(_flat(part.parameter.data, part))
-
-    @torch.no_grad()
     def take(self, name: str, whole: Tensor, into: Mapping[str, Tensor] | None = None) -> None:
         """Copy this rank's slice of `whole` to its master, or to the tensor in `into`.
 

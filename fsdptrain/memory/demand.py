@@ -1,76 +1,43 @@
-"""Estimate the memory of one rank before anything is loaded, from exact parameter counts.
+"""The memory of one rank, from parameter counts. A run checks it before loading, and `fsdptrain plan` adds activations.
 
-Included: float32 master weights, Adam's two moments and gradients of one shard (4 bytes each), frozen weights in the
-compute dtype, the layers that are gathered at one time, the reference's shard, the copy of the embedded engine, and a
-margin. Not included: activations, the KV cache, and the page cache, which the system frees on demand.
+Included before loading: float32 master weights, Adam's two moments and gradients of one shard (4 bytes each), frozen
+weights in the compute dtype, the layers that are gathered at one time, the reference's shard, the copy of the embedded
+engine, and a margin. Not included: activations, the KV cache, and the page cache, which the system frees on demand.
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from fsdptrain.config import Config
 from fsdptrain.errors import MemoryPlanError
-from fsdptrain.memory.grid import Grid
 from fsdptrain.model.structure import ParameterCounts
 from fsdptrain.platform import GIB
 
-if TYPE_CHECKING:
-    from fsdptrain.memory.pieces import Pieces
-
 MASTER_BYTES = 4  # float32
 GATHERED_LAYERS = 2  # the current one and the prefetched one
-DEVICE_MARGIN = 1.05  # fragmentation and kernel workspaces
-HOST_MARGIN = 1.05
+MARGIN = 1.05  # fragmentation and kernel workspaces
+Parts = dict[str, int]  # bytes by purpose
 
 
 @dataclass(frozen=True)
-class MemoryDemand:
-    """The settings that determine the memory demand of a rank."""
+class Shard:
+    """The part of a model on one rank. [elements]"""
 
-    counts: ParameterCounts
-    num_shards: int  # ranks over which one replica is sharded
-    compute_bytes: int  # per gathered element: 2 for bfloat16 and float16, 4 for float32
-    cpu_offload: bool = False
-    offload_optimizer: bool = False  # only Adam's moments on the host
-    reshard_after_forward: bool = True
-    embedded_engine: bool = False  # a whole copy in the compute dtype, between the training steps
-    offload_train: bool = False  # beside the engine only the trainer's weights, and only during the weight sync
-    reference: bool = False  # another shard of the weights, on the host
-    load_strategy: str = "shard"
-    async_save: bool = False  # a host copy of the checkpoint content while it is written
-    moving_reference: bool = False  # the reference is part of the checkpoint
-    gathered: ParameterCounts | None = None  # if layers or experts are split: the part that a rank gathers
-    copied: int = 0  # redundant elements in tensor ranks
+    counts: ParameterCounts  # of the whole model
+    num_shards: int
+    trained: int
+    frozen: int
+    gathered: ParameterCounts  # what the rank gathers: less than `counts` if layers or experts are split
 
-
-def demand_of(
-    config: Config, grid: Grid, counts: ParameterCounts, *, embedded_engine: bool, pieces: "Pieces | None" = None
-) -> MemoryDemand:
-    """Return the demand of a run of `config` on `grid` whose model has `counts`.
-
-    pieces: the parts of the parameters on a rank, if layers or experts are split.
-    """
-    assert pieces is not None or not grid.is_split
-    return MemoryDemand(
-        counts=counts,
-        num_shards=grid.shards * grid.tensor,
-        gathered=pieces.gathered if pieces is not None and grid.is_split else None,
-        copied=0 if pieces is None else pieces.total(lambda piece: (piece.tensor_copies - 1) * piece.numel),
-        compute_bytes=getattr(torch, config.compute_dtype_name).itemsize,
-        cpu_offload=config.fsdp.cpu_offload,
-        offload_optimizer=config.optim.offload_optimizer,
-        reshard_after_forward=config.fsdp.reshard_after_forward,
-        embedded_engine=embedded_engine,
-        offload_train=config.sync.offload_train,
-        reference=config.stores_reference,
-        load_strategy=config.model.load_strategy,
-        async_save=config.run.async_save,
-        moving_reference=config.ref.update_interval is not None,
-    )
+    @classmethod
+    def of(
+        cls, counts: ParameterCounts, num_shards: int, *, gathered: ParameterCounts | None = None, copied: int = 0
+    ) -> "Shard":
+        """Divide the parameters evenly. copied: redundant elements in tensor ranks."""
+        trained = math.ceil((counts.total - counts.frozen + copied) / num_shards)
+        return cls(counts, num_shards, trained, math.ceil(counts.frozen / num_shards), gathered or counts)
 
 
 @dataclass(frozen=True)
@@ -85,44 +52,74 @@ class MemorySupply:
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """Required bytes by purpose: `device` per rank, `host` for all ranks of a node. Sums include the margins."""
+    """Required bytes by purpose: `device` per rank, `host` for all ranks of a node. Sums include the margin."""
 
-    device_parts: Mapping[str, int]
-    host_parts: Mapping[str, int]
+    device_parts: Parts
+    host_parts: Parts
 
     @property
     def device(self) -> int:
-        return math.ceil(DEVICE_MARGIN * sum(self.device_parts.values()))
+        return math.ceil(MARGIN * sum(self.device_parts.values()))
 
     @property
     def host(self) -> int:
-        return math.ceil(HOST_MARGIN * sum(self.host_parts.values()))
+        return math.ceil(MARGIN * sum(self.host_parts.values()))
+
+    def fits(self, supply: MemorySupply) -> bool:
+        return self.device <= supply.device_free and self.host <= supply.host_free
 
 
-def load_memory_need(demand: MemoryDemand, supply: MemorySupply) -> MemoryNeed:
-    """Return the peak memory of a rank, while it trains or while the embedded engine generates."""
-    counts, ranks = demand.counts, supply.ranks_per_node
-    trained = MASTER_BYTES * math.ceil((counts.total - counts.frozen + demand.copied) / demand.num_shards)
-    # Without an adapter, frozen weights are stored like the trained ones.
-    stored = demand.compute_bytes if counts.adapter else MASTER_BYTES
-    frozen = stored * math.ceil(counts.frozen / demand.num_shards)
+def compute_bytes(config: Config) -> int:
+    return getattr(torch, config.compute_dtype_name).itemsize
+
+
+def shard_state(config: Config, shard: Shard) -> tuple[Parts, Parts]:
+    """Return the state of a shard on the device and on the host."""
+    trained, frozen = MASTER_BYTES * shard.trained, _stored_bytes(config, shard) * shard.frozen
     state = {"weights": trained + frozen, "Adam's moments": 2 * trained, "gradients": trained}
-    on_host = set(state) if demand.cpu_offload else {"Adam's moments"} if demand.offload_optimizer else set()
-    on_device = {name: size for name, size in state.items() if name not in on_host}
-    while_generating = {"weights": on_device["weights"]} if demand.offload_train else on_device
-    moments = (on_device | _training_memory(demand), while_generating | _engine_memory(demand))
-    device = dict(max(moments, key=lambda parts: sum(parts.values())))
-    host = {name: ranks * size for name, size in state.items() if name in on_host}
-    if demand.offload_train and supply.has_accelerator:
+    moved = {"Adam's moments"} if config.optim.offload_optimizer else set()
+    moved = set(state) if config.fsdp.cpu_offload else moved
+    on_device = {name: size for name, size in state.items() if name not in moved}
+    return on_device, {name: size for name, size in state.items() if name in moved}
+
+
+def generation_need(config: Config, shard: Shard, cache: Parts) -> Parts:
+    """Return the device memory while the embedded engine generates. cache: its key-value cache.
+
+    With --offload-train it is the larger of two: both copies of the weights, or the engine's weights and the cache.
+    """
+    held = {name: size for name, size in shard_state(config, shard)[0].items() if name != "gradients"}
+    whole = shard.counts.total - shard.counts.adapter  # the adapter is merged
+    engine = {"the engine's weights": compute_bytes(config) * whole}
+    most = max(shard.gathered.largest_layer, shard.gathered.outside_layers)
+    layers = {"gathered layers": compute_bytes(config) * most}
+    if not config.sync.offload_train:
+        return held | engine | cache | layers
+    weights = {name: size for name, size in held.items() if name == "weights"}
+    return max(weights | engine | layers, engine | cache, key=lambda parts: sum(parts.values()))
+
+
+def memory_need(config: Config, shard: Shard, supply: MemorySupply) -> MemoryNeed:
+    """Return the peak memory of a rank without activations, while it trains or while the embedded engine generates."""
+    counts, ranks = shard.counts, supply.ranks_per_node
+    if not supply.has_accelerator:
+        config = config.with_values(offload_train=False)  # it would copy, and save nothing
+    on_device, on_host = shard_state(config, shard)
+    device = on_device | _training_memory(config, shard)
+    if config.generates and not config.engine_has_own_devices:
+        device = max(device, generation_need(config, shard, {}), key=lambda parts: sum(parts.values()))
+    host = {name: ranks * size for name, size in on_host.items()}
+    if config.sync.offload_train:
         away = sum(size for name, size in on_device.items() if name != "gradients")
         host["the trainer, while the engine generates"] = ranks * away
-    if demand.reference:
+    trained, frozen = MASTER_BYTES * shard.trained, _stored_bytes(config, shard) * shard.frozen
+    if config.stores_reference:
         host["the reference"] = ranks * (frozen if counts.adapter else frozen + trained)  # the reference has no adapter
-    if demand.async_save:
+    if config.run.async_save:
         weights = trained if counts.adapter else trained + frozen  # only the adapter is written
-        copies = 1 + (demand.reference and demand.moving_reference)
+        copies = 1 + (config.stores_reference and config.ref.update_interval is not None)  # a moving reference too
         host["the checkpoint in writing"] = ranks * (copies * weights + 2 * trained)
-    if demand.load_strategy == "rank0":
+    if config.model.load_strategy == "rank0":
         host["rank 0's whole copy"] = MASTER_BYTES * counts.total
     if supply.has_accelerator:
         return MemoryNeed(device, host)
@@ -131,52 +128,48 @@ def load_memory_need(demand: MemoryDemand, supply: MemorySupply) -> MemoryNeed:
     return MemoryNeed({}, host)
 
 
-def load_memory_line(demand: MemoryDemand, supply: MemorySupply) -> str:
+def need_line(need: MemoryNeed, shard: Shard, supply: MemorySupply) -> str:
     """Return a line with needed and available memory, to print before loading."""
-    need = load_memory_need(demand, supply)
-    counts = demand.counts
+    counts, num_shards, ranks = shard.counts, shard.num_shards, supply.ranks_per_node
     trained = f" ({count(counts.total - counts.frozen)} of them trained)" if counts.frozen else ""
-    size = f"{count(counts.total)} parameters{trained} over {demand.num_shards} shard{'s' * (demand.num_shards > 1)}"
+    size = f"{count(counts.total)} parameters{trained} over {num_shards} shard{'s' * (num_shards > 1)}"
     device = f"device {gib(need.device)} of {gib(supply.device_free)} GiB free on each rank, "
-    host = f"host {gib(need.host)} of {gib(supply.host_free)} GiB free for {supply.ranks_per_node} rank"
-    host += "s" * (supply.ranks_per_node > 1)
+    host = f"host {gib(need.host)} of {gib(supply.host_free)} GiB free for {ranks} rank{'s' * (ranks > 1)}"
     return f"memory to load {size}, before activations: {device if supply.has_accelerator else ''}{host}"
 
 
-def check_load_memory(demand: MemoryDemand, supply: MemorySupply) -> None:
-    """Raise MemoryPlanError with helpful flags if the model does not fit. Not collective: use `raise_on_all_ranks`."""
-    need = load_memory_need(demand, supply)
-    if supply.has_accelerator and need.device > supply.device_free:
-        kind, needed, parts, free = "device", need.device, need.device_parts, supply.device_free
-    elif need.host > supply.host_free:
-        kind, needed, parts, free = "host", need.host, need.host_parts, supply.host_free
-    else:
-        return
+def check_load_memory(config: Config, shard: Shard, supply: MemorySupply) -> str:
+    """Return `need_line`. Raise MemoryPlanError with helpful flags if the model does not fit. Not collective."""
+    need = memory_need(config, shard, supply)
+    if need.fits(supply):
+        return need_line(need, shard, supply)
     from fsdptrain.memory.remedies import message
 
-    raise MemoryPlanError(message(kind, needed, parts, free, demand, supply))
+    raise MemoryPlanError(message(need, config, shard, supply))
 
 
-def _training_memory(demand: MemoryDemand) -> dict[str, int]:
+def _training_memory(config: Config, shard: Shard) -> Parts:
     """Return the temporary memory of training: gathered layers, and gradients before they are reduced."""
-    counts = demand.gathered or demand.counts
-    layers = (
-        GATHERED_LAYERS * counts.largest_layer if demand.reshard_after_forward else counts.total - counts.outside_layers
-    )
-    gathered = demand.compute_bytes * (layers + counts.outside_layers)
-    reduction = (demand.compute_bytes + MASTER_BYTES) * counts.reduced_at_once
+    counts, itemsize = shard.gathered, compute_bytes(config)
+    resharded = config.fsdp.reshard_after_forward
+    layers = GATHERED_LAYERS * counts.largest_layer if resharded else counts.total - counts.outside_layers
+    gathered = itemsize * (layers + counts.outside_layers)
+    reduction = (itemsize + MASTER_BYTES) * counts.reduced_at_once
     return {"gathered layers": gathered, "gradients of one layer": reduction}
 
 
-def _engine_memory(demand: MemoryDemand) -> dict[str, int]:
-    """Return the memory of the embedded engine: its copy of the model."""
-    whole = demand.compute_bytes * (demand.counts.total - demand.counts.adapter)  # the adapter is merged
-    return {"the embedded engine": whole} if demand.embedded_engine else {}
+def _stored_bytes(config: Config, shard: Shard) -> int:
+    """Return the bytes of a frozen weight. Without an adapter, frozen weights are stored like the trained ones."""
+    return compute_bytes(config) if shard.counts.adapter else MASTER_BYTES
 
 
 def gib(size: int) -> str:
     return f"{size / GIB:.1f}"
 
 
-def count(number: int) -> str:
-    return f"{number / 1e9:.2f} B" if number >= 1e8 else f"{number / 1e6:.2f} M"
+def count(number: float) -> str:
+    """Format a number: `4.02 B`, `100.93 M`, `2560`."""
+    for size, unit in ((1e9, "B"), (1e6, "M")):
+        if number >= size:
+            return f"{number / size:.2f} {unit}"
+    return str(int(number))

@@ -102,7 +102,7 @@ def build_components(
     plans = platform.has_accelerator() and config.model.backend == "fsdp"
     with ExitStack() as stack:
         loggers = open_loggers(config, folder, stack)
-        backend = open_backend(config, features, generates=generates)
+        backend = open_backend(config, features)
         engine = make_engine(config, checkpoint=checkpoint, device=device) if generates else None
         timeline, waits = Timeline(), watched_waits(config, folder, stack)
         sampler = evaluation = weight_sync = background = None
@@ -184,12 +184,9 @@ def open_loggers(config: Config, folder: RunFolder, stack: ExitStack) -> list[Lo
     return loggers
 
 
-def open_backend(config: Config, features: Features, *, generates: bool) -> PolicyBackend:
-    """Load the policy and log how it is computed. generates: the run has an engine. Collective."""
-    embedded = generates and not config.engine_has_own_devices
-    backend = build_backend(
-        config, features=features, before_load=lambda model: plan_memory(model, config, embedded_engine=embedded)
-    )
+def open_backend(config: Config, features: Features) -> PolicyBackend:
+    """Load the policy and log how it is computed. Collective."""
+    backend = build_backend(config, features=features, before_load=lambda model: plan_memory(model, config))
     for line in backend.lines:
         log.info("%s", line)
     report_fallbacks(backend, strict=config.model.strict)

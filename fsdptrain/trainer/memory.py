@@ -4,7 +4,6 @@ import importlib
 import importlib.util
 import logging
 import os
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from transformers import PreTrainedModel
@@ -13,36 +12,34 @@ from fsdptrain import platform
 from fsdptrain.config import Config
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import MemoryPlanError
-from fsdptrain.memory.demand import MemorySupply, check_load_memory, demand_of, load_memory_line
+from fsdptrain.memory.demand import MemorySupply, Shard, check_load_memory
 from fsdptrain.memory.grid import Grid
 from fsdptrain.model.structure import count_parameters
-
-if TYPE_CHECKING:
-    from fsdptrain.memory.pieces import Pieces
 
 log = logging.getLogger(__name__)
 
 
-def plan_memory(model: PreTrainedModel, config: Config, *, embedded_engine: bool) -> None:
+def plan_memory(model: PreTrainedModel, config: Config) -> None:
     """Log required and available memory. Raises MemoryPlanError on all ranks if loading cannot fit. Collective."""
-    grid = Grid.of(config, dist.get_world_size())
-    pieces = split_pieces(model, grid) if grid.is_split else None
-    demand = demand_of(config, grid, count_parameters(model), embedded_engine=embedded_engine, pieces=pieces)
     supply = MemorySupply(
         device_free=platform.device_memory()[0],
         host_free=platform.host_memory()[0],
         ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         has_accelerator=platform.has_accelerator(),
     )
-    log.info("%s", load_memory_line(demand, supply))
     with raise_on_all_ranks(MemoryPlanError, "--hf-checkpoint"):
-        check_load_memory(demand, supply)
+        log.info("%s", check_load_memory(config, _shard(model, config), supply))
 
 
-def split_pieces(model: PreTrainedModel, grid: Grid) -> "Pieces":
+def _shard(model: PreTrainedModel, config: Config) -> Shard:
+    grid, counts = Grid.of(config, dist.get_world_size()), count_parameters(model)
+    if not grid.is_split:
+        return Shard.of(counts, grid.shards)
     from fsdptrain.memory.pieces import Pieces
 
-    return Pieces(model, grid)
+    pieces = Pieces(model, grid)
+    copied = pieces.total(lambda piece: (piece.tensor_copies - 1) * piece.numel)
+    return Shard.of(counts, grid.shards * grid.tensor, gathered=pieces.gathered, copied=copied)
 
 
 def planned_memory(model: PreTrainedModel, config: Config) -> int | None:

@@ -14,10 +14,10 @@ from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.fsdp.shards import local_shard
 from fsdptrain.model.loading.materialize import own_part
 from fsdptrain.model.structure import reshard
-from fsdptrain.testing import tiny_tokenizer
 from fsdptrain.types import LogProbs, LossConfig, LossOutput, PackedBatch, Sample
 from tests import zoo
 from tests.exact import in_float64
+from tests.testing import tiny_tokenizer
 
 from .test_fsdp_backend import config
 

@@ -12,7 +12,7 @@ from fsdptrain.fsdp.mesh import build_mesh
 from fsdptrain.fsdp.wrap import shard_model
 from fsdptrain.model.loading.meta import build_meta_model, load_weights
 from fsdptrain.model.structure import reshard
-from fsdptrain.testing import tiny_qwen3
+from tests.testing import tiny_qwen3
 
 SHARDING: dict[str, Any] = {"cpu_offload": False, "reshard_after_forward": True, "prefetch": True}
 

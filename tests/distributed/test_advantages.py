@@ -4,9 +4,9 @@ import pytest
 import torch.distributed as dist
 
 from fsdptrain.algo.advantages import ADVANTAGES, AdvantageRule, assign_advantages, scale_over_batch
-from fsdptrain.testing import spawn
 from fsdptrain.trainer.metrics import reduce_sums
 from fsdptrain.types import Sample
+from tests.testing import spawn
 
 RULES = [
     AdvantageRule(ADVANTAGES["dr_grpo"], "batch"),

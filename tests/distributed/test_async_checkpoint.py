@@ -18,8 +18,8 @@ from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
 from fsdptrain.fsdp.reference import ReferenceBank
 from fsdptrain.fsdp.shards import local_shard
 from fsdptrain.fsdp.staging import Staging
-from fsdptrain.testing import spawn
 from tests.matrix import only
+from tests.testing import spawn
 
 from .sharded import train
 from .test_fsdp_checkpoint import build

@@ -17,10 +17,10 @@ from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
 from fsdptrain.rollout.embedded.engine import build_hf_engine
 from fsdptrain.rollout.weight_sync.verify import build_verifier
-from fsdptrain.testing import spawn, tiny_tokenizer
 from fsdptrain.types import LossConfig
 from tests import zoo
 from tests.matrix import only
+from tests.testing import spawn, tiny_tokenizer
 from tests.vllm.faults import FaultyTransfer
 
 from .test_fsdp_backend import config, packs_of_this_rank, samples

@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from fsdptrain.distributed import gather, raise_on_all_ranks, require_same
 from fsdptrain.errors import CheckpointError, DataError, FsdptrainError
-from fsdptrain.testing import spawn
+from tests.testing import spawn
 
 FAILURES = {
     "nobody": lambda rank: None,

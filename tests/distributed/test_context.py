@@ -18,11 +18,11 @@ from fsdptrain.model.attention.attention import SEGMENTS, register_attention, se
 from fsdptrain.model.policy import install_policy_forward, plain_batch, policy_logprobs
 from fsdptrain.model.rows import Layout
 from fsdptrain.model.structure import expert_choice
-from fsdptrain.testing import spawn
 from tests import zoo
 from tests.exact import Exact
 from tests.seam import context_parallel, install_replay, routed_logprobs
 from tests.sweep import sweep
+from tests.testing import spawn
 
 TOLERANCE = 1e-11  # of the largest element
 LENGTHS = (

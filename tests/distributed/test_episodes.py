@@ -9,7 +9,6 @@ from fsdptrain.config import Config
 from fsdptrain.data.chat import TurnRenderer
 from fsdptrain.errors import FsdptrainError
 from fsdptrain.rewards.functions import environment as environment_reward
-from fsdptrain.testing import save_tiny_checkpoint, spawn, tiny_tokenizer
 from fsdptrain.trainer.samples.environment import LoadedEnvironment
 from fsdptrain.trainer.samples.multi_turn import MultiTurn
 from fsdptrain.trainer.samples.single_turn import GenerationRound
@@ -19,6 +18,7 @@ from fsdptrain.trainer.timeline import Stopwatch
 from fsdptrain.types import Prompt, SamplingParams, Turn
 from tests import agreement
 from tests.exact import Exact, backends_in_float64
+from tests.testing import save_tiny_checkpoint, spawn, tiny_tokenizer
 
 PROMPTS = [Prompt(f"p{i}", [5 + i] * (1 + 7 * (i % 4)), "") for i in range(5)]
 # each token ends a turn with a chance of about one in six

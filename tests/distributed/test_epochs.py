@@ -9,11 +9,11 @@ import torch
 
 from fsdptrain.config import Config
 from fsdptrain.fsdp.backend import FSDPBackend
-from fsdptrain.testing import save_tiny_checkpoint, spawn
 from fsdptrain.trainer.batches import PackingRules, StepBatches, make_batches
 from fsdptrain.trainer.epochs import carry_scores
 from fsdptrain.trainer.samples.source import own_share
 from fsdptrain.types import Sample
+from tests.testing import save_tiny_checkpoint, spawn
 
 GROUPS, GROUP_SIZE = 5, 3
 RULES = PackingRules(

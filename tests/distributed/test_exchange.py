@@ -11,8 +11,8 @@ import torch.distributed as dist
 from fsdptrain.algo.weights import num_loss_tokens
 from fsdptrain.data.packing.exchange import exchange_samples
 from fsdptrain.data.packing.sample_index import gather_index
-from fsdptrain.testing import spawn
 from fsdptrain.types import Sample
+from tests.testing import spawn
 
 COUNTS = [5, 0, 11, 2]  # samples that ranks generated; one has none
 

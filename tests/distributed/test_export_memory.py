@@ -5,9 +5,9 @@ from functools import partial
 import torch
 
 from fsdptrain.fsdp.stream import stream_weights
-from fsdptrain.testing import spawn
 from tests import zoo
 from tests.tensors import load_files
+from tests.testing import spawn
 
 from .sharded import load_sharded
 from .storages import Storages

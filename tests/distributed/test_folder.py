@@ -14,9 +14,9 @@ import torch.distributed as dist
 from fsdptrain import platform
 from fsdptrain.config import Config, to_yaml
 from fsdptrain.errors import CheckpointError, ConfigError
-from fsdptrain.testing import preloaded_context, spawn
 from fsdptrain.trainer.run_dir import PROGRESS_FILE, open_folder
 from fsdptrain.trainer.run_lock import LOCK_FILE, lock_folder
+from tests.testing import preloaded_context, spawn
 
 
 def checkpoint(folder, step, run_id):

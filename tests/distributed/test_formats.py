@@ -22,10 +22,10 @@ from fsdptrain.model.loading.files import resolve_checkpoint, weight_files
 from fsdptrain.model.loading.meta import build_meta_model
 from fsdptrain.model.policy import plain_batch
 from fsdptrain.model.structure import decoder_layers
-from fsdptrain.testing import save_tiny_checkpoint, spawn, tiny_tokenizer
 from fsdptrain.types import LossConfig
 from tests import zoo
 from tests.tensors import load_files
+from tests.testing import save_tiny_checkpoint, spawn, tiny_tokenizer
 
 from .sharded import full, load_sharded
 

@@ -17,11 +17,11 @@ from fsdptrain.errors import CheckpointError, ConfigError, NumericsError
 from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
 from fsdptrain.fsdp.shards import local_shard
-from fsdptrain.testing import save_tiny_checkpoint, spawn
 from fsdptrain.types import LossConfig, Sample
 from tests import zoo
 from tests.exact import Exact, backends_in_float64
 from tests.tensors import relative
+from tests.testing import save_tiny_checkpoint, spawn
 
 from .sharded import full, full_state
 

@@ -21,10 +21,10 @@ from fsdptrain.fsdp.checkpoint import load_checkpoint, save_checkpoint
 from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
 from fsdptrain.fsdp.optimizer import Optimizer
 from fsdptrain.fsdp.staging import Staging
-from fsdptrain.testing import spawn
 from tests import zoo
 from tests.matrix import only
 from tests.tensors import same
+from tests.testing import spawn
 
 from .sharded import full, full_state, load_sharded, sharded_qwen3, train
 
@@ -247,7 +247,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path, every, later):
 def killed_at(moment: int, directory: Path, *, newest: int, later: bool) -> int | None:
     """Exit code of a process that found checkpoint `newest`, then wrote another one and was killed at `moment`."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["fsdptrain.testing"])
+    context.set_forkserver_preload(["tests.testing"])
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=write_until_killed, args=(str(directory), moment, theirs, later))
     process.start()

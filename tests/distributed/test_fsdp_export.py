@@ -14,9 +14,9 @@ from fsdptrain.fsdp.export import export_hf
 from fsdptrain.fsdp.shards import local_shard
 from fsdptrain.fsdp.stream import stream_weights
 from fsdptrain.model.structure import reshard
-from fsdptrain.testing import save_tiny_checkpoint, spawn, tiny_tokenizer
 from tests import zoo
 from tests.tensors import load_files
+from tests.testing import save_tiny_checkpoint, spawn, tiny_tokenizer
 
 from .sharded import load_sharded
 

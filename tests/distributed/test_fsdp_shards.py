@@ -9,7 +9,7 @@ from fsdptrain.fsdp.reference import ReferenceBank
 from fsdptrain.fsdp.shards import local_shard
 from fsdptrain.fsdp.stash import HostStash
 from fsdptrain.model.structure import reshard
-from fsdptrain.testing import spawn
+from tests.testing import spawn
 
 from .sharded import backward, full_state, sharded_qwen3, tokens, train
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
 from fsdptrain.platform import has_accelerator
-from fsdptrain.testing import save_tiny_checkpoint, spawn
+from tests.testing import save_tiny_checkpoint, spawn
 
 from . import gpu_cases
 from .sharded import full_state

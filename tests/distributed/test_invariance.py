@@ -25,10 +25,10 @@ from fsdptrain.fsdp.mesh import build_mesh
 from fsdptrain.fsdp.wrap import shard_model
 from fsdptrain.model.attention.attention import SEGMENTS, register_attention
 from fsdptrain.model.policy import install_policy_forward, plain_batch, policy_logprobs
-from fsdptrain.testing import spawn, tiny_qwen3
 from fsdptrain.trainer.batches import PackingRules, make_batches
 from fsdptrain.trainer.samples.source import own_share
 from fsdptrain.types import LogProbs, LossConfig, PackedBatch, Sample
+from tests.testing import spawn, tiny_qwen3
 
 from .sharded import SHARDING
 

@@ -13,7 +13,6 @@ from fsdptrain.algo.advantages import ADVANTAGES, AdvantageRule, assign_advantag
 from fsdptrain.algo.kl import KL_ESTIMATORS
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.config.presets import ADVANTAGE_SCALES
-from fsdptrain.testing import spawn
 from fsdptrain.trainer.batches import PackingRules, StepBatches, make_batches
 from fsdptrain.trainer.kl_reward import kl_in_reward
 from fsdptrain.trainer.logprobs import regrouped
@@ -21,6 +20,7 @@ from fsdptrain.trainer.metrics import reduce_sums
 from fsdptrain.trainer.samples.source import own_share
 from fsdptrain.types import LogProbs, LossConfig, PackedBatch, Sample
 from tests.exact import Exact
+from tests.testing import spawn
 
 VOCAB = 7
 COEF = 0.3

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoModelForCausalLM, HrmTextConfig, PreTrainedModel
 
-from fsdptrain.testing import spawn
 from tests import zoo
+from tests.testing import spawn
 
 from .sharded import load_sharded
 

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from fsdptrain.errors import CheckpointError, FsdptrainError
 from fsdptrain.model.loading.meta import build_meta_model, load_weights, resolve_checkpoint
-from fsdptrain.testing import spawn
 from tests import zoo
+from tests.testing import spawn
 
 from .sharded import load_sharded
 

@@ -10,7 +10,7 @@ import torch
 from fsdptrain.fsdp.mesh import build_mesh
 from fsdptrain.fsdp.wrap import shard_model
 from fsdptrain.model.loading.meta import build_meta_model, load_weights
-from fsdptrain.testing import spawn, tiny_qwen3
+from tests.testing import spawn, tiny_qwen3
 
 from .sharded import SHARDING
 

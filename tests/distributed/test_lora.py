@@ -10,10 +10,10 @@ import torch
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file
 
-from fsdptrain.testing import spawn
 from fsdptrain.types import LossConfig
 from tests.exact import Exact, backends_in_float64
 from tests.matrix import only
+from tests.testing import spawn
 
 from .lora_cases import (
     CASES,

@@ -15,10 +15,10 @@ from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
 from fsdptrain.fsdp.shards import local_shard
 from fsdptrain.model.loading.materialize import own_part
 from fsdptrain.model.structure import reshard
-from fsdptrain.testing import spawn
 from fsdptrain.types import LossConfig
 from tests.exact import Exact, backends_in_float64
 from tests.tensors import relative
+from tests.testing import spawn
 
 from .lora_cases import CASES, backend_of, fill, objective, trained, write_checkpoint
 from .sharded import full, full_state

@@ -14,13 +14,13 @@ from fsdptrain.features.activation_memory.config import ActivationMemoryConfig
 from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.fsdp.shards import local_shard
 from fsdptrain.model.policy import plain_batch
-from fsdptrain.testing import spawn
 from fsdptrain.tools.plan.activations import training_peaks
-from fsdptrain.tools.plan.plan import GIB, Machine, Planner, sharding
+from fsdptrain.tools.plan.plan import GIB, Machine, Planner
 from fsdptrain.trainer.memory import planned_memory
 from fsdptrain.types import LossConfig
 from tests import zoo
 from tests.matrix import only
+from tests.testing import spawn
 
 from .storages import Storages
 
@@ -69,7 +69,7 @@ def measured(path: str, tokens: int, options: dict[str, Any]) -> tuple[int, int]
     shard = sum(local_shard(p).nbytes for p in parameters if p.requires_grad)
     held = sum(local_shard(p).nbytes for p in parameters) + 2 * shard  # weights and two moments
     planner = Planner(backend.model, Machine(RANKS, GIB))
-    peaks = training_peaks(planner.trace(config), sharding(planner.pieces(config), config))
+    peaks = training_peaks(planner.trace(config), planner.sharding(config))
     device = planner.training(config).total
     planned = max(peak.total + peak.on_host for peak in peaks)  # here both are the memory of the host
     assert planned == device or config.section(ActivationMemoryConfig).offload_activations

@@ -4,8 +4,8 @@ import torch
 import torch.distributed as dist
 
 from fsdptrain.fsdp.metric_sums import MetricSums
-from fsdptrain.testing import spawn
 from fsdptrain.types import Metrics
+from tests.testing import spawn
 
 PACKS = [{"loss/total": 1.5, "policy/ratio_max": 2.0}, {"loss/total": 0.25, "policy/ratio_max": 3.0, "mine": 4.0}]
 

@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.config.rules import NoEffectError
 from fsdptrain.fsdp.backend import FSDPBackend
-from fsdptrain.testing import save_tiny_checkpoint, spawn
 from fsdptrain.types import NO_ROUTE, LossConfig, Sample
 from tests import zoo
 from tests.exact import Exact, backends_in_float64
 from tests.tensors import relative
+from tests.testing import save_tiny_checkpoint, spawn
 
 from .test_fsdp_backend import config, keep_gradients, packs_of_this_rank, samples
 

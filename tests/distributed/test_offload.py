@@ -14,11 +14,11 @@ from fsdptrain.features.moe.feature import MoEFeature
 from fsdptrain.fsdp import host_adam
 from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
-from fsdptrain.testing import save_tiny_checkpoint, spawn
 from fsdptrain.types import LossConfig
 from tests import zoo
 from tests.matrix import only
 from tests.tensors import same
+from tests.testing import save_tiny_checkpoint, spawn
 
 from .sharded import full, full_state
 from .test_fsdp_backend import config, keep_gradients, packs_of_this_rank, samples, skip

@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdptrain.features.model_parallel import shared_expert
 from fsdptrain.features.model_parallel.dispatch import AsyncAllToAll, dispatch_of
 from fsdptrain.features.model_parallel.plan import split_model
-from fsdptrain.testing import spawn
 from tests import zoo
 from tests.exact import Exact
 from tests.families import tiny
+from tests.testing import spawn
 
 # family -> products of matrices between start and end of the all-to-all to the experts; of a shared expert
 COMPUTED = {"deepseek_v3": 3, "glm4_moe": 3, "nemotron_h": 2, "qwen3_next": 0, "inkling_text": 0, "qwen3_moe": 0}

@@ -16,13 +16,13 @@ from fsdptrain.errors import ConfigError
 from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
 from fsdptrain.fsdp.stream import stream_weights
-from fsdptrain.testing import spawn
 from fsdptrain.types import LogProbs, PackedBatch
 from tests import zoo
 from tests.exact import Exact
 from tests.families import tiny
 from tests.sweep import sweep
 from tests.tensors import load_files, relative, same
+from tests.testing import spawn
 
 from .sharded import full, full_state
 from .test_fsdp_backend import GRPO, config, keep_gradients, packs_of_this_rank, samples, scored

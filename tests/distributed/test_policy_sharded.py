@@ -18,9 +18,9 @@ from fsdptrain.fsdp.wrap import shard_model
 from fsdptrain.model.attention.attention import SEGMENTS, register_attention
 from fsdptrain.model.policy import check_head, install_policy_forward, plain_batch, policy_logprobs
 from fsdptrain.model.probes.layout import choose_layout
-from fsdptrain.testing import spawn
 from fsdptrain.types import LogProbs
 from tests import zoo
+from tests.testing import spawn
 
 from .sharded import SHARDING
 from .storages import LargestTensor

@@ -10,7 +10,7 @@ from fsdptrain.algo.losses import LOSSES
 from fsdptrain.errors import CheckpointError
 from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
-from fsdptrain.testing import save_tiny_checkpoint, spawn
+from tests.testing import save_tiny_checkpoint, spawn
 
 from .test_fsdp_backend import GRPO, config, packs_of_this_rank, samples
 

@@ -14,11 +14,11 @@ from fsdptrain.errors import RolloutError
 from fsdptrain.rewards.results import RewardResult
 from fsdptrain.rollout.embedded.engine import HFEngine
 from fsdptrain.rollout.evaluate import evaluation_metrics
-from fsdptrain.testing import save_tiny_checkpoint, spawn
 from fsdptrain.trainer.samples.single_turn import make_sample
 from fsdptrain.types import Completion, Prompt, SamplingParams
 from tests import agreement, zoo
 from tests.exact import Exact, backends_in_float64
+from tests.testing import save_tiny_checkpoint, spawn
 from tests.vllm import contract
 
 PROMPTS = [Prompt(f"p{i}", [5 + i] * (1 + 3 * (i % 4)), "") for i in range(7)]

@@ -14,13 +14,13 @@ from fsdptrain.data.curriculum import PassRates
 from fsdptrain.data.prompts import PromptStream
 from fsdptrain.data.rows import Row
 from fsdptrain.errors import FsdptrainError
-from fsdptrain.testing import FakeRolloutEngine, spawn, tiny_tokenizer
 from fsdptrain.trainer.batches import PackingRules, make_batches
 from fsdptrain.trainer.samples.selection import SelectionRules
 from fsdptrain.trainer.samples.single_turn import GenerationRound, Sampler, SingleTurn
 from fsdptrain.trainer.samples.source import RolloutSource
 from fsdptrain.trainer.timeline import Stopwatch
 from fsdptrain.types import Prompt, Sample, SamplingParams
+from tests.testing import FakeRolloutEngine, spawn, tiny_tokenizer
 
 WANTED = 6
 LETTERS = [tiny_tokenizer()(letter)["input_ids"] for letter in "ny"]

@@ -13,7 +13,6 @@ from torch import Tensor
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.features.prefix_sharing.feature import PrefixSharingFeature
 from fsdptrain.fsdp.backend import FSDPBackend
-from fsdptrain.testing import save_tiny_checkpoint, spawn
 from fsdptrain.trainer.batches import PackingRules, StepBatches, make_batches
 from fsdptrain.trainer.metrics import packing_metrics
 from fsdptrain.trainer.samples.source import own_share
@@ -21,6 +20,7 @@ from fsdptrain.types import Metrics, Sample
 from tests import zoo
 from tests.exact import Exact, backends_in_float64
 from tests.matrix import only
+from tests.testing import save_tiny_checkpoint, spawn
 
 from .test_fsdp_backend import GRPO, MAX_RESPONSE, config, keep_gradients, scored
 

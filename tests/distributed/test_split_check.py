@@ -6,8 +6,8 @@ from pathlib import Path
 from fsdptrain.errors import ConfigError
 from fsdptrain.features.model_parallel import plan as split_plan
 from fsdptrain.fsdp.backend import FSDPBackend
-from fsdptrain.testing import spawn
 from tests import families
+from tests.testing import spawn
 
 from .test_fsdp_backend import config
 

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from fsdptrain.model.logprobs import chunked_logprobs, vocab_parallel_logprobs
-from fsdptrain.testing import spawn
+from tests.testing import spawn
 
 VOCABULARY, WIDTH, TOKENS = 25, 7, 23  # uneven on every number of ranks
 OPTIONS = [

@@ -12,8 +12,8 @@ from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.fsdp.shards import local_shard
 from fsdptrain.memory.grid import Grid
 from fsdptrain.memory.pieces import Pieces
-from fsdptrain.testing import spawn
 from tests.families import tiny
+from tests.testing import spawn
 
 from .collectives import Collectives
 from .test_fsdp_backend import GRPO, config, packs_of_this_rank, samples

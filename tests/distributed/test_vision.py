@@ -15,11 +15,11 @@ from fsdptrain.data.packing.pack import pack
 from fsdptrain.features.vision.processor import ImageProcessor
 from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.model.structure import freeze_vision
-from fsdptrain.testing import spawn
 from fsdptrain.types import Images, LossConfig, LossOutput, Prompt, Sample, SamplingParams
 from tests import agreement
 from tests import vision_zoo as zoo
 from tests.exact import Exact, backends_in_float64, in_float64
+from tests.testing import spawn
 
 from .test_fsdp_backend import keep_gradients
 

@@ -12,13 +12,13 @@ from torch.distributed.fsdp import FSDPModule
 from fsdptrain.config import Config
 from fsdptrain.data.packing.pack import pack
 from fsdptrain.model.structure import decoder_layers, freeze_vision, tower_layers
-from fsdptrain.testing import spawn
 from fsdptrain.types import LossConfig, Prompt, Sample, SamplingParams
 from tests import agreement
 from tests import vision_zoo as zoo
 from tests.exact import Exact, backends_in_float64, in_float64
 from tests.matrix import only
 from tests.tensors import load_files
+from tests.testing import spawn
 
 from .test_fsdp_backend import keep_gradients
 from .test_vision import TOLERANCE, TOTALS, loss, plain_loss

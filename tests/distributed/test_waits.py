@@ -14,8 +14,8 @@ from fsdptrain.algo.losses import LOSSES
 from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.fsdp.shards import local_shard
 from fsdptrain.platform import has_accelerator
-from fsdptrain.testing import save_tiny_checkpoint, spawn
 from fsdptrain.types import LossConfig, PackedBatch
+from tests.testing import save_tiny_checkpoint, spawn
 
 from .collectives import Collectives
 from .test_fsdp_backend import GRPO, config, packs_of_this_rank, samples, scored

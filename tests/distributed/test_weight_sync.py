@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from fsdptrain.testing import spawn, tiny_tokenizer
 from tests import zoo
 from tests.matrix import only
+from tests.testing import spawn, tiny_tokenizer
 from tests.vllm import contract
 from tests.vllm.faults import FaultyTransfer, plant_faults, require_named
 

@@ -16,10 +16,10 @@ from fsdptrain.fsdp.mesh import build_mesh, shard_size
 from fsdptrain.fsdp.wrap import shard_model
 from fsdptrain.model.loading.materialize import store_in
 from fsdptrain.model.loading.meta import build_meta_model, load_weights
-from fsdptrain.testing import spawn
 from tests import zoo
 from tests.exact import Exact, in_float64
 from tests.matrix import only
+from tests.testing import spawn
 
 from .sharded import SHARDING
 

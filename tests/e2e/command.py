@@ -12,7 +12,7 @@ from typing import Any
 
 from fsdptrain import cli
 from fsdptrain.config.keys import all_keys, all_sections
-from fsdptrain.testing import free_port, preloaded_context, rank_variables
+from tests.testing import free_port, preloaded_context, rank_variables
 
 TINY_RUN = [
     *("--prompt-data", "reasoning_gym:spell_backward?max_word_len=4&size=64"),

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdptrain.testing import save_tiny_checkpoint
+from tests.testing import save_tiny_checkpoint
 
 
 @pytest.fixture(scope="session")

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from fsdptrain.testing import save_tiny_checkpoint
 from tests.e2e import command
 from tests.e2e.command import TINY_RUN
+from tests.testing import save_tiny_checkpoint
 
 Prepare = Callable[[Path, Path], list[str]]  # (folder for the test, a good checkpoint) -> flags
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdptrain.testing import save_tiny_checkpoint
+from tests.testing import save_tiny_checkpoint
 
 ROOT = Path(__file__).parents[2]
 OPTIONAL = ("features", "vllm", "megatron", "tools")
@@ -51,7 +51,7 @@ def test_a_dense_run_finishes(core: Path, tmp_path: Path) -> None:
 
 
 def test_options_of_features_are_unknown(core: Path) -> None:
-    for flags in ("--lora-rank 8", "--context-parallel-size 2", "--rollout-urls http://a:1", "--megatron-bridge own"):
+    for flags in ("--lora-rank 8", "--context-parallel-size 2", "--rollout-urls http://a:1", "--megatron-spec a:b"):
         result = python(core, "-m", "fsdptrain", "--hf-checkpoint", "x", "--dry-run", *flags.split())
         assert result.returncode == 2
         assert f"unknown flag {flags.split()[0]}" in result.stderr

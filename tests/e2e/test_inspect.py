@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from fsdptrain.testing import save_tiny_checkpoint
 from tests import configs, zoo
 from tests.e2e import command
+from tests.testing import save_tiny_checkpoint
 
 
 def inspect(checkpoint: Path, folder: Path, *flags: str) -> command.Result:

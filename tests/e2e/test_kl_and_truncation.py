@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdptrain.testing import save_tiny_checkpoint
 from tests.e2e import command
 from tests.e2e.command import UNEVALUATED
 from tests.e2e.command import trained as steps_of
 from tests.e2e.test_algorithms import trained
 from tests.e2e.test_train import learned, weights
+from tests.testing import save_tiny_checkpoint
 
 
 @pytest.fixture(scope="module")

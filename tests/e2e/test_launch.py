@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from fsdptrain.launch.cores import usable_cores
-from fsdptrain.testing import free_port, rank_variables
 from tests.e2e import command
 from tests.matrix import only
+from tests.testing import free_port, rank_variables
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ["-m", "tests.e2e.rank_program"]

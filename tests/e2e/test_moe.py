@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from transformers import Qwen3MoeForCausalLM
 
-from fsdptrain.testing import tiny_tokenizer
 from tests import zoo
 from tests.e2e import command
 from tests.e2e.command import UNEVALUATED, metrics_of
+from tests.testing import tiny_tokenizer
 
 TINY = [*UNEVALUATED, "--keep-last", "0"]
 

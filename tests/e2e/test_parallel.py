@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from transformers import Qwen3MoeForCausalLM
 
-from fsdptrain.testing import rank_variables, tiny_tokenizer
 from tests import zoo
 from tests.e2e import command
 from tests.e2e.command import TINY_RUN
 from tests.matrix import only
+from tests.testing import rank_variables, tiny_tokenizer
 
 # two epochs, old and reference logprobs, and a KL term that is exchanged between the owners of samples and their packs
 FLAGS = "--steps-per-rollout 4 --epochs-per-rollout 2 --kl-reward-coef 0.1 --save-interval 1"

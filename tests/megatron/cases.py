@@ -4,26 +4,21 @@ The shims of megatron-core are of a process: nothing here may run in the process
 """
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from fsdptrain.errors import FsdptrainError
 from fsdptrain.megatron.config import MegatronConfig
-from fsdptrain.testing import tiny_tokenizer
 from tests import families, zoo
+from tests.testing import tiny_tokenizer
 
 VOCAB_SIZE = 263  # odd: tensor parallel must pad it
 WRAPPED = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # whose mixers megatron-core lacks
 OPTIONS: dict[str, Any] = {"dtype": torch.float32, "has_engine": False, "on_cpu": True}  # of transformer_config
-without_megatron_bridge = pytest.mark.skipif(
-    find_spec("megatron.bridge") is not None, reason="of what is said where megatron-bridge is not installed"
-)
 _PATIENCE = 900.0  # [s] of ranks for each other: their test ends sooner
 _TWO_OF_EACH = {  # of a width at which float32 has 5 digits of the gradients of A_log and dt_bias: they nearly cancel
     "num_hidden_layers": 4,

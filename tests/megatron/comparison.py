@@ -15,9 +15,9 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from fsdptrain.model.policy import plain_batch
 from fsdptrain.model.rows import Layout
-from fsdptrain.testing import spawn
 from fsdptrain.types import PackedBatch
 from tests.megatron import cases
+from tests.testing import spawn
 
 LENGTHS = ((7, 12), (5, 9, 11), (13, 4), (6,))  # of the segments of four packs: rows of several shapes
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
-from fsdptrain.testing import spawn
 from tests.megatron import cases
 from tests.megatron.training import backend_of, flags_of, state, steps
+from tests.testing import spawn
 
 # Ranks and their splits, one after the other: a tied head on two stages, a vocabulary that is padded, matrices of all
 # conversions.

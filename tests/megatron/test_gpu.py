@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 
 from fsdptrain.model.policy import plain_batch
 from fsdptrain.platform import device_count, has_accelerator
-from fsdptrain.testing import spawn
 from tests.megatron import cases
 from tests.megatron.training import backend_of, masters, steps, train
+from tests.testing import spawn
 
 pytestmark = [
     pytest.mark.gpu,

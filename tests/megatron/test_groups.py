@@ -8,8 +8,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdptrain.config import Config
 from fsdptrain.config.grid import draw_grid
-from fsdptrain.testing import spawn
 from tests.megatron import cases
+from tests.testing import spawn
 
 SPLITS: list[tuple[int, dict[str, int]]] = [
     (16, {"tensor": 2, "pipeline": 2, "expert": 2}),

@@ -1,4 +1,4 @@
-"""`fsdptrain inspect --backend megatron`: the whole model without memory, a small copy, and what would fall back."""
+"""`fsdptrain inspect --backend megatron`: the whole model without memory, and a small copy."""
 
 from pathlib import Path
 
@@ -29,14 +29,3 @@ def test_the_whole_model_is_counted_and_a_copy_is_called_one(
     assert lines[1] == "a small random copy of it, on one process:"
     assert f"plain layers, {layout} rows; " in result.out  # as the run has them
     assert "  it computes the logprobs of transformers: " in result.out
-
-
-@cases.without_megatron_bridge
-@pytest.mark.matrix
-def test_a_bridge_that_is_not_there_is_a_fallback_and_strict_makes_it_an_error(tmp_path: Path) -> None:
-    folder = cases.save("qwen3", tmp_path / "model")
-    asked = ["--backend", "megatron", "--no-bf16", "--megatron-bridge", "megatron-bridge", "--strict"]
-    result = command.run(["inspect", "--hf-checkpoint", str(folder), *asked], tmp_path / "out")
-    assert result.code == 2
-    assert "fallback: weights: the table of fsdptrain instead of megatron-bridge (it is not installed)" in result.out
-    assert "--strict allows no fallback" in result.err

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from fsdptrain.testing import spawn
 from tests import zoo
 from tests.megatron import cases
+from tests.testing import spawn
 
 YARN = {
     "rope_type": "yarn",

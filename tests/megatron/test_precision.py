@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdptrain.testing import spawn
 from tests.megatron import cases
 from tests.megatron.training import SMALL, backend_of, flags_of, masters, state, steps, train, weights
+from tests.testing import spawn
 
 
 def resume(folder: Path, checkpoint: Path) -> dict[str, Tensor]:

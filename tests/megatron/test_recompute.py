@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from fsdptrain.testing import spawn
 from tests.megatron import cases
 from tests.megatron.training import backend_of, pack, steps
+from tests.testing import spawn
 
 
 def step(folder: Path, recompute: bool) -> tuple[int, int, float]:

@@ -11,11 +11,11 @@ import pytest
 from fsdptrain import megatron
 from fsdptrain.errors import ConfigError
 from fsdptrain.megatron.config import MegatronConfig
-from fsdptrain.testing import spawn
 from tests import zoo
 from tests.e2e import command
 from tests.megatron import cases
 from tests.megatron.training import backend_of
+from tests.testing import spawn
 
 FSDP, OWN = "use --backend fsdp, or --megatron-spec", "fsdptrain: "
 SEQUENCE = {"tensor_parallel": 2, "sequence_parallel": True}

@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from fsdptrain.megatron.config import MegatronConfig
-from fsdptrain.testing import spawn
 from tests import zoo
 from tests.megatron import cases
+from tests.testing import spawn
 
 
 def faults(folder: Path) -> dict[str, str]:

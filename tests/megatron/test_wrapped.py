@@ -13,11 +13,11 @@ from fsdptrain.megatron.hf_spec import hf_modules
 from fsdptrain.megatron.model import WRAPPED
 from fsdptrain.megatron.transformer_config import refuse_split_mixers
 from fsdptrain.model.rows import Layout
-from fsdptrain.testing import spawn
 from tests import zoo
 from tests.matrix import chosen, only
 from tests.megatron import cases, wrapped_cases
 from tests.megatron.comparison import Case, Found, compared
+from tests.testing import spawn
 
 STAGES, EXPERTS, CONTEXT = {"pipeline_parallel": 2}, {"expert_parallel": 2}, {"context_parallel": 2}
 SEQUENCE: dict[str, Any] = {"tensor_parallel": 2, "sequence_parallel": True}

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fsdptrain.megatron import zigzag
 from fsdptrain.megatron.cpu_shims import install_cpu_shims
-from fsdptrain.testing import spawn
+from tests.testing import spawn
 
 SEQLENS = (8, 4, 12)
 WIDTH = 6

@@ -1,41 +1,49 @@
 """The memory plan is monotone, and every fix that it names works."""
 
-import re
-from dataclasses import replace
+from typing import Any
 
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from fsdptrain.config import Config
+from fsdptrain.config.checks import check
+from fsdptrain.config.flags import config_options, parse
 from fsdptrain.errors import MemoryPlanError
-from fsdptrain.memory.demand import MemoryDemand, MemorySupply, check_load_memory, load_memory_need
-from fsdptrain.memory.remedies import with_adapter
+from fsdptrain.memory.demand import MemorySupply, Shard, check_load_memory, memory_need
+from fsdptrain.memory.remedies import spread, with_adapter
 from fsdptrain.model.structure import ParameterCounts
-
-FLAGS = {
-    "--load-strategy shard": {"load_strategy": "shard"},
-    "--fsdp-reshard-after-forward": {"reshard_after_forward": True},
-    "--offload-optimizer": {"offload_optimizer": True},
-    "--fsdp-cpu-offload": {"cpu_offload": True},
-    "--no-fsdp-cpu-offload": {"cpu_offload": False},
-    "--rollout-engine vllm": {"embedded_engine": False},
-    "--kl-loss-coef 0": {"reference": False},
-}
 
 
 @st.composite
-def demands(draw: st.DrawFn) -> MemoryDemand:
+def shards(draw: st.DrawFn) -> Shard:
     layer, outside = draw(st.integers(1, 10**9)), draw(st.integers(1, 10**9))
     total = layer * draw(st.integers(1, 100)) + outside
-    return MemoryDemand(
-        counts=ParameterCounts(total, layer, outside),
-        num_shards=draw(st.integers(1, 64)),
-        compute_bytes=draw(st.sampled_from([2, 4])),
-        **draw(st.sampled_from([{}, {"offload_optimizer": True}, {"cpu_offload": True}])),
-        reshard_after_forward=draw(st.booleans()),
-        embedded_engine=draw(st.booleans()),
-        reference=draw(st.booleans()),
-        load_strategy=draw(st.sampled_from(["shard", "rank0"])),
-    )
+    return Shard.of(ParameterCounts(total, layer, outside), draw(st.integers(1, 64)))
+
+
+@st.composite
+def options(draw: st.DrawFn) -> dict[str, Any]:
+    servers = {"rollout_engine": "vllm-server", "rollout_num_servers": 1}
+    return {
+        "bf16": draw(st.booleans()),
+        **draw(st.sampled_from([{}, {"offload_optimizer": True}, {"fsdp_cpu_offload": True}, {"offload_train": True}])),
+        "fsdp_reshard_after_forward": draw(st.booleans()),
+        "kl_loss_coef": draw(st.sampled_from([0.0, 0.1])),
+        "kl_reward_coef": draw(st.sampled_from([0.0, 0.1])),
+        "load_strategy": draw(st.sampled_from(["shard", "rank0"])),
+        "async_save": draw(st.booleans()),
+        **draw(st.sampled_from([{}, {"algorithm": "sft", "eval_interval": 0}, servers])),
+    }
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> Config:
+    values = draw(options())
+    if values.get("algorithm") == "sft" or "rollout_engine" in values:
+        values.pop("offload_train", None)
+    if values.get("algorithm") == "sft":
+        values |= {"kl_loss_coef": 0.0, "kl_reward_coef": 0.0}
+    return Config(hf_checkpoint="a model", **values)
 
 
 @st.composite
@@ -44,35 +52,37 @@ def supplies(draw: st.DrawFn) -> MemorySupply:
     return MemorySupply(device, host, draw(st.integers(1, 8)), draw(st.booleans()))
 
 
-@given(demand=demands(), supply=supplies())
-def test_more_shards_never_need_more(demand: MemoryDemand, supply: MemorySupply):
-    fewer, more = (load_memory_need(replace(demand, num_shards=n), supply) for n in (demand.num_shards, 65))
+@given(config=configs(), shard=shards(), supply=supplies())
+def test_more_shards_never_need_more(config: Config, shard: Shard, supply: MemorySupply):
+    fewer, more = (memory_need(config, sizes, supply) for sizes in (shard, Shard.of(shard.counts, 65)))
     assert more.device <= fewer.device
     assert more.host <= fewer.host
 
 
-@given(demand=demands(), supply=supplies())
-def test_offload_moves_bytes_and_makes_none(demand: MemoryDemand, supply: MemorySupply):
-    ranks = supply.ranks_per_node
-    on, off = (load_memory_need(replace(demand, cpu_offload=offload), supply) for offload in (True, False))
-    totals = [ranks * sum(need.device_parts.values()) + sum(need.host_parts.values()) for need in (on, off)]
+@given(config=configs(), shard=shards(), supply=supplies())
+def test_offload_moves_bytes_and_makes_none(config: Config, shard: Shard, supply: MemorySupply):
+    sft = Config(hf_checkpoint="a model", algorithm="sft", eval_interval=0, bf16=config.model.bf16)
+    needs = [memory_need(sft.with_values(fsdp_cpu_offload=on), shard, supply) for on in (True, False)]
+    totals = [supply.ranks_per_node * sum(need.device_parts.values()) + sum(need.host_parts.values()) for need in needs]
     assert totals[0] == totals[1]
-    assert on.device <= off.device
+    assert needs[0].device <= needs[1].device
 
 
-@given(demand=demands(), supply=supplies())
-def test_each_flag_that_is_named_makes_it_fit(demand: MemoryDemand, supply: MemorySupply):
+@given(config=configs(), shard=shards(), supply=supplies())
+def test_each_flag_that_is_named_makes_it_fit(config: Config, shard: Shard, supply: MemorySupply):
     try:
-        check_load_memory(demand, supply)
+        check_load_memory(config, shard, supply)
         assume(False)
     except MemoryPlanError as error:
         way_out = str(error).rsplit("are free: ", 1)[1].split("; ")
     for remedy in way_out:
-        if remedy in FLAGS:
-            check_load_memory(replace(demand, **FLAGS[remedy]), supply)
-        elif remedy == "--lora-rank 32":
-            check_load_memory(replace(demand, counts=with_adapter(demand.counts), reference=False), supply)
-        elif shards := re.match(r"(\d+) shards", remedy):
-            check_load_memory(replace(demand, num_shards=int(shards[1])), supply)
+        if remedy.startswith("--"):
+            changed = parse(remedy.split(), config_options())
+            adapted = with_adapter(shard) if "lora_rank" in changed else shard
+            check(config.with_values(**changed))
+            check_load_memory(config.with_values(**changed), adapted, supply)
+        elif "shards (" in remedy:
+            factor = int(remedy.split()[0]) // shard.num_shards
+            check_load_memory(config, spread(shard, factor), supply)
         else:
             assert remedy.startswith("use a smaller --hf-checkpoint")

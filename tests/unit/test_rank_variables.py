@@ -4,7 +4,7 @@ import pytest
 
 from fsdptrain.errors import ConfigError
 from fsdptrain.rank_variables import read_rank_variables
-from fsdptrain.testing import rank_variables
+from tests.testing import rank_variables
 
 GOOD = rank_variables(1, 2, 29500)
 

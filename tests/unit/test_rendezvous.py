@@ -10,7 +10,7 @@ import torch.distributed as dist
 from fsdptrain.errors import ConfigError, RankError
 from fsdptrain.rank_variables import RankVariables
 from fsdptrain.rendezvous import open_store
-from fsdptrain.testing import free_port
+from tests.testing import free_port
 
 
 def ranks_of(world_size, port, *, store_of_agent=False):

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from fsdptrain.testing import PRELOAD
+from tests.testing import PRELOAD
 
 if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]

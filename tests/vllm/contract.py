@@ -10,10 +10,10 @@ import torch
 from fsdptrain.config import Config
 from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.rollout.weight_sync.verify import WeightVerifier, build_verifier
-from fsdptrain.testing import tiny_tokenizer
 from fsdptrain.types import Prompt, SamplingParams
 from tests.agreement import build as build_engine
 from tests.agreement import difference
+from tests.testing import tiny_tokenizer
 
 LONG = Prompt("long", [5 + i % 200 for i in range(300)], "")  # more than two blocks of the prefix cache
 PROMPTS = [Prompt("a", [9, 8, 7], ""), Prompt("b", [20] * 17, ""), LONG]

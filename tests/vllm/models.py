@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from fsdptrain.testing import save_tiny_checkpoint, tiny_tokenizer
 from tests import zoo
+from tests.testing import save_tiny_checkpoint, tiny_tokenizer
 
 # The first engine of a process creates the groups of all, and a dense one none for experts: mixtures come first.
 NAMES = ("moe", "tied", "untied")

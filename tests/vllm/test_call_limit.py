@@ -7,10 +7,10 @@ import pytest
 import torch.distributed as dist
 
 from fsdptrain.errors import RolloutError
-from fsdptrain.testing import spawn
 from fsdptrain.vllm import call_limit, in_process
 from fsdptrain.vllm.call_limit import CallLimit
 from tests.e2e import command
+from tests.testing import spawn
 from tests.vllm import contract, hanging, models
 
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError, RolloutError
 from fsdptrain.rollout import engine_factory
-from fsdptrain.testing import save_tiny_checkpoint, spawn, tiny_tokenizer
 from tests import families
 from tests.matrix import only
+from tests.testing import save_tiny_checkpoint, spawn, tiny_tokenizer
 from tests.vllm import contract, models
 
 

@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fsdptrain.features.lora.feature import LoraFeature
 from fsdptrain.fsdp.backend import FSDPBackend
-from fsdptrain.testing import spawn
 from fsdptrain.types import SamplingParams
 from fsdptrain.vllm.adapter import write_adapter
 from tests.matrix import chosen, only
+from tests.testing import spawn
 from tests.vllm import contract, models
 from tests.vllm.faults import train_a_little
 from tests.vllm.fresh_engine import MAX_TOKENS, Answers, Start, fresh_answers

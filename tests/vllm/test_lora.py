@@ -9,9 +9,9 @@ import torch
 from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.fsdp.shards import local_shard
 from fsdptrain.model.structure import reshard
-from fsdptrain.testing import save_tiny_checkpoint, spawn
 from fsdptrain.types import Completion, Prompt, SamplingParams
 from tests.matrix import only
+from tests.testing import save_tiny_checkpoint, spawn
 from tests.vllm import contract
 
 PROMPTS = [Prompt("a", [9, 8, 7], ""), Prompt("b", [5 + i % 200 for i in range(300)], "")]

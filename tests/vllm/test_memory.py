@@ -7,7 +7,7 @@ import pytest
 
 from fsdptrain.errors import RolloutError
 from fsdptrain.platform import GIB
-from fsdptrain.testing import spawn
+from tests.testing import spawn
 from tests.vllm import contract, models
 
 _OF_INTEREST = {"sleep", "wake_up", "collective_rpc", "reset_prefix_cache", "generate"}

@@ -2,9 +2,9 @@
 
 import pytest
 
-from fsdptrain.testing import save_tiny_checkpoint
 from tests.e2e import command
 from tests.matrix import only
+from tests.testing import save_tiny_checkpoint
 
 
 @pytest.mark.parametrize("num_ranks", only([1], [1, 2]))

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 
 from fsdptrain.errors import RolloutError
-from fsdptrain.testing import save_tiny_checkpoint, spawn, tiny_tokenizer
 from fsdptrain.types import Completion
 from tests import zoo
 from tests.matrix import only
+from tests.testing import save_tiny_checkpoint, spawn, tiny_tokenizer
 from tests.vllm import contract, models
 from tests.vllm.faults import FaultyTransfer, sync
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from fsdptrain.testing import spawn
 from tests.matrix import only
+from tests.testing import spawn
 from tests.vllm import contract, models
 from tests.vllm.faults import FaultyTransfer, plant_faults, require_named
 

@@ -43,11 +43,6 @@ def checksum(tensor: Tensor, kind: "ChecksumKind" = "bits") -> int:
     return total
 
 
-def bit_checksum(tensor: Tensor) -> int:
-    """Like `checksum`, but zeros of different sign differ."""
-    return checksum(_words(tensor))
-
-
 def _unordered(values: Tensor) -> int:
     """The sum of the hashes of the elements. `values` is float32."""
     parts = (

@@ -5,7 +5,7 @@ json.dumps(report.as_dict())
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,7 @@ class Inspection:
     kernels: list[Kernel]
     device_type: str
     overrides: list[Override]  # plug-ins for this device
-    differences: Mapping[str, list[str]] | None = None  # from the checkpoint files; None: not compared
+    differences: Mapping[str, list[str]] | None  # from the checkpoint files; None: not compared
 
     @property
     def fallbacks(self) -> list[str]:
@@ -98,10 +98,10 @@ class Inspection:
         return {**asdict(self), "fallbacks": self.fallbacks}
 
 
-def inspect_model(config: Config, *, num_gpus: int) -> Inspection:
-    """Inspect the model of `config`.
+def inspect_model(config: Config, *, num_gpus: int, against_checkpoint: bool = False) -> Inspection:
+    """Inspect the model of `config`. against_checkpoint: add the differences between it and the safetensors files.
 
-    Raises CheckpointError if config.json cannot be read or the model cannot be trained from these files.
+    Raises CheckpointError if config.json or the files cannot be read, or the model cannot be trained from them.
     """
     device_type = platform.device_type()
     overrides = install_overrides(device_type)  # before the probe, which uses them
@@ -127,16 +127,25 @@ def inspect_model(config: Config, *, num_gpus: int) -> Inspection:
         ],
         device_type=device_type,
         overrides=overrides,
+        differences=_differences(config) if against_checkpoint else None,
     )
 
 
-def with_differences(report: Inspection, config: Config) -> Inspection:
-    """Add the differences between the model and the safetensors files. Raises CheckpointError if there are no files."""
+def _differences(config: Config) -> Mapping[str, list[str]]:
     from fsdptrain.model.loading.compare import compare_names  # private names of transformers: import only if needed
 
     model, path = meta_model(config)
-    found = compare_names(model, path, weight_files(path))
-    return replace(report, differences={name: names for name, names in vars(found).items() if names})
+    return {name: names for name, names in vars(compare_names(model, path, weight_files(path))).items() if names}
+
+
+def probe_line(config: Config) -> str:
+    """Return the layout of the model and its numerical differences on a small random copy. Needs no weights and no GPU.
+
+    Raises CheckpointError if there is no config.json, and NumericsError if no layout is exact.
+    """
+    model, _ = meta_model(config)
+    probe = probe_random_copy(model.config, trust_remote_code=config.model.trust_remote_code)
+    return f"{probe.line}, backward {probe.gradient_difference:.2g}, on a small random copy on the CPU"
 
 
 def raise_problems(report: Inspection, *, strict: bool) -> None:

@@ -2,7 +2,7 @@
 
 The candidates for the peak are the end of the forward pass, the backward of the head, the backward of each layer, the
 reduction of its gradients, and the reduction of the root gradients. For each layer, FSDP2 gathers the layer and the
-next one, and holds the previous float32 reduction buffer until the next reduction starts.
+next one, and holds the previous reduction buffer, in float32 as the masters, until the next reduction starts.
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 
 from fsdptrain.memory.demand import MASTER_BYTES
 from fsdptrain.tools.plan.trace import LayerTrace, Trace
-
-REDUCED_BYTES = 4  # bytes per element: gradients are reduced in float32
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ class Sharding:
     reshard_after_forward: bool
     prefetch: bool
     cpu_offload: bool
-    state: int  # bytes of this rank's shards of weights, gradients and Adam's moments, on the device
+    state: Mapping[str, int]  # bytes of this rank's shards of weights, gradients and Adam's moments, on the device
 
 
 def training_peak(trace: Trace, sharding: Sharding) -> MemoryPeak:
@@ -49,7 +47,7 @@ def training_peaks(trace: Trace, sharding: Sharding) -> Iterator[MemoryPeak]:
     """Yield every candidate for the peak. Assumes that layers are ordered as their kinds are."""
     layers = [layer for layer in trace.layers for _ in range(layer.count)]
     root = sharding.compute_bytes * sharding.outside
-    state = {"weights, gradients, Adam": sharding.state}
+    state = sharding.state
     saved = trace.before + sum(layer.saved for layer in layers)
     on_host = sum(layer.on_host for layer in layers)
     outgoing = layers[-2].on_host if len(layers) > 1 else 0  # still on the device while the next layer runs
@@ -80,7 +78,7 @@ def training_peaks(trace: Trace, sharding: Sharding) -> Iterator[MemoryPeak]:
         on_host,
     )
     head_gradients = trace.head_saved + trace.head_gradients
-    for i in _places(layers):
+    for i in reversed(range(len(layers))):
         for peak in _backward(layers, i, saved, head_gradients, root, sharding, state):
             yield replace(peak, on_host=on_host)
         saved -= layers[i].saved
@@ -100,7 +98,7 @@ def _backward(
     """Yield the peaks of a layer's backward pass and gradient reduction. `head_gradients`: gradients of the head."""
     layer = layers[i]
     gradients = sharding.compute_bytes * layer.trained
-    before = REDUCED_BYTES * layers[i + 1].trained if i + 1 < len(layers) else 0
+    before = MASTER_BYTES * layers[i + 1].trained if i + 1 < len(layers) else 0
     incoming = layers[i - 1].on_host if i > 0 else 0  # copied back from the host for the next layer
     yield MemoryPeak(
         "backward of a layer",
@@ -111,7 +109,7 @@ def _backward(
             "gradients before they are reduced": head_gradients + gradients + before,
         },
     )
-    reduced = REDUCED_BYTES * layer.trained
+    reduced = MASTER_BYTES * layer.trained
     yield MemoryPeak(
         "reduction of a layer",
         {
@@ -128,14 +126,10 @@ def _root_reduction(
 ) -> MemoryPeak:
     """Return the peak at the end of the backward pass: embedding gradient, then the reduction of the root group."""
     held = trace.before + trace.head_saved + trace.head_gradients
-    embedding = held + trace.end_peak + root + REDUCED_BYTES * layers[0].trained
-    reduced = REDUCED_BYTES * sharding.outside_trained
+    embedding = held + trace.end_peak + root + MASTER_BYTES * layers[0].trained
+    reduced = MASTER_BYTES * sharding.outside_trained
     reduction = trace.before + root + reduced + reduced // sharding.num_shards
     return MemoryPeak("gradients of embedding and head", {**state, "embedding and head": max(embedding, reduction)})
-
-
-def _places(layers: list[LayerTrace]) -> Iterator[int]:
-    yield from range(len(layers) - 1, -1, -1)
 
 
 def _gathered(layers: list[LayerTrace], i: int, sharding: Sharding, *, running: bool) -> int:

@@ -7,6 +7,7 @@ The plan uses exact parameter counts, a trace of a pack of --max-tokens-per-gpu 
 the configuration allows, and the full cache of the embedded engine. It needs only config.json.
 """
 
+import copy
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -22,13 +23,15 @@ from fsdptrain.features.activation_memory.config import ActivationMemoryConfig
 from fsdptrain.features.lora.config import LoraConfig
 from fsdptrain.features.model_parallel.plan import SplitPlan
 from fsdptrain.memory.demand import (
-    DEVICE_MARGIN,
     GIB,
-    MASTER_BYTES,
+    MARGIN,
     MemoryNeed,
     MemorySupply,
-    demand_of,
-    load_memory_need,
+    Shard,
+    compute_bytes,
+    generation_need,
+    memory_need,
+    shard_state,
 )
 from fsdptrain.memory.grid import Grid
 from fsdptrain.memory.pieces import Pieces
@@ -44,7 +47,6 @@ from fsdptrain.tools.plan.trace import Trace, TraceSpec, cache_bytes, interleave
 
 GPUS_PER_NODE = 8
 MAX_PROPOSALS = 3
-_NO_LIMIT = 2**62
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ class Plan:
 
 
 def with_margin(peak: MemoryPeak) -> int:
-    return math.ceil(DEVICE_MARGIN * peak.total)
+    return math.ceil(MARGIN * peak.total)
 
 
 def make_plan(model: PreTrainedModel, config: Config, machine: Machine) -> Plan:
@@ -152,21 +154,17 @@ class Planner:
 
     def on(self, machine: Machine) -> "Planner":
         """Return a planner for the same model and traces on another machine."""
-        other = Planner(self._model, machine)
-        other._traces, other._caches, other._selective = self._traces, self._caches, self._selective
-        other._pieces, other._plans = self._pieces, self._plans
+        other = copy.copy(self)
+        other.machine = machine
         return other
 
     def allows(self, config: Config) -> bool:
         """Return whether the code of the model supports the checkpointing of `config`."""
-        return not config.section(ActivationMemoryConfig).is_selective or self._selective_works(
-            config.model.trust_remote_code
-        )
-
-    def _selective_works(self, trust_remote_code: bool) -> bool:
+        if not config.section(ActivationMemoryConfig).is_selective:
+            return True
         if self._selective is None:
             try:
-                check_selective(self._model.config, trust_remote_code=trust_remote_code)
+                check_selective(self._model.config, trust_remote_code=config.model.trust_remote_code)
                 self._selective = True
             except ConfigError:
                 self._selective = False
@@ -188,7 +186,7 @@ class Planner:
     def training(self, config: Config) -> MemoryPeak:
         has_adapters = self.counts.frozen > 0
         assert has_adapters or not config.section(LoraConfig).enabled, "a run with --lora-rank needs its adapters"
-        return training_peak(self.trace(config), sharding(self.pieces(config), config))
+        return training_peak(self.trace(config), self.sharding(config))
 
     def trace(self, config: Config) -> Trace:
         """Trace the fullest pack. If only some layers are recomputed, the trace lists every layer separately."""
@@ -233,11 +231,31 @@ class Planner:
             self._plans[sizes] = self._pieces[grid].plan
         return self._pieces[grid]
 
+    def shard(self, config: Config) -> Shard:
+        """Return the sizes of the largest shard."""
+        pieces = self.pieces(config)
+        trained = pieces.total(lambda piece: piece.trained * piece.largest_shard)
+        frozen = pieces.total(lambda piece: (not piece.trained) * piece.largest_shard)
+        return Shard(self.counts, pieces.grid.shards, trained, frozen, pieces.gathered)
+
+    def sharding(self, config: Config) -> Sharding:
+        """Collect the sharding of a run of `config`."""
+        outside = self.pieces(config).outside_layers
+        return Sharding(
+            outside=sum(piece.numel for piece in outside),
+            outside_trained=sum(piece.numel for piece in outside if piece.trained),
+            num_shards=self.pieces(config).grid.shards,
+            compute_bytes=compute_bytes(config),
+            reshard_after_forward=config.fsdp.reshard_after_forward,
+            prefetch=config.fsdp.prefetch,
+            cpu_offload=config.fsdp.cpu_offload,
+            state=shard_state(config, self.shard(config))[0],
+        )
+
     def generation(self, config: Config) -> MemoryPeak | None:
         """Return the peak of the embedded engine: its weights, the trainer's state, and a full batch of rows.
 
-        With --offload-train, the peak is the larger of two: both copies of the weights, or the engine's weights and the
-        cache. Returns None if the run does not use the embedded engine.
+        Returns None if the run does not use the embedded engine.
         """
         if not config.generates or config.rollout.engine not in ("auto", "hf"):
             return None
@@ -247,32 +265,17 @@ class Planner:
             self._caches[width, dtype] = cache_bytes(
                 self._model.config, num_tokens=width, dtype=dtype, trust_remote_code=config.model.trust_remote_code
             )
-        numbers = 1 if config.optim.offload_optimizer else 3
-        merged = config.section(LoraConfig).enabled  # adapters are merged into the weights
-        whole = self.counts.frozen if merged else self.counts.total
-        gathered = self.pieces(config).gathered
-        engine = {"the engine's weights": dtype.itemsize * whole}
         cache = {f"key-value cache of {rows} rows": rows * self._caches[width, dtype]}
-        layers = {"gathered layers": dtype.itemsize * max(gathered.largest_layer, gathered.outside_layers)}
-        pieces = self.pieces(config)
-        if config.sync.offload_train:
-            peaks = ({"weights": _state(pieces, config, 1)} | engine | layers, engine | cache)
-            return MemoryPeak("generation", max(peaks, key=lambda parts: sum(parts.values())))
-        return MemoryPeak(
-            "generation", {"weights, gradients, Adam": _state(pieces, config, numbers)} | engine | cache | layers
-        )
+        return MemoryPeak("generation", generation_need(config, self.shard(config), cache))
 
     def host(self, config: Config) -> tuple[Mapping[str, int], int]:
         """Return the host memory of one node: bytes by part, and the total with margin."""
-        pieces = self.pieces(config)
-        demand = demand_of(config, pieces.grid, self.counts, embedded_engine=False, pieces=pieces)
-        supply = MemorySupply(_NO_LIMIT, _NO_LIMIT, self.machine.ranks_per_node, has_accelerator=True)
-        parts = dict(load_memory_need(demand, supply).host_parts)
+        ranks = self.machine.ranks_per_node
+        supply = MemorySupply(device_free=0, host_free=0, ranks_per_node=ranks, has_accelerator=True)
+        parts = dict(memory_need(config, self.shard(config), supply).host_parts)
         if config.section(ActivationMemoryConfig).offload_activations:
-            kept = sum(layer.count * layer.on_host for layer in self.trace(config).layers)
-            parts["activations"] = self.machine.ranks_per_node * kept
-        need = MemoryNeed({}, parts)
-        return need.host_parts, need.host
+            parts["activations"] = ranks * sum(layer.count * layer.on_host for layer in self.trace(config).layers)
+        return parts, MemoryNeed({}, parts).host
 
     def fits(self, config: Config) -> int | None:
         """Return the peak bytes per GPU, margin included. None if the GPU or host memory is exceeded."""
@@ -281,32 +284,6 @@ class Planner:
         host = self.machine.host_memory
         too_much = device > self.machine.gpu_memory or (host is not None and self.host(config)[1] > host)
         return None if too_much else device
-
-
-def sharding(pieces: Pieces, config: Config) -> Sharding:
-    """Collect the sharding of a run of `config`."""
-    outside = pieces.outside_layers
-    return Sharding(
-        outside=sum(piece.numel for piece in outside),
-        outside_trained=sum(piece.numel for piece in outside if piece.trained),
-        num_shards=pieces.grid.shards,
-        compute_bytes=_dtype(config).itemsize,
-        reshard_after_forward=config.fsdp.reshard_after_forward,
-        prefetch=config.fsdp.prefetch,
-        cpu_offload=config.fsdp.cpu_offload,
-        state=_state(pieces, config, 2 if config.optim.offload_optimizer else 4),
-    )
-
-
-def _state(pieces: Pieces, config: Config, numbers: int) -> int:
-    """Return the bytes of a rank's shards on the device.
-
-    Counts `numbers` float32 values per trained parameter, and one value per frozen parameter.
-    """
-    if config.fsdp.cpu_offload:
-        return 0
-    frozen_bytes = _dtype(config).itemsize if config.section(LoraConfig).enabled else MASTER_BYTES
-    return pieces.total(lambda piece: piece.largest_shard * (numbers * MASTER_BYTES if piece.trained else frozen_bytes))
 
 
 def seqlens(config: Config, *, processes: int = 1) -> tuple[int, ...]:

@@ -5,13 +5,10 @@ from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
-from rich.padding import Padding
 from rich.table import Table
-from rich.text import Text
 
-from fsdptrain.memory.demand import DEVICE_MARGIN, GIB
-from fsdptrain.tools.inspect.text import count, facts, heading, line, narrow_console
-from fsdptrain.tools.plan.activations import MemoryPeak
+from fsdptrain.memory.demand import GIB, MARGIN, count, gib
+from fsdptrain.tools.inspect.text import facts, line, narrow_console, section, table
 from fsdptrain.tools.plan.plan import Plan, Proposal, with_margin
 
 
@@ -21,15 +18,13 @@ def print_plan(plan: Plan, command: str) -> None:
     machine = plan.machine
     size = f"{count(plan.counts.total)} parameters, {machine.num_gpus} x {machine.gpu_memory / GIB:g} GiB"
     line(console, plan.model_class, size)
-    heading(console, "On each GPU, in GiB")
-    console.print(_peaks_table([plan.training, *([plan.generation] if plan.generation else [])]))
-    heading(console, "Training, in GiB, margin included")
-    console.print(Padding(facts((name, _gib(size)) for name, size in plan.choices.items()), (0, 0, 0, 2)))
-    heading(console, f"On the host of {machine.ranks_per_node} ranks, in GiB")
-    console.print(Padding(facts(_host(plan)), (0, 0, 0, 2)))
+    section(console, "On each GPU, in GiB", _peaks_table(plan))
+    choices = facts((name, gib(size)) for name, size in plan.choices.items())
+    section(console, "Training, in GiB, margin included", choices)
+    section(console, f"On the host of {machine.ranks_per_node} ranks, in GiB", facts(_host(plan)))
     console.print()
     if plan.fits:
-        console.print(f"fits: {_gib(plan.device)} of {machine.gpu_memory / GIB:g} GiB", style="bold", highlight=False)
+        console.print(f"fits: {gib(plan.device)} of {machine.gpu_memory / GIB:g} GiB", style="bold", highlight=False)
         console.print(f"  {command}", markup=False, highlight=False, soft_wrap=True)
         return
     console.print(_verdict(plan), style="bold", markup=False, highlight=False)
@@ -47,41 +42,39 @@ def as_mapping(plan: Plan, command: str) -> dict[str, Any]:
         **values,
         "device": plan.device,
         "fits": plan.fits,
-        "margin": DEVICE_MARGIN,
+        "margin": MARGIN,
         "command": command,
         "proposals": [{**asdict(p), "command": " ".join([command, *p.flags])} for p in plan.proposals],
     }
 
 
-def _peaks_table(peaks: list[MemoryPeak]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("")
-    for name in ("training", "generation")[: len(peaks)]:
-        table.add_column(name, justify="right", no_wrap=True)
-    for name in dict.fromkeys(name for peak in peaks for name in peak.parts):
-        table.add_row(f"  {name}", *(_gib(peak.parts[name]) if name in peak.parts else "" for peak in peaks))
-    table.add_row("  together", *(_gib(peak.total) for peak in peaks), style="bold")
-    margin = f"  with a margin of {100 * (DEVICE_MARGIN - 1):.0f} %"
-    table.add_row(margin, *(_gib(with_margin(peak)) for peak in peaks), style="bold")
-    table.add_row(Text(f"  peak at: {peaks[0].name}", style="dim"))
-    return table
+def _peaks_table(plan: Plan) -> Table:
+    peaks = [plan.training, *([plan.generation] if plan.generation else [])]
+    rows = [
+        (name, *(gib(peak.parts[name]) if name in peak.parts else "" for peak in peaks))
+        for name in dict.fromkeys(name for peak in peaks for name in peak.parts)
+    ]
+    rows.append(("together", *(gib(peak.total) for peak in peaks)))
+    rows.append((f"with a margin of {100 * (MARGIN - 1):.0f} %", *(gib(with_margin(peak)) for peak in peaks)))
+    rows.append((f"peak at: {plan.training.name}",))
+    return table(("",), ("training", "generation")[: len(peaks)], rows)
 
 
 def _host(plan: Plan) -> Iterator[tuple[str, str]]:
     if not plan.host_parts:
         yield "nothing", "weights, gradients and Adam's moments are on the GPUs"
         return
-    yield from ((name, _gib(size)) for name, size in plan.host_parts.items())
+    yield from ((name, gib(size)) for name, size in plan.host_parts.items())
     limit = plan.machine.host_memory
     of = f" of {limit / GIB:g}" if limit is not None else ""
-    yield "together", f"{_gib(plan.host)}{of}, with a margin"
+    yield "together", f"{gib(plan.host)}{of}, with a margin"
 
 
 def _verdict(plan: Plan) -> str:
-    device = f"{_gib(plan.device)} of {plan.machine.gpu_memory / GIB:g} GiB on each GPU"
+    device = f"{gib(plan.device)} of {plan.machine.gpu_memory / GIB:g} GiB on each GPU"
     host = plan.machine.host_memory
     if host is not None and plan.host > host:
-        device += f", {_gib(plan.host)} of {host / GIB:g} GiB on the host"
+        device += f", {gib(plan.host)} of {host / GIB:g} GiB on the host"
     ways = (
         "options that make it fit, fastest first:"
         if plan.proposals
@@ -92,10 +85,6 @@ def _verdict(plan: Plan) -> str:
 
 def _print_proposal(console: Console, proposal: Proposal, command: str, num_gpus: int) -> None:
     where = "" if proposal.num_gpus == num_gpus else f" on {proposal.num_gpus} GPUs"
-    host = f", {_gib(proposal.host)} on the host" if proposal.host else ""
-    console.print(f"  {_gib(proposal.device)} GiB{where}{host}", highlight=False)
+    host = f", {gib(proposal.host)} on the host" if proposal.host else ""
+    console.print(f"  {gib(proposal.device)} GiB{where}{host}", highlight=False)
     console.print(f"    {' '.join([command, *proposal.flags])}", markup=False, highlight=False, soft_wrap=True)
-
-
-def _gib(size: int | float) -> str:
-    return f"{size / GIB:.1f}"

@@ -23,8 +23,8 @@ def draw_curves(run: Path, target: Path) -> Path:
     return save(make_figure(run), target)
 
 
-def new_figure(*, width: float, height: float):
-    """Create an empty matplotlib figure. Sizes in inches."""
+def new_figure(heading: str, *, width: float, height: float):
+    """Create a matplotlib figure without axes. Sizes in inches."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -32,6 +32,7 @@ def new_figure(*, width: float, height: float):
         raise ConfigError("drawing needs matplotlib: pip install 'fsdptrain[plot]'") from error
     figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
+    figure.suptitle(heading, x=0.008, ha="left", fontsize=10, fontweight="bold", color=INK)
     return figure
 
 
@@ -54,16 +55,25 @@ def make_figure(run: Path):
     drawers = [partial(_draw_noisy, run=run, name=name, series=found) for name, found in series.items() if found[0]]
     if evaluated:
         drawers.insert(1, partial(_draw_evaluations, evaluated=evaluated))
-    if not drawers:
-        raise ConfigError(f"{run / 'metrics.jsonl'} contains no step yet")
     last_step = max([1.0, *(steps[-1] for steps, _ in [*series.values(), *evaluated.values()] if steps)])
-    figure = new_figure(width=4.4 * len(drawers), height=4.0)
-    figure.suptitle(title(run), x=0.008, ha="left", fontsize=11, fontweight="bold", color=INK)
+    figure = new_figure(title(run), width=4.4 * len(drawers), height=4.0)
     for number, draw in enumerate(drawers, start=1):
         axes = figure.add_subplot(1, len(drawers), number)
         draw(axes)
-        _tidy(axes, last_step)
+        axes.set_xlim(-0.03 * last_step, 1.03 * last_step)  # the same in each panel, although rollouts start at 1
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        style(axes, xlabel="step", grid="y")
     return figure
+
+
+def style(axes, *, xlabel: str, grid: str) -> None:
+    axes.set_xlabel(xlabel, color=GRAY)
+    axes.grid(axis=grid, color=RULE)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=GRAY, length=0)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(GRAY)
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:
@@ -123,15 +133,3 @@ def _top(values: Sequence[float], axes) -> float:
 def short(value: float) -> str:
     """Format with three significant digits: an accuracy of 0.996 is not shown as 1.00."""
     return f"{value:.3g}"
-
-
-def _tidy(axes, last_step: float) -> None:
-    axes.set_xlim(-0.03 * last_step, 1.03 * last_step)  # the same in each panel, although rollouts start at 1
-    axes.set_xlabel("step", color=GRAY)
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.grid(axis="y", color=RULE)
-    axes.set_axisbelow(True)
-    axes.tick_params(colors=GRAY, length=0)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(GRAY)

@@ -14,6 +14,7 @@ from rich.text import Text
 from fsdptrain.errors import ConfigError
 
 Series = tuple[list[float], list[float]]  # steps, values
+_TITLE = (("algorithm", "algorithm"), ("model", "hf_checkpoint"), ("data", "prompt_data"))
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,9 @@ def report_rows(run: Path) -> list[Row]:
     rows.append(_row("pass rate of prompts", read_series(run, "curriculum/mean_pass_rate"), max))
     if rows[0] is None:  # a policy loss is not informative; a supervised one is
         rows.insert(0, _row("loss", read_series(run, "loss/total"), min))
-    found = [row for row in rows if row is not None]
-    if not found:
-        raise ConfigError(f"{run / 'metrics.jsonl'} contains no step yet")
-    return found
+    if not any(rows):
+        raise ConfigError(f"{run / 'metrics.jsonl'} has no step with these metrics yet")
+    return [row for row in rows if row is not None]
 
 
 def print_report(run: Path) -> None:
@@ -78,21 +78,25 @@ def evaluations(run: Path) -> list[str]:
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """Read the lines of metrics.jsonl. Skips an incomplete last line."""
-    path = run / "metrics.jsonl"
-    if not path.is_file():
-        raise ConfigError(f"{run} has no metrics.jsonl: pass the --output-dir of a run")
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    """Read the lines of metrics.jsonl."""
+    return read_rows(run / "metrics.jsonl", "a step")
 
 
-def title(run: Path) -> str:
-    """Return `grpo of Qwen/Qwen3-4B on reasoning_gym:gsm_symbolic`, or the folder name if there is no config.yaml."""
+def read_rows(path: Path, content: str) -> list[dict[str, Any]]:
+    """Read a JSON lines file of a run. Skips an incomplete last line. Raises ConfigError if it has no lines."""
+    lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]
+    if not rows:
+        raise ConfigError(f"{path.parent} has no {path.name} with {content} in it: pass the --output-dir of a run")
+    return rows
+
+
+def title(run: Path, names: Sequence[tuple[str, str]] = _TITLE, text: str = "{} of {} on {}") -> str:
+    """Return `grpo of Qwen/Qwen3-4B on reasoning_gym:gsm_symbolic`, or the folder name if config.yaml lacks a value."""
     path = run / "config.yaml"
     config: Mapping[str, Any] = (yaml.safe_load(path.read_text()) if path.is_file() else None) or {}
-    named = (("algorithm", "algorithm"), ("model", "hf_checkpoint"), ("data", "prompt_data"))
-    if not all(key in (config.get(section) or {}) for section, key in named):
-        return run.resolve().name
-    return "{} of {} on {}".format(*(config[section][key] for section, key in named))
+    values = [(config.get(section) or {}).get(key) for section, key in names]
+    return run.resolve().name if None in values else text.format(*values)
 
 
 def _row(label: str, series: Series, better: Callable[[Sequence[float]], float] | None) -> Row | None:

@@ -1,18 +1,17 @@
 """Draw the stages of rank 0 from the timeline.jsonl of a run: one row per stage, one color per rollout."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from fsdptrain.errors import ConfigError
-from fsdptrain.tools.report.curves import BLUE, GRAY, GREEN, INK, ORANGE, RED, RULE, new_figure, save
+from fsdptrain.tools.report.curves import BLUE, GRAY, GREEN, ORANGE, RED, new_figure, save, style
+from fsdptrain.tools.report.report import read_rows, title
 
 ROWS = ("generate", "reward", "logprobs", "train", "sync", "check", "eval", "save")  # top to bottom
 COLORS = (BLUE, ORANGE, GREEN, RED, "#7a4fb3", "#c49a1a")  # of rollouts, cyclic
 DEFAULT_ROLLOUTS = 4  # the last rollouts
+_OPTIONS = (("rollout", "engine"), ("sync", "max_staleness"))  # that affect timelines
 
 
 @dataclass(frozen=True)
@@ -33,17 +32,13 @@ def draw_timeline(run: Path, target: Path, rollouts: tuple[int, int] | None = No
 
 def read_bars(run: Path, rollouts: tuple[int, int] | None = None) -> list[Bar]:
     """Read the stages from timeline.jsonl that overlap the time range of `rollouts`."""
-    path = run / "timeline.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
-    spans = [json.loads(line) for line in lines if line.endswith("\n")]
-    if not spans:
-        raise ConfigError(f"{run} has no timeline.jsonl with a rollout in it: pass the --output-dir of a run")
+    spans = read_rows(run / "timeline.jsonl", "a rollout")
     last = max((span["rollout"] for span in spans if span["stage"] == "train"), default=0)
     first, last = rollouts or (max(1, last - DEFAULT_ROLLOUTS + 1), last)
     chosen = [span for span in spans if first <= span["rollout"] <= last]
     if not chosen:
         known = f"{min(span['rollout'] for span in spans)}:{max(span['rollout'] for span in spans)}"
-        raise ConfigError(f"--rollouts {first}:{last}: {path} holds {known}")
+        raise ConfigError(f"--rollouts {first}:{last}: {run} holds {known}")
     start, end = min(span["begin"] for span in chosen), max(span["end"] for span in chosen)
     return in_lanes(
         [
@@ -66,19 +61,11 @@ def in_lanes(spans: Sequence[tuple[str, int, float, float]]) -> list[Bar]:
     return bars
 
 
-def _heading(run: Path) -> str:
-    """Return the options that affect timelines, from config.yaml; without them, the name of the folder."""
-    path = run / "config.yaml"
-    config = (yaml.safe_load(path.read_text()) if path.is_file() else None) or {}
-    engine, age = config.get("rollout", {}).get("engine"), config.get("sync", {}).get("max_staleness")
-    return run.resolve().name if engine is None or age is None else f"--rollout-engine {engine} --max-staleness {age}"
-
-
 def make_figure(run: Path, bars: Sequence[Bar]):
     """Return a matplotlib figure with one row of bars per stage."""
     rows = [stage for stage in ROWS if any(bar.stage == stage for bar in bars)]
-    figure = new_figure(width=10.0, height=0.42 * len(rows) + 1.1)
-    figure.suptitle(_heading(run), x=0.008, ha="left", fontsize=10, fontweight="bold", color=INK)
+    options = title(run, _OPTIONS, "--rollout-engine {} --max-staleness {}")
+    figure = new_figure(options, width=10.0, height=0.42 * len(rows) + 1.1)
     axes = figure.add_subplot()
     lanes = {stage: 1 + max(bar.lane for bar in bars if bar.stage == stage) for stage in rows}
     for bar in bars:
@@ -91,12 +78,6 @@ def make_figure(run: Path, bars: Sequence[Bar]):
     axes.set_yticks(range(len(rows)), rows)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlim(left=0.0)
-    axes.set_xlabel("seconds", color=GRAY)
-    axes.grid(axis="x", color=RULE)
-    axes.set_axisbelow(True)
-    axes.tick_params(colors=GRAY, length=0)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(GRAY)
+    style(axes, xlabel="seconds", grid="x")
     axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, labelcolor=GRAY)
     return figure

@@ -13,10 +13,10 @@ from fsdptrain.feature import Features
 from fsdptrain.features.moe.feature import MoEFeature
 from fsdptrain.model.policy import plain_batch, policy_logprobs
 from fsdptrain.rollout.embedded.engine import HFEngine
-from fsdptrain.testing import tiny_qwen3
 from fsdptrain.types import NO_ROUTE, Completion, Prompt, SamplingParams
 from tests import zoo
 from tests.seam import install_replay, routed_logprobs
+from tests.testing import tiny_qwen3
 
 CPU = torch.device("cpu")
 SAMPLING = SamplingParams(num_samples=6, max_tokens=20, seed=5, stop_token_ids=tuple(range(5, 35)), with_routes=True)

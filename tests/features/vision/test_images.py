@@ -17,8 +17,8 @@ from fsdptrain.data.rows import Row, content_hash
 from fsdptrain.data.sources import load_rows
 from fsdptrain.errors import ConfigError, DataError
 from fsdptrain.features.vision.processor import ImageProcessor
-from fsdptrain.testing import save_tiny_checkpoint
 from tests import vision_zoo as zoo
+from tests.testing import save_tiny_checkpoint
 
 DATA = {"input_key": "question", "label_key": "answer", "system_prompt": ""}
 

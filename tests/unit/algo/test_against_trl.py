@@ -21,8 +21,8 @@ from fsdptrain.algo.weights import count_totals, num_loss_tokens
 from fsdptrain.data.packing.pack import pack
 from fsdptrain.model.attention.attention import SEGMENTS, register_attention
 from fsdptrain.model.policy import install_policy_forward, policy_logprobs
-from fsdptrain.testing import save_tiny_checkpoint, tiny_tokenizer
 from fsdptrain.types import LogProbs, LossConfig, PackedBatch, Sample
+from tests.testing import save_tiny_checkpoint, tiny_tokenizer
 
 trl = pytest.importorskip("trl", reason="trl comes with the dev extra")
 pytestmark = [

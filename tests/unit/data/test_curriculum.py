@@ -11,7 +11,7 @@ from fsdptrain.config import DataConfig, RolloutConfig
 from fsdptrain.data.curriculum import PassRates
 from fsdptrain.data.prompts import PromptStream
 from fsdptrain.data.rows import Row
-from fsdptrain.testing import tiny_tokenizer
+from tests.testing import tiny_tokenizer
 
 NUM_SAMPLES = 8
 TOKENIZER = tiny_tokenizer()

@@ -14,8 +14,8 @@ from fsdptrain.data.prompts import ANSWER_TAGS_PROMPT, PromptStream, make_prompt
 from fsdptrain.data.rows import Row, content_hash, split_rows
 from fsdptrain.data.sources import load_rows
 from fsdptrain.errors import ConfigError, DataError
-from fsdptrain.testing import tiny_tokenizer
 from fsdptrain.types import Prompt
+from tests.testing import tiny_tokenizer
 
 NO_SYSTEM_ROLE = (  # as gemma's: it raises
     "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"

@@ -9,8 +9,8 @@ from fsdptrain.data.rows import Row
 from fsdptrain.data.sft import sft_sample
 from fsdptrain.data.tables import as_rows
 from fsdptrain.errors import ConfigError, DataError
-from fsdptrain.testing import tiny_tokenizer
 from fsdptrain.types import Prompt, Sample
+from tests.testing import tiny_tokenizer
 
 
 def sample_of(label: object) -> Sample:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from fsdptrain.config import DataConfig
 from fsdptrain.data.chat import TurnRenderer
 from fsdptrain.errors import DataError
-from fsdptrain.testing import tiny_tokenizer
+from tests.testing import tiny_tokenizer
 
 BUSY = settings(deadline=None, max_examples=30)  # other processes may keep an example waiting
 TOOL = [{"role": "tool", "content": "42"}]

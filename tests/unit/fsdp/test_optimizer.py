@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fsdptrain.config import OptimConfig
 from fsdptrain.errors import NumericsError
 from fsdptrain.fsdp.optimizer import DECAYS, Optimizer, lr_schedule
-from fsdptrain.testing import tiny_qwen3
+from tests.testing import tiny_qwen3
 
 LR, MIN, INIT = 3e-4, 3e-5, 1e-5
 

@@ -6,7 +6,7 @@ import pytest
 
 from fsdptrain.errors import CheckpointError
 from fsdptrain.model.loading.files import resolve_checkpoint, some_of, weight_files
-from fsdptrain.testing import save_tiny_checkpoint
+from tests.testing import save_tiny_checkpoint
 
 
 def test_files_are_those_of_the_index(tmp_path: Path):

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from fsdptrain.errors import RewardError
 from fsdptrain.rewards.results import RewardResult, check_failed_rewards, compute_rewards
-from fsdptrain.testing import spawn
 from fsdptrain.types import Prompt
+from tests.testing import spawn
 
 PROMPT = Prompt("p", [1], "")
 

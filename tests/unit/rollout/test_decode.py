@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdptrain.rollout.embedded.decode import Row, decode, plan_chunks
-from fsdptrain.testing import tiny_qwen3
 from fsdptrain.types import Prompt, SamplingParams
 from tests.exact import Exact, in_float64
+from tests.testing import tiny_qwen3
 
 STOP = list(range(5, 30))  # each token ends a row with a chance of about one in ten
 

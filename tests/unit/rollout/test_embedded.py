@@ -11,10 +11,10 @@ from transformers import PreTrainedModel
 from fsdptrain.errors import RolloutError
 from fsdptrain.model.structure import expert_choice
 from fsdptrain.rollout.embedded.engine import HFEngine
-from fsdptrain.testing import tiny_qwen3
 from fsdptrain.types import Completion, Prompt, SamplingParams
 from tests import zoo
 from tests.exact import Exact, in_float64
+from tests.testing import tiny_qwen3
 
 pytestmark = pytest.mark.slow
 
@@ -182,7 +182,7 @@ def test_stop_ids_come_from_the_checkpoint(where, tmp_path):
         model.generation_config.eos_token_id = [9, 10]
         model.generation_config.save_pretrained(tmp_path)
     if where == "tokenizer":
-        from fsdptrain.testing import tiny_tokenizer
+        from tests.testing import tiny_tokenizer
 
         tiny_tokenizer().save_pretrained(tmp_path)
     engine = HFEngine(tmp_path, dtype=torch.float32, device=CPU)

@@ -12,7 +12,7 @@ from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
 from fsdptrain.rollout import choose_engine, engine_factory
 from fsdptrain.rollout.embedded.engine import HFEngine
-from fsdptrain.testing import FakeRolloutEngine, save_tiny_checkpoint
+from tests.testing import FakeRolloutEngine, save_tiny_checkpoint
 
 CPU = torch.device("cpu")
 HERE = "tests.unit.rollout.test_engines:build_fake"

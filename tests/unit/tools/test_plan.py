@@ -12,11 +12,10 @@ from fsdptrain.features.activation_memory.config import ActivationMemoryConfig
 from fsdptrain.features.lora.adapters import add_adapters
 from fsdptrain.features.lora.config import LoraConfig
 from fsdptrain.memory.demand import GIB
-from fsdptrain.memory.grid import Grid
-from fsdptrain.memory.pieces import Pieces
 from fsdptrain.model.structure import count_parameters, freeze_vision, tower_layers
 from fsdptrain.tools.plan import remedies
-from fsdptrain.tools.plan.plan import Machine, Planner, cache_rows, make_plan, seqlens, sharding, with_margin
+from fsdptrain.tools.plan.activations import MemoryPeak
+from fsdptrain.tools.plan.plan import Machine, Planner, cache_rows, make_plan, seqlens, with_margin
 from tests import configs
 from tests.matrix import only
 
@@ -35,16 +34,19 @@ def peak(num_gpus: int = 8, **options: Any) -> int:
     return PLANNER.on(Machine(num_gpus, 80 * GIB)).training(config(**options)).total
 
 
+def state(peak: MemoryPeak) -> int:
+    return sum(peak.parts[name] for name in ("weights", "Adam's moments", "gradients"))
+
+
 def test_state_is_16_bytes_per_parameter_of_a_shard():
-    parts = PLANNER.training(config()).parts
-    assert parts["weights, gradients, Adam"] == 16 * count_parameters(MODEL).total // 8
+    assert state(PLANNER.training(config())) == 16 * count_parameters(MODEL).total // 8
 
 
 def test_an_unused_tower_is_never_gathered():
     model = configs.meta_model("qwen3.5-9b")
     freeze_vision(model)
     tower = sum(p.numel() for layer in tower_layers(model) for p in layer.parameters())
-    outside = sharding(Pieces(model, Grid.of(config(), 8)), config()).outside
+    outside = Planner(model, Machine(8, 80 * GIB)).sharding(config()).outside
     assert tower > 400_000_000
     assert outside == count_parameters(model).outside_layers
     assert outside < sum(p.numel() for p in model.parameters()) - tower
@@ -168,9 +170,8 @@ def test_only_an_adapter_has_gradients_and_moments():
     adapter, frozen = 32 * 8 * (4 * 4096 + 2 * 4096 + 2 * 1024 + 4096), count_parameters(MODEL).total
     adapter -= 32 * 8 * 4096  # q: 4096 in, 4096 out; k, v: 4096 in, 1024 out; o: 4096 in, 4096 out
     planner = Planner(model, Machine(8, 80 * GIB))
-    parts = planner.training(chosen).parts
     assert planner.counts.total - planner.counts.frozen == adapter
-    assert parts["weights, gradients, Adam"] == (16 * adapter + 2 * frozen) // 8
+    assert state(planner.training(chosen)) == (16 * adapter + 2 * frozen) // 8
     assert planner.training(chosen).total < peak()
     generation, full = planner.generation(chosen), PLANNER.generation(config())
     assert generation is not None

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from fsdptrain.config import Config
-from fsdptrain.testing import tiny_tokenizer
 from fsdptrain.trainer.components import rollout_threads
 from fsdptrain.trainer.data import build_data
 from tests.e2e.engines import InFlight
+from tests.testing import tiny_tokenizer
 
 LONG = "a" * 60
 

@@ -3,10 +3,10 @@
 import pytest
 
 from fsdptrain.config import Config
-from fsdptrain.testing import FakeRolloutEngine, tiny_tokenizer
 from fsdptrain.trainer.evaluation import Evaluation
 from fsdptrain.trainer.samples.single_turn import SingleTurn
 from fsdptrain.types import Prompt
+from tests.testing import FakeRolloutEngine, tiny_tokenizer
 
 
 @pytest.mark.parametrize(("threshold", "accuracy"), [(1.0, 0.25), (0.5, 0.75), (-1.0, 1.0)])

@@ -86,7 +86,7 @@ def hang() -> None:
 
 def test_a_hanging_call_does_not_block_the_exit():
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["fsdptrain.testing"])
+    context.set_forkserver_preload(["tests.testing"])
     process = context.Process(target=hang)
     process.start()
     process.join(120)

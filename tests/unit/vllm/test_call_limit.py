@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdptrain.testing import preloaded_context
 from fsdptrain.vllm.call_limit import CallLimit
+from tests.testing import preloaded_context
 
 
 def hangs_here() -> None:

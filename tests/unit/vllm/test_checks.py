@@ -9,13 +9,13 @@ import pytest
 
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
-from fsdptrain.testing import save_tiny_checkpoint
 from fsdptrain.vllm.server.build import server_arguments, weight_path
 from fsdptrain.vllm.server.checks import check_servers, require_fitting, require_private
 from fsdptrain.vllm.server.client import VLLMClient
 from fsdptrain.vllm.server.fleet import Fleet, Server, State
 from fsdptrain.vllm.server.push import FileTransfer
 from tests.event_loop import run_in_loop
+from tests.testing import save_tiny_checkpoint
 from tests.unit.vllm.scripted_server import ANSWERS, FITTING, ScriptedServer
 
 PRIVATE = [

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdptrain.errors import RolloutError
-from fsdptrain.testing import spawn
 from fsdptrain.vllm.server import dispatcher as module
 from fsdptrain.vllm.server.client import VLLMClient
 from fsdptrain.vllm.server.dispatcher import Dispatcher
 from tests.event_loop import run_in_loop
+from tests.testing import spawn
 from tests.unit.vllm.scripted_server import ANSWERS, GENERATE, ScriptedServer
 
 

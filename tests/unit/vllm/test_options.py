@@ -12,9 +12,9 @@ from transformers import Qwen3Config, Qwen3NextConfig
 from fsdptrain.config import Config
 from fsdptrain.data.routes import sample_routes
 from fsdptrain.errors import ConfigError
-from fsdptrain.testing import spawn
 from fsdptrain.vllm.in_process import build_vllm_engine
 from fsdptrain.vllm.options import gdn_options, routes_of, routes_options
+from tests.testing import spawn
 
 GDN = Qwen3NextConfig()
 TRITON = {"gdn_prefill_backend": "triton"}

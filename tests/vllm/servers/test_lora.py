@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from fsdptrain.testing import spawn
+from tests.testing import spawn
 from tests.vllm import contract
 from tests.vllm.servers import cases
 from tests.vllm.servers.conftest import PYTHON

@@ -12,11 +12,11 @@ from safetensors.torch import save_file
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError, RolloutError
 from fsdptrain.rollout import engine_factory
-from fsdptrain.testing import spawn
 from fsdptrain.vllm.server.client import VLLMClient
 from fsdptrain.vllm.server.engine import VLLMServerEngine
 from tests.event_loop import run_in_loop
 from tests.matrix import only
+from tests.testing import spawn
 from tests.vllm import contract
 from tests.vllm.servers import cases
 from tests.vllm.servers.conftest import weights_of

@@ -12,10 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fsdptrain.testing import save_tiny_checkpoint
 from fsdptrain.vllm.server.weight_files import folder_name, shared_memory
 from tests.e2e import command
 from tests.matrix import only
+from tests.testing import save_tiny_checkpoint
 from tests.vllm.servers.conftest import PYTHON
 
 

@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 from fsdptrain.config import Config
 from fsdptrain.errors import RolloutError
 from fsdptrain.fsdp.backend import FSDPBackend
-from fsdptrain.testing import spawn
 from fsdptrain.vllm.server.client import Deadline, VLLMClient
 from fsdptrain.vllm.server.engine import VLLMServerEngine
 from fsdptrain.vllm.server.push import FileTransfer
 from tests.matrix import only
+from tests.testing import spawn
 from tests.vllm import contract
 from tests.vllm.faults import FaultyTransfer, plant_faults, require_named, sync
 from tests.vllm.servers import cases

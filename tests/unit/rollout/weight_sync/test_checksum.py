@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdptrain.rollout.weight_sync.checksum import bit_checksum, checksum
+from fsdptrain.rollout.weight_sync.checksum import checksum
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8)
 
@@ -44,7 +44,6 @@ def test_rows_beyond_the_first_block_count():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_zeros_of_both_signs_are_equal_except_bit_by_bit(dtype):
+def test_zeros_of_both_signs_are_equal(dtype):
     zeros = torch.zeros(9, dtype=dtype)
     assert checksum(zeros) == checksum(-zeros)
-    assert bit_checksum(zeros) != bit_checksum(-zeros)

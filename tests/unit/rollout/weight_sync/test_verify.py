@@ -15,8 +15,8 @@ from fsdptrain.errors import ConfigError, RolloutError
 from fsdptrain.rollout.weight_sync.checksum import checksum
 from fsdptrain.rollout.weight_sync.probe import make_probe, tolerance
 from fsdptrain.rollout.weight_sync.verify import WeightVerifier, build_verifier
-from fsdptrain.testing import FakeRolloutEngine, tiny_tokenizer
 from fsdptrain.types import ChecksumKind, Completion, LogProbs, PackedBatch, Prompt, SamplingParams
+from tests.testing import FakeRolloutEngine, tiny_tokenizer
 
 NAMES = ("a", "b", "c")
 

@@ -1,4 +1,4 @@
-"""Test utilities for this package and its users: real ranks, tiny real models, a scripted engine."""
+"""Real ranks, tiny real models and a scripted engine for tests and benchmarks."""
 
 import fcntl
 import io
@@ -27,7 +27,7 @@ from fsdptrain.protocols import Naming
 from fsdptrain.types import Completion, Prompt, SamplingParams
 
 # Modules that the fork server imports once. Forked ranks and commands inherit them.
-_PRELOADED = ("fsdptrain.testing", "fsdptrain.trainer", "reasoning_gym", "math_verify")
+_PRELOADED = ("tests.testing", "fsdptrain.trainer", "reasoning_gym", "math_verify")
 PRELOAD = "FSDPTRAIN_TEST_PRELOAD"  # environment variable: additional modules, separated by spaces
 
 CHAT_TEMPLATE = (
