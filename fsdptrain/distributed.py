@@ -60,7 +60,7 @@ class raise_on_all_ranks:  # noqa: N801 - reads as a verb: `with raise_on_all_ra
     """Run rank-local code that may fail. If any rank raises, every rank raises the same error on exit.
 
     Do not call collectives inside. An FsdptrainError keeps its class. Any other Exception becomes `error_class` with a
-    one-line message that starts with `context`. KeyboardInterrupt passes through.
+    one-line message that starts with `context`, as does SystemExit of user code. KeyboardInterrupt passes through.
     """
 
     def __init__(self, error_class: type[FsdptrainError], context: str) -> None:
@@ -73,7 +73,7 @@ class raise_on_all_ranks:  # noqa: N801 - reads as a verb: `with raise_on_all_ra
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is not None and not isinstance(error, Exception):
+        if error is not None and not isinstance(error, Exception | SystemExit):
             return
         if not any_rank(error is not None):
             return
@@ -83,13 +83,13 @@ class raise_on_all_ranks:  # noqa: N801 - reads as a verb: `with raise_on_all_ra
         where = "" if len(failed) == len(reports) else f" (rank {rank} of {len(reports)})"
         raise error_class(message + where) from error
 
-    def _report(self, error: Exception) -> tuple[type[FsdptrainError], str]:
+    def _report(self, error: BaseException) -> tuple[type[FsdptrainError], str]:
         if isinstance(error, FsdptrainError):
             return type(error), str(error)
         return self.error_class, f"{self.context}: {one_line(error)}"
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     """Return the message of `error` without line breaks. Prefixes the class name unless it is an FsdptrainError."""
     text = " ".join(str(error).split())
     if isinstance(error, FsdptrainError):

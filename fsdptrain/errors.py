@@ -54,7 +54,7 @@ class RankError(FsdptrainError):
     """Other ranks are unreachable."""
 
 
-def describe(error: Exception) -> str:
+def describe(error: BaseException) -> str:
     """Format an exception of user code on one line: class, message, file and line number."""
     message = (str(error).strip() or "no message").splitlines()[0]
     frames = traceback.extract_tb(error.__traceback__)

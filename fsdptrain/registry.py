@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
-from fsdptrain.errors import ConfigError
+from fsdptrain.errors import ConfigError, describe
 
 T = TypeVar("T")
 
@@ -73,6 +73,8 @@ def import_attribute(path: str, *, flag: str) -> Any:
         return getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"{flag} {path}: {error}; it is package.module:attribute, importable from here") from error
+    except (Exception, SystemExit) as error:  # user code may raise anything
+        raise ConfigError(f"{flag} {path} cannot be imported: {describe(error)}") from error
 
 
 def _check_call(found: Any, call: Callable[[Any], Any], *, where: str) -> None:
@@ -112,7 +114,8 @@ def _plugins(kind: str) -> dict[str, EntryPoint]:
 def _load(point: EntryPoint) -> Any:
     try:
         return point.load()
-    except (ImportError, AttributeError) as error:
+    except (Exception, SystemExit) as error:  # user code may raise anything
+        reason = error if isinstance(error, ImportError | AttributeError) else describe(error)
         raise ConfigError(
-            f"plug-in {point.name} = {point.value} cannot be loaded: {error}; fix or uninstall it"
+            f"plug-in {point.name} = {point.value} cannot be loaded: {reason}; fix or uninstall it"
         ) from error

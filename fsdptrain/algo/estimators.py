@@ -62,7 +62,7 @@ def user_estimator(function: Callable[..., Sequence[float]], name: str) -> Estim
         given = f"for rewards {list(rewards)} of lengths {list(lengths)}"
         try:
             advantages = [float(value) for value in function(list(rewards), list(lengths))]
-        except Exception as error:  # user code may raise anything
+        except (Exception, SystemExit) as error:  # user code may raise anything
             raise ConfigError(f"--advantage-estimator {name} failed {given}: {describe(error)}") from error
         if len(advantages) != len(rewards) or not all(math.isfinite(value) for value in advantages):
             raise ConfigError(

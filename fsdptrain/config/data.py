@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from fsdptrain.config.rules import COLUMN, GENERATES, OPERATION, RL_ONLY, IdleWith, Problem, Requires
+from fsdptrain.config.rules import COLUMN, GENERATES, NEUTRAL, RL_ONLY, IdleWith, Problem, Requires
 from fsdptrain.config.section import Names, Section
 
 if TYPE_CHECKING:
@@ -75,9 +75,9 @@ class RewardConfig(Section):
     reward: Annotated[Names, GENERATES] = Field(default=["auto"], min_length=1)
     """One or more of auto, reasoning_gym, reasoning_gym_strict, math, exact, format, environment or
     `package.module:function`, each with an optional `=weight`."""
-    max_unscored_fraction: Annotated[float, OPERATION, RL_ONLY] = Field(default=0.1, ge=0.0, le=1.0)
+    max_unscored_fraction: Annotated[float, NEUTRAL, RL_ONLY] = Field(default=0.1, ge=0.0, le=1.0)
     """Stop if more than this fraction of a rollout's samples could not be scored."""
-    reward_timeout: Annotated[float | None, OPERATION, GENERATES] = Field(default=None, gt=0.0)
+    reward_timeout: Annotated[float | None, NEUTRAL, GENERATES] = Field(default=None, gt=0.0)
     """Deadline of one --reward call; a sample that misses it is unscored. Three timeouts in a row end the run, as do
     timeouts in one rollout that add up to half of --dist-timeout. If set, calls run in a thread. Default: 300 or
     what --dist-timeout allows where calls run in threads anyway (--max-staleness with servers); elsewhere a call that
@@ -101,7 +101,7 @@ class EnvironmentConfig(Section):
     """Maximum turns per episode. [model responses]"""
     max_observation_len: int = Field(default=512, ge=1)
     """Maximum length of an observation; longer ones are truncated. [tokens]"""
-    environment_timeout: Annotated[float, OPERATION] = Field(default=60.0, gt=0.0)
+    environment_timeout: Annotated[float, NEUTRAL] = Field(default=60.0, gt=0.0)
     """Deadline of one environment reply; an episode that misses it is unscored. [s]"""
-    environment_workers: Annotated[int, OPERATION] = Field(default=32, ge=1)
+    environment_workers: Annotated[int, NEUTRAL] = Field(default=32, ge=1)
     """Concurrent environment calls per rank. [threads]"""

@@ -9,8 +9,7 @@ from pydantic import Field
 from fsdptrain.config.rules import (
     FSDP_ONLY,
     NEEDS_KL,
-    OPERATION,
-    REFUSED,
+    NEUTRAL,
     RL_ONLY,
     RUNS_CODE,
     TUNING,
@@ -40,23 +39,23 @@ class ModelConfig(Section):
     docs/megatron.md."""
     trust_remote_code: Annotated[bool, RUNS_CODE] = False
     """Run Python code from the checkpoint. Only for authors whom you trust."""
-    load_strategy: Annotated[Literal["shard", "rank0"], OPERATION, FSDP_ONLY] = "shard"
+    load_strategy: Annotated[Literal["shard", "rank0"], NEUTRAL, FSDP_ONLY] = "shard"
     """`shard`: each rank reads its slice from the files. `rank0`: rank 0 reads all weights and broadcasts them."""
     attn_implementation: Annotated[
-        Literal["auto", "flash_attention_2", "flash_attention_3", "varlen", "sdpa"], OPERATION, FSDP_ONLY
+        Literal["auto", "flash_attention_2", "flash_attention_3", "varlen", "sdpa"], NEUTRAL, FSDP_ONLY
     ] = "auto"
     """Attention over packs. `auto`: flash-attn if installed, else varlen on CUDA, else per-segment sdpa."""
-    layout: Annotated[Literal["auto", "packed", "padded"], OPERATION, FSDP_ONLY] = "auto"
+    layout: Annotated[Literal["auto", "packed", "padded"], NEUTRAL, FSDP_ONLY] = "auto"
     """Layout of sequences in the model. `auto`: packed if a probe of the model proves it exact, else padded."""
     bf16: Annotated[bool, TUNING] = True
     """Compute in bfloat16, with float32 master weights and float32 gradient reduction. `--no-bf16`: float32."""
     fp16: Annotated[bool, TUNING, FSDP_ONLY] = False
     """Compute in float16 with a gradient scaler. Disables the default --bf16; setting both is an error."""
-    logprob_chunk_size: Annotated[int, OPERATION] = Field(default=512, ge=1)
+    logprob_chunk_size: Annotated[int, NEUTRAL] = Field(default=512, ge=1)
     """Tokens whose logits are in memory at a time. [tokens]"""
-    strict: Annotated[bool, OPERATION] = False
+    strict: Annotated[bool, NEUTRAL] = False
     """Make fallbacks (padding instead of packing, torch code instead of a kernel) errors instead of warnings."""
-    deterministic_mode: Annotated[bool, OPERATION] = False
+    deterministic_mode: Annotated[bool, NEUTRAL] = False
     """Use deterministic kernels only (torch.use_deterministic_algorithms)."""
 
     @pydantic.model_validator(mode="before")
@@ -79,7 +78,7 @@ class FsdpConfig(Section):
     NAME = "fsdp"
     PREFIX = "fsdp_"
     RULES = (FSDP_ONLY,)
-    ON_RESUME = OPERATION
+    ON_RESUME = NEUTRAL
 
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory."""
@@ -97,7 +96,7 @@ class OptimConfig(Section):
     NAME = "optim"
     ON_RESUME = TUNING
 
-    optimizer: Annotated[Literal["adam"], REFUSED] = "adam"
+    optimizer: Literal["adam"] = "adam"
     """AdamW."""
     lr: float = Field(default=1e-6, ge=0.0)
     """Peak learning rate."""
@@ -129,13 +128,13 @@ class OptimConfig(Section):
     """Term added to the root of the second moment."""
     clip_grad: float = Field(default=1.0, ge=0.0)
     """Maximum global gradient norm. 0: no clipping."""
-    offload_optimizer: Annotated[bool, OPERATION, IdleWith("fsdp_cpu_offload"), FSDP_ONLY] = False
+    offload_optimizer: Annotated[bool, NEUTRAL, IdleWith("fsdp_cpu_offload"), FSDP_ONLY] = False
     """Keep only the optimizer state in host memory."""
-    offload_optimizer_step: Annotated[
-        Literal["host", "device"], OPERATION, Requires("offload_optimizer"), FSDP_ONLY
-    ] = "host"
+    offload_optimizer_step: Annotated[Literal["host", "device"], NEUTRAL, Requires("offload_optimizer"), FSDP_ONLY] = (
+        "host"
+    )
     """Where --offload-optimizer runs steps. `host`: transfers gradients and weights. `device`: transfers the state."""
-    max_skipped_steps: Annotated[int, OPERATION] = Field(default=10, ge=0)
+    max_skipped_steps: Annotated[int, NEUTRAL] = Field(default=10, ge=0)
     """Stop after this many optimizer steps were skipped because of non-finite gradients."""
 
     def problems(self, config: "Config") -> Iterator[Problem]:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from fsdptrain.config.rules import FSDP_ONLY, GENERATES, OPERATION, RL_ONLY, TUNING, IdleWith, Problem, Requires
+from fsdptrain.config.rules import FSDP_ONLY, GENERATES, NEUTRAL, RL_ONLY, TUNING, IdleWith, Problem, Requires
 from fsdptrain.config.section import Section
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ class BatchConfig(Section):
     NAME = "batch"
     ON_RESUME = TUNING
 
-    max_tokens_per_gpu: Annotated[int, OPERATION] = Field(default=8192, ge=1)
+    max_tokens_per_gpu: Annotated[int, NEUTRAL] = Field(default=8192, ge=1)
     """Pack size: maximum tokens in a forward or backward pass of a rank. With --context-parallel-size, packs and
     sequences may be that many times longer. [tokens]"""
     overlong_samples: Literal["error", "drop"] = "error"
@@ -76,7 +76,7 @@ class RolloutConfig(Section):
     NAME = "rollout"
     PREFIX = "rollout_"
 
-    engine: Annotated[str, OPERATION, GENERATES] = "auto"
+    engine: Annotated[str, NEUTRAL, GENERATES] = "auto"
     """`hf`: embedded, on the trainer's device. `vllm`: in the trainer's process. `vllm-server`: over HTTP. Or
     `package.module:function`. `auto`: vllm if installed and there is a GPU, else hf."""
     batch_size: Annotated[int, TUNING] = Field(default=32, ge=1)
@@ -86,7 +86,7 @@ class RolloutConfig(Section):
     a response leaves in --max-tokens-per-gpu. [tokens]"""
     max_response_len: Annotated[int, _NEEDS_LENGTH] = Field(default=2048, ge=1)
     """Maximum response length. [tokens]"""
-    temperature: Annotated[float, RL_ONLY] = Field(default=1.0, gt=0.0)
+    temperature: Annotated[float, RL_ONLY] = Field(default=1.0, ge=0.01, le=100.0)
     """Sampling temperature, also used for the trainer's logprobs."""
     top_p: Annotated[float, RL_ONLY] = Field(default=1.0, gt=0.0, le=1.0)
     """Sample from the smallest set of most likely tokens whose total probability reaches this. The trainer's logprobs
@@ -96,7 +96,7 @@ class RolloutConfig(Section):
     min_p: Annotated[float, RL_ONLY] = Field(default=0.0, ge=0.0, le=1.0)
     """Keep tokens whose probability is at least min_p times that of the most likely token. The trainer's logprobs use
     the same set."""
-    max_batch_tokens: Annotated[int, OPERATION, GENERATES, IdleWith("rollout_engine=vllm|vllm-server")] = Field(
+    max_batch_tokens: Annotated[int, NEUTRAL, GENERATES, IdleWith("rollout_engine=vllm|vllm-server")] = Field(
         default=262_144, ge=1
     )
     """Embedded engine: capacity of the key-value cache. [tokens]"""
@@ -138,7 +138,7 @@ class SyncConfig(Section):
     vllm-server both go on at the same time. 0: always with the newest. [rollouts]"""
     offload_train: Annotated[
         bool,
-        OPERATION,
+        NEUTRAL,
         GENERATES,
         IdleWith("fsdp_cpu_offload"),
         IdleWith("@engine_has_own_devices", reason=_OWN_DEVICES),

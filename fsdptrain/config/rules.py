@@ -89,11 +89,11 @@ class OnResume(Enum):
 
     REFUSED = "another experiment"
     TUNING = "the experiment, trained differently from now on"
-    OPERATION = "the same training"
+    NEUTRAL = "the same training"
 
 
 COLUMN, EXPORT_CHOICE, RUNS_CODE = Column(), ExportChoice(), RunsCode()
-REFUSED, TUNING, OPERATION = OnResume.REFUSED, OnResume.TUNING, OnResume.OPERATION
+REFUSED, TUNING, NEUTRAL = OnResume.REFUSED, OnResume.TUNING, OnResume.NEUTRAL
 FSDP_ONLY = Excludes("backend=megatron")
 RL_ONLY = IdleWith("algorithm=sft", fix="remove it, or use another --algorithm, e.g. grpo")
 NEEDS_KL = Requires("kl_loss_coef", "kl_reward_coef", fix="set one of them, e.g. to 0.001")

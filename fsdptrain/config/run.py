@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from fsdptrain.config.rules import FSDP_ONLY, GENERATES, OPERATION, REFUSED, IdleWith, Problem, Requires
+from fsdptrain.config.rules import FSDP_ONLY, GENERATES, NEUTRAL, REFUSED, IdleWith, Problem, Requires
 from fsdptrain.config.section import Names, Section
 from fsdptrain.registry import plugin_names, suggest
 
@@ -20,7 +20,7 @@ class RunConfig(Section):
     """Run length, evaluation and checkpoints."""
 
     NAME = "run"
-    ON_RESUME = OPERATION
+    ON_RESUME = NEUTRAL
 
     output_dir: str = ""
     """Output directory: config.yaml, metrics.jsonl, checkpoints and the exported model. Default:
@@ -46,7 +46,9 @@ class RunConfig(Section):
         default=1, ge=1
     )
     """Completions per evaluation prompt; reports pass@k for each power of two up to this number."""
-    eval_temperature: Annotated[float, Requires("eval_interval"), IdleWith("eval_size=0")] = Field(default=1.0, gt=0.0)
+    eval_temperature: Annotated[float, Requires("eval_interval"), IdleWith("eval_size=0")] = Field(
+        default=1.0, ge=0.01, le=100.0
+    )
     """Sampling temperature of evaluations."""
     eval_greedy: Annotated[bool, Requires("eval_interval"), IdleWith("eval_size=0")] = False
     """Evaluate greedy decoding too, as eval/heldout_greedy."""
@@ -60,7 +62,7 @@ class LogConfig(Section):
 
     NAME = "log"
     PREFIX = "log_"
-    ON_RESUME = OPERATION
+    ON_RESUME = NEUTRAL
 
     to: Names = Field(default=["console"])
     """Loggers in addition to metrics.jsonl, which is always written: any of console, wandb, trackio, or a plug-in."""
@@ -89,7 +91,7 @@ class LaunchConfig(Section):
     """Processes on this machine. For several machines, use torchrun: see docs/launch.md."""
 
     NAME = "launch"
-    ON_RESUME = OPERATION
+    ON_RESUME = NEUTRAL
 
     nproc_per_node: int | None = Field(default=None, ge=1)
     """Processes on this machine. Default: one per visible GPU, or one without GPUs."""

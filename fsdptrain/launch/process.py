@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 from fsdptrain import platform
 from fsdptrain.config import Config, check_own_launch, check_processes
+from fsdptrain.errors import FsdptrainError, describe
 from fsdptrain.launch.parent import has_fsdptrain_launcher
 from fsdptrain.rank_variables import read_rank_variables
 
@@ -37,9 +38,13 @@ def process_group(config: Config) -> Iterator[None]:
 
 
 def train(config: Config) -> None:
+    """Train. Raises FsdptrainError where user code exits or the output is closed: the exit code 0 means trained."""
     from fsdptrain.trainer import Trainer  # import after `configure_logging`
 
-    Trainer(config).fit()
+    try:
+        Trainer(config).fit()
+    except (SystemExit, BrokenPipeError) as error:
+        raise FsdptrainError(f"the run was ended before its end by {describe(error)}") from error
 
 
 def configure_logging(*, rank: int) -> None:

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field
 
-from fsdptrain.config.rules import OPERATION, REFUSED, RUNS_CODE, Excludes, Requires
+from fsdptrain.config.rules import NEUTRAL, REFUSED, RUNS_CODE, Excludes, Requires
 from fsdptrain.config.section import RankGroup, Section
 
 _ALLTOALL = Excludes(
@@ -18,7 +18,7 @@ class MegatronConfig(Section):
 
     NAME = "megatron"
     PREFIX = "megatron_"
-    ON_RESUME = OPERATION
+    ON_RESUME = NEUTRAL
     RULES = (Requires("backend=megatron"),)
 
     tensor_parallel: Annotated[int, Excludes("@is_truncated", reason=_TRUNCATED)] = Field(default=1, ge=1)

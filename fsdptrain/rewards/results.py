@@ -101,6 +101,6 @@ def _compute_reward(reward: RewardFunction, prompt: Prompt, text: str) -> tuple[
         raise
     except RewardError as error:
         return RewardResult(None), str(error)
-    except Exception as error:  # noqa: BLE001  # user code may raise anything; the run continues
+    except (Exception, SystemExit) as error:  # noqa: BLE001  # user code may raise anything; the run continues
         return RewardResult(None), describe(error)
     return result, "the reward returned None" if result.reward is None else None

@@ -15,7 +15,7 @@ from fsdptrain.config import Config, DataConfig, check_own_launch, check_process
 from fsdptrain.config.grid import across_nodes
 from fsdptrain.data.packing.pack import drop_overlong
 from fsdptrain.distributed import raise_on_all_ranks
-from fsdptrain.errors import CheckpointError, ConfigError, DataError, RolloutError
+from fsdptrain.errors import CheckpointError, ConfigError, DataError, NumericsError, RolloutError
 from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
 from fsdptrain.protocols import RewardFunction
 from fsdptrain.rank_variables import RUN_ID
@@ -76,6 +76,7 @@ class TrainingLoop:
 
     def __init__(self, config: Config, folder: RunFolder, components: Components) -> None:
         self.step = 0  # rollouts that were trained on; also the version of the policy
+        self._num_updates = 0  # optimizer steps that were not skipped
         self._config = config
         self._folder = folder
         self._source = components.source
@@ -114,6 +115,8 @@ class TrainingLoop:
         """Train until --num-rollout; the last value of every metric."""
         self._resume()
         self._folder.write_config(self._config)
+        if self.step >= self._config.run.num_rollout:
+            log.info("nothing to train: step %d of --num-rollout %d", self.step, self._config.run.num_rollout)
         self._push_weights()
         self._start_rollouts()
         if self.step == 0:
@@ -121,6 +124,7 @@ class TrainingLoop:
         with self._checkpoints:
             while self.step < self._config.run.num_rollout:
                 self._train_on_rollout()
+                self._require_an_update()
                 self._checkpoints.check()
                 if self._evaluation_is_due:
                     self._evaluate()
@@ -202,7 +206,9 @@ class TrainingLoop:
     def _optimize(self, steps: Sequence[StepBatches]) -> list[Metrics]:
         with self._phases("train"):
             config = replace(self._loss_config, kl_loss_coef=self._kl.loss_coef)
-            return [self._backend.train_step(step.packs, self._loss, config) for step in steps]
+            found = [self._backend.train_step(step.packs, self._loss, config) for step in steps]
+            self._num_updates += sum("optim/grad_norm" in values for values in found)
+            return found
 
     def _update_reference(self) -> None:
         interval = self._config.ref.update_interval
@@ -232,6 +238,15 @@ class TrainingLoop:
         self._report.log(values, self.step)
         self._report.log_samples(rollout.shown, "train", self.step)
         self._report.warn_without_signal(values, self._folder.path)
+
+    def _require_an_update(self) -> None:
+        """Raise NumericsError at the end of a run in which every optimizer step was skipped."""
+        skipped = self._report.last["optim/skipped_steps"]
+        if self.step == self._config.run.num_rollout and skipped and not self._num_updates:
+            raise NumericsError(
+                f"nothing was trained: gradients were not finite in all {skipped:.0f} optimizer steps; lower --lr or "
+                "--clip-grad, compute with --no-bf16, or check --loss"
+            )
 
     def _evaluate(self) -> None:
         if self._evaluation is None:
@@ -284,7 +299,7 @@ class TrainingLoop:
         pending = self._backend.save(directory, self.step)
         if dist.get_rank() == 0:
             state = {"step": self.step, "totals": self._report.totals, "stream": self._stream.state_dict()}
-            state["kl_scale"] = self._kl.scale
+            state |= {"kl_scale": self._kl.scale, "num_updates": self._num_updates}
             if RUN_ID in os.environ:
                 state[RUN_ID] = os.environ[RUN_ID]
             (directory / PROGRESS_FILE).write_text(json.dumps(state))
@@ -299,6 +314,7 @@ class TrainingLoop:
         self.step = self._backend.load(checkpoint)
         self._report.totals = progress["totals"]
         self._kl.scale = progress.get("kl_scale", 1.0)  # older checkpoints have none
+        self._num_updates = progress.get("num_updates", 1)
 
 
 def _with_own_data(config: Config) -> Config:

@@ -61,26 +61,23 @@ def _held(path: Path, holder: str, patience_s: float) -> Iterator[None]:
 
 
 def _open_locked(path: Path, deadline: float) -> TextIO:
-    while True:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("a+")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.close()
-            if time.monotonic() >= deadline:
-                raise ConfigError(
-                    f"--output-dir {path.parent} is in use by another run ({path.read_text() or 'it has just begun'}): "
-                    "wait for its end, or choose another folder"
-                ) from None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open("a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        if time.monotonic() < deadline:
             time.sleep(0.5)
-            continue
-        except OSError as error:
-            line = "--output-dir %s: its file system has no locks (%s), so two runs in it would not be noticed"
-            log.warning(line, path.parent, error.strerror)
-        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
-            return file
-        file.close()  # a run that was rejected has just removed it
+            return _open_locked(path, deadline)
+        holder = path.read_text() or "it has just begun"
+        raise ConfigError(
+            f"--output-dir {path.parent} is in use by another run ({holder}): wait for it, or choose another folder"
+        ) from None
+    except OSError as error:
+        line = "--output-dir %s: its file system has no locks (%s), so two runs in it would not be noticed"
+        log.warning(line, path.parent, error.strerror)
+    return file
 
 
 def _require_shared(path: Path, holder: str, patience_s: float) -> None:

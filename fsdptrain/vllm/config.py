@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from fsdptrain.config.rules import OPERATION, IdleWith, Problem, Requires
+from fsdptrain.config.rules import NEUTRAL, IdleWith, Problem, Requires
 from fsdptrain.config.section import Names, Section
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class VllmConfig(Section):
 
     NAME = "vllm"
     PREFIX = "rollout_"
-    ON_RESUME = OPERATION
+    ON_RESUME = NEUTRAL
 
     engine_args: Annotated[dict[str, Any], _NOT_HF, _STARTED] = Field(default={})
     """vllm: vLLM engine options, as key=value or as one JSON object, e.g. max_num_seqs=512."""
@@ -81,7 +81,7 @@ class ServerConfig(Section):
     """vLLM servers: weight transfer and deadlines."""
 
     NAME = "servers"
-    ON_RESUME = OPERATION
+    ON_RESUME = NEUTRAL
     RULES = (_SERVERS,)
 
     weight_transfer: Literal["file", "gloo", "nccl"] = "file"

@@ -35,6 +35,8 @@ def test_without_ranks_the_error_is_just_raised():
     assert gather(3) == [3]
     with pytest.raises(CheckpointError, match=r"here: ValueError: mine$"), raise_on_all_ranks(CheckpointError, "here"):
         raise ValueError("mine")
+    with pytest.raises(CheckpointError, match=r"here: SystemExit: 0$"), raise_on_all_ranks(CheckpointError, "here"):
+        raise SystemExit(0)
 
 
 def test_an_interrupt_is_not_held_back():

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -11,6 +12,10 @@ from fsdptrain.types import Prompt
 
 def raises(prompt: Prompt, response: str) -> float:
     return 1 / 0
+
+
+def exits(prompt: Prompt, response: str) -> float:
+    sys.exit(0)
 
 
 def hangs(prompt: Prompt, response: str) -> float:

@@ -86,6 +86,8 @@ def test_changed_options_are_reported_on_resume_and_refused_for_a_finished_run(
     base = ["--hf-checkpoint", str(checkpoint), *TINY_RUN, "--output-dir", str(run)]
     assert command.run(base, tmp_path / "1").code == 0
     before = (run / "config.yaml").read_text()
+    again = command.run(base, tmp_path / "again")
+    assert (again.code, "nothing to train: step 2 of --num-rollout 2" in again.err) == (0, True), again.err
 
     refused = command.run([*base, "--lr", "0.5"], tmp_path / "2")
     assert refused.code == 2

@@ -8,12 +8,16 @@ from fsdptrain.registry import plugin_names, resolve
 from tests.packages import install
 
 TABLE = {"one": 1, "two": 2}
-LOGGER = {"acme_logger": "class AcmeLogger: ...\n"}
+LOGGER = {"acme_logger": "class AcmeLogger: ...\n", "acme_exit": "raise SystemExit(0)\n", "acme_bug": "1 / 0\n"}
 
 
 @pytest.fixture(autouse=True)
 def _package(tmp_path, monkeypatch):
-    points = ["loggers.acme = acme_logger:AcmeLogger", "engines.acme = no_such_module:Engine"]
+    points = [
+        "loggers.acme = acme_logger:AcmeLogger",
+        "engines.acme = no_such_module:Engine",
+        "losses.exit = acme_exit:loss",
+    ]
     monkeypatch.syspath_prepend(install(tmp_path / "acme", "acme", "fsdptrain.plugins", points, LOGGER))
 
 
@@ -34,6 +38,9 @@ def test_names_are_of_the_table_or_of_a_module():
         ("ones", None, r"--x does not know 'ones'; did you mean 'one'\?; it takes one, two or package"),
         ("math:pie", None, r"--x math:pie: .*no attribute 'pie'"),
         ("acme", "engines", r"^plug-in engines.acme = no_such_module:Engine cannot be loaded: No module"),
+        ("exit", "losses", r"^plug-in losses.exit = acme_exit:loss cannot be loaded: SystemExit: 0 \(acme_exit.py:1\)"),
+        ("acme_exit:reward", None, r"^--x acme_exit:reward cannot be imported: SystemExit: 0 \(acme_exit.py:1\)$"),
+        ("acme_bug:reward", None, r"^--x acme_bug:reward cannot be imported: ZeroDivisionError: .*\(acme_bug.py:1\)$"),
     ],
 )
 def test_a_name_that_does_not_resolve_is_one_line(name, plugins, line):

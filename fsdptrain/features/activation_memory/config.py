@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from fsdptrain.config.rules import FSDP_ONLY, OPERATION, Excludes, Requires
+from fsdptrain.config.rules import FSDP_ONLY, NEUTRAL, Excludes, Requires
 from fsdptrain.config.section import Section
 
 
@@ -12,7 +12,7 @@ class ActivationMemoryConfig(Section):
     """Memory of activations."""
 
     NAME = "activation_memory"
-    ON_RESUME = OPERATION
+    ON_RESUME = NEUTRAL
 
     gradient_checkpointing: bool = False
     """Recompute each decoder layer in the backward pass: less memory, about a third more time."""

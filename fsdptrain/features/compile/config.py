@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from fsdptrain.config.rules import FSDP_ONLY, OPERATION
+from fsdptrain.config.rules import FSDP_ONLY, NEUTRAL
 from fsdptrain.config.section import Section
 
 
@@ -10,7 +10,7 @@ class CompileConfig(Section):
     """torch.compile."""
 
     NAME = "compile"
-    ON_RESUME = OPERATION
+    ON_RESUME = NEUTRAL
 
     compile: Annotated[bool, FSDP_ONLY] = False
     """Apply torch.compile to each decoder layer, except attention, once for packs of all shapes. Needs a C++

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from fsdptrain.config.rules import FSDP_ONLY, OPERATION, Excludes, Requires
+from fsdptrain.config.rules import FSDP_ONLY, NEUTRAL, Excludes, Requires
 from fsdptrain.config.section import RankGroup, Section
 
 
@@ -12,7 +12,7 @@ class ContextParallelConfig(Section):
     """Context parallelism."""
 
     NAME = "context_parallel"
-    ON_RESUME = OPERATION
+    ON_RESUME = NEUTRAL
 
     context_parallel_size: Annotated[
         int,

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from fsdptrain.config.rules import EXPORT_CHOICE, FSDP_ONLY, OPERATION, Excludes, Problem, Requires
+from fsdptrain.config.rules import EXPORT_CHOICE, FSDP_ONLY, NEUTRAL, Excludes, Problem, Requires
 from fsdptrain.config.section import Names, Section
 
 if TYPE_CHECKING:
@@ -31,12 +31,12 @@ class LoraConfig(Section):
     targets: Names = Field(default=["all-linear"], min_length=1)
     """Adapted weights: `all-linear` (except the head), `attention`, name suffixes of linear layers (q_proj), or of
     other weights such as experts.gate_up_proj experts.down_proj."""
-    export: Annotated[Literal["adapter", "merged", "both"], OPERATION, EXPORT_CHOICE] = "adapter"
+    export: Annotated[Literal["adapter", "merged", "both"], NEUTRAL, EXPORT_CHOICE] = "adapter"
     """Format of the exported model. `adapter`: a peft directory. `merged`: a full model. `both`: a full model and the
     adapter in its subdirectory `adapter`."""
     sync: Annotated[
         Literal["merged", "adapter"],
-        OPERATION,
+        NEUTRAL,
         Requires("rollout_engine=vllm|vllm-server", fix=_MERGED),
         Excludes("rollout_urls", fix=f"use --rollout-num-servers, or {_MERGED}"),
     ] = "merged"

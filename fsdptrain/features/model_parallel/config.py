@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from fsdptrain.config.rules import OPERATION, Excludes
+from fsdptrain.config.rules import NEUTRAL, Excludes
 from fsdptrain.config.section import RankGroup, Section
 
 _NOT_TESTED = Excludes(
@@ -19,7 +19,7 @@ class ModelParallelConfig(Section):
     """Tensor and expert parallelism."""
 
     NAME = "model_parallel"
-    ON_RESUME = OPERATION
+    ON_RESUME = NEUTRAL
 
     tensor_parallel_size: Annotated[
         int,

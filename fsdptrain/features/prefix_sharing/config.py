@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from fsdptrain.config.checks import idle_reason
-from fsdptrain.config.rules import FSDP_ONLY, OPERATION, IdleWith
+from fsdptrain.config.rules import FSDP_ONLY, NEUTRAL, IdleWith
 from fsdptrain.config.section import Section
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ class PrefixSharingConfig(Section):
     """Sharing of the prompt of a group."""
 
     NAME = "prefix_sharing"
-    ON_RESUME = OPERATION
+    ON_RESUME = NEUTRAL
 
     prefix_sharing: Annotated[Literal["auto", "on", "off"], _NOT_EXACT, FSDP_ONLY] = "auto"
     """Compute the shared prompt of a group once per pack. `auto`: if a probe of the model proves it exact and the step

@@ -47,6 +47,9 @@ def test_every_option_has_a_help_text():
     [
         ({"eps_clip": 1.5}, "--eps-clip must be less than 1, got 1.5"),
         ({"eps_clip": -1}, "--eps-clip must be greater than 0, got -1"),
+        ({"rollout_temperature": 1e-30}, "--rollout-temperature must be at least 0.01, got 1e-30"),
+        ({"rollout_temperature": 1e30}, "--rollout-temperature must be at most 100, got 1e+30"),
+        ({"eval_temperature": 1e30}, "--eval-temperature must be at most 100, got 1e+30"),
         ({"lr": -1e-6}, "--lr must be at least 0, got -1e-06"),
         ({"lr": float("inf")}, "--lr must be finite, got inf"),
         ({"lr": float("nan")}, "--lr must be finite, got nan"),

@@ -13,7 +13,7 @@ advantage_scale multi_reward eps_clip eps_clip_high eps_clip_c is_cap_high sapo_
 use_opsm opsm_delta loss_aggregation kl_loss_coef kl_loss_type use_unbiased_kl kl_reward_coef kl_reward_type kl_target
 kl_horizon entropy_coef use_rollout_logprobs mismatch_correction mismatch_low mismatch_high mismatch_rejection
 mismatch_rejection_max overlong_penalty overlong_buffer length_penalty mask_truncated dynamic_sampling
-dynamic_sampling_max_rounds min_group_spread curriculum curriculum_floor curriculum_decay optimizer
+dynamic_sampling_max_rounds min_group_spread curriculum curriculum_floor curriculum_decay
 rollout_max_prompt_len rollout_max_response_len rollout_temperature rollout_top_p rollout_top_k rollout_min_p
 rollout_shuffle rollout_seed ref_load ref_update_interval seed lora_rank lora_alpha lora_dropout lora_targets
 image_key train_vision router_aux_loss_coef router_bias_update_rate router_replay megatron_spec
@@ -21,7 +21,7 @@ image_key train_vision router_aux_loss_coef router_bias_update_rate router_repla
 
 
 def test_options_that_make_another_experiment_are_listed() -> None:
-    """A new option is refused on resume until it is marked TUNING or OPERATION, or listed here."""
+    """A new option is refused on resume until it is marked TUNING or NEUTRAL, or listed here."""
     refused = [flat for flat, key in all_keys().items() if key.on_resume is OnResume.REFUSED]
     assert refused == REFUSED.split()
     assert Section.ON_RESUME is OnResume.REFUSED
