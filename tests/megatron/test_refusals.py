@@ -166,6 +166,7 @@ def test_a_checkpoint_of_the_other_backend_is_refused_and_the_way_on_named(dense
     assert result.code == 0, result.err
     shutil.copytree(run, tmp_path / "other")
     argv[-1] = str(tmp_path / "other")
-    said = line_of([*argv, "--num-rollout", "3", "--backend", "megatron"], tmp_path / "out")
+    named = ["--resume", str(tmp_path / "other" / "checkpoints" / "step_00000002")]
+    said = line_of([*argv, *named, "--num-rollout", "3", "--backend", "megatron"], tmp_path / "out")
     assert "Qwen3ForCausalLM on megatron-core" in said
     assert "--resume never" in said
