@@ -112,7 +112,7 @@ class MegatronBackend:
         return [*self.report.lines, self._masters.line, self.layout_probe.line]
 
     def kernels(self) -> list[Kernel]:
-        return list(self.report.kernels)
+        return self.report.kernels
 
     def compute_logprobs(self, batches: Sequence[PackedBatch], model: ModelRole) -> list[LogProbs]:
         """Compute logprobs at the rollout temperature without gradient. Returns CPU tensors, one per batch."""

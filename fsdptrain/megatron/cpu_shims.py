@@ -18,26 +18,6 @@ from fsdptrain.megatron import require_megatron
 _replaced: dict[str, None] = {}  # insertion-ordered; global, because replacements are global to the process
 
 
-class _Stream:
-    """A stream that does nothing: CPU work is done when the call returns."""
-
-    def __init__(self, *_: object, **__: object) -> None: ...
-
-    def wait_stream(self, stream: object) -> None: ...
-
-    def wait_event(self, event: object) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def record_event(self, event: object = None) -> "_Stream":
-        return self
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Stream)
-
-    __hash__ = object.__hash__
-
-
 class _HostTorch:
     """The torch module, with factories that create host tensors for device "cuda"."""
 
@@ -47,6 +27,15 @@ class _HostTorch:
     @staticmethod
     def zeros(*args: Any, **options: Any) -> torch.Tensor:
         return torch.zeros(*args, **options | ({"device": "cpu"} if options.get("device") == "cuda" else {}))
+
+
+def _splits_as_arrays(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
+    """Replace the copy to the host: the tensors are there, but all-to-all takes arrays of split sizes."""
+    if point == dispatcher.cuda_dtoh_point:
+        for name in ("input_splits", "output_splits", "output_splits_tp"):
+            if torch.is_tensor(vars(dispatcher).get(name)):
+                setattr(dispatcher, name, vars(dispatcher)[name].numpy())
+    return tokens_per_expert
 
 
 def prepare_megatron() -> None:
@@ -66,33 +55,22 @@ def install_cpu_shims() -> None:
             "the CPU shims of --backend megatron are not for a process that sees CUDA devices: hide them with "
             "CUDA_VISIBLE_DEVICES=, or compute on them"
         )
-    if "torch.cuda.Stream" in _replaced:
+    if "torch.cuda.current_device" in _replaced:
         return
     with quiet_megatron():
         import megatron.core.pipeline_parallel.schedules as schedules
         import megatron.core.tensor_parallel.random as generators
         import megatron.core.transformer.moe.moe_utils as moe_utils
-        import megatron.core.transformer.moe.token_dispatcher as dispatcher
-
-    stream = _Stream()
-    to_host = dispatcher.maybe_move_tensor_to_cpu
-
-    def as_list(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        if as_numpy and torch.is_tensor(tensor) and not tensor.is_cuda:  # the original ignores as_numpy on the host
-            return tensor.numpy()
-        return to_host(tensor, as_numpy, record_stream)
+        from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
     replace_name(torch.cuda, "current_device", lambda: torch.device("cpu"))
-    replace_name(torch.cuda, "Stream", _Stream)
-    replace_name(torch.cuda, "current_stream", lambda *_: stream)
-    replace_name(torch.cuda, "stream", lambda _: contextlib.nullcontext())
     replace_name(torch.cuda, "synchronize", lambda *_: None)
     replace_name(torch.Tensor, "cuda", lambda tensor, *_, **__: tensor)
     replace_name(torch.cuda, "get_rng_state", lambda *_, **__: torch.get_rng_state())
-    replace_name(torch.cuda, "manual_seed", torch.manual_seed)
     replace_name(generators, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state())
     replace_name(generators, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state))
-    replace_name(dispatcher, "maybe_move_tensor_to_cpu", as_list)
+    replace_name(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", "none")  # else it creates one
+    replace_name(MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize", _splits_as_arrays)
     replace_name(schedules, "torch", _HostTorch())
     if "te_general_gemm" not in vars(moe_utils):  # always read, but defined only if Transformer Engine imports
         replace_name(moe_utils, "te_general_gemm", None)

@@ -21,8 +21,8 @@ from transformers import PreTrainedConfig
 from fsdptrain.megatron.config import MegatronConfig
 from fsdptrain.megatron.groups import process_groups
 from fsdptrain.megatron.model import WRAPPED
-from fsdptrain.megatron.token_shards import shard_tokens
 from fsdptrain.megatron.transformer_config import wraps
+from fsdptrain.megatron.zigzag import shard_tokens
 from fsdptrain.model.logprobs import chunked_logprobs, vocab_parallel_logprobs
 from fsdptrain.model.rows import Layout, PackedRows, PaddedRows, core_rows, zeros_with
 from fsdptrain.model.truncation import UNTRUNCATED, Truncation

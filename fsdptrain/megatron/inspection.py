@@ -61,16 +61,15 @@ def inspect_build(config: Config) -> BuildInspection:
             difference, tolerance = check_parity(small, model, one, options)
         finally:
             stop_groups()
-    kernels = list(report.kernels)
     lines = [
         whole,
         "a small random copy of it, on one process:",
         *(f"  {line}" for line in report.lines),
         f"  it computes the logprobs of transformers: {difference:.2g} <= {tolerance:g}",
-        *(f"fallback: {kernel.line}" for kernel in kernels if kernel.fell_back),
+        *(f"fallback: {kernel.line}" for kernel in report.kernels if kernel.fell_back),
         *(f"override: {override.line}" for override in overrides),
     ]
-    return BuildInspection(lines, kernels, overrides)
+    return BuildInspection(lines, report.kernels, overrides)
 
 
 def _whole_model(stock: PreTrainedModel, one: MegatronConfig, options: dict[str, Any]) -> str:

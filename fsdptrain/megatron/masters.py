@@ -136,11 +136,6 @@ class Masters:
         """Gather the master of a parameter in its shape, float32. Collective over ranks that have the parameter."""
         return self.whole(name, self.named.get(name))
 
-    def whole_gradient(self, name: str) -> Tensor:
-        """Gather the gradient that `reduce_gradients` set. Collective over the ranks that have the parameter."""
-        part = self._parts.get(name)
-        return self.whole(name, None if part is None else part.master.grad)
-
     def total_norm(self) -> Tensor:
         """Compute the gradient norm of the whole model, [] float32, identical on every rank. Collective.
 

@@ -319,6 +319,11 @@ def _refuse_split(
     for flag, size, what, count in counts:
         if count % size:
             raise ConfigError(f"--megatron-{flag}-parallel {size} must divide the {count} {what}: lower it")
+    if config.vocab_size <= (tensor - 1) * -(-config.vocab_size // tensor):
+        raise ConfigError(
+            f"--megatron-tensor-parallel {tensor} leaves a process without a part of the vocabulary of "
+            f"{config.vocab_size}: lower it"
+        )
     for flag, given in {
         "expert-parallel": experts > 1,
         "moe-dispatcher": megatron.moe_dispatcher != "alltoall",

@@ -17,6 +17,7 @@ from fsdptrain.model.policy import plain_batch
 from fsdptrain.model.rows import Layout
 from fsdptrain.types import PackedBatch
 from tests.megatron import cases
+from tests.megatron.training import whole_gradient
 from tests.testing import spawn
 
 LENGTHS = ((7, 12), (5, 9, 11), (13, 4), (6,))  # of the segments of four packs: rows of several shapes
@@ -111,7 +112,7 @@ def _compare(case: Case, folder: Path) -> Found:
     errors = [float((a - b).abs().max()) for a, b in zip(values, wanted[rank::size], strict=True)]
     relative = {
         name: float((gradient - expected[name]).norm() / (expected[name].norm() or 1.0))
-        for name, gradient in built.weights.stream(of=masters.whole_gradient, only_parameters=True)
+        for name, gradient in built.weights.stream(of=whole_gradient(masters), only_parameters=True)
     }
     assert relative.keys() == expected.keys()
     worst = max(relative, key=lambda name: _nan_first(relative[name]))

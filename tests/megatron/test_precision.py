@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.megatron import cases
-from tests.megatron.training import SMALL, backend_of, flags_of, masters, state, steps, train, weights
+from tests.megatron.training import SMALL, backend_of, flags_of, masters, state, steps, train, weights, whole_gradient
 from tests.testing import spawn
 
 
@@ -27,7 +27,7 @@ def gradients(folder: Path) -> list[tuple[float, Tensor]]:
         backend = backend_of(folder, bf16=bf16, **flags_of({"expert_parallel": 2}))
         (norm,) = steps(backend, 1)
         backend._masters.take_gradients()  # the step has let go of them; they are in the buffers still
-        parts = backend.weights.stream(of=backend._masters.whole_gradient, dtype=torch.float32, only_parameters=True)
+        parts = backend.weights.stream(of=whole_gradient(backend._masters), dtype=torch.float32, only_parameters=True)
         found.append((norm, torch.cat([tensor.flatten() for _, tensor in parts])))
     return found
 

@@ -29,6 +29,13 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
     ("llama", {}, {"tensor_parallel": 4}, "--megatron-tensor-parallel 4 must divide the 2 key-value heads", "lower it"),
     (
         "llama",
+        {"vocab_size": 9, "num_attention_heads": 4, "num_key_value_heads": 4},
+        {"tensor_parallel": 4},  # 3 rows each, of which the last process would have none
+        "--megatron-tensor-parallel 4 leaves a process without a part of the vocabulary of 9",
+        "lower it",
+    ),
+    (
+        "llama",
         {"intermediate_size": 129},
         {"tensor_parallel": 2},
         "--megatron-tensor-parallel 2 must divide the 129 columns of each MLP",

@@ -1,6 +1,6 @@
 """A backend that takes steps on one pack, and what it has then: in the ranks that a test spawns."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,12 @@ def steps(backend: Any, count: int) -> list[float]:
 
     batch = pack(process_groups().dp_cp.rank())
     return [backend.train_step([batch], LOSSES["grpo"], LossConfig())["optim/grad_norm"] for _ in range(count)]
+
+
+def whole_gradient(masters: Any) -> Callable[[str], Tensor]:
+    """Gathers the gradient of a parameter, which `reduce_gradients` has set."""
+    own = masters.named
+    return lambda name: masters.whole(name, own[name].grad if name in own else None)
 
 
 def masters(backend: Any) -> dict[str, Tensor]:

@@ -61,7 +61,7 @@ def make_figure(run: Path):
         axes = figure.add_subplot(1, len(drawers), number)
         draw(axes)
         axes.set_xlim(-0.03 * last_step, 1.03 * last_step)  # the same in each panel, although rollouts start at 1
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.locator_params(axis="x", integer=True)
         style(axes, xlabel="step", grid="y")
     return figure
 
