@@ -95,9 +95,15 @@ def _reopen(file: TextIO, resumed_step: int | None) -> TextIO:
 
 
 def _lines_until(path: Path, step: int) -> list[str]:
-    """Return the lines of steps up to `step`. Drops an incomplete last line."""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-    return [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+    """Return the lines of steps up to `step`. Drops an incomplete last line, and broken lines with a warning."""
+    kept, lines = [], path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
+    for number, line in enumerate(lines, start=1):
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+        except (ValueError, KeyError, TypeError):
+            log.warning("%s: line %d is not a record of a run: dropped", path, number)
+    return kept
 
 
 def _write(file: TextIO, records: Iterable[Mapping[str, Any]]) -> None:

@@ -83,9 +83,15 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def read_rows(path: Path, content: str) -> list[dict[str, Any]]:
-    """Read a JSON lines file of a run. Skips an incomplete last line. Raises ConfigError if it has no lines."""
-    lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
-    rows = [json.loads(line) for line in lines if line.endswith("\n")]
+    """Read a JSON lines file of a run. Skips an incomplete last line. Raises ConfigError for no or broken lines."""
+    lines = path.read_text(errors="replace").split("\n")[:-1] if path.is_file() else []
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows.append(json.loads(line))
+            float(rows[-1]["step"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path}: line {number} is not a record of a run; delete it") from error
     if not rows:
         raise ConfigError(f"{path.parent} has no {path.name} with {content} in it: pass the --output-dir of a run")
     return rows
