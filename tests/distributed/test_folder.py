@@ -163,16 +163,17 @@ def test_a_folder_has_one_run_at_a_time_and_is_free_after_a_kill(tmp_path):
     while not (signal.exists() and signal.read_text()):
         assert process.is_alive()
         time.sleep(0.01)
-    with platform.process_group(10):
-        holder = rf"\(host {socket.gethostname()}, pid {process.pid}, since 2.*\)"
-        with pytest.raises(ConfigError, match=f"--output-dir {folder} is in use by another run {holder}: wait"):
+    try:
+        with platform.process_group(10):
+            holder = rf"\(host {socket.gethostname()}, pid {process.pid}, since 2.*\)"
+            with pytest.raises(ConfigError, match=f"--output-dir {folder} is in use by another run {holder}: wait"):
+                lock(folder)
+            process.kill()
+            process.join()
             lock(folder)
+    finally:
         process.kill()
-        process.join()
-        try:
-            lock(folder)
-        finally:
-            os.kill(int(signal.read_text()), SIGKILL)  # outlives the run
+        os.kill(int(signal.read_text()), SIGKILL)  # outlives the run
     assert not folder.exists(), "a run that wrote nothing leaves nothing"
 
 
