@@ -50,6 +50,7 @@ def _held(path: Path, holder: str, patience_s: float) -> Iterator[None]:
         file.truncate(0)
         file.write(holder)
         file.flush()
+        os.register_at_fork(after_in_child=file.close)  # a forked worker that outlives rank 0 would hold the lock
         try:
             yield
         finally:

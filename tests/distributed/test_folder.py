@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import time
+from signal import SIGKILL
 
 import pytest
 import torch.distributed as dist
@@ -147,7 +148,8 @@ def test_a_folder_that_is_not_shared_is_refused_on_all_ranks(tmp_path):
 
 def hold(folder, signal):
     def wait():
-        signal.touch()
+        if (worker := os.fork()) != 0:
+            signal.write_text(str(worker))
         time.sleep(600)
 
     with platform.process_group(10):
@@ -158,16 +160,20 @@ def test_a_folder_has_one_run_at_a_time_and_is_free_after_a_kill(tmp_path):
     folder, signal = tmp_path / "run", tmp_path / "signal"
     process = preloaded_context().Process(target=hold, args=(folder, signal))
     process.start()
-    while not signal.exists():
+    while not (signal.exists() and signal.read_text()):
         assert process.is_alive()
         time.sleep(0.01)
-    with platform.process_group(10):
-        holder = rf"\(host {socket.gethostname()}, pid {process.pid}, since 2.*\)"
-        with pytest.raises(ConfigError, match=f"--output-dir {folder} is in use by another run {holder}: wait"):
+    try:
+        with platform.process_group(10):
+            holder = rf"\(host {socket.gethostname()}, pid {process.pid}, since 2.*\)"
+            with pytest.raises(ConfigError, match=f"--output-dir {folder} is in use by another run {holder}: wait"):
+                lock(folder)
+            process.kill()
+            process.join()
             lock(folder)
+    finally:
         process.kill()
-        process.join()
-        lock(folder)
+        os.kill(int(signal.read_text()), SIGKILL)  # outlives the run
     assert not folder.exists(), "a run that wrote nothing leaves nothing"
 
 
