@@ -35,7 +35,7 @@ from fsdptrain.model.policy import head_transform
 from fsdptrain.model.probes.copy_probe import probe_random_copy
 from fsdptrain.model.probes.kernels import Kernel, kernels, require_no_fallback
 from fsdptrain.model.probes.layout import LayoutProbe
-from fsdptrain.model.structure import active_sizes, freeze_vision, lm_head
+from fsdptrain.model.structure import active_sizes, count_parameters, freeze_vision, lm_head
 from fsdptrain.overrides import Override, install_overrides
 from fsdptrain.tools.inspect.module_tree import Part, module_tree
 
@@ -52,25 +52,6 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Parameters:
-    total: int
-    active: int  # used by one token, embedding and head included
-    trainable: int
-    per_rank: int  # on the rank with most
-    num_shards: int
-
-
-@dataclass(frozen=True)
-class Head:
-    class_name: str
-    vocab_size: int
-    bias: bool
-    tied_to: str  # "": not tied
-    softcap: float | None
-    logit_scale: float
-
-
-@dataclass(frozen=True)
 class Inspection:
     """The full report. `refusal` is the reason why the model cannot be trained; `probe` is then None."""
 
@@ -79,9 +60,9 @@ class Inspection:
     model_type: str
     module: str  # module that defines the class
     parts: list[Part]
-    parameters: Parameters
+    parameters: Mapping[str, int]
     groups: list[Group]
-    head: Head
+    head: Mapping[str, Any]
     dtypes: Mapping[str, str]
     probe: LayoutProbe | None
     refusal: str
@@ -208,15 +189,15 @@ def _prefixes(config: Config, model: PreTrainedModel, probe: LayoutProbe) -> Ker
     return Kernel("prompts of a group", f"recomputed per sample: {obstacle}" if obstacle else "computed once")
 
 
-def _count(model: PreTrainedModel, pieces: Pieces) -> Parameters:
-    parameters = list(model.parameters())
-    return Parameters(
-        total=sum(p.numel() for p in parameters),
-        active=round(sum(active_sizes(model).values())),
-        trainable=sum(p.numel() for p in parameters if p.requires_grad),
-        per_rank=pieces.total(lambda piece: piece.largest_shard),
-        num_shards=pieces.grid.shards * pieces.grid.tensor,
-    )
+def _count(model: PreTrainedModel, pieces: Pieces) -> dict[str, int]:
+    counts = count_parameters(model)
+    return {
+        "total": counts.total,
+        "active": round(sum(active_sizes(model).values())),  # used by one token, embedding and head included
+        "trainable": counts.total - counts.frozen,
+        "per_rank": pieces.total(lambda piece: piece.largest_shard),  # on the rank with most
+        "num_shards": pieces.grid.shards * pieces.grid.tensor,
+    }
 
 
 def _groups(model: PreTrainedModel, pieces: Pieces, compute_bytes: int) -> list[Group]:
@@ -237,20 +218,20 @@ def _groups(model: PreTrainedModel, pieces: Pieces, compute_bytes: int) -> list[
     ]
 
 
-def _head(model: PreTrainedModel) -> Head:
+def _head(model: PreTrainedModel) -> dict[str, Any]:
     head = lm_head(model)
     transform = head_transform(model.config)
     name = next(name for name, module in model.named_modules() if module is head)
     ties = next(names for names in parameter_names(model) if f"{name}.weight" in names)
     others = [other for other in ties if other != f"{name}.weight"]
-    return Head(
-        class_name=type(head).__name__,
-        vocab_size=model.config.get_text_config().vocab_size,
-        bias=any(name == "bias" for name, _ in head.named_parameters()),
-        tied_to=others[0] if others else "",
-        softcap=transform.softcap,
-        logit_scale=transform.logit_scale,
-    )
+    return {
+        "class_name": type(head).__name__,
+        "vocab_size": model.config.get_text_config().vocab_size,
+        "bias": any(name == "bias" for name, _ in head.named_parameters()),
+        "tied_to": others[0] if others else "",  # "": not tied
+        "softcap": transform.softcap,
+        "logit_scale": transform.logit_scale,
+    }
 
 
 def _dtypes(path: Path, config: Config) -> dict[str, str]:

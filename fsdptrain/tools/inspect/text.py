@@ -9,7 +9,7 @@ from rich.text import Text
 
 from fsdptrain.memory.demand import count
 from fsdptrain.model.probes.layout import LayoutProbe
-from fsdptrain.tools.inspect.inspection import Group, Head, Inspection, Parameters
+from fsdptrain.tools.inspect.inspection import Group, Inspection
 from fsdptrain.tools.inspect.module_tree import Part
 
 WIDEST = 100  # columns
@@ -19,10 +19,10 @@ _SHOWN = 8  # maximum number of names per difference
 def print_inspection(report: Inspection) -> None:
     console = narrow_console()
     line(console, report.model_class, f"{report.model_type}, {report.module}")
-    section(console, "Parameters", facts(_parameter_rows(report.parameters, report.head)))
+    section(console, "Parameters", facts([*_parameter_rows(report.parameters), ("head", _head(**report.head))]))
     section(console, "Modules", table(("module", "class", "kind"), ("parameters",), map(_part, report.parts)))
     groups = table(("group",), ("parameters", "per rank", "gathered"), map(_group, report.groups))
-    section(console, f"FSDP groups over {_ranks(report.parameters.num_shards)}", groups)
+    section(console, f"FSDP groups over {_ranks(report.parameters['num_shards'])}", groups)
     section(console, "Computation", facts(_computation(report)))
     section(console, "Dtypes", facts(report.dtypes.items()))
     if report.differences is not None:
@@ -65,18 +65,20 @@ def table(words: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[
     return found
 
 
-def _parameter_rows(parameters: Parameters, head: Head) -> Iterator[tuple[str, str]]:
-    yield "total", count(parameters.total)
-    if parameters.active < parameters.total:
-        yield "active", f"{count(parameters.active)} for one token, embedding and head included"
-    all_of_it = parameters.trainable == parameters.total
-    yield "trainable", "all" if all_of_it else count(parameters.trainable)
-    yield "per rank", f"{count(parameters.per_rank)} over {_ranks(parameters.num_shards)}"
-    notes = [f"tied to {head.tied_to}" if head.tied_to else "not tied"]
-    notes += ["with bias"] * head.bias
-    notes += [f"logits x {head.logit_scale:g}"] * (head.logit_scale != 1.0)
-    notes += [] if head.softcap is None else [f"softcap {head.softcap:g}"]
-    yield "head", f"{head.class_name}, vocabulary {head.vocab_size}, {', '.join(notes)}"
+def _parameter_rows(counts: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    yield "total", count(counts["total"])
+    if counts["active"] < counts["total"]:
+        yield "active", f"{count(counts['active'])} for one token, embedding and head included"
+    yield "trainable", "all" if counts["trainable"] == counts["total"] else count(counts["trainable"])
+    yield "per rank", f"{count(counts['per_rank'])} over {_ranks(counts['num_shards'])}"
+
+
+def _head(
+    *, class_name: str, vocab_size: int, bias: bool, tied_to: str, softcap: float | None, logit_scale: float
+) -> str:
+    notes = [class_name, f"vocabulary {vocab_size}", f"tied to {tied_to}" if tied_to else "not tied"]
+    notes += ["with bias"] * bias + [f"logits x {logit_scale:g}"] * (logit_scale != 1.0)
+    return ", ".join(notes if softcap is None else [*notes, f"softcap {softcap:g}"])
 
 
 def _part(part: Part) -> tuple[str, ...]:
