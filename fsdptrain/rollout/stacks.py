@@ -27,8 +27,8 @@ class StackDump:
     def __init__(self, folder: Path, rank: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
-        self._path = folder / f"rank{rank}.txt"
-        self._file = self._path.open("w")
+        self.path = folder / f"rank{rank}.txt"
+        self._file = self.path.open("a")  # a restarted run keeps the stacks of the one before
         self._changed = threading.Condition()  # guards the file and the fields below
         self._due: float | None = None  # [s, monotonic]
         self._writer: threading.Thread | None = None
@@ -88,8 +88,8 @@ class StackDump:
                 return
             self._file.close()
             self._changed.notify()
-        if not self._path.stat().st_size:
-            self._path.unlink()
+        if not self.path.stat().st_size:
+            self.path.unlink()
             with contextlib.suppress(OSError):  # other ranks have files there
                 self.folder.rmdir()
 
