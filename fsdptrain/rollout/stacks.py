@@ -63,12 +63,14 @@ class StackDump:
             self._due = None
 
     def dump(self) -> None:
-        """Write the stacks now: the main thread first, and equal stacks once, with their count."""
+        """Write the stacks now: the main thread first, and equal stacks once, with their count. No-op once closed."""
         names, at = {thread.ident: thread.name for thread in threading.enumerate()}, dict[str, list[str]]()
         main = threading.main_thread().ident
         for ident, frame in sorted(sys._current_frames().items(), key=lambda thread: thread[0] != main):
             at.setdefault("".join(traceback.format_stack(frame)), []).append(names.get(ident, "?"))
         with self._changed:
+            if self._file.closed:
+                return
             for stack, found in at.items():
                 self._file.write(f"{len(found)} x {found[0]} (most recent call last)\n{stack}\n")
             self._file.flush()

@@ -102,6 +102,7 @@ def test_without_a_timeout_no_file_is_left(tmp_path):
     for stacks in ranks:
         stacks.close()
         stacks.close()
+        stacks.dump()
     assert not (tmp_path / "stacks").exists()
 
 
