@@ -39,7 +39,7 @@ from fsdptrain.config import to_yaml
 from fsdptrain.tools.report.report import read_metrics, read_series
 from fsdptrain.vllm.server.build import server_arguments
 from fsdptrain.vllm.server.client import VLLMClient
-from fsdptrain.vllm.server.process import Launch, ServerProcess
+from fsdptrain.vllm.server.process import ServerProcess
 
 RESULTS = ROOT / "benchmarks" / "results" / "staleness.json"
 ENGINES = ("hf", "vllm", "vllm-server")
@@ -89,9 +89,7 @@ def server(start: Path, folder: Path, args: argparse.Namespace) -> Iterator[str 
     config = Config(**recipe("vllm-server", 0, 0, start, folder, None, quick=args.quick))
     folder.mkdir(parents=True, exist_ok=True)
     arguments = server_arguments(config, start, on_gpu=torch.cuda.is_available())
-    process = ServerProcess(
-        Launch(str(args.vllm_python), arguments, folder, folder / "weights", os.environ[KEY]), 0, None
-    )
+    process = ServerProcess(str(args.vllm_python), arguments, folder / "server0.log", api_key=os.environ[KEY])
     process.start()
     try:
         client = VLLMClient(process.url, os.environ[KEY])

@@ -27,8 +27,8 @@ class StackDump:
     def __init__(self, folder: Path, rank: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
-        self._path = folder / f"rank{rank}.txt"
-        self._file = self._path.open("w")
+        self.path = folder / f"rank{rank}.txt"
+        self._file = self.path.open("a")  # a restarted run keeps the stacks of the one before
         self._changed = threading.Condition()  # guards the file and the fields below
         self._due: float | None = None  # [s, monotonic]
         self._writer: threading.Thread | None = None
@@ -63,12 +63,14 @@ class StackDump:
             self._due = None
 
     def dump(self) -> None:
-        """Write the stacks now: the main thread first, and equal stacks once, with their count."""
+        """Write the stacks now: the main thread first, and equal stacks once, with their count. No-op once closed."""
         names, at = {thread.ident: thread.name for thread in threading.enumerate()}, dict[str, list[str]]()
         main = threading.main_thread().ident
         for ident, frame in sorted(sys._current_frames().items(), key=lambda thread: thread[0] != main):
             at.setdefault("".join(traceback.format_stack(frame)), []).append(names.get(ident, "?"))
         with self._changed:
+            if self._file.closed:
+                return
             for stack, found in at.items():
                 self._file.write(f"{len(found)} x {found[0]} (most recent call last)\n{stack}\n")
             self._file.flush()
@@ -88,8 +90,8 @@ class StackDump:
                 return
             self._file.close()
             self._changed.notify()
-        if not self._path.stat().st_size:
-            self._path.unlink()
+        if not self.path.stat().st_size:
+            self.path.unlink()
             with contextlib.suppress(OSError):  # other ranks have files there
                 self.folder.rmdir()
 

@@ -31,20 +31,21 @@ def write_adapter(folder: Path, tensors: Mapping[str, Tensor], write_config: Cal
 class AdapterSlot:
     """The one adapter that an engine in this process holds, and the folder that it was loaded from."""
 
-    def __init__(self, llm: Any, make_request: Callable[[str, int, str], Any]) -> None:
+    def __init__(self, llm: Any) -> None:
         self._llm = llm
-        self._make_request = make_request
         self._folder: TemporaryDirectory[str] | None = None
         self.request: Any = None  # vLLM's LoRARequest for each prompt
 
     def load(self, tensors: Mapping[str, Tensor], write_config: Callable[[Path], None], version: int) -> None:
         """Replace the adapter. Raises vLLM's own error if it cannot load it."""
+        from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports] - an extra
+
         if self.request is not None:
             self._llm.llm_engine.remove_lora(self.request.lora_int_id)
         folder = TemporaryDirectory(prefix="fsdptrain-adapter-")
         write_adapter(Path(folder.name), tensors, write_config)
         number = 1 if self.request is None else self.request.lora_int_id + 1
-        self.request = self._make_request(f"version-{version}", number, folder.name)
+        self.request = LoRARequest(f"version-{version}", number, folder.name)
         self._llm.llm_engine.add_lora(self.request)
         self.close()
         self._folder = folder

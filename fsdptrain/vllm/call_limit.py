@@ -1,6 +1,5 @@
 """A deadline for calls of an engine in this process, which may hang where nothing can interrupt them."""
 
-import faulthandler
 import os
 import sys
 import threading
@@ -10,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fsdptrain.errors import RolloutError
+from fsdptrain.rollout.stacks import StackDump
 
 _FLAG = "--rollout-timeout"
 _GRACE = 1.25  # for a call that checks the deadline itself, between two steps
@@ -25,7 +25,7 @@ class CallLimit:
     def __init__(self, seconds: float, folder: Path, rank: int) -> None:
         """`folder`: for stacks; it is created when it is needed."""
         self.seconds = seconds
-        self._path = folder / f"rank{rank}_hung.txt"  # the next run does not delete it
+        self._folder, self._rank = folder, rank
         self._end = time.monotonic()
 
     @contextmanager
@@ -53,11 +53,11 @@ class CallLimit:
 
     def _end_process(self, call: str, seconds: float) -> None:
         """With an exit code after which --resume auto and --max-restarts continue."""
-        stacks = str(self._path)
+        stacks = ""
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a") as file:
-                faulthandler.dump_traceback(file)
+            dump = StackDump(self._folder, self._rank)
+            dump.dump()
+            stacks = str(dump.path)
         except OSError as error:
             stacks = str(error)
         finally:

@@ -25,17 +25,16 @@ from fsdptrain.types import ChecksumKind, Completion, Prompt, SamplingParams
 from fsdptrain.vllm.adapter import AdapterSlot
 from fsdptrain.vllm.call_limit import CallLimit
 from fsdptrain.vllm.config import VllmConfig
-from fsdptrain.vllm.options import derived_options, engine_options, require_free, routes_of, sampling_options
+from fsdptrain.vllm.options import (
+    ENVIRONMENT,
+    derived_options,
+    engine_options,
+    require_free,
+    routes_of,
+    sampling_options,
+)
 from fsdptrain.vllm.worker.readback import checksums
 
-# Set before vLLM is imported: the engine in this process, no telemetry, and threads that sleep while they wait
-# (spinning threads made generation on shared cores 7 to 9 times slower).
-_ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "OMP_WAIT_POLICY": "PASSIVE",
-}
 _RESERVED = frozenset(
     {"model", "dtype", "load_format", "logprobs_mode", "skip_tokenizer_init", "enable_lora"}
     | {"distributed_executor_backend", "worker_cls"}
@@ -67,7 +66,7 @@ class VLLMEngine:
         fixed = {"model": str(checkpoint), "logprobs_mode": "processed_logprobs", "skip_tokenizer_init": True}
         options = {"load_format": "dummy", **options, **fixed, "disable_log_stats": True}
         self._llm = self._vllm.LLM(**options, trust_remote_code=trust_remote_code)
-        self._adapter = _adapter_slot(self._llm) if options.get("enable_lora") else None
+        self._adapter = AdapterSlot(self._llm) if options.get("enable_lora") else None
         self._ranks = _ranks_of_engine() if options.get("tensor_parallel_size", 1) > 1 else None
         self._limit = limit
         self._num_steps = 0  # of the current `generate`
@@ -241,15 +240,9 @@ def build_vllm_engine(config: Config, *, checkpoint: Path, device: torch.device)
 
 def _reload(worker: Any, *, weights: Iterable[tuple[str, Tensor]]) -> None:
     """Runs in vLLM's worker, which is this process."""
-    from vllm.config import set_current_vllm_config  # pyright: ignore - an extra, not the module beside this one
+    from fsdptrain.vllm.worker.reload import reload_weights  # needs vLLM
 
-    from fsdptrain.vllm.worker.reload import WeightReload
-
-    reload = WeightReload(worker.get_model(), worker.model_config)
-    with set_current_vllm_config(worker.vllm_config):
-        reload.start()
-        reload.load(weights)
-        reload.finish()
+    reload_weights(worker.get_model(), worker.vllm_config, weights)
 
 
 def _parallel_options(tensor_size: Any, *, on_gpu: bool, timeout_s: int) -> dict[str, Any]:
@@ -283,14 +276,8 @@ def _known_options() -> list[str]:
     return [field.name for field in fields(EngineArgs)]
 
 
-def _adapter_slot(llm: Any) -> AdapterSlot:
-    from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports] - an extra
-
-    return AdapterSlot(llm, LoRARequest)
-
-
 def _import_vllm() -> Any:
-    for name, value in _ENVIRONMENT.items():
+    for name, value in {**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}.items():  # the engine in this process
         os.environ.setdefault(name, value)
     try:
         import vllm  # pyright: ignore[reportMissingImports] - an extra

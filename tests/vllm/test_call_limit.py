@@ -53,7 +53,7 @@ def test_one_that_hangs_ends_its_process_and_the_run_goes_on_from_its_checkpoint
     (tmp_path / hanging.FAULTS).write_text(f"{hanging.STEP}\n{hanging.SYNC}\n")
     argv = ["--hf-checkpoint", str(folder), *command.TINY_RUN, "--output-dir", str(run), "--save-interval", "1"]
     argv += ["--rollout-engine", "tests.vllm.hanging:engine", "--rollout-kv-cache-gib", "0.05"]
-    stacks = run / "stacks" / "rank0_hung.txt"
+    stacks = run / "stacks" / "rank0.txt"
     for name, call, seconds in (
         (hanging.STEP, "generate of --rollout-engine vllm", 1.25 * hanging.SECONDS),
         (hanging.SYNC, "a weight sync to --rollout-engine vllm", hanging.SECONDS),

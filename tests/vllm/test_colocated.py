@@ -13,6 +13,7 @@ from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError, RolloutError
 from fsdptrain.rollout import engine_factory
 from tests import families
+from tests.agreement import difference
 from tests.matrix import only
 from tests.testing import save_tiny_checkpoint, spawn, tiny_tokenizer
 from tests.vllm import contract, models
@@ -38,11 +39,14 @@ def failure_of_one_rank(options: dict[str, Any]) -> str:
         engine.update_weights(weights(wrong=dist.get_rank() == 1), 1)
     with pytest.raises(RolloutError, match="vLLM has no weights"):
         engine.generate(contract.PROMPTS, contract.SAMPLING)
+    engine.update_weights(weights(wrong=False), 2)
+    completions = engine.generate(contract.PROMPTS, contract.SAMPLING)
+    assert difference(backend, contract.PROMPTS, completions) < 1e-4
     return str(caught.value)
 
 
 def test_where_weights_cannot_be_loaded_on_one_rank_all_ranks_say_so(tmp_path):
-    """And none waits for it in a gathering."""
+    """And none waits for it in a gathering. The next sync repairs the engine."""
     said = spawn(2, failure_of_one_rank, contract.colocated(models.save("untied", tmp_path)), timeout=300)
     assert said[0] == said[1]
     assert said[0].startswith("--rollout-engine vllm: ")

@@ -4,7 +4,6 @@ import logging
 import os
 import secrets
 import sys
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,12 @@ from fsdptrain.rollout.stacks import StackDump
 from fsdptrain.rollout.stop_tokens import stop_tokens
 from fsdptrain.vllm.config import ServerConfig, VllmConfig
 from fsdptrain.vllm.options import derived_options, engine_options, require_free
-from fsdptrain.vllm.server.checks import check_servers, is_local, require_fitting, require_private
+from fsdptrain.vllm.server.checks import is_local, require_private
 from fsdptrain.vllm.server.client import VLLMClient, host_of
-from fsdptrain.vllm.server.engine import Endpoints, Timeouts, VLLMServerEngine
+from fsdptrain.vllm.server.engine import VLLMServerEngine
 from fsdptrain.vllm.server.event_loop import EventLoop
 from fsdptrain.vllm.server.fleet import Fleet, Server
-from fsdptrain.vllm.server.process import MIDDLEWARE, PLUGIN, Launch, ServerProcess, command_line
-from fsdptrain.vllm.server.push import FileTransfer, GroupTransfer
-from fsdptrain.vllm.server.replica import require_weights
+from fsdptrain.vllm.server.process import MIDDLEWARE, PLUGIN, ServerProcess, command_line
 from fsdptrain.vllm.server.weight_files import WeightFolder, folder_name, shared_memory
 
 log = logging.getLogger(__name__)
@@ -43,36 +40,29 @@ _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_si
 def build_vllm_server_engine(config: Config, *, checkpoint: Path, device: torch.device) -> VLLMServerEngine:
     """Collective. Rank 0 checks the servers, or starts them and waits until they are up."""
     rank, loop = dist.get_rank(), EventLoop()
-    vllm, options = config.section(VllmConfig), config.section(ServerConfig)
-    endpoints = fleet = folder = None
+    urls, fleet, folder, key = [], None, None, None
     with raise_on_all_ranks(RolloutError, "--rollout-engine vllm-server"):
         if rank == 0:
-            endpoints, fleet, folder = _open_servers(config, checkpoint, device, loop)
+            urls, fleet, folder, key = _open_servers(config, checkpoint, device, loop)
         stacks = StackDump(Path(config.run.output_dir) / "stacks", rank)
-    endpoints = gather(endpoints)[0]
+    urls, key, run_id = gather((urls, key, secrets.token_hex(4)))[0]
     trust = config.model.trust_remote_code
     model_config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust)
-    restart = 0.0 if vllm.urls else options.server_start_timeout
     return VLLMServerEngine(
-        endpoints,
+        config,
+        [VLLMClient(url, key) for url in urls],
+        run_id,
         loop=loop,
         stop_token_ids=stop_tokens(checkpoint, model_config, trust_remote_code=trust),
-        timeouts=Timeouts(
-            response=options.weight_sync_timeout,
-            replacement=options.weight_sync_timeout + restart,
-            request=vllm.timeout,
-        ),
-        min_servers=options.min_servers,
         stacks=stacks,
         fleet=fleet,
         folder=folder,
-        prioritize=config.sync.max_staleness > 0,
     )
 
 
 def _open_servers(
     config: Config, checkpoint: Path, device: torch.device, loop: EventLoop
-) -> tuple[Endpoints, Fleet, WeightFolder]:
+) -> tuple[list[str], Fleet, WeightFolder, str | None]:
     vllm, options = config.section(VllmConfig), config.section(ServerConfig)
     if options.weight_transfer == "nccl" and device.type != "cuda":
         raise ConfigError(f"--weight-transfer nccl needs a GPU, and the trainer is on {device}: use file or gloo")
@@ -82,47 +72,29 @@ def _open_servers(
         servers = [Server(VLLMClient(url, key)) for url in vllm.urls]
         for server in servers:
             require_private(server.client.host, server.client.url, allow_public=vllm.allow_public_servers)
-        loop.run(check_servers(servers, config))
     else:
         key = secrets.token_hex(16)
         servers = _processes(config, checkpoint, folder.path, key, device)
-    is_verified = config.run.verify_weight_sync != "off" and not config.inexact_engine
-    fleet = Fleet(
-        servers,
-        transfer=(
-            FileTransfer()
-            if options.weight_transfer == "file"
-            else GroupTransfer(options.weight_transfer, options.weight_sync_timeout)
-        ),
-        sync_timeout=options.weight_sync_timeout,
-        start_timeout=options.server_start_timeout,
-        min_servers=options.min_servers,
-        keep_requests=config.sync.max_staleness > 0,
-        require_fitting=partial(require_fitting, config=config),
-        **({"require_weights": require_weights} if is_verified else {}),
-    )
+    fleet = Fleet(servers, config)
     try:
         loop.run(fleet.start())
     except BaseException:
         loop.run(fleet.close())
         folder.delete()
         raise
-    return Endpoints(tuple(server.client.url for server in servers), secrets.token_hex(4), key), fleet, folder
+    return [server.client.url for server in servers], fleet, folder, key
 
 
 def _processes(config: Config, checkpoint: Path, weights: Path, key: str, device: torch.device) -> list[Server]:
     folder = Path(config.run.output_dir) / "servers"
     folder.mkdir(parents=True, exist_ok=True)
-    launch = Launch(
-        python=config.section(VllmConfig).server_python or sys.executable,
-        arguments=server_arguments(config, checkpoint, on_gpu=device.type == "cuda")
-        + command_line(derived_options(config, checkpoint, device.type)),
-        folder=folder,
-        weights=weights,
-        api_key=key,
-    )
-    count = config.section(VllmConfig).num_servers or 0
-    processes = [ServerProcess(launch, i, devices) for i, devices in enumerate(_devices(config, count, device))]
+    python, count = config.section(VllmConfig).server_python or sys.executable, config.section(VllmConfig).num_servers
+    arguments = server_arguments(config, checkpoint, on_gpu=device.type == "cuda")
+    arguments += command_line(derived_options(config, checkpoint, device.type))
+    processes = [
+        ServerProcess(python, arguments, folder / f"server{i}.log", api_key=key, weights=weights, devices=devices)
+        for i, devices in enumerate(_devices(config, count or 0, device))
+    ]
     return [Server(VLLMClient(process.url, key), process) for process in processes]
 
 

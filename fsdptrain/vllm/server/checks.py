@@ -10,9 +10,8 @@ from typing import Any
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
 from fsdptrain.features.moe.config import RouterConfig
-from fsdptrain.vllm.config import DESCRIBE_S, ServerConfig, VllmConfig
+from fsdptrain.vllm.config import DESCRIBE_S
 from fsdptrain.vllm.server.client import ServerError, ServerGoneError, VLLMClient
-from fsdptrain.vllm.server.fleet import Server, State
 from fsdptrain.vllm.server.process import MIDDLEWARE, PLUGIN
 
 log = logging.getLogger(__name__)
@@ -48,42 +47,7 @@ def _addresses(host: str) -> list[_Address]:
     return [ipaddress.ip_address(str(entry[4][0]).partition("%")[0]) for entry in found]
 
 
-async def check_servers(servers: Sequence[Server], config: Config) -> None:
-    """Mark servers that cannot be reached as down. ConfigError if too few are left, or one has other options."""
-    configs = await asyncio.gather(
-        *(_describe(server.client, DESCRIBE_S) for server in servers), return_exceptions=True
-    )
-    urls: dict[str, str] = {}  # by instance
-    for server, found in zip(servers, configs, strict=True):
-        url = server.client.url
-        if isinstance(found, ServerGoneError):
-            server.mark_down(str(found))
-            continue
-        if isinstance(found, BaseException):
-            raise found
-        _require_fitting(found, url, config)
-        first = urls.setdefault(found["instance_id"], url)
-        if first != url:
-            raise ConfigError(f"--rollout-urls: {first} and {url} are the same server: give one of them")
-    up = [server for server in servers if server.state is State.UP]
-    down = [server for server in servers if server.state is not State.UP]
-    if len(up) < config.section(ServerConfig).min_servers:
-        raise ConfigError(
-            f"--rollout-urls: {'; '.join(server.why for server in down)}; is it a vLLM server that was started with "
-            f"VLLM_SERVER_DEV_MODE=1? --min-servers is {config.section(ServerConfig).min_servers}"
-        )
-    for server in down:
-        log.warning("%s; starting without it", server.why)
-    if not config.section(VllmConfig).allow_public_servers:
-        await _warn_of_open_servers([server.client for server in up])
-
-
-async def require_fitting(client: VLLMClient, timeout: float, *, config: Config) -> None:
-    """ConfigError if a running server was started with other options; ServerGoneError if it cannot be reached."""
-    _require_fitting(await _describe(client, timeout), client.url, config)
-
-
-async def _warn_of_open_servers(clients: Sequence[VLLMClient]) -> None:
+async def warn_of_open_servers(clients: Sequence[VLLMClient]) -> None:
     is_open = await asyncio.gather(*map(_answers_without_key, clients))
     urls = [client.url for client, answers in zip(clients, is_open, strict=True) if answers]
     if urls:
@@ -105,32 +69,35 @@ async def _answers_without_key(client: VLLMClient) -> bool:
     return True
 
 
-async def _describe(client: VLLMClient, timeout: float) -> dict[str, Any]:
-    """The configuration of a server's engine."""
+async def require_fitting(client: VLLMClient, timeout: float, config: Config) -> str:
+    """The id of a running server. ConfigError if it was started with other options; ServerGoneError if it is gone."""
     try:
-        return await client.engine_config(timeout=timeout)
+        found = await client.engine_config(timeout=timeout)
+        instance, flags = found["instance_id"], _flags_of(found, config)
     except ServerGoneError:
         raise
-    except ServerError as error:
+    except (ServerError, KeyError, TypeError, AttributeError) as error:  # the latter: it is another program
+        what = error if isinstance(error, ServerError) else f"{client.url} does not describe itself ({error!r})"
         raise ConfigError(
-            f"--rollout-urls: {error}; is it a vLLM server that was started with VLLM_SERVER_DEV_MODE=1?"
+            f"--rollout-urls: {what}; is it a vLLM server that was started with VLLM_SERVER_DEV_MODE=1?"
         ) from None
+    wrong = [f"--{name} {needed} (it has {value})" for name, (needed, value) in flags.items() if needed != value]
+    if wrong:
+        raise ConfigError(f"--rollout-urls: {client.url} must be started with {', '.join(wrong)}")
+    return instance
 
 
-def _require_fitting(found: Any, url: str, config: Config) -> None:
+def _flags_of(found: Any, config: Config) -> dict[str, tuple[Any, Any]]:
+    """What vLLM's flags must be, and what they are on a server that described itself as `found`."""
     model, longest = found["model_config"], config.prompt_budget + config.rollout.max_response_len
-    backend = PLUGIN["weight_transfer_config"]["backend"]
     flags = {
         "dtype": (config.compute_dtype_name, model["dtype"].removeprefix("torch.")),
         "logprobs-mode": ("processed_logprobs", model["logprobs_mode"]),
         "worker-extension-cls": (PLUGIN["worker_extension_cls"], found["parallel_config"]["worker_extension_cls"]),
-        "weight-transfer-config": (backend, (found["weight_transfer_config"] or {}).get("backend")),
         "max-model-len": (max(longest, model["max_model_len"]), model["max_model_len"]),
     }
     if config.sync.max_staleness:
         flags["scheduling-policy"] = ("priority", found["scheduler_config"]["policy"])
     if config.section(RouterConfig).replay == "rollout":
         flags["enable-return-routed-experts"] = (True, found["aux_output_config"]["enable_return_routed_experts"])
-    wrong = [f"--{name} {needed} (it has {value})" for name, (needed, value) in flags.items() if needed != value]
-    if wrong:
-        raise ConfigError(f"--rollout-urls: {url} must be started with {', '.join(wrong)}")
+    return flags

@@ -60,6 +60,7 @@ class Deadline:
 class Generation:
     """One completion as the server returned it."""
 
+    url: str  # of the server
     token_ids: list[int]  # (R,)
     logprobs: list[float]  # (R,)
     finish_reason: Literal["stop", "length"]
@@ -93,7 +94,7 @@ class VLLMClient:
         what = "POST /inference/v1/generate"
         answer = await self.post("/inference/v1/generate", body, timeout=timeout)
         try:
-            generation = _generation(answer)
+            generation = _generation(self.url, answer)
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise ServerRefusedError(f"{self.url} answered {what} without {error!r}: {_shown(answer)}") from None
         if generation.finish_reason not in ("stop", "length"):
@@ -170,7 +171,7 @@ def host_of(url: str) -> str:
     return host
 
 
-def _generation(answer: Any) -> Generation:
+def _generation(url: str, answer: Any) -> Generation:
     choice = answer["choices"][0]
     token_ids = choice["token_ids"]
     logprobs = [found["logprob"] for found in choice["logprobs"]["content"]]
@@ -180,6 +181,7 @@ def _generation(answer: Any) -> Generation:
         raise ValueError(f"a logprob and a version of each of {len(token_ids)} tokens")
     details = (answer.get("usage") or {}).get("prompt_tokens_details")
     return Generation(
+        url,
         token_ids,
         logprobs,
         choice["finish_reason"],

@@ -74,8 +74,6 @@ class Dispatcher:
         """
         self._servers = [_Server(client, is_up=client.url in self.ready) for client in self.clients]
         self._chosen: dict[Chunk, _Server] = {}
-        self._any_up = asyncio.Event()
-        self._update_any_up()
         slots = asyncio.Semaphore(min(_MAX_IN_FLIGHT * len(self._servers), max_connections()))
         chunk_size = max(1, min(per_group, -(-len(requests) // len(self._servers))))
 
@@ -99,7 +97,7 @@ class Dispatcher:
     async def _answer(self, request: Request, chunk: Chunk) -> Generation:
         errors: list[str] = []
         while len(errors) < _MAX_TRIES:
-            server, sent = await self._take(chunk), Deadline(self.request_timeout)
+            server = await self._take(chunk)
             server.num_in_flight += 1
             try:
                 work = server.client.generate(_as_retry(request, len(errors)), timeout=self.request_timeout)
@@ -108,7 +106,7 @@ class Dispatcher:
                 self.progress()
                 return generation
             except ServerGoneError as error:
-                if isinstance(error, ServerSilentError) and sent.is_over:
+                if isinstance(error, ServerSilentError):
                     raise RolloutError(
                         f"{server.client.url} took more than --rollout-timeout, {self.request_timeout:g} s, for one "
                         "request: raise it, or generate fewer tokens at once"
@@ -124,7 +122,8 @@ class Dispatcher:
 
     async def _take(self, chunk: Chunk) -> _Server:
         """The server of this chunk, or else the one with the fewest requests; waits until one is up."""
-        await self._any_up.wait()
+        while not any(server.is_up for server in self._servers):
+            await asyncio.sleep(_POLL_S)
         preferred = next((server for server in self._servers if server.client.url == self.preferred), None)
         server = self._chosen.get(chunk, preferred)
         if server is None or not server.is_up:
@@ -179,20 +178,12 @@ class Dispatcher:
     def _mark_up(self, server: _Server) -> None:
         if not server.is_up:
             server.is_up, server.down = True, asyncio.Event()
-            self._update_any_up()
 
     def _mark_down(self, server: _Server, why: str) -> None:
         if server.is_up:
             log.warning("%s; its requests go to other servers", why)
         server.is_up, server.why = False, why
         server.down.set()
-        self._update_any_up()
-
-    def _update_any_up(self) -> None:
-        if any(server.is_up for server in self._servers):
-            self._any_up.set()
-        else:
-            self._any_up.clear()
 
     async def _require_servers(self) -> None:
         """RolloutError once fewer than `min_servers` have been up for `replacement_timeout`."""

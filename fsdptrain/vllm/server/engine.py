@@ -4,12 +4,10 @@ Rank 0 pushes new weights to all servers (fleet.py); every rank generates the co
 (dispatcher.py). No rank waits for a server while another rank waits for it in a collective.
 """
 
-import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,12 +15,14 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from fsdptrain.config import Config
 from fsdptrain.distributed import gather, raise_on_all_ranks
 from fsdptrain.errors import RolloutError
 from fsdptrain.protocols import Naming
 from fsdptrain.rollout.stacks import StackDump
 from fsdptrain.types import Completion, Prompt, SamplingParams
 from fsdptrain.vllm.adapter import write_adapter
+from fsdptrain.vllm.config import ServerConfig, VllmConfig
 from fsdptrain.vllm.options import routes_of, sampling_options
 from fsdptrain.vllm.server.client import Deadline, Generation, VLLMClient
 from fsdptrain.vllm.server.dispatcher import Dispatcher
@@ -35,26 +35,8 @@ from fsdptrain.vllm.server.weight_files import WeightFolder
 _FLAG = "--rollout-engine vllm-server"
 
 
-@dataclass(frozen=True)
-class Endpoints:
-    """What every rank needs to send requests to the servers."""
-
-    urls: tuple[str, ...]
-    run_id: str  # part of each version tag: weights of another run are never used
-    api_key: str | None = field(repr=False)
-
-
-@dataclass(frozen=True)
-class Timeouts:
-    """[s]"""
-
-    response: float  # of a server to a weight sync or a health check
-    replacement: float  # while fewer than --min-servers are up
-    request: float = math.inf  # of one completion
-
-
 class VLLMServerEngine:
-    """Generates with the servers of `endpoints`. Has no weights until `update_weights`.
+    """Generates with the servers of `clients`. Has no weights until `update_weights`.
 
     Logprobs are those of the distribution that was sampled from (vLLM's `processed_logprobs`).
     """
@@ -63,32 +45,34 @@ class VLLMServerEngine:
 
     def __init__(
         self,
-        endpoints: Endpoints,
+        config: Config,
+        clients: Sequence[VLLMClient],
+        run_id: str,
         *,
         loop: EventLoop,
         stop_token_ids: Sequence[int],
-        timeouts: Timeouts,
-        min_servers: int,
         stacks: StackDump,
         fleet: Fleet | None,
         folder: WeightFolder | None,
-        prioritize: bool = False,
     ) -> None:
         """
+        run_id: part of each version tag: weights of another run are never used.
         fleet, folder: rank 0's; None on other ranks.
-        prioritize: `generate` goes before requests in flight; needs servers with --scheduling-policy priority.
         """
-        self.clients = [VLLMClient(url, endpoints.api_key) for url in endpoints.urls]
+        vllm, servers = config.section(VllmConfig), config.section(ServerConfig)
+        self.clients = clients
         self.policy_version = 0
-        self.timeouts = timeouts
+        self.response_timeout = servers.weight_sync_timeout
+        self.replacement_timeout = servers.weight_sync_timeout + (0.0 if vllm.urls else servers.server_start_timeout)
+        self.request_timeout = vllm.timeout
         self.fleet = fleet
         self.loop = loop
         self._stop_token_ids = tuple(stop_token_ids)
-        self._run_id = endpoints.run_id
-        self._min_servers = min_servers
+        self._run_id = run_id
+        self._min_servers = servers.min_servers
         self._stacks = stacks
         self._folder = folder
-        self._prioritize = prioritize
+        self._prioritize = config.sync.max_staleness > 0  # `generate` goes before requests in flight
         self._tag: str | None = None  # of the servers' weights; None: they have none, or a sync goes on
         self._ready: list[str] = []  # URLs of servers that hold them
         self._takes_adapters = False
@@ -102,15 +86,12 @@ class VLLMServerEngine:
 
         First all ranks gather all weights and rank 0 stores them; then rank 0 pushes them.
         """
-        self._stacks.arm(self.timeouts.response)
+        self._stacks.arm(self.response_timeout)
         files, error = self._store(weights)
-
-        def prepare(tag: str, previous_tag: str | None) -> Weights:
+        with raise_on_all_ranks(RolloutError, "--weight-sync-dir: cannot write the weights, use another one"):
             if error is not None:
-                raise RolloutError(f"--weight-sync-dir: cannot write the weights: {error}; use another one") from error
-            return Weights(files, tag, previous_tag)
-
-        self._switch(prepare, policy_version)
+                raise error
+        self._switch(policy_version, files)
 
     def update_adapter(
         self, weights: Iterable[tuple[str, Tensor]], write_config: Callable[[Path], None], policy_version: int
@@ -118,15 +99,13 @@ class VLLMServerEngine:
         """Push a LoRA adapter that replaces the previous one; the base weights are the checkpoint's. Collective."""
         self._takes_adapters = True
         tensors = {name: tensor.cpu().contiguous() for name, tensor in weights}
-
-        def prepare(tag: str, previous_tag: str | None) -> Weights:
-            assert self._folder is not None, "rank 0 has one"
-            self._num_adapters += 1
-            folder = self._folder.make_subfolder(f"adapter{self._num_adapters % 2}")  # the previous one is in use
-            write_adapter(folder, tensors, write_config)
-            return Weights([], tag, previous_tag, adapter=folder)
-
-        self._switch(prepare, policy_version)
+        adapter = None
+        with raise_on_all_ranks(RolloutError, "--lora-sync adapter"):
+            if self._folder is not None:
+                self._num_adapters += 1
+                adapter = self._folder.make_subfolder(f"adapter{self._num_adapters % 2}")  # the previous one is in use
+                write_adapter(adapter, tensors, write_config)
+        self._switch(policy_version, [], adapter)
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
         """`num_samples` completions of each prompt, prompt by prompt, in order; each request has its own seed."""
@@ -138,11 +117,10 @@ class VLLMServerEngine:
             self._changed.wait_for(lambda: self._is_closed or not self._is_syncing)
             if self._is_closed:
                 raise RolloutError("the engine is closed")
-            dispatcher = replace(self._dispatcher(), newest=lambda: self._tag, progress=lambda: None)
+            dispatcher = self._dispatcher(newest=lambda: self._tag, progress=lambda: None)
             self._num_in_flight += 1
         try:
-            with self._pointing_to_stacks():
-                return self._run(dispatcher, prompts, sampling)[0]
+            return self._run(dispatcher, prompts, sampling)[0]
         finally:
             with self._changed:
                 self._num_in_flight -= 1
@@ -155,14 +133,13 @@ class VLLMServerEngine:
         """
         rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         clients = [client for client in self.clients if client.url in self._ready]
-        deadline = Deadline(self.timeouts.response)
+        deadline = Deadline(self.response_timeout)
         return [
             ServerReplica(
                 client := clients[i % len(clients)],
                 self.loop,
                 partial(self._generate_now, cache_salt=f"verify-{rank}-{self.clients.index(client)}"),
-                deadline,
-                reads_weights=i < len(clients),
+                deadline if i < len(clients) else None,
             )
             for i in range(rank, rank + num_ranks * -(-len(clients) // num_ranks), num_ranks)
         ]
@@ -202,16 +179,14 @@ class VLLMServerEngine:
         except OSError as error:
             return [], error
 
-    def _switch(self, prepare: Callable[[str, str | None], Weights], policy_version: int) -> None:
-        """Rank 0 pushes what `prepare(tag, previous tag)` returns to all servers. Collective."""
+    def _switch(self, policy_version: int, files: Sequence[Path], adapter: Path | None = None) -> None:
+        """Rank 0 pushes weights to all servers. Collective."""
         tag, ready = f"{self._run_id}/{policy_version}", []
         with self._syncing() as previous_tag:
             with raise_on_all_ranks(RolloutError, _FLAG), self._pointing_to_stacks():
                 if self.fleet is not None:
-                    self.loop.run(self.fleet.forget_weights())
-                    weights = prepare(tag, previous_tag)
-                    self._stacks.arm(self.timeouts.response)
-                    ready = self.loop.run(self.fleet.switch(weights))
+                    self._stacks.arm(self.response_timeout)
+                    ready = self.loop.run(self.fleet.switch(Weights(files, tag, previous_tag, adapter)))
             self._ready = gather(ready)[0]
             self._stacks.disarm()
             self.policy_version, self._tag = policy_version, tag
@@ -237,11 +212,10 @@ class VLLMServerEngine:
         cache_salt: str | None = None,
     ) -> tuple[list[Completion], list[Generation]]:
         """preferred: URL of the server to use while it is up. cache_salt: separates their prefix cache."""
-        dispatcher = replace(self._dispatcher(), preferred=preferred)
+        dispatcher = self._dispatcher(preferred=preferred)
         self._show_progress()  # stays armed: if this rank hangs later, its stacks show where
         options = {"cache_salt": cache_salt, **({"priority": -1} if self._prioritize else {})}
-        with self._pointing_to_stacks():
-            return self._run(dispatcher, prompts, sampling, **options)
+        return self._run(dispatcher, prompts, sampling, **options)
 
     def _run(
         self, dispatcher: Dispatcher, prompts: Sequence[Prompt], sampling: SamplingParams, **options: Any
@@ -259,31 +233,32 @@ class VLLMServerEngine:
             }
             for prompt, index in rows
         ]
-        generations = self.loop.run(dispatcher.run(requests, per_group=sampling.num_samples))
+        with self._pointing_to_stacks():
+            generations = self.loop.run(dispatcher.run(requests, per_group=sampling.num_samples))
         completions = [
             _completion(prompt, generation, with_routes=sampling.with_routes)
             for (prompt, _), generation in zip(rows, generations, strict=True)
         ]
         return completions, generations
 
-    def _dispatcher(self) -> Dispatcher:
+    def _dispatcher(self, **options: Any) -> Dispatcher:
         if self._tag is None:
             raise RolloutError("the servers have no weights: call update_weights first")
         return Dispatcher(
             self.clients,
             ready=self._ready,
             tag=self._tag,
-            response_timeout=self.timeouts.response,
-            replacement_timeout=self.timeouts.replacement,
+            response_timeout=self.response_timeout,
+            replacement_timeout=self.replacement_timeout,
             min_servers=self._min_servers,
-            request_timeout=self.timeouts.request,
+            request_timeout=self.request_timeout,
             first=dist.get_rank() if dist.is_initialized() else 0,
-            progress=self._show_progress,
             check=self.fleet.raise_if_unrecoverable if self.fleet else lambda: None,
+            **{"progress": self._show_progress, **options},
         )
 
     def _show_progress(self) -> None:
-        self._stacks.arm(self.timeouts.response)
+        self._stacks.arm(self.response_timeout)
 
     @contextmanager
     def _pointing_to_stacks(self) -> Iterator[None]:
@@ -292,7 +267,7 @@ class VLLMServerEngine:
         try:
             yield
         except RolloutError as error:
-            if time.monotonic() - start >= self.timeouts.response:
+            if time.monotonic() - start >= self.response_timeout:
                 self._stacks.dump()  # in flight they are not armed
                 self._stacks.point_out(error)
             raise

@@ -36,7 +36,6 @@ class EventLoop:
 
     def __init__(self) -> None:
         self._loop = _TrackingLoop()
-        self._running = set[asyncio.Task[Any]]()  # what `run` started; what these start is theirs to cancel
         self._thread = threading.Thread(target=self._loop.run_forever, name="servers", daemon=True)
         self._thread.start()
 
@@ -45,7 +44,7 @@ class EventLoop:
         if self._loop.is_closed():
             work.close()
             raise RolloutError("the engine is closed")
-        future = asyncio.run_coroutine_threadsafe(self._tracked(work), self._loop)
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
         except concurrent.futures.CancelledError:
@@ -55,8 +54,8 @@ class EventLoop:
             raise
 
     def cancel_all(self) -> None:
-        """Cancel what the calls of `run` wait for, and wait until it has ended. Those calls raise a RolloutError."""
-        asyncio.run_coroutine_threadsafe(self._cancel_running(), self._loop).result()
+        """Cancel all tasks and wait until they have ended. Calls of `run` raise a RolloutError."""
+        asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result()
 
     def close(self) -> None:
         if self._loop.is_closed():
@@ -67,20 +66,13 @@ class EventLoop:
         self._thread.join()
         self._loop.close()
 
-    async def _tracked(self, work: Coroutine[Any, Any, T]) -> T:
-        task = asyncio.current_task()
-        assert task is not None
-        self._running.add(task)
-        try:
-            return await work
-        finally:
-            self._running.remove(task)
 
-    async def _cancel_running(self) -> None:
-        tasks = list(self._running)
-        for task in tasks:
+async def _cancel_others() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        if not task.cancelling():
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def race(work: Coroutine[Any, Any, T], interrupt: asyncio.Event, error: Exception) -> T:

@@ -5,13 +5,17 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 
+from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError, RolloutError
-from fsdptrain.vllm.config import DESCRIBE_S
+from fsdptrain.vllm.config import DESCRIBE_S, ServerConfig, VllmConfig
+from fsdptrain.vllm.server.checks import require_fitting, warn_of_open_servers
 from fsdptrain.vllm.server.client import Deadline, ServerError, ServerGoneError, ServerRefusedError, VLLMClient
 from fsdptrain.vllm.server.event_loop import race
 from fsdptrain.vllm.server.process import ServerProcess
-from fsdptrain.vllm.server.push import FileTransfer, Weights, WeightTransfer, push
+from fsdptrain.vllm.server.push import Weights, push
+from fsdptrain.vllm.server.replica import require_weights
 
 log = logging.getLogger(__name__)
 
@@ -52,50 +56,31 @@ class Server:
             self.process.kill()
 
 
-async def _accept(*_: object, **__: object) -> None: ...
-
-
 class Fleet:
     """Rank 0's view of the servers. All methods run on the engine's event loop."""
 
-    def __init__(
-        self,
-        servers: Sequence[Server],
-        *,
-        transfer: WeightTransfer,
-        sync_timeout: float,
-        start_timeout: float,
-        min_servers: int,
-        keep_requests: bool = False,
-        require_fitting: Callable[[VLLMClient, float], Awaitable[None]] = _accept,
-        require_weights: Callable[[VLLMClient, Weights, Deadline], Awaitable[None]] = _accept,
-    ) -> None:
-        """
-        keep_requests: running requests continue after a weight sync.
-        require_fitting: raises ConfigError if a server of the user was started with other options; gets a timeout.
-        require_weights: raises ServerError if a restarted server does not hold the weights that it was sent.
-        """
+    def __init__(self, servers: Sequence[Server], config: Config) -> None:
         self._servers = list(servers)
-        self._transfer = transfer
-        self._sync_timeout = sync_timeout
-        self._start_timeout = start_timeout
-        self._min_servers = min_servers
-        self._keep_requests = keep_requests
-        self._require_fitting = require_fitting
-        self._require_weights = require_weights
+        self._config = config
+        self._options = config.section(ServerConfig)
+        self._keep_requests = config.sync.max_staleness > 0  # running requests continue after a weight sync
         self._weights: Weights | None = None
         self._new_weights = asyncio.Event()  # set when `_weights` are replaced
         self._all_started = False
         self._supervisors: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Start the servers of the run and wait until all are up. RolloutError with the log of one that fails."""
+        """Check the servers of the user; start those of the run and wait until all are up.
+
+        ConfigError if too few can be reached, or one has other options. RolloutError with the log of one that fails.
+        """
+        await self._check_given([server for server in self._servers if server.process is None])
         for server in self._servers:
             if server.process is not None:
                 server.state = State.DOWN
                 self._supervisors.append(asyncio.create_task(self._supervise(server, server.process)))
         if self._supervisors:
-            await self.wait_for(len(self._servers), self._start_timeout)
+            await self.wait_for(len(self._servers), self._options.server_start_timeout)
         self._all_started = True
 
     async def forget_weights(self) -> None:
@@ -112,15 +97,23 @@ class Fleet:
 
         A server that dies or is silent is left out. One that answers, but did not switch, is a RolloutError.
         """
+        await self.forget_weights()
         self._weights = weights
         await self._let_rejoin()
         servers = [server for server in self._servers if server.state is State.UP]
         for server in servers:
             server.starts = 0
-        push_by, resume_by = Deadline(_PUSH_SHARE * self._sync_timeout), Deadline(self._sync_timeout)
+        timeout = self._options.weight_sync_timeout
+        push_by, resume_by = Deadline(_PUSH_SHARE * timeout), Deadline(timeout)
         refused = await self._for_each(
             servers,
-            lambda client: push(client, weights, self._transfer, push_by, keep_requests=self._keep_requests),
+            partial(
+                push,
+                weights=weights,
+                deadline=push_by,
+                transfer=self._options.weight_transfer,
+                keep_requests=self._keep_requests,
+            ),
             resume_by,
         )
         if refused:
@@ -133,15 +126,15 @@ class Fleet:
         refused = await self._for_each(up, lambda client: client.post("/resume", timeout=resume_by.left), resume_by)
         if refused:
             raise RolloutError(f"servers did not resume with the new weights: {'; '.join(refused.values())}")
-        return await self.wait_for(self._min_servers, self._start_timeout + self._sync_timeout)
+        return await self.wait_for(self._options.min_servers, self._options.server_start_timeout + timeout)
 
     def raise_if_unrecoverable(self) -> None:
         """RolloutError if --min-servers servers will never be up again."""
         for task in self._supervisors:
             if task.done() and not task.cancelled() and task.exception() is not None:
                 raise RolloutError(f"a server could not be supervised: {task.exception()}") from task.exception()
-        if not self._can_reach(self._min_servers):
-            raise self._too_few(self._min_servers, "")
+        if not self._can_reach(self._options.min_servers):
+            raise self._too_few(self._options.min_servers, "")
 
     async def wait_for(self, num_servers: int, seconds: float) -> list[str]:
         """The URLs of the servers that are up, once there are `num_servers`. RolloutError after `seconds`, or as soon
@@ -171,7 +164,7 @@ class Fleet:
         down = [server for server in self._servers if server.state is not State.UP]
         return RolloutError(
             f"{len(self._servers) - len(down)} of {len(self._servers)} servers are up{waited}, and {num_servers} are "
-            f"needed (--min-servers {self._min_servers}): {'; '.join(f'{s.client.url}: {s.why}' for s in down)}"
+            f"needed (--min-servers {self._options.min_servers}): {'; '.join(f'{s.client.url}: {s.why}' for s in down)}"
         )
 
     async def _for_each(
@@ -193,8 +186,30 @@ class Fleet:
 
     def _mark_down(self, server: Server, why: str) -> None:
         log.warning("%s; %s", why, "restarting it" if server.process else "continuing without it")
-        self._transfer.forget(server.client)
         server.mark_down(why)
+
+    async def _check_given(self, servers: Sequence[Server]) -> None:
+        """Mark servers that cannot be reached as down."""
+        checks = (require_fitting(server.client, DESCRIBE_S, self._config) for server in servers)
+        urls: dict[str, str] = {}  # by instance
+        for server, found in zip(servers, await asyncio.gather(*checks, return_exceptions=True), strict=True):
+            url = server.client.url
+            if isinstance(found, ServerGoneError):
+                server.mark_down(str(found))
+            elif isinstance(found, BaseException):
+                raise found
+            elif urls.setdefault(found, url) != url:
+                raise ConfigError(f"--rollout-urls: {urls[found]} and {url} are the same server: give one of them")
+        down = [server for server in servers if server.state is not State.UP]
+        if len(servers) - len(down) < self._options.min_servers and servers:
+            raise ConfigError(
+                f"--rollout-urls: {'; '.join(server.why for server in down)}; is it a vLLM server that was started "
+                f"with VLLM_SERVER_DEV_MODE=1? --min-servers is {self._options.min_servers}"
+            )
+        for server in down:
+            log.warning("%s; starting without it", server.why)
+        if not self._config.section(VllmConfig).allow_public_servers:
+            await warn_of_open_servers([server.client for server in servers if server.state is State.UP])
 
     async def _let_rejoin(self) -> None:
         """Use servers of the user again that were restarted since they went down: they have no weights yet.
@@ -214,10 +229,10 @@ class Fleet:
                 server.state = State.UP
 
     async def _is_new(self, client: VLLMClient) -> bool:
-        deadline = Deadline(min(DESCRIBE_S, self._sync_timeout))
+        deadline = Deadline(min(DESCRIBE_S, self._options.weight_sync_timeout))
         if await client.version(timeout=min(_REJOIN_S, deadline.left)) != _NO_WEIGHTS:
             return False
-        await self._require_fitting(client, deadline.left)
+        await require_fitting(client, deadline.left, self._config)
         return True
 
     async def _supervise(self, server: Server, process: ServerProcess) -> None:
@@ -245,10 +260,11 @@ class Fleet:
 
     async def _bring_up(self, server: Server, process: ServerProcess) -> None:
         """Wait until a started server is healthy, and give it the newest weights, if there are any."""
-        deadline = Deadline(self._start_timeout)
+        deadline = Deadline(self._options.server_start_timeout)
+        late = f"was not up in {deadline.seconds:.0f} s"
         while not await server.client.is_healthy(timeout=_HEALTH_S):
             if process.has_ended or deadline.is_over:
-                what = "ended during its start" if process.has_ended else f"was not up in {self._start_timeout:.0f} s"
+                what = "ended during its start" if process.has_ended else late
                 raise ServerGoneError(f"it {what} ({process.log}: {process.last_words()})")
             await asyncio.sleep(_POLL_S)
         weights, new_weights = self._weights, self._new_weights
@@ -259,11 +275,13 @@ class Fleet:
 
     async def _restore(self, client: VLLMClient, weights: Weights) -> None:
         """By file whatever --weight-transfer is: a server of the run is on this machine."""
-        push_by, deadline = Deadline(_PUSH_SHARE * self._sync_timeout), Deadline(self._sync_timeout)
+        timeout = self._options.weight_sync_timeout
+        push_by, deadline = Deadline(_PUSH_SHARE * timeout), Deadline(timeout)
 
         async def restore(client: VLLMClient) -> None:
-            await push(client, weights, FileTransfer(), push_by, keep_requests=self._keep_requests)
-            await self._require_weights(client, weights, push_by)
+            await push(client, weights, push_by, keep_requests=self._keep_requests)
+            if self._config.run.verify_weight_sync != "off" and not self._config.inexact_engine:
+                await require_weights(client, weights, push_by)
             await client.post("/resume", timeout=deadline.left)
 
         await _unless_dying(client, restore, deadline)
@@ -275,7 +293,7 @@ class Fleet:
             problem = ""
             try:
                 if num_polls % _PROBE_EVERY == 0:
-                    await server.client.version(timeout=self._sync_timeout)
+                    await server.client.version(timeout=self._options.weight_sync_timeout)
             except ServerError as error:
                 problem = str(error)
             num_polls += 1

@@ -9,70 +9,68 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import fsdptrain
+from fsdptrain.vllm.options import ENVIRONMENT
 from fsdptrain.vllm.server import supervisor
 
 HOST = "127.0.0.1"
 _END_S = 30.0  # for the supervisor to kill its server
 _LOG_LINES = 5  # of a failed server, in an error
 _LINE_LENGTH = 300
-PLUGIN: Mapping[str, Any] = {
-    "worker_extension_cls": "fsdptrain.vllm.worker.extension.WorkerExtension",
-    "weight_transfer_config": {"backend": "fsdptrain"},
-}
+PLUGIN: Mapping[str, Any] = {"worker_extension_cls": "fsdptrain.vllm.worker.extension.WorkerExtension"}
 MIDDLEWARE: Mapping[str, Any] = {"middleware": "fsdptrain.vllm.worker.auth.ApiKeyMiddleware"}
 _ENVIRONMENT = {
+    **ENVIRONMENT,
     "VLLM_SERVER_DEV_MODE": "1",  # the routes of weight transfer
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",  # the routes of adapters, with --enable-lora
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "OMP_WAIT_POLICY": "PASSIVE",  # on shared cores spinning threads cost most of the speed
 }
 # On a CPU vLLM would bind the workers of all servers to the same first cores. [vLLM 0.32]
 _DEFAULTS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 _REMOVED = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH"}
 
 
-@dataclass(frozen=True)
-class Launch:
-    """How to start a server."""
-
-    python: str
-    arguments: Sequence[str]  # of vLLM's server, without host and port
-    folder: Path  # for its log
-    weights: Path  # deleted if the run is killed
-    api_key: str = field(repr=False)
-
-
 class ServerProcess:
     """A server on a port that it keeps when it is restarted."""
 
-    def __init__(self, launch: Launch, index: int, devices: str | None) -> None:
+    def __init__(
+        self,
+        python: str,
+        arguments: Sequence[str],
+        log: Path,
+        *,
+        api_key: str,
+        weights: Path | None = None,
+        devices: str | None = None,
+    ) -> None:
+        """
+        arguments: of vLLM's server, without host and port.
+        weights: folder to delete if the run is killed.
+        devices: CUDA_VISIBLE_DEVICES; None: no GPU.
+        """
         self._port = _reserve_port()
         self.port: int = self._port.getsockname()[1]
         self.url = f"http://{HOST}:{self.port}"
-        self.log = launch.folder / f"server{index}.log"
-        self._launch = launch
-        self._devices = devices  # CUDA_VISIBLE_DEVICES; None: no GPU
+        self.log = log
         self._imports = _import_folder()
+        self._devices = devices
+        self._api_key = api_key
+        self._server = [python, "-m", "vllm.entrypoints.openai.api_server", "--host", HOST, "--port", str(self.port)]
+        self._server += arguments
+        self._temporary = os.pathsep.join(str(folder) for folder in (weights, self._imports) if folder)
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        launch = self._launch
-        server = [launch.python, "-m", "vllm.entrypoints.openai.api_server", "--host", HOST, "--port", str(self.port)]
-        folders = os.pathsep.join([str(launch.weights), str(self._imports)])
-        guard = [sys.executable, str(supervisor.__file__), str(os.getpid()), folders]
+        guard = [sys.executable, str(supervisor.__file__), str(os.getpid()), self._temporary]
         environment = _DEFAULTS | {name: value for name, value in os.environ.items() if name not in _REMOVED}
-        environment |= _ENVIRONMENT | {"VLLM_API_KEY": launch.api_key, "PYTHONPATH": str(self._imports)}
+        environment |= _ENVIRONMENT | {"VLLM_API_KEY": self._api_key, "PYTHONPATH": str(self._imports)}
         if self._devices is not None:
             environment["CUDA_VISIBLE_DEVICES"] = self._devices
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [*guard, *server, *launch.arguments],
+                [*guard, *self._server],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -29,22 +29,19 @@ Generate = Callable[..., tuple[list[Completion], list[Generation]]]
 class ServerReplica:
     """The copy of the model that one server holds."""
 
-    def __init__(
-        self, client: VLLMClient, loop: EventLoop, generate: Generate, deadline: Deadline, *, reads_weights: bool
-    ) -> None:
-        """`deadline` is that of `checksums`. reads_weights: False if another rank reads them."""
+    def __init__(self, client: VLLMClient, loop: EventLoop, generate: Generate, deadline: Deadline | None) -> None:
+        """`deadline` is that of `checksums`; None if another rank reads them."""
         self.name = client.url
         self._client = client
         self._loop = loop
         self._generate = generate
         self._deadline = deadline
-        self._reads_weights = reads_weights
         self._cached_tokens = 0
 
     def checksums(self, names: Collection[str], kind: ChecksumKind = "bits") -> dict[str, int] | None:
         """None if another rank reads them. ReplicaGoneError if the server is dead; RolloutError if it is healthy, but
         too slow or not reachable on this route."""
-        if not self._reads_weights:
+        if self._deadline is None:
             return None
         try:
             return self._loop.run(read_checksums(self._client, names, kind, self._deadline))
@@ -60,6 +57,8 @@ class ServerReplica:
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
         completions, generations = self._generate(prompts, sampling, preferred=self._client.url)
+        if others := {generation.url for generation in generations} - {self._client.url}:
+            self.name = f"{self._client.url} (it went down: {', '.join(sorted(others))} answered the probe)"
         cached = [generation.cached_tokens for generation in generations]
         if None in cached:
             raise RolloutError(

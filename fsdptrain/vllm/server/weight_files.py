@@ -1,4 +1,4 @@
-"""The newest weights as files: servers load them, or the trainer sends them bucket by bucket.
+"""The newest weights as files: servers load them, or the trainer sends them.
 
 All files are written before any server is told, so that no rank is inside a collective while it waits for a server.
 They stay until the next version, so that a restarted server can load them at any time.
@@ -7,7 +7,7 @@ They stay until the next version, so that a restarted server can load them at an
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -37,27 +37,26 @@ class WeightFolder:
         for path in self._files:
             path.unlink(missing_ok=True)
         self._files = []
-        pending: dict[str, Tensor] = {}
         error: OSError | None = None
-
-        def flush() -> None:
-            nonlocal error
-            if pending and error is None:
-                try:
-                    self._save(pending)
-                except OSError as caught:
-                    error = caught
-            pending.clear()
-
-        for name, tensor in weights:
-            if sum(t.nbytes for t in pending.values()) + tensor.nbytes > self._max_file_bytes:
-                flush()
-            if error is None:
-                pending[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-        flush()
+        for part in self._parts(weights):
+            try:
+                if error is None:
+                    self._save(part)
+            except OSError as caught:
+                error = caught
         if error is not None:
             raise error
         return self._files
+
+    def _parts(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+        part: dict[str, Tensor] = {}
+        for name, tensor in weights:
+            if part and sum(t.nbytes for t in part.values()) + tensor.nbytes > self._max_file_bytes:
+                yield part
+                part = {}
+            part[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        if part:
+            yield part
 
     def make_subfolder(self, name: str) -> Path:
         """An empty folder beside the files."""

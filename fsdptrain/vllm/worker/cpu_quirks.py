@@ -5,6 +5,8 @@ are read as if they were still packed.
 """
 
 import platform
+from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -32,33 +34,22 @@ def tied_heads(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def repack_tied_head(model: nn.Module) -> None:
+def repack(heads: Iterable[Any]) -> None:
     """Pack tied heads again: vLLM packs only layers that received weights, and a tied head receives none."""
-    for module in tied_heads(model).values():
-        head: Any = module
+    for head in heads:
         if hasattr(head, "cpu_linear"):
             head.quant_method.process_weights_after_loading(head)
 
 
-def forget_kernels(model: nn.Module) -> dict[str, Any]:
+def forget_kernels(model: nn.Module) -> None:
     """Before an update: remove the kernels of packed experts, so that vLLM packs the new weights as it did at first.
 
-    Returns them by module. [vLLM 0.32, `UnquantizedFusedMoEMethod._setup_kernel`]
+    [vLLM 0.32, `UnquantizedFusedMoEMethod._setup_kernel`]
     """
-    kernels = {}
-    for name, module in model.named_modules():
+    for module in model.modules():
         if packing_of(module) is not None:
             method: Any = module.quant_method
-            kernels[name], method.moe_kernel = method.moe_kernel, None
-    return kernels
-
-
-def restore_kernels(model: nn.Module, kernels: dict[str, Any]) -> None:
-    """After an update: experts that got no weights keep theirs, and need their kernel again."""
-    for name, kernel in kernels.items():
-        method: Any = model.get_submodule(name).quant_method
-        if method.moe_kernel is None:
-            method.moe_kernel = kernel
+            method.moe_kernel = None
 
 
 def packing_of(module: nn.Module) -> str | None:
@@ -77,31 +68,23 @@ def packing_of(module: nn.Module) -> str | None:
     return experts.isa if is_packed else None
 
 
-class Unpacker:
-    """Undoes the packing of one expert's matrix. Caches the permutation of each shape."""
-
-    def __init__(self) -> None:
-        self._orders: dict[Any, Tensor] = {}
-
-    def unpack(self, packed: Tensor, packing: str) -> Tensor:
-        """[out, in]"""
-        key = packed.shape, packed.dtype, packing
-        if key not in self._orders:
-            self._orders[key] = _order(packed, packing)
-        plain = torch.empty(packed.numel(), dtype=packed.dtype)
-        plain[self._orders[key]] = packed.flatten()
-        return plain.view(packed.shape)
+def unpack(packed: Tensor, packing: str) -> Tensor:
+    """Undo the packing of one expert's matrix. [out, in]"""
+    plain = torch.empty_like(packed).flatten()
+    plain[_order(packed.shape, packed.dtype, packing)] = packed.flatten()
+    return plain.view(packed.shape)
 
 
-def _order(like: Tensor, packing: str) -> Tensor:
+@lru_cache(maxsize=2)  # the two matrices of an expert
+def _order(shape: torch.Size, dtype: torch.dtype, packing: str) -> Tensor:
     """[out * in] i64: the index of the plain element at each place of a packed matrix.
 
     Found by packing matrices that hold the digits of each element's index.
     """
     from vllm._custom_ops import cpu_prepack_moe_weight  # pyright: ignore[reportMissingImports] - an extra
 
-    numbers, order = torch.arange(like.numel()), torch.zeros(like.numel(), dtype=torch.int64)
-    for shift in range(0, like.numel().bit_length(), _DIGIT):
-        digits = (numbers >> shift & (1 << _DIGIT) - 1).to(like.dtype).view(1, *like.shape)
+    numbers, order = torch.arange(shape.numel()), torch.zeros(shape.numel(), dtype=torch.int64)
+    for shift in range(0, shape.numel().bit_length(), _DIGIT):
+        digits = (numbers >> shift & (1 << _DIGIT) - 1).to(dtype).view(1, *shape)
         order |= cpu_prepack_moe_weight(digits, packing).flatten().long() << shift
     return order

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdptrain.rollout.weight_sync.checksum import checksum
-from fsdptrain.vllm.worker.cpu_quirks import Unpacker, packing_of
+from fsdptrain.vllm.worker.cpu_quirks import packing_of, unpack
 from fsdptrain.vllm.worker.expert_names import EXPERT
 
 if TYPE_CHECKING:
@@ -52,7 +52,6 @@ class _Reader:
             if len(parts) > 1
         }
         self._last: tuple[str, Tensor | None] = ("", None)
-        self._unpacker = Unpacker()
 
     def find(self, name: str) -> Tensor | None:
         expert = EXPERT.fullmatch(name)
@@ -88,7 +87,7 @@ class _Reader:
             return None
         tensor = getattr(module, kind)[number]
         if packing is not None:
-            tensor = self._unpacker.unpack(tensor, packing)
+            tensor = unpack(tensor, packing)
         config = module.moe_config
         hidden, inner = config.hidden_dim_unpadded, config.intermediate_size_per_partition_unpadded
         num_parts = config.moe_parallel_config.tp_size

@@ -1,64 +1,35 @@
-"""Weight transfer between the trainer and one engine: packed buckets over a separate process group.
+"""Weight transfer between the trainer and one engine: safetensors files over a separate process group.
 
-Trainer and engine import this in different environments: it needs only torch. The trainer is rank 0 of the group, the
-workers of the engine follow.
+Trainer and engine import this in different environments: it needs only torch and safetensors. The trainer is rank 0 of
+the group, the workers of the engine follow.
 """
 
-import math
+import json
 import socket
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import _TYPES
 from torch import Tensor
 
 Plane = Literal["gloo", "nccl"]
-_ALIGNMENT = 16  # bytes; a view in another dtype must start at a multiple of its item size
+_JOINED = "joined"  # counts the ranks but 0 that are creating their `WeightGroup`
 
 
-@dataclass(frozen=True)
-class Spec:
-    """One tensor of a bucket; sent before the bucket."""
+def tensors_of(file: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors of a safetensors file, as views of its bytes, on their device. [bytes] u8
 
-    name: str
-    dtype: str  # float32, bfloat16, ...
-    shape: list[int]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * getattr(torch, self.dtype).itemsize
-
-
-def spec_of(name: str, tensor: Tensor) -> Spec:
-    return Spec(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
-
-
-def bucket_size(specs: Sequence[Spec]) -> int:
-    """[bytes]"""
-    return sum(_padded(spec.nbytes) for spec in specs)
-
-
-def pack_bucket(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """All `tensors` in one buffer. [bytes] u8"""
-    bucket = torch.zeros(sum(_padded(tensor.nbytes) for tensor in tensors), dtype=torch.uint8, device=device)
-    start = 0
-    for tensor in tensors:
-        bucket[start : start + tensor.nbytes].copy_(tensor.contiguous().view(-1).view(torch.uint8))
-        start += _padded(tensor.nbytes)
-    return bucket
-
-
-def unpack_bucket(bucket: Tensor, specs: Sequence[Spec]) -> list[tuple[str, Tensor]]:
-    """Names and tensors, which are views of `bucket`."""
-    found, start = [], 0
-    for spec in specs:
-        part = bucket[start : start + spec.nbytes]
-        found.append((spec.name, part.view(getattr(torch, spec.dtype)).view(spec.shape)))
-        start += _padded(spec.nbytes)
-    return found
+    The format: 8 bytes with the length of the header, the header in JSON, and the tensors, aligned by their dtype.
+    """
+    start = 8 + int(file[:8].cpu().view(torch.int64))
+    header = json.loads(bytes(file[8:start].cpu().numpy()))
+    for name, entry in header.items():
+        if name != "__metadata__":
+            begin, end = (start + offset for offset in entry["data_offsets"])
+            yield name, file[begin:end].view(_TYPES[entry["dtype"]]).view(entry["shape"])
 
 
 def local_address(host: str) -> str:
@@ -74,28 +45,22 @@ def create_store(address: str, world_size: int, timeout_s: float) -> dist.TCPSto
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.create_server((address, 0), family=family) as listener:
         port, handle = listener.getsockname()[1], listener.detach()
+    timeout = timedelta(seconds=timeout_s)
     return dist.TCPStore(
-        address,
-        port,
-        world_size,
-        is_master=True,
-        timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-        master_listen_fd=handle,
+        address, port, world_size, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=handle
     )
+
+
+def join_store(host: str, port: int, world_size: int, timeout_s: float) -> dist.TCPStore:
+    """The same store, for the other ranks."""
+    store = dist.TCPStore(host, port, world_size, is_master=False, timeout=timedelta(seconds=timeout_s))
+    store.add(_JOINED, 1)
+    return store
 
 
 def all_joined(store: dist.TCPStore, world_size: int) -> bool:
     """Whether all ranks but 0 are creating their `WeightGroup`: rank 0 should not block before."""
-    return store.check([_joined(rank) for rank in range(1, world_size)])
-
-
-def _joined(rank: int) -> str:
-    return f"joined/{rank}"
-
-
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    return store.add(_JOINED, 0) == world_size - 1
 
 
 class WeightGroup:
@@ -110,8 +75,6 @@ class WeightGroup:
         interface on some machines.
         """
         self._store = store  # the group needs it as long as it lives
-        if rank:
-            store.set(_joined(rank), "")
         prefixed, timeout = dist.PrefixStore("weights", store), timedelta(seconds=timeout_s)
         self._group: Any  # torch declares no common base
         self.device = torch.device("cpu")
@@ -126,21 +89,14 @@ class WeightGroup:
             own._devices, own._timeout = [kind.create_device(hostname=address)], timeout
             self._group = kind(prefixed, rank, world_size, own)
 
-    def send(self, bucket: Tensor, *, timeout_s: float | None = None) -> None:
-        """Broadcast from rank 0. Returns when `bucket` has been sent, on a GPU when the device is done.
-
-        `timeout_s` replaces the group's timeout.
-        """
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = 0, 0
-        if timeout_s is not None:
-            options.timeout = timedelta(seconds=timeout_s)
-        self._group.broadcast([bucket], options).wait()
-        if bucket.is_cuda:
+    def send(self, file: Tensor) -> None:
+        """Broadcast from rank 0. Returns when `file` has been sent, on a GPU when the device is done. [bytes] u8"""
+        self._group.broadcast([file], dist.BroadcastOptions()).wait()
+        if file.is_cuda:
             torch.accelerator.synchronize()
 
     def receive(self, nbytes: int) -> Tensor:
-        """The next bucket of rank 0. [nbytes] u8"""
-        bucket = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        self.send(bucket)  # every rank makes the same call
-        return bucket
+        """The next file of rank 0. [nbytes] u8"""
+        file = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        self.send(file)  # every rank makes the same call
+        return file

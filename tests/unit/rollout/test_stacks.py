@@ -102,4 +102,13 @@ def test_without_a_timeout_no_file_is_left(tmp_path):
     for stacks in ranks:
         stacks.close()
         stacks.close()
+        stacks.dump()
     assert not (tmp_path / "stacks").exists()
+
+
+def test_a_restarted_run_keeps_the_stacks_of_the_one_before(tmp_path):
+    for _ in range(2):
+        stacks = StackDump(tmp_path, 0)
+        stacks.dump()
+        stacks.close()
+    assert stacks.path.read_text().count("in test_a_restarted_run_keeps_the_stacks_of_the_one_before") == 2

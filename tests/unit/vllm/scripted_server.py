@@ -39,7 +39,6 @@ class ScriptedServer(ThreadingHTTPServer):
         self.exits_on_generate = False  # the whole process
         self.calls: list[str] = []  # paths, in order
         self.generated: list[Any] = []  # bodies of requests for completions
-        self.updates: list[Any] = []  # bodies of /update_weights
         self.info: Any = FITTING | {"instance_id": str(self.server_address[1])}
         self.lock = threading.Lock()
         self.client = VLLMClient(f"http://127.0.0.1:{self.server_address[1]}")
@@ -65,8 +64,6 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, body: Any) -> None:
         server, path = self.server, self.path.partition("?")[0]
         with server.lock:
-            if path == "/update_weights":
-                server.updates.append(body["update_info"])
             if server.dies_after == 0:
                 return  # the connection breaks
             server.calls.append(path)
@@ -84,8 +81,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if path in ("/pause", "/resume"):
             server.paused = path == "/pause"
-        if path == "/finish_weight_update":
-            server.version = body["weight_version"]
+        if path == "/update_weight_version":
+            server.version = body["new_version"]
         answer = ANSWERS.get(path, lambda server, body: {})(server, body)
         self._send(200, server.texts.get(path, json.dumps(answer)))
 
@@ -109,7 +106,6 @@ def _completion(server: ScriptedServer, body: Any) -> Any:
 FITTING = {  # in float32
     "model_config": {"dtype": "torch.float32", "logprobs_mode": "processed_logprobs", "max_model_len": 1 << 20},
     "parallel_config": {"worker_extension_cls": "fsdptrain.vllm.worker.extension.WorkerExtension"},
-    "weight_transfer_config": {"backend": "fsdptrain"},
     "scheduler_config": {"policy": "priority"},
 }
 ANSWERS: dict[str, Callable[[ScriptedServer, Any], Any]] = {

@@ -16,7 +16,7 @@ def main(port: int) -> None:
     server = ScriptedServer(version="default", port=port)
     server.exits_on_generate = "--exits-on-generate" in sys.argv
     if "--hangs-if" in sys.argv and Path(sys.argv[sys.argv.index("--hangs-if") + 1]).exists():
-        server.delays["/update_weights"] = 600.0
+        server.delays["/collective_rpc"] = 600.0
     signal.pause()
 
 

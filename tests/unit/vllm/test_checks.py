@@ -10,13 +10,12 @@ import pytest
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
 from fsdptrain.vllm.server.build import server_arguments, weight_path
-from fsdptrain.vllm.server.checks import check_servers, require_fitting, require_private
+from fsdptrain.vllm.server.checks import require_private
 from fsdptrain.vllm.server.client import VLLMClient
 from fsdptrain.vllm.server.fleet import Fleet, Server, State
-from fsdptrain.vllm.server.push import FileTransfer
 from tests.event_loop import run_in_loop
 from tests.testing import save_tiny_checkpoint
-from tests.unit.vllm.scripted_server import ANSWERS, FITTING, ScriptedServer
+from tests.unit.vllm.scripted_server import ANSWERS, ScriptedServer
 
 PRIVATE = [
     "127.0.0.1",
@@ -38,7 +37,7 @@ def config(**values: Any) -> Config:
 
 def states(*urls: str, **values: Any) -> list[State]:
     servers = [Server(VLLMClient(url)) for url in urls]
-    run_in_loop(check_servers(servers, config(rollout_urls=list(urls), bf16=False, **values)))
+    run_in_loop(Fleet(servers, config(rollout_urls=list(urls), bf16=False, **values)).start())
     return [server.state for server in servers]
 
 
@@ -62,25 +61,24 @@ def test_a_server_that_cannot_be_reached_is_left_out_while_enough_can():
 def test_a_server_with_other_options_is_rejected_also_when_it_comes_back():
     server = ScriptedServer(version="default")
     given = config(rollout_urls=[server.client.url], bf16=False, max_staleness=1, mismatch_correction="tis")
-    timeouts: list[float] = []
-
-    async def fitting(client: VLLMClient, timeout: float) -> None:
-        timeouts.append(timeout)
-        await require_fitting(client, timeout, config=given)
-
     down = Server(server.client, state=State.DOWN)
-    fleet = Fleet(
-        [down], transfer=FileTransfer(), sync_timeout=5.0, start_timeout=5.0, min_servers=1, require_fitting=fitting
-    )
-    server.info = FITTING | {"scheduler_config": {"policy": "fcfs"}}
+    fleet = Fleet([down], given)
+    fitting = server.info
+    server.info = fitting | {"scheduler_config": {"policy": "fcfs"}}
     with pytest.raises(ConfigError, match=r"must be started with --scheduling-policy priority \(it has fcfs\)"):
-        run_in_loop(require_fitting(server.client, 5.0, config=given))
+        run_in_loop(Fleet([Server(server.client)], given).start())
     run_in_loop(fleet._let_rejoin())
     assert down.state is State.DOWN
-    server.info = FITTING
+    server.info = fitting
     run_in_loop(fleet._let_rejoin())
     assert down.state is State.UP
-    assert all(0 < timeout <= 5.0 for timeout in timeouts)  # other ranks wait meanwhile
+
+
+def test_another_program_is_rejected_by_its_address():
+    server = ScriptedServer()
+    for server.info in ("text", {"model_config": "text"}, {}):
+        with pytest.raises(ConfigError, match=f"{server.client.url} does not describe itself .* is it a vLLM server"):
+            states(server.client.url)
 
 
 def test_one_server_under_two_addresses_is_rejected():
@@ -121,7 +119,7 @@ def test_options_become_flags_of_vllm_and_some_are_reserved():
     expected = "--max-num-seqs 8 --no-enable-prefix-caching --async-scheduling --override-neuron-config {}"
     assert expected in " ".join(flags)
     assert flags[flags.index("--logprobs-mode") + 1] == "processed_logprobs"
-    for name in ("logprobs_mode", "host", "weight_transfer_config"):
+    for name in ("logprobs_mode", "host", "worker_extension_cls"):
         with pytest.raises(ConfigError, match=f"--rollout-engine-args {name}: .*remove it"):
             server_arguments(config(rollout_num_servers=1, rollout_engine_args={name: "x"}), Path("here"), on_gpu=True)
 

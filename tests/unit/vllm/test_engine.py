@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from fsdptrain.config import Config
 from fsdptrain.errors import RolloutError
 from fsdptrain.rollout.stacks import StackDump
 from fsdptrain.types import Completion, Prompt, SamplingParams
-from fsdptrain.vllm.server.engine import Endpoints, Timeouts, VLLMServerEngine
+from fsdptrain.vllm.server.engine import VLLMServerEngine
 from fsdptrain.vllm.server.event_loop import EventLoop
 from fsdptrain.vllm.server.fleet import Fleet, Server
-from fsdptrain.vllm.server.push import FileTransfer
 from fsdptrain.vllm.server.weight_files import WeightFolder
 from tests.unit.vllm.scripted_server import GENERATE, ScriptedServer
 
@@ -38,10 +38,10 @@ class Case:
 
     def begin_sync(self, version: int) -> "Future[None]":
         """Returns in the middle of a sync."""
-        self.server.delays["/update_weights"] = 1.0
-        before = self.server.calls.count("/update_weights")
+        self.server.delays["/collective_rpc"] = 1.0
+        before = self.server.calls.count("/collective_rpc")
         update = self.threads.submit(self.sync, version)
-        while self.server.calls.count("/update_weights") == before and not update.done():
+        while self.server.calls.count("/collective_rpc") == before and not update.done():
             time.sleep(0.01)
         return update
 
@@ -49,18 +49,18 @@ class Case:
 @pytest.fixture
 def case(tmp_path: Path) -> Iterator[Case]:
     server = ScriptedServer(version="default")
-    fleet = Fleet(
-        [Server(server.client)],
-        transfer=FileTransfer(), sync_timeout=60.0, start_timeout=1.0, min_servers=1, keep_requests=True,
+    config = Config(
+        hf_checkpoint="x", rollout_engine="vllm-server", rollout_urls=[server.client.url], weight_sync_timeout=60.0,
+        max_staleness=1, mismatch_correction="tis",
     )  # fmt: skip
     engine = VLLMServerEngine(
-        Endpoints((server.client.url,), "run", None),
+        config,
+        [server.client],
+        "run",
         loop=EventLoop(),
         stop_token_ids=[],
-        timeouts=Timeouts(response=60.0, replacement=1.0),
-        min_servers=1,
         stacks=StackDump(tmp_path / "stacks", 0),
-        fleet=fleet,
+        fleet=Fleet([Server(server.client)], config),
         folder=WeightFolder(tmp_path / "weights", max_file_bytes=1000),
     )
     with ThreadPoolExecutor() as threads:
@@ -81,7 +81,7 @@ def test_a_request_during_a_sync_gets_the_new_weights(case: Case) -> None:
 
 def test_a_request_during_a_sync_that_fails_gets_an_error(case: Case) -> None:
     case.sync(0)
-    case.server.refuses["/update_weights"] = "no such weight"
+    case.server.refuses["/collective_rpc"] = "no such weight"
     update = case.begin_sync(1)
     request = case.threads.submit(case.generate)
     with pytest.raises(RolloutError, match="have no weights"):
@@ -92,7 +92,7 @@ def test_a_request_during_a_sync_that_fails_gets_an_error(case: Case) -> None:
 
 @pytest.mark.parametrize("in_flight", [False, True])
 def test_requests_have_the_time_of_rollout_timeout(case: Case, in_flight: bool) -> None:
-    case.engine.timeouts = Timeouts(response=60.0, replacement=60.0, request=1.0)
+    case.engine.request_timeout = 1.0
     case.sync(0)
     case.server.delays[GENERATE] = 60.0
     generate = case.engine.generate_in_flight if in_flight else case.engine.generate

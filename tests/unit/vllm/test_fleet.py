@@ -12,14 +12,15 @@ from typing import Any
 import psutil
 import pytest
 
+from fsdptrain.config import Config
 from fsdptrain.errors import RolloutError
 from fsdptrain.vllm.server import fleet as module
 from fsdptrain.vllm.server.client import Deadline, ServerGoneError, VLLMClient
 from fsdptrain.vllm.server.dispatcher import Dispatcher
 from fsdptrain.vllm.server.event_loop import EventLoop
 from fsdptrain.vllm.server.fleet import Fleet, Server, State
-from fsdptrain.vllm.server.process import HOST, Launch, ServerProcess
-from fsdptrain.vllm.server.push import FileTransfer, Weights
+from fsdptrain.vllm.server.process import HOST, ServerProcess
+from fsdptrain.vllm.server.push import Weights
 from tests.event_loop import run_in_loop
 from tests.unit.vllm.scripted_server import ScriptedServer
 
@@ -28,8 +29,8 @@ SCRIPT = Path(__file__).with_name("scripted_vllm.py")
 
 
 def fleet_of(servers: list[Server], **options: Any) -> Fleet:
-    values = {"sync_timeout": 60.0, "start_timeout": 60.0, "min_servers": 1, **options}
-    return Fleet(servers, transfer=FileTransfer(), **values)
+    values = {"weight_sync_timeout": 60.0, "server_start_timeout": 60.0, "rollout_num_servers": len(servers)}
+    return Fleet(servers, Config(hf_checkpoint="x", rollout_engine="vllm-server", bf16=False, **values | options))
 
 
 def switch(*servers: ScriptedServer, **options: Any) -> list[str]:
@@ -39,15 +40,12 @@ def switch(*servers: ScriptedServer, **options: Any) -> list[str]:
 def test_each_server_is_paused_updated_and_checked_before_any_resumes():
     servers = [ScriptedServer(), ScriptedServer()]
     assert switch(*servers) == [server.client.url for server in servers]
-    order = """/pause /weight_info /collective_rpc /start_weight_update /update_weights /finish_weight_update
-        /reset_prefix_cache /weight_info /resume"""
+    order = "/pause /collective_rpc /update_weight_version /reset_prefix_cache /weight_info /resume"
     assert [server.calls for server in servers] == [order.split()] * 2
 
 
 @pytest.mark.parametrize("fault", ["refused", "broken JSON"])
-@pytest.mark.parametrize(
-    "path", ["/start_weight_update", "/update_weights", "/weight_info", "/reset_prefix_cache", "/collective_rpc"]
-)
+@pytest.mark.parametrize("path", ["/collective_rpc", "/weight_info", "/reset_prefix_cache"])
 def test_a_server_that_answers_but_does_not_switch_ends_the_run_and_none_resumes(path, fault):
     good, bad = ScriptedServer(), ScriptedServer()
     if fault == "refused":
@@ -93,13 +91,13 @@ def test_a_restarted_server_of_the_user_rejoins_and_one_that_only_woke_up_does_n
 @pytest.mark.slow
 def test_hung_servers_cost_the_others_no_time():
     """A server that has switched must still be resumed, and may be slow at that."""
-    paths, alive = ("/pause", "/update_weights", "/weight_info"), ScriptedServer()
+    paths, alive = ("/pause", "/collective_rpc", "/weight_info"), ScriptedServer()
     hung = [ScriptedServer() for _ in paths]
     for server, path in zip(hung, paths, strict=True):
         server.delays[path] = 60.0
     alive.delays["/resume"] = 0.2
     start = time.monotonic()
-    assert switch(*hung, alive, sync_timeout=12.0) == [alive.client.url]
+    assert switch(*hung, alive, weight_sync_timeout=12.0) == [alive.client.url]
     assert time.monotonic() - start < 15
     assert alive.calls[-1] == "/resume"
 
@@ -123,8 +121,10 @@ def start(tmp_path, loop) -> Iterator[Start]:
     python.chmod(0o755)
 
     def make(*flags: str, count: int = 1, **options: Any) -> tuple[Fleet, list[ServerProcess]]:
-        launch = Launch(str(python), flags, tmp_path, tmp_path / "weights", "key")
-        processes = [ServerProcess(launch, i, None) for i in range(count)]
+        processes = [
+            ServerProcess(str(python), flags, tmp_path / f"server{i}.log", api_key="key", weights=tmp_path / "weights")
+            for i in range(count)
+        ]
         fleet = fleet_of([Server(VLLMClient(process.url, "key"), process) for process in processes], **options)
         fleets.append((fleet, processes))
         loop.run(fleet.start())
@@ -153,7 +153,7 @@ def until(condition: Callable[[], bool]) -> None:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.slow
 def test_a_server_that_dies_or_hangs_is_restarted_with_the_weights(start, loop, number):
-    fleet, [first, second] = start(count=2, sync_timeout=10.0)
+    fleet, [first, second] = start(count=2, weight_sync_timeout=10.0)
     assert loop.run(fleet.switch(Weights([], "run/1"))) == [first.url, second.url]
     before = pid_of(first)
     os.kill(before, number)
@@ -163,7 +163,7 @@ def test_a_server_that_dies_or_hangs_is_restarted_with_the_weights(start, loop, 
     assert loop.run(VLLMClient(first.url, "key").version(timeout=60.0)) == "run/2"
 
 
-def test_a_restarted_server_with_wrong_weights_is_not_used(start, loop):
+def test_a_restarted_server_with_wrong_weights_is_not_used(start, loop, monkeypatch):
     checked: list[tuple[str, bool]] = []
 
     async def require_weights(client: VLLMClient, weights: Weights, deadline: Deadline) -> None:
@@ -171,7 +171,8 @@ def test_a_restarted_server_with_wrong_weights_is_not_used(start, loop):
         if len(checked) == 1:
             raise ServerGoneError("it holds other weights")
 
-    fleet, [first, second] = start(count=2, require_weights=require_weights)
+    monkeypatch.setattr(module, "require_weights", require_weights)
+    fleet, [first, second] = start(count=2)
     loop.run(fleet.switch(Weights([], "run/1")))
     assert not checked  # --verify-weight-sync covers these servers
     os.kill(pid_of(first), signal.SIGKILL)
@@ -236,7 +237,7 @@ def test_an_unexpected_error_of_the_supervision_ends_the_run(start, loop, monkey
 
 
 def test_a_port_belongs_to_its_server_from_the_start_and_between_restarts(tmp_path):
-    process = ServerProcess(Launch("python", [], tmp_path, tmp_path, "key"), 0, None)
+    process = ServerProcess("python", [], tmp_path / "server0.log", api_key="key")
     try:
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
             other.bind((HOST, process.port))

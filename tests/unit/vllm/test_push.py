@@ -1,20 +1,21 @@
-"""Weights reach files and buckets bit by bit, and a group of workers without waiting for dead ones."""
+"""Weights reach files and workers bit by bit, and a group of workers without waiting for dead ones."""
 
 import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from fsdptrain.vllm.server.client import Deadline, ServerGoneError, ServerRefusedError
-from fsdptrain.vllm.server.push import GroupTransfer
+from fsdptrain.vllm.server.push import send_files
 from fsdptrain.vllm.server.weight_files import WeightFolder, folder_name
-from fsdptrain.vllm.worker.weight_group import bucket_size, pack_bucket, spec_of, unpack_bucket
+from fsdptrain.vllm.worker.weight_group import tensors_of
 from tests.event_loop import run_in_loop
 from tests.unit.vllm.scripted_server import ScriptedServer
 
@@ -28,14 +29,11 @@ def make(kinds: list) -> dict[str, torch.Tensor]:
 
 
 @given(tensors)
-def test_a_bucket_has_every_tensor_bit_by_bit(kinds):
-    weights = make(kinds)
-    weights |= {f"{name}.t": tensor.mT for name, tensor in weights.items() if tensor.ndim > 1}  # not contiguous
-    specs = [spec_of(name, tensor) for name, tensor in weights.items()]
-    bucket = pack_bucket(list(weights.values()), torch.device("cpu"))
-    assert bucket.nbytes == bucket_size(specs)
-    found = dict(unpack_bucket(bucket, specs))
-    assert list(found) == list(weights)
+def test_the_bytes_of_a_file_hold_every_tensor(tmp_path_factory, kinds):
+    weights, path = make(kinds), tmp_path_factory.mktemp("weights") / "file"
+    save_file(weights, path, metadata={"format": "pt"})
+    found = dict(tensors_of(torch.from_numpy(np.fromfile(path, np.uint8))))
+    assert found.keys() == weights.keys()
     assert all(torch.equal(found[name], t) and found[name].dtype == t.dtype for name, t in weights.items())
 
 
@@ -74,14 +72,14 @@ def test_a_full_disk_is_reported_after_all_weights_were_gathered(tmp_path):
 
 @pytest.mark.parametrize("fault", ["dies", "refuses"])
 def test_a_server_that_does_not_join_the_group_is_not_waited_for(fault):
-    server, path = ScriptedServer(), "/init_weight_transfer_engine"
+    server, path = ScriptedServer(), "/collective_rpc"
     if fault == "dies":
         server.breaks_off.add(path)
     else:
         server.refuses[path] = "no such engine"
     start = time.monotonic()
     with pytest.raises(ServerGoneError if fault == "dies" else ServerRefusedError, match=f"POST {path}"):
-        run_in_loop(GroupTransfer("gloo", 60.0).send(server.client, [], Deadline(60.0)))
+        run_in_loop(send_files(server.client, [], Deadline(60.0), "gloo"))
     assert time.monotonic() - start < 20
 
 

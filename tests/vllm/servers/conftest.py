@@ -21,7 +21,7 @@ from fsdptrain.rollout import engine_factory
 from fsdptrain.vllm.server.build import server_arguments
 from fsdptrain.vllm.server.client import ServerError, VLLMClient
 from fsdptrain.vllm.server.engine import VLLMServerEngine
-from fsdptrain.vllm.server.process import Launch, ServerProcess
+from fsdptrain.vllm.server.process import ServerProcess
 from tests.event_loop import run_in_loop
 from tests.vllm import contract
 from tests.vllm import models as checkpoints
@@ -66,8 +66,8 @@ class Servers(dict[str, str]):
         args = {"max_num_seqs": cases.AT_ONCE}
         options = cases.options(model, max_tokens_per_gpu=1024, bf16=cases.is_bf16(name), rollout_engine_args=args)
         arguments = server_arguments(Config(**options), model, on_gpu=False)
-        launch = Launch(str(PYTHON), arguments, self._folder, self._folder, cases.KEY)
-        process = ServerProcess(launch, next(self._numbers), None)
+        log = self._folder / f"server{next(self._numbers)}.log"
+        process = ServerProcess(str(PYTHON), arguments, log, api_key=cases.KEY)
         self._processes[name] = process
         process.start()
         wait_until_up(process)

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError, RolloutError
 from fsdptrain.rollout import engine_factory
-from fsdptrain.vllm.server.client import VLLMClient
+from fsdptrain.vllm.server.client import ServerRefusedError, VLLMClient
 from fsdptrain.vllm.server.engine import VLLMServerEngine
 from tests.event_loop import run_in_loop
 from tests.matrix import only
@@ -65,27 +65,24 @@ def test_a_server_after_a_push_equals_an_engine_that_starts_with_the_weights(
     assert [c.logprobs for c in before] != [c.logprobs for c in after]
 
 
-def test_an_update_that_its_run_did_not_end_is_in_nobodys_way(models, urls, fresh, alone, tmp_path):
-    """The run was killed, and is resumed: vLLM would refuse each update until somebody starts the server again."""
+def test_an_update_that_failed_half_way_is_in_nobodys_way(models, urls, fresh, alone, tmp_path):
+    """The run ended with it, and is resumed."""
     model, client = models["tied"], VLLMClient(urls["tied"], cases.KEY)
     other, part = weights_of(model.other), tmp_path / "part.safetensors"
     save_file({name: 3 * tensor for name, tensor in other.items() if "q_proj" in name}, part)
-    killed, resumed = (
+    failed, resumed = (
         build(cases.attached(model.first, urls["tied"], output_dir=str(tmp_path / name)))
-        for name in ("killed", "resumed")
+        for name in ("failed", "resumed")
     )
     try:
-        killed.update_weights(weights_of(model.first).items(), 4)
-        for path, body in [
-            ("/pause?mode=abort", None),
-            ("/start_weight_update", None),
-            ("/update_weights", {"update_info": {"paths": [str(part)]}}),
-        ]:
-            run_in_loop(client.post(path, body, timeout=cases.SILENCE))
+        failed.update_weights(weights_of(model.first).items(), 4)
+        run_in_loop(client.post("/pause?mode=abort", timeout=cases.SILENCE))
+        with pytest.raises(ServerRefusedError, match="parameters got no weights"):
+            run_in_loop(client.call_workers("fsdptrain_load_files", [str(part)], timeout=cases.SILENCE))
         resumed.update_weights(other.items(), 4)
         said = resumed.generate(contract.PROMPTS, cases.GREEDY)
     finally:
-        killed.close()
+        failed.close()
         resumed.close()
     assert [[c.token_ids, c.logprobs] for c in said] == fresh("tied")
 

@@ -3,7 +3,7 @@
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from fsdptrain.errors import RolloutError
 from fsdptrain.types import Completion, Prompt, SamplingParams
-from fsdptrain.vllm.server.client import Deadline, VLLMClient
-from fsdptrain.vllm.server.engine import Timeouts, VLLMServerEngine
-from fsdptrain.vllm.server.push import WeightTransfer
+from fsdptrain.vllm.server.engine import VLLMServerEngine
 from tests.vllm import contract
 from tests.vllm.servers import cases
 from tests.vllm.servers.conftest import wait_for_both, weights_of
@@ -35,22 +33,6 @@ RESTART = cases.RESTART
 @pytest.fixture
 def engine(pair) -> VLLMServerEngine:
     return pair
-
-
-class StoppedOnTheWay:
-    """A push to a server whose worker stops when it is about to read the weights."""
-
-    def __init__(self, transfer: WeightTransfer, url: str) -> None:
-        self._transfer, self._url = transfer, url
-        self.is_under_way = threading.Event()
-
-    async def send(self, client: VLLMClient, files: Sequence[Path], deadline: Deadline) -> None:
-        if client.url == self._url:
-            worker(self._url).suspend()
-            self.is_under_way.set()
-        await self._transfer.send(client, files, deadline)
-
-    def forget(self, client: VLLMClient) -> None: ...
 
 
 def meanwhile(work: Callable[[], Any], *, once: threading.Event, do: Callable[[], None]) -> tuple[Any, float]:
@@ -125,11 +107,10 @@ def test_killed_while_it_generates_its_requests_are_sent_elsewhere(engine, model
 def test_killed_while_it_receives_weights_the_others_go_on_with_them(engine, models, monkeypatch):
     wait_for_both(engine)
     first = engine.clients[0].url
-    push = StoppedOnTheWay(engine.fleet._transfer, first)
-    monkeypatch.setattr(engine.fleet, "_transfer", push)
+    loading = Watched(monkeypatch, first, "/collective_rpc", before=lambda: worker(first).suspend())
     found, seconds = meanwhile(
         lambda: engine.update_weights(weights_of(models["tied"].first).items(), 2),
-        once=push.is_under_way,
+        once=loading.asked,
         do=lambda: send(first, signal.SIGKILL),
     )
     assert found is None
@@ -141,7 +122,8 @@ def test_killed_while_it_receives_weights_the_others_go_on_with_them(engine, mod
 
 def test_one_that_hangs_in_an_update_is_left_behind_within_the_deadline(engine, models, monkeypatch):
     wait_for_both(engine)
-    monkeypatch.setattr(engine.fleet, "_sync_timeout", HANGS)
+    options = engine.fleet._options.model_copy(update={"weight_sync_timeout": HANGS})
+    monkeypatch.setattr(engine.fleet, "_options", options)
     send(engine.clients[1].url, signal.SIGSTOP)
     start = time.monotonic()
     engine.update_weights(weights_of(models["tied"].other).items(), 3)
@@ -154,9 +136,9 @@ def test_the_only_one_hangs_while_it_generates_the_run_ends_with_one_message(mod
     engine = build(cases.attached(models["tied"].first, url, output_dir=str(tmp_path)))
     sampling = SamplingParams(num_samples=6, max_tokens=60, seed=7)
     engine.update_weights(weights_of(models["tied"].first).items(), 0)
-    usual = engine.timeouts
+    usual = engine.response_timeout, engine.replacement_timeout
     try:
-        engine.timeouts = Timeouts(response=silence, replacement=silence)  # for one that hangs only
+        engine.response_timeout = engine.replacement_timeout = silence  # for one that hangs only
         send(url, signal.SIGSTOP)
         start = time.monotonic()
         with pytest.raises(RolloutError) as caught:
@@ -164,7 +146,7 @@ def test_the_only_one_hangs_while_it_generates_the_run_ends_with_one_message(mod
         assert time.monotonic() - start < 2 * silence + 5
     finally:
         send(url, signal.SIGCONT)
-        engine.timeouts = usual
+        engine.response_timeout, engine.replacement_timeout = usual
     message = str(caught.value)
     assert "\n" not in message
     assert f"0 of 1 servers are up after 4 s, and --min-servers is 1: {url} did not answer" in message
@@ -180,7 +162,7 @@ def test_a_server_that_somebody_else_gave_weights_is_not_believed(models, urls, 
     ours, theirs = (build({**options, "output_dir": str(tmp_path / name)}) for name in ("ours", "theirs"))
     ours.update_weights(weights_of(models["tied"].first).items(), 5)
     theirs.update_weights(weights_of(models["tied"].other).items(), 5)
-    ours.timeouts = Timeouts(response=SILENCE, replacement=1.0)
+    ours.replacement_timeout = 1.0
     with pytest.raises(RolloutError, match=r"weights .*/5, not .*/5"):
         ours.generate(PROMPTS[:1], contract.SAMPLING)
     ours.close()
@@ -205,7 +187,7 @@ def test_a_request_that_takes_more_than_its_time_ends_the_run(models, urls, alon
 def test_killed_while_it_joins_the_group_that_brings_its_weights_the_run_ends_at_once(
     models, urls, alone, tmp_path, monkeypatch
 ):
-    url, route = urls["tied"], "/init_weight_transfer_engine"
+    url, route = urls["tied"], "/collective_rpc"
     engine = build(cases.attached(models["tied"].first, url, weight_transfer="gloo", output_dir=str(tmp_path)))
     joining = Watched(monkeypatch, url, route, before=lambda: worker(url).suspend())
     found, seconds = meanwhile(

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from fsdptrain.config import Config
 from fsdptrain.errors import RolloutError
 from fsdptrain.fsdp.backend import FSDPBackend
+from fsdptrain.vllm.server import push
 from fsdptrain.vllm.server.client import Deadline, VLLMClient
 from fsdptrain.vllm.server.engine import VLLMServerEngine
-from fsdptrain.vllm.server.push import FileTransfer
 from tests.matrix import only
 from tests.testing import spawn
 from tests.vllm import contract
@@ -60,15 +60,15 @@ def test_each_fault_is_named(models, urls, tmp_path: Path, name: str, tries: int
 @pytest.mark.matrix
 def test_of_two_servers_the_one_with_a_wrong_tensor_is_named(pair, models, monkeypatch):
     broken, victim = pair.clients[1].url, "model.layers.1.self_attn.o_proj.weight"
-    right = FileTransfer.send
+    right = push.load_files
 
-    async def send(transfer: FileTransfer, client: VLLMClient, files: Sequence[Path], deadline: Deadline) -> None:
+    async def load_files(client: VLLMClient, files: Sequence[Path], deadline: Deadline) -> None:
         if client.url != broken:
-            return await right(transfer, client, files, deadline)
+            return await right(client, files, deadline)
         tensors = {name: tensor for path in files for name, tensor in load_file(path).items()}
         tensors[victim] = tensors[victim].flip(0)
         save_file(tensors, files[0].with_suffix(".wrong"))
-        return await right(transfer, client, [files[0].with_suffix(".wrong")], deadline)
+        return await right(client, [files[0].with_suffix(".wrong")], deadline)
 
     wait_for_both(pair)
     options = cases.options(models["tied"].first, rollout_num_servers=2, max_tokens_per_gpu=1024)
@@ -76,6 +76,6 @@ def test_of_two_servers_the_one_with_a_wrong_tensor_is_named(pair, models, monke
     verifier, transfer = contract.verifier_of(options, pair, backend), FaultyTransfer()
     for version in (100, 101):
         sync(backend, pair, verifier, version, transfer)
-    monkeypatch.setattr(FileTransfer, "send", send)
+    monkeypatch.setattr(push, "load_files", load_files)
     with pytest.raises(RolloutError, match=f"{broken} does not hold {victim} of version 102"):
         sync(backend, pair, verifier, 102, transfer)
