@@ -18,7 +18,7 @@ def check_target(target: Path, *, flag: str, sources: Iterable[str | None] = ())
     if real == Path.cwd():
         reason = "it is the current folder"
     elif any(source and os.path.exists(source) and Path(source).resolve().is_relative_to(real) for source in sources):
-        reason = "it is a model that this run reads"
+        reason = "it is or holds a model that this run reads"
     elif real.exists() and not real.is_dir():
         reason = "it is a file"
     elif foreign := _foreign(real):
