@@ -18,7 +18,7 @@ class Watched:
         self, monkeypatch: pytest.MonkeyPatch, url: str, path: str, *, before: Callable[[], None] = lambda: None
     ) -> None:
         self.asked, self.answered = threading.Event(), threading.Event()
-        self.num_asked = 0
+        self.asked_bodies: list[tuple[Any, int]] = []  # of requests, and how many were answered before
         self.answered_bodies: list[Any] = []  # of requests, in the order of their answers
         lock = threading.Lock()
         original = VLLMClient._request
@@ -28,7 +28,7 @@ class Watched:
                 return await original(client, method, asked, body, *rest)
             before()
             with lock:
-                self.num_asked += 1
+                self.asked_bodies.append((body, len(self.answered_bodies)))
             self.asked.set()
             answer = await original(client, method, asked, body, *rest)
             with lock:
