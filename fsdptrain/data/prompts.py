@@ -24,7 +24,7 @@ ANSWER_TAGS_PROMPT = (
     "Reason about the question first. Then give the final answer, and nothing else, inside <answer></answer> tags, "
     "for example <answer>42</answer>."
 )
-_MOST_UNUSABLE = 1000  # rows before the first usable one
+_MOST_UNUSABLE = 1000  # rows in random order before the first usable one
 RESERVED_TEMPLATE_KWARGS = ("tokenize", "add_generation_prompt", "continue_final_message")
 
 
@@ -134,14 +134,14 @@ class PromptStream:
         self.epoch, self.position, self.seed = state["epoch"], state["position"], state["seed"]
         self.num_too_long = state["num_too_long"]
         self._order = self._make_order()
-        self._num_unusable = [0, 0]
+        self._num_unusable, self._has_given = [0, 0], True
         self._pending, self._resumed = {}, deque((epoch, row) for epoch, row in state.get("pending", ()))
         if self.curriculum is not None and "curriculum" in state:
             self.curriculum.load_state_dict(state["curriculum"])
 
     def _prompt_of_next_row(self) -> Prompt | None:
         most = 2 * len(self.rows)  # covers a whole epoch from any starting point
-        if sum(self._num_unusable) >= (most if self._has_given else min(most, _MOST_UNUSABLE)):
+        if sum(self._num_unusable) >= (min(most, _MOST_UNUSABLE) if self.shuffle and not self._has_given else most):
             self._raise_none_left()
         if self.position == len(self.rows):
             self.epoch, self.position = self.epoch + 1, 0

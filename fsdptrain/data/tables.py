@@ -13,6 +13,7 @@ from fsdptrain.errors import ConfigError, DataError
 from fsdptrain.registry import suggest
 from fsdptrain.types import Message
 
+_NO_TOOLS = ("", "None", "none", "null", "[]", "{}")  # also as JSON text
 FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 
@@ -77,7 +78,7 @@ class _TableRows:
 
     def __getitem__(self, index: int) -> Row:
         values, row_id = _read(self.table, index, self.name), f"{self.name}:{index}"
-        if values.get("tools") and self.metadata_key != "tools":
+        if str(values.get("tools")).strip() not in _NO_TOOLS and self.metadata_key != "tools":
             raise DataError(
                 f"row {row_id} has a column `tools`, which no prompt would show: write the tools into the system "
                 "message, or remove or rename the column"

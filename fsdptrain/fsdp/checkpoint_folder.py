@@ -14,7 +14,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -81,8 +81,12 @@ class CheckpointFolder:
 
             self._background = Background(partial(self._finish, rest, temporary, final))
             return final
+        names: list[str] = []
         with raise_on_all_ranks(CheckpointError, self._failure):
-            own = digests(temporary, share=dist.get_rank(), of=dist.get_world_size())
+            names = _file_names(temporary) if dist.get_rank() == 0 else []
+        names = gather(names)[0]
+        with raise_on_all_ranks(CheckpointError, self._failure):
+            own = digests(temporary, names[dist.get_rank() :: dist.get_world_size()])
         parts = gather(own)
         with raise_on_all_ranks(CheckpointError, self._failure):
             if dist.get_rank() == 0:
@@ -122,7 +126,7 @@ class CheckpointFolder:
         """Complete the write in a thread of each rank. On rank 0 `rest` returns when all ranks have written."""
         rest()
         if dist.get_rank() == 0:
-            self._publish(temporary, final, digests(temporary))
+            self._publish(temporary, final, digests(temporary, _file_names(temporary)))
 
     def latest(self) -> Path | None:
         """Return the newest complete checkpoint, as seen by rank 0. Collective."""
@@ -165,33 +169,37 @@ class CheckpointFolder:
             shutil.rmtree(path)
 
 
-def digests(directory: Path, *, share: int = 0, of: int = 1) -> dict[str, FileDigest]:
-    """Return size and digest of the files below `directory` by relative path, of every `of`-th file from `share`."""
-    files = sorted(path for path in directory.rglob("*") if path.is_file() and path.name != MANIFEST)[share::of]
+def digests(directory: Path, names: Sequence[str]) -> dict[str, FileDigest]:
+    """Return size and digest of the files `names` below `directory`."""
     with ThreadPoolExecutor(_READERS) as threads:
-        found = threads.map(_digest, files)
-        return {str(path.relative_to(directory)): digest for path, digest in zip(files, found, strict=True)}
+        return dict(zip(names, threads.map(_digest, [directory / name for name in names]), strict=True))
+
+
+def _file_names(directory: Path) -> list[str]:
+    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
 
 
 def check_manifest(directory: Path) -> None:
-    """Compare the files of a checkpoint with its manifest: all sizes, and this rank's share of the digests.
+    """Compare the files of a checkpoint with its manifest: all names and this rank's share of sizes and digests.
 
-    Raises CheckpointError for a missing, unknown or changed file, OSError or ValueError for an unreadable manifest.
+    Raises CheckpointError for a missing or changed file, and for one that a manifest should name. OSError or ValueError
+    for an unreadable manifest.
     """
     manifest = json.loads((directory / MANIFEST).read_text())
-    here = {str(path.relative_to(directory)): path for path in sorted(directory.rglob("*")) if path.is_file()}
-    unknown, missing = here.keys() - manifest.keys() - {MANIFEST}, manifest.keys() - here.keys()
-    broken = [f"{name} is not in its manifest" for name in unknown] + [f"{name} is missing" for name in missing]
-    broken += [
-        f"{name} has {here[name].stat().st_size} bytes, not {size}"
-        for name, (size, _) in manifest.items()
-        if name in here and here[name].stat().st_size != size
-    ]
+    here, folders = _file_names(directory), {Path(name).parts[0] for name in manifest}
+    unknown = [name for name in here if name not in manifest and name != MANIFEST and _is_ours(Path(name), folders)]
+    broken = [f"{name} is not in its manifest" for name in unknown]
+    broken += [f"{name} is missing" for name in manifest.keys() - {*here}]
     if not broken:
-        found = digests(directory, share=dist.get_rank(), of=dist.get_world_size())
+        found = digests(directory, sorted(manifest)[dist.get_rank() :: dist.get_world_size()])
         broken = [f"{name} has changed" for name in found if found[name] != tuple(manifest[name])]
     if broken:
         raise CheckpointError(f"checkpoint {directory} is broken: {min(broken)}")
+
+
+def _is_ours(name: Path, folders: Set[str]) -> bool:
+    """Return whether a checkpoint may have written this file; a user may add others, such as an export."""
+    return name.parts[0] in folders if len(name.parts) > 1 else name.suffix in (".json", ".safetensors")
 
 
 def _digest(path: Path) -> FileDigest:

@@ -9,6 +9,7 @@ from pathlib import Path
 from fsdptrain.errors import CheckpointError
 from fsdptrain.fsdp.checkpoint_folder import sync_tree
 
+_TEMPORARY = ".fsdptrain-"
 MARKER = "fsdptrain_export.json"  # in every export: the names of its files and folders
 
 
@@ -22,7 +23,7 @@ def check_target(target: Path, *, flag: str, sources: Iterable[str | None] = ())
     elif real.exists() and not real.is_dir():
         reason = "it is a file"
     elif foreign := _foreign(real):
-        reason = f"it holds {foreign}, which is not of an export"
+        reason = f"it holds {foreign}, which is not of an export; move it away"
     else:
         return
     raise CheckpointError(f"{flag}: the model cannot be written to {target}: {reason}; choose another folder")
@@ -30,7 +31,7 @@ def check_target(target: Path, *, flag: str, sources: Iterable[str | None] = ())
 
 def temporary_of(target: Path) -> Path:
     """Return the folder beside `target` in which the export is prepared."""
-    return target.resolve().with_name(f".fsdptrain-{target.resolve().name}")
+    return target.resolve().with_name(f"{_TEMPORARY}{target.resolve().name}")
 
 
 def publish_folder(target: Path) -> None:
@@ -58,4 +59,5 @@ def _foreign(folder: Path) -> str:
         *written,
         *(name for name in names if (folder / name / MARKER).is_file() and not _foreign(folder / name)),
     }
-    return next((name for name in names if name not in known), "")
+    left = (name for name in names if name not in known and not name.startswith(_TEMPORARY))  # of a killed export
+    return next(left, "")

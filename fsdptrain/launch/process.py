@@ -38,13 +38,15 @@ def process_group(config: Config) -> Iterator[None]:
 
 
 def train(config: Config) -> None:
-    """Train. Raises FsdptrainError where user code exits or the output is closed: the exit code 0 means trained."""
+    """Train. Raises an error where user code exits or a pipe is closed: the exit code 0 means trained."""
     from fsdptrain.trainer import Trainer  # import after `configure_logging`
 
     try:
         Trainer(config).fit()
-    except (SystemExit, BrokenPipeError) as error:
+    except SystemExit as error:
         raise FsdptrainError(f"the run was ended before its end by {describe(error)}") from error
+    except BrokenPipeError as error:  # which the command line takes for the end of its reader
+        raise RuntimeError(f"the run was ended before its end by {describe(error)}") from error
 
 
 def configure_logging(*, rank: int) -> None:

@@ -4,6 +4,7 @@ FSDP2 gathers the weight of the head only inside the root's forward, so the logp
 stays available for `check_head`.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -44,7 +45,7 @@ MODEL_ERRORS = (
 )
 
 _BUGS = (TypeError, AttributeError, LookupError, AssertionError)  # of this package, if its code raises them
-_PACKAGE = str(Path(__file__).parents[1])
+_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 
 # Config keys for scales applied to the logits. `check_head` verifies them at startup.
 _SCALE_KEYS: dict[str, Callable[[float], float]] = {

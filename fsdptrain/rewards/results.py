@@ -67,7 +67,7 @@ def check_failed_rewards(results: RewardResults, *, max_unscored_fraction: float
 
 
 def to_result(value: Any, *, name: str = "") -> RewardResult:
-    """Convert the return value of a reward to a score. Values must be finite and at most MOST_REWARD in magnitude.
+    """Convert the return value of a reward to a score. Values must be finite, the total at most MOST_REWARD.
 
     A number is the reward, also reported under `name` if given. In a mapping, "reward" is the reward (default: the sum
     of all values), and all other keys are reported. Raises TypeError or ValueError for anything else.
@@ -76,6 +76,8 @@ def to_result(value: Any, *, name: str = "") -> RewardResult:
         return RewardResult(None)
     parts = {_name(key): _number(part) for key, part in value.items()} if isinstance(value, Mapping) else {}
     total = parts.pop("reward", math.fsum(parts.values())) if isinstance(value, Mapping) else _number(value)
+    if abs(total) > MOST_REWARD:
+        raise ValueError(f"the reward returned {total:g}, more than {MOST_REWARD:g} in magnitude")
     return RewardResult(total, {**parts, name: total} if name else parts)
 
 
@@ -89,8 +91,8 @@ def _number(value: Any) -> float:
     if isinstance(value, str | bytes):
         raise TypeError(f"the reward returned {value!r:.80}, which is not a number")
     number = float(value)
-    if not abs(number) <= MOST_REWARD:
-        raise ValueError(f"the reward returned {number:g}, not a number of at most {MOST_REWARD:g} in magnitude")
+    if not math.isfinite(number):
+        raise ValueError(f"the reward returned {number}")
     return number
 
 

@@ -163,10 +163,9 @@ def load_tokenizer(checkpoint: Path, *, trust_remote_code: bool) -> PreTrainedTo
 
 
 def _largest_used_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the largest id that prompts and responses contain; added tokens (an image's) may be in no text."""
-    added, template = tokenizer.added_tokens_decoder, str(tokenizer.chat_template)
-    used = [id_ for id_ in tokenizer.get_vocab().values() if id_ not in added or str(added[id_]) in template]
-    return max(used)
+    """Return the largest id of text. Added tokens, such as that of an image, may have no row in the embedding."""
+    added = tokenizer.added_tokens_decoder
+    return max(id_ for id_ in tokenizer.get_vocab().values() if id_ not in added)
 
 
 def open_loggers(config: Config, folder: RunFolder, stack: ExitStack) -> list[Logger]:

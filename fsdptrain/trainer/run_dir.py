@@ -134,7 +134,7 @@ def _checkpoint_to_resume(config: Config, folder: Path, *, restarted: bool) -> P
         return newest
     if config.run.resume == "never":
         return None
-    checkpoint = Path(config.run.resume)
+    checkpoint = Path(config.run.resume).resolve()
     with raise_on_all_ranks(CheckpointError, f"--resume {checkpoint}"):
         if restarted and newest is not None and _run_id_of(newest) == os.environ.get(RUN_ID):
             return newest  # skip checkpoints written before this run rolled back to `checkpoint`

@@ -21,7 +21,8 @@ from fsdptrain.rank_variables import restart_count
 log = logging.getLogger(__name__)
 
 LOCK_FILE = ".lock"  # names the process that holds the lock
-_SEEN = 60.0  # [s] for a network file system to show what rank 0 wrote, or to free the lock of a rank that died
+_SEEN = 60.0  # [s] for a network file system to show what rank 0 wrote
+_FREED = 120.0  # [s] for it to free the lock of a machine that died; a lease of NFS is 90 s
 
 
 @contextmanager
@@ -36,7 +37,7 @@ def lock_folder(config: Config) -> Iterator[None]:
     with ExitStack() as stack:
         with raise_on_all_ranks(ConfigError, f"--output-dir {folder} cannot be written: choose another"):
             if dist.get_rank() == 0:
-                stack.enter_context(_held(folder / LOCK_FILE, holder, patience_s if restarted else 0.0))
+                stack.enter_context(_held(folder / LOCK_FILE, holder, _FREED if restarted else 0.0))
         holder = gather(holder)[0]  # with its time, no older run wrote the same
         if config.run.keep_last:  # every rank writes its own part
             with raise_on_all_ranks(ConfigError, f"--output-dir {folder}"):
@@ -50,6 +51,7 @@ def _held(path: Path, holder: str, patience_s: float) -> Iterator[None]:
         file.truncate(0)
         file.write(holder)
         file.flush()
+        os.fsync(file.fileno())  # a network file system may keep it until the file is closed
         os.register_at_fork(after_in_child=file.close)  # a forked worker that outlives rank 0 would hold the lock
         try:
             yield
@@ -73,7 +75,8 @@ def _open_locked(path: Path, deadline: float) -> TextIO:
             return _open_locked(path, deadline)
         holder = path.read_text() or "it has just begun"
         raise ConfigError(
-            f"--output-dir {path.parent} is in use by another run ({holder}): wait for it, or choose another folder"
+            f"--output-dir {path.parent} is in use by another run ({holder}): wait for it, or choose another folder; "
+            f"if that machine is gone, delete {path}"
         ) from None
     except OSError as error:
         line = "--output-dir %s: its file system has no locks (%s), so two runs in it would not be noticed"

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from fsdptrain.errors import RolloutError
-from fsdptrain.protocols import RewardFunction
+from fsdptrain.protocols import RewardFunction, TimedReward
 from fsdptrain.types import Prompt
 
 _INTERRUPT = signal.SIGVTALRM  # hardly used otherwise; SIGALRM is for the reward itself
@@ -23,6 +23,10 @@ class MainThreadLimit:
         self._reward = reward
         self._limit_s = limit_s
         self._started: float | None = None  # of the current call [s, monotonic]
+
+    def begin_rollout(self) -> None:
+        if isinstance(self._reward, TimedReward):
+            self._reward.begin_rollout()
 
     def __call__(self, prompt: Prompt, response: str) -> Any:
         """Return or raise what `reward` returns or raises. Raises RolloutError after `limit_s`."""

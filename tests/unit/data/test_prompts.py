@@ -226,7 +226,16 @@ def test_rows_that_are_all_too_long_are_not_all_read(tokenizer: Any) -> None:
             return Row(f"long:{index}", "a" * 50)
 
     with pytest.raises(DataError, match="none of 1000 rows can be trained on, 1000 are longer than 20 tokens"):
-        stream(tokenizer, Endless(), max_prompt_len=20, shuffle=False).next(1)
+        stream(tokenizer, Endless(), max_prompt_len=20).next(1)
+
+
+def test_short_rows_after_many_long_ones_are_found_in_order_and_after_a_resume(tokenizer: Any) -> None:
+    mixed = [*(Row(f"long:{i}", "a" * 50) for i in range(1100)), Row("short", "a")]
+    ordered = stream(tokenizer, mixed, max_prompt_len=20, shuffle=False)
+    assert [p.id for p in ordered.next(1)] == ["short"]
+    shuffled = stream(tokenizer, mixed, max_prompt_len=20)
+    shuffled.load_state_dict(ordered.state_dict())
+    assert [p.id for p in shuffled.next(2)] == ["short", "short@1"]
 
 
 def test_training_has_no_row_with_the_content_of_an_evaluation_row(tokenizer: Any) -> None:

@@ -28,6 +28,7 @@ def test_any_number_is_a_reward(value: Any) -> None:
 
 def test_a_mapping_is_its_reward_or_the_sum_of_its_parts() -> None:
     assert score_of({"a": 1, "b": 0.5}) == RewardResult(1.5, {"a": 1.0, "b": 0.5})
+    assert score_of({"tokens": 2e6, "reward": 7}) == RewardResult(7.0, {"tokens": 2e6})  # only reported
     assert score_of({"a": 1, "b": 0.5, "reward": 7}) == RewardResult(7.0, {"a": 1.0, "b": 0.5})
 
 
