@@ -185,6 +185,23 @@ Measured by `{command}` with torch {torch} and transformers {transformers} on a 
 |---|---|---|---|---|---|
 """
 
+ELSEWHERE = """
+## The same name elsewhere
+
+What differs from TRL 1.16, read in its `GRPOTrainer`. Where nothing is listed, tests compare losses and advantages with
+TRL's functions.
+
+| | here | TRL |
+|---|---|---|
+| bound of the ratio above the clip | `--eps-clip-c` bounds it where A < 0 (dual clip, arXiv 1912.09729) | `delta` bounds it for both signs: the same if it is at least 1 + `epsilon_high` |
+| unbiased KL | off; `--use-unbiased-kl` multiplies by the ratio of the token, also with `gspo` | on; `use_bias_correction_kl` multiplies by the ratio of the loss, for sequences their geometric mean |
+| masked correction of a sequence | `mis_sequence`: the geometric mean of w_t inside [0.99, 1.01] | `sequence_mask`: the product of w_t, at most 3 |
+| off-policy sequence masking | drift from the old policy | drift from the engine, if vLLM generates |
+| not here | | `vespo`, `luspo`, `top_entropy_quantile`, the adaptive entropy coefficient |
+
+`ipo` is what prime-rl computes by default; the loss that prime-rl names `ipo` is another one.
+"""  # noqa: E501
+
 REJECTION_HEAD = """
 ### Rejection: `--mismatch-rejection`
 
@@ -228,6 +245,7 @@ def algorithms_page() -> str:
         f"| {', '.join(f'`{name}_{estimator}`' for estimator in REJECTION_ESTIMATORS)} | {level.formula} |\n"
         for name, level in REJECTION_LEVELS.items()
     ]
+    parts.append(ELSEWHERE)
     parts.append(_truncation_part())
     parts.append(f"\n## Mixtures of experts: `--router-aux-loss-coef`\n\n{inspect.getdoc(balance)}\n")
     parts.append(
