@@ -2,11 +2,13 @@
 
 import contextlib
 import faulthandler
+import os
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 
 from fsdptrain.errors import FsdptrainError
@@ -71,6 +73,7 @@ class StackDump:
         with self._changed:
             if self._file.closed:
                 return
+            self._file.write(f"Process {os.getpid()} at {datetime.now().astimezone():%F %T%z}\n\n")
             for stack, found in at.items():
                 self._file.write(f"{len(found)} x {found[0]} (most recent call last)\n{stack}\n")
             self._file.flush()

@@ -27,12 +27,12 @@ def test_engine_and_trainer_agree_after_every_update(tmp_path, name, world_size)
 
 
 def failure_of_one_rank(options: dict[str, Any]) -> str:
-    """What this rank says when rank 1 is given a tensor that does not fit."""
+    """What this rank says when rank 1 is given a tensor that does not fit, in the middle of a fused layer."""
     backend, engine = contract.build(options)
 
     def weights(wrong: bool) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in backend.hf_weights("hub"):
-            yield name, tensor[:, 1:] if wrong and name.endswith("o_proj.weight") else tensor
+            yield name, tensor[:, 1:] if wrong and name.endswith("k_proj.weight") else tensor
 
     engine.update_weights(weights(wrong=False), 0)
     with pytest.raises(RolloutError) as caught:

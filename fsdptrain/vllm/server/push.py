@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -58,7 +58,14 @@ async def push(
 async def load_files(client: VLLMClient, files: Sequence[Path], deadline: Deadline) -> None:
     """--weight-transfer file: the server reads the files itself."""
     paths = [str(path.resolve()) for path in files]
-    await client.call_workers("fsdptrain_load_files", paths, timeout=deadline.left)
+    await _load(client, "fsdptrain_load_files", paths, timeout=deadline.left)
+
+
+async def _load(client: VLLMClient, method: str, *args: Any, timeout: float) -> None:
+    """Call a method of all workers that loads weights. ServerRefusedError with the errors of those that could not."""
+    errors = {error for error in await client.call_workers(method, *args, timeout=timeout) if error is not None}
+    if errors:
+        raise ServerRefusedError(f"{client.url} could not load the weights: {'; '.join(sorted(map(str, errors)))}")
 
 
 async def send_files(client: VLLMClient, files: Sequence[Path], deadline: Deadline, plane: Plane) -> None:
@@ -70,12 +77,18 @@ async def send_files(client: VLLMClient, files: Sequence[Path], deadline: Deadli
     store = create_store(address, world_size, deadline.left)
     sizes = [path.stat().st_size for path in files]
     join = (plane, address, store.port, world_size, deadline.left, sizes)
-    answer = asyncio.ensure_future(client.call_workers("fsdptrain_receive_weights", *join, timeout=deadline.left))
+    answer = asyncio.ensure_future(_load(client, "fsdptrain_receive_weights", *join, timeout=deadline.left))
+    groups: list[WeightGroup] = []  # until the server has answered: what was sent last may still be on its way
 
-    def broadcast() -> None:
-        group = WeightGroup(plane, store, rank=0, world_size=world_size, timeout_s=deadline.left, address=address)
-        for path in files:
-            group.send(torch.from_numpy(np.fromfile(path, np.uint8)).to(group.device))
+    def broadcast() -> RuntimeError | None:
+        try:
+            group = WeightGroup(plane, store, rank=0, world_size=world_size, timeout_s=deadline.left, address=address)
+            for path in files:
+                group.send(torch.from_numpy(np.fromfile(path, np.uint8)).to(group.device))
+        except RuntimeError as error:
+            return error.with_traceback(None)  # it would keep the group, in which the other workers wait
+        groups.append(group)
+        return None
 
     try:
         while not all_joined(store, world_size) and not answer.done():
@@ -84,10 +97,11 @@ async def send_files(client: VLLMClient, files: Sequence[Path], deadline: Deadli
             answer.result()
         sent = asyncio.ensure_future(asyncio.to_thread(broadcast))
         await asyncio.wait((sent, answer), return_when=asyncio.FIRST_EXCEPTION)
-        if not answer.done():  # `sent` failed; the server's error is the clearer one, if it has one
-            await asyncio.wait((answer,))
-        answer.result()
-        await sent
+        answer.result()  # the clearer error, if there is one
+        if (failed := await sent) is not None:
+            raise failed
+        for group in groups:
+            group.close()
     except RuntimeError as error:  # torch's, about a peer that is gone or silent
         kind = ServerSilentError if "imed out" in str(error) or "imeout" in str(error) else ServerGoneError
         raise kind(f"{client.url} broke off a transfer over {plane}: {_first_line(error)}") from None

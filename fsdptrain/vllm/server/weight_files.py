@@ -44,6 +44,7 @@ class WeightFolder:
                     self._save(part)
             except OSError as caught:
                 error = caught
+            part.clear()
         if error is not None:
             raise error
         return self._files

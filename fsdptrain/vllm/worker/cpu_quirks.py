@@ -75,6 +75,11 @@ def unpack(packed: Tensor, packing: str) -> Tensor:
     return plain.view(packed.shape)
 
 
+def forget_orders() -> None:
+    """Free what `unpack` keeps: 8 bytes for each element of two matrices."""
+    _order.cache_clear()
+
+
 @lru_cache(maxsize=2)  # the two matrices of an expert
 def _order(shape: torch.Size, dtype: torch.dtype, packing: str) -> Tensor:
     """[out * in] i64: the index of the plain element at each place of a packed matrix.

@@ -4,6 +4,7 @@ Servers load it with `--worker-extension-cls fsdptrain.vllm.worker.extension.Wor
 not be the trainer's: beside vLLM this package needs only torch and safetensors.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from fsdptrain.vllm.worker.readback import checksums
 from fsdptrain.vllm.worker.reload import reload_weights
 from fsdptrain.vllm.worker.weight_group import Plane, WeightGroup, join_store, local_address, tensors_of
+
+log = logging.getLogger(__name__)
 
 
 class WorkerExtension:
@@ -27,14 +30,14 @@ class WorkerExtension:
         """Checksums of the layers that vLLM computes with, by names of a checkpoint; unreadable ones are left out."""
         return checksums(self.get_model(), names, kind)
 
-    def fsdptrain_load_files(self, paths: list[str]) -> None:
-        """Load all weights from files that this machine can read."""
-        reload_weights(self.get_model(), self.vllm_config, _tensors_in(paths, self.device))
+    def fsdptrain_load_files(self, paths: list[str]) -> str | None:
+        """Load all weights from files that this machine can read. Returns the error, if there is one."""
+        return self._load(_tensors_in(paths, self.device))
 
     def fsdptrain_receive_weights(
         self, plane: Plane, host: str, port: int, world_size: int, timeout_s: float, sizes: list[int]
-    ) -> None:
-        """Load all weights from files of `sizes` bytes that the trainer at `host` broadcasts.
+    ) -> str | None:
+        """Load all weights from files of `sizes` bytes that the trainer at `host` broadcasts. Returns the error.
 
         world_size: of the trainer and all workers of this engine.
         """
@@ -47,8 +50,19 @@ class WorkerExtension:
             timeout_s=timeout_s,
             address=local_address(host),
         )
-        weights = (pair for size in sizes for pair in tensors_of(group.receive(size)))
-        reload_weights(self.get_model(), self.vllm_config, weights)
+        error = self._load(pair for size in sizes for pair in tensors_of(group.receive(size)))
+        if error is None:
+            group.close()
+        return error
+
+    def _load(self, weights: Iterator[tuple[str, Tensor]]) -> str | None:
+        """After an exception, vLLM would take the other workers' answers for those to its next call."""
+        try:
+            reload_weights(self.get_model(), self.vllm_config, weights)
+        except Exception as error:
+            log.exception("new weights cannot be loaded")
+            return f"{type(error).__name__}: {error}"
+        return None
 
 
 def _tensors_in(paths: Sequence[str], device: torch.device) -> Iterator[tuple[str, Tensor]]:

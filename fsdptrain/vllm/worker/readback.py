@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdptrain.rollout.weight_sync.checksum import checksum
-from fsdptrain.vllm.worker.cpu_quirks import packing_of, unpack
+from fsdptrain.vllm.worker.cpu_quirks import forget_orders, packing_of, unpack
 from fsdptrain.vllm.worker.expert_names import EXPERT
 
 if TYPE_CHECKING:
@@ -25,7 +25,10 @@ _PLAIN = ("TRITON", "BATCHED_TRITON")  # kernels that keep the layout of experts
 
 def checksums(model: nn.Module, names: Collection[str], kind: "ChecksumKind") -> dict[str, int]:
     """Checksums of the tensors `names`; those that cannot be read are left out."""
-    return {name: checksum(tensor, kind) for name, tensor in readable(model, sorted(names))}
+    try:
+        return {name: checksum(tensor, kind) for name, tensor in readable(model, sorted(names))}
+    finally:
+        forget_orders()
 
 
 @torch.inference_mode()

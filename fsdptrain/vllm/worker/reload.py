@@ -10,6 +10,9 @@ from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportM
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
+from vllm.model_executor.model_loader.reload.layerwise import (  # pyright: ignore[reportMissingImports] - an extra
+    get_layerwise_info,
+)
 
 from fsdptrain.vllm.worker.cpu_quirks import (
     forget_kernels,
@@ -43,6 +46,12 @@ def reload_weights(model: Any, config: Any, weights: Iterable[tuple[str, Tensor]
         initialize_layerwise_reload(model)
         try:
             loaded = model.load_weights(recorded())  # vLLM's names; None: the model does not report them
+        except BaseException:
+            for info in map(get_layerwise_info, model.modules()):
+                if info.can_load():  # forget what waits for the rest of its layer: finalizing would load it
+                    info.load_numel = 0
+                    info.loaded_weights.clear()
+            raise
         finally:
             level = _LAYERS_LOG.level
             _LAYERS_LOG.setLevel(logging.ERROR)  # it warns of each layer that keeps its weights

@@ -95,6 +95,11 @@ class WeightGroup:
         if file.is_cuda:
             torch.accelerator.synchronize()
 
+    def close(self) -> None:
+        """End a group whose ranks have all sent and received. One of gloo ends when it is collected."""
+        if self.device.type == "cuda":
+            self._group.shutdown()
+
     def receive(self, nbytes: int) -> Tensor:
         """The next file of rank 0. [nbytes] u8"""
         file = torch.empty(nbytes, dtype=torch.uint8, device=self.device)

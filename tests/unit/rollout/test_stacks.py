@@ -64,7 +64,8 @@ def test_the_main_thread_is_first_and_equal_stacks_are_written_once(tmp_path):
         for thread in threads:
             thread.join()
     stacks.close()
-    first, *others = file.read_text().split("\n\n")
+    title, first, *others = file.read_text().split("\n\n")
+    assert title.startswith(f"Process {os.getpid()} at ")
     assert first.startswith("1 x MainThread (")
     assert "in stands_here" in first
     crowds = [int(text.split(" x ")[0]) for text in others if "in waits_there" in text]

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,18 @@ def test_a_server_with_other_options_is_rejected_also_when_it_comes_back():
     server.info = fitting
     run_in_loop(fleet._let_rejoin())
     assert down.state is State.UP
+
+
+def test_a_returning_server_that_is_silent_holds_a_sync_up_no_longer_than_its_timeout():
+    server = ScriptedServer()
+    server.delays["/server_info"] = 60.0
+    down = Server(server.client, state=State.DOWN)
+    begin = time.monotonic()
+    run_in_loop(
+        Fleet([down], config(rollout_urls=[server.client.url], bf16=False, weight_sync_timeout=2))._let_rejoin()
+    )
+    assert down.state is State.DOWN
+    assert time.monotonic() - begin < 30  # other ranks wait meanwhile
 
 
 def test_another_program_is_rejected_by_its_address():

@@ -12,8 +12,9 @@ from safetensors.torch import save_file
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError, RolloutError
 from fsdptrain.rollout import engine_factory
-from fsdptrain.vllm.server.client import ServerRefusedError, VLLMClient
+from fsdptrain.vllm.server.client import Deadline, ServerRefusedError, VLLMClient
 from fsdptrain.vllm.server.engine import VLLMServerEngine
+from fsdptrain.vllm.server.push import load_files
 from tests.event_loop import run_in_loop
 from tests.matrix import only
 from tests.testing import spawn
@@ -78,7 +79,7 @@ def test_an_update_that_failed_half_way_is_in_nobodys_way(models, urls, fresh, a
         failed.update_weights(weights_of(model.first).items(), 4)
         run_in_loop(client.post("/pause?mode=abort", timeout=cases.SILENCE))
         with pytest.raises(ServerRefusedError, match="parameters got no weights"):
-            run_in_loop(client.call_workers("fsdptrain_load_files", [str(part)], timeout=cases.SILENCE))
+            run_in_loop(load_files(client, [part], Deadline(cases.SILENCE)))
         resumed.update_weights(other.items(), 4)
         said = resumed.generate(contract.PROMPTS, cases.GREEDY)
     finally:

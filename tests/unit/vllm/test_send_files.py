@@ -1,0 +1,64 @@
+"""Files that are sent to the workers of one server over gloo: one that fails is told at once, by its own words."""
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fsdptrain.vllm.server.client import Deadline, ServerRefusedError, VLLMClient
+from fsdptrain.vllm.server.push import send_files
+from fsdptrain.vllm.worker.weight_group import WeightGroup, join_store
+from tests.event_loop import run_in_loop
+
+
+class TwoWorkers:
+    """A client of a server with two workers, which are threads. Answers when both have ended, as vLLM does."""
+
+    host, url = "127.0.0.1", "http://there"
+
+    def __init__(self, failing: int | None) -> None:
+        self.failing = failing  # rank of the worker that ends after it has joined
+        self.received: list[int] = []
+
+    async def world_size(self, *, timeout: float) -> int:
+        return 2
+
+    async def call_workers(self, method: str, *args: Any, timeout: float) -> list[str | None]:
+        return list(await asyncio.gather(*(asyncio.to_thread(self.work, rank, *args) for rank in (1, 2))))
+
+    def work(
+        self, rank: int, plane: Any, host: str, port: int, world_size: int, timeout_s: float, sizes: list[int]
+    ) -> str | None:
+        store = join_store(host, port, world_size, timeout_s)
+        group = WeightGroup(plane, store, rank=rank, world_size=world_size, timeout_s=timeout_s, address="127.0.0.1")
+        if rank == self.failing:
+            return "ValueError: it does not fit"
+        try:
+            self.received += [len(group.receive(size)) for size in sizes]
+        except RuntimeError as error:
+            return f"RuntimeError: {str(error)[:40]}"
+        return None
+
+
+def files(folder: Path) -> list[Path]:
+    for name in ("a", "b"):
+        save_file({name: torch.zeros(1 << 18)}, folder / name)
+    return [folder / "a", folder / "b"]
+
+
+def test_every_worker_receives_every_file(tmp_path: Path) -> None:
+    server, paths = TwoWorkers(failing=None), files(tmp_path)
+    run_in_loop(send_files(cast(VLLMClient, server), paths, Deadline(60.0), "gloo"))
+    assert sorted(server.received) == sorted(2 * [path.stat().st_size for path in paths])
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_a_worker_that_fails_leaves_nobody_waiting(tmp_path: Path, failing: int) -> None:
+    begin = time.monotonic()
+    with pytest.raises(ServerRefusedError, match="ValueError: it does not fit"):
+        run_in_loop(send_files(cast(VLLMClient, TwoWorkers(failing)), files(tmp_path), Deadline(60.0), "gloo"))
+    assert time.monotonic() - begin < 30
