@@ -189,7 +189,7 @@ def _commit() -> str:
     A plus is appended if files other than results have changed.
     """
     git = ["git", "-C", str(ROOT)]
-    look = [*git, "status", "-s", "-uno", "--", ".", ":!benchmarks/results"]
+    look = [*git, "status", "-s", "-uno", "--", ".", ":!benchmarks/results", ":!campaigns/results"]
     try:
         found = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
         changed = subprocess.run(look, capture_output=True, text=True, check=True).stdout
