@@ -16,7 +16,7 @@ from fsdptrain.errors import ConfigError, RankError
 from fsdptrain.rank_variables import RankVariables
 
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-_POLL_S, _FIRST_NOTICE_S, _NOTICE_S = 0.05, 10.0, 30.0
+_POLL_S, _FIRST_NOTICE_S, _NOTICE_S = 0.05, 3.0, 30.0
 _UNKNOWN_HOST_S = 60.0  # a scheduler may register names after it has started processes
 
 

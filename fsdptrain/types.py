@@ -6,6 +6,7 @@ All records are frozen; use `dataclasses.replace` to change one. Shapes: P promp
 tokens of one sample, T tokens of one pack, N segments of one pack, M loss tokens of one pack, [] a scalar.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
@@ -13,6 +14,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+
+from fsdptrain.errors import RolloutError
 
 FinishReason = Literal["stop", "length"]
 ChecksumKind = Literal["bits", "values", "multiset"]  # see rollout.weight_sync.checksum
@@ -119,6 +122,14 @@ class Completion:
     routes: Tensor | None = field(default=None, compare=False, repr=False)
     """[P + R - 1, layers, k] i16 on the CPU: experts of each token except the last, which the engine never processed"""
     versions: list[int] | None = None  # (R,) per-token versions, if the weights changed midway; None: all equal
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(sum(self.logprobs)):
+            found = next((x for x in self.logprobs if not math.isfinite(x)), math.inf)
+            raise RolloutError(
+                f"--rollout-engine: a sampled token of prompt {self.prompt_id!r} has the logprob {found}; an engine "
+                "must return those of the distribution that it sampled from"
+            )
 
     @property
     def token_versions(self) -> list[int]:

@@ -18,7 +18,7 @@ from fsdptrain.feature import Features
 from fsdptrain.fsdp.build import load_model
 from fsdptrain.fsdp.mesh import Meshes
 from fsdptrain.fsdp.shards import describe, fingerprint, local_shard
-from fsdptrain.model.loading.files import resolve_checkpoint
+from fsdptrain.model.loading.files import named_in_errors, resolve_checkpoint
 from fsdptrain.model.structure import reshard
 
 
@@ -71,11 +71,9 @@ def load_bank(config: Config, features: Features, meshes: Meshes) -> ReferenceBa
     assert config.ref.load is not None
     stored = features.build_options().stored_dtype
     cutting = Features([feature for feature in features if feature.cuts_parameters])
-    try:
+    with named_in_errors("--ref-load"):
         path = resolve_checkpoint(config.ref.load)
         bank = ReferenceBank(load_model(config, path, meshes, features=cutting, stored_dtype=stored))
-    except CheckpointError as error:  # raised on all ranks
-        raise CheckpointError(str(error).replace("--hf-checkpoint", "--ref-load")) from error
     gc.collect()  # modules and FSDP hooks form reference cycles
     return bank
 

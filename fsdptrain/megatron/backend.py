@@ -34,12 +34,11 @@ from fsdptrain.megatron.storage import (
     identity,
     load_checkpoint,
     load_tensors,
-    name_source_in_errors,
     save_checkpoint,
 )
 from fsdptrain.megatron.transformer_config import transformer_config
 from fsdptrain.megatron.weights import WeightMap, by_module
-from fsdptrain.model.loading.files import stored_dtype
+from fsdptrain.model.loading.files import named_in_errors, stored_dtype
 from fsdptrain.model.loading.meta import build_meta_model, resolve_checkpoint
 from fsdptrain.model.probes.kernels import Kernel
 from fsdptrain.model.probes.layout import LayoutProbe
@@ -187,7 +186,7 @@ class MegatronBackend:
         self._reference_moved = self._reference is not None and any_rank((directory / REFERENCE).is_dir())
         if self._reference_moved:
             kept = self._bank.swapped_into(self._model)
-            with kept, name_source_in_errors("checkpoint"), raise_on_all_ranks(CheckpointError, f"{directory}"):
+            with kept, named_in_errors("checkpoint"), raise_on_all_ranks(CheckpointError, f"{directory}"):
                 load_tensors(directory / REFERENCE, self.weights)
         return step
 
@@ -206,7 +205,7 @@ class MegatronBackend:
         return ReferenceBank(self._model) if config.needs_reference and bank is None else bank
 
     def _read(self, name: str, flag: str, put: Callable[[str, Tensor], None] | None = None) -> None:
-        with name_source_in_errors(flag):
+        with named_in_errors(flag):
             path = resolve_checkpoint(name)
             with raise_on_all_ranks(CheckpointError, f"{flag} {path}"):
                 load_tensors(path, self.weights, put)

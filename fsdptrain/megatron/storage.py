@@ -11,8 +11,7 @@ Rank 0 writes tensor by tensor while all ranks gather.
 """
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -32,6 +31,7 @@ from fsdptrain.fsdp.hub_files import write_stream
 from fsdptrain.fsdp.optimizer import Optimizer
 from fsdptrain.megatron.masters import Masters
 from fsdptrain.megatron.weights import WeightMap, open_files
+from fsdptrain.model.loading.files import named_in_errors
 
 WEIGHTS, REFERENCE, MOMENTS = "weights", "reference", ("exp_avg", "exp_avg_sq")
 
@@ -70,7 +70,7 @@ def load_checkpoint(directory: Path, weights: WeightMap, masters: Masters, optim
     failure = f"checkpoint {directory} cannot be read"
     with raise_on_all_ranks(CheckpointError, failure):
         state = read_state(directory, model)
-    with name_source_in_errors("checkpoint"), raise_on_all_ranks(CheckpointError, failure):
+    with named_in_errors("checkpoint"), raise_on_all_ranks(CheckpointError, failure):
         tensors = optimizer.tensors()
         load_tensors(directory / WEIGHTS, weights, masters.take)
         for moment in MOMENTS:
@@ -83,15 +83,6 @@ def load_checkpoint(directory: Path, weights: WeightMap, masters: Masters, optim
         load_rng(directory)
     masters.publish()
     return state["step"]
-
-
-@contextmanager
-def name_source_in_errors(whose: str) -> Iterator[None]:
-    """Replace --hf-checkpoint by `whose` in CheckpointErrors, to name the files that were read."""
-    try:
-        yield
-    except CheckpointError as error:  # raised on all ranks
-        raise CheckpointError(str(error).replace("--hf-checkpoint", whose)) from error
 
 
 def load_tensors(

@@ -3,6 +3,8 @@
 import json
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -34,6 +36,17 @@ def resolve_checkpoint(name: str) -> Path:
             download(name, HUB_FILES)
     with raise_on_all_ranks(CheckpointError, f"--hf-checkpoint {name}"):
         return _checked(download(name, HUB_FILES, local_files_only=True))
+
+
+@contextmanager
+def named_in_errors(source: str) -> Iterator[None]:
+    """Let a CheckpointError that begins with --hf-checkpoint begin with `source`, whose files were read."""
+    try:
+        yield
+    except CheckpointError as error:  # raised on all ranks
+        text = str(error)
+        found = text.removeprefix("--hf-checkpoint")
+        raise CheckpointError(text if found == text else source + found) from error
 
 
 def stored_dtype(path: Path) -> str | None:
