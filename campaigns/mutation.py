@@ -1,0 +1,163 @@
+"""Mutation testing: at least 95 % of small changes to the code that must be exact make a test fail.
+
+    python -m campaigns.mutation                          # every group, every mutant: hours
+    python -m campaigns.mutation algo packing --endings 37    # a fifth: mutants whose number ends with 3 or 7
+
+mutmut makes the mutants of one group in a copy of the repository and runs the tests of the group that call the mutated
+function. Mutants that survive for a reason, because they compute the same or change only the words of a message, are
+listed with it in campaigns/survivors.yaml; any other survivor is a failure.
+"""
+
+import argparse
+import fnmatch
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from campaigns.report import Report
+
+ROOT = Path(__file__).parents[1]
+REASONS = Path(__file__).with_name("survivors.yaml")
+LEAST_KILLED = 0.95
+SURVIVED, UNTESTED, TIMEOUTS = (0,), (33, 5), (36, 24, 152, 255)  # mutmut's exit codes; any other: killed
+
+
+@dataclass(frozen=True)
+class Target:
+    files: tuple[str, ...]
+    tests: tuple[str, ...]
+
+
+TARGETS = {
+    "algo": Target(
+        ("fsdptrain/algo/*.py",),
+        (
+            "tests/unit/algo",
+            "tests/unit/trainer/test_logprobs.py",
+            *(f"tests/properties/test_{name}.py" for name in ("losses", "loss_formulas", "advantages")),
+        ),
+    ),
+    "packing": Target(
+        ("fsdptrain/data/packing/*.py",),
+        (
+            *(f"tests/properties/test_{name}.py" for name in ("packing", "prefixes", "losses")),
+            *("tests/unit/trainer/test_batches.py", "tests/unit/data/test_routes.py"),
+            "tests/distributed/test_exchange.py",
+        ),
+    ),
+    "logprobs": Target(
+        ("fsdptrain/model/logprobs.py",), ("tests/unit/model/test_logprobs.py", "tests/properties/test_logprobs.py")
+    ),
+    "weights": Target(
+        ("fsdptrain/model/loading/*.py",),
+        (
+            "tests/unit/model/test_files.py",
+            "tests/unit/model/test_shard_reader.py",
+            "tests/distributed/test_formats.py",
+        ),
+    ),
+    "weight_sync": Target(
+        ("fsdptrain/rollout/weight_sync/*.py",), ("tests/unit/rollout/weight_sync", "tests/unit/vllm/test_checks.py")
+    ),
+    "checkpoint": Target(
+        ("fsdptrain/fsdp/checkpoint.py", "fsdptrain/fsdp/checkpoint_folder.py"),
+        ("tests/distributed/test_fsdp_checkpoint.py", "tests/distributed/test_async_checkpoint.py"),
+    ),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("groups", nargs="*", default=list(TARGETS), help=f"of {', '.join(TARGETS)}")
+    parser.add_argument("--endings", default="0123456789", help="last digits of the numbers of the mutants to run")
+    parser.add_argument("--jobs", type=int, default=2)
+    args = parser.parse_args()
+    report = Report("mutation", "at least 95 % of the mutants make a test fail, and each survivor has a reason")
+    reasons = yaml.safe_load(REASONS.read_text()) or {}
+    shares = {}
+    for group in args.groups:
+        with tempfile.TemporaryDirectory() as folder:
+            copy = copy_repository(Path(folder) / "copy", TARGETS[group])
+            environment = os.environ | {"OMP_NUM_THREADS": "1"}
+            environment.pop("PYTHONPATH", None)  # the package of the copy is tested
+            names = [f"*__mutmut_*{digit}" for digit in args.endings]
+            mutmut = [sys.executable, "-m", "mutmut"]
+            subprocess.run([*mutmut, "run", "--max-children", str(args.jobs), *names], cwd=copy, env=environment)
+            shares[group] = judge(report, group, copy, names, reasons.get(group, {}))
+    report.write(mutants=shares)
+    sys.exit(report.finish())
+
+
+def copy_repository(copy: Path, target: Target) -> Path:
+    """Copy the files that git knows, and configure mutmut in the copy's pyproject.toml."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    for name in listed.splitlines():
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, copy / name)
+    tops = sorted({name.partition("/")[0] for name in listed.splitlines()} - {"pyproject.toml"})
+    settings = {
+        "source_paths": ["fsdptrain"],
+        "only_mutate": list(target.files),
+        "also_copy": tops,
+        "pytest_add_cli_args": ["-p", "no:cacheprovider"],
+        "pytest_add_cli_args_test_selection": [*target.tests, "-m", "not matrix and not gpu"],
+        "process_isolation": "forkserver",
+    }
+    lines = [f"{name} = {json.dumps(value)}\n" for name, value in settings.items()]
+    with (copy / "pyproject.toml").open("a") as file:
+        file.writelines(["\n[tool.mutmut]\n", *lines])
+    return copy
+
+
+def judge(report: Report, group: str, copy: Path, names: list[str], reasons: dict[str, str]) -> dict[str, float]:
+    """Add a row for each mutant that no test killed, and return the counts of the group."""
+    counts = Counter[str]()
+    for mutant, code in results(copy / "mutants"):
+        if code is None or not any(fnmatch.fnmatch(mutant, name) for name in names):
+            continue
+        if code not in SURVIVED + UNTESTED:
+            counts["timeout" if code in TIMEOUTS else "killed"] += 1
+            continue
+        old, new = changed_lines(copy, mutant)
+        change = f"{old} -> {new}"
+        reason = reasons.get(change) or ("only words of a message differ" if is_text(old, new) else None)
+        counts["equal" if reason else "survived"] += 1
+        failure = None if reason else "no test runs it" if code in UNTESTED else "survived"
+        report.add(group, failure, mutant=mutant.removeprefix("fsdptrain."), change=change, reason=reason)
+    tested = counts["killed"] + counts["timeout"] + counts["survived"]
+    share = (counts["killed"] + counts["timeout"]) / max(tested, 1)
+    if share < LEAST_KILLED:
+        report.add(group, f"{share:.1%} of the mutants were killed, {LEAST_KILLED:.0%} must be")
+    return {**counts, "killed_share": round(share, 3)}
+
+
+def results(mutants: Path) -> Iterator[tuple[str, int | None]]:
+    """Yield each mutant and mutmut's exit code for it; None: it was not run."""
+    for path in sorted(mutants.glob("fsdptrain/**/*.meta")):
+        yield from json.loads(path.read_text())["exit_code_by_key"].items()
+
+
+def changed_lines(copy: Path, mutant: str) -> tuple[str, str]:
+    shown = [sys.executable, "-m", "mutmut", "show", mutant]
+    lines = subprocess.run(shown, cwd=copy, check=True, capture_output=True, text=True).stdout.splitlines()
+    parts = ([line[1:].strip() for line in lines if line[:1] == sign and line[:3] != 3 * sign] for sign in "-+")
+    old, new = map(" ".join, parts)
+    return old, new
+
+
+def is_text(old: str, new: str) -> bool:
+    """Whether the change only marks words ("XX...XX") or their case."""
+    return '"' in old and old.casefold() == new.replace("XX", "").casefold() and old != old.replace(" ", "")
+
+
+if __name__ == "__main__":
+    main()
