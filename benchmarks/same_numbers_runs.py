@@ -123,7 +123,7 @@ LOSSES = {  # tight bounds, so that clipping occurs
     "cispo": "--is-cap-high 1.1",
     "dppo_tv": "--eps-clip 1e-3 --is-cap-high 1.2",
     "dppo_kl": "--eps-clip 1e-4 --is-cap-high 1.2",
-    "ipo": "--eps-clip 1e-3 --ipo-kl-coef 0.1",
+    "prime_rl": "--eps-clip 1e-3 --prime-rl-kl-coef 0.1",
 }
 ADVANTAGES = ("dr_grpo", "rloo", "reinforce++_baseline", "max_rl", "opo")
 CORRECTIONS = ("tis", "tis_sequence", "mis", "mis_sequence", "icepop")

@@ -40,7 +40,7 @@ WHEN = {  # when to use an algorithm
     "gmpo": "Outlier ratios of single tokens: their geometric mean is robust and allows a wider clip.",
     "dppo_tv": "Large vocabularies: a ratio clip is too strict for rare tokens and too loose for frequent ones.",
     "dppo_kl": "As dppo_tv, but stricter for tokens of probability near 1.",
-    "ipo": "When engine and trainer differ, or samples are stale: needs no old logprobs.",
+    "prime_rl": "When engine and trainer differ, or samples are stale: needs no old logprobs.",
     "reinforce": "One optimizer step per rollout; nothing to tune.",
     "rloo": "As reinforce, with an unbiased baseline.",
     "reinforce++_baseline": "Few samples per prompt: advantages are scaled over the whole batch.",
@@ -71,8 +71,8 @@ LOSS_HEAD = """
 ## Losses
 
 `--loss NAME`, or your own function: `--loss package.module:function`, with the arguments and the result of those in
-`fsdptrain/algo/losses.py`. Every loss supports the KL and entropy terms. All except `ipo` and `sft` compare with the
-old policy, and therefore support `--use-rollout-logprobs`, `--use-opsm` and the corrections below.
+`fsdptrain/algo/losses.py`. Every loss supports the KL and entropy terms. All except `prime_rl` and `sft` compare with
+the old policy, and therefore support `--use-rollout-logprobs`, `--use-opsm` and the corrections below.
 """
 
 KL_HEAD = """
@@ -199,7 +199,7 @@ TRL's functions.
 | off-policy sequence masking | drift from the old policy | drift from the engine, if vLLM generates |
 | not here | | `vespo`, `luspo`, `top_entropy_quantile`, the adaptive entropy coefficient |
 
-`ipo` is what prime-rl computes by default; the loss that prime-rl names `ipo` is another one.
+`prime_rl` is the loss that prime-rl computes by default; what prime-rl itself names `ipo` is another one.
 """  # noqa: E501
 
 REJECTION_HEAD = """

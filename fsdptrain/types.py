@@ -285,7 +285,7 @@ class LossConfig:
     is_cap_high: float = 5.0  # absolute, not 1 + eps
     sapo_tau_pos: float = 1.0
     sapo_tau_neg: float = 1.05
-    ipo_kl_coef: float = 1e-3
+    prime_rl_kl_coef: float = 1e-3
     use_opsm: bool = False
     opsm_delta: float = 1e-4
     mismatch_correction: str = "none"

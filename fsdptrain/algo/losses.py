@@ -19,7 +19,7 @@ LOSSES = Table[Loss](
         "sapo": f"{_WEIGHTED}:sapo",
         "dppo_tv": f"{_WEIGHTED}:dppo_tv",
         "dppo_kl": f"{_WEIGHTED}:dppo_kl",
-        "ipo": f"{_WEIGHTED}:ipo",
+        "prime_rl": f"{_WEIGHTED}:prime_rl",
         "reinforce": f"{_WEIGHTED}:reinforce",
         "sft": f"{_WEIGHTED}:sft",
     }

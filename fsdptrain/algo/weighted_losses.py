@@ -1,4 +1,4 @@
-"""Losses that weight or mask the policy gradient of each token: cispo, sapo, dppo_tv, dppo_kl, ipo, reinforce, sft."""
+"""Losses that weight or mask the policy gradient of each token: cispo, sapo, dppo, prime_rl, reinforce, sft."""
 
 import torch
 from torch import Tensor
@@ -80,12 +80,12 @@ def dppo_kl(batch: PackedBatch, logprobs: LogProbs, config: LossConfig) -> LossO
     )
 
 
-def ipo(batch: PackedBatch, logprobs: LogProbs, config: LossConfig) -> LossOutput:
+def prime_rl(batch: PackedBatch, logprobs: LogProbs, config: LossConfig) -> LossOutput:
     """Policy gradient with ratios to the engine's logprobs, without old logprobs (default loss of prime-rl).
 
-    -rho A for kept tokens, rho = exp(l - lr) with its gradient, plus ipo_kl_coef (l - lr)^2 on every token. A token is
-    kept if p - pr <= eps_clip_high where A > 0, and if p - pr >= -eps_clip elsewhere. The mask is that of arXiv
-    2602.04879, the penalty that of arXiv 2602.02276.
+    -rho A for kept tokens, rho = exp(l - lr) with its gradient, plus prime_rl_kl_coef (l - lr)^2 on every token. A
+    token is kept if p - pr <= eps_clip_high where A > 0, and if p - pr >= -eps_clip elsewhere. The mask is that of
+    arXiv 2602.04879, the penalty that of arXiv 2602.02276.
     """
     tokens = at_loss_tokens(batch, logprobs)
     log_ratio = clamped(tokens.logprobs - tokens.rollout_logprobs)
@@ -93,7 +93,7 @@ def ipo(batch: PackedBatch, logprobs: LogProbs, config: LossConfig) -> LossOutpu
     too_high, too_low = moved > config.eps_clip_high, moved < -config.eps_clip
     dropped = torch.where(tokens.advantages > 0, too_high, too_low)
     ratio = log_ratio.exp()
-    policy = torch.where(dropped, 0.0, -ratio * tokens.advantages) + config.ipo_kl_coef * log_ratio.square()
+    policy = torch.where(dropped, 0.0, -ratio * tokens.advantages) + config.prime_rl_kl_coef * log_ratio.square()
     metrics = policy_metrics(
         tokens,
         ratio=ratio.detach(),

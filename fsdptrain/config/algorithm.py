@@ -22,14 +22,14 @@ class AlgorithmConfig(Section):
     NAME = "algorithm"
 
     algorithm: Literal[
-        "grpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl", "ipo", "reinforce", "rloo",
-        "reinforce++_baseline", "max_rl", "opo", "sft",
+        "grpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl", "prime_rl", "reinforce",
+        "rloo", "reinforce++_baseline", "max_rl", "opo", "sft",
     ] = "grpo"  # fmt: skip
     """Preset of loss, aggregation, advantage and other options; explicit values of these override it. `sft`: supervised
     training on prompts and labels; all others: reinforcement learning. See docs/algorithms.md."""
     loss: str = "grpo"
-    """grpo, gspo, gmpo, cispo, sapo, dppo_tv, dppo_kl, ipo, reinforce, sft, or `package.module:function`. Default: the
-    loss of the algorithm."""
+    """grpo, gspo, gmpo, cispo, sapo, dppo_tv, dppo_kl, prime_rl, reinforce, sft, or `package.module:function`. Default:
+    the loss of the algorithm."""
     n_samples_per_prompt: Annotated[int, RL_ONLY] = Field(default=8, ge=1)
     """Completions per prompt: the group size."""
     advantage_estimator: Annotated[str, RL_ONLY] = "grpo"
@@ -43,10 +43,10 @@ class AlgorithmConfig(Section):
     """How to combine several rewards: advantages of their weighted sum, or (GDPO) each reward normalized within its
     group, then summed by weight, then whitened over the batch."""
     eps_clip: Annotated[float, RL_ONLY] = Field(default=0.2, gt=0.0, lt=1.0)
-    """Lower clip of the policy ratio: 1 - eps_clip. gmpo: of the log ratio. dppo_tv, dppo_kl, ipo: largest decrease of
-    a token, in probability or KL."""
+    """Lower clip of the policy ratio: 1 - eps_clip. gmpo: of the log ratio. dppo_tv, dppo_kl, prime_rl: largest
+    decrease of a token, in probability or KL."""
     eps_clip_high: Annotated[float | None, RL_ONLY] = Field(default=None, gt=0.0)
-    """Upper clip of the policy ratio: 1 + eps_clip_high; gmpo, dppo_tv, dppo_kl, ipo as for eps_clip. Default:
+    """Upper clip of the policy ratio: 1 + eps_clip_high; gmpo, dppo_tv, dppo_kl, prime_rl as for eps_clip. Default:
     eps_clip."""
     eps_clip_c: Annotated[float | None, RL_ONLY] = Field(default=None, gt=1.0)
     """Dual clip: bound of the loss for negative advantages, usually 3. Default: off."""
@@ -56,8 +56,8 @@ class AlgorithmConfig(Section):
     """sapo: steepness of the gate for positive advantages."""
     sapo_tau_neg: Annotated[float, RL_ONLY] = Field(default=1.05, gt=0.0)
     """sapo: steepness of the gate for other advantages."""
-    ipo_kl_coef: Annotated[float, RL_ONLY] = Field(default=1e-3, ge=0.0)
-    """ipo: coefficient of the squared log ratio of policy to engine."""
+    prime_rl_kl_coef: Annotated[float, RL_ONLY] = Field(default=1e-3, ge=0.0)
+    """prime_rl: coefficient of the squared log ratio of policy to engine."""
     use_opsm: Annotated[bool, RL_ONLY] = False
     """Drop sequences with negative advantage that have moved away from the old policy (off-policy sequence masking)."""
     opsm_delta: Annotated[float, RL_ONLY, Requires("use_opsm")] = Field(default=1e-4, ge=0.0)
@@ -177,7 +177,7 @@ class AlgorithmConfig(Section):
         """Require a correction for samples generated with older weights."""
         ahead, options = config.sync.max_staleness, LOSS_OPTIONS.get(self.loss)
         if not ahead or options is None or "mismatch_correction" not in options.reads:
-            return  # ipo compares with the engine itself; custom losses are unknown
+            return  # prime_rl compares with the engine itself; custom losses are unknown
         if not self.use_rollout_logprobs and self.mismatch_correction == self.mismatch_rejection == "none":
             yield (
                 f"--max-staleness {ahead} trains on samples of older weights, and --loss {self.loss} does not correct "

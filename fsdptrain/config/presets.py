@@ -50,7 +50,7 @@ LOSS_OPTIONS: Mapping[str, LossOptions] = {
     "sapo": _loss("sapo_tau_pos", "sapo_tau_neg"),
     "dppo_tv": _loss(*CLIP, "is_cap_high", is_cap_high=20.0),
     "dppo_kl": _loss(*CLIP, "is_cap_high", eps_clip=0.05, is_cap_high=20.0),
-    "ipo": LossOptions(CLIP | {"ipo_kl_coef"}),
+    "prime_rl": LossOptions(CLIP | {"prime_rl_kl_coef"}),
     "reinforce": _loss(),
     "sft": LossOptions(frozenset()),
 }
@@ -74,7 +74,7 @@ PRESETS: Mapping[str, Preset] = {
     "gmpo": Preset("gmpo", loss_aggregation="sequence_mean"),
     "dppo_tv": Preset("dppo_tv"),
     "dppo_kl": Preset("dppo_kl"),
-    "ipo": Preset("ipo", advantage_estimator="dr_grpo"),
+    "prime_rl": Preset("prime_rl", advantage_estimator="dr_grpo"),
     "reinforce": Preset("reinforce", advantage_estimator="dr_grpo"),
     "rloo": Preset("reinforce", advantage_estimator="rloo"),
     "reinforce++_baseline": Preset("grpo", advantage_estimator="reinforce++_baseline"),

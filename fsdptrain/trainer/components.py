@@ -320,7 +320,7 @@ def loss_config(algorithm: AlgorithmConfig) -> LossConfig:
         is_cap_high=algorithm.is_cap_high,
         sapo_tau_pos=algorithm.sapo_tau_pos,
         sapo_tau_neg=algorithm.sapo_tau_neg,
-        ipo_kl_coef=algorithm.ipo_kl_coef,
+        prime_rl_kl_coef=algorithm.prime_rl_kl_coef,
         use_opsm=algorithm.use_opsm,
         opsm_delta=algorithm.opsm_delta,
         mismatch_correction=algorithm.mismatch_correction,

@@ -97,13 +97,13 @@ def dppo_kl(s: Sequence, c: LossConfig) -> Tensor:
     return dppo(s, c, far)
 
 
-def ipo(s: Sequence, c: LossConfig) -> Tensor:
+def prime_rl(s: Sequence, c: LossConfig) -> Tensor:
     losses = []
     for t in range(len(s.l)):
         moved = s.l[t].detach().exp().item() - s.lr[t].exp().item()
         dropped = moved > c.eps_clip_high if s.A > 0 else moved < -c.eps_clip
         rho = bound(s.l[t] - s.lr[t])
-        losses.append((0.0 if dropped else -s.A) * rho.exp() + c.ipo_kl_coef * rho**2)
+        losses.append((0.0 if dropped else -s.A) * rho.exp() + c.prime_rl_kl_coef * rho**2)
     return torch.stack(losses)
 
 
@@ -117,9 +117,9 @@ def sft(s: Sequence, _c: LossConfig) -> Tensor:
 
 POLICY: Mapping[str, Callable[[Sequence, LossConfig], Tensor]] = {
     "grpo": grpo, "gspo": gspo, "gmpo": gmpo, "cispo": cispo, "sapo": sapo, "dppo_tv": dppo_tv, "dppo_kl": dppo_kl,
-    "ipo": ipo, "reinforce": reinforce, "sft": sft,
+    "prime_rl": prime_rl, "reinforce": reinforce, "sft": sft,
 }  # fmt: skip
-UNCORRECTED = ("ipo", "sft")
+UNCORRECTED = ("prime_rl", "sft")
 OF_SEQUENCES = ("gspo", "gmpo")
 
 

@@ -18,7 +18,7 @@ from tests.properties.strategies import sample_lists
 
 CONFIGS = [
     LossConfig(),
-    LossConfig(eps_clip=0.02, eps_clip_high=0.05, is_cap_high=1.1, sapo_tau_pos=2.0, ipo_kl_coef=0.3),
+    LossConfig(eps_clip=0.02, eps_clip_high=0.05, is_cap_high=1.1, sapo_tau_pos=2.0, prime_rl_kl_coef=0.3),
     LossConfig(eps_clip=0.01, eps_clip_high=0.3, eps_clip_c=1.2, is_cap_high=20.0, sapo_tau_neg=3.0),
     LossConfig(use_opsm=True, opsm_delta=0.01, mismatch_correction="tis", mismatch_low=0.0),
     LossConfig(mismatch_correction="tis_sequence", mismatch_low=0.2, mismatch_high=1.5),
@@ -141,7 +141,8 @@ BUSY = LossConfig(eps_clip=0.1, eps_clip_high=0.1, eps_clip_c=1.3, is_cap_high=1
                   mismatch_correction="tis", mismatch_rejection="token_k1", mismatch_rejection_max=0.6)  # fmt: skip
 BASES = [BUSY, replace(BUSY, eps_clip=0.4, eps_clip_high=0.4, opsm_delta=0.01)]
 OTHER = {"eps_clip": 0.001, "eps_clip_high": 0.001, "eps_clip_c": None, "is_cap_high": 1.5, "sapo_tau_pos": 2.0,
-         "sapo_tau_neg": 2.0, "ipo_kl_coef": 0.1, "use_opsm": False, "opsm_delta": 0.02, "mismatch_correction": "none",
+         "sapo_tau_neg": 2.0, "prime_rl_kl_coef": 0.1, "use_opsm": False, "opsm_delta": 0.02,
+         "mismatch_correction": "none",
          "mismatch_low": 0.95, "mismatch_high": 1.1, "mismatch_rejection": "seq_mean_k2",
          "mismatch_rejection_max": 0.3}  # fmt: skip
 

@@ -144,7 +144,7 @@ def test_the_upper_clip_follows_the_lower_one():
 
 
 @pytest.mark.parametrize(
-    ("name", "needed"), [("grpo", True), ("reinforce", True), ("ipo", False), ("cispo", True), ("sft", False)]
+    ("name", "needed"), [("grpo", True), ("reinforce", True), ("prime_rl", False), ("cispo", True), ("sft", False)]
 )
 def test_old_logprobs_are_scored_only_where_they_are_used(name, needed):
     size = {} if name == "sft" else {"global_batch_size": 64}

@@ -52,7 +52,7 @@ BYPASS = {"use_rollout_logprobs": True}
         ({"kl_reward_coef": 0.1, "kl_loss_coef": 0.1}, ["policy", "reference"], ["ref"]),
         ({"kl_reward_coef": 0.1, **OFF_POLICY}, ["policy", "reference"], ["old"]),
         ({"kl_reward_coef": 0.1, **BYPASS}, ["reference"], ["old"]),
-        ({"kl_reward_coef": 0.1, "algorithm": "ipo", **OFF_POLICY}, ["policy", "reference"], []),
+        ({"kl_reward_coef": 0.1, "algorithm": "prime_rl", **OFF_POLICY}, ["policy", "reference"], []),
         ({"algorithm": "sft"}, [], []),
     ],
     ids=str,
