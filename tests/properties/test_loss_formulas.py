@@ -178,3 +178,32 @@ def test_an_option_that_is_refused_on_policy_has_no_effect_there(name: str) -> N
         after = gradient_of(name, replace(BUSY, **{field: OTHER[field]}), on_policy=True)
         idle = field in LOSS_OPTIONS[name].idle_on_policy
         assert torch.allclose(before, after, rtol=1e-12, atol=0, equal_nan=True) is idle, field
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "gmpo", "cispo", "dppo_tv", "dppo_kl", "prime_rl"])
+def test_the_clip_metrics_count_the_tokens_whose_gradient_the_clip_removes(name: str) -> None:
+    """cispo only reduces them. A token without advantage has no gradient that a clip could remove."""
+    mask, advantages = [False, True, True], torch.linspace(-2, 2, 41).tolist()
+    made = [Sample("g", [0] * 3, mask, [0.0] * 3, advantage=a) for a in advantages]
+    batch, logprobs = make_batch(made, "token_mean", spread=0.3, seed=1)
+    batch = replace(batch, ref_logprobs=None)
+
+    def run(low: float, high: float) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        values = logprobs.values.detach().requires_grad_()
+        config = LossConfig(eps_clip=low, eps_clip_high=high, is_cap_high=1 + high, prime_rl_kl_coef=0.0)
+        output = LOSSES[name](batch, LogProbs(values), config)
+        (gradient,) = torch.autograd.grad(output.loss, values)
+        return gradient[batch.loss_mask], output.metrics
+
+    gradient, metrics = run(0.05, 0.1)
+    whole, _ = run(1e9, 1e9)
+    pushed = batch.advantages[batch.loss_mask]
+    removed = (gradient.abs() < whole.abs()) & (pushed != 0) if name == "cispo" else (gradient == 0) & (whole != 0)
+    low, high = removed & (pushed < 0), removed & (pushed > 0)
+    assert high.any()
+    if name == "cispo":  # one cap, for both signs
+        low, high = torch.zeros_like(low), removed
+    else:
+        assert low.any()
+    torch.testing.assert_close(metrics["policy/clip_fraction_low"], low.double().mean(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(metrics["policy/clip_fraction_high"], high.double().mean(), rtol=1e-12, atol=0)

@@ -44,6 +44,16 @@ def test_a_rank_without_samples_scales_nothing(scale: str) -> None:
     assert scale_over_batch([], AdvantageRule(ADVANTAGES["dr_grpo"], scale), dict) == []
 
 
+@pytest.mark.parametrize("multi_reward", [False, True])
+def test_the_whitened_advantage_of_a_single_sample_is_0(multi_reward: bool) -> None:
+    scaling = AdvantageRule(lambda _rewards, _lengths: [0.7], "whiten")
+    if multi_reward:
+        scaling = replace(scaling, scale="none", weights={"math": 1.0})
+    single = replace(sample("g", 0.3, 1), rewards={"math": 0.3})
+    (made,) = scale_over_batch(assign_advantages([single], scaling), scaling, dict)
+    assert made.advantage == 0.0
+
+
 def test_equal_rewards_of_a_batch_have_no_std_despite_rounding() -> None:
     """A custom estimator need not return 0 there. Divided by a rounding error it would return millions."""
     scaling = AdvantageRule(lambda rewards, _lengths: [reward - 0.5 for reward in rewards], "batch")

@@ -47,6 +47,14 @@ def test_low_var_kl_is_k3_within_bounds() -> None:
     torch.testing.assert_close(KL_ESTIMATORS["low_var_kl"](log_ratio), expected)
 
 
+def test_low_var_kl_has_no_gradient_beyond_its_bounds() -> None:
+    """Not NaN either, where exp overflows."""
+    log_ratio = torch.tensor([-1e4, -200.0, 200.0, 1e4], dtype=torch.float64, requires_grad=True)
+    KL_ESTIMATORS["low_var_kl"](log_ratio).sum().backward()
+    assert log_ratio.grad is not None
+    assert log_ratio.grad.eq(0).all()
+
+
 def test_k3_keeps_its_digits_near_zero() -> None:
     """exp(x) - 1 - x cancels in float32 where x is small; expm1 does not."""
     log_ratio = torch.tensor([1e-3, -1e-3])

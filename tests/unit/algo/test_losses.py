@@ -91,6 +91,7 @@ def test_a_step_without_any_loss_token_has_finite_metrics() -> None:
     output = LOSSES["grpo"](empty_pack(count_totals([0])), LogProbs(torch.zeros(1, requires_grad=True)), LossConfig())
     finished = finish_metrics({name: value.item() for name, value in output.metrics.items()})
     assert all(math.isfinite(value) for value in finished.values())
+    assert finished["mismatch/ess"] == 1.0
 
 
 def test_sft_has_no_mismatch_metrics() -> None:
