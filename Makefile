@@ -5,7 +5,7 @@ VLLM_PYTEST := OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/vllm
 SERVER_PYTEST := OMP_NUM_THREADS=1 FSDPTRAIN_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/pytest tests/vllm/servers
 
 .DEFAULT_GOAL := help
-.PHONY: help install size check quick test test-matrix test-matrix-core test-matrix-vllm test-vllm gpu gpu-wheels demo clean
+.PHONY: campaigns help install size check quick test test-matrix test-matrix-core test-matrix-vllm test-vllm gpu gpu-wheels demo clean
 
 help:  ## what there is to make
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -76,6 +76,11 @@ demo: install  ## warm up a small model, train it with GRPO, plot what happened:
 
 size: install  ## lines of the package, the tests, the spine, and of what a plain run imports
 	@PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python benchmarks/size.py
+
+campaigns: install .venv-vllm/.installed  ## kills, bad inputs, fuzzing, faults, soak, mutants: five hours; docs/campaigns.md
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[campaigns]'
+	for name in bad_inputs fuzz faults "kills --servers .venv-vllm/bin/python" soak mutation; do \
+		OMP_NUM_THREADS=1 $(BIN)/python -m campaigns.$$name || failed=1; done; exit $${failed:-0}
 
 clean:  ## delete .venv and what was built; runs/ stays
 	rm -rf .venv .venv-vllm .venv-gpu build dist *.egg-info
