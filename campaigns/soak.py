@@ -1,9 +1,9 @@
 """A tiny run for hours: does it hold more memory, files or threads at its end than at its beginning?
 
-Law: the first 10 % of the time are warm-up. The rest is cut into tenths. From the first of these tenths to the last one,
+Law: the first 10 % of the time are warm-up. The rest is cut into tenths. From the first of these tenths to the last,
 
 - the mean of the anonymous memory of all processes grows by less than 2 %. It is what malloc and mmap hold; pages of
-  files are not in it. A process of this run has about 0.5 GiB, so 2 % are 10 MiB: in two hours, about 700 bytes per step,
+  files are not in it. The process of this run has about 340 MiB, so that 2 % are 7 MiB,
 - the numbers of file descriptors, threads and files in the output folder, and the shared memory, do not grow. The least
   of each tenth is compared, because a checkpoint in the background is a thread and some files for a moment,
 

@@ -1,0 +1,223 @@
+"""SIGKILL at random moments, then the same command again.
+
+Law: a run that is killed at any moment, and started again with the same command as often as needed, ends with the same
+metrics (except times, speed, memory), samples and exported files, bit by bit, as a run that nobody killed. And no
+process of a killed run is alive 15 s later.
+
+A chain is a run that is killed, started again, killed again, ... until it ends before its next kill, or was killed
+eight times; then its results are compared. Each kill is a row; so is the end of each chain. Groups:
+
+- one process, killed at a moment drawn uniformly from the time that a whole run takes; or 0 to 50 ms after a
+  checkpoint, a checkpoint with --async-save, the export or a weight sync has begun,
+- two ranks without an agent: rank 0 or 1 is killed, and the other must end by itself,
+- two ranks by --nproc-per-node 2: the launcher, one rank, or everything is killed,
+- one process with a vLLM server (--servers PYTHON, of the environment with vLLM): the trainer is killed.
+
+    python -m campaigns.kills --count 200 --seed 0
+"""
+
+import argparse
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from campaigns.processes import command_of
+from campaigns.report import Report
+from campaigns.runs import TINY, Run, difference, plain, results, start, steps_done
+from fsdptrain.config import Config
+from fsdptrain.rollout.embedded.engine import HFEngine, build_hf_engine
+from tests.testing import save_tiny_checkpoint
+
+SYNC_FILE = "CAMPAIGN_SYNC_FILE"  # environment variable: touched when a weight sync begins
+MAX_KILLS = 8  # in a chain
+RUN_TIMEOUT = 180.0  # [s] for a run that nobody kills
+
+
+@dataclass(frozen=True)
+class Group:
+    name: str
+    share: int  # of 200 kills
+    argv: Sequence[str] = ()
+    num_ranks: int = 1
+    aim: str | None = None  # a pattern of names in the output folder: kill after one has appeared
+    victim: str = "all"  # or "rank", "launcher"
+    reference: str = "one process"  # the first group with this one is run without kills: for results, and how long
+
+
+TWO = ["--nproc-per-node", "2"]
+GROUPS = [
+    Group("one process", 60),
+    Group("checkpoint", 30, aim="checkpoints/.tmp-*"),
+    Group("async checkpoint", 25, ["--async-save"], aim="checkpoints/.tmp-*"),
+    Group("export", 20, aim=".fsdptrain-*"),
+    Group("weight sync", 20, ["--rollout-engine", "campaigns.kills:signalling_engine"], aim="sync-began"),
+    Group("one of two ranks", 20, num_ranks=2, victim="rank", reference="two ranks"),
+    Group("launcher", 9, TWO, victim="launcher", reference="two ranks, launcher"),
+    Group("one rank under the launcher", 8, TWO, victim="rank", reference="two ranks, launcher"),
+    Group("launcher and ranks", 8, TWO, reference="two ranks, launcher"),
+]
+
+
+def signalling_engine(config: Config, **kwargs: Any) -> HFEngine:
+    """Build the embedded engine. It touches a file before it takes new weights."""
+    engine = build_hf_engine(config, **kwargs)
+    update = engine.update_weights
+
+    def update_weights(*args: Any) -> None:
+        Path(os.environ[SYNC_FILE]).touch()
+        update(*args)
+
+    engine.update_weights = update_weights
+    return engine
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=200, help="kills")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--servers", metavar="PYTHON", help="of the environment with vLLM: adds 6 kills")
+    parser.add_argument("--only", nargs="+", help="names of groups")
+    options = parser.parse_args()
+    groups = [group for group in GROUPS if options.only is None or group.name in options.only]
+    counts = [max(1, round(group.share * options.count / 200)) for group in groups]
+    if options.servers:
+        argv = ["--rollout-engine", "vllm-server", "--rollout-num-servers", "1", "--rollout-kv-cache-gib", "0.05"]
+        argv += ["--rollout-server-python", os.path.abspath(options.servers), "--max-tokens-per-gpu", "1024"]
+        groups, counts = [*groups, Group("vLLM server", 6, argv, reference="vLLM server")], [*counts, 6]
+    report = Report("kills", " ".join((__doc__ or "").split()))
+    with tempfile.TemporaryDirectory(prefix="kills-") as name:
+        campaign = Campaign(Path(name), report)
+        for reference in sorted({group.reference for group in groups}):
+            campaign.measure(reference, next(group for group in groups if group.reference == reference))
+        with ThreadPoolExecutor(2) as workers:
+            seeds = [f"{options.seed} {group.name}" for group in groups]
+            list(workers.map(campaign.attack, groups, counts, map(random.Random, seeds)))
+    return report.finish()
+
+
+class Campaign:
+    def __init__(self, scratch: Path, report: Report) -> None:
+        self._scratch = scratch
+        self._report = report
+        self._lock = threading.Lock()  # of the report
+        self._model = save_tiny_checkpoint(scratch / "model", head_dim=32)  # the least that vLLM takes
+        self._references: dict[str, dict[str, Any]] = {}
+        self._seconds: dict[str, float] = {}
+
+    def measure(self, name: str, group: Group) -> None:
+        """Run to the end without a kill, twice: the second time shows that results are repeated bitwise."""
+        for attempt in range(2):
+            folder = self._scratch / f"{name} {attempt}"
+            run = self._start(group, folder)
+            codes = run.wait(RUN_TIMEOUT)
+            self._seconds[name] = 1.5 * (time.monotonic() - run.begin)  # later, two share the cores
+            assert set(codes) == {0}, f"{name}: {codes} {run.error()}"
+            if attempt == 0:
+                self._references[name] = results(folder)
+            else:
+                self._add(f"{name}, not killed", difference(folder, self._references[name]))
+
+    def attack(self, group: Group, count: int, rng: random.Random) -> None:
+        """Kill `count` times, in as many chains as that takes."""
+        killed = chains = 0
+        while killed < count:
+            folder = self._scratch / f"{group.name} chain {chains}".replace(" ", "_")
+            killed += self._chain(group, folder, min(MAX_KILLS, count - killed), rng)
+            chains += 1
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _chain(self, group: Group, folder: Path, most: int, rng: random.Random) -> int:
+        killed = 0
+        while True:
+            run = self._start(group, folder)
+            wait = self._aim(group, folder, rng, run) if killed < most else lambda: False
+            if not wait() or not run.is_alive():
+                break
+            moment, step, at = round(time.monotonic() - run.begin, 2), steps_done(folder), _unfinished(folder)
+            _kill(run, group, rng)
+            killed, begin = killed + 1, time.monotonic()
+            left, gone = run.orphans(), round(time.monotonic() - begin, 1)
+            self._add(group.name, left, seconds=moment, steps=step, gone_s=gone, **({"unfinished": at} if at else {}))
+        codes = run.wait(RUN_TIMEOUT)
+        left = run.orphans()
+        failure = left or (None if set(codes) == {0} else f"ended with {codes}: {plain(run.error(), self._scratch)}")
+        failure = failure or difference(folder, self._references[group.reference])
+        self._add(f"{group.name}, end of a chain", failure, kills=killed)
+        return killed
+
+    def _aim(self, group: Group, folder: Path, rng: random.Random, run: Run) -> Callable[[], bool]:
+        """Return a function that waits for the moment, and returns whether the run has reached it."""
+        if group.aim is None:
+            moment = run.begin + rng.uniform(0.0, self._seconds[group.reference])
+            return lambda: _wait_until(lambda: time.monotonic() >= moment, run)
+        pattern, number, delay = (
+            group.aim,
+            rng.randint(1, 3) if group.aim != ".fsdptrain-*" else 1,
+            rng.uniform(0, 0.05),
+        )
+
+        def wait() -> bool:
+            for _ in range(number):  # e.g. the third checkpoint of this start
+                if not _wait_until(lambda: not any(folder.glob(pattern)), run):
+                    return False
+                if not _wait_until(lambda: any(folder.glob(pattern)), run):
+                    return False
+                (folder / "sync-began").unlink(missing_ok=True)
+            time.sleep(delay)
+            return run.is_alive()
+
+        return wait
+
+    def _start(self, group: Group, folder: Path) -> Run:
+        argv = ["--hf-checkpoint", str(self._model), "--output-dir", str(folder), *TINY, *group.argv]
+        (folder / "sync-began").unlink(missing_ok=True)
+        variables = {SYNC_FILE: str(folder / "sync-began")}
+        return start(argv, self._scratch / "logs", num_ranks=group.num_ranks, variables=variables)
+
+    def _add(self, group: str, failure: str | None, **details: Any) -> None:
+        with self._lock:
+            self._report.add(group, failure, **details)
+
+
+def _wait_until(done: Callable[[], bool], run: Run) -> bool:
+    while run.is_alive():
+        if done():
+            return True
+        time.sleep(0.0005)
+    return False
+
+
+def _unfinished(folder: Path) -> str:
+    """Return which temporary folders of the run exist."""
+    paths = [*folder.glob("checkpoints/.*-step*"), *folder.glob(".fsdptrain-*"), *folder.glob(".*.half")]
+    return " ".join(sorted(path.name for path in paths))
+
+
+def _kill(run: Run, group: Group, rng: random.Random) -> None:
+    pids = run.pids()
+    if group.victim == "launcher":
+        pids = [run.processes[0].pid or 0]
+    elif group.victim == "rank" and group.num_ranks > 1:
+        pids = [rng.choice(run.processes).pid or 0]
+    elif group.victim == "rank":  # of the launcher, if it has started them
+        ranks = [pid for pid in pids if pid != run.processes[0].pid and "-m fsdptrain" in command_of(pid)]
+        pids = [rng.choice(ranks)] if ranks else pids
+    for pid in pids:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:  # it has ended just now
+            continue
+
+
+if __name__ == "__main__":
+    sys.exit(main())
