@@ -33,14 +33,25 @@ from typing import Any
 
 from campaigns.processes import command_of
 from campaigns.report import Report
-from campaigns.runs import TINY, Run, difference, plain, results, start, steps_done
-from fsdptrain.config import Config
-from fsdptrain.rollout.embedded.engine import HFEngine, build_hf_engine
+from campaigns.runs import (
+    CHECKPOINT,
+    EXPORT,
+    RUN_TIMEOUT,
+    SIGNALLING,
+    TINY,
+    WEIGHT_SYNC,
+    Run,
+    difference,
+    plain,
+    results,
+    start,
+    steps_done,
+    wait_for,
+    wait_until,
+)
 from tests.testing import save_tiny_checkpoint
 
-SYNC_FILE = "CAMPAIGN_SYNC_FILE"  # environment variable: touched when a weight sync begins
 MAX_KILLS = 8  # in a chain
-RUN_TIMEOUT = 180.0  # [s] for a run that nobody kills
 
 
 @dataclass(frozen=True)
@@ -57,28 +68,15 @@ class Group:
 TWO = ["--nproc-per-node", "2"]
 GROUPS = [
     Group("one process", 60),
-    Group("checkpoint", 30, aim="checkpoints/.tmp-*"),
-    Group("async checkpoint", 25, ["--async-save"], aim="checkpoints/.tmp-*"),
-    Group("export", 20, aim=".fsdptrain-*"),
-    Group("weight sync", 20, ["--rollout-engine", "campaigns.kills:signalling_engine"], aim="sync-began"),
+    Group("checkpoint", 30, aim=CHECKPOINT),
+    Group("async checkpoint", 25, ["--async-save"], aim=CHECKPOINT),
+    Group("export", 20, aim=EXPORT),
+    Group("weight sync", 20, SIGNALLING, aim=WEIGHT_SYNC),
     Group("one of two ranks", 20, num_ranks=2, victim="rank", reference="two ranks"),
     Group("launcher", 9, TWO, victim="launcher", reference="two ranks, launcher"),
     Group("one rank under the launcher", 8, TWO, victim="rank", reference="two ranks, launcher"),
     Group("launcher and ranks", 8, TWO, reference="two ranks, launcher"),
 ]
-
-
-def signalling_engine(config: Config, **kwargs: Any) -> HFEngine:
-    """Build the embedded engine. It touches a file before it takes new weights."""
-    engine = build_hf_engine(config, **kwargs)
-    update = engine.update_weights
-
-    def update_weights(*args: Any) -> None:
-        Path(os.environ[SYNC_FILE]).touch()
-        update(*args)
-
-    engine.update_weights = update_weights
-    return engine
 
 
 def main() -> int:
@@ -159,42 +157,18 @@ class Campaign:
         """Return a function that waits for the moment, and returns whether the run has reached it."""
         if group.aim is None:
             moment = run.begin + rng.uniform(0.0, self._seconds[group.reference])
-            return lambda: _wait_until(lambda: time.monotonic() >= moment, run)
-        pattern, number, delay = (
-            group.aim,
-            rng.randint(1, 3) if group.aim != ".fsdptrain-*" else 1,
-            rng.uniform(0, 0.05),
-        )
-
-        def wait() -> bool:
-            for _ in range(number):  # e.g. the third checkpoint of this start
-                if not _wait_until(lambda: not any(folder.glob(pattern)), run):
-                    return False
-                if not _wait_until(lambda: any(folder.glob(pattern)), run):
-                    return False
-                (folder / "sync-began").unlink(missing_ok=True)
-            time.sleep(delay)
-            return run.is_alive()
-
-        return wait
+            return lambda: wait_until(lambda: time.monotonic() >= moment, run)
+        number = 1 if group.aim == EXPORT else rng.randint(1, 3)  # e.g. the third checkpoint of this start
+        delay, pattern = rng.uniform(0.0, 0.05), group.aim
+        return lambda: wait_for(pattern, folder, run, number=number) and time.sleep(delay) is None and run.is_alive()
 
     def _start(self, group: Group, folder: Path) -> Run:
         argv = ["--hf-checkpoint", str(self._model), "--output-dir", str(folder), *TINY, *group.argv]
-        (folder / "sync-began").unlink(missing_ok=True)
-        variables = {SYNC_FILE: str(folder / "sync-began")}
-        return start(argv, self._scratch / "logs", num_ranks=group.num_ranks, variables=variables)
+        return start(argv, folder, self._scratch / "logs", num_ranks=group.num_ranks)
 
     def _add(self, group: str, failure: str | None, **details: Any) -> None:
         with self._lock:
             self._report.add(group, failure, **details)
-
-
-def _wait_until(done: Callable[[], bool], run: Run) -> bool:
-    while run.is_alive():
-        if done():
-            return True
-        time.sleep(0.0005)
-    return False
 
 
 def _unfinished(folder: Path) -> str:

@@ -3,14 +3,17 @@
 import hashlib
 import itertools
 import os
+import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 from campaigns.processes import MARK, processes_of, survivors
+from fsdptrain.config import Config
+from fsdptrain.rollout.embedded.engine import HFEngine, build_hf_engine
 from tests.e2e import command
 from tests.testing import PRELOAD, free_port, preloaded_context, rank_variables
 
@@ -22,6 +25,11 @@ TINY = [
     *("--num-rollout", "6", "--steps-per-rollout", "4", "--epochs-per-rollout", "2"),
     *("--save-interval", "1", "--eval-interval", "3"),
 ]
+RUN_TIMEOUT = 180.0  # [s] for a run that nothing disturbs
+# What begins is seen from outside by a file or folder of the run
+CHECKPOINT, EXPORT, WEIGHT_SYNC = "checkpoints/.tmp-*", ".fsdptrain-*", "sync-began"
+SIGNALLING = ["--rollout-engine", "campaigns.runs:signalling_engine"]  # needed for `WEIGHT_SYNC`
+_SYNC_FILE = "CAMPAIGN_SYNC_FILE"  # environment variable
 # Times, speed and memory. Weight syncs: a resumed run has one more, and metrics of the one before its first step only.
 _NOT_COMPARED = ("perf/", "weight_sync/", "time")
 
@@ -63,17 +71,34 @@ class Run:
         return "\n".join(path.read_text(errors="replace").strip() for path in sorted(self.log.rglob("err"))).strip()
 
 
-def start(argv: Sequence[str], scratch: Path, *, num_ranks: int = 1, variables: Mapping[str, str] | None = None) -> Run:
-    """Start `fsdptrain *argv`, on more than one rank as torchrun does, with an empty folder for its output."""
+def signalling_engine(config: Config, **kwargs: Any) -> HFEngine:
+    """Build the embedded engine. It touches a file before it takes new weights."""
+    engine = build_hf_engine(config, **kwargs)
+    update = engine.update_weights
+
+    def update_weights(*args: Any) -> None:
+        Path(os.environ[_SYNC_FILE]).touch()
+        update(*args)
+
+    engine.update_weights = update_weights
+    return engine
+
+
+def start(
+    argv: Sequence[str], folder: Path, logs: Path, *, num_ranks: int = 1, variables: Mapping[str, str] | None = None
+) -> Run:
+    """Start `fsdptrain *argv`, on more than one rank as torchrun does. `folder` is the --output-dir in `argv`."""
     number = next(_numbers)
-    log, mark = scratch / f"log{number}", f"{os.getpid()}-{number}"
+    log, mark = logs / f"log{number}", f"{os.getpid()}-{number}"
+    (folder / WEIGHT_SYNC).unlink(missing_ok=True)
     port = free_port()
     processes: list[ForkServerProcess] = []
     for rank in range(num_ranks):
-        more = {**(variables or {}), MARK: mark} | (rank_variables(rank, num_ranks, port) if num_ranks > 1 else {})
-        folder = log / f"rank{rank}"
-        folder.mkdir(parents=True)
-        process = preloaded_context().Process(target=_in_own_session, args=(list(argv), folder, more))
+        more = {**(variables or {}), MARK: mark, _SYNC_FILE: str(folder / WEIGHT_SYNC)}
+        more |= rank_variables(rank, num_ranks, port) if num_ranks > 1 else {}
+        output = log / f"rank{rank}"
+        output.mkdir(parents=True)
+        process = preloaded_context().Process(target=_in_own_session, args=(list(argv), output, more))
         process.start()
         processes.append(process)
     return Run(log, processes, mark)
@@ -81,7 +106,27 @@ def start(argv: Sequence[str], scratch: Path, *, num_ranks: int = 1, variables: 
 
 def _in_own_session(argv: list[str], folder: Path, variables: Mapping[str, str]) -> None:
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a campaign in the background may ignore it
     command.main(argv, folder, variables)
+
+
+def wait_until(done: Callable[[], object], run: Run) -> bool:
+    """Return True once `done()` is true, False once the run has ended."""
+    while run.is_alive():
+        if done():
+            return True
+        time.sleep(0.0005)
+    return False
+
+
+def wait_for(pattern: str, folder: Path, run: Run, *, number: int = 1) -> bool:
+    """Wait until what the pattern names has begun for the nth time since this call."""
+    for _ in range(number):
+        for awaited in (False, True):
+            if not wait_until(lambda awaited=awaited: any(folder.glob(pattern)) == awaited, run):
+                return False
+        (folder / WEIGHT_SYNC).unlink(missing_ok=True)
+    return True
 
 
 def steps_done(folder: Path) -> int:
