@@ -2,7 +2,7 @@
 
 Law: a run that is killed at any moment, and started again with the same command as often as needed, ends with the same
 metrics (except times, speed, memory), samples and exported files, bit by bit, as a run that nobody killed. And no
-process of a killed run is alive 15 s later.
+process of a killed run is alive 15 s later; where ranks have no agent, --dist-timeout (30 s) later.
 
 A chain is a run that is killed, started again, killed again, ... until it ends before its next kill, or was killed
 eight times; then its results are compared. Each kill is a row; so is the end of each chain. Groups:
@@ -10,7 +10,7 @@ eight times; then its results are compared. Each kill is a row; so is the end of
 - one process, killed at a moment drawn uniformly from the time that a whole run takes; or 0 to 50 ms after a
   checkpoint, a checkpoint with --async-save, the export or a weight sync has begun,
 - two ranks without an agent: rank 0 or 1 is killed, and the other must end by itself,
-- two ranks by --nproc-per-node 2: the launcher, one rank, or everything is killed,
+- two ranks by --nproc-per-node 2: the launcher, one rank, or everything is killed, at any moment or in a checkpoint,
 - one process with a vLLM server (--servers PYTHON, of the environment with vLLM): the trainer is killed.
 
     python -m campaigns.kills --count 200 --seed 0
@@ -72,10 +72,13 @@ GROUPS = [
     Group("async checkpoint", 25, ["--async-save"], aim=CHECKPOINT),
     Group("export", 20, aim=EXPORT),
     Group("weight sync", 20, SIGNALLING, aim=WEIGHT_SYNC),
-    Group("one of two ranks", 20, num_ranks=2, victim="rank", reference="two ranks"),
-    Group("launcher", 9, TWO, victim="launcher", reference="two ranks, launcher"),
-    Group("one rank under the launcher", 8, TWO, victim="rank", reference="two ranks, launcher"),
-    Group("launcher and ranks", 8, TWO, reference="two ranks, launcher"),
+    Group("one of two ranks", 20, ["--dist-timeout", "30"], num_ranks=2, victim="rank", reference="two ranks"),
+    Group("launcher", 5, TWO, victim="launcher", reference="launcher"),
+    Group("launcher, checkpoint", 4, TWO, aim=CHECKPOINT, victim="launcher", reference="launcher"),
+    Group("rank of a launcher", 4, TWO, victim="rank", reference="launcher"),
+    Group("rank of a launcher, checkpoint", 4, TWO, aim=CHECKPOINT, victim="rank", reference="launcher"),
+    Group("launcher and ranks", 4, TWO, reference="launcher"),
+    Group("launcher and ranks, checkpoint", 4, TWO, aim=CHECKPOINT, reference="launcher"),
 ]
 
 
@@ -144,7 +147,8 @@ class Campaign:
             moment, step, at = round(time.monotonic() - run.begin, 2), steps_done(folder), _unfinished(folder)
             _kill(run, group, rng)
             killed, begin = killed + 1, time.monotonic()
-            left, gone = run.orphans(), round(time.monotonic() - begin, 1)
+            left = run.orphans(45.0 if group.num_ranks > 1 else 15.0)
+            gone = round(time.monotonic() - begin, 1)
             self._add(group.name, left, seconds=moment, steps=step, gone_s=gone, **({"unfinished": at} if at else {}))
         codes = run.wait(RUN_TIMEOUT)
         left = run.orphans()

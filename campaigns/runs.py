@@ -59,9 +59,13 @@ class Run:
 
     def orphans(self, patience_s: float = 15.0) -> str | None:
         """Wait until all processes have ended. Kills those that have not, and returns their command lines."""
-        for process in self.processes:
-            process.join(patience_s)
-        left = [line for one in self.processes for line in survivors(self.mark, one.pid, patience_s=patience_s)]
+        deadline = time.monotonic() + patience_s
+        self.wait(patience_s)
+        left = [
+            line
+            for process in self.processes
+            for line in survivors(self.mark, process.pid, patience_s=deadline - time.monotonic())
+        ]
         for pid in self.pids():
             os.kill(pid, 9)
         return f"left alive after {patience_s:g} s: {sorted(set(left))}" if left else None
