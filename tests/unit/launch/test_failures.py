@@ -1,5 +1,7 @@
 """The root cause of several failures, and options that do not match the processes."""
 
+import re
+
 import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -49,6 +51,21 @@ def test_the_first_failure_is_the_root_cause(codes, errors, line, tmp_path, monk
 def test_only_user_errors_are_not_restarted(error, code, restartable):
     failure = failure_of(error, 0)
     assert (failure.exit_code, failure.restartable) == (code, restartable)
+
+
+def test_a_lost_connection_is_one_line_with_its_place_and_notes():
+    error = RuntimeError("Timed out waiting 15000ms\nfor recv")
+    error.add_note("Stacks of each rank: run/stacks")
+    try:
+        raise error
+    except RuntimeError:
+        failure = failure_of(error, 1, lost_connection=True)
+    assert re.fullmatch(
+        r"rank 1 lost another rank, .+ \(--dist-timeout\): Timed out waiting 15000ms for recv "
+        r"\(at test_failures\.py:\d+\); Stacks of each rank: run/stacks",
+        failure.text,
+    )
+    assert (failure.exit_code, failure.restartable, failure.is_consequence) == (1, True, True)
 
 
 def test_the_first_difference_between_ranks_is_reported():
