@@ -266,7 +266,7 @@ class Campaign:
                 failure = failure or difference(folder, self._references[_layout(case)])
             else:
                 failure = failure or self._again(case, folder, home)
-        said = plain("\n".join(line for line in lines if line.startswith("fsdptrain")) or "\n".join(lines), home, 200)
+        said = plain("\n".join(lines), home, 200)
         self._add(case.fault, failure, phase=case.phase, ended=codes, steps=steps, seconds=seconds, said=said)
         shutil.rmtree(home, ignore_errors=True)
 
@@ -371,7 +371,7 @@ def _signal(pid: int, number: int) -> None:
 
 
 def _without_numbers(line: str) -> str:
-    return re.sub(r"[\d.e+-]+", "0", line)
+    return re.sub(r"[\d.e+-]+", "0", line).replace("ranks", "rank")
 
 
 @contextmanager

@@ -169,4 +169,5 @@ def _short(value: object) -> str:
 
 def plain(text: str, scratch: Path, limit: int = 300) -> str:
     """Return `text` without the paths of this machine, in one line."""
-    return " / ".join(text.replace(str(scratch), "SCRATCH").splitlines())[:limit]
+    text = text.replace(str(scratch), "SCRATCH").replace(str(Path(__file__).parents[1]), "REPO")
+    return " / ".join(text.splitlines())[:limit]
