@@ -92,20 +92,21 @@ def main() -> int:
     report = Report("faults", " ".join((__doc__ or "").split()))
     with tempfile.TemporaryDirectory(prefix="faults-") as name:
         scratch = Path(name)
-        cases = [*disk_cases(scratch), *signal_cases(rng), *stop_cases()]
+        cases = [*stop_cases(), *signal_cases(rng)]
         if library := build_library(scratch):
             os.environ["LD_PRELOAD"] = library
             cases += preload_cases()
+        cases += disk_cases(scratch)
         if options.servers:
             cases += server_cases(os.path.abspath(options.servers))
         cases = [case for case in cases if options.only is None or case.fault in options.only]
         campaign = Campaign(scratch, report)
         for layout in sorted({_layout(case) for case in cases} | {"two ranks"}):
             campaign.measure(layout, next((case for case in cases if _layout(case) == layout), TWO_RANKS))
-        with ThreadPoolExecutor(2) as workers:
-            list(workers.map(campaign.run, cases))
         if options.only is None or "cut cable" in options.only:
             campaign.cut_cable()
+        with ThreadPoolExecutor(2) as workers:
+            list(workers.map(campaign.run, cases))
     return report.finish()
 
 
