@@ -107,8 +107,13 @@ def load_reference(directory: Path, model: nn.Module) -> None:
 _REMEDY = "resume from another with --resume DIR, or start anew with --resume never"
 
 
-def _reasons(error: CheckpointException) -> str:
-    return "; ".join(sorted({f"{type(e).__name__}: {e}" for e, _ in error.failures.values()}))
+def _error_of(caught: CheckpointException, what: str, remedy: str = "") -> BaseException:
+    """Return the error to raise for one of DCP, which also catches Ctrl-C."""
+    causes = [cause for cause, _ in caught.failures.values()]
+    if interrupts := [cause for cause in causes if isinstance(cause, KeyboardInterrupt)]:
+        return interrupts[0]
+    reasons = "; ".join(sorted({f"{type(cause).__name__}: {cause}" for cause in causes}))
+    return CheckpointError(f"{what} ({reasons}){remedy}")
 
 
 def _identity(model: nn.Module, adapter: str | None) -> dict[str, Any]:
@@ -135,14 +140,14 @@ def _write_shards(folder: Path, tensors: dict[str, Tensor], *, group: dist.Proce
     try:
         dcp.save(tensors, storage_writer=writer, process_group=group)
     except CheckpointException as error:
-        raise CheckpointError(f"--output-dir: checkpoint {folder} cannot be written ({_reasons(error)})") from error
+        raise _error_of(error, f"--output-dir: checkpoint {folder} cannot be written") from error
 
 
 def _read_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
     try:
         dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
     except CheckpointException as error:
-        raise CheckpointError(f"checkpoint {folder} cannot be read ({_reasons(error)}): {_REMEDY}") from error
+        raise _error_of(error, f"checkpoint {folder} cannot be read", f": {_REMEDY}") from error
 
 
 def _file_plan(tensors: dict[str, Tensor]) -> dict[str, int]:

@@ -29,7 +29,7 @@ class Failure:
     """Reason why a rank ended."""
 
     time: float  # [s] since the epoch
-    text: str  # one line; for a bug, one line and a traceback
+    text: str  # one line; for a bug, one line and a traceback; for a lost connection, with its last calls
     exit_code: int  # 2 for an FsdptrainError, 1 for a bug
     is_consequence: bool = False  # consequence of another rank's failure
     restartable: bool = True  # may not recur after a restart
@@ -38,14 +38,28 @@ class Failure:
 def failure_of(error: BaseException, rank: int, *, lost_connection: bool = False) -> Failure:
     """Build a Failure from `error`. `lost_connection`: the error is a lost connection to another rank."""
     is_user_error = isinstance(error, FsdptrainError)
-    shown = "".join(traceback.format_exception(error)).rstrip()
+    if is_user_error:
+        text = str(error)
+    elif lost_connection:
+        text = (
+            f"rank {rank} lost another rank, which has ended, hangs or is cut off (--dist-timeout): {_briefly(error)}"
+        )
+    else:
+        text = f"rank {rank} failed\n{''.join(traceback.format_exception(error)).rstrip()}"
     return Failure(
         time=time.time(),
-        text=str(error) if is_user_error else f"rank {rank} failed\n{shown}",
+        text=text,
         exit_code=2 if is_user_error else 1,
         is_consequence=lost_connection or isinstance(error, RankError),
         restartable=not is_user_error or isinstance(error, RankError | RolloutError),
     )
+
+
+def _briefly(error: BaseException) -> str:
+    """Message, last calls and notes in one line."""
+    calls = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)]
+    message = f"{error} (at {' > '.join(calls[-4:])})" if calls else str(error)
+    return " ".join("; ".join([message, *getattr(error, "__notes__", [])]).split())
 
 
 def report_failure(failure: Failure) -> None:

@@ -17,6 +17,7 @@ _CONNECTION_ERRORS = (
     "closed by peer",
     "reset by peer",
     "Timed out waiting",
+    "timeout caused pair closure",  # what collectives after the one that timed out raise
     "Connection refused",
     "Broken pipe",
 )  # gloo, in C++

@@ -196,6 +196,25 @@ def test_a_failure_on_one_rank_is_an_error_of_all_and_leaves_the_last_one_whole(
         assert (latest, step) == ("step_00000001", 1)
 
 
+def interrupt_while_writing(directory: str):
+    """Ctrl-C while torch.distributed.checkpoint makes the folder of the shards, which catches every exception."""
+
+    def audit(event, args):
+        if event == "os.mkdir" and str(args[0]).endswith("shards"):
+            raise KeyboardInterrupt
+
+    model, optimizer = build()
+    folder = CheckpointFolder(Path(directory), keep_last=1)
+    sys.addaudithook(audit)
+    with pytest.raises(KeyboardInterrupt):
+        folder.write(1, lambda path: save_checkpoint(path, model, optimizer, step=1))
+    return folder.latest()
+
+
+def test_an_interrupt_while_writing_is_an_interrupt(tmp_path):
+    assert spawn(1, interrupt_while_writing, str(tmp_path)) == [None]
+
+
 def write_until_killed(directory: str, kill_at: int, pipe, later: bool):
     """One process, one write after the newest checkpoint; SIGKILL in front of its file operation number `kill_at`.
 

@@ -50,7 +50,7 @@ class Result:
 def start(argv: Sequence[str], folder: Path, variables: Mapping[str, str] | None = None) -> ForkServerProcess:
     """Begin `fsdptrain *argv` with more environment variables; its output goes to files in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    process = preloaded_context().Process(target=_main, args=(list(argv), folder, variables or {}))
+    process = preloaded_context().Process(target=main, args=(list(argv), folder, variables or {}))
     process.start()
     return process
 
@@ -96,7 +96,8 @@ def run_with_path(argv: Sequence[str], folder: Path, path: Path, timeout: float 
     return Result(process.exitcode, (folder / "out").read_text(), (folder / "err").read_text())
 
 
-def _main(argv: list[str], folder: Path, variables: Mapping[str, str]) -> None:
+def main(argv: list[str], folder: Path, variables: Mapping[str, str]) -> None:
+    """Become the command: what a process of `start` does."""
     for stream, name in ((sys.stdout, "out"), (sys.stderr, "err")):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream.fileno())
     os.environ.update(variables, OMP_NUM_THREADS="1")

@@ -1,5 +1,7 @@
 """The root cause of several failures, and options that do not match the processes."""
 
+import re
+
 import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -7,7 +9,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError, DataError, RankError, RolloutError
 from fsdptrain.launch.failures import failure_of, report_failure, root_cause
-from fsdptrain.launch.ranks import process_group
+from fsdptrain.launch.ranks import _is_lost_connection, process_group
 from fsdptrain.launch.same_options import difference
 from fsdptrain.rank_variables import ERROR_FILE
 
@@ -49,6 +51,34 @@ def test_the_first_failure_is_the_root_cause(codes, errors, line, tmp_path, monk
 def test_only_user_errors_are_not_restarted(error, code, restartable):
     failure = failure_of(error, 0)
     assert (failure.exit_code, failure.restartable) == (code, restartable)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_lost"),
+    [
+        (RuntimeError("[unbound_buffer.cc:78] Timed out waiting 4000ms for recv operation to complete"), True),
+        (RuntimeError("Application timeout caused pair closure"), True),  # by gloo, in the collective after that
+        (RuntimeError("shapes do not match"), False),
+        (ValueError("Broken pipe"), False),
+    ],
+)
+def test_errors_of_collectives_without_the_other_rank_are_known(error, is_lost):
+    assert _is_lost_connection(error) == is_lost
+
+
+def test_a_lost_connection_is_one_line_with_its_place_and_notes():
+    error = RuntimeError("Timed out waiting 15000ms\nfor recv")
+    error.add_note("Stacks of each rank: run/stacks")
+    try:
+        raise error
+    except RuntimeError:
+        failure = failure_of(error, 1, lost_connection=True)
+    assert re.fullmatch(
+        r"rank 1 lost another rank, .+ \(--dist-timeout\): Timed out waiting 15000ms for recv "
+        r"\(at test_failures\.py:\d+\); Stacks of each rank: run/stacks",
+        failure.text,
+    )
+    assert (failure.exit_code, failure.restartable, failure.is_consequence) == (1, True, True)
 
 
 def test_the_first_difference_between_ranks_is_reported():
