@@ -65,14 +65,14 @@ def combine(recipe: Mapping[str, Any], flags: Mapping[str, Any]) -> tuple[Config
 def read_recipe(path: str | Path) -> dict[str, Any]:
     """Read and validate the values of a recipe, unchanged. Raises ConfigError with the file name."""
     try:
-        size, text = Path(path).stat().st_size, ""
-        if size <= _MOST_BYTES:
-            text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        with open(path, "rb") as file:
+            content = file.read(_MOST_BYTES + 1)  # a device may have no end
+        text = content.decode("utf-8")
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a NUL in the name
         reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
         raise ConfigError(f"--recipe {path} cannot be read: {reason}") from error
-    if size > _MOST_BYTES:
-        raise ConfigError(f"--recipe {path} is not a recipe: it has {size} bytes, more than {_MOST_BYTES}")
+    if len(content) > _MOST_BYTES:
+        raise ConfigError(f"--recipe {path} is not a recipe: it has more than {_MOST_BYTES} bytes")
     try:
         values = yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # a number of 5,000 digits; 1,000 nested lists
