@@ -68,6 +68,9 @@ def _cells(point: tuple[int, float] | None) -> tuple[str, str]:
 def read_series(run: Path, name: str) -> Series:
     """Return the steps and values of one metric, in order."""
     found = [(row["step"], row[name]) for row in read_metrics(run) if row.get(name) is not None]
+    for step, value in found:
+        if not is_number(value):
+            raise ConfigError(f"{run / 'metrics.jsonl'}: {name} of step {step} is {str(value)[:80]!r}, not a number")
     return [float(step) for step, _ in found], [float(value) for _, value in found]
 
 
@@ -88,10 +91,13 @@ def read_rows(path: Path, content: str) -> list[dict[str, Any]]:
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
-            rows.append(json.loads(line))
-            float(rows[-1]["step"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{path}: line {number} is not a record of a run; delete it") from error
+            row = json.loads(line)
+            is_record = is_number(row["step"])
+        except (ValueError, KeyError, TypeError, RecursionError):
+            is_record = False
+        if not is_record:
+            raise ConfigError(f"{path}: line {number} is not a record of a run; delete it")
+        rows.append(row)
     if not rows:
         raise ConfigError(f"{path.parent} has no {path.name} with {content} in it: pass the --output-dir of a run")
     return rows
@@ -100,9 +106,17 @@ def read_rows(path: Path, content: str) -> list[dict[str, Any]]:
 def title(run: Path, names: Sequence[tuple[str, str]] = _TITLE, text: str = "{} of {} on {}") -> str:
     """Return `grpo of Qwen/Qwen3-4B on reasoning_gym:gsm_symbolic`, or the folder name if config.yaml lacks a value."""
     path = run / "config.yaml"
-    config: Mapping[str, Any] = (yaml.safe_load(path.read_text()) if path.is_file() else None) or {}
-    values = [(config.get(section) or {}).get(key) for section, key in names]
+    try:
+        config: Mapping[str, Any] = (yaml.safe_load(path.read_text()) if path.is_file() else None) or {}
+        values = [(config.get(section) or {}).get(key) for section, key in names]
+    except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"{path} is not the configuration of a run: {' '.join(str(error).split())}") from error
     return run.resolve().name if None in values else text.format(*values)
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value of a record is a finite number."""
+    return isinstance(value, int | float) and abs(value) < 1e300
 
 
 def _row(label: str, series: Series, better: Callable[[Sequence[float]], float] | None) -> Row | None:
