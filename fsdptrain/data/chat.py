@@ -14,9 +14,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from fsdptrain.config import DataConfig
-from fsdptrain.data.prompts import check_template
+from fsdptrain.data.prompts import check_template, template_reason
 from fsdptrain.data.rows import as_messages
-from fsdptrain.distributed import one_line
 from fsdptrain.errors import DataError
 from fsdptrain.types import Message
 
@@ -86,7 +85,7 @@ class TurnRenderer:
             roles = ", ".join(str(message["role"]) for message in messages)
             raise DataError(
                 f"the chat template of --hf-checkpoint does not support {roles} after an assistant message: "
-                f"{one_line(error)}"
+                f"{template_reason(error)}"
             ) from error
         before, placeholder, after = str(text).partition(_PLACEHOLDER)
         if not placeholder:

@@ -290,8 +290,14 @@ def _render_chat(
             messages = _prepend_system_prompt(system_prompt, messages)
         return _apply_template(messages, tokenizer, data.chat_template_kwargs)
     except Exception as error:
-        reason = one_line(error)
+        reason = template_reason(error)
         raise DataError(f"the chat template of --hf-checkpoint cannot render row {row_id}: {reason}") from error
+
+
+def template_reason(error: Exception) -> str:
+    """Return the message of a template's own error, or the class and message of another, in one line."""
+    expected = isinstance(error, TemplateError | ValueError | TypeError)  # TypeError: most need text content
+    return " ".join(str(error).split()) if expected else one_line(error)
 
 
 def _try_template(
