@@ -311,6 +311,11 @@ def deep_manifest(folder: Path):
     (folder / "manifest.json").write_text("[" * 9000)
 
 
+def name_nothing(folder: Path):
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"": [0, ""], "a\nb": [0, ""]}))
+
+
 def empty_manifest(folder: Path):
     (folder / "manifest.json").write_text("{}")
 
@@ -331,7 +336,7 @@ def lose_everything(folder: Path):
 
 DAMAGES = [
     *(damage_shard, lose_shard, garble_shard, flip_a_bit, garble_rng, garble_state),
-    *(lose_manifest, empty_manifest, cut_manifest, deep_manifest, lose_everything, *FORGED),
+    *(lose_manifest, empty_manifest, cut_manifest, deep_manifest, name_nothing, lose_everything, *FORGED),
 ]
 
 

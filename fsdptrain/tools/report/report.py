@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fsdptrain.config.recipe import read_mapping
 from fsdptrain.errors import ConfigError
 
 Series = tuple[list[float], list[float]]  # steps, values
@@ -106,11 +106,10 @@ def read_rows(path: Path, content: str) -> list[dict[str, Any]]:
 def title(run: Path, names: Sequence[tuple[str, str]] = _TITLE, text: str = "{} of {} on {}") -> str:
     """Return `grpo of Qwen/Qwen3-4B on reasoning_gym:gsm_symbolic`, or the folder name if config.yaml lacks a value."""
     path = run / "config.yaml"
-    try:
-        config: Mapping[str, Any] = (yaml.safe_load(path.read_text()) if path.is_file() else None) or {}
-        values = [(config.get(section) or {}).get(key) for section, key in names]
-    except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"{path} is not the configuration of a run: {' '.join(str(error).split())}") from error
+    config = read_mapping(path, what=str(path)) if path.is_file() else {}
+    if not all(isinstance(config.get(section) or {}, Mapping) for section, _ in names):
+        raise ConfigError(f"{path} is not the configuration of a run: its sections hold keys with values")
+    values = [(config.get(section) or {}).get(key) for section, key in names]
     return run.resolve().name if None in values else text.format(*values)
 
 

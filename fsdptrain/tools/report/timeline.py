@@ -35,7 +35,10 @@ def read_bars(run: Path, rollouts: tuple[int, int] | None = None) -> list[Bar]:
     path = run / "timeline.jsonl"
     spans = read_rows(path, "a rollout")
     for number, span in enumerate(spans, start=1):
-        if not ("stage" in span and all(is_number(span.get(name)) for name in ("rollout", "begin", "end"))):
+        if not (
+            isinstance(span.get("stage"), str)
+            and all(is_number(span.get(name)) for name in ("rollout", "begin", "end"))
+        ):
             raise ConfigError(f"{path}: line {number} is not a stage of a run; delete it")
     last = max((span["rollout"] for span in spans if span["stage"] == "train"), default=0)
     first, last = rollouts or (max(1, last - DEFAULT_ROLLOUTS + 1), last)

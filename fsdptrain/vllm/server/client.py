@@ -152,7 +152,7 @@ class VLLMClient:
         return self._content(response, what)
 
     def _content(self, response: httpx.Response, what: str) -> Any:
-        text = response.text
+        text = response.content.decode(errors="replace")
         if response.status_code != 200:
             message = f"{self.url} answered {what} with status {response.status_code}: {_shown(text)}"
             is_gone = response.status_code in (502, 503, 504) or any(sign in text for sign in _DEAD_ENGINE)

@@ -90,6 +90,7 @@ def test_a_folder_without_steps_is_one_line(tmp_path, rows):
         ("config.yaml", "algorithm: grpo"),
         ("config.yaml", "\udcff"),
         ("timeline.jsonl", '{"step": 1}\n'),
+        ("timeline.jsonl", '{"step": 1, "stage": [], "rollout": 1, "begin": 0, "end": 1}\n'),
         ("timeline.jsonl", '{"step": 1, "stage": "train", "rollout": "1", "begin": 0, "end": 1}\n'),
     ],
 )

@@ -9,6 +9,7 @@ import time
 from collections.abc import Coroutine, Iterator
 from typing import Any
 
+import httpx
 import pytest
 
 from fsdptrain.errors import RolloutError
@@ -141,6 +142,14 @@ def test_a_completion_of_another_form_is_refused(changes):
     server.texts[GENERATE] = json.dumps({"choices": [COMPLETION], "usage": [1]})
     with pytest.raises(ServerRefusedError, match="without "):
         run_in_loop(server.client.generate({"token_ids": [4]}))
+
+
+def test_answers_are_utf_8_whatever_their_header_says():
+    server = ScriptedServer()
+    server.texts["/is_paused"] = '{"is_paused": "\u00e9"}'
+    assert run_in_loop(server.client.is_paused(timeout=60)) == "\u00e9"
+    strange = httpx.Response(200, content=b'{"a": 1}', headers={"content-type": "application/json; charset=utf-16"})
+    assert server.client._content(strange, "GET /a") == {"a": 1}
 
 
 def test_an_unfinished_completion_counts_as_a_dead_server():
