@@ -2,8 +2,8 @@
 
 Laws. Options: any recipe or command line is refused with an FsdptrainError of one line before a model is loaded, or the
 configuration is valid; a valid one trains a tiny model for one step, or ends with exit code 2 and one line. Bytes: a
-reader of the package returns, or raises FsdptrainError (of a server: ServerError) with one line. It opens no file outside
-of its folder, takes at most 5 s of processor time, and allocates at most 4 GiB.
+reader of the package returns, or raises FsdptrainError (of a server: ServerError) with one line. It opens no file
+outside of its folder, takes at most 5 s of processor time, and allocates at most 4 GiB.
 
     python -m campaigns.fuzz [--examples 2000] [--seed 0] [--only TARGET ...]
 
@@ -14,12 +14,14 @@ example, recorded with the place that raised, and then ignored, to find the next
 import argparse
 import json
 import os
+import re
 import resource
 import shutil
 import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +31,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from campaigns.fuzzing.failures import place_of
-from campaigns.fuzzing.options import flat, small_runs
+from campaigns.fuzzing.options import in_one, small_runs
 from campaigns.fuzzing.targets import TARGETS
 from campaigns.report import Report
 from tests.e2e import command
@@ -40,6 +42,7 @@ RUN_S = 90.0
 MOST_MEMORY = 4 << 30
 ROUNDS = 12  # distinct failures per target
 RUNS = 150 / 2000  # per example
+REFUSED = "refused: "
 
 
 @dataclass(frozen=True)
@@ -130,7 +133,7 @@ def _quiet(name: str, examples: int, number: int, folder: Path) -> None:
 
 
 def train_once(options: list[str], folder: Path, checkpoint: Path) -> str:
-    """Run one step with these options. Returns what broke the law, or "", or "refused"."""
+    """Run one step with these options. Returns what broke the law, or "", or `refused: ` and the line."""
     argv = ["--hf-checkpoint", str(checkpoint), "--output-dir", str(folder / "run"), *command.TINY_RUN]
     process = command.start([*argv, "--num-rollout", "1", *options], folder)
     process.join(RUN_S)
@@ -146,7 +149,7 @@ def train_once(options: list[str], folder: Path, checkpoint: Path) -> str:
         return f"exit code {code}: {(err.strip().splitlines() or [''])[-1][:160]}"
     if code == 2 and not (len(errors) == 1 and err.strip().splitlines()[-1] == errors[0]):
         return f"{len(errors)} lines of errors"
-    return "refused" if code else ""
+    return f"{REFUSED}{re.sub(r'[0-9][0-9.e+-]*', '#', errors[0])[:160]}" if code else ""
 
 
 def shrink(options: list[list[str]], fails: Callable[[list[list[str]]], bool]) -> list[list[str]]:
@@ -162,20 +165,30 @@ def train_many(report: Report, count: int, number: int, root: Path) -> None:
     """Train one step with `count` valid configurations, and report the failures."""
     checkpoint = save_tiny_checkpoint(root / "model")
     drawn: list[list[list[str]]] = []
-    _run(drawn.append, small_runs(str(checkpoint)), 3 * count, number)
+
+    def again(options: list[list[str]]) -> str:
+        return train_once(in_one(options), root / "again", checkpoint)
+
+    _run(lambda options: drawn.append(options), small_runs(str(checkpoint)), 3 * count, number)
     chosen = [list(options) for options in dict.fromkeys(tuple(map(tuple, options)) for options in drawn) if options]
-    refused, seen = 0, dict[str, str]()
+    refused, seen = Counter[str](), dict[str, str]()
     for i, options in enumerate(chosen[:count]):
         words = [list(option) for option in options]
-        outcome = train_once(flat(words), root / f"run{i}", checkpoint)
-        refused += outcome == "refused"
-        if outcome in ("", "refused") or outcome in seen:
-            continue
-        small = shrink(words, lambda few: train_once(flat(few), root / "again", checkpoint) == outcome)  # noqa: B023
-        seen[outcome] = " ".join(flat(small))
+        outcome = train_once(in_one(words), root / f"run{i}", checkpoint)
+        if outcome.startswith(REFUSED):
+            refused[outcome.removeprefix(REFUSED).replace(str(root), "<tmp>")] += 1
+        elif outcome and outcome not in seen:
+            seen[outcome] = " ".join(in_one(shrink(words, lambda few: again(few) == outcome)))  # noqa: B023
     for outcome, example in seen.items():
         report.add("one step", outcome.replace(str(root), "<tmp>"), target="failure", example=example)
-    report.add("one step", None, target="all", examples=min(count, len(chosen)), refused=refused)
+    report.add(
+        "one step",
+        None,
+        target="all",
+        examples=min(count, len(chosen)),
+        refused=sum(refused.values()),
+        refusals=dict(refused),
+    )
 
 
 def main() -> int:

@@ -57,7 +57,7 @@ NOT_RUN = frozenset(
 )
 
 
-def flat(parts: Iterable[list[str]]) -> list[str]:
+def in_one(parts: Iterable[list[str]]) -> list[str]:
     return list(chain.from_iterable(parts))
 
 
@@ -117,7 +117,7 @@ def command_lines() -> st.SearchStrategy[list[str]]:
         lambda flat: [f"--no-{flat.replace('_', '-')}"]
     )
     joined = _one_option(invalid=True).map(lambda option: ["=".join(words_of(*option)[:2])])
-    return st.lists(flag | flag | odd | joined, max_size=4).map(flat)
+    return st.lists(flag | flag | odd | joined, max_size=4).map(in_one)
 
 
 def words_of(name: str, value: Any) -> list[str]:
@@ -167,7 +167,7 @@ def small_runs(draw: st.DrawFn, checkpoint: str) -> list[list[str]]:
         words = words_of(flat, draw(_run_value(flat)))
         more = [*chosen, words]
         try:
-            resolve(["--hf-checkpoint", checkpoint, *TINY_RUN, "--num-rollout", "1", *flat(more)])
+            resolve(["--hf-checkpoint", checkpoint, *TINY_RUN, "--num-rollout", "1", *in_one(more)])
         except FsdptrainError:
             continue
         chosen = more

@@ -53,7 +53,16 @@ def cases() -> list[Case]:
         for name, variables, texts in ENVIRONMENTS
     ]
     harmless = [
-        Case("environment", name, flags("--num-rollout", "0"), (), 0, variables, is_fresh=True, why="does not matter")
+        Case(
+            "environment",
+            name,
+            flags("--num-rollout", "0", "--no-export"),
+            (),
+            0,
+            variables,
+            is_fresh=True,
+            why="does not matter",
+        )
         for name, variables in HARMLESS
     ]
     return wrong + harmless
