@@ -10,6 +10,7 @@ from typing import Any
 
 import fsdptrain
 from fsdptrain.errors import FsdptrainError
+from fsdptrain.launch.failures import failure_of
 from fsdptrain.vllm.server.client import ServerError
 
 MOST_S = 5.0
@@ -31,8 +32,9 @@ def reads(read: Callable[[], Any], *, within: Path | None = None) -> None:
     try:
         read()
     except (FsdptrainError, ServerError) as error:
-        if "\n" in str(error) or len(str(error)) > LONGEST:
-            raise LawError(f"a message of {len(str(error).splitlines())} lines: {str(error)[:80]!r}") from error
+        shown = failure_of(error, rank=0).text if isinstance(error, FsdptrainError) else str(error)
+        if len(shown.splitlines()) > 1 or len(shown) > LONGEST:
+            raise LawError(f"{len(shown.splitlines())} lines, {len(shown)} characters: {shown[:80]!r}") from error
     finally:
         opened, _opened = _opened, None
     seconds = time.process_time() - start

@@ -56,6 +56,16 @@ def train(place: Place, *words: str) -> list[str]:
     return ["--hf-checkpoint", str(place.checkpoint), "--output-dir", str(place.output), *UNEVALUATED, *words]
 
 
+def with_file(name: str, content: str | bytes, *words: str) -> Prepare:
+    """Train with these words, and a file in the folder of the case."""
+
+    def prepare(place: Place) -> list[str]:
+        place.file(name, content)
+        return train(place, *words)
+
+    return prepare
+
+
 def flags(*words: str) -> Prepare:
     return lambda place: train(place, *words)
 

@@ -1,6 +1,6 @@
 """The inputs of the other groups, unbroken."""
 
-from campaigns.inputs.case import Case, Prepare, flags, train
+from campaigns.inputs.case import Case, Prepare, flags, train, with_file
 from campaigns.inputs.commands import export_of, words
 from campaigns.inputs.data import ROWS, USER, data, every, jsonl, sft
 from campaigns.inputs.recipe import recipe
@@ -20,7 +20,7 @@ def cases() -> list[Case]:
         ("the same row twelve times", data(jsonl([ROWS[0] | {"id": 1}] * 12))),
         ("sft", sft()),
         ("checkpoint", lambda p: train(p, "--hf-checkpoint", str(p.model()), "--system-prompt", "auto")),
-        ("reward", lambda p: p.file("good.py", returns("len(response) % 3")) and train(p, "--reward", "good:f")),
+        ("reward", with_file("good.py", returns("len(response) % 3"), "--reward", "good:f")),
         ("resume", resume(lambda p, n: None)),
         ("inspect", words("inspect", "--hf-checkpoint", "{model}", "--against-checkpoint")),
         ("plan", words("plan", "--hf-checkpoint", "{model}", "--gpu-memory-gib", "80")),

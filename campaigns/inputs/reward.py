@@ -1,11 +1,11 @@
 """Rewards that cannot be imported, do not fit their calls, raise, hang or return something else."""
 
-from campaigns.inputs.case import Case, Prepare, train
+from campaigns.inputs.case import Case, Prepare, with_file
 
 
 def reward(code: str, *more: str) -> Prepare:
     """`more` is given after --reward bad:f."""
-    return lambda place: place.file("bad.py", code) and train(place, "--reward", *(more or ("bad:f",)))
+    return with_file("bad.py", code, "--reward", *(more or ("bad:f",)))
 
 
 def returns(value: str) -> str:
@@ -31,7 +31,7 @@ REWARDS: list[tuple[str, Prepare, tuple[str, ...]]] = [
     ("import needs a missing module", reward("import nothing_here\n"), ("--reward", "nothing_here")),
     (
         "not UTF-8",
-        lambda place: place.file("bad.py", b"x = '\xff'\n") and train(place, "--reward", "bad:f"),
+        with_file("bad.py", b"x = '\xff'\n", "--reward", "bad:f"),
         ("--reward",),
     ),
     ("a number", reward("f = 3\n"), ("--reward", "bad:f")),

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 _FIELDS = "fsdptrain"  # our part of an error file
+_LONGEST = 4000  # characters of a message
 _WAIT_FOR_FIRST_RANK_S = 2.0  # [s] for the first rank of a machine to speak: then torchrun ends the others
 
 
@@ -41,11 +42,17 @@ def failure_of(error: BaseException, rank: int, *, lost_connection: bool = False
     shown = "".join(traceback.format_exception(error)).rstrip()
     return Failure(
         time=time.time(),
-        text=str(error) if is_user_error else f"rank {rank} failed\n{shown}",
+        text=_one_line(str(error)) if is_user_error else f"rank {rank} failed\n{shown}",
         exit_code=2 if is_user_error else 1,
         is_consequence=lost_connection or isinstance(error, RankError),
         restartable=not is_user_error or isinstance(error, RankError | RolloutError),
     )
+
+
+def _one_line(message: str) -> str:
+    """Return a message that may quote names from files in one line of limited length."""
+    line = " ".join(message.splitlines())
+    return line if len(line) <= _LONGEST else line[:_LONGEST] + " ..."
 
 
 def report_failure(failure: Failure) -> None:

@@ -91,13 +91,12 @@ def read_rows(path: Path, content: str) -> list[dict[str, Any]]:
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
-            row = json.loads(line)
-            is_record = is_number(row["step"])
+            rows.append(json.loads(line))
+            is_record = is_number(rows[-1]["step"])
         except (ValueError, KeyError, TypeError, RecursionError):
             is_record = False
         if not is_record:
             raise ConfigError(f"{path}: line {number} is not a record of a run; delete it")
-        rows.append(row)
     if not rows:
         raise ConfigError(f"{path.parent} has no {path.name} with {content} in it: pass the --output-dir of a run")
     return rows
