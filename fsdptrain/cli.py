@@ -197,6 +197,7 @@ def inspect(argv: Sequence[str]) -> int:
     if _asks_for_help(argv):
         return _print_help("fsdptrain inspect", INSPECT_USAGE, {"hf_checkpoint": HF_CHECKPOINT, **INSPECT})
     resolved = resolve(argv, INSPECT)
+    _check_machine({"num_gpus": resolved.own["num_gpus"]})
     _silence_libraries()
     if resolved.config.model.backend == "megatron":
         return _inspect_megatron(resolved)
@@ -211,6 +212,12 @@ def inspect(argv: Sequence[str]) -> int:
         print_inspection(found)
     inspection.raise_problems(found, strict=resolved.config.model.strict)
     return 0
+
+
+def _check_machine(machine: Mapping[str, float | None]) -> None:
+    for key, value in machine.items():
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"{PLAN[key].flag} must be above 0 and finite, got {value}")
 
 
 def _inspect_megatron(resolved: Resolved) -> int:
@@ -237,9 +244,7 @@ def plan(argv: Sequence[str]) -> int:
         return _print_help("fsdptrain plan", PLAN_USAGE, {"hf_checkpoint": HF_CHECKPOINT, **PLAN})
     resolved = resolve(argv, PLAN)
     machine = {key: resolved.own[key] for key in ("num_gpus", "gpu_memory_gib", "host_memory_gib")}
-    for key, value in machine.items():
-        if value is not None and not 0 < value < math.inf:
-            raise ConfigError(f"{PLAN[key].flag} must be above 0 and finite, got {value}")
+    _check_machine(machine)
     if resolved.config.model.backend == "megatron":
         raise ConfigError("fsdptrain plan supports --backend fsdp only")
     check_world_size(resolved.config, machine["num_gpus"])
@@ -282,8 +287,9 @@ def _range(text: str | None) -> tuple[int, int] | None:
     if text is None:
         return None
     first, _, last = text.partition(":")
-    if not (first.isdigit() and last.isdigit() and int(first) <= int(last)):
-        raise ConfigError(f"--rollouts must be FIRST:LAST, got {text!r}, e.g. --rollouts 10:13")
+    numbers = [word for word in (first, last) if word.isascii() and word.isdigit() and len(word) < 10]
+    if len(numbers) < 2 or int(first) > int(last):
+        raise ConfigError(f"--rollouts must be FIRST:LAST, got {text[:80]!r}, e.g. --rollouts 10:13")
     return int(first), int(last)
 
 

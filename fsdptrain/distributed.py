@@ -91,6 +91,8 @@ class raise_on_all_ranks:  # noqa: N801 - reads as a verb: `with raise_on_all_ra
 
 def one_line(error: BaseException) -> str:
     """Return the message of `error` without line breaks. Prefixes the class name unless it is an FsdptrainError."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
     text = " ".join(str(error).split())
     if isinstance(error, FsdptrainError):
         return text

@@ -69,7 +69,7 @@ def _integer(
     environment: Mapping[str, str], name: str, *, low: int = 0, high: int = sys.maxsize, default: str = ""
 ) -> int:
     text = _text(environment, name, default)
-    if not (text.isascii() and text.isdecimal() and low <= int(text) <= high):
+    if not (text.isascii() and text.isdecimal() and len(text) < 20 and low <= int(text) <= high):
         bounds = f"from {low} to {high}" if high < sys.maxsize else f"of at least {low}"
         raise ConfigError(f"{name}={text} in the environment must be an integer {bounds}: {_REMEDY}")
     return int(text)

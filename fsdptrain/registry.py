@@ -84,6 +84,8 @@ def _check_call(found: Any, call: Callable[[Any], Any], *, where: str) -> None:
         return
     except TypeError as error:
         raise ConfigError(f"{where} is not a function") from error
+    if inspect.iscoroutinefunction(found):
+        raise ConfigError(f"{where} is async, and nothing awaits its result: make it a function")
     try:
         call(signature.bind)
     except TypeError as error:

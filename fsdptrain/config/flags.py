@@ -155,7 +155,7 @@ def convert(option: Option, tokens: Sequence[str]) -> Any:
         raise ConfigError(f"{option.flag} needs a value: {describe(option.annotation)}")
     try:
         return TypeAdapter(option.annotation).validate_python(_parsed(option, tokens))
-    except (ValueError, yaml.YAMLError):
+    except (ValueError, yaml.YAMLError, RecursionError):  # RecursionError: 1,000 nested lists
         shown = " ".join(tokens)
         hint = near(shown, option.annotation)
         raise ConfigError(f"{option.flag} must be {describe(option.annotation)}, got {shown!r}{hint}") from None

@@ -33,6 +33,7 @@ _COLORS: dict[Source, str] = {
     "flag": "\x1b[1;33m",
 }
 _MOST_BYTES = 1 << 20  # of a recipe: the parser takes 35 s for 10 MB
+_MOST_BRACKETS = 2000  # the time of nested ones grows with their square
 _NOT_WRITTEN = ("dry_run", "probe")  # these would make the recipe only print itself
 
 
@@ -64,29 +65,35 @@ def combine(recipe: Mapping[str, Any], flags: Mapping[str, Any]) -> tuple[Config
 
 def read_recipe(path: str | Path) -> dict[str, Any]:
     """Read and validate the values of a recipe, unchanged. Raises ConfigError with the file name."""
-    try:
-        size, text = Path(path).stat().st_size, ""
-        if size <= _MOST_BYTES:
-            text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
-        raise ConfigError(f"--recipe {path} cannot be read: {reason}") from error
-    if size > _MOST_BYTES:
-        raise ConfigError(f"--recipe {path} is not a recipe: it has {size} bytes, more than {_MOST_BYTES}")
-    try:
-        values = yaml.load(text, Loader=_Loader)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a number of 5,000 digits; 1,000 nested lists
-        raise ConfigError(f"--recipe {path} is not YAML: {_one_line(error)}") from error
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise ConfigError(
-            f"--recipe {path} must hold keys with values, such as `lr: 1e-6`, got {type(values).__name__}"
-        )
+    values = read_mapping(path, what=f"--recipe {path}")
     try:
         build_sections(flatten(values))
     except ConfigError as error:
         raise ConfigError(f"recipe {path}: {error}") from error
+    return values
+
+
+def read_mapping(path: str | Path, *, what: str) -> dict[str, Any]:
+    """Read a YAML file of keys with values. Raises ConfigError, which begins with `what`."""
+    try:
+        with open(path, "rb") as file:
+            content = file.read(_MOST_BYTES + 1)  # a device may have no end
+        text = content.decode("utf-8")
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a NUL in the name
+        reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
+        raise ConfigError(f"{what} cannot be read: {reason}") from error
+    if len(content) > _MOST_BYTES:
+        raise ConfigError(f"{what} is not a recipe: it has more than {_MOST_BYTES} bytes")
+    if text.count("[") + text.count("{") > _MOST_BRACKETS:
+        raise ConfigError(f"{what} is not a recipe: it has more than {_MOST_BRACKETS} brackets")
+    try:
+        values = yaml.load(text, Loader=_Loader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a number of 5,000 digits; 1,000 nested lists
+        raise ConfigError(f"{what} is not YAML: {_one_line(error)}") from error
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"{what} must hold keys with values, such as `lr: 1e-6`, got {type(values).__name__}")
     return values
 
 

@@ -20,6 +20,7 @@ from fsdptrain.config.rollout import BatchConfig, RolloutConfig, SyncConfig
 from fsdptrain.config.rules import Column, Condition, NoEffectError
 from fsdptrain.config.run import LaunchConfig, LogConfig, RunConfig
 from fsdptrain.config.section import STRICT, RankGroup, Section
+from fsdptrain.errors import ConfigError
 
 S = TypeVar("S", bound=Section)
 
@@ -299,6 +300,8 @@ def build_sections(values: Mapping[str, Any]) -> dict[str, Section]:
     """Build and validate the sections of `values` (flat). Raises ConfigError for the first invalid field."""
     grouped: dict[str, dict[str, Any]] = {}
     for flat, value in values.items():
+        if isinstance(value, str) and "\0" in value:  # no file has such a name
+            raise ConfigError(f"{all_keys()[flat].flag} holds a NUL character: {value!r:.80}")
         grouped.setdefault(all_keys()[flat].section, {})[all_keys()[flat].name] = value
     sections: dict[str, Section] = {}
     for name, fields in grouped.items():

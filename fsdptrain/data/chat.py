@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from fsdptrain.config import DataConfig
-from fsdptrain.data.prompts import check_template
+from fsdptrain.data.prompts import check_template, template_reason
 from fsdptrain.data.rows import as_messages
 from fsdptrain.errors import DataError
 from fsdptrain.types import Message
@@ -82,10 +81,11 @@ class TurnRenderer:
             text = self.tokenizer.apply_chat_template(
                 chat, tokenize=False, add_generation_prompt=generation, **template_kwargs
             )
-        except (TemplateError, ValueError, TypeError) as error:
+        except Exception as error:
             roles = ", ".join(str(message["role"]) for message in messages)
             raise DataError(
-                f"the chat template of --hf-checkpoint does not support {roles} after an assistant message: {error}"
+                f"the chat template of --hf-checkpoint does not support {roles} after an assistant message: "
+                f"{template_reason(error)}"
             ) from error
         before, placeholder, after = str(text).partition(_PLACEHOLDER)
         if not placeholder:

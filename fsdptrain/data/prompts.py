@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from fsdptrain.config import DataConfig, RolloutConfig
 from fsdptrain.data.rows import Row, Rows, as_messages, content_hash
 from fsdptrain.data.sources import GENERATOR
+from fsdptrain.distributed import one_line
 from fsdptrain.errors import ConfigError, DataError
 from fsdptrain.protocols import PromptProcessor
 from fsdptrain.types import Images, Message, Metrics, Prompt
@@ -288,8 +289,15 @@ def _render_chat(
                 return text
             messages = _prepend_system_prompt(system_prompt, messages)
         return _apply_template(messages, tokenizer, data.chat_template_kwargs)
-    except (TemplateError, ValueError, TypeError) as error:  # TypeError: most templates need text content
-        raise DataError(f"the chat template of --hf-checkpoint cannot render row {row_id}: {error}") from error
+    except Exception as error:
+        reason = template_reason(error)
+        raise DataError(f"the chat template of --hf-checkpoint cannot render row {row_id}: {reason}") from error
+
+
+def template_reason(error: Exception) -> str:
+    """Return the message of a template's own error, or the class and message of another, in one line."""
+    expected = isinstance(error, TemplateError | ValueError | TypeError)  # TypeError: most need text content
+    return " ".join(str(error).split()) if expected else one_line(error)
 
 
 def _try_template(

@@ -63,7 +63,8 @@ def _generate(task: str, options: dict[str, Any], *, flag: str) -> Rows:
             raise ConfigError(f"{where}: no parameter {name!r}{suggest(name, known)}; it takes {', '.join(known)}")
     try:
         dataset = reasoning_gym.create_dataset(task, **options)
-    except (AssertionError, TypeError, ValueError) as error:
+        len(dataset)  # some tasks take a size of any type
+    except (AssertionError, TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"{where} does not take {options}: {first_line(error)}") from error
     return _GeneratedRows(task, dataset)
 
@@ -77,7 +78,7 @@ def _parse_options(query: str, *, flag: str) -> dict[str, Any]:
             raise ConfigError(f"{flag}: {part!r} after ? must be name=value")
         try:
             value = yaml.safe_load(text)
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, ValueError, RecursionError) as error:  # 5,000 digits, 1,000 nested lists
             raise ConfigError(f"{flag}: {name}={text} is not a YAML value: {first_line(error)}") from error
         is_exponent = isinstance(value, str) and re.fullmatch(r"[-+]?\d+[eE][-+]?\d+", value)
         options[name] = float(value) if is_exponent else value  # PyYAML parses 1e-3, without a dot, as a string

@@ -1,5 +1,6 @@
 """Rows of tables: JSONL and parquet files, `datasets` by name or folder, lists of mappings, environments."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,7 +88,7 @@ class _TableRows:
             id=row_id,
             prompt=_checked_prompt(values.get(self.input_key), row_id, self.input_key),
             label=values.get(self.label_key) if self.label_key else None,
-            metadata=(values.get(self.metadata_key) or {}) if self.metadata_key else {},
+            metadata=_checked_metadata(values, row_id, self.metadata_key),
             images=as_images(values.get(self.image_key), self.folder) if self.image_key else (),
         )
 
@@ -107,12 +108,21 @@ def _checked_prompt(prompt: Any, row_id: str, column: str) -> str | list[Message
     if isinstance(prompt, str):
         return prompt
     is_chat = isinstance(prompt, list) and prompt and all(isinstance(m, Mapping) for m in prompt)
-    if not is_chat or not all(m.get("role") is not None and m.get("content") is not None for m in prompt):
+    if not is_chat or not all(
+        isinstance(m.get("role"), str) and isinstance(m.get("content"), str | list) for m in prompt
+    ):
         raise DataError(
             f"--input-key {column}: row {row_id}, counted from 0, holds {str(prompt)[:80]!r}; "
             "a prompt is a text or a list of messages with role and content"
         )
     return prompt
+
+
+def _checked_metadata(values: Mapping[str, Any], row_id: str, column: str | None) -> Mapping[str, Any]:
+    found = (values.get(column) or {}) if column else {}
+    if not isinstance(found, Mapping):
+        raise DataError(f"--metadata-key {column}: row {row_id}, counted from 0, holds {found!r:.80}, not a mapping")
+    return found
 
 
 def _check_column(option: str, column: str, row: Mapping[str, Any], *, where: str) -> None:
@@ -141,6 +151,8 @@ def _load_table(name: str, options: dict[str, Any], *, flag: str) -> Table:
         if is_file:
             if path.stat().st_size == 0:
                 raise DataError(f"{flag} {name} has no rows: the file is empty")
+            if path.suffix != ".parquet":
+                _check_begin(path, where=f"{flag} {name}")
             datasets.disable_progress_bars()  # reading a local file is fast
             return datasets.load_dataset(FILE_FORMATS[path.suffix], data_files=name, split="train")
         if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
@@ -149,6 +161,21 @@ def _load_table(name: str, options: dict[str, Any], *, flag: str) -> Table:
     except (OSError, ValueError, KeyError, RuntimeError, DatasetsError) as error:
         cause = error.__cause__ or error
         raise DataError(f"{flag} {name} cannot be read: {first_line(cause)}") from error
+
+
+def _check_begin(path: Path, *, where: str) -> None:
+    """Raise DataError for a JSON file that begins with null, which crashes pyarrow, or nests so deep that it hangs."""
+    with path.open("rb") as file:
+        lines = (line.strip() for line in iter(lambda: file.readline(1 << 20), b""))
+        first = next(filter(None, lines), b"").removeprefix(b"\xef\xbb\xbf")
+    if first[:1] not in (b"", b"{", b"["):
+        raise DataError(f"{where} cannot be read: it begins with {first[:20]!r}, which is not JSON objects")
+    try:
+        json.loads(first)
+    except RecursionError:
+        raise DataError(f"{where} cannot be read: its first row is nested too deep") from None
+    except ValueError:  # an object on several lines; pyarrow decides
+        return
 
 
 def _load_saved(path: Path, split: str) -> Table:

@@ -171,10 +171,12 @@ def read_state(directory: Path, ours: dict[str, Any]) -> dict[str, Any]:
             check_manifest(directory)
     except CheckpointError as error:
         raise CheckpointError(f"{error}: {_REMEDY}") from None
-    except (OSError, ValueError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
         raise CheckpointError(f"checkpoint {directory} is broken ({error}): {_REMEDY}") from error
     if state.get("format") != _FORMAT:
         raise CheckpointError(f"checkpoint {directory} has format {state.get('format')}, not {_FORMAT}: {_REMEDY}")
+    if type(state.get("step")) is not int or not {"model", "optimizer"} <= state.keys():
+        raise CheckpointError(f"checkpoint {directory} is broken ({_STATE} is not of a run): {_REMEDY}")
     theirs = state["model"]
     if ours != theirs:
         raise CheckpointError(

@@ -186,7 +186,7 @@ def check_manifest(directory: Path) -> None:
     for an unreadable manifest.
     """
     manifest = json.loads((directory / MANIFEST).read_text())
-    here, folders = _file_names(directory), {Path(name).parts[0] for name in manifest}
+    here, folders = _file_names(directory), {name.partition("/")[0] for name in manifest}
     unknown = [name for name in here if name not in manifest and name != MANIFEST and _is_ours(Path(name), folders)]
     broken = [f"{name} is not in its manifest" for name in unknown]
     broken += [f"{name} is missing" for name in manifest.keys() - {*here}]
@@ -194,7 +194,7 @@ def check_manifest(directory: Path) -> None:
         found = digests(directory, sorted(manifest)[dist.get_rank() :: dist.get_world_size()])
         broken = [f"{name} has changed" for name in found if found[name] != tuple(manifest[name])]
     if broken:
-        raise CheckpointError(f"checkpoint {directory} is broken: {min(broken)}")
+        raise CheckpointError(f"checkpoint {directory} is broken: {' '.join(min(broken).split())}")
 
 
 def _is_ours(name: Path, folders: Set[str]) -> bool:

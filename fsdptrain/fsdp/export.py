@@ -15,6 +15,7 @@ from fsdptrain.feature import NO_FEATURES, Features
 from fsdptrain.fsdp.export_folder import MARKER, publish_folder, temporary_of
 from fsdptrain.fsdp.hub_files import FILE_BYTES, write_stream
 from fsdptrain.fsdp.stream import stream_weights
+from fsdptrain.model.loading.formats import read_config
 
 _WEIGHT_SUFFIXES = {".bin", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth", ".safetensors"}
 _NOT_COPIED = {"config.json", "README.md", ".gitattributes", MARKER}
@@ -56,7 +57,7 @@ def copy_rest(source: Path, target: Path, *, but: Set[str] = frozenset()) -> Non
 
 def write_config(source: Path, target: Path, dtype: torch.dtype) -> None:
     """Write the config of `source` with the new dtype and without quantization."""
-    config = json.loads((source / "config.json").read_text())
+    config = read_config(source)
     config.pop("quantization_config", None)
     config.pop("torch_dtype", None)  # older name of `dtype`
     config["dtype"] = str(dtype).removeprefix("torch.")

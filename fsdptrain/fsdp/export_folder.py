@@ -20,8 +20,8 @@ def check_target(target: Path, *, flag: str, sources: Iterable[str | None] = ())
         reason = "it is the current folder"
     elif any(source and os.path.exists(source) and Path(source).resolve().is_relative_to(real) for source in sources):
         reason = "it is or holds a model that this run reads"
-    elif real.exists() and not real.is_dir():
-        reason = "it is a file"
+    elif not (existing := next(path for path in (real, *real.parents) if path.exists())).is_dir():
+        reason = f"{existing} is a file"
     elif foreign := _foreign(real):
         reason = f"it holds {foreign}, which is not of an export; move it away"
     else:
@@ -53,7 +53,10 @@ def publish_folder(target: Path) -> None:
 def _foreign(folder: Path) -> str:
     """Return something in `folder` that no export wrote, or "". An export may hold another, of its adapter."""
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    written = json.loads((folder / MARKER).read_text())["files"] if MARKER in names else []
+    try:
+        written = set(json.loads((folder / MARKER).read_text())["files"]) if MARKER in names else set[str]()
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return MARKER
     known = {
         MARKER,
         *written,

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 _FIELDS = "fsdptrain"  # our part of an error file
+_LONGEST = 4000  # characters of a message
 _WAIT_FOR_FIRST_RANK_S = 2.0  # [s] for the first rank of a machine to speak: then torchrun ends the others
 
 
@@ -39,7 +40,7 @@ def failure_of(error: BaseException, rank: int, *, lost_connection: bool = False
     """Build a Failure from `error`. `lost_connection`: the error is a lost connection to another rank."""
     is_user_error = isinstance(error, FsdptrainError)
     if is_user_error:
-        text = str(error)
+        text = _one_line(str(error))
     elif lost_connection:
         text = (
             f"rank {rank} lost another rank, which has ended, hangs or is cut off (--dist-timeout): {_briefly(error)}"
@@ -60,6 +61,12 @@ def _briefly(error: BaseException) -> str:
     calls = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)]
     message = f"{error} (at {' > '.join(calls[-4:])})" if calls else str(error)
     return " ".join("; ".join([message, *getattr(error, "__notes__", [])]).split())
+
+
+def _one_line(message: str) -> str:
+    """Return a message that may quote names from files in one line of limited length."""
+    line = " ".join(message.splitlines())
+    return line if len(line) <= _LONGEST else line[:_LONGEST] + " ..."
 
 
 def report_failure(failure: Failure) -> None:

@@ -74,6 +74,8 @@ def to_result(value: Any, *, name: str = "") -> RewardResult:
     """
     if value is None:
         return RewardResult(None)
+    if isinstance(value, Mapping) and not value:
+        raise ValueError("the reward returned an empty mapping")
     parts = {_name(key): _number(part) for key, part in value.items()} if isinstance(value, Mapping) else {}
     total = parts.pop("reward", math.fsum(parts.values())) if isinstance(value, Mapping) else _number(value)
     if abs(total) > MOST_REWARD:

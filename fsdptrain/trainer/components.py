@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from fsdptrain import platform, registry
 from fsdptrain.algo.advantages import AdvantageRule
@@ -22,11 +22,11 @@ from fsdptrain.algo.losses import LOSSES
 from fsdptrain.config import Config
 from fsdptrain.config.algorithm import AlgorithmConfig
 from fsdptrain.data.prompts import PromptStream
-from fsdptrain.distributed import raise_on_all_ranks
+from fsdptrain.distributed import one_line, raise_on_all_ranks
 from fsdptrain.errors import CheckpointError, ConfigError, DataError
 from fsdptrain.feature import Features, check_features, load_features
 from fsdptrain.loggers import build_loggers
-from fsdptrain.model.loading.meta import resolve_checkpoint
+from fsdptrain.model.loading.meta import model_config, resolve_checkpoint
 from fsdptrain.model.probes.kernels import require_no_fallback
 from fsdptrain.protocols import FeatureEngine, InFlightEngine, Logger, Loss, RewardFunction, RolloutEngine
 from fsdptrain.rewards.build import build_reward, reads_environment
@@ -144,15 +144,16 @@ def load_environment(config: Config) -> tuple["LoadedEnvironment | None", Config
 
 def load_tokenizer(checkpoint: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     """Load the tokenizer. CheckpointError if there is none: transformers would create an empty one by model type."""
+    config = model_config(checkpoint, trust_remote_code=trust_remote_code)
     try:
         tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"--hf-checkpoint {checkpoint} has no tokenizer that can be loaded: {error}") from error
+    except Exception as error:
+        reason = one_line(error)
+        raise CheckpointError(f"--hf-checkpoint {checkpoint} has no tokenizer that can be loaded: {reason}") from error
     if not tokenizer("a", add_special_tokens=False)["input_ids"]:
         raise CheckpointError(
             f"--hf-checkpoint {checkpoint} has no tokenizer with a vocabulary: is tokenizer.json missing?"
         )
-    config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
     largest, size = _largest_used_id(tokenizer), getattr(config.get_text_config(), "vocab_size", None)
     if size is not None and largest >= size:
         raise CheckpointError(

@@ -311,8 +311,8 @@ class TrainingLoop:
             return
         with raise_on_all_ranks(CheckpointError, f"--resume: checkpoint {checkpoint}"):
             self._stream.load_state_dict(progress["stream"])
+            self._report.totals = {name: float(progress["totals"][name]) for name in self._report.totals}
         self.step = self._backend.load(checkpoint)
-        self._report.totals = progress["totals"]
         self._kl.scale = progress.get("kl_scale", 1.0)  # older checkpoints have none
         self._num_updates = progress.get("num_updates", 1)
 

@@ -67,9 +67,17 @@ def open_folder(config: Config) -> RunFolder:
                 sources = (config.model.hf_checkpoint, config.ref.load)
                 check_target(folder / EXPORT, flag=f"--output-dir {folder}", sources=sources)
         if checkpoint is not None:
-            progress = json.loads((checkpoint / PROGRESS_FILE).read_text())
+            progress = _read_progress(checkpoint)
             _tell_changes(config, checkpoint, progress["step"])
     return RunFolder(folder, checkpoint, progress)
+
+
+def _read_progress(checkpoint: Path) -> dict[str, Any]:
+    """Raises CheckpointError for a file that no run has written."""
+    found = json.loads((checkpoint / PROGRESS_FILE).read_text())
+    if not isinstance(found, dict) or type(found.get("step")) is not int or found["step"] < 0:
+        raise CheckpointError(f"--resume: {PROGRESS_FILE} of checkpoint {checkpoint} is not of a run: choose another")
+    return found
 
 
 def _refuse_other_experiment(config: Config, folder: Path, checkpoint: Path | None) -> None:
@@ -121,6 +129,11 @@ def _is_same_path(old: Any, new: Any) -> bool:
 
 
 def _refuse_used_folder(config: Config, folder: Path) -> None:
+    checkpoints = folder / "checkpoints"
+    if checkpoints.exists() and not checkpoints.is_dir():
+        raise ConfigError(
+            f"--output-dir {folder}: {checkpoints.name} is a file: move it away, or choose another folder"
+        )
     if config.run.resume == "never" and (folder / CONFIG_FILE).exists():
         raise ConfigError(
             f"--output-dir {folder} holds a run already: choose another folder, or go on with it by --resume auto"

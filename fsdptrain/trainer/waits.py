@@ -7,6 +7,8 @@ from functools import partial
 import torch.distributed as dist
 
 from fsdptrain.config import Config
+from fsdptrain.distributed import raise_on_all_ranks
+from fsdptrain.errors import ConfigError
 from fsdptrain.rollout.stacks import StackDump
 from fsdptrain.trainer.run_dir import RunFolder
 
@@ -22,6 +24,7 @@ def watched_waits(config: Config, folder: RunFolder, stack: ExitStack) -> Waits:
     """
     if config.engine_has_own_devices:
         return nullcontext
-    stacks = StackDump(folder.path / "stacks", dist.get_rank())
+    with raise_on_all_ranks(ConfigError, f"--output-dir {folder.path} cannot be written: choose another"):
+        stacks = StackDump(folder.path / "stacks", dist.get_rank())
     stack.callback(stacks.close)
     return partial(stacks.around, _LONG * config.launch.dist_timeout)

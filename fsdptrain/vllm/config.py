@@ -63,8 +63,7 @@ class VllmConfig(Section):
                 "--rollout-num-servers, to start some: give one of the two"
             )
         for url in self.urls:
-            parts = urlsplit(url)
-            if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username:
+            if not _is_address(url):
                 yield f"--rollout-urls {url!r} is no address of a server: write e.g. http://127.0.0.1:8000"
         if len({url.rstrip("/") for url in self.urls}) < len(self.urls):
             yield f"--rollout-urls names a server twice: {', '.join(self.urls)}"
@@ -75,6 +74,16 @@ class VllmConfig(Section):
                 f"--rollout-num-servers {self.num_servers} starts servers on one machine, and this run has several: "
                 "start servers yourself and name them by --rollout-urls"
             )
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        host, port = (parts.hostname or "").encode("idna"), parts.port
+    except ValueError:  # a port, bracket or host name that cannot be
+        return False
+    known = parts.scheme in ("http", "https") and host and port != 0 and url.isprintable() and " " not in url
+    return bool(known) and not (parts.query or parts.fragment or parts.username)
 
 
 class ServerConfig(Section):

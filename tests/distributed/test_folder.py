@@ -121,6 +121,20 @@ def test_a_folder_that_the_final_export_must_not_replace_is_refused_before_train
     assert reopen(export=False).resumed_step == 2
 
 
+def test_a_file_in_place_of_the_checkpoints_is_refused_before_training(tmp_path, run):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "checkpoints").write_text("")
+    with pytest.raises(ConfigError, match=r"--output-dir .*other: checkpoints is a file"):
+        run[2](output_dir=str(tmp_path / "other"))
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"step": "2"}', '{"step": -1}', "{"])
+def test_counters_that_no_run_has_written_are_refused(run, content):
+    (run[1] / PROGRESS_FILE).write_text(content)
+    with pytest.raises(CheckpointError, match=r"--resume: .*step_00000002"):
+        run[2]()
+
+
 def lock(folder, during=lambda: None):
     with lock_folder(Config(hf_checkpoint="x", output_dir=str(folder), dist_timeout=4)):
         during()

@@ -18,7 +18,7 @@ from fsdptrain import platform
 from fsdptrain.config import OptimConfig
 from fsdptrain.errors import CheckpointError
 from fsdptrain.fsdp.checkpoint import load_checkpoint, save_checkpoint
-from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
+from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder, digests
 from fsdptrain.fsdp.optimizer import Optimizer
 from fsdptrain.fsdp.staging import Staging
 from tests import zoo
@@ -306,6 +306,35 @@ def flip_a_bit(folder: Path):
     shard.write_bytes(content)
 
 
+def forge(change):
+    """Damage trainer.json, with a manifest that fits."""
+
+    def damage(folder: Path):
+        path = folder / "trainer.json"
+        path.write_text(json.dumps(change(json.loads(path.read_text()))))
+        manifest = json.loads((folder / "manifest.json").read_text()) | digests(folder, [path.name])
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+
+    damage.__name__ = f"forge_{len(FORGED)}"
+    FORGED.append(damage)
+    return damage
+
+
+FORGED: list = []
+for _name in ("step", "model", "optimizer"):
+    forge(lambda state, name=_name: {key: value for key, value in state.items() if key != name})
+forge(lambda state: state | {"step": "x"})
+
+
+def deep_manifest(folder: Path):
+    (folder / "manifest.json").write_text("[" * 9000)
+
+
+def name_nothing(folder: Path):
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"": [0, ""], "a\nb": [0, ""]}))
+
+
 def empty_manifest(folder: Path):
     (folder / "manifest.json").write_text("{}")
 
@@ -326,7 +355,7 @@ def lose_everything(folder: Path):
 
 DAMAGES = [
     *(damage_shard, lose_shard, garble_shard, flip_a_bit, garble_rng, garble_state),
-    *(lose_manifest, empty_manifest, cut_manifest, lose_everything),
+    *(lose_manifest, empty_manifest, cut_manifest, deep_manifest, name_nothing, lose_everything, *FORGED),
 ]
 
 

@@ -104,3 +104,8 @@ def test_without_a_config_it_is_one_line(tmp_path: Path):
     assert result.code == 2
     assert "has no config.json" in result.err
     assert result.err.count("\n") == 1
+
+
+def test_gpus_are_above_0(tmp_path: Path):
+    result = inspect(tmp_path, tmp_path, "--num-gpus", "0")
+    assert (result.code, result.err) == (2, "fsdptrain: --num-gpus must be above 0 and finite, got 0\n")

@@ -32,6 +32,7 @@ def test_report_of_a_real_run(checkpoint: Path, tmp_path: Path) -> None:
         (["report", "--run", "x"], "report needs the folder of a run"),
         (["report", "a", "b"], "unexpected argument 'b'"),
         (["report", "a", "--rollouts", "9"], "--rollouts must be FIRST:LAST, got '9', e.g. --rollouts 10:13"),
+        (["report", "a", "--rollouts", "²:³"], "--rollouts must be FIRST:LAST, got '²:³'"),
         (["report", "nowhere"], "nowhere has no metrics.jsonl with a step in it: pass the --output-dir of a run"),
         (
             ["train", "--lr", "1e-5"],

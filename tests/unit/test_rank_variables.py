@@ -21,6 +21,7 @@ def test_variables_are_read():
     ("changes", "line"),
     [
         ({"RANK": "abc"}, "RANK=abc in the environment must be an integer of at least 0"),
+        ({"RANK": "9" * 5000}, "RANK=9"),
         ({"RANK": "-1"}, "RANK=-1 in the environment must be an integer of at least 0"),
         ({"RANK": "5"}, "RANK=5 in the environment must be below WORLD_SIZE=2"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0 in the environment must be an integer of at least 1"),

@@ -51,5 +51,7 @@ def test_a_name_that_does_not_resolve_is_one_line(name, plugins, line):
 def test_a_function_that_does_not_fit_its_calls_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--x os:getcwd takes \(\), which does not fit its calls"):
         resolve("os:getcwd", {}, flag="--x", call=lambda f: f("prompt", "text"))
+    with pytest.raises(ConfigError, match="--x asyncio:wait_for is async, and nothing awaits"):
+        resolve("asyncio:wait_for", {}, flag="--x", call=lambda f: f("prompt", "text"))
     with pytest.raises(ConfigError, match="--x os:sep is not a function"):
         resolve("os:sep", {}, flag="--x", call=lambda f: f("prompt", "text"))

@@ -11,7 +11,13 @@ from safetensors import SafetensorError, safe_open
 
 from fsdptrain.distributed import gather, raise_on_all_ranks
 from fsdptrain.errors import CheckpointError
-from fsdptrain.model.loading.formats import refuse_gguf, refuse_pickles, refuse_quantized, refuse_small_floats
+from fsdptrain.model.loading.formats import (
+    read_config,
+    refuse_gguf,
+    refuse_other_dtypes,
+    refuse_pickles,
+    refuse_quantized,
+)
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +57,7 @@ def named_in_errors(source: str) -> Iterator[None]:
 
 def stored_dtype(path: Path) -> str | None:
     """Return the weight dtype that config.json declares, e.g. `bfloat16`, or None."""
-    config = json.loads((path / "config.json").read_text())
+    config = read_config(path)
     name = config.get("dtype") or config.get("torch_dtype")  # `torch_dtype` is the older name
     return name if isinstance(name, str) and name != "auto" else None
 
@@ -62,7 +68,7 @@ def weight_files(path: Path) -> list[Path]:
     for file in files:
         try:
             with safe_open(file, framework="pt"):  # compares the header with the file size
-                refuse_small_floats(file)
+                refuse_other_dtypes(file)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
                 f"--hf-checkpoint {path}: {file.name} is broken ({error}): download or copy it again"
@@ -83,13 +89,13 @@ def _named_files(path: Path) -> list[Path]:
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         outside = [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        absent = [name for name in names if not (path / name).is_file()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"--hf-checkpoint {path}: {index.name} is broken ({error}): download it again") from error
     if outside:
         raise CheckpointError(
             f"--hf-checkpoint {path}: {index.name} names {some_of(outside)}, outside this folder: do not trust it"
         )
-    absent = [name for name in names if not (path / name).is_file()]
     if absent:
         raise CheckpointError(
             f"--hf-checkpoint {path} lacks {some_of(absent)}, which {index.name} names: download it again"

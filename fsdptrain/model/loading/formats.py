@@ -3,12 +3,24 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 from fsdptrain.errors import CheckpointError
 
 _NOT_TRAINED = re.compile(r"F4|F6|F8")  # safetensors dtypes whose separate scales would be lost
 _DEQUANTIZED_BY = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}  # config classes of transformers
 _SOURCE = "train the model that it was made from, which its card names"
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Return config.json of the --hf-checkpoint `path`. Raises CheckpointError if it is not a JSON object."""
+    try:
+        found = json.loads((path / "config.json").read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"--hf-checkpoint {path}: config.json cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"--hf-checkpoint {path}: config.json holds {str(found)[:20]}, not a JSON object")
+    return found
 
 
 def refuse_gguf(path: Path) -> None:
@@ -34,10 +46,10 @@ def refuse_pickles(path: Path) -> None:
 
 def refuse_quantized(path: Path) -> None:
     """Raise CheckpointError if config.json declares quantization, with a command for a bfloat16 copy where possible."""
-    found = json.loads((path / "config.json").read_text()).get("quantization_config")
+    found = read_config(path).get("quantization_config")
     if not found:
         return
-    method = found.get("quant_method")
+    method = str(found.get("quant_method") if isinstance(found, dict) else found)
     way_out = _SOURCE
     if method in _DEQUANTIZED_BY:
         loading = f"quantization_config=t.{_DEQUANTIZED_BY[method]}(dequantize=True), dtype='bfloat16'"
@@ -49,12 +61,15 @@ def refuse_quantized(path: Path) -> None:
     )
 
 
-def refuse_small_floats(file: Path) -> None:
-    """Raise CheckpointError for a safetensors file with 8-bit or smaller floats, regardless of its config."""
+def refuse_other_dtypes(file: Path) -> None:
+    """Raise CheckpointError for weights in 8-bit or smaller floats or in integers, regardless of the config."""
     with file.open("rb") as stream:
         header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
     for name, entry in header.items():
-        if name != "__metadata__" and _NOT_TRAINED.match(entry["dtype"]):
+        if name == "__metadata__":
+            continue
+        is_integer = entry["dtype"][0] in "IU" and name.endswith((".weight", ".bias"))  # others may be buffers
+        if is_integer or _NOT_TRAINED.match(entry["dtype"]):
             raise CheckpointError(
                 f"--hf-checkpoint {file.parent}: {file.name} holds {name} in {entry['dtype']}, a quantized form: "
                 f"weights must be bfloat16, float16 or float32 to be trained: {_SOURCE}"

@@ -1,5 +1,6 @@
 """Replace meta tensors with real ones. Shared by both loading strategies."""
 
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,12 +70,14 @@ def register(model: nn.Module, names: Iterable[str], tensor: Tensor) -> None:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Silence the progress bars and load reports of transformers. The loader raises one error instead."""
+    """Silence the progress bars, load reports and warnings of the loader. It raises one error instead."""
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of torch, where transformers fills a weight that is missing
+            yield
     finally:
         transformers_logging.set_verbosity(verbosity)
         if bars:

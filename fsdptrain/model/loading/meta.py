@@ -10,7 +10,6 @@ the reader behind `from_pretrained`, and is limited to the versions in `TESTED_T
 """
 
 import hashlib
-import json
 import logging
 from pathlib import Path
 
@@ -21,16 +20,17 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
+    PreTrainedConfig,
     PreTrainedModel,
 )
 
 from fsdptrain import platform
-from fsdptrain.distributed import raise_on_all_ranks, require_same
+from fsdptrain.distributed import one_line, raise_on_all_ranks, require_same
 from fsdptrain.errors import CheckpointError, ConfigError
 from fsdptrain.model.architecture import model_from_config
 from fsdptrain.model.attention.attention import set_attention
 from fsdptrain.model.loading.files import different_files, resolve_checkpoint, some_of, weight_files
-from fsdptrain.model.loading.formats import refuse_quantized
+from fsdptrain.model.loading.formats import read_config, refuse_quantized
 from fsdptrain.model.loading.materialize import quiet_transformers, register
 
 TESTED_TRANSFORMERS = ((5, 17), (5, 24))  # minimum (inclusive), maximum (exclusive)
@@ -46,9 +46,7 @@ def build_meta_model(path: Path, *, trust_remote_code: bool, attn_implementation
         CheckpointError: the config is missing, unknown to transformers, of a quantized model, or needs remote code.
     """
     with raise_on_all_ranks(CheckpointError, f"--hf-checkpoint {path}"):
-        if not trust_remote_code:
-            _refuse_remote_code(path)
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        config = model_config(path, trust_remote_code=trust_remote_code)
         refuse_quantized(path)
         known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
         if not known and "auto_map" not in config.to_dict():
@@ -103,8 +101,18 @@ def load_weights(
     require_same_parameters(model, path)
 
 
+def model_config(path: Path, *, trust_remote_code: bool) -> PreTrainedConfig:
+    """Raises CheckpointError if transformers does not accept config.json, or it needs remote code."""
+    if not trust_remote_code:
+        _refuse_remote_code(path)
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        raise CheckpointError(f"--hf-checkpoint {path}: config.json is not usable: {one_line(error)}") from error
+
+
 def _refuse_remote_code(path: Path) -> None:
-    config = json.loads((path / "config.json").read_text())
+    config = read_config(path)
     if "auto_map" in config and config.get("model_type") not in CONFIG_MAPPING:
         raise CheckpointError(
             f"--hf-checkpoint {path} needs the Python code that it ships: read it, then allow it by --trust-remote-code"

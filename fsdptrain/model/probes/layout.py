@@ -159,7 +159,8 @@ def _reference(
         if not refusal and over_ranks(float(not values.isfinite().all())):
             refusal = "its logprobs are not finite"
         if refusal:
-            raise NumericsError(f"{stock_class(model).__name__} cannot score one sequence by itself: {refusal}")
+            name = stock_class(model).__name__
+            raise NumericsError(f"--hf-checkpoint: {name} cannot score one sequence by itself: {refusal}")
         found.append(values)
     length = len(first.token_ids)
     ahead = over_ranks((found[2][: length - 1] - found[0][:-1]).abs().mean().item())

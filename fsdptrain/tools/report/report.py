@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fsdptrain.config.recipe import read_mapping
 from fsdptrain.errors import ConfigError
 
 Series = tuple[list[float], list[float]]  # steps, values
@@ -68,6 +68,9 @@ def _cells(point: tuple[int, float] | None) -> tuple[str, str]:
 def read_series(run: Path, name: str) -> Series:
     """Return the steps and values of one metric, in order."""
     found = [(row["step"], row[name]) for row in read_metrics(run) if row.get(name) is not None]
+    for step, value in found:
+        if not is_number(value):
+            raise ConfigError(f"{run / 'metrics.jsonl'}: {name} of step {step} is {str(value)[:80]!r}, not a number")
     return [float(step) for step, _ in found], [float(value) for _, value in found]
 
 
@@ -89,9 +92,11 @@ def read_rows(path: Path, content: str) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         try:
             rows.append(json.loads(line))
-            float(rows[-1]["step"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{path}: line {number} is not a record of a run; delete it") from error
+            is_record = is_number(rows[-1]["step"])
+        except (ValueError, KeyError, TypeError, RecursionError):
+            is_record = False
+        if not is_record:
+            raise ConfigError(f"{path}: line {number} is not a record of a run; delete it")
     if not rows:
         raise ConfigError(f"{path.parent} has no {path.name} with {content} in it: pass the --output-dir of a run")
     return rows
@@ -100,9 +105,16 @@ def read_rows(path: Path, content: str) -> list[dict[str, Any]]:
 def title(run: Path, names: Sequence[tuple[str, str]] = _TITLE, text: str = "{} of {} on {}") -> str:
     """Return `grpo of Qwen/Qwen3-4B on reasoning_gym:gsm_symbolic`, or the folder name if config.yaml lacks a value."""
     path = run / "config.yaml"
-    config: Mapping[str, Any] = (yaml.safe_load(path.read_text()) if path.is_file() else None) or {}
+    config = read_mapping(path, what=str(path)) if path.is_file() else {}
+    if not all(isinstance(config.get(section) or {}, Mapping) for section, _ in names):
+        raise ConfigError(f"{path} is not the configuration of a run: its sections hold keys with values")
     values = [(config.get(section) or {}).get(key) for section, key in names]
     return run.resolve().name if None in values else text.format(*values)
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value of a record is a finite number."""
+    return isinstance(value, int | float) and abs(value) < 1e300
 
 
 def _row(label: str, series: Series, better: Callable[[Sequence[float]], float] | None) -> Row | None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fsdptrain.errors import ConfigError
 from fsdptrain.tools.report.curves import BLUE, GRAY, GREEN, ORANGE, RED, new_figure, save, style
-from fsdptrain.tools.report.report import read_rows, title
+from fsdptrain.tools.report.report import is_number, read_rows, title
 
 ROWS = ("generate", "reward", "logprobs", "train", "sync", "check", "eval", "save")  # top to bottom
 COLORS = (BLUE, ORANGE, GREEN, RED, "#7a4fb3", "#c49a1a")  # of rollouts, cyclic
@@ -32,7 +32,14 @@ def draw_timeline(run: Path, target: Path, rollouts: tuple[int, int] | None = No
 
 def read_bars(run: Path, rollouts: tuple[int, int] | None = None) -> list[Bar]:
     """Read the stages from timeline.jsonl that overlap the time range of `rollouts`."""
-    spans = read_rows(run / "timeline.jsonl", "a rollout")
+    path = run / "timeline.jsonl"
+    spans = read_rows(path, "a rollout")
+    for number, span in enumerate(spans, start=1):
+        if not (
+            isinstance(span.get("stage"), str)
+            and all(is_number(span.get(name)) for name in ("rollout", "begin", "end"))
+        ):
+            raise ConfigError(f"{path}: line {number} is not a stage of a run; delete it")
     last = max((span["rollout"] for span in spans if span["stage"] == "train"), default=0)
     first, last = rollouts or (max(1, last - DEFAULT_ROLLOUTS + 1), last)
     chosen = [span for span in spans if first <= span["rollout"] <= last]

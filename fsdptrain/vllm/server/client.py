@@ -95,7 +95,7 @@ class VLLMClient:
         answer = await self.post("/inference/v1/generate", body, timeout=timeout)
         try:
             generation = _generation(self.url, answer)
-        except (KeyError, IndexError, TypeError, ValueError) as error:
+        except (LookupError, AttributeError, TypeError, ValueError) as error:
             raise ServerRefusedError(f"{self.url} answered {what} without {error!r}: {_shown(answer)}") from None
         if generation.finish_reason not in ("stop", "length"):
             raise ServerGoneError(f"{self.url} ended a completion with {generation.finish_reason!r}")
@@ -152,7 +152,7 @@ class VLLMClient:
         return self._content(response, what)
 
     def _content(self, response: httpx.Response, what: str) -> Any:
-        text = response.text
+        text = response.content.decode(errors="replace")
         if response.status_code != 200:
             message = f"{self.url} answered {what} with status {response.status_code}: {_shown(text)}"
             is_gone = response.status_code in (502, 503, 504) or any(sign in text for sign in _DEAD_ENGINE)
@@ -161,7 +161,7 @@ class VLLMClient:
             return None
         try:
             return json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise ServerRefusedError(f"{self.url} answered {what} with broken JSON: {_shown(text)}") from None
 
 
@@ -174,9 +174,13 @@ def host_of(url: str) -> str:
 def _generation(url: str, answer: Any) -> Generation:
     choice = answer["choices"][0]
     token_ids = choice["token_ids"]
-    logprobs = [found["logprob"] for found in choice["logprobs"]["content"]]
+    logprobs = [float(found["logprob"]) for found in choice["logprobs"]["content"]]
     spans = choice["weight_versions"] or []
-    versions = [span["version"] for span in spans for _ in range(span["start"], span["end"])]
+    if not all(0 <= span["start"] <= span["end"] <= len(token_ids) for span in spans):
+        raise ValueError(f"weight_versions within {len(token_ids)} tokens")
+    versions = [str(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
+    if not all(type(token) is int and token >= 0 for token in token_ids):
+        raise ValueError("token_ids that are whole numbers")
     if len(logprobs) != len(token_ids) or len(versions) != len(token_ids):
         raise ValueError(f"a logprob and a version of each of {len(token_ids)} tokens")
     details = (answer.get("usage") or {}).get("prompt_tokens_details")

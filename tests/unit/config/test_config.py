@@ -61,6 +61,7 @@ def test_every_option_has_a_help_text():
         ({"fsdp": {"cpu_offload": 1}}, "--fsdp-cpu-offload must be true or false, got 1"),
         ({"layout": "paked"}, "--layout must be one of auto, packed, padded, got 'paked'; did you mean 'packed'?"),
         ({"eps_clip_high": "x"}, "--eps-clip-high must be a number, got 'x'"),
+        ({"output_dir": "a\0b"}, "--output-dir holds a NUL character: 'a\\x00b'"),
         ({"output_dir": 3}, "--output-dir must be a text, got 3"),
         ({"reward": 3}, "--reward must be a list of texts, got 3"),
         ({"reward": []}, "--reward needs at least one, got []"),

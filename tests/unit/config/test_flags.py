@@ -71,6 +71,7 @@ def test_flags_are_read(flat, argv, expected):
             "unexpected argument 'Qwen/Qwen3-4B': options begin with --, e.g. --hf-checkpoint Qwen/Qwen3-4B",
         ),
         (["--lr", "1", "2"], "unexpected argument '2'"),
+        (["--rollout-engine-args", "a=" + "[" * 3000], "--rollout-engine-args must be a mapping"),
         (
             ["--chat-template-kwargs", "a"],
             "--chat-template-kwargs must be a mapping (on the command line: key=value ...)",

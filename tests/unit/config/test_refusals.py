@@ -323,6 +323,13 @@ SERVERS = [
         ({**STARTED, key: value}, [all_keys()[key].flag, "--rollout-urls"])
         for key, value in [("rollout_api_key_env", "KEY"), ("rollout_allow_public_servers", True)]
     ),
+    *(
+        ({**URLS, "rollout_urls": [url]}, ["--rollout-urls", "is no address of a server"])
+        for url in [
+            *("http://a:b", "http://a:99999", "http://a:-1", "http://a:0", "http://[::1", "http://[x]:80"),
+            *("http://a\n:80", "http://a :80", "http://a..b:80", f"http://{'a' * 64}:80", "http://a:80#x"),
+        ]
+    ),
     ({**URLS, "rollout_urls": ["127.0.0.1:8000"]}, ["--rollout-urls '127.0.0.1:8000'", "http://"]),
     ({**URLS, "rollout_urls": ["http://user@a:1"]}, ["--rollout-urls"]),
     ({**URLS, "rollout_urls": ["http://a:1", "http://a:1/"]}, ["--rollout-urls", "twice"]),

@@ -105,6 +105,14 @@ def test_an_error_of_the_template_names_the_row() -> None:
         text_of(with_template(NO_SYSTEM_ROLE), [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}])
 
 
+@pytest.mark.parametrize("template", ["{{ 1 / 0 }}", "{{ f() }}", "{{ messages[9].role.x }}", "{{ 'x' * 10**18 }}"])
+@pytest.mark.parametrize("system_prompt", ["", "Be brief."])
+def test_a_template_may_raise_anything(template: str, system_prompt: str) -> None:
+    with pytest.raises(DataError, match="the chat template of --hf-checkpoint cannot render row r: ") as caught:
+        text_of(with_template(template), "x", system_prompt=system_prompt)
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize("content", [3, [{"type": "text", "text": "y"}]])
 @pytest.mark.parametrize("system_prompt", ["", "Be brief."])
 def test_content_of_another_type_is_an_error_with_the_row(content: object, system_prompt: str) -> None:

@@ -78,11 +78,14 @@ def test_a_wrong_column_is_an_error_that_lists_the_columns(values: dict[str, str
         as_rows(ROWS, config("x", **values))
 
 
-@pytest.mark.parametrize("prompt", [None, 3, [], ["text"], [{"role": "user"}], [{"role": "user", "content": None}]])
+@pytest.mark.parametrize("prompt", [None, 3, [], ["text"], [{"role": "user"}], [{"role": "user", "content": None}],
+                                    [{"role": "user", "content": 5}], [{"role": 5, "content": "text"}]])  # fmt: skip
 def test_an_invalid_prompt_is_an_error_with_the_row(prompt: object) -> None:
     rows = as_rows([{"prompt": "x", "label": 1}, {"prompt": prompt, "label": 1}], config(""), name="mine")
     with pytest.raises(DataError, match="row mine:1, counted from 0, holds"):
         rows[1]
+    with pytest.raises(DataError, match="--metadata-key m: row mine:0, counted from 0, holds 'x', not a mapping"):
+        as_rows([{"prompt": "x", "m": "x"}], config("", label_key="", metadata_key="m"), name="mine")[0]
     with pytest.raises(DataError, match="--prompt-data mine has no rows"):
         as_rows([], config(""), name="mine")
 
@@ -94,6 +97,9 @@ def test_an_invalid_prompt_is_an_error_with_the_row(prompt: object) -> None:
         ("empty.jsonl", "", "has no rows"),
         ("broken.jsonl", '{"prompt": "a"\nfoo', "cannot be read: JSON parse error"),
         ("broken.parquet", "foo", "cannot be read: "),
+        ("null.jsonl", "\nnull\n", "null.jsonl cannot be read: it begins with b'null'"),  # pyarrow: SIGSEGV
+        ("zeros.jsonl", "\0" * 99, "zeros.jsonl cannot be read: it begins with"),
+        ("deep.jsonl", "[" * 9000, "deep.jsonl cannot be read: its first row is nested too deep"),  # pyarrow: minutes
         ("nofolder/at_all", None, "cannot be read: "),
     ],
 )
@@ -135,6 +141,9 @@ def test_reasoning_gym_takes_typed_parameters_and_lists() -> None:
         ("spell_backward?max_word_len=1e-3", "does not take .*'max_word_len': 0.001"),
         ("spell_backward?max_word_len", "'max_word_len' after . must be name=value"),
         ("spell_backward?max_word_len=[", "is not a YAML value"),
+        (f"spell_backward?size={'[' * 3000}", "is not a YAML value"),
+        (f"spell_backward?size={'9' * 5000}", "is not a YAML value"),
+        ("spell_backward?size=a", "does not take .*'size': 'a'"),
     ],
 )
 def test_a_task_or_parameter_that_does_not_exist_is_an_error(spec: str, message: str) -> None:

@@ -118,6 +118,8 @@ def test_a_template_that_rejects_the_observation_is_an_error():
         DataError, match="does not support user, user after an assistant message: roles must take turns"
     ):
         between(STRICT, [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}])
+    with pytest.raises(DataError, match="does not support user after an assistant message: ZeroDivisionError"):
+        between("{{ 1 / 0 }}", "hi")
     with pytest.raises(DataError, match="omits the assistant message"):
         between("{% for m in messages %}{{ m.role }}{% endfor %}", "hi")
 

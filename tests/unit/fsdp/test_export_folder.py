@@ -27,14 +27,20 @@ def test_an_older_export_is_replaced_also_behind_a_link(tmp_path: Path) -> None:
     assert [path.name for path in target.parent.iterdir()] == ["hf"]
 
 
-@pytest.mark.parametrize("case", ["file", "foreign", "extended", "deep", "run", "source", "parent of source", ".", "/"])
+@pytest.mark.parametrize(
+    "case",
+    ["file", "below a file", "foreign", "broken", "extended", "deep", "run", "source", "parent of source", ".", "/"],
+)
 def test_nothing_else_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     target, sources = tmp_path / "target", [None, "a/hub-id"]
-    if case == "file":
+    if case in ("file", "below a file"):
         target.write_text("")
+        target = target / "a" / "b" if case == "below a file" else target
     elif case == "foreign":
         target.mkdir()
         (target / "model.safetensors").write_text("")
+    elif case == "broken":
+        (export(target) / MARKER).write_text("[]")
     elif case == "extended":
         (export(target) / "notes").write_text("")
     elif case == "deep":

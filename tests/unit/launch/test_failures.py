@@ -111,3 +111,11 @@ def test_options_that_do_not_match_the_processes_are_refused(values, line):
     with pytest.raises(ConfigError, match=line), process_group(Config(hf_checkpoint="x", **values)):
         pass
     assert not dist.is_initialized()
+
+
+def test_a_name_from_a_file_cannot_break_or_flood_the_line() -> None:
+    text = failure_of(ConfigError("no column a\nb\u2028c; it has " + "x" * 10**6), rank=0).text
+    assert text.startswith("no column a b c; it has xxx")
+    assert text.endswith(" ...")
+    assert len(text.splitlines()) == 1
+    assert len(text) < 5000

@@ -52,12 +52,14 @@ def test_a_resumed_run_has_each_step_once(tmp_path):
 def test_a_broken_line_is_dropped_on_resume_and_refused_in_a_report(tmp_path, caplog):
     log_steps(tmp_path, range(2), 1.0)
     whole = (tmp_path / "metrics.jsonl").read_text()
-    (tmp_path / "metrics.jsonl").write_text(whole.replace("\n", "\n\0\0\n", 1))
+    (tmp_path / "metrics.jsonl").write_text(whole.replace("\n", "\n\0\0\n" + "[" * 9000 + "\n[]\n", 1))
     with pytest.raises(ConfigError, match=r"metrics\.jsonl: line 2 is not a record of a run; delete it"):
         report_rows(tmp_path)
     log_steps(tmp_path, [2], 1.0, resumed_step=1)
     assert [r["step"] for r in records(tmp_path / "metrics.jsonl")] == [0, 1, 2]
-    assert "line 2 is not a record of a run: dropped" in caplog.text
+    assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
+        "line 2 and 2 others are not a record of a run: dropped"
+    ]
 
 
 def test_a_new_run_begins_with_empty_files_and_keeps_those_of_an_earlier_one(tmp_path):

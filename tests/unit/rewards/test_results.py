@@ -33,7 +33,7 @@ def test_a_mapping_is_its_reward_or_the_sum_of_its_parts() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [None, math.nan, math.inf, "1.0", [1.0], {"a": None}, {"a": math.nan}, object(), 1e200, -1e7, {1: 1.0}]
+    "value", [None, math.nan, math.inf, "1.0", [1.0], {"a": None}, {"a": math.nan}, object(), 1e200, -1e7, {1: 1.0}, {}]
 )
 def test_a_value_that_is_no_finite_number_leaves_the_sample_unscored(value: Any) -> None:
     assert score_of(value) == RewardResult(None)

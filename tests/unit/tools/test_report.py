@@ -8,6 +8,7 @@ import pytest
 from fsdptrain.errors import ConfigError
 from fsdptrain.tools.report.curves import draw_curves, make_figure, short, smooth
 from fsdptrain.tools.report.report import report_rows, title
+from fsdptrain.tools.report.timeline import read_bars
 
 GRPO = [
     {"step": 0, "eval/heldout/accuracy": 0.25, "eval/heldout_greedy/accuracy": 0.5},
@@ -74,6 +75,32 @@ def test_a_folder_without_steps_is_one_line(tmp_path, rows):
         report_rows(tmp_path)
     with pytest.raises(ConfigError, match=r"metrics\.jsonl"):
         make_figure(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("metrics.jsonl", '{"step": NaN, "reward/mean": 1}\n'),
+        ("metrics.jsonl", '{"step": "1", "reward/mean": 1}\n'),
+        ("metrics.jsonl", '{"step": 1, "reward/mean": "high"}\n'),
+        ("metrics.jsonl", '{"step": 1, "reward/mean": [1]}\n'),
+        ("metrics.jsonl", "[" * 9000 + "\n"),
+        ("config.yaml", "algorithm: ["),
+        ("config.yaml", "[algorithm]"),
+        ("config.yaml", "algorithm: grpo"),
+        ("config.yaml", "\udcff"),
+        ("timeline.jsonl", '{"step": 1}\n'),
+        ("timeline.jsonl", '{"step": 1, "stage": [], "rollout": 1, "begin": 0, "end": 1}\n'),
+        ("timeline.jsonl", '{"step": 1, "stage": "train", "rollout": "1", "begin": 0, "end": 1}\n'),
+    ],
+)
+def test_a_broken_file_of_a_run_is_one_line_with_its_name(tmp_path, name, content):
+    run = write(tmp_path, GRPO)
+    (run / name).write_text(content, errors="surrogateescape")
+    with pytest.raises(ConfigError, match=name) as caught:
+        make_figure(run)
+        read_bars(run)
+    assert "\n" not in str(caught.value)
 
 
 def test_the_figure_has_a_title_and_changes(tmp_path):

@@ -1,6 +1,7 @@
 """A request ends at its deadline, and every failure is a ServerError that names server and request."""
 
 import asyncio
+import json
 import resource
 import ssl
 import subprocess
@@ -8,6 +9,7 @@ import time
 from collections.abc import Coroutine, Iterator
 from typing import Any
 
+import httpx
 import pytest
 
 from fsdptrain.errors import RolloutError
@@ -88,6 +90,7 @@ def breaks_off(server: ScriptedServer, path: str) -> None:
         (refused("bad request"), ServerRefusedError, "status 500: .*bad request"),
         (refused("EngineDeadError"), ServerGoneError, "EngineDeadError"),
         (answers('{"broken": '), ServerRefusedError, "broken JSON"),
+        (answers("[" * 9000), ServerRefusedError, "broken JSON"),
         (answers("[]"), ServerRefusedError, r"without .*\[\]"),
         (answers('{"choices": [{}]}'), ServerRefusedError, "without "),
         (answers("a page of a proxy"), ServerRefusedError, "without "),
@@ -105,6 +108,48 @@ def test_each_failure_is_an_error_of_its_kind(path, prepare, kind, message):
     assert type(caught.value) is kind
     assert f"{server.client.url} " in str(caught.value)
     assert f" {path} " in str(caught.value) or path in str(caught.value)
+
+
+COMPLETION = {
+    "token_ids": [1, 2],
+    "finish_reason": "stop",
+    "logprobs": {"content": [{"logprob": -1.0}, {"logprob": -2.0}]},
+    "weight_versions": [{"version": "run/1", "start": 0, "end": 2}],
+}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"token_ids": [1]},
+        {"token_ids": ["1", "2"]},
+        {"token_ids": [1, -2]},
+        {"token_ids": 5},
+        {"logprobs": {"content": [{"logprob": "low"}, {"logprob": 0}]}},
+        {"weight_versions": [{"version": "run/1", "start": 0, "end": 10**12}]},  # must not fill the memory
+        {"weight_versions": [{"version": "run/1", "start": -2, "end": 0}]},
+        {"weight_versions": {"a": 1}},
+        {"logprobs": [1]},
+    ],
+)
+def test_a_completion_of_another_form_is_refused(changes):
+    server = ScriptedServer()
+    server.texts[GENERATE] = json.dumps({"choices": [COMPLETION]})
+    assert run_in_loop(server.client.generate({"token_ids": [4]})).logprobs == [-1.0, -2.0]
+    server.texts[GENERATE] = json.dumps({"choices": [COMPLETION | changes]})
+    with pytest.raises(ServerRefusedError, match="without "):
+        run_in_loop(server.client.generate({"token_ids": [4]}))
+    server.texts[GENERATE] = json.dumps({"choices": [COMPLETION], "usage": [1]})
+    with pytest.raises(ServerRefusedError, match="without "):
+        run_in_loop(server.client.generate({"token_ids": [4]}))
+
+
+def test_answers_are_utf_8_whatever_their_header_says():
+    server = ScriptedServer()
+    server.texts["/is_paused"] = '{"is_paused": "\u00e9"}'
+    assert run_in_loop(server.client.is_paused(timeout=60)) == "\u00e9"
+    strange = httpx.Response(200, content=b'{"a": 1}', headers={"content-type": "application/json; charset=utf-16"})
+    assert server.client._content(strange, "GET /a") == {"a": 1}
 
 
 def test_an_unfinished_completion_counts_as_a_dead_server():

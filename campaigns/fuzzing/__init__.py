@@ -1,0 +1,1 @@
+"""What campaigns/fuzz.py draws, and the laws that it checks."""

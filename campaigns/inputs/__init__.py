@@ -1,0 +1,1 @@
+"""The cases of campaigns/bad_inputs.py, by group."""
