@@ -124,8 +124,8 @@ class Completion:
     versions: list[int] | None = None  # (R,) per-token versions, if the weights changed midway; None: all equal
 
     def __post_init__(self) -> None:
-        if not math.isfinite(sum(self.logprobs)):
-            found = next((x for x in self.logprobs if not math.isfinite(x)), math.inf)
+        if not math.isfinite(sum(self.logprobs)) and not all(map(math.isfinite, self.logprobs)):
+            found = next(x for x in self.logprobs if not math.isfinite(x))
             raise RolloutError(
                 f"--rollout-engine: a sampled token of prompt {self.prompt_id!r} has the logprob {found}; an engine "
                 "must return those of the distribution that it sampled from"

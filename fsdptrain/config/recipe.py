@@ -83,9 +83,9 @@ def read_mapping(path: str | Path, *, what: str) -> dict[str, Any]:
         reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
         raise ConfigError(f"{what} cannot be read: {reason}") from error
     if len(content) > _MOST_BYTES:
-        raise ConfigError(f"{what} is not a recipe: it has more than {_MOST_BYTES} bytes")
+        raise ConfigError(f"{what} has more than {_MOST_BYTES} bytes")
     if text.count("[") + text.count("{") > _MOST_BRACKETS:
-        raise ConfigError(f"{what} is not a recipe: it has more than {_MOST_BRACKETS} brackets")
+        raise ConfigError(f"{what} has more than {_MOST_BRACKETS} brackets")
     try:
         values = yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # a number of 5,000 digits; 1,000 nested lists

@@ -289,7 +289,7 @@ def _render_chat(
                 return text
             messages = _prepend_system_prompt(system_prompt, messages)
         return _apply_template(messages, tokenizer, data.chat_template_kwargs)
-    except Exception as error:
+    except (TemplateError, ValueError, TypeError) as error:
         reason = template_reason(error)
         raise DataError(f"the chat template of --hf-checkpoint cannot render row {row_id}: {reason}") from error
 
@@ -314,13 +314,18 @@ def _apply_template(
 ) -> str:
     """Render the chat. If it ends with an assistant message, that message is continued."""
     prefilled = messages[-1]["role"] == "assistant"
-    text = tokenizer.apply_chat_template(
-        [dict(message) for message in messages],
-        tokenize=False,
-        add_generation_prompt=not prefilled,
-        continue_final_message=prefilled,
-        **template_kwargs,
-    )
+    try:
+        text = tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            tokenize=False,
+            add_generation_prompt=not prefilled,
+            continue_final_message=prefilled,
+            **template_kwargs,
+        )
+    except (TemplateError, ValueError, TypeError):
+        raise
+    except Exception as error:  # a template can divide by 0
+        raise ValueError(one_line(error)) from error
     assert isinstance(text, str)
     return text
 

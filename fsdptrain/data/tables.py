@@ -121,7 +121,10 @@ def _checked_prompt(prompt: Any, row_id: str, column: str) -> str | list[Message
 def _checked_metadata(values: Mapping[str, Any], row_id: str, column: str | None) -> Mapping[str, Any]:
     found = (values.get(column) or {}) if column else {}
     if not isinstance(found, Mapping):
-        raise DataError(f"--metadata-key {column}: row {row_id}, counted from 0, holds {found!r:.80}, not a mapping")
+        raise DataError(
+            f"--metadata-key {column}: row {row_id}, counted from 0, holds {found!r:.80}, not a "
+            "mapping: store an object, not its JSON text"
+        )
     return found
 
 
@@ -166,8 +169,8 @@ def _load_table(name: str, options: dict[str, Any], *, flag: str) -> Table:
 def _check_begin(path: Path, *, where: str) -> None:
     """Raise DataError for a JSON file that begins with null, which crashes pyarrow, or nests so deep that it hangs."""
     with path.open("rb") as file:
-        lines = (line.strip() for line in iter(lambda: file.readline(1 << 20), b""))
-        first = next(filter(None, lines), b"").removeprefix(b"\xef\xbb\xbf")
+        lines = (line.removeprefix(b"\xef\xbb\xbf").strip() for line in iter(lambda: file.readline(1 << 20), b""))
+        first = next(filter(None, lines), b"")
     if first[:1] not in (b"", b"{", b"["):
         raise DataError(f"{where} cannot be read: it begins with {first[:20]!r}, which is not JSON objects")
     try:

@@ -41,7 +41,7 @@ def failure_of(error: BaseException, rank: int, *, lost_connection: bool = False
     is_user_error = isinstance(error, FsdptrainError)
     if is_user_error:
         text = _one_line(str(error))
-    elif lost_connection:
+    elif lost_connection and type(error).__name__ != "DistBackendError":  # NCCL may name another cause
         text = (
             f"rank {rank} lost another rank, which has ended, hangs or is cut off (--dist-timeout): {_briefly(error)}"
         )
@@ -59,7 +59,7 @@ def failure_of(error: BaseException, rank: int, *, lost_connection: bool = False
 def _briefly(error: BaseException) -> str:
     """Message, last calls and notes in one line."""
     calls = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)]
-    message = f"{error} (at {' > '.join(calls[-4:])})" if calls else str(error)
+    message = f"{type(error).__name__}: {error}" + (f" (at {' > '.join(calls[-4:])})" if calls else "")
     return " ".join("; ".join([message, *getattr(error, "__notes__", [])]).split())
 
 

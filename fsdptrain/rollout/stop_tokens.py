@@ -34,7 +34,7 @@ def _of_generation_config(checkpoint: Path) -> tuple[int, ...]:
     return ids
 
 
-def _as_ids(value: int | list[int] | None) -> tuple[int, ...]:
+def _as_ids(value: int | list[int] | tuple[int, ...] | None) -> tuple[int, ...]:
     if value is None:
         return ()
-    return tuple(value) if isinstance(value, list) else (value,)
+    return tuple(value) if isinstance(value, list | tuple) else (value,)

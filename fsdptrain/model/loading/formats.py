@@ -68,7 +68,9 @@ def refuse_other_dtypes(file: Path) -> None:
     for name, entry in header.items():
         if name == "__metadata__":
             continue
-        is_integer = entry["dtype"][0] in "IU" and name.endswith((".weight", ".bias"))  # others may be buffers
+        is_integer = entry["dtype"][0] in "IU" and name.endswith(
+            ".weight"
+        )  # others may be buffers, as attn.bias of GPT-2
         if is_integer or _NOT_TRAINED.match(entry["dtype"]):
             raise CheckpointError(
                 f"--hf-checkpoint {file.parent}: {file.name} holds {name} in {entry['dtype']}, a quantized form: "
