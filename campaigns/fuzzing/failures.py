@@ -28,18 +28,20 @@ def reads(read: Callable[[], Any], *, within: Path | None = None) -> None:
     """Call a reader. Raises what it raises against the law, or LawError."""
     global _opened
     _hook()
-    start, _opened = time.process_time(), []
+    start, _opened, error = time.process_time(), [], None
     try:
         read()
-    except (FsdptrainError, ServerError) as error:
-        shown = failure_of(error, rank=0).text if isinstance(error, FsdptrainError) else str(error)
-        if len(shown.splitlines()) > 1 or len(shown) > LONGEST:
-            raise LawError(f"{len(shown.splitlines())} lines, {len(shown)} characters: {shown[:80]!r}") from error
+    except (FsdptrainError, ServerError) as found:
+        error = found
     finally:
         opened, _opened = _opened, None
     seconds = time.process_time() - start
     if seconds > MOST_S:
         raise LawError(f"it took {seconds:.0f} s")
+    if error is not None:
+        shown = failure_of(error, rank=0).text if isinstance(error, FsdptrainError) else str(error)
+        if len(shown.splitlines()) > 1 or len(shown) > LONGEST:
+            raise LawError(f"{len(shown.splitlines())} lines, {len(shown)} characters: {shown[:80]!r}") from error
     if within is not None:
         foreign = [path for path in opened if _is_foreign(path, within)]
         if foreign:

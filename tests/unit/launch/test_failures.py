@@ -74,7 +74,7 @@ def test_a_lost_connection_is_one_line_with_its_place_and_notes():
     except RuntimeError:
         failure = failure_of(error, 1, lost_connection=True)
     assert re.fullmatch(
-        r"rank 1 lost another rank, .+ \(--dist-timeout\): Timed out waiting 15000ms for recv "
+        r"rank 1 lost another rank, .+ \(--dist-timeout\): RuntimeError: Timed out waiting 15000ms for recv "
         r"\(at test_failures\.py:\d+\); Stacks of each rank: run/stacks",
         failure.text,
     )
