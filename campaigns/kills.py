@@ -11,7 +11,7 @@ eight times; then its results are compared. Each kill is a row; so is the end of
   checkpoint, a checkpoint with --async-save, the export or a weight sync has begun,
 - two ranks without an agent: rank 0 or 1 is killed, and the other must end by itself,
 - two ranks by --nproc-per-node 2: the launcher, one rank, or everything is killed, at any moment or in a checkpoint,
-- one process with a vLLM server (--servers PYTHON, of the environment with vLLM): the trainer is killed.
+- one process with a vLLM server (--servers PYTHON, of the environment with vLLM): all of it is killed.
 
     python -m campaigns.kills --count 200 --seed 0
 """
