@@ -1,5 +1,6 @@
 """What every campaign shares: the results file with its header, and the line of progress."""
 
+import json
 import shlex
 import sys
 import time
@@ -36,15 +37,8 @@ class Report:
 
     def write(self, **more: Any) -> None:
         seconds = round(time.monotonic() - self._start)
-        file = {
-            "law": self._law,
-            **self._header,
-            "seconds": seconds,
-            "groups": self.groups(),
-            **more,
-            "rows": self.rows,
-        }
-        record.write(RESULTS / f"{self.name}.json", file)
+        head = {"law": self._law, **self._header, "seconds": seconds, "groups": self.groups(), **more}
+        save(RESULTS / f"{self.name}.json", head, self.rows)
 
     def groups(self) -> dict[str, dict[str, int]]:
         """Count rows and failures by group."""
@@ -59,3 +53,11 @@ class Report:
         for row in failed:
             print(f"FAILED {row}")
         return 1 if failed else 0
+
+
+def save(path: Path, head: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write a results file atomically, with one line for each row."""
+    lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
+    partial = path.with_suffix(".partial")
+    partial.write_text(f'{json.dumps(head, indent=1)[:-2]},\n "rows": [\n{lines}\n ]\n}}\n')
+    partial.replace(path)
