@@ -29,7 +29,7 @@ class RunConfig(Section):
     """Number of rollouts; with `--algorithm sft`, of optimizer steps."""
     seed: Annotated[int, REFUSED] = Field(default=0, gt=-(2**62), lt=2**62)
     """Seed of everything except sampling."""
-    resume: str = "auto"
+    resume: str = Field(default="auto", min_length=1)
     """`auto`: resume from the newest checkpoint in output_dir, if any; changes of model, algorithm, data or reward are
     refused. `never`: an output_dir in use is an error. Or a checkpoint directory, to go on with any changed options."""
     save_interval: Annotated[int, Requires("keep_last")] = Field(default=50, ge=0)

@@ -57,6 +57,7 @@ CORE_AND_FEATURES = [
         for other in BESIDE_BOTH
     ),
     ({"hf_checkpoint": ""}, ["--hf-checkpoint", "Qwen/Qwen3-4B"], {"hf_checkpoint": "x"}),
+    ({"resume": ""}, ["--resume"], {"resume": "never"}),
     ({"fp16": True, "bf16": True}, ["--fp16", "--no-bf16"], {"bf16": False}),
     ({"apply_chat_template": False, "chat_template_kwargs": {"a": 1}}, ["--chat-template-kwargs"],
      {"chat_template_kwargs": {}}),
