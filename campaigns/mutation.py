@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,13 +29,18 @@ from campaigns.report import Report
 ROOT = Path(__file__).parents[1]
 REASONS = Path(__file__).with_name("survivors.yaml")
 LEAST_KILLED = 0.95
+RANK_TESTS_SECONDS = 300
+SELECTED = "not matrix and not gpu"
 SURVIVED, UNTESTED, TIMEOUTS = (0,), (33, 5), (36, 24, 152, 255)  # mutmut's exit codes; any other: killed
 
 
 @dataclass(frozen=True)
 class Target:
+    """A group. `rank_tests` start processes that mutmut does not see: they run on mutants that `tests` left alive."""
+
     files: tuple[str, ...]
     tests: tuple[str, ...]
+    rank_tests: tuple[str, ...] = ()
 
 
 TARGETS = {
@@ -51,25 +57,33 @@ TARGETS = {
         (
             *(f"tests/properties/test_{name}.py" for name in ("packing", "prefixes", "losses")),
             *("tests/unit/trainer/test_batches.py", "tests/unit/data/test_routes.py"),
-            "tests/distributed/test_exchange.py",
         ),
+        ("tests/distributed/test_exchange.py",),
     ),
     "logprobs": Target(
-        ("fsdptrain/model/logprobs.py",), ("tests/unit/model/test_logprobs.py", "tests/properties/test_logprobs.py")
+        ("fsdptrain/model/logprobs.py",),
+        (
+            *("tests/unit/model/test_logprobs.py", "tests/properties/test_logprobs.py"),
+            *("tests/unit/model/test_policy.py", "tests/unit/trainer/test_logprobs.py"),
+        ),
+        ("tests/distributed/test_split_logprobs.py",),
     ),
     "weights": Target(
         ("fsdptrain/model/loading/*.py",),
-        (
-            "tests/unit/model/test_files.py",
-            "tests/unit/model/test_shard_reader.py",
-            "tests/distributed/test_formats.py",
-        ),
+        ("tests/unit/model/test_files.py", "tests/unit/model/test_shard_reader.py"),
+        ("tests/distributed/test_formats.py", "tests/distributed/test_loading_failures.py"),
     ),
     "weight_sync": Target(
-        ("fsdptrain/rollout/weight_sync/*.py",), ("tests/unit/rollout/weight_sync", "tests/unit/vllm/test_checks.py")
+        ("fsdptrain/rollout/weight_sync/*.py",),
+        (
+            *("tests/unit/rollout", "tests/unit/vllm/test_checks.py", "tests/unit/vllm/test_fleet.py"),
+            "tests/unit/vllm/test_replica.py",
+        ),
+        ("tests/distributed/test_weight_sync.py",),
     ),
     "checkpoint": Target(
         ("fsdptrain/fsdp/checkpoint.py", "fsdptrain/fsdp/checkpoint_folder.py"),
+        ("tests/unit/fsdp",),
         ("tests/distributed/test_fsdp_checkpoint.py", "tests/distributed/test_async_checkpoint.py"),
     ),
 }
@@ -81,20 +95,63 @@ def main() -> None:
     parser.add_argument("--endings", default="0123456789", help="last digits of the numbers of the mutants to run")
     parser.add_argument("--jobs", type=int, default=2)
     args = parser.parse_args()
-    report = Report("mutation", "at least 95 % of the mutants make a test fail, and each survivor has a reason")
     reasons = yaml.safe_load(REASONS.read_text()) or {}
-    shares = {}
+    codes = []
     for group in args.groups:
+        report = Report(
+            f"mutation_{group}", "at least 95 % of the mutants make a test fail; each survivor has a reason"
+        )
         with tempfile.TemporaryDirectory() as folder:
             copy = copy_repository(Path(folder) / "copy", TARGETS[group])
-            environment = os.environ | {"OMP_NUM_THREADS": "1"}
-            environment.pop("PYTHONPATH", None)  # the package of the copy is tested
             names = [f"*__mutmut_*{digit}" for digit in args.endings]
             mutmut = [sys.executable, "-m", "mutmut"]
-            subprocess.run([*mutmut, "run", "--max-children", str(args.jobs), *names], cwd=copy, env=environment)
-            shares[group] = judge(report, group, copy, names, reasons.get(group, {}))
-    report.write(mutants=shares)
-    sys.exit(report.finish())
+            subprocess.run([*mutmut, "run", "--max-children", str(args.jobs), *names], cwd=copy, env=environment())
+            drawn = {
+                mutant: code
+                for mutant, code in results(copy / "mutants")
+                if code is not None and any(fnmatch.fnmatch(mutant, name) for name in names)
+            }
+            if TARGETS[group].rank_tests:
+                drawn |= run_rank_tests(group, copy / "mutants", drawn, args.jobs)
+            report.write(mutants=judge(report, group, copy, drawn, reasons.get(group, {})))
+            codes.append(report.finish())
+    sys.exit(max(codes))
+
+
+def environment(**more: str) -> dict[str, str]:
+    variables = os.environ | {"OMP_NUM_THREADS": "1"} | more
+    variables.pop("PYTHONPATH", None)  # the package of the copy is tested
+    return variables
+
+
+def run_rank_tests(group: str, mutants: Path, drawn: dict[str, int], jobs: int) -> dict[str, int]:
+    """Run the rank tests of a group on each mutant that is alive, and return their exit codes."""
+    tests = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-qx",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        SELECTED,
+        *TARGETS[group].rank_tests,
+    ]
+
+    def run(mutant: str) -> int:
+        variables = environment(MUTANT_UNDER_TEST=mutant)
+        try:
+            code = subprocess.run(tests, cwd=mutants, env=variables, capture_output=True, timeout=RANK_TESTS_SECONDS)
+        except subprocess.TimeoutExpired:
+            return TIMEOUTS[0]
+        return code.returncode
+
+    if run(""):
+        raise SystemExit(f"the rank tests of {group} fail without a mutant: run them in {mutants}")
+    alive = [mutant for mutant, code in drawn.items() if code in SURVIVED + UNTESTED]
+    print(f"{group}: {len(alive)} of {len(drawn)} mutants are left to the tests over several ranks", flush=True)
+    with ThreadPoolExecutor(jobs) as pool:
+        return dict(zip(alive, pool.map(run, alive), strict=True))
 
 
 def copy_repository(copy: Path, target: Target) -> Path:
@@ -109,7 +166,7 @@ def copy_repository(copy: Path, target: Target) -> Path:
         "only_mutate": list(target.files),
         "also_copy": tops,
         "pytest_add_cli_args": ["-p", "no:cacheprovider"],
-        "pytest_add_cli_args_test_selection": [*target.tests, "-m", "not matrix and not gpu"],
+        "pytest_add_cli_args_test_selection": [*target.tests, "-m", SELECTED],
         "process_isolation": "forkserver",
     }
     lines = [f"{name} = {json.dumps(value)}\n" for name, value in settings.items()]
@@ -118,12 +175,10 @@ def copy_repository(copy: Path, target: Target) -> Path:
     return copy
 
 
-def judge(report: Report, group: str, copy: Path, names: list[str], reasons: dict[str, str]) -> dict[str, float]:
+def judge(report: Report, group: str, copy: Path, drawn: dict[str, int], reasons: dict[str, str]) -> dict[str, float]:
     """Add a row for each mutant that no test killed, and return the counts of the group."""
     counts = Counter[str]()
-    for mutant, code in results(copy / "mutants"):
-        if code is None or not any(fnmatch.fnmatch(mutant, name) for name in names):
-            continue
+    for mutant, code in drawn.items():
         if code not in SURVIVED + UNTESTED:
             counts["timeout" if code in TIMEOUTS else "killed"] += 1
             continue

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdptrain.algo.weights import AGGREGATIONS, count_totals, num_loss_tokens
-from fsdptrain.data.packing.pack import drop_overlong, pack, plan_packs, plan_rows
+from fsdptrain.data.packing.pack import assign_packs_to_ranks, drop_overlong, pack, plan_packs, plan_rows
 from fsdptrain.errors import ConfigError
-from fsdptrain.types import PackedBatch, Sample
+from fsdptrain.types import Images, PackedBatch, Sample
 from tests.properties.strategies import sample_lists
 
 BUDGET = 64
@@ -88,6 +88,30 @@ def test_balance_counts_the_quadratic_cost() -> None:
 
 
 @pytest.mark.slow
+def test_ranks_take_packs_of_similar_cost_in_rounds_and_the_one_behind_takes_the_costliest() -> None:
+    costs = [1.0, 10.0, 5.0, 6.0, 3.0, 4.0]  # of packs 0 to 5
+    plan = assign_packs_to_ranks([[i] for i in range(6)], costs, num_tokens=6, num_ranks=2, max_tokens=3)
+    assert plan.packs == (((1,), (5,), (0,)), ((3,), (2,), (4,)))
+    assert plan.cost == 10 + 5 + 3
+    assert plan.imbalance == pytest.approx(1 - 29 / (2 * 18))
+
+
+@BOTH_PLANS
+def test_a_plan_of_nothing_has_no_cost_and_is_balanced(plan_them) -> None:
+    plan = plan_them([], num_ranks=2, max_tokens=BUDGET)
+    assert (plan.cost, plan.imbalance, plan.fill) == (0.0, 0.0, 0.0)
+
+
+def test_samples_of_equal_length_are_taken_in_their_order() -> None:
+    """On any platform: a sort that is not stable would make plans differ between machines."""
+    plan = plan_packs([4] * 120, num_ranks=4, max_tokens=1000)
+    assert sorted(rank[0] for rank in plan.packs) == [tuple(range(first, 120, 4)) for first in range(4)]
+
+
+def test_rows_that_fill_the_budget_exactly_share_a_pack() -> None:
+    assert plan_rows([4, 3, 4], num_ranks=1, max_tokens=12).packs == (((0, 2, 1),),)
+
+
 def test_a_hundred_thousand_lengths_take_less_than_a_second() -> None:
     draw = random.Random(0)
     lengths = [draw.randint(1, 8192) for _ in range(100_000)]
@@ -157,6 +181,16 @@ def test_weights_have_the_sum_of_the_aggregation(samples: list[Sample], aggregat
         "sequence_sum": sum(counts) / max(1, sequences),
     }
     assert total == pytest.approx(promised[aggregation] if sequences else 0.0, rel=1e-6)
+
+
+def test_a_pack_has_the_images_of_each_samples_group() -> None:
+    samples = [Sample(group, [7, 8, 9], [False, True, True], [0.0, -1.0, -1.0]) for group in ("a", "b", "a")]
+    of_a = Images({"pixels": torch.tensor([1.0])}, torch.tensor([0, 1]))
+    totals = count_totals([2, 2, 2])
+    batch = pack(samples, aggregation="token_mean", totals=totals, max_response_len=2, images={"a": of_a})
+    assert batch.images is not None
+    assert batch.images.inputs["pixels"].tolist() == [1.0, 1.0]
+    assert batch.images.token_types.tolist() == [0, 1, 0, 0, 0, 0, 0, 1, 0]
 
 
 def test_an_empty_pack_has_one_token_without_weight() -> None:

@@ -122,6 +122,14 @@ def test_prompts_of_equal_length_and_other_tokens_are_not_shared() -> None:
     assert packed([without_loss, without_loss], sharing=True).shared is None
 
 
+def test_each_segment_names_the_one_that_holds_its_prefix() -> None:
+    samples = samples_of([(20, [3, 4]), (9, [2]), (7, [1, 1, 5])])
+    shared = packed(samples, sharing=True).shared
+    assert shared is not None
+    assert shared.segments == (-1, 0, -1, -1, 3, 3)
+    assert shared.lengths == (0, 20, 0, 0, 7, 7)
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     families=st.lists(st.tuples(st.integers(0, 20), st.lists(st.integers(1, 9), min_size=1, max_size=3)), min_size=1),
