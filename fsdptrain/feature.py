@@ -197,7 +197,7 @@ class Feature:
         """Before the first pack of an optimizer step. forward: a pass without gradient and without the head."""
 
     def finish_loss(self, output: LossOutput, batch: PackedBatch, logprobs: LogProbs) -> LossOutput:
-        """The loss of one pack, on the device."""
+        """The loss of one pack, on the device. A term for samples with advantage 0: see `Section.trains_zero_advantage`."""
         del batch, logprobs
         return output
 

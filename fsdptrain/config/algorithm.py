@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from fsdptrain.config.presets import ADVANTAGE_SCALES, LOSS_FIELDS, LOSS_OPTIONS, is_own
-from fsdptrain.config.rules import NEEDS_KL, RL_ONLY, Excludes, IdleWith, Problem, Requires
+from fsdptrain.config.rules import NEEDS_KL, NEUTRAL, RL_ONLY, Excludes, IdleWith, Problem, Requires
 from fsdptrain.config.section import Section
 from fsdptrain.registry import suggest
 
@@ -88,6 +88,10 @@ class AlgorithmConfig(Section):
     """Samples in which the adaptive coefficient changes by at most a fifth. [samples]"""
     entropy_coef: Annotated[float, RL_ONLY] = Field(default=0.0, ge=0.0)
     """Coefficient of the entropy bonus."""
+    skip_zero_advantage: Annotated[bool, RL_ONLY, NEUTRAL] = True
+    """Leave samples whose advantage is exactly 0 out of scoring and training where they have no gradient: not with a KL
+    or entropy term, --loss prime_rl, a custom loss, or balanced experts. The loss, its denominators and the gradient stay
+    the same; policy/* and mismatch/* are means over the tokens that are trained."""
     use_rollout_logprobs: Annotated[bool, RL_ONLY] = False
     """Use the engine's logprobs as old logprobs instead of computing them with the trainer."""
     mismatch_correction: Annotated[
@@ -115,6 +119,12 @@ class AlgorithmConfig(Section):
         float | None, RL_ONLY, Requires("mismatch_rejection", fix="set it, e.g. seq_mean_k3")
     ] = Field(default=None, gt=0.0)
     """Bound of --mismatch-rejection, e.g. 0.01 for seq_mean_k3. [nats]"""
+
+    @property
+    def trains_zero_advantage(self) -> str:
+        coefs = {"kl-loss": self.kl_loss_coef, "kl-reward": self.kl_reward_coef, "entropy": self.entropy_coef}
+        found = next((f"--{name}-coef {coef:g}" for name, coef in coefs.items() if coef), "")
+        return found if self.skip_zero_advantage else "--no-skip-zero-advantage"
 
     def problems(self, config: "Config") -> Iterator[Problem]:
         if self.algorithm == "sft":

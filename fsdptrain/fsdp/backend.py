@@ -138,7 +138,7 @@ class FSDPBackend:
             sums.add(output.metrics)
         norm = self._optimizer.clip().to(self.device)
         metrics, norm_value, finite = sums.reduce(norm)
-        metrics = finish_metrics(metrics) | self.features.after_step(updated=finite)
+        metrics = finish_metrics(metrics, num_tokens=batches[0].num_trained_tokens) | self.features.after_step(updated=finite)
         return metrics | self._optimizer.end_step(norm_value, finite=finite)
 
     def update_reference(self) -> None:

@@ -61,7 +61,7 @@ def test_metrics_are_means_over_the_loss_tokens_of_the_step() -> None:
     assert expected["policy/clip_fraction_low"] > 0
     assert expected["policy/clip_fraction_high"] > 0
     scale = len(at) / n  # the rest of the step counts as w = 0
-    ess = finish_metrics({name: value.item() for name, value in metrics.items()})["mismatch/ess"]
+    ess = finish_metrics({name: value.item() for name, value in metrics.items()}, num_tokens=1)["mismatch/ess"]
     assert ess == pytest.approx(scale * w.sum() ** 2 / (len(at) * (w**2).sum()), rel=1e-6)
 
 
@@ -69,7 +69,7 @@ def test_effective_sample_size_is_1_if_engine_and_trainer_agree() -> None:
     batch, logprobs = make_batch()
     batch = replace(batch, old_logprobs=batch.rollout_logprobs.double(), num_loss_tokens=len(batch.loss_positions))
     metrics = LOSSES["grpo"](batch, logprobs, LossConfig()).metrics
-    finished = finish_metrics({name: value.item() for name, value in metrics.items()})
+    finished = finish_metrics({name: value.item() for name, value in metrics.items()}, num_tokens=1)
     assert finished["mismatch/ess"] == pytest.approx(1.0)
     assert not any("/_" in name for name in finished)
 
@@ -89,7 +89,7 @@ def test_an_empty_pack_emits_the_same_metrics_and_a_zero_gradient(name: str) -> 
 
 def test_a_step_without_any_loss_token_has_finite_metrics() -> None:
     output = LOSSES["grpo"](empty_pack(count_totals([0])), LogProbs(torch.zeros(1, requires_grad=True)), LossConfig())
-    finished = finish_metrics({name: value.item() for name, value in output.metrics.items()})
+    finished = finish_metrics({name: value.item() for name, value in output.metrics.items()}, num_tokens=1)
     assert all(math.isfinite(value) for value in finished.values())
     assert finished["mismatch/ess"] == 1.0
 
