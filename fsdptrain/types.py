@@ -263,7 +263,7 @@ class LogProbs:
     """Log-probabilities of `labels` under the model, at the rollout temperature."""
 
     values: Tensor  # [T] f32, with gradient during training
-    entropy: Tensor | None = None  # [T] f32, of the full next-token distribution [nats]
+    entropy: Tensor | None = None  # [T] f32, of the full next-token distribution [nats]; None: not computed
     extras: Mapping[str, Tensor] = field(default_factory=dict)  # outputs of features, by name
 
     def for_loss(self, config: "LossConfig") -> "LogProbs":
@@ -304,3 +304,4 @@ class LossConfig:
     kl_loss_type: str = "k3"
     use_unbiased_kl: bool = False
     entropy_coef: float = 0.0
+    with_entropy: bool = True  # compute the entropy in this step

@@ -1,7 +1,8 @@
 """Metrics of losses.
 
 Metrics are divided by the loss tokens in the packs of the whole optimizer step, so their sums over packs and ranks are
-means over the tokens that were computed. The emitted names depend only on the configuration, so every pack on every rank emits the same names.
+means over the tokens that are trained. The emitted names depend only on the configuration, so every pack on every rank
+emits the same names.
 """
 
 from collections.abc import Mapping
