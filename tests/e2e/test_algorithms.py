@@ -61,12 +61,22 @@ def test_truncated_responses_leave_the_loss_and_its_denominators_but_not_the_rep
     assert metrics["loss/policy"] == pytest.approx(-1 / std, rel=1e-5)
 
 
+IDLE = [  # flags of features that compute a step without samples
+    [],
+    ["--context-parallel-size", "2"],
+    ["--tensor-parallel-size", "2"],
+    ["--lora-rank", "4", "--gradient-checkpointing", "--offload-activations"],
+    ["--compile", "--fsdp-cpu-offload"],
+]
+
+
+@pytest.mark.parametrize("flags", only([[]], IDLE), ids=" ".join)
 def test_a_run_without_any_advantage_skips_all_samples_and_has_no_means_over_them(
-    checkpoint: Path, tmp_path: Path
+    checkpoint: Path, tmp_path: Path, flags: list[str]
 ) -> None:
-    flags = ["--advantage-estimator", "tests.e2e.advantages:zeros", "--advantage-scale", "none"]
-    flags += ["--steps-per-rollout", "4", "--epochs-per-rollout", "2", "--mismatch-correction", "tis"]
-    metrics = trained(checkpoint, tmp_path, *flags, num_ranks=2)
+    zeros = ["--advantage-estimator", "tests.e2e.advantages:zeros", "--advantage-scale", "none"]
+    steps = ["--steps-per-rollout", "4", "--epochs-per-rollout", "2", "--mismatch-correction", "tis"]
+    metrics = trained(checkpoint, tmp_path, *zeros, *steps, *flags, num_ranks=2)
     assert metrics["perf/skipped_tokens"] == 1
     assert metrics["optim/grad_norm"] == metrics["loss/total"] == 0
     assert not any(name.startswith(("policy/", "mismatch/")) for name in metrics)

@@ -46,6 +46,7 @@ def test_run_emits_every_metric_and_leaves_a_model_that_transformers_loads(check
     assert result.code == 0, result.err
     emitted = set().union(*metrics_of(run))
     assert [name for name in EMITTED.split() if name not in emitted] == []
+    assert "samples with advantage 0 are not skipped: --kl-loss-coef 0.1" in result.err
     config = load_recipe(run / "config.yaml")
     assert config.algorithm.kl_loss_coef == 0.1
     model = AutoModelForCausalLM.from_pretrained(run / "hf", dtype=torch.float32)
