@@ -45,7 +45,7 @@ class ReferenceBank:
         """Copy the current weights of `model`, which is sharded like the source."""
         reshard(model)
         for live, banked in zip(_live_tensors(model), self._bank, strict=True):
-            banked.copy_(live, non_blocking=True)
+            banked.copy_(live.to(banked.dtype), non_blocking=True)
         if platform.has_accelerator():
             torch.accelerator.synchronize()  # `model` may change from here on
 
@@ -60,18 +60,16 @@ class ReferenceBank:
 
     @torch.no_grad()
     def _swap(self, model: nn.Module) -> None:
-        """Exchange model and bank tensor by tensor. All memory for it is allocated before any change."""
+        """Exchange model and bank tensor by tensor. Copies of the policy are allocated before any change."""
         reshard(model)
         both = list(zip(_live_tensors(model), self._bank, strict=True))
         pairs = [(live, banked) for live, banked in both if live.dtype == banked.dtype]
         rounded = [(live, banked) for live, banked in both if live.dtype != banked.dtype]
-        waiting, self._policy = self._policy, None
-        if waiting is None:
-            self._policy = [live.clone() for live, _ in rounded]
         scratch: dict[torch.device, Tensor] = {}
         for device in {live.device for live, _ in pairs}:
             size = max(live.nbytes for live, _ in pairs if live.device == device)
             scratch[device] = torch.empty(size, dtype=torch.uint8, device=device)
+        waiting, self._policy = self._policy, [live.clone() for live, _ in rounded] if self._policy is None else None
         for live, banked in pairs:
             policy = scratch[live.device][: live.nbytes].view(live.dtype).view(live.shape)
             policy.copy_(live)
@@ -79,9 +77,9 @@ class ReferenceBank:
             banked.copy_(policy, non_blocking=True)
         for number, (live, banked) in enumerate(rounded):
             if waiting is None:
-                live.copy_(banked, non_blocking=True)
+                live.copy_(banked.to(live.device, non_blocking=True))  # converted on the device
             else:
-                banked.copy_(live, non_blocking=True)  # a checkpoint may have been loaded
+                banked.copy_(live.to(banked.dtype), non_blocking=True)  # a checkpoint may have been loaded
                 live.copy_(waiting[number], non_blocking=True)
         if platform.has_accelerator():
             torch.accelerator.synchronize()  # the host may read and free the copied memory from here on
