@@ -27,7 +27,7 @@ from fsdptrain.trainer.logprobs import LogprobPasses
 from fsdptrain.types import LossConfig, LossOutput, Sample
 from tests.testing import tiny_tokenizer
 
-SIDES = ("ours", "packed", "stock", "compact")
+SIDES = ("ours", "packed", "stock", "compact", "unskipped")
 Step = Callable[[], dict[str, float]]
 
 
@@ -39,10 +39,12 @@ class Case:
     vocab: int
     lengths: str  # ragged or equal
     options: argparse.Namespace
+    pass_rate: float | None = None  # of every prompt; None: half of the responses, drawn otherwise
 
     @property
     def name(self) -> str:
-        return f"{self.lengths}, vocabulary {self.vocab}"
+        rate = "" if self.pass_rate is None else f", pass rate {self.pass_rate:g}"
+        return f"{self.lengths}, vocabulary {self.vocab}{rate}"
 
     @property
     def policy(self) -> str:
@@ -66,7 +68,10 @@ def make_samples(case: Case) -> list[Sample]:
     for group in range(options.groups):
         width = (shortest + longest) // 2 if case.lengths == "equal" else draw.randint(shortest, longest)
         prompt = [draw.randrange(case.vocab) for _ in range(width)]
-        rewards = [float(draw.randrange(2)) for _ in range(options.group_size)]
+        if case.pass_rate is None:
+            rewards = [float(draw.randrange(2)) for _ in range(options.group_size)]
+        else:
+            rewards = [float(draw.random() < case.pass_rate) for _ in range(options.group_size)]
         for reward in rewards:
             length = options.completion
             if case.lengths == "ragged":
@@ -106,7 +111,7 @@ class Phases:
 
 
 @contextmanager
-def our_side(case: Case, samples: list[Sample], *, sharing: str) -> Iterator[Step]:
+def our_side(case: Case, samples: list[Sample], *, sharing: str, skips: bool) -> Iterator[Step]:
     options = case.options
     config = Config(
         hf_checkpoint=case.policy,
@@ -121,6 +126,7 @@ def our_side(case: Case, samples: list[Sample], *, sharing: str) -> Iterator[Ste
         use_rollout_logprobs=True,
         prefix_sharing=sharing,
         lora_rank=options.lora,
+        skip_zero_advantage=skips,
     )
     settings = LossConfig(kl_loss_coef=options.kl, use_rollout_logprobs=True)
     with process_group(600):

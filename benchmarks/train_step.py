@@ -13,6 +13,7 @@ its adapter. Loss and gradient norm of all sides must agree.
     ours      fsdptrain's backend and plan as in a run; on a GPU with --prefix-sharing on, which is not the default
     there
     packed    the same with --prefix-sharing off
+    unskipped  the same with --no-skip-zero-advantage
     stock     TRL's GRPOTrainer on a CPU, which scores every position, prompts and padding included
     compact   the same, scoring completions only, as TRL does on a GPU with Triton
 
@@ -30,6 +31,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
+from itertools import product
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -48,10 +50,9 @@ PHASES = ("prepare", "logprobs", "forward", "backward and optimizer")
 def work(side: str, case: Case, pipe: Connection) -> None:
     """Run a process of one side: one step per message, until the end message."""
     samples = make_samples(case)
-    if side in ("ours", "packed"):
-        made = our_side(
-            case, samples, sharing="off" if side == "packed" else "on" if torch.cuda.is_available() else "auto"
-        )
+    if side in ("ours", "packed", "unskipped"):
+        sharing = "off" if side == "packed" else "on" if torch.cuda.is_available() else "auto"
+        made = our_side(case, samples, sharing=sharing, skips=side != "unskipped")
     else:
         made = trl_side(case, samples, compact=side == "compact")
     with ExitStack() as opened:
@@ -134,13 +135,14 @@ def parsed() -> argparse.Namespace:
     add = parser.add_argument
     add("--quick", action="store_true", help="a tiny model and one round: checks agreement, not speed")
     add("--json", type=Path, help="path of the report, written after each round")
-    add("--sides", nargs="+", choices=SIDES, default=list(SIDES))
+    add("--sides", nargs="+", choices=SIDES, default=list(SIDES[:-1]))
     add("--lengths", nargs="+", choices=("ragged", "equal"), default=["ragged", "equal"])
     add("--vocab", nargs="+", type=int, default=[32_768, 151_936])
     add("--hidden", type=int, default=384)
     add("--layers", type=int, default=4)
     add("--groups", type=int, default=4)
     add("--group-size", type=int, default=8)
+    add("--pass-rates", nargs="+", type=float, default=[None], help="of every prompt; each is a case of its own")
     add("--prompt", nargs=2, type=int, default=[30, 500], help="shortest and longest prompt [tokens]")
     add("--completion", type=int, default=120, help="mean completion length [tokens]")
     add("--sigma", type=float, default=0.8, help="standard deviation of the logarithm of completion lengths")
@@ -219,9 +221,9 @@ def main() -> None:
     for vocab in options.vocab:
         with tempfile.TemporaryDirectory() as folder:
             save_models(Path(folder), options, vocab)
-            for lengths in options.lengths:
+            for lengths, pass_rate in product(options.lengths, options.pass_rates):
                 row: dict[str, Any] = {}
-                for row in measure(Case(folder, vocab, lengths, options)):
+                for row in measure(Case(folder, vocab, lengths, options, pass_rate)):
                     write(options.json, report(begin, [*results, row]))  # survives a failure
                 results.append(row)
                 print(json.dumps({key: value for key, value in row.items() if key != "runs"}))

@@ -233,8 +233,10 @@ def algorithms_page() -> str:
     parts += [f"| {place} | {' | '.join(cells)} |\n" for place, cells in KL_PLACES.items()]
     parts += [KL_NOTES, f"\n`--use-unbiased-kl`, in the loss: {_help('use_unbiased_kl')}\n"]
     parts.append(f"\n`--kl-target`, after each rollout: {_flow(inspect.getdoc(adapt_kl_coef))}\n")
-    renewed = _flow(RefConfig.model_fields["update_interval"].description)
-    parts.append(f"\n`--ref-update-interval`: {renewed} Checkpoints contain this reference.\n")
+    renewed, dtype = (_flow(RefConfig.model_fields[name].description) for name in ("update_interval", "dtype"))
+    parts.append(
+        f"\n`--ref-update-interval`: {renewed} Checkpoints contain this reference.\n\n`--ref-dtype`: {dtype}\n"
+    )
     parts.append(CORRECTION_HEAD)
     parts += [
         f"| `{name}` | {_cell(c.formula)} | {c.low:g}, {c.high:g} | {_cell(c.source)} |\n"

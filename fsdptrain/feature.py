@@ -197,7 +197,10 @@ class Feature:
         """Before the first pack of an optimizer step. forward: a pass without gradient and without the head."""
 
     def finish_loss(self, output: LossOutput, batch: PackedBatch, logprobs: LogProbs) -> LossOutput:
-        """The loss of one pack, on the device."""
+        """The loss of one pack, on the device.
+
+        If it adds a gradient to samples with advantage 0, `Section.trains_zero_advantage` must say so.
+        """
         del batch, logprobs
         return output
 

@@ -219,16 +219,22 @@ class PackedBatch:
     loss_weights: Tensor  # [T] f32
     advantages: Tensor  # [T] f32
     rollout_logprobs: Tensor  # [T] f32
-    num_loss_tokens: int  # loss tokens of the optimizer step over all ranks: the denominator of metrics
+    num_loss_tokens: int  # loss tokens of the optimizer step over all ranks; 0: no update
     old_logprobs: Tensor | None = None  # [T] f32; None: strictly on-policy, the current logprobs are used
     ref_logprobs: Tensor | None = None  # [T] f32
     routes: Tensor | None = None  # [T, layers, k] i16, experts to replay; NO_ROUTE or None: the model routes itself
     images: Images | None = None  # images of all sequences
     shared: SharedPrefixes | None = None  # None: every segment is computed in full
+    num_skipped_tokens: int = 0  # of `num_loss_tokens`, those in no pack (--skip-zero-advantage)
 
     @property
     def num_tokens(self) -> int:
         return self.input_ids.numel()
+
+    @property
+    def num_trained_tokens(self) -> int:
+        """Loss tokens in the packs of the optimizer step over all ranks: the denominator of metrics."""
+        return self.num_loss_tokens - self.num_skipped_tokens
 
     @property
     def max_seqlen(self) -> int:
@@ -257,7 +263,7 @@ class LogProbs:
     """Log-probabilities of `labels` under the model, at the rollout temperature."""
 
     values: Tensor  # [T] f32, with gradient during training
-    entropy: Tensor | None = None  # [T] f32, of the full next-token distribution [nats]
+    entropy: Tensor | None = None  # [T] f32, of the full next-token distribution [nats]; None: not computed
     extras: Mapping[str, Tensor] = field(default_factory=dict)  # outputs of features, by name
 
     def for_loss(self, config: "LossConfig") -> "LogProbs":
@@ -272,7 +278,7 @@ class LossOutput:
     """Loss and metrics. Metrics whose names end in `_max` are reduced by maximum, all others by sum."""
 
     loss: Tensor  # [] sum over this pack, weighted by `loss_weights`
-    metrics: Mapping[str, Tensor]  # name -> [] detached, already divided by `num_loss_tokens`
+    metrics: Mapping[str, Tensor]  # name -> [] detached, already divided by `num_trained_tokens`
 
 
 @dataclass(frozen=True)
@@ -298,3 +304,4 @@ class LossConfig:
     kl_loss_type: str = "k3"
     use_unbiased_kl: bool = False
     entropy_coef: float = 0.0
+    with_entropy: bool = True  # compute the entropy in this step

@@ -1,7 +1,8 @@
 """Metrics of losses.
 
-Metrics are divided by the loss tokens of the whole optimizer step, so their sums over packs and ranks are means. The
-emitted names depend only on the configuration, so every pack on every rank emits the same names.
+Metrics are divided by the loss tokens in the packs of the whole optimizer step, so their sums over packs and ranks are
+means over the tokens that are trained. The emitted names depend only on the configuration, so every pack on every rank
+emits the same names.
 """
 
 from collections.abc import Mapping
@@ -55,15 +56,16 @@ def mismatch_metrics(tokens: LossTokens, config: LossConfig) -> dict[str, Tensor
     return metrics
 
 
-def finish_metrics(metrics: Mapping[str, float]) -> Metrics:
+def finish_metrics(metrics: Mapping[str, float], *, num_tokens: int) -> Metrics:
     """Return the metrics to log, from metrics reduced over packs and ranks.
 
     Means and sums need no change. A value that is not linear in its tokens is reduced as sums whose last name component
     starts with `_`. This function replaces them: ess = (sum w)^2 / (n sum w^2), in (0, 1], 1 if engine and trainer
-    agree.
+    agree. If the packs of the step had no loss token (`num_tokens`), the terms of the loss are 0 and no mean exists.
     """
+    if not num_tokens:
+        return {name: value for name, value in metrics.items() if name.startswith("loss/")}
     finished = {name: value for name, value in metrics.items() if not name.rpartition("/")[2].startswith("_")}
     if "mismatch/_w_mean" in metrics:
-        square_mean = metrics["mismatch/_w2_mean"]  # 0 if the step had no loss token
-        finished["mismatch/ess"] = metrics["mismatch/_w_mean"] ** 2 / square_mean if square_mean > 0 else 1.0
+        finished["mismatch/ess"] = metrics["mismatch/_w_mean"] ** 2 / metrics["mismatch/_w2_mean"]
     return finished

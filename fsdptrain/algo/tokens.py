@@ -26,7 +26,7 @@ class LossTokens:
     rollout_logprobs: Tensor  # [M] f32
     advantages: Tensor  # [M] f32
     weights: Tensor  # [M] f32, weights in the loss
-    shares: Tensor  # [M] f32, weights in metrics: 1 / loss tokens of the optimizer step
+    shares: Tensor  # [M] f32, weights in metrics: 1 / loss tokens in the packs of the optimizer step
     mask: Tensor  # [M] bool; False only in a pack without loss tokens, where M is 1
     segments: Tensor  # [M] i64, sequence index of each token
     num_segments: int
@@ -51,7 +51,7 @@ def at_loss_tokens(batch: PackedBatch, logprobs: LogProbs) -> LossTokens:
         rollout_logprobs=batch.rollout_logprobs[at],
         advantages=batch.advantages[at],
         weights=batch.loss_weights[at],
-        shares=mask.to(current.dtype) / max(1, batch.num_loss_tokens),
+        shares=mask.to(current.dtype) / max(1, batch.num_trained_tokens),
         mask=mask,
         segments=torch.searchsorted(batch.cu_seqlens[1:].to(at.dtype), at, right=True),
         num_segments=len(batch.seqlens),

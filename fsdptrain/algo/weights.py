@@ -17,6 +17,7 @@ class Totals:
 
     num_tokens: int  # loss tokens
     num_sequences: int  # sequences with at least one loss token
+    num_skipped: int = 0  # of `num_tokens`, those of sequences in no pack
 
 
 def num_loss_tokens(sample: Sample) -> int:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from fsdptrain.config.presets import ADVANTAGE_SCALES, LOSS_FIELDS, LOSS_OPTIONS, is_own
-from fsdptrain.config.rules import NEEDS_KL, RL_ONLY, Excludes, IdleWith, Problem, Requires
+from fsdptrain.config.rules import NEEDS_KL, NEUTRAL, RL_ONLY, Excludes, IdleWith, Problem, Requires
 from fsdptrain.config.section import Section
 from fsdptrain.registry import suggest
 
@@ -88,6 +88,13 @@ class AlgorithmConfig(Section):
     """Samples in which the adaptive coefficient changes by at most a fifth. [samples]"""
     entropy_coef: Annotated[float, RL_ONLY] = Field(default=0.0, ge=0.0)
     """Coefficient of the entropy bonus."""
+    entropy_interval: Annotated[int, IdleWith("entropy_coef"), NEUTRAL] = Field(default=1, ge=1)
+    """Compute the entropy of the policy in the first of every this many rollouts; it costs time in the head. Other
+    rollouts have no policy/entropy and loss/entropy."""
+    skip_zero_advantage: Annotated[bool, RL_ONLY, NEUTRAL] = True
+    """Leave samples whose advantage is exactly 0 out of scoring and training if they have no gradient: not with a KL or
+    entropy term, --loss prime_rl, a custom loss, or balanced experts. Loss and gradient stay the same; policy/* and
+    mismatch/* are means over the tokens that are trained."""
     use_rollout_logprobs: Annotated[bool, RL_ONLY] = False
     """Use the engine's logprobs as old logprobs instead of computing them with the trainer."""
     mismatch_correction: Annotated[
@@ -115,6 +122,12 @@ class AlgorithmConfig(Section):
         float | None, RL_ONLY, Requires("mismatch_rejection", fix="set it, e.g. seq_mean_k3")
     ] = Field(default=None, gt=0.0)
     """Bound of --mismatch-rejection, e.g. 0.01 for seq_mean_k3. [nats]"""
+
+    @property
+    def trains_zero_advantage(self) -> str:
+        coefs = {"kl-loss": self.kl_loss_coef, "kl-reward": self.kl_reward_coef, "entropy": self.entropy_coef}
+        found = next((f"--{name}-coef {coef:g}" for name, coef in coefs.items() if coef), "")
+        return found if self.skip_zero_advantage else "--no-skip-zero-advantage"
 
     def problems(self, config: "Config") -> Iterator[Problem]:
         if self.algorithm == "sft":
@@ -156,8 +169,10 @@ class AlgorithmConfig(Section):
 
     def _loss_problems(self, config: "Config") -> Iterator[Problem]:
         """Report options that the loss does not read, or that have no effect on-policy."""
-        if is_own(self.loss):
-            return  # custom losses are unknown
+        if is_own(self.loss):  # custom losses are unknown
+            reason = f"with --loss {self.loss}, which may read the entropy: remove it"
+            yield from config.without_effect(["entropy_interval"], reason)
+            return
         options = LOSS_OPTIONS.get(self.loss)
         if options is None:
             yield _unknown("--loss", self.loss, LOSS_OPTIONS)

@@ -168,6 +168,16 @@ class RefConfig(Section):
 
     load: Annotated[str | None, RL_ONLY, NEEDS_KL] = None
     """Checkpoint of the reference model, with the same shapes. Default: --hf-checkpoint."""
+    dtype: Annotated[
+        Literal["float32", "bfloat16"],
+        RL_ONLY,
+        NEEDS_KL,
+        Requires("@stores_reference", reason="where the reference is the model without its adapter: remove it"),
+        FSDP_ONLY,
+        TUNING,
+    ] = "float32"
+    """Dtype of the reference's weights on the host. bfloat16 takes half the memory and rounds them, which changes no
+    number if the run computes in bfloat16."""
     update_interval: Annotated[int | None, RL_ONLY, NEEDS_KL] = Field(default=None, ge=1)
     """Update the reference to the current policy every this many rollouts. Default: never. [rollouts]"""
 

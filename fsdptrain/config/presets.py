@@ -23,6 +23,7 @@ class LossOptions:
     reads: frozenset[str]
     defaults: Mapping[str, Any] = field(default_factory=dict)  # where they differ from the section's defaults
     idle_on_policy: frozenset[str] = frozenset()  # options without effect if the policy ratio is always 1
+    idle_at_zero_advantage: bool = False  # a sample with advantage 0 adds 0 to the loss and to the gradient
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,10 @@ class Preset:
 
 
 def _loss(*names: str, **defaults: Any) -> LossOptions:
-    """Describe a loss with an old policy that also reads `names`."""
+    """Describe a loss with an old policy that also reads `names` and is a multiple of the advantage."""
     reads = frozenset(names)
-    return LossOptions(OLD_POLICY | reads, defaults, idle_on_policy=reads | {"use_opsm", "opsm_delta"})
+    idle = reads | {"use_opsm", "opsm_delta"}
+    return LossOptions(OLD_POLICY | reads, defaults, idle_on_policy=idle, idle_at_zero_advantage=True)
 
 
 LOSS_OPTIONS: Mapping[str, LossOptions] = {

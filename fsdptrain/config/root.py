@@ -190,6 +190,14 @@ class Config(BaseModel):
         """Option that makes the engine compute other numbers than the trainer on purpose, or ""."""
         return next(filter(None, (section.inexact_engine for section in self.sections)), "")
 
+    @property
+    def trains_zero_advantage(self) -> str:
+        """Option because of which samples with advantage 0 are computed like all others, or "" if they are skipped."""
+        loss = LOSS_OPTIONS.get(self.algorithm.loss)  # custom losses are unknown
+        if loss is None or not loss.idle_at_zero_advantage:
+            return f"--loss {self.algorithm.loss}"
+        return next(filter(None, (section.trains_zero_advantage for section in self.sections)), "")
+
     # Derived values
 
     @property

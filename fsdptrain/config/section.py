@@ -72,6 +72,11 @@ class Section(BaseModel):
         return False
 
     @property
+    def trains_zero_advantage(self) -> str:
+        """Option that adds a gradient to samples with advantage 0, or needs them in the packs, or ""."""
+        return ""
+
+    @property
     def inexact_engine(self) -> str:
         """Option that makes the engine compute other numbers than the trainer on purpose, or ""."""
         return ""

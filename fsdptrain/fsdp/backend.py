@@ -131,14 +131,16 @@ class FSDPBackend:
         sums = MetricSums(copies=self._config.pack_copies, checked=self._config.algorithm.loss not in LOSSES)
         for batch in batches:
             moved = batch.to(self.device)
-            logprobs = self._logprobs(moved, with_entropy=True)
+            logprobs = self._logprobs(moved, with_entropy=config.with_entropy)
             output = loss(moved, logprobs.for_loss(config), config)
             output = self.features.finish_loss(output, moved, logprobs)
             self._optimizer.scale(output.loss).backward()
             sums.add(output.metrics)
         norm = self._optimizer.clip().to(self.device)
         metrics, norm_value, finite = sums.reduce(norm)
-        metrics = finish_metrics(metrics) | self.features.after_step(updated=finite)
+        metrics = finish_metrics(metrics, num_tokens=batches[0].num_trained_tokens) | self.features.after_step(
+            updated=finite
+        )
         return metrics | self._optimizer.end_step(norm_value, finite=finite)
 
     def update_reference(self) -> None:

@@ -134,7 +134,7 @@ class MegatronBackend:
         self._wrapped.zero_grad_buffer()
 
         def finish(hidden: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor, LossOutput]:
-            logprobs = self._logprobs_head(self._model, hidden, batch, with_entropy=True)
+            logprobs = self._logprobs_head(self._model, hidden, batch, with_entropy=config.with_entropy)
             output = loss(batch, logprobs.for_loss(config), config)
             return output.loss, torch.zeros((), dtype=torch.int, device=hidden.device), output
 
@@ -146,7 +146,9 @@ class MegatronBackend:
         if self._groups.pp.size() > 1:  # the last stage has the metrics; broadcast them for the logs
             sums.broadcast(self._groups.pp, src=self._groups.pp.size() - 1, device=self.device)
         metrics, norm, finite = sums.reduce(self._optimizer.clip())
-        metrics = finish_metrics(metrics) | self._optimizer.end_step(norm, finite=finite)
+        metrics = finish_metrics(metrics, num_tokens=batches[0].num_trained_tokens) | self._optimizer.end_step(
+            norm, finite=finite
+        )
         if finite:
             self._masters.publish()
         return metrics

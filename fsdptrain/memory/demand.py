@@ -112,9 +112,15 @@ def memory_need(config: Config, shard: Shard, supply: MemorySupply) -> MemoryNee
     if config.sync.offload_train:
         away = sum(size for name, size in on_device.items() if name != "gradients")
         host["the trainer, while the engine generates"] = ranks * away
-    trained, frozen = MASTER_BYTES * shard.trained, _stored_bytes(config, shard) * shard.frozen
+    stored = _stored_bytes(config, shard)
+    trained, frozen = MASTER_BYTES * shard.trained, stored * shard.frozen
     if config.stores_reference:
-        host["the reference"] = ranks * (frozen if counts.adapter else frozen + trained)  # the reference has no adapter
+        width = 2 if config.ref.dtype == "bfloat16" else MASTER_BYTES
+        elements = shard.frozen + (0 if counts.adapter else shard.trained)  # the reference has no adapter
+        host["the reference"] = ranks * min(width, stored) * elements
+        if width < stored and frozen:  # that of trained weights takes the place of the gradients
+            place, size = (host, ranks * frozen) if config.fsdp.cpu_offload else (device, frozen)
+            place["the frozen policy, while the reference computes"] = size
     if config.run.async_save:
         weights = trained if counts.adapter else trained + frozen  # only the adapter is written
         copies = 1 + (config.stores_reference and config.ref.update_interval is not None)  # a moving reference too

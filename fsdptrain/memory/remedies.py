@@ -29,6 +29,7 @@ _SINGLE: tuple[Mapping[str, Any], ...] = (
     STATE_ON_HOST,
     {"fsdp_cpu_offload": False},
     {"rollout_engine": "vllm-server", "rollout_num_servers": 1},
+    {"ref_dtype": "bfloat16"},
     {"kl_loss_coef": 0},
     {"lora_rank": 32},
 )

@@ -29,6 +29,7 @@ class PackingRules:
     layout: Layout  # padded: a pack costs num_samples x longest sample in tokens, and max_tokens bounds that
     copies: int = 1  # adjacent ranks that share one pack's work and so train on the same packs
     features: Features = NO_FEATURES
+    skips_zero_advantage: bool = False  # pack no samples whose advantage is 0
     row_multiple: int = 1  # padded row lengths are a multiple of this (context parallelism shards columns)
 
     @classmethod
@@ -43,6 +44,7 @@ class PackingRules:
             seed=config.run.seed,
             layout=layout,
             copies=config.pack_copies,
+            skips_zero_advantage=not config.trains_zero_advantage,
             row_multiple=config.token_ranks,
             features=features,
         )
@@ -58,6 +60,7 @@ class StepBatches:
     fill: float
     imbalance: float
     shared: float = 0.0  # fraction of tokens that are computed together with those of another sample
+    skipped: float = 0.0  # fraction of tokens that are in no pack, because the advantage of their sample is 0
 
 
 def make_batches(
@@ -100,13 +103,14 @@ def _make_step(
     rules: PackingRules,
     images: Mapping[str, Images],
 ) -> StepBatches:
-    lengths = [index.lengths[i] for i in chosen]
-    plan = _plan(lengths, [index.prompts[i] for i in chosen], rules)
-    planned = [tuple(tuple(chosen[i] for i in packed) for packed in packs) for packs in plan.packs]
+    kept = [i for i in chosen if index.has_advantage[i]] if rules.skips_zero_advantage else chosen
+    lengths = [index.lengths[i] for i in kept]
+    plan = _plan(lengths, [index.prompts[i] for i in kept], rules)
+    planned = [tuple(tuple(kept[i] for i in packed) for packed in packs) for packs in plan.packs]
     members = tuple(packs for packs in planned for _ in range(rules.copies))
     destinations = [[i for packed in packs for i in packed] for packs in members]
     arrived = iter(_exchange(samples, destinations, index))
-    totals = index.totals(chosen)
+    totals = index.totals(chosen, kept)
     groups = [[next(arrived) for _ in packed] for packed in members[dist.get_rank()]]
     packs = [
         pack(
@@ -120,7 +124,8 @@ def _make_step(
         )
         for group in groups
     ]
-    return StepBatches(packs, members, index, plan.fill, plan.imbalance, plan.shared)
+    skipped = 1 - sum(lengths) / max(1, sum(index.lengths[i] for i in chosen))
+    return StepBatches(packs, members, index, plan.fill, plan.imbalance, plan.shared, skipped)
 
 
 def _exchange(samples: Sequence[Sample], destinations: Sequence[Sequence[int]], index: SampleIndex) -> list[Sample]:

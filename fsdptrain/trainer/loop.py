@@ -205,7 +205,8 @@ class TrainingLoop:
 
     def _optimize(self, steps: Sequence[StepBatches]) -> list[Metrics]:
         with self._phases("train"):
-            config = replace(self._loss_config, kl_loss_coef=self._kl.loss_coef)
+            entropy = self.step % self._config.algorithm.entropy_interval == 0
+            config = replace(self._loss_config, kl_loss_coef=self._kl.loss_coef, with_entropy=entropy)
             found = [self._backend.train_step(step.packs, self._loss, config) for step in steps]
             self._num_updates += sum("optim/grad_norm" in values for values in found)
             return found

@@ -1,17 +1,25 @@
 """An updated reference equals the policy at its update bitwise, also after a resume."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import AutoModelForCausalLM
 
+from fsdptrain import Config, Trainer
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.errors import CheckpointError
 from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
+from fsdptrain.fsdp.reference import ReferenceBank
+from fsdptrain.fsdp.shards import local_shard
+from fsdptrain.trainer.batches import StepBatches
+from fsdptrain.trainer.loop import TrainingLoop
 from tests.testing import save_tiny_checkpoint, spawn
 
+from .sharded import full_state
 from .test_fsdp_backend import GRPO, config, packs_of_this_rank, samples
 
 
@@ -61,7 +69,10 @@ def load(checkpoint: str, directory: str, values: dict) -> tuple[torch.Tensor, t
     return policy, scores(backend, "reference"), (write(backend, directory, 3) / "reference").is_dir()
 
 
-@pytest.mark.parametrize("values", [{}, {"fsdp_cpu_offload": True}])
+ROUNDED = {"ref_dtype": "bfloat16", "bf16": True}  # the policy is rounded alike when it computes
+
+
+@pytest.mark.parametrize("values", [{}, {"fsdp_cpu_offload": True}, ROUNDED])
 def test_the_reference_is_the_policy_of_the_update_and_is_resumed_bitwise(
     checkpoint: str, tmp_path: Path, values: dict
 ) -> None:
@@ -93,6 +104,72 @@ def test_another_number_of_ranks_resumes_the_reference_and_a_run_without_kl_igno
     [(policy, _, held)] = spawn(1, load, checkpoint, str(tmp_path), {"kl_loss_coef": 0.0})
     assert torch.equal(policy, still)
     assert not held
+
+
+def rounded(checkpoint: str, rounded_checkpoint: str) -> tuple[list[torch.Tensor], ...]:
+    """Scores by a reference in bfloat16 and by the rounded model; by the policy before and after two swaps, of which
+    one fails."""
+    options = {"kl_loss_coef": 0.1, "adam_eps": 0.01}
+    backend = FSDPBackend(config(checkpoint, ref_dtype="bfloat16", **options), total_steps=10)
+    bank, own = backend._bank._bank, list(backend.model.parameters())
+    assert sum(x.nbytes for x in bank[: len(own)]) * 2 == sum(local_shard(x).nbytes for x in own)
+    assert [x.dtype for x in bank[len(own) :]] == [
+        x.dtype for x in backend.model.buffers()
+    ]  # e.g. of rotary embeddings
+    train(backend)
+    before, weights = scores(backend, "policy"), full_state(backend.model)
+    with pytest.raises((IndexError, RuntimeError)):
+        [pack, *_] = packs_of_this_rank(samples(), 128)
+        backend.compute_logprobs([replace(pack, labels=torch.full_like(pack.labels, 10**6))], "reference")
+    reference = scores(backend, "reference")
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in full_state(backend.model).items())
+    assert backend._bank._policy is None, "the copies on the device are freed"
+    stock = FSDPBackend(config(rounded_checkpoint), total_steps=10)
+    return reference, scores(stock, "policy"), before, scores(backend, "policy")
+
+
+def test_a_reference_in_bfloat16_has_the_rounded_weights_and_the_policy_comes_back_bitwise(
+    checkpoint: str, tmp_path: Path
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).float()
+    model.save_pretrained(tmp_path)
+    for reference, stock, before, after in spawn(2, rounded, checkpoint, str(tmp_path)):
+        assert torch.equal(reference, stock)
+        assert torch.equal(before, after)
+        assert not torch.equal(reference, after)
+
+
+def train_counted(checkpoint: str, directory: str) -> list[int]:
+    """The swaps after each of two rollouts, of several optimizer steps and packs."""
+    swaps: list[int] = []
+    swap, optimize = ReferenceBank._swap, TrainingLoop._optimize
+    counted = [0]
+
+    def counting(bank: ReferenceBank, model: torch.nn.Module) -> None:
+        counted[0] += 1
+        swap(bank, model)
+
+    def noting(loop: TrainingLoop, steps: list[StepBatches]) -> list[dict[str, float]]:
+        assert len(steps) == 4
+        assert sum(len(step.packs) for step in steps) > 4
+        swaps.append(counted[0])
+        return optimize(loop, steps)
+
+    ReferenceBank._swap, TrainingLoop._optimize = counting, noting  # type: ignore[method-assign]
+    values = {"num_rollout": 2, "steps_per_rollout": 4, "epochs_per_rollout": 2, "keep_last": 0, "export": False}
+    sizes = {"rollout_batch_size": 8, "rollout_max_response_len": 16, "max_tokens_per_gpu": 64, "eval_interval": 0}
+    run = Config(
+        hf_checkpoint=checkpoint, output_dir=directory, reward="tests.e2e.rewards:variety", log_to=[], bf16=False,
+        kl_loss_coef=0.1, kl_reward_coef=0.1, prefix_sharing="off", **values, **sizes,
+    )  # fmt: skip
+    Trainer(run, dataset=[{"prompt": f"say {i}", "label": ""} for i in range(16)]).fit()
+    return [*swaps, counted[0]]
+
+
+def test_a_rollout_of_several_steps_and_packs_swaps_the_reference_in_and_out_once(
+    checkpoint: str, tmp_path: Path
+) -> None:
+    assert spawn(2, train_counted, checkpoint, str(tmp_path)) == [[2, 4, 4]] * 2
 
 
 def save_with_an_obstacle(checkpoint: str, directory: str) -> str:

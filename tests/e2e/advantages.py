@@ -9,5 +9,9 @@ def too_few(rewards: list[float], lengths: list[int]) -> list[float]:
     return rewards[1:]
 
 
+def zeros(rewards: list[float], lengths: list[int]) -> list[float]:
+    return [0.0] * len(rewards)
+
+
 def below_64_tokens(rewards: list[float], lengths: list[int]) -> list[float]:
     return [float(length < 64) for length in lengths]

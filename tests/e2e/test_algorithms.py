@@ -61,6 +61,45 @@ def test_truncated_responses_leave_the_loss_and_its_denominators_but_not_the_rep
     assert metrics["loss/policy"] == pytest.approx(-1 / std, rel=1e-5)
 
 
+IDLE = [  # flags of features that compute a step without samples
+    [],
+    ["--context-parallel-size", "2"],
+    ["--tensor-parallel-size", "2"],
+    ["--lora-rank", "4", "--gradient-checkpointing", "--offload-activations"],
+    ["--compile", "--fsdp-cpu-offload"],
+]
+
+
+@pytest.mark.parametrize("flags", only([[]], IDLE), ids=" ".join)
+def test_a_run_without_any_advantage_skips_all_samples_and_has_no_means_over_them(
+    checkpoint: Path, tmp_path: Path, flags: list[str]
+) -> None:
+    zeros = ["--advantage-estimator", "tests.e2e.advantages:zeros", "--advantage-scale", "none"]
+    steps = ["--steps-per-rollout", "4", "--epochs-per-rollout", "2", "--mismatch-correction", "tis"]
+    metrics = trained(checkpoint, tmp_path, *zeros, *steps, *flags, num_ranks=2)
+    assert metrics["perf/skipped_tokens"] == 1
+    assert metrics["optim/grad_norm"] == metrics["loss/total"] == 0
+    assert not any(name.startswith(("policy/", "mismatch/")) for name in metrics)
+    assert metrics["progress/samples"] == 16
+
+
+def test_entropy_is_computed_in_the_first_of_several_rollouts_and_absent_in_the_others(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    rows = {}
+    for interval in ("1", "2"):
+        argv = ["--hf-checkpoint", str(checkpoint), "--output-dir", str(tmp_path / interval), *TINY]
+        flags = ["--num-rollout", "3", "--entropy-interval", interval, "--steps-per-rollout", "2"]
+        result = command.run([*argv, *flags], tmp_path / f"out{interval}")
+        assert result.code == 0, result.err
+        rows[interval] = metrics_of(tmp_path / interval)
+    names = {"policy/entropy", "loss/entropy"}
+    for number, (every, second) in enumerate(zip(rows["1"], rows["2"], strict=True)):
+        assert every.keys() - second.keys() == (names if number == 1 else set())
+        compared = [name for name in second if name.startswith(("policy/", "loss/", "optim/"))]
+        assert [second[name] for name in compared] == [every[name] for name in compared]
+
+
 def test_where_every_response_is_cut_off_the_flag_is_named(checkpoint: Path, tmp_path: Path) -> None:
     argv = ["--hf-checkpoint", str(checkpoint), "--output-dir", str(tmp_path / "run"), *TINY, "--mask-truncated"]
     result = command.run([*argv, "--rollout-max-response-len", "2"], tmp_path)

@@ -22,9 +22,9 @@ loss/policy loss/kl loss/entropy policy/ratio_mean policy/clip_fraction_low poli
 policy/approx_kl policy/entropy mismatch/abs_mean mismatch/abs_max mismatch/k3 mismatch/ess
 mismatch/out_of_bounds optim/grad_norm optim/lr optim/skipped_steps perf/step_s perf/generate_s perf/logprobs_s
 perf/train_s perf/sync_s perf/idle_s perf/tokens_per_s perf/tokens_per_s_per_device perf/mfu perf/mfu_causal
-perf/pack_fill perf/rank_imbalance perf/shared_tokens perf/peak_memory_gib perf/host_rss_gib progress/samples
-progress/tokens progress/epoch progress/too_long_prompts eval/heldout/accuracy eval/heldout/pass@1 eval/heldout/pass@2
-eval/heldout/length_mean
+perf/pack_fill perf/rank_imbalance perf/shared_tokens perf/skipped_tokens perf/peak_memory_gib perf/host_rss_gib
+progress/samples progress/tokens progress/epoch progress/too_long_prompts eval/heldout/accuracy eval/heldout/pass@1
+eval/heldout/pass@2 eval/heldout/length_mean
 eval/heldout_greedy/accuracy
 """
 
@@ -46,6 +46,7 @@ def test_run_emits_every_metric_and_leaves_a_model_that_transformers_loads(check
     assert result.code == 0, result.err
     emitted = set().union(*metrics_of(run))
     assert [name for name in EMITTED.split() if name not in emitted] == []
+    assert "samples with advantage 0 are not skipped: --kl-loss-coef 0.1" in result.err
     config = load_recipe(run / "config.yaml")
     assert config.algorithm.kl_loss_coef == 0.1
     model = AutoModelForCausalLM.from_pretrained(run / "hf", dtype=torch.float32)

@@ -61,7 +61,7 @@ def step(
             so_far = metrics.get(name, 0.0)
             metrics[name] = max(so_far, value.item()) if name.endswith("_max") else so_far + value.item()
     assert model.grad is not None
-    return loss, model.grad, finish_metrics(metrics)
+    return loss, model.grad, finish_metrics(metrics, num_tokens=totals.num_tokens)
 
 
 @pytest.mark.parametrize("aggregation", sorted(AGGREGATIONS))

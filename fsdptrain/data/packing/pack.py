@@ -214,6 +214,7 @@ def pack(
         advantages=per_token(sample.advantage for sample in samples),
         rollout_logprobs=of_next_token(_column([sample.rollout_logprobs for sample in samples], torch.float32)),
         num_loss_tokens=totals.num_tokens,
+        num_skipped_tokens=totals.num_skipped,
         routes=join_routes(samples),
         images=join_images([(images.get(sample.group_id), len(sample.token_ids)) for sample in samples]),
     )

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ class SampleIndex:
     owners: tuple[int, ...]  # rank that holds each sample
     keys: tuple[int, ...]  # sample keys that do not depend on the location
     prompts: tuple[tuple[int, int], ...]  # (hash, length) of each prompt, from `prefixes.prompt_key`
+    has_advantage: tuple[bool, ...]  # whether the advantage of each sample is not 0
     route_shape: tuple[int, int] | None = None  # (layers, k), if samples have routes
 
     def of_rank(self, rank: int) -> range:
@@ -29,18 +30,26 @@ class SampleIndex:
         first = sum(owner < rank for owner in self.owners)
         return range(first, first + self.owners.count(rank))
 
-    def totals(self, indices: Sequence[int]) -> Totals:
-        """Return the denominators of an optimizer step that trains these samples."""
-        return count_totals([self.loss_tokens[index] for index in indices])
+    def totals(self, indices: Sequence[int], packed: Sequence[int]) -> Totals:
+        """Return the denominators of an optimizer step over the samples `indices`, of which `packed` are computed."""
+        totals = count_totals([self.loss_tokens[index] for index in indices])
+        return replace(totals, num_skipped=totals.num_tokens - sum(self.loss_tokens[index] for index in packed))
 
 
 def gather_index(samples: Sequence[Sample]) -> SampleIndex:
     """Gather the planning information of all ranks' samples, with two small collectives."""
     facts = [
-        (len(sample.token_ids), num_loss_tokens(sample), key, *prompt_key(sample), *_route_shape(sample))
+        (
+            len(sample.token_ids),
+            num_loss_tokens(sample),
+            key,
+            *prompt_key(sample),
+            sample.advantage != 0,
+            *_route_shape(sample),
+        )
         for sample, key in zip(samples, sample_keys(samples), strict=True)
     ]
-    by_rank = _all_gather_rows(torch.tensor(facts, dtype=torch.int64).reshape(-1, 7))
+    by_rank = _all_gather_rows(torch.tensor(facts, dtype=torch.int64).reshape(-1, 8))
     rows = torch.cat(by_rank).tolist()
     return SampleIndex(
         lengths=tuple(length for length, *_ in rows),
@@ -48,6 +57,7 @@ def gather_index(samples: Sequence[Sample]) -> SampleIndex:
         owners=tuple(rank for rank, held in enumerate(by_rank) for _ in range(len(held))),
         keys=tuple(key for _, _, key, *_ in rows),
         prompts=tuple((prompt, length) for _, _, _, prompt, length, *_ in rows),
+        has_advantage=tuple(bool(row[5]) for row in rows),
         route_shape=next(((layers, k) for *_, layers, k in rows if k), None),
     )
 

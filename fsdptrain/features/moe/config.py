@@ -33,6 +33,13 @@ class RouterConfig(Section):
     def enabled(self) -> bool:
         return self.replay != "off" or self.aux_loss_coef != 0 or self.bias_update_rate > 0
 
+    @property
+    def trains_zero_advantage(self) -> str:
+        coef, rate = self.aux_loss_coef, self.bias_update_rate
+        if coef != 0:
+            return f"--router-aux-loss-coef {coef}"
+        return f"--router-bias-update-rate {rate:g}" if rate else ""
+
     def problems(self, config: "Config") -> Iterator[Problem]:
         if self.aux_loss_coef != "config" and self.aux_loss_coef < 0:
             yield f"--router-aux-loss-coef must be at least 0 or `config`, got {self.aux_loss_coef:g}"

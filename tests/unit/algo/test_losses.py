@@ -1,6 +1,5 @@
 """Metrics of losses, and losses of empty packs. Values and gradients: tests/properties/test_loss_formulas.py."""
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -8,9 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from fsdptrain.algo.corrections import CORRECTIONS
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.algo.metrics import finish_metrics
 from fsdptrain.algo.weights import count_totals, num_loss_tokens
+from fsdptrain.config.presets import LOSS_OPTIONS
 from fsdptrain.data.packing.pack import empty_pack, pack
 from fsdptrain.types import LogProbs, LossConfig, PackedBatch, Sample
 
@@ -61,7 +62,7 @@ def test_metrics_are_means_over_the_loss_tokens_of_the_step() -> None:
     assert expected["policy/clip_fraction_low"] > 0
     assert expected["policy/clip_fraction_high"] > 0
     scale = len(at) / n  # the rest of the step counts as w = 0
-    ess = finish_metrics({name: value.item() for name, value in metrics.items()})["mismatch/ess"]
+    ess = finish_metrics({name: value.item() for name, value in metrics.items()}, num_tokens=1)["mismatch/ess"]
     assert ess == pytest.approx(scale * w.sum() ** 2 / (len(at) * (w**2).sum()), rel=1e-6)
 
 
@@ -69,7 +70,7 @@ def test_effective_sample_size_is_1_if_engine_and_trainer_agree() -> None:
     batch, logprobs = make_batch()
     batch = replace(batch, old_logprobs=batch.rollout_logprobs.double(), num_loss_tokens=len(batch.loss_positions))
     metrics = LOSSES["grpo"](batch, logprobs, LossConfig()).metrics
-    finished = finish_metrics({name: value.item() for name, value in metrics.items()})
+    finished = finish_metrics({name: value.item() for name, value in metrics.items()}, num_tokens=1)
     assert finished["mismatch/ess"] == pytest.approx(1.0)
     assert not any("/_" in name for name in finished)
 
@@ -87,11 +88,23 @@ def test_an_empty_pack_emits_the_same_metrics_and_a_zero_gradient(name: str) -> 
     assert all(value.item() == 0 for value in output.metrics.values())
 
 
-def test_a_step_without_any_loss_token_has_finite_metrics() -> None:
+def test_a_step_without_any_loss_token_has_a_loss_of_0_and_no_means() -> None:
     output = LOSSES["grpo"](empty_pack(count_totals([0])), LogProbs(torch.zeros(1, requires_grad=True)), LossConfig())
-    finished = finish_metrics({name: value.item() for name, value in output.metrics.items()})
-    assert all(math.isfinite(value) for value in finished.values())
-    assert finished["mismatch/ess"] == 1.0
+    values = {name: value.item() for name, value in output.metrics.items()}
+    assert finish_metrics(values, num_tokens=0) == {"loss/total": 0, "loss/policy": 0}
+
+
+@pytest.mark.parametrize("correction", sorted(CORRECTIONS))
+@pytest.mark.parametrize("name", sorted(LOSSES))
+def test_losses_that_skip_samples_of_advantage_0_have_no_gradient_there(name: str, correction: str) -> None:
+    batch, logprobs = make_batch()
+    values = logprobs.values.detach().clone().requires_grad_()
+    config = LossConfig(eps_clip_c=3.0, use_opsm=True, mismatch_correction=correction, mismatch_rejection="token_k3")
+    batch = replace(batch, advantages=torch.zeros_like(batch.advantages), ref_logprobs=None)
+    output = LOSSES[name](batch, LogProbs(values), config)
+    output.loss.backward()
+    assert values.grad is not None
+    assert bool(values.grad.any() or output.loss) is not LOSS_OPTIONS[name].idle_at_zero_advantage
 
 
 def test_sft_has_no_mismatch_metrics() -> None:

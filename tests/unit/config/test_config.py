@@ -7,6 +7,7 @@ import pytest
 from fsdptrain.config import AlgorithmConfig, Config, FsdpConfig
 from fsdptrain.config.keys import all_keys
 from fsdptrain.errors import ConfigError
+from fsdptrain.trainer.batches import PackingRules
 
 
 def config(**values):
@@ -130,3 +131,27 @@ def test_evaluation_needs_prompts_and_a_time():
     assert config().evaluates
     assert not config(eval_interval=0).evaluates
     assert not config(eval_size=0).evaluates
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({}, ""),
+        ({"mismatch_correction": "tis", "steps_per_rollout": 2, "use_opsm": True}, ""),
+        ({"router_replay": "rollout"}, ""),
+        ({"algorithm": "prime_rl"}, "--loss prime_rl"),
+        ({"algorithm": "sft"}, "--loss sft"),
+        ({"loss": "my.losses:mine"}, "--loss my.losses:mine"),
+        ({"kl_loss_coef": 0.1}, "--kl-loss-coef 0.1"),
+        ({"kl_reward_coef": 0.1}, "--kl-reward-coef 0.1"),
+        ({"entropy_coef": 0.01}, "--entropy-coef 0.01"),
+        ({"router_aux_loss_coef": "config"}, "--router-aux-loss-coef config"),
+        ({"router_bias_update_rate": 0.001}, "--router-bias-update-rate 0.001"),
+        ({"skip_zero_advantage": False}, "--no-skip-zero-advantage"),
+    ],
+    ids=str,
+)
+def test_samples_of_advantage_0_are_skipped_unless_an_option_gives_them_a_gradient(values, reason) -> None:
+    config = Config(hf_checkpoint="x", **values)
+    assert config.trains_zero_advantage == reason
+    assert PackingRules.of(config, layout="packed").skips_zero_advantage is not bool(reason)

@@ -65,6 +65,7 @@ PARTS: list[tuple[dict[str, Any], dict[str, int | None], dict[str, int]]] = [  #
     ({"fsdp_reshard_after_forward": False}, {"gathered layers": 2 * COUNTS.total}, {}),
     ({**KL, "load_strategy": "rank0"}, {}, {"the reference": 8 * SHARD, "rank 0's whole copy": 4 * COUNTS.total}),
     ({"async_save": True}, {}, {WRITING: 3 * 8 * SHARD}),
+    ({**KL, "ref_dtype": "bfloat16"}, {}, {"the reference": 4 * SHARD}),
     ({**KL, "async_save": True, "ref_update_interval": 2}, {}, {"the reference": 8 * SHARD, WRITING: 4 * 8 * SHARD}),
 ]
 

@@ -31,7 +31,7 @@ class Scored:
 def two_steps() -> list[StepBatches]:
     index = gather_index(SAMPLES)
     packs = [
-        pack([member], aggregation="token_mean", totals=index.totals([i]), max_response_len=2)
+        pack([member], aggregation="token_mean", totals=index.totals([i], [i]), max_response_len=2)
         for i, member in enumerate(SAMPLES)
     ]
     return [StepBatches([packed], [(i,)], index, 1.0, 0.0) for i, packed in enumerate(packs)]
