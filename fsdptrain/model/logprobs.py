@@ -356,7 +356,14 @@ def _grad_logits(
 
 
 def plus_product(total: Tensor | None, dz: Tensor, hidden: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """Add dz.T @ hidden to `total` [V, D] in place, in `dtype`. None: start a new sum."""
+    """Add dz.T @ hidden to `total` [V, D] in place, in `dtype`. None: start a new sum.
+
+    On CUDA, the product of half precision is summed in float32 without being rounded between.
+    """
+    if dz.device.type == "cuda" and dz.dtype != dtype == torch.float32:
+        if total is None:
+            return torch.mm(dz.T, hidden, out_dtype=dtype)
+        return torch.addmm(total, dz.T, hidden, out_dtype=dtype, out=total)
     if total is None:
         return (dz.T @ hidden).to(dtype)
     if dtype == hidden.dtype:
