@@ -1,7 +1,8 @@
 """The tables of sections and of features. A feature's modules but `config` are imported only if it is enabled.
 
-The order of features is that of the hooks: adapters wrap stock modules, ranks split the wrapped modules, then layers
-are compiled and recomputed, their routers wrapped and their activations offloaded.
+The order of features is that of the hooks: kernels replace the passes over logits, adapters wrap stock modules, ranks
+split the wrapped modules, then layers are compiled and recomputed, their routers wrapped and their activations
+offloaded.
 """
 
 import importlib
@@ -14,6 +15,7 @@ from fsdptrain.config import Config, Section
 from fsdptrain.features.activation_memory.config import ActivationMemoryConfig
 from fsdptrain.features.compile.config import CompileConfig
 from fsdptrain.features.context_parallel.config import ContextParallelConfig
+from fsdptrain.features.fused_logprobs.config import FusedLogprobsConfig
 from fsdptrain.features.lora.config import LoraConfig
 from fsdptrain.features.model_parallel.config import ModelParallelConfig
 from fsdptrain.features.moe.config import RouterConfig
@@ -49,6 +51,12 @@ def _shares_prefixes(config: Config) -> bool:
     return not config.section(PrefixSharingConfig).obstacle(config, on_gpu=platform.has_accelerator())
 
 
+def _may_fuse_logprobs(config: Config) -> bool:
+    from fsdptrain import platform  # imports torch
+
+    return config.section(FusedLogprobsConfig).chosen(on_gpu=platform.has_accelerator())
+
+
 SECTIONS: tuple[type[Section], ...] = (
     LoraConfig,
     VisionConfig,
@@ -58,8 +66,10 @@ SECTIONS: tuple[type[Section], ...] = (
     PrefixSharingConfig,
     ActivationMemoryConfig,
     CompileConfig,
+    FusedLogprobsConfig,
 )
 FEATURES = (
+    Entry("fused_logprobs:FusedLogprobsFeature", _may_fuse_logprobs),
     Entry("lora:LoraFeature", lambda config: config.section(LoraConfig).enabled),
     Entry("context_parallel:ContextParallelFeature", lambda config: config.section(ContextParallelConfig).enabled),
     Entry("model_parallel:ModelParallelFeature", lambda config: config.section(ModelParallelConfig).enabled),

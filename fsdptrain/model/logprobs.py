@@ -31,7 +31,7 @@ but costs V bits per token.)
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -58,6 +58,44 @@ class HeadTransform:
     truncation: Truncation = UNTRUNCATED  # applied last
 
 
+class LogitPasses(Protocol):
+    """What replaces the passes over the logits of a chunk, raw [C, V], with the formulas of this module.
+
+    labels, floor, logprobs, logsumexp, entropy and their gradients: [C], of the rows of the chunk.
+    """
+
+    def transformed(self, raw: Tensor, transform: HeadTransform) -> Tensor:
+        """z [C, V], of which `floor` is computed. The other two compute z bitwise like this."""
+        ...
+
+    def forward(
+        self,
+        raw: Tensor,
+        transform: HeadTransform,
+        labels: Tensor,
+        floor: Tensor | None,
+        logprobs: Tensor,
+        logsumexp: Tensor,
+        entropy: Tensor | None,
+    ) -> None:
+        """Write logprobs, logsumexp and, if wanted, entropy."""
+        ...
+
+    def backward(
+        self,
+        raw: Tensor,
+        transform: HeadTransform,
+        labels: Tensor,
+        floor: Tensor | None,
+        logsumexp: Tensor,
+        entropy: Tensor,
+        grad_logprobs: Tensor | None,
+        grad_entropy: Tensor | None,
+    ) -> None:
+        """Write the gradient of `raw` over it."""
+        ...
+
+
 @overridable
 def chunked_logprobs(
     hidden: Tensor,  # [T, D]
@@ -71,14 +109,15 @@ def chunked_logprobs(
     truncation: Truncation = UNTRUNCATED,
     chunk_size: int = 512,  # tokens
     with_entropy: bool = False,
+    passes: LogitPasses | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute logprobs of `labels` and optionally entropy [nats]: [T] in float32, or float64 for float64 input.
 
     The product with the head runs in the dtype of its inputs, everything after it in float32 or higher. The gradient of
-    the weight is summed over chunks in float32.
+    the weight is summed over chunks in float32. passes: None runs torch's own operations.
     """
     transform = HeadTransform(logit_scale, softcap, temperature, truncation)
-    return _apply(hidden, weight, bias, labels, transform, chunk_size, with_entropy, None)
+    return _apply(hidden, weight, bias, labels, transform, chunk_size, with_entropy, None, passes)
 
 
 def vocab_parallel_logprobs(
@@ -105,7 +144,7 @@ def vocab_parallel_logprobs(
     own_bias, group = None if bias is None else bias.to_local(), weight.device_mesh.get_group()
     own_labels = labels - offset[0]  # negative or >= v if another rank has them
     transform = HeadTransform(logit_scale, softcap, temperature)
-    return _apply(hidden, weight.to_local(), own_bias, own_labels, transform, chunk_size, with_entropy, group)
+    return _apply(hidden, weight.to_local(), own_bias, own_labels, transform, chunk_size, with_entropy, group, None)
 
 
 def _apply(
@@ -130,6 +169,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         chunk_size: int,
         with_entropy: bool,
         group: dist.ProcessGroup | None,  # ranks with the other columns
+        passes: LogitPasses | None,
         keeps: bool,
     ) -> tuple[Tensor, Tensor]:
         num_tokens = hidden.shape[0]
@@ -140,6 +180,15 @@ class _ChunkedLogprobs(torch.autograd.Function):
         buffer = hidden.new_empty(min(num_tokens, chunk_size), weight.shape[0])
         for chunk in _chunks(num_tokens, chunk_size):
             raw = product(hidden[chunk], weight, bias, out=buffer)
+            if passes is not None:
+                if floor is not None:
+                    for rows, part in _blocks(raw, chunk):
+                        z = passes.transformed(part, transform)
+                        chosen = z.gather(1, labels[rows, None])[:, 0]
+                        floor[rows] = torch.minimum(smallest_kept(z, transform.truncation), chosen)
+                written = (logprobs, logsumexp, entropy if with_entropy else None)
+                passes.forward(raw, transform, *_rows(chunk, labels, floor, *written))
+                continue
             for rows, part in _blocks(raw, chunk) if group is None else [(chunk, raw)]:
                 z = transformed(part, transform)
                 own = _owned(labels[rows], weight, group)
@@ -164,7 +213,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 if with_entropy:
                     entropy[rows] = lse - sums[2] / sums[0]
         ctx.save_for_backward(hidden, weight, bias, labels, logsumexp, entropy, floor)
-        ctx.transform, ctx.chunk_size, ctx.with_entropy, ctx.group = transform, chunk_size, with_entropy, group
+        ctx.transform, ctx.chunk_size, ctx.with_entropy = transform, chunk_size, with_entropy
+        ctx.group, ctx.passes = group, passes
         ctx.kept = buffer if keeps else None  # raw logits of the last chunk
         ctx.set_materialize_grads(False)
         if not with_entropy:
@@ -184,8 +234,12 @@ class _ChunkedLogprobs(torch.autograd.Function):
         for chunk in reversed(_chunks(hidden.shape[0], ctx.chunk_size)):
             raw = kept if kept is not None else product(hidden[chunk], weight, bias, out=buffer)
             kept = None
-            for rows, part in _blocks(raw, chunk):
-                of_rows: list[Any] = [None if x is None else x[rows] for x in (labels, logsumexp, entropy, *given)]
+            if ctx.passes is not None:
+                ctx.passes.backward(raw, ctx.transform, *_rows(chunk, labels, floor, logsumexp, entropy, *given))
+                if grad_bias is not None:
+                    grad_bias += raw.sum(0, dtype=grad_bias.dtype)
+            for rows, part in _blocks(raw, chunk) if ctx.passes is None else ():
+                of_rows = _rows(rows, labels, logsumexp, entropy, *given)
                 own = _owned(labels[rows], weight, ctx.group)
                 dz = grad_raw(part, ctx.transform, *of_rows, floor=None if floor is None else floor[rows], owned=own)
                 if grad_bias is not None:
@@ -197,7 +251,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 grad_weight = plus_product(grad_weight, raw, hidden[chunk], dtype=logsumexp.dtype)
         if grad_hidden is not None and ctx.group is not None:
             dist.all_reduce(grad_hidden, group=ctx.group)
-        return (grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None)
+        return (grad_hidden, grad_weight, grad_bias, *(None,) * 7)
+
+
+def _rows(rows: slice, *tensors: Tensor | None) -> list[Any]:
+    return [None if tensor is None else tensor[rows] for tensor in tensors]
 
 
 def _owned(labels: Tensor, weight: Tensor, group: dist.ProcessGroup | None) -> Tensor | None:
@@ -298,7 +356,14 @@ def _grad_logits(
 
 
 def plus_product(total: Tensor | None, dz: Tensor, hidden: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """Add dz.T @ hidden to `total` [V, D] in place, in `dtype`. None: start a new sum."""
+    """Add dz.T @ hidden to `total` [V, D] in place, in `dtype`. None: start a new sum.
+
+    On CUDA, the product of half precision is summed in float32 without being rounded between.
+    """
+    if dz.device.type == "cuda" and dz.dtype != dtype == torch.float32:
+        if total is None:
+            return torch.mm(dz.T, hidden, out_dtype=dtype)
+        return torch.addmm(total, dz.T, hidden, out_dtype=dtype, out=total)
     if total is None:
         return (dz.T @ hidden).to(dtype)
     if dtype == hidden.dtype:

@@ -1,0 +1,220 @@
+"""Triton kernels of the passes over the logits that `model.logprobs` makes: one read forward, one write backward.
+
+With raw logits x [C, V] of a chunk, z = cap(scale * x) / temperature, and the tokens K that truncated sampling keeps:
+
+    forward    logprob, logsumexp and entropy of a row from one read of x, with a running maximum
+    backward   dx, written over x: one read and one write
+
+The formulas are those of the module docstring of `model.logprobs`. One program works on one row, in blocks of columns.
+All arithmetic is in float32, or in float64 if x is. The running sums follow Milakov and Gimelshein, "Online normalizer
+calculation for softmax", arXiv 1805.02867; for the entropy, sum(exp(z - m) * (z - m)) is carried along.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fsdptrain.model.logprobs import HeadTransform
+
+BLOCK, NUM_WARPS = 4096, 8
+_LOWEST = tl.constexpr(-1e30)  # of a token outside K, and of columns beyond the vocabulary
+
+
+class TritonPasses:
+    """The passes over the logits as `model.logprobs.LogitPasses` wants them."""
+
+    def transformed(self, raw: Tensor, transform: HeadTransform) -> Tensor:
+        """z [C, V] in float32 or higher, bitwise what the other two kernels compute."""
+        z = raw.new_empty(raw.shape, dtype=torch.promote_types(raw.dtype, torch.float32))
+        if len(raw):
+            transform_kernel[(len(raw),)](raw, z, **_common(raw, transform))
+        return z
+
+    def forward(
+        self,
+        raw: Tensor,
+        transform: HeadTransform,
+        labels: Tensor,
+        floor: Tensor | None,
+        logprobs: Tensor,
+        logsumexp: Tensor,
+        entropy: Tensor | None,
+    ) -> None:
+        forward_kernel[(len(raw),)](
+            raw,
+            labels,
+            logprobs if floor is None else floor,
+            logprobs,
+            logsumexp,
+            logprobs if entropy is None else entropy,
+            **_common(raw, transform),
+            TRUNCATED=floor is not None,
+            WITH_ENTROPY=entropy is not None,
+        )
+
+    def backward(
+        self,
+        raw: Tensor,
+        transform: HeadTransform,
+        labels: Tensor,
+        floor: Tensor | None,
+        logsumexp: Tensor,
+        entropy: Tensor,
+        grad_logprobs: Tensor | None,
+        grad_entropy: Tensor | None,
+    ) -> None:
+        if grad_logprobs is None and grad_entropy is None:
+            raw.zero_()
+            return
+        given = logsumexp  # any tensor in place of an absent one
+        backward_kernel[(len(raw),)](
+            raw,
+            labels,
+            given if floor is None else floor,
+            logsumexp,
+            entropy,
+            given if grad_logprobs is None else grad_logprobs.contiguous(),
+            given if grad_entropy is None else grad_entropy.contiguous(),
+            **_common(raw, transform),
+            TRUNCATED=floor is not None,
+            OF_LOGPROBS=grad_logprobs is not None,
+            OF_ENTROPY=grad_entropy is not None,
+        )
+
+
+def _common(raw: Tensor, transform: HeadTransform) -> dict[str, Any]:
+    cap, temperature = transform.softcap, transform.temperature
+    first, second = (
+        (transform.logit_scale / temperature, 1.0)
+        if cap is None
+        else (
+            transform.logit_scale / cap,
+            cap / temperature,
+        )
+    )
+    exact = tl.float64 if raw.dtype == torch.float64 else tl.float32
+    return {
+        "stride": raw.stride(0),
+        "num_columns": raw.shape[1],
+        "FIRST": first,
+        "SECOND": second,
+        "CAPPED": cap is not None,
+        "EXACT": exact,
+        "BLOCK": min(BLOCK, triton.next_power_of_2(raw.shape[1])),
+        "num_warps": NUM_WARPS,
+    }
+
+
+@triton.jit
+def _tanh(x):
+    """tanh: a continued fraction (Lambert, 1768) near 0, where the other form loses digits; exact to rounding."""
+    square = x * x
+    fraction = 17.0 + square / 19.0
+    fraction = 15.0 + square / fraction
+    fraction = 13.0 + square / fraction
+    fraction = 11.0 + square / fraction
+    fraction = 9.0 + square / fraction
+    fraction = 7.0 + square / fraction
+    fraction = 5.0 + square / fraction
+    fraction = 3.0 + square / fraction
+    fraction = 1.0 + square / fraction
+    far = 1.0 - 2.0 / (tl.exp(2.0 * tl.abs(x)) + 1.0)
+    return tl.where(square < 1.0, x / fraction, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def _transformed(raw, FIRST: tl.constexpr, SECOND: tl.constexpr, CAPPED: tl.constexpr):
+    if CAPPED:
+        return _tanh(raw * FIRST) * SECOND
+    return raw * FIRST
+
+
+@triton.jit
+def transform_kernel(
+    raw, z, stride, num_columns, FIRST: tl.constexpr, SECOND: tl.constexpr, CAPPED: tl.constexpr, EXACT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    for start in range(0, num_columns, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        inside = columns < num_columns
+        x = tl.load(raw + row * stride + columns, mask=inside, other=0.0).to(EXACT)
+        tl.store(z + row * num_columns + columns, _transformed(x, FIRST, SECOND, CAPPED), mask=inside)
+
+
+@triton.jit
+def forward_kernel(
+    raw, labels, floors, logprobs, logsumexps, entropies, stride, num_columns,
+    FIRST: tl.constexpr, SECOND: tl.constexpr, CAPPED: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr,
+    TRUNCATED: tl.constexpr, WITH_ENTROPY: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    label = tl.load(labels + row)
+    if TRUNCATED:
+        floor = tl.load(floors + row)
+    highest = tl.full((), _LOWEST, EXACT)
+    total = tl.full((), 0.0, EXACT)  # of exp(z - highest)
+    weighted = tl.full((), 0.0, EXACT)  # of exp(z - highest) * (z - highest)
+    for start in range(0, num_columns, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        inside = columns < num_columns
+        x = tl.load(raw + row * stride + columns, mask=inside, other=0.0).to(EXACT)
+        z = tl.where(inside, _transformed(x, FIRST, SECOND, CAPPED), _LOWEST)
+        if TRUNCATED:
+            z = tl.where(z < floor, _LOWEST, z)
+        higher = tl.maximum(highest, tl.max(z, 0))
+        shift = highest - higher
+        scale = tl.exp(shift)
+        z = z - higher
+        weights = tl.exp(z)
+        if WITH_ENTROPY:
+            weighted = scale * (weighted + shift * total) + tl.sum(weights * z, 0)
+        total = total * scale + tl.sum(weights, 0)
+        highest = higher
+    chosen = _transformed(tl.load(raw + row * stride + label).to(EXACT), FIRST, SECOND, CAPPED)
+    lse = tl.log(total)
+    tl.store(logsumexps + row, lse + highest)
+    tl.store(logprobs + row, chosen - highest - lse)
+    if WITH_ENTROPY:
+        tl.store(entropies + row, lse - weighted / total)
+
+
+@triton.jit
+def backward_kernel(
+    raw, labels, floors, logsumexps, entropies, grads_logprobs, grads_entropy, stride, num_columns,
+    FIRST: tl.constexpr, SECOND: tl.constexpr, CAPPED: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr,
+    TRUNCATED: tl.constexpr, OF_LOGPROBS: tl.constexpr, OF_ENTROPY: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    label = tl.load(labels + row)
+    logsumexp = tl.load(logsumexps + row)
+    if TRUNCATED:
+        floor = tl.load(floors + row)
+    if OF_LOGPROBS:
+        of_logprob = tl.load(grads_logprobs + row).to(EXACT)
+    if OF_ENTROPY:
+        of_entropy = tl.load(grads_entropy + row).to(EXACT)
+        entropy = tl.load(entropies + row)
+    for start in range(0, num_columns, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        inside = columns < num_columns
+        at = raw + row * stride + columns
+        z = _transformed(tl.load(at, mask=inside, other=0.0).to(EXACT), FIRST, SECOND, CAPPED)
+        if CAPPED:
+            tanh = z / SECOND
+            slope = (1.0 - tanh * tanh) * FIRST * SECOND
+        else:
+            slope = tl.full((), FIRST, EXACT)
+        if TRUNCATED:
+            z = tl.where(z < floor, _LOWEST, z)
+        logp = z - logsumexp
+        p = tl.exp(logp)
+        dz = tl.zeros_like(p)
+        if OF_ENTROPY:
+            dz = -of_entropy * p * (logp + entropy)
+        if OF_LOGPROBS:
+            dz = dz - of_logprob * p + tl.where(columns == label, of_logprob, 0.0)
+        tl.store(at, (dz * slope).to(raw.dtype.element_ty), mask=inside)

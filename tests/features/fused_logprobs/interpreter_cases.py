@@ -1,0 +1,99 @@
+"""Triton's kernels, in its interpreter, have the values and gradients of torch's operations.
+
+test_kernels.py runs this file in a process with TRITON_INTERPRET=1, which Triton reads when it is first imported.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fsdptrain.features.fused_logprobs.kernels import TritonPasses
+from fsdptrain.model.logprobs import HeadTransform, chunked_logprobs, grad_raw
+from fsdptrain.model.truncation import UNTRUNCATED, Truncation
+from tests.properties.test_logprobs import HEADS
+
+
+def results(
+    inputs: list[Tensor], labels: Tensor, upstream: list[Tensor], *, with_entropy: bool, **options: Any
+) -> list[Tensor]:
+    """Logprobs, entropy if wanted, and the gradients of `inputs`: hidden, weight and maybe bias."""
+    bias = inputs[2] if len(inputs) > 2 else None
+    found = chunked_logprobs(inputs[0], inputs[1], labels, bias=bias, with_entropy=with_entropy, **options)
+    values = [x for x in found if x is not None]
+    return [*values, *torch.autograd.grad(values, inputs, upstream[: len(values)])]
+
+
+def inputs_of(
+    sizes: tuple[int, int, int], *, has_bias: bool, dtype: torch.dtype, seed: int, scale: float = 1.0
+) -> tuple[list[Tensor], Tensor, list[Tensor]]:
+    (tokens, width, vocab), generator = sizes, torch.Generator().manual_seed(seed)
+    shapes = [(tokens, width), (vocab, width)] + [(vocab,)] * has_bias
+    made = [(torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(dtype) for shape in shapes]
+    labels = torch.randint(vocab, (tokens,), generator=generator)
+    exact = torch.promote_types(dtype, torch.float32)
+    upstream = [torch.randn(tokens, generator=generator, dtype=exact) for _ in range(2)]
+    return [x.requires_grad_() for x in made], labels, upstream
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    sizes=st.tuples(st.integers(1, 6), st.integers(1, 4), st.sampled_from([2, 7, 64, 4097])),
+    head=HEADS,
+    has_bias=st.booleans(),
+    with_entropy=st.booleans(),
+    chunk_size=st.integers(1, 7),
+    seed=st.integers(0, 99),
+)
+def test_values_and_gradients_are_those_of_torch(sizes, head, has_bias, with_entropy, chunk_size, seed):
+    inputs, labels, upstream = inputs_of(sizes, has_bias=has_bias, dtype=torch.float64, seed=seed)
+    options = {**head, "chunk_size": chunk_size, "with_entropy": with_entropy}
+    found = results(inputs, labels, upstream, passes=TritonPasses(), **options)
+    wanted = results(inputs, labels, upstream, **options)
+    for one, other in zip(found, wanted, strict=True):
+        assert (one - other).abs().max() <= 1e-14 * (1 + other.abs().max()) * len(labels)
+
+
+@pytest.mark.parametrize("softcap", [None, 30.0])
+@pytest.mark.parametrize("truncation", [UNTRUNCATED, Truncation(top_p=0.9, top_k=200)])
+def test_float32_is_as_near_to_float64_as_torch(softcap: float | None, truncation: Truncation) -> None:
+    inputs, labels, upstream = inputs_of((6, 32, 151_936), has_bias=True, dtype=torch.float32, seed=0)
+    options: dict[str, Any] = {"softcap": softcap, "temperature": 0.7, "truncation": truncation, "with_entropy": True}
+    found = results(inputs, labels, upstream, passes=TritonPasses(), **options)
+    torchs = results(inputs, labels, upstream, **options)
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    exact = results(wide, labels, [x.double() for x in upstream], **options)
+    for kernel, torch_, true in zip(found, torchs, exact, strict=True):
+        unit = true.abs().max().clamp(min=1.0)
+        assert (kernel - torch_).abs().max() / unit <= 1e-6
+        assert (kernel - true).abs().max() / unit <= 2 * (torch_ - true).abs().max() / unit + 1e-7
+
+
+def test_bfloat16_is_within_the_rounding_of_the_written_gradient() -> None:
+    """The gradient of a logit is rounded once. The interpreter cuts digits off, a device rounds to nearest."""
+    inputs, labels, upstream = inputs_of((5, 16, 300), has_bias=False, dtype=torch.bfloat16, seed=1)
+    hidden, weight = (x.detach() for x in inputs)
+    passes, transform = TritonPasses(), HeadTransform(temperature=0.7, softcap=5.0)
+    raw = hidden @ weight.T
+    logprobs, logsumexp, entropy = (torch.empty(5) for _ in range(3))
+    passes.forward(raw, transform, labels, None, logprobs, logsumexp, entropy)
+    wanted, wanted_entropy = chunked_logprobs(
+        hidden, weight, labels, softcap=5.0, temperature=0.7, chunk_size=5, with_entropy=True
+    )
+    assert wanted_entropy is not None
+    torch.testing.assert_close(logprobs, wanted, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(entropy, wanted_entropy, rtol=1e-6, atol=1e-6)
+    exact = grad_raw(raw, transform, labels, logsumexp, entropy, *upstream)
+    passes.backward(raw, transform, labels, None, logsumexp, entropy, *upstream)
+    eps = torch.finfo(torch.bfloat16).eps  # the largest relative error of cutting off
+    assert ((raw.float() - exact).abs() <= (eps + 1e-5) * exact.abs() + 1e-7).all()
+
+
+def test_no_gradient_of_either_result_is_a_gradient_of_zero() -> None:
+    raw = torch.randn(3, 9)
+    rows = torch.zeros(3)
+    TritonPasses().backward(raw, HeadTransform(), rows.long(), None, rows, rows, None, None)
+    assert (raw == 0).all()
