@@ -17,7 +17,7 @@ OPTIONS = [
 ]
 
 
-def compare() -> list[float]:
+def compare(split_over: int) -> list[float]:
     """Largest difference of values and gradients, relative to the largest of each."""
     generator = torch.Generator().manual_seed(0)
     hidden, weight, bias, seeds = (
@@ -25,7 +25,9 @@ def compare() -> list[float]:
         for shape in ((TOKENS, WIDTH), (VOCABULARY, WIDTH), (VOCABULARY,), (2, TOKENS))
     )
     labels = torch.randint(VOCABULARY, (TOKENS,), generator=generator)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tensor",))
+    shape = (dist.get_world_size() // split_over, split_over)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor"))["tensor"]
+    labels = labels.roll(dist.get_rank() // split_over)  # each group of ranks has tokens of its own
     differences = []
     for options in OPTIONS:
         found = []
@@ -44,7 +46,7 @@ def compare() -> list[float]:
     return differences
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_values_and_gradients_are_those_of_the_whole_vocabulary(world):
-    for differences in spawn(world, compare):
+@pytest.mark.parametrize(("world", "split_over"), [(2, 2), (3, 3), (4, 2)])
+def test_values_and_gradients_are_those_of_the_whole_vocabulary(world: int, split_over: int) -> None:
+    for differences in spawn(world, compare, split_over):
         assert max(differences) < 1e-12

@@ -54,9 +54,9 @@ def load_passes() -> LogitPasses:
     """Import the kernels. Raises ConfigError without a GPU or without Triton."""
     if find_spec("triton") is None:
         raise ConfigError("the package triton is not installed")
-    import triton
+    from triton import knobs
 
-    if platform.device_type() != "cuda" and not triton.knobs.runtime.interpret:
+    if platform.device_type() != "cuda" and not knobs.runtime.interpret:
         raise ConfigError(f"Triton does not run on {platform.device_type()}")
     from fsdptrain.features.fused_logprobs.kernels import TritonPasses
 

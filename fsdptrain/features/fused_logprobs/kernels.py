@@ -30,7 +30,7 @@ class TritonPasses:
         """z [C, V] in float32 or higher, bitwise what the other two kernels compute."""
         z = raw.new_empty(raw.shape, dtype=torch.promote_types(raw.dtype, torch.float32))
         if len(raw):
-            transform_kernel[(len(raw),)](raw, z, **_common(raw, transform))
+            _launch(transform_kernel, raw, z, **_common(raw, transform))
         return z
 
     def forward(
@@ -43,7 +43,8 @@ class TritonPasses:
         logsumexp: Tensor,
         entropy: Tensor | None,
     ) -> None:
-        forward_kernel[(len(raw),)](
+        _launch(
+            forward_kernel,
             raw,
             labels,
             logprobs if floor is None else floor,
@@ -70,7 +71,8 @@ class TritonPasses:
             raw.zero_()
             return
         given = logsumexp  # any tensor in place of an absent one
-        backward_kernel[(len(raw),)](
+        _launch(
+            backward_kernel,
             raw,
             labels,
             given if floor is None else floor,
@@ -83,6 +85,11 @@ class TritonPasses:
             OF_LOGPROBS=grad_logprobs is not None,
             OF_ENTROPY=grad_entropy is not None,
         )
+
+
+def _launch(kernel: Any, raw: Tensor, *arguments: Tensor, **options: Any) -> None:
+    """Run one program per row of `raw`."""
+    kernel[(len(raw),)](raw, *arguments, **options)
 
 
 def _common(raw: Tensor, transform: HeadTransform) -> dict[str, Any]:

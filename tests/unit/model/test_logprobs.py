@@ -92,6 +92,64 @@ def test_half_precision_returns_float32_within_the_rounding_of_the_logits(dtype:
         )
 
 
+class LargestFloat32(TorchDispatchMode):
+    """Elements of the largest float32 tensor that an operation returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, Tensor) and found.dtype == torch.float32:
+            self.numel = max(self.numel, found.numel())
+        return found
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_operations_between_the_products_take_a_few_rows_at_a_time(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight, _, labels = head(dtype=torch.bfloat16)
+    monkeypatch.setattr("fsdptrain.model.logprobs._PER_CORE", V if rows > 1 else 1)  # at least one row
+    monkeypatch.setattr(torch, "get_num_threads", lambda: rows)
+    with LargestFloat32() as watch:
+        logprobs, _ = chunked_logprobs(hidden, weight.detach(), labels, chunk_size=20)
+        logprobs.sum().backward()
+    assert watch.numel == rows * V
+
+
+def test_without_entropy_the_gradient_is_that_of_the_logprobs() -> None:
+    hidden, weight, bias, labels = head()
+    upstream = torch.randn(T)
+    without, _ = chunked_logprobs(hidden, weight, labels, bias=bias, chunk_size=16)
+    with_entropy, _ = chunked_logprobs(hidden, weight, labels, bias=bias, chunk_size=16, with_entropy=True)
+    for one, other in zip(
+        torch.autograd.grad(without, (hidden, weight, bias), upstream),
+        torch.autograd.grad(with_entropy, (hidden, weight, bias), upstream),
+        strict=True,
+    ):
+        assert one.abs().max() > 0
+        torch.testing.assert_close(one, other)
+
+
+def test_no_tokens_have_a_gradient_of_zeros() -> None:
+    hidden, weight, bias, labels = head(0)
+    logprobs, _ = chunked_logprobs(hidden, weight, labels, bias=bias)
+    gradients = torch.autograd.grad(logprobs.sum(), (hidden, weight, bias))
+    assert [gradient.shape for gradient in gradients] == [hidden.shape, weight.shape, bias.shape]
+    assert all((gradient == 0).all() for gradient in gradients)
+
+
+def test_the_gradient_of_a_bias_is_summed_in_float32() -> None:
+    """In bfloat16, a sum of 4096 ones would stop at 256."""
+    num_tokens = 4096
+    hidden, weight = torch.zeros(num_tokens, D, dtype=torch.bfloat16), torch.zeros(2, D, dtype=torch.bfloat16)
+    bias = torch.zeros(2, dtype=torch.bfloat16, requires_grad=True)
+    logprobs, _ = chunked_logprobs(hidden, weight, torch.zeros(num_tokens).long(), bias=bias, chunk_size=1)
+    logprobs.sum().backward()
+    assert bias.grad is not None
+    assert bias.grad.tolist() == [num_tokens / 2, -num_tokens / 2]  # the logprob of one of two equal tokens
+
+
 def test_a_frozen_head_changes_no_gradient_of_the_hidden_states() -> None:
     hidden, weight, _, labels = head()
     alone = torch.autograd.grad(chunked_logprobs(hidden, weight.detach(), labels)[0].sum(), hidden)[0]
