@@ -135,6 +135,8 @@ class FSDPBackend:
             output = loss(moved, logprobs.for_loss(config), config)
             output = self.features.finish_loss(output, moved, logprobs)
             self._optimizer.scale(output.loss).backward()
+            if self._config.fsdp.cpu_offload and len(batches) > 1:
+                self._optimizer.collect_gradients()
             sums.add(output.metrics)
         norm = self._optimizer.clip().to(self.device)
         metrics, norm_value, finite = sums.reduce(norm)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
 from fsdptrain.platform import has_accelerator
-from tests.testing import save_tiny_checkpoint, spawn
+from tests.testing import allocated_on_device, save_tiny_checkpoint, spawn
 
 from . import gpu_cases
 from .sharded import full_state
@@ -119,9 +119,9 @@ def saved_and_exported(checkpoint: str, folder: Path) -> tuple[dict, dict, dict,
     gpu_cases.steps(backend)
     CheckpointFolder(folder / "run", keep_last=1, timeout_s=60).write(1, lambda at: backend.save(at, 1))
     backend.export(folder / "hf")
-    before = torch.accelerator.memory_allocated()
+    before = allocated_on_device()
     backend.offload()
-    away = torch.accelerator.memory_allocated()
+    away = allocated_on_device()
     backend.onload()
     exported = full_state(backend.model)
     _, went_on = gpu_cases.steps(backend)

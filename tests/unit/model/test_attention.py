@@ -138,15 +138,38 @@ def test_an_attention_that_cannot_run_is_a_config_error(requested: str, device_t
         resolve_attention(requested, device_type)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "width", "window", "repeats"),
+    [
+        (torch.bfloat16, 64, None, False),
+        (torch.bfloat16, 264, None, True),
+        (torch.bfloat16, 64, 5, True),  # a mask
+        (torch.float32, 64, None, True),
+    ],
+)
+def test_on_a_device_heads_are_repeated_for_kernels_that_need_it(dtype, width, window, repeats, monkeypatch):
+    """CUDA's other kernels refuse grouped heads: torch would take the one that stores all scores."""
+    calls: list[tuple[int, bool]] = []
+
+    def attention_call(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool, **_: Any) -> Tensor:
+        calls.append((k.shape[1], enable_gqa))
+        return torch.empty_like(q)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention_call)
+    qkv = (torch.empty(1, h, 9, width, dtype=dtype, device="meta") for h in (4, 2, 2))
+    attend(MODULE, *qkv, None, varlen=False, sliding_window=window, boundaries=boundaries([9]))
+    assert calls == [(4, False) if repeats else (2, True)]
+
+
 SHAPES = [(4, 4, 64, 64), (8, 2, 64, 64), (4, 4, 96, 64), (4, 2, 20, 20)]
 
 
-@pytest.mark.parametrize("takes_gqa", [False, True])  # before torch 2.13, and since
+@pytest.mark.parametrize("has_flag", [False, True])  # before torch 2.13, and since
 @pytest.mark.parametrize("window", [None, 1, 16, 64])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_varlen_kernel_is_called_as_documented(shape, window, takes_gqa, monkeypatch):
+def test_the_varlen_kernel_is_called_as_documented(shape, window, has_flag, monkeypatch):
     monkeypatch.setattr(attention, "varlen_attn", varlen_attn)
-    monkeypatch.setattr(attention, "_VARLEN_TAKES_GQA", takes_gqa)
+    monkeypatch.setattr(attention, "_VARLEN_HAS_GQA_FLAG", has_flag)
     lengths = [37, 1, 65]
     num_heads, kv_heads, width, value_width = shape
     qkv = heads(1, sum(lengths), (num_heads, width), (kv_heads, width), (kv_heads, value_width))
