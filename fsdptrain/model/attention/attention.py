@@ -70,10 +70,11 @@ PackedAttention = Callable[[Tensor, Tensor, Tensor, Boundaries, AttentionOptions
 
 
 def register_attention() -> None:
-    """Register both implementations with transformers.
+    """Register both implementations with transformers, and exclude cuDNN from scaled_dot_product_attention.
 
     Calling it again keeps the functions that `compile_layers` installed.
     """
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan per shape; segments and decoding have new shapes
     if SEGMENTS in ALL_ATTENTION_FUNCTIONS.valid_keys():
         return
     AttentionInterface.register(SEGMENTS, partial(attend, varlen=False))

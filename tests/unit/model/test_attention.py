@@ -12,7 +12,14 @@ from torch import Tensor, nn
 
 from fsdptrain.errors import ConfigError, NumericsError
 from fsdptrain.model.attention import attention, blocks
-from fsdptrain.model.attention.attention import SEGMENTS, VARLEN, Boundaries, attend, resolve_attention
+from fsdptrain.model.attention.attention import (
+    SEGMENTS,
+    VARLEN,
+    Boundaries,
+    attend,
+    register_attention,
+    resolve_attention,
+)
 from tests.varlen import dense, varlen_attn
 
 MODULE = nn.Identity()
@@ -136,6 +143,12 @@ def test_attn_implementation_resolves_to_a_name(requested: str, device_type: str
 def test_an_attention_that_cannot_run_is_a_config_error(requested: str, device_type: str) -> None:
     with pytest.raises(ConfigError, match=f"--attn-implementation {requested} needs"):
         resolve_attention(requested, device_type)
+
+
+def test_cudnn_does_not_build_a_plan_for_each_length_of_a_segment() -> None:
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    register_attention()
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
 @pytest.mark.parametrize(

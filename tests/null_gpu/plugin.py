@@ -1,0 +1,26 @@
+"""pytest plugin: emulates CUDA in this process and in its ranks, and skips tests that cannot pass here, with reasons.
+
+As a module that ranks are forked from (`tests.testing.PRELOAD`), it emulates there.
+"""
+
+import os
+
+import pytest
+
+from tests.null_gpu.emulate import start
+from tests.testing import PRELOAD
+
+CANNOT: dict[str, str] = {}
+
+start()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ[PRELOAD] = f"{__name__} {os.environ.get(PRELOAD, 'tests.preloaded')}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for begin, reason in CANNOT.items():
+        chosen = [item for item in items if item.nodeid.startswith(begin)]
+        for item in chosen:
+            item.add_marker(pytest.mark.skip(reason=f"null GPU: {reason}"))
