@@ -1,7 +1,7 @@
 """Compute each CUDA operation on the CPU, in the memory of the null GPU.
 
-torch's own CUDA code runs first: it checks its inputs, selects a kernel, allocates memory, and launches kernels, which do
-nothing. Then the CPU computes the same operation on tensors that share the memory of the device tensors. Attention
+torch's own CUDA code runs first. It checks inputs, selects a kernel, allocates memory and launches the kernel, which
+does nothing. Then the CPU computes the same operation on tensors that share the memory of the device tensors. Attention
 kernels, which a CPU lacks, are computed by their definition.
 """
 
