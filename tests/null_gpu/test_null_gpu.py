@@ -9,6 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.null_gpu import plugin
+from tests.null_gpu.__main__ import ROOT
+from tests.unit import test_torch_calls
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
@@ -80,3 +84,12 @@ def test_copies_are_counted_by_kind() -> None:
     assert counted(lambda: plain.cuda()) == [1, 0, 1]
     assert counted(lambda: device.cpu()) == [0, 1, 1]
     assert counted(lambda: device.to("cpu", non_blocking=True)) == [0, 1, 0]
+
+
+def test_tests_that_cannot_run_exist() -> None:
+    for begin in plugin.CANNOT:
+        assert "mark.gpu" in (ROOT / begin.partition("::")[0]).read_text()
+
+
+def test_calls_match_the_signatures_of_the_oldest_torch_and_transformers() -> None:
+    test_torch_calls.test_calls_match_the_signatures_of_the_installed_versions()

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fsdptrain.errors import ConfigError, NumericsError
 from fsdptrain.model.attention import attention, blocks
@@ -189,6 +190,20 @@ def test_the_varlen_kernel_is_called_as_documented(shape, window, has_flag, monk
     found = attention.varlen_attention(*qkv, boundaries(lengths), width**-0.5, window)
     wanted, _ = attend(MODULE, *qkv, None, varlen=False, sliding_window=window, boundaries=boundaries(lengths))
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 64), (torch.bfloat16, 64), (torch.bfloat16, 264)])
+def test_grouped_heads_never_take_the_kernel_that_stores_all_scores(dtype, width, window):
+    fused = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+    exact = heads(1, 70, (4, width), (2, width), (2, width))
+    options: dict[str, Any] = {"varlen": False, "sliding_window": window, "boundaries": boundaries([40, 30])}
+    wanted, _ = attend(MODULE, *exact, None, **options)
+    with sdpa_kernel(fused):  # an error if neither can
+        found, _ = attend(MODULE, *(x.detach().to("cuda", dtype) for x in exact), None, **options)
+    torch.testing.assert_close(found.double().cpu(), wanted, rtol=0, atol=1e-4 if dtype == torch.float32 else 4e-2)
 
 
 @pytest.mark.gpu
