@@ -55,7 +55,7 @@ prints JSON.
 | `--gradient-checkpointing --gradient-checkpointing-every 2` | activations of every second layer | half a forward pass |
 | `--gradient-checkpointing` | all activations except layer inputs | a forward pass, about a third of a step |
 | `--offload-activations` in addition | layer inputs too | copies, overlapped with computation |
-| `--fsdp-cpu-offload` | weights, gradients, Adam's state | weights are copied twice per pack, the optimizer runs on the host |
+| `--fsdp-cpu-offload` | weights, gradients, Adam's state | weights are copied twice per pack, gradients are copied and added on the host, the optimizer runs there |
 
 - These flags combine, except selective checkpointing with `--offload-activations` or `--compile`. Gradients, weights and
   checkpoints stay bitwise the same. Tests cover several packs, clipping, replicas, experts with replayed routes,
@@ -70,7 +70,7 @@ prints JSON.
 ## How the plan is computed
 
 - **Weights, gradients, Adam**: 16 bytes per element of the rank's shard, in float32, from the real shapes; 8 with
-  `--offload-optimizer`, 0 with `--fsdp-cpu-offload`.
+  `--offload-optimizer`, 0 with `--fsdp-cpu-offload`, which needs 20 on the host: the gradients of a pack, and their sum.
 - **Activations and logprobs**: one layer of each kind, the head and the loss run forward and backward on tensors without data,
   with `--max-tokens-per-gpu` tokens. Everything that the model's code, the attention and checkpointing save is counted; no
   formula of an architecture is used. Attention runs segment by segment; a kernel for the whole pack saves one output less

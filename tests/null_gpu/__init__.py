@@ -6,7 +6,7 @@
     __main__.py  runs a command of Python with all of it
 
 What it shows: torch's own host code accepts our calls (devices, dtypes, shapes, streams, FSDP2, selection of kernels,
-launch configurations, allocators, NCCL groups of one rank), where the host waits or copies from pageable memory, and that
-the numbers are those of a CPU. What it cannot show: results of CUDA kernels, races between streams, speed, several
+launch configurations, allocators, NCCL groups of one rank), where the host waits or copies from pageable memory, and
+that the numbers are those of a CPU. What it cannot show: results of CUDA kernels, races between streams, speed, several
 ranks, and kernels of Triton and Inductor: --compile runs eagerly here.
 """
