@@ -147,7 +147,12 @@ def test_checkpoints_exports_and_offloading_lose_nothing(checkpoint: str, tmp_pa
 RUNS: dict[str, dict[str, Any]] = {
     "plain": {},
     "bf16, the engine alone on the device": {"bf16": True, "offload_train": True, "kl_loss_coef": 0.1},
-    "parameters on the host": {"fsdp_cpu_offload": True, "kl_loss_coef": 0.1},
+    "parameters on the host": {
+        "fsdp_cpu_offload": True,
+        "kl_loss_coef": 0.1,
+        "ref_update_interval": 1,
+        "steps_per_rollout": 2,
+    },
     "optimizer on the host, checkpoints in a thread": {
         "offload_optimizer": True,
         "save_interval": 1,

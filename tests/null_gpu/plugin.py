@@ -4,9 +4,11 @@ As a module that ranks are forked from (`tests.testing.PRELOAD`), it emulates th
 """
 
 import os
+from pathlib import Path
 
 import pytest
 
+from tests.null_gpu import device_lines
 from tests.null_gpu.emulate import start
 from tests.testing import PRELOAD
 
@@ -15,7 +17,10 @@ CANNOT = {  # beginnings of test names
     "tests/vllm/servers/test_push.py": "needs vLLM on two GPUs",
 }
 
+LINES = os.environ.get("NULL_GPU_LINES")  # file for the lines that ran
 start()
+if LINES is not None:
+    device_lines.record(Path(LINES))
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -27,3 +32,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen = [item for item in items if item.nodeid.startswith(begin)]
         for item in chosen:
             item.add_marker(pytest.mark.skip(reason=f"null GPU: {reason}"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if LINES is not None and Path(LINES).is_file():
+        terminalreporter.section("lines that need a device")
+        terminalreporter.write("\n".join([*device_lines.report(Path(LINES)), ""]))
