@@ -64,13 +64,15 @@ prints JSON.
   state through the device, 64 MiB of weights at a time.
 - `--offload-activations` without checkpointing copies everything that layers save; a bus is rarely fast enough.
 - Host memory for copies is pinned, and torch allocates it in powers of two: up to twice what is planned.
+- `--fsdp-cpu-offload` with several packs per step is faster where the host also has room for the gradients of one pack
+  (pinned) beside their sum; else the host waits for each tensor. It is decided at the start, and not part of the plan.
 - With `--compile` a run needs less than planned, because fused operations save less.
 
 {MEASURED}
 ## How the plan is computed
 
 - **Weights, gradients, Adam**: 16 bytes per element of the rank's shard, in float32, from the real shapes; 8 with
-  `--offload-optimizer`, 0 with `--fsdp-cpu-offload`, which needs 20 on the host: the gradients of a pack, and their sum.
+  `--offload-optimizer`, 0 with `--fsdp-cpu-offload`.
 - **Activations and logprobs**: one layer of each kind, the head and the loss run forward and backward on tensors without data,
   with `--max-tokens-per-gpu` tokens. Everything that the model's code, the attention and checkpointing save is counted; no
   formula of an architecture is used. Attention runs segment by segment; a kernel for the whole pack saves one output less

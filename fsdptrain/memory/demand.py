@@ -109,8 +109,6 @@ def memory_need(config: Config, shard: Shard, supply: MemorySupply) -> MemoryNee
     if config.generates and not config.engine_has_own_devices:
         device = max(device, generation_need(config, shard, {}), key=lambda parts: sum(parts.values()))
     host = {name: ranks * size for name, size in on_host.items()}
-    if config.fsdp.cpu_offload:
-        host["gradients of one pack"] = ranks * MASTER_BYTES * shard.trained  # beside their sum over packs
     if config.sync.offload_train:
         away = sum(size for name, size in on_device.items() if name != "gradients")
         host["the trainer, while the engine generates"] = ranks * away

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fsdptrain import platform
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.fsdp.shards import local_shard
@@ -154,8 +155,11 @@ def test_collectives_of_a_step_are_those_of_the_design(values: dict[str, Any], c
         assert len({num_packs for num_packs, _, _ in ranks}) == 2
 
 
-def gradients_of_earlier_packs(checkpoint: str, values: dict[str, Any]) -> tuple[list[int], dict[str, torch.Tensor]]:
+def gradients_of_earlier_packs(
+    checkpoint: str, values: dict[str, Any], free: int = 2**40
+) -> tuple[list[int], dict[str, torch.Tensor]]:
     """The number of tensors with a gradient when the loss of each pack is computed, and the weights after the step."""
+    platform.host_memory = lambda: (free, 2**40)  # in a process of its own
     backend = FSDPBackend(config(checkpoint, **values), total_steps=10)
     found = []
 
@@ -174,6 +178,8 @@ def test_gradients_on_the_host_are_not_added_to_by_fsdp(checkpoint: str) -> None
     assert on_host == [0] * len(on_device)
     assert min(on_device[1:]) > 0
     assert all(torch.equal(weights[name], tensor) for name, tensor in wanted.items())
+    [(without_room, _)] = spawn(1, gradients_of_earlier_packs, checkpoint, {"fsdp_cpu_offload": True}, 10**6)
+    assert without_room == on_device
 
 
 def copies_to_device(step: Callable[[], object]) -> int:
