@@ -16,15 +16,11 @@ ROOT = Path(__file__).parents[2]
 _CALL = re.compile(r"torch\.(cuda|accelerator|Stream|Event)\.?\w*\(|\.(wait_stream|wait_event|record_event)\(")
 _ONLY = re.compile(r"has_accelerator\b|\bon_gpu\b|== .cuda.|!= .cpu.|_stream is not None|is_cuda\b")
 _NEVER = re.compile(r"not \S*has_accelerator\b|not on_gpu\b|== .cpu.|_stream is None")
+UNEXPLAINED = "no reason is given in device_lines.py"
 REASONS = {  # beginnings of "path" or "path:function"
     "fsdptrain/vllm/": "needs vLLM on a GPU",
     "fsdptrain/megatron/": "needs megatron-core and Transformer Engine on a GPU",
-    "fsdptrain/features/context_parallel/": "needs two GPUs",
-    "fsdptrain/features/model_parallel/": "needs two GPUs and transformers 5.23",
-    "fsdptrain/features/vision/": "no test of images is marked gpu",
-    "fsdptrain/features/moe/": "no test of experts is marked gpu",
     "fsdptrain/model/probes/kernels.py": "needs flash-linear-attention, or --attn-implementation sdpa",
-    "fsdptrain/tools/": "inspect and plan report on a GPU that is there; no test of them is marked gpu",
 }
 
 
@@ -88,6 +84,6 @@ def report(recorded: Path) -> list[str]:
     count = sum(len(numbers) for numbers in left.values())
     rows = [f"{len(lines) - count} of {len(lines)} lines that need a device ran; not:"]
     for place, numbers in left.items():
-        reason = next((why for begin, why in REASONS.items() if place.startswith(begin)), "NO REASON GIVEN")
+        reason = next((why for begin, why in REASONS.items() if place.startswith(begin)), UNEXPLAINED)
         rows.append(f"{place} {numbers}: {reason}")
     return rows

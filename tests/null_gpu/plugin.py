@@ -34,6 +34,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=f"null GPU: {reason}"))
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail if a line has neither run nor a reason."""
+    if LINES is not None and Path(LINES).is_file() and session.exitstatus == pytest.ExitCode.OK:
+        unexplained = any(row.endswith(device_lines.UNEXPLAINED) for row in device_lines.report(Path(LINES)))
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED if unexplained else pytest.ExitCode.OK
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if LINES is not None and Path(LINES).is_file():
         terminalreporter.section("lines that need a device")
