@@ -140,6 +140,7 @@ class FSDPBackend:
             if self._collects_gradients and len(batches) > 1:
                 self._optimizer.collect_gradients()
             sums.add(output.metrics)
+        self._optimizer.restore_gradients()
         norm = self._optimizer.clip().to(self.device)
         metrics, norm_value, finite = sums.reduce(norm)
         metrics = finish_metrics(metrics) | self.features.after_step(updated=finite)

@@ -127,7 +127,7 @@ class Optimizer:
 
     @torch.no_grad()
     def collect_gradients(self) -> None:
-        """Add the gradients of a pack to those of earlier packs, and clear them. `clip` puts the sums back.
+        """Add the gradients of a pack to those of earlier packs, and clear them.
 
         For gradients on the host: FSDP2 copies them into pinned memory without waiting only where there is none yet.
         Elsewhere the host waits for the device once per tensor.
@@ -139,6 +139,12 @@ class Optimizer:
                     local_shard(total).add_(local_shard(p.grad))
                 p.grad = None
 
+    def restore_gradients(self) -> None:
+        """Make the collected sums the gradients again, for `clip`."""
+        for p, total in self._collected.items():
+            p.grad = total
+        self._collected.clear()
+
     def scale(self, loss: Tensor) -> Tensor:
         """Scale the loss for backward in fp16. Returns it unchanged otherwise."""
         return self._scaler.scale(loss)
@@ -149,9 +155,6 @@ class Optimizer:
         Collective; does not wait for the device. The norm is the same on every rank. It is not finite if any gradient
         on any rank is not finite.
         """
-        for p, total in self._collected.items():
-            p.grad = total
-        self._collected.clear()
         self._scaler.unscale_(self._adam)
         norm = self._norm_of(list(self._names))
         if self._config.clip_grad > 0:
