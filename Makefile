@@ -5,7 +5,7 @@ VLLM_PYTEST := OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/vllm
 SERVER_PYTEST := OMP_NUM_THREADS=1 FSDPTRAIN_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/pytest tests/vllm/servers
 
 .DEFAULT_GOAL := help
-.PHONY: campaigns help install size check quick test test-matrix test-matrix-core test-matrix-vllm test-vllm gpu gpu-wheels demo clean
+.PHONY: campaigns help install size check quick test test-matrix test-matrix-core test-matrix-vllm test-vllm test-null-gpu gpu gpu-wheels demo clean
 
 help:  ## what there is to make
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -61,6 +61,18 @@ test-vllm: install .venv-vllm/.installed  ## the part of `make test` that needs 
 	@.venv-vllm/bin/pip install --quiet --disable-pip-version-check --constraint constraints-vllm.txt --editable '.[lora]' pytest hypothesis
 	@touch $@
 
+test-null-gpu: .venv-null-gpu/.installed  ## the tests marked gpu without a GPU: torch's CUDA code, computed by the CPU
+	.venv-null-gpu/bin/python -m tests.null_gpu
+
+NULL_GPU_PIP := .venv-null-gpu/bin/pip install --quiet --disable-pip-version-check --constraint constraints-null-gpu.txt
+
+.venv-null-gpu/.installed: pyproject.toml constraints-null-gpu.txt
+	@echo "Installing torch with CUDA into .venv-null-gpu, 5 GB: some minutes on the first call, nothing later."
+	@$(PYTHON) -m venv .venv-null-gpu
+	@$(NULL_GPU_PIP) torch==2.11.0 transformers==5.17.0
+	@$(NULL_GPU_PIP) accelerate hypothesis psutil pydantic pytest tyro xxhash
+	@touch $@
+
 gpu:  ## tests and benchmarks on one GPU, within 9 minutes and without network: benchmarks/gpu.py
 	$(PYTHON) benchmarks/gpu.py
 
@@ -83,4 +95,4 @@ campaigns: install .venv-vllm/.installed  ## kills, bad inputs, fuzzing, faults,
 		OMP_NUM_THREADS=1 $(BIN)/python -m campaigns.$$name || failed=1; done; exit $${failed:-0}
 
 clean:  ## delete .venv and what was built; runs/ stays
-	rm -rf .venv .venv-vllm .venv-gpu build dist *.egg-info
+	rm -rf .venv .venv-vllm .venv-gpu .venv-null-gpu build dist *.egg-info

@@ -44,6 +44,7 @@ from fsdptrain.rollout.embedded.engine import HFEngine
 from fsdptrain.rollout.evaluate import eval_sampling
 from fsdptrain.trainer.data import build_data
 from fsdptrain.types import Prompt
+from tests.testing import no_checkpointing  # found after `record` is imported
 
 SIDES = ("ours", "trl")
 STAGES = ("generate", "reward", "sync")
@@ -188,7 +189,7 @@ def run_trl(config: Config, start: Path, args: argparse.Namespace) -> list[dict[
         epsilon=config.algorithm.eps_clip,
         epsilon_high=config.algorithm.eps_clip_high,
         beta=0.0,
-        activation_checkpointing=False,
+        **no_checkpointing(),
         bf16=False,
         use_cpu=True,
         seed=config.run.seed,

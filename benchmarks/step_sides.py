@@ -25,7 +25,7 @@ from fsdptrain.platform import process_group
 from fsdptrain.trainer.batches import PackingRules, make_batches
 from fsdptrain.trainer.logprobs import LogprobPasses
 from fsdptrain.types import LossConfig, LossOutput, Sample
-from tests.testing import tiny_tokenizer
+from tests.testing import no_checkpointing, tiny_tokenizer
 
 SIDES = ("ours", "packed", "stock", "compact", "unskipped")
 Step = Callable[[], dict[str, float]]
@@ -240,7 +240,7 @@ def _trl_trainer(case: Case, samples: list[Sample], *, compact: bool) -> Any:
                 use_cpu=not torch.cuda.is_available(),
                 bf16=options.bf16,
                 report_to="none",
-                activation_checkpointing=False,
+                **no_checkpointing(),
             ),
             train_dataset=Dataset.from_dict({"prompt": [""] * len(samples)}),
             processing_class=tiny_tokenizer(),

@@ -55,7 +55,7 @@ prints JSON.
 | `--gradient-checkpointing --gradient-checkpointing-every 2` | activations of every second layer | half a forward pass |
 | `--gradient-checkpointing` | all activations except layer inputs | a forward pass, about a third of a step |
 | `--offload-activations` in addition | layer inputs too | copies, overlapped with computation |
-| `--fsdp-cpu-offload` | weights, gradients, Adam's state | weights are copied twice per pack, the optimizer runs on the host |
+| `--fsdp-cpu-offload` | weights, gradients, Adam's state | weights are copied twice per pack, gradients are copied and added on the host, the optimizer runs there |
 
 - These flags combine, except selective checkpointing with `--offload-activations` or `--compile`. Gradients, weights and
   checkpoints stay bitwise the same. Tests cover several packs, clipping, replicas, experts with replayed routes,
@@ -64,6 +64,8 @@ prints JSON.
   state through the device, 64 MiB of weights at a time.
 - `--offload-activations` without checkpointing copies everything that layers save; a bus is rarely fast enough.
 - Host memory for copies is pinned, and torch allocates it in powers of two: up to twice what is planned.
+- `--fsdp-cpu-offload` with several packs per step is faster where the host also has room for the gradients of one pack
+  (pinned) beside their sum; else the host waits for each tensor. It is decided at the start, and not part of the plan.
 - With `--compile` a run needs less than planned, because fused operations save less.
 
 {MEASURED}

@@ -63,6 +63,12 @@ def local_device() -> torch.device:
     return torch.device(kind) if kind == "cpu" else torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")))
 
 
+def use_local_device() -> None:
+    """Make the device of this process the current one of this thread. A new thread has device 0."""
+    if has_accelerator():
+        torch.accelerator.set_device_index(local_device().index)
+
+
 def distributed_backend() -> str:
     """Return the backend: the device's default for device tensors, gloo for host tensors. gloo is always available."""
     kind = device_type()
@@ -119,9 +125,8 @@ def process_group(timeout_s: float) -> Iterator[None]:
         return
     ranks = read_rank_variables()
     if has_accelerator():
-        index = local_device().index
-        _check_device(index, torch.accelerator.device_count())
-        torch.accelerator.set_device_index(index)
+        _check_device(local_device().index, torch.accelerator.device_count())
+        use_local_device()
     store = _open_store(ranks, timeout_s) if ranks else dist.HashStore()
     rank, world_size = (ranks.rank, ranks.world_size) if ranks else (0, 1)
     timeout = timedelta(seconds=timeout_s)

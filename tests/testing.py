@@ -164,6 +164,20 @@ def preloaded_context() -> ForkServerContext:
     return context
 
 
+def no_checkpointing() -> dict[str, bool]:
+    """Return the argument of transformers' TrainingArguments that turns checkpointing off, renamed after 5.17."""
+    from transformers import TrainingArguments  # takes seconds
+
+    names = ("activation_checkpointing", "gradient_checkpointing")
+    return {next(name for name in names if name in TrainingArguments.__dataclass_fields__): False}
+
+
+def allocated_on_device() -> int:
+    """Return the memory of tensors on the device, without the workspaces of cuBLAS, 32 MiB per thread. [bytes]"""
+    torch._C._cuda_clearCublasWorkspaces()
+    return torch.accelerator.memory_allocated()
+
+
 def free_port() -> int:
     """Return an unused TCP port of the loopback interface."""
     with socket.socket() as probe:

@@ -1,5 +1,6 @@
 """The training backend on PyTorch FSDP2: any transformers model, one process per device."""
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -84,6 +85,7 @@ class FSDPBackend:
         self._reference_moved = False  # whether `update_reference` was called
         self.layout_probe = self._verify_model()
         self._optimizer = Optimizer(self._model, config.optim, total_steps=total_steps, fp16=config.model.fp16)
+        self._collects_gradients = config.fsdp.cpu_offload and self._has_room_for_gradients()
 
     @property
     def model(self) -> PreTrainedModel:
@@ -135,7 +137,10 @@ class FSDPBackend:
             output = loss(moved, logprobs.for_loss(config), config)
             output = self.features.finish_loss(output, moved, logprobs)
             self._optimizer.scale(output.loss).backward()
+            if self._collects_gradients and len(batches) > 1:
+                self._optimizer.collect_gradients()
             sums.add(output.metrics)
+        self._optimizer.restore_gradients()
         norm = self._optimizer.clip().to(self.device)
         metrics, norm_value, finite = sums.reduce(norm)
         metrics = finish_metrics(metrics, num_tokens=batches[0].num_trained_tokens) | self.features.after_step(
@@ -278,6 +283,12 @@ class FSDPBackend:
     def _check_gradients(self) -> None:
         for feature in self.features:
             feature.check_gradients(self._model)
+
+    def _has_room_for_gradients(self) -> bool:
+        """Return whether the host can hold gradients of a pack beside their sum. Pinned tensors take powers of 2."""
+        shards = (local_shard(p) for p in self._model.parameters() if p.requires_grad)
+        needed = 2 * sum(1 << (shard.nbytes - 1).bit_length() for shard in shards if shard.nbytes)
+        return needed * int(os.environ.get("LOCAL_WORLD_SIZE", "1")) < platform.host_memory()[0]
 
     def _load_bank(self) -> "ReferenceBank | None":
         """Load the weights of --ref-load, if the run needs them."""

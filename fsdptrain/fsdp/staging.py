@@ -75,6 +75,7 @@ class Background:
 
     def _run(self) -> None:
         try:
+            platform.use_local_device()
             self._work()
         except BaseException as error:  # noqa: BLE001 - whatever it is, `check` raises it
             self._error = error

@@ -5,7 +5,7 @@ them on.
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -28,7 +28,15 @@ from fsdptrain.feature import Features, check_features, load_features
 from fsdptrain.loggers import build_loggers
 from fsdptrain.model.loading.meta import model_config, resolve_checkpoint
 from fsdptrain.model.probes.kernels import require_no_fallback
-from fsdptrain.protocols import FeatureEngine, InFlightEngine, Logger, Loss, RewardFunction, RolloutEngine
+from fsdptrain.protocols import (
+    FeatureEngine,
+    InFlightEngine,
+    Logger,
+    Loss,
+    OffloadingBackend,
+    RewardFunction,
+    RolloutEngine,
+)
 from fsdptrain.rewards.build import build_reward, reads_environment
 from fsdptrain.rollout import engine_factory
 from fsdptrain.rollout.embedded.replica import max_positions
@@ -103,7 +111,7 @@ def build_components(
     with ExitStack() as stack:
         loggers = open_loggers(config, folder, stack)
         backend = open_backend(config, features)
-        engine = make_engine(config, checkpoint=checkpoint, device=device) if generates else None
+        engine = open_engine(config, backend, make_engine, checkpoint) if generates else None
         timeline, waits = Timeline(), watched_waits(config, folder, stack)
         sampler = evaluation = weight_sync = background = None
         if engine is not None:
@@ -196,6 +204,20 @@ def open_backend(config: Config, features: Features) -> PolicyBackend:
     if config.sync.offload_train and not platform.has_accelerator():
         log.warning("--offload-train: no GPU; this copies weights and saves no memory")
     return backend
+
+
+def open_engine(
+    config: Config, backend: PolicyBackend, make: Callable[..., RolloutEngine], checkpoint: Path
+) -> RolloutEngine:
+    """Build the engine. With --offload-train the device holds only the trainer's weights then, as in a weight sync."""
+    if not config.sync.offload_train:
+        return make(config, checkpoint=checkpoint, device=platform.local_device())
+    assert isinstance(backend, OffloadingBackend), "the configuration refuses other backends"
+    backend.offload(keep_weights=True)
+    engine = make(config, checkpoint=checkpoint, device=platform.local_device())
+    engine.sleep()
+    backend.onload()
+    return engine
 
 
 def report_fallbacks(backend: PolicyBackend, *, strict: bool) -> None:

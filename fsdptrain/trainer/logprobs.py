@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from fsdptrain import platform
 from fsdptrain.config import Config
 from fsdptrain.feature import NO_FEATURES, Features
 from fsdptrain.protocols import TrainBackend
@@ -57,4 +58,5 @@ def regrouped(steps: Sequence[StepBatches], packs: Sequence[PackedBatch]) -> lis
 
 
 def _with(packs: Sequence[PackedBatch], field: str, logprobs: Sequence[LogProbs]) -> list[PackedBatch]:
-    return [replace(pack, **{field: one.values}) for pack, one in zip(packs, logprobs, strict=True)]
+    values = [one.values.pin_memory() if platform.has_accelerator() else one.values for one in logprobs]
+    return [replace(pack, **{field: one}) for pack, one in zip(packs, values, strict=True)]

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoConfig
 
+from fsdptrain import platform
 from fsdptrain.config import Config
 from fsdptrain.distributed import any_rank, raise_on_all_ranks
 from fsdptrain.errors import ConfigError, RolloutError
@@ -29,6 +30,7 @@ from fsdptrain.vllm.options import (
     ENVIRONMENT,
     derived_options,
     engine_options,
+    memory_utilization,
     require_free,
     routes_of,
     sampling_options,
@@ -219,6 +221,9 @@ def build_vllm_engine(config: Config, *, checkpoint: Path, device: torch.device)
     args, on_gpu = config.section(VllmConfig).engine_args, device.type == "cuda"
     options = engine_options(config, on_gpu=on_gpu)
     options |= {"seed": config.rollout.seed, "enforce_eager": not on_gpu, "enable_sleep_mode": on_gpu}
+    if on_gpu:
+        torch.accelerator.empty_cache()
+        options["gpu_memory_utilization"] = memory_utilization(*platform.device_memory())
     options |= _parallel_options(
         args.get("tensor_parallel_size", 1), on_gpu=on_gpu, timeout_s=config.launch.dist_timeout
     )

@@ -1,8 +1,9 @@
 """A GPU computes what a CPU does: three optimizer steps with each option, on one rank with the device's own library.
 
-Written on machines without a GPU: `make gpu` is how these are run.
+Written on machines without a GPU: `make gpu` runs them on one, `make test-null-gpu` without one (tests/null_gpu).
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -14,9 +15,10 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
+from fsdptrain import Config, Trainer
 from fsdptrain.fsdp.checkpoint_folder import CheckpointFolder
 from fsdptrain.platform import has_accelerator
-from tests.testing import save_tiny_checkpoint, spawn
+from tests.testing import allocated_on_device, save_tiny_checkpoint, spawn
 
 from . import gpu_cases
 from .sharded import full_state
@@ -119,9 +121,9 @@ def saved_and_exported(checkpoint: str, folder: Path) -> tuple[dict, dict, dict,
     gpu_cases.steps(backend)
     CheckpointFolder(folder / "run", keep_last=1, timeout_s=60).write(1, lambda at: backend.save(at, 1))
     backend.export(folder / "hf")
-    before = torch.accelerator.memory_allocated()
+    before = allocated_on_device()
     backend.offload()
-    away = torch.accelerator.memory_allocated()
+    away = allocated_on_device()
     backend.onload()
     exported = full_state(backend.model)
     _, went_on = gpu_cases.steps(backend)
@@ -140,3 +142,42 @@ def test_checkpoints_exports_and_offloading_lose_nothing(checkpoint: str, tmp_pa
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.data, exported[name], rtol=0, atol=0)
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bf16, the engine alone on the device": {"bf16": True, "offload_train": True, "kl_loss_coef": 0.1},
+    "parameters on the host": {
+        "fsdp_cpu_offload": True,
+        "kl_loss_coef": 0.1,
+        "ref_update_interval": 1,
+        "steps_per_rollout": 2,
+    },
+    "optimizer on the host, checkpoints in a thread": {
+        "offload_optimizer": True,
+        "save_interval": 1,
+        "async_save": True,
+    },
+}
+
+
+def run(checkpoint: str, folder: Path, values: dict[str, Any]) -> list[dict[str, Any]]:
+    """Metrics of two rollouts with the embedded engine, an evaluation after each, and an export."""
+    options = {"num_rollout": 2, "rollout_batch_size": 4, "n_samples_per_prompt": 4, "rollout_max_response_len": 8}
+    options |= {"max_tokens_per_gpu": 128, "reward": "tests.e2e.rewards:variety", "lr": 1e-3, "bf16": False}
+    options |= {"eval_size": 2, "eval_interval": 1, "rollout_engine": "hf", "log_to": [], "output_dir": str(folder)}
+    rows = [{"prompt": f"say {i}", "label": str(i)} for i in range(16)]
+    Trainer(Config(**options | {"hf_checkpoint": checkpoint} | values), dataset=rows).fit()
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_on_a_device_trains_and_its_engine_agrees(name: str, checkpoint: str, tmp_path: Path) -> None:
+    [rows] = spawn(1, run, checkpoint, tmp_path / "run", RUNS[name], timeout=300.0)
+    trained = [row for row in rows if "loss/total" in row]
+    assert len(trained) == 2
+    assert all(row["optim/grad_norm"] > 0 for row in trained)
+    agreement = [row["weight_sync/logprob_abs_diff"] for row in rows if "weight_sync/logprob_abs_diff" in row]
+    assert agreement
+    assert max(agreement) < (1e-2 if RUNS[name].get("bf16") else 1e-4)
+    assert list((tmp_path / "run" / "hf").glob("*.safetensors"))

@@ -3,6 +3,7 @@
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from ctypes import CDLL
 from typing import Any
 
 import numpy as np
@@ -10,14 +11,16 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fsdptrain import platform
 from fsdptrain.algo.losses import LOSSES
 from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.fsdp.shards import local_shard
 from fsdptrain.platform import has_accelerator
-from fsdptrain.types import LossConfig, PackedBatch
+from fsdptrain.types import LogProbs, LossConfig, LossOutput, PackedBatch
 from tests.testing import save_tiny_checkpoint, spawn
 
 from .collectives import Collectives
+from .sharded import full_state
 from .test_fsdp_backend import GRPO, config, packs_of_this_rank, samples, scored
 
 LAYERS = 3
@@ -152,6 +155,45 @@ def test_collectives_of_a_step_are_those_of_the_design(values: dict[str, Any], c
         assert len({num_packs for num_packs, _, _ in ranks}) == 2
 
 
+def gradients_of_earlier_packs(
+    checkpoint: str, values: dict[str, Any], free: int = 2**40
+) -> tuple[list[int], dict[str, torch.Tensor]]:
+    """The number of tensors with a gradient when the loss of each pack is computed, and the weights after the step."""
+    platform.host_memory = lambda: (free, 2**40)  # in a process of its own
+    backend = FSDPBackend(config(checkpoint, **values), total_steps=10)
+    found = []
+
+    def loss(batch: PackedBatch, logprobs: LogProbs, config: LossConfig) -> LossOutput:
+        found.append(sum(p.grad is not None for p in backend._optimizer._names))
+        return LOSSES["grpo"](batch, logprobs, config)
+
+    backend.train_step(packs_of(64), loss, LossConfig())
+    return found, full_state(backend.model)
+
+
+def test_gradients_on_the_host_are_not_added_to_by_fsdp(checkpoint: str) -> None:
+    """FSDP2 copies a gradient into pinned memory without waiting only where there is none yet."""
+    [(on_host, weights)] = spawn(1, gradients_of_earlier_packs, checkpoint, {"fsdp_cpu_offload": True})
+    [(on_device, wanted)] = spawn(1, gradients_of_earlier_packs, checkpoint, {})
+    assert on_host == [0] * len(on_device)
+    assert min(on_device[1:]) > 0
+    assert all(torch.equal(weights[name], tensor) for name, tensor in wanted.items())
+    [(without_room, _)] = spawn(1, gradients_of_earlier_packs, checkpoint, {"fsdp_cpu_offload": True}, 10**6)
+    assert without_room == on_device
+
+
+def copies_to_device(step: Callable[[], object]) -> int:
+    counter = "null_gpu_copies_to_device"  # of tests/null_gpu, for which there is no profiler
+    if hasattr(library := CDLL(None), counter):
+        before = library[counter]()
+        step()
+        return library[counter]() - before
+    with torch.profiler.profile() as profile:
+        step()
+        torch.cuda.synchronize()
+    return sum(event.count for event in profile.key_averages() if event.key.startswith("Memcpy HtoD"))
+
+
 def waits_and_copies(checkpoint: str) -> list[tuple[int, int, int, int]]:
     """(packs, tensors of a pack, waits for the device, copies from the host) of one step each, after a first one."""
     backend = FSDPBackend(config(checkpoint, bf16=True), total_steps=10)
@@ -165,11 +207,8 @@ def waits_and_copies(checkpoint: str) -> list[tuple[int, int, int, int]]:
             torch.cuda.set_sync_debug_mode("warn")
             backend.train_step(packs, LOSSES["grpo"], LossConfig())
             torch.cuda.set_sync_debug_mode("default")
-        waits = sum("synchroniz" in str(warning.message) for warning in said)
-        with torch.profiler.profile() as profile:
-            backend.train_step(packs, LOSSES["grpo"], LossConfig())
-            torch.cuda.synchronize()
-        copies = sum(event.count for event in profile.key_averages() if event.key.startswith("Memcpy HtoD"))
+        waits = sum("called a synchronizing CUDA operation" in str(warning.message) for warning in said)
+        copies = copies_to_device(lambda packs=packs: backend.train_step(packs, LOSSES["grpo"], LossConfig()))
         tensors = sum(isinstance(value, torch.Tensor) for value in vars(packs[0]).values())
         found.append((len(packs), tensors, waits, copies))
     assert all(local_shard(p).is_cuda for p in backend.model.parameters())
@@ -179,11 +218,9 @@ def waits_and_copies(checkpoint: str) -> list[tuple[int, int, int, int]]:
 @pytest.mark.gpu
 @pytest.mark.skipif(not has_accelerator(), reason="needs a GPU")
 def test_a_device_is_waited_for_once_and_given_each_pack_once(checkpoint: str) -> None:
-    """However many packs a step has: one wait, for the final metrics, and a copy for each tensor of each pack, no more.
-
-    No device has run it: if torch's own sharding copies too, the numbers tell.
-    """
+    """One wait per step, for the final metrics. Copies per pack: its tensors, and the sizes that FSDP2's `chunk_cat`
+    needs on the device, once for each layer and once for the rest."""
     [steps] = spawn(1, waits_and_copies, checkpoint)
     (few, tensors, waits, copies), (many, _, more_waits, more_copies) = steps
     assert waits == more_waits == 1
-    assert (copies, more_copies) == (few * tensors, many * tensors)
+    assert (copies, more_copies) == tuple(packs * (tensors + LAYERS + 1) for packs in (few, many))

@@ -7,6 +7,7 @@ import pytest
 
 from fsdptrain import Config, Trainer
 from fsdptrain.fsdp.backend import FSDPBackend
+from fsdptrain.fsdp.shards import local_shard
 from fsdptrain.rollout.embedded.engine import HFEngine
 from tests.e2e import command
 from tests.e2e.engines import CALLS
@@ -87,8 +88,9 @@ def test_offload_train_frees_the_weights_during_generation_only(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held: list[bool] = []
+    built: list[int] = []
     backends: list[FSDPBackend] = []
-    offload, generate = FSDPBackend.offload, HFEngine.generate
+    offload, generate, build = FSDPBackend.offload, HFEngine.generate, HFEngine.__init__
 
     def offloaded(backend: FSDPBackend, **more: Any) -> None:
         backends.append(backend)
@@ -99,9 +101,15 @@ def test_offload_train_frees_the_weights_during_generation_only(
         held.append(bool(sum(weights)))
         return generate(engine, prompts, sampling)
 
+    def built_beside(engine: HFEngine, *args: Any, **more: Any) -> None:
+        built.append(sum(local_shard(x).untyped_storage().nbytes() for x in backends[-1]._optimizer.tensors().values()))
+        build(engine, *args, **more)
+
+    monkeypatch.setattr(HFEngine, "__init__", built_beside)
     monkeypatch.setattr(FSDPBackend, "offload", offloaded)
     monkeypatch.setattr(HFEngine, "generate", generated)
     options = {"offload_train": True, "load_strategy": "rank0", "rollout_engine": "hf", "eval_size": 2}
     calls(checkpoint, tmp_path, num_rollout=1, n_samples_per_prompt=2, **options)
     # a probe that the trainer scores, an evaluation, a rollout, a probe, an evaluation
     assert held == [True, False, False, True, False]
+    assert built == [0]  # bytes of the optimizer on the device

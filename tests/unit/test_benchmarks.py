@@ -3,7 +3,9 @@
 import importlib
 import json
 import math
+import re
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -12,7 +14,8 @@ from typing import Any
 
 import pytest
 
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "benchmarks"
 Import = Callable[[str], ModuleType]
 pytestmark = pytest.mark.matrix
 LOG = """tests/a/test_x.py::test_of_one[two ranks] PASSED                       [ 25%]
@@ -77,6 +80,27 @@ def test_tests_that_were_stopped_are_counted_as_far_as_they_came(module: Import)
     assert begun["failed tests"] == ["tests/a/test_x.py::test_of_one[four ranks]: see tests.log"]
     assert (ended["passed"], ended["failed"], ended["skipped"], ended["errors"]) == (1, 1, 1, 1)
     assert ended["failed tests"][0] == "tests/a/test_x.py::test_of_one[four ranks]: assert 1 == 2"
+
+
+def test_what_the_package_requires_is_among_the_wheels(module: Import) -> None:
+    """Except packages that come with torch and transformers, and those that only some rewards and data import."""
+    required = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    wheels, needed = (FOLDER / "gpu-wheels.txt").read_text().splitlines(), module("gpu").NEEDED
+    required, wheels, needed = ({re.split("[<>=]", line)[0] for line in lines} for lines in (required, wheels, needed))
+    with_torch = {"torch", "transformers", "safetensors", "httpx"}
+    assert required - with_torch - {"pyyaml", "reasoning-gym", "math-verify"} <= wheels
+    assert required - with_torch - {"datasets", "reasoning-gym", "math-verify"} <= needed
+
+
+def test_variants_are_measured_at_sizes_that_fit(module: Import, monkeypatch: pytest.MonkeyPatch) -> None:
+    fit, mfu = module("gpu").that_fit, module("mfu")
+    assert fit(79.1) == ["selective@4096"]
+    assert fit(139.8) == ["selective@16384", "nothing recomputed@8192"]
+    monkeypatch.setattr(sys, "argv", ["mfu.py", "--quick", "--kinds", "sft", "--variants", "base", *fit(139.8)])
+    cases = mfu.cases(mfu.arguments())
+    assert {(case.variant, case.tokens) for case in cases} == {
+        ("base", 256), ("selective", 16_384), ("nothing recomputed", 8192)
+    }  # fmt: skip
 
 
 def test_on_a_gpu_no_test_that_passed_is_no_proof(module: Import) -> None:

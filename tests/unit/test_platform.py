@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from fsdptrain import platform
 from fsdptrain.cgroup import cgroup_files
@@ -75,3 +76,13 @@ def test_a_device_may_be_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(torch.rand(4, device=kind), first)
     monkeypatch.setenv("FSDPTRAIN_PLATFORM", "cpu")
     assert (platform.device_type(), platform.distributed_backend()) == ("cpu", "gloo")
+
+
+@pytest.mark.gpu
+def test_a_group_of_one_process_is_on_the_device() -> None:
+    with platform.process_group(60):
+        assert platform.device_count() >= 1
+        value = torch.ones(2, device=platform.local_device())
+        dist.all_reduce(value)
+        assert value.tolist() == [1.0, 1.0]
+        assert dist.get_default_backend_for_device(value.device) in dist.get_backend_config()

@@ -36,7 +36,7 @@ VARLEN = "fsdptrain_varlen"
 PACKAGE_ATTENTION = (SEGMENTS, VARLEN)
 _TOWER = "sdpa"
 MAX_VARLEN_HEAD_DIM = 256  # limit of the flash kernels behind varlen_attn
-_VARLEN_TAKES_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch >= 2.13; repeat the heads before
+_VARLEN_HAS_GQA_FLAG = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 needs no flag for it
 _FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
 
 
@@ -52,9 +52,9 @@ class AttentionOptions:
     varlen: bool = False  # use torch's flash kernel where it applies
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # not frozen: dynamo of torch 2.11 would compile again for each number of segments
 class Boundaries:
-    """Position of the sequences in the hidden states.
+    """Position of the sequences in the hidden states. Do not change its fields.
 
     Packed: N segments in one row. Padded: N rows with padding on the right.
     """
@@ -70,10 +70,11 @@ PackedAttention = Callable[[Tensor, Tensor, Tensor, Boundaries, AttentionOptions
 
 
 def register_attention() -> None:
-    """Register both implementations with transformers.
+    """Register both implementations with transformers, and exclude cuDNN from scaled_dot_product_attention.
 
     Calling it again keeps the functions that `compile_layers` installed.
     """
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan per shape; segments and decoding have new shapes
     if SEGMENTS in ALL_ATTENTION_FUNCTIONS.valid_keys():
         return
     AttentionInterface.register(SEGMENTS, partial(attend, varlen=False))
@@ -261,10 +262,7 @@ def varlen_attention(
     """
     width = -(-max(q.shape[-1], v.shape[-1]) // 8) * 8
     queries, keys, values = (widen(x, width)[0].transpose(0, 1) for x in (q, k, v))  # [T, heads, width]
-    options: dict[str, Any] = {"enable_gqa": True} if _VARLEN_TAKES_GQA else {}
-    if not _VARLEN_TAKES_GQA:
-        groups = q.shape[1] // k.shape[1]
-        keys, values = keys.repeat_interleave(groups, dim=1), values.repeat_interleave(groups, dim=1)
+    options: dict[str, Any] = {"enable_gqa": True} if _VARLEN_HAS_GQA_FLAG else {}
     of_keys = of_keys or boundaries
     longest = max(of_keys.seqlens)
     left = -1 if window is None or window >= longest else window - 1  # the kernel counts the keys before the query
@@ -293,8 +291,21 @@ def segment_attention(
 
         return attention_in_blocks(q, k, v, scale=scale, dropout=dropout, window=window, softcap=softcap, sinks=sinks)
     v_wide = widen(v, q.shape[-1])  # the fused kernels require one head width (MLA has two)
-    options = {"dropout_p": dropout, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
-    return F.scaled_dot_product_attention(q, k, v_wide, is_causal=True, **options)[..., : v.shape[-1]]
+    return fused_attention(q, k, v_wide, is_causal=True, dropout_p=dropout, scale=scale)[..., : v.shape[-1]]
+
+
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """Call scaled_dot_product_attention with a kernel that does not store [H, Q, L] scores.
+
+    On CUDA only the flash kernel takes fewer heads of keys than of queries: half precision, no mask, heads up to 256.
+    For others the heads are repeated.
+    """
+    grouped = q.shape[1] != k.shape[1]
+    flash = q.dtype in {torch.float16, torch.bfloat16} and q.shape[-1] <= MAX_VARLEN_HEAD_DIM
+    if grouped and q.device.type != "cpu" and (not flash or options.get("attn_mask") is not None):
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+        grouped = False
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped, **options)
 
 
 def widen(x: Tensor, width: int) -> Tensor:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fsdptrain.model.attention.attention import widen
+from fsdptrain.model.attention.attention import fused_attention, widen
 
 BLOCK = 512  # queries per block where scores are materialized
 
@@ -65,8 +65,7 @@ def _by_mask(
     q: Tensor, k: Tensor, v: Tensor, offset: int, *, scale: float, dropout: float, window: int | None
 ) -> Tensor:
     mask = _visible(q.shape[2], k.shape[2], offset, window, q.device)
-    options = {"dropout_p": dropout, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **options)
+    return fused_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale)
 
 
 def _by_scores(

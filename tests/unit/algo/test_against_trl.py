@@ -22,7 +22,7 @@ from fsdptrain.data.packing.pack import pack
 from fsdptrain.model.attention.attention import SEGMENTS, register_attention
 from fsdptrain.model.policy import install_policy_forward, policy_logprobs
 from fsdptrain.types import LogProbs, LossConfig, PackedBatch, Sample
-from tests.testing import save_tiny_checkpoint, tiny_tokenizer
+from tests.testing import no_checkpointing, save_tiny_checkpoint, tiny_tokenizer
 
 trl = pytest.importorskip("trl", reason="trl comes with the dev extra")
 pytestmark = [
@@ -221,7 +221,7 @@ def make_trainer(case: Case, samples: list[Sample], checkpoint: Path, folder: Pa
         "per_device_train_batch_size": len(samples) // case.accumulate,
         "gradient_accumulation_steps": case.accumulate,
     }
-    quiet = {"use_cpu": True, "bf16": False, "report_to": "none", "activation_checkpointing": False}
+    quiet = {"use_cpu": True, "bf16": False, "report_to": "none", **no_checkpointing()}
     trainer = trl.GRPOTrainer(
         model=Qwen3ForCausalLM.from_pretrained(checkpoint, dtype=torch.float64),
         reward_funcs=lambda number, **_: [samples[i].reward for i in number],

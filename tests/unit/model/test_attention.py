@@ -9,10 +9,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fsdptrain.errors import ConfigError, NumericsError
 from fsdptrain.model.attention import attention, blocks
-from fsdptrain.model.attention.attention import SEGMENTS, VARLEN, Boundaries, attend, resolve_attention
+from fsdptrain.model.attention.attention import (
+    SEGMENTS,
+    VARLEN,
+    Boundaries,
+    attend,
+    register_attention,
+    resolve_attention,
+)
 from tests.varlen import dense, varlen_attn
 
 MODULE = nn.Identity()
@@ -138,21 +146,64 @@ def test_an_attention_that_cannot_run_is_a_config_error(requested: str, device_t
         resolve_attention(requested, device_type)
 
 
+def test_cudnn_does_not_build_a_plan_for_each_length_of_a_segment() -> None:
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    register_attention()
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "window", "repeats"),
+    [
+        (torch.bfloat16, 64, None, False),
+        (torch.bfloat16, 264, None, True),
+        (torch.bfloat16, 64, 5, True),  # a mask
+        (torch.float32, 64, None, True),
+    ],
+)
+def test_on_a_device_heads_are_repeated_for_kernels_that_need_it(dtype, width, window, repeats, monkeypatch):
+    """CUDA's other kernels refuse grouped heads: torch would take the one that stores all scores."""
+    calls: list[tuple[int, bool]] = []
+
+    def attention_call(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool, **_: Any) -> Tensor:
+        calls.append((k.shape[1], enable_gqa))
+        return torch.empty_like(q)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention_call)
+    qkv = (torch.empty(1, h, 9, width, dtype=dtype, device="meta") for h in (4, 2, 2))
+    attend(MODULE, *qkv, None, varlen=False, sliding_window=window, boundaries=boundaries([9]))
+    assert calls == [(4, False) if repeats else (2, True)]
+
+
 SHAPES = [(4, 4, 64, 64), (8, 2, 64, 64), (4, 4, 96, 64), (4, 2, 20, 20)]
 
 
-@pytest.mark.parametrize("takes_gqa", [False, True])  # before torch 2.13, and since
+@pytest.mark.parametrize("has_flag", [False, True])  # before torch 2.13, and since
 @pytest.mark.parametrize("window", [None, 1, 16, 64])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_varlen_kernel_is_called_as_documented(shape, window, takes_gqa, monkeypatch):
+def test_the_varlen_kernel_is_called_as_documented(shape, window, has_flag, monkeypatch):
     monkeypatch.setattr(attention, "varlen_attn", varlen_attn)
-    monkeypatch.setattr(attention, "_VARLEN_TAKES_GQA", takes_gqa)
+    monkeypatch.setattr(attention, "_VARLEN_HAS_GQA_FLAG", has_flag)
     lengths = [37, 1, 65]
     num_heads, kv_heads, width, value_width = shape
     qkv = heads(1, sum(lengths), (num_heads, width), (kv_heads, width), (kv_heads, value_width))
     found = attention.varlen_attention(*qkv, boundaries(lengths), width**-0.5, window)
     wanted, _ = attend(MODULE, *qkv, None, varlen=False, sliding_window=window, boundaries=boundaries(lengths))
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 64), (torch.bfloat16, 64), (torch.bfloat16, 264)])
+def test_grouped_heads_never_take_the_kernel_that_stores_all_scores(dtype, width, window):
+    fused = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+    exact = heads(1, 70, (4, width), (2, width), (2, width))
+    options: dict[str, Any] = {"varlen": False, "sliding_window": window, "boundaries": boundaries([40, 30])}
+    wanted, _ = attend(MODULE, *exact, None, **options)
+    with sdpa_kernel(fused):  # an error if neither can
+        found, _ = attend(MODULE, *(x.detach().to("cuda", dtype) for x in exact), None, **options)
+    torch.testing.assert_close(found.double().cpu(), wanted, rtol=0, atol=1e-4 if dtype == torch.float32 else 4e-2)
 
 
 @pytest.mark.gpu

@@ -14,7 +14,7 @@ from fsdptrain.rollout.embedded.engine import HFEngine
 from fsdptrain.types import Completion, Prompt, SamplingParams
 from tests import zoo
 from tests.exact import Exact, in_float64
-from tests.testing import tiny_qwen3
+from tests.testing import allocated_on_device, tiny_qwen3
 
 pytestmark = pytest.mark.slow
 
@@ -285,11 +285,11 @@ def test_logits_that_are_not_finite_stop_the_run(engine, model):
 def test_on_a_gpu_completions_agree_and_sleep_frees_the_memory(model, folder):
     model.save_pretrained(folder)
     engine = HFEngine(folder, dtype=torch.float32, device=torch.device("cuda"))
-    before = torch.accelerator.memory_allocated()
+    before = allocated_on_device()
     engine.update_weights(model.state_dict().items(), 1)
     asked = [prompt for prompt in PROMPTS for _ in range(4)]
     for prompt, completion in zip(asked, engine.generate(PROMPTS, ENDING), strict=True):
         expected = plain_logprobs(model, prompt, completion, temperature=1.0)
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, rtol=0.0, atol=1e-4)
     engine.sleep()
-    assert torch.accelerator.memory_allocated() <= before
+    assert allocated_on_device() <= before

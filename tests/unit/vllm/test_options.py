@@ -13,7 +13,7 @@ from fsdptrain.config import Config
 from fsdptrain.data.routes import sample_routes
 from fsdptrain.errors import ConfigError
 from fsdptrain.vllm.in_process import build_vllm_engine
-from fsdptrain.vllm.options import gdn_options, routes_of, routes_options
+from fsdptrain.vllm.options import gdn_options, memory_utilization, routes_of, routes_options
 from tests.testing import spawn
 
 GDN = Qwen3NextConfig()
@@ -41,6 +41,11 @@ def test_routes_are_requested_on_a_gpu_and_refused_elsewhere():
     assert routes_options("rollout", "cuda") == {"enable_return_routed_experts": True}
     with pytest.raises(ConfigError, match="--router-replay rollout: vLLM reports its experts only on a GPU"):
         routes_options("rollout", "cpu")
+
+
+def test_an_engine_beside_the_trainer_uses_what_is_free():
+    assert memory_utilization(80, 80) == 0.92
+    assert memory_utilization(35, 80) * 80 < 35
 
 
 def refusals(given: list[dict[str, int]]) -> list[str]:

@@ -1,0 +1,47 @@
+"""pytest plugin: emulates CUDA in this process and in its ranks, and skips tests that cannot pass here, with reasons.
+
+As a module that ranks are forked from (`tests.testing.PRELOAD`), it emulates there.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.null_gpu import device_lines
+from tests.null_gpu.emulate import start
+from tests.testing import PRELOAD
+
+CANNOT = {  # beginnings of test names
+    "tests/megatron/test_gpu.py": "needs megatron-core, and kernels of Transformer Engine or two GPUs",
+    "tests/vllm/servers/test_push.py": "needs vLLM on two GPUs",
+}
+
+LINES = os.environ.get("NULL_GPU_LINES")  # file for the lines that ran
+start()
+if LINES is not None:
+    device_lines.record(Path(LINES))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ[PRELOAD] = f"{__name__} {os.environ.get(PRELOAD, 'tests.preloaded')}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for begin, reason in CANNOT.items():
+        chosen = [item for item in items if item.nodeid.startswith(begin)]
+        for item in chosen:
+            item.add_marker(pytest.mark.skip(reason=f"null GPU: {reason}"))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail if a line has neither run nor a reason."""
+    if LINES is not None and Path(LINES).is_file() and session.exitstatus == pytest.ExitCode.OK:
+        unexplained = any(row.endswith(device_lines.UNEXPLAINED) for row in device_lines.report(Path(LINES)))
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED if unexplained else pytest.ExitCode.OK
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if LINES is not None and Path(LINES).is_file():
+        terminalreporter.section("lines that need a device")
+        terminalreporter.write("\n".join([*device_lines.report(Path(LINES)), ""]))
