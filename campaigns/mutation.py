@@ -2,6 +2,7 @@
 
     python -m campaigns.mutation                          # every group, every mutant: hours
     python -m campaigns.mutation algo packing --endings 37    # a fifth: mutants whose number ends with 3 or 7
+    python -m campaigns.mutation algo --again                 # the survivors of the last run, after adding tests
 
 mutmut makes the mutants of one group in a copy of the repository and runs the tests of the group that call the mutated
 function. Mutants that survive for a reason, because they compute the same or change only the words of a message, are
@@ -24,11 +25,12 @@ from pathlib import Path
 
 import yaml
 
-from campaigns.report import Report
+from campaigns.report import RESULTS, Report
 
 ROOT = Path(__file__).parents[1]
 REASONS = Path(__file__).with_name("survivors.yaml")
 LEAST_KILLED = 0.95
+LAW = "at least 95 % of the mutants make a test fail; each survivor has a reason"
 RANK_TESTS_SECONDS = 300
 SELECTED = "not matrix and not gpu"
 SURVIVED, UNTESTED, TIMEOUTS = (0,), (33, 5), (36, 24, 152, 255)  # mutmut's exit codes; any other: killed
@@ -93,6 +95,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("groups", nargs="*", default=list(TARGETS), help=f"of {', '.join(TARGETS)}")
     parser.add_argument("--endings", default="0123456789", help="last digits of the numbers of the mutants to run")
+    parser.add_argument("--again", action="store_true", help="run only the survivors of the results file")
     parser.add_argument("--jobs", type=int, default=2)
     args = parser.parse_args()
     reasons = yaml.safe_load(REASONS.read_text()) or {}
@@ -103,7 +106,6 @@ def main() -> None:
         )
         with tempfile.TemporaryDirectory() as folder:
             copy = copy_repository(Path(folder) / "copy", TARGETS[group])
-            names = [f"*__mutmut_*{digit}" for digit in args.endings]
             mutmut = [sys.executable, "-m", "mutmut"]
             subprocess.run([*mutmut, "run", "--max-children", str(args.jobs), *names], cwd=copy, env=environment())
             drawn = {
@@ -113,7 +115,7 @@ def main() -> None:
             }
             if TARGETS[group].rank_tests:
                 drawn |= run_rank_tests(group, copy / "mutants", drawn, args.jobs)
-            report.write(mutants=judge(report, group, copy, drawn, reasons.get(group, {})))
+            report.write(mutants=judge(report, group, copy, drawn, reasons.get(group, {}), before), again=args.again)
             codes.append(report.finish())
     sys.exit(max(codes))
 

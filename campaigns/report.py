@@ -18,13 +18,13 @@ RESULTS = Path(__file__).parent / "results"
 class Report:
     """Rows of one campaign. A row is a dict with `group` and `failure`: None, or what did not hold, in one line."""
 
-    def __init__(self, name: str, law: str) -> None:
+    def __init__(self, name: str, law: str, *, module: str = "") -> None:
         self.name = name
         self.rows: list[dict[str, Any]] = []
         self._law = law
         self._start = time.monotonic()
         self._header = record.header() | {
-            "command": shlex.join(["python", "-m", f"campaigns.{name}", *sys.argv[1:]]),
+            "command": shlex.join(["python", "-m", f"campaigns.{module or name}", *sys.argv[1:]]),
             "date": f"{datetime.now().astimezone():%F %T %z}",
         }
 

@@ -47,3 +47,13 @@ def test_rows_beyond_the_first_block_count():
 def test_zeros_of_both_signs_are_equal(dtype):
     zeros = torch.zeros(9, dtype=dtype)
     assert checksum(zeros) == checksum(-zeros)
+
+
+def test_a_multiset_depends_on_the_elements_alone() -> None:
+    tensor = tensor_of(0, 7, 5, torch.bfloat16)
+    turned = torch.cat([tensor.flip(0).view(-1), torch.zeros(3, dtype=tensor.dtype)])
+    assert checksum(tensor, "multiset") == checksum(turned.float(), "multiset")
+    changed = tensor.clone()
+    changed[3, 2] += 1
+    others = [changed, tensor[1:], torch.cat([tensor, tensor[:1]])]
+    assert len({checksum(one, "multiset") for one in (tensor, *others)}) == 4

@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,9 +13,11 @@ from torch import Tensor
 
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError, RolloutError
+from fsdptrain.protocols import ReplicaGoneError
 from fsdptrain.rollout.weight_sync.checksum import checksum
 from fsdptrain.rollout.weight_sync.probe import make_probe, tolerance
-from fsdptrain.rollout.weight_sync.verify import WeightVerifier, build_verifier
+from fsdptrain.rollout.weight_sync.sync import WeightSync
+from fsdptrain.rollout.weight_sync.verify import ReplicaCheck, WeightVerifier, build_verifier, for_each_replica
 from fsdptrain.types import ChecksumKind, Completion, LogProbs, PackedBatch, Prompt, SamplingParams
 from tests.testing import FakeRolloutEngine, tiny_tokenizer
 
@@ -73,20 +76,20 @@ class Agreeing:
         return [LogProbs(batch.rollout_logprobs) for batch in batches]
 
 
-def verifier_of(engine: Engine) -> WeightVerifier:
+def verifier_of(engine: Engine, backend: Any = None) -> WeightVerifier:
     probe = make_probe(config(max_tokens_per_gpu=512, rollout_max_response_len=8), tiny_tokenizer())
-    backend: Any = Agreeing()
+    backend = backend or Agreeing()
     return WeightVerifier(engine, backend, probe, dtype=torch.bfloat16, first_only=False)
 
 
-def syncs_to(*replicas: Replica) -> Callable[[int], None]:
+def syncs_to(*replicas: Replica, names: Sequence[str] = NAMES) -> Callable[[int], None]:
     """Pushes other weights for each version, and verifies them."""
     engine = Engine(*replicas)
     verifier = verifier_of(engine)
 
     def sync(version: int) -> None:
         generator = torch.Generator().manual_seed(version)
-        weights = {name: torch.randn(4, 6, generator=generator).bfloat16() for name in NAMES}
+        weights = {name: torch.randn(4, 6, generator=generator).bfloat16() for name in names}
         engine.update_weights(verifier.record(weights.items()), version)
         verifier.verify(version)
 
@@ -110,6 +113,83 @@ def test_each_replica_is_compared_by_its_readable_tensors(swapped, caplog):
         with pytest.raises(RolloutError, match=f"{replica.name} does not hold {name} of version 3"):
             sync(3)
         replica.storage = usual
+
+
+@pytest.mark.parametrize("storage", [Tensor.float, lambda tensor: tensor.t(), lambda tensor: tensor.t().float()])
+def test_a_tensor_that_is_stored_in_another_way_is_compared_that_way_at_each_sync(storage):
+    names = ("layers.0.up.weight", "layers.1.up.weight")  # the same matrix of several layers may have another layout
+    replica = Replica("one", readable=names, storage=dict.fromkeys(names, storage))
+    sync = syncs_to(replica, names=names)
+    for version in range(3):
+        sync(version)
+    replica.storage = {names[0]: storage, names[1]: lambda tensor: storage(tensor) * 2}
+    with pytest.raises(RolloutError, match=r"one does not hold layers\.1\.up\.weight of version 3"):
+        sync(3)
+
+
+def test_many_replicas_are_called_at_the_same_time() -> None:
+    """More than a pool of threads has by default: none waits for another one."""
+    together = threading.Barrier(64)
+    checks = [ReplicaCheck(Replica(str(i))) for i in range(64)]
+    for_each_replica(lambda check: together.wait(60) and None, checks)
+
+
+class Naming(FakeRolloutEngine):
+    weight_naming = "other"  # type: ignore[assignment]
+
+
+def test_weights_are_pushed_under_the_names_that_the_engine_wants() -> None:
+    class Backend:
+        def push_weights(self, engine: Any, version: int) -> bool:
+            return False
+
+        def hf_weights(self, naming: str) -> Any:
+            return [(naming, torch.ones(1))]
+
+    engine, backend = Naming(lambda prompt, index: [5]), Backend()
+    WeightSync(engine, backend, None).push(3, lambda stage: nullcontext())  # type: ignore[arg-type]
+    assert list(engine.weights) == ["other"]
+    assert engine.policy_version == 3
+
+
+def test_the_probe_samples_as_the_rollouts_do_and_each_prompt_has_an_id() -> None:
+    probe = make_probe(config(rollout_top_p=0.7, rollout_top_k=9, rollout_min_p=0.1), tiny_tokenizer())
+    assert (probe.sampling.top_p, probe.sampling.top_k, probe.sampling.min_p) == (0.7, 9, 0.1)
+    assert len({prompt.id for prompt in probe.prompts}) == len(probe.prompts)
+
+
+def test_logprobs_that_differ_are_an_error_that_names_the_version_and_a_tensor_stored_in_another_way() -> None:
+    class Disagreeing(Agreeing):
+        def compute_logprobs(self, batches: Sequence[PackedBatch], model: str) -> list[LogProbs]:
+            return [LogProbs(batch.rollout_logprobs + 1) for batch in batches]
+
+    for storage, message in (
+        ({}, "logprobs of one and of the trainer differ by 1 under version 7"),
+        ({"b": Tensor.float}, "one does not hold b of version 7"),
+    ):
+        engine = Engine(Replica("one", storage=storage))
+        verifier = verifier_of(engine, Disagreeing())
+        weights = {name: torch.randn(4, 6).bfloat16() for name in NAMES}
+        engine.update_weights(verifier.record(weights.items()), 7)
+        with pytest.raises(RolloutError, match=message):
+            verifier.verify(7)
+
+
+def test_a_replica_that_goes_while_tensors_are_classified_teaches_nothing() -> None:
+    gone, other = Replica("gone", storage={"b": Tensor.float}), Replica("other", storage={"b": Tensor.float})
+
+    def checksums(names: Collection[str], kind: ChecksumKind = "bits") -> dict[str, int] | None:
+        if kind != "bits":
+            raise ReplicaGoneError("gone has gone")
+        return Replica.checksums(gone, names, kind)
+
+    gone.checksums = checksums  # type: ignore[method-assign]
+    sync = syncs_to(gone, other)
+    sync(0)
+    gone.checksums = lambda names, kind="bits": None  # type: ignore[method-assign, assignment]
+    other.readable = ("a", "b")
+    with pytest.raises(RolloutError, match="other does not hold c of version 1"):  # it was readable at the first sync
+        sync(1)
 
 
 def test_a_replica_must_stay_readable_unless_another_rank_reads_it():
@@ -147,7 +227,8 @@ def build(**values: Any) -> WeightVerifier | None:
 def test_an_engine_without_checksums_is_not_verified_with_a_warning_or_an_error_if_requested(caplog):
     with caplog.at_level(logging.WARNING):
         assert build() is None
-    assert [record.message.count("weight syncs are not verified") for record in caplog.records] == [1]
+    (record,) = caplog.records
+    assert "weight syncs are not verified: --rollout-engine auto has no methods `checksums`" in record.message
     with pytest.raises(ConfigError, match=r"--verify-weight-sync every: .*`checksums`"):
         build(verify_weight_sync="every")
     assert build(verify_weight_sync="off") is None
