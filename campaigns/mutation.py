@@ -101,9 +101,12 @@ def main() -> None:
     reasons = yaml.safe_load(REASONS.read_text()) or {}
     codes = []
     for group in args.groups:
-        report = Report(
-            f"mutation_{group}", "at least 95 % of the mutants make a test fail; each survivor has a reason"
-        )
+        names, before = [f"*__mutmut_*{digit}" for digit in args.endings], Counter[str]()
+        if args.again:
+            earlier = json.loads((RESULTS / f"mutation_{group}.json").read_text())
+            before = Counter({name: earlier["mutants"].get(name, 0) for name in ("killed", "timeout", "equal")})
+            names = [f"fsdptrain.{row['mutant']}" for row in earlier["rows"] if row["failure"] and "mutant" in row]
+        report = Report(f"mutation_{group}", LAW, module="mutation")
         with tempfile.TemporaryDirectory() as folder:
             copy = copy_repository(Path(folder) / "copy", TARGETS[group])
             mutmut = [sys.executable, "-m", "mutmut"]
