@@ -180,9 +180,11 @@ def copy_repository(copy: Path, target: Target) -> Path:
     return copy
 
 
-def judge(report: Report, group: str, copy: Path, drawn: dict[str, int], reasons: dict[str, str]) -> dict[str, float]:
-    """Add a row for each mutant that no test killed, and return the counts of the group."""
-    counts = Counter[str]()
+def judge(
+    report: Report, group: str, copy: Path, drawn: dict[str, int], reasons: dict[str, str], before: Counter[str]
+) -> dict[str, float]:
+    """Add a row for each mutant that no test killed, and return the counts of the group with those of `before`."""
+    counts = Counter(before)
     for mutant, code in drawn.items():
         if code not in SURVIVED + UNTESTED:
             counts["timeout" if code in TIMEOUTS else "killed"] += 1
