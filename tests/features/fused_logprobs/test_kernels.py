@@ -8,6 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from fsdptrain.config import Config
+from fsdptrain.errors import ConfigError
+from fsdptrain.features.fused_logprobs.config import FusedLogprobsConfig
+from fsdptrain.features.fused_logprobs.feature import compare, load_passes
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton: Linux only")
 
@@ -20,6 +26,22 @@ def test_the_kernels_compute_what_torch_does() -> None:
         command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=300
     )
     assert ran.returncode == 0, ran.stdout
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_device_computes_what_torch_does(dtype: torch.dtype) -> None:
+    compare(load_passes(), torch.device("cuda"), dtype)
+
+
+def test_a_split_head_uses_no_kernels() -> None:
+    with pytest.raises(ConfigError, match="--logprob-kernel"):
+        Config(hf_checkpoint="any", logprob_kernel="triton", tensor_parallel_size=2)
+    config = Config(hf_checkpoint="any", tensor_parallel_size=2)
+    assert not config.section(FusedLogprobsConfig).tries(config, on_gpu=True)
+    config = Config(hf_checkpoint="any")
+    assert config.section(FusedLogprobsConfig).tries(config, on_gpu=True)
+    assert not config.section(FusedLogprobsConfig).tries(config, on_gpu=False)
 
 
 COMMON = {"FIRST": 1.4, "SECOND": 1.0, "CAPPED": False, "BLOCK": 4096}
