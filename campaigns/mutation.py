@@ -74,7 +74,10 @@ TARGETS = {
     "weights": Target(
         ("fsdptrain/model/loading/*.py",),
         ("tests/unit/model/test_files.py", "tests/unit/model/test_shard_reader.py"),
-        ("tests/distributed/test_formats.py", "tests/distributed/test_loading_failures.py"),
+        (
+            *(f"tests/distributed/test_{name}.py" for name in ("loading", "formats", "loading_failures")),
+            "tests/e2e/test_inspect.py",
+        ),
     ),
     "weight_sync": Target(
         ("fsdptrain/rollout/weight_sync/*.py",),
