@@ -69,7 +69,7 @@ TARGETS = {
             *("tests/unit/model/test_logprobs.py", "tests/properties/test_logprobs.py"),
             *("tests/unit/model/test_policy.py", "tests/unit/trainer/test_logprobs.py"),
         ),
-        ("tests/distributed/test_split_logprobs.py",),
+        ("tests/distributed/test_split_logprobs.py", "tests/features/fused_logprobs"),
     ),
     "weights": Target(
         ("fsdptrain/model/loading/*.py",),
