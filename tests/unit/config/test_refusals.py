@@ -196,6 +196,7 @@ ALGORITHM = [
      {"backend": "fsdp"}),
     ({"entropy_interval": 2, "entropy_coef": 0.1}, ["--entropy-interval", "--entropy-coef"], {"entropy_coef": 0.0}),
     ({"entropy_interval": 2, "loss": "my.losses:mine"}, ["--entropy-interval", "may read"], {"loss": "grpo"}),
+    ({**SFT, "entropy_interval": 2, "loss": "my.losses:mine"}, ["--entropy-interval", "may read"], {"loss": "sft"}),
     ({**SFT, "skip_zero_advantage": False}, ["--skip-zero-advantage", "sft"], {"algorithm": "grpo"}),
     ({"ref_update_interval": 1, "kl_loss_coef": 0.1},
      ["--ref-update-interval 1", "KL divergence 0", "--global-batch-size below 256"], {"ref_update_interval": 2}),
