@@ -192,6 +192,8 @@ ALGORITHM = [
     ({"ref_update_interval": 5}, ["--ref-update-interval", "--kl-reward-coef"], {"kl_reward_coef": 0.001}),
     ({"ref_dtype": "bfloat16"}, ["--ref-dtype", "--kl-loss-coef"], {"kl_reward_coef": 0.001}),
     ({"ref_dtype": "bfloat16", "kl_loss_coef": 0.1, "lora_rank": 4}, ["--ref-dtype", "adapter"], {"ref_load": "y"}),
+    ({"ref_dtype": "bfloat16", "kl_loss_coef": 0.1, "fsdp_cpu_offload": True},
+     ["--ref-dtype bfloat16", "--fsdp-cpu-offload", "leave one of them out"], {"fsdp_cpu_offload": False}),
     ({"ref_dtype": "bfloat16", "kl_loss_coef": 0.1, "backend": "megatron"}, ["--ref-dtype", "megatron"],
      {"backend": "fsdp"}),
     ({"entropy_interval": 2, "entropy_coef": 0.1}, ["--entropy-interval", "--entropy-coef"], {"entropy_coef": 0.0}),
