@@ -120,6 +120,7 @@ def measure(
     seconds = time.monotonic() - begin
     accuracy, greedy = (read_series(run, f"eval/{name}/accuracy")[1] for name in ("heldout", "heldout_greedy"))
     steps = [row for row in read_metrics(run) if "perf/step_s" in row]
+    mismatch = [row["mismatch/abs_mean"] for row in steps if "mismatch/abs_mean" in row]  # none without an advantage
     return {
         "engine": engine,
         "max_staleness": age,
@@ -132,7 +133,7 @@ def measure(
         "reward_last_4": round(statistics.fmean(row["reward/mean"] for row in steps[-4:]), 4),
         "staleness_mean": round(statistics.fmean(row.get("staleness/mean", 0.0) for row in steps), 3),
         "staleness_max": max(row.get("staleness/max", 0.0) for row in steps),
-        "mismatch_abs_mean": round(statistics.fmean(row["mismatch/abs_mean"] for row in steps), 5),
+        "mismatch_abs_mean": round(statistics.fmean(mismatch), 5) if mismatch else None,
         "tokens_per_s": round(sum(row["progress/tokens"] for row in steps[1:]) / total(steps, "step"), 1)
         if len(steps) > 1
         else None,

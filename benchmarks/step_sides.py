@@ -156,7 +156,7 @@ def our_side(case: Case, samples: list[Sample], *, sharing: str, skips: bool) ->
             return {
                 "loss": metrics["loss/total"],
                 "grad_norm": metrics["optim/grad_norm"],
-                "clipped": metrics["policy/clip_fraction_low"] + metrics["policy/clip_fraction_high"],
+                "clipped": sum(metrics.get(f"policy/clip_fraction_{side}", 0.0) for side in ("low", "high")),
                 "reference_kl": metrics.get("policy/ref_kl", 0.0),
                 "computed_tokens": computed,
                 **{f"{name}_s": seconds for name, seconds in phases.seconds.items()},

@@ -62,10 +62,14 @@ prints JSON.
   adapters, float16, and resuming from a checkpoint of another kind.
 - `--offload-optimizer-step host` copies gradients and weights to the host and runs the optimizer there; `device` streams the
   state through the device, 64 MiB of weights at a time.
+- On the host, `--ref-dtype bfloat16` halves the reference: 2 bytes per element of a shard in place of 4. While the reference
+  computes, the policy waits on the device in the place of its gradients; with `--fsdp-cpu-offload` it would wait on the host,
+  so the two exclude each other.
 - `--offload-activations` without checkpointing copies everything that layers save; a bus is rarely fast enough.
 - Host memory for copies is pinned, and torch allocates it in powers of two: up to twice what is planned.
-- `--fsdp-cpu-offload` with several packs per step is faster where the host also has room for the gradients of one pack
-  (pinned) beside their sum; else the host waits for each tensor. It is decided at the start, and not part of the plan.
+- `--fsdp-cpu-offload` with several packs per step is faster where the gradients of one pack and their sum (pinned) take at
+  most half of the memory that is free on the host; else the host waits for each tensor. It is decided at the start, and not
+  part of the plan.
 - With `--compile` a run needs less than planned, because fused operations save less.
 
 {MEASURED}

@@ -130,6 +130,9 @@ class AlgorithmConfig(Section):
         return found if self.skip_zero_advantage else "--no-skip-zero-advantage"
 
     def problems(self, config: "Config") -> Iterator[Problem]:
+        if is_own(self.loss):
+            reason = f"with --loss {self.loss}, which may read the entropy: remove it"
+            yield from config.without_effect(["entropy_interval"], reason)
         if self.algorithm == "sft":
             if not is_own(self.loss):
                 reason = "with --algorithm sft, which has no advantages: remove it"
@@ -170,8 +173,6 @@ class AlgorithmConfig(Section):
     def _loss_problems(self, config: "Config") -> Iterator[Problem]:
         """Report options that the loss does not read, or that have no effect on-policy."""
         if is_own(self.loss):  # custom losses are unknown
-            reason = f"with --loss {self.loss}, which may read the entropy: remove it"
-            yield from config.without_effect(["entropy_interval"], reason)
             return
         options = LOSS_OPTIONS.get(self.loss)
         if options is None:

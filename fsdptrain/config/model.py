@@ -173,6 +173,10 @@ class RefConfig(Section):
         RL_ONLY,
         NEEDS_KL,
         Requires("@stores_reference", reason="where the reference is the model without its adapter: remove it"),
+        Excludes(
+            "fsdp_cpu_offload",
+            reason="with --fsdp-cpu-offload, where the policy would wait on the host too: leave one of them out",
+        ),
         FSDP_ONLY,
         TUNING,
     ] = "float32"

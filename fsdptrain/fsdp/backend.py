@@ -85,7 +85,8 @@ class FSDPBackend:
         self._reference_moved = False  # whether `update_reference` was called
         self.layout_probe = self._verify_model()
         self._optimizer = Optimizer(self._model, config.optim, total_steps=total_steps, fp16=config.model.fp16)
-        self._collects_gradients = config.fsdp.cpu_offload and self._has_room_for_gradients()
+        waits = config.fsdp.cpu_offload and platform.has_accelerator()
+        self._collects_gradients = waits and self._has_room_for_gradients()
 
     @property
     def model(self) -> PreTrainedModel:
@@ -285,10 +286,13 @@ class FSDPBackend:
             feature.check_gradients(self._model)
 
     def _has_room_for_gradients(self) -> bool:
-        """Return whether the host can hold gradients of a pack beside their sum. Pinned tensors take powers of 2."""
+        """Return whether gradients of a pack and their sum take at most half of the memory that is free on the host.
+
+        Pinned tensors take powers of 2.
+        """
         shards = (local_shard(p) for p in self._model.parameters() if p.requires_grad)
         needed = 2 * sum(1 << (shard.nbytes - 1).bit_length() for shard in shards if shard.nbytes)
-        return needed * int(os.environ.get("LOCAL_WORLD_SIZE", "1")) < platform.host_memory()[0]
+        return 2 * needed * int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= platform.host_memory()[0]
 
     def _load_bank(self) -> "ReferenceBank | None":
         """Load the weights of --ref-load, if the run needs them."""

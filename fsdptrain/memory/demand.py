@@ -119,8 +119,7 @@ def memory_need(config: Config, shard: Shard, supply: MemorySupply) -> MemoryNee
         elements = shard.frozen + (0 if counts.adapter else shard.trained)  # the reference has no adapter
         host["the reference"] = ranks * min(width, stored) * elements
         if width < stored and frozen:  # that of trained weights takes the place of the gradients
-            place, size = (host, ranks * frozen) if config.fsdp.cpu_offload else (device, frozen)
-            place["the frozen policy, while the reference computes"] = size
+            device["the frozen policy, while the reference computes"] = frozen
     if config.run.async_save:
         weights = trained if counts.adapter else trained + frozen  # only the adapter is written
         copies = 1 + (config.stores_reference and config.ref.update_interval is not None)  # a moving reference too

@@ -60,7 +60,8 @@ class StepBatches:
     fill: float
     imbalance: float
     shared: float = 0.0  # fraction of tokens that are computed together with those of another sample
-    skipped: float = 0.0  # fraction of tokens that are in no pack, because the advantage of their sample is 0
+    num_tokens: int = 0  # of all samples of the step
+    num_skipped: int = 0  # of these, those in no pack, because the advantage of their sample is 0
 
 
 def make_batches(
@@ -124,8 +125,9 @@ def _make_step(
         )
         for group in groups
     ]
-    skipped = 1 - sum(lengths) / max(1, sum(index.lengths[i] for i in chosen))
-    return StepBatches(packs, members, index, plan.fill, plan.imbalance, plan.shared, skipped)
+    num_tokens = sum(index.lengths[i] for i in chosen)
+    num_skipped = num_tokens - sum(lengths)
+    return StepBatches(packs, members, index, plan.fill, plan.imbalance, plan.shared, num_tokens, num_skipped)
 
 
 def _exchange(samples: Sequence[Sample], destinations: Sequence[Sequence[int]], index: SampleIndex) -> list[Sample]:

@@ -102,7 +102,7 @@ def packing_metrics(steps: Sequence[StepBatches]) -> Metrics:
         "perf/pack_fill": sum(step.fill for step in steps) / count,
         "perf/rank_imbalance": sum(step.imbalance for step in steps) / count,
         "perf/shared_tokens": sum(step.shared for step in steps) / count,
-        "perf/skipped_tokens": sum(step.skipped for step in steps) / count,
+        "perf/skipped_tokens": sum(step.num_skipped for step in steps) / max(1, sum(step.num_tokens for step in steps)),
     }
 
 

@@ -44,6 +44,7 @@ EXACT: dict[str, dict[str, Any]] = {
 HALF: dict[str, dict[str, Any]] = {
     "bf16, varlen": {"bf16": True, "attn_implementation": "varlen"},
     "bf16, by segments": {"bf16": True, "attn_implementation": "sdpa"},
+    "bf16, several chunks of the head": {"bf16": True, "logprob_chunk_size": 16},
     "bf16, checkpointing": {"bf16": True, "gradient_checkpointing": True},
     "bf16, compile": {"bf16": True, "compile": True},
     "bf16, parameters on the host": {"bf16": True, "fsdp_cpu_offload": True},

@@ -20,6 +20,7 @@ from fsdptrain.config.presets import LOSS_OPTIONS
 from fsdptrain.fsdp.backend import FSDPBackend
 from fsdptrain.trainer.batches import PackingRules, StepBatches, make_batches
 from fsdptrain.trainer.epochs import carry_scores
+from fsdptrain.trainer.metrics import packing_metrics
 from fsdptrain.trainer.samples.source import own_share
 from fsdptrain.types import LossConfig, Metrics, Sample
 from tests.exact import Exact, backends_in_float64
@@ -146,6 +147,21 @@ def test_weights_after_several_updates_and_epochs_are_the_same(checkpoint: str) 
         for step, other in zip(mine, theirs, strict=True):
             assert norm({name: step[name] - other[name] for name in step}) <= ROUNDED * norm(other)
         assert relative(weights, expected) < ROUNDED  # Adam's momentum moves them without a gradient too
+
+
+def share_of_skipped_tokens(checkpoint: str) -> tuple[float, list[float]]:
+    """Over a rollout of several steps, and in each of them."""
+    backend = FSDPBackend(config(checkpoint), total_steps=10)
+    steps = rollout(backend, some_samples("one"), "token_mean", True, steps=2, epochs=2)
+    share, *shares = (packing_metrics(chosen)["perf/skipped_tokens"] for chosen in (steps, *([step] for step in steps)))
+    return share, shares
+
+
+def test_the_share_of_skipped_tokens_is_of_the_tokens_of_the_rollout(checkpoint: str) -> None:
+    lengths = [len(sample.token_ids) for sample in grouped_samples()]
+    for share, shares in spawn(2, share_of_skipped_tokens, checkpoint):
+        assert share == pytest.approx(1 - lengths[6] / sum(lengths), rel=1e-12)
+        assert share != pytest.approx(sum(shares) / len(shares), rel=1e-3)  # steps differ in tokens
 
 
 def no_samples(_: None) -> list[int]:

@@ -219,6 +219,18 @@ def _softmax(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
     return func(x.float() if half_to_float else x, dim, False, **kwargs)
 
 
+def _product(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    """A CPU has no kernel of mm and addmm with `out_dtype`."""
+    o = _options(func, args, kwargs)
+    if "out_dtype" not in o:
+        return func(*args, **kwargs)
+    first, total = (o["mat1"], o["self"]) if "mat1" in o else (o["self"], None)
+    found = first.to(o["out_dtype"]) @ o["mat2"].to(o["out_dtype"])
+    if total is not None:
+        found = o["beta"] * total + o["alpha"] * found
+    return o["out"].copy_(found) if "out" in o else found
+
+
 _DEFINITIONS: dict[str, Callable[[Any, tuple, dict[str, Any]], Any]] = {
     "_varlen_attn": _varlen,
     "_varlen_attn_backward": _varlen_backward,
@@ -228,6 +240,8 @@ _DEFINITIONS: dict[str, Callable[[Any, tuple, dict[str, Any]], Any]] = {
     "_scaled_dot_product_efficient_attention_backward": _dense_backward,
     "_softmax": _softmax,
     "_log_softmax": _softmax,
+    "mm": _product,
+    "addmm": _product,
 }
 _emulation: Emulation | None = None
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fsdptrain.model.logprobs import plus_product
 from tests.null_gpu import plugin
 from tests.null_gpu.__main__ import ROOT
 from tests.unit import test_torch_calls
@@ -19,6 +20,13 @@ pytestmark = [
         not hasattr(CDLL(None), "null_gpu_waits"), reason="needs the null GPU: python -m tests.null_gpu"
     ),
 ]
+
+
+def sum_of_products(x: Tensor) -> Tensor:
+    first = plus_product(None, x, x, dtype=torch.float32)
+    return plus_product(first, x, x, dtype=torch.float32)
+
+
 OPERATIONS: dict[str, Callable[[Tensor], Any]] = {
     "product": lambda x: x @ x.T,
     "values by mask": lambda x: x[x > 0],
@@ -31,6 +39,7 @@ OPERATIONS: dict[str, Callable[[Tensor], Any]] = {
     "half precision": lambda x: F.softmax(x.half(), dim=1, dtype=torch.float32),
     "gradient": lambda x: torch.autograd.grad(F.gelu(x.requires_grad_()).norm(), x),
     "lists": lambda x: torch._foreach_mul([x, x + 1], 2.0),
+    "sum of products of half precision": lambda x: sum_of_products(x.round().bfloat16()),  # exact, as these are small
     "attention": lambda x: F.scaled_dot_product_attention(*(x.view(1, 1, 6, 8),) * 3, is_causal=True),
 }
 
