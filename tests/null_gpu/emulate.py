@@ -7,6 +7,7 @@ kernels, which a CPU lacks, are computed by their definition.
 
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
+from ctypes import CDLL
 from itertools import pairwise
 from typing import Any
 
@@ -249,6 +250,8 @@ _emulation: Emulation | None = None
 def start() -> None:
     """Emulate from here on in this thread, in threads of autograd, and in processes forked from this one."""
     global _emulation
+    if not hasattr(CDLL(None), "null_gpu_waits"):
+        raise RuntimeError("this process has no null GPU: start it by python -m tests.null_gpu")
     if _emulation is None:
         _emulation = Emulation()
         _emulation.__enter__()
