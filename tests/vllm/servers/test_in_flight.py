@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+import time
 from pathlib import Path
 
 import torch
@@ -68,22 +69,23 @@ def test_what_the_trainer_waits_for_is_not_queued_behind_what_is_in_flight(model
     """As the probe of --verify-weight-sync: it would wait for nearly a whole rollout."""
     options = cases.attached(models["tied"].first, urls["tied"], output_dir=str(tmp_path), max_staleness=1)
     engine = build({**options, "mismatch_correction": "tis"})
-    many = SamplingParams(num_samples=4 * cases.AT_ONCE, max_tokens=400, temperature=0.7, seed=5)
+    many = SamplingParams(num_samples=2 * cases.AT_ONCE, max_tokens=800, temperature=0.7, seed=5)
     total = 2 * many.num_samples
     try:
         engine.update_weights(weights_of(models["tied"].first).items(), 0)
         watched = Watched(monkeypatch, urls["tied"], GENERATE)
         thread = threading.Thread(target=lambda: engine.generate_in_flight(contract.PROMPTS[:2], many))
         thread.start()
-        assert watched.answered.wait(60)
+        while len(watched.asked_bodies) < total:
+            assert thread.is_alive()
+            time.sleep(0.01)
         engine.generate(contract.PROMPTS[:1], cases.GREEDY)
         thread.join(timeout=200)
     finally:
         engine.close()
     assert len(watched.answered_bodies) == total + 1
-    [(_, before)] = [(body, count) for body, count in watched.asked_bodies if "priority" in body]
-    others_first = ["priority" in body for body in watched.answered_bodies].index(True)
-    assert others_first - before <= 2 * cases.AT_ONCE  # those that the server was working on
+    place = ["priority" in body for body in watched.answered_bodies].index(True)
+    assert place < total / 2  # in the order of arrival it would be among the last
 
 
 def by_version(completion: Completion, folders: list[Path]) -> torch.Tensor:
