@@ -64,7 +64,7 @@ TARGETS = {
         ("tests/distributed/test_exchange.py",),
     ),
     "logprobs": Target(
-        ("fsdptrain/model/logprobs.py",),
+        ("fsdptrain/model/logprobs.py", "fsdptrain/model/logit_passes.py"),
         (
             *("tests/unit/model/test_logprobs.py", "tests/properties/test_logprobs.py"),
             *("tests/unit/model/test_policy.py", "tests/unit/trainer/test_logprobs.py"),

@@ -22,7 +22,8 @@ from fsdptrain.feature import NO_FEATURES, Features
 from fsdptrain.model.attention.attention import PACKAGE_ATTENTION
 from fsdptrain.model.attention.masks import SkipMaskCreation
 from fsdptrain.model.attention.rope import refuse_both_sides, rope_switch
-from fsdptrain.model.logprobs import HeadTransform, chunked_logprobs
+from fsdptrain.model.logit_passes import HeadTransform
+from fsdptrain.model.logprobs import chunked_logprobs
 from fsdptrain.model.rows import Layout, core_rows
 from fsdptrain.model.structure import base_model, lm_head, reshard, stock_class
 from fsdptrain.model.truncation import UNTRUNCATED, Truncation

@@ -64,7 +64,7 @@ def test_values_and_gradients_are_those_of_a_full_log_softmax(sizes, head, has_b
     inputs = [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
     options = {**head, "bias": inputs[2] if has_bias else None}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fsdptrain.model.logprobs._PER_CORE", max(1, cached_rows * vocab))
+        patch.setattr("fsdptrain.model.logit_passes._PER_CORE", max(1, cached_rows * vocab))
         patch.setattr(torch, "get_num_threads", lambda: 1)
         found = chunked_logprobs(inputs[0], inputs[1], labels, chunk_size=chunk_size, with_entropy=True, **options)
         upstream = [torch.randn(num_tokens, generator=generator, dtype=torch.float64) for _ in range(2)]

@@ -14,7 +14,8 @@ from fsdptrain.distributed import gather, one_line
 from fsdptrain.errors import ConfigError
 from fsdptrain.feature import Feature, LogProbsFunction
 from fsdptrain.features.fused_logprobs.config import FusedLogprobsConfig
-from fsdptrain.model.logprobs import LogitPasses, chunked_logprobs
+from fsdptrain.model.logit_passes import LogitPasses
+from fsdptrain.model.logprobs import chunked_logprobs
 from fsdptrain.model.truncation import UNTRUNCATED, Truncation
 
 _VOCABULARY = 5003  # more than one block of columns, and not a multiple of one

@@ -17,74 +17,63 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fsdptrain.model.logprobs import HeadTransform
+from fsdptrain.model.logit_passes import EXCLUDED, HeadTransform, LogitRows, row_blocks
+from fsdptrain.model.truncation import smallest_kept
 
 BLOCK, NUM_WARPS = 4096, 8
-_LOWEST = tl.constexpr(-1e30)  # of a token outside K, and of columns beyond the vocabulary
+_LOWEST = tl.constexpr(EXCLUDED)  # also of columns beyond the vocabulary
 
 
 class TritonPasses:
-    """The passes over the logits as `model.logprobs.LogitPasses` wants them."""
+    """The passes by Triton's kernels. The kernels that read z compute it bitwise as `transform_kernel` does."""
 
-    def transformed(self, raw: Tensor, transform: HeadTransform) -> Tensor:
-        """z [C, V] in float32 or higher, bitwise what the other two kernels compute."""
-        z = raw.new_empty(raw.shape, dtype=torch.promote_types(raw.dtype, torch.float32))
-        if len(raw):
-            _launch(transform_kernel, raw, z, **_common(raw, transform))
-        return z
-
-    def forward(
-        self,
-        raw: Tensor,
-        transform: HeadTransform,
-        labels: Tensor,
-        floor: Tensor | None,
-        logprobs: Tensor,
-        logsumexp: Tensor,
-        entropy: Tensor | None,
-    ) -> None:
+    def forward(self, raw: Tensor, rows: LogitRows, transform: HeadTransform) -> None:
+        if rows.floor is not None:
+            for block, part in row_blocks(raw):
+                z = part.new_empty(part.shape, dtype=rows.floor.dtype)
+                _launch(transform_kernel, part, z, **_common(part, transform))
+                chosen = z.gather(1, rows.labels[block, None])[:, 0]
+                rows.floor[block] = torch.minimum(smallest_kept(z, transform.truncation), chosen)
+        absent = rows.logprobs  # any tensor in place of an absent one
         _launch(
             forward_kernel,
             raw,
-            labels,
-            logprobs if floor is None else floor,
-            logprobs,
-            logsumexp,
-            logprobs if entropy is None else entropy,
+            rows.labels,
+            absent if rows.floor is None else rows.floor,
+            rows.logprobs,
+            rows.logsumexp,
+            absent if rows.entropy is None else rows.entropy,
             **_common(raw, transform),
-            TRUNCATED=floor is not None,
-            WITH_ENTROPY=entropy is not None,
+            TRUNCATED=rows.floor is not None,
+            WITH_ENTROPY=rows.entropy is not None,
         )
 
     def backward(
         self,
         raw: Tensor,
+        rows: LogitRows,
         transform: HeadTransform,
-        labels: Tensor,
-        floor: Tensor | None,
-        logsumexp: Tensor,
-        entropy: Tensor,
         grad_logprobs: Tensor | None,
         grad_entropy: Tensor | None,
+        grad_bias: Tensor | None,
     ) -> None:
-        if grad_logprobs is None and grad_entropy is None:
-            raw.zero_()
-            return
-        given = logsumexp  # any tensor in place of an absent one
+        absent = rows.logsumexp
         _launch(
             backward_kernel,
             raw,
-            labels,
-            given if floor is None else floor,
-            logsumexp,
-            entropy,
-            given if grad_logprobs is None else grad_logprobs.contiguous(),
-            given if grad_entropy is None else grad_entropy.contiguous(),
+            rows.labels,
+            absent if rows.floor is None else rows.floor,
+            rows.logsumexp,
+            absent if rows.entropy is None else rows.entropy,
+            absent if grad_logprobs is None else grad_logprobs.contiguous(),
+            absent if grad_entropy is None else grad_entropy.contiguous(),
             **_common(raw, transform),
-            TRUNCATED=floor is not None,
+            TRUNCATED=rows.floor is not None,
             OF_LOGPROBS=grad_logprobs is not None,
             OF_ENTROPY=grad_entropy is not None,
         )
+        if grad_bias is not None:
+            grad_bias += raw.sum(0, dtype=grad_bias.dtype)
 
 
 def _launch(kernel: Any, raw: Tensor, *arguments: Tensor, **options: Any) -> None:
@@ -94,22 +83,13 @@ def _launch(kernel: Any, raw: Tensor, *arguments: Tensor, **options: Any) -> Non
 
 def _common(raw: Tensor, transform: HeadTransform) -> dict[str, Any]:
     cap, temperature = transform.softcap, transform.temperature
-    first, second = (
-        (transform.logit_scale / temperature, 1.0)
-        if cap is None
-        else (
-            transform.logit_scale / cap,
-            cap / temperature,
-        )
-    )
-    exact = tl.float64 if raw.dtype == torch.float64 else tl.float32
     return {
         "stride": raw.stride(0),
         "num_columns": raw.shape[1],
-        "FIRST": first,
-        "SECOND": second,
+        "FIRST": transform.logit_scale / (temperature if cap is None else cap),
+        "SECOND": 1.0 if cap is None else cap / temperature,
         "CAPPED": cap is not None,
-        "EXACT": exact,
+        "EXACT": tl.float64 if raw.dtype == torch.float64 else tl.float32,
         "BLOCK": min(BLOCK, triton.next_power_of_2(raw.shape[1])),
         "num_warps": NUM_WARPS,
     }

@@ -14,7 +14,8 @@ from torch import Tensor
 from fsdptrain.errors import ConfigError
 from fsdptrain.features.fused_logprobs.feature import compare
 from fsdptrain.features.fused_logprobs.kernels import TritonPasses
-from fsdptrain.model.logprobs import HeadTransform, chunked_logprobs, grad_raw
+from fsdptrain.model.logit_passes import HeadTransform, LogitRows, grad_raw
+from fsdptrain.model.logprobs import chunked_logprobs
 from fsdptrain.model.truncation import UNTRUNCATED, Truncation
 from tests.properties.test_logprobs import HEADS
 
@@ -89,24 +90,24 @@ def test_bfloat16_is_within_the_rounding_of_the_written_gradient() -> None:
     hidden, weight = (x.detach() for x in inputs)
     passes, transform = TritonPasses(), HeadTransform(temperature=0.7, softcap=5.0)
     raw = hidden @ weight.T
-    logprobs, logsumexp, entropy = (torch.empty(5) for _ in range(3))
-    passes.forward(raw, transform, labels, None, logprobs, logsumexp, entropy)
+    rows = LogitRows(labels, *(torch.empty(5) for _ in range(3)), floor=None)
+    passes.forward(raw, rows, transform)
     wanted, wanted_entropy = chunked_logprobs(
         hidden, weight, labels, softcap=5.0, temperature=0.7, chunk_size=5, with_entropy=True
     )
     assert wanted_entropy is not None
-    torch.testing.assert_close(logprobs, wanted, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(entropy, wanted_entropy, rtol=1e-6, atol=1e-6)
-    exact = grad_raw(raw, transform, labels, logsumexp, entropy, *upstream)
-    passes.backward(raw, transform, labels, None, logsumexp, entropy, *upstream)
+    torch.testing.assert_close(rows.logprobs, wanted, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(rows.entropy, wanted_entropy, rtol=1e-6, atol=1e-6)
+    exact = grad_raw(raw, rows, transform, *upstream)
+    passes.backward(raw, rows, transform, *upstream, None)
     eps = torch.finfo(torch.bfloat16).eps  # the largest relative error of cutting off
     assert ((raw.float() - exact).abs() <= (eps + 1e-5) * exact.abs() + 1e-7).all()
 
 
 def test_no_gradient_of_either_result_is_a_gradient_of_zero() -> None:
-    raw = torch.randn(3, 9)
-    rows = torch.zeros(3)
-    TritonPasses().backward(raw, HeadTransform(), rows.long(), None, rows, rows, None, None)
+    raw, zeros = torch.randn(3, 9), torch.zeros(3)
+    rows = LogitRows(zeros.long(), zeros, zeros, zeros, floor=None)
+    TritonPasses().backward(raw, rows, HeadTransform(), None, None, None)
     assert (raw == 0).all()
 
 
@@ -114,9 +115,9 @@ def test_no_gradient_of_either_result_is_a_gradient_of_zero() -> None:
 @pytest.mark.parametrize("vocab", [9, 4096, 5000])
 def test_a_row_without_any_finite_logit_is_not_hidden(vocab: int) -> None:
     raw = torch.full((1, vocab), -torch.inf)
-    logprobs, logsumexp = torch.zeros(1), torch.zeros(1)
-    TritonPasses().forward(raw, HeadTransform(), torch.zeros(1).long(), None, logprobs, logsumexp, None)
-    assert logprobs.isnan().all()
+    rows = LogitRows(torch.zeros(1).long(), torch.zeros(1), torch.zeros(1), entropy=None, floor=None)
+    TritonPasses().forward(raw, rows, HeadTransform())
+    assert rows.logprobs.isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

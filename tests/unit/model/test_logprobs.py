@@ -109,7 +109,7 @@ class LargestFloat32(TorchDispatchMode):
 @pytest.mark.parametrize("rows", [1, 3])
 def test_operations_between_the_products_take_a_few_rows_at_a_time(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight, _, labels = head(dtype=torch.bfloat16)
-    monkeypatch.setattr("fsdptrain.model.logprobs._PER_CORE", V if rows > 1 else 1)  # at least one row
+    monkeypatch.setattr("fsdptrain.model.logit_passes._PER_CORE", V if rows > 1 else 1)  # at least one row
     monkeypatch.setattr(torch, "get_num_threads", lambda: rows)
     with LargestFloat32() as watch:
         logprobs, _ = chunked_logprobs(hidden, weight.detach(), labels, chunk_size=20)

@@ -1,0 +1,195 @@
+"""The passes over the logits of a chunk, between the products with the head. The formulas are those of `logprobs`.
+
+`TorchPasses` runs torch's operations in float32 or higher, over a few rows at a time that fit in a cache.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdptrain.model.truncation import UNTRUNCATED, Truncation, smallest_kept
+
+# Value of logits outside K. Their softmax is 0. Multiplied by a probability of 0 they give 0, where -inf gives NaN.
+EXCLUDED = -1e30
+# Logits processed at a time: 512 KiB of float32 per CPU core, 128 MiB on a device.
+_PER_CORE, _PER_DEVICE = 2**17, 2**25
+
+
+@dataclass(frozen=True)
+class HeadTransform:
+    """The transform from `hidden @ weight.T + bias` to the input of the softmax, in field order."""
+
+    logit_scale: float = 1.0  # multiplies (for granite: the inverse of its logits_scaling)
+    softcap: float | None = None  # cap * tanh(logits / cap)
+    temperature: float = 1.0  # divides
+    truncation: Truncation = UNTRUNCATED  # applied last
+
+
+@dataclass(frozen=True)
+class LogitRows:
+    """What belongs to the rows of raw logits [C, V], each [C]. The forward pass writes all but the labels."""
+
+    labels: Tensor  # i64
+    logprobs: Tensor
+    logsumexp: Tensor
+    entropy: Tensor | None  # None: not wanted
+    floor: Tensor | None  # smallest z in K; None: no truncation
+
+    def __getitem__(self, rows: slice) -> "LogitRows":
+        return LogitRows(*(None if x is None else x[rows] for x in vars(self).values()))  # type: ignore[arg-type]
+
+
+class LogitPasses(Protocol):
+    """Computes the rows of raw logits [C, V], and the gradient of these logits."""
+
+    def forward(self, raw: Tensor, rows: LogitRows, transform: HeadTransform) -> None: ...
+
+    def backward(
+        self,
+        raw: Tensor,
+        rows: LogitRows,
+        transform: HeadTransform,
+        grad_logprobs: Tensor | None,  # [C]
+        grad_entropy: Tensor | None,  # [C]
+        grad_bias: Tensor | None,  # [V], to which the sum of the gradient over the rows is added
+    ) -> None:
+        """Write the gradient of `raw` over it."""
+        ...
+
+
+class TorchPasses:
+    """The passes by torch's operations. group: the ranks that have the other columns of the logits."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+
+    def forward(self, raw: Tensor, rows: LogitRows, transform: HeadTransform) -> None:
+        for block, part in row_blocks(raw) if self._group is None else [(slice(None), raw)]:
+            self._forward_block(part, rows[block], transform)
+
+    def _forward_block(self, raw: Tensor, rows: LogitRows, transform: HeadTransform) -> None:
+        z = transformed(raw, transform)
+        own = self._owned(rows.labels, raw)
+        chosen = z.gather(1, (rows.labels if own is None else rows.labels.where(own, 0))[:, None])[:, 0]
+        if rows.floor is not None:
+            rows.floor.copy_(torch.minimum(smallest_kept(z, transform.truncation), chosen))
+            z.masked_fill_(z < rows.floor[:, None], EXCLUDED)
+        highest = z.amax(1)
+        if self._group is not None:
+            dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self._group)
+        z.sub_(highest[:, None])
+        with_entropy = rows.entropy is not None
+        weights = z.exp() if with_entropy else z.exp_()
+        sums = [weights.sum(1), chosen, *([weights.mul_(z).sum(1)] if with_entropy else [])]
+        if own is not None:
+            sums[1] = chosen.where(own, 0.0)
+            stacked = torch.stack(sums)
+            dist.all_reduce(stacked, group=self._group)
+            sums = list(stacked)
+        lse = sums[0].log()
+        rows.logsumexp.copy_(lse + highest)
+        rows.logprobs.copy_(sums[1] - highest - lse)
+        if rows.entropy is not None:
+            rows.entropy.copy_(lse - sums[2] / sums[0])
+
+    def backward(
+        self,
+        raw: Tensor,
+        rows: LogitRows,
+        transform: HeadTransform,
+        grad_logprobs: Tensor | None,
+        grad_entropy: Tensor | None,
+        grad_bias: Tensor | None,
+    ) -> None:
+        for block, part in row_blocks(raw):
+            of_logprobs, of_entropy = (None if grad is None else grad[block] for grad in (grad_logprobs, grad_entropy))
+            own = self._owned(rows.labels[block], raw)
+            dz = grad_raw(part, rows[block], transform, of_logprobs, of_entropy, owned=own)
+            if grad_bias is not None:
+                grad_bias += dz.sum(0)
+            part.copy_(dz)
+
+    def _owned(self, labels: Tensor, raw: Tensor) -> Tensor | None:
+        return None if self._group is None else (labels >= 0) & (labels < raw.shape[1])
+
+
+def row_blocks(raw: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Yield (rows, logits [B, V] of these rows) in blocks that fit in a cache."""
+    if raw.device.type == "cpu" and type(raw) is Tensor:  # fake tensors come from the memory plan, which models devices
+        size = torch.get_num_threads() * max(1, _PER_CORE // raw.shape[1])
+    else:
+        size = max(1, _PER_DEVICE // raw.shape[1])
+    start = 0
+    for part in raw.split(size):
+        yield slice(start, start + len(part)), part
+        start += len(part)
+
+
+def transformed(raw: Tensor, transform: HeadTransform) -> Tensor:
+    """Return a new tensor of `raw` after scale, cap and temperature, in float32 or higher."""
+    exact = torch.promote_types(raw.dtype, torch.float32)
+    if transform.softcap is None:
+        return torch.mul(raw.to(exact), transform.logit_scale / transform.temperature)
+    z = torch.mul(raw.to(exact), transform.logit_scale / transform.softcap)
+    return z.tanh_().mul_(transform.softcap / transform.temperature)
+
+
+def grad_raw(
+    raw: Tensor,  # [C, V]
+    rows: LogitRows,
+    transform: HeadTransform,
+    grad_logprobs: Tensor | None,  # [C]
+    grad_entropy: Tensor | None,  # [C]
+    *,
+    owned: Tensor | None = None,  # [C] bool, if only some labels are in these columns
+) -> Tensor:
+    """Compute the gradient of the raw logits [C, V], before scale, cap and temperature, in float32 or higher."""
+    z = transformed(raw, transform)
+    slope = _slope_of(z, transform)
+    if rows.floor is not None:
+        z.masked_fill_(z < rows.floor[:, None], EXCLUDED)
+    factor = 1.0 if isinstance(slope, Tensor) else slope  # scaling the row gradients is cheaper than scaling the logits
+    of_logprobs, of_entropy = (None if grad is None else grad * factor for grad in (grad_logprobs, grad_entropy))
+    dz = _grad_logits(z.sub_(rows.logsumexp[:, None]), rows, of_logprobs, of_entropy, owned)
+    return dz.mul_(slope) if isinstance(slope, Tensor) else dz
+
+
+def _slope_of(z: Tensor, transform: HeadTransform) -> Tensor | float:
+    """Compute dz / draw from z: with a softcap tanh' = 1 - tanh^2, and tanh = z * temperature / cap."""
+    factor = transform.logit_scale / transform.temperature
+    if transform.softcap is None:
+        return factor
+    return (z * (transform.temperature / transform.softcap)).square_().neg_().add_(1.0).mul_(factor)
+
+
+def _grad_logits(
+    logp: Tensor,  # [C, V] = z - logsumexp(z); overwritten
+    rows: LogitRows,
+    grad_logprobs: Tensor | None,  # [C]
+    grad_entropy: Tensor | None,  # [C]
+    owned: Tensor | None,
+) -> Tensor:
+    """Compute dz [C, V], reusing existing buffers."""
+    if grad_entropy is None:
+        dz = logp.exp_()
+        if grad_logprobs is None:
+            return dz.zero_()
+        dz.mul_(-grad_logprobs[:, None])
+    else:
+        assert rows.entropy is not None, "it has a gradient"
+        p = logp.exp()
+        dz = logp.add_(rows.entropy[:, None]).mul_(-grad_entropy[:, None])
+        if grad_logprobs is not None:
+            dz.sub_(grad_logprobs[:, None])
+        dz.mul_(p)
+    if grad_logprobs is not None:
+        labels = rows.labels
+        places = torch.arange(len(labels), device=labels.device)
+        if owned is not None:
+            labels, grad_logprobs = labels.where(owned, 0), grad_logprobs.where(owned, 0.0)
+        dz.index_put_((places, labels), grad_logprobs, accumulate=True)  # scatter_add_ is not deterministic on CUDA
+    return dz
