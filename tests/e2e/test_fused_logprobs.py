@@ -1,6 +1,7 @@
 """A run with the fused kernels, in Triton's interpreter, and what a CPU says without it."""
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -27,6 +28,16 @@ def test_a_run_with_the_kernels_has_the_metrics_of_one_without(checkpoint: Path,
     for fused, eager in zip(rows["triton"], rows["eager"], strict=True):
         for name in ("loss/total", "optim/grad_norm", "policy/entropy"):
             assert fused[name] == pytest.approx(eager[name], rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.matrix
+def test_inspect_reports_the_kernels(checkpoint: Path) -> None:
+    argv = ["inspect", "--hf-checkpoint", str(checkpoint), "--logprob-kernel", "triton", "--json"]
+    command, variables = [sys.executable, "-m", "fsdptrain", *argv], os.environ | {"TRITON_INTERPRET": "1"}
+    ended = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    parts = {kernel["part"]: kernel["used"] for kernel in json.loads(ended.stdout)["kernels"]}
+    assert parts["logprobs"] == "triton"
 
 
 def test_a_cpu_refuses_the_kernels_in_one_line(checkpoint: Path, tmp_path: Path) -> None:

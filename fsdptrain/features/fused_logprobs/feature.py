@@ -32,13 +32,7 @@ class FusedLogprobsFeature(Feature):
     def create(cls, config: Config, checkpoint: Path) -> "FusedLogprobsFeature":
         del checkpoint
         asked = config.section(FusedLogprobsConfig).logprob_kernel == "triton"
-        passes, problem = None, ""
-        try:
-            passes = load_passes()
-            compare(passes, platform.local_device(), getattr(torch, config.compute_dtype_name))
-        except Exception as error:  # noqa: BLE001  Triton raises errors of many kinds; the line says which
-            problem = one_line(error)
-        problem = next(filter(None, gather(problem)), "")
+        passes, problem = usable_passes(config)
         if problem and (asked or config.model.strict):
             raise ConfigError(f"--logprob-kernel triton cannot be used: {problem}; use --logprob-kernel eager")
         if problem:
@@ -51,6 +45,18 @@ class FusedLogprobsFeature(Feature):
 
     def logprobs_function(self, stock: LogProbsFunction) -> LogProbsFunction:
         return stock if self._passes is None else partial(stock, passes=self._passes)
+
+
+def usable_passes(config: Config) -> tuple[LogitPasses | None, str]:
+    """Return the kernels, or None and the reason if some rank cannot use them."""
+    passes, problem = None, ""
+    try:
+        passes = load_passes()
+        compare(passes, platform.local_device(), getattr(torch, config.compute_dtype_name))
+    except Exception as error:  # noqa: BLE001  Triton raises errors of many kinds; the line says which
+        problem = one_line(error)
+    problem = next(filter(None, gather(problem)), "")
+    return None if problem else passes, problem
 
 
 def load_passes() -> LogitPasses:

@@ -17,6 +17,8 @@ from fsdptrain.config import Config
 from fsdptrain.errors import CheckpointError, NumericsError
 from fsdptrain.features.context_parallel.config import ContextParallelConfig
 from fsdptrain.features.context_parallel.recurrent import check_context_parallel
+from fsdptrain.features.fused_logprobs.config import FusedLogprobsConfig
+from fsdptrain.features.fused_logprobs.feature import usable_passes
 from fsdptrain.features.lora.adapters import add_adapters, require_peft
 from fsdptrain.features.lora.config import LoraConfig
 from fsdptrain.features.model_parallel.config import ModelParallelConfig
@@ -104,6 +106,7 @@ def inspect_model(config: Config, *, num_gpus: int, against_checkpoint: bool = F
         refusal=refusal,
         kernels=[
             *kernels(model, device_type=device_type, compute_dtype=compute_dtype, probe=probe),
+            _logprobs(config),
             *([] if probe is None else [_prefixes(config, model, probe)]),
         ],
         device_type=device_type,
@@ -178,6 +181,14 @@ def _probe(config: Config, model: PreTrainedModel) -> tuple[LayoutProbe | None, 
     except NumericsError as error:
         return None, str(error)
     return found, ""
+
+
+def _logprobs(config: Config) -> Kernel:
+    """Report what makes the passes over the logits: --logprob-kernel."""
+    if not config.section(FusedLogprobsConfig).tries(config, on_gpu=platform.has_accelerator()):
+        return Kernel("logprobs", "torch")
+    _, problem = usable_passes(config)
+    return Kernel("logprobs", "torch", wanted="triton", reason=problem) if problem else Kernel("logprobs", "triton")
 
 
 def _prefixes(config: Config, model: PreTrainedModel, probe: LayoutProbe) -> Kernel:
