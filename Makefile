@@ -5,7 +5,7 @@ VLLM_PYTEST := OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/vllm
 SERVER_PYTEST := OMP_NUM_THREADS=1 FSDPTRAIN_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/pytest tests/vllm/servers
 
 .DEFAULT_GOAL := help
-.PHONY: campaigns help install size check quick test test-matrix test-matrix-core test-matrix-vllm test-vllm test-null-gpu gpu gpu-wheels demo clean
+.PHONY: campaigns help install size check quick test test-matrix test-matrix-core test-matrix-vllm test-vllm test-oldest test-null-gpu gpu gpu-wheels demo clean
 
 help:  ## what there is to make
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -61,16 +61,22 @@ test-vllm: install .venv-vllm/.installed  ## the part of `make test` that needs 
 	@.venv-vllm/bin/pip install --quiet --disable-pip-version-check --constraint constraints-vllm.txt --editable '.[lora]' pytest hypothesis
 	@touch $@
 
-test-null-gpu: .venv-null-gpu/.installed  ## the tests marked gpu without a GPU: torch's CUDA code, computed by the CPU
-	.venv-null-gpu/bin/python -m tests.null_gpu
+OLDEST_PYTEST := OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n 2 --dist worksteal
+OLDEST := $(addprefix tests/unit/,algo data fsdp model trainer) tests/properties tests/features tests/distributed
 
-NULL_GPU_PIP := .venv-null-gpu/bin/pip install --quiet --disable-pip-version-check --constraint constraints-null-gpu.txt
+test-oldest: .venv-oldest/.installed  ## the same laws with the oldest torch and transformers
+	$(OLDEST_PYTEST) $(OLDEST) -m 'not gpu and not matrix' --durations=5 -rs
 
-.venv-null-gpu/.installed: pyproject.toml constraints-null-gpu.txt
-	@echo "Installing torch with CUDA into .venv-null-gpu, 5 GB: some minutes on the first call, nothing later."
-	@$(PYTHON) -m venv .venv-null-gpu
-	@$(NULL_GPU_PIP) torch==2.11.0 transformers==5.17.0
-	@$(NULL_GPU_PIP) accelerate hypothesis psutil pydantic pytest tyro xxhash
+test-null-gpu: .venv-oldest/.installed  ## the tests marked gpu without a GPU: torch's CUDA code, computed by the CPU
+	.venv-oldest/bin/python -m tests.null_gpu
+
+OLDEST_PIP := .venv-oldest/bin/pip install --quiet --disable-pip-version-check --constraint constraints-oldest.txt
+
+.venv-oldest/.installed: pyproject.toml constraints-oldest.txt
+	@echo "Installing the oldest torch, with CUDA, into .venv-oldest, 5 GB: minutes on the first call, nothing later."
+	@$(PYTHON) -m venv .venv-oldest
+	@$(OLDEST_PIP) torch==2.11.0 transformers==5.17.0
+	@$(OLDEST_PIP) --editable '.[dev]'
 	@touch $@
 
 gpu:  ## tests and benchmarks on one GPU, within 9 minutes and without network: benchmarks/gpu.py
@@ -95,4 +101,4 @@ campaigns: install .venv-vllm/.installed  ## kills, bad inputs, fuzzing, faults,
 		OMP_NUM_THREADS=1 $(BIN)/python -m campaigns.$$name || failed=1; done; exit $${failed:-0}
 
 clean:  ## delete .venv and what was built; runs/ stays
-	rm -rf .venv .venv-vllm .venv-gpu .venv-null-gpu build dist *.egg-info
+	rm -rf .venv .venv-vllm .venv-gpu .venv-oldest build dist *.egg-info

@@ -20,7 +20,7 @@ from fsdptrain.rollout.embedded.decode import Row, decode, plan_chunks
 from fsdptrain.rollout.embedded.replica import build_replica, copy_weights, materialize, max_positions, release
 from fsdptrain.rollout.sampling import uniform_stream
 from fsdptrain.rollout.stop_tokens import stop_tokens
-from fsdptrain.rollout.weight_sync.checksum import checksum
+from fsdptrain.rollout.weight_sync.checksum import finish_checksums, start_checksum
 from fsdptrain.types import ChecksumKind, Completion, Prompt, SamplingParams
 
 _SYNC_INTERVAL = 8  # tokens between checks for finished rows, each of which waits for the GPU
@@ -89,7 +89,8 @@ class HFEngine:
 
     def checksums(self, names: Collection[str], kind: ChecksumKind = "bits") -> Mapping[str, int]:
         """All `names` can be read: the replica has the trainer's names."""
-        return {name: checksum(tensor, kind) for name, tensor in self.model.state_dict().items() if name in names}
+        weights = self.model.state_dict()
+        return finish_checksums({name: start_checksum(weights[name], kind) for name in weights if name in names})
 
     def cached_tokens(self) -> int:
         """Always 0: no cache outlives its chunk."""

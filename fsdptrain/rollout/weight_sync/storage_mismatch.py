@@ -7,11 +7,10 @@ sync would leave these tensors unverified for the rest of the run.
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
 
 from torch import Tensor
 
-from fsdptrain.rollout.weight_sync.checksum import checksum
+from fsdptrain.rollout.weight_sync.checksum import StartedChecksum, finish_checksums, start_checksum
 from fsdptrain.types import ChecksumKind
 
 CHECKSUM_KINDS: tuple[ChecksumKind, ...] = ("bits", "values", "multiset")
@@ -24,9 +23,25 @@ class SentTensor:
     checksums: Mapping[ChecksumKind, int]
     num_dims: int
 
-    @classmethod
-    def of(cls, tensor: Tensor, kinds: Sequence[ChecksumKind]) -> Self:
-        return cls({kind: checksum(tensor, kind) for kind in kinds}, tensor.dim())
+
+class SentTensors:
+    """Collects them without waiting for the device."""
+
+    def __init__(self) -> None:
+        self._started: dict[str, tuple[Sequence[ChecksumKind], int]] = {}
+        self._checksums: dict[tuple[str, ChecksumKind], StartedChecksum] = {}
+
+    def add(self, name: str, tensor: Tensor, kinds: Sequence[ChecksumKind]) -> None:
+        self._started[name] = kinds, tensor.dim()
+        self._checksums |= {(name, kind): start_checksum(tensor, kind) for kind in kinds}
+
+    def finish(self) -> dict[str, SentTensor]:
+        """Wait once, and return the tensors in the order of `add`."""
+        sums = finish_checksums(self._checksums)
+        return {
+            name: SentTensor({kind: sums[name, kind] for kind in kinds}, num_dims)
+            for name, (kinds, num_dims) in self._started.items()
+        }
 
 
 def classify(

@@ -28,7 +28,7 @@ from fsdptrain.protocols import (
     TrainBackend,
 )
 from fsdptrain.rollout.weight_sync.probe import Probe, make_probe, tolerance
-from fsdptrain.rollout.weight_sync.storage_mismatch import CHECKSUM_KINDS, SentTensor, classify
+from fsdptrain.rollout.weight_sync.storage_mismatch import CHECKSUM_KINDS, SentTensor, SentTensors, classify
 from fsdptrain.types import ChecksumKind, Completion, Metrics, Prompt, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -82,6 +82,7 @@ class WeightVerifier:
         self._probe = probe
         self._dtype = dtype
         self._first_only = first_only
+        self._recorded = SentTensors()
         self._sent: dict[str, SentTensor] = {}  # in the trainer's order
         self._record_seconds = 0.0
         self._kinds: dict[str, ChecksumKind] | None = None  # of tensors stored in another way; None: not verified yet
@@ -94,12 +95,12 @@ class WeightVerifier:
 
     def record(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield `weights` unchanged and keep their checksums for `verify`."""
-        self._sent, self._record_seconds = {}, 0.0
+        self._recorded, self._record_seconds = SentTensors(), 0.0
         for name, tensor in weights:
             if self.is_due:
                 start = time.perf_counter()
                 kinds = CHECKSUM_KINDS if self._kinds is None else (self._kind_of(name),)
-                self._sent[name] = SentTensor.of(tensor, kinds)
+                self._recorded.add(name, tensor, kinds)
                 self._record_seconds += time.perf_counter() - start
             yield name, tensor
 
@@ -108,6 +109,7 @@ class WeightVerifier:
         if not self.is_due:
             return
         start, is_first = time.perf_counter(), self._kinds is None
+        self._sent = self._recorded.finish()
         engine = self._engine
         replicas = engine.replicas() if isinstance(engine, ReplicatedEngine) else [_OnlyReplica(engine)]
         checks = [ReplicaCheck(replica) for replica in replicas]

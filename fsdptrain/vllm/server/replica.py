@@ -8,7 +8,7 @@ from safetensors import safe_open
 
 from fsdptrain.errors import RolloutError
 from fsdptrain.protocols import ReplicaGoneError
-from fsdptrain.rollout.weight_sync.storage_mismatch import CHECKSUM_KINDS, SentTensor, classify
+from fsdptrain.rollout.weight_sync.storage_mismatch import CHECKSUM_KINDS, SentTensor, SentTensors, classify
 from fsdptrain.types import ChecksumKind, Completion, Prompt, SamplingParams
 from fsdptrain.vllm.server.client import (
     Deadline,
@@ -112,10 +112,10 @@ async def require_weights(client: VLLMClient, weights: Weights, deadline: Deadli
 def _checksums_of_files(
     files: Sequence[Path], kinds: Sequence[ChecksumKind], only: Collection[str] | None = None
 ) -> Mapping[str, SentTensor]:
-    found = {}
+    found = SentTensors()
     for path in files:
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 - not a dict
                 if only is None or name in only:
-                    found[name] = SentTensor.of(file.get_tensor(name), kinds)
-    return found
+                    found.add(name, file.get_tensor(name), kinds)
+    return found.finish()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fsdptrain.rollout.weight_sync.checksum import checksum
+from fsdptrain.rollout.weight_sync.checksum import finish_checksums, start_checksum
 from fsdptrain.vllm.worker.cpu_quirks import forget_orders, packing_of, unpack
 from fsdptrain.vllm.worker.expert_names import EXPERT
 
@@ -26,7 +26,7 @@ _PLAIN = ("TRITON", "BATCHED_TRITON")  # kernels that keep the layout of experts
 def checksums(model: nn.Module, names: Collection[str], kind: "ChecksumKind") -> dict[str, int]:
     """Checksums of the tensors `names`; those that cannot be read are left out."""
     try:
-        return {name: checksum(tensor, kind) for name, tensor in readable(model, sorted(names))}
+        return finish_checksums({name: start_checksum(tensor, kind) for name, tensor in readable(model, sorted(names))})
     finally:
         forget_orders()
 

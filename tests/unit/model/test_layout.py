@@ -39,10 +39,11 @@ def in_exact_numbers(name: str) -> LayoutProbe:
     return probe
 
 
-def test_a_model_that_refuses_packs_is_padded_with_the_reason() -> None:
+def test_a_model_that_cannot_be_packed_is_padded_with_the_reason() -> None:
+    """Without kernels its recurrent mixers raise an error, and with transformers 5.17 they mix the sequences."""
     probe = in_exact_numbers("qwen3_next")
     assert (probe.layout, probe.attention) == ("padded", SEGMENTS)
-    assert "can't keep packed sequences apart" in probe.line
+    assert any(words in probe.line for words in ("can't keep packed sequences apart", "differs by"))
 
 
 def test_an_attention_that_leaks_is_padded_with_the_difference() -> None:

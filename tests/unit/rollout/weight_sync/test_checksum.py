@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdptrain.rollout.weight_sync.checksum import checksum
+from fsdptrain.rollout.weight_sync.checksum import checksum, finish_checksums, start_checksum
+from fsdptrain.rollout.weight_sync.storage_mismatch import CHECKSUM_KINDS
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8)
 
@@ -57,3 +58,18 @@ def test_a_multiset_depends_on_the_elements_alone() -> None:
     changed[3, 2] += 1
     others = [changed, tensor[1:], torch.cat([tensor, tensor[:1]])]
     assert len({checksum(one, "multiset") for one in (tensor, *others)}) == 4
+
+
+def test_many_checksums_wait_for_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [tensor_of(seed, 300, 1 + 40 * seed, dtype) for seed, dtype in enumerate(DTYPES)] + [torch.empty(0)]
+    wanted = {(i, kind): checksum(one, kind) for i, one in enumerate(tensors) for kind in CHECKSUM_KINDS}
+    calls = []
+    for name in ("tolist", "item", "cpu", "numpy", "__int__", "__bool__"):
+        method = getattr(torch.Tensor, name)
+        monkeypatch.setattr(
+            torch.Tensor, name, lambda *args, name=name, method=method: calls.append(name) or method(*args)
+        )
+    started = {(i, kind): start_checksum(tensors[i], kind) for i, kind in wanted}
+    assert not calls
+    assert finish_checksums(started) == wanted
+    assert calls == ["tolist"]

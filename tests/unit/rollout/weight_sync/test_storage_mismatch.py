@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fsdptrain.rollout.weight_sync.checksum import checksum
-from fsdptrain.rollout.weight_sync.storage_mismatch import CHECKSUM_KINDS, SentTensor, classify
+from fsdptrain.rollout.weight_sync.storage_mismatch import CHECKSUM_KINDS, SentTensors, classify
 from fsdptrain.types import ChecksumKind
 
 MATRICES = [f"layers.{i}.experts.{k}.up.weight" for i in range(2) for k in range(2)]
@@ -23,7 +23,10 @@ def classified(held: Mapping[str, Tensor]) -> dict[str, ChecksumKind]:
     def read(names: Sequence[str], kind: ChecksumKind) -> dict[str, int]:
         return {name: checksum(held[name], kind) for name in names}
 
-    known = {name: SentTensor.of(tensor, CHECKSUM_KINDS) for name, tensor in sent().items()}
+    recorded = SentTensors()
+    for name, tensor in sent().items():
+        recorded.add(name, tensor, CHECKSUM_KINDS)
+    known = recorded.finish()
     sums = read(list(held), "bits")
     wrong = [name for name in held if sums[name] != known[name].checksums["bits"]]
     return classify(wrong, list(sums), known, read)
