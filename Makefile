@@ -65,7 +65,7 @@ OLDEST_PYTEST := OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n 2 --dist
 OLDEST := $(addprefix tests/unit/,algo data fsdp model trainer) tests/properties tests/features tests/distributed
 
 test-oldest: .venv-oldest/.installed  ## the same laws with the oldest torch and transformers
-	$(OLDEST_PYTEST) $(OLDEST) -m 'not gpu and not matrix' --durations=5 -rs
+	$(OLDEST_PYTEST) -p tests.oldest $(OLDEST) -m 'not gpu and not matrix' --durations=5 -rs
 
 test-null-gpu: .venv-oldest/.installed  ## the tests marked gpu without a GPU: torch's CUDA code, computed by the CPU
 	.venv-oldest/bin/python -m tests.null_gpu

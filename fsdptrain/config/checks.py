@@ -72,7 +72,7 @@ def check_own_launch(config: Config) -> None:
 def idle_reason(config: Config, flat: str) -> str:
     """Return why the option has no effect, by the rules of its field, or ""."""
     key = all_keys()[flat]
-    broken = (_broken(config, key, rule) for rule in key.rules if not isinstance(rule, Excludes))
+    broken = (_broken(config, key, rule) for rule in key.rules)
     return next((reason for reason in broken if reason), "")
 
 

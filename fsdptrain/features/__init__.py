@@ -54,7 +54,7 @@ def _shares_prefixes(config: Config) -> bool:
 def _may_fuse_logprobs(config: Config) -> bool:
     from fsdptrain import platform  # imports torch
 
-    return config.section(FusedLogprobsConfig).tries(config, on_gpu=platform.has_accelerator())
+    return config.section(FusedLogprobsConfig).tries(config, on_gpu=platform.device_type() == "cuda")
 
 
 SECTIONS: tuple[type[Section], ...] = (

@@ -31,10 +31,9 @@ class HeadTransform:
 
 @dataclass(frozen=True)
 class LogitRows:
-    """What belongs to the rows of raw logits [C, V], each [C]. The forward pass writes all but the labels."""
+    """What the backward pass needs of rows of raw logits [C, V], each [C]. The forward pass writes all but labels."""
 
     labels: Tensor  # i64
-    logprobs: Tensor
     logsumexp: Tensor
     entropy: Tensor | None  # None: not wanted
     floor: Tensor | None  # smallest z in K; None: no truncation
@@ -46,7 +45,11 @@ class LogitRows:
 class LogitPasses(Protocol):
     """Computes the rows of raw logits [C, V], and the gradient of these logits."""
 
-    def forward(self, raw: Tensor, rows: LogitRows, transform: HeadTransform) -> None: ...
+    group: dist.ProcessGroup | None  # the ranks that have the other columns of the logits
+
+    def forward(self, raw: Tensor, rows: LogitRows, transform: HeadTransform, logprobs: Tensor) -> None:
+        """Write `rows`, and the logprobs [C] of the labels."""
+        ...
 
     def backward(
         self,
@@ -55,23 +58,23 @@ class LogitPasses(Protocol):
         transform: HeadTransform,
         grad_logprobs: Tensor | None,  # [C]
         grad_entropy: Tensor | None,  # [C]
-        grad_bias: Tensor | None,  # [V], to which the sum of the gradient over the rows is added
+        grad_bias: Tensor | None,  # [V], to which the sum of the gradient, exact or as written, over rows is added
     ) -> None:
         """Write the gradient of `raw` over it."""
         ...
 
 
 class TorchPasses:
-    """The passes by torch's operations. group: the ranks that have the other columns of the logits."""
+    """The passes by torch's operations."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self._group = group
+        self.group = group
 
-    def forward(self, raw: Tensor, rows: LogitRows, transform: HeadTransform) -> None:
-        for block, part in row_blocks(raw) if self._group is None else [(slice(None), raw)]:
-            self._forward_block(part, rows[block], transform)
+    def forward(self, raw: Tensor, rows: LogitRows, transform: HeadTransform, logprobs: Tensor) -> None:
+        for block, part in row_blocks(raw) if self.group is None else [(slice(None), raw)]:
+            self._forward_block(part, rows[block], transform, logprobs[block])
 
-    def _forward_block(self, raw: Tensor, rows: LogitRows, transform: HeadTransform) -> None:
+    def _forward_block(self, raw: Tensor, rows: LogitRows, transform: HeadTransform, logprobs: Tensor) -> None:
         z = transformed(raw, transform)
         own = self._owned(rows.labels, raw)
         chosen = z.gather(1, (rows.labels if own is None else rows.labels.where(own, 0))[:, None])[:, 0]
@@ -79,8 +82,8 @@ class TorchPasses:
             rows.floor.copy_(torch.minimum(smallest_kept(z, transform.truncation), chosen))
             z.masked_fill_(z < rows.floor[:, None], EXCLUDED)
         highest = z.amax(1)
-        if self._group is not None:
-            dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self._group)
+        if self.group is not None:
+            dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self.group)
         z.sub_(highest[:, None])
         with_entropy = rows.entropy is not None
         weights = z.exp() if with_entropy else z.exp_()
@@ -88,11 +91,11 @@ class TorchPasses:
         if own is not None:
             sums[1] = chosen.where(own, 0.0)
             stacked = torch.stack(sums)
-            dist.all_reduce(stacked, group=self._group)
+            dist.all_reduce(stacked, group=self.group)
             sums = list(stacked)
         lse = sums[0].log()
         rows.logsumexp.copy_(lse + highest)
-        rows.logprobs.copy_(sums[1] - highest - lse)
+        logprobs.copy_(sums[1] - highest - lse)
         if rows.entropy is not None:
             rows.entropy.copy_(lse - sums[2] / sums[0])
 
@@ -114,7 +117,7 @@ class TorchPasses:
             part.copy_(dz)
 
     def _owned(self, labels: Tensor, raw: Tensor) -> Tensor | None:
-        return None if self._group is None else (labels >= 0) & (labels < raw.shape[1])
+        return None if self.group is None else (labels >= 0) & (labels < raw.shape[1])
 
 
 def row_blocks(raw: Tensor) -> Iterator[tuple[slice, Tensor]]:

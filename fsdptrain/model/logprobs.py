@@ -90,8 +90,9 @@ def vocab_parallel_logprobs(
     own_bias, group = None if bias is None else bias.to_local(), weight.device_mesh.get_group()
     own_labels = labels - offset[0]  # negative or >= v if another rank has them
     transform = HeadTransform(logit_scale, softcap, temperature)
-    options = (transform, chunk_size, with_entropy, TorchPasses(group), group)
-    return _apply(hidden, weight.to_local(), own_bias, own_labels, *options)
+    return _apply(
+        hidden, weight.to_local(), own_bias, own_labels, transform, chunk_size, with_entropy, TorchPasses(group)
+    )
 
 
 def _apply(
@@ -103,12 +104,11 @@ def _apply(
     chunk_size: int,
     with_entropy: bool,
     passes: LogitPasses,
-    group: dist.ProcessGroup | None = None,  # ranks with the other columns
 ) -> tuple[Tensor, Tensor | None]:
     if bias is not None:  # -inf excludes a token, and 0 * inf would be nan in the entropy
         bias = bias.clamp(min=max(EXCLUDED, torch.finfo(bias.dtype).min / 2))
     keeps = torch.is_grad_enabled()  # always False inside forward
-    options = (transform, chunk_size, with_entropy, passes, group, keeps)
+    options = (transform, chunk_size, with_entropy, passes, keeps)
     logprobs, entropy = _ChunkedLogprobs.apply(hidden, weight, bias, labels, *options)
     return logprobs, entropy if with_entropy else None
 
@@ -125,7 +125,6 @@ class _ChunkedLogprobs(torch.autograd.Function):
         chunk_size: int,
         with_entropy: bool,
         passes: LogitPasses,
-        group: dist.ProcessGroup | None,
         keeps: bool,
     ) -> tuple[Tensor, Tensor]:
         num_tokens = hidden.shape[0]
@@ -133,13 +132,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
         logsumexp = torch.empty_like(logprobs)
         floor = torch.empty_like(logprobs) if transform.truncation else None
         entropy = torch.zeros_like(logprobs) if not with_entropy else torch.empty_like(logprobs)
-        rows = LogitRows(labels, logprobs, logsumexp, entropy if with_entropy else None, floor)
+        rows = LogitRows(labels, logsumexp, entropy if with_entropy else None, floor)
         buffer = hidden.new_empty(min(num_tokens, chunk_size), weight.shape[0])
         for chunk in _chunks(num_tokens, chunk_size):
-            passes.forward(product(hidden[chunk], weight, bias, out=buffer), rows[chunk], transform)
-        ctx.save_for_backward(hidden, weight, bias, labels, logprobs, logsumexp, entropy, floor)
+            passes.forward(product(hidden[chunk], weight, bias, out=buffer), rows[chunk], transform, logprobs[chunk])
+        ctx.save_for_backward(hidden, weight, bias, labels, logsumexp, entropy, floor)
         ctx.transform, ctx.chunk_size, ctx.with_entropy = transform, chunk_size, with_entropy
-        ctx.passes, ctx.group = passes, group
+        ctx.passes = passes
         ctx.kept = buffer if keeps else None  # raw logits of the last chunk
         ctx.set_materialize_grads(False)
         if not with_entropy:
@@ -148,8 +147,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, labels, logprobs, logsumexp, entropy, floor = ctx.saved_tensors
-        rows = LogitRows(labels, logprobs, logsumexp, entropy, floor)
+        hidden, weight, bias, labels, logsumexp, entropy, floor = ctx.saved_tensors
+        rows = LogitRows(labels, logsumexp, entropy, floor)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         given = grads if ctx.with_entropy else (grads[0], None)
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
@@ -166,9 +165,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 torch.mm(raw, weight, out=grad_hidden[chunk])
             if needs_weight:
                 grad_weight = plus_product(grad_weight, raw, hidden[chunk], dtype=logsumexp.dtype)
-        if grad_hidden is not None and ctx.group is not None:
-            dist.all_reduce(grad_hidden, group=ctx.group)
-        return (grad_hidden, grad_weight, grad_bias, *(None,) * 7)
+        if grad_hidden is not None and ctx.passes.group is not None:
+            dist.all_reduce(grad_hidden, group=ctx.passes.group)
+        return (grad_hidden, grad_weight, grad_bias, *(None,) * 6)
 
 
 def _chunks(num_tokens: int, chunk_size: int) -> list[slice]:

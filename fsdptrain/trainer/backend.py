@@ -60,9 +60,10 @@ def build_backend(
 ) -> PolicyBackend:
     """Build the backend selected by --backend. Does not import the other backend. Collective.
 
+    `install_platform_overrides` comes before.
+
     features, before_load: see `FSDPBackend`.
     """
-    install_platform_overrides()
     options: dict[str, Any] = {"total_steps": config.total_optimizer_steps}
     if config.model.backend == "megatron":
         return importlib.import_module("fsdptrain.megatron.backend").MegatronBackend(config, **options)

@@ -42,7 +42,7 @@ from fsdptrain.rollout import engine_factory
 from fsdptrain.rollout.embedded.replica import max_positions
 from fsdptrain.rollout.weight_sync.sync import WeightSync
 from fsdptrain.rollout.weight_sync.verify import build_verifier
-from fsdptrain.trainer.backend import PolicyBackend, build_backend
+from fsdptrain.trainer.backend import PolicyBackend, build_backend, install_platform_overrides
 from fsdptrain.trainer.data import build_data
 from fsdptrain.trainer.memory import plan_memory, planned_memory
 from fsdptrain.trainer.rules import advantage_rule, selection_rules, shaping_rule
@@ -88,6 +88,7 @@ def build_components(
     """Build data and rewards, then the model, then the engine. Close all of them on exit."""
     check_features(config)
     checkpoint = resolve_checkpoint(config.model.hf_checkpoint)
+    install_platform_overrides()  # features compare kernels with the functions that a run uses
     features = load_features(config, checkpoint)
     processor = features.prompt_processor
     environment, instructed = load_environment(config)

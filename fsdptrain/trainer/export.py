@@ -13,7 +13,7 @@ from fsdptrain.config.rules import RunsCode
 from fsdptrain.distributed import raise_on_all_ranks
 from fsdptrain.errors import CheckpointError, ConfigError
 from fsdptrain.fsdp.export_folder import check_target
-from fsdptrain.trainer.backend import build_backend
+from fsdptrain.trainer.backend import build_backend, install_platform_overrides
 from fsdptrain.trainer.run_dir import CONFIG_FILE
 
 log = logging.getLogger(__name__)
@@ -38,6 +38,7 @@ def export_checkpoint(checkpoint: Path, output: Path, **choices: Any) -> None:
             if dist.get_rank() == 0:
                 sources = (config.model.hf_checkpoint, config.ref.load)
                 check_target(output, flag=f"--output {output}", sources=sources)
+        install_platform_overrides()
         backend = build_backend(_split_to_fit(config, dist.get_world_size()))
         backend.load(checkpoint)
         backend.export(output)

@@ -149,7 +149,7 @@ class TrainingLoop:
             self._update_reference()
             self._push_weights()  # to the engine, then verify
             self._start_rollouts()
-        self._finish_step(rollout, steps, kl_metrics | metrics.mean_metrics(trained), begin)
+        self._finish_step(rollout, steps, kl_metrics | trained, begin)
 
     def _collect(self) -> RolloutBatch:
         """The samples of this rank, with advantages, none longer than a pack."""
@@ -203,13 +203,13 @@ class TrainingLoop:
                 later = carry_scores(first, later, extra_fields=self._rules.features.carried_fields)
             return [*first, *later], kl_metrics
 
-    def _optimize(self, steps: Sequence[StepBatches]) -> list[Metrics]:
+    def _optimize(self, steps: Sequence[StepBatches]) -> Metrics:
         with self._phases("train"):
             entropy = self.step % self._config.algorithm.entropy_interval == 0
             config = replace(self._loss_config, kl_loss_coef=self._kl.loss_coef, with_entropy=entropy)
             found = [self._backend.train_step(step.packs, self._loss, config) for step in steps]
             self._num_updates += sum("optim/grad_norm" in values for values in found)
-            return found
+            return metrics.mean_metrics(found, [step.packs[0].num_trained_tokens for step in steps])
 
     def _update_reference(self) -> None:
         interval = self._config.ref.update_interval

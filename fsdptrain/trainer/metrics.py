@@ -1,6 +1,7 @@
 """Metrics of a step: statistics of the samples over all ranks, times, throughput, memory."""
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -12,6 +13,8 @@ from fsdptrain.distributed import gather, sum_over_ranks
 from fsdptrain.trainer.batches import StepBatches
 from fsdptrain.trainer.samples.source import RolloutBatch
 from fsdptrain.types import Metrics, Sample
+
+_OF_TOKENS = ("policy/", "mismatch/")  # metrics that are means over the trained tokens of a step
 
 
 class RewardNames:
@@ -117,24 +120,32 @@ def memory_metrics(*, planned: int | None) -> Metrics:
     )
 
 
-def mean_metrics(steps: Sequence[Metrics]) -> Metrics:
+def mean_metrics(steps: Sequence[Metrics], num_tokens: Sequence[int]) -> Metrics:
     """Combine the metrics of several optimizer steps into one record.
 
-    Takes the maximum of `_max` metrics and of optim/skipped_steps, the last value of optim/lr, and the mean of all
-    others. Only steps that have the metric count: a skipped step has no gradient norm.
+    Takes the maximum of `_max` metrics and of optim/skipped_steps, the last value of optim/lr, the mean over all
+    trained tokens of policy/* and mismatch/*, and the mean over steps of all others. Only steps that have the metric
+    count: a skipped step has no gradient norm.
+
+    num_tokens: trained tokens of each step.
     """
     names = dict.fromkeys(name for step in steps for name in step)
-    return {name: _combine(name, [step[name] for step in steps if name in step]) for name in names}
+    found = {}
+    for name in names:
+        having = [(step[name], count) for step, count in zip(steps, num_tokens, strict=True) if name in step]
+        values, counts = [value for value, _ in having], [count for _, count in having]
+        found[name] = _combine(name, values, counts if name.startswith(_OF_TOKENS) else [1] * len(values))
+    return found
 
 
 def _reward(name: str) -> str:
     return f"reward/{name}"
 
 
-def _combine(name: str, values: Sequence[float]) -> float:
+def _combine(name: str, values: Sequence[float], weights: Sequence[int]) -> float:
     if name.endswith("_max") or name == "optim/skipped_steps":
         return max(values)
-    return values[-1] if name == "optim/lr" else math.fsum(values) / len(values)
+    return values[-1] if name == "optim/lr" else math.fsum(map(operator.mul, values, weights)) / sum(weights)
 
 
 def _extremes(lengths: Sequence[int]) -> tuple[float, float]:

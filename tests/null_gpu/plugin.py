@@ -10,9 +10,11 @@ import pytest
 
 from tests.null_gpu import device_lines
 from tests.null_gpu.emulate import start
+from tests.oldest import skip_by_name
 from tests.testing import PRELOAD
 
 CANNOT = {  # beginnings of test names
+    "tests/features/fused_logprobs/test_kernels.py": "Triton's kernels run on a GPU only",
     "tests/megatron/test_gpu.py": "needs megatron-core, and kernels of Transformer Engine or two GPUs",
     "tests/vllm/servers/test_push.py": "needs vLLM on two GPUs",
 }
@@ -28,10 +30,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for begin, reason in CANNOT.items():
-        chosen = [item for item in items if item.nodeid.startswith(begin)]
-        for item in chosen:
-            item.add_marker(pytest.mark.skip(reason=f"null GPU: {reason}"))
+    skip_by_name(items, {begin: f"null GPU: {reason}" for begin, reason in CANNOT.items()})
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -13,6 +13,7 @@ calculation for softmax", arXiv 1805.02867; for the entropy, sum(exp(z - m) * (z
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -27,20 +28,22 @@ _LOWEST = tl.constexpr(EXCLUDED)  # also of columns beyond the vocabulary
 class TritonPasses:
     """The passes by Triton's kernels. The kernels that read z compute it bitwise as `transform_kernel` does."""
 
-    def forward(self, raw: Tensor, rows: LogitRows, transform: HeadTransform) -> None:
+    group: dist.ProcessGroup | None = None  # all columns are here
+
+    def forward(self, raw: Tensor, rows: LogitRows, transform: HeadTransform, logprobs: Tensor) -> None:
         if rows.floor is not None:
             for block, part in row_blocks(raw):
                 z = part.new_empty(part.shape, dtype=rows.floor.dtype)
                 _launch(transform_kernel, part, z, **_common(part, transform))
                 chosen = z.gather(1, rows.labels[block, None])[:, 0]
                 rows.floor[block] = torch.minimum(smallest_kept(z, transform.truncation), chosen)
-        absent = rows.logprobs  # any tensor in place of an absent one
+        absent = logprobs  # any tensor in place of an absent one
         _launch(
             forward_kernel,
             raw,
             rows.labels,
             absent if rows.floor is None else rows.floor,
-            rows.logprobs,
+            logprobs,
             rows.logsumexp,
             absent if rows.entropy is None else rows.entropy,
             **_common(raw, transform),

@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
@@ -105,7 +106,8 @@ def refuse_blind(model: PreTrainedModel) -> None:
     if not vision_parameters(model) or _ENCODED not in inspect.signature(base.forward).parameters:
         raise ConfigError(
             f"--image-key: {type(model).__name__} takes no images here; name a checkpoint such as Qwen3.5, Qwen3-VL, "
-            "Qwen2.5-VL or Gemma 3, or leave --image-key out"
+            f"Qwen2.5-VL or Gemma 3, install transformers newer than {transformers.__version__}, or leave --image-key "
+            "out"
         )
 
 

@@ -65,7 +65,6 @@ def kernels(
         padded = probe.layout == "padded"
         found.append(Kernel("layout", probe.layout, "packed" if padded else "", _first(probe.reason) if padded else ""))
     found += [*recurrent_kernels(model, device_type), *_experts(model)]
-    found.append(Kernel("logprobs", "in chunks, by fsdptrain (no Liger kernel is used)"))
     return found
 
 

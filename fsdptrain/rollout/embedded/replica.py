@@ -27,8 +27,10 @@ def build_replica(checkpoint: Path, *, dtype: torch.dtype, trust_remote_code: bo
     RolloutError if its forward does not support the key-value cache of the decode loop.
     """
     config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
+    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+    attention = {"attn_implementation": "eager"} if capped else {}  # sdpa of transformers 5.17 ignores the cap
     with torch.device("meta"):
-        model = model_from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+        model = model_from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code, **attention)
     lacking = sorted(_NEEDED.difference(inspect.signature(model.forward).parameters))
     if lacking:
         raise RolloutError(

@@ -18,7 +18,7 @@ from fsdptrain.errors import CheckpointError, NumericsError
 from fsdptrain.features.context_parallel.config import ContextParallelConfig
 from fsdptrain.features.context_parallel.recurrent import check_context_parallel
 from fsdptrain.features.fused_logprobs.config import FusedLogprobsConfig
-from fsdptrain.features.fused_logprobs.feature import usable_passes
+from fsdptrain.features.fused_logprobs.feature import is_replaced, usable_passes
 from fsdptrain.features.lora.adapters import add_adapters, require_peft
 from fsdptrain.features.lora.config import LoraConfig
 from fsdptrain.features.model_parallel.config import ModelParallelConfig
@@ -185,7 +185,10 @@ def _probe(config: Config, model: PreTrainedModel) -> tuple[LayoutProbe | None, 
 
 def _logprobs(config: Config) -> Kernel:
     """Report what makes the passes over the logits: --logprob-kernel."""
-    if not config.section(FusedLogprobsConfig).tries(config, on_gpu=platform.has_accelerator()):
+    section = config.section(FusedLogprobsConfig)
+    if section.logprob_kernel != "triton" and is_replaced():
+        return Kernel("logprobs", "of a plug-in")
+    if not section.tries(config, on_gpu=platform.device_type() == "cuda"):
         return Kernel("logprobs", "torch")
     _, problem = usable_passes(config)
     return Kernel("logprobs", "torch", wanted="triton", reason=problem) if problem else Kernel("logprobs", "triton")

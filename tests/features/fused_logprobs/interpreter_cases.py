@@ -90,13 +90,13 @@ def test_bfloat16_is_within_the_rounding_of_the_written_gradient() -> None:
     hidden, weight = (x.detach() for x in inputs)
     passes, transform = TritonPasses(), HeadTransform(temperature=0.7, softcap=5.0)
     raw = hidden @ weight.T
-    rows = LogitRows(labels, *(torch.empty(5) for _ in range(3)), floor=None)
-    passes.forward(raw, rows, transform)
+    rows, logprobs = LogitRows(labels, torch.empty(5), torch.empty(5), floor=None), torch.empty(5)
+    passes.forward(raw, rows, transform, logprobs)
     wanted, wanted_entropy = chunked_logprobs(
         hidden, weight, labels, softcap=5.0, temperature=0.7, chunk_size=5, with_entropy=True
     )
     assert wanted_entropy is not None
-    torch.testing.assert_close(rows.logprobs, wanted, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(logprobs, wanted, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(rows.entropy, wanted_entropy, rtol=1e-6, atol=1e-6)
     exact = grad_raw(raw, rows, transform, *upstream)
     passes.backward(raw, rows, transform, *upstream, None)
@@ -106,7 +106,7 @@ def test_bfloat16_is_within_the_rounding_of_the_written_gradient() -> None:
 
 def test_no_gradient_of_either_result_is_a_gradient_of_zero() -> None:
     raw, zeros = torch.randn(3, 9), torch.zeros(3)
-    rows = LogitRows(zeros.long(), zeros, zeros, zeros, floor=None)
+    rows = LogitRows(zeros.long(), zeros, zeros, floor=None)
     TritonPasses().backward(raw, rows, HeadTransform(), None, None, None)
     assert (raw == 0).all()
 
@@ -115,18 +115,33 @@ def test_no_gradient_of_either_result_is_a_gradient_of_zero() -> None:
 @pytest.mark.parametrize("vocab", [9, 4096, 5000])
 def test_a_row_without_any_finite_logit_is_not_hidden(vocab: int) -> None:
     raw = torch.full((1, vocab), -torch.inf)
-    rows = LogitRows(torch.zeros(1).long(), torch.zeros(1), torch.zeros(1), entropy=None, floor=None)
-    TritonPasses().forward(raw, rows, HeadTransform())
-    assert rows.logprobs.isnan().all()
+    rows, logprobs = LogitRows(torch.zeros(1).long(), torch.zeros(1), entropy=None, floor=None), torch.zeros(1)
+    TritonPasses().forward(raw, rows, HeadTransform(), logprobs)
+    assert logprobs.isnan().all()
+
+
+class WrongValues(TritonPasses):
+    def forward(self, raw: Tensor, rows: LogitRows, transform: HeadTransform, logprobs: Tensor) -> None:
+        super().forward(raw, rows, transform, logprobs)
+        logprobs.add_(0.01)
+
+
+class WrongEntropy(TritonPasses):
+    def forward(self, raw: Tensor, rows: LogitRows, transform: HeadTransform, logprobs: Tensor) -> None:
+        super().forward(raw, rows, transform, logprobs)
+        if rows.entropy is not None:
+            rows.entropy.add_(0.001)
+
+
+class WrongGradient(TritonPasses):
+    def backward(self, raw: Tensor, *arguments: Any) -> None:
+        super().backward(raw, *arguments)
+        raw.mul_(1.05)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_comparison_at_start_accepts_the_kernels_and_finds_a_wrong_one(dtype: torch.dtype) -> None:
-    class Wrong(TritonPasses):
-        def backward(self, raw: Tensor, *arguments: Any) -> None:
-            super().backward(raw, *arguments)
-            raw *= 1.05
-
+def test_the_comparison_at_start_accepts_the_kernels_and_finds_wrong_ones(dtype: torch.dtype) -> None:
     compare(TritonPasses(), torch.device("cpu"), dtype)
-    with pytest.raises(ConfigError, match="its results differ from torch's by"):
-        compare(Wrong(), torch.device("cpu"), dtype)
+    for wrong in (WrongValues, WrongEntropy, WrongGradient):
+        with pytest.raises(ConfigError, match="its results differ from torch's by"):
+            compare(wrong(), torch.device("cpu"), dtype)

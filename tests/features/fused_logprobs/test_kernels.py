@@ -30,15 +30,18 @@ def test_the_kernels_compute_what_torch_does() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_device_computes_what_torch_does(dtype: torch.dtype) -> None:
     compare(load_passes(), torch.device("cuda"), dtype)
 
 
-def test_a_split_head_uses_no_kernels() -> None:
+def test_a_split_head_and_megatron_use_no_kernels() -> None:
     with pytest.raises(ConfigError, match="--logprob-kernel"):
         Config(hf_checkpoint="any", logprob_kernel="triton", tensor_parallel_size=2)
     config = Config(hf_checkpoint="any", tensor_parallel_size=2)
+    assert not config.section(FusedLogprobsConfig).tries(config, on_gpu=True)
+    config = Config(hf_checkpoint="any", backend="megatron")
     assert not config.section(FusedLogprobsConfig).tries(config, on_gpu=True)
     config = Config(hf_checkpoint="any")
     assert config.section(FusedLogprobsConfig).tries(config, on_gpu=True)

@@ -27,15 +27,22 @@ def test_a_skipped_step_does_not_change_the_gradient_norm() -> None:
     taken = {"loss/total": 1.0, "optim/grad_norm": 2.0, "optim/skipped_steps": 1.0}
     skipped = {"loss/total": 3.0, "optim/skipped_steps": 1.0}
     merged = {"loss/total": 2.0, "optim/grad_norm": 2.0, "optim/skipped_steps": 1.0}
-    assert mean_metrics([taken, skipped]) == merged
-    assert mean_metrics([skipped, taken]) == merged
-    assert mean_metrics([]) == {}
+    assert mean_metrics([taken, skipped], [5, 0]) == merged
+    assert mean_metrics([skipped, taken], [0, 5]) == merged
+    assert mean_metrics([], []) == {}
+
+
+def test_means_over_tokens_weigh_each_step_by_its_tokens() -> None:
+    first = {"policy/entropy": 1.0, "mismatch/abs_max": 1.0, "loss/total": 1.0}
+    second = {"policy/entropy": 0.0, "mismatch/abs_max": 2.0, "loss/total": 0.0}
+    merged = {"policy/entropy": 0.75, "mismatch/abs_max": 2.0, "loss/total": 0.5}
+    assert mean_metrics([first, second], [30, 10]) == merged
 
 
 def test_maxima_counters_and_the_learning_rate_are_not_averaged() -> None:
     first = {"mismatch/abs_max": 1.0, "mine/any_max": 5.0, "optim/skipped_steps": 1.0, "optim/lr": 3.0}
     second = {"mismatch/abs_max": 2.0, "mine/any_max": 4.0, "optim/skipped_steps": 2.0, "optim/lr": 1.0}
-    assert mean_metrics([first, second]) == {
+    assert mean_metrics([first, second], [1, 1]) == {
         "mismatch/abs_max": 2.0,
         "mine/any_max": 5.0,
         "optim/skipped_steps": 2.0,
