@@ -178,7 +178,8 @@ def test_gguf_and_small_floats_are_refused_with_the_way_out(tmp_path):
     for file in folder.glob("model*"):
         file.unlink()
     save_file(weights, folder / "model.safetensors")
-    for name, words in ((gguf, "GGUF"), (tmp_path, "GGUF"), ("mine/model.gguf", "GGUF"), (folder, "F8_E4M3")):
+    copied = f"GGUF.*gguf_file={gguf.name!r}"
+    for name, words in ((gguf, copied), (tmp_path, copied), ("mine/model.gguf", "GGUF"), (folder, "F8_E4M3")):
         with pytest.raises(CheckpointError, match=words) as caught:
             resolve_checkpoint(str(name))
         assert "train the model that it was made from" in str(caught.value)

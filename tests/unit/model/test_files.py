@@ -4,13 +4,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
+from huggingface_hub.errors import RepositoryNotFoundError
 from safetensors.torch import load_file, save_file
 
 from fsdptrain.errors import CheckpointError
+from fsdptrain.model.loading import hub
 from fsdptrain.model.loading.files import resolve_checkpoint, some_of, weight_files
-from fsdptrain.model.loading.meta import model_config
+from fsdptrain.model.loading.meta import build_meta_model, load_weights, model_config
 from fsdptrain.rollout.stop_tokens import stop_tokens
 from tests.testing import save_tiny_checkpoint
 
@@ -37,6 +40,44 @@ def test_a_name_that_is_neither_a_folder_nor_on_the_hub_is_refused(monkeypatch: 
         CheckpointError, match="--hf-checkpoint nobody/nothing is not a local folder, was not downloaded"
     ):
         resolve_checkpoint("nobody/nothing")
+
+
+def test_the_first_process_of_a_machine_downloads_what_all_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    save_tiny_checkpoint(tmp_path)
+    calls: list[tuple[str, list[str], bool]] = []
+
+    def snapshot(name: str, *, allow_patterns: list[str], local_files_only: bool, **_: Any) -> str:
+        calls.append((name, allow_patterns, local_files_only))
+        return str(tmp_path)
+
+    monkeypatch.setattr(hub, "snapshot_download", snapshot)
+    assert resolve_checkpoint("mine/model") == tmp_path
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert resolve_checkpoint("mine/model") == tmp_path
+    assert calls == [("mine/model", hub.HUB_FILES, only_local) for only_local in (False, True, True)]
+    assert hub.resolve_config("mine/model") == tmp_path
+    assert calls[-1] == ("mine/model", ["*.json", "*.py"], False)
+
+
+@pytest.mark.parametrize("local_rank", ["0", "1"])
+def test_an_error_of_the_hub_names_the_checkpoint(local_rank: str, monkeypatch: pytest.MonkeyPatch):
+    def broken(*_: Any, **__: Any) -> str:
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setattr(hub, "snapshot_download", broken)
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    with pytest.raises(CheckpointError, match=r"--hf-checkpoint mine/model.*no such thing"):
+        resolve_checkpoint("mine/model")
+
+
+def test_a_name_that_the_hub_does_not_have_or_show_is_refused(monkeypatch: pytest.MonkeyPatch):
+    def absent(*_: Any, **__: Any) -> str:
+        response = httpx.Response(404, request=httpx.Request("GET", "http://hub"))
+        raise RepositoryNotFoundError("no", response=response)
+
+    monkeypatch.setattr(hub, "snapshot_download", absent)
+    with pytest.raises(CheckpointError, match=r"--hf-checkpoint mine/model .* hub has none of that name.*hf auth login"):
+        hub.download("mine/model", hub.HUB_FILES)
 
 
 def test_a_path_that_cannot_be_a_hub_name_is_refused_as_a_path():
@@ -113,3 +154,12 @@ def test_a_broken_generation_config_is_refused_by_name(tmp_path: Path, content: 
 def test_long_lists_are_cut():
     assert some_of(["a", "b"]) == "a, b"
     assert some_of(list("abcdef")) == "a, b, c and 3 more"
+
+
+def test_a_process_without_a_group_loads_by_itself(tmp_path: Path):
+    save_tiny_checkpoint(tmp_path)
+    model = build_meta_model(tmp_path, trust_remote_code=False, attn_implementation="eager")
+    load_weights(model, tmp_path, strategy="rank0")
+    stored = {name: tensor for file in weight_files(tmp_path) for name, tensor in load_file(file).items()}
+    for name, tensor in stored.items():
+        assert torch.equal(model.state_dict()[name], tensor.float()), name

@@ -1,14 +1,21 @@
 """`--against-checkpoint` reports names and shapes that loading would reject, and nothing for matching files."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
 from fsdptrain.model.loading.compare import FileDifferences, compare_names
 from fsdptrain.model.loading.files import weight_files
+from fsdptrain.model.loading.shard_reader import _commutes
 from tests import zoo
 
 
@@ -54,3 +61,30 @@ def test_an_expert_of_another_shape_is_named(tmp_path: Path):
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     [failure] = compare(folder).failed
     assert failure.startswith("model.layers.0.mlp.experts.gate_up_proj")
+
+
+def converts(operations: list[Any], *, num_ranks: int, dim: int) -> bool:
+    """Whether `operations` may read the slices of a parameter that is sharded along `dim`."""
+    mesh = init_device_mesh("cpu", (num_ranks,))
+    parameter = DTensor.from_local(torch.empty(4, 4, 4), mesh, [Shard(dim)], run_check=False)
+    return _commutes(WeightConverter("a", "b", operations=operations), parameter)
+
+
+def test_only_a_conversion_along_the_sharded_axis_needs_whole_tensors() -> None:
+    """The fake group has two ranks in one process."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        gate_and_up = [MergeModulelist(0), Concatenate(1)]
+        assert [converts(gate_and_up, num_ranks=2, dim=dim) for dim in (0, 1)] == [True, False]
+        assert [converts([Concatenate(0)], num_ranks=2, dim=dim) for dim in (0, 1)] == [False, True]
+        assert not converts([MergeModulelist(1)], num_ranks=2, dim=0)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_one_rank_holds_whole_tensors() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    try:
+        assert converts([MergeModulelist(0), Concatenate(1)], num_ranks=1, dim=1)
+    finally:
+        dist.destroy_process_group()
