@@ -2,7 +2,7 @@
 
     python -m campaigns.mutation                          # every group, every mutant: hours
     python -m campaigns.mutation algo packing --endings 37    # a fifth: mutants whose number ends with 3 or 7
-    python -m campaigns.mutation algo --again    # the survivors of the last run, after adding tests, not other code
+    python -m campaigns.mutation algo --again    # the survivors of the last run, after adding tests
 
 mutmut makes the mutants of one group in a copy of the repository and runs the tests of the group that call the mutated
 function. Mutants that survive for a reason, because they compute the same or change only the words of a message, are
@@ -108,6 +108,7 @@ def main() -> None:
         names, before = [f"*__mutmut_*{digit}" for digit in args.endings], Counter[str]()
         if args.again:
             earlier = json.loads((RESULTS / f"mutation_{group}.json").read_text())
+            require_unchanged(TARGETS[group].files, earlier["commit"])
             before = Counter({name: earlier["mutants"].get(name, 0) for name in ("killed", "timeout", "equal")})
             names = [f"fsdptrain.{row['mutant']}" for row in earlier["rows"] if row["failure"] and "mutant" in row]
             if not names:
@@ -127,6 +128,13 @@ def main() -> None:
             report.write(mutants=judge(report, group, copy, drawn, reasons.get(group, {}), before), again=args.again)
             codes.append(report.finish())
     sys.exit(max(codes, default=0))
+
+
+def require_unchanged(files: tuple[str, ...], commit: str) -> None:
+    """Mutants are numbered: after a change of the code, a number is another mutant."""
+    command = ["git", "diff", "--quiet", commit.rstrip("+"), "--", *files]
+    if subprocess.run(command, cwd=ROOT, capture_output=True).returncode:
+        raise SystemExit(f"{', '.join(files)} may have changed since {commit}: run the group without --again")
 
 
 def environment(**more: str) -> dict[str, str]:
