@@ -19,8 +19,8 @@ class FusedLogprobsConfig(Section):
     ON_RESUME = NEUTRAL
 
     logprob_kernel: Annotated[Literal["auto", "triton", "eager"], _SPLIT_HEAD, FSDP_ONLY] = "auto"
-    """What computes logprobs, entropy and their gradient from logits. `triton`: two fused kernels. `eager`: torch's
-    operations. `auto`: the kernels on a GPU with Triton, after a comparison on that GPU, else `eager`."""
+    """Implementation of logprobs, entropy and their gradient from logits. `triton`: two fused kernels. `eager`: torch
+    operations. `auto`: the kernels on a GPU with Triton if they agree with torch there, else `eager`."""
 
     def tries(self, config: "Config", *, on_gpu: bool) -> bool:
         """Whether the kernels are to be tried."""
