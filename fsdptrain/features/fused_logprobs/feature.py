@@ -22,7 +22,7 @@ _VOCABULARY = 5003  # more than one block of columns, and not a multiple of one
 
 
 class FusedLogprobsFeature(Feature):
-    """Runs `chunked_logprobs` with Triton's kernels, where they are right on every rank's device."""
+    """Runs `chunked_logprobs` with Triton kernels if they are correct on every rank's device."""
 
     def __init__(self, passes: LogitPasses | None, line: str) -> None:
         self._passes = passes
@@ -36,7 +36,7 @@ class FusedLogprobsFeature(Feature):
         try:
             passes = load_passes()
             compare(passes, platform.local_device(), getattr(torch, config.compute_dtype_name))
-        except Exception as error:  # noqa: BLE001  Triton raises errors of many kinds; the line says which
+        except Exception as error:  # noqa: BLE001  Triton raises many kinds of errors; the line names it
             problem = one_line(error)
         problem = next(filter(None, gather(problem)), "")
         if problem and (asked or config.model.strict):
