@@ -106,7 +106,7 @@ does not. `reward/mean` is without this term, `reward/kl` is the term, and `kl/r
 ADVANTAGE_HEAD = """
 ## Advantages: `--advantage-estimator`
 
-An estimator compares the rewards of a group; a scale divides the result. The column `scale` is what
+An estimator compares the rewards of a group; a scale divides the result. The column `scale` shows the scale that
 `--advantage-scale auto` selects; any other scale can be set.
 
 | name | scale | |
@@ -176,8 +176,8 @@ LEARNING_HEAD = """
 
 Held-out accuracy on the quickstart's task, spelling words backward, before and after {rollouts} rollouts of two
 optimizer steps: means over {seeds} seeds, and the smallest and largest gain of a seed. Every algorithm ran with its
-preset from the same warm start, with one learning rate that was not tuned for any of them: the table shows that each
-one learns, not which one is best. (`rloo` is `reinforce` with advantages scaled by 8/7, to which Adam is invariant.)
+preset from the same warm start, with one learning rate that was not tuned for any of them: the table shows that all
+learn, not which is best. (`rloo` is `reinforce` with advantages scaled by 8/7, to which Adam is invariant.)
 Measured by `{command}` with torch {torch} and transformers {transformers} on a CPU; raw numbers and a picture are in
 `benchmarks/results/algorithms.json` and next to it.
 
@@ -186,10 +186,10 @@ Measured by `{command}` with torch {torch} and transformers {transformers} on a 
 """
 
 ELSEWHERE = """
-## The same name elsewhere
+## Differences from TRL
 
-What differs from TRL 1.16, read in its `GRPOTrainer`. Where nothing is listed, tests compare losses and advantages with
-TRL's functions.
+Differences from `GRPOTrainer` of TRL 1.16. Tests compare the other losses and advantages that both have with TRL's
+functions.
 
 | | here | TRL |
 |---|---|---|
@@ -197,9 +197,9 @@ TRL's functions.
 | unbiased KL | off; `--use-unbiased-kl` multiplies by the ratio of the token, also with `gspo` | on; `use_bias_correction_kl` multiplies by the ratio of the loss, for sequences their geometric mean |
 | masked correction of a sequence | `mis_sequence`: the geometric mean of w_t inside [0.99, 1.01] | `sequence_mask`: the product of w_t, at most 3 |
 | off-policy sequence masking | drift from the old policy | drift from the engine, if vLLM generates |
-| not here | | `vespo`, `luspo`, `top_entropy_quantile`, the adaptive entropy coefficient |
+| not available here | | `vespo`, `luspo`, `top_entropy_quantile`, the adaptive entropy coefficient |
 
-`prime_rl` is the loss that prime-rl computes by default; what prime-rl itself names `ipo` is another one.
+`prime_rl` is the default loss of prime-rl, which uses the name `ipo` for another loss.
 """  # noqa: E501
 
 REJECTION_HEAD = """

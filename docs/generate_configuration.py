@@ -26,14 +26,13 @@ Every option works on the command line, in a recipe and in Python. The option `c
 | recipe, flat | `fsdp_cpu_offload: true` |
 | Python | `Config(fsdp_cpu_offload=True)` or `Config(fsdp={"cpu_offload": True})` |
 
-Some sections put a prefix before their flags, others do not: the tables show it. Sections of features, of vLLM and of
-megatron-core are there if their folders are installed, and an installed package can add sections: see
-[architecture.md](architecture.md).
+Flags of some sections have a prefix; the tables show the flags. Sections of features, of vLLM and of megatron-core
+exist if their folders are installed, and an installed package can add sections: see [architecture.md](architecture.md).
 
 Precedence: flag > recipe > preset of the algorithm > default. A preset ranks just below the source that names its
 algorithm: an `--algorithm` that differs from the recipe's overrides the recipe's loss, clip, aggregation and advantage.
-`--dry-run` prints every value with its source, and its output is a recipe; so is the `config.yaml` in the folder of a
-run. Unknown and ineffective options are rejected with a suggested fix.
+`--dry-run` prints every value with its source. Its output is a recipe, and so is the `config.yaml` of a run. Unknown
+and ineffective options are rejected with a suggested fix.
 
 Lists take several words: `--reward math format=0.2`. Mappings take `key=value`: `--chat-template-kwargs
 enable_thinking=false`. `None` unsets an option that has no default value.

@@ -42,9 +42,9 @@ HEAD = f"""\
 
     fsdptrain plan --hf-checkpoint Qwen/Qwen3-4B --num-gpus 8 --gpu-memory-gib 80
 
-computes from config.json alone the memory that each GPU and each host needs and, if that is too much, suggests flags. It
-takes every option of a run and prints the command line that it planned. The exit code is 1 if the run does not fit; `--json`
-prints JSON.
+This computes from config.json alone the memory that each GPU and each host needs, and suggests flags if that is too much. It
+accepts every option of a run and prints the planned command line. The exit code is 1 if the run does not fit; `--json` prints
+JSON.
 
 ## What to do if a run does not fit, fastest first
 
@@ -62,14 +62,13 @@ prints JSON.
   adapters, float16, and resuming from a checkpoint of another kind.
 - `--offload-optimizer-step host` copies gradients and weights to the host and runs the optimizer there; `device` streams the
   state through the device, 64 MiB of weights at a time.
-- On the host, `--ref-dtype bfloat16` halves the reference: 2 bytes per element of a shard in place of 4. While the reference
-  computes, the policy waits on the device in the place of its gradients; with `--fsdp-cpu-offload` it would wait on the host,
-  so the two exclude each other.
+- On the host, `--ref-dtype bfloat16` halves the reference: 2 bytes per element of a shard instead of 4. While the reference
+  computes, the policy stays on the device in the memory of its gradients. With `--fsdp-cpu-offload` it would stay on the host,
+  so the two options cannot be combined.
 - `--offload-activations` without checkpointing copies everything that layers save; a bus is rarely fast enough.
-- Host memory for copies is pinned, and torch allocates it in powers of two: up to twice what is planned.
-- `--fsdp-cpu-offload` with several packs per step is faster where the gradients of one pack and their sum (pinned) take at
-  most half of the memory that is free on the host; else the host waits for each tensor. It is decided at the start, and not
-  part of the plan.
+- Host memory for copies is pinned, and torch allocates it in powers of two: up to twice the planned size.
+- `--fsdp-cpu-offload` with several packs per step is faster if the gradients of one pack and their sum (pinned) take at most
+  half of the free host memory; otherwise the host waits for each tensor. This is decided at start, and not part of the plan.
 - With `--compile` a run needs less than planned, because fused operations save less.
 
 {MEASURED}
@@ -89,11 +88,11 @@ prints JSON.
   pages.
 
 The layout is assumed, because no probe runs: padded if a recurrent mixer lacks its packages on this machine, else packed.
-Models whose experts run one by one cannot be planned; an error says so.
+Models whose experts run one by one cannot be planned and are rejected.
 
 `test_memory_plan.py` compares the plan with the bytes of tensors on two CPU ranks, for 13 small models (dense, experts, sinks,
 recurrent, MLA) with all kinds of checkpointing, offload, resharding, prefetch, half precision, split layers and experts,
-and an adapter: within 10 % of the mean over ranks, without gloo's own copies. The bound does not hold for packs of few tokens,
+and an adapter: within 10 % of the mean over ranks, without the copies of gloo. The bound does not hold for packs of few tokens,
 where gradient buffers dominate. The plan was not compared with a GPU yet; a run logs `perf/planned_memory_gib`, without the
 margin, and `perf/peak_memory_gib`.
 

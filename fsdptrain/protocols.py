@@ -176,8 +176,8 @@ class OffloadingBackend(TrainBackend, Protocol):
     def offload(self, *, keep_weights: bool = False) -> None:
         """Move all state to the host until `onload`, to free memory for an engine on the same device.
 
-        With `keep_weights`, the state that `hf_weights` and `score` need stays on the device. State that is already on
-        the host stays there.
+        With `keep_weights`, the state that `hf_weights` and `compute_logprobs` need stays on the device. State that is
+        already on the host stays there.
         """
         ...
 

@@ -1,7 +1,7 @@
-"""What the fork server of the tests does before it forks the first rank or command: import, and train one step.
+"""Prepare the fork server of the tests before it forks ranks and commands: import modules and train one step.
 
-Ranks and commands start from the state that this module leaves: modules are imported, transformers has compiled its
-patterns, torch has filled its caches. That saves 0.3 s of CPU time in each of some thousand processes.
+Ranks and commands inherit the imported modules, the compiled patterns of transformers and the caches of torch.
+This saves 0.3 s of CPU time in each of some thousand processes.
 """
 
 import tempfile
@@ -24,7 +24,7 @@ from tests.testing import save_tiny_checkpoint
 
 
 def _train_once() -> None:
-    """Train on one rank: its process group, and with it the group's threads, ends here."""
+    """Train on one rank, then destroy its process group, which ends its threads."""
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = save_tiny_checkpoint(Path(folder) / "model")
         dist.init_process_group("gloo", rank=0, world_size=1, init_method=f"file://{folder}/store")
@@ -36,5 +36,5 @@ def _train_once() -> None:
 if torch.accelerator.current_accelerator() is None:  # torch of an accelerator could not use it in forked processes then
     try:
         _train_once()
-    except Exception:  # noqa: BLE001  # a dead server would leave every test waiting; the tests say what is broken
+    except Exception:  # noqa: BLE001  # if the server dies, every test hangs; the tests report the error
         traceback.print_exc()

@@ -89,12 +89,12 @@ class AlgorithmConfig(Section):
     entropy_coef: Annotated[float, RL_ONLY] = Field(default=0.0, ge=0.0)
     """Coefficient of the entropy bonus."""
     entropy_interval: Annotated[int, IdleWith("entropy_coef"), NEUTRAL] = Field(default=1, ge=1)
-    """Compute the entropy of the policy in the first of every this many rollouts; it costs time in the head. Other
-    rollouts have no policy/entropy and loss/entropy."""
+    """Compute the entropy of the policy every this many rollouts, starting with the first, to save time in the head.
+    Other rollouts have no policy/entropy and loss/entropy."""
     skip_zero_advantage: Annotated[bool, RL_ONLY, NEUTRAL] = True
-    """Leave samples whose advantage is exactly 0 out of scoring and training if they have no gradient: not with a KL or
-    entropy term, --loss prime_rl, a custom loss, or balanced experts. Loss and gradient stay the same; policy/* and
-    mismatch/* are means over the tokens that are trained."""
+    """Skip samples whose advantage is exactly 0 in scoring and training. Off if they have a gradient: with a KL or
+    entropy term, --loss prime_rl, a custom loss, or balanced experts. Loss and gradient are unchanged; policy/* and
+    mismatch/* are means over the trained tokens."""
     use_rollout_logprobs: Annotated[bool, RL_ONLY] = False
     """Use the engine's logprobs as old logprobs instead of computing them with the trainer."""
     mismatch_correction: Annotated[

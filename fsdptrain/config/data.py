@@ -79,9 +79,9 @@ class RewardConfig(Section):
     """Stop if more than this fraction of a rollout's samples could not be scored."""
     reward_timeout: Annotated[float | None, NEUTRAL, GENERATES] = Field(default=None, gt=0.0)
     """Deadline of one --reward call; a sample that misses it is unscored. Three timeouts in a row end the run, as do
-    timeouts in one rollout that add up to half of --dist-timeout. If set, calls run in a thread. Default: 300 or
-    what --dist-timeout allows where calls run in threads anyway (--max-staleness with servers); elsewhere a call that
-    takes half of --dist-timeout ends the run. [s]"""
+    timeouts in one rollout that add up to half of --dist-timeout. If set, calls run in a thread. Default with
+    --max-staleness and servers, where calls always run in threads: 300, or less if --dist-timeout requires it. Default
+    otherwise: none, and a call that takes half of --dist-timeout ends the run. [s]"""
     pass_threshold: Annotated[float, Requires("@evaluates", "curriculum", "length_penalty", reason=_NO_PASS)] = 1.0
     """Minimum reward of a correct response, in evaluations, for --curriculum and for --length-penalty."""
 

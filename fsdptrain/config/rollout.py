@@ -134,8 +134,8 @@ class SyncConfig(Section):
     NAME = "sync"
 
     max_staleness: Annotated[int, TUNING, RL_ONLY] = Field(default=0, ge=0)
-    """Generate ahead of training: with weights at most so many rollouts older than those that are trained. With
-    vllm-server both go on at the same time. 0: always with the newest. [rollouts]"""
+    """Generate ahead of training, with weights at most this many rollouts older than the trained weights. With
+    vllm-server, generation and training overlap. 0: always the newest weights. [rollouts]"""
     offload_train: Annotated[
         bool,
         NEUTRAL,
@@ -144,8 +144,8 @@ class SyncConfig(Section):
         IdleWith("@engine_has_own_devices", reason=_OWN_DEVICES),
         FSDP_ONLY,
     ] = False
-    """Weights and optimizer of the trainer are in host memory while completions are made, so that the engine has the
-    device to itself. They cross the bus there and back in each rollout."""
+    """Move the trainer's weights and optimizer state to host memory during generation, so that the engine can use the
+    whole device. They cross the bus twice per rollout."""
 
 
 def _sizes(config: "Config") -> str:

@@ -1,4 +1,4 @@
-"""The model of a run on the meta device, for checks before any file but its config.json is looked for."""
+"""The model of a run on the meta device, for checks that need only its config.json."""
 
 from transformers import PreTrainedModel
 

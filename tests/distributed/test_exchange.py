@@ -1,4 +1,4 @@
-"""Exchange of samples between ranks: each arrives once, bit by bit, where the plan assigns it."""
+"""Exchange of samples between ranks: each sample arrives once, bitwise, on the rank that the plan assigns."""
 
 from dataclasses import replace
 from random import Random
@@ -53,7 +53,7 @@ def key(sample: Sample) -> str:
 
 
 def exchange(shuffle_seed: int, routes: bool) -> tuple[Any, list[str]]:
-    """Send samples to and fro in a random plan that all ranks know; some are sent nowhere."""
+    """Exchange samples by a random plan that is the same on all ranks; some samples are not sent."""
     mine = make_samples(dist.get_rank(), routes=routes)
     index = gather_index(mine)
     own = [i for i, owner in enumerate(index.owners) if owner == dist.get_rank()]

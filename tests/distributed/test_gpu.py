@@ -1,4 +1,4 @@
-"""A GPU computes what a CPU does: three optimizer steps with each option, on one rank with the device's own library.
+"""A GPU computes the results of a CPU: three optimizer steps with each option, on one rank with the device's backend.
 
 Written on machines without a GPU: `make gpu` runs them on one, `make test-null-gpu` without one (tests/null_gpu).
 """
@@ -86,7 +86,7 @@ def test_in_float32_steps_are_those_of_a_cpu(name: str, checkpoint: str, on_cpu:
 
 @pytest.mark.parametrize("name", HALF)
 def test_in_half_precision_steps_are_near_those_of_a_cpu(name: str, checkpoint: str, on_cpu: dict[str, Any]) -> None:
-    """Norms and losses to what rounding of 8 bits makes; fp16 may skip steps until it has found its loss scale."""
+    """Norms and losses agree within 8-bit rounding; fp16 may skip steps while its loss scale adapts."""
     found = on_device(checkpoint, HALF[name])
     trained = [step for step in found["history"] if "optim/grad_norm" in step]
     assert trained or name.startswith("fp16")
@@ -108,7 +108,7 @@ SHARED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", SHARED)
 def test_a_prompt_computed_once_trains_as_one_computed_for_each_sample(name: str, checkpoint: str) -> None:
-    """With --prefix-sharing on, which `auto` leaves off on a device. In bfloat16 as near as rounding lets them be."""
+    """With --prefix-sharing on; `auto` disables it on a device. In bfloat16 within rounding."""
     [found] = spawn(1, gpu_cases.shared_steps, checkpoint, SHARED[name], timeout=300.0)
     norm, loss = (1e-3, 1e-4) if name == "float32" else (0.1, 0.05)
     for ours, wanted in zip(found["on"], found["off"], strict=True):
@@ -117,7 +117,7 @@ def test_a_prompt_computed_once_trains_as_one_computed_for_each_sample(name: str
 
 
 def saved_and_exported(checkpoint: str, folder: Path) -> tuple[dict, dict, dict, int, int]:
-    """Weights of a run that goes on, of one that resumes it, of its export; bytes on the device while it is away."""
+    """Weights of a run, of its resumed run and of its export; bytes on the device while it is offloaded."""
     backend = gpu_cases.make(checkpoint, {})
     gpu_cases.steps(backend)
     CheckpointFolder(folder / "run", keep_last=1, timeout_s=60).write(1, lambda at: backend.save(at, 1))
@@ -163,7 +163,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 def run(checkpoint: str, folder: Path, values: dict[str, Any]) -> list[dict[str, Any]]:
-    """Metrics of two rollouts with the embedded engine, an evaluation after each, and an export."""
+    """Return the metrics of two rollouts with the embedded engine, with an evaluation after each, and an export."""
     options = {"num_rollout": 2, "rollout_batch_size": 4, "n_samples_per_prompt": 4, "rollout_max_response_len": 8}
     options |= {"max_tokens_per_gpu": 128, "reward": "tests.e2e.rewards:variety", "lr": 1e-3, "bf16": False}
     options |= {"eval_size": 2, "eval_interval": 1, "rollout_engine": "hf", "log_to": [], "output_dir": str(folder)}

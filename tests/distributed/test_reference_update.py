@@ -80,9 +80,9 @@ def test_the_reference_is_the_policy_of_the_update_and_is_resumed_bitwise(
     for policy, reference, trained, later, still, held in saved:
         assert torch.equal(policy, reference)
         assert torch.equal(reference, later)
-        assert torch.equal(trained, still)  # saving the reference left the policy alone
+        assert torch.equal(trained, still)  # saving the reference did not change the policy
         assert not torch.equal(trained, later)
-        assert held.tolist() == [False, True]  # until the update it is what the run began with, and needs no room
+        assert held.tolist() == [False, True]  # the initial model, which a checkpoint does not store
     for (policy, reference, held), (*_, later, still, _) in zip(
         spawn(2, load, checkpoint, str(tmp_path), values), saved, strict=True
     ):

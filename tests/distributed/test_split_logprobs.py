@@ -27,7 +27,7 @@ def compare(split_over: int) -> list[float]:
     labels = torch.randint(VOCABULARY, (TOKENS,), generator=generator)
     shape = (dist.get_world_size() // split_over, split_over)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor"))["tensor"]
-    labels = labels.roll(dist.get_rank() // split_over)  # each group of ranks has tokens of its own
+    labels = labels.roll(dist.get_rank() // split_over)  # each group of ranks has different tokens
     differences = []
     for options in OPTIONS:
         found = []

@@ -1,4 +1,4 @@
-"""A training step waits for other ranks as often as designed, and for the device once, at its end."""
+"""A training step runs the designed collectives, and waits for the device once, at its end."""
 
 import warnings
 from collections import Counter
@@ -31,7 +31,7 @@ READS = (
     *("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "item", "bincount", "histc"),
     *("_unique", "_unique2", "unique_consecutive", "unique_dim", "repeat_interleave"),
 )
-BY_MASK = ("index", "index_put", "index_put_", "_index_put_impl_")  # read where a mask of bools says which
+BY_MASK = ("index", "index_put", "index_put_", "_index_put_impl_")  # indexing with a bool mask reads it
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "checkpointing": {"gradient_checkpointing": True},
@@ -46,7 +46,7 @@ HOST_READS = ("tolist", "cpu", "numpy", "__array__")  # these do not pass the di
 
 
 class Reads(TorchDispatchMode):
-    """What would make the host wait for a device: operations, and methods that give its tensors to Python."""
+    """Records calls that would make the host wait for a device: operations, and methods that return Python values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ def gradients_of_earlier_packs(
     room: free memory of the host, in sizes of all gradients.
     """
     backend = FSDPBackend(config(checkpoint, **values), total_steps=10)
-    assert not backend._collects_gradients or platform.has_accelerator()  # a CPU waits for nothing
+    assert not backend._collects_gradients or platform.has_accelerator()  # a CPU never waits
     free = int(room * sum(p.nbytes for p in backend.model.parameters()))
     platform.host_memory = lambda: (free, 2**40)  # in a process of its own
     backend._collects_gradients = backend._config.fsdp.cpu_offload and backend._has_room_for_gradients()
@@ -178,7 +178,7 @@ def gradients_of_earlier_packs(
 
 
 def test_gradients_on_the_host_are_not_added_to_by_fsdp(checkpoint: str) -> None:
-    """FSDP2 copies a gradient into pinned memory without waiting only where there is none yet."""
+    """FSDP2 copies a gradient into pinned memory without waiting only if there is no previous gradient."""
     [(on_host, weights)] = spawn(1, gradients_of_earlier_packs, checkpoint, {"fsdp_cpu_offload": True})
     [(on_device, wanted)] = spawn(1, gradients_of_earlier_packs, checkpoint, {})
     assert on_host == [0] * len(on_device)

@@ -1,4 +1,4 @@
-"""Each algorithm trains by the real command line, with the loss that its preset names."""
+"""Each algorithm trains from the command line, with the loss of its preset."""
 
 import math
 from pathlib import Path
@@ -25,7 +25,7 @@ def trained(checkpoint: Path, folder: Path, *flags: str, num_ranks: int = 1) -> 
 
 @pytest.mark.parametrize("name", only(["dapo", "grpo", "gspo", "sft"], sorted(PRESETS)))
 def test_the_quickstart_trains_with_every_algorithm(checkpoint: Path, tmp_path: Path, name: str) -> None:
-    """The recipe tunes grpo; what it says of the loss gives way to the algorithm of the flag."""
+    """The recipe tunes grpo; the algorithm of the flag overrides its loss options."""
     argv = ["--recipe", str(QUICKSTART), "--algorithm", name, "--hf-checkpoint", str(checkpoint), *QUICK, "--log-to"]
     argv += ["--output-dir", str(tmp_path / "run"), "--global-batch-size", "16"]
     if name != "sft":
@@ -52,7 +52,7 @@ def test_several_rewards_and_shaping_add_up(checkpoint: Path, tmp_path: Path) ->
 def test_truncated_responses_leave_the_loss_and_its_denominators_but_not_the_report(
     checkpoint: Path, tmp_path: Path
 ) -> None:
-    """With an advantage of 1 for all that are left, the mean over tokens is 1, if no other token is counted."""
+    """With an advantage of 1 for all remaining samples, the mean over tokens is 1 if no other token is counted."""
     flags = ["--rollout-max-response-len", "64", "--advantage-estimator", "tests.e2e.advantages:below_64_tokens"]
     metrics = trained(checkpoint, tmp_path, *flags, "--advantage-scale", "batch", "--mask-truncated")
     assert 0 < metrics["completion/truncated_fraction"] < 1
@@ -109,7 +109,7 @@ def test_where_every_response_is_cut_off_the_flag_is_named(checkpoint: Path, tmp
 
 def test_an_estimator_of_ones_own_is_used_and_held_to_its_contract(checkpoint: Path, tmp_path: Path) -> None:
     own = trained(checkpoint, tmp_path / "own", "--advantage-estimator", "tests.e2e.advantages:below_the_best")
-    assert own["loss/policy"] > 0.01  # no advantage is above 0; with a mean taken away the loss is 0 on-policy
+    assert own["loss/policy"] > 0.01  # no advantage is above 0; with a mean subtracted, the on-policy loss would be 0
     argv = ["--hf-checkpoint", str(checkpoint), "--output-dir", str(tmp_path / "run"), *TINY]
     result = command.run([*argv, "--advantage-estimator", "tests.e2e.advantages:too_few"], tmp_path)
     assert result.code == 2

@@ -1,4 +1,4 @@
-"""A run with the fused kernels, in Triton's interpreter, and what a CPU says without it."""
+"""A run with the fused kernels in Triton's interpreter, and the error on a CPU without it."""
 
 import importlib.util
 import json

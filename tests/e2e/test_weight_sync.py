@@ -1,4 +1,4 @@
-"""The engine receives weights when it will generate with them, and only then."""
+"""The engine receives weights only if it will generate with them."""
 
 from pathlib import Path
 from typing import Any

@@ -4,7 +4,7 @@
     emulate.py   computes each operation on the CPU, in the same memory
     plugin.py    starts the emulation in pytest and its ranks; names the tests that cannot run here
     device_lines.py  names the lines of the package that need a device and have not run here
-    __main__.py  runs a command of Python with all of it
+    __main__.py  runs a Python command with the null GPU
 
 What it shows: torch's own host code accepts our calls (devices, dtypes, shapes, streams, FSDP2, selection of kernels,
 launch configurations, allocators, NCCL groups of one rank), where the host waits or copies from pageable memory, and

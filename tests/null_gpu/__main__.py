@@ -13,7 +13,7 @@ from tests.null_gpu.build import build
 
 ROOT = Path(__file__).parents[2]
 MARK = re.compile(r"pytest\.mark\.gpu\b")
-_MEMORY = 32 << 30  # bytes of address space of a process: a mistake must not take the machine's memory
+_MEMORY = 32 << 30  # bytes of address space of a process: a bug must not exhaust the memory of the machine
 
 
 def main() -> None:
@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def options() -> list[str]:
-    """Return options of pytest. Warnings are no errors: this is another torch than that of the suite."""
+    """Return options of pytest. Warnings are not errors, because the torch version differs from that of the suite."""
     plugin = ["-p", "tests.null_gpu.plugin", "-p", "no:cacheprovider"]
     return [*plugin, "-m", "gpu", "-o", "filterwarnings=default", "-rs", "--durations=5"]
 

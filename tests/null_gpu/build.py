@@ -10,7 +10,7 @@ import torch
 SOURCE = Path(__file__).parent
 _LINKED = ("libc10_cuda.so", "libtorch_cuda.so", "libtorch_python.so")
 _REPLACED = re.compile(r"(cuda|cublas|cublasLt|nccl)[A-Z]\w*")
-_NOT_SUPPORTED = 801  # cudaErrorNotSupported: a function without a definition must not seem to work
+_NOT_SUPPORTED = 801  # cudaErrorNotSupported: a function without a definition must fail
 
 
 def build(folder: Path) -> Path:

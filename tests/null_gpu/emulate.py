@@ -58,7 +58,7 @@ def _on_device(value: Any, device: torch.device) -> Any:
 
 
 class Emulation(TorchDispatchMode):
-    """While it is entered, CUDA operations have results."""
+    """Computes CUDA operations within the context."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fail if a line has neither run nor a reason."""
+    """Fail if a line did not run and no reason is listed."""
     if LINES is not None and Path(LINES).is_file() and session.exitstatus == pytest.ExitCode.OK:
         unexplained = any(row.endswith(device_lines.UNEXPLAINED) for row in device_lines.report(Path(LINES)))
         session.exitstatus = pytest.ExitCode.TESTS_FAILED if unexplained else pytest.ExitCode.OK

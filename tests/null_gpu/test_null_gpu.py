@@ -1,4 +1,4 @@
-"""The null GPU computes what a CPU does, with the device's own memory and random state."""
+"""The null GPU computes the results of a CPU, with the memory and random state of the device."""
 
 from collections.abc import Callable
 from ctypes import CDLL

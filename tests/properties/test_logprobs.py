@@ -1,4 +1,4 @@
-"""Chunked logprobs have the values and gradients of a full log-softmax, for every kind of head, whole or truncated."""
+"""Chunked logprobs equal a full log-softmax in value and gradient, for every kind of head, also truncated."""
 
 import pytest
 import torch

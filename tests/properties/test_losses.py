@@ -92,7 +92,7 @@ def test_loss_gradient_and_metrics_do_not_depend_on_packs_or_ranks(
     loss_name=st.sampled_from(sorted(LOSSES)),
 )
 def test_training_everything_twice_in_one_step_changes_nothing(samples, aggregation, loss_name):
-    """A mean stays the same when each sample is there twice; a per-pack or per-rank denominator would not know."""
+    """A mean does not change if each sample occurs twice; with a per-pack or per-rank denominator it would."""
     once = step(samples, aggregation, num_ranks=1, max_tokens=60, loss_name=loss_name)
     twice = step(samples * 2, aggregation, num_ranks=3, max_tokens=60, loss_name=loss_name)
     scale = max(1.0, float(once[1].abs().max()))

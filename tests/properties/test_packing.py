@@ -1,4 +1,4 @@
-"""The laws of plans and packs (docs/architecture.md, invariants 1 to 3)."""
+"""Properties of plans and packs (docs/architecture.md, invariants 1 to 3)."""
 
 import itertools
 import math
@@ -20,7 +20,7 @@ from tests.properties.strategies import sample_lists
 BUDGET = 64
 BOTH_PLANS = pytest.mark.parametrize("plan_them", [plan_packs, plan_rows])
 any_lengths = st.lists(st.integers(1, BUDGET), max_size=60)
-# Lengths that fill some packs exactly, cut at random: without room to spare, an overflow would be tempting.
+# Lengths that fill some packs exactly, cut at random, so that there is no spare room.
 cuts = st.sets(st.integers(1, BUDGET - 1), max_size=4).map(lambda at: [0, *sorted(at), BUDGET])
 tight_lengths = st.lists(cuts, max_size=12).map(lambda packs: [b - a for p in packs for a, b in itertools.pairwise(p)])
 lengths_lists = any_lengths | tight_lengths
@@ -68,7 +68,7 @@ def fewest_packs(lengths: list[int]) -> int:
 @pytest.mark.parametrize("num_ranks", [1, 2, 8])
 @pytest.mark.parametrize("seed", range(3))
 def test_realistic_plans_are_full_and_balanced(num_ranks: int, seed: int) -> None:
-    """Response lengths as they are (lognormal): no pack more than the tokens need, and ranks hardly wait."""
+    """Realistic response lengths (lognormal): the fewest packs that hold the tokens, and balanced ranks."""
     draw = random.Random(seed)
     lengths = [min(8000, max(20, int(draw.lognormvariate(6.5, 0.8)))) for _ in range(1024)]
     plan = plan_packs(lengths, num_ranks=num_ranks, max_tokens=8192)
@@ -78,7 +78,7 @@ def test_realistic_plans_are_full_and_balanced(num_ranks: int, seed: int) -> Non
 
 
 def test_balance_counts_the_quadratic_cost() -> None:
-    """Two long and many short sequences of as many tokens: the longs must not meet the same rank, nor cost the same."""
+    """Two long and many short sequences of as many tokens: the long ones must be on different ranks, and cost more."""
     lengths = [4000, 4000] + [100] * 80
     plan = plan_packs(lengths, num_ranks=2, max_tokens=10_000, quadratic_cost=1 / 1000)
     assert [sum(lengths[i] == 4000 for i in packs[0]) for packs in plan.packs] == [1, 1]
@@ -103,7 +103,7 @@ def test_a_plan_of_nothing_has_no_cost_and_is_balanced(plan_them) -> None:
 
 
 def test_samples_of_equal_length_are_taken_in_their_order() -> None:
-    """On any platform: a sort that is not stable would make plans differ between machines."""
+    """An unstable sort could make plans differ between platforms."""
     plan = plan_packs([4] * 120, num_ranks=4, max_tokens=1000)
     assert sorted(rank[0] for rank in plan.packs) == [tuple(range(first, 120, 4)) for first in range(4)]
 

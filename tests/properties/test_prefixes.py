@@ -1,4 +1,4 @@
-"""The laws of shared prompts: plans, packs, and attention over them."""
+"""Properties of shared prompts: plans, packs, and attention over them."""
 
 from dataclasses import replace
 from functools import partial
@@ -144,7 +144,7 @@ def test_each_segment_names_the_one_that_holds_its_prefix() -> None:
 def test_attention_over_shared_prefixes_is_attention_over_whole_segments(
     families, kv_heads, multiple, widths, window, softcap, has_sinks, block
 ):
-    """In value and in gradient: as if the rows of the prefix stood before each segment."""
+    """In value and gradient, as if the rows of the prefix preceded each segment."""
     shared, seqlens = shared_of(families)
     generator = torch.Generator().manual_seed(0)
     shapes = [(kv_heads * multiple, widths[0]), (kv_heads, widths[0]), (kv_heads, widths[1])]

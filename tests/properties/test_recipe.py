@@ -64,5 +64,5 @@ def test_a_written_recipe_is_the_same_configuration(config, with_sources):
 @given(config=configs())
 @example(config=Config(hf_checkpoint="x", reward=["a\x85b"]))
 def test_any_yaml_reader_reads_the_same_values(config):
-    """A written recipe does not depend on our own reading of numbers."""
+    """A written recipe does not depend on how fsdptrain parses numbers."""
     assert Config(**yaml.safe_load(to_yaml(config))) == config

@@ -1,4 +1,4 @@
-"""Checks of the benchmarks: agreement of both sides, laws, and results of an interrupted run."""
+"""Checks of the benchmarks: agreement of both sides, bounds, and results of an interrupted run."""
 
 import importlib
 import json

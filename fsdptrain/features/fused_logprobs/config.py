@@ -1,4 +1,4 @@
-"""Option of the kernels that make the passes over the logits."""
+"""Option of the kernels for the passes over the logits."""
 
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -19,10 +19,10 @@ class FusedLogprobsConfig(Section):
     ON_RESUME = NEUTRAL
 
     logprob_kernel: Annotated[Literal["auto", "triton", "eager"], _SPLIT_HEAD, FSDP_ONLY] = "auto"
-    """What computes logprobs, entropy and their gradient from logits. `triton`: two fused kernels. `eager`: torch's
-    operations. `auto`: the kernels on a GPU with Triton, after a comparison on that GPU, else `eager`."""
+    """Implementation of logprobs, entropy and their gradient from logits. `triton`: two fused kernels. `eager`: torch
+    operations. `auto`: the kernels on a GPU with Triton if they agree with torch there, else `eager`."""
 
     def tries(self, config: "Config", *, on_gpu: bool) -> bool:
-        """Whether the kernels are to be tried."""
+        """Return whether the run tries to use the kernels."""
         wanted = self.logprob_kernel == "triton" or (self.logprob_kernel == "auto" and on_gpu)
         return wanted and not idle_reason(config, "logprob_kernel")

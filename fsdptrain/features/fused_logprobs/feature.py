@@ -24,7 +24,7 @@ _BOUND = 1e-5  # of values in float32
 
 
 class FusedLogprobsFeature(Feature):
-    """Runs `chunked_logprobs` with Triton's kernels, where they are right on every rank's device."""
+    """Runs `chunked_logprobs` with Triton kernels if they are correct on every rank's device."""
 
     def __init__(self, passes: LogitPasses | None, line: str) -> None:
         self._passes = passes
@@ -57,7 +57,7 @@ def usable_passes(config: Config) -> tuple[LogitPasses | None, str]:
     try:
         passes = load_passes()
         compare(passes, platform.local_device(), getattr(torch, config.compute_dtype_name))
-    except Exception as error:  # noqa: BLE001  Triton raises errors of many kinds; the line says which
+    except Exception as error:  # noqa: BLE001  Triton raises many kinds of errors; the line names it
         problem = one_line(error)
     problem = next(filter(None, gather(problem)), "")
     return None if problem else passes, problem

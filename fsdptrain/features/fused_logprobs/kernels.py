@@ -1,4 +1,4 @@
-"""Triton kernels of the passes over the logits that `model.logprobs` makes: one read forward, one write backward.
+"""Triton kernels for the passes of `model.logprobs` over the logits: one read forward, one write backward.
 
 With raw logits x [C, V] of a chunk, z = cap(scale * x) / temperature, and the tokens K that truncated sampling keeps:
 
@@ -6,8 +6,8 @@ With raw logits x [C, V] of a chunk, z = cap(scale * x) / temperature, and the t
     backward   dx, written over x: one read and one write
 
 The formulas are those of the module docstring of `model.logprobs`. One program works on one row, in blocks of columns.
-All arithmetic is in float32, or in float64 if x is. The running sums follow Milakov and Gimelshein, "Online normalizer
-calculation for softmax", arXiv 1805.02867; for the entropy, sum(exp(z - m) * (z - m)) is carried along.
+All arithmetic is in float32, or in float64 if x is float64. The running sums follow Milakov and Gimelshein, "Online
+normalizer calculation for softmax", arXiv 1805.02867; for the entropy, sum(exp(z - m) * (z - m)) is carried along.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ _LOWEST = tl.constexpr(EXCLUDED)  # also of columns beyond the vocabulary
 
 
 class TritonPasses:
-    """The passes by Triton's kernels. The kernels that read z compute it bitwise as `transform_kernel` does."""
+    """The passes as Triton kernels. All kernels compute z bitwise like `transform_kernel`."""
 
     group: dist.ProcessGroup | None = None  # all columns are here
 

@@ -56,8 +56,8 @@ class VLLMServerEngine:
         folder: WeightFolder | None,
     ) -> None:
         """
-        run_id: part of each version tag: weights of another run are never used.
-        fleet, folder: rank 0's; None on other ranks.
+        run_id: part of each version tag, so that weights of another run are never used.
+        fleet, folder: on rank 0; None on other ranks.
         """
         vllm, servers = config.section(VllmConfig), config.section(ServerConfig)
         self.clients = clients
@@ -72,8 +72,8 @@ class VLLMServerEngine:
         self._min_servers = servers.min_servers
         self._stacks = stacks
         self._folder = folder
-        self._prioritize = config.sync.max_staleness > 0  # `generate` goes before requests in flight
-        self._tag: str | None = None  # of the servers' weights; None: they have none, or a sync goes on
+        self._prioritize = config.sync.max_staleness > 0  # `generate` precedes requests in flight
+        self._tag: str | None = None  # of the servers' weights; None: no weights, or during a sync
         self._ready: list[str] = []  # URLs of servers that hold them
         self._takes_adapters = False
         self._num_adapters = 0
@@ -112,7 +112,7 @@ class VLLMServerEngine:
         return self._generate_now(prompts, sampling)[0]
 
     def generate_in_flight(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
-        """Like `generate`, from any thread. During a weight sync servers keep what they have sampled, and continue."""
+        """Like `generate`, from any thread. A weight sync pauses the requests; they keep their tokens and continue."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed or not self._is_syncing)
             if self._is_closed:
@@ -129,7 +129,7 @@ class VLLMServerEngine:
         """The servers that this rank verifies: ranks share them, or several ranks send the probe to the same one.
 
         All checksums of a rank have one deadline. Each pair of rank and server has its own cache salt, so that the
-        probe finds cached prefixes of its own earlier probes only.
+        probe only hits cached prefixes of earlier probes with the same salt.
         """
         rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         clients = [client for client in self.clients if client.url in self._ready]
@@ -151,7 +151,7 @@ class VLLMServerEngine:
     def wake_up(self) -> None: ...
 
     def close(self) -> None:
-        """Cancel requests in flight and end the servers that this run has started."""
+        """Cancel requests in flight and stop the servers that this run has started."""
         with self._changed:
             if self._is_closed:
                 return
@@ -193,7 +193,7 @@ class VLLMServerEngine:
 
     @contextmanager
     def _syncing(self) -> Iterator[str | None]:
-        """The engine has no weights until the block has ended without an error. Yields the previous tag."""
+        """Clear the tag of the weights, which the caller sets after a successful sync. Yields the previous tag."""
         with self._changed:
             previous_tag, self._tag, self._is_syncing = self._tag, None, True
         try:
@@ -262,7 +262,7 @@ class VLLMServerEngine:
 
     @contextmanager
     def _pointing_to_stacks(self) -> Iterator[None]:
-        """An error after a long wait says where the stacks of all ranks are."""
+        """Add the location of the stacks of all ranks to an error after a long wait."""
         start = time.monotonic()
         try:
             yield

@@ -1,4 +1,4 @@
-"""Triton's kernels, in its interpreter, have the values and gradients of torch's operations.
+"""The Triton kernels, in Triton's interpreter, equal torch's operations in value and gradient.
 
 test_kernels.py runs this file in a process with TRITON_INTERPRET=1, which Triton reads when it is first imported.
 """
@@ -85,7 +85,7 @@ def test_float32_is_nearly_as_near_to_float64_as_torch(
 
 
 def test_bfloat16_is_within_the_rounding_of_the_written_gradient() -> None:
-    """The gradient of a logit is rounded once. The interpreter cuts digits off, a device rounds to nearest."""
+    """The gradient of a logit is rounded once. The interpreter truncates, a device rounds to nearest."""
     inputs, labels, upstream = inputs_of((5, 16, 300), has_bias=False, dtype=torch.bfloat16, seed=1)
     hidden, weight = (x.detach() for x in inputs)
     passes, transform = TritonPasses(), HeadTransform(temperature=0.7, softcap=5.0)
@@ -100,7 +100,7 @@ def test_bfloat16_is_within_the_rounding_of_the_written_gradient() -> None:
     torch.testing.assert_close(rows.entropy, wanted_entropy, rtol=1e-6, atol=1e-6)
     exact = grad_raw(raw, rows, transform, *upstream)
     passes.backward(raw, rows, transform, *upstream, None)
-    eps = torch.finfo(torch.bfloat16).eps  # the largest relative error of cutting off
+    eps = torch.finfo(torch.bfloat16).eps  # the largest relative error of truncation
     assert ((raw.float() - exact).abs() <= (eps + 1e-5) * exact.abs() + 1e-7).all()
 
 

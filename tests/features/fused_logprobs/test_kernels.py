@@ -1,4 +1,4 @@
-"""The fused kernels: their values in Triton's interpreter, and what ptxas makes of them for an H100."""
+"""The fused kernels: values in Triton's interpreter, and compilation by ptxas for an H100."""
 
 import importlib.util
 import os
@@ -74,7 +74,7 @@ def test_the_kernels_are_compiled_for_hopper_without_spills(
 
 
 def compile_for_hopper(kernel: Any, types: dict[str, str], constants: dict[str, Any], folder: Path) -> str:
-    """Compile a kernel for sm_90a with the ptxas of the triton package, and return what it says about registers."""
+    """Compile a kernel for sm_90a with the ptxas of the triton package, and return its report on registers."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

@@ -1,4 +1,4 @@
-"""Losses have the values and gradients of TRL's GRPOTrainer on a real model.
+"""Losses equal those of TRL's GRPOTrainer in value and gradient on a real model.
 
 TRL gets completions and computes old and reference logprobs, advantages, importance ratios, micro-batches and the loss
 with its own code. The weights change between logprobs and loss, so no ratio is 1.
@@ -38,7 +38,7 @@ Gradients = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """The same objective in TRL's words and in ours."""
+    """The same objective as options of TRL and of fsdptrain."""
 
     theirs: Mapping[str, Any]
     loss: str
@@ -137,7 +137,7 @@ def logprobs_of(model: PreTrainedModel, batch: PackedBatch) -> LogProbs:
 
 
 def make_samples(checkpoint: Path) -> list[Sample]:
-    """Two groups of four, of unequal lengths; the engine was a little off the old policy."""
+    """Two groups of four, of unequal lengths; the engine differs slightly from the old policy."""
     generator = torch.Generator().manual_seed(0)
     made = []
     for number in range(GROUPS * GROUP_SIZE):
@@ -183,7 +183,7 @@ class Result:
 
 
 def theirs(case: Case, samples: list[Sample], checkpoint: Path, folder: Path) -> Result:
-    """TRL's loss and gradients, as its training loop would ask for them, and its advantages."""
+    """TRL's loss and gradients, computed as in its training loop, and its advantages."""
     trainer = make_trainer(case, samples, checkpoint, folder)
     move(trainer.model, "old")
     if trainer.ref_model is not None:

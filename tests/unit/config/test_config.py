@@ -1,4 +1,4 @@
-"""Sections and flat keys say the same, whatever is wrong is one line, and what follows from the values."""
+"""Sections and flat keys are equivalent, errors are one line, and derived values are correct."""
 
 import pickle
 

@@ -17,7 +17,7 @@ ADAPTER = {"lora_rank": 8, "lora_sync": "adapter"}
 MEGATRON = {"backend": "megatron"}
 SELECTIVE = {"gradient_checkpointing": True, "gradient_checkpointing_kind": "selective"}
 TENSOR, EXPERT = {"tensor_parallel_size": 2}, {"expert_parallel_size": 2}
-# what was not proven beside split layers or experts; and beside layers alone
+# untested combinations with split layers or experts; and with split layers alone
 BESIDE_BOTH = [
     {"lora_rank": 8},
     {"image_key": "image"},
@@ -38,7 +38,7 @@ BESIDE_TENSOR = [
     {"rollout_min_p": 0.1},
 ]
 
-# (what is refused, what the line names, what repairs it; None: nothing short does)
+# (rejected flags, text in the error line, flags that fix it; None: no short fix)
 CORE_AND_FEATURES = [
     *(
         (

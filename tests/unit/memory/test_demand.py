@@ -147,7 +147,7 @@ def test_a_demand_that_does_not_fit_is_one_line_with_a_fix(options, machine, sup
     [
         ({**KL, "kl_reward_coef": 0.1}, GPU, {"host_free": 9}, "--kl-loss-coef"),  # the reward needs the reference
         (KL, GPU, {"device_free": 8}, "--kl-loss-coef"),  # the reference is on the host
-        ({**KL, "fsdp_cpu_offload": True}, GPU, {"host_free": 77}, "--ref-dtype"),  # the policy would be there twice
+        ({**KL, "fsdp_cpu_offload": True}, GPU, {"host_free": 77}, "--ref-dtype"),  # the policy would be stored twice
         ({"algorithm": "grpo"}, CPU, {"host_free": 20}, "--offload"),  # on CPUs everything is on the host
         ({"algorithm": "grpo"}, CPU, {"host_free": 20}, "--rollout-engine"),
         (

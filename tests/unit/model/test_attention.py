@@ -1,4 +1,4 @@
-"""Attention over packs is dense attention within each segment. Inputs that it would ignore are errors."""
+"""Attention over packs is dense attention within each segment. Unsupported inputs are errors."""
 
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -162,7 +162,7 @@ def test_cudnn_does_not_build_a_plan_for_each_length_of_a_segment() -> None:
     ],
 )
 def test_on_a_device_heads_are_repeated_for_kernels_that_need_it(dtype, width, window, repeats, monkeypatch):
-    """CUDA's other kernels refuse grouped heads: torch would take the one that stores all scores."""
+    """CUDA's other kernels do not support grouped heads: torch would select the kernel that stores all scores."""
     calls: list[tuple[int, bool]] = []
 
     def attention_call(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool, **_: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""The embedded engine generates what the stock model would, whatever is generated beside it."""
+"""The embedded engine generates the same tokens as the stock model, regardless of the rest of the batch."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
 SAMPLING = SamplingParams(num_samples=4, max_tokens=24, seed=5)
-ENDING = replace(SAMPLING, stop_token_ids=tuple(range(5, 25)))  # rows end all the time, and are dropped from the cache
+ENDING = replace(SAMPLING, stop_token_ids=tuple(range(5, 25)))  # rows end often, and are dropped from the cache
 GREEDY = replace(SAMPLING, num_samples=1, temperature=0.0)
 
 
@@ -75,14 +75,14 @@ def exact() -> Iterator[None]:
 
 @torch.no_grad()
 def plain_logprobs(model: PreTrainedModel, prompt: Prompt, completion: Completion, temperature: float) -> torch.Tensor:
-    """Of the response, by one forward pass over the whole sequence, without a cache and without padding."""
+    """Return logprobs of the response from one forward pass over the whole sequence, without cache and padding."""
     ids = torch.tensor([prompt.token_ids + completion.token_ids])
     logprobs = (model(ids, use_cache=False).logits[0, :-1].float() / temperature).log_softmax(-1)
     return logprobs.gather(-1, ids[0, 1:, None]).squeeze(-1)[len(prompt.token_ids) - 1 :]
 
 
 def assert_same(ours: list[Completion], theirs: list[Completion]) -> None:
-    """The same tokens, and logprobs but for rounding."""
+    """Assert equal tokens, and equal logprobs within rounding."""
     for one, other in zip(ours, theirs, strict=True):
         assert (one.prompt_id, one.token_ids, one.finish_reason) == (
             other.prompt_id,

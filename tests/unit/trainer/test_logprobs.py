@@ -1,4 +1,4 @@
-"""Logprobs that are computed before the first update, and those that the loss receives."""
+"""Logprobs computed before the first update, and logprobs passed to the loss."""
 
 from collections.abc import Sequence
 from typing import cast

@@ -1,4 +1,4 @@
-"""What vLLM is started with follows from model and platform, and users have the last word."""
+"""vLLM's options are derived from model and platform, and users can override them."""
 
 import base64
 import io

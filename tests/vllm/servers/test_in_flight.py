@@ -1,4 +1,4 @@
-"""Requests in flight during a weight sync: each token belongs to the weights it is tagged with, none is lost."""
+"""Requests in flight during a weight sync: each token has the version that sampled it, and none is lost."""
 
 import itertools
 import threading
@@ -19,7 +19,7 @@ LONG = SamplingParams(num_samples=3, max_tokens=800, temperature=0.7, seed=5)
 
 
 def test_each_token_is_of_the_weights_that_it_says_and_read_with_them_alone(models, urls, alone, tmp_path, monkeypatch):
-    """Also what a server had read before: a cache of the old weights would show in the logprobs after the switch."""
+    """Also for tokens read before the sync: a cache of the old weights would change the logprobs after it."""
     model = models["tied"]
     options = cases.attached(model.first, urls["tied"], output_dir=str(tmp_path), max_staleness=1)
     options |= {"mismatch_correction": "tis"}
@@ -28,7 +28,7 @@ def test_each_token_is_of_the_weights_that_it_says_and_read_with_them_alone(mode
     made: list[Completion] = []
     try:
         engine.update_weights(weights[0].items(), 0)
-        engine.generate(contract.PROMPTS, cases.GREEDY)  # what is slow once
+        engine.generate(contract.PROMPTS, cases.GREEDY)  # slow only once
         watched = Watched(monkeypatch, urls["tied"], GENERATE)
         thread = threading.Thread(target=lambda: made.extend(engine.generate_in_flight(contract.PROMPTS[:2], LONG)))
         thread.start()
@@ -37,7 +37,7 @@ def test_each_token_is_of_the_weights_that_it_says_and_read_with_them_alone(mode
             if not thread.is_alive():
                 break
             engine.update_weights(weights[version % 2].items(), version)
-            probe = engine.generate(contract.PROMPTS[:1], cases.GREEDY)  # meanwhile what is in flight goes on
+            probe = engine.generate(contract.PROMPTS[:1], cases.GREEDY)  # requests in flight continue meanwhile
             assert [completion.policy_version for completion in probe] == [version]
             assert probe[0].versions is None
     finally:
@@ -54,7 +54,7 @@ def test_each_token_is_of_the_weights_that_it_says_and_read_with_them_alone(mode
 def test_more_prompts_than_a_server_reads_at_one_time_are_answered_each_with_its_own_seed(
     models, urls, alone, tmp_path
 ):
-    """vLLM on a CPU ended where a prompt was read in parts, as those in flight may be when they are read again."""
+    """vLLM on a CPU crashed if a prompt was read in parts, which can happen to requests in flight after a sync."""
     prompts = [Prompt(str(i), [5 + (i + j) % 200 for j in range(300)], "") for i in range(24)]
     engine = build(cases.attached(models["tied"].first, urls["tied"], output_dir=str(tmp_path)))
     try:
@@ -66,7 +66,7 @@ def test_more_prompts_than_a_server_reads_at_one_time_are_answered_each_with_its
 
 
 def test_what_the_trainer_waits_for_is_not_queued_behind_what_is_in_flight(models, urls, alone, tmp_path, monkeypatch):
-    """As the probe of --verify-weight-sync: it would wait for nearly a whole rollout."""
+    """For example the probe of --verify-weight-sync, which would otherwise wait for nearly a whole rollout."""
     options = cases.attached(models["tied"].first, urls["tied"], output_dir=str(tmp_path), max_staleness=1)
     engine = build({**options, "mismatch_correction": "tis"})
     many = SamplingParams(num_samples=2 * cases.AT_ONCE, max_tokens=800, temperature=0.7, seed=5)

@@ -1,4 +1,4 @@
-"""After every push servers answer with exactly the weights of the trainer, and as an engine that starts with them."""
+"""After every push, servers have exactly the trainer's weights, and equal an engine that starts with them."""
 
 import json
 from pathlib import Path
@@ -69,7 +69,7 @@ def test_a_server_after_a_push_equals_an_engine_that_starts_with_the_weights(
 
 
 def test_an_update_that_failed_half_way_is_in_nobodys_way(models, urls, fresh, alone, tmp_path):
-    """The run ended with it, and is resumed."""
+    """The failed update ended the run, which is then resumed."""
     model, client = models["tied"], VLLMClient(urls["tied"], cases.KEY)
     other, part = weights_of(model.other), tmp_path / "part.safetensors"
     save_file({name: 3 * tensor for name, tensor in other.items() if "q_proj" in name}, part)

@@ -83,7 +83,7 @@ def verifier_of(engine: Engine, backend: Any = None) -> WeightVerifier:
 
 
 def syncs_to(*replicas: Replica, names: Sequence[str] = NAMES) -> Callable[[int], None]:
-    """Pushes other weights for each version, and verifies them."""
+    """Pushes different weights for each version, and verifies them."""
     engine = Engine(*replicas)
     verifier = verifier_of(engine)
 
@@ -128,7 +128,7 @@ def test_a_tensor_that_is_stored_in_another_way_is_compared_that_way_at_each_syn
 
 
 def test_many_replicas_are_called_at_the_same_time() -> None:
-    """More than a pool of threads has by default: none waits for another one."""
+    """More replicas than the default number of threads in a pool: none waits for another."""
     together = threading.Barrier(64)
     checks = [ReplicaCheck(Replica(str(i))) for i in range(64)]
     for_each_replica(lambda check: together.wait(60) and None, checks)
