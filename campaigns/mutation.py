@@ -90,7 +90,10 @@ TARGETS = {
     "checkpoint": Target(
         ("fsdptrain/fsdp/checkpoint.py", "fsdptrain/fsdp/checkpoint_folder.py"),
         ("tests/unit/fsdp",),
-        ("tests/distributed/test_fsdp_checkpoint.py", "tests/distributed/test_async_checkpoint.py"),
+        tuple(
+            f"tests/distributed/test_{name}.py"
+            for name in ("fsdp_checkpoint", "async_checkpoint", "lora_run", "reference_update")
+        ),
     ),
 }
 

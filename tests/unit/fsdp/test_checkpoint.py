@@ -1,0 +1,114 @@
+"""A checkpoint that cannot be written or read is a CheckpointError, whatever failed. One rank."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdptrain import platform
+from fsdptrain.errors import CheckpointError
+from fsdptrain.fsdp import checkpoint, checkpoint_folder
+from fsdptrain.fsdp.checkpoint_folder import MANIFEST, CheckpointFolder
+
+OURS = {"class": "Tiny", "num_parameters": 3, "tensors": "abc"}
+
+
+@pytest.fixture(autouse=True)
+def group() -> Iterator[None]:
+    with platform.process_group(60):
+        yield
+
+
+def save(folder: Path) -> None:
+    checkpoint._write_shards(folder / checkpoint._SHARDS, {"model.a": torch.arange(4.0), "model.b": torch.ones(2)})
+    checkpoint.write_state(folder, step=3, model=OURS, optimizer={})
+
+
+def written(directory: Path) -> Path:
+    folder = CheckpointFolder(directory, keep_last=1).write(3, save)
+    assert folder is not None
+    return folder
+
+
+def change_state(folder: Path, **values: Any) -> None:
+    """Change the state file, and the manifest with it."""
+    state = folder / checkpoint._STATE
+    state.write_text(json.dumps(json.loads(state.read_text()) | values))
+    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest |= checkpoint_folder.digests(folder, [state.name])
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+
+
+def test_tensors_share_files_up_to_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "_FILE_BYTES", 100)
+    tensors = {name: torch.zeros(size // 4) for name, size in {"a": 40, "b": 40, "c": 40, "d": 200, "e": 4}.items()}
+    assert checkpoint._file_plan(tensors) == {"a": 1, "b": 1, "c": 1, "d": 2, "e": 3}
+
+
+@pytest.mark.parametrize("name", ["_prepare", "_file_names", "digests", "sync_tree"])
+def test_an_error_of_the_disk_at_any_stage_names_the_option(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(CheckpointFolder if name == "_prepare" else checkpoint_folder, name, full)
+    with pytest.raises(CheckpointError, match=r"--output-dir: cannot write checkpoint .*step_00000003.* No space left"):
+        CheckpointFolder(tmp_path, keep_last=1).write(3, save)
+    assert CheckpointFolder(tmp_path, keep_last=1).latest() is None
+
+
+def newer_format(folder: Path) -> None:
+    change_state(folder, format=99)
+
+
+def other_adapter(folder: Path) -> None:
+    change_state(folder, model=OURS | {"adapter": "an adapter of rank 8"})
+
+
+def changed_shard(folder: Path) -> None:
+    file = next((folder / checkpoint._SHARDS).glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def shard_of_another(folder: Path) -> None:
+    (folder / checkpoint._SHARDS / "more.safetensors").write_bytes(b"")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (newer_format, "has format 99, not 2"),
+        (other_adapter, r"is of another model \(Tiny, 3 parameters, tensors abc, an adapter of rank 8\)"),
+        (changed_shard, r"is broken: shards/.*\.safetensors has changed"),
+        (shard_of_another, "is broken: shards/more.safetensors is not in its manifest"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused_with_a_remedy(
+    change: Callable[[Path], None], words: str, tmp_path: Path
+) -> None:
+    folder = written(tmp_path)
+    checkpoint.read_state(folder, OURS)
+    change(folder)
+    with pytest.raises(CheckpointError, match=f"{words}.*--resume never"):
+        checkpoint.read_state(folder, OURS)
+
+
+def test_tensors_that_cannot_be_read_are_refused_with_the_cause(tmp_path: Path) -> None:
+    folder = written(tmp_path)
+    with pytest.raises(CheckpointError, match=r"cannot be read \(.*model\.c.*\): .*--resume never"):
+        checkpoint._read_shards(folder / checkpoint._SHARDS, {"model.c": torch.zeros(4)})
+
+
+def test_broken_random_states_are_refused(tmp_path: Path) -> None:
+    folder = written(tmp_path)
+    path = folder / checkpoint._RNG.format(rank=dist.get_rank())
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(CheckpointError, match=f"checkpoint file {path} cannot be read.*--resume never"):
+        checkpoint.load_rng(folder)
