@@ -2,13 +2,16 @@
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from fsdptrain.config import Config
+from fsdptrain.features.prefix_sharing import copy_probe as prefix_probe
 from fsdptrain.fsdp import build as loading
+from fsdptrain.model.probes import copy_probe as layout_probe
 from fsdptrain.model.structure import expert_choice
 from fsdptrain.rollout.embedded import engine as embedded
 
@@ -37,6 +40,13 @@ def in_float64(model: PreTrainedModel) -> PreTrainedModel:
     if expert_choice(model.config):
         model.set_experts_implementation("eager")  # the grouped kernel has no float64
     return model.double()
+
+
+def copies_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the random copies that probes compute with be in float64. Compute under `Exact`."""
+    for module, name in ((layout_probe, "random_copy"), (prefix_probe, "guarded_copy")):
+        build = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, build=build, **kwargs: in_float64(build(*args, **kwargs)))
 
 
 def backends_in_float64() -> None:

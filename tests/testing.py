@@ -115,15 +115,15 @@ class FakeRolloutEngine:
     def close(self) -> None: ...
 
 
-def spawn(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+def spawn(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 600.0) -> list[Any]:
     """Run `fn(*args)` on `world_size` real ranks (gloo, or the device's backend) and return the results by rank.
 
     `fn` must be importable: a top-level function of a module. `timeout` [s] limits the whole run and each collective.
     Raises RuntimeError with the traceback of the first rank that fails, or on timeout. Leaves no process behind. Groups
     of more than two ranks run one at a time per machine.
     """
-    with _machine_lock() if world_size > 2 else nullcontext():
-        return _spawn(world_size, fn, args, timeout)
+    with _machine_lock() if world_size > 2 else nullcontext(), reserved_port() as port:
+        return _spawn(world_size, fn, args, port, timeout)
 
 
 @contextmanager
@@ -134,9 +134,8 @@ def _machine_lock() -> Iterator[None]:
         yield
 
 
-def _spawn(world_size: int, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
+def _spawn(world_size: int, fn: Callable[..., Any], args: tuple[Any, ...], port: int, timeout: float) -> list[Any]:
     context = preloaded_context()
-    port = free_port()
     pipes: list[Connection] = []
     processes = []
     for rank in range(world_size):
@@ -178,11 +177,22 @@ def allocated_on_device() -> int:
     return torch.accelerator.memory_allocated()
 
 
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """Yield an unused TCP port of the loopback interface.
+
+    Nobody else gets it meanwhile, but a server that binds it with SO_REUSEADDR, as torch's store, may listen there.
+    """
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("127.0.0.1", 0))
+        yield reserved.getsockname()[1]
+
+
 def free_port() -> int:
-    """Return an unused TCP port of the loopback interface."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Return an unused TCP port of the loopback interface, which another process may take."""
+    with reserved_port() as port:
+        return port
 
 
 def rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:

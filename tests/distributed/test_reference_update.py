@@ -1,7 +1,9 @@
 """An updated reference equals the policy at its update bitwise, also after a resume."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from fsdptrain.fsdp.reference import ReferenceBank
 from fsdptrain.fsdp.shards import local_shard
 from fsdptrain.trainer.batches import StepBatches
 from fsdptrain.trainer.loop import TrainingLoop
+from tests.exact import Exact, backends_in_float64
 from tests.testing import save_tiny_checkpoint, spawn
 
 from .sharded import full_state
@@ -69,6 +72,12 @@ def load(checkpoint: str, directory: str, values: dict) -> tuple[torch.Tensor, t
     return policy, scores(backend, "reference"), (write(backend, directory, 3) / "reference").is_dir()
 
 
+def in_float64(function: Callable[..., Any], *arguments: Any) -> Any:
+    backends_in_float64()
+    with Exact():
+        return function(*arguments)
+
+
 ROUNDED = {"ref_dtype": "bfloat16", "bf16": True}  # the policy is rounded alike when it computes
 
 
@@ -94,14 +103,16 @@ def test_the_reference_is_the_policy_of_the_update_and_is_resumed_bitwise(
 def test_another_number_of_ranks_resumes_the_reference_and_a_run_without_kl_ignores_it(
     checkpoint: str, tmp_path: Path
 ) -> None:
-    [(*_, later, still, _)] = spawn(1, update_and_save, checkpoint, str(tmp_path), {})
+    [(*_, later, still, _)] = spawn(1, in_float64, update_and_save, checkpoint, str(tmp_path), {})
     found = [
-        member for _, reference, _ in spawn(2, load, checkpoint, str(tmp_path), {}) for member in reference.tolist()
+        member
+        for _, reference, _ in spawn(2, in_float64, load, checkpoint, str(tmp_path), {})
+        for member in reference.tolist()
     ]
     wanted = later.tolist()
-    assert sorted(x for x in found if x) == pytest.approx(sorted(x for x in wanted if x), abs=1e-5)
+    assert sorted(x for x in found if x) == pytest.approx(sorted(x for x in wanted if x), abs=1e-12)
     (tmp_path / "checkpoints" / "step_00000003").rename(tmp_path / "checkpoints" / ".old")
-    [(policy, _, held)] = spawn(1, load, checkpoint, str(tmp_path), {"kl_loss_coef": 0.0})
+    [(policy, _, held)] = spawn(1, in_float64, load, checkpoint, str(tmp_path), {"kl_loss_coef": 0.0})
     assert torch.equal(policy, still)
     assert not held
 
@@ -188,7 +199,7 @@ def save_with_an_obstacle(checkpoint: str, directory: str) -> str:
 
 
 def test_what_fails_on_one_rank_does_not_leave_the_others_at_the_reference(checkpoint: str, tmp_path: Path) -> None:
-    first, second = spawn(2, save_with_an_obstacle, checkpoint, str(tmp_path), timeout=30)
+    first, second = spawn(2, save_with_an_obstacle, checkpoint, str(tmp_path))
     assert first == second
     assert "Is a directory" in first
     assert "(rank 1 of 2)" in first

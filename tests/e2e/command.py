@@ -4,7 +4,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 from fsdptrain import cli
 from fsdptrain.config.keys import all_keys, all_sections
-from tests.testing import free_port, preloaded_context, rank_variables
+from tests.testing import preloaded_context, rank_variables, reserved_port
 
 TINY_RUN = [
     *("--prompt-data", "reasoning_gym:spell_backward?max_word_len=4&size=64"),
@@ -55,26 +56,29 @@ def start(argv: Sequence[str], folder: Path, variables: Mapping[str, str] | None
     return process
 
 
-def start_ranks(argv: Sequence[str], folder: Path, num_ranks: int) -> list[ForkServerProcess]:
+@contextmanager
+def start_ranks(argv: Sequence[str], folder: Path, num_ranks: int) -> Iterator[list[ForkServerProcess]]:
     """Begin `fsdptrain *argv` on ranks as torchrun does; --nproc-per-node, which starts new ones, takes 10 s more."""
-    if num_ranks == 1:
-        return [start(argv, folder)]
-    port = free_port()
-    return [
-        start(argv, folder / f"rank{rank}" if rank else folder, rank_variables(rank, num_ranks, port))
-        for rank in range(num_ranks)
-    ]
+    with reserved_port() as port:
+        yield [
+            start(
+                argv,
+                folder / f"rank{rank}" if rank else folder,
+                rank_variables(rank, num_ranks, port) if num_ranks > 1 else {},
+            )
+            for rank in range(num_ranks)
+        ]
 
 
 def run(argv: Sequence[str], folder: Path, timeout: float = 300.0, *, num_ranks: int = 1) -> Result:
     """Run `fsdptrain *argv` to its end and return the output of the first rank."""
-    processes = start_ranks(argv, folder, num_ranks)
-    deadline = time.monotonic() + timeout
-    for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
-    for process in processes:
-        process.kill()
-        process.join()
+    with start_ranks(argv, folder, num_ranks) as processes:
+        deadline = time.monotonic() + timeout
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        for process in processes:
+            process.kill()
+            process.join()
     codes = [process.exitcode for process in processes]
     assert len(set(codes)) == 1, f"ranks ended with {codes}\n{_last_errors(folder, num_ranks)}"
     assert codes[0] is not None

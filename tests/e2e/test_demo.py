@@ -18,7 +18,7 @@ _SPEC.loader.exec_module(demo)
 def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("ten years")
     done = subprocess.run(
-        [sys.executable, DEMO, "--output-dir", tmp_path], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, DEMO, "--output-dir", tmp_path], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 1
     assert done.stderr == f"--output-dir {tmp_path} is not a demo folder: choose a new folder, or delete it\n"

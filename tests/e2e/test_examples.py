@@ -44,5 +44,5 @@ def test_own_data_and_prompt_data_exclude_each_other() -> None:
 @pytest.mark.matrix
 @pytest.mark.parametrize("example", [custom_reward, python_api])
 def test_an_example_without_arguments_says_how_to_call_it(example: Any) -> None:
-    done = subprocess.run([sys.executable, example.__file__], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, example.__file__], capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stderr) == (1, f"usage: python {example.__file__} MODEL OUTPUT_DIR\n")

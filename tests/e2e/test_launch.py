@@ -15,7 +15,7 @@ import pytest
 from fsdptrain.launch.cores import usable_cores
 from tests.e2e import command
 from tests.matrix import only
-from tests.testing import free_port, rank_variables
+from tests.testing import rank_variables, reserved_port
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ["-m", "tests.e2e.rank_program"]
@@ -123,10 +123,11 @@ def test_a_rank_is_killed_under_two_agents_and_the_run_resumes_from_its_newest_c
     argv = tiny_run(checkpoint, folder, "--num-rollout", "5", "--save-interval", "1", "--keep-last", "9")
     argv += ["--resume", "never", "--reward", "tests.e2e.rewards:killed_once"]
     torchrun = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "1"]
-    torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
     variables = {"KILLED": str(marker), "OMP_NUM_THREADS": "1"}
-    agents = [start(*torchrun, *argv, variables=variables) for _ in range(2)]
-    outputs = [finish(agent) for agent in agents]
+    with reserved_port() as port:
+        torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+        agents = [start(*torchrun, *argv, variables=variables) for _ in range(2)]
+        outputs = [finish(agent) for agent in agents]
     assert [code for code, *_ in outputs] == [0, 0], outputs
     assert marker.exists()
     assert steps(folder) == [1, 2, 3, 4, 5]
@@ -145,14 +146,14 @@ def test_accelerate_launch_is_like_torchrun(checkpoint, tmp_path):
 
 
 def test_ranks_with_different_options_are_refused_before_anything_is_loaded(tmp_path):
-    port = free_port()
     argv = ["--hf-checkpoint", str(tmp_path / "nowhere"), "--output-dir", str(tmp_path / "run")]
-    ranks = [
-        command.start([*argv, "--lr", f"{rank + 1}e-6"], tmp_path / f"{rank}", rank_variables(rank, 2, port))
-        for rank in range(2)
-    ]
-    for rank in ranks:
-        rank.join(100)
+    with reserved_port() as port:
+        ranks = [
+            command.start([*argv, "--lr", f"{rank + 1}e-6"], tmp_path / f"{rank}", rank_variables(rank, 2, port))
+            for rank in range(2)
+        ]
+        for rank in ranks:
+            rank.join(300)
     assert [rank.exitcode for rank in ranks] == [2, 2]
     line = (tmp_path / "0/err").read_text()
     assert re.fullmatch(
@@ -165,7 +166,7 @@ def test_ranks_with_different_options_are_refused_before_anything_is_loaded(tmp_
 
 def test_bad_variables_of_torchrun_are_one_line_on_the_rank_that_has_them(tmp_path):
     process = command.start(["--hf-checkpoint", "x"], tmp_path, {**rank_variables(0, 2, 29500), "RANK": "5"})
-    process.join(100)
+    process.join(300)
     assert process.exitcode == 2
     line = "fsdptrain: RANK=5 in the environment must be below WORLD_SIZE=2: start with torchrun, which sets it, or "
     assert (tmp_path / "err").read_text() == f"{line}unset RANK to train in one process\n"

@@ -65,7 +65,7 @@ def test_a_split_run_trains_like_a_plain_one_is_exported_by_one_process_and_resu
 def dry_run(*flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
     argv = [sys.executable, "-m", "fsdptrain", "--hf-checkpoint", "X", "--dry-run", *flags]
     environment = os.environ | variables
-    return subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_dry_run_draws_the_processes() -> None:

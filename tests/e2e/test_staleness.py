@@ -60,7 +60,8 @@ def test_a_queue_makes_each_rollout_with_weights_as_old_as_is_allowed(checkpoint
     rows = train(checkpoint, tmp_path, "queue", 2)
     assert ["weights 0", *["generate"] * 3, "weights 1", "generate", "weights 2", "weights 3"] == CALLS
     assert [row["staleness/mean"] for row in rows] == [0, 1, 2, 2]
-    assert rows[0]["mismatch/abs_max"] < 1e-5 < rows[1]["mismatch/abs_max"], "logprobs are those of the weights of then"
+    of_rounding, of_an_update = (row["mismatch/abs_max"] for row in rows[:2])
+    assert of_rounding < 1e-4 * of_an_update, "logprobs are those of the weights of then"
 
 
 def test_without_staleness_an_engine_that_could_run_ahead_trains_bit_by_bit_as_one_that_cannot(

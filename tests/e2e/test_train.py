@@ -67,11 +67,11 @@ def test_a_killed_run_resumes_bitwise(checkpoint: Path, tmp_path: Path, num_rank
     assert command.run([*base, "--output-dir", str(whole)], tmp_path / "1", num_ranks=num_ranks).code == 0
 
     argv = [*base, *saving, "--output-dir", str(killed)]
-    ranks = command.start_ranks(argv, tmp_path / "2", num_ranks)
-    wait_for(killed / "checkpoints" / "step_00000002", ranks[0], tmp_path / "2" / "err")
-    for rank in ranks:
-        rank.kill()
-        rank.join()
+    with command.start_ranks(argv, tmp_path / "2", num_ranks) as ranks:
+        wait_for(killed / "checkpoints" / "step_00000002", ranks[0], tmp_path / "2" / "err")
+        for rank in ranks:
+            rank.kill()
+            rank.join()
     resumed = command.run(argv, tmp_path / "3", num_ranks=num_ranks)
 
     assert resumed.code == 0, resumed.err

@@ -3,6 +3,7 @@
 test_kernels.py runs this file in a process with TRITON_INTERPRET=1, which Triton reads when it is first imported.
 """
 
+import math
 from typing import Any
 
 import pytest
@@ -56,8 +57,11 @@ def test_values_and_gradients_are_those_of_torch(sizes, head, has_bias, with_ent
     options = {**head, "chunk_size": chunk_size, "with_entropy": with_entropy}
     found = results(inputs, labels, upstream, passes=TritonPasses(), **options)
     wanted = results(inputs, labels, upstream, **options)
+    raw = inputs[0] @ inputs[1].T + (inputs[2] if has_bias else 0)
+    logits = raw * head["logit_scale"] / head["temperature"]
+    logsumexp = logits.abs().max() + math.log(sizes[2])  # at most: a small logprob is a difference of large numbers
     for one, other in zip(found, wanted, strict=True):
-        assert (one - other).abs().max() <= 1e-14 * (1 + other.abs().max()) * len(labels)
+        assert (one - other).abs().max() <= 1e-14 * (1 + other.abs().max() + logsumexp) * len(labels)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +85,8 @@ def test_float32_is_nearly_as_near_to_float64_as_torch(
             max((x - true).abs().max().item() for x, true in zip(some[part], exact[part], strict=True))
             for some in (found, torchs)
         )
-        assert of_kernels <= 4 * of_torch, "tanh rounds more often"
+        rounding = 8 * torch.finfo(torch.float32).eps * max(true.abs().max().item() for true in exact[part])
+        assert of_kernels <= 4 * of_torch + rounding, "tanh rounds more often"
 
 
 def test_bfloat16_is_within_the_rounding_of_the_written_gradient() -> None:
@@ -101,7 +106,7 @@ def test_bfloat16_is_within_the_rounding_of_the_written_gradient() -> None:
     exact = grad_raw(raw, rows, transform, *upstream)
     passes.backward(raw, rows, transform, *upstream, None)
     eps = torch.finfo(torch.bfloat16).eps  # the largest relative error of truncation
-    assert ((raw.float() - exact).abs() <= (eps + 1e-5) * exact.abs() + 1e-7).all()
+    assert ((raw.float() - exact).abs() <= 1.01 * eps * exact.abs() + 1e-7).all()  # 0.01: float32 before that
 
 
 def test_no_gradient_of_either_result_is_a_gradient_of_zero() -> None:

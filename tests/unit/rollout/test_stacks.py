@@ -5,7 +5,6 @@ import os
 import select
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -17,12 +16,13 @@ from fsdptrain.rollout.stacks import StackDump
 LIMIT_S = 60.0  # for what comes after a moment
 
 
-def stands_here(file: Path, error: Exception) -> None:
-    """Until something is written to `file`."""
+def stands_here(stacks: StackDump, error: Exception) -> None:
+    """Until the stacks are written."""
     end = time.monotonic() + LIMIT_S
-    while not file.stat().st_size and time.monotonic() < end:
-        time.sleep(0.01)
-    raise error
+    with stacks.around(0.2):
+        while not stacks.path.stat().st_size and time.monotonic() < end:
+            time.sleep(0.01)
+        raise error
 
 
 def waits_there(crowd: threading.Barrier, end: threading.Event) -> None:
@@ -39,8 +39,8 @@ def no_fallback(monkeypatch) -> None:
 @pytest.mark.parametrize("error", [ValueError("in vain"), RolloutError("it did not answer")])
 def test_a_late_error_names_the_folder_of_the_stacks(tmp_path, error):
     stacks, file = StackDump(tmp_path / "stacks", 3), tmp_path / "stacks" / "rank3.txt"
-    with pytest.raises(type(error)) as caught, stacks.around(0.2):
-        stands_here(file, error)
+    with pytest.raises(type(error)) as caught:
+        stands_here(stacks, error)
     stacks.close()
     assert "stands_here" in file.read_text()
     assert f"tacks of each rank: {tmp_path / 'stacks'}" in failure_of(caught.value, rank=3).text
@@ -57,8 +57,8 @@ def test_the_main_thread_is_first_and_equal_stacks_are_written_once(tmp_path):
         thread.start()
     crowd.wait()
     try:
-        with pytest.raises(ValueError), stacks.around(0.2):
-            stands_here(file, ValueError("in vain"))
+        with pytest.raises(ValueError):
+            stands_here(stacks, ValueError("in vain"))
     finally:
         end.set()
         for thread in threads:

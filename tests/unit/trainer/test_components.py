@@ -44,15 +44,15 @@ def test_an_error_does_not_wait_for_environments_in_flight(tmp_path) -> None:
 
     def step() -> bool:
         busy.set()
-        return end.wait(10)
+        return end.wait(120)
 
     with pytest.raises(ZeroDivisionError), ExitStack() as stack:
         threads = rollout_threads(config, engine, stack)
         assert threads is not None
         running, *waiting = [threads.submit(step) for _ in range(4)]
-        assert busy.wait(10)
+        assert busy.wait(60)
         raise ZeroDivisionError
     assert not running.done(), "it was waited for"
     end.set()
-    assert running.result(10)
+    assert running.result(60)
     assert waiting[-1].cancelled()

@@ -1,5 +1,6 @@
 """A hanging reward costs its sample; one that always hangs ends the run. Nothing waits for it."""
 
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -17,15 +18,19 @@ pytestmark = pytest.mark.slow
 PROMPT = Prompt("a", [1], "label")
 
 
-class Counted:
-    """A reward that counts its calls."""
+class Limited(WithDeadline):
+    """Counts calls. Those that do not hang have a minute, however busy the machine is."""
 
-    def __init__(self) -> None:
-        self.calls = 0
+    calls = 0
 
     def __call__(self, prompt: Prompt, response: str) -> float:
         self.calls += 1
-        return reward(prompt, response)
+        timeout = self._threads.timeout
+        self._threads.timeout = timeout if response == "hang" else 60.0
+        try:
+            return super().__call__(prompt, response)
+        finally:
+            self._threads.timeout = timeout
 
 
 def reward(prompt: Prompt, response: str) -> float:
@@ -35,31 +40,32 @@ def reward(prompt: Prompt, response: str) -> float:
         time.sleep(60)
     if response == "raise":
         raise ValueError("no")
+    if response == "late signal":
+        signal.raise_signal(signal.SIGVTALRM)
     return float(threading.current_thread() is threading.main_thread())
 
 
 def test_a_hanging_call_leaves_only_its_sample_unscored():
-    timed = WithDeadline(reward, 1.0, patience=60)
+    timed = Limited(reward, 1.0, patience=60)
     results = compute_rewards(timed, [PROMPT] * 5, ["good", "hang", "hang", "raise", "hang"])
     assert [score.reward for score in results.results] == [0.0, None, None, None, None]
     assert results.first_error == "--reward: no answer within --reward-timeout 1 s"
 
 
 def test_a_reward_that_always_hangs_ends_the_rollout():
-    counted = Counted()
+    timed = Limited(reward, 0.2, patience=60)
     with pytest.raises(RolloutError, match=r"^--reward did not answer 3 times in a row .* prompt 'a': .*--reward-time"):
-        compute_rewards(WithDeadline(counted, 0.2, patience=60), [PROMPT] * 100, ["hang"] * 100)
-    assert counted.calls == 3
+        compute_rewards(timed, [PROMPT] * 100, ["hang"] * 100)
+    assert timed.calls == 3
 
 
 def test_a_reward_that_often_hangs_ends_the_rollout_within_the_patience():
-    counted = Counted()
-    timed = WithDeadline(counted, 1.0, patience=3.0)
+    timed = Limited(reward, 1.0, patience=3.0)
     results = compute_rewards(timed, [PROMPT] * 4, ["hang", "good"] * 2)
     assert results.num_unscored == 2
     with pytest.raises(RolloutError, match=r"^--reward did not answer 3 times in one rollout within 1 s.*than 3 s for"):
         compute_rewards(timed, [PROMPT] * 100, ["hang", "good"] * 50)
-    assert counted.calls == 4 + 5  # counted anew in each rollout
+    assert timed.calls == 4 + 5  # counted anew in each rollout
 
 
 def test_the_default_deadline_allows_three_hanging_calls():
@@ -72,8 +78,11 @@ def test_a_call_on_the_main_thread_is_interrupted_and_the_next_one_is_not(text: 
     limited = MainThreadLimit(reward, 0.5)
     with pytest.raises(RolloutError, match=r"--reward did not answer within 0.5 s.*--reward-timeout"):
         limited(PROMPT, text)
-    assert [limited(PROMPT, "good") for _ in range(100)] == [1.0] * 100
-    time.sleep(1)  # until their timers would have fired
+    limited._limit_s = 600.0
+    assert [limited(PROMPT, text) for text in ["good", "late signal"] * 50] == [1.0] * 100
+    signal.raise_signal(signal.SIGVTALRM)
+    timers = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+    assert all(timer.finished.is_set() for timer in timers), "one was not canceled"
 
 
 def test_without_a_timeout_only_other_threads_have_a_deadline():

@@ -4,12 +4,13 @@ import multiprocessing
 import sys
 import threading
 import time
+from functools import partial
 
 import pytest
 
 from fsdptrain.errors import RolloutError
 from fsdptrain.trainer.samples import threads as module
-from fsdptrain.trainer.samples.threads import DeadlineError, StepThreads
+from fsdptrain.trainer.samples.threads import DeadlineError, StepThreads, _Batch
 
 pytestmark = pytest.mark.slow
 
@@ -50,17 +51,27 @@ def test_at_most_num_threads_run_at_one_time():
 
 
 def test_the_deadline_of_a_call_starts_with_it():
-    """One thread, and calls that together take longer than the deadline of one."""
-    results = StepThreads(num_threads=1, timeout=3.0).run([lambda: time.sleep(0.5)] * 7)
-    assert results == [None] * 7
+    """One thread: the time in which a call waits for those before it does not count."""
+    times: list[float] = []
+
+    def call(index: int) -> None:
+        with batch.changed:
+            deadline, _ = batch.running[index]
+        times.extend([deadline - batch.timeout, time.monotonic()])
+
+    batch = _Batch([partial(call, index) for index in range(5)], 600.0, "--environment")
+    batch.start_thread()
+    batch.wait()
+    assert batch.results() == [None] * 5
+    assert times == sorted(times)
 
 
 def test_a_hanging_call_is_replaced():
     release = threading.Event()
-    threads = StepThreads(num_threads=2, timeout=2.0)
+    threads = StepThreads(num_threads=2, timeout=5.0)
     results = threads.run([release.wait, release.wait, *[lambda: "fine"] * 20])
     assert [type(result) for result in results[:2]] == [DeadlineError, DeadlineError]
-    assert "--environment-timeout 2" in str(results[0])
+    assert "--environment-timeout 5" in str(results[0])
     assert results[2:] == ["fine"] * 20
     release.set()
 

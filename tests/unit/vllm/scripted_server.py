@@ -35,6 +35,7 @@ class ScriptedServer(ThreadingHTTPServer):
         self.refuses: dict[str, str] = {}  # path -> message, with status 500
         self.breaks_off: set[str] = set()  # paths without an answer
         self.delays: dict[str, float] = {}  # path -> seconds before its answer
+        self.holds: dict[str, threading.Event] = {}  # path -> set when it may answer
         self.texts: dict[str, str] = {}  # path -> body, instead of vLLM's answer
         self.exits_on_generate = False  # the whole process
         self.calls: list[str] = []  # paths, in order
@@ -76,6 +77,8 @@ class _Handler(BaseHTTPRequestHandler):
                 if server.dies_after is not None:
                     server.dies_after -= 1
         time.sleep(server.delays.get(path, 0.0))
+        if path in server.holds:
+            server.holds[path].wait()
         if path in server.refuses:
             self._send(500, json.dumps({"error": {"message": server.refuses[path]}}))
             return

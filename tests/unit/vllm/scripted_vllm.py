@@ -4,6 +4,7 @@
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
@@ -13,10 +14,17 @@ from tests.unit.vllm.scripted_server import ScriptedServer
 
 def main(port: int) -> None:
     assert os.environ["VLLM_SERVER_DEV_MODE"] == "1"
-    server = ScriptedServer(version="default", port=port)
+    server = ScriptedServer(version="default", port=port, listens=False)
     server.exits_on_generate = "--exits-on-generate" in sys.argv
-    if "--hangs-if" in sys.argv and Path(sys.argv[sys.argv.index("--hangs-if") + 1]).exists():
+    sign = Path(sys.argv[sys.argv.index("--hangs-if") + 1]) if "--hangs-if" in sys.argv else None
+    hangs = sign is not None and sign.exists()
+    if hangs:
         server.delays["/collective_rpc"] = 600.0
+    server.listen()
+    while hangs and "/collective_rpc" not in server.calls:
+        time.sleep(0.02)
+    if sign and hangs:
+        sign.with_suffix(".reached").touch()
     signal.pause()
 
 

@@ -1,5 +1,6 @@
 """Requests during a weight sync get the new weights, and a closed engine ends them."""
 
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -36,14 +37,24 @@ class Case:
     def generate(self) -> list[Completion]:
         return self.engine.generate_in_flight(PROMPTS, SAMPLING)
 
-    def begin_sync(self, version: int) -> "Future[None]":
-        """Returns in the middle of a sync."""
-        self.server.delays["/collective_rpc"] = 1.0
+    def generate_during_sync(self, version: int) -> "tuple[Future[None], Future[list[Completion]]]":
+        """The sync goes on once the request waits for it."""
+        hold = self.server.holds["/collective_rpc"] = threading.Event()
         before = self.server.calls.count("/collective_rpc")
         update = self.threads.submit(self.sync, version)
-        while self.server.calls.count("/collective_rpc") == before and not update.done():
+        while self.server.calls.count("/collective_rpc") == before:
+            assert not update.done()
             time.sleep(0.01)
-        return update
+        request = self.generate_later()
+        hold.set()
+        return update, request
+
+    def generate_later(self) -> "Future[list[Completion]]":
+        """Returns when the request waits for the end of a sync."""
+        request = self.threads.submit(self.generate)
+        while not (request.done() or self.engine._changed._waiters):  # type: ignore[attr-defined]
+            time.sleep(0.01)
+        return request
 
 
 @pytest.fixture
@@ -73,17 +84,16 @@ def test_a_request_during_a_sync_gets_the_new_weights(case: Case) -> None:
         case.generate()
     case.sync(0)
     assert [made.policy_version for made in case.generate()] == [0] * 4
-    update = case.begin_sync(1)
-    made = case.generate()
+    update, request = case.generate_during_sync(1)
+    made = request.result(timeout=60)
     assert [(one.prompt_id, one.policy_version) for one in made] == [("a", 1), ("a", 1), ("b", 1), ("b", 1)]
-    update.result()
+    update.result(timeout=60)
 
 
 def test_a_request_during_a_sync_that_fails_gets_an_error(case: Case) -> None:
     case.sync(0)
     case.server.refuses["/collective_rpc"] = "no such weight"
-    update = case.begin_sync(1)
-    request = case.threads.submit(case.generate)
+    update, request = case.generate_during_sync(1)
     with pytest.raises(RolloutError, match="have no weights"):
         request.result(timeout=60)
     with pytest.raises(RolloutError, match="no such weight"):
@@ -117,8 +127,7 @@ def test_closing_ends_requests_in_flight_and_writes_their_stacks(case: Case) -> 
 def test_nobody_waits_for_a_closed_engine(case: Case) -> None:
     case.sync(0)
     with case.engine._syncing():  # a sync that does not end
-        request = case.threads.submit(case.generate)
-        time.sleep(0.2)
+        request = case.generate_later()
         assert not request.done()
         case.engine.close()
         with pytest.raises(RolloutError, match="the engine is closed"):

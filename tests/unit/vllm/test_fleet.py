@@ -98,7 +98,7 @@ def test_hung_servers_cost_the_others_no_time():
     alive.delays["/resume"] = 0.2
     start = time.monotonic()
     assert switch(*hung, alive, weight_sync_timeout=12.0) == [alive.client.url]
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 2 * 12.0  # each hangs for 0.75 x 12 s: not one after another
     assert alive.calls[-1] == "/resume"
 
 
@@ -183,24 +183,20 @@ def test_a_restarted_server_with_wrong_weights_is_not_used(start, loop, monkeypa
 
 def test_new_weights_do_not_wait_for_a_server_that_hangs_while_it_loads_old_ones(start, loop, tmp_path):
     sign = tmp_path / "hang"
-    fleet, [first, second] = start("--hangs-if", str(sign), count=2)
+    fleet, [first, second] = start("--hangs-if", str(sign), count=2, weight_sync_timeout=200.0)
     loop.run(fleet.switch(Weights([], "run/1")))
     sign.touch()
     hanging = fleet._servers[0]
     os.kill(pid_of(first), signal.SIGKILL)
-    until(lambda: hanging.starts == 1 and hanging.state is State.DOWN and is_listening(first))
-    time.sleep(1.0)  # it loads the weights
+    until(sign.with_suffix(".reached").exists)  # it loads the weights
+    assert (hanging.starts, hanging.state) == (1, State.DOWN)
     sign.unlink()
     begin = time.monotonic()
     loop.run(fleet.forget_weights())
     assert loop.run(fleet.switch(Weights([], "run/2"))) == [second.url]
-    assert time.monotonic() - begin < 30
+    assert time.monotonic() - begin < 100  # else it waits for most of --weight-sync-timeout
     assert loop.run(fleet.wait_for(2, 60.0)) == [first.url, second.url]
     assert loop.run(VLLMClient(first.url, "key").version(timeout=60.0)) == "run/2"
-
-
-def is_listening(process: ServerProcess) -> bool:
-    return any(c.laddr.port == process.port and c.status == "LISTEN" for c in psutil.net_connections("tcp"))
 
 
 @pytest.mark.slow

@@ -127,7 +127,7 @@ def test_one_that_hangs_in_an_update_is_left_behind_within_the_deadline(engine, 
     send(engine.clients[1].url, signal.SIGSTOP)
     start = time.monotonic()
     engine.update_weights(weights_of(models["tied"].other).items(), 3)
-    assert time.monotonic() - start < HANGS + 10
+    assert time.monotonic() - start < 2 * HANGS
     require_right(engine.generate(PROMPTS, LONG_ANSWERS), models["tied"].other)
 
 
@@ -143,7 +143,7 @@ def test_the_only_one_hangs_while_it_generates_the_run_ends_with_one_message(mod
         start = time.monotonic()
         with pytest.raises(RolloutError) as caught:
             engine.generate(PROMPTS[:4], sampling)
-        assert time.monotonic() - start < 2 * silence + 5
+        assert time.monotonic() - start < SILENCE < min(usual)  # twice `silence`, and a moment
     finally:
         send(url, signal.SIGCONT)
         engine.response_timeout, engine.replacement_timeout = usual
