@@ -230,8 +230,12 @@ class Wild:
         (lambda: Turn([{"role": "user", "content": None}]), "--environment: TypeError: an observation is a text or"),
         (lambda: Turn(reward="high"), "--environment: TypeError: the reward returned 'high', which is not a number"),
         (lambda: Turn(reward=float("nan")), "--environment: ValueError: the reward returned nan"),
-        (lambda: time.sleep(600), "--environment: DeadlineError: no answer within --environment-timeout 5 s"),
-        (lambda: threading.Event().wait(), "--environment: DeadlineError"),
+        pytest.param(
+            lambda: time.sleep(600),
+            "--environment: DeadlineError: no answer within --environment-timeout 5 s",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(lambda: threading.Event().wait(), "--environment: DeadlineError", marks=pytest.mark.slow),
     ],
 )
 def test_a_failing_episode_is_unscored_and_others_are_scored(wrong: Callable[[], Any], error: str) -> None:
