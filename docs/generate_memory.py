@@ -51,6 +51,7 @@ prints JSON.
 | flags | saves on the device | cost |
 |---|---|---|
 | `--offload-optimizer` | Adam's state, 8 bytes per element of a shard | it crosses the bus twice per step |
+| `--activation-memory-budget 0.5`, with `--compile` | a part of the activations | recomputes cheap operations, then matrix products |
 | `--gradient-checkpointing --gradient-checkpointing-kind selective` | activations, except results of matrix products and attention | recomputes cheap operations |
 | `--gradient-checkpointing --gradient-checkpointing-every 2` | activations of every second layer | half a forward pass |
 | `--gradient-checkpointing` | all activations except layer inputs | a forward pass, about a third of a step |
@@ -70,7 +71,8 @@ prints JSON.
 - `--fsdp-cpu-offload` with several packs per step is faster where the gradients of one pack and their sum (pinned) take at
   most half of the memory that is free on the host; else the host waits for each tensor. It is decided at the start, and not
   part of the plan.
-- With `--compile` a run needs less than planned, because fused operations save less.
+- With `--compile`, layers keep less by themselves, and `--activation-memory-budget` takes the place of checkpointing: see
+  [compile.md](compile.md#memory-budget). Operations are fused: while a layer runs it needs less than planned.
 
 {MEASURED}
 ## How the plan is computed
@@ -91,7 +93,7 @@ prints JSON.
 The layout is assumed, because no probe runs: padded if a recurrent mixer lacks its packages on this machine, else packed.
 Models whose experts run one by one cannot be planned; an error says so.
 
-`test_memory_plan.py` compares the plan with the bytes of tensors on two CPU ranks, for 13 small models (dense, experts, sinks,
+`test_memory_plan.py` compares the plan with the bytes of tensors on two CPU ranks, for 16 small models (dense, experts, sinks,
 recurrent, MLA) with all kinds of checkpointing, offload, resharding, prefetch, half precision, split layers and experts,
 and an adapter: within 10 % of the mean over ranks, without gloo's own copies. The bound does not hold for packs of few tokens,
 where gradient buffers dominate. The plan was not compared with a GPU yet; a run logs `perf/planned_memory_gib`, without the
