@@ -51,6 +51,7 @@ JSON.
 | flags | saves on the device | cost |
 |---|---|---|
 | `--offload-optimizer` | Adam's state, 8 bytes per element of a shard | it crosses the bus twice per step |
+| `--activation-memory-budget 0.5`, with `--compile` | a part of the activations | recomputes cheap operations, then matrix products |
 | `--gradient-checkpointing --gradient-checkpointing-kind selective` | activations, except results of matrix products and attention | recomputes cheap operations |
 | `--gradient-checkpointing --gradient-checkpointing-every 2` | activations of every second layer | half a forward pass |
 | `--gradient-checkpointing` | all activations except layer inputs | a forward pass, about a third of a step |
@@ -69,7 +70,8 @@ JSON.
 - Host memory for copies is pinned, and torch allocates it in powers of two: up to twice the planned size.
 - `--fsdp-cpu-offload` with several packs per step is faster if the gradients of one pack and their sum (pinned) take at most
   half of the free host memory; otherwise the host waits for each tensor. This is decided at start, and not part of the plan.
-- With `--compile` a run needs less than planned, because fused operations save less.
+- With `--compile`, layers keep less, and `--activation-memory-budget` replaces checkpointing: see
+  [compile.md](compile.md#memory-budget). Operations are fused: while a layer runs it needs less than planned.
 
 {MEASURED}
 ## How the plan is computed
@@ -90,7 +92,7 @@ JSON.
 The layout is assumed, because no probe runs: padded if a recurrent mixer lacks its packages on this machine, else packed.
 Models whose experts run one by one cannot be planned and are rejected.
 
-`test_memory_plan.py` compares the plan with the bytes of tensors on two CPU ranks, for 13 small models (dense, experts, sinks,
+`test_memory_plan.py` compares the plan with the bytes of tensors on two CPU ranks, for 16 small models (dense, experts, sinks,
 recurrent, MLA) with all kinds of checkpointing, offload, resharding, prefetch, half precision, split layers and experts,
 and an adapter: within 10 % of the mean over ranks, without the copies of gloo. The bound does not hold for packs of few tokens,
 where gradient buffers dominate. The plan was not compared with a GPU yet; a run logs `perf/planned_memory_gib`, without the

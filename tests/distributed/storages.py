@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, UntypedStorage
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
@@ -23,10 +24,28 @@ class Storages(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.peak = self._live = 0
+        self._counting = False
         self._sizes: dict[int, int] = {}  # by the identity of a storage
         self._alive: dict[int, weakref.ref[UntypedStorage]] = {}
         self._dead: deque[int] = deque()  # not counted off at once: a thread may be in the middle of counting
         self._resize: Callable[..., Any] = UntypedStorage.resize_
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def watch_inductor(self) -> None:
+        """Count the buffers of code that inductor compiles from now on, which makes them past the dispatcher."""
+        stock = torch._C._dynamo.guards._empty_strided_cpu
+
+        def empty(*args: Any) -> Tensor:
+            tensor = stock(*args)
+            if self._counting:
+                self._meet(tensor, new=True)
+                self._look()
+            return tensor
+
+        torch._C._dynamo.guards._empty_strided_cpu = empty
 
     def __enter__(self) -> "Storages":
         def resize(storage: UntypedStorage, size: int) -> Any:  # how FSDP2 frees what it has gathered
@@ -38,11 +57,13 @@ class Storages(TorchDispatchMode):
             return result
 
         UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+        self._counting = True
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        self._counting = False
         UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -83,6 +83,19 @@ def test_a_run_without_any_advantage_skips_all_samples_and_has_no_means_over_the
     assert metrics["progress/samples"] == 16
 
 
+@pytest.mark.matrix
+def test_compiled_layers_with_a_memory_budget_train_as_plain_ones(checkpoint: Path, tmp_path: Path) -> None:
+    flags = ["--activation-memory-budget", "0.5"]
+    plain, compiled = (
+        trained(checkpoint, tmp_path / name, *more) for name, more in (("a", []), ("b", ["--compile", *flags]))
+    )
+    names = [name for name in plain if name.startswith(("policy/", "loss/", "optim/", "mismatch/"))]
+    assert plain["optim/grad_norm"] > 0
+    assert {name: compiled[name] for name in names} == pytest.approx(
+        {name: plain[name] for name in names}, rel=1e-4, abs=1e-5
+    )
+
+
 def test_entropy_is_computed_in_the_first_of_several_rollouts_and_absent_in_the_others(
     checkpoint: Path, tmp_path: Path
 ) -> None:

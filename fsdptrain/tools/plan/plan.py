@@ -20,6 +20,7 @@ from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError
 from fsdptrain.features.activation_memory.checkpointing import check_selective
 from fsdptrain.features.activation_memory.config import ActivationMemoryConfig
+from fsdptrain.features.compile.config import CompileConfig
 from fsdptrain.features.lora.config import LoraConfig
 from fsdptrain.features.model_parallel.plan import SplitPlan
 from fsdptrain.memory.demand import (
@@ -191,6 +192,7 @@ class Planner:
     def trace(self, config: Config) -> Trace:
         """Trace the fullest pack. If only some layers are recomputed, the trace lists every layer separately."""
         model, memory, lora = config.model, config.section(ActivationMemoryConfig), config.section(LoraConfig)
+        compiled = config.section(CompileConfig)
         spec = TraceSpec(
             seqlens=seqlens(config),
             layout=self.layout(config),
@@ -200,6 +202,7 @@ class Planner:
             checkpointing=memory.gradient_checkpointing_kind if memory.gradient_checkpointing else None,
             offload=memory.offload_activations,
             lora=lora if lora.enabled else None,
+            compiled=compiled.activation_memory_budget if compiled.compile else None,
         )
         pieces = self.pieces(config)
         found = self._traced(spec, pieces, trust_remote_code=model.trust_remote_code)

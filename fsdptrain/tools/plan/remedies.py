@@ -10,18 +10,21 @@ from typing import Any
 
 from fsdptrain.config import Config
 from fsdptrain.features.activation_memory.config import ActivationMemoryConfig
+from fsdptrain.features.compile.config import CompileConfig
 from fsdptrain.memory.remedies import OPTIMIZER_ON_HOST, STATE_ON_HOST, Changed, change
 
 _FORWARD, _CHEAP_OPERATIONS, _ACTIVATIONS, _OPTIMIZER, _EVERYTHING = 0.33, 0.1, 0.05, 0.05, 0.6
 
 _SELECTIVE = {"gradient_checkpointing": True, "gradient_checkpointing_kind": "selective"}
-_SECOND = {"gradient_checkpointing": True, "gradient_checkpointing_kind": "full", "gradient_checkpointing_every": 2}
+_BUDGET = {"activation_memory_budget": 0.5}  # only with --compile
+_EVERY = {"gradient_checkpointing": True, "gradient_checkpointing_kind": "full", "activation_memory_budget": 1.0}
+_SECOND = _EVERY | {"gradient_checkpointing_every": 2}
 _FULL = _SECOND | {"gradient_checkpointing_every": 1}
 _INPUTS = _FULL | {"offload_activations": True}
 
-LAYERS: tuple[Mapping[str, Any], ...] = (_SELECTIVE, _SECOND, _FULL, _INPUTS)
+LAYERS: tuple[Mapping[str, Any], ...] = (_BUDGET, _SELECTIVE, _SECOND, _FULL, _INPUTS)
 STATES: tuple[Mapping[str, Any], ...] = (OPTIMIZER_ON_HOST, STATE_ON_HOST)
-_OF_LAYERS = (_SELECTIVE, _FULL, _INPUTS)
+_OF_LAYERS = (_BUDGET, _SELECTIVE, _FULL, _INPUTS)
 CHOICES: tuple[Mapping[str, Any], ...] = ({}, OPTIMIZER_ON_HOST, *_OF_LAYERS, STATE_ON_HOST, {**STATE_ON_HOST, **_FULL})
 
 
@@ -68,5 +71,7 @@ def _cost(config: Config) -> tuple[float, float]:
     state = _EVERYTHING if config.fsdp.cpu_offload else _OPTIMIZER * config.optim.offload_optimizer
     memory = config.section(ActivationMemoryConfig)
     again = _FORWARD if memory.gradient_checkpointing_kind == "full" else _CHEAP_OPERATIONS
-    layers = again / memory.gradient_checkpointing_every if memory.gradient_checkpointing else 0.0
+    budget = config.section(CompileConfig).activation_memory_budget
+    compiled = _FORWARD * (1 - budget) ** 2  # the cheapest operations first
+    layers = again / memory.gradient_checkpointing_every if memory.gradient_checkpointing else compiled
     return state, layers + _ACTIVATIONS * memory.offload_activations

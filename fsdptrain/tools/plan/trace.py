@@ -2,13 +2,15 @@
 
 The trace runs one layer of each kind. It counts every tensor that an operation creates until its last reference is
 gone, but not the weights. It uses no architecture-specific formulas, and it includes what attention and checkpointing
-keep. A pack of 8192 tokens takes two seconds and no memory.
+keep. A pack of 8192 tokens takes two seconds and no memory. Compiled layers are partitioned as inductor does it, which
+takes some ten seconds, and computed by single operations: what they save is exact, what they need while they run an
+upper bound.
 """
 
 import copy
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +24,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from fsdptrain.errors import MemoryPlanError
 from fsdptrain.features.activation_memory.checkpointing import CheckpointingKind, enable_gradient_checkpointing
 from fsdptrain.features.activation_memory.offload import enable_activation_offload
+from fsdptrain.features.compile.feature import compile_layers
 from fsdptrain.features.lora.adapters import add_adapters
 from fsdptrain.features.lora.config import LoraConfig
 from fsdptrain.fsdp.transfers import Transfers
@@ -47,6 +50,7 @@ class TraceSpec:
     checkpointing: CheckpointingKind | None  # for every layer
     offload: bool = False  # of activations
     lora: LoraConfig | None = field(default=None, hash=False)  # train only an adapter
+    compiled: float | None = None  # memory budget of compiled layers; None: not compiled
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,10 @@ class MemoryTracker(TorchDispatchMode):
         self.on_host = 0  # bytes of live `host_buffer` tensors; not part of `live`
         self._sizes: dict[int, int] = {}
         self._making_host_buffer = False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
 
     def host_buffer(self, num_bytes: int) -> Tensor:
         """Create a [num_bytes] uint8 tensor that counts as host memory."""
@@ -139,6 +147,8 @@ def trace(config: PreTrainedConfig, spec: TraceSpec, *, trust_remote_code: bool 
     mode = FakeTensorMode()
     model, kinds = _fake_model(config, spec.dtype, spec.attention, mode, trust_remote_code, spec.lora)
     tracker = MemoryTracker()
+    if spec.compiled is not None:
+        compile_layers(model, backend="aot_eager_decomp_partition", memory_budget=spec.compiled)
     if spec.checkpointing is not None:
         enable_gradient_checkpointing(model, kind=spec.checkpointing)
     if spec.offload:  # tensors of a layer move to the host when it ends and return when its backward starts
@@ -147,7 +157,9 @@ def trace(config: PreTrainedConfig, spec: TraceSpec, *, trust_remote_code: bool 
     batch = plain_batch([[1] * length for length in spec.seqlens], device=_CPU)._map(mode.from_tensor)
     tracker.ignore([*model.parameters(), *model.buffers(), *(x for x in vars(batch).values() if isinstance(x, Tensor))])
     spans = _Spans(tracker, [layer for layer, _ in kinds])
-    with mode, tracker, _capture_trace_errors(model):
+    # families share functions, which are compiled for each traced model
+    compiling = nullcontext() if spec.compiled is None else torch._dynamo.config.patch(recompile_limit=256)
+    with mode, tracker, compiling, _capture_trace_errors(model):
         logprobs = policy_logprobs(model, batch, layout=spec.layout, with_entropy=True)
         head_saved, head_forward_peak = spans.close_forward()
         (logprobs.values * batch.loss_weights).sum().backward()

@@ -124,6 +124,9 @@ CORE_AND_FEATURES = [
     ({"log_to": ["wand"]}, ["--log-to", "'wand'", "wandb"], {"log_to": ["wandb"]}),
     ({"log_to": ["console", "console"]}, ["--log-to", "twice"], {"log_to": ["console"]}),
     ({"log_project": "p"}, ["--log-project", "trackio"], {"log_to": ["trackio"]}),
+    ({"activation_memory_budget": 0.5}, ["--activation-memory-budget", "--compile"], {"compile": True}),
+    ({"activation_memory_budget": 0.5, "compile": True, "gradient_checkpointing": True},
+     ["--activation-memory-budget", "--gradient-checkpointing", "remove one"], {"activation_memory_budget": 1.0}),
     ({"context_parallel_recurrent": "gather"}, ["--context-parallel-recurrent", "--context-parallel-size"],
      {"context_parallel_size": 2}),
     *(

@@ -179,3 +179,12 @@ def test_only_an_adapter_has_gradients_and_moments():
     assert generation.parts["the engine's weights"] == full.parts["the engine's weights"]
     host = sum(planner.host(config(lora_rank=8, fsdp_cpu_offload=True))[0].values())
     assert host == 16 * adapter + 2 * frozen
+
+
+def test_a_memory_budget_is_a_remedy_of_compiled_layers_and_gives_way_to_checkpointing():
+    found = [changed.flags for changed in remedies.choices(config(compile=True))]
+    assert ("--activation-memory-budget 0.5",) in found
+    given = remedies.remedies(config(compile=True, activation_memory_budget=0.5), packs=[], caches=[])
+    flags = [changed.flags for changed in given]
+    assert ("--gradient-checkpointing", "--activation-memory-budget 1.0") in flags
+    assert not any("budget" in flag for changed in remedies.choices(config()) for flag in changed.flags)
