@@ -64,7 +64,7 @@ JSON.
 - `--offload-optimizer-step host` copies gradients and weights to the host and runs the optimizer there; `device` streams the
   state through the device, 64 MiB of weights at a time.
 - On the host, `--ref-dtype bfloat16` halves the reference: 2 bytes per element of a shard instead of 4. While the reference
-  computes, the policy stays on the device in the memory of its gradients. With `--fsdp-cpu-offload` it would stay on the host,
+  computes, the policy takes the place of its gradients on the device. With `--fsdp-cpu-offload` it would stay on the host,
   so the two options cannot be combined.
 - `--offload-activations` without checkpointing copies everything that layers save; a bus is rarely fast enough.
 - Host memory for copies is pinned, and torch allocates it in powers of two: up to twice the planned size.

@@ -53,4 +53,6 @@ def planned_memory(model: PreTrainedModel, config: Config) -> int | None:
     except MemoryPlanError as error:
         log.info("%s", error)
         return None
+    finally:
+        planner.forget_compiled()
     return max(peak.total for peak in peaks if peak is not None)

@@ -42,6 +42,8 @@ def test_inspect_reports_the_kernels(checkpoint: Path) -> None:
 
 def test_a_cpu_refuses_the_kernels_in_one_line(checkpoint: Path, tmp_path: Path) -> None:
     options = ["--output-dir", str(tmp_path / "run"), "--logprob-kernel", "triton"]
-    ended = run(["--hf-checkpoint", str(checkpoint), *TINY_RUN, *options], tmp_path / "log")
-    assert ended.code == 2
-    assert "--logprob-kernel triton cannot be used: Triton does not run on cpu; use --logprob-kernel eager" in ended.err
+    inspect = ["inspect", "--hf-checkpoint", str(checkpoint), "--logprob-kernel", "triton"]
+    for argv in (["--hf-checkpoint", str(checkpoint), *TINY_RUN, *options], inspect):
+        ended = run(argv, tmp_path / "log")
+        assert ended.code == 2
+        assert "--logprob-kernel triton cannot be used: Triton does not run on cpu; use --logprob-ker" in ended.err

@@ -34,7 +34,7 @@ def test_the_report_for_machines_holds_the_same(tmp_path: Path):
     assert report["probe"]["layout"] == "packed"
     assert report["probe"]["gradient_difference"] < report["probe"]["tolerance"]
     assert report["fallbacks"] == []
-    assert [kernel["used"] for kernel in report["kernels"] if kernel["part"] == "logprobs"] == ["torch"]
+    assert [kernel["used"] for kernel in report["kernels"] if kernel["part"] == "logprobs"] == ["eager"]
     assert report["dtypes"]["export"] == "bfloat16"
 
 

@@ -33,12 +33,9 @@ class FusedLogprobsFeature(Feature):
     @classmethod
     def create(cls, config: Config, checkpoint: Path) -> "FusedLogprobsFeature":
         del checkpoint
-        asked = config.section(FusedLogprobsConfig).logprob_kernel == "triton"
-        if not asked and is_replaced():
+        if config.section(FusedLogprobsConfig).logprob_kernel != "triton" and is_replaced():
             return cls(None, "logprob kernel: of a plug-in")
         passes, problem = usable_passes(config)
-        if problem and (asked or config.model.strict):
-            raise ConfigError(f"--logprob-kernel triton cannot be used: {problem}; use --logprob-kernel eager")
         if problem:
             return cls(None, f"logprob kernel: eager, because triton cannot be used: {problem}")
         return cls(passes, "logprob kernel: triton")
@@ -52,7 +49,10 @@ class FusedLogprobsFeature(Feature):
 
 
 def usable_passes(config: Config) -> tuple[LogitPasses | None, str]:
-    """Return the kernels, or None and the reason if some rank cannot use them."""
+    """Return the kernels, or None and the reason if some rank cannot use them.
+
+    Raises ConfigError for that reason with --logprob-kernel triton or --strict.
+    """
     passes, problem = None, ""
     try:
         passes = load_passes()
@@ -60,6 +60,8 @@ def usable_passes(config: Config) -> tuple[LogitPasses | None, str]:
     except Exception as error:  # noqa: BLE001  Triton raises many kinds of errors; the line names it
         problem = one_line(error)
     problem = next(filter(None, gather(problem)), "")
+    if problem and (config.section(FusedLogprobsConfig).logprob_kernel == "triton" or config.model.strict):
+        raise ConfigError(f"--logprob-kernel triton cannot be used: {problem}; use --logprob-kernel eager")
     return None if problem else passes, problem
 
 

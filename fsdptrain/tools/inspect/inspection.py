@@ -189,9 +189,9 @@ def _logprobs(config: Config) -> Kernel:
     if section.logprob_kernel != "triton" and is_replaced():
         return Kernel("logprobs", "of a plug-in")
     if not section.tries(config, on_gpu=platform.device_type() == "cuda"):
-        return Kernel("logprobs", "torch")
+        return Kernel("logprobs", "eager")
     _, problem = usable_passes(config)
-    return Kernel("logprobs", "torch", wanted="triton", reason=problem) if problem else Kernel("logprobs", "triton")
+    return Kernel("logprobs", "eager", wanted="triton", reason=problem) if problem else Kernel("logprobs", "triton")
 
 
 def _prefixes(config: Config, model: PreTrainedModel, probe: LayoutProbe) -> Kernel:

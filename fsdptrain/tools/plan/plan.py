@@ -153,6 +153,10 @@ class Planner:
     def counts(self) -> ParameterCounts:
         return count_parameters(self._model)
 
+    def forget_compiled(self) -> None:
+        """Drop what traces have compiled, which would count toward torch's limits for the layers of a run."""
+        torch._dynamo.reset()
+
     def on(self, machine: Machine) -> "Planner":
         """Return a planner for the same model and traces on another machine."""
         other = copy.copy(self)
