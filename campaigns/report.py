@@ -48,7 +48,8 @@ class Report:
 
     def finish(self) -> int:
         """Print the table by group and return the exit code."""
-        print(record.table([{"group": name, **counts} for name, counts in self.groups().items()]))
+        if self.rows:
+            print(record.table([{"group": name, **counts} for name, counts in self.groups().items()]))
         failed: Sequence[Mapping[str, Any]] = [row for row in self.rows if row["failure"]]
         for row in failed:
             print(f"FAILED {row}")

@@ -1,9 +1,11 @@
 """Samples are assigned to optimizer steps at random and evenly, on any ranks."""
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdptrain.data.packing.sample_index import sample_keys
+from fsdptrain.data.packing.pack import fill_packs, pack
+from fsdptrain.data.packing.sample_index import gather_index, sample_keys
 from fsdptrain.trainer.batches import assign_to_steps
 from fsdptrain.types import Sample
 
@@ -49,3 +51,22 @@ def test_the_key_of_a_sample_is_its_group_and_position(groups: list[str]) -> Non
     assert len(set(keys)) == len(groups)
     alone = {group: sample_keys([Sample(group, [0], [False], [0.0])] * groups.count(group)) for group in set(groups)}
     assert {group: [k for g, k in zip(groups, keys, strict=True) if g == group] for group in alone} == alone
+
+
+def test_the_index_has_the_keys_and_advantages_and_its_totals_count_what_is_skipped() -> None:
+    samples = [
+        Sample(group, [1, 2, 3], [False, trained, True], [0.0, 0.1, 0.2], advantage=advantage)
+        for group, trained, advantage in (("a", True, 0.0), ("a", False, 1.0), ("b", True, -1.0))
+    ]
+    index = gather_index(samples)
+    assert index.keys == tuple(sample_keys(samples))
+    assert index.has_advantage == (False, True, True)
+    totals = index.totals(range(3), [1, 2])
+    assert (totals.num_tokens, totals.num_skipped) == (5, 2)
+    assert pack(samples, aggregation="token_mean", totals=totals, max_response_len=2).cu_seqlens.dtype == torch.int32
+
+
+def test_samples_of_equal_length_are_packed_in_their_order() -> None:
+    sizes = [9 - i % 2 for i in range(200)]
+    found = fill_packs(sizes, [1.0] * 200, num_ranks=1, max_tokens=9)
+    assert found == [[i] for i in [*range(0, 200, 2), *range(1, 200, 2)]]
