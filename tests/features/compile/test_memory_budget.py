@@ -104,6 +104,7 @@ def test_a_smaller_budget_keeps_fewer_bytes_computes_more_products_again_and_cha
     assert kept[-1] < most / 2
 
 
+@pytest.mark.slow
 def test_the_budget_holds_while_a_graph_is_compiled_and_nowhere_else():
     """torch's caches of graphs have all of this configuration in their keys."""
     seen: list[float] = []
