@@ -7,6 +7,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from fsdptrain.rollout.weight_sync.checksum import finish_checksums, start_checksum
+from fsdptrain.types import ChecksumKind
+
 
 def load_files(folder: Path | str) -> dict[str, Tensor]:
     """Return all tensors of the safetensors files in `folder`."""
@@ -24,3 +27,7 @@ def relative(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float
     """Return the largest difference over all tensors, relative to the largest element of its tensor."""
     assert found.keys() == wanted.keys()
     return max(((found[n] - wanted[n]).abs().max() / wanted[n].abs().max()).item() for n in wanted)
+
+
+def checksum(tensor: Tensor, kind: ChecksumKind = "bits") -> int:
+    return finish_checksums({"": start_checksum(tensor, kind)})[""]

@@ -42,6 +42,17 @@ class LogitRows:
         return LogitRows(*(None if x is None else x[rows] for x in vars(self).values()))  # type: ignore[arg-type]
 
 
+@dataclass(frozen=True)
+class RowGrads:
+    """Gradients of the results of rows, each [C]. None: no gradient."""
+
+    logprobs: Tensor | None
+    entropy: Tensor | None
+
+    def __getitem__(self, rows: slice) -> "RowGrads":
+        return RowGrads(*(None if x is None else x[rows] for x in vars(self).values()))
+
+
 class LogitPasses(Protocol):
     """Computes the rows of raw logits [C, V], and the gradient of these logits."""
 
@@ -52,15 +63,9 @@ class LogitPasses(Protocol):
         ...
 
     def backward(
-        self,
-        raw: Tensor,
-        rows: LogitRows,
-        transform: HeadTransform,
-        grad_logprobs: Tensor | None,  # [C]
-        grad_entropy: Tensor | None,  # [C]
-        grad_bias: Tensor | None,  # [V], to which the sum of the gradient, exact or as written, over rows is added
+        self, raw: Tensor, rows: LogitRows, transform: HeadTransform, grads: RowGrads, grad_bias: Tensor | None
     ) -> None:
-        """Write the gradient of `raw` over it."""
+        """Write the gradient of `raw` over it, and add its sum over the rows, exact or as written, to grad_bias [V]."""
         ...
 
 
@@ -76,8 +81,8 @@ class TorchPasses:
 
     def _forward_block(self, raw: Tensor, rows: LogitRows, transform: HeadTransform, logprobs: Tensor) -> None:
         z = transformed(raw, transform)
-        own = self._owned(rows.labels, raw)
-        chosen = z.gather(1, (rows.labels if own is None else rows.labels.where(own, 0))[:, None])[:, 0]
+        owned = self._owned(rows.labels, raw)
+        chosen = z.gather(1, (rows.labels if owned is None else rows.labels.where(owned, 0))[:, None])[:, 0]
         if rows.floor is not None:
             rows.floor.copy_(torch.minimum(smallest_kept(z, transform.truncation), chosen))
             z.masked_fill_(z < rows.floor[:, None], EXCLUDED)
@@ -88,8 +93,8 @@ class TorchPasses:
         with_entropy = rows.entropy is not None
         weights = z.exp() if with_entropy else z.exp_()
         sums = [weights.sum(1), chosen, *([weights.mul_(z).sum(1)] if with_entropy else [])]
-        if own is not None:
-            sums[1] = chosen.where(own, 0.0)
+        if owned is not None:
+            sums[1] = chosen.where(owned, 0.0)
             stacked = torch.stack(sums)
             dist.all_reduce(stacked, group=self.group)
             sums = list(stacked)
@@ -100,18 +105,10 @@ class TorchPasses:
             rows.entropy.copy_(lse - sums[2] / sums[0])
 
     def backward(
-        self,
-        raw: Tensor,
-        rows: LogitRows,
-        transform: HeadTransform,
-        grad_logprobs: Tensor | None,
-        grad_entropy: Tensor | None,
-        grad_bias: Tensor | None,
+        self, raw: Tensor, rows: LogitRows, transform: HeadTransform, grads: RowGrads, grad_bias: Tensor | None
     ) -> None:
         for block, part in row_blocks(raw):
-            of_logprobs, of_entropy = (None if grad is None else grad[block] for grad in (grad_logprobs, grad_entropy))
-            own = self._owned(rows.labels[block], raw)
-            dz = grad_raw(part, rows[block], transform, of_logprobs, of_entropy, owned=own)
+            dz = grad_raw(part, rows[block], transform, grads[block], owned=self._owned(rows.labels[block], raw))
             if grad_bias is not None:
                 grad_bias += dz.sum(0)
             part.copy_(dz)
@@ -145,8 +142,7 @@ def grad_raw(
     raw: Tensor,  # [C, V]
     rows: LogitRows,
     transform: HeadTransform,
-    grad_logprobs: Tensor | None,  # [C]
-    grad_entropy: Tensor | None,  # [C]
+    grads: RowGrads,
     *,
     owned: Tensor | None = None,  # [C] bool, if only some labels are in these columns
 ) -> Tensor:
@@ -156,8 +152,8 @@ def grad_raw(
     if rows.floor is not None:
         z.masked_fill_(z < rows.floor[:, None], EXCLUDED)
     factor = 1.0 if isinstance(slope, Tensor) else slope  # scaling the row gradients is cheaper than scaling the logits
-    of_logprobs, of_entropy = (None if grad is None else grad * factor for grad in (grad_logprobs, grad_entropy))
-    dz = _grad_logits(z.sub_(rows.logsumexp[:, None]), rows, of_logprobs, of_entropy, owned)
+    scaled = RowGrads(*(None if grad is None else grad * factor for grad in vars(grads).values()))
+    dz = _grad_logits(z.sub_(rows.logsumexp[:, None]), rows, scaled, owned)
     return dz.mul_(slope) if isinstance(slope, Tensor) else dz
 
 
@@ -172,11 +168,11 @@ def _slope_of(z: Tensor, transform: HeadTransform) -> Tensor | float:
 def _grad_logits(
     logp: Tensor,  # [C, V] = z - logsumexp(z); overwritten
     rows: LogitRows,
-    grad_logprobs: Tensor | None,  # [C]
-    grad_entropy: Tensor | None,  # [C]
+    grads: RowGrads,
     owned: Tensor | None,
 ) -> Tensor:
     """Compute dz [C, V], reusing existing buffers."""
+    grad_logprobs, grad_entropy = grads.logprobs, grads.entropy
     if grad_entropy is None:
         dz = logp.exp_()
         if grad_logprobs is None:

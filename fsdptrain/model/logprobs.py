@@ -29,6 +29,7 @@ engine's set instead, as DeepSeek-V3.2 does, arXiv 2512.02556 "keep sampling mas
 but costs V bits per token.)
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from fsdptrain.model.logit_passes import EXCLUDED, HeadTransform, LogitPasses, LogitRows, TorchPasses
+from fsdptrain.model.logit_passes import EXCLUDED, HeadTransform, LogitPasses, LogitRows, RowGrads, TorchPasses
 from fsdptrain.model.truncation import UNTRUNCATED, Truncation
 from fsdptrain.overrides import overridable
 
@@ -63,7 +64,7 @@ def chunked_logprobs(
     the weight is summed over chunks in float32.
     """
     transform = HeadTransform(logit_scale, softcap, temperature, truncation)
-    return _apply(hidden, weight, bias, labels, transform, chunk_size, with_entropy, passes or TorchPasses())
+    return _apply(hidden, weight, bias, labels, _Options(transform, chunk_size, with_entropy, passes or TorchPasses()))
 
 
 def vocab_parallel_logprobs(
@@ -90,27 +91,26 @@ def vocab_parallel_logprobs(
     own_bias, group = None if bias is None else bias.to_local(), weight.device_mesh.get_group()
     own_labels = labels - offset[0]  # negative or >= v if another rank has them
     transform = HeadTransform(logit_scale, softcap, temperature)
-    return _apply(
-        hidden, weight.to_local(), own_bias, own_labels, transform, chunk_size, with_entropy, TorchPasses(group)
-    )
+    options = _Options(transform, chunk_size, with_entropy, TorchPasses(group))
+    return _apply(hidden, weight.to_local(), own_bias, own_labels, options)
+
+
+@dataclass(frozen=True)
+class _Options:
+    transform: HeadTransform
+    chunk_size: int
+    with_entropy: bool
+    passes: LogitPasses
 
 
 def _apply(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    transform: HeadTransform,
-    chunk_size: int,
-    with_entropy: bool,
-    passes: LogitPasses,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, options: _Options
 ) -> tuple[Tensor, Tensor | None]:
     if bias is not None:  # -inf excludes a token, and 0 * inf would be nan in the entropy
         bias = bias.clamp(min=max(EXCLUDED, torch.finfo(bias.dtype).min / 2))
     keeps = torch.is_grad_enabled()  # always False inside forward
-    options = (transform, chunk_size, with_entropy, passes, keeps)
-    logprobs, entropy = _ChunkedLogprobs.apply(hidden, weight, bias, labels, *options)
-    return logprobs, entropy if with_entropy else None
+    logprobs, entropy = _ChunkedLogprobs.apply(hidden, weight, bias, labels, options, keeps)
+    return logprobs, entropy if options.with_entropy else None
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -121,53 +121,50 @@ class _ChunkedLogprobs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         labels: Tensor,
-        transform: HeadTransform,
-        chunk_size: int,
-        with_entropy: bool,
-        passes: LogitPasses,
+        options: _Options,
         keeps: bool,
     ) -> tuple[Tensor, Tensor]:
-        num_tokens = hidden.shape[0]
+        num_tokens, transform = hidden.shape[0], options.transform
         logprobs = hidden.new_empty(num_tokens, dtype=torch.promote_types(hidden.dtype, torch.float32))
         logsumexp = torch.empty_like(logprobs)
         floor = torch.empty_like(logprobs) if transform.truncation else None
-        entropy = torch.zeros_like(logprobs) if not with_entropy else torch.empty_like(logprobs)
-        rows = LogitRows(labels, logsumexp, entropy if with_entropy else None, floor)
-        buffer = hidden.new_empty(min(num_tokens, chunk_size), weight.shape[0])
-        for chunk in _chunks(num_tokens, chunk_size):
-            passes.forward(product(hidden[chunk], weight, bias, out=buffer), rows[chunk], transform, logprobs[chunk])
+        entropy = torch.empty_like(logprobs) if options.with_entropy else torch.zeros_like(logprobs)
+        rows = LogitRows(labels, logsumexp, entropy if options.with_entropy else None, floor)
+        buffer = hidden.new_empty(min(num_tokens, options.chunk_size), weight.shape[0])
+        for chunk in _chunks(num_tokens, options.chunk_size):
+            raw = product(hidden[chunk], weight, bias, out=buffer)
+            options.passes.forward(raw, rows[chunk], transform, logprobs[chunk])
         ctx.save_for_backward(hidden, weight, bias, labels, logsumexp, entropy, floor)
-        ctx.transform, ctx.chunk_size, ctx.with_entropy = transform, chunk_size, with_entropy
-        ctx.passes = passes
+        ctx.options = options
         ctx.kept = buffer if keeps else None  # raw logits of the last chunk
         ctx.set_materialize_grads(False)
-        if not with_entropy:
+        if not options.with_entropy:
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, logsumexp, entropy, floor = ctx.saved_tensors
+        options: _Options = ctx.options
         rows = LogitRows(labels, logsumexp, entropy, floor)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        given = grads if ctx.with_entropy else (grads[0], None)
+        of_rows = RowGrads(grads[0], grads[1] if options.with_entropy else None)
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=logsumexp.dtype) if needs_weight and not len(hidden) else None
         grad_bias = torch.zeros_like(bias, dtype=logsumexp.dtype) if needs_bias else None
         kept, ctx.kept = ctx.kept, None  # overwritten below: a second backward recomputes all logits
-        buffer = hidden.new_empty(min(len(hidden), ctx.chunk_size), weight.shape[0]) if kept is None else kept
-        for chunk in reversed(_chunks(hidden.shape[0], ctx.chunk_size)):
+        buffer = hidden.new_empty(min(len(hidden), options.chunk_size), weight.shape[0]) if kept is None else kept
+        for chunk in reversed(_chunks(hidden.shape[0], options.chunk_size)):
             raw = kept if kept is not None else product(hidden[chunk], weight, bias, out=buffer)
             kept = None
-            of_chunk = (None if grad is None else grad[chunk] for grad in given)
-            ctx.passes.backward(raw, rows[chunk], ctx.transform, *of_chunk, grad_bias)
+            options.passes.backward(raw, rows[chunk], options.transform, of_rows[chunk], grad_bias)
             if grad_hidden is not None:
                 torch.mm(raw, weight, out=grad_hidden[chunk])
             if needs_weight:
                 grad_weight = plus_product(grad_weight, raw, hidden[chunk], dtype=logsumexp.dtype)
-        if grad_hidden is not None and ctx.passes.group is not None:
-            dist.all_reduce(grad_hidden, group=ctx.passes.group)
-        return (grad_hidden, grad_weight, grad_bias, *(None,) * 6)
+        if grad_hidden is not None and options.passes.group is not None:
+            dist.all_reduce(grad_hidden, group=options.passes.group)
+        return (grad_hidden, grad_weight, grad_bias, *(None,) * 3)
 
 
 def _chunks(num_tokens: int, chunk_size: int) -> list[slice]:

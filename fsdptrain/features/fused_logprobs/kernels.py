@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fsdptrain.model.logit_passes import EXCLUDED, HeadTransform, LogitRows, row_blocks
+from fsdptrain.model.logit_passes import EXCLUDED, HeadTransform, LogitRows, RowGrads, row_blocks
 from fsdptrain.model.truncation import smallest_kept
 
 BLOCK, NUM_WARPS = 4096, 8
@@ -52,13 +52,7 @@ class TritonPasses:
         )
 
     def backward(
-        self,
-        raw: Tensor,
-        rows: LogitRows,
-        transform: HeadTransform,
-        grad_logprobs: Tensor | None,
-        grad_entropy: Tensor | None,
-        grad_bias: Tensor | None,
+        self, raw: Tensor, rows: LogitRows, transform: HeadTransform, grads: RowGrads, grad_bias: Tensor | None
     ) -> None:
         absent = rows.logsumexp
         _launch(
@@ -68,12 +62,12 @@ class TritonPasses:
             absent if rows.floor is None else rows.floor,
             rows.logsumexp,
             absent if rows.entropy is None else rows.entropy,
-            absent if grad_logprobs is None else grad_logprobs.contiguous(),
-            absent if grad_entropy is None else grad_entropy.contiguous(),
+            absent if grads.logprobs is None else grads.logprobs.contiguous(),
+            absent if grads.entropy is None else grads.entropy.contiguous(),
             **_common(raw, transform),
             TRUNCATED=rows.floor is not None,
-            OF_LOGPROBS=grad_logprobs is not None,
-            OF_ENTROPY=grad_entropy is not None,
+            OF_LOGPROBS=grads.logprobs is not None,
+            OF_ENTROPY=grads.entropy is not None,
         )
         if grad_bias is not None:
             grad_bias += raw.sum(0, dtype=grad_bias.dtype)

@@ -33,18 +33,15 @@ class StartedChecksum:
     is_ordered: bool
 
 
-def checksum(tensor: Tensor, kind: "ChecksumKind" = "bits") -> int:
-    """64 bits that depend on every element and its position. Zeros of both signs are equal.
+@torch.no_grad()
+def start_checksum(tensor: Tensor, kind: "ChecksumKind" = "bits") -> StartedChecksum:
+    """Start a checksum: 64 bits that depend on every element and its position. Zeros of both signs are equal.
+
+    The tensor may be overwritten afterwards on the same stream.
 
     kind: "bits"; "values", the same for all dtypes up to float32 that hold the same numbers; "multiset", like "values"
     and independent of order and of additional zeros.
     """
-    return finish_checksums({"": start_checksum(tensor, kind)})[""]
-
-
-@torch.no_grad()
-def start_checksum(tensor: Tensor, kind: "ChecksumKind" = "bits") -> StartedChecksum:
-    """Start `checksum`. The tensor may be overwritten afterwards on the same stream."""
     if kind != "bits":
         tensor = tensor.float()
     if tensor.is_floating_point():

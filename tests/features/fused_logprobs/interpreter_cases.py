@@ -15,7 +15,7 @@ from torch import Tensor
 from fsdptrain.errors import ConfigError
 from fsdptrain.features.fused_logprobs.feature import compare
 from fsdptrain.features.fused_logprobs.kernels import TritonPasses
-from fsdptrain.model.logit_passes import HeadTransform, LogitRows, grad_raw
+from fsdptrain.model.logit_passes import HeadTransform, LogitRows, RowGrads, grad_raw
 from fsdptrain.model.logprobs import chunked_logprobs
 from fsdptrain.model.truncation import UNTRUNCATED, Truncation
 from tests.properties.test_logprobs import HEADS
@@ -103,8 +103,8 @@ def test_bfloat16_is_within_the_rounding_of_the_written_gradient() -> None:
     assert wanted_entropy is not None
     torch.testing.assert_close(logprobs, wanted, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(rows.entropy, wanted_entropy, rtol=1e-6, atol=1e-6)
-    exact = grad_raw(raw, rows, transform, *upstream)
-    passes.backward(raw, rows, transform, *upstream, None)
+    exact = grad_raw(raw, rows, transform, RowGrads(*upstream))
+    passes.backward(raw, rows, transform, RowGrads(*upstream), None)
     eps = torch.finfo(torch.bfloat16).eps  # the largest relative error of truncation
     assert ((raw.float() - exact).abs() <= 1.01 * eps * exact.abs() + 1e-7).all()  # 0.01: float32 before that
 
@@ -112,7 +112,7 @@ def test_bfloat16_is_within_the_rounding_of_the_written_gradient() -> None:
 def test_no_gradient_of_either_result_is_a_gradient_of_zero() -> None:
     raw, zeros = torch.randn(3, 9), torch.zeros(3)
     rows = LogitRows(zeros.long(), zeros, zeros, floor=None)
-    TritonPasses().backward(raw, rows, HeadTransform(), None, None, None)
+    TritonPasses().backward(raw, rows, HeadTransform(), RowGrads(None, None), None)
     assert (raw == 0).all()
 
 

@@ -8,13 +8,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fsdptrain.rollout.weight_sync.checksum import checksum
 from fsdptrain.types import SamplingParams
 from fsdptrain.vllm.server.client import Deadline, Generation, ServerGoneError, VLLMClient
 from fsdptrain.vllm.server.event_loop import EventLoop
 from fsdptrain.vllm.server.push import Weights
 from fsdptrain.vllm.server.replica import ServerReplica, read_checksums, require_weights
 from tests.event_loop import run_in_loop
+from tests.tensors import checksum
 from tests.unit.vllm.scripted_server import ANSWERS, ScriptedServer
 
 NAMES = [f"layers.{i}.{part}.weight" for i in range(2) for part in ("up", "down", "norm")]

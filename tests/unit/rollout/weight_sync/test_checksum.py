@@ -5,8 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdptrain.rollout.weight_sync.checksum import checksum, finish_checksums, start_checksum
+from fsdptrain.rollout.weight_sync.checksum import finish_checksums, start_checksum
 from fsdptrain.rollout.weight_sync.storage_mismatch import CHECKSUM_KINDS
+from tests.tensors import checksum
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8)
 

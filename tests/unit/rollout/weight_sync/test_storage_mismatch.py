@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdptrain.rollout.weight_sync.checksum import checksum
 from fsdptrain.rollout.weight_sync.storage_mismatch import CHECKSUM_KINDS, SentTensors, classify
 from fsdptrain.types import ChecksumKind
+from tests.tensors import checksum
 
 MATRICES = [f"layers.{i}.experts.{k}.up.weight" for i in range(2) for k in range(2)]
 

@@ -14,11 +14,11 @@ from torch import Tensor
 from fsdptrain.config import Config
 from fsdptrain.errors import ConfigError, RolloutError
 from fsdptrain.protocols import ReplicaGoneError
-from fsdptrain.rollout.weight_sync.checksum import checksum
 from fsdptrain.rollout.weight_sync.probe import make_probe, tolerance
 from fsdptrain.rollout.weight_sync.sync import WeightSync
 from fsdptrain.rollout.weight_sync.verify import ReplicaCheck, WeightVerifier, build_verifier, for_each_replica
 from fsdptrain.types import ChecksumKind, Completion, LogProbs, PackedBatch, Prompt, SamplingParams
+from tests.tensors import checksum
 from tests.testing import FakeRolloutEngine, tiny_tokenizer
 
 NAMES = ("a", "b", "c")
