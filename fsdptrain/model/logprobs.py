@@ -88,11 +88,11 @@ def vocab_parallel_logprobs(
     assert weight.placements == (Shard(0),)
     assert not truncation, "which tokens are kept is not known to one rank"
     _, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
-    own_bias, group = None if bias is None else bias.to_local(), weight.device_mesh.get_group()
-    own_labels = labels - offset[0]  # negative or >= v if another rank has them
+    local_bias, group = None if bias is None else bias.to_local(), weight.device_mesh.get_group()
+    local_labels = labels - offset[0]  # negative or >= v if another rank has them
     transform = HeadTransform(logit_scale, softcap, temperature)
     options = _Options(transform, chunk_size, with_entropy, TorchPasses(group))
-    return _apply(hidden, weight.to_local(), own_bias, own_labels, options)
+    return _apply(hidden, weight.to_local(), local_bias, local_labels, options)
 
 
 @dataclass(frozen=True)
