@@ -111,7 +111,8 @@ class TorchPasses:
             dz = grad_raw(part, rows[block], transform, grads[block], owned=self._owned(rows.labels[block], raw))
             if grad_bias is not None:
                 grad_bias += dz.sum(0)
-            part.copy_(dz)
+            if dz is not part:
+                part.copy_(dz)
 
     def _owned(self, labels: Tensor, raw: Tensor) -> Tensor | None:
         return None if self.group is None else (labels >= 0) & (labels < raw.shape[1])
@@ -129,12 +130,12 @@ def row_blocks(raw: Tensor) -> Iterator[tuple[slice, Tensor]]:
         start += len(part)
 
 
-def transformed(raw: Tensor, transform: HeadTransform) -> Tensor:
-    """Return a new tensor of `raw` after scale, cap and temperature, in float32 or higher."""
-    exact = torch.promote_types(raw.dtype, torch.float32)
+def transformed(raw: Tensor, transform: HeadTransform, *, out: Tensor | None = None) -> Tensor:
+    """Return `raw` after scale, cap and temperature, in float32 or higher: in `out` [C, V] or a new tensor."""
+    exact = raw.to(torch.promote_types(raw.dtype, torch.float32))
     if transform.softcap is None:
-        return torch.mul(raw.to(exact), transform.logit_scale / transform.temperature)
-    z = torch.mul(raw.to(exact), transform.logit_scale / transform.softcap)
+        return torch.mul(exact, transform.logit_scale / transform.temperature, out=out)
+    z = torch.mul(exact, transform.logit_scale / transform.softcap, out=out)
     return z.tanh_().mul_(transform.softcap / transform.temperature)
 
 
@@ -146,8 +147,11 @@ def grad_raw(
     *,
     owned: Tensor | None = None,  # [C] bool, if only some labels are in these columns
 ) -> Tensor:
-    """Compute the gradient of the raw logits [C, V], before scale, cap and temperature, in float32 or higher."""
-    z = transformed(raw, transform)
+    """Compute the gradient of the raw logits [C, V], before scale, cap and temperature, in float32 or higher.
+
+    Overwrites `raw` unless its dtype is smaller: on a CPU, new memory costs more than the computation.
+    """
+    z = transformed(raw, transform, out=raw if raw.dtype.itemsize >= torch.float32.itemsize else None)
     slope = _slope_of(z, transform)
     if rows.floor is not None:
         z.masked_fill_(z < rows.floor[:, None], EXCLUDED)
