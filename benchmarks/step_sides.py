@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from fsdptrain.trainer.logprobs import LogprobPasses
 from fsdptrain.types import LossConfig, LossOutput, Sample
 from tests.testing import no_checkpointing, tiny_tokenizer
 
-SIDES = ("ours", "packed", "stock", "compact", "unskipped")
+SIDES = ("ours", "packed", "stock", "compact", "async", "unskipped")
 Step = Callable[[], dict[str, float]]
 
 
@@ -254,6 +255,120 @@ def _trl_trainer(case: Case, samples: list[Sample], *, compact: bool) -> Any:
     if options.checkpointing:
         trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
     return trainer
+
+
+@contextmanager
+def trl_async_side(case: Case, samples: list[Sample]) -> Iterator[Step]:
+    """TRL's AsyncGRPOTrainer, with packs as large as ours. It has no adapter, reference or checkpointing here."""
+    from trl.experimental.async_grpo.async_grpo_trainer import DataCollatorForRollout, TokenBudgetBatcher
+
+    options, trainer = case.options, _trl_async_trainer(case)
+    trainer.current_gradient_accumulation_steps = 1  # otherwise set by transformers' training loop
+    trainer.model.train()
+    optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=0.0, weight_decay=0.0, fused=True)
+    rows = [_trl_row(s.token_ids, s.loss_mask, s.rollout_logprobs, s.advantage, s.group_id) for s in samples]
+    num_trained = sum(sum(sample.loss_mask) for sample in samples)
+    # TRL closes a pack when the next sample does not fit
+    unused = [0] * options.max_tokens
+    rows.append(_trl_row(unused, unused, unused, 0.0, "none"))
+
+    def step() -> dict[str, float]:
+        phases, value, computed = Phases(), 0.0, 0
+        batcher = TokenBudgetBatcher(rows, 1, options.max_tokens, trainer._metrics["train"])
+        collate = DataCollatorForRollout(trainer.processing_class.pad_token_id)
+        batches = [collate([packs]) for packs in batcher]
+        phases("prepare")
+        for batch in batches:
+            inputs = {name: tensor.to(trainer.model.device) for name, tensor in batch.items()}
+            share = int((inputs["token_index"] >= 0).sum()) / num_trained
+            with torch.autocast(trainer.model.device.type, torch.bfloat16, enabled=options.bf16):
+                loss = trainer.compute_loss(trainer.model, inputs) * share  # it averages over the tokens of a pack
+            phases("forward")
+            loss.backward()
+            value += loss.item()
+            computed += inputs["input_ids"].numel()
+            phases("backward and optimizer")
+        norm = torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), math.inf)
+        optimizer.step()
+        optimizer.zero_grad()
+        phases("backward and optimizer")
+        seconds = {f"{name}_s": seconds for name, seconds in phases.seconds.items()}
+        return {"loss": value, "grad_norm": norm.item(), "computed_tokens": computed, **seconds}
+
+    yield step
+
+
+def _trl_row(tokens: list[int], mask: list[Any], logprobs: list[Any], advantage: float, group: str) -> dict[str, Any]:
+    """Return a sample as TRL's queue holds it."""
+    tensors = {"input_ids": torch.tensor(tokens), "completion_mask": torch.tensor(mask).long()}
+    old = torch.tensor(logprobs, dtype=torch.float32)
+    return {**tensors, "old_log_probs": old, "advantage": advantage, "group_id": group, "metrics": {}}
+
+
+def _trl_async_trainer(case: Case) -> Any:
+    """Create an AsyncGRPOTrainer without rollouts and weight sync. Without a GPU, attention is computed by torch."""
+    os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+    import trl.experimental.async_grpo.packing
+    import trl.trainer.utils
+    from datasets import Dataset
+    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer
+
+    options = case.options
+    if options.lora or options.kl or options.checkpointing:
+        raise ValueError("--sides async has no --lora, --kl and --checkpointing")
+    if not torch.cuda.is_available():
+        trl.experimental.async_grpo.packing._flash_attn = lambda: TorchKernel
+        trl.trainer.utils._use_triton = lambda _: True  # makes TRL score completions only
+        async_grpo_trainer.get_peak_flops_per_device = lambda *_: None
+    with tempfile.TemporaryDirectory() as folder:
+        return AsyncGRPOTrainer(
+            model=case.policy,
+            args=AsyncGRPOConfig(
+                output_dir=folder,
+                max_steps=1,
+                token_budget=options.max_tokens,
+                per_device_train_batch_size=1,
+                use_cpu=not torch.cuda.is_available(),
+                bf16=options.bf16,
+                report_to="none",
+                **no_checkpointing(),
+            ),
+            train_dataset=Dataset.from_dict({"prompt": ["", ""]}),
+            processing_class=tiny_tokenizer(),
+            rollout_worker=SimpleNamespace(rollout_buffer=None),
+            weight_transfer=SimpleNamespace(),
+        )
+
+
+class TorchKernel:
+    """Replaces the attention kernel of AsyncGRPOTrainer, which needs a GPU, by torch's, one segment at a time."""
+
+    @staticmethod
+    def flash_attn_varlen_func(
+        query: torch.Tensor,  # [T, heads, head size]
+        key: torch.Tensor,  # [K, key heads, head size]: the path of each segment, which ends with the segment
+        value: torch.Tensor,
+        starts_q: torch.Tensor,
+        starts_k: torch.Tensor,
+        *_: Any,
+        softmax_scale: float,
+        **__: Any,
+    ) -> torch.Tensor:
+        parts, repeats = [], query.shape[1] // key.shape[1]
+        bounds = zip(starts_q.tolist(), starts_q.tolist()[1:], starts_k.tolist(), starts_k.tolist()[1:], strict=False)
+        for begin, end, begin_k, end_k in bounds:
+            q = query[begin:end].transpose(0, 1)
+            k, v = (x[begin_k:end_k].repeat_interleave(repeats, 1).transpose(0, 1) for x in (key, value))
+            if end - begin == end_k - begin_k:
+                causal: dict[str, Any] = {"is_causal": True}
+            else:
+                mask = torch.ones(end - begin, end_k - begin_k, dtype=torch.bool, device=q.device)
+                causal = {"attn_mask": mask.tril(end_k - begin_k - (end - begin))}
+            found = torch.nn.functional.scaled_dot_product_attention(
+                q[None], k[None], v[None], scale=softmax_scale, **causal
+            )
+            parts.append(found[0].transpose(0, 1))
+        return torch.cat(parts)
 
 
 def fill_adapter(named: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -16,6 +16,8 @@ its adapter. Loss and gradient norm of all sides must agree.
     unskipped  the same with --no-skip-zero-advantage
     stock     TRL's GRPOTrainer on a CPU, which scores every position, prompts and padding included
     compact   the same, scoring completions only, as TRL does on a GPU with Triton
+    async     TRL's AsyncGRPOTrainer: packs of --max-tokens that share prefixes, chunked head, entropy always; without a
+              GPU its attention kernel is replaced by torch's, one segment at a time
 
 Tokens are those of prompts and completions, counted once even if computed several times. --lengths equal: all
 completions have one length and all prompts have one length, the best case for padding. On a GPU, phase times are host
@@ -38,7 +40,7 @@ from typing import Any
 
 import torch
 from record import TOLERANCES, header, measured, require_agreement, spread, table, write
-from step_sides import SIDES, Case, make_samples, our_side, trl_side
+from step_sides import SIDES, Case, make_samples, our_side, trl_async_side, trl_side
 from traced import draw, longest, parts
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -53,6 +55,8 @@ def work(side: str, case: Case, pipe: Connection) -> None:
     if side in ("ours", "packed", "unskipped"):
         sharing = "off" if side == "packed" else "on" if torch.cuda.is_available() else "auto"
         made = our_side(case, samples, sharing=sharing, skips=side != "unskipped")
+    elif side == "async":
+        made = trl_async_side(case, samples)
     else:
         made = trl_side(case, samples, compact=side == "compact")
     with ExitStack() as opened:
@@ -135,7 +139,7 @@ def parsed() -> argparse.Namespace:
     add = parser.add_argument
     add("--quick", action="store_true", help="a tiny model and one round: checks agreement, not speed")
     add("--json", type=Path, help="path of the report, written after each round")
-    add("--sides", nargs="+", choices=SIDES, default=list(SIDES[:-1]))
+    add("--sides", nargs="+", choices=SIDES, default=list(SIDES[:4]))
     add("--lengths", nargs="+", choices=("ragged", "equal"), default=["ragged", "equal"])
     add("--vocab", nargs="+", type=int, default=[32_768, 151_936])
     add("--hidden", type=int, default=384)
