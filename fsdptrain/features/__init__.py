@@ -1,8 +1,8 @@
 """The tables of sections and of features. A feature's modules but `config` are imported only if it is enabled.
 
-The order of features is that of the hooks: kernels replace the passes over logits, adapters wrap stock modules, ranks
-split the wrapped modules, then layers are compiled and recomputed, their routers wrapped and their activations
-offloaded.
+The order of features is that of the hooks: kernels replace the passes over logits, adapters wrap stock modules, other
+kernels replace modules, ranks split the wrapped modules, then layers are compiled and recomputed, their routers wrapped
+and their activations offloaded.
 """
 
 import importlib
@@ -16,6 +16,7 @@ from fsdptrain.features.activation_memory.config import ActivationMemoryConfig
 from fsdptrain.features.compile.config import CompileConfig
 from fsdptrain.features.context_parallel.config import ContextParallelConfig
 from fsdptrain.features.fused_logprobs.config import FusedLogprobsConfig
+from fsdptrain.features.liger.config import LigerConfig
 from fsdptrain.features.lora.config import LoraConfig
 from fsdptrain.features.model_parallel.config import ModelParallelConfig
 from fsdptrain.features.moe.config import RouterConfig
@@ -67,10 +68,12 @@ SECTIONS: tuple[type[Section], ...] = (
     ActivationMemoryConfig,
     CompileConfig,
     FusedLogprobsConfig,
+    LigerConfig,
 )
 FEATURES = (
     Entry("fused_logprobs:FusedLogprobsFeature", _may_fuse_logprobs),
     Entry("lora:LoraFeature", lambda config: config.section(LoraConfig).enabled),
+    Entry("liger:LigerFeature", lambda config: config.section(LigerConfig).liger),
     Entry("context_parallel:ContextParallelFeature", lambda config: config.section(ContextParallelConfig).enabled),
     Entry("model_parallel:ModelParallelFeature", lambda config: config.section(ModelParallelConfig).enabled),
     Entry("compile:CompileFeature", lambda config: config.section(CompileConfig).compile),

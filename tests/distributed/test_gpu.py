@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,9 @@ HALF: dict[str, dict[str, Any]] = {
     "bf16, parameters on the host": {"bf16": True, "fsdp_cpu_offload": True},
     "fp16 with its loss scale": {"fp16": True},
 }
+if find_spec("liger_kernel") is not None:
+    EXACT |= {"liger": {"liger": True}, "liger, selective": {"liger": True, **EXACT["selective checkpointing"]}}
+    HALF |= {"bf16, liger": {"bf16": True, "liger": True}}
 
 
 @pytest.fixture(scope="module")

@@ -49,6 +49,13 @@ def test_of_an_adapter_it_says_what_is_trained(tmp_path: Path):
     assert (dtypes["frozen weights"], dtypes["adapter, gradients, Adam"]) == ("bfloat16", "float32")
 
 
+def test_with_liger_it_says_what_is_replaced_or_why_nothing_is(tmp_path: Path):
+    zoo.config("qwen3").save_pretrained(tmp_path / "model")
+    result = inspect(tmp_path / "model", tmp_path, "--liger", "--json")
+    assert result.code == 0, result.err
+    assert "norms, rope, MLPs: transformers instead of liger (needs " in json.loads(result.out)["fallbacks"][-1]
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", ["gemma-3-12b", "gpt-oss-20b"])
 def test_it_works_on_public_models(name: str, tmp_path: Path):

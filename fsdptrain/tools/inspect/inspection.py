@@ -4,7 +4,7 @@ report = inspect_model(config, num_gpus=8)
 json.dumps(report.as_dict())
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,9 @@ from fsdptrain.features.context_parallel.config import ContextParallelConfig
 from fsdptrain.features.context_parallel.recurrent import check_context_parallel
 from fsdptrain.features.fused_logprobs.config import FusedLogprobsConfig
 from fsdptrain.features.fused_logprobs.feature import is_replaced, usable_passes
+from fsdptrain.features.liger.config import LigerConfig
+from fsdptrain.features.liger.feature import obstacle
+from fsdptrain.features.liger.modules import describe, find_replacements
 from fsdptrain.features.lora.adapters import add_adapters, require_peft
 from fsdptrain.features.lora.config import LoraConfig
 from fsdptrain.features.model_parallel.config import ModelParallelConfig
@@ -106,6 +109,7 @@ def inspect_model(config: Config, *, num_gpus: int, against_checkpoint: bool = F
         refusal=refusal,
         kernels=[
             *kernels(model, device_type=device_type, compute_dtype=compute_dtype, probe=probe),
+            *_liger(config, model),
             _logprobs(config),
             *([] if probe is None else [_prefixes(config, model, probe)]),
         ],
@@ -181,6 +185,16 @@ def _probe(config: Config, model: PreTrainedModel) -> tuple[LayoutProbe | None, 
     except NumericsError as error:
         return None, str(error)
     return found, ""
+
+
+def _liger(config: Config, model: PreTrainedModel) -> Iterator[Kernel]:
+    """Report the modules that --liger replaces."""
+    if config.section(LigerConfig).liger:
+        part, names, problem = "norms, rope, MLPs", describe(find_replacements(model)), obstacle()
+        if problem or not names:
+            yield Kernel(part, "transformers", wanted="liger", reason=problem or "no kernel fits this model")
+        else:
+            yield Kernel(part, f"liger in {names}")
 
 
 def _logprobs(config: Config) -> Kernel:

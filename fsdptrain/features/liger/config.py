@@ -1,0 +1,22 @@
+"""Option of the kernels of the package liger-kernel."""
+
+from typing import Annotated
+
+from fsdptrain.config.rules import FSDP_ONLY, NEUTRAL, Excludes
+from fsdptrain.config.section import Section
+
+
+class LigerConfig(Section):
+    """Kernels of liger-kernel."""
+
+    NAME = "liger"
+    ON_RESUME = NEUTRAL
+
+    liger: Annotated[
+        bool,
+        Excludes("compile", reason="with --compile, which fuses the same operations: leave one of them out"),
+        Excludes("tensor_parallel_size>1"),
+        FSDP_ONLY,
+    ] = False
+    """Compute norms, rotary embeddings and gated MLPs with the Triton kernels of liger-kernel, after comparing
+    logprobs and gradients of the loaded model with and without them. Not run on a GPU yet."""
