@@ -1,16 +1,18 @@
-"""Run everything that needs a GPU, without network: the tests marked gpu, then train_step.py and mfu.py.
+"""Run everything that needs a GPU, without network, in the order of its use: tests, kernels, speed, a run that learns.
 
-    make gpu-wheels                         # on a machine with network: download wheels for the GPU machine to wheels/
-    make gpu                                # on the GPU machine: python3 benchmarks/gpu.py
-    python3 benchmarks/gpu.py --parts mfu   # one part per call: each gets all of --minutes, the results are merged
+    make gpu-wheels                            # on a machine with network: wheels for the GPU machine, to wheels/
+    make gpu                                   # on the GPU machine: python3 benchmarks/gpu.py; again: goes on
+    python3 benchmarks/gpu.py --steps tests    # these steps, even if they are done
 
 The GPU machine needs Python 3.12 with torch and transformers. Other missing packages are installed from --wheels;
 existing ones are not changed. Until then, only the standard library is used. Creates an environment in --venv that sees
-the packages of the current Python, even if that is itself a virtual environment. Everything ends within --minutes:
-later parts are stopped and reported. Writes train_step.json, mfu.json, a log of each part, gpu.json with the results,
-and table.md to --output. Exit code 1: a test failed, no test passed, or a benchmark did not finish.
+the packages of the current Python, even if that is itself a virtual environment.
 
-Without a GPU, --cpu runs the same steps with tiny sizes; the tests skip themselves.
+Each call takes at most --minutes. It runs the steps that are not done, first those that no call has begun, then those
+that failed or were stopped; benchmarks go on where they were stopped. --output gets the log and the report of each
+step, gpu.json, and table.md, all written as soon as a step ends. Exit code 1: something failed, or is not done.
+
+--rehearse runs the same steps with tiny sizes, with or without a GPU. Without one, the tests skip themselves.
 """
 
 import argparse
@@ -35,76 +37,104 @@ MARK = re.compile(r"pytest\.mark\.gpu\b")
 OUTCOME = re.compile(r"^(tests/\S+::.+?) (PASSED|FAILED|SKIPPED|ERROR)\b", re.MULTILINE)  # a line of pytest -v
 REASON = re.compile(r"^(?:FAILED|ERROR) (tests/\S+::.+?) - (.*)", re.MULTILINE)  # a line of its summary
 COUNTS = ("passed", "failed", "errors", "skipped")
-TRAIN_STEP = [
-    *("--bf16", "--sides", "ours", "packed", "compact", "--lengths", "ragged", "--vocab", "151936", "--hidden", "1024"),
-    *("--layers", "8", "--groups", "8", "--completion", "600", "--longest", "4096", "--micro", "8"),
-    *("--max-tokens", "16384", "--rounds", "3"),
-]
-MFU = [
-    *("--shapes", "Qwen3-4B", "--tokens", "16384", "--kinds", "grpo", "sft", "--adapters", "full", "--warm-up", "2"),
-    *("--steps", "3", "--case-minutes", "3", "--profile", "--variants", "base", "compile", "compile and liger"),
-    "sdpa by segment",
-]
-# Memory that torch's allocator reserves for a step of Qwen3-4B, by tokens of the pack [GiB]: its own code ran without a
-# GPU for 64.1, 90.6 and 98.8 GiB of tensors (16k, selective 16k, nothing recomputed 8k), plus up to 19 % fragmentation.
-RESERVED_GIB = {
-    "selective": {16_384: 108, 8192: 80, 4096: 74},
-    "nothing recomputed": {16_384: 160, 8192: 116, 4096: 94},
-}
-PARTS = ("tests", "train_step", "mfu")
+_PEER = ["--bf16", "--lengths", "ragged", "--vocab", "151936"]
+_PEER += ["--hidden", "1024", "--layers", "8", "--groups", "8", "--completion", "600", "--longest", "4096"]
+_PEER += ["--micro", "8", "--max-tokens", "16384", "--rounds", "3"]
+_FULL = ["--adapters", "full"]
+_16K = ["--tokens", "16384"]
+_OTHERS = ["B", "E", "F", "I", "liger", "eager logprobs", "sdpa by segment", "flash-attn 2", "optimizer on host"]
+
+
+def steps(memory_gib: float) -> dict[str, list[str]]:
+    """Return the steps in order: name, script and its flags. `tests` has none.
+
+    The variants that keep activations need 110 to 130 GiB for Qwen3-4B with 16k tokens, by the memory plan.
+    """
+    large = "Qwen3-4B" if memory_gib > 130 else "Qwen3-1.7B"
+    one = ["benchmarks/mfu.py", "--warm-up", "2", "--steps", "3", "--case-minutes", "3", "--shapes"]
+    grpo, sft = ["--kinds", "grpo"], ["--kinds", "sft"]
+    return {
+        "tests": [],
+        "logprob_kernels": ["benchmarks/logprob_kernels.py"],
+        "mfu_grpo": [*one, large, *_16K, *grpo, *_FULL, "--variants", "A", "C", "G", "H", "--profile"],
+        "mfu_sft": [*one, large, *_16K, *sft, *_FULL, "--variants", "A", "G", "H"],
+        "learns": ["benchmarks/learns.py"],
+        "mfu_128k": [*one, "Qwen3-4B", "--tokens", "131072", *sft, *_FULL, "--variants", "activations on host"],
+        "mfu_lora": [*one, "Qwen3-4B", *_16K, "65536", *grpo, "--adapters", "lora", "--variants", "A", "G"],
+        "train_step": ["benchmarks/train_step.py", *_PEER],
+        "mfu_sizes": [*one, "Qwen3-0.6B", "Qwen3-4B", "Qwen3-8B", *_16K, *_FULL, "--variants", "A", "G"],
+        "mfu_variants": [*one, large, *_16K, *grpo, *_FULL, "--variants", *_OTHERS],
+    }
+
+
+def quick(name: str, command: list[str]) -> list[str]:
+    """Return the command of a step with tiny sizes."""
+    if name.startswith("mfu"):
+        return [command[0], "--quick", "--kinds", "grpo", "--adapters", "full", "--variants", "A"]
+    return [command[0], "--quick"] if command else []
 
 
 def main() -> int:
     args = arguments()
     deadline = time.monotonic() + 60 * args.minutes
     args.output.mkdir(parents=True, exist_ok=True)
-    found: dict[str, Any] = {"minutes": args.minutes}
     python = make_environment(args.venv)
-    found["install"] = install(python, args.wheels)
-    found["machine"] = describe(python)
-    if not found["machine"]["gpu"] and not args.cpu:
-        return finish(
-            args.output, found | {"failed": "torch sees no GPU here; --cpu tries the way without one"}, cpu=False
-        )
+    left_out = install(python, args.wheels)
+    machine = describe(python)
+    found = earlier(args.output, machine) | {"left_out": left_out, "machine": machine}
+    if not machine["gpu"] and not args.rehearse:
+        print("torch sees no GPU here; --rehearse tries the steps without one")
+        return 1
+    every = steps(machine.get("gpu_memory_gib", 0))
+    chosen = args.steps or sorted((name for name in every if not is_done(found, name)), key=lambda name: name in found)
     run = Run(python, args.output, deadline)
-    shares = dict.fromkeys(args.parts, 0.35) | {args.parts[-1]: 1.0}
-    quick = ["--quick"] if args.cpu else []
-    if "tests" in shares:
-        found["tests"] = run.tests(share=shares["tests"])
-    if "train_step" in shares:
-        rest = ["--sides", "ours", "packed"] if "trl>=1.16" in found["install"]["left out"] else []
-        found["train_step"] = run.benchmark("train_step", [*(quick or TRAIN_STEP), *rest], share=shares["train_step"])
-    if "mfu" in shares:
-        left = (deadline - time.monotonic() - 45) / 60
-        large = that_fit(found["machine"].get("gpu_memory_gib", 0))
-        mfu = [*quick, "--variants", "base"] if args.cpu else [*MFU, *large, "--minutes", f"{left:.2f}"]
-        found["mfu"] = run.benchmark("mfu", mfu, share=1.0)
-    return finish(args.output, found, cpu=args.cpu)
+    for name in chosen:
+        if deadline - time.monotonic() < 30:  # no time to begin anything
+            break
+        command = quick(name, every[name]) if args.rehearse else every[name]
+        if name == "train_step":
+            command += ["--sides", "ours", "packed", *([] if "trl>=1.16" in left_out else ["compact", "async"])]
+        found[name] = (
+            run.tests(none_is_fine=args.rehearse and not machine["gpu"])
+            if name == "tests"
+            else run.script(name, command, fresh=bool(args.steps))
+        )
+        write(args.output, found, list(every))
+    undone = [name for name in every if not is_done(found, name)]
+    print((args.output / "table.md").read_text() if found.keys() & every.keys() else "", end="")
+    print(f"not done: {', '.join(undone) or 'nothing'}")
+    return 1 if undone else 0
 
 
-def that_fit(memory_gib: float) -> list[str]:
-    """Return the variants of mfu.py that need much memory, each with the largest pack that fits, as NAME@TOKENS."""
-    found = []
-    for name, reserved in RESERVED_GIB.items():
-        fitting = [tokens for tokens, need in reserved.items() if need < 0.97 * memory_gib]
-        found += [f"{name}@{max(fitting)}"] if fitting else []
-    return found
+def is_done(found: Mapping[str, Any], name: str) -> bool:
+    return name in found and found[name]["exit"] == 0
+
+
+def earlier(output: Path, machine: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the steps of earlier calls on the same machine with the same versions."""
+    path = output / "gpu.json"
+    found = json.loads(path.read_text()) if path.is_file() else {}
+    same = ("gpu", "torch", "transformers")
+    return found if all(found.get("machine", {}).get(key) == machine.get(key) for key in same) else {}
 
 
 def make_environment(folder: Path) -> Path:
     """Create a new environment on top of the packages of this Python. Returns its interpreter."""
     shutil.rmtree(folder, ignore_errors=True)
-    subprocess.run([sys.executable, "-m", "venv", "--system-site-packages", "--without-pip", folder], check=True)
-    python = folder / "bin" / "python"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     [own] = (folder / "lib").glob("python*/site-packages")
-    below = [path for path in (*site.getsitepackages(), site.getusersitepackages()) if Path(path).is_dir()]
-    (own / "packages_below.pth").write_text("".join(f"{path}\n" for path in below))  # if this is a virtual environment
-    return python
+    below = [*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])]
+    lines = [f"import site; site.addsitedir({path!r})\n" for path in below if Path(path).is_dir()]
+    (own / "packages_below.pth").write_text("".join(lines))
+    return folder / "bin" / "python"
 
 
-def install(python: Path, wheels: Path) -> dict[str, Any]:
-    """Install missing packages from `wheels` only: required packages together, optional ones one by one."""
-    begin, left_out = time.monotonic(), {}
+def install(python: Path, wheels: Path) -> dict[str, str]:
+    """Install missing packages from `wheels` only: required packages together, optional ones one by one.
+
+    Returns what a missing optional package leaves out.
+    """
+    left_out = {}
     where = ["--no-index", "--find-links", str(wheels), "--quiet", "--disable-pip-version-check", "--no-cache-dir"]
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", *where]
     done = subprocess.run([*pip, *NEEDED], capture_output=True, text=True, check=False)
@@ -114,7 +144,7 @@ def install(python: Path, wheels: Path) -> dict[str, Any]:
         done = subprocess.run([*pip, name], capture_output=True, text=True, check=False)
         if done.returncode:
             left_out[name] = f"{loss}: {done.stderr.strip().splitlines()[-1][:200]}"
-    return {"s": round(time.monotonic() - begin, 1), "left out": left_out}
+    return left_out
 
 
 def describe(python: Path) -> dict[str, Any]:
@@ -128,31 +158,40 @@ def describe(python: Path) -> dict[str, Any]:
 
 
 class Run:
-    """Runs commands in sequence, each with a share of the remaining time."""
+    """Runs steps, each with the remaining time."""
 
     def __init__(self, python: Path, output: Path, deadline: float) -> None:
         self.python, self.output, self.deadline = python, output, deadline
 
-    def tests(self, share: float) -> dict[str, Any]:
-        """Run the tests marked gpu, from the files that contain any. Warnings are not turned into errors."""
+    def tests(self, *, none_is_fine: bool) -> dict[str, Any]:
+        """Run the tests marked gpu, from the files that contain any. Warnings are not turned into errors.
+
+        none_is_fine: without a GPU, all are skipped.
+        """
         files = [
             str(f.relative_to(ROOT)) for f in sorted((ROOT / "tests").rglob("test_*.py")) if MARK.search(f.read_text())
         ]
         options = ["-m", "gpu", "-v", "--color=no", "-p", "no:cacheprovider", "-o", "filterwarnings=default"]
-        found = self._command("tests", ["-m", "pytest", *files, *options], share)
-        return {**found, **outcomes((self.output / "tests.log").read_text())}
+        found = self._command("tests", ["-m", "pytest", *files, *options])
+        found |= outcomes((self.output / "tests.log").read_text())
+        if found["exit"] == 0 and not found["passed"] and not none_is_fine:
+            found["exit"] = "no test passed"
+        return found | ({"exit": 0} if none_is_fine and found["exit"] == 5 else {})
 
-    def benchmark(self, name: str, flags: Sequence[str], share: float) -> dict[str, Any]:
-        """Run a benchmark with its report in `name`.json. Returns its result and the printed table."""
-        report = self.output / f"{name}.json"
-        report.unlink(missing_ok=True)
-        found = self._command(name, [f"benchmarks/{name}.py", "--json", str(report.resolve()), *flags], share)
+    def script(self, name: str, command: Sequence[str], *, fresh: bool) -> dict[str, Any]:
+        """Run a script with its report in `name`.json. Returns its result and the printed table."""
+        flags = ["--json", str((self.output / f"{name}.json").resolve())]
+        if name.startswith("mfu"):  # it stops a case 30 s after its time
+            minutes = (self.deadline - time.monotonic() - 60) / 60
+            flags += ["--minutes", f"{minutes:.2f}", "--folder", str(ROOT / "runs" / "gpu-weights")]
+            flags += ["--fresh"] if fresh else []
+        found = self._command(name, [*command, *flags])
         lines = (self.output / f"{name}.log").read_text().splitlines()
-        return {**found, "report": report.is_file(), "table": [line for line in lines if line.startswith("| ")]}
+        return {**found, "table": [line for line in lines if line.startswith("| ")], "last": lines[-1:]}
 
-    def _command(self, name: str, argv: Sequence[str], share: float) -> dict[str, Any]:
+    def _command(self, name: str, argv: Sequence[str]) -> dict[str, Any]:
         """Run a command in a new session, so that all its processes can be stopped."""
-        limit = max(1.0, share * (self.deadline - time.monotonic() - 10))
+        limit = max(1.0, self.deadline - time.monotonic() - 10)
         variables: Mapping[str, str] = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
         begin = time.monotonic()
         print(f"{name}: at most {limit:.0f} s", flush=True)
@@ -185,37 +224,18 @@ def outcomes(log: str) -> dict[str, Any]:
     return {**counts, "errors": len(errors), "failed tests": failed + errors}
 
 
-def is_sound(found: Mapping[str, Any], *, cpu: bool) -> bool:
-    """Return whether all parts succeeded. On a GPU at least one test must have passed."""
-    if "failed" in found or any(found[name]["exit"] != 0 for name in ("train_step", "mfu") if name in found):
-        return False
-    tests = found.get("tests")
-    if tests is None:
-        return True
-    return tests["exit"] in (0, 5) if cpu else tests["exit"] == 0 and tests["passed"] > 0
-
-
-def finish(output: Path, found: dict[str, Any], *, cpu: bool) -> int:
-    """Write gpu.json and table.md, with parts of earlier calls. Returns the exit code of this call."""
-    code = 0 if is_sound(found, cpu=cpu) else 1
-    report = output / "gpu.json"
-    earlier = json.loads(report.read_text()) if report.is_file() else {}
-    if earlier.get("machine") == found["machine"]:
-        found = {name: part for name, part in earlier.items() if name in PARTS} | found
-    report.write_text(json.dumps(found, indent=1) + "\n")
-    lines = [f"# {found['machine']['gpu'] or 'No GPU'}, torch {found['machine']['torch']}, "
-             f"transformers {found['machine']['transformers']}", ""]  # fmt: skip
-    lines += [f"{name}: {loss}" for name, loss in found["install"]["left out"].items()]
-    if "failed" in found:
-        lines.append(found["failed"])
-    for name in PARTS:
+def write(output: Path, found: Mapping[str, Any], every: Sequence[str]) -> None:
+    """Write gpu.json and table.md."""
+    (output / "gpu.json").write_text(json.dumps(found, indent=1) + "\n")
+    machine = found["machine"]
+    lines = [f"# {machine['gpu'] or 'No GPU'}, torch {machine['torch']}, transformers {machine['transformers']}", ""]
+    lines += [f"{name}: {loss}" for name, loss in found["left_out"].items()]
+    for name in every:
         part = found.get(name, {})
         counts = [f"{part[key]} {key}" for key in COUNTS if key in part]
         lines += ["", f"## {name}: exit {part.get('exit', 'not run')}, {part.get('s', 0)} s; {', '.join(counts)}", ""]
-        lines += [f"- {test}" for test in part.get("failed tests", [])] + part.get("table", [])
+        lines += [f"- {test}" for test in part.get("failed tests", [])] + (part.get("table") or part.get("last") or [])
     (output / "table.md").write_text("\n".join(lines) + "\n")
-    print("\n".join(lines))
-    return code
 
 
 def arguments() -> argparse.Namespace:
@@ -225,8 +245,8 @@ def arguments() -> argparse.Namespace:
     add("--venv", type=Path, default=ROOT / ".venv-gpu", help="environment, created again each time")
     add("--output", type=Path, default=ROOT / "benchmarks" / "results" / "gpu")
     add("--minutes", type=float, default=8.5)
-    add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to run in this call, in this order")
-    add("--cpu", action="store_true", help="run the same steps without a GPU, with tiny sizes")
+    add("--steps", nargs="+", choices=list(steps(0)), help="run these, in this order; default: what is not done")
+    add("--rehearse", action="store_true", help="run the same steps with tiny sizes, with or without a GPU")
     return parser.parse_args()
 
 

@@ -3,7 +3,7 @@ r"""Tokens per second, MFU and peak memory on one GPU, by model shape, pack leng
     python benchmarks/mfu.py --json benchmarks/results/mfu.json                    # everything: hours
     python benchmarks/mfu.py --shapes Qwen3-4B --tokens 16384 --minutes 5          # what fits in five minutes
     python benchmarks/mfu.py --shapes Qwen3-4B --tokens 131072 --kinds sft --adapters full \
-        --variants base "activations on host" "all on host"                        # does one such sequence fit?
+        --variants A "activations on host" "all on host"                           # does one such sequence fit?
     python benchmarks/mfu.py --quick                                               # a tiny shape on the CPU, seconds
 
 Uses random weights of the shape and the backend of a real run, with one full pack per step: forward, loss, backward,
@@ -12,9 +12,11 @@ clipping and AdamW. The kinds of step are
     sft    one sequence as long as the pack, every token trained on: the usual setup of published figures
     grpo   a group of eight with a prompt of --prompt tokens, completions of equal length that fill the pack
 
-Each variant changes one thing relative to `base`, which recomputes every layer (--gradient-checkpointing) in bfloat16.
-Each case runs in a new process, so that its kernels, compilers and patches do not affect the next. After --warm-up
-steps, --steps steps are measured: median, minimum and maximum. Cases that do not fit the device are reported as such.
+Variant A recomputes every layer (--gradient-checkpointing) in bfloat16. B to I are combinations whose speed was
+predicted before the first run on a GPU; the others change one thing of A. Each case runs in a new process, so that its
+kernels and compilers do not affect the next. After --warm-up steps, --steps steps are measured: median, minimum and
+maximum. Cases that do not fit the device are reported as such. Cases that --json already holds are not measured again.
+
 FLOPs are model FLOPs, without recomputation; `mfu` counts all pairs of tokens of a sequence, `mfu_causal` only those
 that attention uses (memory/flops.py). On a CPU the peak is the measured rate of a matrix product, so MFU is not
 comparable. --profile traces one more step and adds its parts and the longest device operations to the report.
@@ -29,7 +31,7 @@ import sys
 import tempfile
 import time
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass, fields
 from multiprocessing.connection import Connection
 from pathlib import Path
 from random import Random
@@ -37,27 +39,35 @@ from typing import Any
 
 import torch
 from random_checkpoint import SHAPES, shape, write_random
-from record import header, peak_mib, spread, start_peak, table, wait_for_device, write
+from record import header, kept_rows, peak_mib, spread, start_peak, table, wait_for_device, write
 from traced import longest, parts
 
 from fsdptrain.errors import describe
 from fsdptrain.types import Sample
 
 BASE: dict[str, Any] = {"gradient_checkpointing": True}
+_C = {"compile": True}
+_E = {**_C, "logprob_chunk_size": 2**20}  # the whole pack at once
+_G = {**_E, "gradient_checkpointing": False, "activation_memory_budget": 0.8}
+_H = {**_G, "attn_implementation": "flash_attention_3"}
 VARIANTS: dict[str, dict[str, Any]] = {
-    "base": {},
-    "compile": {"compile": True},
-    "liger": {},  # norm, rotary and gated-MLP kernels, patched into the transformers classes
-    "compile and liger": {"compile": True},
-    "selective": {"gradient_checkpointing_kind": "selective"},
+    "A": {},
+    "B": {"gradient_checkpointing_kind": "selective"},
+    "C": _C,
+    "E": _E,
+    "F": {"liger": True, "gradient_checkpointing_kind": "selective", "logprob_chunk_size": 2**20},
+    "G": _G,
+    "H": _H,
+    "I": {**_H, "fsdp_reshard_after_forward": False},
+    "liger": {"liger": True},
     "every second layer": {"gradient_checkpointing_every": 2},
     "nothing recomputed": {"gradient_checkpointing": False},
+    "eager logprobs": {"logprob_kernel": "eager"},
     "sdpa by segment": {"attn_implementation": "sdpa"},
     "flash-attn 2": {"attn_implementation": "flash_attention_2"},
     "activations on host": {"offload_activations": True},
     "optimizer on host": {"offload_optimizer": True},
     "all on host": {"fsdp_cpu_offload": True},
-    "large logprob chunks": {"logprob_chunk_size": 4096},
 }
 ADAPTERS = {"full": {}, "lora": {"lora_rank": 32, "lora_alpha": 32}}
 _PRIME_RL = "https://github.com/PrimeIntellect-ai/prime-rl/tree/main/benchmarks/baselines"  # one file per case
@@ -115,8 +125,6 @@ def run_case(case: Case, folder: str, options: argparse.Namespace, pipe: Connect
 
 
 def measure(case: Case, folder: str, options: argparse.Namespace) -> dict[str, Any]:
-    if "liger" in case.variant:
-        use_liger(case.shape)
     from fsdptrain import Config
     from fsdptrain.algo.losses import LOSSES
     from fsdptrain.fsdp.backend import FSDPBackend
@@ -176,55 +184,54 @@ def measure(case: Case, folder: str, options: argparse.Namespace) -> dict[str, A
         return found
 
 
-def use_liger(name: str) -> None:
-    """Patch Liger's kernels into the transformers modules. The loss is unchanged."""
-    from liger_kernel.transformers import apply_liger_kernel_to_llama, apply_liger_kernel_to_qwen3
-
-    apply = apply_liger_kernel_to_llama if name.startswith("Llama") else apply_liger_kernel_to_qwen3
-    apply(rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False)
-
-
 def cases(options: argparse.Namespace) -> list[Case]:
-    """Return the base cases of all shapes first, then the variants, so that the most relevant ones run in time."""
-    sized = [variant.partition("@") for variant in options.variants]
-    found = [
+    """Return the cases, one shape after the other, and within a shape those of the first variant first."""
+    return [
         Case(name, tokens, step, adapter, variant)
         for name in options.shapes
-        for variant, _, own in sized
-        for tokens in ([int(own)] if own else options.tokens)
+        for variant in options.variants
+        for tokens in options.tokens
         for step in options.kinds
         for adapter in options.adapters
     ]
-    return sorted(found, key=lambda case: (options.shapes.index(case.shape), case.variant != "base"))
 
 
-def sweep(options: argparse.Namespace) -> list[dict[str, Any]]:
+def sweep(options: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
+    """Measure the cases that the report does not have yet. Returns the rows, and the number of cases left out."""
     context = multiprocessing.get_context("spawn")
     deadline = time.monotonic() + 60 * options.minutes
-    rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        for name in options.shapes:
-            if time.monotonic() < deadline:
+    rows = [] if options.fresh or not options.json else kept_rows(options.json, options.begin, name="results")
+    known = {tuple(row[field.name] for field in fields(Case)) for row in rows}
+    wanted = [case for case in cases(options) if astuple(case) not in known]
+    left_out = 0
+    with nullcontext(options.folder) if options.folder else tempfile.TemporaryDirectory() as folder:
+        for case in wanted:
+            if time.monotonic() > deadline:
+                left_out += 1
+                continue
+            checkpoint = Path(folder) / case.shape
+            if not (checkpoint / "complete").exists():
                 # in a process of its own: with a GPU it leaves a context of 1.5 GiB there
-                arguments = (Path(folder) / name, shape(name))
-                writer = context.Process(target=write_random, args=arguments, kwargs={"seed": options.seed})
+                writer = context.Process(target=write_checkpoint, args=(checkpoint, case.shape, options.seed))
                 writer.start()
                 writer.join()
-            for case in (case for case in cases(options) if case.shape == name):
-                ours, theirs = context.Pipe(duplex=False)
-                worker = context.Process(target=run_case, args=(case, str(Path(folder) / name), options, theirs))
-                found: dict[str, Any] = {"failed": f"not begun within --minutes {options.minutes:g}"}
-                if time.monotonic() < deadline:
-                    worker.start()
-                    theirs.close()
-                    left = max(10.0, min(deadline - time.monotonic() + 30, 60 * options.case_minutes))
-                    found = receive(ours, left)
-                    worker.kill()
-                    worker.join()
-                rows.append({**asdict(case), **found})
-                print(f"  {case.name}: {found.get('failed') or found['mfu']}", file=sys.stderr, flush=True)
-                write(options.json, report(options, rows))  # write after each row, so that results survive a failure
-    return rows
+            ours, theirs = context.Pipe(duplex=False)
+            worker = context.Process(target=run_case, args=(case, str(checkpoint), options, theirs))
+            worker.start()
+            theirs.close()
+            left = max(10.0, min(deadline - time.monotonic() + 30, 60 * options.case_minutes))
+            found = receive(ours, left)
+            worker.kill()
+            worker.join()
+            rows.append({**asdict(case), **found})
+            print(f"  {case.name}: {found.get('failed') or found['mfu']}", file=sys.stderr, flush=True)
+            write(options.json, report(options, rows))  # write after each row, so that results survive a failure
+    return rows, left_out
+
+
+def write_checkpoint(folder: Path, name: str, seed: int) -> None:
+    write_random(folder, shape(name), seed=seed)
+    (folder / "complete").touch()
 
 
 def receive(pipe: Connection, seconds: float) -> dict[str, Any]:
@@ -259,7 +266,7 @@ def arguments() -> argparse.Namespace:
     add("--tokens", nargs="+", type=int, default=[8192, 16_384, 32_768, 65_536], help="sizes of the pack [tokens]")
     add("--kinds", nargs="+", choices=("sft", "grpo"), default=["grpo", "sft"])
     add("--adapters", nargs="+", choices=list(ADAPTERS), default=list(ADAPTERS))
-    add("--variants", nargs="+", default=list(VARIANTS), help="NAME, or NAME@TOKENS for another size of the pack")
+    add("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     add("--prompt", type=int, default=512, help="prompt length of a group, at most half of each sequence [tokens]")
     add("--warm-up", type=int, default=2, help="steps before the measurement")
     add("--steps", type=int, default=5)
@@ -267,11 +274,9 @@ def arguments() -> argparse.Namespace:
     add("--case-minutes", type=float, default=10.0, help="stop a case after this time")
     add("--profile", action="store_true", help="trace one more step per row")
     add("--seed", type=int, default=0)
-    add("--folder", type=Path, help="folder of the weights, up to 16 GB; default: a temporary one")
+    add("--folder", type=Path, help="folder where weights stay for the next call, up to 16 GB; default: temporary")
+    add("--fresh", action="store_true", help="measure everything again, instead of only what --json does not hold")
     options = parser.parse_args()
-    for variant in options.variants:
-        if variant.partition("@")[0] not in VARIANTS:
-            parser.error(f"--variants {variant}: choose from {', '.join(VARIANTS)}")
     if options.quick:
         options.shapes, options.tokens = ["tiny"], [256]
         options.warm_up, options.steps = 1, 2
@@ -284,13 +289,13 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     options = arguments()
-    rows = sweep(options)
+    rows, left_out = sweep(options)
     if not torch.cuda.is_available():
         print("No GPU here: these rows say that the code runs, nothing of speed.")
     print(table([_cells(row) for row in rows]))
     failed = [row for row in rows if "failed" in row]
-    print(json.dumps({"rows": len(rows), "failed": len(failed)}))
-    sys.exit(1 if len(failed) == len(rows) else 0)
+    print(json.dumps({"rows": len(rows), "failed": len(failed), "left_out": left_out}))
+    sys.exit(1 if left_out or len(failed) == len(rows) else 0)
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ def write(path: Path | None, report: Mapping[str, Any]) -> None:
         partial.replace(path)
 
 
-def kept_rows(path: Path, begin: Mapping[str, Any]) -> list[dict[str, Any]]:
+def kept_rows(path: Path, begin: Mapping[str, Any], *, name: str = "runs") -> list[dict[str, Any]]:
     """Return the rows of an existing results file, so that they are not measured again.
 
     Exits if another commit or other versions produced them, because a file has one header, `begin`.
@@ -74,9 +74,9 @@ def kept_rows(path: Path, begin: Mapping[str, Any]) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     found = json.loads(path.read_text())
-    if any(found.get(name) != begin[name] for name in ("commit", "versions")):
+    if any(found.get(key) != begin[key] for key in ("commit", "versions")):
         sys.exit(f"{path.name} was made by commit {found['commit']}: --fresh measures all of it again")
-    return found["runs"]
+    return found[name]
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:

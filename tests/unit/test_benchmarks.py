@@ -88,32 +88,55 @@ def test_what_the_package_requires_is_among_the_wheels(module: Import) -> None:
     wheels, needed = (FOLDER / "gpu-wheels.txt").read_text().splitlines(), module("gpu").NEEDED
     required, wheels, needed = ({re.split("[<>=]", line)[0] for line in lines} for lines in (required, wheels, needed))
     with_torch = {"torch", "transformers", "safetensors", "httpx"}
-    assert required - with_torch - {"pyyaml", "reasoning-gym", "math-verify"} <= wheels
+    assert required - with_torch - {"pyyaml", "datasets", "reasoning-gym", "math-verify"} <= wheels
     assert required - with_torch - {"datasets", "reasoning-gym", "math-verify"} <= needed
 
 
-def test_variants_are_measured_at_sizes_that_fit(module: Import, monkeypatch: pytest.MonkeyPatch) -> None:
-    fit, mfu = module("gpu").that_fit, module("mfu")
-    assert fit(79.1) == ["selective@4096"]
-    assert fit(139.8) == ["selective@16384", "nothing recomputed@8192"]
-    monkeypatch.setattr(sys, "argv", ["mfu.py", "--quick", "--kinds", "sft", "--variants", "base", *fit(139.8)])
-    cases = mfu.cases(mfu.arguments())
-    assert {(case.variant, case.tokens) for case in cases} == {
-        ("base", 256), ("selective", 16_384), ("nothing recomputed", 8192)
-    }  # fmt: skip
+def test_a_second_call_on_a_gpu_runs_what_is_not_done_and_then_what_failed(module, monkeypatch, tmp_path):
+    gpu, ran = module("gpu"), []
+
+    def script(self: Any, name: str, *_: Any, **__: Any) -> dict[str, Any]:
+        ran.append(name)
+        return {"exit": 1 if (name, len(ran)) == ("mfu_sft", 4) else 0, "table": [f"| {name} |"]}
+
+    machine = {"gpu": "H100", "torch": "2.11", "transformers": "5.17", "gpu_memory_gib": 80}
+    for name, found in {"make_environment": Path("python"), "install": {}, "describe": machine}.items():
+        monkeypatch.setattr(gpu, name, lambda *_, found=found: found)
+    monkeypatch.setattr(gpu.Run, "script", script)
+    monkeypatch.setattr(gpu.Run, "tests", lambda self, **_: script(self, "tests"))
+    every = list(gpu.steps(80))
+    for flags, code, expected in [
+        ([], 1, every),  # one fails
+        ([], 0, ["mfu_sft"]),
+        ([], 0, []),
+        (["--steps", "learns"], 0, ["learns"]),
+    ]:
+        before = len(ran)
+        monkeypatch.setattr(sys, "argv", ["gpu.py", "--output", str(tmp_path), *flags])
+        assert gpu.main() == code
+        assert ran[before:] == expected
+    assert "| mfu_lora |" in (tmp_path / "table.md").read_text()
+    machine["torch"] = "2.13"  # results of other versions do not count
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--output", str(tmp_path)])
+    assert gpu.main() == 0
+    assert ran[-len(every) :] == every
 
 
-def test_on_a_gpu_no_test_that_passed_is_no_proof(module: Import) -> None:
-    is_sound = module("gpu").is_sound
-    done = {"train_step": {"exit": 0}, "mfu": {"exit": 0}}
-    none, some = {"exit": 5, "passed": 0}, {"exit": 0, "passed": 3}
-    assert is_sound(done | {"tests": some}, cpu=False)
-    assert is_sound(done | {"tests": none}, cpu=True)
-    assert not is_sound(done | {"tests": none}, cpu=False)
-    assert not is_sound(done | {"tests": {"exit": 0, "passed": 0}}, cpu=False)
-    assert not is_sound(done | {"tests": {"exit": "stopped after 9 s", "passed": 3}}, cpu=False)
-    assert not is_sound(done | {"tests": some, "mfu": {"exit": "stopped after 9 s"}}, cpu=False)
-    assert not is_sound(done | {"tests": some, "failed": "no GPU"}, cpu=False)
+def test_the_model_of_the_large_variants_fits_the_gpu(module: Import) -> None:
+    steps = module("gpu").steps
+    assert "Qwen3-1.7B" in steps(80)["mfu_grpo"]
+    assert "Qwen3-4B" in steps(140)["mfu_grpo"]
+
+
+def test_commands_on_a_gpu_are_those_that_the_benchmarks_accept(module: Import, monkeypatch) -> None:
+    mfu = module("mfu")
+    monkeypatch.setattr(mfu.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(mfu, "header", dict)
+    for memory in (80, 140):
+        for name, command in module("gpu").steps(memory).items():
+            if name.startswith("mfu"):
+                monkeypatch.setattr(sys, "argv", command)
+                assert mfu.cases(mfu.arguments()), name
 
 
 def test_a_packer_that_is_slow_or_uneven_breaks_a_law(module: Import) -> None:
