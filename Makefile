@@ -5,7 +5,7 @@ VLLM_PYTEST := OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/vllm
 SERVER_PYTEST := OMP_NUM_THREADS=1 FSDPTRAIN_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/pytest tests/vllm/servers
 
 .DEFAULT_GOAL := help
-.PHONY: campaigns help install size check quick test test-matrix test-matrix-core test-matrix-vllm test-vllm test-oldest test-null-gpu gpu gpu-wheels demo clean
+.PHONY: campaigns help install size check quick test test-matrix test-matrix-core test-matrix-vllm test-vllm test-oldest test-null-gpu gpu gpu-rehearsal gpu-wheels demo clean
 
 help:  ## what there is to make
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -70,6 +70,11 @@ test-oldest: .venv-oldest/.installed  ## the same laws with the oldest torch and
 test-null-gpu: .venv-oldest/.installed  ## the tests marked gpu without a GPU: torch's CUDA code, computed by the CPU
 	.venv-oldest/bin/python -m tests.null_gpu
 
+gpu-rehearsal: .venv-oldest/.installed  ## `make gpu` without a GPU, where only torch and transformers are installed
+	.venv-oldest/bin/pip download --quiet --disable-pip-version-check --only-binary=:all: --no-deps \
+		--dest build/wheels --constraint constraints.txt --requirement benchmarks/gpu-wheels.txt
+	PYTHONPATH=. .venv-oldest/bin/python -m tests.null_gpu.rehearsal build/wheels
+
 OLDEST_PIP := .venv-oldest/bin/pip install --quiet --disable-pip-version-check --constraint constraints-oldest.txt
 
 .venv-oldest/.installed: pyproject.toml constraints-oldest.txt
@@ -79,7 +84,7 @@ OLDEST_PIP := .venv-oldest/bin/pip install --quiet --disable-pip-version-check -
 	@$(OLDEST_PIP) --editable '.[dev]'
 	@touch $@
 
-gpu:  ## tests and benchmarks on one GPU, within 9 minutes and without network: benchmarks/gpu.py
+gpu:  ## tests and benchmarks on one GPU, without network, 9 minutes a call: benchmarks/gpu.py
 	$(PYTHON) benchmarks/gpu.py
 
 gpu-wheels: install  ## what that machine lacks beside torch and transformers, into wheels/: for Python 3.12 on x86-64
