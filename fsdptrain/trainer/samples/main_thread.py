@@ -17,7 +17,8 @@ class MainThreadLimit:
     """A reward function whose calls must be made on the main thread. One that takes `limit_s` ends the rollout.
 
     The call stays on the main thread, where it may stop itself by SIGALRM, as `math` does. Another thread, one for all
-    calls, interrupts it by a signal, up to 5 % too late. A reward that catches RolloutError, or computes in C without end, is not interrupted.
+    calls, interrupts it by a signal, up to 5 % too late. A reward that catches RolloutError, or computes in C without
+    end, is not interrupted.
     """
 
     def __init__(self, reward: RewardFunction, limit_s: float) -> None:
