@@ -89,7 +89,7 @@ class LigerFeature(Feature):
 
     def _lengths(self, model: PreTrainedModel) -> list[int]:
         """Return the segments of the probe. On an accelerator they reach the kernel for many rows, if packs do."""
-        lengths = list(_LENGTHS)
+        lengths: list[int] = list(_LENGTHS)
         if platform.has_accelerator():
             values = model.config.get_text_config().to_dict()
             heads = values.get("num_key_value_heads") or values["num_attention_heads"]
