@@ -56,6 +56,9 @@ class ModelConfig(Section):
     logprob_chunk_size: Annotated[int | Literal["auto"], NEUTRAL] = "auto"
     """Tokens whose logits are in memory at a time. `auto`: on a GPU a whole pack if the memory plan has room, else as
     many as fit; 512 on a CPU. [tokens]"""
+    speed: Annotated[Literal["standard", "fast"], NEUTRAL, FSDP_ONLY] = "standard"
+    """`fast`: use all options that are predicted to make a GPU faster and that are not set: --compile,
+    --activation-memory-budget 0.8, --fsdp-reshard-after-forward auto. The run logs which ones. Not measured yet."""
     strict: Annotated[bool, NEUTRAL] = False
     """Make fallbacks (padding instead of packing, torch code instead of a kernel) errors instead of warnings."""
     deterministic_mode: Annotated[bool, NEUTRAL] = False

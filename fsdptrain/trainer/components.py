@@ -86,7 +86,7 @@ def build_components(
     config: Config, folder: RunFolder, *, reward: RewardFunction | None, dataset: Sequence[Mapping[str, Any]] | None
 ) -> Iterator[Components]:
     """Build data and rewards, then the model, then the engine. Close all of them on exit."""
-    check_features(config)
+    config = usable_here(config)
     checkpoint = resolve_checkpoint(config.model.hf_checkpoint)
     install_platform_overrides()  # features compare kernels with the functions that a run uses
     features = load_features(config, checkpoint)
@@ -139,6 +139,21 @@ def build_components(
             planned_memory=planned_memory(planner, config),
             loggers=loggers,
         )
+
+
+def usable_here(config: Config) -> Config:
+    """Call `check_features`, without what --speed fast has turned on and this machine cannot run. Collective."""
+    try:
+        check_features(config)
+    except ConfigError as error:
+        plain = config.without_fast(("compile", "activation_memory_budget"), str(error))
+        if plain.speed_line == config.speed_line:
+            raise
+        check_features(plain)
+        config = plain
+    if config.speed_line:
+        log.info("%s", config.speed_line)
+    return config
 
 
 def load_environment(config: Config) -> tuple["LoadedEnvironment | None", Config]:

@@ -67,6 +67,7 @@ def test_flags_are_read(flat, argv, expected):
         ),
         (["--logprob-chunk-size", "all"], "--logprob-chunk-size must be a whole number or auto, got 'all'"),
         (["--logprob-chunk-size", "0"], "--logprob-chunk-size must be at least 1, got 0"),
+        (["--speed", "fat"], "--speed must be one of standard, fast, got 'fat'; did you mean 'fast'?"),
         (["--leaning-rate", "1"], "unknown flag --leaning-rate: --learning-rate is --lr here"),
         (["--load-in-4bit"], "unknown flag --load-in-4bit"),
         (["--hf-chekpoint", "x"], "unknown flag --hf-chekpoint; did you mean '--hf-checkpoint'?"),
