@@ -15,6 +15,7 @@ from fsdptrain.features.liger import feature as liger
 from fsdptrain.features.liger.feature import LigerFeature
 from fsdptrain.features.liger.modules import Replacement, describe, find_replacements
 from tests import zoo
+from tests.matrix import only
 
 INSTALLED = all(importlib.util.find_spec(name) is not None for name in ("triton", "liger_kernel"))
 WITH_KERNELS = {
@@ -31,10 +32,11 @@ WITH_KERNELS = {
 
 @pytest.mark.slow
 @pytest.mark.skipif(not INSTALLED, reason="needs triton and liger-kernel: Linux only")
-def test_the_kernels_compute_what_the_modules_do() -> None:
+@pytest.mark.parametrize("marked", only(["not matrix"], ["not matrix", "matrix"]))
+def test_the_kernels_compute_what_the_modules_do(marked: str) -> None:
     """The cases of interpreter_cases.py."""
     cases = Path(__file__).with_name("interpreter_cases.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(cases)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marked, str(cases)]
     ran = subprocess.run(
         command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=300
     )
