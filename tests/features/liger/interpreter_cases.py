@@ -46,7 +46,7 @@ def model_of(name: str, *, selective: bool = False, adapter: bool = False) -> tu
             for key, parameter in module.named_parameters(recurse=False):
                 if parameter.is_meta:
                     module.register_parameter(key, torch.nn.Parameter(0.1 * torch.randn(parameter.shape)))
-    feature = LigerFeature(max_tokens=64)
+    feature = LigerFeature(max_tokens=64, compute_dtype=torch.float32)
     feature.transform_model(model, NO_MESHES)
     if selective:
         enable_gradient_checkpointing(model, kind="selective")
