@@ -13,6 +13,7 @@ from fsdptrain.features.lora.adapters import add_adapters
 from fsdptrain.features.lora.config import LoraConfig
 from fsdptrain.memory.demand import GIB
 from fsdptrain.model.structure import count_parameters, freeze_vision, tower_layers
+from fsdptrain.tools.inspect import inspection
 from fsdptrain.tools.plan import remedies
 from fsdptrain.tools.plan.activations import MemoryPeak
 from fsdptrain.tools.plan.plan import Machine, Planner, cache_rows, make_plan, seqlens, with_margin
@@ -106,6 +107,15 @@ def test_ranks_choose_by_the_least_free_memory(monkeypatch: pytest.MonkeyPatch):
     assert PLANNER.choose_sizes(given, 30 * GIB) != PLANNER.choose_sizes(given, 80 * GIB)
     assert run_memory.choose_sizes(None, given) is given  # on a CPU
     assert (given.model.chunk_size, bool(given.fsdp.reshard_after_forward)) == (512, True)
+
+
+def test_inspect_says_what_auto_means_on_this_machine(monkeypatch: pytest.MonkeyPatch):
+    given = config(fsdp_reshard_after_forward="auto")
+    on_cpu = inspection._sizes(given, MODEL, 8)
+    monkeypatch.setattr(inspection.platform, "has_accelerator", lambda: True)
+    monkeypatch.setattr(inspection.platform, "device_memory", lambda: (80 * GIB, 80 * GIB))
+    assert on_cpu.used == "logprobs of 512 tokens; layers freed after the forward pass"
+    assert inspection._sizes(given, MODEL, 8).used == "logprobs of 1024 tokens; layers kept after the forward pass"
 
 
 def test_replicas_need_as_much_as_fewer_gpus():
